@@ -1,0 +1,87 @@
+"""Every error that a user can cause.
+
+Each says what is wrong, with which values, where it comes from and what to do; the exception carries the data. A mistake of our
+own is an ``assert``, never one of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class ShardplanError(Exception):
+    """The base of all errors that a user can cause. The command line prints it as one line and exits with code 2."""
+
+
+class ClusterError(ShardplanError):
+    """A cluster that cannot be read or makes no sense. ``where`` names the file and the key."""
+
+    def __init__(self, message: str, *, where: str | None = None) -> None:
+        super().__init__(f"{where}: {message}" if where else message)
+        self.where = where
+
+
+class TraceError(ShardplanError):
+    """A step that cannot be traced, or arguments that do not fit it."""
+
+
+class UndescribedPrimitiveError(ShardplanError):
+    """A primitive that no description covers.
+
+    ``primitive`` is its name, ``source`` the user's source line.
+    """
+
+    def __init__(self, primitive: str, source: str) -> None:
+        super().__init__(
+            f"no description of the primitive {primitive!r}, used at {source}: describe it with "
+            f"@shardplan.tdl.rule({primitive!r}), or allow it to run whole on every device with "
+            f"plan(..., replicate=({primitive!r},))"
+        )
+        self.primitive = primitive
+        self.source = source
+
+
+class DescriptionError(ShardplanError):
+    """A TDL description that cannot be analysed. ``expression`` is the offending part."""
+
+    def __init__(self, message: str, *, expression: str | None = None) -> None:
+        super().__init__(f"{message}: {expression}" if expression else message)
+        self.expression = expression
+
+
+class PinError(ShardplanError):
+    """A pin that names no argument, no axis, or does not divide."""
+
+
+class MemoryLimitError(ShardplanError):
+    """No plan fits in the memory limit. ``limit_bytes`` was asked for, ``smallest_bytes`` is the least that a plan needs."""
+
+    def __init__(self, limit_bytes: int, smallest_bytes: int, *, detail: str = "") -> None:
+        gib = 2.0**30
+        super().__init__(
+            f"no plan fits in {limit_bytes / gib:.3f} GiB a device: the smallest found needs {smallest_bytes / gib:.3f} GiB"
+            + (f" ({detail})" if detail else "")
+            + f"; raise memory_limit to {smallest_bytes / gib * 1.001 + 0.001:.3f}GiB, use more devices or remat"
+        )
+        self.limit_bytes = limit_bytes
+        self.smallest_bytes = smallest_bytes
+
+
+class PlanFileError(ShardplanError):
+    """A plan file that cannot be read, or that belongs to another model, other shapes or another cluster."""
+
+
+class DeviceError(ShardplanError):
+    """The devices present do not carry the plan."""
+
+
+class TargetError(ShardplanError):
+    """A command-line TARGET that does not import, or whose factory returns the wrong thing."""
+
+
+def nearest(name: str, known: Sequence[str], *, count: int = 3) -> str:
+    """The known names closest to ``name``, as a hint in a message."""
+    import difflib
+
+    hits = difflib.get_close_matches(name, list(known), n=count, cutoff=0.4)
+    return f" (nearest: {', '.join(hits)})" if hits else ""

@@ -1,0 +1,151 @@
+"""The types that cross stages. Read these first.
+
+A step is traced to a `Program`; a description of each of its ops gives a `Graph`; a `Plan` says how each tensor lies on the
+devices. All of them are frozen, and none of them knows JAX: what only emission needs (the equation behind an op) travels as an opaque
+``handle``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Reducer = Literal["sum", "prod", "max", "min", "and", "or"]
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """One dim of a tensor is cut evenly over a factor; a use may need ``halo`` = (lo, hi) further elements."""
+
+    dim: int
+    halo: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Replicated:
+    """Every device along the factor holds the whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """Every device along the factor holds a term; the value is their reduction."""
+
+    reducer: Reducer = "sum"
+
+
+Placement = Split | Replicated | Partial
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """A level of the cluster, or a divisor of its size where the level is split.
+
+    ``level`` indexes the cluster's levels (0 the slowest); ``stride`` is the product of the factors of the same level that vary
+    faster than this one, 1 where the level is whole.
+    """
+
+    name: str
+    size: int
+    level: int
+    stride: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a stored tensor lies on the factors.
+
+    ``dims[d]`` lists, major first, the indices of the factors that split dim ``d``; ``partial`` those over which the tensor is a
+    sum of terms (reduced by ``reducer``). A factor that stands nowhere replicates.
+    """
+
+    dims: tuple[tuple[int, ...], ...]
+    partial: tuple[int, ...] = ()
+    reducer: Reducer = "sum"
+
+    @property
+    def used(self) -> tuple[int, ...]:
+        """The factors that split a dim, sorted."""
+        return tuple(sorted(f for dim in self.dims for f in dim))
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A value of the program: ``shape`` in elements, ``dtype`` by name (``float32``, ``bfloat16``, ``key<fry>``), bytes of one element."""
+
+    id: int
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize: int
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        n = 1
+        for d in self.shape:
+            n *= d
+        return n
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.size * self.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A scalar constant written into the program."""
+
+    value: Any
+    dtype: str
+
+
+Operand = int | Constant
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One primitive application.
+
+    ``inputs`` are tensor ids or literals, ``outputs`` tensor ids. ``bodies`` are the sub-programs of control flow with their roles in
+    ``params``; ``trips`` how often a body runs (None where nobody knows). ``source`` is the user's line, ``scope`` the name stack.
+    ``handle`` is the equation that emission evaluates again.
+    """
+
+    id: int
+    primitive: str
+    inputs: tuple[Operand, ...]
+    outputs: tuple[int, ...]
+    params: Mapping[str, Any]
+    source: str
+    scope: str
+    bodies: tuple[Program, ...] = ()
+    trips: int | None = 1
+    handle: Any = field(default=None, compare=False, repr=False)
+
+    @property
+    def tensors(self) -> tuple[int, ...]:
+        """The inputs that are tensors, literals left out."""
+        return tuple(i for i in self.inputs if isinstance(i, int))
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A traced step: straight-line ops over tensors, in the order of the trace.
+
+    Tensor ids index ``tensors`` and are local to this program (a body numbers its own). ``constants`` pairs a tensor with its value
+    (opaque). ``feedback[i]`` is the index of the input whose state output ``i`` replaces, or None.
+    """
+
+    tensors: tuple[Tensor, ...]
+    ops: tuple[Op, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[Operand, ...]
+    constants: tuple[tuple[int, Any], ...] = ()
+    input_paths: tuple[str, ...] = ()
+    output_paths: tuple[str, ...] = ()
+    feedback: tuple[int | None, ...] = ()
+
+    def count_ops(self) -> int:
+        """Number of ops, those in bodies included once."""
+        return len(self.ops) + sum(body.count_ops() for op in self.ops for body in op.bodies)

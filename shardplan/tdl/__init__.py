@@ -1,0 +1,48 @@
+"""Tensor descriptions and what follows from them (Tofu, section 4).
+
+`describe` reads a rule into loops and index expressions, `cuts` lists the legal strategies, `linear_sets` says through which operands a
+partial sum may pass. The rules of all primitives live in ``rules``; ``localize`` and ``verify`` run them against JAX.
+"""
+
+from shardplan.tdl import rules as _rules
+from shardplan.tdl.describe import Call, Description, LoopInfo, describe, described, op, rule
+from shardplan.tdl.index import Affine, Data, FloorDiv, Full, IndexExpr, Interval, Loop, Mod, interval
+from shardplan.tdl.language import DATA, And, Max, Min, Opaque, Or, Prod, Sum, TensorRef, apply, equals, where
+from shardplan.tdl.strategies import Strategy, cut, cuts, linear_sets
+
+assert _rules
+
+__all__ = [
+    "DATA",
+    "Affine",
+    "And",
+    "Call",
+    "Data",
+    "Description",
+    "FloorDiv",
+    "Full",
+    "IndexExpr",
+    "Interval",
+    "Loop",
+    "LoopInfo",
+    "Max",
+    "Min",
+    "Mod",
+    "Opaque",
+    "Or",
+    "Prod",
+    "Strategy",
+    "Sum",
+    "TensorRef",
+    "apply",
+    "cut",
+    "cuts",
+    "describe",
+    "described",
+    "equals",
+    "interval",
+    "linear_sets",
+    "op",
+    "rule",
+    "where",
+]

@@ -1,0 +1,246 @@
+"""Descriptions: what a primitive's rule says, read once into loops, accesses and linearity; and the registry of rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardplan.errors import DescriptionError
+from shardplan.ir import Reducer
+from shardplan.tdl import language as lang
+from shardplan.tdl.index import Affine, Data, Full, IndexExpr, Loop, loops_of
+
+Lambda = Callable[..., Any]
+RuleFunction = Callable[..., "Lambda | tuple[Lambda, ...]"]
+Monomials = frozenset[tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One application of a primitive, as a rule sees it: shapes and dtypes of operands and results, and parameters.
+
+    ``scalars[i]`` is the value of operand i where it is a literal of the program, else None.
+    """
+
+    primitive: str
+    operands: tuple[tuple[int, ...], ...]
+    results: tuple[tuple[int, ...], ...]
+    params: Mapping[str, Any]
+    dtypes: tuple[str, ...] = ()
+    result_dtypes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LoopInfo:
+    """A loop: ``reducer`` None where it is parallel; ``whole`` where an opaque function runs over it and it may not be cut."""
+
+    name: str
+    extent: int
+    reducer: Reducer | None = None
+    whole: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """A primitive application in TDL.
+
+    ``results[r][d]`` is the loop that is dim d of result r. ``accesses`` lists (operand, index expressions) once each.
+    ``trees`` are the element expressions. ``monomials[r]`` says how result r depends on its operands: a sum of products of the
+    listed operands (an operand that passes through a nonlinear function is listed twice).
+    ``elementwise``: every operand is read at the result's own index (size-1 dims and scalars broadcast).
+    """
+
+    call: Call
+    loops: tuple[LoopInfo, ...]
+    results: tuple[tuple[int, ...], ...]
+    accesses: tuple[tuple[int, tuple[IndexExpr, ...]], ...]
+    trees: tuple[lang.Scalar, ...]
+    monomials: tuple[Monomials, ...]
+    elementwise: bool
+
+
+_RULES: dict[str, RuleFunction] = {}
+
+
+def rule(*primitives: str) -> Callable[[RuleFunction], RuleFunction]:
+    """Registers ``function(call, *operands)`` as the description of these primitives.
+
+    It returns a lambda over the dims of the result, or one for each result; loops of the same name in several lambdas are the same loop.
+    """
+
+    def register(function: RuleFunction) -> RuleFunction:
+        for name in primitives:
+            _RULES[name] = function
+        return function
+
+    return register
+
+
+def described() -> tuple[str, ...]:
+    """The primitives that have a rule, sorted."""
+    return tuple(sorted(_RULES))
+
+
+def op(function: Callable[..., Any]) -> Callable[[Call], Description]:
+    """Tofu's ``@tdl.op``: ``function(*operands)`` returns the lambda; the result reads a `Call` into a `Description`."""
+
+    def read(call: Call) -> Description:
+        return _read(call, lambda _call, *operands: function(*operands))
+
+    read.__doc__ = function.__doc__
+    return read
+
+
+def describe(call: Call) -> Description | None:
+    """The description of this application, or None where no rule covers the primitive."""
+    function = _RULES.get(call.primitive)
+    return None if function is None else _read(call, function)
+
+
+def _read(call: Call, function: RuleFunction) -> Description:
+    operands = [
+        lang.TensorRef(i, shape, call.dtypes[i] if i < len(call.dtypes) else "float32") for i, shape in enumerate(call.operands)
+    ]
+    with lang.Recorder() as recorder:
+        made = function(call, *operands)
+        lambdas: tuple[Lambda, ...] = made if isinstance(made, tuple) else (made,)
+        if len(lambdas) != len(call.results):
+            raise DescriptionError(f"{call.primitive} has {len(call.results)} results, described are {len(lambdas)}")
+        results: list[tuple[int, ...]] = []
+        trees: list[lang.Scalar] = []
+        for body, shape in zip(lambdas, call.results, strict=True):
+            dims = _parallel(recorder, call, body, shape)
+            results.append(dims)
+            trees.append(lang.scalar(body(*(Loop(Affine(((i, 1),))) for i in dims))))
+    accesses = _accesses(trees)
+    _check(call, accesses)
+    extents = _extents(recorder, call, accesses)
+    whole = frozenset(v for tree in trees for v in _hidden(tree))
+    loops = tuple(
+        LoopInfo(n, e, r, i in whole) for i, (n, r, e) in enumerate(zip(recorder.names, recorder.kinds, extents, strict=True))
+    )
+    monomials = tuple(_monomials(tree) for tree in trees)
+    plain = all(k is None for k in recorder.kinds) and len(set(results)) == 1 and not whole
+    elementwise = plain and all(_identity(ix, call.operands[o], results[0]) for o, ix in accesses)
+    return Description(call, loops, tuple(results), accesses, tuple(trees), monomials, elementwise)
+
+
+def _parallel(recorder: lang.Recorder, call: Call, body: Lambda, shape: tuple[int, ...]) -> tuple[int, ...]:
+    names = lang.lambda_names(body, len(shape))
+    if len(names) != len(shape):
+        raise DescriptionError(f"{call.primitive} has a result of rank {len(shape)}, described with indices {names}")
+    dims: list[int] = []
+    for name, extent in zip(names, shape, strict=True):
+        if name in recorder.parallel:
+            loop = recorder.parallel[name]
+            if recorder.extents[loop] != extent:
+                raise DescriptionError(f"{call.primitive}: index {name} has extent {recorder.extents[loop]} and {extent}")
+        else:
+            loop = recorder.parallel[name] = recorder.loop(name, None, extent)
+        dims.append(loop)
+    return tuple(dims)
+
+
+def children(node: lang.Scalar) -> tuple[lang.Scalar, ...]:
+    """The nodes below this one."""
+    match node:
+        case lang.Apply(_, args, _) | lang.HiddenLoops(args, _) | lang.OpaqueResult(args):
+            return args
+        case lang.Reduce(_, _, body):
+            return (body,)
+        case lang.Match(element, _):
+            return (element,)
+        case _:
+            return ()
+
+
+def _accesses(trees: list[lang.Scalar]) -> tuple[tuple[int, tuple[IndexExpr, ...]], ...]:
+    found: dict[tuple[int, tuple[IndexExpr, ...]], None] = {}
+    stack = list(reversed(trees))
+    while stack:
+        node = stack.pop()
+        if isinstance(node, lang.Access):
+            found[node.operand, node.indices] = None
+        stack.extend(reversed(children(node)))
+    return tuple(found)
+
+
+def _check(call: Call, accesses: tuple[tuple[int, tuple[IndexExpr, ...]], ...]) -> None:
+    for operand, _ in accesses:
+        if operand >= len(call.operands):
+            raise DescriptionError(f"{call.primitive} has {len(call.operands)} operands", expression=f"operand {operand}")
+
+
+def _extents(
+    recorder: lang.Recorder, call: Call, accesses: tuple[tuple[int, tuple[IndexExpr, ...]], ...]
+) -> tuple[int, ...]:
+    """Parallel loops have the result's extent, reduction loops that of a dim which they index alone."""
+    extents = list(recorder.extents)
+    for operand, indices in accesses:
+        for dim, ix in enumerate(indices):
+            match ix:
+                case Affine(((loop, 1),), 0) if extents[loop] is None:
+                    extents[loop] = call.operands[operand][dim]
+                case _:
+                    pass
+    for name, extent in zip(recorder.names, extents, strict=True):
+        if extent is None:
+            raise DescriptionError(f"{call.primitive}: the extent of {name} cannot be read off an operand; give extents=")
+    return tuple(e for e in extents if e is not None)
+
+
+def _hidden(tree: lang.Scalar) -> frozenset[int]:
+    own = tree.loops if isinstance(tree, lang.HiddenLoops) else frozenset[int]()
+    for child in children(tree):
+        own |= _hidden(child)
+    return own
+
+
+def _identity(indices: tuple[IndexExpr, ...], shape: tuple[int, ...], result: tuple[int, ...]) -> bool:
+    if not indices:
+        return True
+    if len(indices) != len(result):
+        return False
+    return all(n == 1 or ix == Affine(((loop, 1),)) for ix, n, loop in zip(indices, shape, result, strict=True))
+
+
+def _monomials(node: lang.Scalar) -> Monomials:
+    """The expression as a sum of products of operands; what is not linear counts an operand twice."""
+    match node:
+        case lang.Number():
+            return frozenset({()})
+        case lang.Access(operand, indices):
+            return frozenset({(operand,)}) if not any(isinstance(i, Data) for i in indices) else frozenset({(operand,)})
+        case lang.Apply("add", args, _):
+            return frozenset().union(*(_monomials(a) for a in args))
+        case lang.Apply("neg", (arg,), _):
+            return _monomials(arg)
+        case lang.Apply("mul", (a, b), _):
+            return frozenset(tuple(sorted(x + y)) for x in _monomials(a) for y in _monomials(b))
+        case lang.Apply("div", (a, b), _):
+            return frozenset(tuple(sorted(x + y)) for x in _monomials(a) for y in _twice(b))
+        case lang.Apply("where", (c, a, b), _):
+            chosen = (_monomials(a) | _monomials(b)) if b != lang.Number(0.0) else _monomials(a)
+            return frozenset(tuple(sorted(x + y)) for x in chosen for y in _twice(c))
+        case lang.Reduce("sum", _, body):
+            return _monomials(body)
+        case lang.Match(element, _):
+            return _twice(element)
+        case _:
+            return _twice(node)
+
+
+def _twice(node: lang.Scalar) -> Monomials:
+    used = sorted({operand for operand, _ in _accesses([node])})
+    return frozenset({tuple(sorted(used + used))})
+
+
+def uses_full(ix: IndexExpr) -> bool:
+    """Whether the worker must hold the whole dim whatever is cut."""
+    return isinstance(ix, Full | Data)
+
+
+def reads(description: Description, loop: int) -> tuple[int, ...]:
+    """The operands whose index depends on a loop."""
+    return tuple(sorted({o for o, indices in description.accesses if any(loop in loops_of(i) for i in indices)}))

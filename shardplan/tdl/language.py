@@ -1,0 +1,275 @@
+"""TDL, the tensor description language (Tofu, section 4.1): one output element as an expression over operand elements.
+
+A description is a Python function of symbolic tensors that returns a lambda over output indices:
+
+    >>> from shardplan import tdl
+    >>> @tdl.op
+    ... def conv1d(data, filters):
+    ...     return lambda b, co, x: tdl.Sum(lambda ci, dx: data[b, ci, x + dx] * filters[ci, co, dx])
+
+Reductions are `Sum`, `Prod`, `Max`, `Min`, `And`, `Or`; `where` selects; `apply` names any other scalar function; `Opaque` hides what cannot be
+said, and ``:`` hands it a whole slice.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from shardplan.errors import DescriptionError
+from shardplan.ir import Reducer
+from shardplan.tdl.index import Affine, Data, Full, IndexExpr, Loop
+
+Arithmetic = Literal["add", "mul", "div", "neg", "where", "apply", "match"]
+
+
+class Scalar:
+    """One element: a node of the expression tree. Arithmetic on scalars builds larger ones."""
+
+    __slots__ = ()
+
+    def __add__(self, other: object) -> Scalar:
+        return Apply("add", (self, scalar(other)))
+
+    __radd__ = __add__
+
+    def __neg__(self) -> Scalar:
+        return Apply("neg", (self,))
+
+    def __sub__(self, other: object) -> Scalar:
+        return Apply("add", (self, Apply("neg", (scalar(other),))))
+
+    def __rsub__(self, other: object) -> Scalar:
+        return Apply("add", (Apply("neg", (self,)), scalar(other)))
+
+    def __mul__(self, other: object) -> Scalar:
+        return Apply("mul", (self, scalar(other)))
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: object) -> Scalar:
+        return Apply("div", (self, scalar(other)))
+
+
+@dataclass(frozen=True, slots=True)
+class Number(Scalar):
+    """A constant."""
+
+    value: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Access(Scalar):
+    """``operand[indices]``."""
+
+    operand: int
+    indices: tuple[IndexExpr, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Apply(Scalar):
+    """A scalar function of scalars; ``how`` says what linearity may be read from it."""
+
+    how: Arithmetic
+    args: tuple[Scalar, ...]
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce(Scalar):
+    """``reducer`` over ``loops`` of ``body``."""
+
+    reducer: Reducer
+    loops: tuple[int, ...]
+    body: Scalar
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """A symbolic operand: index it with loops, integers, ``:`` or `DATA`, once per dim."""
+
+    position: int
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+
+    def __getitem__(self, key: Any) -> Access:
+        keys: tuple[Any, ...] = key if isinstance(key, tuple) else (key,)
+        if len(keys) != len(self.shape):
+            raise DescriptionError(f"operand {self.position} has rank {len(self.shape)}, {len(keys)} indices given", expression=f"{keys}")
+        return Access(self.position, tuple(_index(k) for k in keys))
+
+
+DATA = Data()
+"""The index that only the data know."""
+
+
+def _index(key: object) -> IndexExpr:
+    match key:
+        case Loop():
+            return key.expr
+        case bool():
+            raise DescriptionError("an index is not a truth value", expression=repr(key))
+        case int():
+            return Affine((), key)
+        case slice() if key == slice(None):
+            return Full()
+        case Data() | Scalar():
+            return DATA
+        case _:
+            raise DescriptionError("an index is a loop, an integer, ':' or another tensor's element", expression=repr(key))
+
+
+def scalar(value: object) -> Scalar:
+    """``value`` as a node: scalars stay, numbers become constants."""
+    if isinstance(value, Scalar):
+        return value
+    if isinstance(value, int | float):
+        return Number(float(value))
+    raise DescriptionError("a scalar expression is built from operand elements and numbers", expression=repr(value))
+
+
+def where(condition: object, then: object, otherwise: object = 0.0) -> Scalar:
+    """``then`` where the condition holds, else ``otherwise``: linear in both together, not in the condition."""
+    return Apply("where", (scalar(condition), scalar(then), scalar(otherwise)))
+
+
+def apply(name: str, *args: object) -> Scalar:
+    """Any scalar function, linear in nothing."""
+    return Apply("apply", tuple(scalar(a) for a in args), name)
+
+
+def equals(element: object, index: Loop) -> Scalar:
+    """1 where an element holds this index, else 0: how a lookup is said as a sum over all rows."""
+    return Match(scalar(element), index.expr)
+
+
+@dataclass(frozen=True, slots=True)
+class Match(Scalar):
+    """``element == index``."""
+
+    element: Scalar
+    index: IndexExpr
+
+
+class Opaque:
+    """Some function of its arguments that TDL cannot say; each argument's ``:`` dims stay whole.
+
+    ``lambda b, i, j: Opaque()(mat[b, :, :])[i, j]`` is Tofu's batch Cholesky: the dims given after the call are whole too.
+    """
+
+    def __call__(self, *args: Scalar) -> OpaqueResult:
+        return OpaqueResult(args)
+
+
+@dataclass(frozen=True, slots=True)
+class OpaqueResult(Scalar):
+    """An opaque value; index it with the loops that run inside it, or use it as it is."""
+
+    args: tuple[Scalar, ...]
+
+    def __getitem__(self, key: object) -> Scalar:
+        keys = key if isinstance(key, tuple) else (key,)
+        return HiddenLoops(self.args, frozenset(loop for k in keys if isinstance(k, Loop) for loop in _loops(k)))
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenLoops(Scalar):
+    """An opaque value whose ``loops`` must stay whole: they index what the function returns."""
+
+    args: tuple[Scalar, ...]
+    loops: frozenset[int]
+
+
+def _loops(loop: Loop) -> frozenset[int]:
+    from shardplan.tdl.index import loops_of
+
+    return loops_of(loop.expr)
+
+
+class Recorder:
+    """Hands out loops while a description's lambda runs. One recorder serves all lambdas of one description."""
+
+    _stack: list[Recorder] = []
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.kinds: list[Reducer | None] = []
+        self.extents: list[int | None] = []
+        self.parallel: dict[str, int] = {}
+
+    def __enter__(self) -> Recorder:
+        Recorder._stack.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        Recorder._stack.pop()
+
+    def loop(self, name: str, reducer: Reducer | None, extent: int | None) -> int:
+        """A new loop's id."""
+        self.names.append(name)
+        self.kinds.append(reducer)
+        self.extents.append(extent)
+        return len(self.names) - 1
+
+
+def current() -> Recorder:
+    """The recorder of the description that is being read."""
+    if not Recorder._stack:
+        raise DescriptionError("a reduction is used outside a description", expression="Sum(...)")
+    return Recorder._stack[-1]
+
+
+def lambda_names(function: Callable[..., Any], arity: int | None) -> list[str]:
+    """The index names of a description's lambda; ``*i`` takes ``arity`` names from its own."""
+    names: list[str] = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+            if arity is None:
+                raise DescriptionError("a reduction over *indices needs extents=", expression=f"lambda *{parameter.name}")
+            names += [f"{parameter.name}{n}" for n in range(arity - len(names))]
+        else:
+            names.append(parameter.name)
+    return names
+
+
+def _reduction(reducer: Reducer, body: Callable[..., Any], extents: tuple[int, ...] | None) -> Scalar:
+    names = lambda_names(body, None if extents is None else len(extents))
+    if not names or (extents is not None and len(extents) != len(names)):
+        if extents == () and not names:
+            return scalar(body())
+        raise DescriptionError("a reducer needs an index to reduce over", expression=f"{reducer} over {names} with extents {extents}")
+    recorder = current()
+    ids = tuple(recorder.loop(n, reducer, extents[i] if extents else None) for i, n in enumerate(names))
+    return Reduce(reducer, ids, scalar(body(*(Loop(Affine(((i, 1),))) for i in ids))))
+
+
+def Sum(body: Callable[..., Any], extents: tuple[int, ...] | None = None) -> Scalar:  # noqa: N802 (Tofu's name)
+    """Sum of ``body`` over its indices; their extents are read off the operand dims that they index alone, or given."""
+    return _reduction("sum", body, extents)
+
+
+def Prod(body: Callable[..., Any], extents: tuple[int, ...] | None = None) -> Scalar:  # noqa: N802
+    """Product over the indices of ``body``."""
+    return _reduction("prod", body, extents)
+
+
+def Max(body: Callable[..., Any], extents: tuple[int, ...] | None = None) -> Scalar:  # noqa: N802
+    """Maximum over the indices of ``body``."""
+    return _reduction("max", body, extents)
+
+
+def Min(body: Callable[..., Any], extents: tuple[int, ...] | None = None) -> Scalar:  # noqa: N802
+    """Minimum over the indices of ``body``."""
+    return _reduction("min", body, extents)
+
+
+def And(body: Callable[..., Any], extents: tuple[int, ...] | None = None) -> Scalar:  # noqa: N802
+    """Conjunction over the indices of ``body``."""
+    return _reduction("and", body, extents)
+
+
+def Or(body: Callable[..., Any], extents: tuple[int, ...] | None = None) -> Scalar:  # noqa: N802
+    """Disjunction over the indices of ``body``."""
+    return _reduction("or", body, extents)

@@ -1,0 +1,168 @@
+"""Strategies: the ways in which interval analysis says that an op can be cut (Tofu, section 4.2, partition-n-reduce).
+
+Case 1 cuts a parallel loop: each worker computes a block of the result. Case 2 cuts a reduction loop: each worker computes a whole
+result that is one term of the reduction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardplan.ir import Partial, Placement, Reducer, Replicated, Split
+from shardplan.tdl import language as lang
+from shardplan.tdl.describe import Description, Monomials, children
+from shardplan.tdl.index import Interval, interval
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """One loop cut ``ways`` ways: the placement that each operand must have, and the one that each result gets.
+
+    ``operands[i]`` is None where the operand is never read (a literal or a dead operand: anything will do).
+    """
+
+    loop: int
+    ways: int
+    operands: tuple[Placement, ...]
+    results: tuple[Placement, ...]
+
+    @property
+    def has_halo(self) -> bool:
+        """Whether a worker needs elements of its neighbours' blocks."""
+        return any(isinstance(p, Split) and p.halo != (0, 0) for p in self.operands)
+
+
+def cut(description: Description, loop: int, ways: int) -> Strategy | None:
+    """The strategy that cuts ``loop`` ``ways`` ways, or None where the cut is not legal.
+
+    Legal: the extent divides, every operand is needed whole or as one even block of one dim (with a constant halo), and a reduction
+    is the outermost nonlinear thing that happens to its terms.
+    """
+    info = description.loops[loop]
+    if info.whole or ways < 2 or info.extent % ways or info.extent < ways:
+        return None
+    operands: list[Placement] = [Replicated() for _ in description.call.operands]
+    regions = _regions(description, loop, ways)
+    if regions is None:
+        return None
+    for operand, placement in regions.items():
+        operands[operand] = placement
+    if info.reducer is None:
+        results: list[Placement] = [
+            Split(dims.index(loop)) if loop in dims else Replicated() for dims in description.results
+        ]
+        return Strategy(loop, ways, tuple(operands), tuple(results))
+    results = []
+    for tree in description.trees:
+        if not _contains(tree, loop):
+            return None
+        siblings = _terms_beside(tree, loop)
+        if siblings is None:
+            return None
+        for operand in siblings:
+            if operands[operand] != Replicated() or info.reducer != "sum":
+                return None
+            operands[operand] = Partial("sum")
+        results.append(Partial(info.reducer))
+    return Strategy(loop, ways, tuple(operands), tuple(results))
+
+
+def cuts(description: Description, ways: int) -> tuple[Strategy, ...]:
+    """Every legal strategy for a cut by ``ways``, in the order of the loops."""
+    found = (cut(description, loop, ways) for loop in range(len(description.loops)))
+    return tuple(s for s in found if s is not None)
+
+
+def linear_sets(description: Description) -> tuple[tuple[int, ...], ...]:
+    """The sets of operands that may be partial sums together: the results are linear in each set jointly.
+
+    A result then is a partial sum of the same kind. An op with several results must be linear in all of them.
+    """
+    operands = range(len(description.call.operands))
+    candidates: set[tuple[int, ...]] = {(o,) for o in operands}
+    for monomials in description.monomials:
+        used = tuple(sorted({o for m in monomials for o in m}))
+        candidates.add(used)
+        if len(used) == 3:
+            candidates.update({used[1:], used[:2], (used[0], used[2])})
+    return tuple(sorted(c for c in candidates if c and all(_linear(m, c) for m in description.monomials)))
+
+
+def _linear(monomials: Monomials, operands: tuple[int, ...]) -> bool:
+    return bool(monomials) and all(sum(m.count(o) for o in operands) == 1 for m in monomials)
+
+
+def _regions(description: Description, loop: int, ways: int) -> dict[int, Placement] | None:
+    """What each operand that the loop reaches must look like; None where some region is no placement."""
+    extents = {i: info.extent for i, info in enumerate(description.loops)}
+    swept: dict[tuple[int, int], Interval] = {}
+    whole: set[tuple[int, int]] = set()
+    for operand, indices in description.accesses:
+        shape = description.call.operands[operand]
+        for dim, ix in enumerate(indices):
+            if shape[dim] == 1:
+                continue
+            at = interval(ix, extents, loop, ways)
+            if at is None:
+                return None
+            if at.step == 0:
+                whole.add((operand, dim))
+                continue
+            if shape[dim] % ways or at.step != shape[dim] // ways:
+                return None
+            old = swept.get((operand, dim))
+            swept[operand, dim] = Interval(at.step, min(at.lo, old.lo), max(at.hi, old.hi)) if old else at
+    placements: dict[int, Placement] = {}
+    for (operand, dim), at in sorted(swept.items()):
+        if (operand, dim) in whole:
+            continue  # another access reads all of it
+        if operand in placements:
+            return None  # two dims at once: a diagonal
+        halo = (max(0, -at.lo), max(0, at.hi - (at.step - 1)))
+        if max(halo) >= at.step:
+            return None  # the neighbours' blocks do not reach that far
+        placements[operand] = Split(dim, halo)
+    return placements
+
+
+def _contains(tree: lang.Scalar, loop: int) -> bool:
+    if isinstance(tree, lang.Reduce) and loop in tree.loops:
+        return True
+    return any(_contains(child, loop) for child in children(tree))
+
+
+def _terms_beside(tree: lang.Scalar, loop: int) -> tuple[int, ...] | None:
+    """The operands that are added to the reduction over ``loop`` and so must be partial too; None if it is not at the top of a sum."""
+    match tree:
+        case lang.Reduce(outer, loops, body):
+            if loop in loops:
+                return ()
+            inner = _terms_beside(body, loop)
+            return inner if inner == () and _reducer_of(body, loop) == outer else None
+        case lang.Apply("add", args, _):
+            beside: list[int] = []
+            for arg in args:
+                if _contains(arg, loop):
+                    more = _terms_beside(arg, loop)
+                    if more is None:
+                        return None
+                    beside += more
+                elif isinstance(arg, lang.Access):
+                    beside.append(arg.operand)
+                else:
+                    return None
+            return tuple(beside)
+        case lang.Apply("neg", (arg,), _):
+            return _terms_beside(arg, loop) if _reducer_of(arg, loop) == "sum" else None
+        case _:
+            return None
+
+
+def _reducer_of(tree: lang.Scalar, loop: int) -> Reducer | None:
+    if isinstance(tree, lang.Reduce) and loop in tree.loops:
+        return tree.reducer
+    for child in children(tree):
+        found = _reducer_of(child, loop)
+        if found:
+            return found
+    return None

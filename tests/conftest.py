@@ -1,0 +1,47 @@
+"""What every test stands on: simulated devices, drawn examples that never change, and golden text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import hypothesis
+import jax
+import pytest
+
+GOLDEN = Path(__file__).parent / "golden"
+
+# Before the first computation, or it has no effect. Sixteen compile as fast as eight; a test on eight takes the first eight.
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 16)
+
+# Draws are the same in every run, and no example is failed for being slow.
+hypothesis.settings.register_profile("shardplan", deadline=None, derandomize=True, print_blob=False)
+hypothesis.settings.load_profile("shardplan")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write the files of tests/golden anew")
+
+
+@pytest.fixture(scope="session")
+def devices() -> list[jax.Device]:
+    """The first eight simulated devices."""
+    return jax.devices()[:8]
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """``golden("plan/gpt.txt", text)``: text equals that file of ``tests/golden``, or becomes it under ``--update-golden``."""
+    update = request.config.getoption("--update-golden")
+
+    def compare(name: str, text: str) -> None:
+        path = GOLDEN / name
+        if update:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+            return
+        assert path.exists(), f"{path} is missing: run pytest --update-golden, read it, commit it"
+        assert text == path.read_text(encoding="utf-8"), f"{path} differs: if the change is meant, run pytest --update-golden"
+
+    return compare

@@ -20,7 +20,7 @@ test-all: .venv/installed
 check: .venv/installed
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 format: .venv/installed
 	$(BIN)/ruff format

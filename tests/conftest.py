@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import jax
@@ -25,7 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(scope="session")
-def devices() -> list[jax.Device]:
+def devices() -> list[Any]:
     """The first eight simulated devices."""
     return jax.devices()[:8]
 

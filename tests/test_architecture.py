@@ -1,0 +1,255 @@
+"""The order of the code: who may import whom, who may know JAX, and what every front and file keeps to.
+
+Everything here reads source text, so that a file is held to the order as soon as it exists.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "shardplan"
+
+# From the top row down; a module imports only from rows above its own, and from its own package.
+ROWS = (
+    ("ir", "errors", "_jax"),
+    ("mesh",),
+    ("trace",),
+    ("tdl",),
+    ("cost",),
+    ("collectives",),
+    ("search",),
+    ("emit",),
+    ("report",),
+    ("api", "cli", "pytest_plugin"),
+)
+RANK = {name: rank for rank, row in enumerate(ROWS) for name in row}
+SHELLS = ROWS[-1]
+
+# The files that know JAX, beside everything in emit but the reader of HLO text.
+JAX_FILES = (
+    "_jax",
+    "trace",
+    "api",
+    "pytest_plugin",
+    "mesh.devices",
+    "tdl.localize",
+    "tdl.verify",
+    "cost.calibrate",
+    "collectives.lower",
+)
+JAX_LIBRARIES = ("jax", "jaxlib", "flax", "optax")
+PRIVATE_JAX = ("jax._src", "jax.extend", "jaxlib")
+
+
+def _module(path: Path) -> str:
+    """``shardplan/mesh/devices.py`` -> ``mesh.devices``; a front is its package; the top one is ``""``."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {_module(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+FRONTS = {name: path for name, path in FILES.items() if path.name == "__init__.py"}
+EVERY_FILE = [p for d in ("shardplan", "models", "benchmarks", "examples", "tests") for p in sorted((ROOT / d).rglob("*.py"))]
+
+
+def _ids(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def _imports(path: Path) -> Iterator[tuple[str, str | None, int]]:
+    """Every (absolute module, imported name or None, line) of a file, those inside functions included."""
+    for node in ast.walk(_tree(path)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, None, node.lineno
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            if node.level:
+                here = path.relative_to(ROOT).with_suffix("").parts
+                module = ".".join((*here[: -node.level], module)).rstrip(".")
+            for alias in node.names:
+                yield module, alias.name, node.lineno
+
+
+def _home(module: str, name: str | None) -> str:
+    """The shardplan module in which an imported thing lives: a submodule, or where a front has it from."""
+    seen: set[str] = set()
+    inner = module.removeprefix("shardplan").removeprefix(".")
+    while name and inner not in seen:
+        seen.add(inner)
+        if f"{inner}.{name}".strip(".") in FILES:
+            return f"{inner}.{name}".strip(".")
+        inner = _hands_on(FRONTS[inner]).get(name, inner) if inner in FRONTS else inner
+    return inner
+
+
+@cache
+def _hands_on(front: Path) -> dict[str, str]:
+    """The shardplan names that a front imports, each with the module that it imports it from."""
+    pairs = ((name, module) for module, name, _ in _imports(front) if name)
+    return {name: module.removeprefix("shardplan.") for name, module in pairs if module.startswith("shardplan.")}
+
+
+def _of_shardplan(path: Path) -> Iterator[tuple[str, int]]:
+    for module, name, line in _imports(path):
+        if module == "shardplan" or module.startswith("shardplan."):
+            yield _home(module, name), line
+
+
+def _rank(module: str) -> int:
+    return RANK[module.split(".")[0]]
+
+
+def _knows_jax(module: str) -> bool:
+    return module in JAX_FILES or (module.split(".")[0] == "emit" and module not in ("emit.hlo", "emit.meter"))
+
+
+def _is_one_of(module: str, libraries: tuple[str, ...]) -> bool:
+    return any(module == library or module.startswith(library + ".") for library in libraries)
+
+
+def test_every_file_has_its_row() -> None:
+    strangers = [name for name in FILES if name and name.split(".")[0] not in RANK]
+    assert not strangers, f"no row in the layout for {strangers}: add them to ROWS, in the right place"
+
+
+@pytest.mark.parametrize("module", [m for m in FILES if m])
+def test_a_file_imports_only_from_the_rows_above(module: str) -> None:
+    package = module.split(".")[0]
+    faults: list[str] = []
+    for target, line in _of_shardplan(FILES[module]):
+        if not target:
+            # Only the shells may use the public face; a version number is read from it at most.
+            allowed = package in SHELLS
+        else:
+            own = target.split(".")[0]
+            shell_to_shell = package in SHELLS and own in SHELLS
+            top = _rank(module) == 0 and _rank(target) == 0
+            allowed = own == package or _rank(target) < _rank(module) or shell_to_shell or top
+        if not allowed:
+            faults.append(f"{_ids(FILES[module])}:{line} imports shardplan.{target}".rstrip("."))
+    assert not faults, faults
+
+
+@pytest.mark.parametrize("module", [m for m in FILES if m and not _knows_jax(m)])
+def test_jax_stays_in_its_files(module: str) -> None:
+    path = FILES[module]
+    faults = [f"{_ids(path)}:{line} imports {m}" for m, _, line in _imports(path) if _is_one_of(m, JAX_LIBRARIES)]
+    # A front hands on the names of its JAX file, and the shells may use anything; nobody else reaches JAX by way of another file.
+    if module not in FRONTS and module.split(".")[0] not in SHELLS:
+        faults += [f"{_ids(path)}:{line} imports {t}, which knows JAX" for t, line in _of_shardplan(path) if _knows_jax(t)]
+    assert not faults, faults
+
+
+def test_private_jax_names_live_in_one_file() -> None:
+    """Also uses such as ``jax._src.core`` without an import of it."""
+    faults = [
+        f"{_ids(path)}:{line} imports {m}"
+        for name, path in FILES.items()
+        if name != "_jax"
+        for m, inner, line in _imports(path)
+        if _is_one_of(f"{m}.{inner}" if inner else m, PRIVATE_JAX)
+    ]
+    faults += [
+        f"{_ids(path)}:{node.lineno} uses jax.{node.attr}"
+        for name, path in FILES.items()
+        if name != "_jax"
+        for node in ast.walk(_tree(path))
+        if isinstance(node, ast.Attribute)
+        and node.attr in ("_src", "extend")
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "jax"
+    ]
+    assert not faults, faults
+
+
+def test_models_know_nothing_of_shardplan() -> None:
+    faults = [
+        f"{_ids(path)}:{line}"
+        for path in EVERY_FILE
+        if path.is_relative_to(ROOT / "models")
+        for module, _, line in _imports(path)
+        if _is_one_of(module, ("shardplan",))
+    ]
+    assert not faults, faults
+
+
+def _exported(front: Path) -> list[str] | None:
+    """The literal ``__all__`` of a file; None if it has none."""
+    for names, value in _assignments(front):
+        if "__all__" in names and value is not None:
+            return [str(name) for name in ast.literal_eval(value)]
+    return None
+
+
+def _assignments(front: Path) -> Iterator[tuple[list[str], ast.expr | None]]:
+    """The names and the value of each assignment at the top level."""
+    for node in _tree(front).body:
+        if isinstance(node, ast.Assign):
+            yield [t.id for t in node.targets if isinstance(t, ast.Name)], node.value
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield [node.target.id], node.value
+
+
+def _public(front: Path) -> set[str]:
+    """Public names that a front defines, or imports from shardplan; submodules imported for their effect left out."""
+    package = _module(front)
+    names: set[str] = set()
+    for node in _tree(front).body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").startswith("shardplan")):
+            inner = package if node.level else (node.module or "").removeprefix("shardplan").removeprefix(".")
+            names |= {a.asname or a.name for a in node.names if f"{inner}.{a.name}".strip(".") not in FILES}
+    return {name for name in names if not name.startswith("_")}
+
+
+@pytest.mark.parametrize("package", list(FRONTS))
+def test_a_front_says_what_happens_in_it_and_lists_what_it_hands_on(package: str) -> None:
+    front = FRONTS[package]
+    assert ast.get_docstring(_tree(front)), f"{_ids(front)} has no docstring"
+    exported, public = _exported(front), _public(front)
+    if exported is None:
+        assert not public, f"{_ids(front)} hands on {sorted(public)} without __all__"
+        return
+    assert len(exported) == len(set(exported)), f"{_ids(front)}: __all__ repeats a name"
+    missing = sorted(public - set(exported))
+    submodules = {name.rpartition(".")[2] for name in FILES if name.rpartition(".")[0] == package}
+    unbound = sorted(set(exported) - public - submodules - {name for names, _ in _assignments(front) for name in names})
+    assert not missing, f"{_ids(front)}: __all__ lacks {missing}"
+    assert not unbound, f"{_ids(front)}: __all__ names {unbound}, which are not there"
+
+
+def test_every_package_has_a_front() -> None:
+    packages = {p.parent for p in FILES.values()}
+    missing = sorted(_ids(p) for p in packages if not (p / "__init__.py").exists())
+    assert not missing, f"no __init__.py in {missing}"
+
+
+@pytest.mark.parametrize("path", EVERY_FILE, ids=_ids)
+def test_no_broad_except(path: Path) -> None:
+    broad = {"Exception", "BaseException"}
+    faults: list[int] = []
+    for node in ast.walk(_tree(path)):
+        if isinstance(node, ast.ExceptHandler):
+            kinds = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+            if any(kind is None or (isinstance(kind, ast.Name) and kind.id in broad) for kind in kinds):
+                faults.append(node.lineno)
+    assert not faults, f"{_ids(path)} catches everything in lines {faults}: name what can be raised"
+
+
+@pytest.mark.parametrize("path", EVERY_FILE, ids=_ids)
+def test_no_file_grows_too_long(path: Path) -> None:
+    lines = len(path.read_text(encoding="utf-8").splitlines())
+    assert lines <= 500, f"{_ids(path)} has {lines} lines: a file holds one idea, 500 lines are too many"

@@ -1,0 +1,252 @@
+"""Resharding: the best program of collectives that moves a tensor from one layout to another, priced whole.
+
+All layouts of a tensor are the nodes of a graph and single collectives its edges (all-gather, local slice, all-to-all, permute, all-reduce,
+reduce-scatter over any set of factors); a program is a path, and the price of a pair of layouts is the shortest one. So an all-reduce over a
+hierarchy is found as reduce-scatter, all-reduce, all-gather where that is cheaper (P2, section 3), and a gather of a major factor as a permute and
+a gather. A *buffer* dim, which no stored layout has, stands for the flattened and padded tensor: any tensor can be reduce-scattered over it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import csr_matrix
+from scipy.sparse.csgraph import dijkstra
+
+from shardplan.cost.network import Network
+from shardplan.ir import Layout
+
+KINDS = ("slice", "all_gather", "all_to_all", "permute", "all_reduce", "reduce_scatter")
+
+_SLICE_S = 1e-12  # a local slice moves nothing; the graph library reads an exact zero as no edge
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One collective of a resharding program: ``nbytes`` as `Network.lines` counts them, a slice has none."""
+
+    kind: str
+    over: tuple[int, ...]
+    nbytes: float
+    before: Layout
+    after: Layout
+    seconds: float
+
+
+State = tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]
+
+
+class LayoutSpace:
+    """All layouts of a tensor of one rank over factors of given sizes, and the single collectives between them."""
+
+    def __init__(self, sizes: Sequence[int], rank: int) -> None:
+        self.sizes = tuple(sizes)
+        self.rank = rank
+        self.states: tuple[State, ...] = tuple(sorted(set(_states(len(self.sizes), rank))))
+        self.index: dict[State, int] = {s: i for i, s in enumerate(self.states)}
+        self.local = np.array([1.0 / self._product(f for d in dims for f in d) for dims, _ in self.states])
+
+    def _product(self, factors: Iterator[int]) -> float:
+        result = 1.0
+        for f in factors:
+            result *= self.sizes[f]
+        return result
+
+    @cached_property
+    def splits(self) -> NDArray[np.int64]:
+        """[S, rank + 1]: into how many parts each state splits each dim (the buffer last)."""
+        return np.array([[int(self._product(iter(d))) for d in dims] for dims, _ in self.states], dtype=np.int64)
+
+    def of(self, layout: Layout) -> int:
+        """The state of a layout."""
+        return self.index[(*layout.dims, ()), tuple(sorted(layout.partial))]
+
+    def layout(self, state: int) -> Layout:
+        """The layout of a state (its buffer dim shows as one dim more)."""
+        dims, partial = self.states[state]
+        return Layout(dims if dims[-1] else dims[:-1], partial)
+
+    @cached_property
+    def stored(self) -> tuple[int, ...]:
+        """The states that a tensor may be stored in: nothing partial, no buffer, each dim's factors slowest first."""
+        return tuple(
+            i for i, (dims, partial) in enumerate(self.states) if not partial and not dims[-1] and all(d == tuple(sorted(d)) for d in dims)
+        )
+
+    @cached_property
+    def edges(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.float64], list[tuple[str, tuple[int, ...]]]]:
+        """(source, target, collective id, bytes as a fraction of the tensor's, the collectives)."""
+        names: dict[tuple[str, tuple[int, ...]], int] = {}
+        best: dict[tuple[int, int], tuple[int, float]] = {}
+        for i, state in enumerate(self.states):
+            for kind, over, target in _moves(state, self.rank, self.sizes):
+                j = self.index.get(target)
+                if j is None or j == i:
+                    continue
+                which = names.setdefault((kind, over), len(names))
+                fraction = self.local[j] if kind == "all_gather" else 0.0 if kind == "slice" else self.local[i]
+                old = best.get((i, j))
+                if old is None or (len(over), fraction) < (len(list(names)[old[0]][1]), old[1]):
+                    best[i, j] = (which, float(fraction))
+        keys = sorted(best)
+        source = np.array([k[0] for k in keys], dtype=np.int64)
+        target = np.array([k[1] for k in keys], dtype=np.int64)
+        which = np.array([best[k][0] for k in keys], dtype=np.int64)
+        fraction = np.array([best[k][1] for k in keys])
+        return source, target, which, fraction, list(names)
+
+
+def _states(factors: int, rank: int) -> Iterator[State]:
+    # roles: -2 partial, -1 replicated, a dim, the buffer (rank)
+    ordered = factors <= 3
+    for roles in itertools.product(range(-2, rank + 1), repeat=factors):
+        partial = tuple(f for f, r in enumerate(roles) if r == -2)
+        buckets = [tuple(f for f, r in enumerate(roles) if r == d) for d in range(rank + 1)]
+        orders = [list(itertools.permutations(b)) if ordered and d < rank else [b] for d, b in enumerate(buckets)]
+        for dims in itertools.product(*orders):
+            yield dims, partial
+
+
+def _subsets(items: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    for n in range(1, len(items) + 1):
+        yield from itertools.combinations(items, n)
+
+
+def _moves(state: State, rank: int, sizes: Sequence[int]) -> Iterator[tuple[str, tuple[int, ...], State]]:
+    dims, partial = state
+    used = {f for d in dims for f in d} | set(partial)
+    free = [f for f in range(len(sizes)) if f not in used]
+
+    def put(changes: dict[int, tuple[int, ...]], left: tuple[int, ...] = partial) -> State:
+        return tuple(changes.get(d, fs) for d, fs in enumerate(dims)), left
+
+    for d, fs in enumerate(dims):
+        for n in range(1, len(fs) + 1):
+            kept, gone = fs[:-n], fs[-n:]
+            yield "all_gather", tuple(sorted(gone)), put({d: kept})
+            if d < rank:
+                for e in range(rank):
+                    if e != d:
+                        yield "all_to_all", tuple(sorted(gone)), put({d: kept, e: dims[e] + gone})
+        if d < rank:
+            for f in free:
+                yield "slice", (), put({d: (*fs, f)})
+            for order in itertools.permutations(fs):
+                if order != fs:
+                    yield "permute", tuple(sorted(fs)), put({d: order})
+            for i, f in enumerate(fs):
+                for g in free:
+                    if sizes[f] == sizes[g]:
+                        yield "permute", tuple(sorted((f, g))), put({d: (*fs[:i], g, *fs[i + 1 :])})
+            for e in range(d + 1, rank):
+                for i, f in enumerate(fs):
+                    for j, g in enumerate(dims[e]):
+                        if sizes[f] == sizes[g]:
+                            change = {d: (*fs[:i], g, *fs[i + 1 :]), e: (*dims[e][:j], f, *dims[e][j + 1 :])}
+                            yield "permute", tuple(sorted((f, g))), put(change)
+    for over in _subsets(partial):
+        left = tuple(f for f in partial if f not in over)
+        yield "all_reduce", over, put({}, left)
+        for d in range(rank + 1):
+            if d == rank and dims[d]:
+                continue
+            yield "reduce_scatter", over, put({d: dims[d] + over}, left)
+
+
+class Resharder:
+    """Prices and programs of resharding on one network."""
+
+    def __init__(self, network: Network, sizes: Sequence[int]) -> None:
+        self.network = network
+        self.sizes = tuple(sizes)
+        self._spaces: dict[int, LayoutSpace] = {}
+        self._lines: dict[tuple[str, tuple[int, ...]], NDArray[np.float64]] = {}
+        self._rows: dict[tuple[int, bytes, float, int], tuple[NDArray[np.float64], NDArray[np.int32]]] = {}
+        self._graphs: dict[tuple[int, bytes, float], csr_matrix] = {}
+
+    def space(self, rank: int) -> LayoutSpace:
+        """The layouts of tensors of a rank."""
+        if rank not in self._spaces:
+            self._spaces[rank] = LayoutSpace(self.sizes, rank)
+        return self._spaces[rank]
+
+    def legal(self, shape: Sequence[int]) -> NDArray[np.bool_]:
+        """[S]: the states whose split dims divide evenly."""
+        splits = self.space(len(shape)).splits
+        return np.all(np.array([*shape, 0]) % splits == 0, axis=1)
+
+    def seconds(self, kind: str, over: tuple[int, ...], nbytes: float) -> float:
+        """One collective's time: the best of its algorithms."""
+        if kind == "slice":
+            return _SLICE_S
+        lines = self._line(kind, over)
+        return float(np.min(lines[:, 0] + lines[:, 1] * nbytes))
+
+    def _line(self, kind: str, over: tuple[int, ...]) -> NDArray[np.float64]:
+        key = (kind, over)
+        if key not in self._lines:
+            self._lines[key] = self.network.lines(kind, over)
+        return self._lines[key]
+
+    def rows(self, shape: Sequence[int], nbytes: float, sources: Sequence[int], *, padded: NDArray[np.bool_] | None = None) -> NDArray[np.float64]:
+        """[len(sources), S]: seconds from each source state to every state; infinite where no program leads."""
+        out = [self._row(shape, nbytes, s, padded)[0] for s in sources]
+        return np.stack(out) if out else np.zeros((0, len(self.space(len(shape)).states)))
+
+    def _row(
+        self, shape: Sequence[int], nbytes: float, source: int, padded: NDArray[np.bool_] | None
+    ) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
+        mask = self.legal(shape) if padded is None else padded
+        key = (len(shape), mask.tobytes(), nbytes)
+        row = self._rows.get((*key, source))
+        if row is not None:
+            return row
+        space = self.space(len(shape))
+        graph = self._graphs.get(key)
+        if graph is None:
+            graph = self._graphs[key] = self._graph(space, mask, nbytes)
+        everything = len(self.sizes) <= 2
+        wanted = np.arange(len(space.states)) if everything else np.array([source])
+        distance, before = dijkstra(graph, indices=wanted, return_predecessors=True)
+        for i, s in enumerate(wanted):
+            self._rows[(*key, int(s))] = (distance[i], before[i])
+        return self._rows[(*key, source)]
+
+    def _graph(self, space: LayoutSpace, mask: NDArray[np.bool_], nbytes: float) -> csr_matrix:
+        source, target, which, fraction, names = space.edges
+        cost = np.empty(len(source))
+        for c, (kind, over) in enumerate(names):
+            at = which == c
+            if kind == "slice":
+                cost[at] = _SLICE_S
+            else:
+                lines = self._line(kind, over)
+                cost[at] = np.maximum(np.min(lines[:, 0] + lines[:, 1] * (fraction[at, None] * nbytes), axis=1), _SLICE_S)
+        keep = mask[source] & mask[target]
+        n = len(space.states)
+        return csr_matrix((cost[keep], (source[keep], target[keep])), shape=(n, n))
+
+    def program(self, shape: Sequence[int], nbytes: float, before: int, after: int, *, padded: NDArray[np.bool_] | None = None) -> tuple[Step, ...]:
+        """The cheapest program from one state to another."""
+        if before == after:
+            return ()
+        distance, previous = self._row(shape, nbytes, before, padded)
+        assert np.isfinite(distance[after]), "no program leads there"
+        space = self.space(len(shape))
+        source, target, which, fraction, names = space.edges
+        path = [after]
+        while path[-1] != before:
+            path.append(int(previous[path[-1]]))
+        path.reverse()
+        steps: list[Step] = []
+        for a, b in itertools.pairwise(path):
+            edge = int(np.nonzero((source == a) & (target == b))[0][0])
+            kind, over = names[which[edge]]
+            moved = float(fraction[edge]) * nbytes
+            steps.append(Step(kind, over, moved, space.layout(a), space.layout(b), 0.0 if kind == "slice" else self.seconds(kind, over, moved)))
+        return tuple(steps)

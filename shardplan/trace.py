@@ -1,0 +1,262 @@
+"""A step and its arguments go in, a `Program` comes out.
+
+The step is traced by ``jax.jit(step).trace`` on shapes alone. Call-like primitives (``jit``, ``custom_jvp_call``, ``custom_vjp_call``,
+``closed_call``) are seen through, so that the program is flat; ``scan``, ``while``, ``cond`` and ``remat2`` stay ops with bodies. Dead ops are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import jax
+import numpy as np
+
+from shardplan import _jax
+from shardplan.errors import ShardplanError, TraceError
+from shardplan.ir import Constant, Op, Operand, Program, Tensor
+
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
+    "custom_lin": "call_jaxpr",
+}
+_BODIES: dict[str, tuple[str, ...]] = {"scan": ("jaxpr",), "while": ("cond_jaxpr", "body_jaxpr"), "remat2": ("jaxpr",), "checkpoint": ("jaxpr",)}
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """A step's `Program` and what its two ends need: the trees of its arguments and of its result, and the results' shapes."""
+
+    program: Program
+    in_tree: Any
+    out_tree: Any
+    out_shapes: tuple[jax.ShapeDtypeStruct, ...]
+
+
+def trace(step: Callable[..., Any], *args: Any, donate_argnums: Sequence[int] = ()) -> Traced:
+    """Traces ``step(*args)``; leaves of ``args`` are arrays, `jax.ShapeDtypeStruct` or Python scalars. Nothing is allocated.
+
+    Raises:
+        TraceError: if the step fails on these shapes; the step's own error is its cause.
+    """
+    names = _jax.argument_names(step, len(args))
+    flat, in_tree = jax.tree_util.tree_flatten_with_path(args)
+    try:
+        traced = jax.jit(step).trace(*jax.tree.map(_abstract, args))
+    except ShardplanError:
+        raise
+    except (TypeError, ValueError, KeyError, AttributeError, IndexError, NotImplementedError, jax.errors.JAXTypeError) as error:
+        raise TraceError(f"the step could not be traced on these shapes: {type(error).__name__}: {_first_line(error)}") from error
+    closed = traced.jaxpr
+    out_flat, out_tree = jax.tree_util.tree_flatten_with_path(traced.out_info)
+    input_paths = tuple(_path(path, names) for path, _ in flat)
+    output_paths = tuple(_path(path, ()) for path, _ in out_flat)
+    builder = _Builder()
+    program = builder.program(closed.jaxpr, closed.consts)
+    shapes = tuple(jax.ShapeDtypeStruct(info.shape, info.dtype) for _, info in out_flat)
+    program = Program(
+        tensors=program.tensors,
+        ops=program.ops,
+        inputs=program.inputs,
+        outputs=program.outputs,
+        constants=program.constants,
+        input_paths=input_paths,
+        output_paths=output_paths,
+        feedback=_feedback(program, [p for p, _ in flat], [p for p, _ in out_flat], frozenset(donate_argnums)),
+    )
+    return Traced(program, in_tree, out_tree, shapes)
+
+
+def _abstract(leaf: Any) -> Any:
+    if isinstance(leaf, jax.ShapeDtypeStruct) or not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        return leaf
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False))
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else "no message"
+
+
+def _path(path: Sequence[Any], names: Sequence[str]) -> str:
+    """``params/layers/0/kernel``: the argument's name, then the keys; a variable's own ``.value`` is left out."""
+    keys = [jax.tree_util.keystr((key,), simple=True) for key in path]
+    if names and keys:
+        keys[0] = names[int(keys[0])]
+    return "/".join(k for k in keys if k not in ("value", "raw_value")) or "result"
+
+
+def _feedback(program: Program, ins: Sequence[Any], outs: Sequence[Any], donated: frozenset[int]) -> tuple[int | None, ...]:
+    """For each output the input whose state it replaces: the same path below its argument, the same shape and dtype."""
+    below: dict[tuple[str, ...], list[int]] = {}
+    for i, path in enumerate(ins):
+        below.setdefault(_relative(path, 1), []).append(i)
+    taken: set[int] = set()
+    result: list[int | None] = []
+    for o, path in enumerate(outs):
+        tensor = program.outputs[o]
+        match: int | None = None
+        if isinstance(tensor, int):
+            kind = (program.tensors[tensor].shape, program.tensors[tensor].dtype)
+            for strip in (1, 0):
+                if strip > len(path):
+                    continue
+                rest = _relative(path, strip)
+                fits = [
+                    i
+                    for i in below.get(rest, ())
+                    if i not in taken and (program.tensors[program.inputs[i]].shape, program.tensors[program.inputs[i]].dtype) == kind
+                ]
+                if not rest:  # a bare array: only a donated argument, or the one in the same place of the result
+                    fits = [i for i in fits if ins[i][0].idx in donated or (strip and path[0] == _key(ins[i][0].idx))]
+                fits.sort(key=lambda i: (ins[i][0].idx not in donated, bool(strip) and path[0] != _key(ins[i][0].idx), i))
+                if fits:
+                    match = fits[0]
+                    taken.add(match)
+                    break
+        result.append(match)
+    return tuple(result)
+
+
+def _key(index: int) -> Any:
+    return jax.tree_util.SequenceKey(index)
+
+
+def _relative(path: Sequence[Any], strip: int) -> tuple[str, ...]:
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path[strip:])
+
+
+class _Source:
+    """A source line that is looked up when it is shown."""
+
+    __slots__ = ("eqn",)
+
+    def __init__(self, eqn: Any) -> None:
+        self.eqn = eqn
+
+    def __str__(self) -> str:
+        return _jax.source_line(self.eqn)
+
+
+class _Builder:
+    """Flattens one jaxpr (a body has a builder of its own)."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self.ops: list[Op] = []
+        self.constants: list[tuple[int, Any]] = []
+        self.sizes: dict[Any, int] = {}
+
+    def tensor(self, aval: Any) -> int:
+        dtype = aval.dtype
+        size = self.sizes.get(dtype)
+        if size is None:
+            size = self.sizes[dtype] = _jax.itemsize(dtype)
+        self.tensors.append(Tensor(len(self.tensors), tuple(aval.shape), dtype.name, size))
+        return len(self.tensors) - 1
+
+    def program(self, jaxpr: Any, consts: Sequence[Any]) -> Program:
+        env: dict[Any, Operand] = {}
+        inputs = []
+        for var in jaxpr.invars:
+            env[var] = self.tensor(var.aval)
+            inputs.append(env[var])
+        self.bind_constants(env, jaxpr, consts)
+        self.run(jaxpr, env, "")
+        outputs = tuple(self.read(env, v) for v in jaxpr.outvars)
+        return _prune(Program(tuple(self.tensors), tuple(self.ops), tuple(inputs), outputs, tuple(self.constants)))
+
+    def bind_constants(self, env: dict[Any, Operand], jaxpr: Any, consts: Sequence[Any]) -> None:
+        for var, value in zip(jaxpr.constvars, consts, strict=True):
+            t = self.tensor(var.aval)
+            env[var] = t
+            self.constants.append((t, value))
+
+    def read(self, env: Mapping[Any, Operand], atom: Any) -> Operand:
+        if isinstance(atom, _jax.Literal):
+            value = atom.val
+            if np.ndim(value):
+                t = self.tensor(atom.aval)
+                self.constants.append((t, value))
+                return t
+            return Constant(value, atom.aval.dtype.name)
+        return env[atom]
+
+    def run(self, jaxpr: Any, env: dict[Any, Operand], scope: str) -> None:
+        for eqn in jaxpr.eqns:
+            name = eqn.primitive.name
+            inputs = tuple(self.read(env, a) for a in eqn.invars)
+            key = _CALLS.get(name)
+            if key is not None and key in eqn.params:
+                self.inline(eqn, eqn.params[key], inputs, env, scope)
+                continue
+            outputs = []
+            for var in eqn.outvars:
+                t = self.tensor(var.aval)
+                env[var] = t
+                outputs.append(t)
+            stack = str(eqn.source_info.name_stack)
+            self.ops.append(
+                Op(
+                    id=len(self.ops),
+                    primitive=name,
+                    inputs=inputs,
+                    outputs=tuple(outputs),
+                    params=eqn.params,
+                    source=cast(str, _Source(eqn)),
+                    scope=f"{scope}/{stack}" if scope and stack else scope or stack,
+                    bodies=_bodies(eqn),
+                    trips=_trips(eqn),
+                    handle=eqn,
+                )
+            )
+
+    def inline(self, eqn: Any, inner: Any, inputs: tuple[Operand, ...], env: dict[Any, Operand], scope: str) -> None:
+        consts: Sequence[Any] = ()
+        if hasattr(inner, "consts"):
+            inner, consts = inner.jaxpr, inner.consts
+        below: dict[Any, Operand] = dict(zip(inner.invars, inputs, strict=True))
+        self.bind_constants(below, inner, consts)
+        stack = str(eqn.source_info.name_stack)
+        self.run(inner, below, f"{scope}/{stack}" if scope and stack else scope or stack)
+        for var, atom in zip(eqn.outvars, inner.outvars, strict=True):
+            env[var] = self.read(below, atom)
+
+
+def _bodies(eqn: Any) -> tuple[Program, ...]:
+    name = eqn.primitive.name
+    if name == "cond":
+        found = eqn.params["branches"]
+    elif name in _BODIES:
+        found = tuple(eqn.params[k] for k in _BODIES[name])
+    else:
+        return ()
+    return tuple(
+        _Builder().program(b.jaxpr, b.consts) if hasattr(b, "consts") else _Builder().program(b, ()) for b in found
+    )
+
+
+def _trips(eqn: Any) -> int | None:
+    if eqn.primitive.name == "scan":
+        return int(eqn.params["length"])
+    return None if eqn.primitive.name == "while" else 1
+
+
+def _prune(program: Program) -> Program:
+    """The program without the ops that nothing depends on; ops with effects stay."""
+    live = {t for t in program.outputs if isinstance(t, int)}
+    kept: list[Op] = []
+    for op in reversed(program.ops):
+        if any(t in live for t in op.outputs) or op.handle.effects:
+            kept.append(op)
+            live.update(op.tensors)
+    kept.reverse()
+    constants = tuple((t, v) for t, v in program.constants if t in live)
+    return Program(program.tensors, tuple(kept), program.inputs, program.outputs, constants)

@@ -1,0 +1,276 @@
+"""What a collective costs on the links that it really uses.
+
+`Network` prices a collective that runs over some factors: one group of devices for each setting of the others, all at once,
+sharing links as they are routed. Each algorithm gives a line, latency + slope * bytes; the time is the least of them. The slope
+is the load of the busiest link over its bandwidth, so it scales exactly inversely with the bandwidth of the level that limits it.
+
+Shapes are NCCL's (P2, section 5): a ring in device order; a double binary tree over the nodes with a chain inside each; pipelined
+chains for Reduce and Broadcast. Bytes are those of one device's operand, for an all-gather those of its result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ..ir import Factor
+from ..mesh.cluster import Cluster
+from ..mesh.factoring import check_cover, coordinates
+from ..mesh.topology import Topology
+
+Collective = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "permute", "reduce", "broadcast"]
+Algorithm = Literal["auto", "ring", "tree", "emitted"]
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """Messages that travel at once: from, to, the group of each, bytes each for one byte of operand, the round's latency."""
+
+    source: Ints
+    target: Ints
+    group: Ints
+    weight: Floats
+    latency_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """Prices of collectives on ``cluster`` cut into ``factors``."""
+
+    cluster: Cluster
+    factors: tuple[Factor, ...]
+    topology: Topology = field(init=False, repr=False, compare=False)
+    _coordinates: Ints = field(init=False, repr=False, compare=False)
+    _memo: dict[object, Floats] = field(default_factory=dict[object, Floats], init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_cover(self.cluster, self.factors)
+        object.__setattr__(self, "topology", Topology(self.cluster))
+        object.__setattr__(self, "_coordinates", coordinates(self.cluster, self.factors))
+
+    def lines(self, kind: Collective, over: Sequence[int], *, first: Sequence[int] = (), algorithm: Algorithm = "auto") -> Floats:
+        """The alternatives for a collective over the factors ``over``: rows of (latency_s, seconds_per_byte).  # [A, 2]
+
+        ``first`` names factors at whose first coordinate alone the groups run (P2's Master). ``algorithm`` "ring" and "tree" are
+        NCCL's with that choice forced; "auto" offers both; "emitted" prices what `shardplan.collectives.lower` makes of a
+        collective: binomial trees of permutes for Reduce and Broadcast, a ring of permutes among masters.
+        """
+        key = (kind, frozenset(over), frozenset(first), algorithm)
+        if key not in self._memo:
+            members = self.groups(over, first=first)
+            shapes = _shapes(kind, bool(first), algorithm) if members.shape[1] > 1 else ()
+            self._memo[key] = np.array([self._line(kind, members, over, shape) for shape in shapes] or [(0.0, 0.0)])
+        return self._memo[key]
+
+    def seconds(self, kind: Collective, over: Sequence[int], nbytes: ArrayLike, *, algorithm: Algorithm = "auto") -> Floats:
+        """Seconds of the collective for these bytes (any shape; the result has the same)."""
+        rows = self.lines(kind, over, algorithm=algorithm)
+        return np.min(rows[:, 0] + np.asarray(nbytes, float)[..., None] * rows[:, 1], axis=-1)
+
+    def groups(self, over: Sequence[int], *, first: Sequence[int] = ()) -> Ints:
+        """The devices of every group, each in device order.  # [groups, members]"""
+        at = self._coordinates
+        inside = sorted(set(over))
+        outside = [i for i in range(len(self.factors)) if i not in inside]
+        keep = np.all(at[:, np.array(first, np.int64)] == 0, axis=1)
+        # devices count in row-major order, so a stable sort by group keeps each group's members in device order
+        group = np.zeros(len(at), np.int64)
+        for i in outside:
+            group = group * self.factors[i].size + at[:, i]
+        devices = np.flatnonzero(keep)
+        order = devices[np.argsort(group[devices], kind="stable")]
+        return order.reshape(-1, math.prod(self.factors[i].size for i in inside if i not in first))
+
+    def _line(self, kind: Collective, members: Ints, over: Sequence[int], shape: str) -> tuple[float, float]:
+        if shape == "all_to_all" and all(level.kind != "ring" for level in self.cluster.levels):
+            return self._even_all_to_all(members, over)
+        rounds = _ROUNDS[shape](self, kind, members, over)
+        slopes = [self._slope(r, over, tree=shape == "tree") for r in rounds]
+        return sum(r.latency_s for r in rounds), sum(slopes)
+
+    def _slope(self, r: _Round, over: Sequence[int], *, tree: bool) -> float:
+        """Seconds per byte of operand: the busiest link, or a group that drives too few of a link's rails."""
+        message, link = self.topology.routes(r.source, r.target)
+        weight = r.weight[message]
+        level = self.topology.link_level
+        tiers = self.topology.cluster.levels
+        efficiency = np.array([t.tree_efficiency if tree else t.ring_efficiency for t in tiers])
+        speed = self.topology.bandwidth * efficiency[level]
+        worst = float(np.max(np.bincount(link, weights=weight, minlength=len(speed)) / speed, initial=0.0))
+        for index, tier in enumerate(tiers):
+            drivers = math.prod(self.factors[i].size for i in over if self.factors[i].level > index)
+            if drivers >= tier.rails:
+                continue
+            mine = level[link] == index
+            key = link[mine] * (int(r.group.max()) + 1) + r.group[message[mine]]
+            _, slot = np.unique(key, return_inverse=True)
+            load = float(np.bincount(slot, weights=weight[mine]).max(initial=0.0))
+            worst = max(worst, load * tier.rails / (drivers * tier.bandwidth_bytes_per_s * float(efficiency[index])))
+        return worst
+
+    def _even_all_to_all(self, members: Ints, over: Sequence[int]) -> tuple[float, float]:
+        """The line of `_all_to_all` without its n * n messages, where all children of a level are alike: no level is a ring."""
+        n, shape, worst = members.shape[1], self.cluster.shape, 0.0
+        for index, (level, tier) in enumerate(zip(self.cluster.levels, self.topology.tiers, strict=True)):
+            inside = math.prod(self.factors[i].size for i in over if self.factors[i].level > index)
+            leaving = (n - inside) / n  # the part of what a device of this child sends that leaves the child
+            speed = level.bandwidth_bytes_per_s * level.ring_efficiency
+            below = math.prod(shape[index + 1 :]) * tier.ports_per
+            worst = max(worst, below * leaving / speed, inside * leaving * level.rails / (min(inside, level.rails) * speed))
+        far = float(_hops(self, members[:, :1], members[:, -1:]).max())
+        return far + (n - 2) * self.cluster.levels[-1].latency_s, worst
+
+
+def wire_bytes(kind: Collective, n: int, nbytes: float) -> float:
+    """Bytes that one device puts on the wire, ring convention: ``nbytes`` of operand, for an all-gather of result.
+
+    >>> wire_bytes("all_reduce", 4, 100.0), wire_bytes("all_gather", 4, 100.0), wire_bytes("permute", 4, 100.0)
+    (150.0, 75.0, 100.0)
+    """
+    if n <= 1:
+        return 0.0
+    match kind:
+        case "all_reduce":
+            return 2 * (n - 1) / n * nbytes
+        case "all_gather" | "reduce_scatter" | "all_to_all" | "reduce" | "broadcast":
+            return (n - 1) / n * nbytes  # reduce and broadcast: n - 1 messages shared by n devices
+        case "permute":
+            return nbytes
+
+
+def binary_tree(n: int) -> list[int]:
+    """The parent of each rank in NCCL's binary tree (leaves are the odd ranks, 0 is the root, with -1).
+
+    >>> binary_tree(8)
+    [-1, 2, 4, 2, 0, 6, 4, 6]
+    """
+    parents = [-1]
+    for rank in range(1, n):
+        bit = rank & -rank
+        up = (rank ^ bit) | (bit << 1)
+        parents.append(up if up < n else rank ^ bit)
+    return parents
+
+
+def _shapes(kind: Collective, masters: bool, algorithm: Algorithm) -> tuple[str, ...]:
+    """The message patterns on offer for a collective."""
+    match kind:
+        case "all_reduce":
+            if algorithm in ("ring", "tree"):
+                return (algorithm,)
+            return ("ring",) if algorithm == "emitted" and masters else ("ring", "tree")
+        case "reduce" | "broadcast":
+            return ("binomial",) if algorithm == "emitted" else ("chain",)
+        case "reduce_scatter" | "all_gather":
+            return ("ring",)
+        case "all_to_all" | "permute":
+            return (kind,)
+
+
+def _round(net: Network, source: Ints, target: Ints, weight: float, latency_s: float) -> _Round:
+    """A round from [groups, messages] arrays."""
+    group = np.broadcast_to(np.arange(len(source))[:, None], source.shape)
+    return _Round(source.ravel(), target.ravel(), group.ravel(), np.full(source.size, weight), latency_s)
+
+
+def _hops(net: Network, source: Ints, target: Ints) -> Floats:
+    return net.topology.latencies(source.ravel(), target.ravel()).reshape(source.shape)
+
+
+def _ring(net: Network, kind: Collective, members: Ints, over: Sequence[int]) -> list[_Round]:
+    """Each device passes (n-1)/n of the bytes to the next, twice for an all-reduce; a chunk waits for its way around."""
+    n = members.shape[1]
+    share = (2 if kind == "all_reduce" else 1) * (n - 1) / n
+    following = np.roll(members, -1, axis=1)
+    around = float(_hops(net, members, following).sum(axis=1).max())
+    return [_round(net, members, following, share, share * around)]
+
+
+def _tree(net: Network, kind: Collective, members: Ints, over: Sequence[int]) -> list[_Round]:
+    """NCCL's double binary tree: half of the bytes in each, up and down; inside a node both are one chain to its first device."""
+    last = len(net.cluster.levels) - 1
+    inside = math.prod(net.factors[i].size for i in over if net.factors[i].level == last)
+    inside = min(inside, members.shape[1])
+    nodes = members.reshape(len(members), -1, inside)  # [groups, nodes, inside]
+    heads, count = nodes[:, :, 0], nodes.shape[1]
+    parents = binary_tree(count)
+    edges = [(c, p, 0.5) for c, p in enumerate(parents) if p >= 0]
+    if count % 2:
+        edges += [((c + 1) % count, (p + 1) % count, 0.5) for c, p in enumerate(parents) if p >= 0]
+    else:
+        edges += [(count - 1 - c, count - 1 - p, 0.5) for c, p in enumerate(parents) if p >= 0]
+    low = [nodes[:, :, 1:].reshape(len(members), -1), heads[:, [c for c, _, _ in edges]]]
+    high = [nodes[:, :, :-1].reshape(len(members), -1), heads[:, [p for _, p, _ in edges]]]
+    chain = float(_hops(net, low[0], high[0]).reshape(len(members), count, -1).sum(axis=2).max(initial=0.0))
+    across = float(_hops(net, low[1], high[1]).max(initial=0.0)) * math.ceil(math.log2(count))
+    a, b = np.concatenate(low, axis=1), np.concatenate(high, axis=1)
+    group = np.broadcast_to(np.arange(len(a))[:, None], a.shape).ravel()
+    weight = np.broadcast_to(np.concatenate([np.ones(low[0].shape[1]), np.full(len(edges), 0.5)]), a.shape).ravel()
+    both = (np.concatenate([a.ravel(), b.ravel()]), np.concatenate([b.ravel(), a.ravel()]))
+    return [_Round(*both, np.tile(group, 2), np.tile(weight, 2), 2 * (chain + across))]
+
+
+def _chain(net: Network, kind: Collective, members: Ints, over: Sequence[int]) -> list[_Round]:
+    """A pipelined chain between the last device and the root, which is the first."""
+    high, low = members[:, :-1], members[:, 1:]
+    source, target = (low, high) if kind == "reduce" else (high, low)
+    return [_round(net, source, target, 1.0, float(_hops(net, source, target).sum(axis=1).max()))]
+
+
+def _binomial(net: Network, kind: Collective, members: Ints, over: Sequence[int]) -> list[_Round]:
+    """A binomial tree of permutes, nearest devices first in a Reduce, last in a Broadcast."""
+    rounds: list[_Round] = []
+    for parents, children in binomial_rounds(members.shape[1]):
+        high, low = members[:, parents], members[:, children]
+        source, target = (low, high) if kind == "reduce" else (high, low)
+        rounds.append(_round(net, source, target, 1.0, float(_hops(net, source, target).max())))
+    return rounds
+
+
+def binomial_rounds(n: int) -> list[tuple[list[int], list[int]]]:
+    """(parents, children) of each round of a Reduce to rank 0; a Broadcast goes through them backwards.
+
+    >>> binomial_rounds(5)
+    [([0, 2], [1, 3]), ([0], [2]), ([0], [4])]
+    """
+    rounds: list[tuple[list[int], list[int]]] = []
+    distance = 1
+    while distance < n:
+        parents = [r for r in range(0, n, 2 * distance) if r + distance < n]
+        rounds.append((parents, [r + distance for r in parents]))
+        distance *= 2
+    return rounds
+
+
+def _all_to_all(net: Network, kind: Collective, members: Ints, over: Sequence[int]) -> list[_Round]:
+    """Every device sends 1/n to each other one; the furthest peer's latency once, a local one for each further peer."""
+    n = members.shape[1]
+    others = np.add.outer(np.arange(n, dtype=np.int64), np.arange(1, n, dtype=np.int64)).ravel() % n
+    source, target = np.repeat(members, n - 1, axis=1), members[:, others]
+    near = net.cluster.levels[-1].latency_s
+    return [_round(net, source, target, 1 / n, float(_hops(net, source, target).max()) + (n - 2) * near)]
+
+
+def _permute(net: Network, kind: Collective, members: Ints, over: Sequence[int]) -> list[_Round]:
+    """Every device sends all it has to the next along each of the factors, so that all of it crosses the slowest."""
+    inside = sorted(set(over))
+    grid = members.reshape(len(members), *(net.factors[i].size for i in inside))
+    target = np.roll(grid, [-1] * len(inside), axis=tuple(range(1, grid.ndim))).reshape(members.shape)
+    return [_round(net, members, target, 1.0, float(_hops(net, members, target).max()))]
+
+
+_ROUNDS: dict[str, Callable[[Network, Collective, Ints, Sequence[int]], list[_Round]]] = {
+    "ring": _ring,
+    "tree": _tree,
+    "chain": _chain,
+    "binomial": _binomial,
+    "all_to_all": _all_to_all,
+    "permute": _permute,
+}

@@ -1,0 +1,48 @@
+"""From factors to a `jax.sharding.Mesh`: the one place where the machine meets JAX's devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from ..errors import ClusterError, DeviceError
+from ..ir import Factor
+from .cluster import Cluster
+from .factoring import check_cover, device_order
+
+
+def build_mesh(
+    cluster: Cluster,
+    factors: Sequence[Factor],
+    axes: Mapping[str, Sequence[int]],
+    devices: Sequence[Any] | None = None,
+) -> Mesh:
+    """A mesh of Auto axes, each a group of factors (by index, major first), over the first ``cluster.size`` devices.
+
+    Device ``i`` is the cluster's device ``i``: its coordinates are those of ``i`` in row-major order of the levels. ``axes`` have
+    to name every factor once. Raises `DeviceError` where there are too few devices.
+    """
+    check_cover(cluster, factors)
+    named = [f for group in axes.values() for f in group]
+    if sorted(named) != list(range(len(factors))):
+        raise ClusterError(f"the axes name the factors {named}, each of 0 to {len(factors) - 1} belongs to exactly one axis")
+    order = device_order(cluster, factors, tuple(axes.values()))
+    return Mesh(_first(cluster, devices)[order], tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+
+
+def _first(cluster: Cluster, devices: Sequence[Any] | None) -> np.ndarray[Any, Any]:
+    everything = cast("Any", jax).devices  # whose list is untyped
+    found: list[Any] = np.asarray(everything() if devices is None else devices, dtype=object).ravel().tolist()
+    if len(found) < cluster.size:
+        kind = f" ({found[0].platform})" if len(found) else ""
+        raise DeviceError(
+            f"the cluster {cluster.name!r} has {cluster.size} devices, {len(found)} are present{kind}; for a trial on one "
+            f'machine, jax.config.update("jax_num_cpu_devices", {cluster.size}) before JAX starts simulates them'
+        )
+    result = np.empty(cluster.size, dtype=object)
+    result[:] = found[: cluster.size]
+    return result

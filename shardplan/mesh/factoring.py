@@ -1,0 +1,74 @@
+"""Factors: the levels of a cluster, or divisors of their sizes where a level has to be split."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import ClusterError
+from ..ir import Factor
+from .cluster import Cluster
+
+
+def factors(cluster: Cluster, splits: Mapping[str, Sequence[int]] | None = None) -> tuple[Factor, ...]:
+    """One factor a level, slowest first; ``splits`` names levels to be cut into several, major first.
+
+    A level of one child gives no factor: nothing can be cut over it. A level split as (4, 2) gives ``gpu0`` of 4 and ``gpu1``
+    of 2, the latter varying fastest.
+
+    >>> [(f.name, f.size, f.stride) for f in factors(Cluster.load("2x8"), {"gpu": (4, 2)})]
+    [('node', 2, 1), ('gpu0', 4, 2), ('gpu1', 2, 1)]
+    """
+    splits = splits or {}
+    for name, sizes in splits.items():
+        size = cluster.levels[cluster.level_index(name)].size
+        if math.prod(sizes) != size or min(sizes, default=0) < 1:
+            product = " * ".join(map(str, sizes)) or "()"
+            raise ClusterError(f"the split {product} of level {name!r} makes {math.prod(sizes)}, the level has {size}")
+    result: list[Factor] = []
+    for index, level in enumerate(cluster.levels):
+        sizes = tuple(splits.get(level.name, (level.size,)))
+        stride = level.size
+        for part, size in enumerate(sizes):
+            stride //= size
+            if size > 1:
+                result.append(Factor(level.name if len(sizes) == 1 else f"{level.name}{part}", size, index, stride))
+    return tuple(result)
+
+
+def coordinates(cluster: Cluster, of: Sequence[Factor]) -> NDArray[np.int64]:
+    """The coordinate of every device along every factor.  # [devices, factors]"""
+    levels = np.stack(np.unravel_index(np.arange(cluster.size), cluster.shape), axis=1)
+    columns = [levels[:, f.level] // f.stride % f.size for f in of]
+    return np.stack(columns, axis=1) if columns else np.zeros((cluster.size, 0), np.int64)
+
+
+def device_order(cluster: Cluster, factors: Sequence[Factor], groups: Sequence[Sequence[int]]) -> NDArray[np.int64]:
+    """The cluster's device numbers laid out with one axis for each group of factors, major first within a group."""
+    by_device = sorted(range(len(factors)), key=lambda i: (factors[i].level, -factors[i].stride))
+    grid = np.arange(cluster.size).reshape([factors[i].size for i in by_device])
+    axes = [by_device.index(i) for group in groups for i in group]
+    return grid.transpose(axes).reshape([math.prod(factors[i].size for i in group) for group in groups])
+
+
+def check_cover(cluster: Cluster, of: Sequence[Factor]) -> None:
+    """Refuse factors that do not make up the cluster exactly: every device has its own coordinates."""
+    product = math.prod(f.size for f in of)
+    if product != cluster.size:
+        raise ClusterError(f"the factors {_product(of)} make {product} devices, {cluster.name!r} has {cluster.size}")
+    for level, tier in enumerate(cluster.levels):
+        mine = sorted((f for f in of if f.level == level), key=lambda f: f.stride)
+        stride = 1
+        for f in mine:
+            if f.stride != stride:
+                raise ClusterError(f"factor {f.name!r} of level {tier.name!r} has stride {f.stride}, {stride} is next")
+            stride *= f.size
+        if stride != tier.size:
+            raise ClusterError(f"the factors {_product(mine)} make {stride} of level {tier.name!r}, which has {tier.size}")
+
+
+def _product(of: Sequence[Factor]) -> str:
+    return " * ".join(f"{f.name}={f.size}" for f in of) or "()"

@@ -1,0 +1,202 @@
+"""Clusters from presets, files and shapes, and back to TOML.
+
+One reader serves the presets (``presets/*.toml``) and the user's files; every complaint names the file and the key.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from dataclasses import MISSING, fields, replace
+from os import PathLike
+from pathlib import Path
+from typing import Any, cast
+
+from ..errors import ClusterError, nearest
+from .cluster import Cluster, Device, Interconnect, Level
+
+PRESETS = Path(__file__).parent / "presets"
+_SHAPE = re.compile(r"\d+(x\d+)*")
+_PRESET = re.compile(r"(?P<name>[A-Za-z][\w.\-]*?)(:(?P<count>[^:/\\]*))?")
+_SHAPE_NAMES = ("pod", "rack", "node", "gpu")
+
+
+def preset_names() -> tuple[str, ...]:
+    """The presets, sorted."""
+    return tuple(sorted(path.stem for path in PRESETS.glob("*.toml")))
+
+
+def load(spec: str | PathLike[str] | Cluster) -> Cluster:
+    """See `Cluster.load`."""
+    if isinstance(spec, Cluster):
+        return spec
+    if not isinstance(spec, str):
+        return _load_file(Path(spec))
+    if _SHAPE.fullmatch(spec):
+        return from_shape(tuple(int(n) for n in spec.split("x")))
+    if spec.endswith(".toml") or "/" in spec or "\\" in spec:
+        return _load_file(Path(spec))
+    return _load_preset(spec)
+
+
+def from_shape(shape: tuple[int, ...]) -> Cluster:
+    """H100s in this shape, slowest level first: the last level NVSwitch, every level above it InfiniBand, one NIC a GPU."""
+    text = "x".join(map(str, shape))
+    if not shape or 0 in shape:
+        raise ClusterError(f"every level of a shape needs at least one child, got {text!r}")
+    preset = _load_preset("dgx-h100")
+    node, gpu = preset.levels
+    nic = node.bandwidth_bytes_per_s / node.rails
+    levels: list[Level] = [replace(gpu, name="gpu", size=shape[-1])]
+    below = shape[-1]
+    for depth, size in enumerate(reversed(shape[:-1]), start=1):
+        name = _SHAPE_NAMES[-1 - depth] if depth < len(_SHAPE_NAMES) else f"tier{depth}"
+        # a fat tree of full bisection: a rack has as many NICs as GPUs, and each tier of switches adds latency
+        levels.append(
+            replace(node, name=name, size=size, bandwidth_bytes_per_s=nic * below, rails=below, latency_s=node.latency_s * depth)
+        )
+        below *= size
+    return Cluster(text, tuple(reversed(levels)), preset.device, source=text)
+
+
+def from_toml(text: str, *, source: str) -> Cluster:
+    """See `Cluster.from_toml`."""
+    try:
+        table: dict[str, Any] = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as err:
+        raise ClusterError(f"not TOML: {err}", where=source) from err
+    _check_keys(table, {"name", "device", "levels"}, {"name", "device", "levels"}, source, "")
+    if not isinstance(table["name"], str):
+        raise ClusterError(f"must be a string, got {table['name']!r}", where=f"{source}: name")
+    levels: Any = table["levels"]
+    if not isinstance(levels, list) or not levels:
+        raise ClusterError("must be a list of [[levels]] tables, slowest first", where=f"{source}: levels")
+    parsed = tuple(_level(item, source, f"levels[{i}]") for i, item in enumerate(cast("list[Any]", levels)))
+    device = cast(Device, _build(Device, table["device"], source, "device"))
+    try:
+        return Cluster(table["name"], parsed, device, source=source)
+    except ClusterError as err:
+        raise ClusterError(str(err), where=source) from err
+
+
+def to_toml(cluster: Cluster) -> str:
+    """See `Cluster.to_toml`."""
+    lines = [f"name = {_quoted(cluster.name)}", "", "[device]", *_fields_toml(cluster.device, skip=("flops_per_s",))]
+    lines += [
+        "",
+        "[device.flops_per_s]",
+        *(f"{_quoted(k)} = {_value(float(v))}" for k, v in cluster.device.flops_per_s.items()),
+    ]
+    for level in cluster.levels:
+        lines += ["", "[[levels]]", *_fields_toml(level, skip=("also",))]
+        if level.also is not None:
+            lines += ["", "[levels.also]", *_fields_toml(level.also)]
+    return "\n".join(lines) + "\n"
+
+
+def _load_file(path: Path) -> Cluster:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as err:
+        raise ClusterError(f"cannot be read: {err.strerror}", where=str(path)) from err
+    except UnicodeDecodeError as err:
+        raise ClusterError(f"is not UTF-8 text: {err.reason} at byte {err.start}", where=str(path)) from err
+    return from_toml(text, source=str(path))
+
+
+def _load_preset(spec: str) -> Cluster:
+    match = _PRESET.fullmatch(spec)
+    known = preset_names()
+    if match is None or match["name"] not in known:
+        name = match["name"] if match else spec
+        forms = "a preset (NAME or NAME:NODES), the path of a TOML file, or a shape like 2x4"
+        hint = nearest(name, known) or f" (presets: {', '.join(known)})"
+        raise ClusterError(f"no cluster {spec!r}{hint}; a cluster is {forms}")
+    path = PRESETS / f"{match['name']}.toml"
+    cluster = from_toml(path.read_text(encoding="utf-8"), source=path.name)
+    if match["count"] is None:
+        return replace(cluster, source=spec)
+    if not match["count"].isdecimal() or int(match["count"]) < 1:
+        raise ClusterError(f"the number of nodes must be a whole number above 0, got {match['count']!r} in {spec!r}")
+    return replace(cluster.resized(int(match["count"])), source=spec)
+
+
+def _level(item: Any, source: str, key: str) -> Level:
+    also = None
+    if isinstance(item, dict) and "also" in item:
+        table = dict(cast("dict[str, Any]", item))
+        also = cast(Interconnect, _build(Interconnect, table.pop("also"), source, f"{key}.also"))
+        item = table
+    level = cast(Level, _build(Level, item, source, key))
+    try:
+        return level if also is None else replace(level, also=also)
+    except ClusterError as err:
+        raise _at(err, source, key) from err
+
+
+_TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "Kind": (str,), "int": (int,), "float": (int, float)}
+
+
+def _build(kind: type[Any], item: Any, source: str, key: str) -> object:
+    """One of our dataclasses from a TOML table, every key checked."""
+    if not isinstance(item, dict):
+        raise ClusterError(f"must be a table, got {item!r}", where=f"{source}: {key}")
+    table = cast("dict[str, Any]", item)
+    known = {f.name: f for f in fields(kind) if f.name != "also"}
+    required = {name for name, f in known.items() if f.default is MISSING}
+    _check_keys(table, set(known), required, source, f"{key}.")
+    values: dict[str, Any] = {}
+    for name, value in table.items():
+        where = f"{source}: {key}.{name}"
+        if name == "flops_per_s":
+            values[name] = _peaks(value, where)
+            continue
+        expected = _TYPES[str(known[name].type)]
+        if isinstance(value, float) and expected == (int,) and value.is_integer():
+            value = int(value)  # sizes written as 80e9
+        if isinstance(value, bool) or not isinstance(value, expected):
+            words = "a string" if expected == (str,) else "a whole number" if expected == (int,) else "a number"
+            raise ClusterError(f"must be {words}, got {value!r}", where=where)
+        values[name] = float(value) if expected == (int, float) else value
+    try:
+        return kind(**values)
+    except ClusterError as err:
+        raise _at(err, source, key) from err
+
+
+def _peaks(value: Any, where: str) -> dict[str, float]:
+    if not isinstance(value, dict):
+        raise ClusterError(f"must be a table of dtype = peak, got {value!r}", where=where)
+    for dtype, peak in cast("dict[str, Any]", value).items():
+        if isinstance(peak, bool) or not isinstance(peak, int | float):
+            raise ClusterError(f"must be a number, got {peak!r}", where=f"{where}.{dtype}")
+    return {k: float(v) for k, v in cast("dict[str, Any]", value).items()}
+
+
+def _at(err: ClusterError, source: str, key: str) -> ClusterError:
+    """The same complaint, its place given as file and key: ``level 'x': size`` becomes ``file: levels[0].size``."""
+    last = (err.where or "").rsplit(": ", 1)[-1]
+    message = str(err).removeprefix(f"{err.where}: ") if err.where else str(err)
+    return ClusterError(message, where=f"{source}: {key}.{last}")
+
+
+def _check_keys(table: dict[str, Any], known: set[str], required: set[str], source: str, prefix: str) -> None:
+    for key in table:
+        if key not in known:
+            hint = nearest(key, sorted(known)) or f" (known: {', '.join(sorted(known))})"
+            raise ClusterError(f"unknown key{hint}", where=f"{source}: {prefix}{key}")
+    for key in sorted(required - table.keys()):
+        raise ClusterError("missing", where=f"{source}: {prefix}{key}")
+
+
+def _fields_toml(value: Any, *, skip: tuple[str, ...] = ()) -> list[str]:
+    return [f"{f.name} = {_value(getattr(value, f.name))}" for f in fields(value) if f.name not in skip]
+
+
+def _value(value: str | int | float) -> str:
+    return _quoted(value) if isinstance(value, str) else repr(value)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")  # what JSON lets stand and TOML does not

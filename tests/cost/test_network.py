@@ -1,0 +1,191 @@
+"""Prices of collectives follow the links that they use."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+from typing import get_args
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardplan.cost import Network, wire_bytes
+from shardplan.cost.network import Collective, _all_to_all, binary_tree, binomial_rounds
+from shardplan.errors import ClusterError
+from shardplan.mesh import Cluster, Interconnect, Level, factors
+
+DEVICE = Cluster.load("8").device
+KINDS: tuple[Collective, ...] = get_args(Collective)
+# two nodes of four, a byte per second out of a node and four into a GPU: slopes can be counted by hand
+SLOW = Cluster("slow", (Level("node", 2, 1.0, 10.0), Level("gpu", 4, 4.0, 1.0)), DEVICE)
+
+
+def network(cluster: Cluster, splits: dict[str, tuple[int, ...]] | None = None) -> Network:
+    return Network(cluster, factors(cluster, splits))
+
+
+@st.composite
+def networks(draw: st.DrawFn) -> Network:
+    levels: list[Level] = []
+    splits: dict[str, tuple[int, ...]] = {}
+    for i in range(draw(st.integers(1, 3))):
+        parts = draw(st.lists(st.integers(1, 3), min_size=1, max_size=2))
+        kind = draw(st.sampled_from(["switch", "switch", "ring", "bus"]))
+        also = Interconnect("also", 2, draw(st.floats(1, 9)), 0.5) if kind == "ring" and draw(st.booleans()) else None
+        rails = draw(st.integers(1, 3)) if kind == "switch" else 1
+        level = Level(f"l{i}", math.prod(parts), draw(st.floats(1.0, 9.0)), draw(st.floats(0, 3)), kind, rails, also=also)
+        levels.append(level)
+        splits[f"l{i}"] = tuple(parts)
+    return network(Cluster("drawn", tuple(levels), DEVICE), splits)
+
+
+def test_lines_counted_by_hand():
+    net = network(SLOW)
+    # a ring of 8 sends 2 * 7/8 out of each node; its way around is 6 local and 2 remote hops
+    assert net.lines("all_reduce", (0, 1), algorithm="ring").tolist() == [[7 / 4 * 26, 7 / 4]]
+    # four groups of two leave each node together
+    assert net.lines("all_reduce", (0,), algorithm="ring").tolist() == [[20.0, 4.0]]
+    assert net.lines("reduce_scatter", (1,)).tolist() == [[3.0, 3 / 4 / 4]]
+    assert net.lines("all_gather", (0, 1)).tolist() == [[7 / 8 * 26, 7 / 8]]
+    # each of four devices sends half of its bytes across
+    assert net.lines("all_to_all", (0, 1)).tolist() == [[10.0 + 6, 2.0]]
+    assert net.lines("permute", (0, 1)).tolist() == [[10.0, 4.0]]
+    assert net.lines("permute", (1,)).tolist() == [[1.0, 1 / 4]]
+    # two nodes in a double tree: all bytes each way over the NIC once; chains of three hops inside
+    assert net.lines("all_reduce", (0, 1), algorithm="tree").tolist() == [[2 * (3 + 10), 1.0]]
+
+
+def test_strided_groups_share_the_link_of_their_node():
+    net = network(SLOW, {"gpu": (2, 2)})
+    whole, half, one = (net.lines("all_reduce", over, algorithm="ring")[0, 1] for over in ((0, 1, 2), (0, 2), (0,)))
+    assert half == pytest.approx(2 * (3 / 4) * 2)  # two groups a node
+    assert (whole, one) == (7 / 4, 4.0)
+    masters = net.lines("all_reduce", (0,), first=(1, 2), algorithm="ring")[0, 1]
+    assert masters == 1.0  # one group alone
+
+
+@given(networks(), st.data())
+def test_halving_every_bandwidth_doubles_slopes_and_leaves_latencies(net: Network, data: st.DataObject):
+    over = tuple(sorted(data.draw(st.sets(st.integers(0, max(0, len(net.factors) - 1)))))) if net.factors else ()
+    levels = [
+        replace(
+            level,
+            bandwidth_bytes_per_s=level.bandwidth_bytes_per_s / 2,
+            also=replace(level.also, bandwidth_bytes_per_s=level.also.bandwidth_bytes_per_s / 2) if level.also else None,
+        )
+        for level in net.cluster.levels
+    ]
+    slower = Network(replace(net.cluster, levels=tuple(levels)), net.factors)
+    for kind in KINDS:
+        a, b = net.lines(kind, over), slower.lines(kind, over)
+        assert np.allclose(b[:, 1], 2 * a[:, 1], rtol=1e-12)
+        assert np.array_equal(a[:, 0], b[:, 0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_slope_scales_exactly_with_the_level_that_limits_it(kind: Collective):
+    faster = replace(SLOW, levels=(replace(SLOW.levels[0], bandwidth_bytes_per_s=2.0), SLOW.levels[1]))
+    for over in ((0,), (0, 1)):
+        a, b = (network(c).lines(kind, over) for c in (SLOW, faster))
+        assert a[:, 1].tolist() == (2 * b[:, 1]).tolist()
+    assert network(SLOW).lines(kind, (1,)).tolist() == network(faster).lines(kind, (1,)).tolist()
+
+
+@given(networks())
+def test_groups_partition_the_devices(net: Network):
+    for r in range(len(net.factors) + 1):
+        for over in itertools.combinations(range(len(net.factors)), r):
+            groups = net.groups(over)
+            assert sorted(groups.ravel().tolist()) == list(range(net.cluster.size))
+            assert groups.shape[1] == math.prod(net.factors[i].size for i in over)
+            assert np.all(np.diff(groups, axis=1) > 0)
+
+
+@given(networks())
+def test_groups_of_one_device_cost_nothing(net: Network):
+    for kind in KINDS:
+        assert net.lines(kind, ()).tolist() == [[0.0, 0.0]]
+        assert net.seconds(kind, (), [1.0, 1e9]).tolist() == [0.0, 0.0]
+
+
+@given(networks())
+def test_an_all_to_all_without_its_messages_is_the_same(net: Network):
+    over = tuple(range(len(net.factors)))
+    for part in (over, over[1:], over[:-1]):
+        members = net.groups(part)
+        if members.shape[1] < 2 or any(level.kind == "ring" for level in net.cluster.levels):
+            continue
+        (whole,) = _all_to_all(net, "all_to_all", members, part)
+        line = net.lines("all_to_all", part)[0]
+        assert line == pytest.approx([whole.latency_s, net._slope(whole, part, tree=False)], rel=1e-9)
+
+
+def test_one_device_drives_one_rail():
+    railed = replace(SLOW, levels=(replace(SLOW.levels[0], rails=4), SLOW.levels[1]))
+    a, b = network(SLOW), network(railed)
+    assert a.lines("all_reduce", (0, 1)).tolist() == b.lines("all_reduce", (0, 1)).tolist()  # all four drive
+    assert a.lines("all_reduce", (0,)).tolist() == b.lines("all_reduce", (0,)).tolist()  # four groups, a rail each
+    masters = b.lines("all_reduce", (0,), first=(1,), algorithm="ring")[0, 1]
+    assert masters == 4 * a.lines("all_reduce", (0,), first=(1,), algorithm="ring")[0, 1]
+
+
+def test_a_ring_of_links_is_shared_by_strided_groups():
+    ring = Cluster("ring", (Level("gpu", 8, 1.0, 1.0, "ring"),), DEVICE)
+    net = network(ring, {"gpu": (4, 2)})
+    assert net.lines("all_gather", (0, 1))[0, 1] == 7 / 8
+    assert net.lines("all_gather", (0,))[0, 1] == 2 * 3 / 4  # two groups of stride two on the same links
+
+
+def test_trees_suit_small_messages_and_rings_large_ones():
+    net = network(Cluster.load("dgx-h100:16"))
+    ring, tree = (net.seconds("all_reduce", (0, 1), [8.0, 1e10], algorithm=a) for a in ("ring", "tree"))
+    assert tree[0] < ring[0]
+    assert ring[1] < tree[1]
+    assert net.seconds("all_reduce", (0, 1), [8.0, 1e10]).tolist() == [tree[0], ring[1]]
+
+
+def test_seconds_keep_the_shape_of_the_bytes():
+    net = network(SLOW)
+    assert net.seconds("all_reduce", (0,), np.ones((3, 2))).shape == (3, 2)
+    assert net.seconds("all_reduce", (0,), 1.0).shape == ()
+
+
+def test_the_order_of_the_factors_does_not_matter():
+    net = network(SLOW, {"gpu": (2, 2)})
+    assert net.lines("all_reduce", (2, 0)).tolist() == net.lines("all_reduce", (0, 2)).tolist()
+
+
+@pytest.mark.parametrize("n", range(1, 40))
+def test_both_binary_trees_span_and_share_the_inner_work(n: int):
+    parents = binary_tree(n)
+    assert parents[0] == -1
+    for rank in range(1, n):
+        at, steps = rank, 0
+        while at:
+            at, steps = parents[at], steps + 1
+        assert steps <= max(1, math.ceil(math.log2(n)))
+    assert max((parents.count(r) for r in range(n)), default=0) <= 2
+
+
+@pytest.mark.parametrize("n", range(1, 20))
+def test_binomial_rounds_reach_everyone_once(n: int):
+    have = {0}
+    for parents, children in reversed(binomial_rounds(n)):
+        assert set(parents) <= have
+        assert not set(children) & have
+        have |= set(children)
+    assert have == set(range(n))
+    assert len(binomial_rounds(n)) == (math.ceil(math.log2(n)) if n > 1 else 0)
+
+
+def test_wire_bytes_follow_the_ring():
+    assert [wire_bytes(k, 8, 80.0) for k in KINDS] == [140.0, 70.0, 70.0, 70.0, 80.0, 70.0, 70.0]
+    assert [wire_bytes(k, 1, 80.0) for k in KINDS] == [0.0] * len(KINDS)
+
+
+def test_factors_of_another_cluster_are_refused():
+    with pytest.raises(ClusterError, match="make 8 devices, '4x8' has 32"):
+        Network(Cluster.load("4x8"), factors(SLOW))

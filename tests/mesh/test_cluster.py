@@ -1,0 +1,165 @@
+"""Clusters: every way in, lossless TOML, and complaints that name the file and the key."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardplan.errors import ClusterError
+from shardplan.mesh import Cluster, Device, Interconnect, Level, preset_names
+
+GOOD = Cluster.load("dgx-h100:4").to_toml()
+positive = st.floats(min_value=1e-12, max_value=1e18, allow_nan=False)
+names = st.text(min_size=1, max_size=12)
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> Cluster:
+    levels: list[Level] = []
+    for name in draw(st.lists(names, min_size=1, max_size=4, unique=True)):
+        kind = draw(st.sampled_from(["switch", "ring", "bus"]))
+        also = draw(st.none() | st.builds(Interconnect, names, st.integers(1, 9), positive, positive)) if kind == "ring" else None
+        rails = draw(st.integers(1, 8)) if kind == "switch" else 1
+        speeds = [draw(positive) for _ in range(4)]
+        level = Level(name, draw(st.integers(1, 64)), speeds[0], speeds[1], kind, rails, *speeds[2:], also)
+        levels.append(level)
+    peaks = draw(st.dictionaries(names, positive, min_size=1, max_size=3))
+    device = Device(
+        draw(names), peaks, draw(positive), draw(st.integers(1, 2**40)), draw(positive), draw(positive), draw(positive)
+    )
+    return Cluster(draw(names), tuple(levels), device)
+
+
+@given(clusters())
+def test_toml_loses_nothing(cluster: Cluster):
+    again = Cluster.from_toml(cluster.to_toml())
+    assert again == cluster
+    assert hash(again) == hash(cluster)
+    assert again.fingerprint() == cluster.fingerprint()
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_presets_load_and_count_nodes(name: str):
+    cluster = Cluster.load(f"{name}:3")
+    assert cluster.shape == (3, *Cluster.load(name).shape[1:])
+    assert Cluster.from_toml(cluster.to_toml()) == cluster
+    assert pickle.loads(pickle.dumps(cluster)) == copy.deepcopy(cluster) == cluster
+
+
+def test_the_presets_of_the_interface_are_there():
+    wanted = [
+        "gcp-a100",
+        "gcp-v100",
+        "ec2-p2.8xlarge",
+        "flexflow-p100",
+        "flexflow-k80",
+        "dgx-a100",
+        "dgx-h100",
+        "dgx-h200",
+        "gb200-nvl72",
+        "cpu",
+    ]
+    assert preset_names() == tuple(sorted(wanted))
+
+
+def test_a_shape_is_h100s_with_nvswitch_below_infiniband():
+    assert Cluster.load("8").level_names == ("gpu",)
+    shape, preset = Cluster.load("4x8"), Cluster.load("dgx-h100:4")
+    assert shape.levels == preset.levels
+    assert shape.device == preset.device
+    half = Cluster.load("2x4")
+    assert half.size == 8
+    assert half.levels[0].bandwidth_bytes_per_s == preset.levels[0].bandwidth_bytes_per_s / 2  # one NIC a GPU
+    assert Cluster.load("2x2x2x2x2").size == 32
+
+
+def test_a_path_a_string_and_a_cluster_all_load(tmp_path: Path):
+    path = tmp_path / "mine.toml"
+    path.write_text(GOOD)
+    assert Cluster.load(path) == Cluster.load(str(path)) == Cluster.load("dgx-h100:4")
+    assert Cluster.load(Cluster.load("2x4")) == Cluster.load("2x4")
+
+
+def test_equal_clusters_and_only_those_have_equal_fingerprints():
+    cluster = Cluster.load("2x4")
+    seen = {cluster.fingerprint(), Cluster.load("4x2").fingerprint(), Cluster.load("dgx-a100:2").fingerprint()}
+    for level in (replace(cluster.levels[1], bandwidth_bytes_per_s=1e9), replace(cluster.levels[1], rails=2)):
+        seen.add(replace(cluster, levels=(cluster.levels[0], level)).fingerprint())
+    seen.add(replace(cluster, device=replace(cluster.device, flops_per_s={"float32": 1.0})).fingerprint())
+    assert len(seen) == 6
+    assert replace(cluster, source="elsewhere").fingerprint() == cluster.fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "key", "words"),
+    [
+        ("bandwidth_bytes_per_s = 450000000000.0", "bandwidth_bytes_per_s = 0", "levels[1].bandwidth_bytes_per_s", "above 0"),
+        ("bandwidth_bytes_per_s = 450000000000.0", "bandwidth_bytes_per_s = -1.0", "levels[1].bandwidth_bytes_per_s", "-1.0"),
+        ("bandwidth_bytes_per_s = 450000000000.0", "bandwidth_bytes_per_s = nan", "levels[1].bandwidth_bytes_per_s", "nan"),
+        ("bandwidth_bytes_per_s = 450000000000.0", "bandwidth_bytes_per_s = inf", "levels[1].bandwidth_bytes_per_s", "inf"),
+        ("bandwidth_bytes_per_s = 450000000000.0", 'bandwidth_bytes_per_s = "9"', "levels[1].bandwidth_bytes_per_s", "number"),
+        ("bandwidth_bytes_per_s = 450000000000.0", "bandwidth = 4", "levels[1].bandwidth", "nearest: bandwidth_bytes_per_s"),
+        ("size = 8", "size = 0", "levels[1].size", "above 0"),
+        ("size = 8", "size = 2.5", "levels[1].size", "whole number"),
+        ("size = 8", "size = true", "levels[1].size", "whole number"),
+        ("size = 8\n", "", "levels[1].size", "missing"),
+        ("latency_s = 1e-06", "latency_s = -1e-06", "levels[1].latency_s", "at least 0"),
+        ('kind = "switch"\nrails = 1', 'kind = "torus"\nrails = 1', "levels[1].kind", "switch, ring, bus"),
+        ('name = "gpu"', 'name = "node"', "levels", "two levels"),
+        ('name = "dgx-h100"', "name = 3", "name", "string"),
+        ("[device]", "[devices]", "devices", "nearest: device"),
+        ("memory_bytes_per_s = 3350000000000.0", "memory_bytes_per_s = 0.0", "device.memory_bytes_per_s", "above 0"),
+        ('"float64" = 66900000000000.0', '"float64" = "fast"', "device.flops_per_s.float64", "number"),
+        ("rails = 1\n", "rails = 1\nalso = 3\n", "levels[1].also", "table"),
+    ],
+)
+def test_a_bad_file_is_refused_by_file_and_key(old: str, new: str, key: str, words: str):
+    assert old in GOOD
+    with pytest.raises(ClusterError) as caught:
+        Cluster.from_toml(GOOD.replace(old, new, 1), source="my.toml")
+    assert f"my.toml: {key}" in str(caught.value) or f"my.toml: cluster 'dgx-h100': {key}" in str(caught.value)
+    assert words in str(caught.value)
+
+
+def test_what_is_no_toml_or_no_file_names_the_file(tmp_path: Path):
+    with pytest.raises(ClusterError, match=r"x\.toml: not TOML: .*line 1"):
+        Cluster.from_toml("= =", source="x.toml")
+    with pytest.raises(ClusterError, match=r"gone\.toml: cannot be read: No such file"):
+        Cluster.load(tmp_path / "gone.toml")
+    with pytest.raises(ClusterError, match="cannot be read"):
+        Cluster.load(tmp_path)
+    (tmp_path / "raw.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ClusterError, match=r"raw\.toml: is not UTF-8"):
+        Cluster.load(tmp_path / "raw.toml")
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("dgx-h10", "nearest: dgx-h100"),
+        ("zzz", "presets: cpu, dgx-a100"),
+        ("dgx-h100:0", "got '0' in 'dgx-h100:0'"),
+        ("dgx-h100:two", "got 'two'"),
+        ("2x0", "at least one child"),
+        ("2x", "no cluster '2x'"),
+        ("", "no cluster ''"),
+    ],
+)
+def test_an_unknown_cluster_is_refused_with_what_there_is(spec: str, words: str):
+    with pytest.raises(ClusterError, match=words.replace("(", r"\(")):
+        Cluster.load(spec)
+
+
+def test_a_level_by_name():
+    cluster = Cluster.load("2x4")
+    assert cluster.level_index("gpu") == 1
+    with pytest.raises(ClusterError, match="no level 'rack' in '2x4': it has node, gpu"):
+        cluster.level_index("rack")
+    with pytest.raises(ClusterError, match="level 'x': also: a second interconnect belongs to a ring"):
+        Level("x", 2, 1.0, 0.0, also=Interconnect("pcie", 1, 1.0))

@@ -124,7 +124,7 @@ class Network:
             speed = level.bandwidth_bytes_per_s * level.ring_efficiency
             below = math.prod(shape[index + 1 :]) * tier.ports_per
             worst = max(worst, below * leaving / speed, inside * leaving * level.rails / (min(inside, level.rails) * speed))
-        far = float(_hops(self, members[:, :1], members[:, -1:]).max())
+        far = float(_hops(self, members[:1, [0] * (n - 1)], members[:1, 1:]).max())
         return far + (n - 2) * self.cluster.levels[-1].latency_s, worst
 
 

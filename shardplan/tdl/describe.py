@@ -20,7 +20,8 @@ Monomials = frozenset[tuple[int, ...]]
 class Call:
     """One application of a primitive, as a rule sees it: shapes and dtypes of operands and results, and parameters.
 
-    ``scalars[i]`` is the value of operand i where it is a literal of the program, else None.
+    ``scalars[i]`` is the value of operand i where it is a literal of the program, else None (left out: nothing is known). A
+    literal zero counts as no term, so that a partial sum passes through padding with zeros.
     """
 
     primitive: str
@@ -29,6 +30,7 @@ class Call:
     params: Mapping[str, Any]
     dtypes: tuple[str, ...] = ()
     result_dtypes: tuple[str, ...] = ()
+    scalars: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,8 @@ _RULES: dict[str, RuleFunction] = {}
 def rule(*primitives: str) -> Callable[[RuleFunction], RuleFunction]:
     """Registers ``function(call, *operands)`` as the description of these primitives.
 
-    It returns a lambda over the dims of the result, or one for each result; loops of the same name in several lambdas are the same loop.
+    It returns a lambda over the dims of the result, or one for each result; loops of the same name in several lambdas are the
+    same loop.
     """
 
     def register(function: RuleFunction) -> RuleFunction:
@@ -120,7 +123,9 @@ def _read(call: Call, function: RuleFunction) -> Description:
     loops = tuple(
         LoopInfo(n, e, r, i in whole) for i, (n, r, e) in enumerate(zip(recorder.names, recorder.kinds, extents, strict=True))
     )
-    monomials = tuple(_monomials(tree) for tree in trees)
+    zeros = frozenset(i for i, v in enumerate(call.scalars) if isinstance(v, int | float) and v == 0)
+    booleans = tuple(t == "bool" for t in call.result_dtypes) or (False,) * len(trees)
+    monomials = tuple(_twice(t) if b else _monomials(t, zeros) for t, b in zip(trees, booleans, strict=True))
     plain = all(k is None for k in recorder.kinds) and len(set(results)) == 1 and not whole
     elementwise = plain and all(_identity(ix, call.operands[o], results[0]) for o, ix in accesses)
     return Description(call, loops, tuple(results), accesses, tuple(trees), monomials, elementwise)
@@ -172,9 +177,7 @@ def _check(call: Call, accesses: tuple[tuple[int, tuple[IndexExpr, ...]], ...]) 
             raise DescriptionError(f"{call.primitive} has {len(call.operands)} operands", expression=f"operand {operand}")
 
 
-def _extents(
-    recorder: lang.Recorder, call: Call, accesses: tuple[tuple[int, tuple[IndexExpr, ...]], ...]
-) -> tuple[int, ...]:
+def _extents(recorder: lang.Recorder, call: Call, accesses: tuple[tuple[int, tuple[IndexExpr, ...]], ...]) -> tuple[int, ...]:
     """Parallel loops have the result's extent, reduction loops that of a dim which they index alone."""
     extents = list(recorder.extents)
     for operand, indices in accesses:
@@ -205,30 +208,31 @@ def _identity(indices: tuple[IndexExpr, ...], shape: tuple[int, ...], result: tu
     return all(n == 1 or ix == Affine(((loop, 1),)) for ix, n, loop in zip(indices, shape, result, strict=True))
 
 
-def _monomials(node: lang.Scalar) -> Monomials:
-    """The expression as a sum of products of operands; what is not linear counts an operand twice."""
+def _monomials(node: lang.Scalar, zeros: frozenset[int]) -> Monomials:
+    """The expression as a sum of products of operands; what is not linear counts an operand twice. Zero is the empty sum."""
     match node:
-        case lang.Number():
-            return frozenset({()})
-        case lang.Access(operand, indices):
-            return frozenset({(operand,)}) if not any(isinstance(i, Data) for i in indices) else frozenset({(operand,)})
+        case lang.Number(value):
+            return frozenset({()}) if value else frozenset()
+        case lang.Access(operand, _):
+            return frozenset() if operand in zeros else frozenset({(operand,)})
         case lang.Apply("add", args, _):
-            return frozenset().union(*(_monomials(a) for a in args))
+            return frozenset().union(*(_monomials(a, zeros) for a in args))
         case lang.Apply("neg", (arg,), _):
-            return _monomials(arg)
+            return _monomials(arg, zeros)
         case lang.Apply("mul", (a, b), _):
-            return frozenset(tuple(sorted(x + y)) for x in _monomials(a) for y in _monomials(b))
+            return _product(_monomials(a, zeros), _monomials(b, zeros))
         case lang.Apply("div", (a, b), _):
-            return frozenset(tuple(sorted(x + y)) for x in _monomials(a) for y in _twice(b))
+            return _product(_monomials(a, zeros), _twice(b))
         case lang.Apply("where", (c, a, b), _):
-            chosen = (_monomials(a) | _monomials(b)) if b != lang.Number(0.0) else _monomials(a)
-            return frozenset(tuple(sorted(x + y)) for x in chosen for y in _twice(c))
+            return _product(_monomials(a, zeros) | _monomials(b, zeros), _twice(c))
         case lang.Reduce("sum", _, body):
-            return _monomials(body)
-        case lang.Match(element, _):
-            return _twice(element)
+            return _monomials(body, zeros)
         case _:
             return _twice(node)
+
+
+def _product(left: Monomials, right: Monomials) -> Monomials:
+    return frozenset(tuple(sorted(x + y)) for x in left for y in right)
 
 
 def _twice(node: lang.Scalar) -> Monomials:

@@ -1,6 +1,7 @@
 """Index expressions over loops, and the intervals that they sweep.
 
-An index of an operand dim is affine in the loops, with ``//`` and ``%`` by constants (reshape), or a full slice, or depends on data.
+An index of an operand dim is affine in the loops, with ``//`` and ``%`` by constants (reshape), or a full slice, or depends on
+data.
 `interval` is Tofu's symbolic interval analysis (paper section 4.2, eq. 1 and Figure 4), with one symbol: the worker ``w`` that
 computes block ``w`` of the loop that is cut. A region is ``[step*w + lo, step*w + hi]``.
 """
@@ -39,6 +40,22 @@ class Mod:
 
 
 @dataclass(frozen=True, slots=True)
+class Times:
+    """``inner * by`` where the inner expression holds ``//`` or ``%``."""
+
+    inner: IndexExpr
+    by: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plus:
+    """A sum that is not affine: some term holds ``//`` or ``%``."""
+
+    left: IndexExpr
+    right: IndexExpr
+
+
+@dataclass(frozen=True, slots=True)
 class Full:
     """All of a dim (``:``)."""
 
@@ -48,7 +65,7 @@ class Data:
     """An index that only the data know: the worker must hold the whole dim."""
 
 
-IndexExpr = Affine | FloorDiv | Mod | Full | Data
+IndexExpr = Affine | FloorDiv | Mod | Times | Plus | Full | Data
 
 
 class Loop:
@@ -116,7 +133,7 @@ def _add(a: IndexExpr, b: IndexExpr) -> IndexExpr:
         case Affine((), 0), _:
             return b
         case _:
-            raise DescriptionError("a sum with // or % in it is not affine", expression=f"{show(a)} + {show(b)}")
+            return Plus(a, b)
 
 
 def _scale(a: IndexExpr, k: int) -> IndexExpr:
@@ -126,7 +143,7 @@ def _scale(a: IndexExpr, k: int) -> IndexExpr:
         case _ if k == 1:
             return a
         case _:
-            raise DescriptionError("a multiple of // or % is not affine", expression=f"{k} * ({show(a)})")
+            return Times(a, k)
 
 
 def floordiv(a: IndexExpr, by: int) -> IndexExpr:
@@ -161,6 +178,10 @@ def show(expr: IndexExpr, names: Mapping[int, str] | None = None) -> str:
             return f"({show(inner, names)}) // {by}"
         case Mod(inner, by):
             return f"({show(inner, names)}) % {by}"
+        case Times(inner, by):
+            return f"{by}*({show(inner, names)})"
+        case Plus(left, right):
+            return f"{show(left, names)} + {show(right, names)}"
         case Full():
             return ":"
         case Data():
@@ -174,8 +195,10 @@ def loops_of(expr: IndexExpr) -> frozenset[int]:
     match expr:
         case Affine():
             return frozenset(v for v, _ in expr.terms)
-        case FloorDiv(inner, _) | Mod(inner, _):
+        case FloorDiv(inner, _) | Mod(inner, _) | Times(inner, _):
             return loops_of(inner)
+        case Plus(left, right):
+            return loops_of(left) | loops_of(right)
         case Full() | Data():
             return frozenset()
         case _:
@@ -224,6 +247,12 @@ def interval(expr: IndexExpr, extents: Mapping[int, int], cut: int, ways: int) -
             last = at.step * (ways - 1)
             inside = min(at.lo, at.lo + last) >= 0 and max(at.hi, at.hi + last) < by
             return at if inside else None
+        case Times(inner, by):
+            at = interval(inner, extents, cut, ways)
+            return None if at is None else Interval(at.step * by, *sorted((at.lo * by, at.hi * by)))
+        case Plus(left, right):
+            a, b = interval(left, extents, cut, ways), interval(right, extents, cut, ways)
+            return None if a is None or b is None else Interval(a.step + b.step, a.lo + b.lo, a.hi + b.hi)
         case Full() | Data():
             return Interval(0, 0, 0)
         case _:

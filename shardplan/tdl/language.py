@@ -7,8 +7,8 @@ A description is a Python function of symbolic tensors that returns a lambda ove
     ... def conv1d(data, filters):
     ...     return lambda b, co, x: tdl.Sum(lambda ci, dx: data[b, ci, x + dx] * filters[ci, co, dx])
 
-Reductions are `Sum`, `Prod`, `Max`, `Min`, `And`, `Or`; `where` selects; `apply` names any other scalar function; `Opaque` hides what cannot be
-said, and ``:`` hands it a whole slice.
+Reductions are `Sum`, `Prod`, `Max`, `Min`, `And`, `Or`; `where` selects; `apply` names any other scalar function; `Opaque` hides
+what cannot be said, and ``:`` hands it a whole slice.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from shardplan.errors import DescriptionError
 from shardplan.ir import Reducer
@@ -97,7 +97,9 @@ class TensorRef:
     def __getitem__(self, key: Any) -> Access:
         keys: tuple[Any, ...] = key if isinstance(key, tuple) else (key,)
         if len(keys) != len(self.shape):
-            raise DescriptionError(f"operand {self.position} has rank {len(self.shape)}, {len(keys)} indices given", expression=f"{keys}")
+            raise DescriptionError(
+                f"operand {self.position} has rank {len(self.shape)}, {len(keys)} indices given", expression=f"{keys}"
+            )
         return Access(self.position, tuple(_index(k) for k in keys))
 
 
@@ -140,6 +142,11 @@ def apply(name: str, *args: object) -> Scalar:
     return Apply("apply", tuple(scalar(a) for a in args), name)
 
 
+def given(conditions: object, value: object) -> Scalar:
+    """``value``, found by way of ``conditions`` (a lookup's indices, the order of a sort): linear in the value only."""
+    return Apply("where", (scalar(conditions), scalar(value), Number(0.0)), "given")
+
+
 def equals(element: object, index: Loop) -> Scalar:
     """1 where an element holds this index, else 0: how a lookup is said as a sum over all rows."""
     return Match(scalar(element), index.expr)
@@ -160,6 +167,7 @@ class Opaque:
     """
 
     def __call__(self, *args: Scalar) -> OpaqueResult:
+        """The function's value on these elements and slices."""
         return OpaqueResult(args)
 
 
@@ -191,7 +199,7 @@ def _loops(loop: Loop) -> frozenset[int]:
 class Recorder:
     """Hands out loops while a description's lambda runs. One recorder serves all lambdas of one description."""
 
-    _stack: list[Recorder] = []
+    _stack: ClassVar[list[Recorder]] = []
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -221,8 +229,26 @@ def current() -> Recorder:
     return Recorder._stack[-1]
 
 
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A lambda whose index names are computed: ``body`` receives the loops named ``names``."""
+
+    names: tuple[str, ...]
+    body: Callable[..., Any]
+
+    def __call__(self, *loops: Loop) -> Any:
+        """The element at these loops."""
+        return self.body(*loops)
+
+
 def lambda_names(function: Callable[..., Any], arity: int | None) -> list[str]:
     """The index names of a description's lambda; ``*i`` takes ``arity`` names from its own."""
+    if isinstance(function, Named):
+        return list(function.names)
+    code = getattr(function, "__code__", None)
+    if code is not None and code.co_flags & inspect.CO_VARARGS and not code.co_argcount and arity is not None:
+        stem = code.co_varnames[code.co_kwonlyargcount]
+        return [f"{stem}{n}" for n in range(arity)]
     names: list[str] = []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
@@ -239,7 +265,9 @@ def _reduction(reducer: Reducer, body: Callable[..., Any], extents: tuple[int, .
     if not names or (extents is not None and len(extents) != len(names)):
         if extents == () and not names:
             return scalar(body())
-        raise DescriptionError("a reducer needs an index to reduce over", expression=f"{reducer} over {names} with extents {extents}")
+        raise DescriptionError(
+            "a reducer needs an index to reduce over", expression=f"{reducer} over {names} with extents {extents}"
+        )
     recorder = current()
     ids = tuple(recorder.loop(n, reducer, extents[i] if extents else None) for i, n in enumerate(names))
     return Reduce(reducer, ids, scalar(body(*(Loop(Affine(((i, 1),))) for i in ids))))

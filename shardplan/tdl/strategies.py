@@ -1,7 +1,7 @@
 """Strategies: the ways in which interval analysis says that an op can be cut (Tofu, section 4.2, partition-n-reduce).
 
-Case 1 cuts a parallel loop: each worker computes a block of the result. Case 2 cuts a reduction loop: each worker computes a whole
-result that is one term of the reduction.
+Case 1 cuts a parallel loop: each worker computes a block of the result. Case 2 cuts a reduction loop: each worker computes a
+whole result that is one term of the reduction.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Strategy:
 def cut(description: Description, loop: int, ways: int) -> Strategy | None:
     """The strategy that cuts ``loop`` ``ways`` ways, or None where the cut is not legal.
 
-    Legal: the extent divides, every operand is needed whole or as one even block of one dim (with a constant halo), and a reduction
-    is the outermost nonlinear thing that happens to its terms.
+    Legal: the extent divides, every operand is needed whole or as one even block of one dim (with a constant halo), and a
+    reduction is the outermost nonlinear thing that happens to its terms.
     """
     info = description.loops[loop]
     if info.whole or ways < 2 or info.extent % ways or info.extent < ways:
@@ -48,9 +48,7 @@ def cut(description: Description, loop: int, ways: int) -> Strategy | None:
     for operand, placement in regions.items():
         operands[operand] = placement
     if info.reducer is None:
-        results: list[Placement] = [
-            Split(dims.index(loop)) if loop in dims else Replicated() for dims in description.results
-        ]
+        results: list[Placement] = [Split(dims.index(loop)) if loop in dims else Replicated() for dims in description.results]
         return Strategy(loop, ways, tuple(operands), tuple(results))
     results = []
     for tree in description.trees:
@@ -76,7 +74,8 @@ def cuts(description: Description, ways: int) -> tuple[Strategy, ...]:
 def linear_sets(description: Description) -> tuple[tuple[int, ...], ...]:
     """The sets of operands that may be partial sums together: the results are linear in each set jointly.
 
-    A result then is a partial sum of the same kind. An op with several results must be linear in all of them.
+    A result then is a partial sum of the same kind. An op with several results must be linear in all of them. The empty set says
+    that the results are zero whatever comes in: they may be called partial for nothing.
     """
     operands = range(len(description.call.operands))
     candidates: set[tuple[int, ...]] = {(o,) for o in operands}
@@ -85,7 +84,8 @@ def linear_sets(description: Description) -> tuple[tuple[int, ...], ...]:
         candidates.add(used)
         if len(used) == 3:
             candidates.update({used[1:], used[:2], (used[0], used[2])})
-    return tuple(sorted(c for c in candidates if c and all(_linear(m, c) for m in description.monomials)))
+    sets = tuple(sorted(c for c in candidates if c and all(_linear(m, c) for m in description.monomials)))
+    return sets if any(description.monomials) else ((),)
 
 
 def _linear(monomials: Monomials, operands: tuple[int, ...]) -> bool:
@@ -132,7 +132,10 @@ def _contains(tree: lang.Scalar, loop: int) -> bool:
 
 
 def _terms_beside(tree: lang.Scalar, loop: int) -> tuple[int, ...] | None:
-    """The operands that are added to the reduction over ``loop`` and so must be partial too; None if it is not at the top of a sum."""
+    """The operands that are added to the reduction over ``loop`` and so must be partial too.
+
+    None if the reduction is not at the top of a sum.
+    """
     match tree:
         case lang.Reduce(outer, loops, body):
             if loop in loops:

@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from shardplan.tdl.describe import Call, Lambda, rule
-from shardplan.tdl.language import Scalar, TensorRef, apply, where
+from shardplan.tdl.language import Opaque, Scalar, TensorRef, apply, where
+
+# Bits of the significand: a conversion to at least as many loses nothing, and so is linear.
+_SIGNIFICAND = {
+    "float8_e4m3fn": 4, "float8_e5m2": 3, "bfloat16": 8, "float16": 11, "float32": 24, "float64": 53,
+    "complex64": 24, "complex128": 53,
+}  # fmt: skip
 
 
 def at(operand: TensorRef, index: tuple[Any, ...]) -> Scalar:
@@ -30,6 +36,8 @@ def _mul(call: Call, x: TensorRef, y: TensorRef) -> Lambda:
 
 @rule("div")
 def _div(call: Call, x: TensorRef, y: TensorRef) -> Lambda:
+    if "int" in x.dtype:
+        return lambda *i: apply("div", at(x, i), at(y, i))
     return lambda *i: at(x, i) / at(y, i)
 
 
@@ -38,9 +46,25 @@ def _neg(call: Call, x: TensorRef) -> Lambda:
     return lambda *i: -at(x, i)
 
 
-@rule("copy", "copy_p", "real", "imag", "conj", "reduce_precision", "stop_gradient")
+@rule(
+    "copy", "copy_p", "real", "imag", "conj", "stop_gradient", "name",
+)  # fmt: skip
 def _linear(call: Call, x: TensorRef) -> Lambda:
     return lambda *i: at(x, i)
+
+
+@rule("complex")
+def _complex(call: Call, x: TensorRef, y: TensorRef) -> Lambda:
+    return lambda *i: at(x, i) + at(y, i)
+
+
+@rule("convert_element_type")
+def _convert(call: Call, x: TensorRef) -> Lambda:
+    """Linear where nothing is lost; a partial sum does not cross a narrowing conversion."""
+    old, new = _SIGNIFICAND.get(x.dtype, 99), _SIGNIFICAND.get(str(call.params["new_dtype"]), 0)
+    if old <= new:
+        return lambda *i: at(x, i)
+    return lambda *i: apply("convert_element_type", at(x, i))
 
 
 @rule("select_n")
@@ -56,11 +80,22 @@ def _select(call: Call, which: TensorRef, *cases: TensorRef) -> Lambda:
 
 @rule(
     "abs", "acos", "acosh", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e", "bessel_i1e", "cbrt", "ceil", "clamp",
-    "clz", "complex", "convert_element_type", "cos", "cosh", "digamma", "eq", "eq_to", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1",
-    "floor", "ge", "gt", "igamma", "igamma_grad_a", "igammac", "integer_pow", "is_finite", "le", "le_to", "lgamma", "log", "log1p",
-    "logistic", "lt", "lt_to", "max", "min", "ne", "nextafter", "not", "or", "polygamma", "population_count", "pow",
-    "random_gamma_grad", "regularized_incomplete_beta", "rem", "round", "rsqrt", "shift_left", "shift_right_arithmetic",
-    "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "tan", "tanh", "xor", "zeta", "optimization_barrier_elementwise",
+    "clz", "cos", "cosh", "digamma", "eq", "eq_to", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1",
+    "floor", "ge", "gt", "igamma", "igamma_grad_a", "igammac", "integer_pow", "is_finite", "le", "le_to", "lgamma", "log",
+    "log1p", "logistic", "lt", "lt_to", "max", "min", "mulhi", "ne", "nextafter", "not", "or", "polygamma", "population_count", "pow",
+    "reduce_precision", "regularized_incomplete_beta", "rem", "round", "rsqrt", "shift_left", "shift_right_arithmetic",
+    "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "tan", "tanh", "xor", "zeta",
 )  # fmt: skip
 def _function(call: Call, *operands: TensorRef) -> Lambda:
     return lambda *i: apply(call.primitive, *(at(x, i) for x in operands))
+
+
+@rule("bitcast_convert_type")
+def _bitcast(call: Call, x: TensorRef) -> Lambda:
+    """Bytes read anew: a last dim that appears or goes holds the parts of one element."""
+    rank, new_rank = len(x.shape), len(call.results[0])
+    if rank == new_rank:
+        return lambda *i: apply("bitcast_convert_type", x[i])
+    if rank > new_rank:
+        return lambda *i: Opaque()(x[(*i, slice(None))])
+    return lambda *i: Opaque()(x[i[:-1]])[i[-1]]

@@ -1,0 +1,107 @@
+"""Sums of products: matrix multiplication in all its forms, and convolution."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardplan.tdl.describe import Call, Lambda, rule
+from shardplan.tdl.language import Scalar, Sum, TensorRef, given
+
+
+@rule("dot_general")
+def _dot_general(call: Call, x: TensorRef, y: TensorRef, *_: TensorRef) -> Lambda:
+    """Result dims: batch, then the free dims of the left operand, then those of the right."""
+    (sum_x, sum_y), (batch_x, batch_y) = call.params["dimension_numbers"]
+    free_x = [d for d in range(len(x.shape)) if d not in {*sum_x, *batch_x}]
+    free_y = [d for d in range(len(y.shape)) if d not in {*sum_y, *batch_y}]
+
+    def element(*i: Any) -> Scalar:
+        batch, left, right = i[: len(batch_x)], i[len(batch_x) : len(batch_x) + len(free_x)], i[len(batch_x) + len(free_x) :]
+
+        def term(*k: Any) -> Scalar:
+            at_x = {
+                **dict(zip(batch_x, batch, strict=True)),
+                **dict(zip(free_x, left, strict=True)),
+                **dict(zip(sum_x, k, strict=True)),
+            }
+            at_y = {
+                **dict(zip(batch_y, batch, strict=True)),
+                **dict(zip(free_y, right, strict=True)),
+                **dict(zip(sum_y, k, strict=True)),
+            }
+            return x[tuple(at_x[d] for d in range(len(x.shape)))] * y[tuple(at_y[d] for d in range(len(y.shape)))]
+
+        return Sum(term, tuple(x.shape[d] for d in sum_x)) if sum_x else term()
+
+    return element
+
+
+@rule("conv_general_dilated")
+def _convolution(call: Call, x: TensorRef, kernel: TensorRef) -> Lambda:
+    """``x*stride + window*dilation - padding``, over the operand's own dilation; groups of features or of batch by ``//``."""
+    p = call.params
+    numbers = p["dimension_numbers"]
+    x_dims, k_dims, out_dims = (tuple(map(int, s)) for s in (numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec))
+    features, batches = int(p["feature_group_count"]), int(p["batch_group_count"])
+    out_features = kernel.shape[k_dims[0]]
+    per_group = out_features // (features * batches)
+    extents = (kernel.shape[k_dims[1]], *(kernel.shape[d] for d in k_dims[2:]))
+    steps = list(zip(p["window_strides"], p["rhs_dilation"], p["padding"], p["lhs_dilation"], strict=True))
+
+    def element(*i: Any) -> Scalar:
+        b, o, *place = (i[d] for d in out_dims)
+
+        def term(c: Any, *w: Any) -> Scalar:
+            at_x, at_k = [0] * len(x.shape), [0] * len(kernel.shape)
+            at_x[x_dims[0]] = b if batches == 1 else (o // per_group) * (x.shape[x_dims[0]] // batches) + b
+            at_x[x_dims[1]] = c if features == 1 else (o // per_group) * extents[0] + c
+            at_k[k_dims[0]], at_k[k_dims[1]] = o, c
+            for n, (stride, wide, (lo, _), apart) in enumerate(steps):
+                at_x[x_dims[2 + n]] = (place[n] * int(stride) + w[n] * int(wide) - int(lo)) // int(apart)
+                at_k[k_dims[2 + n]] = w[n]
+            return x[tuple(at_x)] * kernel[tuple(at_k)]
+
+        return Sum(term, extents)
+
+    return element
+
+
+@rule("ragged_dot_general")
+def _ragged_dot(call: Call, x: TensorRef, y: TensorRef, sizes: TensorRef) -> Lambda:
+    """Which group a ragged position belongs to, only the sizes know: that dim and the group dim stay whole."""
+    numbers = call.params["ragged_dot_dimension_numbers"]
+    (sum_x, sum_y), (batch_x, batch_y) = numbers.dot_dimension_numbers
+    ragged, group = int(numbers.lhs_ragged_dimensions[0]), tuple(numbers.rhs_group_dimensions)
+    free_x = [d for d in range(len(x.shape)) if d not in {*sum_x, *batch_x}]
+    free_y = [d for d in range(len(y.shape)) if d not in {*sum_y, *batch_y, *group}]
+    mode_contracting, mode_batch = ragged in sum_x, ragged in batch_x
+    all_ = slice(None)
+    from shardplan.tdl.rules.movement import held
+
+    def element(*i: Any) -> Scalar:
+        groups, i = (i[:1], i[1:]) if mode_contracting else ((), i)
+        batch, left, right = i[: len(batch_x)], i[len(batch_x) : len(batch_x) + len(free_x)], i[len(batch_x) + len(free_x) :]
+        at_x: dict[int, Any] = {**dict(zip(batch_x, batch, strict=True)), **dict(zip(free_x, left, strict=True))}
+        at_y: dict[int, Any] = {
+            **dict(zip(batch_y, batch, strict=True)),
+            **dict(zip(free_y, right, strict=True)),
+            **dict.fromkeys(group, all_),
+        }
+        summed = [(a, b) for a, b in zip(sum_x, sum_y, strict=True) if a != ragged]
+        whole: list[Any] = [*groups]
+        if mode_contracting:
+            at_x[ragged] = at_y[dict(zip(sum_x, sum_y, strict=True))[ragged]] = all_
+        else:
+            whole.append(at_x[ragged])
+
+        def term(*k: Any) -> Scalar:
+            for (a, b), loop in zip(summed, k, strict=True):
+                at_x[a] = at_y[b] = loop
+            return x[tuple(at_x[d] for d in range(len(x.shape)))] * y[tuple(at_y[d] for d in range(len(y.shape)))]
+
+        at_sizes = sizes[tuple(all_ for _ in sizes.shape)]
+        value = Sum(term, tuple(x.shape[a] for a, _ in summed)) if summed else term()
+        return given(held(*whole) + at_sizes, value)
+
+    _ = mode_batch
+    return element

@@ -1,0 +1,137 @@
+"""Reductions: over dims, over windows, running along a dim, and the place of the extreme."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from shardplan.tdl import language as lang
+from shardplan.tdl.describe import Call, Lambda, rule
+from shardplan.tdl.language import Opaque, Scalar, TensorRef, apply, given
+from shardplan.tdl.rules.movement import held
+
+_ALL = slice(None)
+_REDUCERS: dict[str, Callable[..., Scalar]] = {
+    "sum": lang.Sum, "prod": lang.Prod, "max": lang.Max, "min": lang.Min, "and": lang.And, "or": lang.Or,
+}  # fmt: skip
+
+
+def _kept(operand: TensorRef, axes: Any, index: tuple[Any, ...], reduced: Any) -> Scalar:
+    """The operand at the result's index, with ``reduced`` (an iterator) at the dims that the result lacks."""
+    rest = iter(index)
+    return operand[tuple(next(reduced) if d in axes else next(rest) for d in range(len(operand.shape)))]
+
+
+@rule("reduce_sum", "reduce_prod", "reduce_max", "reduce_min", "reduce_and", "reduce_or")
+def _reduce(call: Call, x: TensorRef) -> Lambda:
+    reducer = _REDUCERS[call.primitive.removeprefix("reduce_")]
+    axes = sorted(call.params["axes"])
+    if not axes:
+        return lambda *i: x[i]
+    extents = tuple(x.shape[d] for d in axes)
+    return lambda *i: reducer(lambda *k: _kept(x, axes, i, iter(k)), extents)
+
+
+@rule("reduce_xor")
+def _reduce_xor(call: Call, x: TensorRef) -> Lambda:
+    axes = set(call.params["axes"])
+    return lambda *i: Opaque()(_kept(x, axes, i, iter([_ALL] * len(axes))))
+
+
+@rule("reduce")
+def _reduce_any(call: Call, *operands: TensorRef) -> tuple[Lambda, ...]:
+    """By a function of the user's: the dims that it reduces stay whole."""
+    axes = set(call.params["dimensions"])
+    half = len(operands) // 2
+
+    def element(*i: Any) -> Scalar:
+        return Opaque()(
+            *(_kept(x, axes, i, iter([_ALL] * len(axes))) for x in operands[:half]), *(x[()] for x in operands[half:])
+        )
+
+    return (element,) * half
+
+
+@rule("argmax", "argmin")
+def _argument(call: Call, x: TensorRef) -> Lambda:
+    """The extreme and its place travel together: no placement holds a pair, so the dim stays whole."""
+    axes = set(call.params["axes"])
+    return lambda *i: Opaque()(_kept(x, axes, i, iter([_ALL] * len(axes))))
+
+
+def _running(call: Call, x: TensorRef, i: tuple[Any, ...]) -> Scalar:
+    axis = int(call.params["axis"])
+    return x[tuple(_ALL if d == axis else loop for d, loop in enumerate(i))]
+
+
+@rule("cumsum")
+def _cumsum(call: Call, x: TensorRef) -> Lambda:
+    return lambda *i: given(held(i[int(call.params["axis"])]), _running(call, x, i))
+
+
+@rule("cumprod", "cummax", "cummin", "cumlogsumexp")
+def _cumulative(call: Call, x: TensorRef) -> Lambda:
+    return lambda *i: Opaque()(_running(call, x, i))[i[int(call.params["axis"])]]
+
+
+def window_index(params: Any, i: tuple[Any, ...], w: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The operand's element that position ``w`` of the window at ``i`` covers."""
+    ones = (1,) * len(i)
+    base, wide = params.get("base_dilation") or ones, params.get("window_dilation") or ones
+    return tuple(
+        (i[d] * int(params["window_strides"][d]) + w[d] * int(wide[d]) - int(params["padding"][d][0])) // int(base[d])
+        for d in range(len(i))
+    )
+
+
+@rule("reduce_window_sum", "reduce_window_max", "reduce_window_min")
+def _reduce_window(call: Call, x: TensorRef) -> Lambda:
+    reducer = _REDUCERS[call.primitive.removeprefix("reduce_window_")]
+    window = tuple(int(n) for n in call.params["window_dimensions"])
+    return lambda *i: reducer(lambda *w: x[window_index(call.params, i, w)], window)
+
+
+@rule("reduce_window")
+def _reduce_window_any(call: Call, *operands: TensorRef) -> tuple[Lambda, ...]:
+    """By a function of the user's: the result may be cut, the window not."""
+    half = len(operands) // 2
+    window = tuple(int(n) for n in call.params["window_dimensions"])
+
+    def element(*i: Any) -> Scalar:
+        def parts(*w: Any) -> Scalar:
+            return apply(
+                "reduce_window", *(x[window_index(call.params, i, w)] for x in operands[:half]), *(v[()] for v in operands[half:])
+            )
+
+        return apply("reduce_window", lang.Sum(parts, window))
+
+    return (element,) * half
+
+
+@rule("select_and_gather_add")
+def _select_and_gather(call: Call, tangents: TensorRef, x: TensorRef) -> Lambda:
+    """The tangent at the place of the window's extreme."""
+    window = tuple(int(n) for n in call.params["window_dimensions"])
+    return lambda *i: apply(
+        "select_and_gather_add",
+        lang.Sum(lambda *w: tangents[window_index(call.params, i, w)] * x[window_index(call.params, i, w)], window),
+    )
+
+
+@rule("select_and_scatter_add")
+def _select_and_scatter_add(call: Call, source: TensorRef, x: TensorRef) -> Lambda:
+    """Each window's source goes to the place of its extreme: a worker needs the windows that cover its block, and all they cover."""
+    p = call.params
+    window = tuple(int(n) for n in p["window_dimensions"])
+    strides, low = tuple(map(int, p["window_strides"])), tuple(int(lo) for lo, _ in p["padding"])
+
+    def element(*i: Any) -> Scalar:
+        def term(*w: Any) -> Scalar:
+            """``w`` is where the element lies in a window that covers it, and where that window's extreme lies."""
+            windows = [(loop + lo - at) // s for loop, lo, at, s in zip(i, low, w, strides, strict=False)]
+            extremes = [o * s + at - lo for o, s, at, lo in zip(windows, strides, w[len(i) :], low, strict=True)]
+            return given(held(*w) + x[tuple(extremes)], source[tuple(windows)])
+
+        return lang.Sum(term, window + window)
+
+    return element

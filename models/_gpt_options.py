@@ -1,0 +1,70 @@
+"""The options that both GPTs take, and what follows from them alone."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models import data
+from models._arguments import Tokens
+from models._options import COUNT, DTYPE, FRACTION, POSITIVE, SWITCH, Options, option, require, takes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GPTOptions(Options):
+    """dtype is what is computed in, parameters stay float32. dropout is the fraction dropped, accumulate the number of
+    microbatches that a batch is taken in, tied makes the head the transposed embedding."""
+
+    layers: int = option(2, COUNT)
+    width: int = option(64, COUNT)
+    heads: int = option(8, COUNT)
+    vocabulary: int = option(256, COUNT)
+    sequence: int = option(32, COUNT)
+    batch: int = option(16, COUNT)
+    dtype: str = option("float32", DTYPE)
+    scan: bool = option(False, SWITCH)
+    remat: bool = option(False, SWITCH)
+    dropout: float = option(0.0, FRACTION)
+    tied: bool = option(False, SWITCH)
+    accumulate: int = option(1, COUNT)
+    learning_rate: float = option(1e-3, POSITIVE)
+
+    def __post_init__(self):
+        super().__post_init__()
+        require(self.width % self.heads == 0, f"heads={self.heads} does not divide width={self.width}")
+        require(self.batch % self.accumulate == 0, f"accumulate={self.accumulate} does not divide batch={self.batch}")
+
+    @property
+    def head_size(self) -> int:
+        return self.width // self.heads
+
+    @property
+    def draws(self) -> dict[str, Tokens]:
+        shape = (self.batch, self.sequence)
+        return {"tokens": Tokens(shape, self.vocabulary), "targets": Tokens(shape, self.vocabulary)}
+
+
+@takes(GPTOptions)
+def text_batches(options: GPTOptions, *, seed: int = 0) -> Iterator[dict[str, np.ndarray]]:
+    """Endless batches of source text for the factory called with the same options."""
+    return data.char_batches(sequence=options.sequence, batch=options.batch, seed=seed, vocabulary=options.vocabulary)
+
+
+def causal_mask(sequence: int) -> jax.Array:
+    """True where a query (row) may read a key (column): keys that are not ahead of it. [sequence, sequence]"""
+    query, key = (jax.lax.broadcasted_iota(jnp.int32, (sequence, sequence), dim) for dim in (0, 1))
+    return query >= key
+
+
+def microbatches(batch: dict[str, jax.Array], count: int) -> dict[str, jax.Array]:
+    """[batch, ...] -> [count, batch / count, ...], each microbatch taking every count-th example.
+
+    Consecutive examples would put a batch that is split over devices on `count` instead: this way each device keeps its own.
+    """
+
+    def split(x):
+        return jnp.moveaxis(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 1, 0)
+
+    return jax.tree.map(split, batch)

@@ -1,0 +1,90 @@
+"""Options of a model: a frozen dataclass whose fields say what values they take, and the factory decorator over it."""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """What values an option takes: in words, and as a test."""
+
+    wants: str
+    holds: Callable[[Any], bool]
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return _is_int(value) or isinstance(value, float)
+
+
+COUNT = Rule("a positive integer", lambda v: _is_int(v) and v > 0)
+COUNT_OR_NONE = Rule("a positive integer or None", lambda v: v is None or (_is_int(v) and v > 0))
+SWITCH = Rule("True or False", lambda v: isinstance(v, bool))
+FRACTION = Rule("a number in [0, 1)", lambda v: _is_number(v) and 0 <= v < 1)
+POSITIVE = Rule("a positive number", lambda v: _is_number(v) and 0 < v < float("inf"))
+
+
+def one_of(*values: Any) -> Rule:
+    return Rule("one of " + ", ".join(map(repr, values)), lambda v: v in values)
+
+
+DTYPE = one_of("float32", "bfloat16")
+
+
+def option(default: Any, rule: Rule) -> Any:
+    """A dataclass field with this default that `Options` holds to `rule`."""
+    return dataclasses.field(default=default, metadata={"rule": rule})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """Base of every model's options. Raises ValueError that names the first option with a value outside its rule."""
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            rule, value = field.metadata["rule"], getattr(self, field.name)
+            require(rule.holds(value), f"{field.name}={value!r}: {field.name} is to be {rule.wants}")
+
+
+T = TypeVar("T", bound=Options)
+
+
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def read(options_type: type[T], given: dict[str, Any]) -> T:
+    """Options from keyword arguments. Raises ValueError for a name that is not among them."""
+    names = [field.name for field in dataclasses.fields(options_type)]
+    for name in given:
+        require(name in names, f"{name}={given[name]!r}: no such option; there are {', '.join(names)}")
+    return options_type(**given)
+
+
+def takes(options_type: type[Options]):
+    """Decorator: `f(options, **rest)` becomes `f(**rest, **options)`, its signature that of the fields, with their defaults."""
+
+    def decorate(function: Callable) -> Callable:
+        rest = [p for p in inspect.signature(function).parameters.values() if p.kind is inspect.Parameter.KEYWORD_ONLY]
+        rest_names = {parameter.name for parameter in rest}
+
+        @functools.wraps(function)
+        def wrapper(**given: Any):
+            options = {name: value for name, value in given.items() if name not in rest_names}
+            return function(read(options_type, options), **{name: value for name, value in given.items() if name in rest_names})
+
+        fields = [
+            inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default)
+            for field in dataclasses.fields(options_type)
+        ]
+        wrapper.__signature__ = inspect.Signature(fields + rest)
+        return wrapper
+
+    return decorate

@@ -1,0 +1,189 @@
+"""A GPT (pre-LayerNorm, learned positions) in flax nnx, trained by AdamW.
+
+Laid out so that Megatron's tensor parallelism needs two all-reduces forward and two backward in each block: one fused
+projection [width, 3, heads, head] whose heads can be split, and the MLP's two kernels, column and row.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from models._arguments import make_batch, make_state
+from models._gpt_options import GPTOptions, causal_mask, microbatches, text_batches
+from models._options import takes
+from models._train import main
+from models.losses import cross_entropy
+
+__all__ = ["GPT", "text_batches", "train_step"]
+
+_INIT = nnx.initializers.normal(0.02)
+
+
+@takes(GPTOptions)
+def train_step(options: GPTOptions, *, concrete: bool = False, seed: int = 0):
+    """(step, (state, batch)): `state` is that of (model, optimizer), `batch` {"tokens", "targets"}, int32 [batch, sequence].
+
+    >>> step, (state, batch) = train_step(layers=1)
+    >>> state[0]["blocks"][0]["attention"]["qkv"]["kernel"].shape
+    (64, 3, 8, 8)
+    """
+
+    def init(key):
+        model = GPT(options, key)
+        return nnx.split((model, nnx.Optimizer(model, optax.adamw(options.learning_rate), wrt=nnx.Param)))
+
+    def step(state, batch):
+        model, optimizer = nnx.merge(graphdef, state)
+        key = jax.random.fold_in(jax.random.key(seed), optimizer.step[...]) if options.dropout else None
+        loss, gradients = _value_and_grad(model, batch, key, options.accumulate)
+        optimizer.update(model, gradients)
+        return nnx.state((model, optimizer)), loss
+
+    graphdef, state = make_state(init, concrete=concrete, seed=seed)
+    return step, (state, make_batch(options.draws, concrete=concrete, seed=seed))
+
+
+class GPT(nnx.Module):
+    """tokens [batch, sequence] -> logits [batch, sequence, vocabulary]. With `scan`, the blocks' parameters are stacked."""
+
+    def __init__(self, options: GPTOptions, key: jax.Array):
+        self.options = options
+        rngs = nnx.Rngs(jax.random.fold_in(key, options.layers))
+        self.embedding = nnx.Embed(options.vocabulary, options.width, embedding_init=_INIT, dtype=options.dtype, rngs=rngs)
+        self.position = nnx.Param(_INIT(rngs.params(), (options.sequence, options.width)))
+        keys = [jax.random.fold_in(key, layer) for layer in range(options.layers)]
+        if options.scan:
+            self.blocks = nnx.vmap(lambda key: Block(options, nnx.Rngs(key)))(jnp.stack(keys))
+        else:
+            self.blocks = nnx.List([Block(options, nnx.Rngs(key)) for key in keys])
+        self.norm = nnx.LayerNorm(options.width, dtype=options.dtype, rngs=rngs)
+        if not options.tied:
+            self.head = nnx.Linear(
+                options.width, options.vocabulary, use_bias=False, kernel_init=_INIT, dtype=options.dtype, rngs=rngs
+            )
+
+    def __call__(self, tokens: jax.Array, key: jax.Array | None = None) -> jax.Array:
+        """`key` is for dropout, None without it."""
+        x = self.embedding(tokens) + self.position[...].astype(self.options.dtype)
+        x = _dropout(self.options, x, _fold(key, self.options.layers))
+        x = self.norm(self._blocks(x, key))
+        with jax.named_scope("head"):
+            return self.embedding.attend(x) if self.options.tied else self.head(x)
+
+    def _blocks(self, x, key):
+        layers = range(self.options.layers)
+        if not self.options.scan:
+            for layer, block in zip(layers, self.blocks, strict=True):
+                with jax.named_scope(f"block_{layer}"):
+                    x = _run(self.options, *nnx.split(block), x, _fold(key, layer))
+            return x
+        graphdef, stacked = nnx.split(self.blocks)
+
+        def body(x, block_and_layer):
+            block, layer = block_and_layer
+            return _run(self.options, graphdef, block, x, _fold(key, layer)), None
+
+        numbers = None if key is None else jnp.arange(len(layers))
+        return jax.lax.scan(body, x, (stacked, numbers))[0]
+
+
+class Block(nnx.Module):
+    """x [batch, sequence, width] -> the same, after attention and MLP, each on its normalised residual."""
+
+    def __init__(self, options: GPTOptions, rngs: nnx.Rngs):
+        self.options = options
+        self.norm_attention = nnx.LayerNorm(options.width, dtype=options.dtype, rngs=rngs)
+        self.attention = Attention(options, rngs)
+        self.norm_mlp = nnx.LayerNorm(options.width, dtype=options.dtype, rngs=rngs)
+        self.mlp = MLP(options, rngs)
+
+    def __call__(self, x: jax.Array, key: jax.Array | None) -> jax.Array:
+        x = x + _dropout(self.options, self.attention(self.norm_attention(x), _fold(key, 0)), _fold(key, 1))
+        return x + _dropout(self.options, self.mlp(self.norm_mlp(x)), _fold(key, 2))
+
+
+class Attention(nnx.Module):
+    """Causal self-attention. x [batch, sequence, width] -> the same."""
+
+    def __init__(self, options: GPTOptions, rngs: nnx.Rngs):
+        self.options = options
+        heads, dtype = (options.heads, options.head_size), options.dtype
+        self.qkv = nnx.LinearGeneral(options.width, (3, *heads), kernel_init=_INIT, dtype=dtype, rngs=rngs)
+        self.out = nnx.LinearGeneral(
+            heads, options.width, axis=(-2, -1), kernel_init=_residual_init(options), dtype=dtype, rngs=rngs
+        )
+
+    @jax.named_scope("attention")
+    def __call__(self, x: jax.Array, key: jax.Array | None) -> jax.Array:
+        q, k, v = jnp.unstack(self.qkv(x), axis=-3)  # each [batch, sequence, heads, head]
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q * self.options.head_size**-0.5, k).astype(jnp.float32)
+        scores = jnp.where(causal_mask(x.shape[1]), scores, jnp.finfo(jnp.float32).min)
+        weights = jax.nn.softmax(scores).astype(self.options.dtype)
+        return self.out(jnp.einsum("bhqk,bkhd->bqhd", _dropout(self.options, weights, key), v))
+
+
+class MLP(nnx.Module):
+    """x [batch, sequence, width] -> the same, through 4 x width."""
+
+    def __init__(self, options: GPTOptions, rngs: nnx.Rngs):
+        width, dtype = options.width, options.dtype
+        self.up = nnx.Linear(width, 4 * width, kernel_init=_INIT, dtype=dtype, rngs=rngs)
+        self.down = nnx.Linear(4 * width, width, kernel_init=_residual_init(options), dtype=dtype, rngs=rngs)
+
+    @jax.named_scope("mlp")
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(jax.nn.gelu(self.up(x)))
+
+
+def _value_and_grad(model: GPT, batch: dict, key: jax.Array | None, count: int):
+    """Loss and gradients over the batch, taken in `count` microbatches whose gradients are summed in float32."""
+
+    graphdef, parameters = nnx.split(model, nnx.Param)
+
+    @jax.value_and_grad
+    def loss_of(parameters, batch, key):
+        model = nnx.merge(graphdef, parameters)
+        return cross_entropy(model(batch["tokens"], key), batch["targets"])
+
+    if count == 1:
+        return loss_of(parameters, batch, key)
+
+    def body(total, microbatch_and_number):
+        microbatch, number = microbatch_and_number
+        return jax.tree.map(jnp.add, total, loss_of(parameters, microbatch, _fold(key, number))), None
+
+    zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, parameters)
+    numbers = None if key is None else jnp.arange(count)
+    total, _ = jax.lax.scan(body, zeros, (microbatches(batch, count), numbers))
+    return jax.tree.map(lambda x: x / count, total)
+
+
+def _run(options: GPTOptions, graphdef, block, x, key):
+    def run(block, x, key):
+        return nnx.merge(graphdef, block)(x, key)
+
+    # inside a scan there is no later copy of the forward pass for XLA to merge with
+    return (jax.checkpoint(run, prevent_cse=not options.scan) if options.remat else run)(block, x, key)
+
+
+def _residual_init(options: GPTOptions):
+    # GPT-2 section 2.3: what adds to the residual stream starts smaller the more layers add
+    return nnx.initializers.normal(0.02 / math.sqrt(2 * options.layers))
+
+
+def _fold(key: jax.Array | None, number) -> jax.Array | None:
+    return None if key is None else jax.random.fold_in(key, number)
+
+
+def _dropout(options: GPTOptions, x: jax.Array, key: jax.Array | None) -> jax.Array:
+    if key is None:
+        return x
+    kept = jax.random.bernoulli(key, 1 - options.dropout, x.shape)
+    return jnp.where(kept, x / (1 - options.dropout), jnp.zeros_like(x))
+
+
+if __name__ == "__main__":
+    main(train_step, text_batches)

@@ -1,0 +1,156 @@
+"""Wide ResNet (bottleneck blocks, batch norm) in flax linen: ResNet-50, 101 or 152 with every convolution `width` times wider.
+
+He et al. 2016 for the blocks, with the stride on the 3x3; widened as in Zagoruyko and Komodakis 2016; Tofu's section 7 benchmark.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen as nn
+from flax.training import train_state
+
+from models import data
+from models._arguments import Floats, Tokens, make_batch, make_state
+from models._options import COUNT, DTYPE, POSITIVE, SWITCH, Options, Rule, one_of, option, require, takes
+from models._train import main
+from models.losses import cross_entropy
+
+__all__ = ["WResNet", "digit_batches", "train_step"]
+
+_BLOCKS = {14: (1, 1, 1, 1), 26: (2, 2, 2, 2), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
+
+_STAGES = Rule(
+    "a tuple of positive integers, blocks of each stage, or None",
+    lambda v: v is None or (isinstance(v, (tuple, list)) and len(v) > 0 and all(COUNT.holds(n) for n in v)),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WResNetOptions(Options):
+    """width is the widening factor, channels those of the first convolution before widening. blocks, a count for each
+    stage, overrides depth. dtype is computed in, parameters and batch statistics stay float32."""
+
+    depth: int = option(14, one_of(*_BLOCKS))
+    width: int = option(1, COUNT)
+    image: int = option(32, COUNT)
+    batch: int = option(16, COUNT)
+    blocks: tuple[int, ...] | None = option(None, _STAGES)
+    channels: int = option(64, COUNT)
+    classes: int = option(16, COUNT)
+    dtype: str = option("float32", DTYPE)
+    remat: bool = option(False, SWITCH)
+    optimizer: str = option("sgd", one_of("sgd", "adam"))
+    learning_rate: float = option(3e-3, POSITIVE)
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        return _BLOCKS[self.depth] if self.blocks is None else tuple(self.blocks)
+
+
+class TrainState(train_state.TrainState):
+    """With the running mean and variance of each batch norm."""
+
+    batch_stats: Any
+
+
+@takes(WResNetOptions)
+def train_step(options: WResNetOptions, *, concrete: bool = False, seed: int = 0):
+    """(step, (state, batch)): `state` a TrainState with batch_stats, `batch` {"image" [batch, image, image, 3], "label" [batch]}.
+
+    >>> step, (state, batch) = train_step(width=2)
+    >>> state.params["stem"]["kernel"].shape
+    (7, 7, 3, 128)
+    """
+    model = WResNet(options)
+    optimizer = {"sgd": lambda rate: optax.sgd(rate, momentum=0.9), "adam": optax.adam}[options.optimizer](options.learning_rate)
+
+    def init(key):
+        variables = model.init(key, jnp.zeros((1, options.image, options.image, 3)))
+        state = TrainState.create(
+            apply_fn=model.apply, params=variables["params"], tx=optimizer, batch_stats=variables["batch_stats"]
+        )
+        # an array, not the int 0 of create: its type is then the same after every step
+        return state.replace(step=jnp.zeros((), jnp.int32))
+
+    def step(state, batch):
+        def loss_of(params):
+            variables = {"params": params, "batch_stats": state.batch_stats}
+            logits, updated = state.apply_fn(variables, batch["image"], mutable=["batch_stats"])
+            return cross_entropy(logits, batch["label"]), updated["batch_stats"]
+
+        (loss, batch_stats), gradients = jax.value_and_grad(loss_of, has_aux=True)(state.params)
+        return state.apply_gradients(grads=gradients, batch_stats=batch_stats), loss
+
+    draws = {
+        "image": Floats((options.batch, options.image, options.image, 3)),
+        "label": Tokens((options.batch,), min(options.classes, 10)),
+    }
+    state = make_state(init, concrete=concrete, seed=seed)
+    return step, (state, make_batch(draws, concrete=concrete, seed=seed))
+
+
+@takes(WResNetOptions)
+def digit_batches(options: WResNetOptions, *, seed: int = 0) -> Iterator[dict[str, np.ndarray]]:
+    """Endless batches of digits, enlarged to the image size, for the factory called with the same options."""
+    require(options.classes >= 10, f"classes={options.classes}: the digits have 10 classes")
+    return data.digit_batches(image=options.image, channels=3, batch=options.batch, seed=seed)
+
+
+class WResNet(nn.Module):
+    """images [batch, image, image, 3] -> logits [batch, classes]. Each stage but the first halves the image."""
+
+    options: WResNetOptions
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Statistics are those of the whole batch, also where it is split over devices."""
+        options = self.options
+        channels = options.channels * options.width
+        x = x.astype(options.dtype)
+        x = _conv(options)(channels, (7, 7), strides=2, name="stem")(x)
+        x = nn.relu(_norm(options)(name="stem_norm")(x))
+        x = nn.max_pool(x, (3, 3), strides=(2, 2), padding="SAME")
+        block = nn.remat(Bottleneck) if options.remat else Bottleneck
+        for stage, count in enumerate(options.stages):
+            for number in range(count):
+                stride = 2 if stage > 0 and number == 0 else 1
+                x = block(options, channels * 2**stage, stride, name=f"stage_{stage}_block_{number}")(x)
+        x = jnp.mean(x, axis=(1, 2))
+        return nn.Dense(options.classes, dtype=options.dtype, name="head")(x)
+
+
+class Bottleneck(nn.Module):
+    """x [batch, h, w, c] -> [batch, h / stride, w / stride, 4 x channels]: 1x1, 3x3 and 1x1 convolutions beside a shortcut."""
+
+    options: WResNetOptions
+    channels: int
+    stride: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        conv, norm = _conv(self.options), _norm(self.options)
+        y = nn.relu(norm(name="norm_in")(conv(self.channels, (1, 1), name="conv_in")(x)))
+        y = nn.relu(norm(name="norm_mid")(conv(self.channels, (3, 3), strides=self.stride, name="conv_mid")(y)))
+        y = norm(name="norm_out")(conv(4 * self.channels, (1, 1), name="conv_out")(y))
+        if x.shape != y.shape:
+            x = norm(name="norm_shortcut")(conv(4 * self.channels, (1, 1), strides=self.stride, name="shortcut")(x))
+        return nn.relu(x + y)
+
+
+def _conv(options: WResNetOptions):
+    init = nn.initializers.variance_scaling(2.0, "fan_out", "normal")
+    return functools.partial(nn.Conv, use_bias=False, kernel_init=init, dtype=options.dtype)
+
+
+def _norm(options: WResNetOptions):
+    return functools.partial(nn.BatchNorm, use_running_average=False, momentum=0.9, dtype=options.dtype)
+
+
+if __name__ == "__main__":
+    main(train_step, digit_batches)

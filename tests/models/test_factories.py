@@ -1,0 +1,111 @@
+"""What holds for every model's factory."""
+
+import doctest
+import importlib
+import inspect
+
+import jax
+import numpy as np
+import pytest
+
+import models._train
+
+# the least of each that keeps its kinds of layer, so that all of them compile within a minute
+TINY = {
+    "mlp": {"layers": 2, "width": 16, "batch": 8},
+    "gpt": {"layers": 1, "width": 16, "heads": 2, "vocabulary": 128, "sequence": 8, "batch": 4},
+    "gpt_linen": {"layers": 1, "width": 16, "heads": 2, "vocabulary": 128, "sequence": 8, "batch": 4},
+    "wresnet": {"blocks": (1,), "channels": 4, "image": 16, "batch": 16},
+}
+VARIANTS = [
+    *TINY.items(),
+    ("mlp", {"optimizer": "sgd", "dtype": "bfloat16", "layers": 1}),
+    ("gpt", {"scan": True, "remat": True, "dropout": 0.1, "accumulate": 2, "dtype": "bfloat16", "tied": True}),
+    ("gpt_linen", {"scan": True, "remat": True, "dropout": 0.1, "accumulate": 2, "dtype": "bfloat16", "tied": True}),
+    ("gpt", {"vocabulary": 50257, "heads": 6, "width": 96, "batch": 15, "sequence": 31}),
+    ("gpt_linen", {"vocabulary": 50257, "heads": 6, "width": 96, "batch": 15, "sequence": 31}),
+    ("wresnet", {"depth": 50, "width": 2, "remat": True, "dtype": "bfloat16", "optimizer": "adam", "batch": 7}),
+]
+
+
+def factory(name):
+    return importlib.import_module(f"models.{name}").train_step
+
+
+def types(tree):
+    return jax.tree.map(lambda x: (x.shape, x.dtype, x.weak_type), tree)
+
+
+@pytest.mark.parametrize(("name", "options"), VARIANTS)
+def test_the_state_that_comes_out_has_the_tree_and_types_that_went_in(name, options):
+    step, (state, batch) = factory(name)(**options)
+    after, loss = jax.eval_shape(step, state, batch)
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+    assert types(after) == types(state)
+    assert (loss.shape, loss.dtype) == ((), np.float32)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_arguments_are_abstract_until_concrete_ones_of_the_same_types_are_asked_for(name):
+    _, abstract = factory(name)(**TINY[name])
+    _, concrete = factory(name)(**TINY[name], concrete=True)
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(abstract))
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(concrete))
+    assert types(concrete[1]) == types(abstract[1])
+    shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), jax.tree.leaves(args)) for args in (abstract, concrete)]
+    assert shapes[0] == shapes[1]
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_the_batches_are_those_of_the_factory(name):
+    module = importlib.import_module(f"models.{name}")
+    batches = module.digit_batches if hasattr(module, "digit_batches") else module.text_batches
+    _, (_, abstract) = module.train_step(**TINY[name])
+    first, again = next(batches(**TINY[name])), next(batches(**TINY[name], seed=0))
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), first) == jax.tree.map(lambda x: (x.shape, x.dtype), abstract)
+    jax.tree.map(np.testing.assert_array_equal, first, again)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_thirty_steps_on_real_data_reduce_the_loss(name):
+    module = importlib.import_module(f"models.{name}")
+    batches = module.digit_batches if hasattr(module, "digit_batches") else module.text_batches
+    options = {**TINY[name], "learning_rate": 1e-2}
+    losses = list(models._train.train(module.train_step, batches, steps=30, options=options))
+    assert len(losses) == 30
+    assert np.mean(losses[-5:]) < np.mean(losses[:5]) - 0.3
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_every_option_and_its_default_shows_in_the_signature(name):
+    parameters = inspect.signature(factory(name)).parameters
+    assert parameters["concrete"].default is False
+    assert all(p.kind is inspect.Parameter.KEYWORD_ONLY and p.default is not p.empty for p in parameters.values())
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_the_examples_in_its_docstrings_hold(name):
+    results = doctest.testmod(importlib.import_module(f"models.{name}"))
+    assert results.failed == 0
+    assert results.attempted > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("gpt", {"heads": 7}, "heads=7 does not divide width=64"),
+        ("gpt_linen", {"accumulate": 3}, "accumulate=3 does not divide batch=16"),
+        ("gpt", {"layers": 0}, "layers=0: layers is to be a positive integer"),
+        ("gpt", {"batch": True}, "batch=True"),
+        ("gpt", {"dtype": "float8"}, "dtype='float8': dtype is to be one of 'float32', 'bfloat16'"),
+        ("gpt", {"scan": "yes"}, "scan='yes': scan is to be True or False"),
+        ("gpt_linen", {"dropout": 1.0}, r"dropout=1.0: dropout is to be a number in \[0, 1\)"),
+        ("gpt", {"widht": 64}, "widht=64: no such option; there are layers, width,"),
+        ("wresnet", {"depth": 34}, "depth=34"),
+        ("wresnet", {"blocks": (1, 0)}, r"blocks=\(1, 0\)"),
+        ("mlp", {"optimizer": "lion"}, "optimizer='lion'"),
+    ],
+)
+def test_a_bad_option_is_named(name, options, says):
+    with pytest.raises(ValueError, match=says):
+        factory(name)(**options)

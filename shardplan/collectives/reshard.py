@@ -78,6 +78,12 @@ class LayoutSpace:
             i for i, (dims, partial) in enumerate(self.states) if not partial and not dims[-1] and all(d == tuple(sorted(d)) for d in dims)
         )
 
+    def edge(self, before: int, after: int) -> tuple[tuple[str, tuple[int, ...]], float]:
+        """The collective of an edge and the bytes that it moves, as a fraction of the tensor's."""
+        source, target, which, fraction, names = self.edges
+        at = int(np.flatnonzero((source == before) & (target == after))[0])
+        return names[which[at]], float(fraction[at])
+
     @cached_property
     def edges(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.float64], list[tuple[str, tuple[int, ...]]]]:
         """(source, target, collective id, bytes as a fraction of the tensor's, the collectives)."""
@@ -166,8 +172,8 @@ class Resharder:
         self.sizes = tuple(sizes)
         self._spaces: dict[int, LayoutSpace] = {}
         self._lines: dict[tuple[str, tuple[int, ...]], NDArray[np.float64]] = {}
-        self._rows: dict[tuple[int, bytes, float, int], tuple[NDArray[np.float64], NDArray[np.int32]]] = {}
-        self._graphs: dict[tuple[int, bytes, float], csr_matrix] = {}
+        self._rows: dict[tuple[int, bytes, float, bool, int], tuple[NDArray[np.float64], NDArray[np.int32]]] = {}
+        self._graphs: dict[tuple[int, bytes, float, bool], csr_matrix] = {}
 
     def space(self, rank: int) -> LayoutSpace:
         """The layouts of tensors of a rank."""
@@ -193,29 +199,30 @@ class Resharder:
             self._lines[key] = self.network.lines(kind, over)
         return self._lines[key]
 
-    def rows(self, shape: Sequence[int], nbytes: float, sources: Sequence[int], *, padded: NDArray[np.bool_] | None = None) -> NDArray[np.float64]:
-        """[len(sources), S]: seconds from each source state to every state; infinite where no program leads."""
-        out = [self._row(shape, nbytes, s, padded)[0] for s in sources]
-        return np.stack(out) if out else np.zeros((0, len(self.space(len(shape)).states)))
+    def prices(self, shape: Sequence[int], nbytes: float, states: Sequence[int], *, into: bool = False) -> NDArray[np.float64]:
+        """[len(states), S]: seconds from each of ``states`` to every state, or (``into``) from every state to each of them.
 
-    def _row(
-        self, shape: Sequence[int], nbytes: float, source: int, padded: NDArray[np.bool_] | None
-    ) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
-        mask = self.legal(shape) if padded is None else padded
-        key = (len(shape), mask.tobytes(), nbytes)
-        row = self._rows.get((*key, source))
+        Infinite where no program leads.
+        """
+        mask = self.legal(shape)
+        return np.stack([self._row(len(shape), mask, nbytes, s, into)[0] for s in states])
+
+    def _row(self, rank: int, mask: NDArray[np.bool_], nbytes: float, state: int, into: bool) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
+        key = (rank, mask.tobytes(), nbytes, into)
+        row = self._rows.get((*key, state))
         if row is not None:
             return row
-        space = self.space(len(shape))
+        space = self.space(rank)
         graph = self._graphs.get(key)
         if graph is None:
-            graph = self._graphs[key] = self._graph(space, mask, nbytes)
-        everything = len(self.sizes) <= 2
-        wanted = np.arange(len(space.states)) if everything else np.array([source])
+            graph = self._graph(space, mask, nbytes)
+            graph = self._graphs[key] = graph.T.tocsr() if into else graph
+        # one sweep over all states is cheap where there are few of them
+        wanted = np.arange(len(space.states)) if len(self.sizes) <= 2 else np.array([state])
         distance, before = dijkstra(graph, indices=wanted, return_predecessors=True)
         for i, s in enumerate(wanted):
             self._rows[(*key, int(s))] = (distance[i], before[i])
-        return self._rows[(*key, source)]
+        return self._rows[(*key, state)]
 
     def _graph(self, space: LayoutSpace, mask: NDArray[np.bool_], nbytes: float) -> csr_matrix:
         source, target, which, fraction, names = space.edges
@@ -231,22 +238,21 @@ class Resharder:
         n = len(space.states)
         return csr_matrix((cost[keep], (source[keep], target[keep])), shape=(n, n))
 
-    def program(self, shape: Sequence[int], nbytes: float, before: int, after: int, *, padded: NDArray[np.bool_] | None = None) -> tuple[Step, ...]:
+    def program(self, shape: Sequence[int], nbytes: float, before: int, after: int) -> tuple[Step, ...]:
         """The cheapest program from one state to another."""
         if before == after:
             return ()
-        distance, previous = self._row(shape, nbytes, before, padded)
+        distance, previous = self._row(len(shape), self.legal(shape), nbytes, before, False)
         assert np.isfinite(distance[after]), "no program leads there"
         space = self.space(len(shape))
-        source, target, which, fraction, names = space.edges
         path = [after]
         while path[-1] != before:
             path.append(int(previous[path[-1]]))
         path.reverse()
         steps: list[Step] = []
         for a, b in itertools.pairwise(path):
-            edge = int(np.nonzero((source == a) & (target == b))[0][0])
-            kind, over = names[which[edge]]
-            moved = float(fraction[edge]) * nbytes
-            steps.append(Step(kind, over, moved, space.layout(a), space.layout(b), 0.0 if kind == "slice" else self.seconds(kind, over, moved)))
+            (kind, over), fraction = space.edge(a, b)
+            moved = fraction * nbytes
+            took = 0.0 if kind == "slice" else self.seconds(kind, over, moved)
+            steps.append(Step(kind, over, moved, space.layout(a), space.layout(b), took))
         return tuple(steps)

@@ -1,0 +1,236 @@
+"""The flat graph that the search works on: every op of a program and of its bodies, with its description and how often it runs.
+
+Bodies are laid open: a tensor of a body has an id of its own, tied to the tensors outside by *links* (a reshard between two layouts, priced at the
+bytes that cross) or, where the body runs exactly once, by being the same tensor. From here on nothing knows primitive names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardplan.errors import UndescribedPrimitiveError
+from shardplan.ir import Op, Program, Tensor
+from shardplan.tdl import Call, Description, describe
+
+Where = tuple[tuple[int, int], ...]
+"""The way to a body: (op id, body index) pairs from the outermost program inwards."""
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What distinct ops share: the call and its description (None: allowed to run whole on every device)."""
+
+    id: int
+    call: Call
+    description: Description | None
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether every operand is read at the result's own index."""
+        return self.description is not None and self.description.elementwise
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One op: its signature, tensors (-1 for a literal), how often it runs, and where it came from."""
+
+    id: int
+    signature: Signature
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    weight: float
+    backward: bool
+    where: Where
+    op: Op
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Tensor ``source`` becomes tensor ``target`` ``weight`` times; ``lift`` says which of them has a leading loop dim more.
+
+    ``lift`` is 1 where the source is stacked (a scan's xs), -1 where the target is (its ys), 0 where the shapes agree. ``same``: they are one tensor (a body that runs once).
+    """
+
+    source: int
+    target: int
+    lift: int
+    weight: float
+    same: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """The whole program, flat. ``offsets`` maps a body to the id of its first tensor; ``alias`` sends a tensor to the one it is."""
+
+    tensors: tuple[Tensor, ...]
+    nodes: tuple[Node, ...]
+    links: tuple[Link, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    input_paths: tuple[str, ...]
+    feedback: tuple[int | None, ...]
+    constants: frozenset[int]
+    bodies: Mapping[Where, tuple[int, ...]]
+    boundary: frozenset[int]
+    unknown_trips: tuple[str, ...]
+
+    def tensor_of(self, where: Where, local: int) -> int:
+        """The graph's tensor for tensor ``local`` of the program at ``where``."""
+        return self.bodies[where][local]
+
+
+_BACKWARD = ("transpose(", "rematted_computation")
+
+
+def flatten(program: Program, *, replicate: Sequence[str] = ()) -> Graph:
+    """Describes every op and lays bodies open.
+
+    Raises:
+        UndescribedPrimitiveError: for a primitive without description that ``replicate`` does not name.
+    """
+    return _Flattener(frozenset(replicate)).graph(program)
+
+
+class _Flattener:
+    def __init__(self, replicate: frozenset[str]) -> None:
+        self.replicate = replicate
+        self.tensors: list[Tensor] = []
+        self.nodes: list[Node] = []
+        self.links: list[Link] = []
+        self.constants: set[int] = set()
+        self.boundary: set[int] = set()
+        self.bodies: dict[Where, tuple[int, ...]] = {}
+        self.signatures: dict[Any, Signature] = {}
+        self.unknown: list[str] = []
+
+    def graph(self, program: Program) -> Graph:
+        ids = self.place(program, (), {}, 1.0, False)
+        outputs = tuple(ids[o] if isinstance(o, int) else -1 for o in program.outputs)
+        return Graph(
+            tuple(self.tensors),
+            tuple(self.nodes),
+            tuple(self.links),
+            tuple(ids[i] for i in program.inputs),
+            outputs,
+            program.input_paths,
+            program.feedback,
+            frozenset(self.constants),
+            self.bodies,
+            frozenset(self.boundary),
+            tuple(self.unknown),
+        )
+
+    def new(self, tensor: Tensor) -> int:
+        self.tensors.append(Tensor(len(self.tensors), tensor.shape, tensor.dtype, tensor.itemsize))
+        return len(self.tensors) - 1
+
+    def place(self, program: Program, where: Where, same: Mapping[int, int], weight: float, backward: bool) -> tuple[int, ...]:
+        """Adds a program's tensors and ops; ``same`` gives local tensors that are tensors of the graph already."""
+        ids = tuple(same[t.id] if t.id in same else self.new(t) for t in program.tensors)
+        self.bodies[where] = ids
+        self.constants.update(ids[t] for t, _ in program.constants)
+        for op in program.ops:
+            back = backward or any(mark in op.scope for mark in _BACKWARD)
+            if op.bodies:
+                self.control(op, where, ids, weight, back)
+                continue
+            inputs = tuple(ids[i] if isinstance(i, int) else -1 for i in op.inputs)
+            outputs = tuple(ids[o] for o in op.outputs)
+            signature = self.signature(op, inputs, outputs)
+            self.nodes.append(Node(len(self.nodes), signature, inputs, outputs, weight, back, where, op))
+        return ids
+
+    def control(self, op: Op, where: Where, ids: tuple[int, ...], weight: float, backward: bool) -> None:
+        inputs = [ids[i] if isinstance(i, int) else -1 for i in op.inputs]
+        outputs = [ids[o] for o in op.outputs]
+        match op.primitive:
+            case "scan":
+                self.scan(op, where, inputs, outputs, weight, backward)
+            case "while":
+                self.while_(op, where, inputs, outputs, weight, backward)
+            case "cond":
+                sizes = [body.count_ops() for body in op.bodies]
+                for b, body in enumerate(op.bodies):
+                    same = {t: g for t, g in zip(body.inputs, inputs[1:], strict=True) if g >= 0}
+                    # the dearest branch carries the cost; the others must still have layouts
+                    share = weight if sizes[b] == max(sizes) else weight * 1e-3
+                    inner = self.place(body, (*where, (op.id, b)), same, share, backward)
+                    self.ends(body, inner, outputs, share, same=False)
+            case "remat2" | "checkpoint":
+                body = op.bodies[0]
+                same = {t: g for t, g in zip(body.inputs, inputs, strict=True) if g >= 0}
+                back = backward or bool(op.params.get("differentiated"))
+                inner = self.place(body, (*where, (op.id, 0)), same, weight, back)
+                self.ends(body, inner, outputs, weight, same=True)
+            case _:
+                raise UndescribedPrimitiveError(op.primitive, str(op.source))
+
+    def ends(self, body: Program, inner: tuple[int, ...], outputs: Sequence[int], weight: float, *, same: bool) -> None:
+        for local, outer in zip(body.outputs, outputs, strict=True):
+            if isinstance(local, int):
+                self.links.append(Link(inner[local], outer, 0, weight, same))
+            else:
+                self.constants.add(outer)
+
+    def scan(self, op: Op, where: Where, inputs: list[int], outputs: list[int], weight: float, backward: bool) -> None:
+        body = op.bodies[0]
+        consts, carry = int(op.params["num_consts"]), int(op.params["num_carry"])
+        trips = float(op.trips or 1)
+        ids = self.place(body, (*where, (op.id, 0)), {}, weight * trips, backward)
+        entry = [ids[t] for t in body.inputs]
+        self.boundary.update(entry)
+        for i, (outer, inner) in enumerate(zip(inputs, entry, strict=True)):
+            if outer < 0:
+                self.constants.add(inner) if i < consts else None
+                continue
+            self.links.append(Link(outer, inner, 1 if i >= consts + carry else 0, weight))
+        for i, (local, outer) in enumerate(zip(body.outputs, outputs, strict=True)):
+            if i < carry:
+                if isinstance(local, int):
+                    self.links.append(Link(ids[local], entry[consts + i], 0, weight * trips))
+                self.links.append(Link(entry[consts + i], outer, 0, weight))
+            elif isinstance(local, int):
+                self.links.append(Link(ids[local], outer, -1, weight))
+            else:
+                self.constants.add(outer)
+
+    def while_(self, op: Op, where: Where, inputs: list[int], outputs: list[int], weight: float, backward: bool) -> None:
+        test, body = op.bodies
+        a, b = int(op.params["cond_nconsts"]), int(op.params["body_nconsts"])
+        if op.trips is None:
+            self.unknown.append(str(op.source))
+        ids = self.place(body, (*where, (op.id, 1)), {}, weight, backward)
+        entry = [ids[t] for t in body.inputs]
+        self.boundary.update(entry)
+        for outer, inner in zip(inputs[a:], entry, strict=True):
+            if outer >= 0:
+                self.links.append(Link(outer, inner, 0, weight))
+        same = {t: g for t, g in zip(test.inputs[:a], inputs[:a], strict=True) if g >= 0}
+        same |= dict(zip(test.inputs[a:], entry[b:], strict=True))
+        self.place(test, (*where, (op.id, 0)), same, weight, backward)
+        for i, (local, outer) in enumerate(zip(body.outputs, outputs, strict=True)):
+            if isinstance(local, int):
+                self.links.append(Link(ids[local], entry[b + i], 0, weight))
+            self.links.append(Link(entry[b + i], outer, 0, weight))
+
+    def signature(self, op: Op, inputs: Sequence[int], outputs: Sequence[int]) -> Signature:
+        shapes = tuple(self.tensors[i].shape if i >= 0 else () for i in inputs)
+        dtypes = tuple(self.tensors[i].dtype if i >= 0 else "" for i in inputs)
+        results = tuple((self.tensors[o].shape, self.tensors[o].dtype) for o in outputs)
+        params = tuple((k, v) for k, v in op.params.items() if not (hasattr(v, "eqns") or hasattr(v, "jaxpr")))
+        key: Any = (op.primitive, shapes, dtypes, results, params)
+        try:
+            found = self.signatures.get(key)
+        except TypeError:
+            key = (op.primitive, shapes, dtypes, results, repr(params))
+            found = self.signatures.get(key)
+        if found is not None:
+            return found
+        call = Call(op.primitive, shapes, tuple(s for s, _ in results), op.params, dtypes, tuple(d for _, d in results))
+        description = describe(call)
+        if description is None and op.primitive not in self.replicate:
+            raise UndescribedPrimitiveError(op.primitive, str(op.source))
+        self.signatures[key] = Signature(len(self.signatures), call, description)
+        return self.signatures[key]

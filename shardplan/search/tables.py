@@ -1,0 +1,56 @@
+"""Tables: integer costs over the layouts of a few variables, interned by content.
+
+Costs are int64 picoseconds; `BIG` stands for infinite. Each table is stored once with its minimum subtracted, so that isomorphic layers share
+tables and the elimination of equal tables is done once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+Costs = NDArray[np.int64]
+
+BIG = 1 << 50
+"""Infinite: larger than any sum of finite costs, small enough that sums of it do not overflow."""
+
+
+def picoseconds(seconds: NDArray[np.float64]) -> Costs:
+    """Seconds as integer picoseconds, infinities as `BIG`."""
+    with np.errstate(invalid="ignore"):
+        return np.where(np.isfinite(seconds), np.rint(np.minimum(seconds, 1e3) * 1e12), BIG).astype(np.int64)
+
+
+@dataclass(slots=True)
+class Store:
+    """All distinct tables of one planning run."""
+
+    tables: list[Costs] = field(default_factory=list[Costs])
+    _ids: dict[tuple[tuple[int, ...], bytes], int] = field(default_factory=dict[tuple[tuple[int, ...], bytes], int])
+
+    def intern(self, costs: Costs) -> tuple[int, int]:
+        """(id, minimum): the table with its minimum subtracted."""
+        low = int(costs.min())
+        if low >= BIG:
+            low = BIG
+        shifted = np.ascontiguousarray(costs - low)
+        np.minimum(shifted, BIG, out=shifted)
+        key = (shifted.shape, hashlib.blake2b(shifted.tobytes(), digest_size=16).digest())
+        found = self._ids.get(key)
+        if found is None:
+            found = self._ids[key] = len(self.tables)
+            shifted.setflags(write=False)
+            self.tables.append(shifted)
+        return found, low
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One summand of the problem: a table over ``scope`` (distinct variables, in the table's axis order) plus a constant."""
+
+    scope: tuple[int, ...]
+    table: int
+    constant: int = 0

@@ -1,7 +1,7 @@
 """The arguments of a step: abstract by default, so that a model of any size can be described; real when asked for."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -42,7 +42,7 @@ def make_state(init: Callable[[jax.Array], Any], *, concrete: bool, seed: int) -
     return jax.jit(seeded)(seed) if concrete else jax.eval_shape(seeded, seed)
 
 
-def make_batch(draws: dict[str, Tokens | Floats], *, concrete: bool, seed: int) -> dict[str, Any]:
+def make_batch(draws: Mapping[str, Tokens | Floats], *, concrete: bool, seed: int) -> dict[str, Any]:
     """The batch that `draws` describes, name by name."""
     if not concrete:
         return {name: jax.ShapeDtypeStruct(draw.shape, draw.dtype) for name, draw in draws.items()}

@@ -71,20 +71,22 @@ def read(options_type: type[T], given: dict[str, Any]) -> T:
 def takes(options_type: type[Options]):
     """Decorator: `f(options, **rest)` becomes `f(**rest, **options)`, its signature that of the fields, with their defaults."""
 
-    def decorate(function: Callable) -> Callable:
+    def decorate(function: Callable) -> Callable[..., Any]:
         rest = [p for p in inspect.signature(function).parameters.values() if p.kind is inspect.Parameter.KEYWORD_ONLY]
-        rest_names = {parameter.name for parameter in rest}
 
-        @functools.wraps(function)
         def wrapper(**given: Any):
-            options = {name: value for name, value in given.items() if name not in rest_names}
-            return function(read(options_type, options), **{name: value for name, value in given.items() if name in rest_names})
+            others = {parameter.name: given.pop(parameter.name) for parameter in rest if parameter.name in given}
+            return function(read(options_type, given), **others)
 
-        fields = [
-            inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default)
-            for field in dataclasses.fields(options_type)
-        ]
-        wrapper.__signature__ = inspect.Signature(fields + rest)
+        signature = inspect.Signature(
+            [
+                inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default)
+                for f in dataclasses.fields(options_type)
+            ]
+            + rest
+        )
+        functools.update_wrapper(wrapper, function)
+        setattr(wrapper, "__signature__", signature)  # noqa: B010 - pyright knows no such attribute of a function
         return wrapper
 
     return decorate

@@ -41,8 +41,8 @@ def digits() -> tuple[np.ndarray, np.ndarray]:
     """All 1797 digits: images float32 [1797, 8, 8] in [0, 1], labels int32 [1797]."""
     from sklearn.datasets import load_digits
 
-    data = load_digits()
-    return (data.images / 16).astype(np.float32), data.target.astype(np.int32)
+    pixels, labels = load_digits(return_X_y=True)
+    return (pixels.reshape(-1, 8, 8) / 16).astype(np.float32), labels.astype(np.int32)
 
 
 def digit_batches(*, image: int = 8, channels: int = 1, batch: int, seed: int = 0) -> Iterator[dict[str, np.ndarray]]:

@@ -5,6 +5,7 @@ projection [width, 3, heads, head] whose heads can be split, and the MLP's two k
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +56,7 @@ class GPT(nnx.Module):
         self.embedding = nnx.Embed(options.vocabulary, options.width, embedding_init=_INIT, dtype=options.dtype, rngs=rngs)
         self.position = nnx.Param(_INIT(rngs.params(), (options.sequence, options.width)))
         keys = [jax.random.fold_in(key, layer) for layer in range(options.layers)]
+        self.blocks: Any
         if options.scan:
             self.blocks = nnx.vmap(lambda key: Block(options, nnx.Rngs(key)))(jnp.stack(keys))
         else:

@@ -9,6 +9,7 @@ from shardplan.tdl import rules as _rules
 from shardplan.tdl.describe import Call, Description, LoopInfo, describe, described, op, rule
 from shardplan.tdl.index import Affine, Data, FloorDiv, Full, IndexExpr, Interval, Loop, Mod, interval
 from shardplan.tdl.language import DATA, And, Max, Min, Opaque, Or, Prod, Sum, TensorRef, apply, equals, where
+from shardplan.tdl.shrink import shrink
 from shardplan.tdl.strategies import Strategy, cut, cuts, linear_sets
 
 assert _rules
@@ -45,5 +46,6 @@ __all__ = [
     "linear_sets",
     "op",
     "rule",
+    "shrink",
     "where",
 ]

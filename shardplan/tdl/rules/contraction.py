@@ -1,5 +1,6 @@
 """Sums of products: matrix multiplication in all its forms, and convolution."""
 
+# pyright: reportUnknownLambdaType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 from __future__ import annotations
 
 from typing import Any

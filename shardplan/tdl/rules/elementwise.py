@@ -1,5 +1,6 @@
 """Elementwise primitives: every operand is read at the result's own index; scalars and size-1 dims broadcast."""
 
+# pyright: reportUnknownLambdaType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 from __future__ import annotations
 
 from typing import Any
@@ -82,8 +83,8 @@ def _select(call: Call, which: TensorRef, *cases: TensorRef) -> Lambda:
     "abs", "acos", "acosh", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e", "bessel_i1e", "cbrt", "ceil", "clamp",
     "clz", "cos", "cosh", "digamma", "eq", "eq_to", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1",
     "floor", "ge", "gt", "igamma", "igamma_grad_a", "igammac", "integer_pow", "is_finite", "le", "le_to", "lgamma", "log",
-    "log1p", "logistic", "lt", "lt_to", "max", "min", "mulhi", "ne", "nextafter", "not", "or", "polygamma", "population_count", "pow",
-    "reduce_precision", "regularized_incomplete_beta", "rem", "round", "rsqrt", "shift_left", "shift_right_arithmetic",
+    "log1p", "logistic", "lt", "lt_to", "max", "min", "mulhi", "ne", "nextafter", "not", "or", "polygamma", "population_count",
+    "pow", "reduce_precision", "regularized_incomplete_beta", "rem", "round", "rsqrt", "shift_left", "shift_right_arithmetic",
     "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "tan", "tanh", "xor", "zeta",
 )  # fmt: skip
 def _function(call: Call, *operands: TensorRef) -> Lambda:

@@ -4,6 +4,7 @@ A dim that is looked up row by row is said as a sum over all rows of ``index == 
 Megatron's vocabulary split); a dim that a slice takes whole is as good as any other; the rest is data-dependent and stays whole.
 """
 
+# pyright: reportUnknownLambdaType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 from __future__ import annotations
 
 from typing import Any
@@ -60,6 +61,15 @@ def _gather(call: Call, x: TensorRef, indices: TensorRef, *_: TensorRef) -> Lamb
         return given(apply("start", held(*inside), *others), value) if inside or others else value
 
     return element
+
+
+def row_dims(call: Call) -> tuple[int, ...]:
+    """The operand dims of a scatter that are written row by row, so that each worker may own some."""
+    numbers = call.params["dimension_numbers"]
+    start_map, inserted = tuple(numbers.scatter_dims_to_operand_dims), set(numbers.inserted_window_dims)
+    windows = [d for d in range(len(call.operands[0])) if d not in inserted and d not in numbers.operand_batching_dims]
+    sizes = dict(zip(windows, (call.operands[2][d] for d in numbers.update_window_dims), strict=True))
+    return tuple(d for d in start_map if call.operands[0][d] > 1 and (d in inserted or sizes[d] == 1))
 
 
 _COMBINERS: dict[str, Any] = {"scatter-add": Sum, "scatter-sub": Sum, "scatter-mul": Prod, "scatter-min": Min, "scatter-max": Max}

@@ -1,5 +1,6 @@
 """Data movement: each element of the result is one element of an operand, at another index."""
 
+# pyright: reportUnknownLambdaType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 from __future__ import annotations
 
 from math import prod

@@ -1,5 +1,6 @@
 """Random keys and bits. Threefry computes each element from its own index, so its bits may be cut and stay the same."""
 
+# pyright: reportUnknownLambdaType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 from __future__ import annotations
 
 from typing import Any
@@ -11,9 +12,12 @@ from shardplan.tdl.rules.elementwise import at
 _ALL = slice(None)
 
 
-@rule("random_bits", "random_split")
-def _bits(call: Call, keys: TensorRef) -> Lambda:
-    """Result dims: those of the keys, then ``shape``. Only threefry is known to count elements; other generators stay whole."""
+@rule("random_bits", "random_split", "random_bits_at", "random_split_at")
+def _bits(call: Call, keys: TensorRef, *_: TensorRef) -> Lambda:
+    """Result dims: those of the keys, then ``shape``. Only threefry is known to count elements; other generators stay whole.
+
+    The forms ``_at`` are a worker's: they take the place of their first element in the whole.
+    """
     rank = len(keys.shape)
 
     def element(*i: Any) -> Scalar:
@@ -52,7 +56,7 @@ def _counter(call: Call, *operands: TensorRef) -> tuple[Lambda, ...]:
     return (lambda *i: apply(call.primitive, *(at(x, i) for x in operands)),) * len(call.results)
 
 
-@rule("iota_2x32_shape")
+@rule("iota_2x32_shape", "iota_2x32_shape_at")
 def _iota_2x32(call: Call, *_: TensorRef) -> tuple[Lambda, ...]:
     return (lambda *i: apply("iota_2x32_shape", 1),) * len(call.results)
 

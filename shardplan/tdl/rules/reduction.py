@@ -1,5 +1,6 @@
 """Reductions: over dims, over windows, running along a dim, and the place of the extreme."""
 
+# pyright: reportUnknownLambdaType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -120,7 +121,7 @@ def _select_and_gather(call: Call, tangents: TensorRef, x: TensorRef) -> Lambda:
 
 @rule("select_and_scatter_add")
 def _select_and_scatter_add(call: Call, source: TensorRef, x: TensorRef) -> Lambda:
-    """Each window's source goes to the place of its extreme: a worker needs the windows that cover its block, and all they cover."""
+    """Each window's source goes to the place of its extreme: a worker needs the windows on its block, and all they cover."""
     p = call.params
     window = tuple(int(n) for n in p["window_dimensions"])
     strides, low = tuple(map(int, p["window_strides"])), tuple(int(lo) for lo, _ in p["padding"])

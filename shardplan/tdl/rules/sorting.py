@@ -1,5 +1,6 @@
 """Orders along a dim: that dim stays whole, all others may be cut."""
 
+# pyright: reportUnknownLambdaType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 from __future__ import annotations
 
 from typing import Any

@@ -1,0 +1,116 @@
+"""The op that is left for one worker: shapes and parameters of its share, halo left out.
+
+`shrink` is what a recursion over levels needs: the same primitive on smaller shapes, to be described and cut again. Running it
+takes more (halo, offsets): that is ``localize``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from shardplan.ir import Placement, Split
+from shardplan.tdl.describe import Call
+from shardplan.tdl.strategies import Strategy
+
+Shape = tuple[int, ...]
+ShrinkParams = Callable[[Call, Call, Strategy], Mapping[str, Any]]
+_PARAMS: dict[str, ShrinkParams] = {}
+
+
+def block(shape: Shape, placement: Placement, ways: int) -> Shape:
+    """A worker's share of a shape, halo left out."""
+    match placement:
+        case Split(dim, _):
+            return (*shape[:dim], shape[dim] // ways, *shape[dim + 1 :])
+        case _:
+            return shape
+
+
+def shrink(call: Call, strategy: Strategy) -> Call:
+    """The call that each of ``strategy.ways`` workers makes, as if its block were the whole."""
+    small = replace(
+        call,
+        operands=tuple(block(s, p, strategy.ways) for s, p in zip(call.operands, strategy.operands, strict=True)),
+        results=tuple(block(s, p, strategy.ways) for s, p in zip(call.results, strategy.results, strict=True)),
+    )
+    change = _PARAMS.get(call.primitive)
+    return small if change is None else replace(small, params={**call.params, **change(call, small, strategy)})
+
+
+def shrinks(*primitives: str) -> Callable[[ShrinkParams], ShrinkParams]:
+    """Registers ``function(call, small, strategy)``: the parameters that a worker's share changes."""
+
+    def register(function: ShrinkParams) -> ShrinkParams:
+        for name in primitives:
+            _PARAMS[name] = function
+        return function
+
+    return register
+
+
+@shrinks("broadcast_in_dim", "iota", "empty", "empty2", "iota_2x32_shape", "iota_2x32_shape_at")
+def _shape(call: Call, small: Call, strategy: Strategy) -> Mapping[str, Any]:
+    return {"shape": small.results[0]}
+
+
+@shrinks("reshape")
+def _reshape(call: Call, small: Call, strategy: Strategy) -> Mapping[str, Any]:
+    return {"new_sizes": small.results[0]}
+
+
+@shrinks("random_bits", "random_split", "random_bits_at", "random_split_at")
+def _random(call: Call, small: Call, strategy: Strategy) -> Mapping[str, Any]:
+    return {"shape": small.results[0][len(small.operands[0]) :]}
+
+
+@shrinks("slice")
+def _slice(call: Call, small: Call, strategy: Strategy) -> Mapping[str, Any]:
+    starts = tuple(int(n) for n in call.params["start_indices"])
+    strides = tuple(int(n) for n in call.params["strides"] or (1,) * len(starts))
+    limits = tuple(a + (n - 1) * s + 1 if n else a for a, n, s in zip(starts, small.results[0], strides, strict=True))
+    return {"limit_indices": limits}
+
+
+@shrinks("split")
+def _split(call: Call, small: Call, strategy: Strategy) -> Mapping[str, Any]:
+    axis = int(call.params["axis"]) % len(call.operands[0])
+    return {"sizes": tuple(shape[axis] for shape in small.results)}
+
+
+@shrinks("gather")
+def _gather(call: Call, small: Call, strategy: Strategy) -> Mapping[str, Any]:
+    old = tuple(int(n) for n in call.params["slice_sizes"])
+    sizes = [now if n == whole else n for n, whole, now in zip(old, call.operands[0], small.operands[0], strict=True)]
+    return {"slice_sizes": tuple(sizes)}
+
+
+@shrinks("dynamic_slice")
+def _dynamic_slice(call: Call, small: Call, strategy: Strategy) -> Mapping[str, Any]:
+    return {"slice_sizes": small.results[0]}
+
+
+@shrinks("conv_general_dilated")
+def _convolution(call: Call, small: Call, strategy: Strategy) -> Mapping[str, Any]:
+    """Groups go to the workers whole."""
+    p, (batch, features) = call.params, call.params["dimension_numbers"].lhs_spec[:2]
+    return {
+        "feature_group_count": _groups(int(p["feature_group_count"]), call, small, int(features)),
+        "batch_group_count": _groups(int(p["batch_group_count"]), call, small, int(batch)),
+    }
+
+
+def _groups(count: int, call: Call, small: Call, dim: int) -> int:
+    whole, now = call.operands[0][dim], small.operands[0][dim]
+    return count if count == 1 else count * now // whole
+
+
+@shrinks("reduce_window_sum", "reduce_window_max", "reduce_window_min")
+def _window(call: Call, small: Call, strategy: Strategy) -> Mapping[str, Any]:
+    """A window loop that is cut leaves each worker a part of the window."""
+    if strategy.loop < len(call.results[0]):
+        return {}
+    dim = strategy.loop - len(call.results[0])
+    window = tuple(int(n) for n in call.params["window_dimensions"])
+    return {"window_dimensions": (*window[:dim], window[dim] // strategy.ways, *window[dim + 1 :])}

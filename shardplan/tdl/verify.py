@@ -1,0 +1,245 @@
+# pyright: basic
+"""Every description is a claim, and here it is tested: partition-n-reduce on NumPy regions (Tofu calls this open, section 9).
+
+A call's operands are drawn; each legal cut is run by the real primitive on the regions that the analysis named; the workers' results
+are concatenated or reduced and compared with the uncut primitive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardplan.ir import Partial, Placement, Reducer, Replicated, Split
+from shardplan.tdl import language as lang
+from shardplan.tdl.describe import Call, Description, children, describe
+from shardplan.tdl.localize import Edge, Local, edge_value, evaluate, localize
+from shardplan.tdl.strategies import Strategy, cuts, linear_sets
+
+# Relative to the largest element of the result: what another order of summation may change.
+_TOLERANCE = {"bfloat16": 4e-2, "float16": 5e-3, "float32": 2e-5, "complex64": 2e-5, "float64": 1e-12, "complex128": 1e-12}
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A cut whose workers do not give what the whole gives. ``strategies`` has two entries where the cut was nested."""
+
+    call: Call
+    strategies: tuple[Strategy, ...]
+    result: int
+    message: str
+
+    def __str__(self) -> str:
+        cut = ", then ".join(f"loop {s.loop} {s.ways} ways ({s.operands} -> {s.results})" for s in self.strategies) or "linearity"
+        return f"{self.call.primitive} {self.call.operands} -> {self.call.results}, {cut}: result {self.result} {self.message}"
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What was run: ``cuts`` legal cuts (``nested`` of them cut twice), ``linear`` sets of partial operands, and the faults found."""
+
+    cuts: int
+    nested: int
+    linear: int
+    faults: tuple[Fault, ...]
+
+
+def verify(
+    call: Call,
+    operands: Sequence[Any],
+    *,
+    ways: Sequence[int] = (2, 3),
+    nested: int = 4,
+    seed: int = 0,
+    description: Description | None = None,
+) -> Verified:
+    """Runs every legal cut of ``call`` on these operands, ``nested`` of them cut again, and every linear set, against the whole.
+
+    ``description`` stands in for the registered one (a mutation, or a description that is being registered).
+    """
+    description = description or describe(call)
+    assert description is not None, f"{call.primitive} is not described"
+    rng = np.random.default_rng(seed)
+    operands = [_host(x) for x in operands]
+    whole = [_host(x) for x in evaluate(call, operands)]
+    close = [_closeness(tree) for tree in description.trees]
+    faults: list[Fault] = []
+
+    def check(results: Sequence[Any], strategies: tuple[Strategy, ...], exact: bool = True) -> None:
+        for n, (got, want) in enumerate(zip(results, whole, strict=True)):
+            message = _difference(got, want, close[n] and exact)
+            if message:
+                faults.append(Fault(call, strategies, n, message))
+
+    legal = [s for k in ways for s in cuts(description, k)]
+    for strategy in legal:
+        check(_partition_n_reduce(localize(call, strategy), operands, rng, _evaluated), (strategy,), _no_partial(strategy))
+    pairs = _pairs(call, legal, rng, nested)
+    for outer, inner in pairs:
+
+        def again(local: Local, local_operands: Sequence[Any], inner: Strategy = inner) -> list[Any]:
+            return _partition_n_reduce(localize(local.call, inner), local_operands, rng, _evaluated)
+
+        strategies = (outer, inner)
+        check(_partition_n_reduce(localize(call, outer), operands, rng, again), strategies, all(map(_no_partial, strategies)))
+    sets = [s for s in linear_sets(description) if s]
+    for members in sets:
+        check(_linear(call, operands, members, rng), (), False)
+    return Verified(len(legal), len(pairs), len(sets), tuple(faults))
+
+
+def draw(call: Call, rng: np.random.Generator, *, low: int = -4, high: int = 5) -> list[Any]:
+    """Operands of the call's shapes and dtypes: small integers, floats of unit size, keys."""
+    return [draw_array(shape, dtype, rng, low=low, high=high) for shape, dtype in zip(call.operands, call.dtypes, strict=True)]
+
+
+def draw_array(shape: tuple[int, ...], dtype: str, rng: np.random.Generator, *, low: int = -4, high: int = 5) -> Any:
+    """One random operand."""
+    if dtype.startswith("key"):
+        keys = jax.random.wrap_key_data(rng.integers(0, 2**32, (*shape, 2), np.uint32), impl="threefry2x32")
+        return keys
+    kind = jnp.dtype(dtype)
+    if kind == np.bool_:
+        return rng.integers(0, 2, shape).astype(bool)
+    if jnp.issubdtype(kind, jnp.integer):
+        return rng.integers(max(low, jnp.iinfo(kind).min), high, shape).astype(kind)
+    if jnp.issubdtype(kind, jnp.complexfloating):
+        return (rng.standard_normal(shape) + 1j * rng.standard_normal(shape)).astype(kind)
+    return rng.standard_normal(shape).astype(kind)
+
+
+def _host(x: Any) -> Any:
+    return x if _is_key(x) else np.asarray(x)
+
+
+def _is_key(x: Any) -> bool:
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _evaluated(local: Local, operands: Sequence[Any]) -> list[Any]:
+    return list(evaluate(local.call, operands))
+
+
+def _no_partial(strategy: Strategy) -> bool:
+    return not any(isinstance(p, Partial) and p.reducer in ("sum", "prod") for p in (*strategy.operands, *strategy.results))
+
+
+def _partition_n_reduce(local: Local, operands: Sequence[Any], rng: np.random.Generator, evaluator: Any) -> list[Any]:
+    """Runs all workers and joins their results. ``evaluator(local, operands)`` applies the primitive, or cuts it again."""
+    strategy, ways = local.strategy, local.strategy.ways
+    given = [
+        regions(x, placement, ways, edge, operands, rng)
+        for x, placement, edge in zip(operands, strategy.operands, local.edges, strict=False)
+    ]
+    outs = [
+        [_host(x) for x in local.run(lambda ops: tuple(evaluator(local, [_host(x) for x in ops])), [g[w] for g in given], w)]
+        for w in range(ways)
+    ]
+    return [join([out[n] for out in outs], placement) for n, placement in enumerate(strategy.results)]
+
+
+def regions(x: Any, placement: Placement, ways: int, edge: Edge, operands: Sequence[Any], rng: np.random.Generator) -> list[Any]:
+    """What each worker holds of an operand: its block with its halo, the whole, or a random term of a sum."""
+    match placement:
+        case Split(dim, (lo, hi)):
+            size = x.shape[dim] // ways
+            if lo or hi:
+                widths = [(lo, hi) if d == dim else (0, 0) for d in range(x.ndim)]
+                x = np.pad(x, widths, constant_values=edge_value(edge, x.dtype, operands))
+            return [x[(slice(None),) * dim + (slice(w * size, (w + 1) * size + lo + hi),)] for w in range(ways)]
+        case Replicated():
+            return [x] * ways
+        case Partial():
+            terms = [draw_array(x.shape, str(x.dtype), rng) for _ in range(ways - 1)]
+            return [np.asarray(x - sum(terms, np.zeros_like(x)), x.dtype), *terms]
+
+
+_JOIN = {
+    "sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum, "and": np.bitwise_and, "or": np.bitwise_or,
+}  # fmt: skip
+
+
+def join(parts: Sequence[Any], placement: Placement) -> Any:
+    """The whole from the workers' parts."""
+    match placement:
+        case Split(dim, _):
+            return jnp.concatenate(parts, dim) if _is_key(parts[0]) else np.concatenate(parts, dim)
+        case Replicated():
+            return parts[0]
+        case Partial(reducer):
+            return _reduce(parts, reducer)
+
+
+def _reduce(parts: Sequence[Any], reducer: Reducer) -> Any:
+    dtype = parts[0].dtype
+    if reducer in ("and", "or") and dtype == np.bool_:
+        return (np.all if reducer == "and" else np.any)(parts, axis=0)
+    total = parts[0]
+    for part in parts[1:]:
+        total = _JOIN[reducer](total, part)
+    return total.astype(dtype)
+
+
+def _pairs(call: Call, legal: list[Strategy], rng: np.random.Generator, count: int) -> list[tuple[Strategy, Strategy]]:
+    """Some cuts of what a first cut leaves."""
+    found: list[tuple[Strategy, Strategy]] = []
+    for n in rng.permutation(len(legal)):
+        local = localize(call, legal[n]).call
+        inner = describe(local)
+        if inner is not None and (again := cuts(inner, 2)):
+            found.append((legal[n], again[int(rng.integers(len(again)))]))
+        if len(found) == count:
+            break
+    return found
+
+
+def _linear(call: Call, operands: Sequence[Any], members: tuple[int, ...], rng: np.random.Generator) -> list[Any]:
+    """Results summed over two workers whose ``members`` are terms of sums and whose other operands are whole."""
+    terms = {m: regions(operands[m], Partial(), 2, "zero", operands, rng) for m in members}
+    outs = [evaluate(call, [terms[i][w] if i in terms else x for i, x in enumerate(operands)]) for w in range(2)]
+    return [np.asarray(np.asarray(a) + np.asarray(b)) for a, b in zip(*outs, strict=True)]
+
+
+def _closeness(tree: lang.Scalar) -> bool:
+    """Whether the result moves data only, so that it must be equal to the last bit."""
+    match tree:
+        case lang.Access() | lang.Number():
+            return True
+        case lang.Apply("where" | "neg", (_, *rest), _):
+            return all(map(_closeness, rest))
+        case lang.Reduce("max" | "min" | "and" | "or", _, body):
+            return _closeness(body)
+        case lang.Reduce("sum", _, lang.Apply("where", _, "given")):
+            return all(map(_closeness, children(tree)))
+        case _:
+            return False
+
+
+def _difference(got: Any, want: Any, exact: bool) -> str:
+    if _is_key(want):
+        got, want = np.asarray(jax.random.key_data(got)), np.asarray(jax.random.key_data(want))
+    got, want = np.asarray(got), np.asarray(want)
+    if got.shape != want.shape:
+        return f"has shape {got.shape}, not {want.shape}"
+    if got.dtype != want.dtype:
+        return f"has dtype {got.dtype}, not {want.dtype}"
+    inexact = jnp.issubdtype(want.dtype, jnp.inexact)
+    if not inexact or exact:
+        same = (got == want) | ((got != got) & (want != want))
+        return "" if same.all() else f"differs in {int((~same).sum())} of {same.size} elements"
+    wide = np.complex128 if jnp.issubdtype(want.dtype, jnp.complexfloating) else np.float64
+    got, want_wide = got.astype(wide), want.astype(wide)
+    finite = np.isfinite(want_wide)
+    if not np.array_equal(np.isnan(got), np.isnan(want_wide)) or not np.array_equal(
+        got[~finite & ~np.isnan(got)], want_wide[~finite & ~np.isnan(want_wide)]
+    ):
+        return "differs in what is not finite"
+    error = float(np.abs(got[finite] - want_wide[finite]).max(initial=0.0))
+    scale = float(np.abs(want_wide[finite]).max(initial=0.0))
+    bound = _TOLERANCE.get(str(want.dtype), 1e-1) * (1.0 + scale)
+    return "" if error <= bound else f"is off by {error:.3g} (largest element {scale:.3g})"

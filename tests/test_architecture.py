@@ -31,7 +31,7 @@ ROWS = (
 RANK = {name: rank for rank, row in enumerate(ROWS) for name in row}
 SHELLS = ROWS[-1]
 
-# The files that know JAX, beside everything in emit but the reader of HLO text.
+# The files that know JAX, beside everything in emit but the readers of HLO text.
 JAX_FILES = (
     "_jax",
     "trace",
@@ -112,7 +112,7 @@ def _rank(module: str) -> int:
 
 
 def _knows_jax(module: str) -> bool:
-    return module in JAX_FILES or (module.split(".")[0] == "emit" and module not in ("emit.hlo", "emit.meter"))
+    return module in JAX_FILES or (module.split(".")[0] == "emit" and not module.startswith("emit.hlo"))
 
 
 def _is_one_of(module: str, libraries: tuple[str, ...]) -> bool:

@@ -1,0 +1,288 @@
+"""Following values through HLO: forwards to the uses of a result, backwards to what a start index is on each device."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardplan.emit.hlo_text import Computation, Instruction, Module
+
+Array = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """What an instruction yields; ``index`` picks an element where that is a tuple."""
+
+    computation: Computation
+    instruction: Instruction
+    index: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """An instruction that reads a value at one operand."""
+
+    computation: Computation
+    instruction: Instruction
+    operand: int
+
+
+ESCAPES = "escapes"
+"""In place of a use: the value leaves by a loop, a branch or the entry, or nobody reads it."""
+
+
+def uses(module: Module, value: Value) -> Iterator[Value | Use | str]:
+    """One step forwards from a value.
+
+    A `Value` where the same data goes on under another name (tuples, fusions, calls, barriers, the later half of an async
+    pair), a `Use` where an instruction works on it, `ESCAPES` where it cannot be followed.
+    """
+    name = value.instruction.name
+    for user in value.computation.users.get(name, ()):
+        for number, operand in enumerate(user.operands):
+            if operand == name:
+                yield from _step(module, value, user, number)
+    if value.computation.root is value.instruction:
+        yield from _leave(module, value)
+
+
+def _step(module: Module, value: Value, user: Instruction, number: int) -> Iterator[Value | Use | str]:
+    here = value.computation
+    match user.opcode:
+        case "get-tuple-element":
+            if value.index is None or value.index == int(user.attribute(r"index=(\d+)") or 0):
+                yield Value(here, user)
+        case "tuple":
+            yield Value(here, user, number)
+        case "optimization-barrier" | "copy-start" | "copy-done" | "async-update" | "async-done":
+            yield Value(here, user, value.index)
+        case "fusion" | "call" | "async-start":
+            inner = module.computations[user.called[0][1]]
+            yield Value(inner, inner.parameters[number], value.index)
+        case "while" | "conditional":
+            yield ESCAPES
+        case done if done.endswith("-done"):
+            yield Value(here, user, value.index)
+        case _:
+            yield Use(here, user, number)
+
+
+def _leave(module: Module, value: Value) -> Iterator[Value | str]:
+    """The value is its computation's result: it goes on at the callers that only pass it on."""
+    sites = module.callers.get(value.computation.name, ())
+    if not sites:
+        yield ESCAPES
+    for computation, instruction, _ in sites:
+        if instruction.opcode in ("fusion", "call", "async-start"):
+            yield Value(computation, instruction, value.index)
+        else:
+            yield ESCAPES
+
+
+def source(module: Module, value: Value) -> Value | None:
+    """One step backwards through names: to the value that a parameter, a tuple element, a call or a barrier stands for.
+
+    A loop's parameter stands for its first value only where the loop hands that element on untouched. None where nothing is
+    known, and where the instruction computes.
+    """
+    here, at = value.computation, value.instruction
+    match at.opcode:
+        case "get-tuple-element":
+            return Value(here, here.instructions[at.operands[0]], int(at.attribute(r"index=(\d+)") or 0))
+        case "tuple" if value.index is not None:
+            return Value(here, here.instructions[at.operands[value.index]])
+        case "optimization-barrier":
+            return Value(here, here.instructions[at.operands[0]], value.index)
+        case "fusion" | "call":
+            inner = module.computations[at.called[0][1]]
+            return Value(inner, inner.root, value.index)
+        case "while" if value.index is not None and _untouched(module, at, value.index):
+            return Value(here, here.instructions[at.operands[0]], value.index)
+        case "parameter":
+            return _argument(module, value)
+        case _:
+            return None
+
+
+def _argument(module: Module, value: Value) -> Value | None:
+    sites = module.callers.get(value.computation.name, ())
+    if len(sites) != 1:
+        return None
+    computation, call, _ = sites[0]
+    number = int(value.instruction.inner)
+    if call.opcode == "while":
+        if value.index is None or not _untouched(module, call, value.index):
+            return None
+    elif call.opcode == "conditional":
+        number = 1 + [name for _, name in call.called].index(value.computation.name)
+    elif call.opcode not in ("fusion", "call"):
+        return None
+    return Value(computation, computation.instructions[call.operands[number]], value.index)
+
+
+def _untouched(module: Module, loop: Instruction, index: int) -> bool:
+    """Whether the body of a loop returns this element of its state as it got it."""
+    body = module.computations[dict(loop.called)["body"]]
+    if body.root.opcode != "tuple":
+        return False
+    back = body.instructions[body.root.operands[index]]
+    return (
+        back.opcode == "get-tuple-element"
+        and back.attribute(r"index=(\d+)") == str(index)
+        and body.instructions[back.operands[0]].opcode == "parameter"
+    )
+
+
+class DeviceValues:
+    """Integers that depend on nothing but the device: partition-id, tables of constants, and arithmetic on them."""
+
+    def __init__(self, module: Module) -> None:
+        self._module = module
+        self._memo: dict[tuple[str, str, int | None], Array | None] = {}
+        self._varies: dict[tuple[str, str, int | None], bool] = {}
+
+    def of(self, value: Value) -> Array | None:
+        """The value on every device, [devices, *shape]; None where it depends on data, on a loop or on what is not known here."""
+        key = (value.computation.name, value.instruction.name, value.index)
+        if key not in self._memo:
+            self._memo[key] = None
+            self._memo[key] = self._compute(value)
+        return self._memo[key]
+
+    def varies(self, value: Value) -> bool:
+        """Whether the device's number goes into a value, as far as its definition can be followed."""
+        key = (value.computation.name, value.instruction.name, value.index)
+        if key not in self._varies:
+            self._varies[key] = False
+            before = source(self._module, value)
+            here, at = value.computation, value.instruction
+            parts = [before] if before else [Value(here, here.instructions[n]) for n in at.operands]
+            self._varies[key] = at.opcode in ("partition-id", "replica-id") or any(self.varies(part) for part in parts)
+        return self._varies[key]
+
+    def _compute(self, value: Value) -> Array | None:
+        at = value.instruction
+        if (before := source(self._module, value)) is not None:
+            return self.of(before)
+        if at.is_tuple or not re.match(r"pred|[su]\d", at.shape.dtype):
+            return None
+        leaf = self._leaf(at)
+        if leaf is not None:
+            return leaf
+        operands = [self.of(Value(value.computation, value.computation.instructions[n])) for n in at.operands]
+        known = [operand for operand in operands if operand is not None]
+        return _apply(at, known) if known and len(known) == len(operands) else None
+
+    def _leaf(self, at: Instruction) -> Array | None:
+        devices = np.arange(self._module.num_devices)
+        match at.opcode:
+            case "partition-id":
+                return devices % self._module.num_partitions
+            case "replica-id":
+                return devices // self._module.num_partitions
+            case "constant":
+                literal = _literal(at)
+                return None if literal is None else np.broadcast_to(literal, (len(devices), *literal.shape))
+            case _:
+                return None
+
+
+def _literal(at: Instruction) -> Array | None:
+    """A constant of integers or truth values; None where the text leaves its elements out."""
+    words = re.findall(r"-?\d+|true|false", at.inner)
+    if len(words) != at.shape.size:
+        return None
+    numbers = [int(word == "true") if word in ("true", "false") else int(word) for word in words]
+    return np.array(numbers, dtype=np.int64).reshape(at.shape.dims)
+
+
+def _apply(at: Instruction, operands: list[Array]) -> Array | None:
+    """One instruction on all devices; None for what has no rule here."""
+    match at.opcode, operands:
+        case opcode, [x, y] if opcode in _BINARY:
+            return _BINARY[opcode](x, y)
+        case "compare", [x, y]:
+            relation = _RELATIONS.get(at.attribute(r"direction=(\w+)") or "")
+            return None if relation is None else relation(x, y).astype(np.int64)
+        case "clamp", [low, x, high]:
+            return np.minimum(np.maximum(x, low), high)
+        case "select", [which, x, y]:
+            return np.where(which, x, y)
+        case "negate", [x]:
+            return -x
+        case "convert" | "copy", [x]:
+            return x
+        case "reshape" | "bitcast", [x]:
+            return _reshaped(at, x)
+        case "broadcast", [x]:
+            return _broadcast(at, x)
+        case "slice", [x]:
+            return _slice(at, x)
+        case "dynamic-slice", [table, *starts]:
+            return _pick(at, table, starts)
+        case _:
+            return None
+
+
+def _quotient(x: Array, y: Array) -> Array:
+    """Division towards zero, as HLO has it."""
+    return (np.abs(x) // np.maximum(np.abs(y), 1)) * np.sign(x) * np.sign(y)
+
+
+_BINARY: dict[str, Callable[[Array, Array], Array]] = {
+    "add": np.add,
+    "subtract": np.subtract,
+    "multiply": np.multiply,
+    "divide": _quotient,
+    "remainder": lambda x, y: x - _quotient(x, y) * y,
+    "minimum": np.minimum,
+    "maximum": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "shift-left": np.left_shift,
+    "shift-right-logical": np.right_shift,
+    "shift-right-arithmetic": np.right_shift,
+}
+
+_RELATIONS: dict[str, Callable[[Array, Array], NDArray[np.bool_]]] = {
+    "EQ": np.equal,
+    "NE": np.not_equal,
+    "LT": np.less,
+    "LE": np.less_equal,
+    "GT": np.greater,
+    "GE": np.greater_equal,
+}
+
+
+def _pick(at: Instruction, table: Array, starts: list[Array]) -> Array:
+    sizes = at.shape.dims
+    rows: list[Array] = []
+    for device, row in enumerate(table):
+        begin = [min(max(int(s[device]), 0), full - n) for s, full, n in zip(starts, row.shape, sizes, strict=True)]
+        rows.append(row[tuple(slice(b, b + n) for b, n in zip(begin, sizes, strict=True))])
+    return np.stack(rows)
+
+
+def _reshaped(at: Instruction, x: Array) -> Array | None:
+    """Element order is kept only where both sides are vectors but for dims of size one."""
+    flat = sum(d > 1 for d in x.shape[1:]) <= 1 and sum(d > 1 for d in at.shape.dims) <= 1
+    return x.reshape((x.shape[0], *at.shape.dims)) if flat else None
+
+
+def _broadcast(at: Instruction, x: Array) -> Array:
+    dims = [int(d) for d in (at.attribute(r"dimensions=\{([\d,]*)\}") or "").split(",") if d]
+    shape = [1] * len(at.shape.dims)
+    for size, dim in zip(x.shape[1:], dims, strict=True):
+        shape[dim] = size
+    return np.broadcast_to(x.reshape((x.shape[0], *shape)), (x.shape[0], *at.shape.dims))
+
+
+def _slice(at: Instruction, x: Array) -> Array:
+    spans = re.findall(r"\[(\d+):(\d+)(?::(\d+))?\]", at.attribute(r"slice=\{([^}]*)\}") or "")
+    return x[(slice(None), *(slice(int(low), int(high), int(step or 1)) for low, high, step in spans))]

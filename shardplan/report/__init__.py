@@ -1,0 +1,1 @@
+"""What a person or a program reads of a plan: numbers with units, plain-text tables, progress."""

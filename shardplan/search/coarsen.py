@@ -19,6 +19,9 @@ from typing import Literal
 from shardplan.search.graph import Graph, Node
 from shardplan.tdl import linear_sets
 
+_PIECES = 6
+"""A group of at most this many tensors (a query, key and value with their gradients) has a layout made for its readers, and needs no view."""
+
 FREE = -1
 """In place of a variable: a scalar, or a value that depends on no input and is made anew wherever it is read."""
 
@@ -113,13 +116,11 @@ def _pair(graph: Graph, sets: _Sets, apart: set[int], weights: frozenset[int], f
     The gradient of a weight stays apart from it.
     """
     forward: dict[int, list[Node]] = {}
-    after: dict[int, int] = {}
+    after = _moved(graph, free)
     for node in graph.nodes:
         alive = [t for t in dict.fromkeys(node.inputs) if t >= 0 and t not in free]
         if node.signature.elementwise:
             continue
-        if len(alive) == 1 and len(node.outputs) == 1 and graph.tensors[node.outputs[0]].size == graph.tensors[alive[0]].size:
-            after[alive[0]] = node.outputs[0]  # moved about: a transpose, a reshape
         for side in (alive, list(node.outputs)):
             loose = [t for t in side if t not in apart and t not in weights and t not in free]
             alike = {graph.tensors[t].shape for t in loose}
@@ -140,6 +141,17 @@ def _pair(graph: Graph, sets: _Sets, apart: set[int], weights: frozenset[int], f
                 elif len(others) == 1:
                     _same_layout(graph, sets, apart, after, first.outputs[0], gradient)
                     _same_layout(graph, sets, apart, after, others[0], node.outputs[0])
+
+
+def _moved(graph: Graph, free: frozenset[int]) -> dict[int, int]:
+    """What each tensor becomes when it is only moved about: transposed, reshaped."""
+    after: dict[int, int] = {}
+    for node in graph.nodes:
+        alive = [t for t in node.inputs if t >= 0 and t not in free]
+        if not node.signature.elementwise and len(alive) == len(node.outputs) == 1:
+            if graph.tensors[node.outputs[0]].size == graph.tensors[alive[0]].size:
+                after[alive[0]] = node.outputs[0]
+    return after
 
 
 def _same_layout(graph: Graph, sets: _Sets, apart: set[int], after: dict[int, int], value: int, gradient: int) -> None:
@@ -304,7 +316,7 @@ def _views(graph: Graph, variables: list[Variable], of: list[int], weights: froz
         if t in weights and forward and backward:
             first = add(t, forward, "view")
             add(t, backward, "backward", first)
-        elif len(touched.get(of[t], ())) > 1 and not all(_largest(graph, node, t) for node, _ in uses):
+        elif len(touched.get(of[t], ())) > _PIECES and not all(_largest(graph, node, t) for node, _ in uses):
             add(t, uses, "view")
     return read
 

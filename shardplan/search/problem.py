@@ -55,6 +55,7 @@ class Problem:
         self._options: dict[int, Options] = {}
         self._prices: dict[tuple[tuple[int, ...], int, Domain, bool], NDArray[np.float64]] = {}
         self._terms: dict[tuple[object, ...], tuple[int, int]] = {}
+        self._agreeing: dict[tuple[int, int | None, tuple[int, ...], Domain, bool], Domain] = {}
 
     # -- domains ---------------------------------------------------------------------------------------------------
 
@@ -70,6 +71,64 @@ class Problem:
                 memo[shape] = tuple(s for s in self.resharder.space(len(shape)).stored if legal[s])
             found.append(memo[shape])
         return tuple(found)
+
+    @cached_property
+    def scopes(self) -> tuple[tuple[int, ...], ...]:
+        """The variables of each term; the same for every restriction."""
+        return tuple(term.scope for term in self.terms([d[:1] for d in self.domains]))
+
+    @cached_property
+    def backward_views(self) -> tuple[int, ...]:
+        """The views of weights that the backward pass reads."""
+        return tuple(v.id for v in self.coarse.variables if v.kind == "backward")
+
+    def narrowest(self, domains: Sequence[Domain]) -> tuple[int, ...]:
+        """In each domain the state that uses the fewest factors."""
+
+        def used(v: int, s: int) -> int:
+            return sum(len(d) for d in self.resharder.space(len(self.coarse.variables[v].shape)).states[s][0])
+
+        return tuple(min(d, key=lambda s, v=v: (used(v, s), s)) for v, d in enumerate(domains))
+
+    def with_factors(self, v: int, state: int | None, free: Sequence[int], domain: Domain, *, later: bool) -> Domain:
+        """The states of ``domain`` that agree with ``state`` on all factors but ``free`` ones.
+
+        With ``later``, factors after the free ones are not used yet; where the domain has no such state, the closest ones stay.
+        """
+        key = (len(self.coarse.variables[v].shape), state, tuple(free), domain, later)
+        found = self._agreeing.get(key)
+        if found is None:
+            space = self.resharder.space(key[0])
+
+            def roles(s: int) -> tuple[int, ...]:
+                dims = space.states[s][0]
+                return tuple(next((d for d, fs in enumerate(dims) if f in fs), -1) for f in range(len(self.sizes)))
+
+            want = roles(state) if state is not None else (-1,) * len(self.sizes)
+            rows = [(roles(s), s) for s in domain]
+            fixed = [f for f in range(len(self.sizes)) if f not in free and (not later or f < min(free))]
+            after = [f for f in range(len(self.sizes)) if later and f > max(free)]
+            agree = [(r, s) for r, s in rows if all(r[f] == want[f] for f in fixed)] or rows
+            fewest = min(sum(r[f] >= 0 for f in after) for r, _ in agree)
+            found = self._agreeing[key] = tuple(s for r, s in agree if sum(r[f] >= 0 for f in after) == fewest)
+        return found
+
+    def keeps(self, v: int, states: Sequence[int], keep_s: float) -> bool:
+        """Whether a backward view is made from the kept forward copy, at this price of keeping it."""
+        variable = self.coarse.variables[v]
+        tensor = self.graph.tensors[variable.tensors[0]]
+        again = self.prices(tensor.shape, tensor.nbytes, (states[variable.of],))[0, states[v]]
+        kept = self.kept_seconds(v, (states[variable.sibling],), (states[v],), keep_s)[0, 0]
+        return bool(kept < again)
+
+    def seconds(self, states: Sequence[int], keep_s: Mapping[int, float]) -> float:
+        """The cost of one assignment."""
+        terms = self.terms([(s,) for s in states], keep_s)
+        return sum(t.constant + int(self.store.tables[t.table].flat[0]) for t in terms) / 1e12
+
+    def floor_seconds(self) -> float:
+        """A lower bound on any assignment: every term at its own minimum."""
+        return max(0, sum(term.constant for term in self.terms(self.domains))) / 1e12
 
     # -- strategies ------------------------------------------------------------------------------------------------
 
@@ -92,8 +151,11 @@ class Problem:
 
     # -- terms -----------------------------------------------------------------------------------------------------
 
-    def terms(self, domains: Sequence[Domain]) -> list[Term]:
-        """The summands of the problem on these domains, memory prices left out."""
+    def terms(self, domains: Sequence[Domain], keep_s: Mapping[int, float] | None = None) -> list[Term]:
+        """The summands of the problem on these domains.
+
+        ``keep_s`` prices keeping a weight's forward copy for the backward pass, in seconds per whole copy (infinite: always gathered again).
+        """
         result: list[Term] = []
         for v, costs in self._unary.items():
             result.append(self._term(("unary", *costs), (v,), domains, lambda ds, costs=costs: self._interior(costs, ds[0])))
@@ -107,7 +169,7 @@ class Problem:
                 result.append(term)
         for variable in self.coarse.variables:
             if variable.kind != "stored":
-                result.append(self._view(variable.id, domains))
+                result.append(self._view(variable.id, domains, (keep_s or {}).get(variable.id, 0.0)))
         return result
 
     def _term(self, key: tuple[object, ...], scope: tuple[int, ...], domains: Sequence[Domain], build: object) -> Term:
@@ -187,7 +249,7 @@ class Problem:
         space, above = self.resharder.space(len(shape)), self.resharder.space(len(shape) + 1)
         return tuple(above.index[((), *space.states[s][0]), space.states[s][1]] for s in states)
 
-    def _view(self, v: int, domains: Sequence[Domain]) -> Term:
+    def _view(self, v: int, domains: Sequence[Domain], keep_s: float) -> Term:
         variable = self.coarse.variables[v]
         tensor = self.graph.tensors[variable.tensors[0]]
         weight = self.view_weight[v]
@@ -202,10 +264,16 @@ class Problem:
 
         def backward(own: tuple[Domain, ...]) -> Costs:
             again = pair(own[0], own[2])[:, None, :]
-            kept = pair(own[1], own[2])[None, :, :]
+            kept = self.kept_seconds(v, own[1], own[2], keep_s)[None, :, :]
             return picoseconds(np.minimum(again, kept) * weight)
 
-        return self._term(("backward", tensor.shape, tensor.itemsize, weight), (variable.of, variable.sibling, v), domains, backward)
+        return self._term(("backward", tensor.shape, tensor.itemsize, weight, keep_s), (variable.of, variable.sibling, v), domains, backward)
+
+    def kept_seconds(self, v: int, first: Domain, mine: Domain, keep_s: float) -> NDArray[np.float64]:
+        """[first, mine]: the backward view made from the forward one, which must be kept until then."""
+        tensor = self.graph.tensors[self.coarse.variables[v].tensors[0]]
+        costs = self.prices(tensor.shape, tensor.nbytes, first)[:, list(mine)]
+        return costs + (keep_s * self.resharder.space(len(tensor.shape)).local[list(first)][:, None] if keep_s else 0.0)
 
     @cached_property
     def view_weight(self) -> Mapping[int, float]:

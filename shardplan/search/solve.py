@@ -1,0 +1,244 @@
+"""The search: the cheapest assignment within the memory limit, and every baseline scored in the same tables.
+
+Two levels are solved jointly and exactly where the tables allow; more by recursion over the levels, slowest first, and polish of pairs of levels to
+a fixpoint (Tofu, section 5.2, made joint). Memory is priced at the points where it peaks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from shardplan.search import memory
+from shardplan.search.baselines import Restriction, baselines
+from shardplan.search.eliminate import Eliminator, Order, find_order
+from shardplan.search.problem import Domain, Problem
+from shardplan.search.tables import BIG
+
+JOINT_ENTRIES = 100_000_000
+"""Up to this many predicted table entries in one table all levels are solved jointly."""
+
+Observer = Callable[[str, float], None]
+"""Told what is being done and how far it is (0 to 1)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """An assignment with its cost: ``keep`` are the backward views that reuse the forward copy; ``seconds`` leaves memory prices out."""
+
+    name: str
+    states: tuple[int, ...]
+    keep: frozenset[int]
+    regather: bool
+    seconds: float
+    peak_bytes: int
+
+    def fits(self, limit: int) -> bool:
+        """Whether a device's peak is within the limit."""
+        return self.peak_bytes <= limit
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The best solution, the baselines, a lower bound on any solution's seconds without a memory limit, and how it was found."""
+
+    best: Solution
+    baselines: tuple[Solution, ...]
+    bound_s: float
+    exact: bool
+    smallest: Solution | None
+
+
+class Solver:
+    """Solves one problem again and again: for restrictions, prices and levels."""
+
+    def __init__(self, problem: Problem, live: memory.Liveness) -> None:
+        self.problem, self.live = problem, live
+        self.eliminator = Eliminator(problem.store)
+        self._orders: dict[tuple[int, ...], Order] = {}
+
+    def order(self, domains: Sequence[Domain]) -> Order:
+        """The elimination order for domains of these sizes."""
+        sizes = tuple(len(d) for d in domains)
+        if sizes not in self._orders:
+            self._orders[sizes] = find_order(self.problem.scopes, sizes)
+        return self._orders[sizes]
+
+    def minimum(
+        self,
+        name: str,
+        domains: Sequence[Domain],
+        *,
+        regather: bool = False,
+        points: Sequence[int] = (),
+        price: float = 0.0,
+        order: Order | None = None,
+    ) -> tuple[Solution, float]:
+        """(the cheapest assignment in these domains, its cost with prices): cost infinite where none is feasible."""
+        keep_s = self._keep_prices(regather, points, price)
+        terms = self.problem.terms(domains, keep_s)
+        if points:
+            terms += memory.price_terms(self.problem, self.live, points, price, domains)
+        sizes = [len(d) for d in domains]
+        total, chosen = self.eliminator.solve(terms, sizes, order or self.order(domains))
+        states = tuple(d[i] for d, i in zip(domains, chosen, strict=True))
+        priced = float("inf") if total >= BIG else total / 1e12
+        return self.rate(name, states, keep_s, regather), priced
+
+    def rate(self, name: str, states: tuple[int, ...], keep_s: Mapping[int, float], regather: bool) -> Solution:
+        """A solution from its states: true seconds, and its peak."""
+        keep = frozenset(v for v in self.problem.backward_views if self.problem.keeps(v, states, keep_s.get(v, 0.0)))
+        again = {v: float("inf") for v in self.problem.backward_views if v not in keep}
+        seconds = self.problem.seconds(states, again)
+        peak = int(memory.profile(self.problem, self.live, states, keep).max())
+        return Solution(name, states, keep, regather, seconds, peak)
+
+    def peak_point(self, solution: Solution) -> int:
+        """Where the solution's memory peaks."""
+        return int(memory.profile(self.problem, self.live, solution.states, solution.keep).argmax())
+
+    def _keep_prices(self, regather: bool, points: Sequence[int], price: float) -> dict[int, float]:
+        if regather:
+            return {v: float("inf") for v in self.problem.backward_views}
+        return memory.keep_price(self.live, points, price) if points else {}
+
+
+def search(problem: Problem, *, limit: int, donated: frozenset[int], domains: Sequence[Domain], deadline: float | None, observer: Observer) -> Outcome:
+    """Solves within ``limit`` bytes a device. ``domains`` hold the pins. ``deadline`` is a `time.monotonic` instant."""
+    solver = Solver(problem, memory.liveness(problem, donated))
+    observer("baselines", 0.1)
+    named: list[Solution] = []
+    restrictions = baselines(problem)
+    joint_fits = len(problem.sizes) <= 2 and solver.order(domains).largest <= JOINT_ENTRIES
+    for r in restrictions:
+        solution, priced = solver.minimum(r.name, r.domains, regather=r.regather) if joint_fits else _by_levels(solver, r, deadline)
+        if priced < float("inf"):
+            named.append(replace(solution, name=r.name))
+    observer("search", 0.5)
+    inside = [s for s in named if all(state in d for state, d in zip(s.states, domains, strict=True))]
+    best, bound, exact = _best(solver, domains, inside, joint_fits, deadline)
+    candidates = [best, *inside]
+    smallest: Solution | None = None
+    if not best.fits(limit):
+        observer("memory", 0.7)
+        more, smallest = _within(solver, domains, limit, best, joint_fits, inside, deadline)
+        candidates += more
+    fitting = [s for s in candidates if s.fits(limit)]
+    smallest = min([*candidates, *([smallest] if smallest else [])], key=lambda s: s.peak_bytes)
+    chosen = min(fitting, key=lambda s: s.seconds) if fitting else smallest
+    observer("done", 1.0)
+    return Outcome(replace(chosen, name="plan"), tuple(named), bound, exact, smallest)
+
+
+def _best(
+    solver: Solver, domains: Sequence[Domain], seeds: Sequence[Solution], joint_fits: bool, deadline: float | None
+) -> tuple[Solution, float, bool]:
+    if joint_fits:
+        solution, priced = solver.minimum("plan", domains)
+        return solution, priced, True
+    recursed = _recurse(solver, domains)
+    found = min([recursed, *seeds], key=lambda s: s.seconds)
+    polished = [_polish(solver, domains, s, deadline) for s in dict.fromkeys([recursed, found])]
+    best = min(polished, key=lambda s: s.seconds)
+    return best, solver.problem.floor_seconds(), False
+
+
+def _recurse(solver: Solver, domains: Sequence[Domain], *, points: Sequence[int] = (), price: float = 0.0) -> Solution:
+    """One level after the other, slowest first: each placed on top of those before, the later ones not yet cut (Tofu, section 5.2)."""
+    problem = solver.problem
+    states: list[int] | None = None
+    solution: Solution | None = None
+    for f in range(len(problem.sizes)):
+        step = [problem.with_factors(v, None if states is None else states[v], (f,), d, later=True) for v, d in enumerate(domains)]
+        solution, _ = solver.minimum("recursion", step, points=points, price=price)
+        states = list(solution.states)
+    assert solution is not None
+    return solution
+
+
+def _polish(
+    solver: Solver, domains: Sequence[Domain], start: Solution, deadline: float | None, *, points: Sequence[int] = (), price: float = 0.0
+) -> Solution:
+    """Chooses pairs of levels anew, the others held, until nothing improves; single levels where a pair is too wide."""
+    problem, best, best_cost = solver.problem, start, float("inf")
+    m = len(problem.sizes)
+    moves = [(f,) for f in range(m)] + (list(itertools.combinations(range(m), 2)) if m > 1 else [])
+    waiting = list(moves)
+    while waiting and (deadline is None or time.monotonic() < deadline):
+        move = waiting.pop(0)
+        step = [problem.with_factors(v, best.states[v], move, d, later=False) for v, d in enumerate(domains)]
+        order = solver.order(step)
+        if order.largest > JOINT_ENTRIES:
+            continue
+        solution, cost = solver.minimum(start.name, step, points=points, price=price, order=order, regather=start.regather)
+        if cost < best_cost * (1 - 1e-9) and (points or solution.seconds <= best.seconds):
+            if best_cost < float("inf") or solution.states != best.states:
+                waiting = [m for m in moves if m != move]
+            best, best_cost = solution, cost
+    return best
+
+
+def _by_levels(solver: Solver, r: Restriction, deadline: float | None) -> tuple[Solution, float]:
+    """A baseline where the joint solve is too wide: recursion and polish inside its restriction."""
+    problem = solver.problem
+    start = problem.narrowest(r.domains)
+    solution, cost = solver.minimum(r.name, [(s,) for s in start], regather=r.regather)
+    states = solution
+    for f in range(len(problem.sizes)):
+        step = [problem.with_factors(v, states.states[v], (f,), d, later=False) for v, d in enumerate(r.domains)]
+        found, priced = solver.minimum(r.name, step, regather=r.regather)
+        if priced <= cost:
+            states, cost = found, priced
+    return states, cost
+
+
+def _within(
+    solver: Solver,
+    domains: Sequence[Domain],
+    limit: int,
+    start: Solution,
+    joint_fits: bool,
+    seeds: Sequence[Solution],
+    deadline: float | None,
+) -> tuple[list[Solution], Solution | None]:
+    """(solutions found on the way to the limit, the smallest): one price on the bytes at every peak met so far, by bisection."""
+
+    def at(price: float) -> Solution:
+        if joint_fits:
+            return solver.minimum("plan", domains, points=points, price=price)[0]
+        seed = min([start, *seeds], key=lambda s: s.seconds + price * max(0, s.peak_bytes - limit))
+        return _polish(solver, domains, seed, deadline, points=points, price=price)
+
+    points = [solver.peak_point(start)]
+    found: list[Solution] = []
+    low, high = 0.0, max(start.seconds, 1e-6) / max(start.peak_bytes, 1)
+    for _ in range(24):
+        solution = at(high)
+        found.append(solution)
+        peak = solver.peak_point(solution)
+        if solution.fits(limit):
+            break
+        if peak not in points:
+            points.append(peak)
+        else:
+            low, high = high, high * 8
+        if high > 1e3 or (deadline is not None and time.monotonic() > deadline):
+            break
+    if not found[-1].fits(limit):
+        return found, min(found, key=lambda s: s.peak_bytes)
+    for _ in range(7):
+        if deadline is not None and time.monotonic() > deadline:
+            break
+        middle = (low * high) ** 0.5 if low else high / 8
+        solution = at(middle)
+        found.append(solution)
+        if solution.fits(limit):
+            high = middle
+        else:
+            peak = solver.peak_point(solution)
+            if peak not in points:
+                points.append(peak)
+            low = middle
+    return found, min(found, key=lambda s: s.peak_bytes)

@@ -2,8 +2,8 @@
 """Running one worker's share of an op (Tofu, section 4.2): local parameters, halo, offsets and masks.
 
 `localize` says what a worker runs; verification and the explicit emission use the same answer. The worker may be a traced index,
-so one program serves all of them: what depends on the worker is arithmetic (an offset that is added, rows that are masked), never a
-parameter.
+so one program serves all of them: what depends on the worker is arithmetic (an offset that is added, rows that are masked), never
+a parameter.
 """
 
 from __future__ import annotations
@@ -268,7 +268,7 @@ def _counted_again(call: Call, local: Local) -> Local:
 
     def counted(bind: Bind, operands: Sequence[Any], worker: Any) -> tuple[Any, ...]:
         *keys, first = operands
-        return bind([*keys, first.at[placed[0] - leading].add(jnp.asarray(worker * size, jnp.uint32))])
+        return bind([*keys, jnp.asarray(first).at[placed[0] - leading].add(jnp.asarray(worker * size, jnp.uint32))])
 
     return replace(local, run=counted)
 
@@ -329,7 +329,7 @@ def _gather(call: Call, local: Local) -> Local:
 
     def masked(bind: Bind, operands: Sequence[Any], worker: Any) -> tuple[Any, ...]:
         table, indices, *rest = operands
-        indices = indices.astype(jnp.int32)
+        indices = jnp.asarray(indices).astype(jnp.int32)
         row = indices[..., component]
         lost = (row < 0) | (row >= size)
         if mode != "FILL_OR_DROP":
@@ -372,7 +372,7 @@ def _scatter(call: Call, local: Local) -> Local:
 
     def dropped(bind: Bind, operands: Sequence[Any], worker: Any) -> tuple[Any, ...]:
         x, indices, updates = operands
-        indices = indices.astype(jnp.int32)
+        indices = jnp.asarray(indices).astype(jnp.int32)
         if clipped:
             indices = jnp.clip(indices, 0, highest)
         return bind([x, indices.at[..., component].add(-worker * mine), updates])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from shardplan.ir import Partial, Placement, Reducer, Replicated, Split
 from shardplan.tdl import language as lang
-from shardplan.tdl.describe import Description, Monomials, children
+from shardplan.tdl.describe import Description, children
 from shardplan.tdl.index import Interval, interval
 
 
@@ -77,19 +77,27 @@ def linear_sets(description: Description) -> tuple[tuple[int, ...], ...]:
     A result then is a partial sum of the same kind. An op with several results must be linear in all of them. The empty set says
     that the results are zero whatever comes in: they may be called partial for nothing.
     """
-    operands = range(len(description.call.operands))
-    candidates: set[tuple[int, ...]] = {(o,) for o in operands}
-    for monomials in description.monomials:
-        used = tuple(sorted({o for m in monomials for o in m}))
-        candidates.add(used)
-        if len(used) == 3:
-            candidates.update({used[1:], used[:2], (used[0], used[2])})
-    sets = tuple(sorted(c for c in candidates if c and all(_linear(m, c) for m in description.monomials)))
-    return sets if any(description.monomials) else ((),)
+    monomials = sorted(m for result in description.monomials for m in result)
+    if not monomials:
+        return ((),)
+    if not all(description.monomials):
+        return ()
+    nonlinear = frozenset(o for m in monomials for o in m if m.count(o) > 1)
+    return tuple(sorted(_one_of_each(monomials, frozenset(), nonlinear)))
 
 
-def _linear(monomials: Monomials, operands: tuple[int, ...]) -> bool:
-    return bool(monomials) and all(sum(m.count(o) for o in operands) == 1 for m in monomials)
+def _one_of_each(monomials: list[tuple[int, ...]], chosen: frozenset[int], barred: frozenset[int]) -> set[tuple[int, ...]]:
+    """The sets that hold exactly one factor of each product."""
+    for m in monomials:
+        if chosen.isdisjoint(m):
+            found: set[tuple[int, ...]] = set()
+            for o in m:
+                if o not in barred:
+                    others = {other for n in monomials if o in n for other in n if other != o}
+                    if chosen.isdisjoint(others):
+                        found |= _one_of_each(monomials, chosen | {o}, barred | others)
+            return found
+    return {tuple(sorted(chosen))}
 
 
 def _regions(description: Description, loop: int, ways: int) -> dict[int, Placement] | None:

@@ -1,8 +1,8 @@
 # pyright: basic
 """Every description is a claim, and here it is tested: partition-n-reduce on NumPy regions (Tofu calls this open, section 9).
 
-A call's operands are drawn; each legal cut is run by the real primitive on the regions that the analysis named; the workers' results
-are concatenated or reduced and compared with the uncut primitive.
+A call's operands are drawn; each legal cut is run by the real primitive on the regions that the analysis named; the workers'
+results are concatenated or reduced and compared with the uncut primitive.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ class Fault:
     message: str
 
     def __str__(self) -> str:
-        cut = ", then ".join(f"loop {s.loop} {s.ways} ways ({s.operands} -> {s.results})" for s in self.strategies) or "linearity"
+        cuts_made = [f"loop {s.loop} {s.ways} ways ({s.operands} -> {s.results})" for s in self.strategies]
+        cut = ", then ".join(cuts_made) or "linearity"
         return f"{self.call.primitive} {self.call.operands} -> {self.call.results}, {cut}: result {self.result} {self.message}"
 
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What was run: ``cuts`` legal cuts (``nested`` of them cut twice), ``linear`` sets of partial operands, and the faults found."""
+    """What was run: ``cuts`` legal cuts, ``nested`` cut twice, ``linear`` sets of partial operands; and the faults found."""
 
     cuts: int
     nested: int
@@ -101,8 +102,7 @@ def draw(call: Call, rng: np.random.Generator, *, low: int = -4, high: int = 5) 
 def draw_array(shape: tuple[int, ...], dtype: str, rng: np.random.Generator, *, low: int = -4, high: int = 5) -> Any:
     """One random operand."""
     if dtype.startswith("key"):
-        keys = jax.random.wrap_key_data(rng.integers(0, 2**32, (*shape, 2), np.uint32), impl="threefry2x32")
-        return keys
+        return jax.random.wrap_key_data(rng.integers(0, 2**32, (*shape, 2), np.uint32), impl="threefry2x32")
     kind = jnp.dtype(dtype)
     if kind == np.bool_:
         return rng.integers(0, 2, shape).astype(bool)

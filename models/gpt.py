@@ -4,8 +4,8 @@ Laid out so that Megatron's tensor parallelism needs two all-reduces forward and
 projection [width, 3, heads, head] whose heads can be split, and the MLP's two kernels, column and row.
 """
 
+import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from flax import nnx
 from models._arguments import make_batch, make_state
 from models._gpt_options import GPTOptions, causal_mask, microbatches, text_batches
 from models._options import takes
+from models._stack import fold, make_blocks, run_blocks
 from models._train import main
 from models.losses import cross_entropy
 
@@ -55,12 +56,8 @@ class GPT(nnx.Module):
         rngs = nnx.Rngs(jax.random.fold_in(key, options.layers))
         self.embedding = nnx.Embed(options.vocabulary, options.width, embedding_init=_INIT, dtype=options.dtype, rngs=rngs)
         self.position = nnx.Param(_INIT(rngs.params(), (options.sequence, options.width)))
-        keys = [jax.random.fold_in(key, layer) for layer in range(options.layers)]
-        self.blocks: Any
-        if options.scan:
-            self.blocks = nnx.vmap(lambda key: Block(options, nnx.Rngs(key)))(jnp.stack(keys))
-        else:
-            self.blocks = nnx.List([Block(options, nnx.Rngs(key)) for key in keys])
+        make = functools.partial(Block, options)
+        self.blocks = make_blocks(make, key, layers=options.layers, scan=options.scan)
         self.norm = nnx.LayerNorm(options.width, dtype=options.dtype, rngs=rngs)
         if not options.tied:
             self.head = nnx.Linear(
@@ -70,26 +67,10 @@ class GPT(nnx.Module):
     def __call__(self, tokens: jax.Array, key: jax.Array | None = None) -> jax.Array:
         """`key` is for dropout, None without it."""
         x = self.embedding(tokens) + self.position[...].astype(self.options.dtype)
-        x = _dropout(self.options, x, _fold(key, self.options.layers))
-        x = self.norm(self._blocks(x, key))
+        x = _dropout(self.options, x, fold(key, self.options.layers))
+        x = self.norm(run_blocks(self.blocks, x, scan=self.options.scan, remat=self.options.remat, key=key))
         with jax.named_scope("head"):
             return self.embedding.attend(x) if self.options.tied else self.head(x)
-
-    def _blocks(self, x, key):
-        layers = range(self.options.layers)
-        if not self.options.scan:
-            for layer, block in zip(layers, self.blocks, strict=True):
-                with jax.named_scope(f"block_{layer}"):
-                    x = _run(self.options, *nnx.split(block), x, _fold(key, layer))
-            return x
-        graphdef, stacked = nnx.split(self.blocks)
-
-        def body(x, block_and_layer):
-            block, layer = block_and_layer
-            return _run(self.options, graphdef, block, x, _fold(key, layer)), None
-
-        numbers = None if key is None else jnp.arange(len(layers))
-        return jax.lax.scan(body, x, (stacked, numbers))[0]
 
 
 class Block(nnx.Module):
@@ -103,8 +84,8 @@ class Block(nnx.Module):
         self.mlp = MLP(options, rngs)
 
     def __call__(self, x: jax.Array, key: jax.Array | None) -> jax.Array:
-        x = x + _dropout(self.options, self.attention(self.norm_attention(x), _fold(key, 0)), _fold(key, 1))
-        return x + _dropout(self.options, self.mlp(self.norm_mlp(x)), _fold(key, 2))
+        x = x + _dropout(self.options, self.attention(self.norm_attention(x), fold(key, 0)), fold(key, 1))
+        return x + _dropout(self.options, self.mlp(self.norm_mlp(x)), fold(key, 2))
 
 
 class Attention(nnx.Module):
@@ -155,7 +136,7 @@ def _value_and_grad(model: GPT, batch: dict, key: jax.Array | None, count: int):
 
     def body(total, microbatch_and_number):
         microbatch, number = microbatch_and_number
-        return jax.tree.map(jnp.add, total, loss_of(parameters, microbatch, _fold(key, number))), None
+        return jax.tree.map(jnp.add, total, loss_of(parameters, microbatch, fold(key, number))), None
 
     zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, parameters)
     numbers = None if key is None else jnp.arange(count)
@@ -163,21 +144,9 @@ def _value_and_grad(model: GPT, batch: dict, key: jax.Array | None, count: int):
     return jax.tree.map(lambda x: x / count, total)
 
 
-def _run(options: GPTOptions, graphdef, block, x, key):
-    def run(block, x, key):
-        return nnx.merge(graphdef, block)(x, key)
-
-    # inside a scan there is no later copy of the forward pass for XLA to merge with
-    return (jax.checkpoint(run, prevent_cse=not options.scan) if options.remat else run)(block, x, key)
-
-
 def _residual_init(options: GPTOptions):
     # GPT-2 section 2.3: what adds to the residual stream starts smaller the more layers add
     return nnx.initializers.normal(0.02 / math.sqrt(2 * options.layers))
-
-
-def _fold(key: jax.Array | None, number) -> jax.Array | None:
-    return None if key is None else jax.random.fold_in(key, number)
 
 
 def _dropout(options: GPTOptions, x: jax.Array, key: jax.Array | None) -> jax.Array:

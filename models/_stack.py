@@ -1,0 +1,49 @@
+"""A stack of equal nnx blocks, unrolled or scanned, rematerialised or not: the same function of the same weights."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+
+def make_blocks(make: Callable[[nnx.Rngs], nnx.Module], key: jax.Array, *, layers: int, scan: bool) -> Any:
+    """A list of `layers` blocks, each seeded by `key` and its number; with `scan`, one block of stacked parameters."""
+    keys = [fold(key, layer) for layer in range(layers)]
+    if scan:
+        return nnx.vmap(lambda key: make(nnx.Rngs(key)))(jnp.stack(keys))
+    return nnx.List([make(nnx.Rngs(key)) for key in keys])
+
+
+def run_blocks(blocks: Any, x: Any, *, scan: bool, remat: bool, key: jax.Array | None = None) -> Any:
+    """x through the blocks in turn, each called with its own key as block(x, key); x may be any pytree."""
+    if not scan:
+        for layer, block in enumerate(blocks):
+            with jax.named_scope(f"block_{layer}"):
+                x = _block_function(block, remat, scan)(nnx.split(block)[1], x, fold(key, layer))
+        return x
+    _, stacked = nnx.split(blocks)
+    layers = jax.tree.leaves(stacked)[0].shape[0]
+    run = _block_function(blocks, remat, scan)
+
+    def body(x, parameters_and_layer):
+        parameters, layer = parameters_and_layer
+        return run(parameters, x, fold(key, layer)), None
+
+    return jax.lax.scan(body, x, (stacked, None if key is None else jnp.arange(layers)))[0]
+
+
+def fold(key: jax.Array | None, number: Any) -> jax.Array | None:
+    """`jax.random.fold_in` that lets None, for no randomness, pass."""
+    return None if key is None else jax.random.fold_in(key, number)
+
+
+def _block_function(block, remat, scan):
+    graphdef, _ = nnx.split(block)
+
+    def run(parameters, x, key):
+        return nnx.merge(graphdef, parameters)(x, key)
+
+    # inside a scan there is no later copy of the forward pass for XLA to merge with
+    return jax.checkpoint(run, prevent_cse=not scan) if remat else run

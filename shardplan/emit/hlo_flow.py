@@ -143,40 +143,50 @@ class DeviceValues:
 
     def __init__(self, module: Module) -> None:
         self._module = module
-        self._memo: dict[tuple[str, str, int | None], Array | None] = {}
-        self._varies: dict[tuple[str, str, int | None], bool] = {}
+        self._memo: dict[Value, Array | None] = {}
 
     def of(self, value: Value) -> Array | None:
         """The value on every device, [devices, *shape]; None where it depends on data, on a loop or on what is not known here."""
-        key = (value.computation.name, value.instruction.name, value.index)
-        if key not in self._memo:
-            self._memo[key] = None
-            self._memo[key] = self._compute(value)
-        return self._memo[key]
+        for part in reversed(self._cone(value)):
+            if part not in self._memo:
+                self._memo[part] = self._compute(part)
+        return self._memo[value]
 
     def varies(self, value: Value) -> bool:
         """Whether the device's number goes into a value, as far as its definition can be followed."""
-        key = (value.computation.name, value.instruction.name, value.index)
-        if key not in self._varies:
-            self._varies[key] = False
-            before = source(self._module, value)
-            here, at = value.computation, value.instruction
-            parts = [before] if before else [Value(here, here.instructions[n]) for n in at.operands]
-            self._varies[key] = at.opcode in ("partition-id", "replica-id") or any(self.varies(part) for part in parts)
-        return self._varies[key]
+        return any(part.instruction.opcode in ("partition-id", "replica-id") for part in self._cone(value))
+
+    def _cone(self, value: Value) -> list[Value]:
+        """Everything that goes into a value, each before what goes into it; without recursion, for chains may be long."""
+        order: list[Value] = []
+        todo: list[tuple[Value, bool]] = [(value, False)]
+        seen: set[Value] = set()
+        while todo:
+            part, finished = todo.pop()
+            if finished:
+                order.append(part)
+            elif part not in seen:
+                seen.add(part)
+                todo.append((part, True))
+                todo += [(operand, False) for operand in self._inputs(part)]
+        return order[::-1]
+
+    def _inputs(self, value: Value) -> list[Value]:
+        before = source(self._module, value)
+        here = value.computation
+        return [before] if before else [Value(here, here.instructions[name]) for name in value.instruction.operands]
 
     def _compute(self, value: Value) -> Array | None:
         at = value.instruction
         if (before := source(self._module, value)) is not None:
-            return self.of(before)
+            return self._memo[before]
         if at.is_tuple or not re.match(r"pred|[su]\d", at.shape.dtype):
             return None
         leaf = self._leaf(at)
         if leaf is not None:
             return leaf
-        operands = [self.of(Value(value.computation, value.computation.instructions[n])) for n in at.operands]
-        known = [operand for operand in operands if operand is not None]
-        return _apply(at, known) if known and len(known) == len(operands) else None
+        known = [operand for operand in map(self._memo.get, self._inputs(value)) if operand is not None]
+        return _apply(at, known) if known and len(known) == len(at.operands) else None
 
     def _leaf(self, at: Instruction) -> Array | None:
         devices = np.arange(self._module.num_devices)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -42,13 +42,13 @@ class _Round:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Prices of collectives on ``cluster`` cut into ``factors``."""
+    """Prices of collectives on ``cluster`` cut into ``factors``. ``memo`` keeps what was priced, here and by callers."""
 
     cluster: Cluster
     factors: tuple[Factor, ...]
     topology: Topology = field(init=False, repr=False, compare=False)
     _coordinates: Ints = field(init=False, repr=False, compare=False)
-    _memo: dict[object, Floats] = field(default_factory=dict[object, Floats], init=False, repr=False, compare=False)
+    memo: dict[Any, Any] = field(default_factory=dict[Any, Any], init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_cover(self.cluster, self.factors)
@@ -63,11 +63,11 @@ class Network:
         collective: binomial trees of permutes for Reduce and Broadcast, a ring of permutes among masters.
         """
         key = (kind, frozenset(over), frozenset(first), algorithm)
-        if key not in self._memo:
+        if key not in self.memo:
             members = self.groups(over, first=first)
             shapes = _shapes(kind, bool(first), algorithm) if members.shape[1] > 1 else ()
-            self._memo[key] = np.array([self._line(kind, members, over, shape) for shape in shapes] or [(0.0, 0.0)])
-        return self._memo[key]
+            self.memo[key] = np.array([self._line(kind, members, over, shape) for shape in shapes] or [(0.0, 0.0)])
+        return self.memo[key]
 
     def seconds(self, kind: Collective, over: Sequence[int], nbytes: ArrayLike, *, algorithm: Algorithm = "auto") -> Floats:
         """Seconds of the collective for these bytes (any shape; the result has the same)."""

@@ -7,5 +7,6 @@ here imports JAX except `shardplan.mesh.devices`, which makes a `jax.sharding.Me
 from .cluster import Cluster, Device, Interconnect, Level
 from .factoring import coordinates, factors
 from .load import preset_names
+from .matrix import Matrix, matrices
 
-__all__ = ["Cluster", "Device", "Interconnect", "Level", "coordinates", "factors", "preset_names"]
+__all__ = ["Cluster", "Device", "Interconnect", "Level", "Matrix", "coordinates", "factors", "matrices", "preset_names"]

@@ -12,9 +12,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from os import PathLike
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from ..errors import ClusterError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from .matrix import Matrix
 
 Kind = Literal["switch", "ring", "bus"]
 KINDS: tuple[str, ...] = get_args(Kind)
@@ -154,6 +160,13 @@ class Cluster:
             raise ClusterError(f"{len(sizes)} sizes for the {len(self.levels)} levels of {self.name!r}")
         sized = tuple(replace(level, size=n) for level, n in zip(self.levels, sizes, strict=False))
         return replace(self, levels=sized + self.levels[len(sizes) :])
+
+    def device_order(self, matrix: Matrix) -> NDArray[np.int64]:
+        """The device numbers laid out as a parallelism matrix says, one array axis for each of its rows.
+
+        ``jax.sharding.Mesh(np.array(jax.devices())[cluster.device_order(matrix)], names)`` is the mesh.
+        """
+        return matrix.device_order(self)
 
     def fingerprint(self) -> str:
         """A short digest of everything that prices depend on: equal clusters have equal fingerprints."""

@@ -1,0 +1,28 @@
+"""Reductions as programs of collectives (P2): what they mean, which there are, what they cost, and how they run.
+
+States and Hoare rules (section 3.2) are in `states`, the language (3.3) in `dsl`, hierarchies (3.4) in `hierarchies`,
+enumeration (3.5) in `synthesis`, prices (5) in `ranking` and best-first search in `best`. `shardplan.collectives.lower` runs
+programs in `shard_map` and imports JAX; it is imported only where one is run.
+"""
+
+from .best import best_reduction, search
+from .dsl import InsideGroup, Instruction, Master, Parallel, Reduction, ReductionError, groups, parse, replay
+from .ranking import program_seconds, table
+from .synthesis import synthesize
+
+__all__ = [
+    "InsideGroup",
+    "Instruction",
+    "Master",
+    "Parallel",
+    "Reduction",
+    "ReductionError",
+    "best_reduction",
+    "groups",
+    "parse",
+    "program_seconds",
+    "replay",
+    "search",
+    "synthesize",
+    "table",
+]

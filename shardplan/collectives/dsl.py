@@ -1,0 +1,248 @@
+"""The reduction language (P2, section 3.3): programs of instructions (slice, form, collective) over a synthesis hierarchy.
+
+A hierarchy is a tree, slowest level first, under a root. The slice names a level and gives one group of devices under each of its
+nodes; the form says which devices communicate: those inside each group, the first (second, ...) devices of all groups under a
+common ancestor (Parallel), or only the first devices (Master). Every pattern is a range of levels that it reduces over, and
+whether the levels below the range are fixed at their first member.
+
+>>> program = parse("(node, InsideGroup, Reduce) (node, Master(root), AllReduce) (node, InsideGroup, Broadcast)", ("node", "gpu"))
+>>> program.text(("node", "gpu"))
+'(node, InsideGroup, Reduce) (node, Master(root), AllReduce) (node, InsideGroup, Broadcast)'
+>>> [groups((2, 2), step) for step in program.steps]
+[((0, 1), (2, 3)), ((0, 2),), ((0, 1), (2, 3))]
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import assert_never
+
+from ..errors import ShardplanError, nearest
+from .states import COLLECTIVES, Clash, Collective, Context, Goal, Space, State
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class InsideGroup:
+    """All devices of each group of the slice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """The first devices of the groups under one node of ``level``, the second devices, and so on."""
+
+    level: int
+
+
+@dataclass(frozen=True, slots=True)
+class Master:
+    """Only the first devices of the groups under one node of ``level``."""
+
+    level: int
+
+
+Form = InsideGroup | Parallel | Master
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One step. Levels are counted from the root, which is 0; level ``i`` is entry ``i - 1`` of the hierarchy's shape."""
+
+    slice: int
+    form: Form
+    collective: Collective
+
+    def span(self, depth: int) -> tuple[int, int]:
+        """The entries [low, high) of a hierarchy of ``depth`` entries over which the groups stretch."""
+        match self.form:
+            case InsideGroup():
+                return self.slice, depth
+            case Parallel(level) | Master(level):
+                return level, self.slice
+            case _:
+                assert_never(self.form)
+
+    def text(self, names: Sequence[str]) -> str:
+        """The instruction as the paper writes it, with these level names."""
+        at = ("root", *names)
+        match self.form:
+            case InsideGroup():
+                form = "InsideGroup"
+            case Parallel(level):
+                form = f"Parallel({at[level]})"
+            case Master(level):
+                form = f"Master({at[level]})"
+            case _:
+                assert_never(self.form)
+        return f"({at[self.slice]}, {form}, {self.collective})"
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """A program: its steps in order, for a hierarchy of ``depth`` entries of any sizes."""
+
+    steps: tuple[Instruction, ...]
+    depth: int
+
+    def text(self, names: Sequence[str]) -> str:
+        """The program as the paper writes it."""
+        return " ".join(step.text(names) for step in self.steps)
+
+    @property
+    def short(self) -> str:
+        """The collectives alone: ``ReduceScatter-AllReduce-AllGather``."""
+        return "-".join(step.collective for step in self.steps)
+
+
+class ReductionError(ShardplanError):
+    """A program that is wrong: ``step`` counts from 0, ``devices`` the group's, ``states`` theirs before it, as text."""
+
+    def __init__(self, message: str, *, step: int | None = None, devices: Sequence[int] = (), states: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.step = step
+        self.devices = tuple(devices)
+        self.states = tuple(states)
+
+
+@lru_cache(maxsize=4096)
+def groups(shape: Shape, step: Instruction) -> tuple[tuple[int, ...], ...]:
+    """The device groups of an instruction on a hierarchy of this shape; groups of one device are left out."""
+    low, high = step.span(len(shape))
+    if not 0 <= low <= high <= len(shape):
+        raise ReductionError(f"{step} needs a form's level above its slice, within the {len(shape)} levels of {list(shape)}")
+    inner = math.prod(shape[low:high])
+    if inner < 2:
+        return ()
+    below = math.prod(shape[high:])
+    suffixes = range(1) if isinstance(step.form, Master) else range(below)
+    starts = (p * inner * below + s for p, s in itertools.product(range(math.prod(shape[:low])), suffixes))
+    return tuple(tuple(start + i * below for i in range(inner)) for start in starts)
+
+
+@lru_cache(maxsize=64)
+def instructions(depth: int) -> tuple[Instruction, ...]:
+    """One instruction for each distinct pattern and collective on a hierarchy of ``depth`` entries, all larger than one."""
+    forms: list[tuple[int, Form]] = []
+    for low in range(depth):
+        forms.append((low, InsideGroup()))
+        for high in range(low + 1, depth):
+            forms += [(high, Parallel(low)), (high, Master(low))]
+    return tuple(Instruction(s, form, c) for s, form in forms for c in COLLECTIVES)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A step that a context does not allow: the number of the first group that clashes, and why."""
+
+    group: int
+    clash: Clash
+
+
+def advance(space: Space, collective: Collective, among: Sequence[Sequence[int]], context: Context) -> Context | Refusal:
+    """The context after one step, or why there is none.
+
+    Strict information increase: a step in which a group learns nothing is refused as well.
+    """
+    states = list(context)
+    for number, group in enumerate(among):
+        before = tuple(context[d] for d in group)
+        after = space.apply(collective, before)
+        if isinstance(after, Clash):
+            return Refusal(number, after)
+        if after == before or not any(before):
+            return Refusal(number, Clash(f"{collective}: nobody in the group learns anything", tuple(range(len(group)))))
+        for device, state in zip(group, after, strict=True):
+            states[device] = state
+    return tuple(states)
+
+
+def replay(
+    program: Reduction, shape: Shape, goal: Goal = "all_reduce", order: Sequence[int] | None = None, names: Sequence[str] = ()
+) -> tuple[Context, ...]:
+    """The contexts before, between and after the steps; raises `ReductionError` where a step's precondition fails.
+
+    Also raises where the program ends short of the goal.
+    """
+    names = names or tuple(f"level{i}" for i in range(len(shape)))
+    if program.depth != len(shape):
+        raise ReductionError(f"a program for {program.depth} levels does not fit the {len(shape)} levels of {list(shape)}")
+    space = Space(math.prod(shape))
+    contexts = [space.initial(goal, order)]
+    for number, step in enumerate(program.steps):
+        among = groups(shape, step)
+        what = f"step {number + 1}, {step.text(names)}"
+        if not among:
+            raise ReductionError(f"{what}: its groups are single devices", step=number)
+        after = advance(space, step.collective, among, contexts[-1])
+        if isinstance(after, Refusal):
+            group, clash = among[after.group], after.clash
+            states = [space.show(contexts[-1][d]) for d in group]
+            clashing = "; ".join(f"device {group[m]} has {states[m]}" for m in clash.members[:4])
+            message = f"{what}: among devices {list(group)}, {clash.reason} ({clashing})"
+            raise ReductionError(message, step=number, devices=group, states=states)
+        contexts.append(after)
+    short = [d for d, (have, want) in enumerate(zip(contexts[-1], space.target(goal, order), strict=True)) if have != want]
+    if short:
+        d = short[0]
+        raise ReductionError(
+            f"the program ends short of its goal, {goal}: device {d} has {space.show(contexts[-1][d])}",
+            step=len(program.steps),
+            devices=short,
+            states=[space.show(contexts[-1][d]) for d in short],
+        )
+    return tuple(contexts)
+
+
+_INSTRUCTION = re.compile(r"\(\s*([^\s,()]+)\s*,\s*(InsideGroup|(?:Parallel|Master)\(\s*([^\s,()]+)\s*\))\s*,\s*(\w+)\s*\)")
+
+
+def parse(text: str, names: Sequence[str]) -> Reduction:
+    """The program that a text like ``(node, Master(root), AllReduce) ...`` writes, over levels with these names."""
+    levels = ("root", *names)
+
+    def level(name: str) -> int:
+        if name not in levels:
+            raise ReductionError(f"no level {name!r} in the hierarchy {', '.join(levels)}{nearest(name, levels)}")
+        return levels.index(name)
+
+    steps: list[Instruction] = []
+    for match in _INSTRUCTION.finditer(text):
+        name, form, above, collective = match.groups()
+        if collective not in COLLECTIVES:
+            raise ReductionError(
+                f"no collective {collective!r}{nearest(collective, COLLECTIVES)}; there are {', '.join(COLLECTIVES)}"
+            )
+        if above is not None and level(above) >= level(name):
+            raise ReductionError(f"in {match[0]}: {above!r} is not above {name!r}")
+        shape = InsideGroup() if above is None else Parallel(level(above)) if form[0] == "P" else Master(level(above))
+        steps.append(Instruction(level(name), shape, collective))
+    rest = _INSTRUCTION.sub("", text).strip(" ;,\n")
+    if rest or not steps:
+        raise ReductionError(
+            f"not a reduction program: {rest or text!r}; write (level, InsideGroup | Parallel(level) | Master(level), collective)"
+        )
+    return Reduction(tuple(steps), len(names))
+
+
+__all__ = [
+    "Collective",
+    "Form",
+    "InsideGroup",
+    "Instruction",
+    "Master",
+    "Parallel",
+    "Reduction",
+    "ReductionError",
+    "Shape",
+    "State",
+    "groups",
+    "instructions",
+    "parse",
+    "replay",
+]

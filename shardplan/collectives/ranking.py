@@ -1,0 +1,164 @@
+"""What reduction programs cost on a network, and which of them is best (P2, section 5).
+
+The steps of a program follow one another: its time is the sum of theirs. A step runs in all its groups at once, with the
+algorithm that suits it best unless one is forced, on the part of the data that its members hold by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..cost.network import Algorithm, Network
+from ..cost.network import Collective as Kind
+from .dsl import Instruction, Master, Reduction, Shape, groups
+from .states import Collective, Goal
+from .synthesis import Order, synthesize
+
+Floats = NDArray[np.float64]
+Entries = tuple[tuple[int, ...], ...]
+KINDS: dict[Collective, Kind] = {
+    "AllReduce": "all_reduce",
+    "ReduceScatter": "reduce_scatter",
+    "AllGather": "all_gather",
+    "Reduce": "reduce",
+    "Broadcast": "broadcast",
+}
+
+
+def entries(network: Network, over: Sequence[int]) -> Entries:
+    """The synthesis hierarchy of a reduction over factors: one entry a level, slowest first, its factors collapsed."""
+    by_level: dict[int, list[int]] = {}
+    for i in sorted(set(over), key=lambda i: (network.factors[i].level, -network.factors[i].stride)):
+        if network.factors[i].size > 1:
+            by_level.setdefault(network.factors[i].level, []).append(i)
+    return tuple(tuple(by_level[level]) for level in sorted(by_level))
+
+
+def shape_of(network: Network, levels: Entries) -> Shape:
+    """The sizes of a hierarchy's entries."""
+    return tuple(int(np.prod([network.factors[i].size for i in entry])) for entry in levels)
+
+
+def names_of(network: Network, levels: Entries) -> tuple[str, ...]:
+    """Names for a hierarchy's entries: those of the cluster's levels."""
+    return tuple(network.cluster.level_names[network.factors[entry[0]].level] for entry in levels)
+
+
+@lru_cache(maxsize=65536)
+def payloads(program: Reduction, shape: Shape, goal: Goal = "all_reduce") -> tuple[float, ...]:
+    """The part of the data that each step moves per device: of its operand, for an AllGather of its result.
+
+    >>> from .dsl import parse
+    >>> text = "(n, InsideGroup, ReduceScatter) (n, Parallel(root), AllReduce) (n, InsideGroup, AllGather)"
+    >>> payloads(parse(text, ("n", "g")), (4, 8))
+    (1.0, 0.125, 1.0)
+    """
+    # what matters of a level is whether a device is its first member: two devices a level carry the parts of all
+    two = tuple(min(n, 2) for n in shape)
+    start = 1.0 / np.prod(shape) if goal == "all_gather" else 1.0
+    held = [float(start)] * int(np.prod(two))
+    moved: list[float] = []
+    for step in program.steps:
+        among = groups(two, step)
+        low, high = step.span(len(shape))
+        members = float(np.prod(shape[low:high]))
+        moved.append(max(held[g[0]] for g in among) * (members if step.collective == "AllGather" else 1.0))
+        for group in among:
+            after = held_after(step.collective, [held[d] for d in group], members)
+            for device, part in zip(group, after, strict=True):
+                held[device] = part
+    return tuple(moved)
+
+
+def held_after(collective: Collective, held: Sequence[float], members: float) -> list[float]:
+    """The parts that a group's members hold after a collective among ``members`` of them."""
+    match collective:
+        case "AllReduce":
+            return list(held)
+        case "ReduceScatter":
+            return [part / members for part in held]
+        case "AllGather":
+            return [part * members for part in held]
+        case "Reduce":
+            return [held[0]] + [0.0] * (len(held) - 1)
+        case "Broadcast":
+            return [held[0]] * len(held)
+
+
+def step_lines(network: Network, levels: Entries, step: Instruction, algorithm: Algorithm) -> Floats:
+    """The rows (latency_s, seconds_per_byte) of one step over the entries of a hierarchy. # [A, 2]"""
+    low, high = step.span(len(levels))
+    over = tuple(i for entry in levels[low:high] for i in entry)
+    below = tuple(i for entry in levels[high:] for i in entry) if isinstance(step.form, Master) else ()
+    return network.lines(KINDS[step.collective], over, first=below, algorithm=algorithm)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Table:
+    """Programs of one hierarchy, priced for any number of bytes at once.
+
+    ``costs`` are the distinct steps' rows [U, A, 2], already per byte of the whole operand; ``steps[p]`` those of program ``p``
+    [P, S], padded with the step that costs nothing.
+    """
+
+    programs: tuple[Reduction, ...]
+    costs: Floats
+    steps: NDArray[np.int64]
+
+    def seconds(self, nbytes: float) -> Floats:
+        """The time of each program.  # [P]"""
+        each = np.min(self.costs[:, :, 0] + self.costs[:, :, 1] * nbytes, axis=1)
+        return each[self.steps].sum(axis=1)
+
+    def best(self, nbytes: float) -> tuple[float, Reduction]:
+        """The fastest program and its time; the shorter, earlier one of equals."""
+        times = self.seconds(nbytes)
+        first = int(np.flatnonzero(times <= times.min() * (1 + 1e-12))[0])
+        return float(times[first]), self.programs[first]
+
+
+def table(
+    network: Network,
+    over: Sequence[int],
+    programs: Sequence[Reduction] | None = None,
+    *,
+    algorithm: Algorithm = "auto",
+    max_size: int = 5,
+    goal: Goal = "all_reduce",
+    order: Order | None = None,
+) -> Table:
+    """All programs of at most ``max_size`` steps (or those given) for a reduction over these factors, priced."""
+    levels = entries(network, over)
+    shape = shape_of(network, levels)
+    if programs is None:
+        programs = synthesize(len(levels), max_size, goal, order) if levels else (Reduction((), 0),)
+    rows: dict[tuple[Instruction | None, float], int] = {(None, 0.0): 0}
+    costs = [np.zeros((1, 2))]
+    steps = np.zeros((len(programs), max((len(p.steps) for p in programs), default=0)), np.int64)
+    for p, program in enumerate(programs):
+        for s, (step, part) in enumerate(zip(program.steps, payloads(program, shape, goal), strict=True)):
+            if (step, part) not in rows:
+                rows[step, part] = len(costs)
+                costs.append(step_lines(network, levels, step, algorithm) * np.array([1.0, part]))
+            steps[p, s] = rows[step, part]
+    widest = max(len(c) for c in costs)
+    padded = np.stack([np.concatenate([c, np.repeat(c[-1:], widest - len(c), axis=0)]) for c in costs])
+    return Table(tuple(programs), padded, steps)
+
+
+def program_seconds(
+    network: Network,
+    over: Sequence[int],
+    program: Reduction,
+    nbytes: float,
+    *,
+    algorithm: Algorithm = "auto",
+    goal: Goal = "all_reduce",
+) -> float:
+    """The time of one program over these factors."""
+    return float(table(network, over, [program], algorithm=algorithm, goal=goal).seconds(nbytes)[0])

@@ -1,0 +1,176 @@
+"""State matrices and what the five collectives do to them (P2, section 3.2 and Figure 8).
+
+A reduction over ``k`` devices cuts the data into ``k`` chunks. The state of a device is a ``k`` by ``k`` boolean matrix: row
+``r`` holds, for chunk ``r``, which devices have contributed to what the device has of it; an empty row means that it has
+nothing. Here a state is one integer of ``k * k`` bits, row ``r`` at bits ``r * k`` and up, so that a collective is a few
+integer operations.
+
+>>> space = Space(2)
+>>> context = space.initial()
+>>> [space.show(s) for s in space.apply("AllReduce", context)]
+['11/11', '11/11']
+>>> space.apply("AllReduce", (space.parse("10/00"), space.parse("00/01"))).reason
+'AllReduce: members 0 and 1 hold different chunks, {0} and {1}'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, assert_never, get_args
+
+Collective = Literal["AllReduce", "ReduceScatter", "AllGather", "Reduce", "Broadcast"]
+COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
+Goal = Literal["all_reduce", "reduce_scatter", "all_gather"]
+State = int
+Context = tuple[State, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Clash:
+    """A precondition that does not hold: why, and which members of the group clash in which chunk (None: not about one)."""
+
+    reason: str
+    members: tuple[int, ...]
+    chunk: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """States of ``k`` devices."""
+
+    k: int
+    _chunks: dict[State, int] = field(default_factory=dict[State, int], init=False, repr=False, compare=False)
+    _masks: dict[int, int] = field(default_factory=dict[int, int], init=False, repr=False, compare=False)
+
+    @property
+    def full(self) -> State:
+        """Every chunk, from everybody."""
+        return (1 << (self.k * self.k)) - 1
+
+    def own(self, device: int) -> State:
+        """What a device has at first: every chunk, its own contribution."""
+        return self.column(1 << device)
+
+    def column(self, contributors: int) -> State:
+        """Every chunk with these contributors (a bitset of devices)."""
+        return sum(contributors << (row * self.k) for row in range(self.k))
+
+    def initial(self, goal: Goal = "all_reduce", order: Sequence[int] | None = None) -> Context:
+        """The states at the start: of an all-gather, each device has one chunk complete, ``order[i]`` for device ``i``."""
+        if goal == "all_gather":
+            return self._scattered(order)
+        return tuple(self.own(device) for device in range(self.k))
+
+    def target(self, goal: Goal = "all_reduce", order: Sequence[int] | None = None) -> Context:
+        """The states at the end: of a reduce-scatter, each device has one chunk complete, ``order[i]`` for device ``i``."""
+        if goal == "reduce_scatter":
+            return self._scattered(order)
+        return (self.full,) * self.k
+
+    def chunks(self, state: State) -> int:
+        """The chunks that a state holds anything of, as a bitset of rows."""
+        known = self._chunks.get(state)
+        if known is None:
+            row = (1 << self.k) - 1
+            known = sum(1 << r for r in range(self.k) if state >> (r * self.k) & row)
+            self._chunks[state] = known
+        return known
+
+    def only(self, chunks: int) -> State:
+        """The mask of whole rows of these chunks."""
+        known = self._masks.get(chunks)
+        if known is None:
+            row = (1 << self.k) - 1
+            known = sum(row << (r * self.k) for r in range(self.k) if chunks >> r & 1)
+            self._masks[chunks] = known
+        return known
+
+    def apply(self, collective: Collective, states: Sequence[State]) -> Context | Clash:
+        """The states of a group's members after a collective among them, or the precondition of Figure 8 that fails."""
+        match collective:
+            case "AllReduce" | "ReduceScatter" | "Reduce":
+                return self._reduce(collective, states)
+            case "AllGather":
+                return self._gather(states)
+            case "Broadcast":
+                return self._broadcast(states)
+            case _:
+                assert_never(collective)
+
+    def _reduce(self, collective: Collective, states: Sequence[State]) -> Context | Clash:
+        held, total = self.chunks(states[0]), 0
+        for member, state in enumerate(states):
+            if self.chunks(state) != held:
+                differ = f"{_set(held)} and {_set(self.chunks(state))}"
+                return Clash(f"{collective}: members 0 and {member} hold different chunks, {differ}", (0, member))
+            if state & total:
+                return self._twice(collective, states, member)
+            total |= state
+        if collective == "AllReduce":
+            return (total,) * len(states)
+        if collective == "Reduce":
+            return (total,) + (0,) * (len(states) - 1)
+        count = held.bit_count()
+        if count % len(states):
+            return Clash(f"ReduceScatter: {count} chunks do not divide among {len(states)} members", tuple(range(len(states))))
+        return tuple(total & self.only(block) for block in _blocks(held, len(states)))
+
+    def _gather(self, states: Sequence[State]) -> Context | Clash:
+        total, seen, count = 0, 0, self.chunks(states[0]).bit_count()
+        for member, state in enumerate(states):
+            held = self.chunks(state)
+            if held & seen:
+                other = next(m for m in range(member) if self.chunks(states[m]) & held)
+                chunk = _first(held & self.chunks(states[other]))
+                return Clash(f"AllGather: members {other} and {member} both hold chunk {chunk}", (other, member), chunk)
+            if held.bit_count() != count:
+                sizes = f"{count} and {held.bit_count()} chunks"
+                return Clash(f"AllGather: members 0 and {member} hold {sizes}, not the same number", (0, member))
+            total, seen = total | state, seen | held
+        return (total,) * len(states)
+
+    def _broadcast(self, states: Sequence[State]) -> Context | Clash:
+        root = states[0]
+        for member, state in enumerate(states):
+            if state & ~root:
+                chunk = _first(state & ~root) // self.k
+                return Clash(f"Broadcast: member {member} knows of chunk {chunk} what the root does not", (0, member), chunk)
+        if all(state == root for state in states):
+            return Clash("Broadcast: every member knows already what the root would tell", tuple(range(len(states))))
+        return (root,) * len(states)
+
+    def _twice(self, collective: Collective, states: Sequence[State], member: int) -> Clash:
+        other = next(m for m in range(member) if states[m] & states[member])
+        bit = _first(states[other] & states[member])
+        chunk, device = divmod(bit, self.k)
+        why = f"both hold the contribution of device {device} to chunk {chunk}, which would be reduced twice"
+        return Clash(f"{collective}: members {other} and {member} {why}", (other, member), chunk)
+
+    def _scattered(self, order: Sequence[int] | None) -> Context:
+        return tuple(self.full & self.only(1 << chunk) for chunk in (order or range(self.k)))
+
+    def show(self, state: State) -> str:
+        """A state matrix as rows of 0 and 1 between slashes, contributions of device 0 leftmost."""
+        rows = (state >> (r * self.k) & ((1 << self.k) - 1) for r in range(self.k))
+        return "/".join("".join(str(row >> j & 1) for j in range(self.k)) for row in rows)
+
+    def parse(self, text: str) -> State:
+        """The inverse of `show`."""
+        rows = text.split("/")
+        return sum(1 << (r * self.k + j) for r, row in enumerate(rows) for j, bit in enumerate(row) if bit == "1")
+
+
+def _blocks(held: int, parts: int) -> list[int]:
+    """The held chunks in ``parts`` consecutive blocks of equal size, as bitsets."""
+    rows = [r for r in range(held.bit_length()) if held >> r & 1]
+    size = len(rows) // parts
+    return [sum(1 << r for r in rows[i * size : (i + 1) * size]) for i in range(parts)]
+
+
+def _first(bits: int) -> int:
+    return (bits & -bits).bit_length() - 1
+
+
+def _set(chunks: int) -> str:
+    return "{" + ", ".join(str(r) for r in range(chunks.bit_length()) if chunks >> r & 1) + "}"

@@ -1,0 +1,110 @@
+"""All programs of a hierarchy in increasing size (P2, section 3.5).
+
+Programs are walks from the initial to the final context; contexts are shared, so each is expanded once. Which programs are
+right does not depend on the sizes of the levels, only on which are larger than one: a level of any size behaves like one of
+two, its first member and another. So walks are found with every level at two and hold for all sizes (a test compares with the
+enumeration on the true sizes; `replay` checks any single program on any size).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+
+from .dsl import Instruction, Reduction, Refusal, Shape, advance, groups, instructions
+from .states import Context, Goal, Space
+
+Order = tuple[int, ...]
+Move = tuple[Instruction, tuple[tuple[int, ...], ...]]
+
+
+def synthesize(depth: int, max_size: int = 5, goal: Goal = "all_reduce", order: Order | None = None) -> tuple[Reduction, ...]:
+    """Every program of at most ``max_size`` steps for ``depth`` levels, shortest first, without regard to sizes.
+
+    ``order`` lists the levels, major first, by which chunks are numbered at the scattered end of a reduce-scatter or all-gather
+    goal: (1, 0) leaves device (c0, c1) with chunk (c1, c0), the layout P(('l1', 'l0')). The default is their own order.
+
+    >>> [p.short for p in synthesize(1)]
+    ['AllReduce', 'ReduceScatter-AllGather', 'Reduce-Broadcast']
+    >>> len(synthesize(2)), [p.short for p in synthesize(2, goal="reduce_scatter", order=(1, 0))][0]
+    (93, 'ReduceScatter-ReduceScatter')
+    """
+    return _synthesize((2,) * depth, max_size, goal, order)
+
+
+@lru_cache(maxsize=256)
+def _synthesize(shape: Shape, max_size: int, goal: Goal, order: Order | None) -> tuple[Reduction, ...]:
+    """The same on exactly this shape."""
+    walks = Walks(shape, goal, order)
+    return tuple(Reduction(steps, len(shape)) for size in range(1, max_size + 1) for steps in walks.of_size(size))
+
+
+class Walks:
+    """The graph of contexts of a shape, built as it is walked. # contexts are shared by all walks that meet in them"""
+
+    def __init__(self, shape: Shape, goal: Goal = "all_reduce", order: Order | None = None) -> None:
+        self.shape = shape
+        self.space = Space(math.prod(shape))
+        chunks = chunk_order(shape, order)
+        self.start = self.space.initial(goal, chunks)
+        self.end = self.space.target(goal, chunks)
+        # an instruction's collective, and its groups on this shape
+        self.moves = tuple((step, groups(shape, step)) for step in instructions(len(shape)) if groups(shape, step))
+        self._next: dict[Context, tuple[tuple[Instruction, Context], ...]] = {}
+        self._walks: dict[tuple[Context, int], tuple[tuple[Instruction, ...], ...]] = {}
+        # a Reduce leaves members empty: it ends no program; a scatter ends only a scattered goal
+        last = {"all_reduce": ("AllReduce", "AllGather", "Broadcast"), "all_gather": ("AllGather", "Broadcast")}
+        self._last = last.get(goal, ("ReduceScatter", "AllReduce", "AllGather", "Broadcast"))
+
+    def of_size(self, size: int) -> Iterator[tuple[Instruction, ...]]:
+        """The walks of exactly this many steps."""
+        return iter(self._from(self.start, size))
+
+    def successors(self, context: Context) -> tuple[tuple[Instruction, Context], ...]:
+        """Every step that is right in a context, and the context after it."""
+        known = self._next.get(context)
+        if known is None:
+            known = self._next[context] = tuple(self._expand(context, self.moves))
+        return known
+
+    def _expand(self, context: Context, moves: Sequence[Move]) -> Iterator[tuple[Instruction, Context]]:
+        for step, among in moves:
+            after = advance(self.space, step.collective, among, context)
+            if not isinstance(after, Refusal):
+                yield step, after
+
+    def _from(self, context: Context, size: int) -> tuple[tuple[Instruction, ...], ...]:
+        if context == self.end:
+            return ((),) if size == 0 else ()
+        if size == 0:
+            return ()
+        key = (context, size)
+        if key not in self._walks:
+            self._walks[key] = tuple(self._one_step(context) if size == 1 else self._more_steps(context, size))
+        return self._walks[key]
+
+    def _one_step(self, context: Context) -> Iterator[tuple[Instruction, ...]]:
+        if context in self._next:
+            return ((step,) for step, after in self._next[context] if after == self.end)
+        moves = [m for m in self.moves if m[0].collective in self._last]
+        return ((step,) for step, after in self._expand(context, moves) if after == self.end)
+
+    def _more_steps(self, context: Context, size: int) -> Iterator[tuple[Instruction, ...]]:
+        for step, after in self.successors(context):
+            for rest in self._from(after, size - 1):
+                yield (step, *rest)
+
+
+def chunk_order(shape: Shape, order: Order | None) -> Order:
+    """The chunk of each device where chunks are numbered with the levels of ``order`` major first."""
+    if order is None:
+        return tuple(range(math.prod(shape)))
+    result: list[int] = []
+    for at in itertools.product(*(range(n) for n in shape)):
+        chunk = 0
+        for level in order:
+            chunk = chunk * shape[level] + at[level]
+        result.append(chunk)
+    return tuple(result)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from shardplan.errors import DescriptionError
 from shardplan.ir import Reducer
@@ -89,7 +89,10 @@ def op(function: Callable[..., Any]) -> Callable[[Call], Description]:
     """Tofu's ``@tdl.op``: ``function(*operands)`` returns the lambda; the result reads a `Call` into a `Description`."""
 
     def read(call: Call) -> Description:
-        return _read(call, lambda _call, *operands: function(*operands))
+        def without_call(_: Call, *operands: lang.TensorRef) -> Lambda:
+            return function(*operands)
+
+        return _read(call, without_call)
 
     read.__doc__ = function.__doc__
     return read
@@ -107,7 +110,7 @@ def _read(call: Call, function: RuleFunction) -> Description:
     ]
     with lang.Recorder() as recorder:
         made = function(call, *operands)
-        lambdas: tuple[Lambda, ...] = made if isinstance(made, tuple) else (made,)
+        lambdas = cast("tuple[Lambda, ...]", made if isinstance(made, tuple) else (made,))
         if len(lambdas) != len(call.results):
             raise DescriptionError(f"{call.primitive} has {len(call.results)} results, described are {len(lambdas)}")
         results: list[tuple[int, ...]] = []
@@ -125,7 +128,7 @@ def _read(call: Call, function: RuleFunction) -> Description:
     )
     zeros = frozenset(i for i, v in enumerate(call.scalars) if isinstance(v, int | float) and v == 0)
     booleans = tuple(t == "bool" for t in call.result_dtypes) or (False,) * len(trees)
-    monomials = tuple(_twice(t) if b else _monomials(t, zeros) for t, b in zip(trees, booleans, strict=True))
+    monomials = tuple(_twice(t) if b else products(t, zeros) for t, b in zip(trees, booleans, strict=True))
     plain = all(k is None for k in recorder.kinds) and len(set(results)) == 1 and not whole
     elementwise = plain and all(_identity(ix, call.operands[o], results[0]) for o, ix in accesses)
     return Description(call, loops, tuple(results), accesses, tuple(trees), monomials, elementwise)
@@ -208,7 +211,7 @@ def _identity(indices: tuple[IndexExpr, ...], shape: tuple[int, ...], result: tu
     return all(n == 1 or ix == Affine(((loop, 1),)) for ix, n, loop in zip(indices, shape, result, strict=True))
 
 
-def _monomials(node: lang.Scalar, zeros: frozenset[int]) -> Monomials:
+def products(node: lang.Scalar, zeros: frozenset[int] = frozenset()) -> Monomials:
     """The expression as a sum of products of operands; what is not linear counts an operand twice. Zero is the empty sum."""
     match node:
         case lang.Number(value):
@@ -216,17 +219,17 @@ def _monomials(node: lang.Scalar, zeros: frozenset[int]) -> Monomials:
         case lang.Access(operand, _):
             return frozenset() if operand in zeros else frozenset({(operand,)})
         case lang.Apply("add", args, _):
-            return frozenset().union(*(_monomials(a, zeros) for a in args))
+            return frozenset[tuple[int, ...]]().union(*(products(a, zeros) for a in args))
         case lang.Apply("neg", (arg,), _):
-            return _monomials(arg, zeros)
+            return products(arg, zeros)
         case lang.Apply("mul", (a, b), _):
-            return _product(_monomials(a, zeros), _monomials(b, zeros))
+            return _product(products(a, zeros), products(b, zeros))
         case lang.Apply("div", (a, b), _):
-            return _product(_monomials(a, zeros), _twice(b))
+            return _product(products(a, zeros), _twice(b))
         case lang.Apply("where", (c, a, b), _):
-            return _product(_monomials(a, zeros) | _monomials(b, zeros), _twice(c))
+            return _product(products(a, zeros) | products(b, zeros), _twice(c))
         case lang.Reduce("sum", _, body):
-            return _monomials(body, zeros)
+            return products(body, zeros)
         case _:
             return _twice(node)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal, cast
 
 from shardplan.errors import DescriptionError
 from shardplan.ir import Reducer
@@ -95,7 +95,7 @@ class TensorRef:
     dtype: str = "float32"
 
     def __getitem__(self, key: Any) -> Access:
-        keys: tuple[Any, ...] = key if isinstance(key, tuple) else (key,)
+        keys = cast("tuple[Any, ...]", key if isinstance(key, tuple) else (key,))
         if len(keys) != len(self.shape):
             raise DescriptionError(
                 f"operand {self.position} has rank {len(self.shape)}, {len(keys)} indices given", expression=f"{keys}"
@@ -178,7 +178,7 @@ class OpaqueResult(Scalar):
     args: tuple[Scalar, ...]
 
     def __getitem__(self, key: object) -> Scalar:
-        keys = key if isinstance(key, tuple) else (key,)
+        keys = cast("tuple[object, ...]", key if isinstance(key, tuple) else (key,))
         return HiddenLoops(self.args, frozenset(loop for k in keys if isinstance(k, Loop) for loop in _loops(k)))
 
 
@@ -199,8 +199,6 @@ def _loops(loop: Loop) -> frozenset[int]:
 class Recorder:
     """Hands out loops while a description's lambda runs. One recorder serves all lambdas of one description."""
 
-    _stack: ClassVar[list[Recorder]] = []
-
     def __init__(self) -> None:
         self.names: list[str] = []
         self.kinds: list[Reducer | None] = []
@@ -208,11 +206,11 @@ class Recorder:
         self.parallel: dict[str, int] = {}
 
     def __enter__(self) -> Recorder:
-        Recorder._stack.append(self)
+        _recorders.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        Recorder._stack.pop()
+        _recorders.pop()
 
     def loop(self, name: str, reducer: Reducer | None, extent: int | None) -> int:
         """A new loop's id."""
@@ -222,11 +220,14 @@ class Recorder:
         return len(self.names) - 1
 
 
+_recorders: list[Recorder] = []
+
+
 def current() -> Recorder:
     """The recorder of the description that is being read."""
-    if not Recorder._stack:
+    if not _recorders:
         raise DescriptionError("a reduction is used outside a description", expression="Sum(...)")
-    return Recorder._stack[-1]
+    return _recorders[-1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,7 +130,7 @@ def _slice(call: Call, local: Local) -> Local:
 @_local("pad")
 def _pad(call: Call, local: Local) -> Local:
     """The halo takes the place of padding; beyond the edge it holds the padding value."""
-    config = [tuple(map(int, c)) for c in call.params["padding_config"]]
+    config = [(int(lo), int(hi), int(gap)) for lo, hi, gap in call.params["padding_config"]]
     for dim, (halo, _) in filter(None, [_cut_dim(local.strategy.operands[0])]):
         low, _, gap = config[dim]
         low -= halo * (gap + 1)
@@ -152,7 +152,7 @@ def _window_padding(
 def _convolution(call: Call, local: Local) -> Local:
     p, (x, kernel) = call.params, local.call.operands
     numbers = p["dimension_numbers"]
-    padding = [tuple(map(int, c)) for c in p["padding"]]
+    padding = [(int(lo), int(hi)) for lo, hi in p["padding"]]
     for dim, (halo, _) in filter(None, [_cut_dim(local.strategy.operands[0])]):
         if dim in numbers.lhs_spec[2:]:
             n = numbers.lhs_spec.index(dim) - 2
@@ -175,7 +175,7 @@ def _reduce_window(call: Call, local: Local) -> Local:
     p = local.call.params
     ones = (1,) * len(call.results[0])
     base, wide = p.get("base_dilation") or ones, p.get("window_dilation") or ones
-    padding = [tuple(map(int, c)) for c in p["padding"]]
+    padding = [(int(lo), int(hi)) for lo, hi in p["padding"]]
     for dim, (halo, _) in filter(None, [_cut_dim(local.strategy.operands[0])]):
         padding[dim] = _window_padding(
             local.call.operands[0][dim], local.call.results[0][dim], *padding[dim], int(p["window_dimensions"][dim]),
@@ -208,7 +208,7 @@ def _select_and_scatter_add(call: Call, local: Local) -> Local:
         return local
     dim, lo = at_x[0], at_x[1][0]
     stride, window = int(p["window_strides"][dim]), int(p["window_dimensions"][dim])
-    padding = [tuple(map(int, c)) for c in p["padding"]]
+    padding = [(int(lo), int(hi)) for lo, hi in p["padding"]]
     low = padding[dim][0] + at_source[1][0] * stride - lo
     padding[dim] = (low, (source[dim] - 1) * stride + window - x[dim] - low)
     size = local.call.results[0][dim]

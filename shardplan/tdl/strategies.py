@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from shardplan.ir import Partial, Placement, Reducer, Replicated, Split
 from shardplan.tdl import language as lang
-from shardplan.tdl.describe import Description, children
+from shardplan.tdl.describe import Description, children, products
 from shardplan.tdl.index import Interval, interval
 
 
@@ -158,10 +158,11 @@ def _terms_beside(tree: lang.Scalar, loop: int) -> tuple[int, ...] | None:
                     if more is None:
                         return None
                     beside += more
-                elif isinstance(arg, lang.Access):
-                    beside.append(arg.operand)
                 else:
-                    return None
+                    terms = products(arg)
+                    if not all(len(term) == 1 for term in terms):
+                        return None
+                    beside += [term[0] for term in sorted(terms)]
             return tuple(beside)
         case lang.Apply("neg", (arg,), _):
             return _terms_beside(arg, loop) if _reducer_of(arg, loop) == "sum" else None

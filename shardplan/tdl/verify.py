@@ -155,8 +155,18 @@ def regions(x: Any, placement: Placement, ways: int, edge: Edge, operands: Seque
         case Replicated():
             return [x] * ways
         case Partial():
-            terms = [draw_array(x.shape, str(x.dtype), rng) for _ in range(ways - 1)]
-            return [np.asarray(x - sum(terms, np.zeros_like(x)), x.dtype), *terms]
+            return _terms(x, ways, rng)
+
+
+def _terms(x: Any, ways: int, rng: np.random.Generator) -> list[Any]:
+    """Terms whose sum is ``x`` to the last bit: any integers; floats doubled on one worker and taken off by the others."""
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        terms = [draw_array(x.shape, str(x.dtype), rng) for _ in range(ways - 1)]
+        return [np.asarray(x - sum(terms, np.zeros_like(x)), x.dtype), *terms]
+    zero = np.zeros_like(x)
+    if ways == 2:
+        return [x + x, -x]
+    return [x + x, *([zero] * (ways - 3)), -x / 2, -x / 2]
 
 
 _JOIN = {

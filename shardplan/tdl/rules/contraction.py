@@ -106,3 +106,28 @@ def _ragged_dot(call: Call, x: TensorRef, y: TensorRef, sizes: TensorRef) -> Lam
 
     _ = mode_batch
     return element
+
+
+@rule("scaled_dot")
+def _scaled_dot(call: Call, x: TensorRef, y: TensorRef, x_scale: TensorRef, y_scale: TensorRef) -> Lambda:
+    """`_dot_general` with a scale for each run of elements along the summed dims."""
+    (sum_x, sum_y), (batch_x, batch_y) = call.params["dimension_numbers"]
+    free_x = [d for d in range(len(x.shape)) if d not in {*sum_x, *batch_x}]
+    free_y = [d for d in range(len(y.shape)) if d not in {*sum_y, *batch_y}]
+
+    def element(*i: Any) -> Scalar:
+        batch, left, right = i[: len(batch_x)], i[len(batch_x) : len(batch_x) + len(free_x)], i[len(batch_x) + len(free_x) :]
+
+        def term(*k: Any) -> Scalar:
+            at_x = {**dict(zip([*batch_x, *free_x, *sum_x], [*batch, *left, *k], strict=True))}
+            at_y = {**dict(zip([*batch_y, *free_y, *sum_y], [*batch, *right, *k], strict=True))}
+            return _scaled(x, x_scale, at_x) * _scaled(y, y_scale, at_y)
+
+        return Sum(term, tuple(x.shape[d] for d in sum_x))
+
+    return element
+
+
+def _scaled(x: TensorRef, scale: TensorRef, at: dict[int, Any]) -> Scalar:
+    coarse = tuple(at[d] // (n // m) for d, (n, m) in enumerate(zip(x.shape, scale.shape, strict=True)))
+    return x[tuple(at[d] for d in range(len(x.shape)))] * scale[coarse]

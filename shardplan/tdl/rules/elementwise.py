@@ -37,7 +37,7 @@ def _mul(call: Call, x: TensorRef, y: TensorRef) -> Lambda:
 
 @rule("div")
 def _div(call: Call, x: TensorRef, y: TensorRef) -> Lambda:
-    if "int" in x.dtype:
+    if "int" in x.dtype or "int" in y.dtype:
         return lambda *i: apply("div", at(x, i), at(y, i))
     return lambda *i: at(x, i) / at(y, i)
 
@@ -48,7 +48,7 @@ def _neg(call: Call, x: TensorRef) -> Lambda:
 
 
 @rule(
-    "copy", "copy_p", "real", "imag", "conj", "stop_gradient", "name",
+    "copy", "real", "imag", "conj", "stop_gradient", "name",
 )  # fmt: skip
 def _linear(call: Call, x: TensorRef) -> Lambda:
     return lambda *i: at(x, i)

@@ -174,13 +174,3 @@ def _iota(call: Call, *_: TensorRef) -> Lambda:
 @rule("empty", "empty2")
 def _empty(call: Call, *_: TensorRef) -> Lambda:
     return lambda *i: given(held(), 1)
-
-
-@rule("optimization_barrier")
-def _barrier(call: Call, *operands: TensorRef) -> tuple[Lambda, ...]:
-    """Each result is its operand; the loops are the results' own, so each may be cut in its own way."""
-
-    def same(number: int, x: TensorRef) -> Lambda:
-        return Named(tuple(f"i{number}_{d}" for d in range(len(x.shape))), lambda *i: x[i])
-
-    return tuple(same(n, x) for n, x in enumerate(operands))

@@ -136,3 +136,20 @@ def _select_and_scatter_add(call: Call, source: TensorRef, x: TensorRef) -> Lamb
         return lang.Sum(term, window + window)
 
     return element
+
+
+@rule("select_and_scatter")
+def _select_and_scatter(call: Call, x: TensorRef, source: TensorRef, start: TensorRef) -> Lambda:
+    """By functions of the user's: only dims that no window spans may be cut."""
+    p = call.params
+    trivial = [
+        int(n) == 1 and int(s) == 1 and not any(map(int, pad))
+        for n, s, pad in zip(p["window_dimensions"], p["window_strides"], p["padding"], strict=True)
+    ]
+
+    def element(*i: Any) -> Scalar:
+        at = tuple(loop if one else _ALL for loop, one in zip(i, trivial, strict=True))
+        inside = tuple(loop for loop, one in zip(i, trivial, strict=True) if not one)
+        return Opaque()(x[at], source[at], start[()])[inside]
+
+    return element

@@ -75,7 +75,9 @@ class LayoutSpace:
     def stored(self) -> tuple[int, ...]:
         """The states that a tensor may be stored in: nothing partial, no buffer, each dim's factors slowest first."""
         return tuple(
-            i for i, (dims, partial) in enumerate(self.states) if not partial and not dims[-1] and all(d == tuple(sorted(d)) for d in dims)
+            i
+            for i, (dims, partial) in enumerate(self.states)
+            if not partial and not dims[-1] and all(d == tuple(sorted(d)) for d in dims)
         )
 
     def edge(self, before: int, after: int) -> tuple[tuple[str, tuple[int, ...]], float]:
@@ -85,7 +87,9 @@ class LayoutSpace:
         return names[which[at]], float(fraction[at])
 
     @cached_property
-    def edges(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.float64], list[tuple[str, tuple[int, ...]]]]:
+    def edges(
+        self,
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.float64], list[tuple[str, tuple[int, ...]]]]:
         """(source, target, collective id, bytes as a fraction of the tensor's, the collectives)."""
         names: dict[tuple[str, tuple[int, ...]], int] = {}
         best: dict[tuple[int, int], tuple[int, float]] = {}
@@ -207,7 +211,9 @@ class Resharder:
         mask = self.legal(shape)
         return np.stack([self._row(len(shape), mask, nbytes, s, into)[0] for s in states])
 
-    def _row(self, rank: int, mask: NDArray[np.bool_], nbytes: float, state: int, into: bool) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
+    def _row(
+        self, rank: int, mask: NDArray[np.bool_], nbytes: float, state: int, into: bool
+    ) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
         key = (rank, mask.tobytes(), nbytes, into)
         row = self._rows.get((*key, state))
         if row is not None:
@@ -233,7 +239,8 @@ class Resharder:
                 cost[at] = _SLICE_S
             else:
                 lines = self._line(kind, over)
-                cost[at] = np.maximum(np.min(lines[:, 0] + lines[:, 1] * (fraction[at, None] * nbytes), axis=1), _SLICE_S)
+                # among equals the shorter program
+                cost[at] = np.min(lines[:, 0] + lines[:, 1] * (fraction[at, None] * nbytes), axis=1) + _SLICE_S
         keep = mask[source] & mask[target]
         n = len(space.states)
         return csr_matrix((cost[keep], (source[keep], target[keep])), shape=(n, n))

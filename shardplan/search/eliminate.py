@@ -37,8 +37,9 @@ def find_order(scopes: Sequence[tuple[int, ...]], sizes: Sequence[int]) -> Order
 def _order(scopes: Sequence[tuple[int, ...]], sizes: Sequence[int], *, fill: bool) -> Order:
     near: list[set[int]] = [set() for _ in sizes]
     for scope in scopes:
-        for v in scope:
-            near[v].update(scope)
+        open_ = [v for v in scope if sizes[v] > 1]  # a variable with one state is no variable
+        for v in open_:
+            near[v].update(open_)
     for v, s in enumerate(near):
         s.discard(v)
     logs = [float(np.log(max(1, s))) for s in sizes]
@@ -51,7 +52,7 @@ def _order(scopes: Sequence[tuple[int, ...]], sizes: Sequence[int], *, fill: boo
         missing = sum(len(near[v]) - 1 - len(near[v] & near[u]) for u in around)
         return missing * 100.0 + size
 
-    heap = [(score(v), v) for v in range(len(sizes))]
+    heap = [(score(v), v) for v in range(len(sizes)) if sizes[v] > 1]
     heapq.heapify(heap)
     done = [False] * len(sizes)
     variables: list[int] = []
@@ -89,7 +90,7 @@ class Eliminator:
     _memo: dict[tuple[tuple[int, tuple[int, ...]], ...], tuple[int, int, Costs]] = field(
         default_factory=dict[tuple[tuple[int, tuple[int, ...]], ...], tuple[int, int, Costs]]
     )
-    _sums: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict[tuple[int, int], tuple[int, int]])
+    _squeezed: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = field(default_factory=dict[tuple[int, tuple[int, ...]], tuple[int, int]])
 
     def solve(self, terms: Sequence[Term], sizes: Sequence[int], order: Order) -> tuple[int, list[int]]:
         """(minimum, an optimal assignment): ties go to the lowest index. The minimum is at least `BIG` where nothing is feasible."""
@@ -98,8 +99,12 @@ class Eliminator:
         total = 0
         for term in terms:
             total += term.constant
-            if term.scope:
-                waiting[min(term.scope, key=rank.__getitem__)].append((term.scope, term.table))
+            scope, table = term.scope, term.table
+            if any(sizes[v] == 1 for v in scope):
+                scope, table, low = self._squeeze(scope, table, sizes)
+                total += low
+            if scope:
+                waiting[min(scope, key=rank.__getitem__)].append((scope, table))
         choices: list[tuple[int, tuple[int, ...], Costs]] = []
         for v in order.variables:
             mine = waiting[v]
@@ -110,7 +115,7 @@ class Eliminator:
             axis = {u: i for i, u in enumerate((v, *scope))}
             key = tuple(sorted((table, tuple(axis[u] for u in s)) for s, table in mine))
             table, low, choice = self._eliminate(key, [sizes[v], *(sizes[u] for u in scope)])
-            total += low
+            total = min(total + low, BIG)
             choices.append((v, tuple(scope), choice))
             if scope:
                 waiting[scope[0]].append((tuple(scope), table))
@@ -118,6 +123,14 @@ class Eliminator:
         for v, scope, choice in reversed(choices):
             assignment[v] = int(choice[tuple(assignment[u] for u in scope)])
         return total, assignment
+
+    def _squeeze(self, scope: tuple[int, ...], table: int, sizes: Sequence[int]) -> tuple[tuple[int, ...], int, int]:
+        keep = tuple(v for v in scope if sizes[v] > 1)
+        axes = tuple(i for i, v in enumerate(scope) if sizes[v] == 1)
+        found = self._squeezed.get((table, axes))
+        if found is None:
+            found = self._squeezed[table, axes] = self.store.intern(self.store.tables[table].squeeze(axes))
+        return keep, *found
 
     def _eliminate(self, key: tuple[tuple[int, tuple[int, ...]], ...], sizes: list[int]) -> tuple[int, int, Costs]:
         found = self._memo.get(key)

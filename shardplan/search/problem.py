@@ -15,9 +15,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.collectives.reshard import Resharder
+from shardplan.collectives.reshard import Resharder, Step
 from shardplan.cost import Network, compute
-from shardplan.ir import Factor, Partial, Split
+from shardplan.ir import Factor, Layout, Partial, Split
 from shardplan.mesh import Cluster
 from shardplan.search.coarsen import FREE, Coarse
 from shardplan.search.graph import Graph, Link, Node, Signature
@@ -127,8 +127,37 @@ class Problem:
         return sum(t.constant + int(self.store.tables[t.table].flat[0]) for t in terms) / 1e12
 
     def floor_seconds(self) -> float:
-        """A lower bound on any assignment: every term at its own minimum."""
-        return max(0, sum(term.constant for term in self.terms(self.domains))) / 1e12
+        """A lower bound on any assignment: every op at its fastest, nothing communicated."""
+        total = 0.0
+        for n in self.coarse.joins:
+            node = self.graph.nodes[n]
+            total += float(self.options(node.signature).compute_s.min(initial=np.inf)) * node.weight
+        for v, (seconds, shape) in self.interior.items():
+            total += seconds * float(self.resharder.space(len(shape)).local[list(self.domains[v])].min())
+        return total
+
+    def view_source(self, v: int) -> str:
+        """The source line of the first op that reads a view."""
+        n = min(n for (n, _), view in self.coarse.read.items() if view == v)
+        return self.graph.nodes[n].op.source
+
+    def halo_steps(self, signature: Signature, loops: Sequence[int]) -> tuple[Step, ...]:
+        """The exchanges with neighbours that a composite strategy makes."""
+        steps: list[Step] = []
+        if signature.description is None:
+            return ()
+        for v in sorted(set(loops) - {-1}):
+            over = tuple(f for f, at in enumerate(loops) if at == v)
+            k = int(np.prod([self.sizes[f] for f in over]))
+            found = cut(signature.description, v, k)
+            assert found is not None
+            for i, place in enumerate(found.operands):
+                if isinstance(place, Split) and place.halo != (0, 0):
+                    shape = signature.call.operands[i]
+                    slab = int(np.prod(shape)) // shape[place.dim] * sum(place.halo) * _itemsize(signature.call.dtypes[i])
+                    empty = Layout(((),) * len(shape))
+                    steps.append(Step("permute", over, float(slab), empty, empty, self.resharder.seconds("permute", over, float(slab))))
+        return tuple(steps)
 
     # -- strategies ------------------------------------------------------------------------------------------------
 
@@ -157,7 +186,7 @@ class Problem:
         ``keep_s`` prices keeping a weight's forward copy for the backward pass, in seconds per whole copy (infinite: always gathered again).
         """
         result: list[Term] = []
-        for v, costs in self._unary.items():
+        for v, costs in self.interior.items():
             result.append(self._term(("unary", *costs), (v,), domains, lambda ds, costs=costs: self._interior(costs, ds[0])))
         for n in self.coarse.joins:
             term = self._join(self.graph.nodes[n], domains)
@@ -181,7 +210,7 @@ class Problem:
         return Term(scope, *found)
 
     @cached_property
-    def _unary(self) -> Mapping[int, tuple[float, tuple[int, ...]]]:
+    def interior(self) -> Mapping[int, tuple[float, tuple[int, ...]]]:
         """For each variable the seconds of its interior elementwise ops on one device that holds all, and its shape."""
         joined = set(self.coarse.joins)
         outside: set[int] = set(self.graph.inputs) | {o for n in joined for o in self.graph.nodes[n].outputs}
@@ -317,7 +346,7 @@ def strategy_costs(
     for at, slot, result in pattern:
         shape = call.results[slot] if result else call.operands[slot]
         dtype = call.result_dtypes[slot] if result else call.dtypes[slot]
-        nbytes = int(np.prod(shape)) * _itemsize(problem, signature, slot, result, dtype)
+        nbytes = int(np.prod(shape)) * _itemsize(dtype)
         prices = problem.prices(shape, nbytes, own[at], into=result)
         states = options.gives[:, slot] if result else options.needs[:, slot]
         columns[at] = columns[at] + prices[:, states].T
@@ -333,7 +362,7 @@ def strategy_costs(
 _SIZES = {"bool": 1, "bfloat16": 2, "int4": 1, "uint4": 1}
 
 
-def _itemsize(problem: Problem, signature: Signature, slot: int, result: bool, dtype: str) -> int:
+def _itemsize(dtype: str) -> int:
     if dtype in _SIZES:
         return _SIZES[dtype]
     if dtype.startswith("key"):
@@ -424,7 +453,7 @@ def _composite(
 def _halo_seconds(problem: Problem, signature: Signature, operand: int, dim: int, ways: int, halo: int, over: tuple[int, ...]) -> float:
     shape = signature.call.operands[operand]
     dtype = signature.call.dtypes[operand]
-    slab = int(np.prod(shape)) // shape[dim] * halo * _itemsize(problem, signature, operand, False, dtype)
+    slab = int(np.prod(shape)) // shape[dim] * halo * _itemsize(dtype)
     return problem.resharder.seconds("permute", over, float(slab))
 
 
@@ -440,8 +469,8 @@ class _Work:
 
 def _work(problem: Problem, signature: Signature) -> _Work:
     call, description = signature.call, signature.description
-    size = [float(np.prod(s)) * _itemsize(problem, signature, i, False, call.dtypes[i]) if call.dtypes[i] else 0.0 for i, s in enumerate(call.operands)]
-    out = [float(np.prod(s)) * _itemsize(problem, signature, i, True, d) for i, (s, d) in enumerate(zip(call.results, call.result_dtypes, strict=True))]
+    size = [float(np.prod(s)) * _itemsize(call.dtypes[i]) if call.dtypes[i] else 0.0 for i, s in enumerate(call.operands)]
+    out = [float(np.prod(s)) * _itemsize(d) for i, (s, d) in enumerate(zip(call.results, call.result_dtypes, strict=True))]
     matrix = description is not None and compute.is_contraction(description)
     flop = compute.flops(description) if description is not None else 0.0
     # moving the same elements about, or spreading a smaller tensor, is fused into the reader

@@ -1,0 +1,201 @@
+"""From an assignment to decisions: the strategy of each op, the layout of each use, and the collectives that follow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from shardplan.collectives.reshard import Step
+from shardplan.cost.network import wire_bytes
+from shardplan.ir import Layout
+from shardplan.search.coarsen import FREE
+from shardplan.search.graph import Node
+from shardplan.search.problem import Problem, strategy_costs
+from shardplan.search.solve import Solution
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """How one op reads its operands and leaves its results.
+
+    ``loops[f]`` is the loop that factor f cuts, -1 for none. ``needs[i]`` is the layout of operand i (None for literals and free values), ``gives[r]``
+    that of result r before its reduction, ``stored[r]`` after it.
+    """
+
+    loops: tuple[int, ...]
+    needs: tuple[Layout | None, ...]
+    gives: tuple[Layout, ...]
+    stored: tuple[Layout | None, ...]
+    compute_s: float
+    runner_up_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Issued:
+    """One collective of the plan: per execution ``nbytes`` (of the operand; of the result for an all-gather) and seconds, run ``times`` a step."""
+
+    step: Step
+    times: float
+    wire_bytes: float
+    tensor: int
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Decisions:
+    """All of a solution, spelled out. ``layouts[t]`` is a tensor's stored layout (None where it is free)."""
+
+    layouts: tuple[Layout | None, ...]
+    uses: Mapping[int, Use]
+    views: Mapping[int, Layout]
+    kept: frozenset[int]
+    issued: tuple[Issued, ...]
+    compute_s: float
+
+    @property
+    def communication_s(self) -> float:
+        """Seconds of all collectives of one step."""
+        return sum(i.step.seconds * i.times for i in self.issued)
+
+    @property
+    def communication_bytes(self) -> float:
+        """Bytes on the wire, per device and step."""
+        return sum(i.wire_bytes * i.times for i in self.issued)
+
+
+@dataclass(slots=True)
+class Extractor:
+    """Spells out solutions of one problem; equal ops in equal layouts are looked up."""
+
+    problem: Problem
+    _uses: dict[object, Use] = field(default_factory=dict[object, Use])
+    _programs: dict[object, tuple[Step, ...]] = field(default_factory=dict[object, tuple[Step, ...]])
+
+    def decide(self, solution: Solution) -> Decisions:
+        """The decisions behind a solution."""
+        problem, coarse = self.problem, self.problem.coarse
+        states = solution.states
+        layouts: list[Layout | None] = []
+        for t, v in zip(problem.graph.tensors, coarse.of, strict=True):
+            layouts.append(None if v == FREE else problem.resharder.space(len(t.shape)).layout(states[v]))
+        issued: list[Issued] = []
+        uses: dict[int, Use] = {}
+        compute_s = 0.0
+        for n in coarse.joins:
+            node = problem.graph.nodes[n]
+            use = self._use(node, states)
+            if use is None:
+                continue
+            uses[n] = use
+            compute_s += use.compute_s * node.weight
+            self._operand_steps(node, use, states, issued)
+        for v, (seconds, shape) in problem.interior.items():
+            compute_s += seconds * float(problem.resharder.space(len(shape)).local[states[v]])
+        self._view_steps(solution, issued)
+        self._link_steps(states, issued)
+        views = {v.id: problem.resharder.space(len(v.shape)).layout(states[v.id]) for v in coarse.variables if v.kind != "stored"}
+        return Decisions(tuple(layouts), uses, views, solution.keep, tuple(issued), compute_s)
+
+    def program(self, shape: tuple[int, ...], nbytes: int, before: Layout, after: Layout) -> tuple[Step, ...]:
+        """The cheapest program between two layouts."""
+        key = (shape, nbytes, before, after)
+        if key not in self._programs:
+            space = self.problem.resharder.space(len(shape))
+            self._programs[key] = self.problem.resharder.program(shape, nbytes, space.of(before), space.of(after))
+        return self._programs[key]
+
+    def _use(self, node: Node, states: tuple[int, ...]) -> Use | None:
+        problem, coarse = self.problem, self.problem.coarse
+        slots: list[tuple[int, int, bool]] = []
+        for i, t in enumerate(node.inputs):
+            if t >= 0 and coarse.of[t] != FREE:
+                slots.append((coarse.read.get((node.id, i), coarse.of[t]), i, False))
+        for r, t in enumerate(node.outputs):
+            if coarse.of[t] != FREE:
+                slots.append((coarse.of[t], r, True))
+        if not slots:
+            return None
+        scope = tuple(dict.fromkeys(v for v, _, _ in slots))
+        pattern = tuple((scope.index(v), i, r) for v, i, r in slots)
+        free = tuple(r for r, t in enumerate(node.outputs) if coarse.of[t] == FREE)
+        own = tuple((states[v],) for v in scope)
+        key = (node.signature.id, pattern, free, own)
+        found = self._uses.get(key)
+        if found is not None:
+            return found
+        options = problem.options(node.signature)
+        base, columns = strategy_costs(problem, node.signature, pattern, free, own)
+        total = base + sum(c[:, 0] for c in columns)
+        best = int(np.argmin(total))
+        second = float(np.min(np.delete(total, best))) if len(total) > 1 else float("inf")
+        call = node.signature.call
+        read = {i for _, i, r in pattern if not r}
+        needs = tuple(
+            problem.resharder.space(len(s)).layout(int(options.needs[best, i])) if i in read else None for i, s in enumerate(call.operands)
+        )
+        gives = tuple(problem.resharder.space(len(s)).layout(int(options.gives[best, r])) for r, s in enumerate(call.results))
+        stored = tuple(
+            None if coarse.of[t] == FREE else problem.resharder.space(len(s)).layout(states[coarse.of[t]])
+            for t, s in zip(node.outputs, call.results, strict=True)
+        )
+        found = self._uses[key] = Use(
+            options.loops[best], needs, gives, stored, float(options.compute_s[best]), second - float(total[best])
+        )
+        return found
+
+    def _operand_steps(self, node: Node, use: Use, states: tuple[int, ...], issued: list[Issued]) -> None:
+        problem, coarse = self.problem, self.problem.coarse
+        source = node.op.source
+        for i, need in enumerate(use.needs):
+            if need is None:
+                continue
+            t = node.inputs[i]
+            tensor = problem.graph.tensors[t]
+            at = states[coarse.read.get((node.id, i), coarse.of[t])]
+            before = problem.resharder.space(len(tensor.shape)).layout(at)
+            self._add(issued, self.program(tensor.shape, tensor.nbytes, before, need), node.weight, t, source)
+        for r, (give, after) in enumerate(zip(use.gives, use.stored, strict=True)):
+            t = node.outputs[r]
+            tensor = problem.graph.tensors[t]
+            if after is None:
+                if not give.partial:
+                    continue
+                after = Layout(((),) * len(tensor.shape))
+            self._add(issued, self.program(tensor.shape, tensor.nbytes, give, after), node.weight, t, source)
+        for step in problem.halo_steps(node.signature, use.loops):
+            self._add(issued, (step,), node.weight, node.inputs[0], source)
+
+    def _view_steps(self, solution: Solution, issued: list[Issued]) -> None:
+        problem, states = self.problem, solution.states
+        for variable in problem.coarse.variables:
+            if variable.kind == "stored":
+                continue
+            t = variable.tensors[0]
+            tensor = problem.graph.tensors[t]
+            space = problem.resharder.space(len(tensor.shape))
+            origin = variable.sibling if variable.id in solution.keep else variable.of
+            steps = self.program(tensor.shape, tensor.nbytes, space.layout(states[origin]), space.layout(states[variable.id]))
+            self._add(issued, steps, problem.view_weight[variable.id], t, problem.view_source(variable.id))
+
+    def _link_steps(self, states: tuple[int, ...], issued: list[Issued]) -> None:
+        problem, of = self.problem, self.problem.coarse.of
+        for link in problem.graph.links:
+            a, b = of[link.source], of[link.target]
+            if FREE in (a, b) or (a == b and link.lift == 0):
+                continue
+            source, target = problem.graph.tensors[link.source], problem.graph.tensors[link.target]
+            outer = target if link.lift < 0 else source
+            space = problem.resharder.space(len(outer.shape))
+            (before,) = problem.lifted((states[a],), source.shape, link.lift < 0)
+            (after,) = problem.lifted((states[b],), target.shape, link.lift > 0)
+            steps = self.program(outer.shape, outer.nbytes, space.layout(before), space.layout(after))
+            self._add(issued, steps, link.weight, outer.id, "loop")
+
+    def _add(self, issued: list[Issued], steps: tuple[Step, ...], times: float, tensor: int, source: str) -> None:
+        for step in steps:
+            if step.kind == "slice":
+                continue
+            n = int(np.prod([self.problem.sizes[f] for f in step.over]))
+            issued.append(Issued(step, times, wire_bytes(step.kind, n, step.nbytes), tensor, source))  # type: ignore[arg-type]

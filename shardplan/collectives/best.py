@@ -21,6 +21,8 @@ from .ranking import Entries, Table, entries, held_after, shape_of, step_lines, 
 from .states import Context, Goal
 from .synthesis import Order, Walks
 
+# bound on the whole, a ticket against ties, spent, context, parts held, steps
+Node = tuple[float, int, float, Context, tuple[float, ...], tuple[Instruction, ...]]
 DEEPEST_TABLE = 3  # hierarchies of up to so many levels are enumerated once; deeper ones are searched for each size
 
 
@@ -59,7 +61,7 @@ def search(
     ticket = itertools.count()
     part = 1.0 / math.prod(shape) if goal == "all_gather" else 1.0
     best: dict[Context, float] = {walks.start: 0.0}
-    queue = [(0.0, next(ticket), 0.0, walks.start, (part,) * walks.space.k, ())]
+    queue: list[Node] = [(0.0, next(ticket), 0.0, walks.start, (part,) * walks.space.k, ())]
     while queue:
         _, _, spent, context, held, path = heapq.heappop(queue)
         if context == walks.end:

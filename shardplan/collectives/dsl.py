@@ -23,7 +23,7 @@ from functools import lru_cache
 from typing import assert_never
 
 from ..errors import ShardplanError, nearest
-from .states import COLLECTIVES, Clash, Collective, Context, Goal, Space, State
+from .states import COLLECTIVES, Clash, Collective, Context, Goal, Space
 
 Shape = tuple[int, ...]
 
@@ -228,21 +228,3 @@ def parse(text: str, names: Sequence[str]) -> Reduction:
             f"not a reduction program: {rest or text!r}; write (level, InsideGroup | Parallel(level) | Master(level), collective)"
         )
     return Reduction(tuple(steps), len(names))
-
-
-__all__ = [
-    "Collective",
-    "Form",
-    "InsideGroup",
-    "Instruction",
-    "Master",
-    "Parallel",
-    "Reduction",
-    "ReductionError",
-    "Shape",
-    "State",
-    "groups",
-    "instructions",
-    "parse",
-    "replay",
-]

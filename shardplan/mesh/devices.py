@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh
 from ..errors import ClusterError, DeviceError
 from ..ir import Factor
 from .cluster import Cluster
+from .detect import machine
 from .factoring import check_cover, device_order
 
 
@@ -46,3 +47,22 @@ def _first(cluster: Cluster, devices: Sequence[Any] | None) -> np.ndarray[Any, A
     result = np.empty(cluster.size, dtype=object)
     result[:] = found[: cluster.size]
     return result
+
+
+def device_numbers(mesh: Mesh) -> np.ndarray[Any, Any]:
+    """The place of each device of a mesh in its cluster: devices count by process and id, as `jax.devices` lists them."""
+    flat: list[Any] = mesh.devices.ravel().tolist()
+    order = sorted(range(len(flat)), key=lambda i: (flat[i].process_index, flat[i].id))
+    numbers = np.empty(len(flat), np.int64)
+    numbers[order] = np.arange(len(flat))
+    return numbers.reshape(mesh.devices.shape)
+
+
+def detect(devices: Sequence[Any] | None = None, *, topology: str | None = None) -> Cluster:
+    """The running machine as a cluster: slices, processes and the devices of each, with the figures of the nearest preset.
+
+    ``topology`` is the output of ``nvidia-smi topo -m`` where there is one: it tells NVLink from PCIe.
+    """
+    found: list[Any] = np.asarray(cast("Any", jax).devices() if devices is None else devices, dtype=object).ravel().tolist()
+    seats = [(int(getattr(d, "slice_index", None) or 0), int(d.process_index)) for d in found]
+    return machine(str(found[0].platform), str(found[0].device_kind), seats, topology=topology)

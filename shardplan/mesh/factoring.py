@@ -72,3 +72,58 @@ def check_cover(cluster: Cluster, of: Sequence[Factor]) -> None:
 
 def _product(of: Sequence[Factor]) -> str:
     return " * ".join(f"{f.name}={f.size}" for f in of) or "()"
+
+
+def read_order(cluster: Cluster, order: NDArray[np.int64]) -> tuple[tuple[Factor, ...], tuple[tuple[int, ...], ...]]:
+    """How ``order`` lays out the cluster's devices: factors, and for each array axis the indices of its own, major first.
+
+    The inverse of `device_order`. Raises `ClusterError` where an axis does not follow the levels.
+    """
+    refusal = ClusterError(
+        f"the mesh does not lay its axes on the levels of {cluster.name!r} ({'x'.join(map(str, cluster.shape))})"
+    )
+    if sorted(order.ravel().tolist()) != list(range(cluster.size)):
+        raise refusal
+    found: list[Factor] = []
+    groups: list[tuple[int, ...]] = []
+    for axis in range(order.ndim):
+        line = np.moveaxis(order, axis, 0).reshape(order.shape[axis], -1)[:, 0]
+        mine = _parts(cluster, [int(d - line[0]) for d in line])
+        if mine is None:
+            raise refusal
+        groups.append(tuple(range(len(found), len(found) + len(mine))))
+        found += mine
+    if not np.array_equal(device_order(cluster, found, groups), order):
+        raise refusal
+    by_device = sorted(range(len(found)), key=lambda i: (found[i].level, -found[i].stride))
+    place = {old: new for new, old in enumerate(by_device)}
+    return tuple(found[i] for i in by_device), tuple(tuple(place[i] for i in group) for group in groups)
+
+
+def _parts(cluster: Cluster, line: list[int]) -> list[Factor] | None:
+    """The factors, major first, that make up one axis whose devices have these numbers; None if there are none such."""
+    result: list[Factor] = []
+    while len(line) > 1:
+        step = line[1]
+        level, stride = _level_of(cluster, step)
+        run = 1
+        while run < len(line) and run * stride < cluster.shape[level] and line[run] == run * step:
+            run += 1
+        while len(line) % run or cluster.shape[level] % (stride * run):
+            run -= 1
+        if run == 1:
+            return None
+        name = cluster.level_names[level]
+        result.insert(0, Factor(name if run == cluster.shape[level] else f"{name}_{stride}", run, level, stride))
+        line = line[::run]
+    return result
+
+
+def _level_of(cluster: Cluster, step: int) -> tuple[int, int]:
+    """The level whose children are ``step`` devices apart, and how many children that is."""
+    below = cluster.size
+    for level, size in enumerate(cluster.shape):
+        below //= size
+        if size > 1 and step % below == 0:
+            return level, step // below
+    return len(cluster.shape) - 1, 1

@@ -32,11 +32,12 @@ _BODIES: dict[str, tuple[str, ...]] = {"scan": ("jaxpr",), "while": ("cond_jaxpr
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """A step's `Program` and what its two ends need: the trees of its arguments and of its result, and the results' shapes."""
+    """A step's `Program` and what its two ends need: the trees of its arguments and of its result, and their shapes."""
 
     program: Program
     in_tree: Any
     out_tree: Any
+    in_shapes: tuple[Any, ...]
     out_shapes: tuple[jax.ShapeDtypeStruct, ...]
 
 
@@ -71,7 +72,7 @@ def trace(step: Callable[..., Any], *args: Any, donate_argnums: Sequence[int] = 
         output_paths=output_paths,
         feedback=_feedback(program, [p for p, _ in flat], [p for p, _ in out_flat], frozenset(donate_argnums)),
     )
-    return Traced(program, in_tree, out_tree, shapes)
+    return Traced(program, in_tree, out_tree, tuple(_abstract(leaf) for _, leaf in flat), shapes)
 
 
 def _abstract(leaf: Any) -> Any:

@@ -1,0 +1,300 @@
+"""The ``specs`` backend: the step evaluated again with sharding constraints, which XLA's partitioner turns into the plan's collectives.
+
+At each op that has a table of its own the operands are constrained to the layouts that its strategy needs and the results to the layouts they are
+stored in, in the forward and the backward pass and inside loop bodies; elementwise ops in between follow. Values that depend on no input are made
+anew for each layout that reads them. A weight that is to be gathered again for the backward pass goes through an optimization barrier, so that
+XLA cannot reuse the first copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from shardplan.ir import Constant, Layout, Op, Program
+from shardplan.search.coarsen import FREE
+from shardplan.search.extract import Decisions, Extractor, Use
+from shardplan.search.graph import Node, Where
+from shardplan.search.problem import Problem
+
+
+def partition_spec(layout: Layout | None, names: Sequence[str]) -> PartitionSpec:
+    """A layout as a `PartitionSpec` over axes named like the factors; trailing whole dims are left out."""
+    if layout is None:
+        return PartitionSpec()
+    entries = [None if not fs else names[fs[0]] if len(fs) == 1 else tuple(names[f] for f in fs) for fs in layout.dims]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)
+
+
+@dataclass(frozen=True, slots=True)
+class _Later:
+    """A value that depends on no input: made when it is read."""
+
+    op: Op
+    result: int
+
+
+@dataclass(slots=True)
+class _Frame:
+    """The values of one program while it is evaluated; ``views`` are resharded copies, ``made`` free values by layout."""
+
+    where: Where
+    ids: tuple[int, ...]
+    values: dict[int, Any]
+    views: dict[int, Any]
+    made: dict[tuple[int, Layout | None], Any]
+
+
+class SpecsEmitter:
+    """Evaluates a traced program under the constraints of a plan on one mesh."""
+
+    def __init__(
+        self, program: Program, extractor: Extractor, decisions: Decisions, mesh: Mesh, *, drop: Callable[[Node], bool] | None = None
+    ) -> None:
+        self.program, self.extractor, self.decisions, self.mesh = program, extractor, decisions, mesh
+        self.problem = problem = extractor.problem
+        self.names = tuple(f.name for f in problem.factors)
+        self.nodes: Mapping[tuple[Where, int], Node] = {(n.where, n.op.id): n for n in problem.graph.nodes}
+        self.of = problem.coarse.of
+        self.drop = drop
+
+    def __call__(self, *flat: Any) -> list[Any]:
+        """The step on flat arguments; flat results."""
+        return self.run(self.program, (), flat)
+
+    def constrain(self, x: Any, layout: Layout | None) -> Any:
+        if layout is None or not np.ndim(x):
+            return x
+        return lax.with_sharding_constraint(x, NamedSharding(self.mesh, partition_spec(layout, self.names)))
+
+    # -- programs ----------------------------------------------------------------------------------------------------
+
+    def run(self, program: Program, where: Where, arguments: Sequence[Any], views: dict[int, Any] | None = None) -> list[Any]:
+        """Evaluates a program or a body; a body that runs once shares the ``views`` of what it runs in."""
+        frame = _Frame(where, self.problem.graph.bodies[where], {}, {} if views is None else views, {})
+        for t, value in program.constants:
+            frame.values[t] = value
+        for t, value in zip(program.inputs, arguments, strict=True):
+            frame.values[t] = self.constrain(value, self.layout(frame, t))
+        for op in program.ops:
+            self.step(frame, op)
+        return [self.value(frame, o) for o in program.outputs]
+
+    def layout(self, frame: _Frame, local: int) -> Layout | None:
+        return self.decisions.layouts[frame.ids[local]]
+
+    def value(self, frame: _Frame, operand: int | Constant) -> Any:
+        """A tensor in its stored layout; a free one without any."""
+        if isinstance(operand, Constant):
+            return jax.numpy.asarray(operand.value, dtype=operand.dtype) if np.ndim(operand.value) == 0 else operand.value
+        found = frame.values[operand]
+        return self.force(frame, operand, found, None) if isinstance(found, _Later) else found
+
+    def force(self, frame: _Frame, local: int, later: _Later, layout: Layout | None) -> Any:
+        key = (local, layout)
+        if key not in frame.made:
+            inputs = []
+            for i in later.op.inputs:
+                value = frame.values[i] if isinstance(i, int) else i
+                if isinstance(value, _Later):
+                    same = isinstance(i, int) and self._shape(frame, i) == self._shape(frame, local)
+                    inputs.append(self.force(frame, i, value, layout if same else None))  # type: ignore[arg-type]
+                else:
+                    inputs.append(_literal(value))
+            outputs = self.bind(later.op, inputs)
+            frame.made[key] = self.constrain(outputs[later.result], layout)
+        return frame.made[key]
+
+    def _shape(self, frame: _Frame, local: int) -> tuple[int, ...]:
+        return self.problem.graph.tensors[frame.ids[local]].shape
+
+    # -- ops ---------------------------------------------------------------------------------------------------------
+
+    def step(self, frame: _Frame, op: Op) -> None:
+        match op.primitive:
+            case "scan":
+                results = self.scan(frame, op)
+            case "while":
+                results = self.while_(frame, op)
+            case "cond":
+                results = self.cond(frame, op)
+            case "remat2" | "checkpoint":
+                results = self.remat(frame, op)
+            case _:
+                self.plain(frame, op)
+                return
+        for t, value in zip(op.outputs, results, strict=True):
+            frame.values[t] = self.constrain(value, self.layout(frame, t))
+
+    def plain(self, frame: _Frame, op: Op) -> None:
+        if all(self.of[frame.ids[t]] == FREE and self.problem.graph.tensors[frame.ids[t]].size > 1 for t in op.outputs):
+            if all(not isinstance(i, int) or self.of[frame.ids[i]] == FREE for i in op.inputs) and not op.handle.effects:
+                for r, t in enumerate(op.outputs):
+                    frame.values[t] = _Later(op, r)
+                return
+        node = self.nodes[frame.where, op.id]
+        use = self.decisions.uses.get(node.id)
+        follow = next((self.layout(frame, t) for t in op.outputs if self.of[frame.ids[t]] != FREE), None)
+        inputs: list[Any] = []
+        for slot, i in enumerate(op.inputs):
+            if isinstance(i, Constant):
+                inputs.append(_literal(i))
+                continue
+            found = frame.values[i]
+            if isinstance(found, _Later):
+                inputs.append(self.force(frame, i, found, self._free_layout(frame, i, op, use, follow)))
+            elif use is None or use.needs[slot] is None:
+                inputs.append(found)
+            else:
+                inputs.append(self.operand(frame, node, use, slot, i))
+        outputs = self.bind(op, inputs)
+        for r, (t, value) in enumerate(zip(op.outputs, outputs, strict=True)):
+            if use is not None and not (self.drop is not None and self.drop(node)):
+                value = self.result(use, r, value)
+            frame.values[t] = value
+
+    def _free_layout(self, frame: _Frame, i: int, op: Op, use: Use | None, follow: Layout | None) -> Layout | None:
+        """A free operand of the result's shape is made in the result's layout; any other in none."""
+        if use is not None and op.outputs and not use.gives[0].partial:
+            follow = use.gives[0]
+        return follow if self._shape(frame, i) == self._shape(frame, op.outputs[0]) else None
+
+    def operand(self, frame: _Frame, node: Node, use: Use, slot: int, local: int) -> Any:
+        """An operand in the layout that the op needs, through the view that it reads."""
+        need = use.needs[slot]
+        assert need is not None
+        tensor = self.problem.graph.tensors[frame.ids[local]]
+        value, at = frame.values[local], self.layout(frame, local)
+        assert at is not None
+        v = self.problem.coarse.read.get((node.id, slot))
+        if v is not None:
+            if v not in frame.views:
+                frame.views[v] = self.view(frame, node, v, value, at, local)
+            value, at = frame.views[v], self.decisions.views[v]
+        return self.move(value, tensor.shape, tensor.nbytes, at, need)
+
+    def view(self, frame: _Frame, node: Node, v: int, value: Any, at: Layout, local: int) -> Any:
+        variable = self.problem.coarse.variables[v]
+        tensor = self.problem.graph.tensors[frame.ids[local]]
+        target = self.decisions.views[v]
+        if v in self.decisions.kept and variable.sibling in frame.views:
+            value, at = frame.views[variable.sibling], self.decisions.views[variable.sibling]
+        elif variable.kind == "backward" and target != at:
+            # tied to a value of the backward pass, so that the forward copy is not kept in its place
+            later = [frame.values[i] for i in node.op.inputs if isinstance(i, int) and i != local]
+            late = next((x for x in later if not isinstance(x, _Later)), None)
+            value = lax.optimization_barrier((value, late))[0] if late is not None else value
+        return self.move(value, tensor.shape, tensor.nbytes, at, target)
+
+    def move(self, value: Any, shape: tuple[int, ...], nbytes: int, before: Layout, after: Layout) -> Any:
+        """Resharding, one constraint for each step of the program."""
+        if before == after:
+            return self.constrain(value, after)
+        for step in self.extractor.program(shape, nbytes, before, after):
+            value = self.constrain(value, step.after)
+        return value
+
+    def result(self, use: Use, r: int, value: Any) -> Any:
+        give, stored = use.gives[r], use.stored[r]
+        if stored is None:
+            return value
+        if give.partial or give == stored:
+            return self.constrain(value, stored)
+        tensor_bytes = int(np.prod(value.shape)) * value.dtype.itemsize
+        return self.move(self.constrain(value, give), tuple(value.shape), tensor_bytes, give, stored)
+
+    def bind(self, op: Op, inputs: Sequence[Any]) -> list[Any]:
+        eqn = op.handle
+        params = eqn.primitive.get_bind_params(eqn.params)
+        with eqn.ctx.manager:
+            made = eqn.primitive.bind(*params.pop("subfuns", ()), *inputs, **params) if "subfuns" in params else eqn.primitive.bind(*inputs, **params)
+        return list(made) if eqn.primitive.multiple_results else [made]
+
+    # -- control flow ------------------------------------------------------------------------------------------------
+
+    def entering(self, frame: _Frame, op: Op, body: Program, skip: int, where: Where, inner: Sequence[int], lifts: Sequence[int]) -> list[Any]:
+        """The operands of a body in the layouts of its inputs; ``lifts`` says which are stacked over a loop."""
+        ids = self.problem.graph.bodies[where]
+        values: list[Any] = []
+        for operand, t, lift in zip(op.inputs[skip:], inner, lifts, strict=True):
+            value = self.value(frame, operand)
+            target = self.decisions.layouts[ids[t]]
+            if target is not None and isinstance(operand, int):
+                outer = self.problem.graph.tensors[frame.ids[operand]]
+                wanted = Layout(((), *target.dims)) if lift else target
+                at = self.layout(frame, operand)
+                value = self.constrain(value, wanted) if at is None else self.move(value, outer.shape, outer.nbytes, at, wanted)
+            values.append(value)
+        return values
+
+    def scan(self, frame: _Frame, op: Op) -> list[Any]:
+        body, where = op.bodies[0], (*frame.where, (op.id, 0))
+        consts, carry = op.params["num_consts"], op.params["num_carry"]
+        lifts = [0] * (consts + carry) + [1] * (len(body.inputs) - consts - carry)
+        values = self.entering(frame, op, body, 0, where, body.inputs, lifts)
+        fixed, start, stacked = values[:consts], values[consts : consts + carry], values[consts + carry :]
+        ids = self.problem.graph.bodies[where]
+
+        def iteration(state: Sequence[Any], slices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            results = self.run(body, where, [*fixed, *state, *slices])
+            after = [self.constrain(x, self.decisions.layouts[ids[t]]) for x, t in zip(results[:carry], body.inputs[consts:], strict=False)]
+            return [_as(x, s) for x, s in zip(after, state, strict=True)], results[carry:]
+
+        end, ys = lax.scan(
+            iteration, start, stacked, length=op.params["length"], reverse=op.params["reverse"], unroll=op.params.get("unroll", 1)
+        )
+        return [*end, *ys]
+
+    def while_(self, frame: _Frame, op: Op) -> list[Any]:
+        test, body = op.bodies
+        a, b = op.params["cond_nconsts"], op.params["body_nconsts"]
+        where, at_test = (*frame.where, (op.id, 1)), (*frame.where, (op.id, 0))
+        tested = [self.value(frame, i) for i in op.inputs[:a]]
+        values = self.entering(frame, op, body, a, where, body.inputs, [0] * len(body.inputs))
+        fixed, start = values[:b], values[b:]
+        return list(
+            lax.while_loop(
+                lambda state: self.run(test, at_test, [*tested, *state])[0],
+                lambda state: [_as(x, s) for x, s in zip(self.run(body, where, [*fixed, *state]), state, strict=True)],
+                start,
+            )
+        )
+
+    def cond(self, frame: _Frame, op: Op) -> list[Any]:
+        values = [self.value(frame, i) for i in op.inputs[1:]]
+
+        def branch(index: int, body: Program) -> Callable[..., list[Any]]:
+            where = (*frame.where, (op.id, index))
+
+            def run(*arguments: Any) -> list[Any]:
+                results = self.run(body, where, arguments)
+                return [self.constrain(x, self.layout(frame, t)) for x, t in zip(results, op.outputs, strict=True)]
+
+            return run
+
+        index = self.value(frame, op.inputs[0])
+        return list(lax.switch(index.astype("int32"), [branch(b, body) for b, body in enumerate(op.bodies)], *values))
+
+    def remat(self, frame: _Frame, op: Op) -> list[Any]:
+        """Differentiated remat is its body behind a barrier, as JAX lowers it: what was saved is not what is computed again."""
+        values = [self.value(frame, i) for i in op.inputs]
+        if op.params.get("differentiated") and op.params.get("prevent_cse"):
+            values = list(lax.optimization_barrier(tuple(values)))
+        return self.run(op.bodies[0], (*frame.where, (op.id, 0)), values, frame.views)
+
+
+def _literal(value: Any) -> Any:
+    return np.asarray(value.value, dtype=jax.numpy.dtype(value.dtype)) if isinstance(value, Constant) else value
+
+
+def _as(x: Any, like: Any) -> Any:
+    """A carry keeps its type; only weakness of type can differ here."""
+    return x if getattr(x, "dtype", None) == like.dtype else lax.convert_element_type(x, like.dtype)

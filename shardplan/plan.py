@@ -1,0 +1,323 @@
+"""The plan: what the search decided, what it costs, and the step that runs it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from shardplan.emit.specs import SpecsEmitter, partition_spec
+from shardplan.errors import DeviceError, PlanFileError, ShardplanError
+from shardplan.ir import Factor, Layout
+from shardplan.mesh import Cluster
+from shardplan.mesh.devices import build_mesh
+from shardplan.search.coarsen import FREE
+from shardplan.search.extract import Decisions, Extractor
+from shardplan.search.solve import Solution
+from shardplan.trace import Traced
+
+FORMAT = 1
+"""Version of the plan file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective that the plan issues: ``bytes`` of its operand on one device (of the result for an all-gather), per execution."""
+
+    kind: str
+    bytes: float
+    wire_bytes: float
+    axes: tuple[str, ...]
+    times: float
+    seconds: float
+    tensor: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """A sharding that people use today, scored in the plan's tables."""
+
+    name: str
+    step_time_s: float
+    communication_bytes: float
+    peak_bytes: int
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a step runs on a cluster. Made by `shardplan.plan` or `shardplan.load`.
+
+    Seconds are predicted for one step and bytes for one device; ``communication_bytes`` are on the wire in the ring convention. ``time_model`` says how
+    ``step_time_s`` adds up ("sum": compute plus communication, no overlap).
+    """
+
+    cluster: Cluster
+    factors: tuple[Factor, ...]
+    traced: Traced = field(repr=False)
+    extractor: Extractor = field(repr=False)
+    solution: Solution = field(repr=False)
+    decisions: Decisions = field(repr=False)
+    step_time_s: float
+    compute_s: float
+    communication_s: float
+    communication_bytes: float
+    peak_bytes: int
+    lower_bound_s: float
+    exact: bool
+    memory_limit: int
+    objective: str
+    baselines: tuple[Baseline, ...]
+    trace_s: float
+    search_s: float
+    donate_argnums: tuple[int, ...] = ()
+    static: Mapping[str, Any] = field(default_factory=dict[str, Any], repr=False)
+    user_mesh: Mesh | None = field(default=None, repr=False)
+    time_model: Literal["sum", "overlap"] = "sum"
+
+    # -- layouts -----------------------------------------------------------------------------------------------------
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Mesh axis names and sizes, slowest first."""
+        return {f.name: f.size for f in self.factors}
+
+    @property
+    def operators(self) -> int:
+        """Number of ops of the step, those of bodies once."""
+        return self.traced.program.count_ops()
+
+    @property
+    def matrix(self) -> dict[str, Any]:
+        """The parallelism matrix (P2, section 3.1): one row per mesh axis, one column per level."""
+        levels = list(self.cluster.level_names)
+        rows = [[f.size if f.level == n else 1 for n in range(len(levels))] for f in self.factors]
+        return {"axes": list(self.axes), "levels": levels, "factors": rows}
+
+    def _spec(self, tensor: int) -> PartitionSpec:
+        return partition_spec(self.decisions.layouts[tensor] if tensor >= 0 else None, tuple(self.axes))
+
+    @property
+    def flat_in_specs(self) -> tuple[PartitionSpec, ...]:
+        """One spec for each leaf of the arguments."""
+        return tuple(self._spec(t) for t in self.extractor.problem.graph.inputs)
+
+    @property
+    def specs_by_path(self) -> dict[str, PartitionSpec]:
+        """Path of each argument leaf to its spec."""
+        return dict(zip(self.traced.program.input_paths, self.flat_in_specs, strict=True))
+
+    @property
+    def in_specs(self) -> Any:
+        """A pytree of PartitionSpec like the arguments (a tuple)."""
+        return jax.tree.unflatten(self.traced.in_tree, self.flat_in_specs)
+
+    @property
+    def out_specs(self) -> Any:
+        """A pytree of PartitionSpec like the step's result."""
+        return jax.tree.unflatten(self.traced.out_tree, [self._spec(t) for t in self.extractor.problem.graph.outputs])
+
+    # -- devices -----------------------------------------------------------------------------------------------------
+
+    def mesh(self, devices: Sequence[Any] | None = None) -> Mesh:
+        """The mesh (Auto axes) on these devices, by default `jax.devices()`.
+
+        Raises:
+            DeviceError: if there are fewer devices than the cluster has.
+        """
+        if self.user_mesh is not None and devices is None:
+            return self.user_mesh
+        return build_mesh(self.cluster, self.factors, {f.name: (i,) for i, f in enumerate(self.factors)}, devices)
+
+    def in_shardings(self, mesh: Mesh) -> Any:
+        """A pytree of NamedSharding like the arguments."""
+        return _shardings(mesh, self.in_specs)
+
+    def out_shardings(self, mesh: Mesh) -> Any:
+        """A pytree of NamedSharding like the result."""
+        return _shardings(mesh, self.out_specs)
+
+    def put(self, args: Sequence[Any], *, mesh: Mesh | None = None) -> tuple[Any, ...]:
+        """The arguments placed on the devices; arrays that are sharded otherwise are moved."""
+        mesh = mesh or self.mesh()
+        return tuple(jax.device_put(tuple(args), self.in_shardings(mesh)))
+
+    def put_local(self, batch: Any, *, argument: int = -1, mesh: Mesh | None = None) -> Any:
+        """One argument from the data of this process alone (each process gives its part of the global batch)."""
+        mesh = mesh or self.mesh()
+        shardings = self.in_shardings(mesh)[argument]
+        return jax.tree.map(lambda x, s: jax.make_array_from_process_local_data(s, np.asarray(x)), batch, shardings)
+
+    def jit(self, step: Callable[..., Any], devices: Sequence[Any] | None = None, backend: str = "specs", *, drop: Any = None) -> Callable[..., Any]:
+        """The step to run, jitted with this plan's shardings.
+
+        Raises:
+            PlanFileError: if ``step`` is not the step that was planned.
+            ShardplanError: for a backend that does not exist.
+        """
+        if backend != "specs":
+            raise ShardplanError(f"no backend {backend!r}: use backend='specs'; running a plan through shard_map is not there yet")
+        self.check(step)
+        mesh = self.mesh(devices)
+        emitter = SpecsEmitter(self.traced.program, self.extractor, self.decisions, mesh, drop=drop)
+        out_tree, in_tree = self.traced.out_tree, self.traced.in_tree
+
+        def run(*args: Any) -> Any:
+            leaves, tree = jax.tree.flatten(args)
+            if tree != in_tree:
+                raise ShardplanError(f"the plan was made for arguments {in_tree}, called with {tree}")
+            return jax.tree.unflatten(out_tree, emitter(*leaves))
+
+        run.__name__ = getattr(step, "__name__", "step")
+        return jax.jit(run, in_shardings=self.in_shardings(mesh), out_shardings=self.out_shardings(mesh), donate_argnums=self.donate_argnums)
+
+    def check(self, step: Callable[..., Any]) -> None:
+        """Refuses a step that is not the one that was planned."""
+        if self.static.get("step") is step:
+            return
+        from shardplan.trace import trace
+
+        args = jax.tree.unflatten(self.traced.in_tree, self.traced.in_shapes)
+        other = trace(step, *args, donate_argnums=self.donate_argnums)
+        if fingerprint(other) != fingerprint(self.traced):
+            raise PlanFileError("this step is not the one that was planned: it traces to another program; plan it anew")
+
+    # -- words -------------------------------------------------------------------------------------------------------
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
+        """Every collective of one step, in the order of the program."""
+        names = tuple(self.axes)
+        paths = self.names_of_tensors()
+        return tuple(
+            Collective(
+                i.step.kind.replace("_", "-").replace("permute", "collective-permute"),
+                i.step.nbytes,
+                i.wire_bytes,
+                tuple(names[f] for f in i.step.over),
+                i.times,
+                i.step.seconds,
+                paths.get(i.tensor, f"value {i.tensor}"),
+                str(i.source),
+            )
+            for i in self.decisions.issued
+        )
+
+    def names_of_tensors(self) -> dict[int, str]:
+        """Paths of the tensors that have one: arguments and results."""
+        graph = self.extractor.problem.graph
+        names = {t: f"result {p}" for t, p in zip(graph.outputs, self.traced.program.output_paths, strict=True) if t >= 0}
+        names.update(zip(graph.inputs, self.traced.program.input_paths, strict=True))
+        return names
+
+    def explain(self, path: str | None = None) -> str:
+        """Why: for a path (or glob) what was chosen for it, what else would cost, and the source; without one, the whole plan."""
+        from shardplan.report.explain import explain
+
+        return explain(self, path)
+
+    # -- files -------------------------------------------------------------------------------------------------------
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as JSON values: `shardplan.load` reads it back."""
+        problem = self.extractor.problem
+        layouts = [problem.resharder.space(len(v.shape)).layout(s) for v, s in zip(problem.coarse.variables, self.solution.states, strict=True)]
+        return {
+            "format": FORMAT,
+            "fingerprint": fingerprint(self.traced),
+            "cluster": self.cluster.to_toml(),
+            "cluster_fingerprint": self.cluster.fingerprint(),
+            "factors": [[f.name, f.size, f.level, f.stride] for f in self.factors],
+            "variables": [[list(map(list, layout.dims)), list(layout.partial)] for layout in layouts],
+            "keep": sorted(self.solution.keep),
+            "regather": self.solution.regather,
+            "step_time_s": self.step_time_s,
+            "compute_s": self.compute_s,
+            "communication_s": self.communication_s,
+            "communication_bytes": self.communication_bytes,
+            "peak_bytes": self.peak_bytes,
+            "lower_bound_s": self.lower_bound_s,
+            "exact": self.exact,
+            "memory_limit": self.memory_limit,
+            "objective": self.objective,
+            "time_model": self.time_model,
+            "trace_s": self.trace_s,
+            "search_s": self.search_s,
+            "operators": self.operators,
+            "donate_argnums": list(self.donate_argnums),
+            "baselines": [
+                {
+                    "name": b.name,
+                    "step_time_s": b.step_time_s,
+                    "communication_bytes": b.communication_bytes,
+                    "peak_bytes": b.peak_bytes,
+                    "fits": b.fits,
+                }
+                for b in self.baselines
+            ],
+            "axes": self.axes,
+            "matrix": self.matrix,
+            "in_specs": {p: spec_text(s) for p, s in self.specs_by_path.items()},
+            "explain": {"": self.explain(), **{p: self.explain(p) for p in self.traced.program.input_paths}},
+        }
+
+    def save(self, file: str | os.PathLike[str]) -> None:
+        """Writes the plan as JSON; the file is replaced only once all of it is written."""
+        write_whole(Path(file), json.dumps(self.to_json(), indent=1))
+
+
+def spec_text(spec: PartitionSpec) -> str:
+    """``P('node', None, ('gpu', 'x'))``."""
+    return "P(" + ", ".join(repr(e) for e in spec) + ")"
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes to a temporary file beside ``path``, then renames it."""
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent or Path("."), prefix=path.name, suffix=".tmp")
+        with os.fdopen(handle, "w") as out:
+            out.write(text)
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except OSError as error:
+        raise PlanFileError(f"cannot write {path}: {error.strerror}") from error
+
+
+def fingerprint(traced: Traced) -> str:
+    """A hash of the program: ops, shapes, dtypes, how they are wired, and the argument paths."""
+    hasher = hashlib.blake2b(digest_size=16)
+
+    def add(program: Any) -> None:
+        for op in program.ops:
+            shapes = [(program.tensors[t].shape, program.tensors[t].dtype) for t in (*op.tensors, *op.outputs)]
+            wires = [i if isinstance(i, int) else repr(i.value) for i in op.inputs]
+            hasher.update(repr((op.primitive, wires, op.outputs, shapes, op.trips)).encode())
+            for body in op.bodies:
+                add(body)
+        hasher.update(repr((program.inputs, [o if isinstance(o, int) else "c" for o in program.outputs], program.input_paths)).encode())
+
+    add(traced.program)
+    return hasher.hexdigest()
+
+
+def _shardings(mesh: Mesh, specs: Any) -> Any:
+    return jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
+
+
+def layout_from_json(entry: Any) -> Layout:
+    """The inverse of what `Plan.to_json` writes for a layout."""
+    dims, partial = entry
+    return Layout(tuple(tuple(int(f) for f in d) for d in dims), tuple(int(f) for f in partial))
+
+
+assert FREE < 0 and DeviceError

@@ -140,10 +140,10 @@ def _pad(call: Call, local: Local) -> Local:
 
 
 def _window_padding(
-    size: int, out: int, low: int, high: int, window: int, stride: int, wide: int, apart: int, halo: int
+    size: int, out: int, old: tuple[int, int], window: int, stride: int, wide: int, apart: int, halo: int
 ) -> tuple[int, int]:
     """Padding of a worker's region so that its first output reads where it should, and there are ``out`` of them."""
-    low -= halo * apart
+    low = old[0] - halo * apart
     spread, dilated = (window - 1) * wide + 1, (size - 1) * apart + 1
     return low, (out - 1) * stride + spread - dilated - low
 
@@ -160,7 +160,7 @@ def _convolution(call: Call, local: Local) -> Local:
             padding[n] = _window_padding(
                 x[dim],
                 out,
-                *padding[n],
+                padding[n],
                 window,
                 int(p["window_strides"][n]),
                 int(p["rhs_dilation"][n]),
@@ -178,7 +178,7 @@ def _reduce_window(call: Call, local: Local) -> Local:
     padding = [(int(lo), int(hi)) for lo, hi in p["padding"]]
     for dim, (halo, _) in filter(None, [_cut_dim(local.strategy.operands[0])]):
         padding[dim] = _window_padding(
-            local.call.operands[0][dim], local.call.results[0][dim], *padding[dim], int(p["window_dimensions"][dim]),
+            local.call.operands[0][dim], local.call.results[0][dim], padding[dim], int(p["window_dimensions"][dim]),
             int(p["window_strides"][dim]), int(wide[dim]), int(base[dim]), halo,
         )  # fmt: skip
     edges: tuple[Edge, ...]
@@ -189,7 +189,7 @@ def _reduce_window(call: Call, local: Local) -> Local:
             edges = ("highest",)
         case "reduce_window":
             half = len(call.operands) // 2
-            edges = (*range(half, 2 * half), *("zero",) * half)
+            edges = tuple[Edge, ...](range(half, 2 * half)) + ("zero",) * half
         case "select_and_gather_add":
             edges = ("zero", "lowest" if str(p["select_prim"]) == "ge" else "highest")
         case _:

@@ -102,7 +102,7 @@ def draw(call: Call, rng: np.random.Generator, *, low: int = -4, high: int = 5) 
 def draw_array(shape: tuple[int, ...], dtype: str, rng: np.random.Generator, *, low: int = -4, high: int = 5) -> Any:
     """One random operand."""
     if dtype.startswith("key"):
-        return jax.random.wrap_key_data(rng.integers(0, 2**32, (*shape, 2), np.uint32), impl="threefry2x32")
+        return jax.random.wrap_key_data(jnp.asarray(rng.integers(0, 2**32, (*shape, 2), np.uint32)), impl="threefry2x32")
     kind = jnp.dtype(dtype)
     if kind == np.bool_:
         return rng.integers(0, 2, shape).astype(bool)

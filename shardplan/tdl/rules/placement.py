@@ -18,9 +18,8 @@ def _barrier(call: Call, *operands: TensorRef) -> tuple[Lambda, ...]:
 
 
 @rule("sharding_constraint", "layout_constraint", "reshard", "pvary", "reduced_vary_cast_p", "vary_unreduced_cast_p", "preduced")
-def _identity(call: Call, *operands: TensorRef) -> Lambda | tuple[Lambda, ...]:
-    results = _barrier(call, *operands)
-    return results if len(results) > 1 else results[0]
+def _identity(call: Call, *operands: TensorRef) -> tuple[Lambda, ...]:
+    return _barrier(call, *operands)
 
 
 @rule("tie")

@@ -1,0 +1,149 @@
+# pyright: basic
+"""What a proof case is, and the two ways to make one: bind a primitive to operands, or take it out of a traced function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardplan import _jax
+from shardplan.tdl.describe import Call
+from shardplan.tdl.verify import Verified, draw_array, verify
+
+T = TypeVar("T")
+SIZES = (2, 4, 6, 12)
+FLOATS = ("float32", "float32", "bfloat16")
+
+
+class Draw(Protocol):
+    """Where choices come from: hypothesis in tests, NumPy elsewhere."""
+
+    @property
+    def rng(self) -> np.random.Generator:
+        """For the operands' elements."""
+        ...
+
+    def choose(self, options: Sequence[T]) -> T:
+        """One of the options."""
+        ...
+
+
+class Drawn:
+    """Choices from a seed."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = np.random.default_rng(seed)
+
+    @property
+    def rng(self) -> np.random.Generator:
+        """For the operands' elements."""
+        return self._rng
+
+    def choose(self, options: Sequence[T]) -> T:
+        """One of the options, evenly."""
+        return options[int(self._rng.integers(len(options)))]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A call and operands to run it on."""
+
+    call: Call
+    operands: tuple[Any, ...]
+
+
+CASES: dict[str, Callable[[Draw], Case]] = {}
+
+
+def case(*primitives: str) -> Callable[[Callable[[str, Draw], Case]], Callable[[str, Draw], Case]]:
+    """Registers ``function(primitive, draw)`` as the generator of these primitives."""
+
+    def register(function: Callable[[str, Draw], Case]) -> Callable[[str, Draw], Case]:
+        for name in primitives:
+            CASES[name] = lambda draw, name=name: function(name, draw)
+        return function
+
+    return register
+
+
+def prove(primitive: str, draw: Draw) -> Verified:
+    """Draws one case of a primitive and verifies its description."""
+    made = CASES[primitive](draw)
+    return verify(made.call, made.operands, seed=int(draw.rng.integers(2**31)))
+
+
+def bound(primitive: str, *operands: Any, **params: Any) -> Case:
+    """The case of a primitive on these operands; result shapes are what JAX says."""
+    shaped = jax.eval_shape(lambda *ops: _jax.bind(primitive, ops, params), *operands)
+    results = shaped if isinstance(shaped, list | tuple) else [shaped]
+    return Case(_call(primitive, operands, results, params), operands)
+
+
+def traced(primitive: str, function: Callable[..., Any], *operands: Any) -> Case:
+    """The first application of a primitive in a traced function, with the operands that it meets there."""
+    closed = jax.make_jaxpr(function)(*operands)
+    for eqn, values, results in _walk(closed.jaxpr, closed.consts, operands):
+        if eqn.primitive.name == primitive:
+            return Case(_call(primitive, values, results, eqn.params), tuple(values))
+    raise AssertionError(f"{primitive} does not occur in {closed}")
+
+
+def array(draw: Draw, shape: Sequence[int], dtype: str = "float32", *, low: int = -4, high: int = 5) -> Any:
+    """A random operand."""
+    return draw_array(tuple(shape), dtype, draw.rng, low=low, high=high)
+
+
+def shape(draw: Draw, rank: int | None = None, *, sizes: Sequence[int] = SIZES, largest: int = 600) -> tuple[int, ...]:
+    """A shape of small dims that 2 and 3 divide often."""
+    rank = draw.choose((1, 2, 2, 3)) if rank is None else rank
+    dims: list[int] = []
+    for _ in range(rank):
+        fits = [n for n in sizes if int(np.prod(dims)) * n <= largest]
+        dims.append(draw.choose(fits or [1]))
+    return tuple(dims)
+
+
+def some(draw: Draw, options: Sequence[T], *, least: int = 0) -> tuple[T, ...]:
+    """A subset, in order."""
+    while True:
+        chosen = tuple(o for o in options if draw.choose((True, False)))
+        if len(chosen) >= least:
+            return chosen
+
+
+def shuffled(draw: Draw, items: Sequence[T]) -> tuple[T, ...]:
+    """The items in some order."""
+    rest, out = list(items), []
+    while rest:
+        out.append(rest.pop(draw.choose(range(len(rest)))))
+    return tuple(out)
+
+
+def _call(primitive: str, operands: Sequence[Any], results: Sequence[Any], params: Any) -> Call:
+    def types(values: Sequence[Any]) -> tuple[str, ...]:
+        return tuple(str(jnp.asarray(v).dtype if not hasattr(v, "dtype") else v.dtype) for v in values)
+
+    def shapes(values: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(np.shape(v)) if not hasattr(v, "shape") else tuple(v.shape) for v in values)
+
+    return Call(primitive, shapes(operands), shapes(results), params, types(operands), types(results))
+
+
+def _walk(jaxpr: Any, consts: Sequence[Any], operands: Sequence[Any]) -> Iterator[tuple[Any, list[Any], list[Any]]]:
+    """Evaluates equation by equation, through calls; yields each with its values."""
+    known: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *operands], strict=True))
+    for eqn in jaxpr.eqns:
+        values = [v.val if isinstance(v, _jax.Literal) else known[v] for v in eqn.invars]
+        inner = eqn.params.get("jaxpr") if eqn.primitive.name in ("jit", "pjit", "closed_call") else eqn.params.get("call_jaxpr")
+        if inner is not None and eqn.primitive.name in ("jit", "pjit", "closed_call", "custom_jvp_call"):
+            yield from _walk(inner.jaxpr, inner.consts, values)
+        out = _jax.bind(eqn.primitive.name, values, eqn.params)
+        results = list(out) if eqn.primitive.multiple_results else [out]
+        if inner is None:
+            yield eqn, values, results
+        known.update(zip(eqn.outvars, results, strict=True))

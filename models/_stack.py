@@ -10,7 +10,7 @@ from flax import nnx
 
 def make_blocks(make: Callable[[nnx.Rngs], nnx.Module], key: jax.Array, *, layers: int, scan: bool) -> Any:
     """A list of `layers` blocks, each seeded by `key` and its number; with `scan`, one block of stacked parameters."""
-    keys = [fold(key, layer) for layer in range(layers)]
+    keys = [jax.random.fold_in(key, layer) for layer in range(layers)]
     if scan:
         return nnx.vmap(lambda key: make(nnx.Rngs(key)))(jnp.stack(keys))
     return nnx.List([make(nnx.Rngs(key)) for key in keys])

@@ -1,14 +1,14 @@
 """What holds for every model's factory."""
 
 import doctest
+import functools
 import importlib
 import inspect
+import itertools
 
 import jax
 import numpy as np
 import pytest
-
-import models._train
 
 # the least of each that keeps its kinds of layer, so that all of them compile within a minute
 TINY = {
@@ -16,6 +16,11 @@ TINY = {
     "gpt": {"layers": 1, "width": 16, "heads": 2, "vocabulary": 128, "sequence": 8, "batch": 4},
     "gpt_linen": {"layers": 1, "width": 16, "heads": 2, "vocabulary": 128, "sequence": 8, "batch": 4},
     "wresnet": {"blocks": (1,), "channels": 4, "image": 16, "batch": 16},
+    "rnn": {"layers": 1, "hidden": 16, "steps": 4, "batch": 8},
+    "llama": {"layers": 1, "width": 16, "heads": 4, "key_heads": 2, "inner": 24, "vocabulary": 128, "sequence": 8, "batch": 4},
+    "moe": {"layers": 1, "width": 16, "heads": 2, "key_heads": 2, "inner": 16, "experts": 4, "sequence": 8, "batch": 4},
+    "unet": {"levels": 2, "channels": 4, "image": 8, "batch": 8},
+    "vit": {"layers": 1, "width": 16, "heads": 2, "image": 8, "patch": 2, "batch": 16},
 }
 VARIANTS = [
     *TINY.items(),
@@ -25,11 +30,30 @@ VARIANTS = [
     ("gpt", {"vocabulary": 50257, "heads": 6, "width": 96, "batch": 15, "sequence": 31}),
     ("gpt_linen", {"vocabulary": 50257, "heads": 6, "width": 96, "batch": 15, "sequence": 31}),
     ("wresnet", {"depth": 50, "width": 2, "remat": True, "dtype": "bfloat16", "optimizer": "adam", "batch": 7}),
+    ("rnn", {"scan": True, "dtype": "bfloat16", "vocabulary": 97, "batch": 7}),
+    ("llama", {"size": "8b", "scan": True, "remat": True, "dtype": "bfloat16"}),
+    ("llama", {"size": "70b", "layers": 1, "batch": 3}),
+    ("moe", {"size": "8x7b", "scan": True, "remat": True, "dtype": "bfloat16"}),
+    ("moe", {"experts": 6, "top": 3, "capacity": 0.5}),
+    ("unet", {"blocks": 2, "image": 36, "channels": 6, "remat": True, "dtype": "bfloat16"}),
+    ("vit", {"scan": True, "remat": True, "dropout": 0.1, "dtype": "bfloat16", "batch": 5}),
+    ("vit", {"dropout": 0.1, "remat": True}),
 ]
 
 
 def factory(name):
     return importlib.import_module(f"models.{name}").train_step
+
+
+def batches_of(name, **rest):
+    module = importlib.import_module(f"models.{name}")
+    batches = module.digit_batches if hasattr(module, "digit_batches") else module.text_batches
+    return batches(**TINY[name], **rest)
+
+
+@functools.cache
+def concrete(name):
+    return factory(name)(**TINY[name], learning_rate=1e-2, concrete=True)
 
 
 def types(tree):
@@ -48,31 +72,27 @@ def test_the_state_that_comes_out_has_the_tree_and_types_that_went_in(name, opti
 @pytest.mark.parametrize("name", TINY)
 def test_arguments_are_abstract_until_concrete_ones_of_the_same_types_are_asked_for(name):
     _, abstract = factory(name)(**TINY[name])
-    _, concrete = factory(name)(**TINY[name], concrete=True)
+    _, real = concrete(name)
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(abstract))
-    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(concrete))
-    assert types(concrete[1]) == types(abstract[1])
-    shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), jax.tree.leaves(args)) for args in (abstract, concrete)]
-    assert shapes[0] == shapes[1]
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(real))
+    assert types(jax.tree.leaves(real)) == types(jax.tree.leaves(abstract))
 
 
 @pytest.mark.parametrize("name", TINY)
 def test_the_batches_are_those_of_the_factory(name):
-    module = importlib.import_module(f"models.{name}")
-    batches = module.digit_batches if hasattr(module, "digit_batches") else module.text_batches
-    _, (_, abstract) = module.train_step(**TINY[name])
-    first, again = next(batches(**TINY[name])), next(batches(**TINY[name], seed=0))
+    _, (_, abstract) = factory(name)(**TINY[name])
+    first, again = next(batches_of(name)), next(batches_of(name, seed=0))
     assert jax.tree.map(lambda x: (x.shape, x.dtype), first) == jax.tree.map(lambda x: (x.shape, x.dtype), abstract)
     jax.tree.map(np.testing.assert_array_equal, first, again)
 
 
 @pytest.mark.parametrize("name", TINY)
 def test_thirty_steps_on_real_data_reduce_the_loss(name):
-    module = importlib.import_module(f"models.{name}")
-    batches = module.digit_batches if hasattr(module, "digit_batches") else module.text_batches
-    options = {**TINY[name], "learning_rate": 1e-2}
-    losses = list(models._train.train(module.train_step, batches, steps=30, options=options))
-    assert len(losses) == 30
+    step, (state, _) = concrete(name)
+    step, losses = jax.jit(step), []
+    for batch in itertools.islice(batches_of(name), 30):
+        state, loss = step(state, batch)
+        losses.append(float(loss))
     assert np.mean(losses[-5:]) < np.mean(losses[:5]) - 0.3
 
 
@@ -104,6 +124,13 @@ def test_the_examples_in_its_docstrings_hold(name):
         ("wresnet", {"depth": 34}, "depth=34"),
         ("wresnet", {"blocks": (1, 0)}, r"blocks=\(1, 0\)"),
         ("mlp", {"optimizer": "lion"}, "optimizer='lion'"),
+        ("llama", {"size": "13b"}, "size='13b': size is to be one of 'tiny', '8b', '70b'"),
+        ("llama", {"key_heads": 3}, "key_heads=3 does not divide heads=16"),
+        ("llama", {"heads": 64}, "heads=64: width / heads = 1 is to be even"),
+        ("moe", {"top": 9}, "top=9 is more than experts=8"),
+        ("unet", {"image": 18}, "image=18 is not divisible by 4"),
+        ("vit", {"patch": 5}, "patch=5 does not divide image=32"),
+        ("rnn", {"scan": 1}, "scan=1"),
     ],
 )
 def test_a_bad_option_is_named(name, options, says):

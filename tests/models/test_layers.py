@@ -1,0 +1,70 @@
+"""What holds for the parts of the later models."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import gpt, llama, moe, rnn
+from models._gpt_options import GPTOptions
+
+
+@pytest.mark.parametrize(("size", "billions"), [("8b", 8.03), ("70b", 70.55)])
+def test_llama_has_the_published_number_of_parameters(size, billions):
+    _, (state, _) = llama.train_step(size=size, scan=True)
+    assert sum(leaf.size for leaf in jax.tree.leaves(state[0])) == pytest.approx(billions * 1e9, rel=1e-3)
+
+
+def test_mixtral_has_the_published_number_of_parameters():
+    _, (state, _) = moe.train_step(size="8x7b", scan=True)
+    assert sum(leaf.size for leaf in jax.tree.leaves(state[0])) == pytest.approx(46.70e9, rel=1e-3)
+
+
+def test_rotated_queries_and_keys_meet_by_their_distance_alone():
+    x, y = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 8))
+    q, k = (llama.rotate(jnp.broadcast_to(v, (1, 6, 1, 8)))[0, :, 0] for v in (x, y))
+    scores = q @ k.T
+    np.testing.assert_allclose(scores[1:, 1:], scores[:-1, :-1], atol=1e-4)
+
+
+def test_every_token_fills_a_slot_of_each_of_its_experts_and_no_two_the_same():
+    logits = jax.random.normal(jax.random.key(0), (2, 8, 4))
+    dispatch, combine, _ = moe.route(logits, top=2, slots=8)
+    np.testing.assert_array_equal(dispatch.sum(axis=(2, 3)), 2)
+    assert dispatch.sum(axis=1).max() == 1
+    np.testing.assert_allclose(combine.sum(axis=(2, 3)), 1, atol=1e-6)
+
+
+def test_an_expert_takes_no_more_tokens_than_it_has_slots():
+    dispatch, _, imbalance = moe.route(jnp.zeros((1, 8, 4)).at[..., 1].set(9.0), top=1, slots=3)
+    np.testing.assert_array_equal(dispatch.sum(axis=(0, 1, 3)), [0, 3, 0, 0])
+    assert imbalance == pytest.approx(4.0, rel=1e-2)
+
+
+def test_scanned_and_unrolled_time_steps_are_one_function():
+    options = rnn.RNNOptions(hidden=8, steps=4, batch=2)
+    scanned = rnn.RNNOptions(hidden=8, steps=4, batch=2, scan=True)
+    params = rnn.init_params(options, jax.random.key(0))
+    tokens = jnp.arange(8).reshape(2, 4)
+    apply = jax.jit(rnn.apply, static_argnums=0)
+    np.testing.assert_allclose(apply(options, params, tokens), apply(scanned, params, tokens), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "keys"),
+    [
+        (gpt.GPT, {"options_type": GPTOptions, "heads": 2, "dropout": 0.2}, [jax.random.key(1)]),
+        (moe.MoE, {"options_type": moe.MoEOptions, "layers": 2, "heads": 4, "key_heads": 2}, []),
+    ],
+)
+def test_scanned_and_unrolled_nnx_blocks_are_one_function_of_one_seed(module, options, keys):
+    options = dict(options)
+    options_type = options.pop("options_type")
+    tokens = jnp.arange(8).reshape(2, 4)
+
+    def run(key, *, scan):
+        variant = options_type(**options, width=16, sequence=4, batch=2, scan=scan, remat=scan)
+        return module(variant, key)(tokens, *keys)
+
+    unrolled, scanned = (jax.jit(run, static_argnames="scan")(jax.random.key(0), scan=scan) for scan in (False, True))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), unrolled, scanned)

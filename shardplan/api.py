@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
+from shardplan.cost import compute
 from shardplan.errors import ClusterError, MemoryLimitError, PinError, PlanFileError, ShardplanError, nearest
 from shardplan.ir import Factor, Layout
 from shardplan.mesh import Cluster, factors
@@ -107,30 +109,32 @@ def _better(a: Outcome, b: Outcome, limit: int) -> bool:
 
 
 def factor_choices(cluster: Cluster, graph: Graph) -> tuple[tuple[Factor, ...], ...]:
-    """The factorings to try: levels whole, and, where a level does not divide the largest dims but a divisor of it does, that level split."""
-    import math
+    """The factorings to try: levels whole, and, where a level divides no loop of ops that do much of the work, that level split.
 
+    It is split at the largest part of it that divides a loop of most of them.
+    """
     whole = factors(cluster)
-    choices = [whole]
-    dims: dict[int, int] = {}
-    for t in graph.tensors:
-        for d in t.shape:
-            if d > 1:
-                dims[d] = dims.get(d, 0) + t.nbytes
     splits: dict[str, tuple[int, ...]] = {}
-    heavy = sum(dims.values())
+    work: dict[int, list[tuple[float, int]]] = {}
+    for node in graph.nodes:
+        description = node.signature.description
+        if description is not None and compute.is_contraction(description):
+            flop = compute.flops(description) * node.weight
+            for info in description.loops:
+                if not info.whole:
+                    work.setdefault(node.id, []).append((flop, info.extent))
     for level in cluster.levels:
-        worth: dict[int, int] = {}
-        for d, nbytes in dims.items():
-            g = math.gcd(d, level.size)
-            if 1 < g < level.size:
-                worth[g] = worth.get(g, 0) + nbytes
-        g, nbytes = max(worth.items(), key=lambda item: (item[1], item[0]), default=(1, 0))
-        if nbytes > 0.02 * heavy:
-            splits[level.name] = (g, level.size // g)
-    if splits:
-        choices.append(factors(cluster, splits))
-    return tuple(choices)
+        stuck: dict[int, float] = {}
+        for loops in work.values():
+            best = max(math.gcd(extent, level.size) for _, extent in loops)
+            if best < level.size:
+                stuck[best] = stuck.get(best, 0.0) + loops[0][0]
+        total = sum(loops[0][0] for loops in work.values())
+        if stuck and sum(stuck.values()) > 0.02 * total:
+            part = max(stuck, key=lambda g: (stuck[g], g))
+            if part > 1:
+                splits[level.name] = (part, level.size // part)
+    return (whole, factors(cluster, splits)) if splits else (whole,)
 
 
 def _make(

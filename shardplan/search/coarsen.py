@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from shardplan.ir import Constant
 from shardplan.search.graph import Graph, Node
 from shardplan.tdl import linear_sets
 
@@ -110,11 +111,16 @@ def coarsen(graph: Graph) -> Coarse:
 
 
 def _pair(graph: Graph, sets: _Sets, apart: set[int], weights: frozenset[int], free: frozenset[int]) -> None:
-    """Merges each activation with its gradient, and the pieces that one op takes a tensor apart into.
+    """Merges each activation with its gradient and with what is computed again for it, and the pieces that one op takes a tensor apart into.
 
     A forward contraction reads (x, w) and makes y; a backward one reads w too: what else it reads is y's gradient, what it makes is x's.
     The gradient of a weight stays apart from it.
     """
+    loose = [t.id not in apart and t.id not in weights and t.id not in free for t in graph.tensors]
+    value = same_values(graph)
+    for t, v in enumerate(value):
+        if v != t and loose[t] and loose[v] and graph.tensors[t].shape == graph.tensors[v].shape:
+            sets.union(t, v)
     forward: dict[int, list[Node]] = {}
     after = _moved(graph, free)
     for node in graph.nodes:
@@ -122,25 +128,55 @@ def _pair(graph: Graph, sets: _Sets, apart: set[int], weights: frozenset[int], f
         if node.signature.elementwise:
             continue
         for side in (alive, list(node.outputs)):
-            loose = [t for t in side if t not in apart and t not in weights and t not in free]
-            alike = {graph.tensors[t].shape for t in loose}
-            if len(loose) > 2 and len(alike) == 1:
-                for t in loose[1:]:
-                    sets.union(loose[0], t)
+            pieces = [t for t in side if loose[t]]
+            if len(pieces) > 2 and len({graph.tensors[t].shape for t in pieces}) == 1:
+                for t in pieces[1:]:
+                    sets.union(pieces[0], t)
         if len(alive) != 2 or len(node.outputs) != 1:
             continue
-        if not node.backward:
+        if not node.backward or _AGAIN in node.op.scope:
             for t in alive:
-                forward.setdefault(t, []).append(node)
+                forward.setdefault(value[t], []).append(node)
             continue
         for shared, gradient in (alive, alive[::-1]):
-            for first in forward.get(shared, ()):
-                others = [t for t in first.inputs if t != shared]
-                if len(others) == 1 and others[0] in weights:
-                    _same_layout(graph, sets, apart, after, first.outputs[0], gradient)
-                elif len(others) == 1:
-                    _same_layout(graph, sets, apart, after, first.outputs[0], gradient)
-                    _same_layout(graph, sets, apart, after, others[0], node.outputs[0])
+            for first in forward.get(value[shared], ()):
+                other = next((t for t in first.inputs if value[t] != value[shared]), None)
+                if other is None:
+                    continue
+                _same_layout(graph, sets, loose, after, first.outputs[0], gradient)
+                _same_layout(graph, sets, loose, after, other, node.outputs[0])
+
+
+_AGAIN = "rematted_computation"
+
+
+def same_values(graph: Graph) -> list[int]:
+    """For each tensor the first one known to hold the same value: computed again by the same op, or saved by one loop and read by another."""
+    value = list(range(len(graph.tensors)))
+    stacked = {link.target: link.source for link in graph.links if link.lift < 0}
+    entered: dict[int, list[tuple[int, int]]] = {}
+    for link in graph.links:
+        if link.target in graph.boundary:
+            entered.setdefault(link.target, []).append((link.source, link.lift))
+    slices: dict[int, int] = {}
+    for t in sorted(graph.boundary):
+        if len(entered.get(t, ())) != 1:
+            continue  # a carry
+        source, lift = entered[t][0]
+        if not lift:
+            value[t] = value[source]
+        elif source in stacked:
+            value[t] = stacked[source]
+        else:
+            value[t] = slices.setdefault(value[source], t)
+    seen: dict[object, tuple[int, ...]] = {}
+    for node in graph.nodes:
+        literals = tuple(repr(i.value) for i in node.op.inputs if isinstance(i, Constant))
+        key = (node.signature.id, literals, tuple(value[value[t]] if t >= 0 else -1 for t in node.inputs))
+        first = seen.setdefault(key, node.outputs)
+        for t, v in zip(node.outputs, first, strict=True):
+            value[t] = value[v] if v != t else t
+    return [value[v] for v in value]
 
 
 def _moved(graph: Graph, free: frozenset[int]) -> dict[int, int]:
@@ -154,13 +190,13 @@ def _moved(graph: Graph, free: frozenset[int]) -> dict[int, int]:
     return after
 
 
-def _same_layout(graph: Graph, sets: _Sets, apart: set[int], after: dict[int, int], value: int, gradient: int) -> None:
+def _same_layout(graph: Graph, sets: _Sets, loose: list[bool], after: dict[int, int], value: int, gradient: int) -> None:
     """Merges the two if their shapes agree, the gradient's before or after it is transposed."""
-    if value in apart or gradient in apart:
+    if not loose[value] or not loose[gradient]:
         return
     shape = graph.tensors[value].shape
     for t in (gradient, after.get(gradient, gradient)):
-        if graph.tensors[t].shape == shape and t not in apart:
+        if graph.tensors[t].shape == shape and loose[t]:
             sets.union(value, t)
             return
 

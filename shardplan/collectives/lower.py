@@ -6,12 +6,11 @@ in which the other devices send nothing. Every device runs the same code, so a d
 leftovers until a Broadcast overwrites them.
 """
 
+# pyright: basic
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, assert_never, cast
 
@@ -27,50 +26,12 @@ from ..mesh.cluster import Cluster
 from ..mesh.devices import detect, device_numbers
 from ..mesh.factoring import read_order
 from .best import best_reduction
-from .dsl import Instruction, Master, Reduction, ReductionError, Refusal, advance, groups, parse, replay
+from .dsl import Instruction, Master, Reduction, ReductionError, groups, parse
+from .laying import Laying, Part, check, reorderings, smallest_part
 from .ranking import entries, names_of
-from .states import Space
+from .states import Collective
 
-Part = tuple[int, int, int]  # an axis by its index, a size and a stride within the axis
-_SMALL = 64  # replay a program on its true sizes up to so many devices; on two a level beyond
-
-
-@dataclass(frozen=True, slots=True)
-class Laying:
-    """How a hierarchy lies on mesh axes: for each entry its parts, major first."""
-
-    axes: tuple[str, ...]
-    sizes: tuple[int, ...]
-    entries: tuple[tuple[Part, ...], ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The sizes of the entries."""
-        return tuple(math.prod(size for _, size, _ in entry) for entry in self.entries)
-
-    def positions(self) -> list[int]:
-        """For each device of the hierarchy, in its own order, its index along all axes together."""
-        parts = [part for entry in self.entries for part in entry]
-        result: list[int] = []
-        for at in itertools.product(*(range(size) for _, size, _ in parts)):
-            along = [0] * len(self.axes)
-            for (axis, _, stride), c in zip(parts, at, strict=True):
-                along[axis] += c * stride
-            result.append(int(np.ravel_multi_index(along, self.sizes)))
-        return result
-
-    def whole_axes(self, low: int, high: int) -> tuple[str, ...] | None:
-        """The axes that entries [low, high) are made of, in their order, if these are whole axes."""
-        parts = [part for entry in self.entries[low:high] for part in entry]
-        merged: list[list[int]] = []
-        for axis, size, stride in parts:
-            if merged and merged[-1][0] == axis and merged[-1][2] == stride * size:
-                merged[-1][1:] = [merged[-1][1] * size, stride]
-            else:
-                merged.append([axis, size, stride])
-        if any(size != self.sizes[axis] or stride != 1 for axis, size, stride in merged):
-            return None
-        return tuple(self.axes[axis] for axis, _, _ in merged)
+Groups = Sequence[Sequence[int]]
 
 
 def all_reduce(
@@ -115,6 +76,8 @@ def lay(mesh: Mesh, over: tuple[str, ...], cluster: str | Cluster | None = None)
         if axis not in mesh.axis_names:
             known = tuple(str(n) for n in mesh.axis_names)
             raise ReductionError(f"the mesh has no axis {axis!r}{nearest(axis, known)}: its axes are {', '.join(known)}")
+    # in the mesh's order: ppermute numbers the devices so whatever order its axes are given in, axis_index does not
+    over = tuple(str(a) for a in mesh.axis_names if a in over)
     machine = detect(list(mesh.devices.ravel())) if cluster is None else Cluster.load(cluster)
     if machine.size != mesh.devices.size:
         raise ClusterError(f"the mesh has {mesh.devices.size} devices, the cluster {machine.name!r} has {machine.size}")
@@ -132,19 +95,14 @@ def lay(mesh: Mesh, over: tuple[str, ...], cluster: str | Cluster | None = None)
     return Laying(tuple(over), sizes, tuple(tuple(where[i] for i in entry) for entry in levels)), network, tuple(where)
 
 
-def check(program: Reduction, shape: Sequence[int], names: Sequence[str] = ()) -> None:
-    """Refuse a program that does not compute the sum, or that needs what a device no longer has once all run the same code."""
-    sizes = tuple(shape) if math.prod(shape) <= _SMALL else (2,) * len(shape)
-    replay(program, sizes, names=names)
-    _check_same_code(program, sizes, names)
-
-
 def run(x: Array, program: Reduction, laying: Laying, *, chunks: int = 1) -> Array:
     """``x`` summed by a program over a laying's axes, on each device of a `shard_map`; any shape, padded inside."""
+    if x.size == 0:
+        return x
     if x.dtype == jnp.bool_:
         return run(x.astype(jnp.int32), program, laying, chunks=chunks)  # as psum counts booleans
     shape = laying.shape
-    divisor = _smallest_part(program, shape)
+    divisor = smallest_part(program, shape)
     if divisor == 1 and chunks == 1:
         return _steps(x, program, laying)
     flat = x.ravel()
@@ -156,7 +114,7 @@ def run(x: Array, program: Reduction, laying: Laying, *, chunks: int = 1) -> Arr
 
 def _steps(x: Array, program: Reduction, laying: Laying) -> Array:
     previous = None
-    for step, order in zip(program.steps, _reorderings(program, laying.shape), strict=True):
+    for step, order in zip(program.steps, reorderings(program, laying.shape), strict=True):
         if previous == step.collective:
             x = lax.optimization_barrier(x)  # XLA on GPUs would merge two all-reduces in a row into one
         x = _step(x, step, laying)
@@ -170,15 +128,20 @@ def _step(x: Array, step: Instruction, laying: Laying) -> Array:
     position = laying.positions()
     among = [[position[d] for d in group] for group in groups(laying.shape, step)]
     low, high = step.span(len(laying.shape))
-    if step.collective == "Reduce":
+    masters = isinstance(step.form, Master)
+    return collective(x, step.collective, among, laying, axes=None if masters else laying.whole_axes(low, high))
+
+
+def collective(x: Array, kind: Collective, among: Groups, laying: Laying, *, axes: tuple[str, ...] | None = None) -> Array:
+    """One collective among groups of indices along all of a laying's axes; over ``axes``, where these make the same groups."""
+    if kind == "Reduce":
         return _reduce(x, among, laying)
-    if step.collective == "Broadcast":
+    if kind == "Broadcast":
         return _broadcast(x, among, laying)
-    if isinstance(step.form, Master):
-        return _masters(x, step, among, laying)
-    axes = laying.whole_axes(low, high)
+    if sum(map(len, among)) < math.prod(laying.sizes):
+        return _masters(x, kind, among, laying)
     names, indices = (axes, None) if axes else (laying.axes, among)
-    match step.collective:
+    match kind:
         case "AllReduce":
             return lax.psum(x, names, axis_index_groups=indices)
         case "ReduceScatter":
@@ -186,24 +149,24 @@ def _step(x: Array, step: Instruction, laying: Laying) -> Array:
         case "AllGather":
             return cast(Array, lax.all_gather(x, names, axis=0, axis_index_groups=indices, tiled=True))
         case _:
-            assert_never(step.collective)
+            assert_never(kind)
 
 
-def _reduce(x: Array, among: Sequence[Sequence[int]], laying: Laying) -> Array:
+def _reduce(x: Array, among: Groups, laying: Laying) -> Array:
     for parents, children in binomial_rounds(len(among[0])):
         pairs = [(g[c], g[p]) for g in among for p, c in zip(parents, children, strict=True)]
         x = x + lax.ppermute(x, laying.axes, pairs)  # who gets nothing adds zero
     return x
 
 
-def _broadcast(x: Array, among: Sequence[Sequence[int]], laying: Laying) -> Array:
+def _broadcast(x: Array, among: Groups, laying: Laying) -> Array:
     for parents, children in reversed(binomial_rounds(len(among[0]))):
         pairs = [(g[p], g[c]) for g in among for p, c in zip(parents, children, strict=True)]
         x = jnp.where(_is_one_of([to for _, to in pairs], laying), lax.ppermute(x, laying.axes, pairs), x)
     return x
 
 
-def _masters(x: Array, step: Instruction, among: Sequence[Sequence[int]], laying: Laying) -> Array:
+def _masters(x: Array, kind: Collective, among: Groups, laying: Laying) -> Array:
     """A ring among the members of the groups; everybody else computes along on zeros."""
     n = len(among[0])
     pairs = [(g[i], g[(i + 1) % n]) for g in among for i in range(n)]
@@ -211,7 +174,7 @@ def _masters(x: Array, step: Instruction, among: Sequence[Sequence[int]], laying
     for group in among:
         places[list(group)] = range(n)
     place = jnp.asarray(places)[lax.axis_index(laying.axes)]
-    match step.collective:
+    match kind:
         case "ReduceScatter":
             return _ring_scatter(x, pairs, place, n, laying)
         case "AllGather":
@@ -222,7 +185,7 @@ def _masters(x: Array, step: Instruction, among: Sequence[Sequence[int]], laying
             whole = whole[: x.size].reshape(x.shape)
             return jnp.where(_is_one_of([d for g in among for d in g], laying), whole, x)
         case _:
-            raise AssertionError(step)
+            raise AssertionError(kind)
 
 
 def _ring_scatter(x: Array, pairs: list[tuple[int, int]], place: Array, n: int, laying: Laying) -> Array:
@@ -245,65 +208,3 @@ def _is_one_of(devices: Sequence[int], laying: Laying) -> Array:
     mask = np.zeros(math.prod(laying.sizes), bool)
     mask[list(devices)] = True
     return jnp.asarray(mask)[lax.axis_index(laying.axes)]
-
-
-def _smallest_part(program: Reduction, shape: Sequence[int]) -> int:
-    """Into how many parts the data has to be cut for every step to divide."""
-    parts = now = 1
-    for step in program.steps:
-        low, high = step.span(len(shape))
-        members = math.prod(shape[low:high])
-        if step.collective == "ReduceScatter":
-            now *= members
-        elif step.collective == "AllGather":
-            now //= members
-        parts = math.lcm(parts, now)
-    return parts
-
-
-@lru_cache(maxsize=4096)
-def _reorderings(program: Reduction, shape: tuple[int, ...]) -> tuple[tuple[int, ...] | None, ...]:
-    """For each step, the order into which a device has to put the parts that it gathered, None where they come in order.
-
-    Members come in the order of their group, parts in the order of the scatters: they differ where levels are gathered in another
-    order than they were scattered in.
-    """
-    held = np.tile(np.arange(_smallest_part(program, shape)), (math.prod(shape), 1))  # parts by number  [devices, parts held]
-    result: list[tuple[int, ...] | None] = []
-    for step in program.steps:
-        among = np.array(groups(shape, step))
-        order = None
-        if step.collective == "ReduceScatter":
-            mine = held.reshape(len(held), among.shape[1], -1)
-            held = mine[:, 0].copy()  # who is outside the masters' groups holds leftovers of the right size
-            held[among] = mine[among, np.arange(among.shape[1])[None, :]]
-        elif step.collective == "AllGather":
-            gathered = held[among].reshape(len(among), -1)
-            orders = np.argsort(gathered, axis=1)
-            assert (orders == orders[0]).all(), "all groups gather alike"
-            held = np.repeat(held[:, :1], gathered.shape[1], axis=1)
-            held[among] = np.sort(gathered, axis=1)[:, None, :]
-            if not np.array_equal(orders[0], np.arange(gathered.shape[1])):
-                order = tuple(int(i) for i in orders[0])
-        elif step.collective == "Broadcast":
-            held[among] = held[among[:, :1]]
-        result.append(order)
-    return tuple(result)
-
-
-def _check_same_code(program: Reduction, shape: tuple[int, ...], names: Sequence[str]) -> None:
-    """Replay with what the lowering loses: where masters scatter or gather, the others' buffers change size and are void."""
-    space = Space(math.prod(shape))
-    context = space.initial()
-    for number, step in enumerate(program.steps):
-        among = groups(shape, step)
-        alive = tuple(g for g in among if any(context[d] for d in g))
-        after = advance(space, step.collective, alive, context)
-        if isinstance(after, Refusal):
-            what = step.text(names or [f"level{i}" for i in range(len(shape))])
-            why = "devices outside the masters' groups would need data of another size"
-            raise ReductionError(f"step {number + 1}, {what}, cannot run as one code on all devices: {why}", step=number)
-        if isinstance(step.form, Master) and step.collective in ("ReduceScatter", "AllGather"):
-            inside = {d for g in among for d in g}
-            after = tuple(state if d in inside else 0 for d, state in enumerate(after))
-        context = after

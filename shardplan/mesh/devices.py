@@ -1,5 +1,6 @@
 """From factors to a `jax.sharding.Mesh`: the one place where the machine meets JAX's devices."""
 
+# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence

@@ -1,0 +1,100 @@
+"""All programs, only right ones, and the same for all sizes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+
+from shardplan.collectives import Reduction, ReductionError, replay, synthesize
+from shardplan.collectives.dsl import Refusal, advance, groups, instructions
+from shardplan.collectives.states import COLLECTIVES, Goal, Space
+from shardplan.collectives.synthesis import _synthesize, chunk_order
+
+
+def unpruned(shape: tuple[int, ...], size: int, goal: Goal = "all_reduce") -> set[Reduction]:
+    """Every sequence of instructions tried one by one, nothing shared and nothing cut off."""
+    space = Space(math.prod(shape))
+    result: set[Reduction] = set()
+    moves = [m for m in instructions(len(shape)) if groups(shape, m)]
+    for length in range(1, size + 1):
+        for steps in itertools.product(moves, repeat=length):
+            context = space.initial(goal)
+            for step in steps:
+                after = advance(space, step.collective, groups(shape, step), context)
+                if isinstance(after, Refusal):
+                    break
+                context = after
+            else:
+                if context == space.target(goal):
+                    result.add(Reduction(steps, len(shape)))
+    return result
+
+
+@pytest.mark.parametrize(("shape", "size"), [((4,), 3), ((2, 2), 3), ((3, 2), 3), ((2, 2, 2), 2)])
+def test_pruning_loses_no_program(shape: tuple[int, ...], size: int):
+    assert set(_synthesize(shape, size, "all_reduce", None)) == unpruned(shape, size)
+
+
+@pytest.mark.slow
+def test_pruning_loses_no_long_program():
+    assert set(_synthesize((2, 2), 4, "all_reduce", None)) == unpruned((2, 2), 4)
+    for goal in ("reduce_scatter", "all_gather"):
+        assert set(_synthesize((2, 2), 4, goal, None)) == unpruned((2, 2), 4, goal)
+
+
+def test_counts_by_depth_and_size():
+    assert [len(synthesize(depth)) for depth in (0, 1, 2, 3)] == [0, 3, 93, 1635]
+    sizes = [len(p.steps) for p in synthesize(2)]
+    assert [sizes.count(n) for n in range(1, 6)] == [1, 4, 24, 42, 22]
+    assert sizes == sorted(sizes)
+    assert len(synthesize(2, 8)) == 93  # no longer program says anything new
+
+
+@pytest.mark.parametrize("shape", [(2,), (7,), (2, 3), (3, 3), (2, 8), (4, 4), (6, 2)])
+def test_the_sizes_of_the_levels_do_not_matter(shape: tuple[int, ...]):
+    assert set(_synthesize(shape, 5, "all_reduce", None)) == set(synthesize(len(shape)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(2, 2, 3), (2, 3, 2), (3, 2, 2), (2, 2, 4), (3, 3, 3), (2, 16), (8, 8)])
+def test_the_sizes_of_larger_levels_do_not_matter_either(shape: tuple[int, ...]):
+    assert set(_synthesize(shape, 5, "all_reduce", None)) == set(synthesize(len(shape)))
+
+
+def test_every_program_reaches_its_target_state():
+    for program in synthesize(3, 4):
+        replay(program, (2, 3, 2))
+
+
+def test_a_program_less_one_step_or_with_one_step_changed_is_refused():
+    """Unless what results is a program too: not every step is needed, two may do for one another."""
+    right = set(synthesize(2))
+    for program in right:
+        for i, step in enumerate(program.steps):
+            before, behind = program.steps[:i], program.steps[i + 1 :]
+            others = [replace(step, collective=other) for other in COLLECTIVES]
+            changed = [Reduction(before + behind, 2)] + [Reduction((*before, other, *behind), 2) for other in others]
+            for wrong in set(changed) - right:
+                with pytest.raises(ReductionError):
+                    replay(wrong, (2, 2))
+
+
+def test_a_sharded_goal_needs_no_gather():
+    flat, nested = synthesize(2, goal="reduce_scatter")
+    assert (flat.short, nested.short) == ("ReduceScatter", "ReduceScatter-ReduceScatter")
+    (inner_first,) = synthesize(2, goal="reduce_scatter", order=(1, 0))
+    assert inner_first.text(("n", "g")) == "(n, InsideGroup, ReduceScatter) (n, Parallel(root), ReduceScatter)"
+    for shape in ((2, 2), (3, 2), (2, 4)):
+        replay(inner_first, shape, "reduce_scatter", chunk_order(shape, (1, 0)))
+        with pytest.raises(ReductionError, match="ends short of its goal, reduce_scatter"):
+            replay(inner_first, shape, "reduce_scatter")
+
+
+def test_gathers_start_from_shards():
+    for program in synthesize(2, goal="all_gather"):
+        assert "Reduce" not in {step.collective for step in program.steps}
+        replay(program, (3, 2), "all_gather")
+    assert synthesize(2, goal="all_gather")[0].short == "AllGather"

@@ -25,7 +25,7 @@ def source_line(eqn: Any) -> str:
 
 def itemsize(dtype: Any) -> int:
     """Bytes of one element; a key's are those of its words."""
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+    if jax.numpy.issubdtype(dtype, jax.dtypes.extended):
         words = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
         return words.size * words.dtype.itemsize
     return dtype.itemsize
@@ -82,3 +82,8 @@ def bind(primitive: str, operands: Sequence[Any], params: Mapping[str, Any]) -> 
     """Applies a primitive by name."""
     value = primitives()[primitive][1]
     return value.bind(*operands, **value.get_bind_params(dict(params)))
+
+
+def compilations(jitted: Any) -> int:
+    """How many programs a jitted function holds: one for each shape, dtype and sharding that it was called with."""
+    return jitted._cache_size()

@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from shardplan.emit.mutate import DroppingEmitter
 from shardplan.emit.specs import SpecsEmitter, partition_spec
 from shardplan.errors import DeviceError, PlanFileError, ShardplanError
 from shardplan.ir import Factor, Layout
@@ -83,6 +84,7 @@ class Plan:
     donate_argnums: tuple[int, ...] = ()
     static: Mapping[str, Any] = field(default_factory=dict[str, Any], repr=False)
     user_mesh: Mesh | None = field(default=None, repr=False)
+    alternatives: tuple[Solution, ...] = field(default=(), repr=False)
     time_model: Literal["sum", "overlap"] = "sum"
 
     # -- layouts -----------------------------------------------------------------------------------------------------
@@ -158,8 +160,8 @@ class Plan:
         shardings = self.in_shardings(mesh)[argument]
         return jax.tree.map(lambda x, s: jax.make_array_from_process_local_data(s, np.asarray(x)), batch, shardings)
 
-    def jit(self, step: Callable[..., Any], devices: Sequence[Any] | None = None, backend: str = "specs", *, drop: Any = None) -> Callable[..., Any]:
-        """The step to run, jitted with this plan's shardings.
+    def jit(self, step: Callable[..., Any], devices: Sequence[Any] | None = None, backend: str = "specs", *, drop: int | None = None) -> Callable[..., Any]:
+        """The step to run, jitted with this plan's shardings; without exchange number ``drop``, for proofs of proofs.
 
         Raises:
             PlanFileError: if ``step`` is not the step that was planned.
@@ -169,7 +171,8 @@ class Plan:
             raise ShardplanError(f"no backend {backend!r}: use backend='specs'; running a plan through shard_map is not there yet")
         self.check(step)
         mesh = self.mesh(devices)
-        emitter = SpecsEmitter(self.traced.program, self.extractor, self.decisions, mesh, drop=drop)
+        what = (self.traced.program, self.extractor, self.decisions, mesh)
+        emitter = SpecsEmitter(*what) if drop is None else DroppingEmitter(*what, dropped=drop)
         out_tree, in_tree = self.traced.out_tree, self.traced.in_tree
 
         def run(*args: Any) -> Any:
@@ -191,6 +194,27 @@ class Plan:
         other = trace(step, *args, donate_argnums=self.donate_argnums)
         if fingerprint(other) != fingerprint(self.traced):
             raise PlanFileError("this step is not the one that was planned: it traces to another program; plan it anew")
+
+    def as_baseline(self, name: str) -> Plan:
+        """The plan that a baseline is, to run or measure it: its name as in ``baselines``.
+
+        Raises:
+            ShardplanError: if there is no such baseline (a loaded plan has none).
+        """
+        for solution in self.alternatives:
+            if solution.name == name:
+                made = self.extractor.decide(solution)
+                return replace(
+                    self,
+                    solution=solution,
+                    decisions=made,
+                    step_time_s=solution.seconds,
+                    compute_s=made.compute_s,
+                    communication_s=made.communication_s,
+                    communication_bytes=made.communication_bytes,
+                    peak_bytes=solution.peak_bytes,
+                )
+        raise ShardplanError(f"no baseline {name!r} here: there are {', '.join(s.name for s in self.alternatives) or 'none'}")
 
     # -- words -------------------------------------------------------------------------------------------------------
 

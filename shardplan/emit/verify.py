@@ -1,0 +1,356 @@
+"""The proof of a plan: the sharded step beside the single-device step, and what was predicted beside what was compiled.
+
+Both run a few steps with their state fed back. Equal means, for every leaf of the result after every step: |sharded - single| is at most
+ten times the largest change that five seeded perturbations of the arguments by one unit in the last place cause, plus 1e-6 of the
+leaf's maximum. Integers, booleans and random keys are equal exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardplan import _jax
+from shardplan.emit.hlo import Measured, measure
+from shardplan.errors import ShardplanError
+
+if TYPE_CHECKING:
+    from shardplan.plan import Plan
+
+PERTURBATIONS = 5
+ALLOWED = 10.0
+"""Times the largest change that a perturbation causes."""
+FLOOR = 1e-6
+"""Of the leaf's maximum, allowed in any case."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """Wire bytes of one kind of collective in a step, per device, and how often it runs."""
+
+    predicted: float
+    measured: float
+    predicted_count: float
+    measured_count: float
+
+
+@dataclass(frozen=True, slots=True)
+class Worst:
+    """The leaf of the result that came closest to its tolerance, or went furthest beyond it; ``step`` counts from one."""
+
+    path: str
+    step: int
+    error: float
+    tolerance: float
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What a verification found.
+
+    ``max_error`` is the largest error of any leaf as a part of that leaf's maximum. ``recompiles`` counts compilations after the
+    first step, ``moved`` lists the state that comes back in another sharding than it went in: both should be none. Bytes are per
+    device and step; ``measured_bytes`` undoes what only the CPU compiler does (see `shardplan.emit.hlo.measure`).
+    """
+
+    equal: bool
+    max_error: float
+    steps: int
+    worst: Worst
+    unequal: tuple[str, ...]
+    recompiles: int
+    moved: tuple[str, ...]
+    predicted_bytes: float
+    measured_bytes: float
+    raw_measured_bytes: float
+    predicted_peak_bytes: int
+    measured_peak_bytes: int
+    collectives: Mapping[str, Bytes]
+
+    @property
+    def passed(self) -> bool:
+        """Equal, compiled once, and no state moved between steps."""
+        return self.equal and not self.recompiles and not self.moved
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """As JSON values."""
+        return asdict(self) | {"passed": self.passed}
+
+
+def verify(
+    plan: Plan,
+    step: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    steps: int = 3,
+    backend: str = "specs",
+    devices: Sequence[Any] | None = None,
+    drop: int | None = None,
+    observer: Callable[[str, float], None] | None = None,
+) -> Verified:
+    """Runs ``step`` on one device and, by ``plan``, on all, and compares; ``args`` may be shapes (see `drawn`).
+
+    ``drop`` leaves out the exchange of that number (see `shardplan.emit.mutate`), after which nothing should be equal any more.
+
+    Raises:
+        DeviceError: if there are fewer devices than the plan needs.
+        ShardplanError: for a step count under one.
+    """
+    if steps < 1:
+        raise ShardplanError(f"steps={steps}: at least one step is needed to compare")
+    tell = observer or _silent
+    leaves, tree = jax.tree.flatten(tuple(args))
+    host = [_host(x) for x in drawn(leaves)]
+    loop = _Loop(tree, plan.traced.program.feedback, steps)
+    tell("the single-device step", 0.1)
+    first = devices[0] if devices is not None else jax.devices()[0]
+    one = _Single(jax.jit(step), first, loop)
+    single = one.run(host)
+    tell("the sharded step", 0.3)
+    sharded = _Sharded(plan, step, devices, backend, drop, loop)
+    found = sharded.run(host)
+    changes = [[0.0] * len(leaf) for leaf in single]
+    for n in range(PERTURBATIONS):
+        tell("perturbed steps", 0.6 + 0.05 * n)
+        rng = np.random.default_rng(n)
+        nudged = one.run([_nudged(x, rng) for x in host])
+        changes = [[max(c, _error(a, b)) for c, a, b in zip(*row, strict=True)] for row in zip(changes, nudged, single, strict=True)]
+    tell("bytes", 0.9)
+    measured, peak = sharded.compiled(host)
+    judged = _judge(plan.traced.program.output_paths, single, found, changes)
+    return Verified(
+        equal=not judged.unequal,
+        max_error=judged.max_error,
+        steps=steps,
+        worst=judged.worst,
+        unequal=judged.unequal,
+        recompiles=sharded.recompiles,
+        moved=tuple(sharded.moved),
+        predicted_bytes=float(plan.communication_bytes),
+        measured_bytes=float(measured.wire_bytes),
+        raw_measured_bytes=float(measured.raw_wire_bytes),
+        predicted_peak_bytes=int(plan.peak_bytes),
+        measured_peak_bytes=peak,
+        collectives=by_kind(plan, measured),
+    )
+
+
+def measured_program(plan: Plan, step: Callable[..., Any], *, devices: Sequence[Any] | None = None, backend: str = "specs") -> tuple[Measured, int]:
+    """The collectives of the compiled step and its peak bytes on one device; nothing is run."""
+    return _measured(plan.jit(step, devices, backend), jax.tree.unflatten(plan.traced.in_tree, plan.traced.in_shapes))
+
+
+def by_kind(plan: Plan, measured: Measured) -> dict[str, Bytes]:
+    """Predicted beside measured, for every kind that either has."""
+    predicted: dict[str, tuple[float, float]] = {}
+    for c in plan.collectives:
+        nbytes, count = predicted.get(c.kind, (0.0, 0.0))
+        predicted[c.kind] = nbytes + c.wire_bytes * c.times, count + c.times
+    rows: dict[str, Bytes] = {}
+    for kind in sorted({*predicted, *measured.kinds}):
+        nbytes, count = predicted.get(kind, (0.0, 0.0))
+        total = measured.kinds.get(kind)  # type: ignore[call-overload]
+        rows[kind] = Bytes(nbytes, float(total.wire_bytes) if total else 0.0, count, float(total.count) if total else 0.0)
+    return rows
+
+
+def drawn(leaves: Sequence[Any], *, seed: int = 0) -> list[Any]:
+    """Values for the leaves that are only shapes: floats normal from a seed, integers zero, random keys from the seed."""
+    rng = np.random.default_rng(seed)
+    return [_draw(x, rng, seed + i) if isinstance(x, jax.ShapeDtypeStruct) else x for i, x in enumerate(leaves)]
+
+
+def _draw(shape: jax.ShapeDtypeStruct, rng: np.random.Generator, seed: int) -> Any:
+    if _is_key(shape):
+        return jax.random.split(jax.random.key(seed), shape.shape) if shape.shape else jax.random.key(seed)
+    if jnp.issubdtype(shape.dtype, jnp.inexact):
+        return jnp.asarray(rng.standard_normal(shape.shape), shape.dtype)
+    return jnp.zeros(shape.shape, shape.dtype)
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    """A random key on the host."""
+
+    data: np.ndarray
+    impl: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _Loop:
+    """How a step's results become its next arguments."""
+
+    tree: Any
+    feedback: tuple[int | None, ...]
+    steps: int
+
+
+class _Single:
+    """The step as it is, compiled once for one device."""
+
+    def __init__(self, run: Callable[..., Any], device: Any, loop: _Loop) -> None:
+        self._run, self._device, self._loop = run, device, loop
+
+    def run(self, host: Sequence[Any]) -> list[list[np.ndarray]]:
+        flat = [jax.device_put(_array(x), self._device) for x in host]
+        after: list[list[np.ndarray]] = []
+        for _ in range(self._loop.steps):
+            outs = jax.tree.leaves(self._run(*jax.tree.unflatten(self._loop.tree, flat)))
+            after.append([_numbers(x) for x in outs])
+            for x, i in zip(outs, self._loop.feedback, strict=True):
+                if i is not None:
+                    flat[i] = x
+        return after
+
+
+class _Sharded:
+    """The step under a plan; it notes what compiled again and what came back elsewhere."""
+
+    def __init__(
+        self, plan: Plan, step: Callable[..., Any], devices: Sequence[Any] | None, backend: str, drop: int | None, loop: _Loop
+    ) -> None:
+        self._loop, self._paths = loop, plan.traced.program.output_paths
+        self._mesh = plan.mesh(devices)
+        self._shardings = jax.tree.leaves(plan.in_shardings(self._mesh))
+        self._jitted = plan.jit(step, devices, backend, drop=drop)
+        self._donated = _donated(plan, loop.tree)
+        self.recompiles = 0
+        self.moved: list[str] = []
+
+    def put(self, host: Sequence[Any]) -> list[Any]:
+        return [jax.device_put(_array(x), s) for x, s in zip(host, self._shardings, strict=True)]
+
+    def run(self, host: Sequence[Any]) -> list[list[np.ndarray]]:
+        flat = self.put(host)
+        after: list[list[np.ndarray]] = []
+        compiled = 0
+        fed = {i for i in self._loop.feedback if i is not None}
+        for n in range(self._loop.steps):
+            outs = jax.tree.leaves(self._jitted(*jax.tree.unflatten(self._loop.tree, flat)))
+            after.append([_numbers(x) for x in outs])
+            compiled = compiled or _jax.compilations(self._jitted)
+            for path, x, i in zip(self._paths, outs, self._loop.feedback, strict=True):
+                if i is None:
+                    continue
+                if n == 0 and not x.sharding.is_equivalent_to(self._shardings[i], x.ndim):
+                    self.moved.append(path)
+                flat[i] = x
+            for i in self._donated - fed:
+                flat[i] = jax.device_put(_array(host[i]), self._shardings[i])
+        self.recompiles = _jax.compilations(self._jitted) - compiled
+        return after
+
+    def compiled(self, host: Sequence[Any]) -> tuple[Measured, int]:
+        """What the compiled step sends, and its peak bytes on one device."""
+        return _measured(self._jitted, jax.tree.unflatten(self._loop.tree, self.put(host)))
+
+
+def _measured(jitted: Any, args: Sequence[Any]) -> tuple[Measured, int]:
+    compiled = jitted.lower(*args).compile()
+    held = compiled.memory_analysis()
+    peak = held.argument_size_in_bytes + held.output_size_in_bytes - held.alias_size_in_bytes + held.temp_size_in_bytes
+    return measure(compiled.as_text()), int(peak)
+
+
+def _donated(plan: Plan, tree: Any) -> set[int]:
+    """Positions of the leaves of donated arguments."""
+    found: set[int] = set()
+    at = 0
+    for i, child in enumerate(tree.children()):
+        if i in plan.donate_argnums:
+            found.update(range(at, at + child.num_leaves))
+        at += child.num_leaves
+    return found
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+
+def _is_key(x: Any) -> bool:
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _host(x: Any) -> Any:
+    """A copy on the host, which no donation reaches."""
+    if _is_key(x):
+        return _Key(np.array(jax.random.key_data(x)), jax.random.key_impl(x))
+    return np.array(x) if hasattr(x, "dtype") else x
+
+
+def _array(x: Any) -> Any:
+    return jax.random.wrap_key_data(jnp.asarray(x.data), impl=x.impl) if isinstance(x, _Key) else x
+
+
+def _numbers(x: Any) -> np.ndarray:
+    return np.array(jax.random.key_data(x)) if _is_key(x) else np.array(x)
+
+
+def _nudged(x: Any, rng: np.random.Generator) -> Any:
+    """Each float moved to one of its neighbours, up or down at random."""
+    if isinstance(x, _Key) or not isinstance(x, np.ndarray) or not jnp.issubdtype(x.dtype, jnp.inexact):
+        return x
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return (_nudged(x.real, rng) + 1j * _nudged(x.imag, rng)).astype(x.dtype)
+    towards = np.where(rng.integers(2, size=x.shape) == 1, np.inf, -np.inf).astype(x.dtype)
+    return np.nextafter(x, towards).astype(x.dtype)
+
+
+def _wide(x: np.ndarray) -> np.ndarray:
+    return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
+
+
+def _error(a: np.ndarray, b: np.ndarray) -> float:
+    """The largest difference; infinite where only one of them is finite."""
+    if a.size == 0:
+        return 0.0
+    if not jnp.issubdtype(a.dtype, jnp.inexact):
+        return 0.0 if np.array_equal(a, b) else float(np.max(np.abs(a.astype(np.float64) - b.astype(np.float64))))
+    x, y = _wide(a), _wide(b)
+    same = (x == y) | (np.isnan(x) & np.isnan(y))
+    with np.errstate(invalid="ignore", over="ignore"):
+        gap = np.where(same, 0.0, np.abs(x - y))
+    worst = float(np.max(gap))
+    return worst if np.isfinite(worst) else float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    unequal: tuple[str, ...]
+    max_error: float
+    worst: Worst
+
+
+def _judge(
+    paths: Sequence[str], single: Sequence[Sequence[np.ndarray]], found: Sequence[Sequence[np.ndarray]], changes: Sequence[Sequence[float]]
+) -> _Judged:
+    unequal: list[str] = []
+    largest = 0.0
+    worst, ratio = Worst("", 0, 0.0, 0.0), -1.0
+    for n, (wanted, got, change) in enumerate(zip(single, found, changes, strict=True), 1):
+        for path, a, b, c in zip(paths, wanted, got, change, strict=True):
+            error = _error(b, a)
+            exact = not jnp.issubdtype(a.dtype, jnp.inexact)
+            with np.errstate(invalid="ignore"):
+                scale = float(np.nanmax(np.abs(_wide(a)), initial=0.0)) if a.size else 0.0
+            tolerance = 0.0 if exact else ALLOWED * c + FLOOR * scale
+            if error > tolerance and path not in unequal:
+                unequal.append(path)
+            if error:
+                largest = max(largest, error / scale if scale else float("inf"))
+            part = error / tolerance if tolerance else float("inf") if error else 0.0
+            if part > ratio:
+                worst, ratio = Worst(path, n, error, tolerance), part
+    return _Judged(tuple(unequal), largest, worst)
+
+
+def _silent(_what: str, _part: float) -> None:
+    return None

@@ -177,6 +177,7 @@ def _make(
         donate_argnums=donated,
         static={"step": step},
         user_mesh=user_mesh,
+        alternatives=outcome.baselines if outcome else (),
     )
 
 

@@ -91,7 +91,8 @@ def plan(
         raise MemoryLimitError(limit, smallest.peak_bytes, detail=_largest(problem, smallest))
     made = _make(traced, problem, outcome.best, outcome, limit, loaded, donated_args, step, user_mesh)
     ended = time.perf_counter()
-    return replace(made, trace_s=traced_at - began, search_s=ended - traced_at)
+    known = {**made.static, "pins": dict(pins or {}), "baselines": outcome.baselines}
+    return replace(made, trace_s=traced_at - began, search_s=ended - traced_at, static=known)
 
 
 _search = search

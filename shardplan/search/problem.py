@@ -201,6 +201,42 @@ class Problem:
                 result.append(self._view(variable.id, domains, (keep_s or {}).get(variable.id, 0.0)))
         return result
 
+    def terms_of(self, v: int, domains: Sequence[Domain], keep_s: Mapping[int, float] | None = None) -> list[Term]:
+        """Those of `terms` that variable ``v`` is in."""
+        result: list[Term] = []
+        if v in self.interior:
+            costs = self.interior[v]
+            result.append(self._term(("unary", *costs), (v,), domains, lambda ds: self._interior(costs, ds[0])))
+        joins, links, views = self._around.get(v, ((), (), ()))
+        for n in joins:
+            result.extend(self._join(self.graph.nodes[n], domains) or ())
+        for k in links:
+            term = self._link(self.graph.links[k], domains)
+            result.extend([term] if term is not None else [])
+        for view in views:
+            result.append(self._view(view, domains, (keep_s or {}).get(view, 0.0)))
+        return result
+
+    @cached_property
+    def _around(self) -> Mapping[int, tuple[list[int], list[int], list[int]]]:
+        """For each variable the joins, links and views whose terms it is in."""
+        found: dict[int, tuple[list[int], list[int], list[int]]] = {}
+
+        def note(vs: set[int], kind: int, at: int) -> None:
+            for v in sorted(vs - {FREE}):
+                found.setdefault(v, ([], [], []))[kind].append(at)
+
+        for n in self.coarse.joins:
+            node = self.graph.nodes[n]
+            reads = {self.coarse.read.get((n, i), self.coarse.of[t]) for i, t in enumerate(node.inputs) if t >= 0 and self.coarse.of[t] != FREE}
+            note(reads | {self.coarse.of[t] for t in node.outputs}, 0, n)
+        for k, link in enumerate(self.graph.links):
+            note({self.coarse.of[link.source], self.coarse.of[link.target]}, 1, k)
+        for variable in self.coarse.variables:
+            if variable.kind != "stored":
+                note({variable.id, variable.of, *([variable.sibling] if variable.kind == "backward" else [])}, 2, variable.id)
+        return found
+
     def _term(self, key: tuple[object, ...], scope: tuple[int, ...], domains: Sequence[Domain], build: object) -> Term:
         own = tuple(domains[v] for v in scope)
         memo = (*key, own)

@@ -147,6 +147,11 @@ def given(conditions: object, value: object) -> Scalar:
     return Apply("where", (scalar(conditions), scalar(value), Number(0.0)), "given")
 
 
+def transformed(conditions: object, value: object) -> Scalar:
+    """Some linear function of ``value``'s whole slice (a transform, a solve), which ``conditions`` determine."""
+    return Apply("where", (scalar(conditions), scalar(value), Number(0.0)), "transformed")
+
+
 def equals(element: object, index: Loop) -> Scalar:
     """1 where an element holds this index, else 0: how a lookup is said as a sum over all rows."""
     return Match(scalar(element), index.expr)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -210,7 +211,8 @@ def _select_and_scatter_add(call: Call, local: Local) -> Local:
     stride, window = int(p["window_strides"][dim]), int(p["window_dimensions"][dim])
     padding = [(int(lo), int(hi)) for lo, hi in p["padding"]]
     low = padding[dim][0] + at_source[1][0] * stride - lo
-    padding[dim] = (low, (source[dim] - 1) * stride + window - x[dim] - low)
+    high = (source[dim] - 1) * stride + window - x[dim] - low
+    padding[dim] = (low, min(0, high + stride - 1) if high < 0 else high)  # as many windows, and no negative padding here
     size = local.call.results[0][dim]
 
     def cropped(bind: Bind, operands: Sequence[Any], worker: Any) -> tuple[Any, ...]:
@@ -273,6 +275,7 @@ def _counted_again(call: Call, local: Local) -> Local:
     return replace(local, run=counted)
 
 
+@partial(jax.jit, static_argnums=(0, 1))
 def _counts(shape: tuple[int, ...], whole: tuple[int, ...], first: Any) -> tuple[Any, Any]:
     """The row-major numbers, high and low words, of a block of ``whole`` that starts at ``first``."""
     hi = lo = jnp.zeros(shape, jnp.uint32)
@@ -286,6 +289,7 @@ def _counts(shape: tuple[int, ...], whole: tuple[int, ...], first: Any) -> tuple
     return hi, lo
 
 
+@partial(jax.jit, static_argnums=(1, 2))
 def _threefry_at(keys: Any, shape: tuple[int, ...], whole: tuple[int, ...], first: Any) -> tuple[Any, Any]:
     data = jax.random.key_data(keys)
     one, two = (data[..., n].reshape(keys.shape + (1,) * len(shape)) for n in (0, 1))

@@ -74,7 +74,7 @@ def case(*primitives: str) -> Callable[[Callable[[str, Draw], Case]], Callable[[
 def prove(primitive: str, draw: Draw) -> Verified:
     """Draws one case of a primitive and verifies its description."""
     made = CASES[primitive](draw)
-    return verify(made.call, made.operands, seed=int(draw.rng.integers(2**31)))
+    return verify(made.call, made.operands, nested=2, seed=int(draw.rng.integers(2**31)))
 
 
 def bound(primitive: str, *operands: Any, **params: Any) -> Case:

@@ -27,9 +27,14 @@ def _general(draw: Draw) -> Any:
 @case("cholesky", "eigh", "eig", "schur", "hessenberg", "tridiagonal", "lu")
 def _of_square(name: str, draw: Draw) -> Case:
     makers = {
-        "cholesky": lambda a: lax.linalg.cholesky(a, symmetrize_input=False), "eigh": lax.linalg.eigh, "eig": lax.linalg.eig,
-        "schur": lax.linalg.schur, "hessenberg": lax.linalg.hessenberg, "tridiagonal": lax.linalg.tridiagonal, "lu": lax.linalg.lu,
-    }  # fmt: skip
+        "cholesky": lambda a: lax.linalg.cholesky(a, symmetrize_input=False),
+        "eigh": lax.linalg.eigh,
+        "eig": lax.linalg.eig,
+        "schur": lax.linalg.schur,
+        "hessenberg": lax.linalg.hessenberg,
+        "tridiagonal": lax.linalg.tridiagonal,
+        "lu": lax.linalg.lu,
+    }
     return traced(name, makers[name], _square(draw))
 
 
@@ -37,9 +42,10 @@ def _of_square(name: str, draw: Draw) -> Case:
 def _of_general(name: str, draw: Draw) -> Case:
     full = draw.choose((False, True))
     makers = {
-        "qr": lambda a: lax.linalg.qr(a, full_matrices=full), "svd": lambda a: lax.linalg.svd(a, full_matrices=full),
+        "qr": lambda a: lax.linalg.qr(a, full_matrices=full),
+        "svd": lambda a: lax.linalg.svd(a, full_matrices=full),
         "geqrf": lambda a: _linalg().geqrf(a),
-    }  # fmt: skip
+    }
     return traced(name, makers[name], _general(draw))
 
 

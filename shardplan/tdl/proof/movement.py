@@ -6,9 +6,10 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
+import jax
 import numpy as np
 
-from shardplan.tdl.proof.case import Case, Draw, array, bound, case, shape, shuffled, some
+from shardplan.tdl.proof.case import Case, Draw, array, bound, case, shape, shuffled, some, traced
 
 _DTYPES = ("float32", "int32", "bool", "bfloat16")
 
@@ -90,7 +91,7 @@ def _pad(name: str, draw: Draw) -> Case:
 def _concatenate(name: str, draw: Draw) -> Case:
     dims, dtype = shape(draw), draw.choose(_DTYPES)
     along = draw.choose(range(len(dims)))
-    parts = [dims[:along] + (draw.choose((1, 2, dims[along])),) + dims[along + 1 :] for _ in range(draw.choose((1, 2, 3)))]
+    parts = [(*dims[:along], draw.choose((1, 2, dims[along])), *dims[along + 1 :]) for _ in range(draw.choose((1, 2, 3)))]
     return bound(name, *(array(draw, p, dtype) for p in parts), dimension=along)
 
 
@@ -126,3 +127,8 @@ def _iota(name: str, draw: Draw) -> Case:
 @case("iota_2x32_shape")
 def _iota_2x32(name: str, draw: Draw) -> Case:
     return bound(name, shape=shape(draw))
+
+
+@case("device_put")
+def _device_put(name: str, draw: Draw) -> Case:
+    return traced(name, jax.device_put, _any(draw, shape(draw)))

@@ -10,11 +10,11 @@ import numpy as np
 
 from shardplan.tdl.proof.case import Case, Draw, array, bound, case, shape, traced
 
-_SHAPES = ((4, 6), (12,), (2, 6))
+_SHAPES = ((4, 6), (12,))
 
 
 def _keys(draw: Draw) -> Any:
-    return array(draw, draw.choose(((), (), (4,), (2, 3))), "key<fry>")
+    return array(draw, draw.choose(((), (), (2,))), "key<fry>")
 
 
 @case("random_bits")
@@ -57,7 +57,7 @@ def _clone(name: str, draw: Draw) -> Case:
 
 @case("random_gamma")
 def _gamma(name: str, draw: Draw) -> Case:
-    dims = draw.choose(((4,), (2, 6)))
+    dims = (4,)  # it compiles for seconds
     alpha = np.abs(array(draw, dims)) + np.float32(0.5)
     return bound(name, array(draw, dims, "key<fry>"), alpha, log_space=draw.choose((False, True)))
 

@@ -69,9 +69,12 @@ def _window(draw: Draw) -> tuple[tuple[int, ...], dict[str, Any]]:
         if dilated + sum(padding[-1]) < spread:
             padding[-1] = (0, spread)
     return dims, {
-        "window_dimensions": tuple(window), "window_strides": tuple(stride), "padding": tuple(padding), "base_dilation": tuple(apart),
+        "window_dimensions": tuple(window),
+        "window_strides": tuple(stride),
+        "padding": tuple(padding),
+        "base_dilation": tuple(apart),
         "window_dilation": tuple(wide),
-    }  # fmt: skip
+    }
 
 
 @case("reduce_window_sum", "reduce_window_max", "reduce_window_min")
@@ -88,8 +91,11 @@ def _reduce_window_any(name: str, draw: Draw) -> Case:
     return traced(name, lambda x: lax.reduce_window(x, np.int32(1), lambda a, b: a * b + 0 * a, *windows), x)
 
 
-def _plain_window(draw: Draw) -> tuple[tuple[int, ...], dict[str, Any]]:
+def _plain_window(draw: Draw, *, batch: bool = False) -> tuple[tuple[int, ...], dict[str, Any]]:
     dims, p = _window(draw)
+    if batch:
+        dims = (4, *dims[1:])
+        p = {k: ((1 if k != "padding" else (0, 0)), *v[1:]) for k, v in p.items()}
     for d, n in enumerate(dims):  # no dilation here
         w, s = p["window_dimensions"][d], p["window_strides"][d]
         total = max(0, (-(-n // s) - 1) * s + w - n)
@@ -118,9 +124,9 @@ def _select_and_gather_add(name: str, draw: Draw) -> Case:
 
 @case("select_and_scatter")
 def _select_and_scatter(name: str, draw: Draw) -> Case:
-    from jax._src.lax.windowed_reductions import _select_and_scatter as make  # noqa: PLC2701
+    from jax._src.lax.windowed_reductions import _select_and_scatter as make
 
-    dims, p = _plain_window(draw)
+    dims, p = _plain_window(draw, batch=True)
     x = array(draw, dims)
     pooled = jax.eval_shape(lambda x: lax.reduce_window(x, -jnp.inf, lax.max, *p.values()), x)
     return traced(name, lambda x, s: make(x, lax.ge, *p.values(), s, np.float32(0), lax.add), x, array(draw, pooled.shape))

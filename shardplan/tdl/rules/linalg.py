@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shardplan.tdl.describe import Call, Lambda, rule
-from shardplan.tdl.language import Named, Opaque, Sum, TensorRef, given
+from shardplan.tdl.language import Named, Opaque, Sum, TensorRef, given, transformed
 from shardplan.tdl.rules.movement import held
 
 _ALL = slice(None)
@@ -52,7 +52,7 @@ def _triangular_solve(call: Call, a: TensorRef, b: TensorRef) -> Lambda:
     def element(*i: Any) -> Any:
         *batch, row, column = i
         inside, at_b = (row, (*batch, _ALL, column)) if left else (column, (*batch, row, _ALL))
-        return given(held(inside) + a[(*batch, _ALL, _ALL)], b[at_b])
+        return transformed(held(inside) + a[(*batch, _ALL, _ALL)], b[at_b])
 
     return element
 
@@ -64,7 +64,7 @@ def _tridiagonal_solve(call: Call, lower: TensorRef, main: TensorRef, upper: Ten
     def element(*i: Any) -> Any:
         *batch, row, column = i
         bands = sum((x[(*batch, _ALL)] for x in (main, upper)), lower[(*batch, _ALL)])
-        return given(held(row) + bands, b[(*batch, _ALL, column)])
+        return transformed(held(row) + bands, b[(*batch, _ALL, column)])
 
     return element
 
@@ -77,7 +77,7 @@ def _ormqr(call: Call, a: TensorRef, taus: TensorRef, c: TensorRef) -> Lambda:
     def element(*i: Any) -> Any:
         *batch, row, column = i
         inside, at_c = (row, (*batch, _ALL, column)) if left else (column, (*batch, row, _ALL))
-        return given(held(inside) + a[(*batch, _ALL, _ALL)] + taus[(*batch, _ALL)], c[at_c])
+        return transformed(held(inside) + a[(*batch, _ALL, _ALL)] + taus[(*batch, _ALL)], c[at_c])
 
     return element
 
@@ -98,4 +98,4 @@ def _symmetric_product(call: Call, a: TensorRef, c: TensorRef) -> Lambda:
 def _fft(call: Call, x: TensorRef) -> Lambda:
     """Linear; the transformed dims are the last ones and stay whole."""
     batch = len(x.shape) - len(call.params["fft_lengths"])
-    return lambda *i: given(held(*i[batch:]), x[(*i[:batch], *[_ALL] * (len(x.shape) - batch))])
+    return lambda *i: transformed(held(*i[batch:]), x[(*i[:batch], *[_ALL] * (len(x.shape) - batch))])

@@ -8,7 +8,7 @@ from typing import Any
 
 from shardplan.tdl import language as lang
 from shardplan.tdl.describe import Call, Lambda, rule
-from shardplan.tdl.language import Opaque, Scalar, TensorRef, apply, given
+from shardplan.tdl.language import Opaque, Scalar, TensorRef, apply, given, transformed
 from shardplan.tdl.rules.movement import held
 
 _ALL = slice(None)
@@ -67,7 +67,7 @@ def _running(call: Call, x: TensorRef, i: tuple[Any, ...]) -> Scalar:
 
 @rule("cumsum")
 def _cumsum(call: Call, x: TensorRef) -> Lambda:
-    return lambda *i: given(held(i[int(call.params["axis"])]), _running(call, x, i))
+    return lambda *i: transformed(held(i[int(call.params["axis"])]), _running(call, x, i))
 
 
 @rule("cumprod", "cummax", "cummin", "cumlogsumexp")
@@ -127,11 +127,13 @@ def _select_and_scatter_add(call: Call, source: TensorRef, x: TensorRef) -> Lamb
     strides, low = tuple(map(int, p["window_strides"])), tuple(int(lo) for lo, _ in p["padding"])
 
     def element(*i: Any) -> Scalar:
+        far = [loop for loop, n, lo in zip(i, window, low, strict=True) if lo >= n]  # windows that lie in the padding
+
         def term(*w: Any) -> Scalar:
             """``w`` is where the element lies in a window that covers it, and where that window's extreme lies."""
             windows = [(loop + lo - at) // s for loop, lo, at, s in zip(i, low, w, strides, strict=False)]
             extremes = [o * s + at - lo for o, s, at, lo in zip(windows, strides, w[len(i) :], low, strict=True)]
-            return given(held(*w) + x[tuple(extremes)], source[tuple(windows)])
+            return given(held(*w, *far) + x[tuple(extremes)], source[tuple(windows)])
 
         return lang.Sum(term, window + window)
 

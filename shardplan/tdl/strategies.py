@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from shardplan.ir import Partial, Placement, Reducer, Replicated, Split
 from shardplan.tdl import language as lang
 from shardplan.tdl.describe import Description, children, products
-from shardplan.tdl.index import Interval, interval
+from shardplan.tdl.index import Affine, Interval, interval, loops_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +109,8 @@ def _regions(description: Description, loop: int, ways: int) -> dict[int, Placem
         shape = description.call.operands[operand]
         for dim, ix in enumerate(indices):
             if shape[dim] == 1:
+                if loop in loops_of(ix) and ix != Affine(((loop, 1),)):
+                    return None  # not broadcast: its one element lies somewhere inside the worker's range
                 continue
             at = interval(ix, extents, loop, ways)
             if at is None:

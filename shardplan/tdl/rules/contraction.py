@@ -7,6 +7,7 @@ from typing import Any
 
 from shardplan.tdl.describe import Call, Lambda, rule
 from shardplan.tdl.language import Scalar, Sum, TensorRef, given
+from shardplan.tdl.rules.movement import held
 
 
 @rule("dot_general")
@@ -62,7 +63,8 @@ def _convolution(call: Call, x: TensorRef, kernel: TensorRef) -> Lambda:
                 at_k[k_dims[2 + n]] = w[n]
             return x[tuple(at_x)] * kernel[tuple(at_k)]
 
-        return Sum(term, extents)
+        lone = [p for p, d in zip(place, x_dims[2:], strict=True) if x.shape[d] == 1]  # one element among padding is no broadcast
+        return given(held(*lone), Sum(term, extents)) if lone else Sum(term, extents)
 
     return element
 
@@ -77,7 +79,6 @@ def _ragged_dot(call: Call, x: TensorRef, y: TensorRef, sizes: TensorRef) -> Lam
     free_y = [d for d in range(len(y.shape)) if d not in {*sum_y, *batch_y, *group}]
     mode_contracting, mode_batch = ragged in sum_x, ragged in batch_x
     all_ = slice(None)
-    from shardplan.tdl.rules.movement import held
 
     def element(*i: Any) -> Scalar:
         groups, i = (i[:1], i[1:]) if mode_contracting else ((), i)

@@ -21,6 +21,14 @@ def summable(dtype: str) -> bool:
     return dtype != "bool" and not dtype.startswith("key")
 
 
+def _fills(call: Call, dtype: str) -> bool:
+    """Whether rows out of range are filled with a number that a sum of partial lookups would count more than once."""
+    if "FILL" not in str(call.params["mode"]).upper():
+        return False
+    fill = call.params.get("fill_value")
+    return "float" not in dtype and "complex" not in dtype if fill is None else fill == fill and fill != 0
+
+
 @rule("gather")
 def _gather(call: Call, x: TensorRef, indices: TensorRef, *_: TensorRef) -> Lambda:
     numbers = call.params["dimension_numbers"]
@@ -29,6 +37,7 @@ def _gather(call: Call, x: TensorRef, indices: TensorRef, *_: TensorRef) -> Lamb
     start_map = tuple(numbers.start_index_map)
     batching = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
     windows = [d for d in range(len(x.shape)) if d not in collapsed and d not in batching]
+    filled = _fills(call, x.dtype)
     rows = [d for d in start_map if sizes[d] == 1 and x.shape[d] > 1] if summable(x.dtype) else []
 
     def element(*i: Any) -> Scalar:
@@ -50,13 +59,15 @@ def _gather(call: Call, x: TensorRef, indices: TensorRef, *_: TensorRef) -> Lamb
                     at.append(offsets[d])
                 else:
                     at.append(DATA)
-            value: Scalar = x[tuple(at)]
+            value: Scalar = apply("or fill", x[tuple(at)]) if filled else x[tuple(at)]
             for d, loop in at_row.items():
                 value = where(equals(index_of(start_map.index(d)), loop), value)
             return value
 
         inside = [offsets[d] for d in windows if sizes[d] != x.shape[d]]
         others = [index_of(n) for n, d in enumerate(start_map) if d not in rows]
+        if not start_map:  # nothing is looked up, but the batch dims are the indices' too
+            others.append(indices[(*batch, DATA)])
         value = Sum(term, tuple(x.shape[d] for d in rows)) if rows else term()
         return given(apply("start", held(*inside), *others), value) if inside or others else value
 
@@ -97,6 +108,8 @@ def _scatter(call: Call, x: TensorRef, indices: TensorRef, updates: TensorRef) -
             at: dict[int, Any] = {scattered[n]: loop for n, loop in place.items()}
             at.update({u: i[d] if sizes[d] == x.shape[d] else _ALL for d, u in zip(windows, update_windows, strict=True)})
             hits = [_hit(n, d, place, i) for n, d in enumerate(start_map)]
+            if not start_map:
+                hits.append(indices[(*(place[n] for n in range(len(scattered))), DATA)])
             update = updates[tuple(at[d] for d in range(len(updates.shape)))]
             return where(apply("hit", held(*whole), *hits), update, otherwise)
 

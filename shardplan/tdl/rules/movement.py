@@ -104,8 +104,11 @@ def _rev(call: Call, x: TensorRef) -> Lambda:
 def _pad(call: Call, x: TensorRef, value: TensorRef) -> Lambda:
     """Inside, the operand; around and between its elements, the value."""
     config = call.params["padding_config"]
+    lone = [d for d, n in enumerate(x.shape) if n == 1 and call.results[0][d] > 1]  # one element among padding is no broadcast
     return lambda *i: where(
-        held(), x[tuple((loop - int(lo)) // (int(gap) + 1) for loop, (lo, _, gap) in zip(i, config, strict=True))], value[()]
+        held(*(i[d] for d in lone)),
+        x[tuple((loop - int(lo)) // (int(gap) + 1) for loop, (lo, _, gap) in zip(i, config, strict=True))],
+        value[()],
     )
 
 

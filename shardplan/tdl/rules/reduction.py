@@ -89,7 +89,18 @@ def window_index(params: Any, i: tuple[Any, ...], w: tuple[Any, ...]) -> tuple[A
 def _reduce_window(call: Call, x: TensorRef) -> Lambda:
     reducer = _REDUCERS[call.primitive.removeprefix("reduce_window_")]
     window = tuple(int(n) for n in call.params["window_dimensions"])
-    return lambda *i: reducer(lambda *w: x[window_index(call.params, i, w)], window)
+
+    def element(*i: Any) -> Scalar:
+        value = reducer(lambda *w: x[window_index(call.params, i, w)], window)
+        lone = _lone(x, i)
+        return given(held(*lone), value) if lone else value
+
+    return element
+
+
+def _lone(x: TensorRef, i: tuple[Any, ...]) -> list[Any]:
+    """The loops over dims of size 1: one element among padding is no broadcast."""
+    return [loop for loop, n in zip(i, x.shape, strict=True) if n == 1]
 
 
 @rule("reduce_window")
@@ -104,7 +115,7 @@ def _reduce_window_any(call: Call, *operands: TensorRef) -> tuple[Lambda, ...]:
                 "reduce_window", *(x[window_index(call.params, i, w)] for x in operands[:half]), *(v[()] for v in operands[half:])
             )
 
-        return apply("reduce_window", lang.Sum(parts, window))
+        return apply("reduce_window", held(*_lone(operands[0], i)), lang.Sum(parts, window))
 
     return (element,) * half
 
@@ -115,6 +126,7 @@ def _select_and_gather(call: Call, tangents: TensorRef, x: TensorRef) -> Lambda:
     window = tuple(int(n) for n in call.params["window_dimensions"])
     return lambda *i: apply(
         "select_and_gather_add",
+        held(*_lone(x, i)),
         lang.Sum(lambda *w: tangents[window_index(call.params, i, w)] * x[window_index(call.params, i, w)], window),
     )
 

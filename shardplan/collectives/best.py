@@ -16,10 +16,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..cost.network import Algorithm, Network
-from .dsl import Instruction, Reduction, groups
+from .dsl import Instruction, Reduction, groups, instructions
 from .ranking import Entries, Table, entries, held_after, shape_of, step_lines, table
 from .states import Context, Goal
-from .synthesis import Order, Walks
+from .synthesis import Order, Walks, shared_walks
 
 # bound on the whole, a ticket against ties, spent, context, parts held, steps
 Node = tuple[float, int, float, Context, tuple[float, ...], tuple[Instruction, ...]]
@@ -55,9 +55,9 @@ def search(
     """The best program of any length for a hierarchy of any depth: seconds and program."""
     levels = entries(network, over)
     shape = shape_of(network, levels)
-    walks = Walks((2,) * len(levels), goal, order)
+    walks = shared_walks((2,) * len(levels), goal, order)
     prices: dict[tuple[Instruction, float], float] = {}
-    bounds = _bounds(network, levels, nbytes, walks.shape) if goal != "all_gather" else []
+    bounds = _bounds(network, levels, nbytes, walks.shape, algorithm) if goal != "all_gather" else []
     ticket = itertools.count()
     part = 1.0 / math.prod(shape) if goal == "all_gather" else 1.0
     best: dict[Context, float] = {walks.start: 0.0}
@@ -89,7 +89,9 @@ def search(
     raise AssertionError("every goal is reached by one collective over everything")
 
 
-def _bounds(network: Network, levels: Entries, nbytes: float, two: tuple[int, ...]) -> list[tuple[float, list[range]]]:
+def _bounds(
+    network: Network, levels: Entries, nbytes: float, two: tuple[int, ...], algorithm: Algorithm
+) -> list[tuple[float, list[range]]]:
     """For each level: the seconds for all bytes to enter a child of it, and the devices under its children."""
     result: list[tuple[float, list[range]]] = []
     for index, (tier, links) in enumerate(zip(network.cluster.levels, network.topology.tiers, strict=True)):
@@ -100,7 +102,10 @@ def _bounds(network: Network, levels: Entries, nbytes: float, two: tuple[int, ..
         sharing = math.prod(network.cluster.shape[index + 1 :]) // inside
         speed = tier.bandwidth_bytes_per_s * max(tier.ring_efficiency, tier.tree_efficiency)
         below = math.prod(two[crossed[-1] + 1 :])
-        result.append((nbytes * sharing / speed, [range(i, i + below) for i in range(0, math.prod(two), below)]))
+        # a step that crosses the level has its latency too; Reduce and Broadcast are half of an all-reduce
+        crossing = [m for m in instructions(len(levels)) if m.span(len(levels))[0] <= crossed[-1] < m.span(len(levels))[1]]
+        latency = min(float(step_lines(network, levels, m, algorithm)[:, 0].min()) for m in crossing)
+        result.append((latency + nbytes * sharing / speed, [range(i, i + below) for i in range(0, math.prod(two), below)]))
     return result
 
 

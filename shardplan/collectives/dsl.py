@@ -156,7 +156,7 @@ def advance(space: Space, collective: Collective, among: Sequence[Sequence[int]]
         if isinstance(after, Clash):
             return Refusal(number, after)
         if after == before or not any(before):
-            return Refusal(number, Clash(f"{collective}: nobody in the group learns anything", tuple(range(len(group)))))
+            return Refusal(number, Clash(collective, "nothing new", tuple(range(len(group)))))
         for device, state in zip(group, after, strict=True):
             states[device] = state
     return tuple(states)

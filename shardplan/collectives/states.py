@@ -28,11 +28,40 @@ Context = tuple[State, ...]
 
 @dataclass(frozen=True, slots=True)
 class Clash:
-    """A precondition that does not hold: why, and which members of the group clash in which chunk (None: not about one)."""
+    """A precondition that does not hold, and which members of the group clash over which chunk (None: not about one).
 
-    reason: str
+    Searches meet many of these and read few, so the words are put together only when asked for.
+    """
+
+    collective: Collective
+    premise: Literal["chunks differ", "twice", "indivisible", "overlap", "numbers differ", "root ignorant", "nothing new"]
     members: tuple[int, ...]
     chunk: int | None = None
+    values: tuple[int, ...] = ()
+
+    @property
+    def reason(self) -> str:
+        """The premise that fails, in words."""
+        first, last = self.members[0], self.members[-1]
+        match self.premise:
+            case "chunks differ":
+                why = f"members {first} and {last} hold different chunks, {_set(self.values[0])} and {_set(self.values[1])}"
+            case "twice":
+                which = f"the contribution of device {self.values[0]} to chunk {self.chunk}"
+                why = f"members {first} and {last} both hold {which}, which would be reduced twice"
+            case "indivisible":
+                why = f"{self.values[0]} chunks do not divide among {len(self.members)} members"
+            case "overlap":
+                why = f"members {first} and {last} both hold chunk {self.chunk}"
+            case "numbers differ":
+                why = f"members {first} and {last} hold {self.values[0]} and {self.values[1]} chunks, not the same number"
+            case "root ignorant":
+                why = f"member {last} knows of chunk {self.chunk} what the root does not"
+            case "nothing new":
+                why = "nobody in the group learns anything"
+            case _:
+                assert_never(self.premise)
+        return f"{self.collective}: {why}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +131,7 @@ class Space:
         held, total = self.chunks(states[0]), 0
         for member, state in enumerate(states):
             if self.chunks(state) != held:
-                differ = f"{_set(held)} and {_set(self.chunks(state))}"
-                return Clash(f"{collective}: members 0 and {member} hold different chunks, {differ}", (0, member))
+                return Clash(collective, "chunks differ", (0, member), None, (held, self.chunks(state)))
             if state & total:
                 return self._twice(collective, states, member)
             total |= state
@@ -111,9 +139,8 @@ class Space:
             return (total,) * len(states)
         if collective == "Reduce":
             return (total,) + (0,) * (len(states) - 1)
-        count = held.bit_count()
-        if count % len(states):
-            return Clash(f"ReduceScatter: {count} chunks do not divide among {len(states)} members", tuple(range(len(states))))
+        if held.bit_count() % len(states):
+            return Clash(collective, "indivisible", tuple(range(len(states))), None, (held.bit_count(),))
         return tuple(total & self.only(block) for block in _blocks(held, len(states)))
 
     def _gather(self, states: Sequence[State]) -> Context | Clash:
@@ -122,11 +149,9 @@ class Space:
             held = self.chunks(state)
             if held & seen:
                 other = next(m for m in range(member) if self.chunks(states[m]) & held)
-                chunk = _first(held & self.chunks(states[other]))
-                return Clash(f"AllGather: members {other} and {member} both hold chunk {chunk}", (other, member), chunk)
+                return Clash("AllGather", "overlap", (other, member), _first(held & self.chunks(states[other])))
             if held.bit_count() != count:
-                sizes = f"{count} and {held.bit_count()} chunks"
-                return Clash(f"AllGather: members 0 and {member} hold {sizes}, not the same number", (0, member))
+                return Clash("AllGather", "numbers differ", (0, member), None, (count, held.bit_count()))
             total, seen = total | state, seen | held
         return (total,) * len(states)
 
@@ -134,18 +159,15 @@ class Space:
         root = states[0]
         for member, state in enumerate(states):
             if state & ~root:
-                chunk = _first(state & ~root) // self.k
-                return Clash(f"Broadcast: member {member} knows of chunk {chunk} what the root does not", (0, member), chunk)
+                return Clash("Broadcast", "root ignorant", (0, member), _first(state & ~root) // self.k)
         if all(state == root for state in states):
-            return Clash("Broadcast: every member knows already what the root would tell", tuple(range(len(states))))
+            return Clash("Broadcast", "nothing new", tuple(range(len(states))))
         return (root,) * len(states)
 
     def _twice(self, collective: Collective, states: Sequence[State], member: int) -> Clash:
         other = next(m for m in range(member) if states[m] & states[member])
-        bit = _first(states[other] & states[member])
-        chunk, device = divmod(bit, self.k)
-        why = f"both hold the contribution of device {device} to chunk {chunk}, which would be reduced twice"
-        return Clash(f"{collective}: members {other} and {member} {why}", (other, member), chunk)
+        chunk, device = divmod(_first(states[other] & states[member]), self.k)
+        return Clash(collective, "twice", (other, member), chunk, (device,))
 
     def _scattered(self, order: Sequence[int] | None) -> Context:
         return tuple(self.full & self.only(1 << chunk) for chunk in (order or range(self.k)))

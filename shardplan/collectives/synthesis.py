@@ -97,6 +97,12 @@ class Walks:
                 yield (step, *rest)
 
 
+@lru_cache(maxsize=16)
+def shared_walks(shape: Shape, goal: Goal = "all_reduce", order: Order | None = None) -> Walks:
+    """One graph of contexts for everybody who searches this shape: what one search expands, the next finds."""
+    return Walks(shape, goal, order)
+
+
 def chunk_order(shape: Shape, order: Order | None) -> Order:
     """The chunk of each device where chunks are numbered with the levels of ``order`` major first."""
     if order is None:

@@ -38,16 +38,15 @@ def test_rules_on_states_that_meet_them():
         ("ReduceScatter", ("10/10", "00/00"), "hold different chunks, {0, 1} and {}"),
         ("Reduce", ("10/10", "10/01"), "both hold the contribution of device 0 to chunk 0"),
         ("AllGather", ("11/00", "01/00"), "members 0 and 1 both hold chunk 0"),
-        ("AllGather", ("11/00", "00/00"), "hold 1 chunks and 0 chunks"),
-        ("AllGather", ("11/00", "00/00"), "not the same number"),
+        ("AllGather", ("11/00", "00/00"), "members 0 and 1 hold 1 and 0 chunks, not the same number"),
         ("Broadcast", ("10/10", "00/01"), "member 1 knows of chunk 1 what the root does not"),
-        ("Broadcast", ("11/11", "11/11"), "knows already"),
+        ("Broadcast", ("11/11", "11/11"), "nobody in the group learns anything"),
     ],
 )
 def test_rules_refuse_what_breaks_them_with_the_reason(collective: Collective, states: tuple[str, str], why: str):
     result = apply(collective, *states)
     assert isinstance(result, str), result
-    assert why.replace("1 chunks and 0 chunks", "1 and 0 chunks") in result
+    assert why in result
 
 
 def literal(collective: Collective, s: np.ndarray) -> np.ndarray | None:

@@ -1,0 +1,60 @@
+"""Parallelism matrices ranked by what the reductions asked for would take (P2, sections 3.1 and 4.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..cost.network import Algorithm, Network
+from ..errors import ClusterError
+from ..mesh.cluster import Cluster
+from ..mesh.matrix import Matrix, matrices
+from .dsl import Reduction
+from .ranking import table
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A reduction of ``nbytes`` a device over some axes (by number), and how often or how much it counts."""
+
+    over: tuple[int, ...]
+    nbytes: float
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A matrix with the seconds of its requests, weighed and added: by one AllReduce each, and by the best program of each."""
+
+    matrix: Matrix
+    all_reduce_s: float
+    best_s: float
+    best: tuple[Reduction, ...]
+
+
+def place(
+    cluster: Cluster, matrix: Matrix, requests: Sequence[Request], *, algorithm: Algorithm = "auto", max_size: int = 5
+) -> Placed:
+    """What the requests take where axes lie as ``matrix`` says."""
+    factors, axes = matrix.factors(cluster)
+    network = Network(cluster, factors)
+    flat = best = 0.0
+    programs: list[Reduction] = []
+    for request in requests:
+        for axis in request.over:
+            if not 0 <= axis < len(axes):
+                raise ClusterError(f"no axis {axis} to reduce over: there are {len(axes)}, counted from 0")
+        over = tuple(i for axis in request.over for i in axes[axis])
+        seconds, program = table(network, over, algorithm=algorithm, max_size=max_size).best(request.nbytes)
+        flat += request.weight * float(network.seconds("all_reduce", over, request.nbytes, algorithm=algorithm))
+        best += request.weight * seconds
+        programs.append(program)
+    return Placed(matrix, flat, best, tuple(programs))
+
+
+def rank_matrices(
+    cluster: Cluster, axes: Sequence[int], requests: Sequence[Request], *, algorithm: Algorithm = "auto", max_size: int = 5
+) -> tuple[Placed, ...]:
+    """Every matrix of these axes, the best first: by its best programs, then by its all-reduces, then by its text."""
+    placed = [place(cluster, m, requests, algorithm=algorithm, max_size=max_size) for m in matrices(cluster.shape, axes)]
+    return tuple(sorted(placed, key=lambda p: (p.best_s, p.all_reduce_s, str(p.matrix))))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
+import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -15,12 +16,17 @@ from jax.extend.core import Primitive
 
 
 def source_line(eqn: Any) -> str:
-    """``file:line (function)`` of the user's code behind an equation; ``?`` if JAX stops saying so."""
+    """``file:line (function)`` of the user's code behind an equation, installed libraries left out; ``?`` if JAX stops saying so."""
     try:
         from jax._src import source_info_util
     except ImportError:  # the module moved: only messages lose their line
         return "?"
-    return source_info_util.summarize(eqn.source_info)
+    frames = list(source_info_util.user_frames(eqn.source_info.traceback))
+    own = [f for f in frames if not f.file_name.startswith(_INSTALLED)] or frames
+    return f"{own[0].file_name}:{own[0].start_line} ({own[0].function_name})" if own else "?"
+
+
+_INSTALLED = tuple(sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}))
 
 
 def itemsize(dtype: Any) -> int:

@@ -21,6 +21,7 @@ from shardplan.errors import DeviceError, PlanFileError, ShardplanError
 from shardplan.ir import Factor, Layout
 from shardplan.mesh import Cluster
 from shardplan.mesh.devices import build_mesh
+from shardplan.report.explain import explain_all
 from shardplan.search.coarsen import FREE
 from shardplan.search.extract import Decisions, Extractor
 from shardplan.search.solve import Solution
@@ -160,7 +161,9 @@ class Plan:
         shardings = self.in_shardings(mesh)[argument]
         return jax.tree.map(lambda x, s: jax.make_array_from_process_local_data(s, np.asarray(x)), batch, shardings)
 
-    def jit(self, step: Callable[..., Any], devices: Sequence[Any] | None = None, backend: str = "specs", *, drop: int | None = None) -> Callable[..., Any]:
+    def jit(
+        self, step: Callable[..., Any], devices: Sequence[Any] | None = None, backend: str = "specs", *, drop: int | None = None
+    ) -> Callable[..., Any]:
         """The step to run, jitted with this plan's shardings; without exchange number ``drop``, for proofs of proofs.
 
         Raises:
@@ -168,7 +171,9 @@ class Plan:
             ShardplanError: for a backend that does not exist.
         """
         if backend != "specs":
-            raise ShardplanError(f"no backend {backend!r}: use backend='specs'; running a plan through shard_map is not there yet")
+            raise ShardplanError(
+                f"no backend {backend!r}: use backend='specs'; running a plan through shard_map is not there yet"
+            )
         self.check(step)
         mesh = self.mesh(devices)
         what = (self.traced.program, self.extractor, self.decisions, mesh)
@@ -182,7 +187,9 @@ class Plan:
             return jax.tree.unflatten(out_tree, emitter(*leaves))
 
         run.__name__ = getattr(step, "__name__", "step")
-        return jax.jit(run, in_shardings=self.in_shardings(mesh), out_shardings=self.out_shardings(mesh), donate_argnums=self.donate_argnums)
+        return jax.jit(
+            run, in_shardings=self.in_shardings(mesh), out_shardings=self.out_shardings(mesh), donate_argnums=self.donate_argnums
+        )
 
     def check(self, step: Callable[..., Any]) -> None:
         """Refuses a step that is not the one that was planned."""
@@ -255,7 +262,10 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON values: `shardplan.load` reads it back."""
         problem = self.extractor.problem
-        layouts = [problem.resharder.space(len(v.shape)).layout(s) for v, s in zip(problem.coarse.variables, self.solution.states, strict=True)]
+        layouts = [
+            problem.resharder.space(len(v.shape)).layout(s)
+            for v, s in zip(problem.coarse.variables, self.solution.states, strict=True)
+        ]
         return {
             "format": FORMAT,
             "fingerprint": fingerprint(self.traced),
@@ -292,7 +302,7 @@ class Plan:
             "axes": self.axes,
             "matrix": self.matrix,
             "in_specs": {p: spec_text(s) for p, s in self.specs_by_path.items()},
-            "explain": {"": self.explain(), **{p: self.explain(p) for p in self.traced.program.input_paths}},
+            "explain": explain_all(self),
         }
 
     def save(self, file: str | os.PathLike[str]) -> None:
@@ -328,7 +338,9 @@ def fingerprint(traced: Traced) -> str:
             hasher.update(repr((op.primitive, wires, op.outputs, shapes, op.trips)).encode())
             for body in op.bodies:
                 add(body)
-        hasher.update(repr((program.inputs, [o if isinstance(o, int) else "c" for o in program.outputs], program.input_paths)).encode())
+        hasher.update(
+            repr((program.inputs, [o if isinstance(o, int) else "c" for o in program.outputs], program.input_paths)).encode()
+        )
 
     add(traced.program)
     return hasher.hexdigest()

@@ -1,0 +1,269 @@
+"""Why a plan is as it is: for an argument what was chosen, what else would cost, what binds, and where it is read.
+
+The cost of another layout is that of the same plan with this one layout changed and all others held: how much the choice matters, not what a
+search would make of it (other layouts would follow).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shardplan.errors import ShardplanError, nearest
+from shardplan.ir import Layout
+from shardplan.report.padding import padded_seconds, uneven
+from shardplan.report.paths import grouped
+from shardplan.report.tables import seconds, size
+from shardplan.report.text import argument_shapes, best_baseline, bound_text, collective_rows, collectives_text, spec_text
+from shardplan.search.coarsen import FREE
+
+if TYPE_CHECKING:
+    from shardplan.plan import Plan
+    from shardplan.search.graph import Node
+
+_LINES = 3
+"""So many source lines and dearest collectives are named."""
+_NEAR = 1e-9
+"""Seconds below which two choices cost the same."""
+
+
+def explain(plan: Plan, path: str | None = None) -> str:
+    """The whole plan in words, or the arguments whose path is ``path`` or matches it as a glob.
+
+    Raises:
+        ShardplanError: if no argument matches.
+    """
+    why = _Why(plan)
+    if path is None:
+        return why.whole()
+    paths = tuple(plan.specs_by_path)
+    hits = [p for p in paths if p == path] or [p for p in paths if fnmatch.fnmatchcase(p, path)]
+    if not hits:
+        raise ShardplanError(unknown(path, paths))
+    shapes = argument_shapes(plan)
+    groups = grouped({p: (spec_text(plan.specs_by_path[p]), shapes[p]) for p in hits})
+    return "\n\n".join(why.argument(g.paths[0], g.pattern, len(g.paths)) for g in groups)
+
+
+def explain_all(plan: Plan) -> dict[str, str]:
+    """Every explanation by path, ``""`` for the whole plan."""
+    why = _Why(plan)
+    return {"": why.whole()} | {path: why.argument(path) for path in plan.specs_by_path}
+
+
+def unknown(path: str, paths: Sequence[str]) -> str:
+    """The message for a path that names nothing."""
+    return f"no argument {path!r}{nearest(path, paths)}; a glob such as '*kernel' names several"
+
+
+@dataclass(frozen=True, slots=True)
+class _Other:
+    """Another layout of one argument, and how many seconds more (or less) it takes, all else held."""
+
+    layout: Layout
+    more_s: float
+
+
+@dataclass(slots=True)
+class _Why:
+    """What all explanations of one plan share."""
+
+    plan: Plan
+    shapes: dict[str, tuple[tuple[int, ...], str, int]] = field(init=False)
+    tensors: dict[str, int] = field(init=False)
+    readers: dict[int, list[Node]] = field(init=False)
+    sharing: dict[int, list[str]] = field(init=False)
+    sources: dict[int, str] = field(init=False, default_factory=dict[int, str])
+    padding: dict[tuple[int, int], float | None] = field(init=False, default_factory=dict[tuple[int, int], float | None])
+    dearest: dict[int, list[str]] = field(init=False, default_factory=dict[int, list[str]])
+
+    def __post_init__(self) -> None:
+        graph, of = self.plan.extractor.problem.graph, self.plan.extractor.problem.coarse.of
+        self.shapes = argument_shapes(self.plan)
+        self.tensors = dict(zip(graph.input_paths, graph.inputs, strict=True))
+        self.readers = {t: [] for t in graph.inputs}
+        for node in graph.nodes:
+            for t in dict.fromkeys(node.inputs):
+                if t in self.readers:
+                    self.readers[t].append(node)
+        self.sharing = {}
+        for path, t in self.tensors.items():
+            if of[t] != FREE:
+                self.sharing.setdefault(of[t], []).append(path)
+
+    # -- the whole plan ------------------------------------------------------------------------------------------------
+
+    def whole(self) -> str:
+        plan = self.plan
+        mesh = " x ".join(f"{name}={k}" for name, k in plan.axes.items())
+        lines = [f"{seconds(plan.step_time_s)} a step on {mesh}: compute {seconds(plan.compute_s)}, communication {seconds(plan.communication_s)};"]
+        lines.append(f"{size(plan.peak_bytes)} a device at its peak, of {size(plan.memory_limit)}. {_sentence(bound_text(plan))}")
+        best = best_baseline(plan)
+        if best is not None:
+            lines.append(f"The best baseline that fits is {best.name}: {seconds(best.step_time_s)}, {_more(best.step_time_s - plan.step_time_s)}.")
+        lines += [f"{text}." for text in self._binding(None)]
+        for row in collective_rows(plan)[:_LINES]:
+            share = row["seconds"] / plan.communication_s if plan.communication_s else 0.0
+            over = " x ".join(row["axes"])
+            where = f", most of it at {row['source']}" if row["source"] else ""
+            lines.append(f"{row['kind']} over {over}: {seconds(row['seconds'])} ({share:.0%} of the communication){where}.")
+        if not plan.collectives:
+            lines.append("Nothing is communicated: " + collectives_text(plan) + ".")
+        seen: set[int] = set()
+        for path, (shape, _, _) in self.shapes.items():
+            for odd in uneven(shape, plan.axes):
+                if odd.size not in seen:
+                    seen.add(odd.size)
+                    lines.append(f"{path}: {self._uneven(odd.size, odd.axes, odd.padded)}.")
+        return "\n".join(lines)
+
+    def _binding(self, path: str | None) -> list[str]:
+        plan = self.plan
+        pins = dict(plan.static.get("pins") or {})
+        hits = [p for p in pins if path is None or fnmatch.fnmatchcase(path, p)]
+        found = [f"the pin {p!r} = {spec_text(pins[p])} fixes {'it' if path else 'what it matches'}" for p in hits]
+        if path is None and not pins and plan.exact and plan.step_time_s > plan.lower_bound_s * (1 + 1e-6):
+            found.append(
+                f"the memory limit of {size(plan.memory_limit)} binds: without it a step takes {seconds(plan.lower_bound_s)}, "
+                f"{_more(plan.lower_bound_s - plan.step_time_s)}"
+            )
+        return found
+
+    # -- one argument --------------------------------------------------------------------------------------------------
+
+    def argument(self, path: str, pattern: str | None = None, alike: int = 1) -> str:
+        plan = self.plan
+        shape, dtype, nbytes = self.shapes[path]
+        spec = plan.specs_by_path[path]
+        t = self.tensors[path]
+        v = plan.extractor.problem.coarse.of[t]
+        part = 1.0 if v == FREE else plan.extractor.problem.resharder.space(len(shape)).local[plan.solution.states[v]]
+        lines = [f"{pattern or path}  {dtype}{list(shape)}  {spec_text(spec)}"]
+        if alike > 1:
+            lines.append(f"{alike} arrays alike; what follows is for {path}")
+        lines.append(f"{size(nbytes * part)} of {size(nbytes)} on each device")
+        if v == FREE:
+            lines.append("every device keeps it whole: " + ("nothing reads it" if not self.readers[t] else "a scalar, or nothing is gained by cutting it"))
+        else:
+            lines += self._shared(v, path)
+            lines += self._uses(t)
+            lines += self._others(v, path)
+        lines += [self._uneven_dim(path, odd.dim, odd.size, odd.axes, odd.padded) for odd in uneven(shape, plan.axes)]
+        lines += self._read_at(t)
+        return "\n  ".join(lines)
+
+    def _shared(self, v: int, path: str) -> list[str]:
+        others = [p for p in self.sharing[v] if p != path]
+        if not others:
+            return []
+        more = f" and {len(others) - 2} more" if len(others) > 2 else ""
+        return [f"one layout with {', '.join(others[:2])}{more}"]
+
+    def _uses(self, t: int) -> list[str]:
+        """The layouts in which ops read it where they differ from its own."""
+        plan = self.plan
+        graph, decisions = plan.extractor.problem.graph, plan.decisions
+        own, found = decisions.layouts[t], dict[str, None]()
+        assert own is not None
+        for node in self.readers[t]:
+            use = decisions.uses.get(node.id)
+            for i, need in enumerate(use.needs if use is not None else ()):
+                if node.inputs[i] != t or need is None or need == own:
+                    continue
+                steps = plan.extractor.program(graph.tensors[t].shape, graph.tensors[t].nbytes, own, need)
+                talk = [s for s in steps if s.kind != "slice"]
+                cost = sum(s.seconds for s in talk)
+                kinds = ", ".join(f"{s.kind.replace('_', '-')} over {' x '.join(plan.factors[f].name for f in s.over)}" for s in talk)
+                how = f"by {kinds}, {seconds(cost)}" if talk else "by a local slice"
+                found[f"{'backward' if node.backward else 'forward'} it is read as {self._layout(need)}, {how}"] = None
+        return list(found)[:_LINES]
+
+    def _others(self, v: int, path: str) -> list[str]:
+        bound = self._binding(path)
+        if bound:
+            return bound
+        if v not in self.dearest:
+            self.dearest[v] = self._ranked(v)
+        return self.dearest[v]
+
+    def _ranked(self, v: int) -> list[str]:
+        others = self._alternatives(v)
+        if not others:
+            return ["no other layout divides its dims"]
+        best = others[0]
+        if best.more_s < -_NEAR:
+            why = "does not fit in memory with the rest" if self.plan.peak_bytes <= self.plan.memory_limit and self.plan.exact else "was not found"
+            return [f"{self._layout(best.layout)} alone would save {seconds(-best.more_s)}, all else held: it {why}"]
+        lines = [f"runner-up {self._layout(best.layout)}: {_more(best.more_s)} a step, all else held"]
+        whole = next((o for o in others if not o.layout.used), None)
+        if whole is not None and whole is not best:
+            lines.append(f"whole on every device: {_more(whole.more_s)}")
+        return lines
+
+    def _alternatives(self, v: int) -> list[_Other]:
+        """Every other layout of a variable with the change in seconds, cheapest first."""
+        problem, solution = self.plan.extractor.problem, self.plan.solution
+        kept = {b: math.inf for b in problem.backward_views if b not in solution.keep}
+        domains = [(s,) for s in solution.states]
+        domains[v] = problem.domains[v]
+        total = np.zeros(len(domains[v]))
+        for term in problem.terms_of(v, domains, kept):
+            total = total + term.constant + problem.store.tables[term.table].reshape(-1)
+        if solution.states[v] not in domains[v]:
+            return []
+        own = total[domains[v].index(solution.states[v])]
+        space = problem.resharder.space(len(problem.coarse.variables[v].shape))
+        found = [_Other(space.layout(s), float(c - own) / 1e12) for s, c in zip(domains[v], total, strict=True) if s != solution.states[v]]
+        return sorted(found, key=lambda o: (o.more_s, str(o.layout)))
+
+    def _uneven_dim(self, path: str, dim: int, n: int, axes: Sequence[str], into: int) -> str:
+        return f"dim {dim} is not cut everywhere: {self._uneven(n, axes, into)}" if path else ""
+
+    def _uneven(self, n: int, axes: Sequence[str], into: int) -> str:
+        sizes = " and ".join(f"{a}={self.plan.axes[a]}" for a in axes)
+        text = f"{n} does not divide by {sizes}; padded to {into} it would"
+        if (n, into) not in self.padding:
+            self.padding[n, into] = padded_seconds(self.plan, n, into)
+        after = self.padding[n, into]
+        if after is None:
+            return text + ", but no such plan fits in memory"
+        gain = self.plan.step_time_s - after
+        if gain <= _NEAR:
+            return text + f", which gains nothing here ({seconds(after)} a step)"
+        return text + f": {seconds(after)} a step in place of {seconds(self.plan.step_time_s)}, {gain / self.plan.step_time_s:.1%} less"
+
+    def _read_at(self, t: int) -> list[str]:
+        """The source lines that read it, contractions first."""
+        rank = sorted(self.readers[t], key=lambda n: (n.signature.elementwise, n.id))
+        lines = dict.fromkeys(f"{self._source(n)} ({n.op.primitive})" for n in rank)
+        if not lines:
+            return []
+        more = f", and {len(lines) - _LINES} more" if len(lines) > _LINES else ""
+        return ["read at " + ", ".join(list(lines)[:_LINES]) + more]
+
+    def _source(self, node: Node) -> str:
+        if node.id not in self.sources:
+            self.sources[node.id] = str(node.op.source)
+        return self.sources[node.id]
+
+    def _layout(self, layout: Layout) -> str:
+        names = tuple(self.plan.axes)
+        entries = [None if not fs else names[fs[0]] if len(fs) == 1 else tuple(names[f] for f in fs) for fs in layout.dims]
+        while entries and entries[-1] is None:
+            entries.pop()
+        return spec_text(entries)
+
+
+def _more(change_s: float) -> str:
+    if abs(change_s) < _NEAR:
+        return "as fast"
+    return f"{seconds(abs(change_s))} {'more' if change_s > 0 else 'less'}"
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:] + "."

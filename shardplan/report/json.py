@@ -1,0 +1,53 @@
+"""Plans and comparisons as JSON values: the fields that other programs read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from shardplan.report.text import collective_rows, spec_text
+
+if TYPE_CHECKING:
+    from shardplan.plan import Plan
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """Times in seconds, bytes of one device and step."""
+    return {
+        "step_time_s": plan.step_time_s,
+        "compute_s": plan.compute_s,
+        "communication_s": plan.communication_s,
+        "communication_bytes": plan.communication_bytes,
+        "peak_bytes": plan.peak_bytes,
+        "memory_limit": plan.memory_limit,
+        "lower_bound_s": plan.lower_bound_s,
+        "exact": plan.exact,
+        "trace_s": plan.trace_s,
+        "search_s": plan.search_s,
+        "operators": plan.operators,
+        "objective": plan.objective,
+        "time_model": plan.time_model,
+        "cluster": plan.cluster.name,
+        "axes": dict(plan.axes),
+        "matrix": plan.matrix,
+        "in_specs": {path: spec_text(spec) for path, spec in plan.specs_by_path.items()},
+        "collectives": collective_rows(plan),
+        "baselines": [asdict(b) for b in plan.baselines],
+    }
+
+
+def comparison_rows(plan: Plan, measured: Mapping[str, tuple[float, float, int]] | None = None) -> list[dict[str, Any]]:
+    """The plan, then every baseline by time; ``measured`` has (wire bytes, raw wire bytes, peak bytes) by name."""
+    own = {
+        "name": "this plan",
+        "step_time_s": plan.step_time_s,
+        "communication_bytes": plan.communication_bytes,
+        "peak_bytes": plan.peak_bytes,
+        "fits": plan.peak_bytes <= plan.memory_limit,
+    }
+    rows = [own, *sorted((asdict(b) for b in plan.baselines), key=lambda b: (not b["fits"], b["step_time_s"], b["name"]))]
+    for row in rows:
+        wire, raw, peak = (measured or {}).get(row["name"], (None, None, None))
+        row |= {"measured_bytes": wire, "raw_measured_bytes": raw, "measured_peak_bytes": peak}
+    return rows

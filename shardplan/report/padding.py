@@ -1,0 +1,99 @@
+"""What a dim that does not divide costs: the size that would, and the step planned anew with that size in its place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from shardplan.ir import Op, Program
+from shardplan.search.coarsen import coarsen
+from shardplan.search.graph import flatten
+from shardplan.search.problem import Problem
+from shardplan.search.solve import search
+
+if TYPE_CHECKING:
+    from shardplan.plan import Plan
+
+_TILE = 128
+"""Matrix units work on tiles of this many elements: a large dim is padded to a multiple of it too."""
+_LARGE = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Uneven:
+    """A dim that not every axis divides: ``axes`` do not, ``padded`` is the next size that all devices divide."""
+
+    dim: int
+    size: int
+    axes: tuple[str, ...]
+    padded: int
+
+
+def uneven(shape: Sequence[int], axes: Mapping[str, int]) -> tuple[Uneven, ...]:
+    """The dims that some axis does not divide although they have an element for every device.
+
+    >>> uneven((768, 50257), {"node": 2, "gpu": 4})
+    (Uneven(dim=1, size=50257, axes=('node', 'gpu'), padded=50304),)
+    """
+    found: list[Uneven] = []
+    for dim, n in enumerate(shape):
+        bad = tuple(name for name, k in axes.items() if n % k)
+        if bad and n >= math.prod(axes.values()):
+            found.append(Uneven(dim, n, bad, padded(n, math.prod(axes.values()))))
+    return tuple(found)
+
+
+def padded(size: int, devices: int) -> int:
+    """The next size that ``devices`` divide, and tiles too where the dim is large."""
+    unit = math.lcm(devices, _TILE) if size >= _LARGE else devices
+    return -(-size // unit) * unit
+
+
+def padded_seconds(plan: Plan, old: int, new: int) -> float | None:
+    """Step time of the best plan of the step with ``new`` in place of every ``old`` in its shapes; None where none fits."""
+    program = _resized(plan.traced.program, old, new)
+    graph = flatten(program, replicate=_opaque(plan))
+    problem = Problem(graph, coarsen(graph), plan.cluster, plan.factors)
+    outcome = search(problem, limit=plan.memory_limit, donated=_donated(plan), domains=problem.domains, deadline=None, observer=_silent)
+    return outcome.best.seconds if outcome.best.fits(plan.memory_limit) else None
+
+
+def _opaque(plan: Plan) -> tuple[str, ...]:
+    return tuple(sorted({n.op.primitive for n in plan.extractor.problem.graph.nodes if n.signature.description is None}))
+
+
+def _donated(plan: Plan) -> frozenset[int]:
+    found: set[int] = set()
+    at = 0
+    for i, child in enumerate(plan.traced.in_tree.children()):
+        if i in plan.donate_argnums:
+            found.update(range(at, at + child.num_leaves))
+        at += child.num_leaves
+    return frozenset(found)
+
+
+def _resized(program: Program, old: int, new: int) -> Program:
+    tensors = tuple(replace(t, shape=_swap(t.shape, old, new)) for t in program.tensors)
+    ops = tuple(_resized_op(op, old, new) for op in program.ops)
+    return replace(program, tensors=tensors, ops=ops)
+
+
+def _resized_op(op: Op, old: int, new: int) -> Op:
+    params = {name: _swap(value, old, new) for name, value in op.params.items()}
+    return replace(op, params=params, bodies=tuple(_resized(body, old, new) for body in op.bodies))
+
+
+def _swap(value: Any, old: int, new: int) -> Any:
+    """Sizes that are multiples of ``old`` become the same multiples of ``new``, in tuples as deep as they go."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value // old * new if value and value % old == 0 else value
+    if isinstance(value, tuple):
+        items = [_swap(v, old, new) for v in value]  # type: ignore[reportUnknownVariableType]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)  # type: ignore[reportUnknownVariableType]
+    return value
+
+
+def _silent(_what: str, _part: float) -> None:
+    return None

@@ -1,0 +1,65 @@
+"""Paths that differ by a number or a name and lie alike are read as one: ``blocks/{0..11}/mlp/up/kernel``."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+_NAMES = 3
+"""At most so many names stand in one brace."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Paths under one pattern; all of them have equal ``attributes``."""
+
+    pattern: str
+    paths: tuple[str, ...]
+
+
+def grouped(attributes: Mapping[str, Hashable]) -> tuple[Group, ...]:
+    """Paths with equal attributes that differ in one number, then in one name, under one pattern; in the order of first paths.
+
+    >>> same = {f"blocks/{i}/{n}": "P()" for i in range(3) for n in ("bias", "scale")}
+    >>> [g.pattern for g in grouped(same | {"blocks/1/kernel": "P('gpu')"})]
+    ['blocks/{0..2}/{bias,scale}', 'blocks/1/kernel']
+    """
+    place = {path: i for i, path in enumerate(attributes)}
+    groups: list[tuple[tuple[str, ...], tuple[str, ...]]] = [(tuple(path.split("/")), (path,)) for path in attributes]
+    depth = max((len(parts) for parts, _ in groups), default=0)
+    for numbers in (True, False):
+        for at in range(depth):
+            groups = _merged(groups, at, attributes, numbers=numbers)
+    groups.sort(key=lambda g: min(place[p] for p in g[1]))
+    return tuple(Group("/".join(parts), tuple(sorted(paths, key=place.__getitem__))) for parts, paths in groups)
+
+
+def _merged(
+    groups: Sequence[tuple[tuple[str, ...], tuple[str, ...]]], at: int, attributes: Mapping[str, Hashable], *, numbers: bool
+) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+    found: dict[Hashable, list[tuple[tuple[str, ...], tuple[str, ...]]]] = {}
+    for parts, paths in groups:
+        fits = at < len(parts) and (parts[at].isdigit() if numbers else parts[at].isidentifier())
+        rest: Hashable = (parts[:at], parts[at + 1 :], attributes[paths[0]]) if fits else paths
+        found.setdefault(rest, []).append((parts, paths))
+    result: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
+    for same in found.values():
+        if len(same) == 1 or (not numbers and len(same) > _NAMES):
+            result += same
+            continue
+        parts = same[0][0]
+        inside = [p[at] for p, _ in same]
+        brace = _numbers([int(n) for n in inside]) if numbers else ",".join(inside)
+        result.append(((*parts[:at], "{" + brace + "}", *parts[at + 1 :]), tuple(p for _, paths in same for p in paths)))
+    return result
+
+
+def _numbers(values: Sequence[int]) -> str:
+    """``0..3,5``."""
+    runs: list[list[int]] = []
+    for n in sorted(values):
+        if runs and n == runs[-1][-1] + 1:
+            runs[-1].append(n)
+        else:
+            runs.append([n])
+    return ",".join(f"{r[0]}..{r[-1]}" if len(r) > 2 else ",".join(map(str, r)) for r in runs)

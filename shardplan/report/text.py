@@ -1,0 +1,213 @@
+"""Plans, verifications and comparisons as text that a person enjoys reading."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from shardplan.report.paths import grouped
+from shardplan.report.tables import rate, seconds, size, table
+
+if TYPE_CHECKING:
+    from shardplan.plan import Baseline, Plan
+
+_REST = 12
+"""So many rows of collectives are shown; the others are summed up."""
+
+
+def plan_text(plan: Plan, *, title: str = "the step") -> str:
+    """The whole plan: machine, mesh, times, memory, shardings, collectives, baselines."""
+    parts = [
+        _head(plan, title),
+        _section("Mesh and parallelism matrix (axis by level)", matrix_text(plan)),
+        _section("Arguments", specs_text(plan)),
+        _section("Collectives of one step, per device", collectives_text(plan)),
+        _section("Baselines, in the same cost model", baselines_text(plan)),
+    ]
+    return "\n\n".join(parts)
+
+
+def _head(plan: Plan, title: str) -> str:
+    cluster = plan.cluster
+    devices = math.prod(level.size for level in cluster.levels)
+    links = ", ".join(f"{level.name} {level.size} x {rate(level.bandwidth_bytes_per_s)} {level.kind}" for level in cluster.levels)
+    mesh = " x ".join(f"{name}={k}" for name, k in plan.axes.items())
+    rows = [
+        ("step", f"{title}: {plan.operators} operators, {len(plan.specs_by_path)} argument arrays"),
+        ("cluster", f"{cluster.name}: {devices} x {cluster.device.name} ({links})"),
+        ("mesh", mesh),
+        ("step time", _step_time(plan)),
+        ("", bound_text(plan)),
+        ("memory", f"{size(plan.peak_bytes)} a device of {size(plan.memory_limit)} ({plan.peak_bytes / plan.memory_limit:.1%})"),
+        ("traffic", f"{size(plan.communication_bytes)} on the wire, per device and step"),
+        ("planned in", f"{seconds(plan.search_s)}, after {seconds(plan.trace_s)} of tracing"),
+    ]
+    return "\n".join(f"{name:<11} {text}" for name, text in rows)
+
+
+def _step_time(plan: Plan) -> str:
+    share = plan.communication_s / plan.step_time_s if plan.step_time_s else 0.0
+    how = "one after the other" if plan.time_model == "sum" else "overlapped"
+    return f"{seconds(plan.step_time_s)}: compute {seconds(plan.compute_s)}, communication {seconds(plan.communication_s)} ({share:.0%}), {how}"
+
+
+def bound_text(plan: Plan) -> str:
+    """How far from the best the plan may be."""
+    if plan.lower_bound_s <= 0:
+        return "no lower bound is known"
+    gap = plan.step_time_s / plan.lower_bound_s - 1
+    without = " without the memory limit and pins in force" if plan.exact and gap > 1e-6 else ""
+    if plan.exact and gap <= 1e-6:
+        return "the optimum of the cost model: no layout of this mesh is faster"
+    kind = "optimum" if plan.exact else "lower bound"
+    return f"{gap:.1%} above the {kind} {seconds(plan.lower_bound_s)}{without}"
+
+
+def matrix_text(plan: Plan) -> str:
+    """The parallelism matrix: one row for each mesh axis, one column for each level."""
+    matrix = plan.matrix
+    rows = [[axis, *map(str, row)] for axis, row in zip(matrix["axes"], matrix["factors"], strict=True)]
+    return table(["axis", *matrix["levels"]], rows)
+
+
+def specs_text(plan: Plan) -> str:
+    """The PartitionSpec of every argument; arguments that lie alike share a row."""
+    shapes = argument_shapes(plan)
+    texts = {path: spec_text(spec) for path, spec in plan.specs_by_path.items()}
+    rows: list[list[str]] = []
+    for group in grouped({p: (texts[p], shapes[p]) for p in texts}):
+        first = group.paths[0]
+        shape, dtype, nbytes = shapes[first]
+        local = len(group.paths) * nbytes / _ways(plan, first)
+        rows.append([group.pattern, f"{dtype}[{','.join(map(str, shape))}]", texts[first], size(local)])
+    return table(["path", "array", "spec", "a device"], rows, align="lllr")
+
+
+def argument_shapes(plan: Plan) -> dict[str, tuple[tuple[int, ...], str, int]]:
+    """Shape, dtype and bytes of each argument, by path."""
+    graph = plan.extractor.problem.graph
+    found = [graph.tensors[t] for t in graph.inputs]
+    return {path: (t.shape, t.dtype, t.nbytes) for path, t in zip(graph.input_paths, found, strict=True)}
+
+
+def _ways(plan: Plan, path: str) -> int:
+    axes = plan.axes
+    entries = [e for e in plan.specs_by_path[path] if e is not None]
+    return math.prod(axes[a] for e in entries for a in ((e,) if isinstance(e, str) else e))
+
+
+def spec_text(spec: Any) -> str:
+    """``P('node', None, ('gpu', 'x'))``."""
+    return "P(" + ", ".join(repr(e) for e in spec) + ")"
+
+
+# -- collectives and baselines -----------------------------------------------------------------------------------------
+
+
+def collective_rows(plan: Plan) -> list[dict[str, Any]]:
+    """The plan's collectives by kind and axes: how often, wire bytes, seconds, and the tensor that pays most; dearest first."""
+    found: dict[tuple[str, tuple[str, ...]], dict[str, Any]] = {}
+    for c in plan.collectives:
+        row = found.setdefault(
+            (c.kind, c.axes),
+            {"kind": c.kind, "axes": list(c.axes), "times": 0.0, "wire_bytes": 0.0, "seconds": 0.0, "largest": "", "source": "", "_most": -1.0},
+        )
+        row["times"] += c.times
+        row["wire_bytes"] += c.wire_bytes * c.times
+        row["seconds"] += c.seconds * c.times
+        if c.seconds * c.times > row["_most"]:
+            row["_most"], row["largest"], row["source"] = c.seconds * c.times, c.tensor, c.source
+    rows = sorted(found.values(), key=lambda r: (-r["seconds"], r["kind"], r["axes"]))
+    return [{k: v for k, v in row.items() if k != "_most"} for row in rows]
+
+
+def collectives_text(plan: Plan) -> str:
+    """A table of `collective_rows`."""
+    rows = collective_rows(plan)
+    if not rows:
+        return "none: every device works on its own"
+    shown = [
+        [r["kind"], " x ".join(r["axes"]), f"{r['times']:g}", size(r["wire_bytes"]), seconds(r["seconds"]), _dearest(r)] for r in rows[:_REST]
+    ]
+    total = ["total", "", f"{sum(r['times'] for r in rows):g}", size(plan.communication_bytes), seconds(plan.communication_s), ""]
+    return table(["collective", "over", "times", "on the wire", "time", "the dearest"], [*shown, total], align="llrrrl")
+
+
+def _dearest(row: Mapping[str, Any]) -> str:
+    where = str(row["source"]).rsplit("/", 1)[-1]
+    name = str(row["largest"])
+    return f"{name}, {where}" if not name.startswith("value ") else where
+
+
+def baselines_text(plan: Plan) -> str:
+    """The plan and every baseline, fastest first."""
+    rows = [("this plan", plan.step_time_s, plan.communication_bytes, plan.peak_bytes, True)]
+    rows += [(b.name, b.step_time_s, b.communication_bytes, b.peak_bytes, b.fits) for b in plan.baselines]
+    rows[1:] = sorted(rows[1:], key=lambda r: (not r[4], r[1]))
+    best = plan.step_time_s
+    cells = [
+        [name, seconds(t), f"{t / best:.2f}x" if best else "-", size(wire), size(peak), "yes" if fits else "no"] for name, t, wire, peak, fits in rows
+    ]
+    return table(["plan", "step time", "ratio", "on the wire", "memory", "fits"], cells, align="lrrrrl")
+
+
+def best_baseline(plan: Plan) -> Baseline | None:
+    """The fastest baseline that fits."""
+    return min((b for b in plan.baselines if b.fits), key=lambda b: b.step_time_s, default=None)
+
+
+# -- verification and comparison ---------------------------------------------------------------------------------------
+
+
+def verified_text(found: Mapping[str, Any]) -> str:
+    """A verification (`Verified.json`)."""
+    worst = found["worst"]
+    verdict = "equal" if found["equal"] else "NOT EQUAL"
+    lines = [
+        f"{verdict} to the single-device step after each of {found['steps']} steps",
+        f"  largest error {found['max_error']:.2g} of its array's maximum",
+        f"  closest to its tolerance: {worst['path']} in step {worst['step']}: {worst['error']:.3g} of {worst['tolerance']:.3g} allowed",
+    ]
+    if found["unequal"]:
+        shown = ", ".join(found["unequal"][:4]) + (f" and {len(found['unequal']) - 4} more" if len(found["unequal"]) > 4 else "")
+        lines.append(f"  beyond it: {shown}")
+    moved = f"{len(found['moved'])} arrays come back in another sharding" if found["moved"] else "state comes back where it was"
+    lines.append(f"  {found['recompiles']} compilations after the first step; {moved}")
+    rows = [
+        [kind, f"{b['predicted_count']:g}", f"{b['measured_count']:g}", size(b["predicted"]), size(b["measured"]), ratio(b["measured"], b["predicted"])]
+        for kind, b in sorted(found["collectives"].items())
+    ]
+    rows.append(["on the wire", "", "", *_pair(found["predicted_bytes"], found["measured_bytes"])])
+    rows.append(["(as compiled)", "", "", *_pair(found["predicted_bytes"], found["raw_measured_bytes"])])
+    rows.append(["peak memory", "", "", *_pair(found["predicted_peak_bytes"], found["measured_peak_bytes"])])
+    heads = ["per device and step", "planned", "compiled", "predicted", "measured", "ratio"]
+    return "\n".join(lines) + "\n\n" + table(heads, rows, align="lrrrrr")
+
+
+def _pair(predicted: float, measured: float) -> list[str]:
+    return [size(predicted), size(measured), ratio(measured, predicted)]
+
+
+def ratio(measured: float, predicted: float) -> str:
+    """``1.03``; nothing to divide by is a dash."""
+    return f"{measured / predicted:.2f}" if predicted else "-" if measured else "1.00"
+
+
+def comparison_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The plan and its baselines side by side, with what their compiled programs measure where that was asked for."""
+    measured = any(r.get("measured_bytes") is not None for r in rows)
+    first = rows[0]["step_time_s"]
+    heads = ["plan", "step time", "ratio", "on the wire", "memory", "fits"] + (["measured wire", "measured memory"] if measured else [])
+    cells: list[list[str]] = []
+    for r in rows:
+        row = [r["name"], seconds(r["step_time_s"]), f"{r['step_time_s'] / first:.2f}x" if first else "-"]
+        row += [size(r["communication_bytes"]), size(r["peak_bytes"]), "yes" if r["fits"] else "no"]
+        if measured:
+            row += [size(r["measured_bytes"]), size(r["measured_peak_bytes"])] if r.get("measured_bytes") is not None else ["-", "-"]
+        cells.append(row)
+    return table(heads, cells, align="lrrrrl" + "rr" * measured)
+
+
+def _section(title: str, body: str) -> str:
+    return f"{title}\n\n" + "\n".join("  " + line for line in body.splitlines())

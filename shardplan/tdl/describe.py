@@ -85,6 +85,32 @@ def described() -> tuple[str, ...]:
     return tuple(sorted(_RULES))
 
 
+def forget(primitive: str) -> None:
+    """Takes a rule back."""
+    _RULES.pop(primitive, None)
+
+
+def named_call(primitive: str, params: Mapping[str, Any]) -> str | None:
+    """The name under which this call has a description of its own, or None.
+
+    ``pallas_call:NAME``, ``ffi_call:TARGET``, ``custom_vjp_call:FUNCTION``, ``custom_jvp_call:FUNCTION``: such a call is one op,
+    and is not seen through.
+    """
+    match primitive:
+        case "pallas_call":
+            own = str(params.get("name") or "")
+        case "ffi_call":
+            own = str(params.get("target_name", ""))
+        case "custom_vjp_call" | "custom_jvp_call":
+            body = params.get("call_jaxpr")
+            info = getattr(getattr(body, "jaxpr", body), "debug_info", None)
+            own = str(getattr(info, "func_src_info", "")).split(" at ")[0]
+        case _:
+            return None
+    name = f"{primitive}:{own}"
+    return name if name in _RULES else None
+
+
 def op(function: Callable[..., Any]) -> Callable[[Call], Description]:
     """Tofu's ``@tdl.op``: ``function(*operands)`` returns the lambda; the result reads a `Call` into a `Description`."""
 

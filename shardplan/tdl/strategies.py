@@ -32,17 +32,19 @@ class Strategy:
         return any(isinstance(p, Split) and p.halo != (0, 0) for p in self.operands)
 
 
-def cut(description: Description, loop: int, ways: int) -> Strategy | None:
+def cut(description: Description, loop: int, ways: int, *, pad: bool = False) -> Strategy | None:
     """The strategy that cuts ``loop`` ``ways`` ways, or None where the cut is not legal.
 
+    With ``pad`` an extent that does not divide may be cut too, its last block padded, if all is read at the loop's own index.
     Legal: the extent divides, every operand is needed whole or as one even block of one dim (with a constant halo), and a
     reduction is the outermost nonlinear thing that happens to its terms.
     """
     info = description.loops[loop]
-    if info.whole or ways < 2 or info.extent % ways or info.extent < ways:
+    uneven = bool(info.extent % ways)
+    if info.whole or ways < 2 or info.extent < ways or (uneven and not pad):
         return None
     operands: list[Placement] = [Replicated() for _ in description.call.operands]
-    regions = _regions(description, loop, ways)
+    regions = _padded_regions(description, loop) if uneven else _regions(description, loop, ways)
     if regions is None:
         return None
     for operand, placement in regions.items():
@@ -132,6 +134,22 @@ def _regions(description: Description, loop: int, ways: int) -> dict[int, Placem
         if max(halo) >= at.step:
             return None  # the neighbours' blocks do not reach that far
         placements[operand] = Split(dim, halo)
+    return placements
+
+
+def _padded_regions(description: Description, loop: int) -> dict[int, Placement] | None:
+    """Where the extent does not divide: the dims that the loop indexes alone and in step; None if it is read in any other way."""
+    placements: dict[int, Placement] = {}
+    for operand, indices in description.accesses:
+        dims = [dim for dim, ix in enumerate(indices) if loop in loops_of(ix) and description.call.operands[operand][dim] != 1]
+        for dim in dims:
+            if indices[dim] != Affine(((loop, 1),)) or placements.get(operand, Split(dim)) != Split(dim):
+                return None
+            if description.call.operands[operand][dim] != description.loops[loop].extent:
+                return None
+            placements[operand] = Split(dim)
+        if len(dims) > 1 or (not dims and operand in placements):
+            return None
     return placements
 
 

@@ -1,0 +1,143 @@
+# pyright: basic
+"""Every primitive of the installed JAX, sorted: described, opaque with a batch, or kept whole with the reason.
+
+The list is JAX's own (`_jax.primitives` reads it off the loaded modules); the tables below only say why a primitive has no
+description. A primitive that nothing here sorts is reported as undescribed, and a test fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from shardplan import _jax
+from shardplan.tdl.describe import described
+from shardplan.tdl.proof import CASES, Drawn, prove
+
+Kind = Literal["described", "opaque", "structural", "placement", "collective", "effect", "kernel", "undescribed"]
+
+# Described along its batch only: the rest is a function that TDL cannot say. Each has its reason.
+OPAQUE: dict[str, str] = {
+    **dict.fromkeys(
+        (
+            "cholesky eig eigh geqp3 geqrf hessenberg householder_product lu lu_pivots_to_permutation qr schur svd tridiagonal"
+        ).split(),
+        "a factorisation needs its whole matrix",
+    ),
+    **dict.fromkeys(("triangular_solve", "tridiagonal_solve", "ormqr"), "a solve runs through its matrix; its columns are free"),
+    "fft": "a transform needs its whole dims",
+    **dict.fromkeys(("sort", "top_k", "approx_top_k"), "an order needs the whole sorted dim"),
+    "rng_bit_generator": "its bits depend on the global shape: no dim may be cut",
+}
+
+# Described, with dims that stay whole for a reason of their own.
+WHOLE_DIMS: dict[str, str] = {
+    **dict.fromkeys(("argmax", "argmin"), "the extreme and its place travel as a pair, and no placement holds a pair"),
+    **dict.fromkeys(
+        ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), "a running value needs all that stands before it along its dim"
+    ),
+    "reduce_xor": "no placement holds terms of an exclusive or",
+    **dict.fromkeys(("reduce", "select_and_scatter"), "the user's function need not be associative across workers"),
+}
+
+_STRUCTURAL = (
+    "call call_hi_primitive call_hi_primitive_linearized closed_call composite cond core_call custom_jvp_call"
+    " custom_jvp_call_jaxpr custom_lin custom_linear_solve custom_partitioning custom_transpose_call custom_vjp_call"
+    " custom_vjp_call_jaxpr custom_vmap_call eval_jaxpr jit linear_call platform_index remat2 remat_opt run_state scan shard_map"
+    " stage while"
+).split()
+_PLACEMENT = ("layout_constraint preduced pvary reduced_vary_cast_p reshard sharding_constraint vary_unreduced_cast_p").split()
+_EFFECT: dict[str, str] = {
+    **dict.fromkeys("debug_callback debug_print io_callback pure_callback inspect_sharding".split(), "runs Python on the host"),
+    **dict.fromkeys(
+        (
+            "accum_grad_in_ref addupdate box_get box_set broadcast_to create_linear empty_ref free_ref freeze get log_extend log_read"
+            " new_box new_log new_ref pin swap unpin"
+        ).split(),
+        "reads or writes a mutable reference",
+    ),
+    **dict.fromkeys("after_all create_token dce_sink unreachable".split(), "orders or keeps effects; holds no array"),
+    **dict.fromkeys(
+        "check shape_assertion dim_as_value dimension_size".split(), "a check, or a symbolic dim of an exported program"
+    ),
+    **dict.fromkeys(("empty", "empty2"), "uninitialised memory: no value to compare"),
+    "rng_uniform": "draws from the device's own state",
+    "zeros_like": "a marker of differentiation that has no implementation",
+    **dict.fromkeys(("from_edtype", "to_edtype"), "a change of extended dtype; keys have random_wrap and random_unwrap"),
+}
+_KERNEL: dict[str, str] = {
+    **dict.fromkeys("call_exported cudnn_fusion ffi_call core_map pallas_call".split(), "register a description by its name"),
+    "cholesky_update": "one matrix, no batch, and no implementation on a CPU to prove it on",
+    "with_memory_space_constraint": "a marker inside kernels",
+}
+_KERNEL_MODULES = ("jax._src.cudnn", "jax._src.pallas", "jax.experimental", "jax._src.tpu", "jax._src.mosaic")
+
+
+@dataclass(frozen=True, slots=True)
+class Sorted:
+    """One primitive: its kind, and why it is not (or not everywhere) described."""
+
+    name: str
+    kind: Kind
+    reason: str = ""
+
+
+def sort_primitives() -> tuple[Sorted, ...]:
+    """All primitives by name, each with its kind."""
+    known = set(described())
+    return tuple(_sorted(name, module, known) for name, (module, _) in sorted(_jax.primitives().items()))
+
+
+def _sorted(name: str, module: str, known: set[str]) -> Sorted:
+    if name in _STRUCTURAL:
+        return Sorted(name, "structural", "has a body that is seen through")
+    if name in _PLACEMENT:
+        return Sorted(name, "placement", "says where a value lies, and leaves it as it is")
+    if name in _EFFECT:
+        return Sorted(name, "effect", _EFFECT[name])
+    if name in _KERNEL or module.startswith(_KERNEL_MODULES):
+        return Sorted(name, "kernel", _KERNEL.get(name, "a kernel of one device; register a description by its name"))
+    if module == "jax._src.lax.parallel":
+        return Sorted(name, "collective", "runs between devices, inside shard_map")
+    if name in OPAQUE:
+        return Sorted(name, "opaque", OPAQUE[name])
+    return Sorted(name, "described", WHOLE_DIMS.get(name, "")) if name in known else Sorted(name, "undescribed")
+
+
+def coverage(*, examples: int = 0, observer: Callable[[str], None] | None = None) -> dict[str, Any]:
+    """The table of all primitives as JSON-ready values; ``examples`` > 0 runs that many proof cases of each description.
+
+    ``verified`` counts the described primitives whose cases all passed (with no examples: those that have cases);
+    ``opaque_verified`` likewise those whose batch cut did. ``observer`` is told each name before its cases run.
+    """
+    table = sort_primitives()
+    names: dict[str, list[str]] = {}
+    for entry in table:
+        names.setdefault(entry.kind, []).append(entry.name)
+    passed: list[str] = []
+    faults: dict[str, str] = {}
+    for entry in table:
+        if entry.kind not in ("described", "opaque") or entry.name not in CASES:
+            continue
+        if observer is not None:
+            observer(entry.name)
+        found = [f for seed in range(examples) for f in prove(entry.name, Drawn(seed)).faults]
+        if found:
+            faults[entry.name] = str(found[0])
+        else:
+            passed.append(entry.name)
+    kinds = {entry.name: entry.kind for entry in table}
+    return {
+        "primitives": len(table),
+        "described": len(names.get("described", [])),
+        "opaque": len(names.get("opaque", [])),
+        "undescribed": names.get("undescribed", []),
+        "verified": sum(kinds[n] == "described" for n in passed),
+        "opaque_verified": sum(kinds[n] == "opaque" for n in passed),
+        "unverified": [e.name for e in table if e.kind in ("described", "opaque") and e.name not in passed],
+        "faults": faults,
+        "examples": examples,
+        "kinds": {kind: len(found) for kind, found in sorted(names.items())},
+        "table": [{"name": e.name, "kind": e.kind, "reason": e.reason} for e in table],
+    }

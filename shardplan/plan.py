@@ -251,6 +251,24 @@ class Plan:
         names.update(zip(graph.inputs, self.traced.program.input_paths, strict=True))
         return names
 
+    def baseline_plans(self) -> dict[str, Plan]:
+        """Each baseline as a plan that can be compiled, by name; none for a plan that was loaded."""
+        found: dict[str, Plan] = {}
+        for solution in self.static.get("baselines", ()):
+            decisions = self.extractor.decide(solution)
+            found[solution.name] = replace(
+                self,
+                solution=solution,
+                decisions=decisions,
+                step_time_s=solution.seconds,
+                compute_s=decisions.compute_s,
+                communication_s=decisions.communication_s,
+                communication_bytes=decisions.communication_bytes,
+                peak_bytes=solution.peak_bytes,
+                baselines=(),
+            )
+        return found
+
     def explain(self, path: str | None = None) -> str:
         """Why: for a path (or glob) what was chosen for it, what else would cost, and the source; without one, the whole plan."""
         from shardplan.report.explain import explain

@@ -27,7 +27,7 @@ ROWS = (
     ("search",),
     ("emit",),
     ("report",),
-    ("plan", "api", "parallel", "cli", "pytest_plugin"),
+    ("plan", "api", "parallel", "target", "cli", "pytest_plugin"),
 )
 RANK = {name: rank for rank, row in enumerate(ROWS) for name in row}
 SHELLS = ROWS[-1]
@@ -39,6 +39,7 @@ JAX_FILES = (
     "plan",
     "api",
     "parallel",
+    "target",
     "pytest_plugin",
     "mesh.devices",
     "tdl.localize",

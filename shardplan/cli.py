@@ -1,0 +1,320 @@
+"""The command line: `shardplan plan | verify | compare | score | explain | mesh | reduce | tdl | calibrate`.
+
+With ``--json`` one JSON object goes to stdout and nothing else does; progress and warnings go to stderr. Exit code 0: done, 1: a check
+failed, 2: the user's error, said in one line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fnmatch
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from shardplan.errors import PlanFileError, ShardplanError
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a command says: as text, as JSON values, and whether its check passed."""
+
+    text: str
+    json: Any
+    passed: bool = True
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code."""
+    options: argparse.Namespace | None = None
+    try:
+        options = _parser().parse_args(argv)
+        # a factory may print: nothing but the report belongs on stdout
+        with contextlib.redirect_stdout(sys.stderr):
+            report: Report = options.run(options)
+        print(json.dumps(report.json) if options.json else report.text)
+        sys.stdout.flush()
+    except ShardplanError as error:
+        print(f"shardplan: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return 0 if report.passed else 1
+
+
+# -- commands ----------------------------------------------------------------------------------------------------------
+
+
+def _plan(options: argparse.Namespace) -> Report:
+    from shardplan.report.json import plan_json
+    from shardplan.report.text import plan_text
+
+    made, _, _ = _planned(options)
+    text = plan_text(made, title=options.target)
+    if options.output:
+        made.save(options.output)
+        text += f"\n\nsaved to {options.output}"
+    return Report(text, plan_json(made))
+
+
+def _verify(options: argparse.Namespace) -> Report:
+    from shardplan.emit.verify import verify
+    from shardplan.report import Progress
+    from shardplan.report.text import verified_text
+
+    made, step, args = _planned(options, concrete=True, file=options.plan)
+    devices = _simulated(made)
+    with Progress() as progress:
+        found = verify(made, step, args, steps=options.steps, backend=options.backend, devices=devices, observer=progress)
+    return Report(verified_text(found.json), found.json, found.passed)
+
+
+def _compare(options: argparse.Namespace) -> Report:
+    from shardplan.report.json import comparison_rows
+    from shardplan.report.text import comparison_text
+
+    made, step, _ = _planned(options)
+    rows = comparison_rows(made, _measured(made, step) if options.measure else None)
+    return Report(comparison_text(rows), {"plans": rows})
+
+
+def _measured(made: Any, step: Callable[..., Any]) -> Mapping[str, tuple[float, float, int]]:
+    """What the compiled program of the plan and of each baseline sends and holds."""
+    from shardplan.emit.verify import measured_program
+    from shardplan.report import Progress
+
+    devices = _simulated(made)
+    found: dict[str, tuple[float, float, int]] = {}
+    plans = {"this plan": made, **made.baseline_plans()}
+    with Progress() as progress:
+        for n, (name, one) in enumerate(plans.items()):
+            progress(f"compiling {name}", n / len(plans))
+            sent, peak = measured_program(one, step, devices=devices)
+            found[name] = (sent.wire_bytes, sent.raw_wire_bytes, peak)
+    return found
+
+
+def _score(options: argparse.Namespace) -> Report:
+    raise ShardplanError("score is not there yet: price your own sharding with shardplan plan --pin 'GLOB=SPEC' for each of its arrays")
+
+
+def _calibrate(options: argparse.Namespace) -> Report:
+    raise ShardplanError("calibrate is not there yet: the cost model uses the figures of the cluster's TOML file")
+
+
+def _explain(options: argparse.Namespace) -> Report:
+    from shardplan.api import read_plan_file
+    from shardplan.report.explain import unknown
+
+    known: dict[str, str] = read_plan_file(options.file).get("explain") or {}
+    if options.path is None:
+        hits = [""] if "" in known else []
+    else:
+        hits = [options.path] if options.path in known else [p for p in known if p and fnmatch.fnmatchcase(p, options.path)]
+    if not hits:
+        raise ShardplanError(f"{options.file}: {unknown(options.path or '', [p for p in known if p])}")
+    return Report("\n\n".join(known[p] for p in hits), {"explain": {p: known[p] for p in hits}})
+
+
+def _mesh_list(options: argparse.Namespace) -> Report:
+    from shardplan.report import mesh_text
+
+    return _said(mesh_text.mesh_list())
+
+
+def _mesh_show(options: argparse.Namespace) -> Report:
+    from shardplan.report import mesh_text
+
+    return _said(mesh_text.mesh_show(options.cluster))
+
+
+def _mesh_detect(options: argparse.Namespace) -> Report:
+    from shardplan.report import mesh_text
+
+    return _said(mesh_text.mesh_detect(options.output))
+
+
+def _mesh_matrices(options: argparse.Namespace) -> Report:
+    from shardplan.report import mesh_text
+
+    return _said(mesh_text.mesh_matrices(options.cluster, options.axes, over=options.over, nbytes=options.bytes, algorithm=options.algorithm))
+
+
+def _reduce(options: argparse.Namespace) -> Report:
+    from shardplan.report import mesh_text
+
+    return _said(
+        mesh_text.reduce_report(
+            options.cluster, options.axes, over=options.over, matrix=options.matrix, nbytes=options.bytes,
+            algorithm=options.algorithm, max_size=options.max_size,
+        )
+    )  # fmt: skip
+
+
+def _tdl(options: argparse.Namespace) -> Report:
+    from shardplan.tdl.coverage import report
+
+    return _said(report(options.primitive))
+
+
+def _said(found: Any) -> Report:
+    return Report(found.text, found.json)
+
+
+# -- what commands share -----------------------------------------------------------------------------------------------
+
+
+def _planned(options: argparse.Namespace, *, concrete: bool = False, file: str | None = None) -> tuple[Any, Callable[..., Any], tuple[Any, ...]]:
+    """(plan, step, args) of a TARGET; the plan is read from a file where one is given."""
+    from shardplan.mesh import Cluster
+    from shardplan.target import load_target, read_options, read_pins, simulate
+
+    pins = read_pins(options.pin)
+    cluster = Cluster.load(options.cluster) if options.cluster else None
+    if cluster is None and file is None:
+        raise ShardplanError("--cluster is missing: a preset (shardplan mesh list), a TOML file or a shape such as 2x4")
+    # before the factory makes arrays: no device of this machine is touched
+    simulate(math.prod(level.size for level in cluster.levels) if cluster and concrete else 1)
+    step, args = load_target(options.target, read_options(options.set), concrete=concrete)
+    if file is not None:
+        return _loaded(file, step, args, cluster), step, args
+    from shardplan.api import plan
+    from shardplan.report import Progress
+
+    with Progress() as progress:
+        made = plan(
+            step, *args, cluster=cluster, memory_limit=options.memory, objective=options.objective, search=options.search, pins=pins,
+            donate_argnums=tuple(options.donate), replicate=tuple(options.replicate), time_budget_s=options.time_budget, observer=progress,
+        )  # fmt: skip
+    return made, step, args
+
+
+def _loaded(file: str, step: Callable[..., Any], args: Sequence[Any], cluster: Any) -> Any:
+    from shardplan.api import load
+
+    made = load(file, step, *args)
+    if cluster is not None and cluster.fingerprint() != made.cluster.fingerprint():
+        raise PlanFileError(f"{file}: the plan was made for the cluster {made.cluster.name}, not for {cluster.name}; plan it anew")
+    return made
+
+
+def _simulated(made: Any) -> list[Any]:
+    from shardplan.target import simulate
+
+    return simulate(math.prod(level.size for level in made.cluster.levels))
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"{self.prog}: {message} (see {self.prog} --help)", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def _parser() -> argparse.ArgumentParser:
+    from shardplan import __version__
+
+    parser = _Parser(prog="shardplan", description="A training step goes in, a verified sharding comes out.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"shardplan {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    one = _command(commands, "plan", _plan, "plan a step on a cluster")
+    _takes_target(one)
+    one.add_argument("-o", "--output", metavar="FILE", help="save the plan as JSON")
+
+    one = _command(commands, "verify", _verify, "run a plan on simulated devices beside the single-device step, and measure it")
+    _takes_target(one)
+    one.add_argument("--plan", metavar="FILE", help="a saved plan instead of a new one")
+    one.add_argument("--backend", default="specs", choices=["specs", "explicit"])
+    one.add_argument("--steps", type=_count, default=3, metavar="N", help="steps to compare (3)")
+
+    one = _command(commands, "compare", _compare, "the plan beside every baseline")
+    _takes_target(one)
+    one.add_argument("--measure", action="store_true", help="compile each and measure its bytes and memory")
+
+    one = _command(commands, "score", _score, "price a sharding of your own")
+    _takes_target(one)
+    one.add_argument("--specs", metavar="FILE", required=True)
+
+    one = _command(commands, "explain", _explain, "why a saved plan is as it is")
+    one.add_argument("file", metavar="plan.json")
+    one.add_argument("path", nargs="?", metavar="PATH", help="an argument's path, or a glob of paths")
+
+    _mesh_commands(commands)
+
+    one = _command(commands, "tdl", _tdl, "what the description language covers")
+    one.add_argument("primitive", nargs="?", metavar="PRIMITIVE")
+    one.add_argument("--coverage", action="store_true", help="of all primitives of the installed JAX (what is shown without PRIMITIVE)")
+
+    one = _command(commands, "calibrate", _calibrate, "measure this machine for the cost model")
+    one.add_argument("-o", "--output", metavar="FILE")
+    return parser
+
+
+def _mesh_commands(commands: Any) -> None:
+    mesh = commands.add_parser("mesh", help="clusters, and axes on them").add_subparsers(dest="mesh", required=True, metavar="COMMAND")
+    _command(mesh, "list", _mesh_list, "the presets")
+    one = _command(mesh, "show", _mesh_show, "a cluster's levels, links and device")
+    one.add_argument("cluster", metavar="CLUSTER")
+    one = _command(mesh, "detect", _mesh_detect, "the cluster that this machine's devices make")
+    one.add_argument("-o", "--output", metavar="FILE", help="save it as TOML")
+    one = _command(mesh, "matrices", _mesh_matrices, "parallelism matrices, ranked by the reduction that they allow")
+    _takes_axes(one, over_required=False)
+    one = _command(commands, "reduce", _reduce, "reduction programs for one parallelism matrix, ranked")
+    _takes_axes(one, over_required=True)
+    one.add_argument("--matrix", required=True, metavar="ROWS", help='rows are axes, columns levels: "1 4 / 4 4"')
+    one.add_argument("--max-size", type=_count, default=5, metavar="N", help="longest program (5)")
+
+
+def _takes_axes(one: argparse.ArgumentParser, *, over_required: bool) -> None:
+    one.add_argument("--cluster", required=True, metavar="CLUSTER")
+    one.add_argument("--axes", required=True, metavar="SIZES", help='sizes of the mesh axes: "4 16"')
+    one.add_argument("--over", required=over_required, metavar="AXES", help='numbers of the axes that are reduced over: "0"')
+    one.add_argument("--bytes", type=_count, default=2**30, metavar="N", help="bytes of each device (1 GiB)")
+    one.add_argument("--algorithm", default="ring", choices=["ring", "tree"])
+
+
+def _takes_target(one: argparse.ArgumentParser) -> None:
+    one.add_argument("target", metavar="TARGET", help="package.module:factory or file.py:factory; the factory returns (step, args)")
+    one.add_argument("--cluster", metavar="CLUSTER", help='a preset with its nodes ("dgx-h100:4"), a TOML file or a shape ("2x4")')
+    one.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="an option of the factory")
+    one.add_argument("--memory", metavar="SIZE", help='limit of a device ("70GiB"; default: its memory)')
+    one.add_argument("--objective", default="time", choices=["time", "bytes"])
+    one.add_argument("--search", default="auto")
+    one.add_argument("--pin", action="append", default=[], metavar="GLOB=SPEC", help="""arguments that must lie so: '*kernel=P(None, "gpu")'""")
+    one.add_argument("--donate", action="append", default=[], type=int, metavar="N", help="an argument whose buffers the step may reuse")
+    one.add_argument("--replicate", action="append", default=[], metavar="PRIMITIVE", help="may run whole on every device")
+    one.add_argument("--time-budget", type=float, metavar="SECONDS")
+
+
+def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], Report], what: str) -> argparse.ArgumentParser:
+    one = commands.add_parser(name, help=what, description=what[0].upper() + what[1:] + ".", allow_abbrev=False)
+    one.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    one.set_defaults(run=run)
+    return one
+
+
+def _count(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not positive")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -16,7 +16,9 @@ from jax.extend.core import Primitive
 
 
 def source_line(eqn: Any) -> str:
-    """``file:line (function)`` of the user's code behind an equation, installed libraries left out; ``?`` if JAX stops saying so."""
+    """``file:line (function)`` of the user's code behind an equation, installed libraries left out; ``?`` if JAX stops saying
+    so.
+    """
     try:
         from jax._src import source_info_util
     except ImportError:  # the module moved: only messages lose their line

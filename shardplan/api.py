@@ -50,9 +50,12 @@ def plan(
 ) -> Plan:
     """Plans how ``step(*args)`` runs on a cluster.
 
-    ``args`` are arrays or `jax.ShapeDtypeStruct` trees; nothing is allocated. ``cluster`` is a `Cluster`, a preset with its node count
-    (``"dgx-h100:4"``), a TOML file, a shape (``"2x4"``) or a `jax.sharding.Mesh`. ``memory_limit`` is in bytes or like ``"70GiB"``, by
-    default the device's memory. ``pins`` maps globs of argument paths to the PartitionSpec that they must have, over factor names.
+    ``args`` are arrays or `jax.ShapeDtypeStruct` trees; nothing is allocated. ``cluster`` is a `Cluster`, a preset with its
+    node count
+    (``"dgx-h100:4"``), a TOML file, a shape (``"2x4"``) or a `jax.sharding.Mesh`. ``memory_limit`` is in bytes or like
+    ``"70GiB"``, by
+    default the device's memory. ``pins`` maps globs of argument paths to the PartitionSpec that they must have, over factor
+    names.
     ``replicate`` names primitives without a description that may run whole on every device.
 
     Raises:
@@ -214,13 +217,26 @@ def parse_bytes(text: int | str) -> int:
     if isinstance(text, int):
         value = text
     else:
-        units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+        units = {
+            "": 1,
+            "B": 1,
+            "KB": 10**3,
+            "MB": 10**6,
+            "GB": 10**9,
+            "TB": 10**12,
+            "KIB": 2**10,
+            "MIB": 2**20,
+            "GIB": 2**30,
+            "TIB": 2**40,
+        }
         digits = text.strip().rstrip("BKMGTIbkmgti ")
         unit = text.strip()[len(digits) :].strip().upper()
         try:
             value = int(float(digits) * units[unit])
         except (ValueError, KeyError, OverflowError):
-            raise ShardplanError(f"memory limit {text!r} is not a size: write bytes, or a number with KiB, MiB, GiB, KB, MB or GB") from None
+            raise ShardplanError(
+                f"memory limit {text!r} is not a size: write bytes, or a number with KiB, MiB, GiB, KB, MB or GB"
+            ) from None
     if value <= 0:
         raise ShardplanError(f"memory limit {text!r} is not positive")
     return value
@@ -261,22 +277,122 @@ def pinned_domains(problem: Problem, pins: Mapping[str, PartitionSpec]) -> tuple
             for d, (n, parts) in enumerate(zip(shape, space.splits[state], strict=False)):
                 if n % int(parts):
                     up = -(-n // int(parts)) * int(parts)
-                    raise PinError(f"the pin {pattern!r} = {spec} cuts dim {d} of {path} {shape} {parts} ways, which does not divide {n}; {up} would")
+                    raise PinError(
+                        f"the pin {pattern!r} = {spec} cuts dim {d} of {path} {shape} {parts} ways,
+                        which
+                       
+                        does
+                       
+                       
+                        not
+                       
+                       
+                       
+                        divide
+                       
+                       
+                       
+                       
+                        {n};
+                       
+                       
+                       
+                       
+                        {up}
+                       
+                       
+                       
+                       
+                        would"
+                   
+                   
+                   
+                   
+                    )
             if state not in domains[v]:
-                raise PinError(f"the pin {pattern!r} = {spec} on {path} contradicts another pin on an array that shares its layout")
+                raise PinError(
+                    f"the pin {pattern!r} = {spec} on {path} contradicts another pin on an array that shares its layout"
+                )
             domains[v] = (state,)
     return tuple(domains)
 
 
-def _pin_layout(problem: Problem, names: Mapping[str, int], pattern: str, spec: PartitionSpec, path: str, shape: tuple[int, ...]) -> Layout:
-    if len(spec) > len(shape):
-        raise PinError(f"the pin {pattern!r} = {spec} has {len(spec)} entries, {path} has rank {len(shape)}")
-    dims: list[tuple[int, ...]] = []
-    for entry in (*spec, *[None] * (len(shape) - len(spec))):
+
+d
+de
+de
+de
+def
+_pin_layo
+_pin_layou
+_pin_layou
+_pin_layout
+_pin_layou
+_pin_layout
+_pin_layout
+_pin_layout(
+    problem: Problem, names: Mapping[str, int], pattern: str, spec: PartitionSpec, path: str,
+    shape:
+    tuple[int,
+    ...]
+
+)
+-
+->
+Layout
+Layout
+Layout:
+    if
+    len(spec)
+   
+    >
+   
+   
+    len(shape):
+        raise PinError(f"the pin {pattern!r} = {spec} has {len(spec)} entries, {path} has
+        rank
+       
+        {len(shape)}")
+    dims: list[tuple[int, ...]] =
+    []
+    for entry in (*spec, *[None] * (len(shape) -
+    len(spec))):
         axes = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
         for axis in axes:
             if axis not in names:
-                raise PinError(f"the pin {pattern!r} = {spec} names the axis {axis!r}; the plan's axes are {', '.join(names)}{nearest(axis, list(names))}")
+                raise PinError(
+                    f"the pin {pattern!r} = {spec} names the axis {axis!r};
+                    the
+                   
+                    plan's
+                   
+                   
+                    axes
+                   
+                   
+                   
+                    are
+                   
+                   
+                   
+                   
+                    {',
+                   
+                   
+                   
+                   
+                    '.join(names)}{nearest(axis,
+                   
+                   
+                   
+                   
+                    list(names))}"
+               
+               
+               
+               
+               
+                )
         dims.append(tuple(names[a] for a in axes))
     flat = [f for d in dims for f in d]
     if len(set(flat)) != len(flat):
@@ -287,8 +403,16 @@ def _pin_layout(problem: Problem, names: Mapping[str, int], pattern: str, spec: 
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-def load(file: str | PathLike[str], step: Callable[..., Any], *args: Any) -> Plan:
-    """Reads a saved plan for this step and these shapes.
+def load(file: str | PathLike[str], step: Callable[..., Any], *args:
+Any)
+-
+->
+Plan
+Plan
+Plan:
+    """Reads a saved plan for this step and
+    these
+    shapes.
 
     Raises:
         PlanFileError: if the file is no plan, or was made for another model, other shapes or another version.
@@ -311,7 +435,9 @@ def load(file: str | PathLike[str], step: Callable[..., Any], *args: Any) -> Pla
     problem = Problem(graph, coarsen(graph), cluster, over)
     variables = problem.coarse.variables
     if len(layouts) != len(variables) or any(len(a.dims) != len(v.shape) for a, v in zip(layouts, variables, strict=True)):
-        raise PlanFileError(f"{file}: the plan does not fit this step: {len(layouts)} layouts for {len(variables)} variables; plan it anew")
+        raise PlanFileError(
+            f"{file}: the plan does not fit this step: {len(layouts)} layouts for {len(variables)} variables; plan it anew"
+        )
     try:
         states = tuple(problem.resharder.space(len(v.shape)).of(a) for a, v in zip(layouts, variables, strict=True))
     except (KeyError, IndexError) as error:

@@ -1,7 +1,8 @@
 """The types that cross stages. Read these first.
 
 A step is traced to a `Program`; a description of each of its ops gives a `Graph`; a `Plan` says how each tensor lies on the
-devices. All of them are frozen, and none of them knows JAX: what only emission needs (the equation behind an op) travels as an opaque
+devices. All of them are frozen, and none of them knows JAX: what only emission needs (the equation behind an op) travels as an
+opaque
 ``handle``.
 """
 
@@ -71,7 +72,9 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A value of the program: ``shape`` in elements, ``dtype`` by name (``float32``, ``bfloat16``, ``key<fry>``), bytes of one element."""
+    """A value of the program: ``shape`` in elements, ``dtype`` by name (``float32``, ``bfloat16``, ``key<fry>``), bytes of one
+    element.
+    """
 
     id: int
     shape: tuple[int, ...]
@@ -107,8 +110,10 @@ Operand = int | Constant
 class Op:
     """One primitive application.
 
-    ``inputs`` are tensor ids or literals, ``outputs`` tensor ids. ``bodies`` are the sub-programs of control flow with their roles in
-    ``params``; ``trips`` how often a body runs (None where nobody knows). ``source`` is the user's line, ``scope`` the name stack.
+    ``inputs`` are tensor ids or literals, ``outputs`` tensor ids. ``bodies`` are the sub-programs of control flow with their
+    roles in
+    ``params``; ``trips`` how often a body runs (None where nobody knows). ``source`` is the user's line, ``scope`` the name
+    stack.
     ``handle`` is the equation that emission evaluates again.
     """
 
@@ -133,7 +138,8 @@ class Op:
 class Program:
     """A traced step: straight-line ops over tensors, in the order of the trace.
 
-    Tensor ids index ``tensors`` and are local to this program (a body numbers its own). ``constants`` pairs a tensor with its value
+    Tensor ids index ``tensors`` and are local to this program (a body numbers its own). ``constants`` pairs a tensor with its
+    value
     (opaque). ``feedback[i]`` is the index of the input whose state output ``i`` replaces, or None.
     """
 

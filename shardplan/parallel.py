@@ -33,7 +33,8 @@ def parallelize(
 ) -> Callable[[Callable[..., Any]], Parallel]:
     """A decorator: the first call traces, plans, places and compiles; later ones run. ``options`` are those of `shardplan.plan`.
 
-    nnx modules and optimizers among the arguments are updated in place, as under `nnx.jit`. ``cache_dir`` keeps plans by fingerprint.
+    nnx modules and optimizers among the arguments are updated in place, as under `nnx.jit`. ``cache_dir`` keeps plans by
+    fingerprint.
     """
 
     def decorate(step: Callable[..., Any]) -> Parallel:
@@ -128,7 +129,12 @@ class Parallel:
 
         from shardplan.api import resolve_cluster
 
-        key = (resolve_cluster(self._cluster)[0].fingerprint(), self._name, str(split.key), sorted((k, str(v)) for k, v in self._options.items()))
+        key = (
+            resolve_cluster(self._cluster)[0].fingerprint(),
+            self._name,
+            str(split.key),
+            sorted((k, str(v)) for k, v in self._options.items()),
+        )
         file = Path(self._cache_dir) / (hashlib.blake2b(repr(key).encode(), digest_size=12).hexdigest() + ".plan.json")
         if file.exists():
             try:
@@ -150,12 +156,15 @@ class _Split:
 
     def __init__(self, args: tuple[Any, ...], static: dict[int, Any], named: dict[str, Any], graphs: dict[int, Any]) -> None:
         self.args, self.static, self.named, self.graphs = args, static, named, graphs
-        self.leaves: tuple[Any, ...] = tuple(
-            nnx.state(a) if i in graphs else a for i, a in enumerate(args) if i not in static
-        )
+        self.leaves: tuple[Any, ...] = tuple(nnx.state(a) if i in graphs else a for i, a in enumerate(args) if i not in static)
         flat, tree = jax.tree.flatten(self.leaves)
         kinds = tuple((tuple(getattr(x, "shape", ())), str(getattr(x, "dtype", type(x).__name__))) for x in flat)
-        self.key = (tree, kinds, tuple(sorted((i, repr(v)) for i, v in static.items())), tuple(sorted((k, repr(v)) for k, v in named.items())))
+        self.key = (
+            tree,
+            kinds,
+            tuple(sorted((i, repr(v)) for i, v in static.items())),
+            tuple(sorted((k, repr(v)) for k, v in named.items())),
+        )
 
     @staticmethod
     def of(owner: Parallel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Split:
@@ -167,7 +176,33 @@ class _Split:
             bound = inspect.signature(owner._step).bind(*args, **rest)
             args = bound.args
             if bound.kwargs:
-                raise ShardplanError(f"{owner._name} takes {', '.join(bound.kwargs)} by keyword only: name them in static_argnames or pass them by position")
+                raise ShardplanError(
+                    f"{owner._name} takes {', '.join(bound.kwargs)} by keyword only: name them
+                    in
+                   
+                    static_argnames
+                   
+                   
+                    or
+                   
+                   
+                   
+                    pass
+                   
+                    them
+                   
+                    by
+                   
+                   
+                   
+                   
+                    position"
+               
+               
+               
+               
+               
+                )
         static = {i: args[i] for i in owner._static_numbers if i < len(args)}
         graphs = {i: nnx.graphdef(a) for i, a in enumerate(args) if i not in static and _is_node(a)}
         return _Split(args, static, named, graphs)
@@ -192,7 +227,9 @@ class _Split:
 
         try:
             own = [p for i, p in enumerate(inspect.signature(step).parameters.values()) if i not in static]
-            run.__signature__ = inspect.Signature([p.replace(default=inspect.Parameter.empty) for p in own if p.name not in named])  # type: ignore[attr-defined]
+            run.__signature__ = inspect.Signature(
+                [p.replace(default=inspect.Parameter.empty) for p in own if p.name not in named]
+            )  # type: ignore[attr-defined]
         except (TypeError, ValueError):
             pass
         functools.update_wrapper(run, step, assigned=("__name__", "__qualname__", "__doc__"), updated=())
@@ -209,5 +246,27 @@ class _Split:
         return result
 
 
-def _is_node(value: Any) -> bool:
-    return isinstance(value, nnx.Module | nnx.Optimizer | nnx.Metric)
+de
+def
+_is_node(value
+_is_node(value:
+Any
+Any
+Any)
+
+
+-
+
+-
+-
+->
+bool
+bool
+bool
+bool
+bool:
+    return isinstance(value, nnx.Module
+    |
+    nnx.Optimizer
+    |
+    nnx.Metric)

@@ -33,7 +33,9 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One collective that the plan issues: ``bytes`` of its operand on one device (of the result for an all-gather), per execution."""
+    """One collective that the plan issues: ``bytes`` of its operand on one device (of the result for an all-gather), per
+    execution.
+    """
 
     kind: str
     bytes: float
@@ -60,7 +62,8 @@ class Baseline:
 class Plan:
     """How a step runs on a cluster. Made by `shardplan.plan` or `shardplan.load`.
 
-    Seconds are predicted for one step and bytes for one device; ``communication_bytes`` are on the wire in the ring convention. ``time_model`` says how
+    Seconds are predicted for one step and bytes for one device; ``communication_bytes`` are on the wire in the ring
+    convention. ``time_model`` says how
     ``step_time_s`` adds up ("sum": compute plus communication, no overlap).
     """
 

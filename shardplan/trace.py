@@ -1,7 +1,9 @@
 """A step and its arguments go in, a `Program` comes out.
 
-The step is traced by ``jax.jit(step).trace`` on shapes alone. Call-like primitives (``jit``, ``custom_jvp_call``, ``custom_vjp_call``,
-``closed_call``) are seen through, so that the program is flat; ``scan``, ``while``, ``cond`` and ``remat2`` stay ops with bodies. Dead ops are left out.
+The step is traced by ``jax.jit(step).trace`` on shapes alone. Call-like primitives (``jit``, ``custom_jvp_call``,
+``custom_vjp_call``,
+``closed_call``) are seen through, so that the program is flat; ``scan``, ``while``, ``cond`` and ``remat2`` stay ops with
+bodies. Dead ops are left out.
 """
 
 from __future__ import annotations
@@ -27,7 +29,12 @@ _CALLS = {
     "custom_vjp_call_jaxpr": "fun_jaxpr",
     "custom_lin": "call_jaxpr",
 }
-_BODIES: dict[str, tuple[str, ...]] = {"scan": ("jaxpr",), "while": ("cond_jaxpr", "body_jaxpr"), "remat2": ("jaxpr",), "checkpoint": ("jaxpr",)}
+_BODIES: dict[str, tuple[str, ...]] = {
+    "scan": ("jaxpr",),
+    "while": ("cond_jaxpr", "body_jaxpr"),
+    "remat2": ("jaxpr",),
+    "checkpoint": ("jaxpr",),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +120,8 @@ def _feedback(program: Program, ins: Sequence[Any], outs: Sequence[Any], donated
                 fits = [
                     i
                     for i in below.get(rest, ())
-                    if i not in taken and (program.tensors[program.inputs[i]].shape, program.tensors[program.inputs[i]].dtype) == kind
+                    if i not in taken
+                    and (program.tensors[program.inputs[i]].shape, program.tensors[program.inputs[i]].dtype) == kind
                 ]
                 if not rest:  # a bare array: only a donated argument, or the one in the same place of the result
                     fits = [i for i in fits if ins[i][0].idx in donated or (strip and path[0] == _key(ins[i][0].idx))]
@@ -239,9 +247,7 @@ def _bodies(eqn: Any) -> tuple[Program, ...]:
         found = tuple(eqn.params[k] for k in _BODIES[name])
     else:
         return ()
-    return tuple(
-        _Builder().program(b.jaxpr, b.consts) if hasattr(b, "consts") else _Builder().program(b, ()) for b in found
-    )
+    return tuple(_Builder().program(b.jaxpr, b.consts) if hasattr(b, "consts") else _Builder().program(b, ()) for b in found)
 
 
 def _trips(eqn: Any) -> int | None:

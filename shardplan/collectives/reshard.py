@@ -1,9 +1,13 @@
 """Resharding: the best program of collectives that moves a tensor from one layout to another, priced whole.
 
-All layouts of a tensor are the nodes of a graph and single collectives its edges (all-gather, local slice, all-to-all, permute, all-reduce,
-reduce-scatter over any set of factors); a program is a path, and the price of a pair of layouts is the shortest one. So an all-reduce over a
-hierarchy is found as reduce-scatter, all-reduce, all-gather where that is cheaper (P2, section 3), and a gather of a major factor as a permute and
-a gather. A *buffer* dim, which no stored layout has, stands for the flattened and padded tensor: any tensor can be reduce-scattered over it.
+All layouts of a tensor are the nodes of a graph and single collectives its edges (all-gather, local slice, all-to-all,
+permute, all-reduce,
+reduce-scatter over any set of factors); a program is a path, and the price of a pair of layouts is the shortest one. So an
+all-reduce over a
+hierarchy is found as reduce-scatter, all-reduce, all-gather where that is cheaper (P2, section 3), and a gather of a major
+factor as a permute and
+a gather. A *buffer* dim, which no stored layout has, stands for the flattened and padded tensor: any tensor can be
+reduce-scattered over it.
 """
 
 from __future__ import annotations
@@ -22,6 +26,9 @@ from shardplan.cost.network import Network
 from shardplan.ir import Layout
 
 KINDS = ("slice", "all_gather", "all_to_all", "permute", "all_reduce", "reduce_scatter")
+
+PADDING = 8
+"""A dim may be padded inside the step by at most one part in this many."""
 
 _SLICE_S = 1e-12  # a local slice moves nothing; the graph library reads an exact zero as no edge
 
@@ -185,10 +192,15 @@ class Resharder:
             self._spaces[rank] = LayoutSpace(self.sizes, rank)
         return self._spaces[rank]
 
-    def legal(self, shape: Sequence[int]) -> NDArray[np.bool_]:
-        """[S]: the states whose split dims divide evenly."""
+    def legal(self, shape: Sequence[int], *, pad: bool) -> NDArray[np.bool_]:
+        """[S]: the states whose split dims divide evenly, or (``pad``) waste at most an eighth when their last block is
+        padded.
+        """
         splits = self.space(len(shape)).splits
-        return np.all(np.array([*shape, 0]) % splits == 0, axis=1)
+        sizes = np.array([*shape, 0])
+        if pad:
+            return np.all((-(-sizes // splits) * splits - sizes) * PADDING <= sizes, axis=1)
+        return np.all(sizes % splits == 0, axis=1)
 
     def seconds(self, kind: str, over: tuple[int, ...], nbytes: float) -> float:
         """One collective's time: the best of its algorithms."""
@@ -208,7 +220,7 @@ class Resharder:
 
         Infinite where no program leads.
         """
-        mask = self.legal(shape)
+        mask = self.legal(shape, pad=True)
         return np.stack([self._row(len(shape), mask, nbytes, s, into)[0] for s in states])
 
     def _row(
@@ -249,7 +261,7 @@ class Resharder:
         """The cheapest program from one state to another."""
         if before == after:
             return ()
-        distance, previous = self._row(len(shape), self.legal(shape), nbytes, before, False)
+        distance, previous = self._row(len(shape), self.legal(shape, pad=True), nbytes, before, False)
         assert np.isfinite(distance[after]), "no program leads there"
         space = self.space(len(shape))
         path = [after]

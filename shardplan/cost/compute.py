@@ -1,4 +1,6 @@
-"""Roofline: seconds of an op on one device from its flops and bytes (peak rates times the efficiency that large kernels reach)."""
+"""Roofline: seconds of an op on one device from its flops and bytes (peak rates times the efficiency that large kernels
+reach).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ def flops(description: Description) -> float:
 
     A lookup said as a sum over rows reads one row, so its loop counts once.
     """
-    return sum(_tree(tree, description, math.prod(n for n in shape)) for tree, shape in zip(description.trees, description.call.results, strict=True))
+    return sum(
+        _tree(tree, description, math.prod(n for n in shape))
+        for tree, shape in zip(description.trees, description.call.results, strict=True)
+    )
 
 
 def _tree(node: Scalar, description: Description, times: float) -> float:
@@ -74,4 +79,6 @@ def seconds(device: Device, flop: float, nbytes: float, dtype: str, *, matrix: b
     """
     peak = device.flops_per_s.get(dtype) or device.flops_per_s.get("float32") or max(device.flops_per_s.values())
     arithmetic = flop / (peak * device.flops_efficiency) if matrix else 0.0
-    return max(arithmetic, nbytes / (device.memory_bytes_per_s * device.memory_efficiency)) + (device.launch_s if nbytes or matrix else 0.0)
+    return max(arithmetic, nbytes / (device.memory_bytes_per_s * device.memory_efficiency)) + (
+        device.launch_s if nbytes or matrix else 0.0
+    )

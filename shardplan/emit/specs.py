@@ -1,8 +1,12 @@
-"""The ``specs`` backend: the step evaluated again with sharding constraints, which XLA's partitioner turns into the plan's collectives.
+"""The ``specs`` backend: the step evaluated again with sharding constraints, which XLA's partitioner turns into the plan's
+collectives.
 
-At each op that has a table of its own the operands are constrained to the layouts that its strategy needs and the results to the layouts they are
-stored in, in the forward and the backward pass and inside loop bodies; elementwise ops in between follow. Values that depend on no input are made
-anew for each layout that reads them. A weight that is to be gathered again for the backward pass goes through an optimization barrier, so that
+At each op that has a table of its own the operands are constrained to the layouts that its strategy needs and the results to
+the layouts they are
+stored in, in the forward and the backward pass and inside loop bodies; elementwise ops in between follow. Values that depend
+on no input are made
+anew for each layout that reads them. A weight that is to be gathered again for the backward pass goes through an optimization
+barrier, so that
 XLA cannot reuse the first copy.
 """
 
@@ -21,7 +25,6 @@ from shardplan.ir import Constant, Layout, Op, Program
 from shardplan.search.coarsen import FREE
 from shardplan.search.extract import Decisions, Extractor, Use
 from shardplan.search.graph import Node, Where
-from shardplan.search.problem import Problem
 
 
 def partition_spec(layout: Layout | None, names: Sequence[str]) -> PartitionSpec:
@@ -57,13 +60,22 @@ class SpecsEmitter:
     """Evaluates a traced program under the constraints of a plan on one mesh."""
 
     def __init__(
-        self, program: Program, extractor: Extractor, decisions: Decisions, mesh: Mesh, *, drop: Callable[[Node], bool] | None = None
+        self,
+        program: Program,
+        extractor: Extractor,
+        decisions: Decisions,
+        mesh: Mesh,
+        *,
+        drop: Callable[[Node], bool] | None = None,
     ) -> None:
         self.program, self.extractor, self.decisions, self.mesh = program, extractor, decisions, mesh
         self.problem = problem = extractor.problem
         self.names = tuple(f.name for f in problem.factors)
         self.nodes: Mapping[tuple[Where, int], Node] = {(n.where, n.op.id): n for n in problem.graph.nodes}
         self.of = problem.coarse.of
+        joins = set(problem.coarse.joins)
+        # what a join reads is held in its stored layout, or the layout that the join needs would spread back into the chain
+        self.held = {t for n in problem.graph.nodes if n.id in joins for t in n.inputs if t >= 0}
         self.drop = drop
 
     def __call__(self, *flat: Any) -> list[Any]:
@@ -159,6 +171,8 @@ class SpecsEmitter:
         for r, (t, value) in enumerate(zip(op.outputs, outputs, strict=True)):
             if use is not None and not (self.drop is not None and self.drop(node)):
                 value = self.result(use, r, value)
+            elif use is None and frame.ids[t] in self.held:
+                value = self.constrain(value, self.layout(frame, t))
             frame.values[t] = value
 
     def _free_layout(self, frame: _Frame, i: int, op: Op, use: Use | None, follow: Layout | None) -> Layout | None:
@@ -215,12 +229,18 @@ class SpecsEmitter:
         eqn = op.handle
         params = eqn.primitive.get_bind_params(eqn.params)
         with eqn.ctx.manager:
-            made = eqn.primitive.bind(*params.pop("subfuns", ()), *inputs, **params) if "subfuns" in params else eqn.primitive.bind(*inputs, **params)
+            made = (
+                eqn.primitive.bind(*params.pop("subfuns", ()), *inputs, **params)
+                if "subfuns" in params
+                else eqn.primitive.bind(*inputs, **params)
+            )
         return list(made) if eqn.primitive.multiple_results else [made]
 
     # -- control flow ------------------------------------------------------------------------------------------------
 
-    def entering(self, frame: _Frame, op: Op, body: Program, skip: int, where: Where, inner: Sequence[int], lifts: Sequence[int]) -> list[Any]:
+    def entering(
+        self, frame: _Frame, op: Op, body: Program, skip: int, where: Where, inner: Sequence[int], lifts: Sequence[int]
+    ) -> list[Any]:
         """The operands of a body in the layouts of its inputs; ``lifts`` says which are stacked over a loop."""
         ids = self.problem.graph.bodies[where]
         values: list[Any] = []
@@ -245,7 +265,10 @@ class SpecsEmitter:
 
         def iteration(state: Sequence[Any], slices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
             results = self.run(body, where, [*fixed, *state, *slices])
-            after = [self.constrain(x, self.decisions.layouts[ids[t]]) for x, t in zip(results[:carry], body.inputs[consts:], strict=False)]
+            after = [
+                self.constrain(x, self.decisions.layouts[ids[t]])
+                for x, t in zip(results[:carry], body.inputs[consts:], strict=False)
+            ]
             return [_as(x, s) for x, s in zip(after, state, strict=True)], results[carry:]
 
         end, ys = lax.scan(

@@ -1,13 +1,14 @@
 """Baselines: the shardings that people use today, as restrictions of the same problem.
 
-A baseline says how arguments lie and what weights are computed in; what it does not say is completed optimally, in the same tables, so that a
+A baseline says how arguments lie and what weights are computed in; what it does not say is completed optimally, in the same
+tables, so that a
 plan is compared with the best version of each.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from shardplan.search.coarsen import FREE
@@ -16,7 +17,9 @@ from shardplan.search.problem import Domain, Problem
 
 @dataclass(frozen=True, slots=True)
 class Restriction:
-    """A named restriction: a domain for each variable; ``regather``: no forward copy of a weight is kept for the backward pass."""
+    """A named restriction: a domain for each variable; ``regather``: no forward copy of a weight is kept for the backward
+    pass.
+    """
 
     name: str
     domains: tuple[Domain, ...]
@@ -36,7 +39,11 @@ def baselines(problem: Problem) -> tuple[Restriction, ...]:
     ]
     for i in range(1, m):
         slow, fast = everything[:i], everything[i:]
-        suffix = "" if m == 2 else f" ({'x'.join(str(problem.sizes[f]) for f in slow)} | {'x'.join(str(problem.sizes[f]) for f in fast)})"
+        suffix = (
+            ""
+            if m == 2
+            else f" ({'x'.join(str(problem.sizes[f]) for f in slow)} | {'x'.join(str(problem.sizes[f]) for f in fast)})"
+        )
         found.append(_make(problem, f"data x tensor parallel{suffix}", data=slow, tensor=fast))
         found.append(_make(problem, f"FSDP x tensor parallel{suffix}", data=slow, shard=slow, tensor=fast))
     return tuple(f for f in found if f is not None)
@@ -92,9 +99,9 @@ def _make(
     return Restriction(name, tuple(domains), regather=bool(shard))
 
 
-def _keep(problem: Problem, v: int, domain: Domain, wanted: object) -> Domain:
+def _keep(problem: Problem, v: int, domain: Domain, wanted: Callable[[tuple[tuple[int, ...], ...]], bool]) -> Domain:
     space = problem.resharder.space(len(problem.coarse.variables[v].shape))
-    return tuple(s for s in domain if wanted(space.states[s][0][:-1]))  # type: ignore[operator]
+    return tuple(s for s in domain if wanted(space.states[s][0][:-1]))
 
 
 def _batch(dims: tuple[tuple[int, ...], ...], over: tuple[int, ...]) -> bool:
@@ -105,7 +112,9 @@ def _is_matrix(problem: Problem, v: int) -> bool:
     return len([d for d in problem.coarse.variables[v].shape if d > 1]) >= 2
 
 
-def _state(problem: Problem, v: int, domain: Domain, over: tuple[int, ...], along: tuple[int, ...], *, loose: tuple[int, ...]) -> Domain:
+def _state(
+    problem: Problem, v: int, domain: Domain, over: tuple[int, ...], along: tuple[int, ...], *, loose: tuple[int, ...]
+) -> Domain:
     """Layouts that split exactly ``over`` and ``along`` (``loose`` factors may or may not be used); the nearest that divides."""
     space = problem.resharder.space(len(problem.coarse.variables[v].shape))
 

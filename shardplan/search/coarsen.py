@@ -1,11 +1,15 @@
 """Coarsening: which tensors share one layout (Tofu, section 5.1), and which uses share one resharded copy.
 
-A *variable* is the layout of a group of tensors. Elementwise ops merge their operands and results, so that forward chains merge with their
-backward ones through the products of a gradient. What stays apart: a sum of two values that live on elsewhere (the residual stream stays a
-chain), and a stored parameter from its moments, its update and its reduced gradient (which are one group), so that optimizer state can be
+A *variable* is the layout of a group of tensors. Elementwise ops merge their operands and results, so that forward chains
+merge with their
+backward ones through the products of a gradient. What stays apart: a sum of two values that live on elsewhere (the residual
+stream stays a
+chain), and a stored parameter from its moments, its update and its reduced gradient (which are one group), so that optimizer
+state can be
 split apart from its parameter (ZeRO-1).
 
-A *view* is a variable too: the layout of a resharded copy that several contractions read. A weight has one view for the forward pass and one
+A *view* is a variable too: the layout of a resharded copy that several contractions read. A weight has one view for the
+forward pass and one
 for the backward pass, which is the forward one kept or a second gather.
 """
 
@@ -21,7 +25,9 @@ from shardplan.search.graph import Graph, Node
 from shardplan.tdl import linear_sets
 
 _PIECES = 6
-"""A group of at most this many tensors (a query, key and value with their gradients) has a layout made for its readers, and needs no view."""
+"""A group of at most this many tensors (a query, key and value with their gradients) has a layout made for its readers, and
+needs no view.
+"""
 
 FREE = -1
 """In place of a variable: a scalar, or a value that depends on no input and is made anew wherever it is read."""
@@ -111,9 +117,11 @@ def coarsen(graph: Graph) -> Coarse:
 
 
 def _pair(graph: Graph, sets: _Sets, apart: set[int], weights: frozenset[int], free: frozenset[int]) -> None:
-    """Merges each activation with its gradient and with what is computed again for it, and the pieces that one op takes a tensor apart into.
+    """Merges each activation with its gradient and with what is computed again for it, and the pieces that one op takes a
+    tensor apart into.
 
-    A forward contraction reads (x, w) and makes y; a backward one reads w too: what else it reads is y's gradient, what it makes is x's.
+    A forward contraction reads (x, w) and makes y; a backward one reads w too: what else it reads is y's gradient, what it
+    makes is x's.
     The gradient of a weight stays apart from it.
     """
     loose = [t.id not in apart and t.id not in weights and t.id not in free for t in graph.tensors]
@@ -151,7 +159,9 @@ _AGAIN = "rematted_computation"
 
 
 def same_values(graph: Graph) -> list[int]:
-    """For each tensor the first one known to hold the same value: computed again by the same op, or saved by one loop and read by another."""
+    """For each tensor the first one known to hold the same value: computed again by the same op, or saved by one loop and read
+    by another.
+    """
     value = list(range(len(graph.tensors)))
     stacked = {link.target: link.source for link in graph.links if link.lift < 0}
     entered: dict[int, list[tuple[int, int]]] = {}
@@ -323,7 +333,8 @@ def _live(graph: Graph) -> set[int]:
 def _views(graph: Graph, variables: list[Variable], of: list[int], weights: frozenset[int]) -> dict[tuple[int, int], int]:
     """Gives a view to each tensor that several contractions read.
 
-    None where it could gain little: where the stored layout serves nothing but these readers, or where the tensor is the largest that each
+    None where it could gain little: where the stored layout serves nothing but these readers, or where the tensor is the
+    largest that each
     of them touches, so that moving the others is cheaper. What that may lose is a copy made twice.
     """
     touched = _touched(graph, of)
@@ -358,7 +369,9 @@ def _views(graph: Graph, variables: list[Variable], of: list[int], weights: froz
 
 
 def _touched(graph: Graph, of: list[int]) -> dict[int, set[int]]:
-    """For each variable, its tensors that an op other than an elementwise one reads or makes, or that enter or leave the program."""
+    """For each variable, its tensors that an op other than an elementwise one reads or makes, or that enter or leave the
+    program.
+    """
     touched: dict[int, set[int]] = {}
     for node in graph.nodes:
         if not node.signature.elementwise:

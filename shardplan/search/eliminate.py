@@ -1,6 +1,7 @@
 """Variable elimination: the exact minimum of a sum of tables.
 
-The order is found once from the scopes alone; the numbers are run again for each price, restriction or level. The elimination of a variable from equal
+The order is found once from the scopes alone; the numbers are run again for each price, restriction or level. The elimination
+of a variable from equal
 tables in the same arrangement is memoised, so repeated layers cost one lookup.
 """
 
@@ -17,7 +18,9 @@ from shardplan.search.tables import BIG, Costs, Store, Term
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """An elimination order with, for each variable, the neighbours that it meets, and the entries of the largest and of all tables."""
+    """An elimination order with, for each variable, the neighbours that it meets, and the entries of the largest and of all
+    tables.
+    """
 
     variables: tuple[int, ...]
     neighbours: tuple[tuple[int, ...], ...]
@@ -90,10 +93,14 @@ class Eliminator:
     _memo: dict[tuple[tuple[int, tuple[int, ...]], ...], tuple[int, int, Costs]] = field(
         default_factory=dict[tuple[tuple[int, tuple[int, ...]], ...], tuple[int, int, Costs]]
     )
-    _squeezed: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = field(default_factory=dict[tuple[int, tuple[int, ...]], tuple[int, int]])
+    _squeezed: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = field(
+        default_factory=dict[tuple[int, tuple[int, ...]], tuple[int, int]]
+    )
 
     def solve(self, terms: Sequence[Term], sizes: Sequence[int], order: Order) -> tuple[int, list[int]]:
-        """(minimum, an optimal assignment): ties go to the lowest index. The minimum is at least `BIG` where nothing is feasible."""
+        """(minimum, an optimal assignment): ties go to the lowest index. The minimum is at least `BIG` where nothing is
+        feasible.
+        """
         waiting: list[list[tuple[tuple[int, ...], int]]] = [[] for _ in sizes]
         rank = {v: i for i, v in enumerate(order.variables)}
         total = 0

@@ -12,7 +12,7 @@ from shardplan.cost.network import wire_bytes
 from shardplan.ir import Layout
 from shardplan.search.coarsen import FREE
 from shardplan.search.graph import Node
-from shardplan.search.problem import Problem, strategy_costs
+from shardplan.search.problem import Problem
 from shardplan.search.solve import Solution
 
 
@@ -20,7 +20,8 @@ from shardplan.search.solve import Solution
 class Use:
     """How one op reads its operands and leaves its results.
 
-    ``loops[f]`` is the loop that factor f cuts, -1 for none. ``needs[i]`` is the layout of operand i (None for literals and free values), ``gives[r]``
+    ``loops[f]`` is the loop that factor f cuts, -1 for none. ``needs[i]`` is the layout of operand i (None for literals and
+    free values), ``gives[r]``
     that of result r before its reduction, ``stored[r]`` after it.
     """
 
@@ -34,7 +35,9 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Issued:
-    """One collective of the plan: per execution ``nbytes`` (of the operand; of the result for an all-gather) and seconds, run ``times`` a step."""
+    """One collective of the plan: per execution ``nbytes`` (of the operand; of the result for an all-gather) and seconds, run
+    ``times`` a step.
+    """
 
     step: Step
     times: float
@@ -108,32 +111,24 @@ class Extractor:
 
     def _use(self, node: Node, states: tuple[int, ...]) -> Use | None:
         problem, coarse = self.problem, self.problem.coarse
-        slots: list[tuple[int, int, bool]] = []
-        for i, t in enumerate(node.inputs):
-            if t >= 0 and coarse.of[t] != FREE:
-                slots.append((coarse.read.get((node.id, i), coarse.of[t]), i, False))
-        for r, t in enumerate(node.outputs):
-            if coarse.of[t] != FREE:
-                slots.append((coarse.of[t], r, True))
-        if not slots:
+        scope, slots, free = problem.slots(node)
+        if not scope:
             return None
-        scope = tuple(dict.fromkeys(v for v, _, _ in slots))
-        pattern = tuple((scope.index(v), i, r) for v, i, r in slots)
-        free = tuple(r for r, t in enumerate(node.outputs) if coarse.of[t] == FREE)
         own = tuple((states[v],) for v in scope)
-        key = (node.signature.id, pattern, free, own)
+        key = (node.signature.id, slots, own)
         found = self._uses.get(key)
         if found is not None:
             return found
         options = problem.options(node.signature)
-        base, columns = strategy_costs(problem, node.signature, pattern, free, own)
+        base, columns = problem.pricer.strategy_costs(node.signature, slots, free, own)
         total = base + sum(c[:, 0] for c in columns)
         best = int(np.argmin(total))
         second = float(np.min(np.delete(total, best))) if len(total) > 1 else float("inf")
         call = node.signature.call
-        read = {i for _, i, r in pattern if not r}
+        read = {slot.index for slot in slots if not slot.result}
         needs = tuple(
-            problem.resharder.space(len(s)).layout(int(options.needs[best, i])) if i in read else None for i, s in enumerate(call.operands)
+            problem.resharder.space(len(s)).layout(int(options.needs[best, i])) if i in read else None
+            for i, s in enumerate(call.operands)
         )
         gives = tuple(problem.resharder.space(len(s)).layout(int(options.gives[best, r])) for r, s in enumerate(call.results))
         stored = tuple(

@@ -1,6 +1,7 @@
 """The flat graph that the search works on: every op of a program and of its bodies, with its description and how often it runs.
 
-Bodies are laid open: a tensor of a body has an id of its own, tied to the tensors outside by *links* (a reshard between two layouts, priced at the
+Bodies are laid open: a tensor of a body has an id of its own, tied to the tensors outside by *links* (a reshard between two
+layouts, priced at the
 bytes that cross) or, where the body runs exactly once, by being the same tensor. From here on nothing knows primitive names.
 """
 
@@ -50,7 +51,8 @@ class Node:
 class Link:
     """Tensor ``source`` becomes tensor ``target`` ``weight`` times; ``lift`` says which of them has a leading loop dim more.
 
-    ``lift`` is 1 where the source is stacked (a scan's xs), -1 where the target is (its ys), 0 where the shapes agree. ``same``: they are one tensor (a body that runs once).
+    ``lift`` is 1 where the source is stacked (a scan's xs), -1 where the target is (its ys), 0 where the shapes agree.
+    ``same``: they are one tensor (a body that runs once).
     """
 
     source: int
@@ -62,7 +64,9 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """The whole program, flat. ``offsets`` maps a body to the id of its first tensor; ``alias`` sends a tensor to the one it is."""
+    """The whole program, flat. ``offsets`` maps a body to the id of its first tensor; ``alias`` sends a tensor to the one it
+    is.
+    """
 
     tensors: tuple[Tensor, ...]
     nodes: tuple[Node, ...]

@@ -1,7 +1,9 @@
 """Peak memory of one device by liveness, and the prices that push a plan under a limit.
 
-Each tensor that is stored in memory lives from the op that makes it to its last reader; resharded copies are values with lifetimes of their own,
-and a weight's forward copy that the backward pass reads too lives in between. Elementwise results that only elementwise ops of the same
+Each tensor that is stored in memory lives from the op that makes it to its last reader; resharded copies are values with
+lifetimes of their own,
+and a weight's forward copy that the backward pass reads too lives in between. Elementwise results that only elementwise ops of
+the same
 pass read are fused away. A donated input's buffer becomes the output that replaces it.
 """
 
@@ -25,7 +27,8 @@ Assignment = Sequence[int]
 class Liveness:
     """What lives when: parallel arrays over stored values (variable -1: whole on every device), in positions of the flat graph.
 
-    ``copies`` lists (view, birth, death) of resharded copies, ``kept`` (backward view, birth, death) of forward copies that are kept.
+    ``copies`` lists (view, birth, death) of resharded copies, ``kept`` (backward view, birth, death) of forward copies that
+    are kept.
     """
 
     nbytes: NDArray[np.float64]
@@ -72,7 +75,13 @@ def liveness(problem: Problem, donated: frozenset[int] = frozenset()) -> Livenes
     columns = list(zip(*rows, strict=True)) or [(), (), (), ()]
     copies, kept = _copies(problem)
     return Liveness(
-        np.array(columns[0], float), np.array(columns[1], np.int64), np.array(columns[2], np.int64), np.array(columns[3], np.int64), copies, kept, end + 1
+        np.array(columns[0], float),
+        np.array(columns[1], np.int64),
+        np.array(columns[2], np.int64),
+        np.array(columns[3], np.int64),
+        copies,
+        kept,
+        end + 1,
     )
 
 
@@ -84,7 +93,9 @@ def _through_links(problem: Problem, birth: dict[int, int], death: dict[int, int
             birth.setdefault(link.target, birth[link.source])
     for link in reversed(graph.links):
         if link.target in death:
-            death[link.source] = max(death.get(link.source, 0), death[link.target] if link.target in graph.boundary else birth.get(link.target, 0))
+            death[link.source] = max(
+                death.get(link.source, 0), death[link.target] if link.target in graph.boundary else birth.get(link.target, 0)
+            )
 
 
 def _fused(problem: Problem) -> frozenset[int]:
@@ -166,14 +177,18 @@ def price_terms(problem: Problem, live: Liveness, points: Sequence[int], price: 
         np.add.at(weight, live.variable[at], live.nbytes[at])
     for v in np.flatnonzero(weight):
         space = problem.resharder.space(len(problem.coarse.variables[v].shape))
-        terms.append(_interned(problem, (int(v),), picoseconds(price * weight[v] * space.local[list(domains[v])])))
+        terms.append(_interned(problem, (int(v),), picoseconds(price * weight[v] * space.local[list(domains[int(v)])])))
     for v, nbytes, first, last in live.copies:
         times = sum(first <= p <= last for p in points)
         of = problem.coarse.variables[v].of
         if times:
             space = problem.resharder.space(len(problem.coarse.variables[v].shape))
-            costs = price * times * nbytes * space.local[list(domains[v])][None, :] * np.array(
-                [[a != b for b in domains[v]] for a in domains[of]], float
+            costs = (
+                price
+                * times
+                * nbytes
+                * space.local[list(domains[int(v)])][None, :]
+                * np.array([[a != b for b in domains[v]] for a in domains[of]], float)
             )
             terms.append(_interned(problem, (of, v), picoseconds(costs)))
     return terms

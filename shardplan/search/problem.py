@@ -1,15 +1,17 @@
-"""One problem: tables over the layouts of variables, from which recursion, polish, baselines, pins and the joint solve are domain restrictions.
+"""One problem: tables over the layouts of variables, from which recursion, polish, baselines, pins and the joint solve are
+domain restrictions.
 
-An op's table is, for each choice of its operands' and results' layouts, the minimum over its strategies of compute plus resharding: operands into the
-layouts that the strategy requires, results (partial sums among them) into theirs, each priced whole as the best program. An op may be cut by a
+An op's table is, for each choice of its operands' and results' layouts, the minimum over its strategies of compute plus
+resharding: operands into the
+layouts that the strategy requires, results (partial sums among them) into theirs, each priced whole as the best program. An op
+may be cut by a
 different loop on every factor.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -17,30 +19,14 @@ from numpy.typing import NDArray
 
 from shardplan.collectives.reshard import Resharder, Step
 from shardplan.cost import Network, compute
-from shardplan.ir import Factor, Layout, Partial, Split
+from shardplan.ir import Factor, Layout, Split
 from shardplan.mesh import Cluster
 from shardplan.search.coarsen import FREE, Coarse
 from shardplan.search.graph import Graph, Link, Node, Signature
+from shardplan.search.options import Options, halo_bytes
+from shardplan.search.pricing import Domain, Pricer, Slot
 from shardplan.search.tables import Costs, Store, Term, picoseconds
-from shardplan.tdl import Strategy, cut
-
-Domain = tuple[int, ...]
-"""The states (of the variable's `LayoutSpace`) that a variable may take."""
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The composite strategies of one signature, a row each.
-
-    ``loops[s][f]`` is the loop that factor f cuts (-1: none). ``needs[s, i]`` is the state that operand i must be in, ``gives[s, r]`` the one
-    that result r is in; ``seconds[s]`` is compute, ``halo[s]`` the exchange with neighbours.
-    """
-
-    loops: tuple[tuple[int, ...], ...]
-    needs: NDArray[np.int64]
-    gives: NDArray[np.int64]
-    compute_s: NDArray[np.float64]
-    halo_s: NDArray[np.float64]
+from shardplan.tdl import cut
 
 
 class Problem:
@@ -52,8 +38,7 @@ class Problem:
         self.sizes = tuple(f.size for f in factors)
         self.resharder = Resharder(Network(cluster, self.factors), self.sizes)
         self.store = Store()
-        self._options: dict[int, Options] = {}
-        self._prices: dict[tuple[tuple[int, ...], int, Domain, bool], NDArray[np.float64]] = {}
+        self.pricer = Pricer(self.resharder, cluster.device)
         self._terms: dict[tuple[object, ...], tuple[int, int]] = {}
         self._agreeing: dict[tuple[int, int | None, tuple[int, ...], Domain, bool], Domain] = {}
 
@@ -61,15 +46,18 @@ class Problem:
 
     @cached_property
     def domains(self) -> tuple[Domain, ...]:
-        """Every layout that each variable may have: its split dims divide evenly."""
-        memo: dict[tuple[int, ...], Domain] = {}
+        """Every layout that each variable may have. What enters or leaves the program must divide; what is inside may be
+        padded.
+        """
+        memo: dict[tuple[tuple[int, ...], bool], Domain] = {}
+        ends = {self.coarse.of[t] for t in (*self.graph.inputs, *self.graph.outputs) if t >= 0}
         found: list[Domain] = []
         for variable in self.coarse.variables:
-            shape = variable.shape
-            if shape not in memo:
-                legal = self.resharder.legal(shape)
-                memo[shape] = tuple(s for s in self.resharder.space(len(shape)).stored if legal[s])
-            found.append(memo[shape])
+            key = (variable.shape, variable.id in ends)
+            if key not in memo:
+                legal = self.resharder.legal(variable.shape, pad=not key[1])
+                memo[key] = tuple(s for s in self.resharder.space(len(variable.shape)).stored if legal[s])
+            found.append(memo[key])
         return tuple(found)
 
     @cached_property
@@ -148,42 +136,32 @@ class Problem:
             return ()
         for v in sorted(set(loops) - {-1}):
             over = tuple(f for f, at in enumerate(loops) if at == v)
-            k = int(np.prod([self.sizes[f] for f in over]))
-            found = cut(signature.description, v, k)
+            found = cut(signature.description, v, math.prod(self.sizes[f] for f in over), pad=True)
             assert found is not None
             for i, place in enumerate(found.operands):
                 if isinstance(place, Split) and place.halo != (0, 0):
-                    shape = signature.call.operands[i]
-                    slab = int(np.prod(shape)) // shape[place.dim] * sum(place.halo) * _itemsize(signature.call.dtypes[i])
-                    empty = Layout(((),) * len(shape))
-                    steps.append(Step("permute", over, float(slab), empty, empty, self.resharder.seconds("permute", over, float(slab))))
+                    slab = halo_bytes(signature.call, i, place)
+                    empty = Layout(((),) * len(signature.call.operands[i]))
+                    steps.append(Step("permute", over, slab, empty, empty, self.resharder.seconds("permute", over, slab)))
         return tuple(steps)
 
     # -- strategies ------------------------------------------------------------------------------------------------
 
     def options(self, signature: Signature) -> Options:
         """The composite strategies of a signature."""
-        found = self._options.get(signature.id)
-        if found is None:
-            found = self._options[signature.id] = _options(self, signature)
-        return found
-
-    # -- prices ----------------------------------------------------------------------------------------------------
+        return self.pricer.options(signature)
 
     def prices(self, shape: tuple[int, ...], nbytes: int, states: Domain, *, into: bool = False) -> NDArray[np.float64]:
         """[len(states), S] of `Resharder.prices`, remembered."""
-        key = (shape, nbytes, states, into)
-        found = self._prices.get(key)
-        if found is None:
-            found = self._prices[key] = self.resharder.prices(shape, nbytes, states, into=into)
-        return found
+        return self.pricer.prices(shape, nbytes, states, into=into)
 
     # -- terms -----------------------------------------------------------------------------------------------------
 
     def terms(self, domains: Sequence[Domain], keep_s: Mapping[int, float] | None = None) -> list[Term]:
         """The summands of the problem on these domains.
 
-        ``keep_s`` prices keeping a weight's forward copy for the backward pass, in seconds per whole copy (infinite: always gathered again).
+        ``keep_s`` prices keeping a weight's forward copy for the backward pass, in seconds per whole copy (infinite: always
+        gathered again).
         """
         result: list[Term] = []
         for v, costs in self.interior.items():
@@ -228,7 +206,11 @@ class Problem:
 
         for n in self.coarse.joins:
             node = self.graph.nodes[n]
-            reads = {self.coarse.read.get((n, i), self.coarse.of[t]) for i, t in enumerate(node.inputs) if t >= 0 and self.coarse.of[t] != FREE}
+            reads = {
+                self.coarse.read.get((n, i), self.coarse.of[t])
+                for i, t in enumerate(node.inputs)
+                if t >= 0 and self.coarse.of[t] != FREE
+            }
             note(reads | {self.coarse.of[t] for t in node.outputs}, 0, n)
         for k, link in enumerate(self.graph.links):
             note({self.coarse.of[link.source], self.coarse.of[link.target]}, 1, k)
@@ -237,12 +219,18 @@ class Problem:
                 note({variable.id, variable.of, *([variable.sibling] if variable.kind == "backward" else [])}, 2, variable.id)
         return found
 
-    def _term(self, key: tuple[object, ...], scope: tuple[int, ...], domains: Sequence[Domain], build: object) -> Term:
+    def _term(
+        self,
+        key: tuple[object, ...],
+        scope: tuple[int, ...],
+        domains: Sequence[Domain],
+        build: Callable[[tuple[Domain, ...]], Costs],
+    ) -> Term:
         own = tuple(domains[v] for v in scope)
         memo = (*key, own)
         found = self._terms.get(memo)
         if found is None:
-            found = self._terms[memo] = self.store.intern(build(own))  # type: ignore[operator]
+            found = self._terms[memo] = self.store.intern(build(own))
         return Term(scope, *found)
 
     @cached_property
@@ -251,7 +239,11 @@ class Problem:
         joined = set(self.coarse.joins)
         outside: set[int] = set(self.graph.inputs) | {o for n in joined for o in self.graph.nodes[n].outputs}
         outside.update(link.target for link in self.graph.links)
-        read = {t for n in joined for t in self.graph.nodes[n].inputs} | {t for t in self.graph.outputs} | {k.source for k in self.graph.links}
+        read = (
+            {t for n in joined for t in self.graph.nodes[n].inputs}
+            | {t for t in self.graph.outputs}
+            | {k.source for k in self.graph.links}
+        )
         total: dict[int, float] = {}
         device = self.cluster.device
         for node in self.graph.nodes:
@@ -271,23 +263,31 @@ class Problem:
         seconds, shape = costs
         return picoseconds(seconds * self.resharder.space(len(shape)).local[list(domain)])
 
-    def _join(self, node: Node, domains: Sequence[Domain]) -> list[Term] | None:
-        slots: list[tuple[int, int, bool]] = []  # (variable, slot, is result)
+    def slots(self, node: Node) -> tuple[tuple[int, ...], tuple[Slot, ...], tuple[int, ...]]:
+        """(an op's variables, where each operand and result stands among them, the results that have none)."""
+        rows: list[tuple[int, int, bool]] = []
         for i, t in enumerate(node.inputs):
             if t >= 0 and self.coarse.of[t] != FREE:
-                slots.append((self.coarse.read.get((node.id, i), self.coarse.of[t]), i, False))
+                rows.append((self.coarse.read.get((node.id, i), self.coarse.of[t]), i, False))
         for r, t in enumerate(node.outputs):
             if self.coarse.of[t] != FREE:
-                slots.append((self.coarse.of[t], r, True))
-        if not slots:
-            return None
-        scope = tuple(dict.fromkeys(v for v, _, _ in slots))
-        pattern = tuple((scope.index(v), i, r) for v, i, r in slots)
+                rows.append((self.coarse.of[t], r, True))
+        scope = tuple(dict.fromkeys(v for v, _, _ in rows))
         free = tuple(r for r, t in enumerate(node.outputs) if self.coarse.of[t] == FREE)
-        key = ("op", node.signature.id, node.weight, pattern)
+        return scope, tuple(Slot(scope.index(v), i, r) for v, i, r in rows), free
+
+    @cached_property
+    def _join_slots(self) -> Mapping[int, tuple[tuple[int, ...], tuple[Slot, ...], tuple[int, ...]]]:
+        return {n: self.slots(self.graph.nodes[n]) for n in self.coarse.joins}
+
+    def _join(self, node: Node, domains: Sequence[Domain]) -> list[Term] | None:
+        scope, slots, free = self._join_slots[node.id]
+        if not scope:
+            return None
+        key = ("op", node.signature.id, node.weight, slots)
 
         def build(own: tuple[Domain, ...]) -> Costs:
-            return picoseconds(_op_table(self, node.signature, pattern, free, own) * node.weight)
+            return picoseconds(self.pricer.op_table(node.signature, slots, free, own) * node.weight)
 
         return [self._term(key, scope, domains, build)]
 
@@ -324,7 +324,10 @@ class Problem:
 
         if variable.kind == "view":
             return self._term(
-                ("view", tensor.shape, tensor.itemsize, weight), (variable.of, v), domains, lambda own: picoseconds(pair(*own) * weight)
+                ("view", tensor.shape, tensor.itemsize, weight),
+                (variable.of, v),
+                domains,
+                lambda own: picoseconds(pair(*own) * weight),
             )
 
         def backward(own: tuple[Domain, ...]) -> Costs:
@@ -332,7 +335,9 @@ class Problem:
             kept = self.kept_seconds(v, own[1], own[2], keep_s)[None, :, :]
             return picoseconds(np.minimum(again, kept) * weight)
 
-        return self._term(("backward", tensor.shape, tensor.itemsize, weight, keep_s), (variable.of, variable.sibling, v), domains, backward)
+        return self._term(
+            ("backward", tensor.shape, tensor.itemsize, weight, keep_s), (variable.of, variable.sibling, v), domains, backward
+        )
 
     def kept_seconds(self, v: int, first: Domain, mine: Domain, keep_s: float) -> NDArray[np.float64]:
         """[first, mine]: the backward view made from the forward one, which must be kept until then."""
@@ -347,168 +352,3 @@ class Problem:
         for (n, _), v in self.coarse.read.items():
             weights[v] = max(weights.get(v, 0.0), self.graph.nodes[n].weight)
         return weights
-
-
-def _op_table(
-    problem: Problem, signature: Signature, pattern: tuple[tuple[int, int, bool], ...], free: tuple[int, ...], own: tuple[Domain, ...]
-) -> NDArray[np.float64]:
-    """[*domain sizes]: the cheapest strategy for every choice of layouts."""
-    base, columns = strategy_costs(problem, signature, pattern, free, own)
-    keep = np.ones(len(base), bool)
-    if len(base) > 400:  # drop strategies that another one beats everywhere
-        keep = base < np.inf
-    base = base[keep]
-    columns = [c[keep] for c in columns]
-    if len(columns) == 1:
-        return np.min(base[:, None] + columns[0], axis=0)
-    total = np.full([len(d) for d in own], np.inf)
-    letters = [tuple(slice(None) if i == j else None for j in range(len(own))) for i in range(len(own))]
-    for s in range(len(base)):
-        one = base[s] + columns[0][s][letters[0]]
-        for c, at in zip(columns[1:], letters[1:], strict=True):
-            one = one + c[s][at]
-        np.minimum(total, one, out=total)
-    return total
-
-
-def strategy_costs(
-    problem: Problem, signature: Signature, pattern: tuple[tuple[int, int, bool], ...], free: tuple[int, ...], own: tuple[Domain, ...]
-) -> tuple[NDArray[np.float64], list[NDArray[np.float64]]]:
-    """(compute and halo seconds of each strategy, for each variable the resharding seconds [strategies, domain])."""
-    options = problem.options(signature)
-    base = options.compute_s + options.halo_s
-    columns = [np.zeros((len(base), len(d))) for d in own]
-    call = signature.call
-    for at, slot, result in pattern:
-        shape = call.results[slot] if result else call.operands[slot]
-        dtype = call.result_dtypes[slot] if result else call.dtypes[slot]
-        nbytes = int(np.prod(shape)) * _itemsize(dtype)
-        prices = problem.prices(shape, nbytes, own[at], into=result)
-        states = options.gives[:, slot] if result else options.needs[:, slot]
-        columns[at] = columns[at] + prices[:, states].T
-    for r in free:  # a scalar or unread result that is a partial sum is reduced all the same
-        shape = call.results[r]
-        if any(problem.resharder.space(len(shape)).states[s][1] for s in options.gives[:, r]):
-            whole = problem.resharder.space(len(shape)).index[((),) * (len(shape) + 1), ()]
-            prices = problem.prices(shape, int(np.prod(shape)) * 4, (whole,), into=True)
-            base = base + prices[0][options.gives[:, r]]
-    return base, columns
-
-
-_SIZES = {"bool": 1, "bfloat16": 2, "int4": 1, "uint4": 1}
-
-
-def _itemsize(dtype: str) -> int:
-    if dtype in _SIZES:
-        return _SIZES[dtype]
-    if dtype.startswith("key"):
-        return 8
-    if dtype.startswith("float8"):
-        return 1
-    return np.dtype(dtype).itemsize
-
-
-def _options(problem: Problem, signature: Signature) -> Options:
-    """All ways to give each factor a loop (or none), with what they need, give and cost."""
-    call, description = signature.call, signature.description
-    spaces_in = [problem.resharder.space(len(s)) for s in call.operands]
-    spaces_out = [problem.resharder.space(len(s)) for s in call.results]
-    loops = () if description is None else tuple(v for v, info in enumerate(description.loops) if not info.whole)
-    memo: dict[tuple[int, int], Strategy | None] = {}
-
-    def strategy(loop: int, ways: int) -> Strategy | None:
-        assert description is not None
-        if (loop, ways) not in memo:
-            memo[loop, ways] = cut(description, loop, ways)
-        return memo[loop, ways]
-
-    usable = [[-1, *(v for v in loops if strategy(v, k) is not None)] for k in problem.sizes]
-    rows: list[tuple[tuple[int, ...], list[int], list[int], float, float]] = []
-    work = _work(problem, signature)
-    for assignment in itertools.product(*usable):
-        row = _composite(problem, signature, assignment, strategy)
-        if row is None:
-            continue
-        operands, results, halo, ways = row
-        needs = [spaces_in[i].index[(*dims, ()), partial] for i, (dims, partial) in enumerate(operands)]
-        gives = [spaces_out[i].index[(*dims, ()), partial] for i, (dims, partial) in enumerate(results)]
-        moved = sum(work.operand_bytes[i] * spaces_in[i].local[s] for i, s in enumerate(needs))
-        moved += sum(work.result_bytes[i] * spaces_out[i].local[s] for i, s in enumerate(gives))
-        seconds = compute.seconds(problem.cluster.device, work.flops / ways, float(moved), work.dtype, matrix=work.matrix)
-        rows.append((assignment, needs, gives, seconds if work.counts else 0.0, halo))
-    return Options(
-        tuple(r[0] for r in rows),
-        np.array([r[1] for r in rows], np.int64).reshape(len(rows), len(call.operands)),
-        np.array([r[2] for r in rows], np.int64).reshape(len(rows), len(call.results)),
-        np.array([r[3] for r in rows]),
-        np.array([r[4] for r in rows]),
-    )
-
-
-Roles = tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]
-
-
-def _composite(
-    problem: Problem, signature: Signature, assignment: tuple[int, ...], strategy: object
-) -> tuple[list[Roles], list[Roles], float, int] | None:
-    """Operand and result layouts, halo seconds and the number of ways of one assignment of loops to factors; None if two loops clash."""
-    call = signature.call
-    chosen: dict[int, tuple[int, ...]] = {}
-    for f, v in enumerate(assignment):
-        if v >= 0:
-            chosen[v] = (*chosen.get(v, ()), f)
-    operands: list[dict[int, tuple[int, ...]]] = [{} for _ in call.operands]
-    results: list[dict[int, tuple[int, ...]]] = [{} for _ in call.results]
-    partial_in: list[tuple[int, ...]] = [() for _ in call.operands]
-    partial_out: list[tuple[int, ...]] = [() for _ in call.results]
-    halo, ways = 0.0, 1
-    for v, over in chosen.items():
-        k = int(np.prod([problem.sizes[f] for f in over]))
-        found: Strategy | None = strategy(v, k)  # type: ignore[operator]
-        if found is None:
-            return None
-        ways *= k
-        for places, dims, partial in ((found.operands, operands, partial_in), (found.results, results, partial_out)):
-            for i, place in enumerate(places):
-                match place:
-                    case Split(dim, (lo, hi)):
-                        if dim in dims[i]:
-                            return None
-                        dims[i][dim] = over
-                        if lo or hi:
-                            halo += _halo_seconds(problem, signature, i, dim, k, lo + hi, over)
-                    case Partial():
-                        partial[i] = tuple(sorted((*partial[i], *over)))
-                    case _:
-                        pass
-    ins: list[Roles] = [(tuple(d.get(n, ()) for n in range(len(s))), p) for d, s, p in zip(operands, call.operands, partial_in, strict=True)]
-    outs: list[Roles] = [(tuple(d.get(n, ()) for n in range(len(s))), p) for d, s, p in zip(results, call.results, partial_out, strict=True)]
-    return ins, outs, halo, ways
-
-
-def _halo_seconds(problem: Problem, signature: Signature, operand: int, dim: int, ways: int, halo: int, over: tuple[int, ...]) -> float:
-    shape = signature.call.operands[operand]
-    dtype = signature.call.dtypes[operand]
-    slab = int(np.prod(shape)) // shape[dim] * halo * _itemsize(dtype)
-    return problem.resharder.seconds("permute", over, float(slab))
-
-
-@dataclass(frozen=True, slots=True)
-class _Work:
-    flops: float
-    operand_bytes: tuple[float, ...]
-    result_bytes: tuple[float, ...]
-    dtype: str
-    matrix: bool
-    counts: bool
-
-
-def _work(problem: Problem, signature: Signature) -> _Work:
-    call, description = signature.call, signature.description
-    size = [float(np.prod(s)) * _itemsize(call.dtypes[i]) if call.dtypes[i] else 0.0 for i, s in enumerate(call.operands)]
-    out = [float(np.prod(s)) * _itemsize(d) for i, (s, d) in enumerate(zip(call.results, call.result_dtypes, strict=True))]
-    matrix = description is not None and compute.is_contraction(description)
-    flop = compute.flops(description) if description is not None else 0.0
-    # moving the same elements about, or spreading a smaller tensor, is fused into the reader
-    moves = description is not None and all(info.reducer is None for info in description.loops) and len([s for s in size if s > 8]) <= 1
-    return _Work(flop, tuple(size), tuple(out), next((d for d in call.dtypes if d), "float32"), matrix, not moves)

@@ -1,6 +1,7 @@
 """The search: the cheapest assignment within the memory limit, and every baseline scored in the same tables.
 
-Two levels are solved jointly and exactly where the tables allow; more by recursion over the levels, slowest first, and polish of pairs of levels to
+Two levels are solved jointly and exactly where the tables allow; more by recursion over the levels, slowest first, and polish
+of pairs of levels to
 a fixpoint (Tofu, section 5.2, made joint). Memory is priced at the points where it peaks.
 """
 
@@ -26,7 +27,9 @@ Observer = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """An assignment with its cost: ``keep`` are the backward views that reuse the forward copy; ``seconds`` leaves memory prices out."""
+    """An assignment with its cost: ``keep`` are the backward views that reuse the forward copy; ``seconds`` leaves memory
+    prices out.
+    """
 
     name: str
     states: tuple[int, ...]
@@ -105,7 +108,15 @@ class Solver:
         return memory.keep_price(self.live, points, price) if points else {}
 
 
-def search(problem: Problem, *, limit: int, donated: frozenset[int], domains: Sequence[Domain], deadline: float | None, observer: Observer) -> Outcome:
+def search(
+    problem: Problem,
+    *,
+    limit: int,
+    donated: frozenset[int],
+    domains: Sequence[Domain],
+    deadline: float | None,
+    observer: Observer,
+) -> Outcome:
     """Solves within ``limit`` bytes a device. ``domains`` hold the pins. ``deadline`` is a `time.monotonic` instant."""
     solver = Solver(problem, memory.liveness(problem, donated))
     observer("baselines", 0.1)
@@ -113,7 +124,9 @@ def search(problem: Problem, *, limit: int, donated: frozenset[int], domains: Se
     restrictions = baselines(problem)
     joint_fits = len(problem.sizes) <= 2 and solver.order(domains).largest <= JOINT_ENTRIES
     for r in restrictions:
-        solution, priced = solver.minimum(r.name, r.domains, regather=r.regather) if joint_fits else _by_levels(solver, r, deadline)
+        solution, priced = (
+            solver.minimum(r.name, r.domains, regather=r.regather) if joint_fits else _by_levels(solver, r, deadline)
+        )
         if priced < float("inf"):
             named.append(replace(solution, name=r.name))
     observer("search", 0.5)
@@ -146,12 +159,16 @@ def _best(
 
 
 def _recurse(solver: Solver, domains: Sequence[Domain], *, points: Sequence[int] = (), price: float = 0.0) -> Solution:
-    """One level after the other, slowest first: each placed on top of those before, the later ones not yet cut (Tofu, section 5.2)."""
+    """One level after the other, slowest first: each placed on top of those before, the later ones not yet cut (Tofu, section
+    5.2).
+    """
     problem = solver.problem
     states: list[int] | None = None
     solution: Solution | None = None
     for f in range(len(problem.sizes)):
-        step = [problem.with_factors(v, None if states is None else states[v], (f,), d, later=True) for v, d in enumerate(domains)]
+        step = [
+            problem.with_factors(v, None if states is None else states[v], (f,), d, later=True) for v, d in enumerate(domains)
+        ]
         solution, _ = solver.minimum("recursion", step, points=points, price=price)
         states = list(solution.states)
     assert solution is not None
@@ -159,7 +176,13 @@ def _recurse(solver: Solver, domains: Sequence[Domain], *, points: Sequence[int]
 
 
 def _polish(
-    solver: Solver, domains: Sequence[Domain], start: Solution, deadline: float | None, *, points: Sequence[int] = (), price: float = 0.0
+    solver: Solver,
+    domains: Sequence[Domain],
+    start: Solution,
+    deadline: float | None,
+    *,
+    points: Sequence[int] = (),
+    price: float = 0.0,
 ) -> Solution:
     """Chooses pairs of levels anew, the others held, until nothing improves; single levels where a pair is too wide."""
     problem, best, best_cost = solver.problem, start, float("inf")

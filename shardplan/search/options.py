@@ -1,0 +1,182 @@
+"""Composite strategies: a loop (or none) for every factor, with the layouts that they need and give, and their compute.
+
+A factor that cuts no loop runs the op whole on each of its devices. Two factors may cut the same loop; two loops may not split
+the same dim.
+A loop whose extent does not divide may still be cut where every operand is read at the loop's own index: the last block is
+padded, at the price of
+its empty part.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardplan.collectives.reshard import Resharder
+from shardplan.cost import compute
+from shardplan.ir import Partial, Split
+from shardplan.mesh import Device
+from shardplan.search.graph import Signature
+from shardplan.tdl import Call, Strategy, cut
+
+Roles = tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]
+"""For each dim the factors that split it, and the factors over which the tensor is partial."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The composite strategies of one signature, a row each.
+
+    ``loops[s][f]`` is the loop that factor f cuts (-1: none). ``needs[s, i]`` is the state that operand i must be in,
+    ``gives[s, r]`` the one that result r is in; ``compute_s[s]`` is compute, ``halo_s[s]`` the exchange with neighbours.
+    """
+
+    loops: tuple[tuple[int, ...], ...]
+    needs: NDArray[np.int64]
+    gives: NDArray[np.int64]
+    compute_s: NDArray[np.float64]
+    halo_s: NDArray[np.float64]
+
+
+_SIZES = {"": 0, "bool": 1, "bfloat16": 2, "int4": 1, "uint4": 1, "int2": 1, "uint2": 1}
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of one element of a dtype by name; none of a literal."""
+    if dtype in _SIZES:
+        return _SIZES[dtype]
+    if dtype.startswith("key"):
+        return 8
+    if dtype.startswith("float8"):
+        return 1
+    return np.dtype(dtype).itemsize
+
+
+def nbytes(shape: tuple[int, ...], dtype: str) -> int:
+    """Bytes of a whole tensor."""
+    return math.prod(shape) * itemsize(dtype)
+
+
+def options(signature: Signature, resharder: Resharder, device: Device) -> Options:
+    """All composite strategies of a signature."""
+    call, description = signature.call, signature.description
+    inside = [resharder.space(len(s)) for s in call.operands]
+    outside = [resharder.space(len(s)) for s in call.results]
+    loops = () if description is None else tuple(v for v, info in enumerate(description.loops) if not info.whole)
+    memo: dict[tuple[int, int], Strategy | None] = {}
+
+    def strategy(loop: int, ways: int) -> Strategy | None:
+        assert description is not None
+        if (loop, ways) not in memo:
+            memo[loop, ways] = cut(description, loop, ways, pad=True)
+        return memo[loop, ways]
+
+    usable = [[-1, *(v for v in loops if strategy(v, k) is not None)] for k in resharder.sizes]
+    rows: list[tuple[tuple[int, ...], list[int], list[int], float, float]] = []
+    work = _work(signature)
+    for assignment in itertools.product(*usable):
+        row = _composite(call, resharder, assignment, strategy)
+        if row is None:
+            continue
+        operands, results, halo = row
+        needs = [space.index[(*dims, ()), partial] for space, (dims, partial) in zip(inside, operands, strict=True)]
+        gives = [space.index[(*dims, ()), partial] for space, (dims, partial) in zip(outside, results, strict=True)]
+        seconds = 0.0
+        if work.counts:
+            moved = sum(b * s.local[i] for b, s, i in zip(work.operand_bytes, inside, needs, strict=True))
+            moved += sum(b * s.local[i] for b, s, i in zip(work.result_bytes, outside, gives, strict=True))
+            part = _part(signature, resharder, assignment)
+            seconds = compute.seconds(device, work.flops * part, float(moved), work.dtype, matrix=work.matrix)
+        rows.append((assignment, needs, gives, seconds, halo))
+    return Options(
+        tuple(r[0] for r in rows),
+        np.array([r[1] for r in rows], np.int64).reshape(len(rows), len(call.operands)),
+        np.array([r[2] for r in rows], np.int64).reshape(len(rows), len(call.results)),
+        np.array([r[3] for r in rows]),
+        np.array([r[4] for r in rows]),
+    )
+
+
+def _part(signature: Signature, resharder: Resharder, assignment: tuple[int, ...]) -> float:
+    """The part of the op's arithmetic that one device does, padding included."""
+    part = 1.0
+    if signature.description is not None:
+        for v in set(assignment) - {-1}:
+            ways = math.prod(k for k, at in zip(resharder.sizes, assignment, strict=True) if at == v)
+            extent = signature.description.loops[v].extent
+            part *= -(-extent // ways) / extent
+    return part
+
+
+def _composite(
+    call: Call, resharder: Resharder, assignment: tuple[int, ...], strategy: Callable[[int, int], Strategy | None]
+) -> tuple[list[Roles], list[Roles], float] | None:
+    """Operand and result layouts and halo seconds of one assignment of loops to factors; None if two loops clash."""
+    chosen: dict[int, tuple[int, ...]] = {}
+    for f, v in enumerate(assignment):
+        if v >= 0:
+            chosen[v] = (*chosen.get(v, ()), f)
+    operands: list[dict[int, tuple[int, ...]]] = [{} for _ in call.operands]
+    results: list[dict[int, tuple[int, ...]]] = [{} for _ in call.results]
+    partial_in: list[tuple[int, ...]] = [() for _ in call.operands]
+    partial_out: list[tuple[int, ...]] = [() for _ in call.results]
+    halo_s = 0.0
+    for v, over in chosen.items():
+        found = strategy(v, math.prod(resharder.sizes[f] for f in over))
+        if found is None:
+            return None
+        for places, dims, partial in ((found.operands, operands, partial_in), (found.results, results, partial_out)):
+            for i, place in enumerate(places):
+                match place:
+                    case Split(dim, halo):
+                        if dim in dims[i]:
+                            return None
+                        dims[i][dim] = over
+                        if halo != (0, 0):
+                            halo_s += resharder.seconds("permute", over, halo_bytes(call, i, place))
+                    case Partial():
+                        partial[i] = tuple(sorted((*partial[i], *over)))
+                    case _:
+                        pass
+    return _roles(operands, partial_in, call.operands), _roles(results, partial_out, call.results), halo_s
+
+
+def _roles(
+    dims: list[dict[int, tuple[int, ...]]], partial: list[tuple[int, ...]], shapes: tuple[tuple[int, ...], ...]
+) -> list[Roles]:
+    return [(tuple(d.get(n, ()) for n in range(len(s))), p) for d, p, s in zip(dims, partial, shapes, strict=True)]
+
+
+def halo_bytes(call: Call, operand: int, place: Split) -> float:
+    """Bytes that a device receives from its neighbours along a split dim, all other dims whole."""
+    shape = call.operands[operand]
+    return nbytes(shape, call.dtypes[operand]) / shape[place.dim] * sum(place.halo)
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """Arithmetic and memory traffic of a whole op; ``counts`` is false for what is fused into its reader."""
+
+    flops: float
+    operand_bytes: tuple[int, ...]
+    result_bytes: tuple[int, ...]
+    dtype: str
+    matrix: bool
+    counts: bool
+
+
+def _work(signature: Signature) -> _Work:
+    call, description = signature.call, signature.description
+    size = tuple(nbytes(s, d) for s, d in zip(call.operands, call.dtypes, strict=True))
+    out = tuple(nbytes(s, d) for s, d in zip(call.results, call.result_dtypes, strict=True))
+    dtype = next((d for d in call.dtypes if d), "float32")
+    if description is None:
+        return _Work(0.0, size, out, dtype, False, True)
+    # moving the same elements about, or spreading a smaller tensor, is fused into the reader
+    moves = all(info.reducer is None for info in description.loops) and len([s for s in size if s > 8]) <= 1
+    return _Work(compute.flops(description), size, out, dtype, compute.is_contraction(description), not moves)

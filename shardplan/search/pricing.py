@@ -1,0 +1,95 @@
+"""Prices of ops: for every choice of layouts of an op's variables, its cheapest strategy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardplan.collectives.reshard import Resharder
+from shardplan.mesh import Device
+from shardplan.search.graph import Signature
+from shardplan.search.options import Options, nbytes, options
+
+Domain = tuple[int, ...]
+"""The states (of the variable's `LayoutSpace`) that a variable may take."""
+
+_CHUNK = 4_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One operand or result of an op: the position of its variable among the op's variables, and which one it is."""
+
+    variable: int
+    index: int
+    result: bool
+
+
+class Pricer:
+    """Prices of resharding and of ops on one network, remembered."""
+
+    def __init__(self, resharder: Resharder, device: Device) -> None:
+        self.resharder, self.device = resharder, device
+        self._options: dict[int, Options] = {}
+        self._prices: dict[tuple[tuple[int, ...], int, Domain, bool], NDArray[np.float64]] = {}
+
+    def options(self, signature: Signature) -> Options:
+        """The composite strategies of a signature."""
+        found = self._options.get(signature.id)
+        if found is None:
+            found = self._options[signature.id] = options(signature, self.resharder, self.device)
+        return found
+
+    def prices(self, shape: tuple[int, ...], size: int, states: Domain, *, into: bool = False) -> NDArray[np.float64]:
+        """[len(states), S]: `Resharder.prices` of a tensor of ``size`` bytes."""
+        key = (shape, size, states, into)
+        found = self._prices.get(key)
+        if found is None:
+            found = self._prices[key] = self.resharder.prices(shape, size, states, into=into)
+        return found
+
+    def strategy_costs(
+        self, signature: Signature, slots: tuple[Slot, ...], free: tuple[int, ...], domains: tuple[Domain, ...]
+    ) -> tuple[NDArray[np.float64], list[NDArray[np.float64]]]:
+        """(compute and halo seconds of each strategy, for each variable the resharding seconds [strategies, domain]).
+
+        ``free`` are the results that have no variable: scalars, which are reduced all the same where they are partial.
+        """
+        rows = self.options(signature)
+        call = signature.call
+        base = rows.compute_s + rows.halo_s
+        columns = [np.zeros((len(base), len(d))) for d in domains]
+        for slot in slots:
+            shape = (call.results if slot.result else call.operands)[slot.index]
+            dtype = (call.result_dtypes if slot.result else call.dtypes)[slot.index]
+            prices = self.prices(shape, nbytes(shape, dtype), domains[slot.variable], into=slot.result)
+            states = (rows.gives if slot.result else rows.needs)[:, slot.index]
+            columns[slot.variable] = columns[slot.variable] + prices[:, states].T
+        for r in free:
+            shape = call.results[r]
+            space = self.resharder.space(len(shape))
+            if any(space.states[s][1] for s in rows.gives[:, r]):
+                whole = space.index[((),) * (len(shape) + 1), ()]
+                prices = self.prices(shape, nbytes(shape, call.result_dtypes[r]), (whole,), into=True)
+                base = base + prices[0][rows.gives[:, r]]
+        return base, columns
+
+    def op_table(
+        self, signature: Signature, slots: tuple[Slot, ...], free: tuple[int, ...], domains: tuple[Domain, ...]
+    ) -> NDArray[np.float64]:
+        """[*domain sizes]: the cheapest strategy for every choice of layouts."""
+        base, columns = self.strategy_costs(signature, slots, free, domains)
+        sizes = [len(d) for d in domains]
+        total = np.full(sizes, np.inf)
+        step = max(1, _CHUNK // int(np.prod(sizes)))
+        for start in range(0, len(base), step):
+            part = slice(start, start + step)
+            costs = base[part].reshape(-1, *[1] * len(sizes))
+            for axis, column in enumerate(columns):
+                shape = [1] * len(sizes)
+                shape[axis] = sizes[axis]
+                costs = costs + column[part].reshape(-1, *shape)
+            np.minimum(total, costs.min(axis=0), out=total)
+        return total

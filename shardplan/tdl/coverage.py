@@ -52,8 +52,8 @@ _EFFECT: dict[str, str] = {
     **dict.fromkeys("debug_callback debug_print io_callback pure_callback inspect_sharding".split(), "runs Python on the host"),
     **dict.fromkeys(
         (
-            "accum_grad_in_ref addupdate box_get box_set broadcast_to create_linear empty_ref free_ref freeze get log_extend log_read"
-            " new_box new_log new_ref pin swap unpin"
+            "accum_grad_in_ref addupdate box_get box_set broadcast_to create_linear empty_ref free_ref freeze get log_extend"
+            " log_read new_box new_log new_ref pin swap unpin"
         ).split(),
         "reads or writes a mutable reference",
     ),

@@ -1,0 +1,123 @@
+"""The cuts that sharding plans live on are offered: Megatron, FSDP, sequence, vocabulary, expert and spatial."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from shardplan import tdl
+from shardplan.ir import Partial, Replicated, Split
+from shardplan.tdl.proof.case import traced
+
+R = Replicated()
+
+
+def strategies(primitive: str, function: Callable[..., Any], *shapes: Any, ways: int = 2) -> set[tuple[Any, ...]]:
+    """(operands..., result) of each legal cut of the first such primitive of a function."""
+    operands = [jnp.zeros(s) if isinstance(s, tuple) else s for s in shapes]
+    description = tdl.describe(traced(primitive, function, *operands).call)
+    assert description is not None
+    return {(*s.operands, *s.results) for s in tdl.cuts(description, ways)}
+
+
+IDS = jnp.zeros((4, 8), jnp.int32)
+
+
+def test_a_matrix_product_is_cut_by_rows_columns_and_sum() -> None:
+    assert strategies("dot_general", lambda x, w: x @ w, (4, 6), (6, 8)) == {
+        (Split(0), R, Split(0)),
+        (R, Split(1), Split(1)),
+        (Split(1), Split(0), Partial("sum")),
+    }
+
+
+def test_the_vocabulary_is_split_forward_and_backward() -> None:
+    forward = strategies("gather", lambda t, i: t[i], (64, 16), IDS)
+    assert (Split(0), R, Partial("sum")) in forward
+    assert (Split(1), R, Split(2)) in forward
+    backward = strategies("scatter-add", jax.grad(lambda t, i: t[i].sum()), (64, 16), IDS)
+    assert (Split(0), R, R, Split(0)) in backward
+    assert (Partial("sum"), Split(0), Split(0), Partial("sum")) in backward
+
+
+def test_the_loss_s_lookup_is_split_along_the_vocabulary() -> None:
+    found = strategies("gather", lambda x, i: jnp.take_along_axis(x, i[..., None], -1), (4, 8, 64), IDS)
+    assert (Split(2), R, Partial("sum")) in found
+    assert (Split(1), Split(1), Split(1)) in found
+
+
+def test_heads_and_sequence_of_attention_are_cut() -> None:
+    found = strategies("dot_general", lambda q, k: jnp.einsum("bqhd,bkhd->bhqk", q, k), (2, 8, 4, 6), (2, 8, 4, 6))
+    assert (Split(2), Split(2), Split(1)) in found
+    assert (Split(1), R, Split(2)) in found or (R, Split(1), Split(2)) in found
+
+
+def test_a_reshape_into_heads_is_cut_along_them() -> None:
+    assert strategies("reshape", lambda x: x.reshape(2, 8, 4, 6), (2, 8, 24), ways=4) == {
+        (Split(1), Split(1)),
+        (Split(2), Split(2)),
+    }
+
+
+def test_experts_are_cut() -> None:
+    found = strategies("dot_general", lambda x, w: jnp.einsum("ecm,emh->ech", x, w), (4, 6, 8), (4, 8, 2))
+    assert (Split(0), Split(0), Split(0)) in found
+
+
+def test_dropout_is_cut_without_its_key() -> None:
+    assert strategies("random_bits", lambda k: jax.random.bits(k, (4, 8)), jax.random.key(0)) == {(R, Split(0)), (R, Split(1))}
+
+
+def _conv(x: Any, k: Any, stride: int = 1) -> Any:
+    return lax.conv_general_dilated(x, k, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_images_are_cut_in_space_forward_and_backward(stride: int) -> None:
+    x, k = jnp.zeros((2, 12, 12, 4)), jnp.zeros((3, 3, 4, 6))
+    halo = (1, 1) if stride == 1 else (0, 1)
+    assert (Split(1, halo), R, Split(1)) in strategies("conv_general_dilated", lambda x, k: _conv(x, k, stride), x, k)
+    y = _conv(x, k, stride)
+    inputs = strategies("conv_general_dilated", jax.linear_transpose(lambda x: _conv(x, k, stride), x), y)
+    assert any(isinstance(p[0], Split) and p[0].dim == 1 and p[2] == Split(1) for p in inputs)
+    kernels = strategies("conv_general_dilated", jax.linear_transpose(lambda k: _conv(x, k, stride), k), y)
+    assert any(isinstance(p[0], Split) and p[0].dim == 1 and p[2] == Partial("sum") for p in kernels)
+    assert (Split(0), Split(0), Partial("sum")) in kernels
+
+
+def test_pooling_is_cut_in_space_forward_and_backward() -> None:
+    def pool(x: Any) -> Any:
+        return lax.reduce_window(x, -jnp.inf, lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME")
+
+    x = jnp.zeros((2, 12, 12, 4))
+    assert (Split(1, (0, 1)), Split(1)) in strategies("reduce_window_max", pool, x)
+    back = strategies("select_and_scatter_add", jax.grad(lambda x: pool(x).sum()), x)
+    assert (Split(1, (1, 0)), Split(1, (2, 1)), Split(1)) in back
+
+
+def test_a_partial_sum_does_not_cross_a_narrowing_conversion() -> None:
+    def sets(old: Any, new: Any) -> tuple[tuple[int, ...], ...]:
+        description = tdl.describe(traced("convert_element_type", lambda x: x.astype(new), jnp.zeros(4, old)).call)
+        assert description is not None
+        return tdl.linear_sets(description)
+
+    assert sets(jnp.bfloat16, jnp.float32) == ((0,),)
+    assert sets(jnp.float32, jnp.bfloat16) == ()
+
+
+def test_a_cut_may_be_cut_again() -> None:
+    """A reshape that merges dims is cut 4 ways as 2 by 2, though its first dim has only 2 elements."""
+    call = traced("reshape", lambda x: x.reshape(12), jnp.zeros((2, 6))).call
+    description = tdl.describe(call)
+    assert description is not None
+    assert tdl.cuts(description, 6) == ()
+    (first,) = tdl.cuts(description, 2)
+    left = tdl.describe(tdl.shrink(call, first))
+    assert left is not None
+    (second,) = tdl.cuts(left, 3)
+    assert (first.operands, second.operands) == ((Split(0),), (Split(1),))

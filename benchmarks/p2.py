@@ -2,8 +2,9 @@
 
     python benchmarks/p2.py [--table FILE] [--fit] [--quiet]
 
-The table has the columns of the A100 half of the paper's appendix A: matrices with the measured seconds of ten all-reduces of 2^29
-float32 a GPU, and of the best synthesized program, with NCCL's ring and tree. Only `--fit` looks at measurements before predicting.
+The table has the columns of the A100 half of the paper's appendix A: matrices with the measured seconds of ten all-reduces of
+2^29 float32 a GPU, and of the best synthesized program, with NCCL's ring and tree. Only `--fit` looks at measurements before
+predicting.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import argparse
 import csv
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from shardplan.collectives.ranking import Table, entries, names_of, shape_of, ta
 from shardplan.collectives.synthesis import _synthesize, shared_walks
 from shardplan.cost import Network
 from shardplan.cost.network import Algorithm
-from shardplan.mesh import Cluster, factors
+from shardplan.mesh import Cluster, factors, matrices
 from shardplan.mesh.matrix import parse as parse_matrix
 
 NBYTES = 2.0**29 * 4
@@ -33,8 +34,8 @@ ALGORITHMS: tuple[Algorithm, ...] = ("ring", "tree")
 TABLE = Path(__file__).parent / "p2_a100.csv"
 FIGURE_10I = "({0}, InsideGroup, Reduce) ({0}, Master(root), AllReduce) ({0}, InsideGroup, Broadcast)"
 FIGURE_10II = "({0}, InsideGroup, ReduceScatter) ({0}, Parallel(root), AllReduce) ({0}, InsideGroup, AllGather)"
-# The V100 figures that the paper prints in its Tables 3 and 4 (its appendix has the rest): nodes, matrix, reduced axes, algorithm,
-# measured seconds of AllReduce. They were not fitted to.
+# The V100 figures that the paper prints in its Tables 3 and 4: nodes, matrix, reduced axes, and the measured seconds of ten
+# AllReduces with ring and tree. Nothing was fitted to them.
 V100 = (
     (4, "1 8 / 4 1", (0,), (0.28, 0.39)),
     (4, "1 8 / 4 1", (1,), (21.74, 30.42)),
@@ -65,7 +66,7 @@ class Row:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print everything; return 1 where a threshold is missed."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser = argparse.ArgumentParser(description="P2's measured A100 reductions beside ours.")
     parser.add_argument("--table", type=Path, default=TABLE)
     parser.add_argument("--fit", action="store_true", help="fit the efficiencies of gcp-a100 anew and print them")
     parser.add_argument("--quiet", action="store_true", help="leave the table itself out")
@@ -106,10 +107,10 @@ def predict(line: dict[str, str]) -> Row:
 
 
 def print_table(rows: Sequence[Row]) -> None:
+    """Every line of the table, measured and predicted."""
     print("seconds of ten reductions of 2 GiB a GPU, measured by P2 / predicted here")
-    print(
-        f"{'axes, reduced':>18}  {'matrix':<20}{'ring':>15}{'tree':>15}{'best, ring':>15}{'best, tree':>15}  best program with ring"
-    )
+    heads = "".join(f"{h:>15}" for h in ("ring", "tree", "best, ring", "best, tree"))
+    print(f"{'axes, reduced':>18}  {'matrix':<20}{heads}  best program with ring")
     for row in rows:
         cells = [f"{row.measured[a]:.2f} / {row.predicted[a]:.2f}" for a in ALGORITHMS]
         cells += [f"{row.best_measured[a]:.2f} / {row.best(a):.2f}" for a in ALGORITHMS]
@@ -129,6 +130,7 @@ def pairs(rows: Sequence[Row], algorithm: str, *, best: bool) -> np.ndarray:
 
 
 def print_errors(rows: Sequence[Row]) -> bool:
+    """Errors and rank correlations, and whether all keep their limits."""
     print("mean absolute relative error, and Spearman rank correlation (average ranks for ties)")
     passed, every = True, []
     for words, algorithm, best, limit in (
@@ -152,40 +154,19 @@ def print_results(rows: Sequence[Row]) -> None:
     """The paper's Results 1 to 5, its figure and ours."""
     four = [r for r in rows if r.key == ("4", "4 16", "0")]
     ratios = [
-        max(f(r) for r in four) / min(f(r) for r in four) for f in (lambda r: r.measured["tree"], lambda r: r.predicted["tree"])
+        max(seconds) / min(seconds) for seconds in zip(*((r.measured["tree"], r.predicted["tree"]) for r in four), strict=True)
     ]
-    print(
-        f"Result 1, placement matters: worst over best matrix, axes 4 16 over 0, tree: measured {ratios[0]:.1f}x, ours {ratios[1]:.1f}x"
-    )
-    started = time.perf_counter()
+    print("Result 1, placement matters: the worst matrix over the best, axes 4 16 over 0, tree:", end=" ")
+    print(f"measured {ratios[0]:.1f}x (the paper: 448.5x), ours {ratios[1]:.1f}x")
     counts = [len(synthesize(depth)) for depth in (1, 2, 3)]
-    print(
-        f"Result 2, pruning works: programs by depth {counts} (the paper: 3, 47), {time.perf_counter() - started:.2f} s with repeats shared"
-    )
+    print(f"Result 2, pruning works: {counts} programs for one, two and three levels (the paper: 3 and 47)")
     local = [r for r in rows if len(r.levels) == 1 and r.levels[0] == "gpu"]
     single = sum(r.programs["ring"].best(NBYTES)[1].short == "AllReduce" for r in local)
     print(f"Result 3, one AllReduce within a node is best: in {single} of {len(local)} rows of ours")
-    speedups = (
-        speedup(rows, lambda r, a: r.measured[a] / r.best_measured[a]),
-        speedup(rows, lambda r, a: r.predicted[a] / r.best(a)),
-    )
-    for words, (faster, mean, top) in zip(("measured", "ours"), speedups, strict=True):
-        print(f"Result 4, programs help, {words}: faster in {faster:.0%}, mean {mean:.2f}x where faster, at most {top:.2f}x")
-    print(
-        "          (the paper, with its V100 rows: 69%, mean 1.27x, at most 2.04x; measured speedups of 1% or less count as none)"
-    )
-    across = [r for r in rows if "node" in r.levels]
-    for words, (faster, mean, top) in zip(
-        ("measured", "ours"),
-        (
-            speedup(across, lambda r, a: r.measured[a] / r.best_measured[a]),
-            speedup(across, lambda r, a: r.predicted[a] / r.best(a)),
-        ),
-        strict=True,
-    ):
-        print(
-            f"Result 5, across nodes, {words}: faster in {faster:.0%}, mean {mean:.2f}x, at most {top:.2f}x (the paper: 1.28x, 2.04x)"
-        )
+    print_speedups("Result 4, programs help", rows)
+    print("          (the paper, with its V100 rows: 69%, mean 1.27x, at most 2.04x; here a speedup below 1% counts as none)")
+    print_speedups("Result 5, across nodes", [r for r in rows if "node" in r.levels])
+    print("          (the paper: mean 1.28x, at most 2.04x)")
     h1, h2 = (next(r for r in rows if r.key[1] == "16 2 2" and r.matrix == m) for m in ("1 16 / 2 1 / 2 1", "2 8 / 2 1 / 1 2"))
     print(
         f"          H1 against H2 with ring: all-reduce measured {h1.measured['ring']:.2f} / {h2.measured['ring']:.2f}, ours ",
@@ -194,17 +175,20 @@ def print_results(rows: Sequence[Row]) -> None:
     print(f"{h1.predicted['ring']:.2f} / {h2.predicted['ring']:.2f}; best measured {h1.best_measured['ring']:.2f} / ", end="")
     print(f"{h2.best_measured['ring']:.2f}, ours {h1.best('ring'):.2f} / {h2.best('ring'):.2f}")
     flipped = (h1.predicted["ring"] > h2.predicted["ring"]) != (h1.best("ring") > h2.best("ring"))
-    print(
-        f"          the flip between them is {'seen' if flipped else 'not seen'} by our model, in which both move the same bytes over each link"
-    )
+    seen = "seen" if flipped else "not seen: it has both move the same bytes over each link"
+    print(f"          the paper's flip between the two is {seen}")
     print_figure_10(rows)
 
 
-def speedup(rows: Iterable[Row], ratio) -> tuple[float, float, float]:
-    """The part of rows and algorithms that a program speeds up by more than 1%, their mean speedup, the greatest."""
-    all_ratios = np.array([ratio(r, a) for r in rows for a in ALGORITHMS])
-    faster = all_ratios[all_ratios > 1.01]
-    return len(faster) / len(all_ratios), float(faster.mean()), float(faster.max())
+def print_speedups(title: str, rows: Sequence[Row]) -> None:
+    """How many rows and algorithms a program speeds up by more than 1%, their mean speedup and the greatest."""
+    for words, ratios in (
+        ("measured", [r.measured[a] / r.best_measured[a] for r in rows for a in ALGORITHMS]),
+        ("ours", [r.predicted[a] / r.best(a) for r in rows for a in ALGORITHMS]),
+    ):
+        faster = [ratio for ratio in ratios if ratio > 1.01]
+        part, mean, top = len(faster) / len(ratios), np.mean(faster), max(faster)
+        print(f"{title}, {words}: faster in {part:.0%}, mean {mean:.2f}x, at most {top:.2f}x")
 
 
 def print_figure_10(rows: Sequence[Row]) -> None:
@@ -226,21 +210,22 @@ def print_figure_10(rows: Sequence[Row]) -> None:
 
 
 def print_f1(rows: Sequence[Row]) -> None:
-    """Table 5 over matrices: does the truly best placement stand among the first k that we predict?"""
-    cases: dict[tuple[tuple[str, str, str], str], list[Row]] = {}
+    """Table 5 over matrices: do the truly best placements stand among the first k that we predict?"""
+    one: dict[object, list[Row]] = {}
+    pool: dict[object, list[Row]] = {}
     for row in rows:
         for algorithm in ALGORITHMS:
-            cases.setdefault((row.key, algorithm), []).append(row)
-    several = {key: found for key, found in cases.items() if len(found) > 1}
-    print(
-        f"F1 of the first k matrices by best program, {len(several)} reductions with several matrices (the paper's Table 5 ranks programs"
-    )
-    print("and matrices together; measurements of single programs are unpublished, so this is over matrices)")
-    cells = []
+            one.setdefault((row.key, algorithm), []).append(row)
+            pool.setdefault((row.key[0], algorithm), []).append(row)
+    print("F1 of the first k matrices by their best program (the paper's Table 5 ranks single programs, whose measurements are")
+    print("unpublished; this ranks matrices, within each reduction that has more than k, and among all reductions of a machine)")
     for k, paper in ((1, 46.8), (2, 71.0), (3, 72.6), (5, 74.2), (6, 90.3), (10, 94.4)):
-        scores = [f1(found, algorithm, k) for (_, algorithm), found in several.items()]
-        cells.append(f"top-{k} {np.mean(scores):.1%} (paper, A100: {paper}%)")
-    print("  " + "   ".join(cells) + "\n")
+        cells: list[str] = []
+        for words, cases in (("within", one), ("among all", pool)):
+            scores = [f1(found, key[1], k) for key, found in cases.items() if len(found) > k]  # pyright: ignore[reportIndexIssue]
+            cells.append(f"{words} {np.mean(scores):6.1%} of {len(scores):2}" if scores else f"{words}      - of  0")
+        print(f"  top-{k:<2}  {'   '.join(cells)}   (the paper on A100: {paper}%)")
+    print()
 
 
 def f1(rows: Sequence[Row], algorithm: str, k: int) -> float:
@@ -262,7 +247,6 @@ def print_v100() -> None:
         for algorithm, seconds in zip(ALGORITHMS, measured, strict=True):
             if seconds is None:
                 continue
-            # the paper runs (2^29 x nodes) float32 on V100: its E1 then moves 134 GB/s, what the ring has
             ours = RUNS * float(network.seconds("all_reduce", over, NBYTES, algorithm=algorithm))
             errors[algorithm].append(abs(ours / seconds - 1))
             cells.append(f"{algorithm} {seconds:.2f} / {ours:.2f}")
@@ -281,41 +265,40 @@ def print_synthesis() -> bool:
     _synthesize.cache_clear()
     started = time.perf_counter()
     cluster, total = Cluster.load("gcp-a100:4"), 0
-    from shardplan.mesh import matrices
-
     for matrix in matrices(cluster.shape, (8, 2, 4)):
         factors_, axes = matrix.factors(cluster)
         network = Network(cluster, factors_)
         total += len(_synthesize(shape_of(network, entries(network, axes[0] + axes[2])), 5, "all_reduce", None))
     large = time.perf_counter() - started
     print(
-        f"  axes 8 2 4 over 0 and 2 on [4,16], on the true sizes: {total} programs in {large:.3f} s (at most 0.1; the paper: 235 in 1.1 s)"
+        f"  axes 8 2 4 over 0 and 2 on [4,16], all five matrices on their true sizes: {total} programs in {large:.3f} s", end=" "
     )
+    print("(at most 0.1; the paper: 235 in 1.1 s)")
     shared_walks.cache_clear()
     cluster = Cluster.load("4x8x8x8")
     network = Network(cluster, factors(cluster))
     for nbytes in (1e9, 1e6, 1e4):
         started = time.perf_counter()
         seconds, program = search(network, (0, 1, 2, 3), nbytes)
-        print(
-            f"  best-first on [4,8,8,8], {nbytes:.0e} bytes: {seconds * 1e3:.3f} ms by {program.short}, {time.perf_counter() - started:.1f} s"
-        )
+        spent = time.perf_counter() - started
+        print(f"  best-first on [4,8,8,8], {nbytes:.0e} bytes: {program.short}, {seconds * 1e3:.3f} ms, found in {spent:.1f} s")
     return small <= 0.03 and large <= 0.1
 
 
 def fit(lines: Sequence[dict[str, str]]) -> None:
-    """One efficiency for each kind of link (NIC, NVSwitch) and algorithm: the least mean error of its all-reduces, by coordinate."""
+    """One efficiency for each kind of link (NIC, NVSwitch) and algorithm, of the least mean error, one after the other."""
     print("efficiencies fitted to the all-reduces of the table")
     for algorithm in ALGORITHMS:
         nic, switch = 1.0, 0.8
         for _ in range(2):
-            nic = min(np.arange(0.90, 1.30, 0.01), key=lambda e: fit_error(lines, algorithm, e, switch))
-            switch = min(np.arange(0.60, 1.00, 0.01), key=lambda e: fit_error(lines, algorithm, nic, e))
+            nic = min((fit_error(lines, algorithm, e, switch), e) for e in np.arange(0.90, 1.30, 0.01))[1]
+            switch = min((fit_error(lines, algorithm, nic, e), e) for e in np.arange(0.60, 1.00, 0.01))[1]
         print(f"  {algorithm}: NIC {nic:.2f}, NVSwitch {switch:.2f}, error {fit_error(lines, algorithm, nic, switch):.1%}")
     print()
 
 
 def fit_error(lines: Sequence[dict[str, str]], algorithm: Algorithm, nic: float, switch: float) -> float:
+    """The mean absolute relative error of the all-reduces under these efficiencies."""
     total = 0.0
     for line in lines:
         base = Cluster.load(f"gcp-a100:{line['nodes']}")

@@ -1,0 +1,268 @@
+"""What the command line says of clusters, parallelism matrices and reduction programs: one object of text and JSON each."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any
+
+from ..collectives.dsl import InsideGroup, Master, Parallel, Reduction
+from ..collectives.placement import Request, rank_matrices
+from ..collectives.ranking import entries, names_of, table
+from ..cost.network import Algorithm, Network
+from ..errors import ClusterError
+from ..mesh.cluster import Cluster, Level
+from ..mesh.load import preset_names
+from ..mesh.matrix import Matrix, matrices, parse
+from ..mesh.topology import Topology, graph
+from . import tables
+
+Spec = str | PathLike[str] | Cluster
+_SHOWN = 20  # lines of a ranking in the text; JSON has all
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One answer of the command line, for a person and for a program."""
+
+    text: str
+    json: dict[str, Any]
+
+
+def mesh_list() -> Report:
+    """The presets."""
+    clusters = [(name, Cluster.load(name)) for name in preset_names()]
+    rows = [
+        (name, "x".join(map(str, c.shape)), ", ".join(c.level_names), c.device.name, tables.size(c.device.memory_bytes))
+        for name, c in clusters
+    ]
+    text = tables.table(("preset", "shape", "levels", "device", "memory"), rows)
+    note = "NAME:N is N of the slowest level; `mesh show NAME` draws the links."
+    return Report(f"{text}\n\n{note}", {"presets": [{"name": name, **_json(c)} for name, c in clusters]})
+
+
+def mesh_show(spec: Spec) -> Report:
+    """A cluster as a tree with its links."""
+    cluster = Cluster.load(spec)
+    return Report(_tree(cluster), {**_json(cluster), "fingerprint": cluster.fingerprint(), "toml": cluster.to_toml()})
+
+
+def mesh_detect(found: Cluster) -> Report:
+    """The machine that `shardplan.mesh.devices.detect` found, with the TOML that describes it."""
+    note = "Bandwidths are those of the nearest preset: correct them in the file where this machine differs."
+    text = f"{_tree(found)}\n\n{note}\n\n{found.to_toml().rstrip()}"
+    return Report(text, {**_json(found), "fingerprint": found.fingerprint(), "toml": found.to_toml()})
+
+
+def mesh_matrices(
+    spec: Spec,
+    axes: str | Sequence[int],
+    over: str | Sequence[int] | None = None,
+    nbytes: float | None = None,
+    algorithm: Algorithm = "auto",
+) -> Report:
+    """Every matrix of these axes on a cluster; ranked where a reduction over some axes of so many bytes a device is asked for."""
+    cluster, sizes = Cluster.load(spec), numbers(axes, "axes")
+    if over is None:
+        found = list(matrices(cluster.shape, sizes))
+        listed = [{"matrix": str(m), "rows": m.rows, "all_reduce_s": None, "best_s": None} for m in found]
+        lines = [f"{m}    {_in_words(m, cluster)}" for m in found]
+        return Report(
+            "\n".join([_rows_note(cluster), *lines]), {"axes": sizes, "levels": cluster.level_names, "matrices": listed}
+        )
+    reduced = numbers(over, "over")
+    request = Request(reduced, _bytes(nbytes))
+    ranked = rank_matrices(cluster, sizes, [request], algorithm=algorithm)
+    rows = [
+        (
+            str(p.matrix),
+            tables.seconds(p.all_reduce_s),
+            tables.seconds(p.best_s),
+            p.best[0].short or "nothing",
+            _in_words(p.matrix, cluster),
+        )
+        for p in ranked
+    ]
+    text = tables.table(("matrix", "all-reduce", "best", "best program", "in words"), rows, "lrrll")
+    listed = [
+        {
+            "matrix": str(p.matrix),
+            "rows": p.matrix.rows,
+            "all_reduce_s": p.all_reduce_s,
+            "best_s": p.best_s,
+            "best": p.best[0].short,
+        }
+        for p in ranked
+    ]
+    head = f"{tables.size(request.nbytes)} a device reduced over {_axes(reduced)}, {_which(algorithm)}; the best matrix first"
+    json = {"axes": sizes, "levels": cluster.level_names, "over": reduced, "bytes": request.nbytes, "algorithm": algorithm}
+    return Report(f"{_rows_note(cluster)}\n{head}\n\n{text}", {**json, "matrices": listed})
+
+
+def reduce_report(
+    spec: Spec,
+    axes: str | Sequence[int],
+    over: str | Sequence[int],
+    matrix: str | Matrix | None,
+    nbytes: float,
+    algorithm: Algorithm = "auto",
+    max_size: int = 5,
+) -> Report:
+    """All programs of a reduction, ranked; without a matrix, of the best one."""
+    cluster, sizes, reduced = Cluster.load(spec), numbers(axes, "axes"), numbers(over, "over")
+    amount = _bytes(nbytes)
+    if matrix is None:
+        matrix = rank_matrices(cluster, sizes, [Request(reduced, amount)], algorithm=algorithm, max_size=max_size)[0].matrix
+    chosen = parse(matrix) if isinstance(matrix, str) else matrix
+    chosen.check(cluster, sizes)
+    factors, of_axes = chosen.factors(cluster)
+    if not reduced or max(reduced) >= len(of_axes):
+        raise ClusterError(f"over names axes from 0 to {len(of_axes) - 1}, got {' '.join(map(str, reduced)) or 'nothing'}")
+    network = Network(cluster, factors)
+    mine = tuple(i for axis in reduced for i in of_axes[axis])
+    started = time.perf_counter()
+    priced = table(network, mine, algorithm=algorithm, max_size=max_size)
+    spent = time.perf_counter() - started
+    seconds = priced.seconds(amount)
+    order = sorted(range(len(seconds)), key=lambda i: (float(seconds[i]), i))
+    names = names_of(network, entries(network, mine))
+    flat = float(network.seconds("all_reduce", mine, amount, algorithm=algorithm))
+    ranked = [{"program": priced.programs[i].text(names), "seconds": float(seconds[i])} for i in order]
+    rows = [
+        (n + 1, tables.seconds(float(seconds[i])), f"{flat / seconds[i]:.2f}x" if flat else "", priced.programs[i].text(names))
+        for n, i in enumerate(order[:_SHOWN])
+    ]
+    head = [
+        f"matrix {chosen}: {_in_words(chosen, cluster)}",
+        f"{tables.size(amount)} a device reduced over {_axes(reduced)}, {_which(algorithm)}",
+        f"{len(order)} programs of at most {max_size} steps, synthesized and priced in {tables.seconds(spent)}",
+        f"one AllReduce takes {tables.seconds(flat)}",
+    ]
+    more = [f"and {len(order) - _SHOWN} more"] if len(order) > _SHOWN else []
+    best = priced.programs[order[0]]
+    told = ["the best in words:", *(f"  {i + 1}. {line}" for i, line in enumerate(words(best, names)))]
+    body = tables.table(("rank", "time", "against AllReduce", "program"), rows)
+    json = {
+        "matrix": str(chosen),
+        "programs": len(order),
+        "synthesis_s": spent,
+        "all_reduce_s": flat,
+        "best_s": float(seconds[order[0]]),
+        "ranked": ranked,
+    }
+    return Report("\n".join([*head, "", body, *more, "", *told]), json)
+
+
+def words(program: Reduction, names: Sequence[str]) -> list[str]:
+    """What each step of a program does, in words.
+
+    >>> from ..collectives.dsl import parse
+    >>> words(parse("(node, InsideGroup, ReduceScatter) (node, Parallel(root), AllReduce)", ("node", "gpu")), ("node", "gpu"))
+    ['ReduceScatter among all devices of each node', 'AllReduce among the devices at the same place in every node']
+    """
+    lines: list[str] = []
+    for step in program.steps:
+        whole = "the reduction group" if step.slice == 0 else f"each {names[step.slice - 1]}"
+        match step.form:
+            case InsideGroup():
+                who = f"all devices of {whole}"
+            case Parallel(level):
+                who = f"the devices at the same place in every {names[step.slice - 1]}{_under(level, names)}"
+            case Master(level):
+                who = f"the first devices of every {names[step.slice - 1]}{_under(level, names)}, the others waiting"
+        lines.append(f"{step.collective} among {who}")
+    return lines or ["nothing: each device is a group of its own"]
+
+
+def numbers(text: str | Sequence[int], what: str) -> tuple[int, ...]:
+    """Whole numbers like ``4 16``."""
+    if not isinstance(text, str):
+        return tuple(text)
+    parts = text.replace(",", " ").split()
+    if not parts or not all(part.isdecimal() for part in parts):
+        raise ClusterError(f"{what} are whole numbers like '4 16', got {text!r}")
+    return tuple(int(part) for part in parts)
+
+
+def _under(level: int, names: Sequence[str]) -> str:
+    return f" of each {names[level - 1]}" if level else ""
+
+
+def _bytes(nbytes: float | None) -> float:
+    if nbytes is None or not math.isfinite(nbytes) or nbytes < 0:
+        raise ClusterError(f"the bytes that each device reduces must be a number of at least 0, got {nbytes}")
+    return float(nbytes)
+
+
+def _axes(over: Sequence[int]) -> str:
+    return f"ax{'i' if len(over) == 1 else 'e'}s {' and '.join(map(str, over))}"
+
+
+def _which(algorithm: Algorithm) -> str:
+    return {"auto": "ring or tree, whichever is faster", "ring": "by rings", "tree": "by trees"}.get(algorithm, "as emitted")
+
+
+def _rows_note(cluster: Cluster) -> str:
+    return f"rows are axes, columns the levels {', '.join(cluster.level_names)} of {cluster.name}"
+
+
+def _in_words(matrix: Matrix, cluster: Cluster) -> str:
+    """Where each axis lies: ``axis 0: 2 node x 4 gpu``."""
+    said: list[str] = []
+    for axis, row in enumerate(matrix.rows):
+        parts = [f"{n} {name}" for n, name in zip(row, cluster.level_names, strict=True) if n > 1]
+        said.append(f"axis {axis} over {' x '.join(parts)}" if parts else f"axis {axis} over nothing")
+    return "; ".join(said)
+
+
+def _tree(cluster: Cluster) -> str:
+    device, net = cluster.device, graph(cluster)
+    lines = [f"{cluster.name}: {cluster.size} devices"]
+    for depth, level in enumerate(cluster.levels):
+        lines.append(f"{'   ' * depth}`- {level.size} x {level.name}: {_link(level)}")
+        if level.also is not None:
+            speed, latency = tables.rate(level.also.bandwidth_bytes_per_s), tables.seconds(level.also.latency_s)
+            lines.append(f"{'   ' * depth}   (also {level.also.name}: {level.also.domain} share {speed} each way, {latency})")
+    memory = f"{tables.size(device.memory_bytes)} at {tables.rate(device.memory_bytes_per_s)}"
+    lines.append(f"each {cluster.levels[-1].name} is a {device.name}: {memory}")
+    lines += [f"   {peak / 1e12:g} TFLOP/s {dtype}" for dtype, peak in device.flops_per_s.items()]
+    lines.append(f"{len(Topology(cluster).bandwidth)} links in {net.number_of_nodes()} places")
+    return "\n".join(lines)
+
+
+def _link(level: Level) -> str:
+    speed = tables.rate(level.bandwidth_bytes_per_s)
+    kind = {
+        "switch": f"a switch, {speed} each way into each {level.name}",
+        "ring": f"a ring, {speed} each way between neighbours",
+        "bus": f"a bus, {speed} each way shared by all",
+    }[level.kind]
+    rails = f" in {level.rails} rails" if level.rails > 1 else ""
+    reached = f", rings reach {level.ring_efficiency:.0%}, trees {level.tree_efficiency:.0%}"
+    return f"{kind}{rails}, {tables.seconds(level.latency_s)}" + (
+        reached if (level.ring_efficiency, level.tree_efficiency) != (1, 1) else ""
+    )
+
+
+def _json(cluster: Cluster) -> dict[str, Any]:
+    levels = [
+        {
+            "name": v.name,
+            "size": v.size,
+            "bandwidth_bytes_per_s": v.bandwidth_bytes_per_s,
+            "latency_s": v.latency_s,
+            "kind": v.kind,
+            "rails": v.rails,
+        }
+        for v in cluster.levels
+    ]
+    return {
+        "cluster": cluster.name,
+        "devices": cluster.size,
+        "shape": cluster.shape,
+        "levels": levels,
+        "device": cluster.device.name,
+    }

@@ -28,8 +28,7 @@ def train_step(options: GPTOptions, *, concrete: bool = False, seed: int = 0):
     >>> state.params["block_0"]["attention"]["qkv"]["kernel"].shape
     (64, 3, 8, 8)
     """
-    model = GPT(options)
-    optimizer = optax.adamw(options.learning_rate)
+    model, optimizer = _static_parts(options)
 
     def init(key):
         parameters = model.init(key, jnp.zeros((1, options.sequence), jnp.int32))["params"]
@@ -147,6 +146,12 @@ def _value_and_grad(state: TrainState, batch: dict, key: jax.Array | None, count
 def _residual_init(options: GPTOptions):
     # GPT-2 section 2.3: what adds to the residual stream starts smaller the more layers add
     return nn.initializers.normal(0.02 / math.sqrt(2 * options.layers))
+
+
+@functools.cache
+def _static_parts(options: GPTOptions) -> tuple[GPT, optax.GradientTransformation]:
+    # a TrainState compares these by identity: made once, the states of two calls with equal options have equal trees
+    return GPT(options), optax.adamw(options.learning_rate)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """A multilayer perceptron in plain JAX: parameters in a dict, optax for the update, no module system."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -45,7 +46,8 @@ def train_step(options: MLPOptions, *, concrete: bool = False, seed: int = 0):
     >>> state["params"]["layer_1"]["kernel"].shape
     (32, 32)
     """
-    optimizer = {"adam": optax.adam, "sgd": lambda rate: optax.sgd(rate, momentum=0.9)}[options.optimizer](options.learning_rate)
+    optimizers = {"adam": optax.adam, "sgd": functools.partial(optax.sgd, momentum=0.9)}
+    optimizer = optimizers[options.optimizer](options.learning_rate)
 
     def init(key):
         params = init_params(options, key)

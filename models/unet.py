@@ -50,8 +50,7 @@ def train_step(options: UNetOptions, *, concrete: bool = False, seed: int = 0):
     >>> state.params["down_1_0"]["conv_in"]["kernel"].shape
     (3, 3, 16, 16)
     """
-    model = UNet(options)
-    optimizer = optax.adam(options.learning_rate)
+    model, optimizer = _static_parts(options)
     picture = (options.image, options.image, 1)
 
     def init(key):
@@ -153,6 +152,12 @@ def _conv(options: UNetOptions):
 def _norm(options: UNetOptions, channels: int):
     groups = max(n for n in range(1, _MAX_GROUPS + 1) if channels % n == 0)
     return functools.partial(nn.GroupNorm, num_groups=groups, dtype=options.dtype)
+
+
+@functools.cache
+def _static_parts(options: UNetOptions) -> tuple[UNet, optax.GradientTransformation]:
+    # a TrainState compares these by identity: made once, the states of two calls with equal options have equal trees
+    return UNet(options), optax.adam(options.learning_rate)
 
 
 if __name__ == "__main__":

@@ -51,8 +51,7 @@ def train_step(options: ViTOptions, *, concrete: bool = False, seed: int = 0):
     >>> state.params["block_0"]["attention"]["query"]["kernel"].shape
     (64, 8, 8)
     """
-    model = ViT(options)
-    optimizer = optax.adamw(options.learning_rate)
+    model, optimizer = _static_parts(options)
     picture = (options.image, options.image, 3)
 
     def init(key):
@@ -135,6 +134,12 @@ def _blocks(options: ViTOptions, x: jax.Array, train: bool) -> jax.Array:
         return x
     stacked = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True, "dropout": True}, length=options.layers)
     return stacked(options, train, name="blocks")(x, None)[0]
+
+
+@functools.cache
+def _static_parts(options: ViTOptions) -> tuple[ViT, optax.GradientTransformation]:
+    # a TrainState compares these by identity: made once, the states of two calls with equal options have equal trees
+    return ViT(options), optax.adamw(options.learning_rate)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,8 @@ _STAGES = Rule(
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WResNetOptions(Options):
     """width is the widening factor, channels those of the first convolution before widening. blocks, a count for each
-    stage, overrides depth. dtype is computed in, parameters and batch statistics stay float32."""
+    stage, overrides depth. A silu has no kink: of a million relus, one may be so near it that the order of a sum decides its
+    gradient. dtype is computed in, parameters and batch statistics stay float32."""
 
     depth: int = option(14, one_of(*_BLOCKS))
     width: int = option(1, COUNT)
@@ -43,14 +44,20 @@ class WResNetOptions(Options):
     blocks: tuple[int, ...] | None = option(None, _STAGES)
     channels: int = option(64, COUNT)
     classes: int = option(16, COUNT)
+    activation: str = option("relu", one_of("relu", "silu"))
     dtype: str = option("float32", DTYPE)
     remat: bool = option(False, SWITCH)
     optimizer: str = option("sgd", one_of("sgd", "adam"))
     learning_rate: float = option(3e-3, POSITIVE)
 
+    def __post_init__(self):
+        super().__post_init__()
+        if self.blocks is not None:
+            object.__setattr__(self, "blocks", tuple(self.blocks))
+
     @property
     def stages(self) -> tuple[int, ...]:
-        return _BLOCKS[self.depth] if self.blocks is None else tuple(self.blocks)
+        return _BLOCKS[self.depth] if self.blocks is None else self.blocks
 
 
 class TrainState(train_state.TrainState):
@@ -67,8 +74,7 @@ def train_step(options: WResNetOptions, *, concrete: bool = False, seed: int = 0
     >>> state.params["stem"]["kernel"].shape
     (7, 7, 3, 128)
     """
-    model = WResNet(options)
-    optimizer = {"sgd": lambda rate: optax.sgd(rate, momentum=0.9), "adam": optax.adam}[options.optimizer](options.learning_rate)
+    model, optimizer = _static_parts(options)
 
     def init(key):
         variables = model.init(key, jnp.zeros((1, options.image, options.image, 3)))
@@ -114,7 +120,7 @@ class WResNet(nn.Module):
         channels = options.channels * options.width
         x = x.astype(options.dtype)
         x = _conv(options)(channels, (7, 7), strides=2, name="stem")(x)
-        x = nn.relu(_norm(options)(name="stem_norm")(x))
+        x = _activate(options)(_norm(options)(name="stem_norm")(x))
         x = nn.max_pool(x, (3, 3), strides=(2, 2), padding="SAME")
         block = nn.remat(Bottleneck) if options.remat else Bottleneck
         for stage, count in enumerate(options.stages):
@@ -134,13 +140,13 @@ class Bottleneck(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        conv, norm = _conv(self.options), _norm(self.options)
-        y = nn.relu(norm(name="norm_in")(conv(self.channels, (1, 1), name="conv_in")(x)))
-        y = nn.relu(norm(name="norm_mid")(conv(self.channels, (3, 3), strides=self.stride, name="conv_mid")(y)))
+        conv, norm, activate = _conv(self.options), _norm(self.options), _activate(self.options)
+        y = activate(norm(name="norm_in")(conv(self.channels, (1, 1), name="conv_in")(x)))
+        y = activate(norm(name="norm_mid")(conv(self.channels, (3, 3), strides=self.stride, name="conv_mid")(y)))
         y = norm(name="norm_out")(conv(4 * self.channels, (1, 1), name="conv_out")(y))
         if x.shape != y.shape:
             x = norm(name="norm_shortcut")(conv(4 * self.channels, (1, 1), strides=self.stride, name="shortcut")(x))
-        return nn.relu(x + y)
+        return activate(x + y)
 
 
 def _conv(options: WResNetOptions):
@@ -148,8 +154,19 @@ def _conv(options: WResNetOptions):
     return functools.partial(nn.Conv, use_bias=False, kernel_init=init, dtype=options.dtype)
 
 
+def _activate(options: WResNetOptions):
+    return {"relu": nn.relu, "silu": nn.silu}[options.activation]
+
+
 def _norm(options: WResNetOptions):
     return functools.partial(nn.BatchNorm, use_running_average=False, momentum=0.9, dtype=options.dtype)
+
+
+@functools.cache
+def _static_parts(options: WResNetOptions) -> tuple[WResNet, optax.GradientTransformation]:
+    # a TrainState compares these by identity: made once, the states of two calls with equal options have equal trees
+    optimizers = {"sgd": functools.partial(optax.sgd, momentum=0.9), "adam": optax.adam}
+    return WResNet(options), optimizers[options.optimizer](options.learning_rate)
 
 
 if __name__ == "__main__":

@@ -79,6 +79,12 @@ def test_arguments_are_abstract_until_concrete_ones_of_the_same_types_are_asked_
 
 
 @pytest.mark.parametrize("name", TINY)
+def test_two_calls_with_equal_options_give_arguments_of_one_tree(name):
+    (_, first), (_, second) = factory(name)(**TINY[name]), factory(name)(**TINY[name])
+    assert jax.tree.structure(first) == jax.tree.structure(second)
+
+
+@pytest.mark.parametrize("name", TINY)
 def test_the_batches_are_those_of_the_factory(name):
     _, (_, abstract) = factory(name)(**TINY[name])
     first, again = next(batches_of(name)), next(batches_of(name, seed=0))

@@ -278,36 +278,8 @@ def pinned_domains(problem: Problem, pins: Mapping[str, PartitionSpec]) -> tuple
                 if n % int(parts):
                     up = -(-n // int(parts)) * int(parts)
                     raise PinError(
-                        f"the pin {pattern!r} = {spec} cuts dim {d} of {path} {shape} {parts} ways,
-                        which
-                       
-                        does
-                       
-                       
-                        not
-                       
-                       
-                       
-                        divide
-                       
-                       
-                       
-                       
-                        {n};
-                       
-                       
-                       
-                       
-                        {up}
-                       
-                       
-                       
-                       
-                        would"
-                   
-                   
-                   
-                   
+                        f"the pin {pattern!r} = {spec} cuts dim {d} of {path} {shape} {parts} ways, "
+                        f"which does not divide {n}; {up} would"
                     )
             if state not in domains[v]:
                 raise PinError(
@@ -317,81 +289,19 @@ def pinned_domains(problem: Problem, pins: Mapping[str, PartitionSpec]) -> tuple
     return tuple(domains)
 
 
-
-d
-de
-de
-de
-def
-_pin_layo
-_pin_layou
-_pin_layou
-_pin_layout
-_pin_layou
-_pin_layout
-_pin_layout
-_pin_layout(
-    problem: Problem, names: Mapping[str, int], pattern: str, spec: PartitionSpec, path: str,
-    shape:
-    tuple[int,
-    ...]
-
-)
--
-->
-Layout
-Layout
-Layout:
-    if
-    len(spec)
-   
-    >
-   
-   
-    len(shape):
-        raise PinError(f"the pin {pattern!r} = {spec} has {len(spec)} entries, {path} has
-        rank
-       
-        {len(shape)}")
-    dims: list[tuple[int, ...]] =
-    []
-    for entry in (*spec, *[None] * (len(shape) -
-    len(spec))):
+def _pin_layout(
+    problem: Problem, names: Mapping[str, int], pattern: str, spec: PartitionSpec, path: str, shape: tuple[int, ...]
+) -> Layout:
+    if len(spec) > len(shape):
+        raise PinError(f"the pin {pattern!r} = {spec} has {len(spec)} entries, {path} has rank {len(shape)}")
+    dims: list[tuple[int, ...]] = []
+    for entry in (*spec, *[None] * (len(shape) - len(spec))):
         axes = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
         for axis in axes:
             if axis not in names:
                 raise PinError(
-                    f"the pin {pattern!r} = {spec} names the axis {axis!r};
-                    the
-                   
-                    plan's
-                   
-                   
-                    axes
-                   
-                   
-                   
-                    are
-                   
-                   
-                   
-                   
-                    {',
-                   
-                   
-                   
-                   
-                    '.join(names)}{nearest(axis,
-                   
-                   
-                   
-                   
-                    list(names))}"
-               
-               
-               
-               
-               
+                    f"the pin {pattern!r} = {spec} names the axis {axis!r}; "
+                    f"the plan's axes are {', '.join(names)}{nearest(axis, list(names))}"
                 )
         dims.append(tuple(names[a] for a in axes))
     flat = [f for d in dims for f in d]
@@ -403,16 +313,8 @@ Layout:
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-def load(file: str | PathLike[str], step: Callable[..., Any], *args:
-Any)
--
-->
-Plan
-Plan
-Plan:
-    """Reads a saved plan for this step and
-    these
-    shapes.
+def load(file: str | PathLike[str], step: Callable[..., Any], *args: Any) -> Plan:
+    """Reads a saved plan for this step and these shapes.
 
     Raises:
         PlanFileError: if the file is no plan, or was made for another model, other shapes or another version.

@@ -89,6 +89,7 @@ class Parallel:
         return self._plan(split)[0]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the step; nnx arguments are updated in place."""
         split = _Split.of(self, args, kwargs)
         first = split.key not in self._ready
         made, run, _ = self._plan(split)
@@ -177,31 +178,8 @@ class _Split:
             args = bound.args
             if bound.kwargs:
                 raise ShardplanError(
-                    f"{owner._name} takes {', '.join(bound.kwargs)} by keyword only: name them
-                    in
-                   
-                    static_argnames
-                   
-                   
-                    or
-                   
-                   
-                   
-                    pass
-                   
-                    them
-                   
-                    by
-                   
-                   
-                   
-                   
-                    position"
-               
-               
-               
-               
-               
+                    f"{owner._name} takes {', '.join(bound.kwargs)} by keyword only: "
+                    "name them in static_argnames or pass them by position"
                 )
         static = {i: args[i] for i in owner._static_numbers if i < len(args)}
         graphs = {i: nnx.graphdef(a) for i, a in enumerate(args) if i not in static and _is_node(a)}
@@ -246,27 +224,5 @@ class _Split:
         return result
 
 
-de
-def
-_is_node(value
-_is_node(value:
-Any
-Any
-Any)
-
-
--
-
--
--
-->
-bool
-bool
-bool
-bool
-bool:
-    return isinstance(value, nnx.Module
-    |
-    nnx.Optimizer
-    |
-    nnx.Metric)
+def _is_node(value: Any) -> bool:
+    return isinstance(value, nnx.Module | nnx.Optimizer | nnx.Metric)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import tempfile
@@ -17,12 +18,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardplan.emit.mutate import DroppingEmitter
 from shardplan.emit.specs import SpecsEmitter, partition_spec
-from shardplan.errors import DeviceError, PlanFileError, ShardplanError
+from shardplan.errors import PlanFileError, ShardplanError
 from shardplan.ir import Factor, Layout
 from shardplan.mesh import Cluster
 from shardplan.mesh.devices import build_mesh
 from shardplan.report.explain import explain_all
-from shardplan.search.coarsen import FREE
 from shardplan.search.extract import Decisions, Extractor
 from shardplan.search.solve import Solution
 from shardplan.trace import Traced
@@ -181,18 +181,23 @@ class Plan:
         mesh = self.mesh(devices)
         what = (self.traced.program, self.extractor, self.decisions, mesh)
         emitter = SpecsEmitter(*what) if drop is None else DroppingEmitter(*what, dropped=drop)
-        out_tree, in_tree = self.traced.out_tree, self.traced.in_tree
+        leaf_specs = [NamedSharding(mesh, s) for s in self.flat_in_specs]
+        out_specs = [NamedSharding(mesh, self._spec(t)) for t in self.extractor.problem.graph.outputs]
 
-        def run(*args: Any) -> Any:
-            leaves, tree = jax.tree.flatten(args)
-            if tree != in_tree:
-                raise ShardplanError(f"the plan was made for arguments {in_tree}, called with {tree}")
-            return jax.tree.unflatten(out_tree, emitter(*leaves))
+        def run(*leaves: Any) -> list[Any]:
+            return emitter(*leaves)
 
         run.__name__ = getattr(step, "__name__", "step")
-        return jax.jit(
-            run, in_shardings=self.in_shardings(mesh), out_shardings=self.out_shardings(mesh), donate_argnums=self.donate_argnums
+        # without keep_unused the arguments would be numbered anew
+        flat = jax.jit(
+            run, in_shardings=leaf_specs, out_shardings=out_specs, donate_argnums=self._donated_leaves(), keep_unused=True
         )
+        return Runner(flat, self.traced.program.input_paths, self.traced)
+
+    def _donated_leaves(self) -> tuple[int, ...]:
+        sizes = [tree.num_leaves for tree in self.traced.in_tree.children()]
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        return tuple(k for i in sorted(self.donate_argnums) for k in range(starts[i], starts[i] + sizes[i]))
 
     def check(self, step: Callable[..., Any]) -> None:
         """Refuses a step that is not the one that was planned."""
@@ -331,6 +336,40 @@ class Plan:
         write_whole(Path(file), json.dumps(self.to_json(), indent=1))
 
 
+class Runner:
+    """A planned step, jitted: called, lowered and inspected like the function that `jax.jit` returns."""
+
+    def __init__(self, flat: Any, paths: tuple[str, ...], traced: Traced) -> None:
+        self._flat, self._paths, self._traced = flat, paths, traced
+
+    def __call__(self, *args: Any) -> Any:
+        """Runs the step."""
+        return jax.tree.unflatten(self._traced.out_tree, self._flat(*self._leaves(args)))
+
+    def lower(self, *args: Any) -> Any:
+        """The step lowered for these arguments, to compile or to read."""
+        return self._flat.lower(*self._leaves(args))
+
+    def cache_size(self) -> int:
+        """How often the step was compiled."""
+        return self._flat._cache_size()
+
+    def _leaves(self, args: tuple[Any, ...]) -> list[Any]:
+        """The arguments' leaves. What is static in a tree (an optimizer's functions) may be another object than at planning."""
+        leaves, tree = jax.tree.flatten(args)
+        if tree != self._traced.in_tree:
+            found, planned = leaf_paths(args), leaf_paths(jax.tree.unflatten(self._traced.in_tree, self._traced.in_shapes))
+            if found != planned:
+                odd = next((a or b for a, b in itertools.zip_longest(found, planned) if a != b), "?")
+                raise ShardplanError(f"the plan was made for arguments of another structure: they differ first at {odd}")
+        return leaves
+
+
+def leaf_paths(args: Any) -> list[str]:
+    """The path of every leaf of a tree."""
+    return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree_util.tree_flatten_with_path(args)[0]]
+
+
 def spec_text(spec: PartitionSpec) -> str:
     """``P('node', None, ('gpu', 'x'))``."""
     return "P(" + ", ".join(repr(e) for e in spec) + ")"
@@ -375,6 +414,3 @@ def layout_from_json(entry: Any) -> Layout:
     """The inverse of what `Plan.to_json` writes for a layout."""
     dims, partial = entry
     return Layout(tuple(tuple(int(f) for f in d) for d in dims), tuple(int(f) for f in partial))
-
-
-assert FREE < 0 and DeviceError

@@ -195,7 +195,7 @@ class _Builder:
                 t = self.tensor(atom.aval)
                 self.constants.append((t, value))
                 return t
-            return Constant(value, atom.aval.dtype.name)
+            return Constant(value, cast(Any, atom.aval).dtype.name)
         return env[atom]
 
     def run(self, jaxpr: Any, env: dict[Any, Operand], scope: str) -> None:

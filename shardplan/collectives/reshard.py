@@ -16,13 +16,14 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import dijkstra
 
-from shardplan.cost.network import Network
+from shardplan.cost.network import Collective, Network
 from shardplan.ir import Layout
 
 KINDS = ("slice", "all_gather", "all_to_all", "permute", "all_reduce", "reduce_scatter")
@@ -91,7 +92,7 @@ class LayoutSpace:
         """The collective of an edge and the bytes that it moves, as a fraction of the tensor's."""
         source, target, which, fraction, names = self.edges
         at = int(np.flatnonzero((source == before) & (target == after))[0])
-        return names[which[at]], float(fraction[at])
+        return names[int(which[at])], float(fraction[at])
 
     @cached_property
     def edges(
@@ -134,45 +135,63 @@ def _subsets(items: Sequence[int]) -> Iterator[tuple[int, ...]]:
         yield from itertools.combinations(items, n)
 
 
-def _moves(state: State, rank: int, sizes: Sequence[int]) -> Iterator[tuple[str, tuple[int, ...], State]]:
+Move = tuple[str, tuple[int, ...], State]
+"""A collective: its kind, the factors that it runs over, and the state that it leads to."""
+
+
+def _put(state: State, changes: dict[int, tuple[int, ...]], left: tuple[int, ...] | None = None) -> State:
+    dims, partial = state
+    return tuple(changes.get(d, fs) for d, fs in enumerate(dims)), partial if left is None else left
+
+
+def _moves(state: State, rank: int, sizes: Sequence[int]) -> Iterator[Move]:
+    """Every single collective from a state."""
     dims, partial = state
     used = {f for d in dims for f in d} | set(partial)
     free = [f for f in range(len(sizes)) if f not in used]
-
-    def put(changes: dict[int, tuple[int, ...]], left: tuple[int, ...] = partial) -> State:
-        return tuple(changes.get(d, fs) for d, fs in enumerate(dims)), left
-
     for d, fs in enumerate(dims):
-        for n in range(1, len(fs) + 1):
-            kept, gone = fs[:-n], fs[-n:]
-            yield "all_gather", tuple(sorted(gone)), put({d: kept})
-            if d < rank:
-                for e in range(rank):
-                    if e != d:
-                        yield "all_to_all", tuple(sorted(gone)), put({d: kept, e: dims[e] + gone})
+        yield from _leaving(state, d, rank)
         if d < rank:
             for f in free:
-                yield "slice", (), put({d: (*fs, f)})
-            for order in itertools.permutations(fs):
-                if order != fs:
-                    yield "permute", tuple(sorted(fs)), put({d: order})
-            for i, f in enumerate(fs):
-                for g in free:
-                    if sizes[f] == sizes[g]:
-                        yield "permute", tuple(sorted((f, g))), put({d: (*fs[:i], g, *fs[i + 1 :])})
-            for e in range(d + 1, rank):
-                for i, f in enumerate(fs):
-                    for j, g in enumerate(dims[e]):
-                        if sizes[f] == sizes[g]:
-                            change = {d: (*fs[:i], g, *fs[i + 1 :]), e: (*dims[e][:j], f, *dims[e][j + 1 :])}
-                            yield "permute", tuple(sorted((f, g))), put(change)
+                yield "slice", (), _put(state, {d: (*fs, f)})
+            yield from _permuted(state, d, rank, free, sizes)
     for over in _subsets(partial):
         left = tuple(f for f in partial if f not in over)
-        yield "all_reduce", over, put({}, left)
+        yield "all_reduce", over, _put(state, {}, left)
         for d in range(rank + 1):
-            if d == rank and dims[d]:
-                continue
-            yield "reduce_scatter", over, put({d: dims[d] + over}, left)
+            if d < rank or not dims[d]:
+                yield "reduce_scatter", over, _put(state, {d: dims[d] + over}, left)
+
+
+def _leaving(state: State, d: int, rank: int) -> Iterator[Move]:
+    """The minormost factors of a dim gathered, or moved to another dim."""
+    dims, _ = state
+    for n in range(1, len(dims[d]) + 1):
+        kept, gone = dims[d][:-n], dims[d][-n:]
+        yield "all_gather", tuple(sorted(gone)), _put(state, {d: kept})
+        if d < rank:
+            for e in range(rank):
+                if e != d:
+                    yield "all_to_all", tuple(sorted(gone)), _put(state, {d: kept, e: dims[e] + gone})
+
+
+def _permuted(state: State, d: int, rank: int, free: Sequence[int], sizes: Sequence[int]) -> Iterator[Move]:
+    """Other devices hold the same blocks: factors of a dim in another order, or exchanged for ones of the same size."""
+    dims, _ = state
+    fs = dims[d]
+    for order in itertools.permutations(fs):
+        if order != fs:
+            yield "permute", tuple(sorted(fs)), _put(state, {d: order})
+    for i, f in enumerate(fs):
+        mine = (fs[:i], fs[i + 1 :])
+        for g in free:
+            if sizes[f] == sizes[g]:
+                yield "permute", tuple(sorted((f, g))), _put(state, {d: (*mine[0], g, *mine[1])})
+        for e in range(d + 1, rank):
+            for j, g in enumerate(dims[e]):
+                if sizes[f] == sizes[g]:
+                    change = {d: (*mine[0], g, *mine[1]), e: (*dims[e][:j], f, *dims[e][j + 1 :])}
+                    yield "permute", tuple(sorted((f, g))), _put(state, change)
 
 
 class Resharder:
@@ -212,7 +231,7 @@ class Resharder:
     def _line(self, kind: str, over: tuple[int, ...]) -> NDArray[np.float64]:
         key = (kind, over)
         if key not in self._lines:
-            self._lines[key] = self.network.lines(kind, over)
+            self._lines[key] = self.network.lines(cast(Collective, kind), over)
         return self._lines[key]
 
     def prices(self, shape: Sequence[int], nbytes: float, states: Sequence[int], *, into: bool = False) -> NDArray[np.float64]:

@@ -83,6 +83,7 @@ class SpecsEmitter:
         return self.run(self.program, (), flat)
 
     def constrain(self, x: Any, layout: Layout | None) -> Any:
+        """A value held in a layout; scalars and values without one stay as they are."""
         if layout is None or not np.ndim(x):
             return x
         return lax.with_sharding_constraint(x, NamedSharding(self.mesh, partition_spec(layout, self.names)))
@@ -101,6 +102,7 @@ class SpecsEmitter:
         return [self.value(frame, o) for o in program.outputs]
 
     def layout(self, frame: _Frame, local: int) -> Layout | None:
+        """The stored layout of a tensor of a frame's program."""
         return self.decisions.layouts[frame.ids[local]]
 
     def value(self, frame: _Frame, operand: int | Constant) -> Any:
@@ -111,6 +113,7 @@ class SpecsEmitter:
         return self.force(frame, operand, found, None) if isinstance(found, _Later) else found
 
     def force(self, frame: _Frame, local: int, later: _Later, layout: Layout | None) -> Any:
+        """A free value, made anew for each layout that reads it."""
         key = (local, layout)
         if key not in frame.made:
             inputs = []
@@ -131,6 +134,7 @@ class SpecsEmitter:
     # -- ops ---------------------------------------------------------------------------------------------------------
 
     def step(self, frame: _Frame, op: Op) -> None:
+        """Evaluates one op of a frame."""
         match op.primitive:
             case "scan":
                 results = self.scan(frame, op)
@@ -147,11 +151,11 @@ class SpecsEmitter:
             frame.values[t] = self.constrain(value, self.layout(frame, t))
 
     def plain(self, frame: _Frame, op: Op) -> None:
-        if all(self.of[frame.ids[t]] == FREE and self.problem.graph.tensors[frame.ids[t]].size > 1 for t in op.outputs):
-            if all(not isinstance(i, int) or self.of[frame.ids[i]] == FREE for i in op.inputs) and not op.handle.effects:
-                for r, t in enumerate(op.outputs):
-                    frame.values[t] = _Later(op, r)
-                return
+        """Evaluates an op without a body, its operands and results held in the layouts of its strategy."""
+        if self._is_free(frame, op):
+            for r, t in enumerate(op.outputs):
+                frame.values[t] = _Later(op, r)
+            return
         node = self.nodes[frame.where, op.id]
         use = self.decisions.uses.get(node.id)
         follow = next((self.layout(frame, t) for t in op.outputs if self.of[frame.ids[t]] != FREE), None)
@@ -175,6 +179,11 @@ class SpecsEmitter:
                 value = self.constrain(value, self.layout(frame, t))
             frame.values[t] = value
 
+    def _is_free(self, frame: _Frame, op: Op) -> bool:
+        """Whether the op makes values (not scalars) that depend on no input."""
+        made = all(self.of[frame.ids[t]] == FREE and self.problem.graph.tensors[frame.ids[t]].size > 1 for t in op.outputs)
+        return made and not op.handle.effects and all(not isinstance(i, int) or self.of[frame.ids[i]] == FREE for i in op.inputs)
+
     def _free_layout(self, frame: _Frame, i: int, op: Op, use: Use | None, follow: Layout | None) -> Layout | None:
         """A free operand of the result's shape is made in the result's layout; any other in none."""
         if use is not None and op.outputs and not use.gives[0].partial:
@@ -196,6 +205,7 @@ class SpecsEmitter:
         return self.move(value, tensor.shape, tensor.nbytes, at, need)
 
     def view(self, frame: _Frame, node: Node, v: int, value: Any, at: Layout, local: int) -> Any:
+        """The resharded copy that several ops read, made at its first reader."""
         variable = self.problem.coarse.variables[v]
         tensor = self.problem.graph.tensors[frame.ids[local]]
         target = self.decisions.views[v]
@@ -217,6 +227,7 @@ class SpecsEmitter:
         return value
 
     def result(self, use: Use, r: int, value: Any) -> Any:
+        """A result reduced and moved into its stored layout."""
         give, stored = use.gives[r], use.stored[r]
         if stored is None:
             return value
@@ -226,6 +237,7 @@ class SpecsEmitter:
         return self.move(self.constrain(value, give), tuple(value.shape), tensor_bytes, give, stored)
 
     def bind(self, op: Op, inputs: Sequence[Any]) -> list[Any]:
+        """The op itself on these values."""
         eqn = op.handle
         params = eqn.primitive.get_bind_params(eqn.params)
         with eqn.ctx.manager:
@@ -256,6 +268,7 @@ class SpecsEmitter:
         return values
 
     def scan(self, frame: _Frame, op: Op) -> list[Any]:
+        """A scan whose body is evaluated under constraints; operands and carries are in the body's layouts."""
         body, where = op.bodies[0], (*frame.where, (op.id, 0))
         consts, carry = op.params["num_consts"], op.params["num_carry"]
         lifts = [0] * (consts + carry) + [1] * (len(body.inputs) - consts - carry)
@@ -277,6 +290,7 @@ class SpecsEmitter:
         return [*end, *ys]
 
     def while_(self, frame: _Frame, op: Op) -> list[Any]:
+        """A while loop, likewise."""
         test, body = op.bodies
         a, b = op.params["cond_nconsts"], op.params["body_nconsts"]
         where, at_test = (*frame.where, (op.id, 1)), (*frame.where, (op.id, 0))
@@ -292,6 +306,7 @@ class SpecsEmitter:
         )
 
     def cond(self, frame: _Frame, op: Op) -> list[Any]:
+        """A conditional; every branch leaves its results in the layouts outside."""
         values = [self.value(frame, i) for i in op.inputs[1:]]
 
         def branch(index: int, body: Program) -> Callable[..., list[Any]]:

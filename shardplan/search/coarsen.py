@@ -194,9 +194,10 @@ def _moved(graph: Graph, free: frozenset[int]) -> dict[int, int]:
     after: dict[int, int] = {}
     for node in graph.nodes:
         alive = [t for t in node.inputs if t >= 0 and t not in free]
-        if not node.signature.elementwise and len(alive) == len(node.outputs) == 1:
-            if graph.tensors[node.outputs[0]].size == graph.tensors[alive[0]].size:
-                after[alive[0]] = node.outputs[0]
+        if node.signature.elementwise or not len(alive) == len(node.outputs) == 1:
+            continue
+        if graph.tensors[node.outputs[0]].size == graph.tensors[alive[0]].size:
+            after[alive[0]] = node.outputs[0]
     return after
 
 

@@ -105,7 +105,7 @@ def _fused(problem: Problem) -> frozenset[int]:
         for t in node.inputs:
             if t >= 0:
                 readers.setdefault(t, []).append(node.id)
-    ends = {t for t in (*graph.outputs, *graph.inputs)} | {t for link in graph.links for t in (link.source, link.target)}
+    ends = {*graph.outputs, *graph.inputs} | {t for link in graph.links for t in (link.source, link.target)}
     fused: set[int] = set()
     for node in graph.nodes:
         light = node.signature.elementwise or all(

@@ -70,7 +70,7 @@ class Pricer:
         for r in free:
             shape = call.results[r]
             space = self.resharder.space(len(shape))
-            if any(space.states[s][1] for s in rows.gives[:, r]):
+            if any(space.states[int(s)][1] for s in rows.gives[:, r].tolist()):
                 whole = space.index[((),) * (len(shape) + 1), ()]
                 prices = self.prices(shape, nbytes(shape, call.result_dtypes[r]), (whole,), into=True)
                 base = base + prices[0][rows.gives[:, r]]

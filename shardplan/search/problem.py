@@ -241,7 +241,7 @@ class Problem:
         outside.update(link.target for link in self.graph.links)
         read = (
             {t for n in joined for t in self.graph.nodes[n].inputs}
-            | {t for t in self.graph.outputs}
+            | set(self.graph.outputs)
             | {k.source for k in self.graph.links}
         )
         total: dict[int, float] = {}

@@ -2,7 +2,86 @@
 
 The way of the data: `trace` turns a step into a `Program`; `tdl` describes each op and derives the ways to cut it; `search` picks
 one way per op and one layout per tensor, under the costs of `cost`, `mesh` and `collectives`; `emit` runs the plan; `report`
-shows it.
+shows it. The names below are imported when they are first used, so that reading an error class or the version loads no JAX.
 """
 
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardplan.api import load, plan
+    from shardplan.collectives.lower import all_reduce
+    from shardplan.errors import (
+        ClusterError,
+        DescriptionError,
+        DeviceError,
+        MemoryLimitError,
+        PinError,
+        PlanFileError,
+        ShardplanError,
+        TargetError,
+        TraceError,
+        UndescribedPrimitiveError,
+    )
+    from shardplan.mesh import Cluster
+    from shardplan.parallel import parallelize
+    from shardplan.plan import Plan
+    from shardplan.tdl.register import register
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "Cluster",
+    "ClusterError",
+    "DescriptionError",
+    "DeviceError",
+    "MemoryLimitError",
+    "PinError",
+    "Plan",
+    "PlanFileError",
+    "ShardplanError",
+    "TargetError",
+    "TraceError",
+    "UndescribedPrimitiveError",
+    "all_reduce",
+    "load",
+    "parallelize",
+    "plan",
+    "register",
+]
+
+_HOMES = {
+    "Cluster": "mesh",
+    "Plan": "plan",
+    "all_reduce": "collectives.lower",
+    "load": "api",
+    "parallelize": "parallel",
+    "register": "tdl.register",
+}
+
+
+class _Front(ModuleType):
+    """This package as a module whose `plan` stays the function: loading the file of the same name would put a module there."""
+
+    @property
+    def plan(self) -> Any:
+        return importlib.import_module("shardplan.api").plan
+
+    @plan.setter
+    def plan(self, _module: ModuleType) -> None:
+        pass
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'shardplan' has no attribute {name!r}")
+    found = getattr(importlib.import_module(f"shardplan.{_HOMES.get(name, 'errors')}"), name)
+    globals()[name] = found
+    return found
+
+
+sys.modules[__name__].__class__ = _Front

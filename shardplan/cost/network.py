@@ -74,6 +74,19 @@ class Network:
         rows = self.lines(kind, over, algorithm=algorithm)
         return np.min(rows[:, 0] + np.asarray(nbytes, float)[..., None] * rows[:, 1], axis=-1)
 
+    def busy(self, kind: Collective, over: Sequence[int], *, first: Sequence[int] = (), algorithm: Algorithm = "auto") -> Floats:
+        """For each alternative of `lines`, the seconds per byte that it keeps each level's busiest link.  # [A, levels]"""
+        key = ("busy", kind, frozenset(over), frozenset(first), algorithm)
+        if key not in self.memo:
+            members = self.groups(over, first=first)
+            shapes = _shapes(kind, bool(first), algorithm) if members.shape[1] > 1 else ()
+            result = np.zeros((max(1, len(shapes)), len(self.cluster.levels)))
+            for row, shape in enumerate(shapes):
+                for r in _ROUNDS[shape](self, kind, members, over):
+                    result[row] += self._slopes(r, over, tree=shape == "tree")
+            self.memo[key] = result
+        return self.memo[key]
+
     def groups(self, over: Sequence[int], *, first: Sequence[int] = ()) -> Ints:
         """The devices of every group, each in device order.  # [groups, members]"""
         at = self._coordinates
@@ -96,14 +109,19 @@ class Network:
         return sum(r.latency_s for r in rounds), sum(slopes)
 
     def _slope(self, r: _Round, over: Sequence[int], *, tree: bool) -> float:
-        """Seconds per byte of operand: the busiest link, or a group that drives too few of a link's rails."""
+        """Seconds per byte of operand: those of the busiest level."""
+        return float(self._slopes(r, over, tree=tree).max())
+
+    def _slopes(self, r: _Round, over: Sequence[int], *, tree: bool) -> Floats:
+        """Seconds per byte by level: its busiest link, or a group that drives too few of a link's rails.  # [levels]"""
         message, link = self.topology.routes(r.source, r.target)
         weight = r.weight[message]
         level = self.topology.link_level
         tiers = self.topology.cluster.levels
         efficiency = np.array([t.tree_efficiency if tree else t.ring_efficiency for t in tiers])
         speed = self.topology.bandwidth * efficiency[level]
-        worst = float(np.max(np.bincount(link, weights=weight, minlength=len(speed)) / speed, initial=0.0))
+        worst = np.zeros(len(tiers))
+        np.maximum.at(worst, level, np.bincount(link, weights=weight, minlength=len(speed)) / speed)
         for index, tier in enumerate(tiers):
             drivers = math.prod(self.factors[i].size for i in over if self.factors[i].level > index)
             if drivers >= tier.rails:
@@ -112,7 +130,7 @@ class Network:
             key = link[mine] * (int(r.group.max()) + 1) + r.group[message[mine]]
             _, slot = np.unique(key, return_inverse=True)
             load = float(np.bincount(slot, weights=weight[mine]).max(initial=0.0))
-            worst = max(worst, load * tier.rails / (drivers * tier.bandwidth_bytes_per_s * float(efficiency[index])))
+            worst[index] = max(worst[index], load * tier.rails / (drivers * tier.bandwidth_bytes_per_s * efficiency[index]))
         return worst
 
     def _even_all_to_all(self, members: Ints, over: Sequence[int]) -> tuple[float, float]:

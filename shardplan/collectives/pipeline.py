@@ -1,8 +1,8 @@
 """Pipelined programs: the data in chunks that go through the steps one behind another.
 
-While one chunk crosses the slow level, the next is being scattered on the fast one. A step keeps a level for its latency and for as
-long as its busiest link there is busy; steps of different chunks run at once where they do not want the same level. More chunks
-hide more and pay every latency more often.
+While one chunk crosses the slow level, the next is being scattered on the fast one. A step keeps a level for its latency and for
+as long as its busiest link there is busy; steps of different chunks run at once where they do not want the same level. More
+chunks hide more and pay every latency more often.
 """
 
 from __future__ import annotations

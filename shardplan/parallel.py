@@ -91,12 +91,8 @@ class Parallel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step; nnx arguments are updated in place."""
         split = _Split.of(self, args, kwargs)
-        first = split.key not in self._ready
         made, run, _ = self._plan(split)
-        leaves = split.leaves
-        if first or not all(isinstance(x, jax.Array) for x in jax.tree.leaves(leaves)):
-            leaves = made.put(leaves, mesh=made.mesh(self._devices))
-        return split.finish(run(*leaves))
+        return split.finish(run(*made.put(split.leaves, mesh=made.mesh(self._devices))))
 
     def init(self, init_fn: Callable[..., Any], *args: Any, argument: int = 0) -> Any:
         """``init_fn(*args)`` made sharded as argument ``argument`` of the step, never whole on one device.

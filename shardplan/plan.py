@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardplan.emit.mutate import DroppingEmitter
+from shardplan import _jax
 from shardplan.emit.specs import SpecsEmitter, partition_spec
 from shardplan.errors import PlanFileError, ShardplanError
 from shardplan.ir import Factor, Layout
@@ -156,7 +157,14 @@ class Plan:
     def put(self, args: Sequence[Any], *, mesh: Mesh | None = None) -> tuple[Any, ...]:
         """The arguments placed on the devices; arrays that are sharded otherwise are moved."""
         mesh = mesh or self.mesh()
-        return tuple(jax.device_put(tuple(args), self.in_shardings(mesh)))
+
+        def place(x: Any, sharding: NamedSharding) -> Any:
+            there = isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim)
+            return x if there else jax.device_put(x, sharding)
+
+        leaves, tree = jax.tree.flatten(tuple(args))
+        placed = [place(x, NamedSharding(mesh, s)) for x, s in zip(leaves, self.flat_in_specs, strict=True)]
+        return jax.tree.unflatten(tree, placed)
 
     def put_local(self, batch: Any, *, argument: int = -1, mesh: Mesh | None = None) -> Any:
         """One argument from the data of this process alone (each process gives its part of the global batch)."""
@@ -188,7 +196,6 @@ class Plan:
             return emitter(*leaves)
 
         run.__name__ = getattr(step, "__name__", "step")
-        # without keep_unused the arguments would be numbered anew
         flat = jax.jit(
             run, in_shardings=leaf_specs, out_shardings=out_specs, donate_argnums=self._donated_leaves(), keep_unused=True
         )
@@ -352,7 +359,7 @@ class Runner:
 
     def cache_size(self) -> int:
         """How often the step was compiled."""
-        return self._flat._cache_size()
+        return _jax.compilations(self._flat)
 
     def _leaves(self, args: tuple[Any, ...]) -> list[Any]:
         """The arguments' leaves. What is static in a tree (an optimizer's functions) may be another object than at planning."""

@@ -113,7 +113,7 @@ def _feedback(program: Program, ins: Sequence[Any], outs: Sequence[Any], donated
         match: int | None = None
         if isinstance(tensor, int):
             kind = (program.tensors[tensor].shape, program.tensors[tensor].dtype)
-            for strip in (1, 0):
+            for strip in (1, 2, 0):
                 if strip > len(path):
                     continue
                 rest = _relative(path, strip)

@@ -194,8 +194,8 @@ def _largest(problem: Problem, solution: Solution) -> str:
         part = 1.0 if v == FREE else memory.local_bytes(problem, v, solution.states[v])
         rows.append((graph.tensors[t].nbytes * part, path))
     held = sum(n for n, _ in rows)
-    top = ", ".join(f"{p} {n / 2**30:.3f} GiB" for n, p in sorted(rows, reverse=True)[:3])
-    return f"of it arguments {held / 2**30:.3f} GiB, the largest {top}"
+    top = ", ".join(f"{p} {n / 2**20:.2f} MiB" for n, p in sorted(rows, reverse=True)[:3])
+    return f"of it arguments {held / 2**20:.2f} MiB, the largest {top}"
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------

@@ -57,11 +57,11 @@ class MemoryLimitError(ShardplanError):
     """No plan fits in the memory limit. ``limit_bytes`` was asked for, ``smallest_bytes`` is the least that a plan needs."""
 
     def __init__(self, limit_bytes: int, smallest_bytes: int, *, detail: str = "") -> None:
-        gib = 2.0**30
+        enough = -(-smallest_bytes // 2**20) + 1
         super().__init__(
-            f"no plan fits in {limit_bytes / gib:.3f} GiB a device: the smallest found needs {smallest_bytes / gib:.3f} GiB"
+            f"no plan fits in {_size(limit_bytes)} a device: the smallest found needs {_size(smallest_bytes)}"
             + (f" ({detail})" if detail else "")
-            + f"; raise memory_limit to {smallest_bytes / gib * 1.001 + 0.001:.3f}GiB, use more devices or remat"
+            + f"; raise the memory limit to {enough}MiB, use more devices, or remat"
         )
         self.limit_bytes = limit_bytes
         self.smallest_bytes = smallest_bytes
@@ -77,6 +77,10 @@ class DeviceError(ShardplanError):
 
 class TargetError(ShardplanError):
     """A command-line TARGET that does not import, or whose factory returns the wrong thing."""
+
+
+def _size(nbytes: float) -> str:
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.2f} MiB"
 
 
 def nearest(name: str, known: Sequence[str], *, count: int = 3) -> str:

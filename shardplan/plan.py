@@ -357,8 +357,12 @@ class Runner:
         """The step lowered for these arguments, to compile or to read."""
         return self._flat.lower(*self._leaves(args))
 
+    def _cache_size(self) -> int:
+        """How many entries the call cache holds, as of a jitted function."""
+        return self.cache_size()
+
     def cache_size(self) -> int:
-        """How often the step was compiled."""
+        """How many entries the call cache holds: one for each combination of shapes, dtypes and shardings."""
         return _jax.compilations(self._flat)
 
     def _leaves(self, args: tuple[Any, ...]) -> list[Any]:

@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 from shardplan.errors import PlanFileError, ShardplanError
@@ -137,15 +138,19 @@ def _mesh_show(options: argparse.Namespace) -> Report:
 
 
 def _mesh_detect(options: argparse.Namespace) -> Report:
+    from shardplan.mesh.devices import detect
     from shardplan.report import mesh_text
 
-    return _said(mesh_text.mesh_detect(options.output))
+    found = detect()
+    if options.output:
+        _write(options.output, found.to_toml())
+    return _said(mesh_text.mesh_detect(found))
 
 
 def _mesh_matrices(options: argparse.Namespace) -> Report:
     from shardplan.report import mesh_text
 
-    return _said(mesh_text.mesh_matrices(options.cluster, options.axes, over=options.over, nbytes=options.bytes, algorithm=options.algorithm))
+    return _said(mesh_text.mesh_matrices(options.cluster, options.axes, options.over, options.bytes, options.algorithm))
 
 
 def _reduce(options: argparse.Namespace) -> Report:
@@ -153,16 +158,38 @@ def _reduce(options: argparse.Namespace) -> Report:
 
     return _said(
         mesh_text.reduce_report(
-            options.cluster, options.axes, over=options.over, matrix=options.matrix, nbytes=options.bytes,
-            algorithm=options.algorithm, max_size=options.max_size,
+            options.cluster, options.axes, options.over, options.matrix, options.bytes, options.algorithm, options.max_size
         )
-    )  # fmt: skip
+    )
 
 
 def _tdl(options: argparse.Namespace) -> Report:
-    from shardplan.tdl.coverage import report
+    from shardplan.errors import nearest
+    from shardplan.report.tdl_text import coverage_text, primitive_text
+    from shardplan.tdl.coverage import coverage, sort_primitives
+    from shardplan.tdl.describe import describe
+    from shardplan.tdl.proof import CASES, Drawn
+    from shardplan.tdl.words import words
 
-    return _said(report(options.primitive))
+    if options.primitive is None:
+        found = coverage(examples=options.examples)
+        return Report(coverage_text(found), found, not found["undescribed"] and not found["faults"])
+    known = {entry.name: entry for entry in sort_primitives()}
+    if options.primitive not in known:
+        raise ShardplanError(f"the installed JAX has no primitive {options.primitive!r}{nearest(options.primitive, list(known))}")
+    entry = known[options.primitive]
+    made = {"primitive": entry.name, "kind": entry.kind, "reason": entry.reason}
+    if entry.name in CASES:
+        description = describe(CASES[entry.name](Drawn(0)).call)
+        made |= words(description) if description is not None else {}
+    return Report(primitive_text(made), made)
+
+
+def _write(file: str, text: str) -> None:
+    try:
+        Path(file).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ShardplanError(f"cannot write {file}: {error.strerror}") from error
 
 
 def _said(found: Any) -> Report:
@@ -256,7 +283,8 @@ def _parser() -> argparse.ArgumentParser:
 
     one = _command(commands, "tdl", _tdl, "what the description language covers")
     one.add_argument("primitive", nargs="?", metavar="PRIMITIVE")
-    one.add_argument("--coverage", action="store_true", help="of all primitives of the installed JAX (what is shown without PRIMITIVE)")
+    one.add_argument("--coverage", action="store_true", help="all primitives of the installed JAX, sorted (shown without PRIMITIVE too)")
+    one.add_argument("--examples", type=int, default=0, metavar="N", help="prove each description anew on N drawn cases")
 
     one = _command(commands, "calibrate", _calibrate, "measure this machine for the cost model")
     one.add_argument("-o", "--output", metavar="FILE")
@@ -282,8 +310,8 @@ def _takes_axes(one: argparse.ArgumentParser, *, over_required: bool) -> None:
     one.add_argument("--cluster", required=True, metavar="CLUSTER")
     one.add_argument("--axes", required=True, metavar="SIZES", help='sizes of the mesh axes: "4 16"')
     one.add_argument("--over", required=over_required, metavar="AXES", help='numbers of the axes that are reduced over: "0"')
-    one.add_argument("--bytes", type=_count, default=2**30, metavar="N", help="bytes of each device (1 GiB)")
-    one.add_argument("--algorithm", default="ring", choices=["ring", "tree"])
+    one.add_argument("--bytes", type=_count, required=over_required, metavar="N", help="bytes of each device")
+    one.add_argument("--algorithm", default="auto", choices=["auto", "ring", "tree"])
 
 
 def _takes_target(one: argparse.ArgumentParser) -> None:

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardplan import _jax
 from shardplan.emit.hlo import Measured, measure
 from shardplan.errors import ShardplanError
 
@@ -237,7 +236,7 @@ class _Sharded:
         for n in range(self._loop.steps):
             outs = jax.tree.leaves(self._jitted(*jax.tree.unflatten(self._loop.tree, flat)))
             after.append([_numbers(x) for x in outs])
-            compiled = compiled or _jax.compilations(self._jitted)
+            compiled = compiled or self._jitted.cache_size()
             for path, x, i in zip(self._paths, outs, self._loop.feedback, strict=True):
                 if i is None:
                     continue
@@ -246,7 +245,7 @@ class _Sharded:
                 flat[i] = x
             for i in self._donated - fed:
                 flat[i] = jax.device_put(_array(host[i]), self._shardings[i])
-        self.recompiles = _jax.compilations(self._jitted) - compiled
+        self.recompiles = self._jitted.cache_size() - compiled
         return after
 
     def compiled(self, host: Sequence[Any]) -> tuple[Measured, int]:

@@ -155,7 +155,7 @@ def advance(space: Space, collective: Collective, among: Sequence[Sequence[int]]
         after = space.apply(collective, before)
         if isinstance(after, Clash):
             return Refusal(number, after)
-        if after == before or not any(before):
+        if after == before:  # also where nobody holds anything
             return Refusal(number, Clash(collective, "nothing new", tuple(range(len(group)))))
         for device, state in zip(group, after, strict=True):
             states[device] = state

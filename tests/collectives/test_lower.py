@@ -175,6 +175,22 @@ def test_any_shape(shape: tuple[int, ...]):
     assert np.allclose(got, np.broadcast_to(x.sum(0), x.shape), atol=1e-5)
 
 
+def test_sizes_that_share_no_divisor():
+    """Scattered among three and among two in turn: the data divide by six."""
+    mesh = Mesh(np.array(jax.devices()[:6]), ("a",), axis_types=(AxisType.Auto,))
+    inside, across = "(node, InsideGroup, {})", "(node, Parallel(root), {})"
+    steps = [
+        inside.format("ReduceScatter"),
+        inside.format("AllGather"),
+        across.format("ReduceScatter"),
+        across.format("AllGather"),
+    ]
+    x = np.random.default_rng(0).integers(-9, 9, (6, 7)).astype(np.int32)
+    for shape in ("2x3", "3x2"):
+        got = on(mesh, lambda v, c=shape: all_reduce(v[0], mesh, over="a", program=" ".join(steps), cluster=c)[None])(x)
+        assert np.array_equal(got, np.broadcast_to(x.sum(0), x.shape))
+
+
 def test_all_reduce_takes_trees_and_chooses_by_size():
     mesh = mesh_of((2, 8), parse_matrix("2 4 / 1 2"))
     tree = {"w": np.ones((16, 4, 300), np.float32), "b": [np.arange(16, dtype=np.int32).reshape(16, 1)]}

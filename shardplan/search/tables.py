@@ -33,12 +33,11 @@ class Store:
     _ids: dict[tuple[tuple[int, ...], bytes], int] = field(default_factory=dict[tuple[tuple[int, ...], bytes], int])
 
     def intern(self, costs: Costs) -> tuple[int, int]:
-        """(id, minimum): the table with its minimum subtracted."""
-        low = int(costs.min())
-        if low >= BIG:
-            low = BIG
+        """(id, minimum): the table with its minimum subtracted, infinite entries left infinite."""
+        low = min(int(costs.min()), BIG)
         shifted = np.ascontiguousarray(costs - low)
-        np.minimum(shifted, BIG, out=shifted)
+        if low < BIG:
+            shifted[costs >= BIG] = BIG
         key = (shifted.shape, hashlib.blake2b(shifted.tobytes(), digest_size=16).digest())
         found = self._ids.get(key)
         if found is None:

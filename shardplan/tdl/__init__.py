@@ -7,7 +7,7 @@ operands a partial sum may pass, `shrink` gives the op that is left for one work
 
 from shardplan.tdl import rules as _rules
 from shardplan.tdl.describe import Call, Description, LoopInfo, describe, described, named_call, op, rule
-from shardplan.tdl.index import Affine, Data, FloorDiv, Full, IndexExpr, Interval, Loop, Mod, interval
+from shardplan.tdl.index import Affine, Data, Exact, FloorDiv, Full, IndexExpr, Interval, Loop, Mod, interval
 from shardplan.tdl.language import DATA, And, Max, Min, Opaque, Or, Prod, Sum, TensorRef, apply, equals, where
 from shardplan.tdl.shrink import shrink
 from shardplan.tdl.strategies import Strategy, cut, cuts, linear_sets
@@ -21,6 +21,7 @@ __all__ = [
     "Call",
     "Data",
     "Description",
+    "Exact",
     "FloorDiv",
     "Full",
     "IndexExpr",

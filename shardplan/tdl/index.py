@@ -32,6 +32,14 @@ class FloorDiv:
 
 
 @dataclass(frozen=True, slots=True)
+class Exact:
+    """``inner / by``: there is an element only where ``by`` divides (a dilated operand, the windows that cover an element)."""
+
+    inner: IndexExpr
+    by: int
+
+
+@dataclass(frozen=True, slots=True)
 class Mod:
     """``inner % by``."""
 
@@ -65,7 +73,7 @@ class Data:
     """An index that only the data know: the worker must hold the whole dim."""
 
 
-IndexExpr = Affine | FloorDiv | Mod | Times | Plus | Full | Data
+IndexExpr = Affine | FloorDiv | Exact | Mod | Times | Plus | Full | Data
 
 
 class Loop:
@@ -99,6 +107,9 @@ class Loop:
 
     def __floordiv__(self, by: object) -> Loop:
         return Loop(floordiv(self.expr, _positive(self, by, "//")))
+
+    def __truediv__(self, by: object) -> Loop:
+        return Loop(exact(self.expr, _positive(self, by, "/")))
 
     def __mod__(self, by: object) -> Loop:
         return Loop(mod(self.expr, _positive(self, by, "%")))
@@ -155,6 +166,12 @@ def floordiv(a: IndexExpr, by: int) -> IndexExpr:
     return FloorDiv(a, by)
 
 
+def exact(a: IndexExpr, by: int) -> IndexExpr:
+    """``a / by``, folded where it is affine again."""
+    whole = floordiv(a, by)
+    return Exact(a, by) if isinstance(whole, FloorDiv) else whole
+
+
 def mod(a: IndexExpr, by: int) -> IndexExpr:
     """``a % by``, folded where it is a constant."""
     if by == 1:
@@ -176,6 +193,8 @@ def show(expr: IndexExpr, names: Mapping[int, str] | None = None) -> str:
             return " + ".join(parts)
         case FloorDiv(inner, by):
             return f"({show(inner, names)}) // {by}"
+        case Exact(inner, by):
+            return f"({show(inner, names)}) / {by}"
         case Mod(inner, by):
             return f"({show(inner, names)}) % {by}"
         case Times(inner, by):
@@ -195,7 +214,7 @@ def loops_of(expr: IndexExpr) -> frozenset[int]:
     match expr:
         case Affine():
             return frozenset(v for v, _ in expr.terms)
-        case FloorDiv(inner, _) | Mod(inner, _) | Times(inner, _):
+        case FloorDiv(inner, _) | Exact(inner, _) | Mod(inner, _) | Times(inner, _):
             return loops_of(inner)
         case Plus(left, right):
             return loops_of(left) | loops_of(right)
@@ -235,18 +254,14 @@ def interval(expr: IndexExpr, extents: Mapping[int, int], cut: int, ways: int) -
             if at is None or at.step % by:
                 return None
             return Interval(at.step // by, at.lo // by, at.hi // by)
+        case Exact(inner, by):
+            at = interval(inner, extents, cut, ways)
+            if at is None or at.step % by:
+                return None
+            return Interval(at.step // by, -(-at.lo // by), at.hi // by)
         case Mod(inner, by):
             at = interval(inner, extents, cut, ways)
-            if at is None:
-                return None
-            if at.hi - at.lo >= by - 1:
-                return Interval(0, 0, by - 1)
-            if at.step % by == 0:
-                same = at.lo // by == at.hi // by
-                return Interval(0, at.lo % by, at.hi % by) if same else Interval(0, 0, by - 1)
-            last = at.step * (ways - 1)
-            inside = min(at.lo, at.lo + last) >= 0 and max(at.hi, at.hi + last) < by
-            return at if inside else None
+            return None if at is None else _interval_mod(at, by, ways)
         case Times(inner, by):
             at = interval(inner, extents, cut, ways)
             return None if at is None else Interval(at.step * by, *sorted((at.lo * by, at.hi * by)))
@@ -257,3 +272,15 @@ def interval(expr: IndexExpr, extents: Mapping[int, int], cut: int, ways: int) -
             return Interval(0, 0, 0)
         case _:
             assert_never(expr)
+
+
+def _interval_mod(at: Interval, by: int, ways: int) -> Interval | None:
+    """The remainders of an interval: all of them, the same for every worker, or nothing that wraps around."""
+    if at.hi - at.lo >= by - 1:
+        return Interval(0, 0, by - 1)
+    if at.step % by == 0:
+        same = at.lo // by == at.hi // by
+        return Interval(0, at.lo % by, at.hi % by) if same else Interval(0, 0, by - 1)
+    last = at.step * (ways - 1)
+    inside = min(at.lo, at.lo + last) >= 0 and max(at.hi, at.hi + last) < by
+    return at if inside else None

@@ -153,6 +153,9 @@ def _padded_regions(description: Description, loop: int) -> dict[int, Placement]
     return placements
 
 
+_IDEMPOTENT = ("max", "min", "and", "or")
+
+
 def _contains(tree: lang.Scalar, loop: int) -> bool:
     if isinstance(tree, lang.Reduce) and loop in tree.loops:
         return True
@@ -184,6 +187,12 @@ def _terms_beside(tree: lang.Scalar, loop: int) -> tuple[int, ...] | None:
                         return None
                     beside += [term[0] for term in sorted(terms)]
             return tuple(beside)
+        case lang.Apply("apply", args, name) if name in _IDEMPOTENT:
+            over = [arg for arg in args if _contains(arg, loop)]
+            # the largest of x and of partial maxima: every worker may have x, and counts it once more
+            return _terms_beside(over[0], loop) if len(over) == 1 and _reducer_of(over[0], loop) == name else None
+        case lang.Apply("where", (condition, value, lang.Number(0.0)), _) if not _contains(condition, loop):
+            return _terms_beside(value, loop) if _reducer_of(value, loop) == "sum" else None
         case lang.Apply("neg", (arg,), _):
             return _terms_beside(arg, loop) if _reducer_of(arg, loop) == "sum" else None
         case _:

@@ -12,6 +12,7 @@ from shardplan.errors import DescriptionError
 from shardplan.tdl.index import (
     Affine,
     Data,
+    Exact,
     FloorDiv,
     Full,
     IndexExpr,
@@ -108,6 +109,20 @@ def test_the_interval_of_a_quotient_is_exact(inner: Affine, by: int, extents: tu
         return
     for worker in range(2):
         assert swept(FloorDiv(inner, by), extents, cut, 2, worker) == (at.step * worker + at.lo, at.step * worker + at.hi)
+
+
+@given(affines(), st.integers(2, 4), EXTENTS, st.integers(0, LOOPS - 1))
+def test_the_interval_of_an_exact_quotient_holds_all_that_divides(
+    inner: Affine, by: int, extents: tuple[int, ...], cut: int
+) -> None:
+    at = interval(Exact(inner, by), dict(enumerate(extents)), cut, 2)
+    if extents[cut] % 2 or at is None:
+        return
+    half = extents[cut] // 2
+    for worker in range(2):
+        ranges = [range(worker * half, (worker + 1) * half) if v == cut else range(n) for v, n in enumerate(extents)]
+        seen = [i // by for i in (value(inner, here) for here in product(*ranges)) if i % by == 0]
+        assert all(at.step * worker + at.lo <= i <= at.step * worker + at.hi for i in seen)
 
 
 def test_the_paper_s_shift_reads_two_further() -> None:

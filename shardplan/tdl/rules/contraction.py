@@ -59,7 +59,7 @@ def _convolution(call: Call, x: TensorRef, kernel: TensorRef) -> Lambda:
             at_x[x_dims[1]] = c if features == 1 else (o // per_group) * extents[0] + c
             at_k[k_dims[0]], at_k[k_dims[1]] = o, c
             for n, (stride, wide, (lo, _), apart) in enumerate(steps):
-                at_x[x_dims[2 + n]] = (place[n] * int(stride) + w[n] * int(wide) - int(lo)) // int(apart)
+                at_x[x_dims[2 + n]] = (place[n] * int(stride) + w[n] * int(wide) - int(lo)) / int(apart)
                 at_k[k_dims[2 + n]] = w[n]
             return x[tuple(at_x)] * kernel[tuple(at_k)]
 

@@ -125,7 +125,7 @@ def _scatter(call: Call, x: TensorRef, indices: TensorRef, updates: TensorRef) -
             case "scatter-mul":
                 return apply("mul", x[i], combined)
             case _:
-                return apply(call.primitive, x[i], combined)
+                return apply(call.primitive.removeprefix("scatter-"), x[i], combined)
 
     def _known(d: int) -> bool:
         if d in batching:

@@ -107,7 +107,7 @@ def _pad(call: Call, x: TensorRef, value: TensorRef) -> Lambda:
     lone = [d for d, n in enumerate(x.shape) if n == 1 and call.results[0][d] > 1]  # one element among padding is no broadcast
     return lambda *i: where(
         held(*(i[d] for d in lone)),
-        x[tuple((loop - int(lo)) // (int(gap) + 1) for loop, (lo, _, gap) in zip(i, config, strict=True))],
+        x[tuple((loop - int(lo)) / (int(gap) + 1) for loop, (lo, _, gap) in zip(i, config, strict=True))],
         value[()],
     )
 
@@ -115,6 +115,8 @@ def _pad(call: Call, x: TensorRef, value: TensorRef) -> Lambda:
 @rule("concatenate")
 def _concatenate(call: Call, *operands: TensorRef) -> Lambda:
     along = int(call.params["dimension"])
+    if len(operands) == 1:
+        return lambda *i: operands[0][i]
 
     def element(*i: Any) -> Scalar:
         parts = [x[tuple(_ALL if d == along else loop for d, loop in enumerate(i))] for x in operands]

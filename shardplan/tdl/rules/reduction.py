@@ -80,7 +80,7 @@ def window_index(params: Any, i: tuple[Any, ...], w: tuple[Any, ...]) -> tuple[A
     ones = (1,) * len(i)
     base, wide = params.get("base_dilation") or ones, params.get("window_dilation") or ones
     return tuple(
-        (i[d] * int(params["window_strides"][d]) + w[d] * int(wide[d]) - int(params["padding"][d][0])) // int(base[d])
+        (i[d] * int(params["window_strides"][d]) + w[d] * int(wide[d]) - int(params["padding"][d][0])) / int(base[d])
         for d in range(len(i))
     )
 
@@ -143,7 +143,7 @@ def _select_and_scatter_add(call: Call, source: TensorRef, x: TensorRef) -> Lamb
 
         def term(*w: Any) -> Scalar:
             """``w`` is where the element lies in a window that covers it, and where that window's extreme lies."""
-            windows = [(loop + lo - at) // s for loop, lo, at, s in zip(i, low, w, strides, strict=False)]
+            windows = [(loop + lo - at) / s for loop, lo, at, s in zip(i, low, w, strides, strict=False)]
             extremes = [o * s + at - lo for o, s, at, lo in zip(windows, strides, w[len(i) :], low, strict=True)]
             return given(held(*w, *far) + x[tuple(extremes)], source[tuple(windows)])
 

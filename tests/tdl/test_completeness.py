@@ -1,0 +1,161 @@
+"""No valid cut is missed: brute force over (operand splits, result split or partial) finds none that the analysis does not offer.
+
+``incomplete.txt`` beside this file lists the exceptions, each with a reason from a closed list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from shardplan.ir import Partial, Placement, Replicated, Split
+from shardplan.tdl import Call, Strategy, cuts, describe, shrink
+from shardplan.tdl.coverage import sort_primitives
+from shardplan.tdl.localize import evaluate
+from shardplan.tdl.proof import CASES, Drawn
+from shardplan.tdl.verify import join, regions
+
+REASONS = ("data-dependent region", "non-affine index", "strided placement")
+FOUND = Path(__file__).parent / "incomplete.txt"
+WAYS = 2
+
+PROVEN = [entry.name for entry in sort_primitives() if entry.kind in ("described", "opaque")]
+QUICK = [
+    "add", "argmax", "broadcast_in_dim", "clamp", "concatenate", "conv_general_dilated", "cumsum", "dot_general", "dynamic_slice",
+    "dynamic_update_slice", "gather", "pad", "ragged_dot_general", "reduce_max", "reduce_sum", "reduce_window_max", "reshape", "rev",
+    "scatter", "scatter-add", "scatter-max", "select_and_scatter_add", "select_n", "slice", "sort", "split", "stack", "top_k",
+    "transpose", "triangular_solve",
+]  # fmt: skip
+
+
+def listed() -> dict[str, str]:
+    """The exceptions: primitive and cut, and why."""
+    lines = [line for line in FOUND.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
+    return {what.strip(): why.strip() for what, why in (line.rsplit(";", 1) for line in lines)}
+
+
+def splits(shape: Sequence[int]) -> list[Placement]:
+    return [Replicated(), *(Split(d) for d, n in enumerate(shape) if n % WAYS == 0)]
+
+
+def joins(shape: Sequence[int], dtype: str) -> list[Placement]:
+    reducers = ("and", "or") if dtype == "bool" else ("sum", "prod", "max", "min")
+    partial = [] if dtype.startswith("key") else [Partial(r) for r in reducers]
+    return [*(Split(d) for d, n in enumerate(shape) if n % WAYS == 0), *partial]
+
+
+def candidates(call: Call) -> Iterator[tuple[tuple[Placement, ...], tuple[Placement, ...]]]:
+    """All pairs with some operand split; where there are several results, they are joined alike or each in its own way."""
+    for operands in product(*map(splits, call.operands)):
+        if any(isinstance(p, Split) for p in operands):
+            for results in product(*map(joins, call.results, call.result_dtypes)):
+                yield operands, results
+
+
+def holds(call: Call, operands: Sequence[Any], whole: Sequence[Any], strategy: Strategy) -> bool:
+    """Whether the primitive on the plain blocks gives the whole; what it refuses does not."""
+    rng = np.random.default_rng(0)
+    local = shrink(call, strategy)
+    given = [regions(x, p, WAYS, "zero", operands, rng) for x, p in zip(operands, strategy.operands, strict=True)]
+    try:
+        shaped = jax.eval_shape(lambda *ops: evaluate(local, ops), *(g[0] for g in given))
+        if tuple(tuple(s.shape) for s in shaped) != local.results:
+            return False
+        parts = [evaluate(local, [g[w] for g in given]) for w in range(WAYS)]
+    except (TypeError, ValueError, AssertionError, ZeroDivisionError, NotImplementedError, IndexError):
+        return False
+    return all(
+        close(join([np.asarray(part[n]) for part in parts], placement), np.asarray(want))
+        for n, (placement, want) in enumerate(zip(strategy.results, whole, strict=True))
+    )
+
+
+def close(got: Any, want: Any) -> bool:
+    if got.shape != want.shape:
+        return False
+    if not jnp.issubdtype(want.dtype, jnp.inexact):
+        return bool(np.array_equal(got, want))
+    return bool(np.allclose(got.astype(np.complex128), want.astype(np.complex128), rtol=3e-2, atol=1e-3, equal_nan=True))
+
+
+def unoffered(name: str, seed: int) -> list[str]:
+    """The valid cuts of one case that the analysis does not offer."""
+    case = CASES[name](Drawn(seed))
+    call, operands = case.call, [x if str(x.dtype).startswith("key") else np.asarray(x) for x in case.operands]
+    if any(t.startswith("key") for t in (*call.dtypes, *call.result_dtypes)) or not call.operands:
+        return []
+    if np.prod([1 + len(s) for s in (*call.operands, *call.results)]) > 2000:
+        return []
+    description = describe(call)
+    assert description is not None
+    offered = {(plain(s.operands), s.results) for s in cuts(description, WAYS)}
+    whole = evaluate(call, operands)
+    if all(np.asarray(w).size < 2 or np.unique(np.asarray(w)).size == 1 for w in whole):
+        return []  # too little of a result to tell cuts apart
+    found: list[str] = []
+    for places, results in candidates(call):
+        if (places, results) in offered or weaker(places, results, offered):
+            continue
+        if holds(call, operands, whole, Strategy(0, WAYS, places, results)) and lasting(name, call, places, results):
+            found.append(f"{name}: {shown(places)} -> {shown(results)}")
+    return found
+
+
+def plain(places: Sequence[Placement]) -> tuple[Placement, ...]:
+    return tuple(Split(p.dim) if isinstance(p, Split) else Replicated() if isinstance(p, Partial) else p for p in places)
+
+
+def weaker(places: Sequence[Placement], results: Sequence[Placement], offered: set[Any]) -> bool:
+    """Whether an offered cut gives the same and asks no operand to be split that this one has whole."""
+    return any(r == results and all(a in (b, Replicated()) for a, b in zip(o, places, strict=True)) for o, r in offered)
+
+
+def lasting(name: str, call: Call, places: tuple[Placement, ...], results: tuple[Placement, ...]) -> bool:
+    """Whether the cut holds for other operands too: one draw may agree by accident."""
+    from shardplan.tdl.verify import draw
+
+    rng = np.random.default_rng(1)
+    for _ in range(3):
+        operands = [np.asarray(x) for x in draw(call, rng, high=9)]
+        whole = evaluate(call, operands)
+        if not holds(call, operands, whole, Strategy(0, WAYS, places, results)):
+            return False
+    return True
+
+
+def shown(places: Sequence[Placement]) -> str:
+    def one(p: Placement) -> str:
+        match p:
+            case Split(dim, _):
+                return f"split {dim}"
+            case Partial(reducer):
+                return f"partial {reducer}"
+            case _:
+                return "whole"
+
+    return ", ".join(map(one, places))
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_brute_force_finds_no_other_cut(name: str) -> None:
+    known = listed()
+    assert [cut for seed in (1, 2) for cut in unoffered(name, seed) if cut not in known] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROVEN)
+def test_brute_force_finds_no_other_cut_on_more_cases(name: str) -> None:
+    known = listed()
+    assert [cut for seed in range(20) for cut in unoffered(name, seed) if cut not in known] == []
+
+
+def test_every_exception_has_a_reason() -> None:
+    for what, why in listed().items():
+        assert why in REASONS, what

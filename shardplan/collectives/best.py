@@ -34,13 +34,12 @@ def best_reduction(network: Network, over: Sequence[int], nbytes: float) -> tupl
     key = ("best_reduction", frozenset(over))
     if key not in network.memo:
         levels = entries(network, over)
-        network.memo[key] = table(network, over, algorithm="emitted") if len(levels) <= DEEPEST_TABLE else {}
-    known: Table | dict[float, tuple[float, Reduction]] = network.memo[key]
-    if isinstance(known, Table):
-        return known.best(nbytes)
-    if nbytes not in known:
-        known[nbytes] = search(network, over, nbytes, algorithm="emitted")
-    return known[nbytes]
+        network.memo[key] = (table(network, over, algorithm="emitted") if len(levels) <= DEEPEST_TABLE else None, {})
+    known: tuple[Table | None, dict[float, tuple[float, Reduction]]] = network.memo[key]
+    priced, found = known
+    if nbytes not in found:
+        found[nbytes] = priced.best(nbytes) if priced else search(network, over, nbytes, algorithm="emitted")
+    return found[nbytes]
 
 
 def search(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from shardplan.collectives.hierarchies import Lowered, hierarchy, programs
+from shardplan.collectives.hierarchies import Letter, Lowered, hierarchy, programs
 from shardplan.mesh import Matrix
 from shardplan.mesh.matrix import parse
 
+LETTERS: tuple[Letter, ...] = ("a", "b", "c", "d")
 # one reduced axis; up to 8 devices
 SYSTEMS = [
     ("2 / 2", 1),
@@ -43,7 +44,7 @@ def everywhere(matrix: Matrix, axis: int, program: Lowered) -> bool:
 @pytest.mark.parametrize(("text", "axis"), SYSTEMS)
 def test_each_hierarchy_expresses_the_one_before(text: str, axis: int):
     matrix = parse(text)
-    a, b, c, d = (programs(matrix, hierarchy(matrix, letter, [axis]), [axis], 4) for letter in "abcd")
+    a, b, c, d = (programs(matrix, hierarchy(matrix, letter, [axis]), [axis], 4) for letter in LETTERS)
     assert a <= b <= c
     assert {p for p in c if everywhere(matrix, axis, p)} <= d
     assert d
@@ -52,7 +53,7 @@ def test_each_hierarchy_expresses_the_one_before(text: str, axis: int):
 def test_a_broadcast_in_one_reduction_group_alone_escapes_the_last_step_of_the_theorem():
     """Lemma B.6 argues about reductions: a Broadcast among masters that another one repeats for everybody is right as well."""
     matrix = parse("2 2 / 1 2")
-    c, d = (programs(matrix, hierarchy(matrix, letter, [0]), [0], 3) for letter in "cd")
+    c, d = (programs(matrix, hierarchy(matrix, letter, [0]), [0], 3) for letter in LETTERS[2:])
     extra = c - d
     assert extra
     for program in extra:

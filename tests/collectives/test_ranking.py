@@ -15,6 +15,7 @@ from shardplan.collectives.ranking import entries, payloads, shape_of
 from shardplan.collectives.states import Space
 from shardplan.cost import Network
 from shardplan.mesh import Cluster, Interconnect, Level, factors
+from shardplan.mesh.cluster import Kind
 
 DEVICE = Cluster.load("8").device
 NAMES = ("node", "gpu")
@@ -26,12 +27,12 @@ MASTERS = parse("(node, InsideGroup, Reduce) (node, Master(root), AllReduce) (no
 def networks(draw: st.DrawFn, *, deepest: int = 3) -> Network:
     levels: list[Level] = []
     for i in range(draw(st.integers(1, deepest))):
-        kind = draw(st.sampled_from(["switch", "switch", "ring", "bus"]))
+        kind: Kind = draw(st.sampled_from(["switch", "switch", "ring", "bus"]))
         also = Interconnect("also", 1, draw(st.floats(1e9, 1e11)), 1e-6) if kind == "ring" and draw(st.booleans()) else None
         size, speed = draw(st.integers(2, 4)), 10 ** draw(st.floats(9, 11.5))
         rails = draw(st.integers(1, 4)) if kind == "switch" else 1
         efficiency = draw(st.floats(0.5, 1.2)), draw(st.floats(0.5, 1.2))
-        levels.append(Level(f"l{i}", size, speed, draw(st.floats(1e-7, 1e-4)), kind, rails, *efficiency, also))
+        levels.append(Level(f"l{i}", size, speed, draw(st.floats(1e-7, 1e-4)), kind, rails, efficiency[0], efficiency[1], also))
     cluster = Cluster("drawn", tuple(levels), DEVICE)
     return Network(cluster, factors(cluster))
 

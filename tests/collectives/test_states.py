@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,7 +50,7 @@ def test_rules_refuse_what_breaks_them_with_the_reason(collective: Collective, s
     assert why in result
 
 
-def literal(collective: Collective, s: np.ndarray) -> np.ndarray | None:
+def literal(collective: Collective, s: Any) -> Any:
     """Figure 8 word for word on boolean matrices [devices, chunk, contributor]; None where a premise fails."""
     n = len(s)
     rows = s.any(axis=2)

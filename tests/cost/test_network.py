@@ -16,6 +16,7 @@ from shardplan.cost import Network, wire_bytes
 from shardplan.cost.network import Collective, _all_to_all, binary_tree, binomial_rounds
 from shardplan.errors import ClusterError
 from shardplan.mesh import Cluster, Interconnect, Level, factors
+from shardplan.mesh.cluster import Kind
 
 DEVICE = Cluster.load("8").device
 KINDS: tuple[Collective, ...] = get_args(Collective)
@@ -33,7 +34,7 @@ def networks(draw: st.DrawFn) -> Network:
     splits: dict[str, tuple[int, ...]] = {}
     for i in range(draw(st.integers(1, 3))):
         parts = draw(st.lists(st.integers(1, 3), min_size=1, max_size=2))
-        kind = draw(st.sampled_from(["switch", "switch", "ring", "bus"]))
+        kind: Kind = draw(st.sampled_from(["switch", "switch", "ring", "bus"]))
         also = Interconnect("also", 2, draw(st.floats(1, 9)), 0.5) if kind == "ring" and draw(st.booleans()) else None
         rails = draw(st.integers(1, 3)) if kind == "switch" else 1
         level = Level(f"l{i}", math.prod(parts), draw(st.floats(1.0, 9.0)), draw(st.floats(0, 3)), kind, rails, also=also)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from shardplan.errors import ClusterError
 from shardplan.mesh import Cluster, Device, Interconnect, Level, preset_names
+from shardplan.mesh.cluster import Kind
 
 GOOD = Cluster.load("dgx-h100:4").to_toml()
 positive = st.floats(min_value=1e-12, max_value=1e18, allow_nan=False)
@@ -23,11 +24,11 @@ names = st.text(min_size=1, max_size=12)
 def clusters(draw: st.DrawFn) -> Cluster:
     levels: list[Level] = []
     for name in draw(st.lists(names, min_size=1, max_size=4, unique=True)):
-        kind = draw(st.sampled_from(["switch", "ring", "bus"]))
+        kind: Kind = draw(st.sampled_from(["switch", "ring", "bus"]))
         also = draw(st.none() | st.builds(Interconnect, names, st.integers(1, 9), positive, positive)) if kind == "ring" else None
         rails = draw(st.integers(1, 8)) if kind == "switch" else 1
         speeds = [draw(positive) for _ in range(4)]
-        level = Level(name, draw(st.integers(1, 64)), speeds[0], speeds[1], kind, rails, *speeds[2:], also)
+        level = Level(name, draw(st.integers(1, 64)), speeds[0], speeds[1], kind, rails, speeds[2], speeds[3], also)
         levels.append(level)
     peaks = draw(st.dictionaries(names, positive, min_size=1, max_size=3))
     device = Device(

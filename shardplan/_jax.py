@@ -95,3 +95,21 @@ def bind(primitive: str, operands: Sequence[Any], params: Mapping[str, Any]) -> 
 def compilations(jitted: Any) -> int:
     """How many programs a jitted function holds: one for each shape, dtype and sharding that it was called with."""
     return jitted._cache_size()
+
+
+@cache
+def _compiled() -> list[str]:
+    """One entry for each program that this process compiles from the first call on; a listener cannot be taken away again."""
+    log: list[str] = []
+
+    def listen(event: str, _duration_s: float, **_: Any) -> None:
+        if event.endswith("/backend_compile_duration"):
+            log.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    return log
+
+
+def programs_compiled() -> int:
+    """A count that grows by one with each program compiled: only differences mean something."""
+    return len(_compiled())

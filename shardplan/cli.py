@@ -201,15 +201,12 @@ def _said(found: Any) -> Report:
 
 def _planned(options: argparse.Namespace, *, concrete: bool = False, file: str | None = None) -> tuple[Any, Callable[..., Any], tuple[Any, ...]]:
     """(plan, step, args) of a TARGET; the plan is read from a file where one is given."""
-    from shardplan.mesh import Cluster
     from shardplan.target import load_target, read_options, read_pins, simulate
 
     pins = read_pins(options.pin)
-    cluster = Cluster.load(options.cluster) if options.cluster else None
-    if cluster is None and file is None:
-        raise ShardplanError("--cluster is missing: a preset (shardplan mesh list), a TOML file or a shape such as 2x4")
+    cluster = _cluster(options.cluster, file)
     # before the factory makes arrays: no device of this machine is touched
-    simulate(math.prod(level.size for level in cluster.levels) if cluster and concrete else 1)
+    simulate(math.prod(level.size for level in cluster.levels) if concrete else 1)
     step, args = load_target(options.target, read_options(options.set), concrete=concrete)
     if file is not None:
         return _loaded(file, step, args, cluster), step, args
@@ -224,11 +221,23 @@ def _planned(options: argparse.Namespace, *, concrete: bool = False, file: str |
     return made, step, args
 
 
+def _cluster(given: str | None, file: str | None) -> Any:
+    """The cluster that is named, else that of the plan file."""
+    from shardplan.api import read_plan_file
+    from shardplan.mesh import Cluster
+
+    if given is not None:
+        return Cluster.load(given)
+    if file is None:
+        raise ShardplanError("--cluster is missing: a preset (shardplan mesh list), a TOML file or a shape such as 2x4")
+    return Cluster.from_toml(str(read_plan_file(file).get("cluster", "")), source=f"{file}: cluster")
+
+
 def _loaded(file: str, step: Callable[..., Any], args: Sequence[Any], cluster: Any) -> Any:
     from shardplan.api import load
 
     made = load(file, step, *args)
-    if cluster is not None and cluster.fingerprint() != made.cluster.fingerprint():
+    if cluster.fingerprint() != made.cluster.fingerprint():
         raise PlanFileError(f"{file}: the plan was made for the cluster {made.cluster.name}, not for {cluster.name}; plan it anew")
     return made
 

@@ -33,7 +33,10 @@ def simulate(count: int) -> list[Any]:
     # JAX refuses these settings once a backend runs; then what is there has to do
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", count)
+        if count > 1:
+            jax.config.update("jax_num_cpu_devices", count)
+    if count == 1:
+        return []  # nothing is run: no backend is started
     found = jax.devices("cpu")
     if len(found) < count:
         raise DeviceError(f"{count} simulated devices are needed and JAX already runs with {len(found)}: start a new process")

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardplan import _jax
 from shardplan.emit.hlo import Measured, measure
 from shardplan.errors import ShardplanError
 
@@ -231,12 +232,13 @@ class _Sharded:
     def run(self, host: Sequence[Any]) -> list[list[np.ndarray]]:
         flat = self.put(host)
         after: list[list[np.ndarray]] = []
-        compiled = 0
         fed = {i for i in self._loop.feedback if i is not None}
         for n in range(self._loop.steps):
-            outs = jax.tree.leaves(self._jitted(*jax.tree.unflatten(self._loop.tree, flat)))
+            args = jax.tree.unflatten(self._loop.tree, flat)
+            before = _jax.programs_compiled()
+            outs = jax.tree.leaves(self._jitted(*args))
+            self.recompiles += (_jax.programs_compiled() - before) if n else 0
             after.append([_numbers(x) for x in outs])
-            compiled = compiled or self._jitted.cache_size()
             for path, x, i in zip(self._paths, outs, self._loop.feedback, strict=True):
                 if i is None:
                     continue
@@ -245,7 +247,6 @@ class _Sharded:
                 flat[i] = x
             for i in self._donated - fed:
                 flat[i] = jax.device_put(_array(host[i]), self._shardings[i])
-        self.recompiles = self._jitted.cache_size() - compiled
         return after
 
     def compiled(self, host: Sequence[Any]) -> tuple[Measured, int]:

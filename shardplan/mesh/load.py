@@ -37,6 +37,8 @@ def load(spec: str | PathLike[str] | Cluster) -> Cluster:
         return from_shape(tuple(int(n) for n in spec.split("x")))
     if spec.endswith(".toml") or "/" in spec or "\\" in spec:
         return _load_file(Path(spec))
+    if spec.split(":")[0] not in preset_names() and Path(spec).is_file():
+        return _load_file(Path(spec))
     return _load_preset(spec)
 
 

@@ -80,11 +80,14 @@ def test_a_shape_is_h100s_with_nvswitch_below_infiniband():
     assert Cluster.load("2x2x2x2x2").size == 32
 
 
-def test_a_path_a_string_and_a_cluster_all_load(tmp_path: Path):
+def test_a_path_a_string_and_a_cluster_all_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / "mine.toml"
     path.write_text(GOOD)
     assert Cluster.load(path) == Cluster.load(str(path)) == Cluster.load("dgx-h100:4")
     assert Cluster.load(Cluster.load("2x4")) == Cluster.load("2x4")
+    (tmp_path / "plain").write_text(GOOD)
+    monkeypatch.chdir(tmp_path)
+    assert Cluster.load("plain") == Cluster.load("mine.toml") == Cluster.load("dgx-h100:4")
 
 
 def test_equal_clusters_and_only_those_have_equal_fingerprints():

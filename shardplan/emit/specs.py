@@ -13,7 +13,7 @@ XLA cannot reuse the first copy.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -231,8 +231,11 @@ class SpecsEmitter:
         give, stored = use.gives[r], use.stored[r]
         if stored is None:
             return value
-        if give.partial or give == stored:
+        if give == stored:
             return self.constrain(value, stored)
+        if give.partial:
+            # reduced first, then cut: asked for both at once, XLA takes another axis of the same size and permutes
+            return self.constrain(self.constrain(value, replace(give, partial=())), stored)
         tensor_bytes = int(np.prod(value.shape)) * value.dtype.itemsize
         return self.move(self.constrain(value, give), tuple(value.shape), tensor_bytes, give, stored)
 

@@ -1,110 +1,188 @@
 """Baselines: the shardings that people use today, as restrictions of the same problem.
 
-A baseline says how arguments lie and what weights are computed in; what it does not say is completed optimally, in the same
-tables, so that a
-plan is compared with the best version of each.
+A baseline says how arguments lie and how weights and activations are computed with: activations split along the batch over its
+data factors and along no dim that comes with the data over its tensor factors, weights split over these by the rule of Megatron,
+every op cut where its operands are. What it does not say is completed optimally, in the same tables, so that a plan is compared
+with the best version of each, and each moves the bytes that its name stands for.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardplan.search.coarsen import FREE
-from shardplan.search.problem import Domain, Problem
+from shardplan.cost import compute
+from shardplan.search.coarsen import FREE, Variable
+from shardplan.search.examples import Examples, follow
+from shardplan.search.graph import Node
+from shardplan.search.megatron import sides
+from shardplan.search.options import Cuts
+from shardplan.search.pricing import Domain
+from shardplan.search.problem import Limits, Problem
+from shardplan.tdl import Description, cut
+from shardplan.tdl.index import loops_of
+
+Dims = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Restriction:
-    """A named restriction: a domain for each variable; ``regather``: no forward copy of a weight is kept for the backward
-    pass.
+    """A named restriction: a domain for each variable, and for each op the loops that it may cut.
+
+    ``regather``: no forward copy of a weight is kept for the backward pass.
     """
 
     name: str
     domains: tuple[Domain, ...]
+    limits: Limits
     regather: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Recipe:
+    """Batch split over ``data``; optimizer state over ``zero``; all state over ``shard``; matrix weights over ``tensor``."""
+
+    name: str
+    data: tuple[int, ...] = ()
+    zero: tuple[int, ...] = ()
+    shard: tuple[int, ...] = ()
+    tensor: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Habits:
+    """What people look at: which dims come with the data, and which side of a matrix to cut."""
+
+    examples: Examples
+    sides: Mapping[int, frozenset[int]]
 
 
 def baselines(problem: Problem) -> tuple[Restriction, ...]:
     """All baselines that exist on these factors; one whose batch or weights do not divide is left out."""
-    m = len(problem.sizes)
-    everything = tuple(range(m))
-    found: list[Restriction | None] = [
-        _make(problem, "replicated"),
-        _make(problem, "data parallel", data=everything),
-        _make(problem, "ZeRO-1", data=everything, zero=everything),
-        _make(problem, "FSDP", data=everything, shard=everything),
-        _make(problem, "tensor parallel", tensor=everything),
-    ]
-    for i in range(1, m):
-        slow, fast = everything[:i], everything[i:]
-        suffix = (
-            ""
-            if m == 2
-            else f" ({'x'.join(str(problem.sizes[f]) for f in slow)} | {'x'.join(str(problem.sizes[f]) for f in fast)})"
-        )
-        found.append(_make(problem, f"data x tensor parallel{suffix}", data=slow, tensor=fast))
-        found.append(_make(problem, f"FSDP x tensor parallel{suffix}", data=slow, shard=slow, tensor=fast))
+    graph = problem.graph
+    state = {i for i in graph.feedback if i is not None}
+    given = [t for i, t in enumerate(graph.inputs) if i not in state and problem.coarse.of[t] != FREE]
+    habits = _Habits(follow(graph, given), sides(graph, problem.coarse))
+    found = [_make(problem, habits, recipe) for recipe in _recipes(problem.sizes)]
     return tuple(f for f in found if f is not None)
 
 
-def _make(
-    problem: Problem,
-    name: str,
-    *,
-    data: Sequence[int] = (),
-    zero: Sequence[int] = (),
-    shard: Sequence[int] = (),
-    tensor: Sequence[int] = (),
-) -> Restriction | None:
-    """Batch split over ``data``; optimizer state over ``zero``; all state over ``shard``; matrix weights over ``tensor``."""
+def _recipes(sizes: Sequence[int]) -> list[_Recipe]:
+    every = tuple(range(len(sizes)))
+    found = [
+        _Recipe("replicated"),
+        _Recipe("data parallel", data=every),
+        _Recipe("ZeRO-1", data=every, zero=every),
+        _Recipe("FSDP", data=every, shard=every),
+        _Recipe("tensor parallel", tensor=every),
+    ]
+    for i in range(1, len(sizes)):
+        slow, fast = every[:i], every[i:]
+        parts = " | ".join("x".join(str(sizes[f]) for f in part) for part in (slow, fast))
+        suffix = "" if len(sizes) == 2 else f" ({parts})"
+        found.append(_Recipe(f"data x tensor parallel{suffix}", data=slow, tensor=fast))
+        found.append(_Recipe(f"FSDP x tensor parallel{suffix}", data=slow, shard=slow, tensor=fast))
+    return found
+
+
+def _make(problem: Problem, habits: _Habits, recipe: _Recipe) -> Restriction | None:
     graph, coarse = problem.graph, problem.coarse
     domains = list(problem.domains)
     state = {i for i in graph.feedback if i is not None}
+    said: set[int] = set()
     split_batch = False
-    weights: set[int] = set()
     for i, t in enumerate(graph.inputs):
         v = coarse.of[t]
         if v == FREE:
             continue
-        if i not in state:
-            if t in coarse.parameters or i not in state:
-                domain = _keep(problem, v, domains[v], lambda dims: _batch(dims, tuple(data)))
-                if not domain:
-                    domain = _keep(problem, v, domains[v], lambda dims: not any(dims))
-                else:
-                    split_batch = split_batch or bool(data)
-                domains[v] = domain
-            continue
-        if t in coarse.parameters and _is_matrix(problem, v):
-            weights.add(v)
-        over = tuple(sorted({*shard, *(zero if t not in coarse.parameters else ())}))
-        along = tuple(tensor) if v in weights and t in coarse.parameters else ()
-        domains[v] = _state(problem, v, domains[v], over, along, loose=tuple(tensor) if not along else ())
-        if along and not domains[v]:
-            return None
-    if data and not split_batch:
+        said.add(v)
+        if i in state:
+            found = _state(problem, v, domains[v], recipe, habits.sides.get(t), parameter=t in coarse.parameters)
+            if not found:
+                return None
+            domains[v] = found
+        else:
+            batch = _keep(problem, v, domains[v], lambda dims: _batch(dims, recipe.data))
+            split_batch = split_batch or bool(batch and recipe.data)
+            domains[v] = batch or _keep(problem, v, domains[v], lambda dims: not any(dims))
+    if recipe.data and not split_batch:
         return None
     for variable in coarse.variables:
-        if variable.kind == "stored" or variable.tensors[0] not in coarse.weights:
+        if variable.id not in said:
+            wanted = _inside(problem, habits, recipe, variable)
+            domains[variable.id] = _keep(problem, variable.id, domains[variable.id], wanted) or domains[variable.id]
+    return Restriction(recipe.name, tuple(domains), _limits(problem, habits, recipe), regather=bool(recipe.shard))
+
+
+def _limits(problem: Problem, habits: _Habits, recipe: _Recipe) -> Limits:
+    """Over a data factor an op cuts its batch; over a tensor factor its weight, or loops that are not the data's."""
+    found: dict[int, Cuts] = {}
+    for n in problem.coarse.joins:
+        node = problem.graph.nodes[n]
+        description = node.signature.description
+        if description is None:
             continue
-        root = variable.of
-        matrix = bool(tensor) and _is_matrix(problem, root)
-        allowed = _keep(
-            problem, variable.id, domains[variable.id], lambda dims, matrix=matrix: _computed(dims, tuple(tensor), matrix)
-        )
-        if allowed:
-            domains[variable.id] = allowed
-    return Restriction(name, tuple(domains), regather=bool(shard))
+        every = frozenset(range(len(description.loops))) | {-1}
+        batch, data = habits.examples.loops(node)
+        weight = _weight_loops(problem, habits, node)
+        cuts: list[frozenset[int]] = []
+        for f, size in enumerate(problem.sizes):
+
+            def legal(loops: frozenset[int], size: int = size, description: Description = description) -> frozenset[int]:
+                return frozenset(v for v in loops if cut(description, v, size, pad=True) is not None)
+
+            if f in recipe.data:
+                cuts.append((legal(batch) or frozenset({-1})) if batch else every)
+            elif f in recipe.tensor:
+                cuts.append(legal(weight) or every - data)
+            else:
+                cuts.append(frozenset({-1}))
+        found[n] = tuple(cuts)
+    return found
 
 
-def _keep(problem: Problem, v: int, domain: Domain, wanted: Callable[[tuple[tuple[int, ...], ...]], bool]) -> Domain:
+def _weight_loops(problem: Problem, habits: _Habits, node: Node) -> frozenset[int]:
+    """The loops that index the dims of a product's weight that Megatron cuts; none where the op reads no such weight."""
+    description = node.signature.description
+    if description is None or not compute.is_contraction(description):
+        return frozenset()
+    loops: set[int] = set()
+    for operand, indices in description.accesses:
+        dims = habits.sides.get(node.inputs[operand], frozenset[int]()) if node.inputs[operand] >= 0 else frozenset[int]()
+        for dim in sorted(dims):
+            loops |= loops_of(indices[dim])
+    return frozenset(loops)
+
+
+def _inside(problem: Problem, habits: _Habits, recipe: _Recipe, variable: Variable) -> Callable[[Dims], bool]:
+    """Which layouts a value inside the step may have: a copy of a weight, an activation, or anything else."""
+    coarse = problem.coarse
+    if not recipe.data and not recipe.tensor:
+        return lambda dims: not any(dims)
+    if variable.kind != "stored" and variable.tensors[0] in coarse.weights:
+        matrix = bool(recipe.tensor) and _is_matrix(problem, variable.of)
+        side = habits.sides.get(variable.tensors[0])
+        return lambda dims: _computed(dims, recipe.tensor, side) if matrix else _used(dims) <= set(recipe.tensor)
+    examples = habits.examples
+    batch = next((examples.batch[t] for t in variable.tensors if examples.batch[t] is not None), None)
+    data = frozenset[int]().union(*(examples.data[t] for t in variable.tensors))
+    over = set(recipe.data)
+
+    def wanted(dims: Dims) -> bool:
+        if any(set(recipe.tensor) & set(dims[d]) for d in data):
+            return False
+        return batch is None or all((over & set(fs)) == (over if d == batch else set()) for d, fs in enumerate(dims))
+
+    return wanted
+
+
+def _keep(problem: Problem, v: int, domain: Domain, wanted: Callable[[Dims], bool]) -> Domain:
     space = problem.resharder.space(len(problem.coarse.variables[v].shape))
     return tuple(s for s in domain if wanted(space.states[s][0][:-1]))
 
 
-def _batch(dims: tuple[tuple[int, ...], ...], over: tuple[int, ...]) -> bool:
+def _batch(dims: Dims, over: tuple[int, ...]) -> bool:
     return dims[0] == over and not any(dims[1:])
 
 
@@ -112,31 +190,42 @@ def _is_matrix(problem: Problem, v: int) -> bool:
     return len([d for d in problem.coarse.variables[v].shape if d > 1]) >= 2
 
 
-def _state(
-    problem: Problem, v: int, domain: Domain, over: tuple[int, ...], along: tuple[int, ...], *, loose: tuple[int, ...]
-) -> Domain:
-    """Layouts that split exactly ``over`` and ``along`` (``loose`` factors may or may not be used); the nearest that divides."""
+def _state(problem: Problem, v: int, domain: Domain, recipe: _Recipe, side: frozenset[int] | None, *, parameter: bool) -> Domain:
+    """Layouts of a parameter or of optimizer state: over ``shard`` (and ``zero``) and, a matrix in use, ``tensor``.
+
+    Exactly that, each of the two groups along one dim, as one would write it by hand; else the nearest that divides. Vectors, and
+    the moments of a matrix, may be split over ``tensor`` or not. Empty where a matrix divides by no tensor factor.
+    """
     space = problem.resharder.space(len(problem.coarse.variables[v].shape))
+    over = {*recipe.shard, *(recipe.zero if not parameter else ())}
+    along = set(recipe.tensor) if parameter and _is_matrix(problem, v) else set[int]()
+    loose = set(recipe.tensor) - along
 
     def used(s: int) -> set[int]:
-        return {f for d in space.states[s][0] for f in d}
+        return _used(space.states[s][0])
 
-    def whole(s: int) -> bool:  # each of the two groups splits one dim, as one would write it by hand
-        dims = [set(d) for d in space.states[s][0] if d]
-        return all(any(set(group) <= d for d in dims) for group in (over, along) if group)
+    def sided(s: int) -> bool:
+        return not along or _along(space.states[s][0], along, side)
 
-    exact = [s for s in domain if used(s) - set(loose) == {*over, *along} and whole(s)]
+    def by_hand(s: int) -> bool:
+        return sided(s) and (not over or _along(space.states[s][0], over, None))
+
+    exact = tuple(s for s in domain if used(s) - loose == over | along and by_hand(s))
     if exact or along:
-        if not exact:
-            exact = [s for s in domain if used(s) - set(loose) == set(along)]
-        return tuple(exact)
-    best = max((len(used(s) & set(over)) for s in domain), default=0)
-    parts = {s: math.prod(problem.sizes[f] for f in used(s) & set(over)) for s in domain if used(s) <= {*over, *loose}}
+        return exact or tuple(s for s in domain if used(s) - loose == along and sided(s))
+    parts = {s: math.prod(problem.sizes[f] for f in used(s) & over) for s in domain if used(s) <= over | loose}
     most = max(parts.values(), default=1)
-    assert best >= 0
-    return tuple(s for s in domain if s in parts and parts[s] == most)
+    return tuple(s for s, n in parts.items() if n == most)
 
 
-def _computed(dims: tuple[tuple[int, ...], ...], tensor: tuple[int, ...], matrix: bool) -> bool:
-    used = {f for d in dims for f in d}
-    return used == set(tensor) if matrix else used <= set(tensor)
+def _used(dims: Dims) -> set[int]:
+    return {f for d in dims for f in d}
+
+
+def _along(dims: Dims, factors: set[int], side: frozenset[int] | None) -> bool:
+    """Whether one dim (of ``side``, where that is known) is split over all these factors."""
+    return any(factors <= set(fs) and (side is None or d in side) for d, fs in enumerate(dims))
+
+
+def _computed(dims: Dims, tensor: tuple[int, ...], side: frozenset[int] | None) -> bool:
+    return _used(dims) == set(tensor) and _along(dims, set(tensor), side)

@@ -43,6 +43,19 @@ class Options:
     halo_s: NDArray[np.float64]
 
 
+Cuts = tuple[frozenset[int], ...]
+"""For each factor the loops that it may cut, -1 for none: how a baseline says which way an op runs."""
+
+
+def limited(rows: Options, cuts: Cuts) -> Options:
+    """Only the strategies that cut as they may; all of them where none does."""
+    keep = [i for i, loops in enumerate(rows.loops) if all(v in may for v, may in zip(loops, cuts, strict=True))]
+    if not keep:
+        return rows
+    loops = tuple(rows.loops[i] for i in keep)
+    return Options(loops, rows.needs[keep], rows.gives[keep], rows.compute_s[keep], rows.halo_s[keep])
+
+
 _SIZES = {"": 0, "bool": 1, "bfloat16": 2, "int4": 1, "uint4": 1, "int2": 1, "uint2": 1}
 
 

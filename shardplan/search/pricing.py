@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from shardplan.collectives.reshard import Resharder
 from shardplan.mesh import Device
 from shardplan.search.graph import Signature
-from shardplan.search.options import Options, nbytes, options
+from shardplan.search.options import Cuts, Options, limited, nbytes, options
 
 Domain = tuple[int, ...]
 """The states (of the variable's `LayoutSpace`) that a variable may take."""
@@ -32,14 +32,18 @@ class Pricer:
 
     def __init__(self, resharder: Resharder, device: Device) -> None:
         self.resharder, self.device = resharder, device
-        self._options: dict[int, Options] = {}
+        self._options: dict[tuple[int, Cuts | None], Options] = {}
         self._prices: dict[tuple[tuple[int, ...], int, Domain, bool], NDArray[np.float64]] = {}
 
-    def options(self, signature: Signature) -> Options:
-        """The composite strategies of a signature."""
-        found = self._options.get(signature.id)
+    def options(self, signature: Signature, cuts: Cuts | None = None) -> Options:
+        """The composite strategies of a signature, or those that ``cuts`` allow."""
+        found = self._options.get((signature.id, cuts))
         if found is None:
-            found = self._options[signature.id] = options(signature, self.resharder, self.device)
+            if cuts is None:
+                found = options(signature, self.resharder, self.device)
+            else:
+                found = limited(self.options(signature), cuts)
+            self._options[signature.id, cuts] = found
         return found
 
     def prices(self, shape: tuple[int, ...], size: int, states: Domain, *, into: bool = False) -> NDArray[np.float64]:
@@ -51,13 +55,18 @@ class Pricer:
         return found
 
     def strategy_costs(
-        self, signature: Signature, slots: tuple[Slot, ...], free: tuple[int, ...], domains: tuple[Domain, ...]
+        self,
+        signature: Signature,
+        slots: tuple[Slot, ...],
+        free: tuple[int, ...],
+        domains: tuple[Domain, ...],
+        cuts: Cuts | None = None,
     ) -> tuple[NDArray[np.float64], list[NDArray[np.float64]]]:
         """(compute and halo seconds of each strategy, for each variable the resharding seconds [strategies, domain]).
 
         ``free`` are the results that have no variable: scalars, which are reduced all the same where they are partial.
         """
-        rows = self.options(signature)
+        rows = self.options(signature, cuts)
         call = signature.call
         base = rows.compute_s + rows.halo_s
         columns = [np.zeros((len(base), len(d))) for d in domains]
@@ -77,10 +86,15 @@ class Pricer:
         return base, columns
 
     def op_table(
-        self, signature: Signature, slots: tuple[Slot, ...], free: tuple[int, ...], domains: tuple[Domain, ...]
+        self,
+        signature: Signature,
+        slots: tuple[Slot, ...],
+        free: tuple[int, ...],
+        domains: tuple[Domain, ...],
+        cuts: Cuts | None = None,
     ) -> NDArray[np.float64]:
         """[*domain sizes]: the cheapest strategy for every choice of layouts."""
-        base, columns = self.strategy_costs(signature, slots, free, domains)
+        base, columns = self.strategy_costs(signature, slots, free, domains, cuts)
         sizes = [len(d) for d in domains]
         total = np.full(sizes, np.inf)
         step = max(1, _CHUNK // int(np.prod(sizes)))

@@ -23,10 +23,13 @@ from shardplan.ir import Factor, Layout, Split
 from shardplan.mesh import Cluster
 from shardplan.search.coarsen import FREE, Coarse
 from shardplan.search.graph import Graph, Link, Node, Signature
-from shardplan.search.options import Options, halo_bytes
+from shardplan.search.options import Cuts, Options, halo_bytes
 from shardplan.search.pricing import Domain, Pricer, Slot
 from shardplan.search.tables import Costs, Store, Term, picoseconds
 from shardplan.tdl import cut
+
+Limits = Mapping[int, Cuts]
+"""For some nodes which loops each factor may cut."""
 
 
 class Problem:
@@ -109,9 +112,9 @@ class Problem:
         kept = self.kept_seconds(v, (states[variable.sibling],), (states[v],), keep_s)[0, 0]
         return bool(kept < again)
 
-    def seconds(self, states: Sequence[int], keep_s: Mapping[int, float]) -> float:
+    def seconds(self, states: Sequence[int], keep_s: Mapping[int, float], limits: Limits | None = None) -> float:
         """The cost of one assignment."""
-        terms = self.terms([(s,) for s in states], keep_s)
+        terms = self.terms([(s,) for s in states], keep_s, limits)
         return sum(t.constant + int(self.store.tables[t.table].flat[0]) for t in terms) / 1e12
 
     def floor_seconds(self) -> float:
@@ -157,17 +160,19 @@ class Problem:
 
     # -- terms -----------------------------------------------------------------------------------------------------
 
-    def terms(self, domains: Sequence[Domain], keep_s: Mapping[int, float] | None = None) -> list[Term]:
+    def terms(
+        self, domains: Sequence[Domain], keep_s: Mapping[int, float] | None = None, limits: Limits | None = None
+    ) -> list[Term]:
         """The summands of the problem on these domains.
 
         ``keep_s`` prices keeping a weight's forward copy for the backward pass, in seconds per whole copy (infinite: always
-        gathered again).
+        gathered again). ``limits`` says which loops some ops may cut.
         """
         result: list[Term] = []
         for v, costs in self.interior.items():
             result.append(self._term(("unary", *costs), (v,), domains, lambda ds, costs=costs: self._interior(costs, ds[0])))
         for n in self.coarse.joins:
-            term = self._join(self.graph.nodes[n], domains)
+            term = self._join(self.graph.nodes[n], domains, (limits or {}).get(n))
             if term is not None:
                 result.extend(term)
         for link in self.graph.links:
@@ -280,14 +285,14 @@ class Problem:
     def _join_slots(self) -> Mapping[int, tuple[tuple[int, ...], tuple[Slot, ...], tuple[int, ...]]]:
         return {n: self.slots(self.graph.nodes[n]) for n in self.coarse.joins}
 
-    def _join(self, node: Node, domains: Sequence[Domain]) -> list[Term] | None:
+    def _join(self, node: Node, domains: Sequence[Domain], cuts: Cuts | None = None) -> list[Term] | None:
         scope, slots, free = self._join_slots[node.id]
         if not scope:
             return None
-        key = ("op", node.signature.id, node.weight, slots)
+        key = ("op", node.signature.id, node.weight, slots, cuts)
 
         def build(own: tuple[Domain, ...]) -> Costs:
-            return picoseconds(self.pricer.op_table(node.signature, slots, free, own) * node.weight)
+            return picoseconds(self.pricer.op_table(node.signature, slots, free, own, cuts) * node.weight)
 
         return [self._term(key, scope, domains, build)]
 

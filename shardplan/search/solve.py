@@ -10,12 +10,12 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from shardplan.search import memory
 from shardplan.search.baselines import Restriction, baselines
 from shardplan.search.eliminate import Eliminator, Order, find_order
-from shardplan.search.problem import Domain, Problem
+from shardplan.search.problem import Domain, Limits, Problem
 from shardplan.search.tables import BIG
 
 JOINT_ENTRIES = 100_000_000
@@ -37,6 +37,7 @@ class Solution:
     regather: bool
     seconds: float
     peak_bytes: int
+    limits: Limits | None = field(default=None, compare=False, repr=False)
 
     def fits(self, limit: int) -> bool:
         """Whether a device's peak is within the limit."""
@@ -78,25 +79,33 @@ class Solver:
         points: Sequence[int] = (),
         price: float = 0.0,
         order: Order | None = None,
+        limits: Limits | None = None,
     ) -> tuple[Solution, float]:
         """(the cheapest assignment in these domains, its cost with prices): cost infinite where none is feasible."""
         keep_s = self._keep_prices(regather, points, price)
-        terms = self.problem.terms(domains, keep_s)
+        terms = self.problem.terms(domains, keep_s, limits)
         if points:
             terms += memory.price_terms(self.problem, self.live, points, price, domains)
         sizes = [len(d) for d in domains]
         total, chosen = self.eliminator.solve(terms, sizes, order or self.order(domains))
         states = tuple(d[i] for d, i in zip(domains, chosen, strict=True))
         priced = float("inf") if total >= BIG else total / 1e12
-        return self.rate(name, states, keep_s, regather), priced
+        return self.rate(name, states, keep_s, regather, limits), priced
 
-    def rate(self, name: str, states: tuple[int, ...], keep_s: Mapping[int, float], regather: bool) -> Solution:
+    def rate(
+        self, name: str, states: tuple[int, ...], keep_s: Mapping[int, float], regather: bool, limits: Limits | None = None
+    ) -> Solution:
         """A solution from its states: true seconds, and its peak."""
         keep = frozenset(v for v in self.problem.backward_views if self.problem.keeps(v, states, keep_s.get(v, 0.0)))
         again = {v: float("inf") for v in self.problem.backward_views if v not in keep}
-        seconds = self.problem.seconds(states, again)
+        seconds = self.problem.seconds(states, again, limits)
         peak = int(memory.profile(self.problem, self.live, states, keep).max())
-        return Solution(name, states, keep, regather, seconds, peak)
+        return Solution(name, states, keep, regather, seconds, peak, limits)
+
+    def unlimited(self, solution: Solution) -> Solution:
+        """The same layouts with every op cut the best way: never slower."""
+        again = {v: float("inf") for v in self.problem.backward_views if v not in solution.keep}
+        return self.rate(solution.name, solution.states, again, solution.regather)
 
     def peak_point(self, solution: Solution) -> int:
         """Where the solution's memory peaks."""
@@ -125,12 +134,14 @@ def search(
     joint_fits = len(problem.sizes) <= 2 and solver.order(domains).largest <= JOINT_ENTRIES
     for r in restrictions:
         solution, priced = (
-            solver.minimum(r.name, r.domains, regather=r.regather) if joint_fits else _by_levels(solver, r, deadline)
+            solver.minimum(r.name, r.domains, regather=r.regather, limits=r.limits)
+            if joint_fits
+            else _by_levels(solver, r, deadline)
         )
         if priced < float("inf"):
             named.append(replace(solution, name=r.name))
     observer("search", 0.5)
-    inside = [s for s in named if all(state in d for state, d in zip(s.states, domains, strict=True))]
+    inside = [solver.unlimited(s) for s in named if all(state in d for state, d in zip(s.states, domains, strict=True))]
     best, bound, exact = _best(solver, domains, inside, joint_fits, deadline)
     candidates = [best, *inside]
     smallest: Solution | None = None
@@ -207,11 +218,11 @@ def _by_levels(solver: Solver, r: Restriction, deadline: float | None) -> tuple[
     """A baseline where the joint solve is too wide: recursion and polish inside its restriction."""
     problem = solver.problem
     start = problem.narrowest(r.domains)
-    solution, cost = solver.minimum(r.name, [(s,) for s in start], regather=r.regather)
+    solution, cost = solver.minimum(r.name, [(s,) for s in start], regather=r.regather, limits=r.limits)
     states = solution
     for f in range(len(problem.sizes)):
         step = [problem.with_factors(v, states.states[v], (f,), d, later=False) for v, d in enumerate(r.domains)]
-        found, priced = solver.minimum(r.name, step, regather=r.regather)
+        found, priced = solver.minimum(r.name, step, regather=r.regather, limits=r.limits)
         if priced <= cost:
             states, cost = found, priced
     return states, cost

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
-from .dsl import Master, Reduction, ReductionError, Refusal, advance, groups, replay
+from ..cost.network import Network
+from .dsl import Instruction, Master, Reduction, ReductionError, Refusal, advance, groups, replay
+from .ranking import entries
 from .states import Space
 
 Part = tuple[int, int, int]  # an axis by its index, a size and a stride within the axis
@@ -41,6 +43,25 @@ class Laying:
             result.append(int(np.ravel_multi_index(along, self.sizes)))
         return result
 
+    def offsets(self) -> list[int]:
+        """The index along all axes together of each setting of what the hierarchy leaves out of them; [0] if that is nothing."""
+        gaps: list[Part] = []
+        for axis, size in enumerate(self.sizes):
+            at = 1
+            for _, count, stride in sorted((p for entry in self.entries for p in entry if p[0] == axis), key=lambda p: p[2]):
+                if stride > at:
+                    gaps.append((axis, stride // at, at))
+                at = stride * count
+            if at < size:
+                gaps.append((axis, size // at, at))
+        rest = Laying(self.axes, self.sizes, (tuple(gaps),))
+        return rest.positions()
+
+    def groups(self, step: Instruction) -> list[list[int]]:
+        """The groups of an instruction as indices along all axes together."""
+        position = self.positions()
+        return [[position[d] + offset for d in group] for offset in self.offsets() for group in groups(self.shape, step)]
+
     def whole_axes(self, low: int, high: int) -> tuple[str, ...] | None:
         """The axes that entries [low, high) are made of, in their order, if these are whole axes."""
         parts = [part for entry in self.entries[low:high] for part in entry]
@@ -53,6 +74,23 @@ class Laying:
         if any(size != self.sizes[axis] or stride != 1 for axis, size, stride in merged):
             return None
         return tuple(self.axes[axis] for axis, _, _ in merged)
+
+
+def laying_over(network: Network, over: Sequence[int], axes: Mapping[str, Sequence[int]]) -> Laying:
+    """The laying of a reduction over some factors of a network on mesh axes, each made of factors, major first.
+
+    ``axes`` are in the mesh's order; those without a factor in ``over`` are left out. An axis may hold factors that are
+    not reduced.
+    """
+    mine = {name: group for name, group in axes.items() if set(group) & set(over)}
+    where: dict[int, Part] = {}
+    for axis, group in enumerate(mine.values()):
+        stride = math.prod(network.factors[i].size for i in group)
+        for i in group:
+            stride //= network.factors[i].size
+            where[i] = (axis, network.factors[i].size, stride)
+    sizes = tuple(math.prod(network.factors[i].size for i in group) for group in mine.values())
+    return Laying(tuple(mine), sizes, tuple(tuple(where[i] for i in entry) for entry in entries(network, over)))
 
 
 def check(program: Reduction, shape: Sequence[int], names: Sequence[str] = ()) -> None:

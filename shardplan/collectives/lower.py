@@ -26,8 +26,8 @@ from ..mesh.cluster import Cluster
 from ..mesh.devices import detect, device_numbers
 from ..mesh.factoring import read_order
 from .best import best_reduction
-from .dsl import Instruction, Master, Reduction, ReductionError, groups, parse
-from .laying import Laying, Part, check, reorderings, smallest_part
+from .dsl import Instruction, Master, Reduction, ReductionError, parse
+from .laying import Laying, check, laying_over, reorderings, smallest_part
 from .ranking import entries, names_of
 from .states import Collective
 
@@ -83,16 +83,9 @@ def lay(mesh: Mesh, over: tuple[str, ...], cluster: str | Cluster | None = None)
         raise ClusterError(f"the mesh has {mesh.devices.size} devices, the cluster {machine.name!r} has {machine.size}")
     factors, groups_of = read_order(machine, device_numbers(mesh))
     network = Network(machine, factors)
-    mine = [(over.index(str(a)), group) for a, group in zip(mesh.axis_names, groups_of, strict=True) if a in over]
-    where: dict[int, Part] = {}
-    for axis, group in mine:
-        stride = math.prod(factors[i].size for i in group)
-        for i in group:
-            stride //= factors[i].size
-            where[i] = (axis, factors[i].size, stride)
-    levels = entries(network, tuple(where))
-    sizes = tuple(int(mesh.shape[a]) for a in over)
-    return Laying(tuple(over), sizes, tuple(tuple(where[i] for i in entry) for entry in levels)), network, tuple(where)
+    axes = {str(a): group for a, group in zip(mesh.axis_names, groups_of, strict=True) if a in over}
+    mine = tuple(i for group in axes.values() for i in group)
+    return laying_over(network, mine, axes), network, mine
 
 
 def run(x: Array, program: Reduction, laying: Laying, *, chunks: int = 1) -> Array:
@@ -125,11 +118,9 @@ def _steps(x: Array, program: Reduction, laying: Laying) -> Array:
 
 
 def _step(x: Array, step: Instruction, laying: Laying) -> Array:
-    position = laying.positions()
-    among = [[position[d] for d in group] for group in groups(laying.shape, step)]
     low, high = step.span(len(laying.shape))
     masters = isinstance(step.form, Master)
-    return collective(x, step.collective, among, laying, axes=None if masters else laying.whole_axes(low, high))
+    return collective(x, step.collective, laying.groups(step), laying, axes=None if masters else laying.whole_axes(low, high))
 
 
 def collective(x: Array, kind: Collective, among: Groups, laying: Laying, *, axes: tuple[str, ...] | None = None) -> Array:

@@ -19,11 +19,12 @@ from jax.sharding import PartitionSpec as P
 
 from shardplan.collectives import Reduction, ReductionError, parse, replay, synthesize
 from shardplan.collectives.dsl import Refusal, advance, groups
-from shardplan.collectives.laying import Laying, check, reorderings, smallest_part
+from shardplan.collectives.laying import Laying, check, laying_over, reorderings, smallest_part
 from shardplan.collectives.lower import _step, all_reduce, collective, lay, run
 from shardplan.collectives.states import Space
+from shardplan.cost import Network
 from shardplan.errors import ClusterError
-from shardplan.mesh import Cluster, Matrix, matrices
+from shardplan.mesh import Cluster, Matrix, factors, matrices
 from shardplan.mesh.matrix import parse as parse_matrix
 
 SHAPES = ((2, 8), (2, 2, 2), (4, 4), (2, 2, 4))
@@ -189,6 +190,20 @@ def test_sizes_that_share_no_divisor():
     for shape in ("2x3", "3x2"):
         got = on(mesh, lambda v, c=shape: all_reduce(v[0], mesh, over="a", program=" ".join(steps), cluster=c)[None])(x)
         assert np.array_equal(got, np.broadcast_to(x.sum(0), x.shape))
+
+
+@pytest.mark.parametrize("over", [(0,), (1,), (2,), (0, 1), (0, 2), (1, 2)])
+def test_a_part_of_an_axis_is_reduced_in_groups_of_its_indices(over: tuple[int, ...]):
+    """One axis of sixteen made of a node and two parts of its GPUs; only some of these are reduced."""
+    cluster = Cluster.load("2x8")
+    network = Network(cluster, factors(cluster, {"gpu": (4, 2)}))
+    laying = laying_over(network, over, {"other": (), "all": (0, 1, 2)})
+    mesh = Mesh(np.array(jax.devices()), ("all",), axis_types=(AxisType.Auto,))
+    x = np.random.default_rng(0).integers(-99, 99, (16, 48)).astype(np.int32)
+    want = x.reshape(2, 4, 2, 48).sum(over, keepdims=True) * np.ones((2, 4, 2, 1), np.int32)
+    programs = random.Random(0).sample(synthesize(len(laying.shape)), min(6, len(synthesize(len(laying.shape)))))
+    for got in on(mesh, lambda v: [run(v[0], p, laying)[None] for p in programs])(x):
+        assert np.array_equal(np.asarray(got).reshape(want.shape), want)
 
 
 def test_all_reduce_takes_trees_and_chooses_by_size():

@@ -127,7 +127,7 @@ class _Why:
         pins = dict(plan.static.get("pins") or {})
         hits = [p for p in pins if path is None or fnmatch.fnmatchcase(path, p)]
         found = [f"the pin {p!r} = {spec_text(pins[p])} fixes {'it' if path else 'what it matches'}" for p in hits]
-        if path is None and not pins and plan.exact and plan.step_time_s > plan.lower_bound_s * (1 + 1e-6):
+        if path is None and plan.exact and plan.step_time_s > plan.lower_bound_s * (1 + 1e-6):
             found.append(
                 f"the memory limit of {size(plan.memory_limit)} binds: without it a step takes {seconds(plan.lower_bound_s)}, "
                 f"{_more(plan.lower_bound_s - plan.step_time_s)}"

@@ -57,9 +57,10 @@ def bound_text(plan: Plan) -> str:
     if plan.lower_bound_s <= 0:
         return "no lower bound is known"
     gap = plan.step_time_s / plan.lower_bound_s - 1
-    without = " without the memory limit and pins in force" if plan.exact and gap > 1e-6 else ""
+    pins = " with these pins" if plan.static.get("pins") else ""
+    without = f"{pins} and without the memory limit" if plan.exact and gap > 1e-6 else ""
     if plan.exact and gap <= 1e-6:
-        return "the optimum of the cost model: no layout of this mesh is faster"
+        return f"the optimum of the cost model{pins}: no layout of this mesh is faster"
     kind = "optimum" if plan.exact else "lower bound"
     return f"{gap:.1%} above the {kind} {seconds(plan.lower_bound_s)}{without}"
 

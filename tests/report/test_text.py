@@ -1,0 +1,159 @@
+"""Reports as a person reads them, held to golden text; and what `explain` says about pins, memory and dims that do not divide."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardplan
+from shardplan.errors import MemoryLimitError, ShardplanError
+from shardplan.report.json import comparison_rows, plan_json
+from shardplan.report.padding import uneven
+from shardplan.report.text import bound_text, comparison_text, plan_text, verified_text
+
+Golden = Callable[[str, str], None]
+
+
+def small(width: int = 64, layers: int = 3) -> tuple[Any, tuple[Any, ...]]:
+    def loss_of(params: Any, batch: Any) -> Any:
+        x = batch["x"]
+        for layer in params["layers"]:
+            x = jnp.tanh(x @ layer["kernel"] + layer["bias"])
+        return jnp.mean((x @ params["out"]) ** 2)
+
+    def step(params: Any, batch: Any) -> Any:
+        loss, gradients = jax.value_and_grad(loss_of)(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), loss
+
+    def array(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, "float32")
+
+    layer = {"kernel": array(64, 64), "bias": array(64)}
+    return step, ({"layers": [layer] * layers, "out": array(64, width)}, {"x": array(4096, 64)})
+
+
+@pytest.fixture(scope="module")
+def pinned() -> Any:
+    step, args = small()
+    return shardplan.plan(step, *args, cluster="2x4", pins={"batch/x": P(("node", "gpu"))})
+
+
+def _steady(text: str) -> str:
+    """Without what differs from run to run or place to place: seconds of planning, and directories."""
+    text = re.sub(r"planned in .*", "planned in ...", text)
+    return re.sub(r"/\S*/(\w+\.py)", r"\1", text)
+
+
+def test_a_plan_as_text(pinned: Any, golden: Golden) -> None:
+    golden("report/plan.txt", _steady(plan_text(pinned, title="a small step")) + "\n")
+
+
+def test_a_plan_in_words(pinned: Any, golden: Golden) -> None:
+    whole = pinned.explain()
+    parts = [whole, pinned.explain("params/layers/1/kernel"), pinned.explain("params/*"), pinned.explain("batch/x")]
+    golden("report/explain.txt", _steady("\n\n".join(parts)) + "\n")
+
+
+VERIFIED = {
+    "equal": False,
+    "max_error": 0.0213,
+    "steps": 3,
+    "worst": {"path": "0/params/kernel", "step": 2, "error": 0.00123, "tolerance": 0.0001},
+    "unequal": ["0/params/kernel", "0/params/bias", "1", "0/a", "0/b"],
+    "recompiles": 1,
+    "moved": ["0/params/bias"],
+    "predicted_bytes": 1.5e6,
+    "measured_bytes": 1.6e6,
+    "raw_measured_bytes": 3.2e6,
+    "predicted_peak_bytes": 2**30,
+    "measured_peak_bytes": 2**29,
+    "collectives": {
+        "all-reduce": {"predicted": 1.5e6, "measured": 1.5e6, "predicted_count": 12.0, "measured_count": 2.0},
+        "all-to-all": {"predicted": 0.0, "measured": 1e5, "predicted_count": 0.0, "measured_count": 1.0},
+    },
+}
+
+
+def test_a_verification_as_text(golden: Golden) -> None:
+    golden("report/verified.txt", verified_text(VERIFIED) + "\n")
+
+
+def test_a_comparison_as_text(golden: Golden) -> None:
+    rows = [
+        {"name": "this plan", "step_time_s": 0.01, "communication_bytes": 1e6, "peak_bytes": 2**30, "fits": True},
+        {"name": "FSDP", "step_time_s": 0.0125, "communication_bytes": 3e6, "peak_bytes": 2**29, "fits": True},
+        {"name": "data parallel", "step_time_s": 0.009, "communication_bytes": 2e6, "peak_bytes": 2**33, "fits": False},
+    ]
+    measured = [{**r, "measured_bytes": r["communication_bytes"] * 1.1, "measured_peak_bytes": r["peak_bytes"]} for r in rows[:2]]
+    golden("report/comparison.txt", comparison_text(rows) + "\n\n" + comparison_text([*measured, rows[2]]) + "\n")
+
+
+def test_json_and_text_agree(pinned: Any) -> None:
+    made = plan_json(pinned)
+    assert made["collectives"]
+    assert sum(c["wire_bytes"] for c in made["collectives"]) == pytest.approx(pinned.communication_bytes)
+    assert sum(c["seconds"] for c in made["collectives"]) == pytest.approx(pinned.communication_s)
+    rows = comparison_rows(pinned, {"this plan": (1.0, 2.0, 3)})
+    assert (rows[0]["measured_bytes"], rows[0]["raw_measured_bytes"], rows[0]["measured_peak_bytes"]) == (1.0, 2.0, 3)
+    assert all(r["measured_bytes"] is None for r in rows[1:])
+
+
+def test_the_runner_up_costs_what_the_whole_problem_says(pinned: Any) -> None:
+    """The terms around one variable change by what all terms change by."""
+    problem, solution = pinned.extractor.problem, pinned.solution
+    kept = {v: float("inf") for v in problem.backward_views if v not in solution.keep}
+    whole = problem.seconds(solution.states, kept)
+    for v, domain in enumerate(problem.domains):
+        for state in domain[:3]:
+            states = list(solution.states)
+            states[v] = state
+            change = _around(problem, v, states, kept) - _around(problem, v, solution.states, kept)
+            assert change / 1e12 == pytest.approx(problem.seconds(states, kept) - whole, abs=1e-11)
+
+
+def _around(problem: Any, v: int, states: Any, kept: Any) -> int:
+    terms = problem.terms_of(v, [(s,) for s in states], kept)
+    return sum(t.constant + int(problem.store.tables[t.table].flat[0]) for t in terms)
+
+
+def test_a_pin_is_named_where_it_binds(pinned: Any) -> None:
+    assert "the pin 'batch/x' = P(('node', 'gpu')) fixes it" in pinned.explain("batch/x")
+    assert "fixes" not in pinned.explain("params/out")
+
+
+def test_a_memory_limit_is_named_where_it_binds() -> None:
+    step, args = small(layers=6)
+    free = shardplan.plan(step, *args, cluster="2x4")
+    tight = shardplan.plan(step, *args, cluster="2x4", memory_limit=int(free.peak_bytes * 0.5))
+    assert tight.step_time_s > free.step_time_s
+    assert "the memory limit of" in tight.explain()
+    assert "the optimum" in bound_text(free)
+    assert "above the optimum" in bound_text(tight)
+    with pytest.raises(MemoryLimitError):
+        shardplan.plan(step, *args, cluster="2x4", memory_limit=1000)
+
+
+def test_a_dim_that_does_not_divide_names_the_size_that_would() -> None:
+    step, args = small(width=50257)
+    plan = shardplan.plan(step, *args, cluster="2x4")
+    said = plan.explain("params/out")
+    assert "50257 does not divide by node=2 and gpu=4; padded to 50304 it would" in said
+    assert uneven((3, 8, 12), {"node": 2, "gpu": 4}) == ()
+    assert [(u.dim, u.padded, u.axes) for u in uneven((9, 1026), {"node": 2, "gpu": 4})] == [(0, 16, ("node", "gpu")), (1, 1152, ("gpu",))]
+
+
+def test_an_unknown_path_names_its_nearest(pinned: Any) -> None:
+    with pytest.raises(ShardplanError, match="nearest: params/out"):
+        pinned.explain("params/uot")
+
+
+def test_explanations_are_saved_with_the_plan(pinned: Any) -> None:
+    saved = pinned.to_json()["explain"]
+    assert set(saved) == {"", *pinned.specs_by_path}
+    assert saved["params/out"] == pinned.explain("params/out")

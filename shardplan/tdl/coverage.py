@@ -105,6 +105,11 @@ def _sorted(name: str, module: str, known: set[str]) -> Sorted:
     return Sorted(name, "described", WHOLE_DIMS.get(name, "")) if name in known else Sorted(name, "undescribed")
 
 
+def prove_one(name: str, examples: int) -> str | None:
+    """The first fault of a description in some drawn cases, or None."""
+    return next((str(fault) for seed in range(examples) for fault in prove(name, Drawn(seed)).faults), None)
+
+
 def coverage(*, examples: int = 0, observer: Callable[[str], None] | None = None) -> dict[str, Any]:
     """The table of all primitives as JSON-ready values; ``examples`` > 0 runs that many proof cases of each description.
 
@@ -122,11 +127,11 @@ def coverage(*, examples: int = 0, observer: Callable[[str], None] | None = None
             continue
         if observer is not None:
             observer(entry.name)
-        found = [f for seed in range(examples) for f in prove(entry.name, Drawn(seed)).faults]
-        if found:
-            faults[entry.name] = str(found[0])
-        else:
+        fault = prove_one(entry.name, examples)
+        if fault is None:
             passed.append(entry.name)
+        else:
+            faults[entry.name] = fault
     kinds = {entry.name: entry.kind for entry in table}
     return {
         "primitives": len(table),

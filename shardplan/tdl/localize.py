@@ -133,7 +133,7 @@ def _slice(call: Call, local: Local) -> Local:
     strides = [int(n) for n in call.params["strides"] or (1,) * len(starts)]
     for dim, (lo, _) in filter(None, [_cut_dim(local.strategy.operands[0])]):
         starts[dim] += lo
-    limits = [a + (n - 1) * s + 1 for a, n, s in zip(starts, local.call.results[0], strides, strict=True)]
+    limits = [a + (n - 1) * s + 1 if n else a for a, n, s in zip(starts, local.call.results[0], strides, strict=True)]
     return _with(local, start_indices=tuple(starts), limit_indices=tuple(limits), strides=tuple(strides))
 
 

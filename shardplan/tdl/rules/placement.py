@@ -9,12 +9,13 @@ from shardplan.tdl.language import Named, TensorRef
 
 @rule("optimization_barrier", "device_put")
 def _barrier(call: Call, *operands: TensorRef) -> tuple[Lambda, ...]:
-    """Each result is its operand; the loops are the results' own, so each may be cut in its own way."""
+    """Each result is its operand; those of one shape are cut together, others have loops of their own."""
+    shapes = sorted({x.shape for x in operands})
 
-    def same(number: int, x: TensorRef) -> Lambda:
-        return Named(tuple(f"i{number}_{d}" for d in range(len(x.shape))), lambda *i: x[i])
+    def same(x: TensorRef) -> Lambda:
+        return Named(tuple(f"i{shapes.index(x.shape)}_{d}" for d in range(len(x.shape))), lambda *i: x[i])
 
-    return tuple(same(n, x) for n, x in enumerate(operands))
+    return tuple(same(x) for x in operands)
 
 
 @rule("sharding_constraint", "layout_constraint", "reshard", "pvary", "reduced_vary_cast_p", "vary_unreduced_cast_p", "preduced")

@@ -9,8 +9,9 @@ with the best version of each, and each moves the bytes that its name stands for
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import Literal
 
 from shardplan.cost import compute
 from shardplan.search.coarsen import FREE, Variable
@@ -24,6 +25,9 @@ from shardplan.tdl import Description, cut
 from shardplan.tdl.index import loops_of
 
 Dims = tuple[tuple[int, ...], ...]
+Sides = Mapping[int, frozenset[int]]
+
+_NONE = frozenset[int]()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +55,21 @@ class _Recipe:
 
 
 @dataclass(frozen=True, slots=True)
+class _Loops:
+    """Of one op the loops over the batch, over any dim that comes with the data, and over the cut side of its weight."""
+
+    batch: frozenset[int]
+    data: frozenset[int]
+    weight: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
 class _Habits:
     """What people look at: which dims come with the data, and which side of a matrix to cut."""
 
     examples: Examples
-    sides: Mapping[int, frozenset[int]]
+    sides: Sides
+    loops: Mapping[int, _Loops]
 
 
 def baselines(problem: Problem) -> tuple[Restriction, ...]:
@@ -63,7 +77,8 @@ def baselines(problem: Problem) -> tuple[Restriction, ...]:
     graph = problem.graph
     state = {i for i in graph.feedback if i is not None}
     given = [t for i, t in enumerate(graph.inputs) if i not in state and problem.coarse.of[t] != FREE]
-    habits = _Habits(follow(graph, given), sides(graph, problem.coarse))
+    examples, known = follow(graph, given), sides(graph, problem.coarse)
+    habits = _Habits(examples, known, _loops(problem, examples, known))
     found = [_make(problem, habits, recipe) for recipe in _recipes(problem.sizes)]
     return tuple(f for f in found if f is not None)
 
@@ -108,73 +123,108 @@ def _make(problem: Problem, habits: _Habits, recipe: _Recipe) -> Restriction | N
             domains[v] = batch or _keep(problem, v, domains[v], lambda dims: not any(dims))
     if recipe.data and not split_batch:
         return None
+    memo: dict[tuple[int, Domain, _Rule], Domain] = {}
     for variable in coarse.variables:
         if variable.id not in said:
-            wanted = _inside(problem, habits, recipe, variable)
-            domains[variable.id] = _keep(problem, variable.id, domains[variable.id], wanted) or domains[variable.id]
+            domain, rule = domains[variable.id], _rule(problem, habits, recipe, variable)
+            key = (len(variable.shape), domain, rule)
+            if key not in memo:
+                memo[key] = _keep(problem, variable.id, domain, rule.allows) or domain
+            domains[variable.id] = memo[key]
     return Restriction(recipe.name, tuple(domains), _limits(problem, habits, recipe), regather=bool(recipe.shard))
 
 
 def _limits(problem: Problem, habits: _Habits, recipe: _Recipe) -> Limits:
     """Over a data factor an op cuts its batch; over a tensor factor its weight, or loops that are not the data's."""
+    memo: dict[tuple[int, _Loops], Cuts] = {}
     found: dict[int, Cuts] = {}
-    for n in problem.coarse.joins:
-        node = problem.graph.nodes[n]
-        description = node.signature.description
-        if description is None:
-            continue
-        every = frozenset(range(len(description.loops))) | {-1}
-        batch, data = habits.examples.loops(node)
-        weight = _weight_loops(problem, habits, node)
-        cuts: list[frozenset[int]] = []
-        for f, size in enumerate(problem.sizes):
-
-            def legal(loops: frozenset[int], size: int = size, description: Description = description) -> frozenset[int]:
-                return frozenset(v for v in loops if cut(description, v, size, pad=True) is not None)
-
-            if f in recipe.data:
-                cuts.append((legal(batch) or frozenset({-1})) if batch else every)
-            elif f in recipe.tensor:
-                cuts.append(legal(weight) or every - data)
-            else:
-                cuts.append(frozenset({-1}))
-        found[n] = tuple(cuts)
+    for n, loops in habits.loops.items():
+        signature = problem.graph.nodes[n].signature
+        key = (signature.id, loops)
+        if key not in memo:
+            assert signature.description is not None
+            memo[key] = _cuts(signature.description, loops, recipe, problem.sizes)
+        found[n] = memo[key]
     return found
 
 
-def _weight_loops(problem: Problem, habits: _Habits, node: Node) -> frozenset[int]:
+def _cuts(description: Description, loops: _Loops, recipe: _Recipe, sizes: Sequence[int]) -> Cuts:
+    every = frozenset(range(len(description.loops))) | {-1}
+
+    def legal(of: frozenset[int], ways: int) -> frozenset[int]:
+        return frozenset(v for v in of if cut(description, v, ways, pad=True) is not None)
+
+    def may(f: int, ways: int) -> frozenset[int]:
+        if f in recipe.data:
+            return (legal(loops.batch, ways) or frozenset({-1})) if loops.batch else every
+        if f in recipe.tensor:
+            return legal(loops.weight, ways) or every - loops.data
+        return frozenset({-1})
+
+    return tuple(may(f, ways) for f, ways in enumerate(sizes))
+
+
+def _loops(problem: Problem, examples: Examples, sides: Sides) -> Mapping[int, _Loops]:
+    """The loops of every op that has a table."""
+    found: dict[int, _Loops] = {}
+    for n in problem.coarse.joins:
+        node = problem.graph.nodes[n]
+        if node.signature.description is not None:
+            found[n] = _Loops(*examples.loops(node), _weight_loops(node, sides))
+    return found
+
+
+def _weight_loops(node: Node, sides: Sides) -> frozenset[int]:
     """The loops that index the dims of a product's weight that Megatron cuts; none where the op reads no such weight."""
     description = node.signature.description
     if description is None or not compute.is_contraction(description):
         return frozenset()
     loops: set[int] = set()
     for operand, indices in description.accesses:
-        dims = habits.sides.get(node.inputs[operand], frozenset[int]()) if node.inputs[operand] >= 0 else frozenset[int]()
-        for dim in sorted(dims):
+        for dim in sides.get(node.inputs[operand], _NONE):
             loops |= loops_of(indices[dim])
     return frozenset(loops)
 
 
-def _inside(problem: Problem, habits: _Habits, recipe: _Recipe, variable: Variable) -> Callable[[Dims], bool]:
-    """Which layouts a value inside the step may have: a copy of a weight, an activation, or anything else."""
-    coarse = problem.coarse
-    if not recipe.data and not recipe.tensor:
-        return lambda dims: not any(dims)
-    if variable.kind != "stored" and variable.tensors[0] in coarse.weights:
-        matrix = bool(recipe.tensor) and _is_matrix(problem, variable.of)
-        side = habits.sides.get(variable.tensors[0])
-        return lambda dims: _computed(dims, recipe.tensor, side) if matrix else _used(dims) <= set(recipe.tensor)
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """Which layouts a value inside the step may have.
+
+    None of ``barred``'s dims over ``tensor``; ``data`` on dim ``batch`` alone, where it has one. Of a weight's copy (``weight``)
+    a matrix lies over all of ``tensor`` on one of its ``side``'s dims, anything else over ``tensor`` at most.
+    """
+
+    data: frozenset[int]
+    tensor: frozenset[int]
+    batch: int | None = None
+    barred: frozenset[int] = frozenset()
+    weight: Literal["", "matrix", "other"] = ""
+    side: frozenset[int] | None = None
+
+    def allows(self, dims: Dims) -> bool:
+        used = _used(dims)
+        if not self.data and not self.tensor:
+            return not used
+        if self.weight == "matrix":
+            return used == self.tensor and _along(dims, self.tensor, self.side)
+        if self.weight:
+            return used <= self.tensor
+        if any(self.tensor & set(dims[d]) for d in self.barred):
+            return False
+        if self.batch is None:
+            return True
+        return all(self.data & set(fs) == (self.data if d == self.batch else _NONE) for d, fs in enumerate(dims))
+
+
+def _rule(problem: Problem, habits: _Habits, recipe: _Recipe, variable: Variable) -> _Rule:
+    data, tensor = frozenset(recipe.data), frozenset(recipe.tensor)
+    first = variable.tensors[0]
+    if variable.kind != "stored" and first in problem.coarse.weights:
+        matrix = bool(tensor) and _is_matrix(problem, variable.of)
+        return _Rule(data, tensor, weight="matrix" if matrix else "other", side=habits.sides.get(first) if matrix else None)
     examples = habits.examples
     batch = next((examples.batch[t] for t in variable.tensors if examples.batch[t] is not None), None)
-    data = frozenset[int]().union(*(examples.data[t] for t in variable.tensors))
-    over = set(recipe.data)
-
-    def wanted(dims: Dims) -> bool:
-        if any(set(recipe.tensor) & set(dims[d]) for d in data):
-            return False
-        return batch is None or all((over & set(fs)) == (over if d == batch else set()) for d, fs in enumerate(dims))
-
-    return wanted
+    return _Rule(data, tensor, batch, frozenset[int]().union(*(examples.data[t] for t in variable.tensors)))
 
 
 def _keep(problem: Problem, v: int, domain: Domain, wanted: Callable[[Dims], bool]) -> Domain:
@@ -202,7 +252,7 @@ def _state(problem: Problem, v: int, domain: Domain, recipe: _Recipe, side: froz
     loose = set(recipe.tensor) - along
 
     def used(s: int) -> set[int]:
-        return _used(space.states[s][0])
+        return set(_used(space.states[s][0]))
 
     def sided(s: int) -> bool:
         return not along or _along(space.states[s][0], along, side)
@@ -218,14 +268,10 @@ def _state(problem: Problem, v: int, domain: Domain, recipe: _Recipe, side: froz
     return tuple(s for s, n in parts.items() if n == most)
 
 
-def _used(dims: Dims) -> set[int]:
+def _used(dims: Dims) -> Set[int]:
     return {f for d in dims for f in d}
 
 
-def _along(dims: Dims, factors: set[int], side: frozenset[int] | None) -> bool:
+def _along(dims: Dims, factors: Set[int], side: frozenset[int] | None) -> bool:
     """Whether one dim (of ``side``, where that is known) is split over all these factors."""
     return any(factors <= set(fs) and (side is None or d in side) for d, fs in enumerate(dims))
-
-
-def _computed(dims: Dims, tensor: tuple[int, ...], side: frozenset[int] | None) -> bool:
-    return _used(dims) == set(tensor) and _along(dims, set(tensor), side)

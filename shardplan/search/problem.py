@@ -43,6 +43,7 @@ class Problem:
         self.store = Store()
         self.pricer = Pricer(self.resharder, cluster.device)
         self._terms: dict[tuple[object, ...], tuple[int, int]] = {}
+        self._halos: dict[tuple[int, tuple[int, ...]], tuple[Step, ...]] = {}
         self._agreeing: dict[tuple[int, int | None, tuple[int, ...], Domain, bool], Domain] = {}
 
     # -- domains ---------------------------------------------------------------------------------------------------
@@ -134,6 +135,12 @@ class Problem:
 
     def halo_steps(self, signature: Signature, loops: Sequence[int]) -> tuple[Step, ...]:
         """The exchanges with neighbours that a composite strategy makes."""
+        key = (signature.id, tuple(loops))
+        if key not in self._halos:
+            self._halos[key] = self._halo_steps(signature, loops)
+        return self._halos[key]
+
+    def _halo_steps(self, signature: Signature, loops: Sequence[int]) -> tuple[Step, ...]:
         steps: list[Step] = []
         if signature.description is None:
             return ()

@@ -85,9 +85,16 @@ def described() -> tuple[str, ...]:
     return tuple(sorted(_RULES))
 
 
-def forget(primitive: str) -> None:
-    """Takes a rule back."""
+def forget(primitive: str, *, restore: RuleFunction | None = None) -> None:
+    """Takes a rule back, and puts an older one in its place."""
     _RULES.pop(primitive, None)
+    if restore is not None:
+        _RULES[primitive] = restore
+
+
+def rule_of(primitive: str) -> RuleFunction | None:
+    """The rule that is registered for a primitive, or None."""
+    return _RULES.get(primitive)
 
 
 def named_call(primitive: str, params: Mapping[str, Any]) -> str | None:

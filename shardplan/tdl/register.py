@@ -11,7 +11,7 @@ import numpy as np
 
 from shardplan.errors import DescriptionError
 from shardplan.tdl import localize
-from shardplan.tdl.describe import Call, Description, Lambda, describe, forget, named_call, rule
+from shardplan.tdl.describe import Call, Description, Lambda, describe, forget, named_call, rule, rule_of
 from shardplan.tdl.index import Data, Full, interval
 from shardplan.tdl.language import TensorRef
 from shardplan.tdl.verify import draw_array, verify
@@ -36,6 +36,7 @@ def register(target: Any, *, example: Sequence[Any] | None = None, run: Function
         def read(call: Call, *operands: TensorRef) -> Lambda | tuple[Lambda, ...]:
             return function(*operands)
 
+        old = rule_of(name)
         rule(name)(read)
         if own is not None:
             localize.run_as(name, own)
@@ -43,7 +44,7 @@ def register(target: Any, *, example: Sequence[Any] | None = None, run: Function
             try:
                 _prove(name, own, example)
             except DescriptionError:
-                forget(name)
+                forget(name, restore=old)
                 raise
         return function
 
@@ -85,7 +86,11 @@ def _prove(name: str, own: Function | None, example: Sequence[Any]) -> None:
     description = describe(call)
     assert description is not None
     check_ranges(description)
-    found = verify(call, operands)
+    try:
+        found = verify(call, operands)
+    except (TypeError, ValueError) as error:
+        message = str(error).splitlines()[0]
+        raise DescriptionError(f"{name} refuses the regions that its description names", expression=message) from error
     if found.faults:
         raise DescriptionError(f"the description of {name} does not hold on the example", expression=str(found.faults[0]))
 

@@ -36,7 +36,11 @@ def attention_with_dropout() -> Any:
     module = nn.MultiHeadDotProductAttention(2, dropout_rate=0.1, deterministic=False)
     x = jnp.ones((2, 4, 8))
     params = module.init({"params": KEY, "dropout": KEY}, x)
-    return trained(lambda p, x: module.apply(p, x, mask=nn.make_causal_mask(x[..., 0]), rngs={"dropout": KEY}).sum(), params, x)
+    return trained(
+        lambda p, x: jnp.sum(jnp.asarray(module.apply(p, x, mask=nn.make_causal_mask(x[..., 0]), rngs={"dropout": KEY}))),
+        params,
+        x,
+    )
 
 
 def decoding_with_a_cache() -> Any:
@@ -110,7 +114,7 @@ class UNet(nn.Module):
 
 def unet() -> Any:
     x = jnp.ones((2, 8, 8, 1))
-    return trained(lambda p, x: UNet().apply(p, x).sum(), UNet().init(KEY, x), x)
+    return trained(lambda p, x: jnp.sum(jnp.asarray(UNet().apply(p, x))), UNet().init(KEY, x), x)
 
 
 def state_space_model() -> Any:

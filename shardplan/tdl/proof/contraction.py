@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -70,7 +71,7 @@ def _convolution_numbers(draw: Draw, spatial: int) -> lax.ConvDimensionNumbers:
     return lax.ConvDimensionNumbers(*specs)
 
 
-def _laid(spec: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
+def _laid(spec: Sequence[int], sizes: tuple[int, ...]) -> tuple[int, ...]:
     dims = [0] * len(spec)
     for place, size in zip(spec, sizes, strict=True):
         dims[place] = size

@@ -95,7 +95,7 @@ def _plain_window(draw: Draw, *, batch: bool = False) -> tuple[tuple[int, ...], 
     dims, p = _window(draw)
     if batch:
         dims = (4, *dims[1:])
-        p = {k: ((1 if k != "padding" else (0, 0)), *v[1:]) for k, v in p.items()}
+        p: dict[str, Any] = {k: ((1 if k != "padding" else (0, 0)), *v[1:]) for k, v in p.items()}
     for d, n in enumerate(dims):  # no dilation here
         w, s = p["window_dimensions"][d], p["window_strides"][d]
         total = max(0, (-(-n // s) - 1) * s + w - n)
@@ -129,4 +129,9 @@ def _select_and_scatter(name: str, draw: Draw) -> Case:
     dims, p = _plain_window(draw, batch=True)
     x = array(draw, dims)
     pooled = jax.eval_shape(lambda x: lax.reduce_window(x, -jnp.inf, lax.max, *p.values()), x)
-    return traced(name, lambda x, s: make(x, lax.ge, *p.values(), s, np.float32(0), lax.add), x, array(draw, pooled.shape))
+    return traced(
+        name,
+        lambda x, s: make(x, lax.ge, p["window_dimensions"], p["window_strides"], p["padding"], s, jnp.float32(0), lax.add),
+        x,
+        array(draw, pooled.shape),
+    )

@@ -94,7 +94,7 @@ def _scatter(call: Call, x: TensorRef, indices: TensorRef, updates: TensorRef) -
     start_map = tuple(numbers.scatter_dims_to_operand_dims)
     batching = dict(zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True))
     windows = [d for d in range(len(x.shape)) if d not in inserted and d not in batching]
-    sizes = dict(zip(windows, (updates.shape[d] for d in update_windows), strict=True))
+    sizes: dict[int, int] = dict(zip(windows, (updates.shape[d] for d in update_windows), strict=True))
     scattered = [d for d in range(len(updates.shape)) if d not in update_windows]  # one for each dim of indices but the last
     ways = [n for n in range(len(scattered)) if n not in batching.values()]
     combine = _COMBINERS.get(call.primitive)

@@ -7,8 +7,18 @@ from shardplan.tdl.describe import Call, Lambda, rule
 from shardplan.tdl.language import Named, TensorRef
 
 
-@rule("optimization_barrier", "device_put")
-def _barrier(call: Call, *operands: TensorRef) -> tuple[Lambda, ...]:
+@rule(
+    "optimization_barrier",
+    "device_put",
+    "sharding_constraint",
+    "layout_constraint",
+    "reshard",
+    "pvary",
+    "reduced_vary_cast_p",
+    "vary_unreduced_cast_p",
+    "preduced",
+)
+def _identity(call: Call, *operands: TensorRef) -> tuple[Lambda, ...]:
     """Each result is its operand; those of one shape are cut together, others have loops of their own."""
     shapes = sorted({x.shape for x in operands})
 
@@ -16,11 +26,6 @@ def _barrier(call: Call, *operands: TensorRef) -> tuple[Lambda, ...]:
         return Named(tuple(f"i{shapes.index(x.shape)}_{d}" for d in range(len(x.shape))), lambda *i: x[i])
 
     return tuple(same(x) for x in operands)
-
-
-@rule("sharding_constraint", "layout_constraint", "reshard", "pvary", "reduced_vary_cast_p", "vary_unreduced_cast_p", "preduced")
-def _identity(call: Call, *operands: TensorRef) -> tuple[Lambda, ...]:
-    return _barrier(call, *operands)
 
 
 @rule("tie")

@@ -219,7 +219,7 @@ class _Rule:
 def _rule(problem: Problem, habits: _Habits, recipe: _Recipe, variable: Variable) -> _Rule:
     data, tensor = frozenset(recipe.data), frozenset(recipe.tensor)
     first = variable.tensors[0]
-    if variable.kind != "stored" and first in problem.coarse.weights:
+    if variable.kind != "stored" and first in problem.coarse.weights and not habits.examples.data[first]:
         matrix = bool(tensor) and _is_matrix(problem, variable.of)
         return _Rule(data, tensor, weight="matrix" if matrix else "other", side=habits.sides.get(first) if matrix else None)
     examples = habits.examples

@@ -102,7 +102,7 @@ def _compiled() -> list[str]:
     """One entry for each program that this process compiles from the first call on; a listener cannot be taken away again."""
     log: list[str] = []
 
-    def listen(event: str, _duration_s: float, **_: Any) -> None:
+    def listen(event: str, duration_secs: float, **kwargs: Any) -> None:
         if event.endswith("/backend_compile_duration"):
             log.append(event)
 

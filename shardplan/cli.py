@@ -1,7 +1,7 @@
 """The command line: `shardplan plan | verify | compare | score | explain | mesh | reduce | tdl | calibrate`.
 
-With ``--json`` one JSON object goes to stdout and nothing else does; progress and warnings go to stderr. Exit code 0: done, 1: a check
-failed, 2: the user's error, said in one line.
+With ``--json`` one JSON object goes to stdout and nothing else does; progress and warnings go to stderr. Exit code 0: done, 1: a
+check failed, 2: the user's error, said in one line.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class Report:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
-    options: argparse.Namespace | None = None
+    # XLA's remarks on its own partitioning are not about the user's step; errors still show
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     try:
         options = _parser().parse_args(argv)
         # a factory may print: nothing but the report belongs on stdout
@@ -104,7 +105,9 @@ def _measured(made: Any, step: Callable[..., Any]) -> Mapping[str, tuple[float, 
 
 
 def _score(options: argparse.Namespace) -> Report:
-    raise ShardplanError("score is not there yet: price your own sharding with shardplan plan --pin 'GLOB=SPEC' for each of its arrays")
+    raise ShardplanError(
+        "score is not there yet: price your own sharding with shardplan plan --pin 'GLOB=SPEC' for each of its arrays"
+    )
 
 
 def _calibrate(options: argparse.Namespace) -> Report:
@@ -199,7 +202,9 @@ def _said(found: Any) -> Report:
 # -- what commands share -----------------------------------------------------------------------------------------------
 
 
-def _planned(options: argparse.Namespace, *, concrete: bool = False, file: str | None = None) -> tuple[Any, Callable[..., Any], tuple[Any, ...]]:
+def _planned(
+    options: argparse.Namespace, *, concrete: bool = False, file: str | None = None
+) -> tuple[Any, Callable[..., Any], tuple[Any, ...]]:
     """(plan, step, args) of a TARGET; the plan is read from a file where one is given."""
     from shardplan.target import load_target, read_options, read_pins, simulate
 
@@ -215,9 +220,18 @@ def _planned(options: argparse.Namespace, *, concrete: bool = False, file: str |
 
     with Progress() as progress:
         made = plan(
-            step, *args, cluster=cluster, memory_limit=options.memory, objective=options.objective, search=options.search, pins=pins,
-            donate_argnums=tuple(options.donate), replicate=tuple(options.replicate), time_budget_s=options.time_budget, observer=progress,
-        )  # fmt: skip
+            step,
+            *args,
+            cluster=cluster,
+            memory_limit=options.memory,
+            objective=options.objective,
+            search=options.search,
+            pins=pins,
+            donate_argnums=tuple(options.donate),
+            replicate=tuple(options.replicate),
+            time_budget_s=options.time_budget,
+            observer=progress,
+        )
     return made, step, args
 
 
@@ -238,7 +252,9 @@ def _loaded(file: str, step: Callable[..., Any], args: Sequence[Any], cluster: A
 
     made = load(file, step, *args)
     if cluster.fingerprint() != made.cluster.fingerprint():
-        raise PlanFileError(f"{file}: the plan was made for the cluster {made.cluster.name}, not for {cluster.name}; plan it anew")
+        raise PlanFileError(
+            f"{file}: the plan was made for the cluster {made.cluster.name}, not for {cluster.name}; plan it anew"
+        )
     return made
 
 
@@ -292,7 +308,9 @@ def _parser() -> argparse.ArgumentParser:
 
     one = _command(commands, "tdl", _tdl, "what the description language covers")
     one.add_argument("primitive", nargs="?", metavar="PRIMITIVE")
-    one.add_argument("--coverage", action="store_true", help="all primitives of the installed JAX, sorted (shown without PRIMITIVE too)")
+    one.add_argument(
+        "--coverage", action="store_true", help="all primitives of the installed JAX, sorted (shown without PRIMITIVE too)"
+    )
     one.add_argument("--examples", type=int, default=0, metavar="N", help="prove each description anew on N drawn cases")
 
     one = _command(commands, "calibrate", _calibrate, "measure this machine for the cost model")
@@ -301,7 +319,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _mesh_commands(commands: Any) -> None:
-    mesh = commands.add_parser("mesh", help="clusters, and axes on them").add_subparsers(dest="mesh", required=True, metavar="COMMAND")
+    mesh = commands.add_parser("mesh", help="clusters, and axes on them").add_subparsers(
+        dest="mesh", required=True, metavar="COMMAND"
+    )
     _command(mesh, "list", _mesh_list, "the presets")
     one = _command(mesh, "show", _mesh_show, "a cluster's levels, links and device")
     one.add_argument("cluster", metavar="CLUSTER")
@@ -324,14 +344,22 @@ def _takes_axes(one: argparse.ArgumentParser, *, over_required: bool) -> None:
 
 
 def _takes_target(one: argparse.ArgumentParser) -> None:
-    one.add_argument("target", metavar="TARGET", help="package.module:factory or file.py:factory; the factory returns (step, args)")
-    one.add_argument("--cluster", metavar="CLUSTER", help='a preset with its nodes ("dgx-h100:4"), a TOML file or a shape ("2x4")')
+    one.add_argument(
+        "target", metavar="TARGET", help="package.module:factory or file.py:factory; the factory returns (step, args)"
+    )
+    one.add_argument(
+        "--cluster", metavar="CLUSTER", help='a preset with its nodes ("dgx-h100:4"), a TOML file or a shape ("2x4")'
+    )
     one.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="an option of the factory")
     one.add_argument("--memory", metavar="SIZE", help='limit of a device ("70GiB"; default: its memory)')
     one.add_argument("--objective", default="time", choices=["time", "bytes"])
     one.add_argument("--search", default="auto")
-    one.add_argument("--pin", action="append", default=[], metavar="GLOB=SPEC", help="""arguments that must lie so: '*kernel=P(None, "gpu")'""")
-    one.add_argument("--donate", action="append", default=[], type=int, metavar="N", help="an argument whose buffers the step may reuse")
+    one.add_argument(
+        "--pin", action="append", default=[], metavar="GLOB=SPEC", help="""arguments that must lie so: '*kernel=P(None, "gpu")'"""
+    )
+    one.add_argument(
+        "--donate", action="append", default=[], type=int, metavar="N", help="an argument whose buffers the step may reuse"
+    )
     one.add_argument("--replicate", action="append", default=[], metavar="PRIMITIVE", help="may run whole on every device")
     one.add_argument("--time-budget", type=float, metavar="SECONDS")
 

@@ -61,7 +61,9 @@ def load_target(target: str, options: dict[str, Any], *, concrete: bool = False)
     except _RAISED as error:
         raise TargetError(f"{target} failed{_with(options)}: {_said(error)}") from error
     if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0]) and isinstance(made[1], tuple | list)):
-        raise TargetError(f"{target} returned {_kind(made)}: a factory returns (step, args), a function and the tuple of its arguments")
+        raise TargetError(
+            f"{target} returned {_kind(made)}: a factory returns (step, args), a function and the tuple of its arguments"
+        )
     return made[0], tuple(made[1])
 
 
@@ -85,7 +87,11 @@ def _module(place: str) -> Any:
             return _file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
         except ModuleNotFoundError as error:
             package = place.split(".")[0]
-            hint = " (is it installed, or under the current directory?)" if error.name and error.name.split(".")[0] == package else ""
+            hint = (
+                " (is it installed, or under the current directory?)"
+                if error.name and error.name.split(".")[0] == package
+                else ""
+            )
             raise TargetError(f"{place} does not import: {error}{hint}") from error
         except _RAISED as error:
             raise TargetError(f"{place} does not import: {_said(error)}") from error
@@ -95,7 +101,8 @@ def _file(path: Path) -> Any:
     if not path.is_file():
         raise TargetError(f"no file {path}")
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module  # dataclasses look their module up
     with _on_path(str(path.resolve().parent)):
@@ -184,7 +191,9 @@ def read_spec(text: str) -> PartitionSpec:
     for entry in value:
         names = entry if isinstance(entry, tuple) else (entry,)
         if entry is not None and not all(isinstance(n, str) and n for n in names):
-            raise PinError(f"{text!r} is no PartitionSpec: {entry!r} is neither None, an axis name nor a tuple of them; write P('node', None)")
+            raise PinError(
+                f"{text!r} is no PartitionSpec: {entry!r} is neither None, an axis name nor a tuple of them; say P('node', None)"
+            )
     return PartitionSpec(*value)
 
 

@@ -44,6 +44,8 @@ JAX_FILES = (
     "mesh.devices",
     "tdl.localize",
     "tdl.verify",
+    "tdl.register",
+    "tdl.coverage",
     "cost.calibrate",
     "collectives.lower",
 )
@@ -225,7 +227,9 @@ def _public(front: Path) -> set[str]:
     """Public names that a front defines, or imports from shardplan; submodules imported for their effect left out."""
     package = _module(front)
     names: set[str] = set()
-    for node in _tree(front).body:
+    # what a front imports for type checkers alone it hands on at first use
+    body = [inner for node in _tree(front).body for inner in (node.body if isinstance(node, ast.If) else [node])]
+    for node in body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             names.add(node.name)
         elif isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").startswith("shardplan")):

@@ -62,8 +62,8 @@ number = 7
 '''
 
 PLAN_FIELDS = (
-    "step_time_s compute_s communication_s communication_bytes peak_bytes lower_bound_s trace_s search_s operators baselines in_specs"
-    " axes matrix"
+    "step_time_s compute_s communication_s communication_bytes peak_bytes lower_bound_s trace_s search_s operators"
+    " baselines in_specs axes matrix"
 ).split()
 VERIFY_FIELDS = (
     "equal max_error steps predicted_bytes measured_bytes raw_measured_bytes predicted_peak_bytes measured_peak_bytes collectives"
@@ -117,13 +117,17 @@ def test_plan_as_json_is_one_object_and_nothing_else(run: Callable[..., Any], ta
 
 def test_a_module_is_a_target_too(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    code, out, _ = run("plan", "models.mlp:train_step", "--cluster", "2x4", "--set", "width=32", "--set", "optimizer=sgd", "--json")
+    code, out, _ = run(
+        "plan", "models.mlp:train_step", "--cluster", "2x4", "--set", "width=32", "--set", "optimizer=sgd", "--json"
+    )
     assert code == 0
     assert "state/params/layer_1/kernel" in json.loads(out)["in_specs"]
 
 
 def test_a_pin_holds(run: Callable[..., Any], target: str) -> None:
-    code, out, _ = run("plan", target, "--cluster", "2x4", "--pin", "state/params/up=P(None, 'gpu')", "--pin", "batch/*=node", "--json")
+    code, out, _ = run(
+        "plan", target, "--cluster", "2x4", "--pin", "state/params/up=P(None, 'gpu')", "--pin", "batch/*=node", "--json"
+    )
     specs = json.loads(out)["in_specs"]
     assert code == 0
     assert specs["state/params/up"] == "P(None, 'gpu')"
@@ -191,7 +195,10 @@ def test_compare_measures_compiled_programs(run: Callable[..., Any], target: str
         (["mesh", "show", "2x4"], "8 devices"),
         (["mesh", "matrices", "--cluster", "2x4", "--axes", "2 4"], "axis 0"),
         (["mesh", "matrices", "--cluster", "2x4", "--axes", "2 4", "--over", "0", "--bytes", "1000000"], "all-reduce"),
-        (["reduce", "--cluster", "2x4", "--axes", "2 4", "--over", "0", "--matrix", "2 1 / 1 4", "--bytes", "1000000"], "AllReduce"),
+        (
+            ["reduce", "--cluster", "2x4", "--axes", "2 4", "--over", "0", "--matrix", "2 1 / 1 4", "--bytes", "1000000"],
+            "AllReduce",
+        ),
         (["tdl", "dot_general"], "Sum(k0"),
         (["tdl", "pure_callback"], "effect"),
         (["tdl", "--coverage"], "primitives in the installed JAX"),

@@ -1,8 +1,8 @@
 """Plans broken on purpose: one exchange of a step is left out, so that the proof of a plan can be shown to notice.
 
-An *exchange* is where devices must talk: an op that leaves a partial sum, or a value that changes its layout. They are numbered in the
-order in which the step is evaluated. Left out, a partial sum stays each device's own term, and a value that should have come from other
-devices is made of copies of the device's own block.
+An *exchange* is where devices must talk: an op that leaves a partial sum, or a value that changes its layout. They are numbered
+in the order in which the step is evaluated. Left out, a partial sum stays each device's own term, and a value that should have come
+from other devices is made of copies of the device's own block.
 """
 
 from __future__ import annotations
@@ -29,22 +29,27 @@ class DroppingEmitter(SpecsEmitter):
         self._now: tuple[Op, Use] | None = None
 
     def __call__(self, *flat: Any) -> list[Any]:
+        """The step on flat arguments; flat results."""
         self.exchanges.clear()
         return super().__call__(*flat)
 
     def plain(self, frame: Any, op: Op) -> None:
+        """Notes which op comes, and whether it leaves a partial sum."""
         node = self.nodes.get((frame.where, op.id))
         use = self.decisions.uses.get(node.id) if node is not None else None
         self._now = (op, use) if use is not None and any(g.partial for g in use.gives) else None
         super().plain(frame, op)
 
     def bind(self, op: Op, inputs: Sequence[Any]) -> list[Any]:
+        """The op; where its sum is left out, each device's own term."""
         if self._now is None or self._now[0] is not op:
             return super().bind(op, inputs)
         use, self._now = self._now[1], None
         needs = tuple(partition_spec(n, self.names) for n in use.needs)
         gives = tuple(partition_spec(Layout(g.dims), self.names) for g in use.gives)
-        local = jax.shard_map(lambda *xs: tuple(self._bare(op, xs)), mesh=self.mesh, in_specs=needs, out_specs=gives, check_vma=False)
+        local = jax.shard_map(
+            lambda *xs: tuple(self._bare(op, xs)), mesh=self.mesh, in_specs=needs, out_specs=gives, check_vma=False
+        )
         if not self._same_parameters(op, local, inputs) or not self._drops(f"the sum of {op.primitive} at {op.source}"):
             return super().bind(op, inputs)
         return list(local(*inputs))
@@ -62,9 +67,12 @@ class DroppingEmitter(SpecsEmitter):
         return super().bind(op, inputs)
 
     def move(self, value: Any, shape: tuple[int, ...], nbytes: int, before: Layout, after: Layout) -> Any:
+        """Resharding; left out, copies of the device's own block."""
         steps = () if before == after else self.extractor.program(shape, nbytes, before, after)
         talks = any(step.kind != "slice" for step in steps)
-        if not talks or not self._drops(f"the move of {shape} from {partition_spec(before, self.names)} to {partition_spec(after, self.names)}"):
+        if not talks or not self._drops(
+            f"the move of {shape} from {partition_spec(before, self.names)} to {partition_spec(after, self.names)}"
+        ):
             return super().move(value, shape, nbytes, before, after)
         whole = jax.shard_map(
             lambda x: jnp.tile(x, [n // m for n, m in zip(shape, x.shape, strict=True)]),

@@ -1,8 +1,8 @@
 """The proof of a plan: the sharded step beside the single-device step, and what was predicted beside what was compiled.
 
-Both run a few steps with their state fed back. Equal means, for every leaf of the result after every step: |sharded - single| is at most
-ten times the largest change that five seeded perturbations of the arguments by one unit in the last place cause, plus 1e-6 of the
-leaf's maximum. Integers, booleans and random keys are equal exactly.
+Both run a few steps with their state fed back. Equal means, for every leaf of the result after every step: |sharded - single| is
+at most ten times the largest change that five seeded perturbations of the arguments by one unit in the last place cause, plus
+1e-6 of the leaf's maximum. Integers, booleans and random keys are equal exactly.
 """
 
 from __future__ import annotations
@@ -120,7 +120,9 @@ def verify(
         tell("perturbed steps", 0.6 + 0.05 * n)
         rng = np.random.default_rng(n)
         nudged = one.run([_nudged(x, rng) for x in host])
-        changes = [[max(c, _error(a, b)) for c, a, b in zip(*row, strict=True)] for row in zip(changes, nudged, single, strict=True)]
+        changes = [
+            [max(c, _error(a, b)) for c, a, b in zip(*row, strict=True)] for row in zip(changes, nudged, single, strict=True)
+        ]
     tell("bytes", 0.9)
     measured, peak = sharded.compiled(host)
     judged = _judge(plan.traced.program.output_paths, single, found, changes)
@@ -141,7 +143,9 @@ def verify(
     )
 
 
-def measured_program(plan: Plan, step: Callable[..., Any], *, devices: Sequence[Any] | None = None, backend: str = "specs") -> tuple[Measured, int]:
+def measured_program(
+    plan: Plan, step: Callable[..., Any], *, devices: Sequence[Any] | None = None, backend: str = "specs"
+) -> tuple[Measured, int]:
     """The collectives of the compiled step and its peak bytes on one device; nothing is run."""
     return _measured(plan.jit(step, devices, backend), jax.tree.unflatten(plan.traced.in_tree, plan.traced.in_shapes))
 
@@ -330,7 +334,10 @@ class _Judged:
 
 
 def _judge(
-    paths: Sequence[str], single: Sequence[Sequence[np.ndarray]], found: Sequence[Sequence[np.ndarray]], changes: Sequence[Sequence[float]]
+    paths: Sequence[str],
+    single: Sequence[Sequence[np.ndarray]],
+    found: Sequence[Sequence[np.ndarray]],
+    changes: Sequence[Sequence[float]],
 ) -> _Judged:
     unequal: list[str] = []
     largest = 0.0

@@ -1,7 +1,7 @@
 """Why a plan is as it is: for an argument what was chosen, what else would cost, what binds, and where it is read.
 
-The cost of another layout is that of the same plan with this one layout changed and all others held: how much the choice matters, not what a
-search would make of it (other layouts would follow).
+The cost of another layout is that of the same plan with this one layout changed and all others held: how much the choice matters,
+not what a search would make of it (other layouts would follow).
 """
 
 from __future__ import annotations
@@ -101,11 +101,13 @@ class _Why:
     def whole(self) -> str:
         plan = self.plan
         mesh = " x ".join(f"{name}={k}" for name, k in plan.axes.items())
-        lines = [f"{seconds(plan.step_time_s)} a step on {mesh}: compute {seconds(plan.compute_s)}, communication {seconds(plan.communication_s)};"]
+        spent = f"compute {seconds(plan.compute_s)}, communication {seconds(plan.communication_s)}"
+        lines = [f"{seconds(plan.step_time_s)} a step on {mesh}: {spent};"]
         lines.append(f"{size(plan.peak_bytes)} a device at its peak, of {size(plan.memory_limit)}. {_sentence(bound_text(plan))}")
         best = best_baseline(plan)
         if best is not None:
-            lines.append(f"The best baseline that fits is {best.name}: {seconds(best.step_time_s)}, {_more(best.step_time_s - plan.step_time_s)}.")
+            change = _more(best.step_time_s - plan.step_time_s)
+            lines.append(f"The best baseline that fits is {best.name}: {seconds(best.step_time_s)}, {change}.")
         lines += [f"{text}." for text in self._binding(None)]
         for row in collective_rows(plan)[:_LINES]:
             share = row["seconds"] / plan.communication_s if plan.communication_s else 0.0
@@ -148,7 +150,10 @@ class _Why:
             lines.append(f"{alike} arrays alike; what follows is for {path}")
         lines.append(f"{size(nbytes * part)} of {size(nbytes)} on each device")
         if v == FREE:
-            lines.append("every device keeps it whole: " + ("nothing reads it" if not self.readers[t] else "a scalar, or nothing is gained by cutting it"))
+            lines.append(
+                "every device keeps it whole: "
+                + ("nothing reads it" if not self.readers[t] else "a scalar, or nothing is gained by cutting it")
+            )
         else:
             lines += self._shared(v, path)
             lines += self._uses(t)
@@ -178,7 +183,9 @@ class _Why:
                 steps = plan.extractor.program(graph.tensors[t].shape, graph.tensors[t].nbytes, own, need)
                 talk = [s for s in steps if s.kind != "slice"]
                 cost = sum(s.seconds for s in talk)
-                kinds = ", ".join(f"{s.kind.replace('_', '-')} over {' x '.join(plan.factors[f].name for f in s.over)}" for s in talk)
+                kinds = ", ".join(
+                    f"{s.kind.replace('_', '-')} over {' x '.join(plan.factors[f].name for f in s.over)}" for s in talk
+                )
                 how = f"by {kinds}, {seconds(cost)}" if talk else "by a local slice"
                 found[f"{'backward' if node.backward else 'forward'} it is read as {self._layout(need)}, {how}"] = None
         return list(found)[:_LINES]
@@ -197,7 +204,11 @@ class _Why:
             return ["no other layout divides its dims"]
         best = others[0]
         if best.more_s < -_NEAR:
-            why = "does not fit in memory with the rest" if self.plan.peak_bytes <= self.plan.memory_limit and self.plan.exact else "was not found"
+            why = (
+                "does not fit in memory with the rest"
+                if self.plan.peak_bytes <= self.plan.memory_limit and self.plan.exact
+                else "was not found"
+            )
             return [f"{self._layout(best.layout)} alone would save {seconds(-best.more_s)}, all else held: it {why}"]
         lines = [f"runner-up {self._layout(best.layout)}: {_more(best.more_s)} a step, all else held"]
         whole = next((o for o in others if not o.layout.used), None)
@@ -209,7 +220,7 @@ class _Why:
         """Every other layout of a variable with the change in seconds, cheapest first."""
         problem, solution = self.plan.extractor.problem, self.plan.solution
         kept = {b: math.inf for b in problem.backward_views if b not in solution.keep}
-        domains = [(s,) for s in solution.states]
+        domains: list[tuple[int, ...]] = [(s,) for s in solution.states]
         domains[v] = problem.domains[v]
         total = np.zeros(len(domains[v]))
         for term in problem.terms_of(v, domains, kept):
@@ -218,7 +229,11 @@ class _Why:
             return []
         own = total[domains[v].index(solution.states[v])]
         space = problem.resharder.space(len(problem.coarse.variables[v].shape))
-        found = [_Other(space.layout(s), float(c - own) / 1e12) for s, c in zip(domains[v], total, strict=True) if s != solution.states[v]]
+        found = [
+            _Other(space.layout(s), float(c - own) / 1e12)
+            for s, c in zip(domains[v], total, strict=True)
+            if s != solution.states[v]
+        ]
         return sorted(found, key=lambda o: (o.more_s, str(o.layout)))
 
     def _uneven_dim(self, path: str, dim: int, n: int, axes: Sequence[str], into: int) -> str:
@@ -235,7 +250,10 @@ class _Why:
         gain = self.plan.step_time_s - after
         if gain <= _NEAR:
             return text + f", which gains nothing here ({seconds(after)} a step)"
-        return text + f": {seconds(after)} a step in place of {seconds(self.plan.step_time_s)}, {gain / self.plan.step_time_s:.1%} less"
+        return (
+            text
+            + f": {seconds(after)} a step in place of {seconds(self.plan.step_time_s)}, {gain / self.plan.step_time_s:.1%} less"
+        )
 
     def _read_at(self, t: int) -> list[str]:
         """The source lines that read it, contractions first."""

@@ -39,14 +39,17 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 
 def comparison_rows(plan: Plan, measured: Mapping[str, tuple[float, float, int]] | None = None) -> list[dict[str, Any]]:
     """The plan, then every baseline by time; ``measured`` has (wire bytes, raw wire bytes, peak bytes) by name."""
-    own = {
+    own: dict[str, Any] = {
         "name": "this plan",
         "step_time_s": plan.step_time_s,
         "communication_bytes": plan.communication_bytes,
         "peak_bytes": plan.peak_bytes,
         "fits": plan.peak_bytes <= plan.memory_limit,
     }
-    rows = [own, *sorted((asdict(b) for b in plan.baselines), key=lambda b: (not b["fits"], b["step_time_s"], b["name"]))]
+    rows: list[dict[str, Any]] = [
+        own,
+        *sorted((asdict(b) for b in plan.baselines), key=lambda b: (not b["fits"], b["step_time_s"], b["name"])),
+    ]
     for row in rows:
         wire, raw, peak = (measured or {}).get(row["name"], (None, None, None))
         row |= {"measured_bytes": wire, "raw_measured_bytes": raw, "measured_peak_bytes": peak}

@@ -56,7 +56,9 @@ def padded_seconds(plan: Plan, old: int, new: int) -> float | None:
     program = _resized(plan.traced.program, old, new)
     graph = flatten(program, replicate=_opaque(plan))
     problem = Problem(graph, coarsen(graph), plan.cluster, plan.factors)
-    outcome = search(problem, limit=plan.memory_limit, donated=_donated(plan), domains=problem.domains, deadline=None, observer=_silent)
+    outcome = search(
+        problem, limit=plan.memory_limit, donated=_donated(plan), domains=problem.domains, deadline=None, observer=_silent
+    )
     return outcome.best.seconds if outcome.best.fits(plan.memory_limit) else None
 
 

@@ -38,5 +38,8 @@ def primitive_text(made: Mapping[str, Any]) -> str:
     if made["strategies"]:
         lines += ["", "cut two ways:"] + [f"  {s}" for s in made["strategies"]]
     if made["linear_in"]:
-        lines += ["", "linear in " + "; ".join(" with ".join(members) for members in made["linear_in"]) + ": a partial sum passes through"]
+        lines += [
+            "",
+            "linear in " + "; ".join(" with ".join(members) for members in made["linear_in"]) + ": a partial sum passes through",
+        ]
     return "\n".join(lines)

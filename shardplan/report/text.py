@@ -49,7 +49,8 @@ def _head(plan: Plan, title: str) -> str:
 def _step_time(plan: Plan) -> str:
     share = plan.communication_s / plan.step_time_s if plan.step_time_s else 0.0
     how = "one after the other" if plan.time_model == "sum" else "overlapped"
-    return f"{seconds(plan.step_time_s)}: compute {seconds(plan.compute_s)}, communication {seconds(plan.communication_s)} ({share:.0%}), {how}"
+    spent = f"compute {seconds(plan.compute_s)}, communication {seconds(plan.communication_s)} ({share:.0%})"
+    return f"{seconds(plan.step_time_s)}: {spent}, {how}"
 
 
 def bound_text(plan: Plan) -> str:
@@ -112,7 +113,16 @@ def collective_rows(plan: Plan) -> list[dict[str, Any]]:
     for c in plan.collectives:
         row = found.setdefault(
             (c.kind, c.axes),
-            {"kind": c.kind, "axes": list(c.axes), "times": 0.0, "wire_bytes": 0.0, "seconds": 0.0, "largest": "", "source": "", "_most": -1.0},
+            {
+                "kind": c.kind,
+                "axes": list(c.axes),
+                "times": 0.0,
+                "wire_bytes": 0.0,
+                "seconds": 0.0,
+                "largest": "",
+                "source": "",
+                "_most": -1.0,
+            },
         )
         row["times"] += c.times
         row["wire_bytes"] += c.wire_bytes * c.times
@@ -129,7 +139,8 @@ def collectives_text(plan: Plan) -> str:
     if not rows:
         return "none: every device works on its own"
     shown = [
-        [r["kind"], " x ".join(r["axes"]), f"{r['times']:g}", size(r["wire_bytes"]), seconds(r["seconds"]), _dearest(r)] for r in rows[:_REST]
+        [r["kind"], " x ".join(r["axes"]), f"{r['times']:g}", size(r["wire_bytes"]), seconds(r["seconds"]), _dearest(r)]
+        for r in rows[:_REST]
     ]
     total = ["total", "", f"{sum(r['times'] for r in rows):g}", size(plan.communication_bytes), seconds(plan.communication_s), ""]
     return table(["collective", "over", "times", "on the wire", "time", "the dearest"], [*shown, total], align="llrrrl")
@@ -148,7 +159,8 @@ def baselines_text(plan: Plan) -> str:
     rows[1:] = sorted(rows[1:], key=lambda r: (not r[4], r[1]))
     best = plan.step_time_s
     cells = [
-        [name, seconds(t), f"{t / best:.2f}x" if best else "-", size(wire), size(peak), "yes" if fits else "no"] for name, t, wire, peak, fits in rows
+        [name, seconds(t), f"{t / best:.2f}x" if best else "-", size(wire), size(peak), "yes" if fits else "no"]
+        for name, t, wire, peak, fits in rows
     ]
     return table(["plan", "step time", "ratio", "on the wire", "memory", "fits"], cells, align="lrrrrl")
 
@@ -168,7 +180,8 @@ def verified_text(found: Mapping[str, Any]) -> str:
     lines = [
         f"{verdict} to the single-device step after each of {found['steps']} steps",
         f"  largest error {found['max_error']:.2g} of its array's maximum",
-        f"  closest to its tolerance: {worst['path']} in step {worst['step']}: {worst['error']:.3g} of {worst['tolerance']:.3g} allowed",
+        f"  closest to its tolerance: {worst['path']} in step {worst['step']}: "
+        f"{worst['error']:.3g} of {worst['tolerance']:.3g} allowed",
     ]
     if found["unequal"]:
         shown = ", ".join(found["unequal"][:4]) + (f" and {len(found['unequal']) - 4} more" if len(found["unequal"]) > 4 else "")
@@ -176,7 +189,14 @@ def verified_text(found: Mapping[str, Any]) -> str:
     moved = f"{len(found['moved'])} arrays come back in another sharding" if found["moved"] else "state comes back where it was"
     lines.append(f"  {found['recompiles']} compilations after the first step; {moved}")
     rows = [
-        [kind, f"{b['predicted_count']:g}", f"{b['measured_count']:g}", size(b["predicted"]), size(b["measured"]), ratio(b["measured"], b["predicted"])]
+        [
+            kind,
+            f"{b['predicted_count']:g}",
+            f"{b['measured_count']:g}",
+            size(b["predicted"]),
+            size(b["measured"]),
+            ratio(b["measured"], b["predicted"]),
+        ]
         for kind, b in sorted(found["collectives"].items())
     ]
     rows.append(["on the wire", "", "", *_pair(found["predicted_bytes"], found["measured_bytes"])])
@@ -199,13 +219,17 @@ def comparison_text(rows: Sequence[Mapping[str, Any]]) -> str:
     """The plan and its baselines side by side, with what their compiled programs measure where that was asked for."""
     measured = any(r.get("measured_bytes") is not None for r in rows)
     first = rows[0]["step_time_s"]
-    heads = ["plan", "step time", "ratio", "on the wire", "memory", "fits"] + (["measured wire", "measured memory"] if measured else [])
+    heads = ["plan", "step time", "ratio", "on the wire", "memory", "fits"] + (
+        ["measured wire", "measured memory"] if measured else []
+    )
     cells: list[list[str]] = []
     for r in rows:
         row = [r["name"], seconds(r["step_time_s"]), f"{r['step_time_s'] / first:.2f}x" if first else "-"]
         row += [size(r["communication_bytes"]), size(r["peak_bytes"]), "yes" if r["fits"] else "no"]
         if measured:
-            row += [size(r["measured_bytes"]), size(r["measured_peak_bytes"])] if r.get("measured_bytes") is not None else ["-", "-"]
+            row += (
+                [size(r["measured_bytes"]), size(r["measured_peak_bytes"])] if r.get("measured_bytes") is not None else ["-", "-"]
+            )
         cells.append(row)
     return table(heads, cells, align="lrrrrl" + "rr" * measured)
 

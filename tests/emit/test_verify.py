@@ -39,7 +39,12 @@ def small(batch: int = 64) -> tuple[Any, tuple[Any, ...]]:
         return jnp.asarray(rng.standard_normal(shape), "float32")
 
     params = {"up": array(16, 32), "down": array(32, 8)}
-    state = {"params": params, "momentum": jax.tree.map(jnp.zeros_like, params), "count": jnp.zeros((), "int32"), "key": jax.random.key(1)}
+    state = {
+        "params": params,
+        "momentum": jax.tree.map(jnp.zeros_like, params),
+        "count": jnp.zeros((), "int32"),
+        "key": jax.random.key(1),
+    }
     return step, (state, {"x": array(batch, 16), "y": array(batch, 8)})
 
 
@@ -74,7 +79,9 @@ def test_donated_state_is_not_used_again(devices: list[Any]) -> None:
     plan = shardplan.plan(step, *args, cluster="2x2", pins=PINS, donate_argnums=(0,))
     found = verify(plan, step, args)
     assert found.passed
-    assert found.measured_peak_bytes < verify(shardplan.plan(step, *args, cluster="2x2", pins=PINS), step, args).measured_peak_bytes
+    assert (
+        found.measured_peak_bytes < verify(shardplan.plan(step, *args, cluster="2x2", pins=PINS), step, args).measured_peak_bytes
+    )
     assert all(not x.is_deleted() for x in jax.tree.leaves(args))
 
 
@@ -145,7 +152,9 @@ def _named(name: str, options: dict[str, Any], cluster: str) -> Any:
 
 
 @pytest.mark.parametrize(("name", "options", "cluster"), [_named(*row) for row in MODELS])
-def test_a_model_is_equal_and_sends_what_was_predicted(devices: list[Any], name: str, options: dict[str, Any], cluster: str) -> None:
+def test_a_model_is_equal_and_sends_what_was_predicted(
+    devices: list[Any], name: str, options: dict[str, Any], cluster: str
+) -> None:
     step, args = importlib.import_module(f"models.{name}").train_step(**options, concrete=True)
     plan = shardplan.plan(step, *args, cluster=cluster)
     found = verify(plan, step, args)

@@ -40,4 +40,7 @@ def _expanded(pattern: str) -> list[str]:
 def test_layers_become_a_range() -> None:
     same = {f"blocks/{i}/mlp/kernel": "P()" for i in range(12)}
     assert [g.pattern for g in grouped(same)] == ["blocks/{0..11}/mlp/kernel"]
-    assert [g.pattern for g in grouped(same | {"blocks/5/mlp/kernel": "P('gpu')"})] == ["blocks/{0..4,6..11}/mlp/kernel", "blocks/5/mlp/kernel"]
+    assert [g.pattern for g in grouped(same | {"blocks/5/mlp/kernel": "P('gpu')"})] == [
+        "blocks/{0..4,6..11}/mlp/kernel",
+        "blocks/5/mlp/kernel",
+    ]

@@ -145,7 +145,10 @@ def test_a_dim_that_does_not_divide_names_the_size_that_would() -> None:
     said = plan.explain("params/out")
     assert "50257 does not divide by node=2 and gpu=4; padded to 50304 it would" in said
     assert uneven((3, 8, 12), {"node": 2, "gpu": 4}) == ()
-    assert [(u.dim, u.padded, u.axes) for u in uneven((9, 1026), {"node": 2, "gpu": 4})] == [(0, 16, ("node", "gpu")), (1, 1152, ("gpu",))]
+    assert [(u.dim, u.padded, u.axes) for u in uneven((9, 1026), {"node": 2, "gpu": 4})] == [
+        (0, 16, ("node", "gpu")),
+        (1, 1152, ("gpu",)),
+    ]
 
 
 def test_an_unknown_path_names_its_nearest(pinned: Any) -> None:

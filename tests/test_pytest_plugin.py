@@ -1,0 +1,45 @@
+"""The plugin, as a project that uses it would: a pytest of its own in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TEST = """
+import jax, jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+def step(state, batch):
+    loss, gradient = jax.value_and_grad(lambda w: jnp.mean((batch @ w) ** 2))(state)
+    return state - 0.1 * gradient, loss
+
+ARGS = jax.random.normal(jax.random.key(0), (16, 8)), jax.random.normal(jax.random.key(1), (32, 16))
+
+def test_equal(verify_plan):
+    assert len(jax.devices()) == 4
+    assert verify_plan(step, *ARGS, cluster="2x2", pins={"batch": P("gpu")}).equal
+
+def test_not_equal(verify_plan, monkeypatch):
+    import shardplan.emit.verify as module
+    real = module.verify
+    monkeypatch.setattr(module, "verify", lambda *a: real(*a, drop=0))
+    verify_plan(step, *ARGS, cluster="2x2", pins={"batch": P("gpu"), "state": P()})
+"""
+
+
+@pytest.mark.slow
+def test_a_plan_is_proven_by_a_fixture(tmp_path: Path) -> None:
+    (tmp_path / "test_step.py").write_text(TEST)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "shardplan.pytest_plugin", "--shardplan-devices", "4", "test_step.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300, env=_environment())
+    assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
+    assert "NOT EQUAL" in done.stdout
+
+
+def _environment() -> dict[str, str]:
+    import os
+
+    return {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}

@@ -129,6 +129,7 @@ def _pair(graph: Graph, sets: _Sets, apart: set[int], weights: frozenset[int], f
     for t, v in enumerate(value):
         if v != t and loose[t] and loose[v] and graph.tensors[t].shape == graph.tensors[v].shape:
             sets.union(t, v)
+    _timesteps(graph, sets, loose, value, weights, free)
     forward: dict[int, list[Node]] = {}
     after = _moved(graph, free)
     for node in graph.nodes:
@@ -153,6 +154,34 @@ def _pair(graph: Graph, sets: _Sets, apart: set[int], weights: frozenset[int], f
                     continue
                 _same_layout(graph, sets, loose, after, first.outputs[0], gradient)
                 _same_layout(graph, sets, loose, after, other, node.outputs[0])
+
+
+_TIMESTEPS = 3
+"""From so many equal uses of one weight on, they are unrolled timesteps (Tofu, section 5.1), which share one choice."""
+
+
+def _timesteps(
+    graph: Graph, sets: _Sets, loose: list[bool], value: list[int], weights: frozenset[int], free: frozenset[int]
+) -> None:
+    """Merges what equal ops make of one weight, and what they read beside it: the steps of an unrolled recurrence.
+
+    Each step could be cut in its own way; Tofu gives that up too, for a graph that is a chain.
+    """
+    uses: dict[tuple[int, int, int], list[Node]] = {}
+    for node in graph.nodes:
+        alive = [t for t in dict.fromkeys(node.inputs) if t >= 0 and t not in free]
+        if node.signature.elementwise or len(alive) != 2 or len(node.outputs) != 1:
+            continue
+        for slot, t in enumerate(node.inputs):
+            if t >= 0 and value[t] in weights:
+                uses.setdefault((value[t], node.signature.id, slot), []).append(node)
+    for nodes in uses.values():
+        if len(nodes) >= _TIMESTEPS:
+            first = nodes[0]
+            for node in nodes[1:]:
+                for a, b in zip((*first.inputs, *first.outputs), (*node.inputs, *node.outputs), strict=True):
+                    if a >= 0 and b >= 0 and loose[a] and loose[b]:
+                        sets.union(a, b)
 
 
 _AGAIN = "rematted_computation"
@@ -335,13 +364,13 @@ def _views(graph: Graph, variables: list[Variable], of: list[int], weights: froz
     """Gives a view to each tensor that several contractions read.
 
     None where it could gain little: where the stored layout serves nothing but these readers, or where the tensor is the
-    largest that each
-    of them touches, so that moving the others is cheaper. What that may lose is a copy made twice.
+    largest that each of them touches, so that moving the others is cheaper. What that may lose is a copy made twice.
     """
     touched = _touched(graph, of)
     readers: dict[int, list[tuple[Node, int]]] = {}
     for node in graph.nodes:
-        if node.signature.elementwise or len({t for t in node.inputs if t >= 0 and of[t] != FREE}) < 2:
+        # a lookup or a convolution has two operands too; what puts many pieces together reads them as they are
+        if node.signature.elementwise or len({t for t in node.inputs if t >= 0 and of[t] != FREE}) not in (2, 3):
             continue
         for slot, t in enumerate(node.inputs):
             if t >= 0 and of[t] != FREE:

@@ -8,12 +8,17 @@ tables in the same arrangement is memoised, so repeated layers cost one lookup.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from shardplan.errors import SearchWidthError
 from shardplan.search.tables import BIG, Costs, Store, Term
+
+LARGEST_TABLE = 200_000_000
+"""Entries of the largest table that is ever made (1.6 GB)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +147,8 @@ class Eliminator:
     def _eliminate(self, key: tuple[tuple[int, tuple[int, ...]], ...], sizes: list[int]) -> tuple[int, int, Costs]:
         found = self._memo.get(key)
         if found is None:
+            if math.prod(sizes) > LARGEST_TABLE:
+                raise SearchWidthError(len(sizes), math.prod(sizes))
             total = np.zeros(sizes, np.int64)
             for table, axes in key:
                 costs = self.store.tables[table]

@@ -18,7 +18,7 @@ from shardplan.search.eliminate import Eliminator, Order, find_order
 from shardplan.search.problem import Domain, Limits, Problem
 from shardplan.search.tables import BIG
 
-JOINT_ENTRIES = 100_000_000
+JOINT_ENTRIES = 30_000_000
 """Up to this many predicted table entries in one table all levels are solved jointly."""
 
 Observer = Callable[[str, float], None]

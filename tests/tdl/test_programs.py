@@ -29,13 +29,13 @@ def trained(loss: Callable[..., Any], params: Any, *batch: Any) -> Any:
         updates, state = optimizer.update(jax.grad(loss)(params, *batch), state, params)
         return optax.apply_updates(params, updates), state
 
-    return jax.make_jaxpr(step)(params, optimizer.init(params), *batch)
+    return jax.make_jaxpr(step)(params, jax.eval_shape(optimizer.init, params), *batch)
 
 
 def attention_with_dropout() -> Any:
     module = nn.MultiHeadDotProductAttention(2, dropout_rate=0.1, deterministic=False)
     x = jnp.ones((2, 4, 8))
-    params = module.init({"params": KEY, "dropout": KEY}, x)
+    params = jax.eval_shape(module.init, {"params": KEY, "dropout": KEY}, x)
     return trained(
         lambda p, x: jnp.sum(jnp.asarray(module.apply(p, x, mask=nn.make_causal_mask(x[..., 0]), rngs={"dropout": KEY}))),
         params,
@@ -114,7 +114,7 @@ class UNet(nn.Module):
 
 def unet() -> Any:
     x = jnp.ones((2, 8, 8, 1))
-    return trained(lambda p, x: jnp.sum(jnp.asarray(UNet().apply(p, x))), UNet().init(KEY, x), x)
+    return trained(lambda p, x: jnp.sum(jnp.asarray(UNet().apply(p, x))), jax.eval_shape(UNet().init, KEY, x), x)
 
 
 def state_space_model() -> Any:
@@ -149,7 +149,7 @@ class Normed(nn.Module):
 
 def batch_norm() -> Any:
     x = jnp.ones((4, 8, 8, 2))
-    variables = Normed().init(KEY, x)
+    variables = jax.jit(Normed().init)(KEY, x)
 
     def loss(p: Any, x: Any) -> Any:
         return Normed().apply({**variables, "params": p}, x, mutable=["batch_stats"])[0]

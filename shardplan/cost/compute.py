@@ -6,17 +6,20 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+from numpy.typing import NDArray
+
 from shardplan.mesh import Device
 from shardplan.tdl import Description
 from shardplan.tdl.describe import children
-from shardplan.tdl.index import FloorDiv, IndexExpr, Mod
+from shardplan.tdl.index import Affine, Exact, IndexExpr, loops_of
 from shardplan.tdl.language import Access, Apply, Match, Reduce, Scalar
 
 
 def flops(description: Description) -> float:
     """Arithmetic of the whole op: one for each scalar operation of each element, as XLA counts (a multiply-add is two).
 
-    A lookup said as a sum over rows reads one row, so its loop counts once.
+    A lookup said as a sum over rows reads one row, so its loop counts once. Terms that read padding count nothing.
     """
     return sum(
         _tree(tree, description, math.prod(n for n in shape))
@@ -29,7 +32,10 @@ def _tree(node: Scalar, description: Description, times: float) -> float:
         case Reduce(_, loops, body):
             looked_up = _matched(body)
             inner = times * math.prod(description.loops[v].extent for v in loops if v not in looked_up)
-            return inner * _density(body) + _tree(body, description, inner * _density(body))
+            # what is scattered to one row is combined there, not in every row
+            inner /= math.prod(description.loops[v].extent for v in looked_up if description.loops[v].reducer is None)
+            inner *= _density(body, description)
+            return inner + _tree(body, description, inner)
         case Apply(how, args, _):
             own = 0.0 if how == "where" else times * max(1, len(args) - 1)
             return own + sum(_tree(a, description, times) for a in args)
@@ -38,27 +44,42 @@ def _tree(node: Scalar, description: Description, times: float) -> float:
 
 
 def _matched(node: Scalar) -> frozenset[int]:
-    from shardplan.tdl.index import loops_of
-
     found = loops_of(node.index) if isinstance(node, Match) else frozenset[int]()
     for child in children(node):
         found |= _matched(child)
     return found
 
 
-def _density(node: Scalar) -> float:
-    """The part of a dilated operand's positions that hold an element (an index ``// d`` beside no ``% d``)."""
+def _density(node: Scalar, description: Description) -> float:
+    """The part of the terms of a sum in which every operand has an element: not among padding, nor between dilated ones."""
     if isinstance(node, Access):
-        return math.prod(_spread(ix) for ix in node.indices)
-    return math.prod(_density(c) for c in children(node))
+        shape = description.call.operands[node.operand]
+        return math.prod(_hits(ix, n, description) for ix, n in zip(node.indices, shape, strict=True))
+    return math.prod(_density(c, description) for c in children(node))
 
 
-def _spread(ix: IndexExpr) -> float:
+def _hits(ix: IndexExpr, extent: int, description: Description) -> float:
+    """The part of its loops' values at which an index is one of a dim of this extent."""
     match ix:
-        case FloorDiv(inner, by) if not isinstance(inner, Mod):
-            return 1.0 / by
+        case Affine(terms, const):
+            apart = 1
+        case Exact(Affine(terms, const), apart):
+            pass
         case _:
             return 1.0
+    reach = [c * (description.loops[v].extent - 1) for v, c in terms]
+    inside = const + sum(r for r in reach if r < 0) >= 0 and const + sum(r for r in reach if r > 0) < extent
+    count = math.prod(description.loops[v].extent for v, _ in terms)
+    if (inside and apart == 1) or count > _MOST_POSITIONS:
+        return 1.0
+    at: NDArray[np.int64] = np.array([const], np.int64)
+    for v, c in terms:
+        at = (at[:, None] + c * np.arange(description.loops[v].extent)).ravel()
+    hit = (at % apart == 0) & (at >= 0) & (at < extent * apart)
+    return int(hit.sum()) / count
+
+
+_MOST_POSITIONS = 10_000_000
 
 
 def is_contraction(description: Description) -> bool:

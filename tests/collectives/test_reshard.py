@@ -1,0 +1,205 @@
+"""Programs of reshardings: each step is within its collective's reach, they lead to the target, the price is their sum."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardplan.collectives import best_reduction
+from shardplan.collectives.reshard import Resharder, Step
+from shardplan.cost import Network
+from shardplan.ir import Layout
+from shardplan.mesh import Cluster, factors
+
+SHAPES = {"4": (8, 12), "2x2": (8, 4, 8), "2x4": (8, 16), "2x2x2": (8, 8), "3x2": (6, 12)}
+
+
+@cache
+def resharder(cluster: str) -> Resharder:
+    loaded = Cluster.load(cluster)
+    cut = factors(loaded)
+    return Resharder(Network(loaded, cut), [f.size for f in cut])
+
+
+@st.composite
+def moves(draw: st.DrawFn, *, stored: bool = False) -> tuple[str, tuple[int, ...], int, int]:
+    """A cluster, a shape, and two states that divide it."""
+    cluster = draw(st.sampled_from(sorted(SHAPES)))
+    shape = SHAPES[cluster]
+    space, legal = resharder(cluster).space(len(shape)), resharder(cluster).legal(shape, pad=False)
+    states = [s for s in range(len(space.states)) if legal[s] and not space.states[s][0][-1]]
+    into = [s for s in states if s in space.stored] if stored else states
+    return cluster, shape, draw(st.sampled_from(states)), draw(st.sampled_from(into))
+
+
+def program(cluster: str, shape: tuple[int, ...], before: int, after: int, itemsize: int = 4) -> tuple[Step, ...] | None:
+    """None where no program leads there: nothing becomes partial."""
+    nbytes = int(np.prod(shape)) * itemsize
+    prices = resharder(cluster).prices(shape, nbytes, (before,))
+    return resharder(cluster).program(shape, nbytes, before, after) if np.isfinite(prices[0, after]) else None
+
+
+def _held(layout: Layout, shape: tuple[int, ...], sizes: tuple[int, ...], at: tuple[int, ...]) -> np.ndarray:
+    """Which elements (of the tensor, flattened where a buffer dim is split) a device at these coordinates has."""
+    found = np.ones(shape, bool)
+    for dim, over in enumerate(layout.dims):
+        block, parts = 0, 1
+        for f in over:
+            block, parts = block * sizes[f] + at[f], parts * sizes[f]
+        if dim == len(shape):
+            flat = np.zeros(found.size, bool)
+            n = -(-found.size // parts)
+            flat[block * n : (block + 1) * n] = True
+            found &= flat.reshape(shape)
+        else:
+            n = shape[dim] // parts
+            mine = np.zeros(shape[dim], bool)
+            mine[block * n : (block + 1) * n] = True
+            found &= mine.reshape([-1 if d == dim else 1 for d in range(len(shape))])
+    return found
+
+
+def _group(at: tuple[int, ...], over: tuple[int, ...], sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
+    return list(itertools.product(*(range(k) if f in over else (at[f],) for f, k in enumerate(sizes))))
+
+
+@settings(max_examples=300)
+@given(move=moves())
+def test_every_step_finds_what_it_needs_in_its_group(move: tuple[str, tuple[int, ...], int, int]) -> None:
+    cluster, shape, before, after = move
+    sizes = resharder(cluster).sizes
+    for step in program(cluster, shape, before, after) or ():
+        reduced = set(step.before.partial) - set(step.after.partial)
+        if step.kind in ("all_reduce", "reduce_scatter"):
+            assert reduced == set(step.over)
+        else:
+            assert step.before.partial == step.after.partial
+        assert set(step.after.partial) <= set(step.before.partial)
+        for at in itertools.product(*map(range, sizes)):
+            wanted = _held(step.after, shape, sizes, at)
+            if step.kind in ("all_reduce", "reduce_scatter"):  # every member has a term of all of it
+                for other in _group(at, step.over, sizes):
+                    assert not np.any(wanted & ~_held(step.before, shape, sizes, other))
+            else:
+                union = np.logical_or.reduce([_held(step.before, shape, sizes, o) for o in _group(at, step.over, sizes)])
+                assert not np.any(wanted & ~union), step
+
+
+@settings(max_examples=200)
+@given(move=moves())
+def test_steps_follow_each_other_from_the_layout_to_the_target(move: tuple[str, tuple[int, ...], int, int]) -> None:
+    cluster, shape, before, after = move
+    space = resharder(cluster).space(len(shape))
+    steps = program(cluster, shape, before, after)
+    if steps is None:
+        assert set(space.layout(after).partial) - set(space.layout(before).partial)
+        return
+    layouts = [space.layout(before), *(s.after for s in steps)]
+    assert [s.before for s in steps] == layouts[:-1]
+    assert layouts[-1] == space.layout(after)
+    assert bool(steps) == (before != after)
+
+
+@settings(max_examples=200)
+@given(move=moves())
+def test_the_price_is_the_sum_of_the_steps(move: tuple[str, tuple[int, ...], int, int]) -> None:
+    cluster, shape, before, after = move
+    own = resharder(cluster)
+    nbytes = int(np.prod(shape)) * 4
+    steps = program(cluster, shape, before, after)
+    price = own.prices(shape, nbytes, (before,))[0, after]
+    assert own.prices(shape, nbytes, (after,), into=True)[0, before] == pytest.approx(price, rel=1e-12)
+    if steps is None:
+        return
+    assert price == pytest.approx(sum(s.seconds for s in steps), abs=1e-11)
+    for step in steps:
+        local = {k: _local(own, getattr(step, k)) for k in ("before", "after")}
+        moved = nbytes * local["after" if step.kind == "all_gather" else "before"]
+        if step.kind == "slice":
+            assert step.seconds == 0
+        else:
+            assert step.nbytes == pytest.approx(moved)
+            assert step.seconds == pytest.approx(float(own.network.seconds(step.kind, step.over, step.nbytes)))  # type: ignore[arg-type]
+
+
+def _local(own: Resharder, layout: Layout) -> float:
+    return 1.0 / np.prod([own.sizes[f] for dim in layout.dims for f in dim], initial=1.0)
+
+
+@given(move=moves(), data=st.data())
+def test_a_detour_is_never_cheaper(move: tuple[str, tuple[int, ...], int, int], data: st.DataObject) -> None:
+    cluster, shape, before, after = move
+    own = resharder(cluster)
+    prices = own.prices(shape, 4 * int(np.prod(shape)), (before,))[0]
+    via = data.draw(st.sampled_from(range(len(prices))))
+    rest = own.prices(shape, 4 * int(np.prod(shape)), (via,))[0, after]
+    assert prices[after] <= prices[via] + rest + 1e-15
+
+
+@given(move=moves())
+def test_more_bytes_are_never_cheaper(move: tuple[str, tuple[int, ...], int, int]) -> None:
+    cluster, shape, before, after = move
+    small, large = (resharder(cluster).prices(shape, n, (before,))[0, after] for n in (4000, 8000))
+    assert small <= large
+
+
+def test_only_the_minormost_factor_leaves_by_a_plain_gather() -> None:
+    """On factors (n, g): P(('n', 'g')) -> P('n') is one all-gather, -> P('g') is a permute and an all-gather."""
+    own = resharder("2x4")
+    space = own.space(1)  # a vector: with a second dim, two all-to-alls may be cheaper still
+    both = space.of(Layout(((0, 1),)))
+    kinds = {f: [s.kind for s in own.program((1024,), 2**30, both, space.of(Layout(((f,),))))] for f in (0, 1)}
+    assert kinds[0] == ["all_gather"]
+    assert kinds[1] == ["permute", "all_gather"]
+
+
+def test_a_large_gradient_is_reduced_in_parts() -> None:
+    """Over two levels: scattered in the node, reduced between nodes, gathered in the node (P2, section 3)."""
+    own = resharder("gcp-a100:4")  # one NIC a node
+    space = own.space(2)
+    steps = own.program((4096, 4096), 2**26, space.of(Layout(((), ()), (0, 1))), space.of(Layout(((), ()))))
+    assert [(s.kind, s.over) for s in steps] == [("reduce_scatter", (1,)), ("all_reduce", (0,)), ("all_gather", (1,))]
+
+
+@pytest.mark.parametrize("cluster", ["8x8", "2x4", "8", "2x2x2", "dgx-h100:4", "gcp-a100:4"])
+@pytest.mark.parametrize("shape", [(1024, 1024), (1024, 3, 16, 64), (8192, 8192), (50257, 768)])
+def test_a_gradient_pays_for_the_best_program_of_its_bytes(cluster: str, shape: tuple[int, ...]) -> None:
+    """The resharder's way from a partial sum to the whole is the best that synthesis finds."""
+    own = resharder(cluster)
+    nbytes = 4 * int(np.prod(shape))
+    space = own.space(len(shape))
+    every = tuple(range(len(own.sizes)))
+    partial, whole = space.of(Layout(((),) * len(shape), every)), space.of(Layout(((),) * len(shape)))
+    price = sum(s.seconds for s in own.program(shape, nbytes, partial, whole))
+    assert price == pytest.approx(best_reduction(own.network, every, nbytes)[0], rel=1e-9)
+
+
+@pytest.mark.parametrize("nbytes", [4, 256, 4096])
+def test_a_small_sum_pays_no_less_than_the_best_program(nbytes: int) -> None:
+    """Trees of permutes, which the resharder does not offer, are faster for a few bytes; it never promises what it cannot do."""
+    own = resharder("8x8")
+    space = own.space(1)
+    price = sum(s.seconds for s in own.program((nbytes // 4,), nbytes, space.of(Layout(((),), (0, 1))), space.of(Layout(((),)))))
+    assert price >= best_reduction(own.network, (0, 1), nbytes)[0]
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_half_a_levels_bandwidth_doubles_its_bandwidth_term(level: int) -> None:
+    whole = Cluster.load("4x4")
+    changed = [
+        replace(tier, bandwidth_bytes_per_s=tier.bandwidth_bytes_per_s / 2) if i == level else tier
+        for i, tier in enumerate(whole.levels)
+    ]
+    half = replace(whole, levels=tuple(changed))
+    for kind in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "permute"):
+        fast, slow = (Network(c, factors(c)).lines(kind, (level,)) for c in (whole, half))
+        other, same = (Network(c, factors(c)).lines(kind, (1 - level,)) for c in (whole, half))
+        assert np.allclose(slow[:, 1], 2 * fast[:, 1]), kind
+        assert np.array_equal(slow[:, 0], fast[:, 0]), "latency is not bandwidth"
+        assert np.array_equal(other, same), "the other level is left as it was"

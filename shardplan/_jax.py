@@ -113,3 +113,13 @@ def _compiled() -> list[str]:
 def programs_compiled() -> int:
     """A count that grows by one with each program compiled: only differences mean something."""
     return len(_compiled())
+
+
+def linalg() -> Any:
+    """The module with the factorisations that ``jax.lax.linalg`` does not hand on (geqrf, geqp3, ormqr): proof cases bind them."""
+    return importlib.import_module("jax._src.lax.linalg")
+
+
+def select_and_scatter() -> Callable[..., Any]:
+    """The function that binds the primitive of the same name, for its proof case: JAX itself only makes its ``_add`` form."""
+    return importlib.import_module("jax._src.lax.windowed_reductions")._select_and_scatter

@@ -130,10 +130,10 @@ def weaker(places: Sequence[Placement], results: Sequence[Placement], offered: s
 
 
 def lasting(call: Call, operands: Sequence[Any], places: tuple[Placement, ...], results: tuple[Placement, ...]) -> bool:
-    """Whether the cut holds for other floats too: one draw may agree by accident. Integers stay, as they may be indices."""
+    """Whether the cut holds for other operands too: one draw may agree by accident. Integers stay, as they may be indices."""
     rng = np.random.default_rng(1)
     for _ in range(3):
-        drawn = [x if x.dtype.kind in "iub" else draw_array(x.shape, str(x.dtype), rng) for x in operands]
+        drawn = [x if x.dtype.kind in "iu" else draw_array(x.shape, str(x.dtype), rng) for x in operands]
         if not holds(call, drawn, evaluate(call, drawn), Strategy(0, WAYS, places, results)):
             return False
     return True

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from shardplan import _jax
 from shardplan.tdl.proof.case import Case, Draw, array, bound, case, traced
 
 _BATCHES = ((2,), (6,), (2, 3))
@@ -44,32 +45,26 @@ def _of_general(name: str, draw: Draw) -> Case:
     makers = {
         "qr": lambda a: lax.linalg.qr(a, full_matrices=full),
         "svd": lambda a: lax.linalg.svd(a, full_matrices=full),
-        "geqrf": lambda a: _linalg().geqrf(a),
+        "geqrf": lambda a: _jax.linalg().geqrf(a),
     }
     return traced(name, makers[name], _general(draw))
-
-
-def _linalg() -> Any:
-    from jax._src.lax import linalg
-
-    return linalg
 
 
 @case("geqp3")
 def _geqp3(name: str, draw: Draw) -> Case:
     a = _general(draw)
-    return traced(name, lambda a, p: _linalg().geqp3(a, p), a, np.zeros((*a.shape[:-2], a.shape[-1]), np.int32))
+    return traced(name, lambda a, p: _jax.linalg().geqp3(a, p), a, np.zeros((*a.shape[:-2], a.shape[-1]), np.int32))
 
 
 @case("householder_product", "ormqr")
 def _reflectors(name: str, draw: Draw) -> Case:
-    a, taus = _linalg().geqrf(_general(draw))
+    a, taus = _jax.linalg().geqrf(_general(draw))
     if name == "householder_product":
         return traced(name, lax.linalg.householder_product, a, taus)
     left = draw.choose((True, False))
     m, n = a.shape[-2], draw.choose((2, 6))
     c = array(draw, (*a.shape[:-2], *((m, n) if left else (n, m))))
-    return traced(name, lambda a, t, c: _linalg().ormqr(a, t, c, left=left, transpose=draw.choose((False, True))), a, taus, c)
+    return traced(name, lambda a, t, c: _jax.linalg().ormqr(a, t, c, left=left, transpose=draw.choose((False, True))), a, taus, c)
 
 
 @case("lu_pivots_to_permutation")

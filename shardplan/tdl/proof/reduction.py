@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from shardplan import _jax
 from shardplan.tdl.proof.case import FLOATS, Case, Draw, array, bound, case, shape, some, traced
 
 
@@ -124,8 +125,7 @@ def _select_and_gather_add(name: str, draw: Draw) -> Case:
 
 @case("select_and_scatter")
 def _select_and_scatter(name: str, draw: Draw) -> Case:
-    from jax._src.lax.windowed_reductions import _select_and_scatter as make
-
+    make = _jax.select_and_scatter()
     dims, p = _plain_window(draw, batch=True)
     x = array(draw, dims)
     pooled = jax.eval_shape(lambda x: lax.reduce_window(x, -jnp.inf, lax.max, *p.values()), x)

@@ -116,7 +116,9 @@ def programs_compiled() -> int:
 
 
 def linalg() -> Any:
-    """The module with the factorisations that ``jax.lax.linalg`` does not hand on (geqrf, geqp3, ormqr): proof cases bind them."""
+    """The module with the factorisations that ``jax.lax.linalg`` does not hand on (geqrf, geqp3, ormqr): proof cases bind
+    them.
+    """
     return importlib.import_module("jax._src.lax.linalg")
 
 

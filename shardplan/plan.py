@@ -16,8 +16,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardplan.emit.mutate import DroppingEmitter
 from shardplan import _jax
+from shardplan.emit.mutate import DroppingEmitter
 from shardplan.emit.specs import SpecsEmitter, partition_spec
 from shardplan.errors import PlanFileError, ShardplanError
 from shardplan.ir import Factor, Layout

@@ -1,7 +1,8 @@
 """Plans broken on purpose: one exchange of a step is left out, so that the proof of a plan can be shown to notice.
 
 An *exchange* is where devices must talk: an op that leaves a partial sum, or a value that changes its layout. They are numbered
-in the order in which the step is evaluated. Left out, a partial sum stays each device's own term, and a value that should have come
+in the order in which the step is evaluated. Left out, a partial sum stays each device's own term, and a value that should have
+come
 from other devices is made of copies of the device's own block.
 """
 

@@ -27,6 +27,8 @@ FOUND = Path(__file__).parent / "incomplete.txt"
 WAYS = 2
 
 PROVEN = [entry.name for entry in sort_primitives() if entry.kind in ("described", "opaque")]
+# JAX does not compare the batches of their operands: unequal ones end in LAPACK, and in a crash.
+UNCHECKED = ("geqp3", "ormqr")
 QUICK = (
     "add argmax broadcast_in_dim clamp concatenate conv_general_dilated cumsum dot_general dynamic_slice "
     "dynamic_update_slice gather pad ragged_dot_general reduce_max reduce_sum reduce_window_max reshape rev scatter "
@@ -70,7 +72,15 @@ def holds(call: Call, operands: Sequence[Any], whole: Sequence[Any], strategy: S
         if tuple(tuple(s.shape) for s in shaped) != local.results:
             return False
         parts = [evaluate(local, [g[w] for g in given]) for w in range(WAYS)]
-    except (TypeError, ValueError, AssertionError, ZeroDivisionError, NotImplementedError, IndexError):
+    except (
+        TypeError,
+        ValueError,
+        AssertionError,
+        ZeroDivisionError,
+        NotImplementedError,
+        IndexError,
+        jax.errors.JaxRuntimeError,
+    ):
         return False
     if all(close(np.asarray(x), np.asarray(want)) for part in parts for x, want in zip(part, whole, strict=True)):
         return False  # each worker has the whole: nothing was cut
@@ -92,7 +102,7 @@ def unoffered(name: str, seed: int) -> list[str]:
     """The valid cuts of one case that the analysis does not offer."""
     case = CASES[name](Drawn(seed))
     call, operands = case.call, [x if str(x.dtype).startswith("key") else np.asarray(x) for x in case.operands]
-    if any(t.startswith("key") for t in (*call.dtypes, *call.result_dtypes)) or not call.operands:
+    if name in UNCHECKED or any(t.startswith("key") for t in (*call.dtypes, *call.result_dtypes)) or not call.operands:
         return []
     if np.prod([len(splits(s)) for s in call.operands]) > 70:
         return []

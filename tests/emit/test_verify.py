@@ -127,14 +127,14 @@ GPT = {"layers": 1, "width": 256, "sequence": 64, "batch": 32}
 DEEP = {**GPT, "layers": 2}
 MODELS = [
     ("mlp", {}, "2x4"),
-    ("mlp", {"width": 2048, "batch": 1024}, "2x4"),
+    ("moe", {}, "2x4"),
     ("gpt", {}, "2x4"),
     ("gpt", GPT, "2x4"),
     ("gpt", GPT, "2x2x2"),
     ("gpt", GPT, "8"),
     ("gpt", {**DEEP, "scan": True}, "2x4"),
     ("gpt", {**GPT, "remat": True}, "2x4"),
-    ("gpt", {**DEEP, "scan": True, "remat": True, "dropout": 0.1}, "2x4"),
+    ("gpt", {**DEEP, "scan": True, "remat": True}, "2x4"),
     ("gpt", {**GPT, "dtype": "bfloat16"}, "2x4"),
     ("gpt", {**GPT, "dropout": 0.1}, "2x4"),
     ("gpt_linen", GPT, "2x4"),
@@ -159,4 +159,6 @@ def test_a_model_is_equal_and_sends_what_was_predicted(
     plan = shardplan.plan(step, *args, cluster=cluster)
     found = verify(plan, step, args)
     assert found.passed, found
-    assert found.measured_bytes == pytest.approx(found.predicted_bytes, rel=0.15)
+    # docs/accuracy.md: in bfloat16 the compiler makes one gather of two that the plan counts
+    allowed = 0.2 if options.get("dtype") == "bfloat16" else 0.15
+    assert found.measured_bytes == pytest.approx(found.predicted_bytes, rel=allowed)

@@ -1,0 +1,168 @@
+"""Peak memory: a step counted by hand, limits that are kept, errors whose way out works."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardplan
+from models import gpt, mlp
+from shardplan.mesh import Cluster
+from shardplan.search import Problem, memory
+from shardplan.search.solve import Solver
+from tests.search import steps
+
+N, W = 64, 32
+ROW = 4 * N * W  # bytes of an activation [N, W]
+MATRIX = 4 * W * W
+
+
+def chain(w: jax.Array, x: jax.Array) -> jax.Array:
+    """Three products in a row: two activations alive at a time."""
+    return ((x @ w) @ w) @ w
+
+
+def held(problem: Problem, states: tuple[int, ...], donated: frozenset[int] = frozenset()) -> list[float]:
+    return memory.profile(problem, memory.liveness(problem, donated), states, frozenset()).tolist()
+
+
+def replicated(problem: Problem) -> tuple[int, ...]:
+    return tuple(problem.resharder.space(len(v.shape)).index[((),) * (len(v.shape) + 1), ()] for v in problem.coarse.variables)
+
+
+def test_a_chain_holds_its_arguments_and_two_activations() -> None:
+    problem = steps.problem(chain, steps.array(W, W), steps.array(N, W), on=Cluster.load("4"))
+    assert len(problem.graph.nodes) == 3
+    arguments = MATRIX + ROW
+    assert held(problem, replicated(problem)) == [arguments + ROW, arguments + 2 * ROW, arguments + 2 * ROW, arguments + ROW]
+
+
+def test_a_donated_argument_is_gone_after_its_last_use() -> None:
+    problem = steps.problem(chain, steps.array(W, W), steps.array(N, W), on=Cluster.load("4"))
+    # x may be overwritten once it is read; what is returned stays
+    assert held(problem, replicated(problem), frozenset({1})) == [
+        MATRIX + 2 * ROW,
+        MATRIX + 2 * ROW,
+        MATRIX + 2 * ROW,
+        MATRIX + ROW,
+    ]
+
+
+def test_a_donated_state_becomes_the_new_one() -> None:
+    def step(state: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y = x @ state
+        return state - x.T @ y, jnp.sum(y)
+
+    args = steps.array(W, W), steps.array(N, W)
+    problem = steps.problem(step, *args, on=Cluster.load("4"), donate=(0,))
+    whole = held(problem, replicated(problem))
+    donated = held(problem, replicated(problem), frozenset({0}))
+    assert max(donated) <= max(whole)
+    assert whole[-1] - donated[-1] == MATRIX, "the new state lies where the old one was"
+
+
+def test_split_values_take_their_part() -> None:
+    problem = steps.problem(chain, steps.array(W, W), steps.array(N, W), on=Cluster.load("4"))
+    states = list(replicated(problem))
+    for v in problem.coarse.variables:
+        if v.shape == (N, W):
+            states[v.id] = problem.resharder.space(2).index[((0,), (), ()), ()]
+    one = ROW / 4
+    assert held(problem, tuple(states)) == [MATRIX + 2 * one, MATRIX + 3 * one, MATRIX + 3 * one, MATRIX + 2 * one]
+
+
+def test_fused_elementwise_results_take_nothing() -> None:
+    def step(x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.tanh(x * 2.0) + 1.0)
+
+    problem = steps.problem(step, steps.array(N, W), on=Cluster.load("4"))
+    assert max(held(problem, replicated(problem))) == ROW
+
+
+def test_a_gathered_copy_lives_from_its_first_reader_to_its_last() -> None:
+    """Two products read the gathered weight, an activation of their own between them."""
+
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        loss = lambda w: jnp.sum((jnp.tanh(x @ w) @ w) ** 2)  # noqa: E731
+        return w - jax.grad(loss)(w)
+
+    problem = steps.problem(step, steps.array(W, W), steps.array(N, W), on=Cluster.load("4"))
+    views = [v for v in problem.coarse.variables if v.kind != "stored" and v.shape == (W, W)]
+    assert [v.kind for v in views] == ["view", "backward"]
+    forward, backward = views
+    states = list(replicated(problem))
+    states[forward.of] = problem.resharder.space(2).index[((0,), (), ()), ()]
+    live = memory.liveness(problem)
+    reads = {v.id: sorted({n for (n, _), at in problem.coarse.read.items() if at == v.id}) for v in views}
+    assert {v: (first, last) for v, _, first, last in live.copies if v in reads} == {v: (r[0], r[-1]) for v, r in reads.items()}
+    again = memory.profile(problem, live, states, frozenset())
+    kept = memory.profile(problem, live, states, frozenset({backward.id}))
+    between = np.flatnonzero(kept - again)
+    assert between.tolist() == list(range(reads[forward.id][-1] + 1, reads[backward.id][0]))
+    assert set((kept - again)[between]) == {MATRIX}
+
+
+TINY = gpt.train_step(layers=2, width=64, batch=16)
+
+
+def fitted(limit: int | None, **options: Any) -> shardplan.Plan:
+    step, args = TINY
+    return shardplan.plan(step, *args, cluster="4", memory_limit=limit, donate_argnums=0, **options)
+
+
+def test_a_plan_keeps_to_its_limit_and_pays_for_it() -> None:
+    free = fitted(None)
+    tight = fitted(int(free.peak_bytes * 0.8))
+    assert tight.peak_bytes <= free.peak_bytes * 0.8
+    assert tight.step_time_s >= free.step_time_s
+    assert tight.memory_limit == int(free.peak_bytes * 0.8)
+
+
+def test_an_impossible_limit_names_the_smallest_and_that_one_works() -> None:
+    with pytest.raises(shardplan.MemoryLimitError) as caught:
+        fitted(100_000)
+    error = caught.value
+    assert error.limit_bytes == 100_000
+    assert error.smallest_bytes > 100_000
+    plan = fitted(error.smallest_bytes)
+    assert plan.peak_bytes <= error.smallest_bytes
+    with pytest.raises(shardplan.MemoryLimitError):
+        fitted(error.smallest_bytes // 2)
+
+
+def test_the_error_says_which_limit_to_write_and_what_takes_the_memory() -> None:
+    with pytest.raises(shardplan.MemoryLimitError, match="raise the memory limit to") as caught:
+        fitted(100_000)
+    text = str(caught.value).split("raise the memory limit to ")[1].split(",")[0]
+    step, args = TINY
+    plan = shardplan.plan(step, *args, cluster="4", memory_limit=text, donate_argnums=0)
+    assert plan.peak_bytes <= plan.memory_limit
+    assert "state/" in str(caught.value)
+
+
+def test_every_limit_between_smallest_and_free_is_met() -> None:
+    free = fitted(None).peak_bytes
+    with pytest.raises(shardplan.MemoryLimitError) as caught:
+        fitted(1)
+    least = caught.value.smallest_bytes
+    for part in (0.0, 0.3, 0.7):
+        limit = int(least + part * (free - least))
+        assert fitted(limit).peak_bytes <= limit
+
+
+def test_prices_charge_what_the_profile_counts() -> None:
+    """One unit a byte at a point: the terms add up to the bytes held there."""
+    step, args = mlp.train_step(layers=3)
+    problem = steps.problem(step, *args, on=Cluster.load("2x2"))
+    live = memory.liveness(problem)
+    solution, _ = Solver(problem, live).minimum("x", problem.domains)
+    held_there = memory.profile(problem, live, solution.states, frozenset())
+    loose = float(live.nbytes[live.variable < 0].sum())
+    for point in range(0, live.length, 7):
+        terms = memory.price_terms(problem, live, [point], 1e-9, [(s,) for s in solution.states])
+        charged = sum(t.constant + int(problem.store.tables[t.table].flat[0]) for t in terms) / 1000
+        assert charged == pytest.approx(held_there[point], abs=loose + len(terms))

@@ -1,0 +1,138 @@
+"""The search as a whole: never worse than what it starts from, the same every time, and honest about its bound."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import shardplan
+from models import gpt, mlp, wresnet
+from shardplan.mesh import Cluster
+from shardplan.search import Problem, memory, solve
+from shardplan.search.baselines import baselines
+from shardplan.search.solve import Outcome, Solver
+from tests.search import steps
+
+Factory = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+def searched(problem: Problem, **options: Any) -> Outcome:
+    given = {
+        "limit": 2**60,
+        "donated": frozenset[int](),
+        "domains": problem.domains,
+        "deadline": None,
+        "observer": lambda *_: None,
+    }
+    return solve.search(problem, **{**given, **options})
+
+
+def no_joint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if no two levels fitted together: recursion and polish alone."""
+    monkeypatch.setattr(solve, "JOINT_ENTRIES", 3000)
+
+
+@pytest.mark.parametrize("shape", ["2x2", "2x4", "2x2x2"])
+@pytest.mark.parametrize("factory", [mlp.train_step(layers=3), gpt.train_step(layers=1)], ids=["mlp", "gpt"])
+def test_recursion_and_polish_are_never_worse_than_their_seeds(
+    shape: str, factory: Factory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = steps.problem(factory[0], *factory[1], on=Cluster.load(shape))
+    exact = searched(problem).best.seconds
+    no_joint(monkeypatch)
+    outcome = searched(problem)
+    assert not outcome.exact
+    solver = Solver(problem, memory.liveness(problem))
+    recursed = solve._recurse(solver, problem.domains)  # pyright: ignore[reportPrivateUsage]
+    assert outcome.best.seconds <= recursed.seconds
+    assert outcome.baselines
+    for b in outcome.baselines:
+        assert outcome.best.seconds <= b.seconds
+    assert exact <= outcome.best.seconds * (1 + 1e-9)
+    assert outcome.bound_s <= exact * (1 + 1e-9)
+
+
+def test_polish_lowers_the_cost_of_what_it_starts_from() -> None:
+    step, args = mlp.train_step(layers=3, batch=512, width=2048)
+    problem = steps.problem(step, *args, on=Cluster.load("2x4"))
+    solver = Solver(problem, memory.liveness(problem))
+    for r in baselines(problem):
+        start, _ = solver.minimum(r.name, r.domains, regather=r.regather, limits=r.limits)
+        polished = solve._polish(solver, problem.domains, start, None)  # pyright: ignore[reportPrivateUsage]
+        assert polished.seconds <= start.seconds
+
+
+@pytest.mark.parametrize("shape", ["2x4", "2x2x2"])
+def test_two_runs_make_the_same_plan(shape: str) -> None:
+    def once() -> dict[str, Any]:
+        step, args = gpt.train_step(layers=1)
+        made = shardplan.plan(step, *args, cluster=shape, donate_argnums=0).to_json()
+        return {k: v for k, v in made.items() if k not in ("trace_s", "search_s", "explain")}
+
+    assert once() == once()
+
+
+def test_one_device_has_nothing_to_plan() -> None:
+    step, args = mlp.train_step()
+    plan = shardplan.plan(step, *args, cluster="1")
+    assert plan.communication_bytes == 0
+    assert all(not any(spec) for spec in plan.flat_in_specs)
+
+
+@pytest.mark.parametrize("shape", ["3", "6", "12", "5"])
+def test_any_number_of_devices_is_planned(shape: str) -> None:
+    step, args = mlp.train_step(batch=60, width=48)
+    plan = shardplan.plan(step, *args, cluster=shape, donate_argnums=0)
+    assert all(plan.step_time_s <= b.step_time_s for b in plan.baselines)
+    for spec, shape_of in zip(plan.flat_in_specs, plan.traced.in_shapes, strict=True):
+        for entry, n in zip(spec, getattr(shape_of, "shape", ()), strict=False):
+            axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
+            for axis in axes:
+                assert n % plan.axes[axis] == 0
+
+
+def test_a_spent_deadline_still_gives_a_plan() -> None:
+    step, args = gpt.train_step(layers=1)
+    problem = steps.problem(step, *args, on=Cluster.load("2x2x2"))
+    outcome = searched(problem, deadline=time.monotonic() - 1)
+    assert outcome.best.seconds < float("inf")
+    assert all(outcome.best.seconds <= b.seconds for b in outcome.baselines)
+
+
+def test_the_seconds_of_a_plan_are_its_compute_and_its_collectives() -> None:
+    for factory in (gpt.train_step(layers=1), wresnet.train_step(batch=8), gpt.train_step(layers=2, scan=True)):
+        plan = shardplan.plan(factory[0], *factory[1], cluster="2x4", donate_argnums=0)
+        assert plan.compute_s + plan.communication_s == pytest.approx(plan.step_time_s, rel=1e-4)
+
+
+def test_raising_the_batch_moves_a_transformer_from_tensor_towards_data_parallel() -> None:
+    """The part of the weights' bytes that is computed with whole, and the ways that the batch is split, grow with the batch."""
+    whole: list[float] = []
+    against: list[float] = []
+    for batch in (8, 64, 512):
+        sizes = {"layers": 2, "width": 4096, "sequence": 128, "heads": 32, "vocabulary": 4096}
+        step, args = gpt.train_step(batch=batch, dtype="bfloat16", **sizes)
+        plan = shardplan.plan(step, *args, cluster="dgx-h100:1", donate_argnums=0, memory_limit="1TiB")
+        seconds = {b.name: b.step_time_s for b in plan.baselines}
+        whole.append(_computed_whole(plan))
+        against.append(seconds["tensor parallel"] / seconds["data parallel"])
+    assert whole == sorted(whole)
+    assert whole[0] < 0.5 < whole[-1]
+    assert against == sorted(against)
+    assert against[0] < 1 < against[-1]
+
+
+def _computed_whole(plan: shardplan.Plan) -> float:
+    """The part of the matrices' bytes that each device computes with."""
+    problem = plan.extractor.problem
+    here = total = 0.0
+    for v in problem.coarse.variables:
+        if v.kind != "stored" and v.tensors[0] in problem.coarse.weights and len(v.shape) > 1:
+            nbytes = problem.graph.tensors[v.tensors[0]].nbytes
+            here += nbytes / math.prod(plan.factors[f].size for f in plan.decisions.views[v.id].used)
+            total += nbytes
+    return here / total

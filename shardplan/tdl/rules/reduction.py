@@ -154,16 +154,19 @@ def _select_and_scatter_add(call: Call, source: TensorRef, x: TensorRef) -> Lamb
 
 @rule("select_and_scatter")
 def _select_and_scatter(call: Call, x: TensorRef, source: TensorRef, start: TensorRef) -> Lambda:
-    """By functions of the user's: only dims that no window spans may be cut."""
+    """By functions of the user's: a dim may be cut where each window lies in one block, with the block's own source."""
     p = call.params
-    trivial = [
-        int(n) == 1 and int(s) == 1 and not any(map(int, pad))
-        for n, s, pad in zip(p["window_dimensions"], p["window_strides"], p["padding"], strict=True)
+    apart = [
+        int(n) <= int(s) and not any(map(int, pad)) and size == sources * int(s)
+        for n, s, pad, size, sources in zip(
+            p["window_dimensions"], p["window_strides"], p["padding"], x.shape, source.shape, strict=True
+        )
     ]
 
     def element(*i: Any) -> Scalar:
-        at = tuple(loop if one else _ALL for loop, one in zip(i, trivial, strict=True))
-        inside = tuple(loop for loop, one in zip(i, trivial, strict=True) if not one)
-        return Opaque()(x[at], source[at], start[()])[inside]
+        at_x = tuple(loop if free else _ALL for loop, free in zip(i, apart, strict=True))
+        at_source = tuple(loop // int(s) if free else _ALL for loop, free, s in zip(i, apart, p["window_strides"], strict=True))
+        inside = tuple(loop for loop, free in zip(i, apart, strict=True) if not free)
+        return Opaque()(x[at_x], source[at_source], start[()])[inside]
 
     return element

@@ -1,4 +1,4 @@
-"""Three steps on which no single baseline is right: the plan is strictly cheaper than all of them and the optimum of all layouts."""
+"""Three steps on which no single baseline is right: the plan is cheaper than all of them and the optimum of all layouts."""
 
 from __future__ import annotations
 

@@ -141,14 +141,17 @@ def search(
         if priced < float("inf"):
             named.append(replace(solution, name=r.name))
     observer("search", 0.5)
-    inside = [solver.unlimited(s) for s in named if all(state in d for state, d in zip(s.states, domains, strict=True))]
+    pinned = [s for s in named if all(state in d for state, d in zip(s.states, domains, strict=True))]
+    # an exact optimum needs no seeds, unless it does not fit
+    inside = [] if joint_fits else [solver.unlimited(s) for s in pinned]
     best, bound, exact = _best(solver, domains, inside, joint_fits, deadline)
     candidates = [best, *inside]
     smallest: Solution | None = None
     if not best.fits(limit):
         observer("memory", 0.7)
+        inside = inside or [solver.unlimited(s) for s in pinned]
         more, smallest = _within(solver, domains, limit, best, joint_fits, inside, deadline)
-        candidates += more
+        candidates += [*inside, *more]
     fitting = [s for s in candidates if s.fits(limit)]
     smallest = min([*candidates, *([smallest] if smallest else [])], key=lambda s: s.peak_bytes)
     chosen = min(fitting, key=lambda s: s.seconds) if fitting else smallest

@@ -368,13 +368,15 @@ def _views(graph: Graph, variables: list[Variable], of: list[int], weights: froz
     """
     touched = _touched(graph, of)
     readers: dict[int, list[tuple[Node, int]]] = {}
+    alone: dict[int, list[tuple[Node, int]]] = {}
     for node in graph.nodes:
+        operands = {t for t in node.inputs if t >= 0 and of[t] != FREE}
         # a lookup or a convolution has two operands too; what puts many pieces together reads them as they are
-        if node.signature.elementwise or len({t for t in node.inputs if t >= 0 and of[t] != FREE}) not in (2, 3):
+        if node.signature.elementwise or len(operands) > 3:
             continue
         for slot, t in enumerate(node.inputs):
-            if t >= 0 and of[t] != FREE:
-                readers.setdefault(t, []).append((node, slot))
+            if t in operands:
+                (readers if len(operands) > 1 else alone).setdefault(t, []).append((node, slot))
     read: dict[tuple[int, int], int] = {}
 
     def add(t: int, uses: Iterable[tuple[Node, int]], kind: Literal["view", "backward"], sibling: int = FREE) -> int:
@@ -394,7 +396,7 @@ def _views(graph: Graph, variables: list[Variable], of: list[int], weights: froz
             first = add(t, forward, "view")
             add(t, backward, "backward", first)
         elif len(touched.get(of[t], ())) > _PIECES and not all(_largest(graph, node, t) for node, _ in uses):
-            add(t, uses, "view")
+            add(t, [*uses, *alone.get(t, ())], "view")  # a reduction reads the copy too, where there is one
     return read
 
 

@@ -29,7 +29,7 @@ def huge_embedding() -> Case:
     def loss(w: dict[str, jax.Array], tokens: jax.Array) -> jax.Array:
         return jnp.sum((w["table"][tokens] @ w["out"]) ** 2)
 
-    return _descent(loss), ({"table": _array(400_000, 128), "out": _array(128, 4096)}, _array(4096, dtype=jnp.int32))
+    return _descent(loss), ({"table": _array(400_000, 128), "out": _array(128, 512)}, _array(4096, dtype=jnp.int32))
 
 
 def convolution_and_dense() -> Case:

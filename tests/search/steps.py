@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -9,11 +10,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from hypothesis import strategies as st
 
 from shardplan.mesh import Cluster, factors
-from shardplan.search import Problem, coarsen, flatten
+from shardplan.search import Problem, brute, coarsen, flatten
+from shardplan.search.eliminate import Eliminator, find_order
 from shardplan.search.pricing import Domain
+from shardplan.search.tables import Store, Term, picoseconds
 from shardplan.trace import trace
 
 Shape = tuple[int, int]
@@ -152,3 +156,17 @@ def thinned(of: Problem, *, assignments: int) -> tuple[Domain, ...]:
         tuple(sorted({d[(v + i * len(d) // most) % len(d)] for i in range(most)})) if len(d) > most else d
         for v, d in enumerate(of.domains)
     )
+
+
+def uncoarsened_seconds(of: Problem) -> float:
+    """The optimum where every tensor has a layout of its own: the oracle's summands, eliminated."""
+    oracle = brute.uncoarsened(of)
+    domains = oracle.problem.domains
+    store = Store()
+    terms: list[Term] = []
+    for s in oracle.summands():
+        own = [domains[v] for v in s.scope]
+        table = np.array([s.seconds(at) for at in itertools.product(*own)]).reshape([len(d) for d in own])
+        terms.append(Term(s.scope, *store.intern(picoseconds(table))))
+    sizes = [len(d) for d in domains]
+    return Eliminator(store).solve(terms, sizes, find_order([t.scope for t in terms], sizes))[0] / 1e12

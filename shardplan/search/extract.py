@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -75,6 +76,9 @@ class Extractor:
 
     problem: Problem
     _uses: dict[object, Use] = field(default_factory=dict[object, Use])
+    _moves: dict[int, tuple[tuple[Step, float, int, bool], ...]] = field(
+        default_factory=dict[int, tuple[tuple[Step, float, int, bool], ...]]
+    )
     _programs: dict[object, tuple[Step, ...]] = field(default_factory=dict[object, tuple[Step, ...]])
 
     def decide(self, solution: Solution) -> Decisions:
@@ -142,26 +146,38 @@ class Extractor:
         return found
 
     def _operand_steps(self, node: Node, use: Use, states: tuple[int, ...], issued: list[Issued]) -> None:
+        moves = self._moves.get(id(use))  # uses are kept, so that their ids stay theirs
+        if moves is None:
+            moves = self._moves[id(use)] = self._moved(node, use, states)
+        for step, sent, slot, result in moves:
+            tensor = node.outputs[slot] if result else node.inputs[slot]
+            issued.append(Issued(step, node.weight, sent, tensor, node.op.source))
+
+    def _moved(self, node: Node, use: Use, states: tuple[int, ...]) -> tuple[tuple[Step, float, int, bool], ...]:
+        """What an op's operands, results and halos move: (step, bytes on the wire, slot, whether of a result)."""
         problem, coarse = self.problem, self.problem.coarse
-        source = node.op.source
+        found: list[tuple[Step, float, int, bool]] = []
+
+        def add(steps: tuple[Step, ...], slot: int, result: bool) -> None:
+            found.extend((step, self._wire(step), slot, result) for step in steps if step.kind != "slice")
+
         for i, need in enumerate(use.needs):
-            if need is None:
-                continue
-            t = node.inputs[i]
-            tensor = problem.graph.tensors[t]
-            at = states[coarse.read.get((node.id, i), coarse.of[t])]
-            before = problem.resharder.space(len(tensor.shape)).layout(at)
-            self._add(issued, self.program(tensor.shape, tensor.nbytes, before, need), node.weight, t, source)
+            if need is not None:
+                t = node.inputs[i]
+                tensor = problem.graph.tensors[t]
+                before = problem.resharder.space(len(tensor.shape)).layout(states[coarse.read.get((node.id, i), coarse.of[t])])
+                add(self.program(tensor.shape, tensor.nbytes, before, need), i, False)
         for r, (give, after) in enumerate(zip(use.gives, use.stored, strict=True)):
-            t = node.outputs[r]
-            tensor = problem.graph.tensors[t]
-            if after is None:
-                if not give.partial:
-                    continue
-                after = Layout(((),) * len(tensor.shape))
-            self._add(issued, self.program(tensor.shape, tensor.nbytes, give, after), node.weight, t, source)
-        for step in problem.halo_steps(node.signature, use.loops):
-            self._add(issued, (step,), node.weight, node.inputs[0], source)
+            tensor = problem.graph.tensors[node.outputs[r]]
+            if after is not None or give.partial:
+                target = after if after is not None else Layout(((),) * len(tensor.shape))
+                add(self.program(tensor.shape, tensor.nbytes, give, target), r, True)
+        add(problem.halo_steps(node.signature, use.loops), 0, False)
+        return tuple(found)
+
+    def _wire(self, step: Step) -> float:
+        n = math.prod(self.problem.sizes[f] for f in step.over)
+        return wire_bytes(step.kind, n, step.nbytes)  # type: ignore[arg-type]
 
     def _view_steps(self, solution: Solution, issued: list[Issued]) -> None:
         problem, states = self.problem, solution.states
@@ -193,5 +209,4 @@ class Extractor:
         for step in steps:
             if step.kind == "slice":
                 continue
-            n = int(np.prod([self.problem.sizes[f] for f in step.over]))
-            issued.append(Issued(step, times, wire_bytes(step.kind, n, step.nbytes), tensor, source))  # type: ignore[arg-type]
+            issued.append(Issued(step, times, self._wire(step), tensor, source))

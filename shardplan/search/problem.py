@@ -67,7 +67,16 @@ class Problem:
     @cached_property
     def scopes(self) -> tuple[tuple[int, ...], ...]:
         """The variables of each term; the same for every restriction."""
-        return tuple(term.scope for term in self.terms([d[:1] for d in self.domains]))
+        found: list[tuple[int, ...]] = [(v,) for v in self.interior]
+        found += [scope for scope, _, _ in self._join_slots.values() if scope]
+        for link in self.graph.links:
+            a, b = self.coarse.of[link.source], self.coarse.of[link.target]
+            if FREE not in (a, b) and (a != b or link.lift):
+                found.append((a, b) if a != b else (a,))
+        for v in self.coarse.variables:
+            if v.kind != "stored":
+                found.append((v.of, v.id) if v.kind == "view" else (v.of, v.sibling, v.id))
+        return tuple(found)
 
     @cached_property
     def backward_views(self) -> tuple[int, ...]:
@@ -277,6 +286,9 @@ class Problem:
 
     def slots(self, node: Node) -> tuple[tuple[int, ...], tuple[Slot, ...], tuple[int, ...]]:
         """(an op's variables, where each operand and result stands among them, the results that have none)."""
+        return self._join_slots[node.id]
+
+    def _slots(self, node: Node) -> tuple[tuple[int, ...], tuple[Slot, ...], tuple[int, ...]]:
         rows: list[tuple[int, int, bool]] = []
         for i, t in enumerate(node.inputs):
             if t >= 0 and self.coarse.of[t] != FREE:
@@ -290,7 +302,7 @@ class Problem:
 
     @cached_property
     def _join_slots(self) -> Mapping[int, tuple[tuple[int, ...], tuple[Slot, ...], tuple[int, ...]]]:
-        return {n: self.slots(self.graph.nodes[n]) for n in self.coarse.joins}
+        return {n: self._slots(self.graph.nodes[n]) for n in self.coarse.joins}
 
     def _join(self, node: Node, domains: Sequence[Domain], cuts: Cuts | None = None) -> list[Term] | None:
         scope, slots, free = self._join_slots[node.id]

@@ -90,7 +90,16 @@ def _sorted(w: dict[str, jax.Array], x: jax.Array) -> jax.Array:
     return jnp.sum(values @ w["a"]) + jnp.sum(places.astype(jnp.float32))
 
 
-@pytest.mark.parametrize("loss", [_diamond, _fan_out, _shared, _loop, _partial, _sorted], ids=lambda f: f.__name__.strip("_"))
+def _halo(w: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    rows = jax.lax.conv_general_dilated(
+        x[None, :, :], w["a"][:3, :, None] * jnp.ones((1, 1, 8)), (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
+    )
+    return jnp.sum(rows**2)
+
+
+@pytest.mark.parametrize(
+    "loss", [_diamond, _fan_out, _shared, _loop, _partial, _sorted, _halo], ids=lambda f: f.__name__.strip("_")
+)
 @pytest.mark.parametrize("trained", [False, True], ids=["forward", "trained"])
 def test_the_optimum_of_a_shape_of_graph(loss: Callable[..., jax.Array], trained: bool) -> None:
     def step(w: dict[str, jax.Array], x: jax.Array) -> Any:
@@ -103,6 +112,22 @@ def test_the_optimum_of_a_shape_of_graph(loss: Callable[..., jax.Array], trained
     for shape in ("4", "2x2"):
         problem = steps.problem(step, weights, steps.array(8, 8), on=steps.cluster(shape, gbps=(3.0, 30.0)))
         check(problem, steps.thinned(problem, assignments=2_000_000))
+
+
+def test_an_exchange_with_neighbours_is_part_of_the_optimum() -> None:
+    """A long row of values cut where the filter reads across: the plan exchanges a halo, at its price."""
+
+    def step(x: jax.Array, k: jax.Array) -> jax.Array:
+        return jax.lax.conv_general_dilated(x, k, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
+
+    on = steps.cluster("4", gbps=(1.0,))
+    problem = steps.problem(step, steps.array(1, 512, 8), steps.array(5, 8, 8), on=on)
+    split = problem.resharder.space(3).index[((), (0,), (), ()), ()]
+    long = tuple((split,) if v.shape[1] == 512 else d for d, v in zip(problem.domains, problem.coarse.variables, strict=True))
+    solution, _ = check(problem, long)
+    issued = Extractor(problem).decide(solution).issued
+    assert [i.step.kind for i in issued] == ["permute"]
+    assert solution.seconds > issued[0].step.seconds > 0
 
 
 def test_small_problems_are_worth_splitting() -> None:

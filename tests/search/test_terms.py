@@ -138,6 +138,13 @@ def test_a_term_of_one_variable_alone_is_found_by_it() -> None:
         assert sorted((t.scope, t.table) for t in problem.terms_of(v, problem.domains)) == mine
 
 
+@pytest.mark.parametrize("scan", [False, True])
+def test_scopes_are_those_of_the_terms(scan: bool) -> None:
+    step, args = gpt.train_step(layers=2, scan=scan)
+    problem = steps.problem(step, *args, on=Cluster.load("4"))
+    assert sorted(problem.scopes) == sorted(t.scope for t in problem.terms(problem.domains))
+
+
 @pytest.mark.parametrize("shape", ["4", "2x2"])
 def test_the_cost_of_a_solution_is_the_sum_of_its_terms(shape: str) -> None:
     problem = _small(shape)

@@ -162,3 +162,21 @@ def test_every_op_of_data_parallel_keeps_to_its_examples(factory: Any) -> None:
     for issued in plan.as_baseline("data parallel").decisions.issued:
         tensor = problem.graph.tensors[issued.tensor]
         assert tensor.size in parameters or len(tensor.shape) < 2, tensor
+
+
+def test_only_the_leading_loop_of_a_merged_dim_runs_over_the_batch() -> None:
+    """[batch * sequence] taken apart: the batch is cut along its own loop, the sequence comes with the data all the same."""
+
+    def step(x: jax.Array, w: jax.Array) -> jax.Array:
+        return x.reshape(16, 32, 8) @ w
+
+    problem = steps.problem(step, steps.array(512, 8), steps.array(8, 8), on=Cluster.load("4"))
+    found = follow(problem.graph, [problem.graph.inputs[0]])
+    reshape = next(n for n in problem.graph.nodes if n.signature.call.primitive == "reshape")
+    batch, data = found.loops(reshape)
+    assert reshape.signature.description is not None
+    rows, columns, _ = reshape.signature.description.results[0]
+    assert batch == {rows}
+    assert data == {rows, columns}
+    assert found.batch[problem.graph.outputs[0]] == 0
+    assert found.data[problem.graph.outputs[0]] == {0, 1}

@@ -119,14 +119,17 @@ def factor_choices(cluster: Cluster, graph: Graph) -> tuple[tuple[Factor, ...], 
     """
     whole = factors(cluster)
     splits: dict[str, tuple[int, ...]] = {}
-    work: dict[int, list[tuple[float, int]]] = {}
+    weights: dict[int, float] = {}
     for node in graph.nodes:
-        description = node.signature.description
+        weights[node.signature.id] = weights.get(node.signature.id, 0.0) + node.weight
+    work: dict[int, list[tuple[float, int]]] = {}
+    for signature in {node.signature.id: node.signature for node in graph.nodes}.values():
+        description = signature.description
         if description is not None and compute.is_contraction(description):
-            flop = compute.flops(description) * node.weight
-            for info in description.loops:
-                if not info.whole:
-                    work.setdefault(node.id, []).append((flop, info.extent))
+            flop = compute.flops(description) * weights[signature.id]
+            loops = [(flop, info.extent) for info in description.loops if not info.whole]
+            if loops:
+                work[signature.id] = loops
     for level in cluster.levels:
         stuck: dict[int, float] = {}
         for loops in work.values():

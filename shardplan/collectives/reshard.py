@@ -194,6 +194,10 @@ def _permuted(state: State, d: int, rank: int, free: Sequence[int], sizes: Seque
                     yield "permute", tuple(sorted((f, g))), _put(state, change)
 
 
+_Moves = tuple[int, bytes, float, bool]
+"""What prices of moves depend on: rank, legal states, bytes of the whole tensor, direction."""
+
+
 class Resharder:
     """Prices and programs of resharding on one network."""
 
@@ -202,8 +206,10 @@ class Resharder:
         self.sizes = tuple(sizes)
         self._spaces: dict[int, LayoutSpace] = {}
         self._lines: dict[tuple[str, tuple[int, ...]], NDArray[np.float64]] = {}
+        self._masks: dict[tuple[int, ...], bytes] = {}
         self._rows: dict[tuple[int, bytes, float, bool, int], tuple[NDArray[np.float64], NDArray[np.int32]]] = {}
-        self._graphs: dict[tuple[int, bytes, float, bool], csr_matrix] = {}
+        self._sweeps: dict[_Moves, tuple[NDArray[np.float64], NDArray[np.int32]]] = {}
+        self._graphs: dict[_Moves, csr_matrix] = {}
 
     def space(self, rank: int) -> LayoutSpace:
         """The layouts of tensors of a rank."""
@@ -239,29 +245,43 @@ class Resharder:
 
         Infinite where no program leads.
         """
-        mask = self.legal(shape, pad=True)
-        return np.stack([self._row(len(shape), mask, nbytes, s, into)[0] for s in states])
+        key = self._key(shape, nbytes, into)
+        if len(self.sizes) > 2:
+            return np.stack([self._row(key, s)[0] for s in states])
+        return self._swept(key)[0][list(states)]
 
-    def _row(
-        self, rank: int, mask: NDArray[np.bool_], nbytes: float, state: int, into: bool
-    ) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
-        key = (rank, mask.tobytes(), nbytes, into)
+    def _key(self, shape: Sequence[int], nbytes: float, into: bool) -> _Moves:
+        shape = tuple(shape)
+        if shape not in self._masks:
+            self._masks[shape] = self.legal(shape, pad=True).tobytes()
+        return len(shape), self._masks[shape], nbytes, into
+
+    def _row(self, key: _Moves, state: int) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
+        """[S], [S]: the seconds between one state and every other, and the state before each on the way."""
+        if len(self.sizes) <= 2:
+            distance, before = self._swept(key)
+            return distance[state], before[state]
         row = self._rows.get((*key, state))
-        if row is not None:
-            return row
-        space = self.space(rank)
-        graph = self._graphs.get(key)
-        if graph is None:
-            graph = self._graph(space, mask, nbytes)
-            graph = self._graphs[key] = graph.T.tocsr() if into else graph
-        # one sweep over all states is cheap where there are few of them
-        wanted = np.arange(len(space.states)) if len(self.sizes) <= 2 else np.array([state])
-        distance, before = dijkstra(graph, indices=wanted, return_predecessors=True)
-        for i, s in enumerate(wanted):
-            self._rows[(*key, int(s))] = (distance[i], before[i])
-        return self._rows[(*key, state)]
+        if row is None:
+            distance, before = dijkstra(self._graph(key), indices=np.array([state]), return_predecessors=True)
+            row = self._rows[(*key, state)] = (distance[0], before[0])
+        return row
 
-    def _graph(self, space: LayoutSpace, mask: NDArray[np.bool_], nbytes: float) -> csr_matrix:
+    def _swept(self, key: _Moves) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
+        """`_row` for every state at once, which is cheap where there are few of them."""
+        found = self._sweeps.get(key)
+        if found is None:
+            found = self._sweeps[key] = dijkstra(self._graph(key), return_predecessors=True)
+        return found
+
+    def _graph(self, key: _Moves) -> csr_matrix:
+        if key not in self._graphs:
+            rank, mask, nbytes, into = key
+            graph = self._edges(self.space(rank), np.frombuffer(mask, np.bool_), nbytes)
+            self._graphs[key] = graph.T.tocsr() if into else graph
+        return self._graphs[key]
+
+    def _edges(self, space: LayoutSpace, mask: NDArray[np.bool_], nbytes: float) -> csr_matrix:
         source, target, which, fraction, names = space.edges
         cost = np.empty(len(source))
         for c, (kind, over) in enumerate(names):
@@ -280,7 +300,7 @@ class Resharder:
         """The cheapest program from one state to another."""
         if before == after:
             return ()
-        distance, previous = self._row(len(shape), self.legal(shape, pad=True), nbytes, before, False)
+        distance, previous = self._row(self._key(shape, nbytes, False), before)
         assert np.isfinite(distance[after]), "no program leads there"
         space = self.space(len(shape))
         path = [after]

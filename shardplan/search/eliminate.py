@@ -90,14 +90,18 @@ def _order(scopes: Sequence[tuple[int, ...]], sizes: Sequence[int], *, fill: boo
     return Order(tuple(variables), tuple(neighbours), largest, total)
 
 
+_Key = tuple[tuple[int, tuple[int, ...]], ...]
+"""Tables that meet in an elimination, each with the place of its axes: the eliminated variable is 0."""
+
+
 @dataclass(slots=True)
 class Eliminator:
     """Runs eliminations over one store of tables, remembering each distinct one."""
 
     store: Store
-    _memo: dict[tuple[tuple[int, tuple[int, ...]], ...], tuple[int, int, Costs]] = field(
-        default_factory=dict[tuple[tuple[int, tuple[int, ...]], ...], tuple[int, int, Costs]]
-    )
+    _memo: dict[_Key, tuple[int, int, int]] = field(default_factory=dict[_Key, tuple[int, int, int]])
+    _keys: list[_Key] = field(default_factory=list[_Key])
+    _choices: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict[tuple[int, tuple[int, ...]], int])
     _squeezed: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = field(
         default_factory=dict[tuple[int, tuple[int, ...]], tuple[int, int]]
     )
@@ -117,23 +121,22 @@ class Eliminator:
                 total += low
             if scope:
                 waiting[min(scope, key=rank.__getitem__)].append((scope, table))
-        choices: list[tuple[int, tuple[int, ...], Costs]] = []
+        done: list[tuple[int, tuple[int, ...], int]] = []
         for v in order.variables:
             mine = waiting[v]
             if not mine:
-                choices.append((v, (), np.zeros((), np.int64)))
                 continue
             scope = sorted({u for s, _ in mine for u in s if u != v}, key=rank.__getitem__)
             axis = {u: i for i, u in enumerate((v, *scope))}
             key = tuple(sorted((table, tuple(axis[u] for u in s)) for s, table in mine))
-            table, low, choice = self._eliminate(key, [sizes[v], *(sizes[u] for u in scope)])
+            table, low, elimination = self._eliminate(key, [sizes[v], *(sizes[u] for u in scope)])
             total = min(total + low, BIG)
-            choices.append((v, tuple(scope), choice))
+            done.append((v, tuple(scope), elimination))
             if scope:
                 waiting[scope[0]].append((tuple(scope), table))
         assignment = [0] * len(sizes)
-        for v, scope, choice in reversed(choices):
-            assignment[v] = int(choice[tuple(assignment[u] for u in scope)])
+        for v, scope, elimination in reversed(done):
+            assignment[v] = self._choice(elimination, tuple(assignment[u] for u in scope))
         return total, assignment
 
     def _squeeze(self, scope: tuple[int, ...], table: int, sizes: Sequence[int]) -> tuple[tuple[int, ...], int, int]:
@@ -144,7 +147,8 @@ class Eliminator:
             found = self._squeezed[table, axes] = self.store.intern(self.store.tables[table].squeeze(axes))
         return keep, *found
 
-    def _eliminate(self, key: tuple[tuple[int, tuple[int, ...]], ...], sizes: list[int]) -> tuple[int, int, Costs]:
+    def _eliminate(self, key: _Key, sizes: list[int]) -> tuple[int, int, int]:
+        """(the table that is left, its minimum, which elimination it was)."""
         found = self._memo.get(key)
         if found is None:
             if math.prod(sizes) > LARGEST_TABLE:
@@ -157,10 +161,18 @@ class Eliminator:
                 for i in order:
                     shape[axes[i]] = sizes[axes[i]]
                 total += costs.transpose(order).reshape(shape)
-            np.minimum(total, BIG, out=total)
-            choice = np.argmin(total, axis=0)
-            best = np.take_along_axis(total, choice[None], axis=0)[0]
-            table, low = self.store.intern(best)
-            small = choice.astype(np.int16) if sizes[0] < 2**15 else choice
-            found = self._memo[key] = (table, low, small)
+            table, low = self.store.intern(np.minimum(total.min(axis=0), BIG))
+            found = self._memo[key] = (table, low, len(self._keys))
+            self._keys.append(key)
+        return found
+
+    def _choice(self, elimination: int, others: tuple[int, ...]) -> int:
+        """The eliminated variable's best value, its neighbours' known. Looked at again for the one column that is asked for:
+        cheaper than keeping the choices of a whole table.
+        """
+        found = self._choices.get((elimination, others))
+        if found is None:
+            at = (slice(None), *others)
+            column = sum(self.store.tables[table][tuple(at[i] for i in axes)] for table, axes in self._keys[elimination])
+            found = self._choices[elimination, others] = int(np.argmin(np.minimum(column, BIG)))
         return found

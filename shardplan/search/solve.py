@@ -90,15 +90,23 @@ class Solver:
         total, chosen = self.eliminator.solve(terms, sizes, order or self.order(domains))
         states = tuple(d[i] for d, i in zip(domains, chosen, strict=True))
         priced = float("inf") if total >= BIG else total / 1e12
-        return self.rate(name, states, keep_s, regather, limits), priced
+        return self.rate(name, states, keep_s, regather, limits, seconds=None if points else total / 1e12), priced
 
     def rate(
-        self, name: str, states: tuple[int, ...], keep_s: Mapping[int, float], regather: bool, limits: Limits | None = None
+        self,
+        name: str,
+        states: tuple[int, ...],
+        keep_s: Mapping[int, float],
+        regather: bool,
+        limits: Limits | None = None,
+        *,
+        seconds: float | None = None,
     ) -> Solution:
-        """A solution from its states: true seconds, and its peak."""
+        """A solution from its states: true seconds (those given, where they are known without prices), and its peak."""
         keep = frozenset(v for v in self.problem.backward_views if self.problem.keeps(v, states, keep_s.get(v, 0.0)))
-        again = {v: float("inf") for v in self.problem.backward_views if v not in keep}
-        seconds = self.problem.seconds(states, again, limits)
+        if seconds is None:
+            again = {v: float("inf") for v in self.problem.backward_views if v not in keep}
+            seconds = self.problem.seconds(states, again, limits)
         peak = int(memory.profile(self.problem, self.live, states, keep).max())
         return Solution(name, states, keep, regather, seconds, peak, limits)
 

@@ -143,8 +143,8 @@ def search(
     for r in restrictions:
         solution, priced = (
             solver.minimum(r.name, r.domains, regather=r.regather, limits=r.limits)
-            if joint_fits
-            else _by_levels(solver, r, deadline)
+            if solver.order(r.domains).largest <= JOINT_ENTRIES
+            else _by_levels(solver, r)
         )
         if priced < float("inf"):
             named.append(replace(solution, name=r.name))
@@ -225,7 +225,7 @@ def _polish(
     return best
 
 
-def _by_levels(solver: Solver, r: Restriction, deadline: float | None) -> tuple[Solution, float]:
+def _by_levels(solver: Solver, r: Restriction) -> tuple[Solution, float]:
     """A baseline where the joint solve is too wide: recursion and polish inside its restriction."""
     problem = solver.problem
     start = problem.narrowest(r.domains)

@@ -1,6 +1,7 @@
 """A language model of stacked LSTMs in plain JAX, its time steps unrolled (as in Tofu's section 7) or scanned."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +13,7 @@ import optax
 
 from models import data
 from models._arguments import Tokens, make_batch, make_state
-from models._options import COUNT, DTYPE, POSITIVE, SWITCH, Options, option, takes
+from models._options import COUNT, DTYPE, POSITIVE, SWITCH, Options, one_of, option, takes
 from models._train import main
 from models.losses import cross_entropy
 
@@ -21,7 +22,8 @@ __all__ = ["text_batches", "train_step"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RNNOptions(Options):
-    """steps is the length of the text, scan runs over it. dtype is computed in, parameters stay float32."""
+    """steps is the length of the text, scan runs over it. dtype is computed in, parameters stay float32. sgd is with momentum:
+    the one history of a weight in Tofu's Table 2."""
 
     layers: int = option(2, COUNT)
     hidden: int = option(64, COUNT)
@@ -30,6 +32,7 @@ class RNNOptions(Options):
     vocabulary: int = option(128, COUNT)
     dtype: str = option("float32", DTYPE)
     scan: bool = option(False, SWITCH)
+    optimizer: str = option("adam", one_of("adam", "sgd"))
     learning_rate: float = option(1e-2, POSITIVE)
 
 
@@ -41,7 +44,8 @@ def train_step(options: RNNOptions, *, concrete: bool = False, seed: int = 0):
     >>> state["params"]["layer_0"]["recurrent"].shape  # the gates are a dim of their own, so that hidden can be split
     (32, 4, 32)
     """
-    optimizer = optax.adam(options.learning_rate)
+    optimizers = {"adam": optax.adam, "sgd": functools.partial(optax.sgd, momentum=0.9)}
+    optimizer = optimizers[options.optimizer](options.learning_rate)
 
     def init(key):
         params = init_params(options, key)

@@ -47,12 +47,14 @@ class _Later:
 
 @dataclass(slots=True)
 class _Frame:
-    """The values of one program while it is evaluated; ``views`` are resharded copies, ``made`` free values by layout."""
+    """The values of one program while it is evaluated; ``views`` are resharded copies by view and tensor, ``made`` free values
+    by layout.
+    """
 
     where: Where
     ids: tuple[int, ...]
     values: dict[int, Any]
-    views: dict[int, Any]
+    views: dict[tuple[int, int], Any]
     made: dict[tuple[int, Layout | None], Any]
 
 
@@ -90,7 +92,9 @@ class SpecsEmitter:
 
     # -- programs ----------------------------------------------------------------------------------------------------
 
-    def run(self, program: Program, where: Where, arguments: Sequence[Any], views: dict[int, Any] | None = None) -> list[Any]:
+    def run(
+        self, program: Program, where: Where, arguments: Sequence[Any], views: dict[tuple[int, int], Any] | None = None
+    ) -> list[Any]:
         """Evaluates a program or a body; a body that runs once shares the ``views`` of what it runs in."""
         frame = _Frame(where, self.problem.graph.bodies[where], {}, {} if views is None else views, {})
         for t, value in program.constants:
@@ -199,9 +203,10 @@ class SpecsEmitter:
         assert at is not None
         v = self.problem.coarse.read.get((node.id, slot))
         if v is not None:
-            if v not in frame.views:
-                frame.views[v] = self.view(frame, node, v, value, at, local)
-            value, at = frame.views[v], self.decisions.views[v]
+            key = v, frame.ids[local]
+            if key not in frame.views:
+                frame.views[key] = self.view(frame, node, v, value, at, local)
+            value, at = frame.views[key], self.decisions.views[v]
         return self.move(value, tensor.shape, tensor.nbytes, at, need)
 
     def view(self, frame: _Frame, node: Node, v: int, value: Any, at: Layout, local: int) -> Any:
@@ -209,8 +214,9 @@ class SpecsEmitter:
         variable = self.problem.coarse.variables[v]
         tensor = self.problem.graph.tensors[frame.ids[local]]
         target = self.decisions.views[v]
-        if v in self.decisions.kept and variable.sibling in frame.views:
-            value, at = frame.views[variable.sibling], self.decisions.views[variable.sibling]
+        sibling = variable.sibling, frame.ids[local]
+        if v in self.decisions.kept and sibling in frame.views:
+            value, at = frame.views[sibling], self.decisions.views[variable.sibling]
         elif variable.kind == "backward" and target != at:
             # tied to a value of the backward pass, so that the forward copy is not kept in its place
             later = [frame.values[i] for i in node.op.inputs if isinstance(i, int) and i != local]

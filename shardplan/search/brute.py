@@ -189,13 +189,13 @@ def uncoarsened(problem: Problem) -> Oracle:
             members = tuple(u for u in range(len(graph.tensors)) if merged[u] == root and coarse.of[u] != FREE)
             variables.append(Variable(new_id[root], graph.tensors[t].shape, members))
         of[t] = new_id[root]
-    views: dict[int, int] = {}
+    views: dict[tuple[int, int], int] = {}
     for view in coarse.variables:
-        if view.kind != "stored":
-            views[view.id] = len(variables)
-            sibling = views[view.sibling] if view.sibling != FREE else FREE
-            variables.append(Variable(len(variables), view.shape, view.tensors, view.kind, of[view.tensors[0]], sibling))
-    read = {at: views[v] for at, v in coarse.read.items()}
+        for t in view.tensors if view.kind != "stored" else ():
+            views[view.id, t] = len(variables)
+            sibling = views[view.sibling, t] if view.sibling != FREE else FREE
+            variables.append(Variable(len(variables), view.shape, (t,), view.kind, of[t], sibling))
+    read = {(n, slot): views[v, graph.nodes[n].inputs[slot]] for (n, slot), v in coarse.read.items()}
     joins = tuple(n.id for n in graph.nodes if any(of[t] != FREE for t in (*n.inputs, *n.outputs) if t >= 0))
     fine = Coarse(tuple(variables), tuple(of), read, joins, coarse.free, coarse.weights, coarse.parameters)
     return _Fine(Problem(graph, fine, problem.cluster, problem.factors), _fused_seconds(problem))

@@ -16,7 +16,7 @@ for the backward pass, which is the forward one kept or a second gather.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,7 +35,10 @@ FREE = -1
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """One layout to choose, for all of ``tensors`` (of one shape); ``of`` is the variable that a view is a copy of."""
+    """One layout to choose, for all of ``tensors`` (of one shape); ``of`` is the variable that a view is a copy of.
+
+    A view of several tensors (those of unrolled timesteps) is as many copies.
+    """
 
     id: int
     shape: tuple[int, ...]
@@ -132,6 +135,7 @@ def _pair(graph: Graph, sets: _Sets, apart: set[int], weights: frozenset[int], f
     _timesteps(graph, sets, loose, value, weights, free)
     forward: dict[int, list[Node]] = {}
     after = _moved(graph, free)
+    root, ends = _roots(graph, weights, free), _ends(graph, after, free)
     for node in graph.nodes:
         alive = [t for t in dict.fromkeys(node.inputs) if t >= 0 and t not in free]
         if node.signature.elementwise:
@@ -148,7 +152,10 @@ def _pair(graph: Graph, sets: _Sets, apart: set[int], weights: frozenset[int], f
                 forward.setdefault(value[t], []).append(node)
             continue
         for shared, gradient in (alive, alive[::-1]):
-            for first in forward.get(value[shared], ()):
+            candidates = forward.get(value[shared], ())
+            # an activation that several weights multiply: the one whose gradient this is
+            own = [f for f in candidates if any(root.get(t, FREE) in ends.get(node.outputs[0], ()) for t in f.inputs)]
+            for first in own or candidates:
                 other = next((t for t in first.inputs if value[t] != value[shared]), None)
                 if other is None:
                     continue
@@ -216,6 +223,45 @@ def same_values(graph: Graph) -> list[int]:
         for t, v in zip(node.outputs, first, strict=True):
             value[t] = value[v] if v != t else t
     return [value[v] for v in value]
+
+
+def _roots(graph: Graph, weights: frozenset[int], free: frozenset[int]) -> dict[int, int]:
+    """For each weight the program's input that it is, or is made from."""
+    root = {t: t for t in graph.inputs if t in weights}
+    for link in graph.links:
+        if link.target in weights and link.source in root:
+            root.setdefault(link.target, root[link.source])
+    for node in graph.nodes:
+        alive = [t for t in dict.fromkeys(node.inputs) if t in root]
+        if len(alive) == 1:
+            root.update({t: root[alive[0]] for t in node.outputs if t in weights and t not in free and t not in root})
+    return root
+
+
+def _ends(graph: Graph, after: Mapping[int, int], free: frozenset[int]) -> dict[int, frozenset[int]]:
+    """For each tensor the inputs that it helps to replace, through ops that keep its elements apart: of a gradient, its weight."""
+    found = {
+        o: frozenset({graph.inputs[i]}) for o, i in zip(graph.outputs, graph.feedback, strict=True) if o >= 0 and i is not None
+    }
+    into: dict[int, list[int]] = {}
+    for link in graph.links:
+        into.setdefault(link.source, []).append(link.target)
+
+    def known(t: int) -> frozenset[int]:
+        return found.get(t, frozenset[int]()).union(*(found.get(u, ()) for u in into.get(t, ())))
+
+    for node in reversed(graph.nodes):
+        if node.signature.elementwise or any(t in after for t in node.inputs):
+            reached = frozenset[int]().union(*(known(t) for t in node.outputs))
+            if reached:
+                size = graph.tensors[node.outputs[0]].size
+                for t in node.inputs:
+                    if t >= 0 and t not in free and graph.tensors[t].size == size:
+                        found[t] = known(t) | reached
+        else:
+            for t in node.outputs:
+                found[t] = known(t)
+    return found
 
 
 def _moved(graph: Graph, free: frozenset[int]) -> dict[int, int]:
@@ -379,12 +425,14 @@ def _views(graph: Graph, variables: list[Variable], of: list[int], weights: froz
                 (readers if len(operands) > 1 else alone).setdefault(t, []).append((node, slot))
     read: dict[tuple[int, int], int] = {}
 
-    def add(t: int, uses: Iterable[tuple[Node, int]], kind: Literal["view", "backward"], sibling: int = FREE) -> int:
-        variable = Variable(len(variables), graph.tensors[t].shape, (t,), kind, of[t], sibling)
+    def add(ts: Sequence[int], uses: Iterable[tuple[Node, int]], kind: Literal["view", "backward"], sibling: int = FREE) -> int:
+        variable = Variable(len(variables), graph.tensors[ts[0]].shape, tuple(ts), kind, of[ts[0]], sibling)
         variables.append(variable)
         for node, slot in uses:
             read[node.id, slot] = variable.id
         return variable.id
+
+    alike: dict[tuple[int, frozenset[tuple[int, int, bool]]], list[int]] = {}
 
     for t in sorted(readers):
         uses = readers[t]
@@ -393,10 +441,18 @@ def _views(graph: Graph, variables: list[Variable], of: list[int], weights: froz
         forward = [u for u in uses if not u[0].backward]
         backward = [u for u in uses if u[0].backward]
         if t in weights and forward and backward:
-            first = add(t, forward, "view")
-            add(t, backward, "backward", first)
+            first = add([t], forward, "view")
+            add([t], backward, "backward", first)
         elif len(touched.get(of[t], ())) > _PIECES and not all(_largest(graph, node, t) for node, _ in uses):
-            add(t, [*uses, *alone.get(t, ())], "view")  # a reduction reads the copy too, where there is one
+            key = of[t], frozenset((node.signature.id, slot, node.backward) for node, slot in uses)
+            # the first and the last timestep may have fewer readers
+            most = next((k for k, ts in alike.items() if k[0] == of[t] and len(ts) >= _TIMESTEPS and key[1] <= k[1]), key)
+            alike.setdefault(most, []).append(t)
+    for ts in alike.values():
+        # the copies of unrolled timesteps share one choice, as what they are copies of does
+        for group in [ts] if len(ts) >= _TIMESTEPS else [[t] for t in ts]:
+            uses = [use for t in group for use in (*readers[t], *alone.get(t, ()))]  # a reduction reads the copy too
+            add(group, uses, "view")
     return read
 
 

@@ -181,15 +181,13 @@ class Extractor:
 
     def _view_steps(self, solution: Solution, issued: list[Issued]) -> None:
         problem, states = self.problem, solution.states
-        for variable in problem.coarse.variables:
-            if variable.kind == "stored":
-                continue
-            t = variable.tensors[0]
+        for (v, t), times in problem.copies.items():
+            variable = problem.coarse.variables[v]
             tensor = problem.graph.tensors[t]
             space = problem.resharder.space(len(tensor.shape))
-            origin = variable.sibling if variable.id in solution.keep else variable.of
-            steps = self.program(tensor.shape, tensor.nbytes, space.layout(states[origin]), space.layout(states[variable.id]))
-            self._add(issued, steps, problem.view_weight[variable.id], t, problem.view_source(variable.id))
+            origin = variable.sibling if v in solution.keep else variable.of
+            steps = self.program(tensor.shape, tensor.nbytes, space.layout(states[origin]), space.layout(states[v]))
+            self._add(issued, steps, times, t, problem.view_sources[v, t])
 
     def _link_steps(self, states: tuple[int, ...], issued: list[Issued]) -> None:
         problem, of = self.problem, self.problem.coarse.of

@@ -130,18 +130,17 @@ def _reduces(call: object) -> bool:
 
 
 def _copies(problem: Problem) -> tuple[tuple[tuple[int, float, int, int], ...], tuple[tuple[int, float, int, int], ...]]:
-    reads: dict[int, list[int]] = {}
-    for (n, _), v in problem.coarse.read.items():
-        reads.setdefault(v, []).append(n)
+    reads: dict[tuple[int, int], list[int]] = {}
+    for (n, slot), v in sorted(problem.coarse.read.items()):
+        reads.setdefault((v, problem.graph.nodes[n].inputs[slot]), []).append(n)
     copies: list[tuple[int, float, int, int]] = []
     kept: list[tuple[int, float, int, int]] = []
-    for variable in problem.coarse.variables:
-        if variable.kind == "stored" or variable.id not in reads:
-            continue
-        nbytes = float(problem.graph.tensors[variable.tensors[0]].nbytes)
-        copies.append((variable.id, nbytes, min(reads[variable.id]), max(reads[variable.id])))
-        if variable.kind == "backward" and variable.sibling in reads:
-            kept.append((variable.id, nbytes, max(reads[variable.sibling]), min(reads[variable.id])))
+    for (v, t), nodes in reads.items():
+        variable = problem.coarse.variables[v]
+        nbytes = float(problem.graph.tensors[t].nbytes)
+        copies.append((v, nbytes, min(nodes), max(nodes)))
+        if variable.kind == "backward" and (variable.sibling, t) in reads:
+            kept.append((v, nbytes, max(reads[variable.sibling, t]), min(nodes)))
     return tuple(copies), tuple(kept)
 
 

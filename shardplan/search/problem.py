@@ -137,10 +137,13 @@ class Problem:
             total += seconds * float(self.resharder.space(len(shape)).local[list(self.domains[v])].min())
         return total
 
-    def view_source(self, v: int) -> str:
-        """The source line of the first op that reads a view."""
-        n = min(n for (n, _), view in self.coarse.read.items() if view == v)
-        return self.graph.nodes[n].op.source
+    @cached_property
+    def view_sources(self) -> Mapping[tuple[int, int], str]:
+        """The source line of the first op that reads each (view, tensor)."""
+        found: dict[tuple[int, int], str] = {}
+        for (n, slot), v in sorted(self.coarse.read.items()):
+            found.setdefault((v, self.graph.nodes[n].inputs[slot]), self.graph.nodes[n].op.source)
+        return found
 
     def halo_steps(self, signature: Signature, loops: Sequence[int]) -> tuple[Step, ...]:
         """The exchanges with neighbours that a composite strategy makes."""
@@ -371,8 +374,17 @@ class Problem:
 
     @cached_property
     def view_weight(self) -> Mapping[int, float]:
-        """How often each view is made: as often as its readers run."""
+        """How often each view is made, of all its tensors together."""
         weights: dict[int, float] = {}
-        for (n, _), v in self.coarse.read.items():
-            weights[v] = max(weights.get(v, 0.0), self.graph.nodes[n].weight)
+        for (v, _), times in self.copies.items():
+            weights[v] = weights.get(v, 0.0) + times
         return weights
+
+    @cached_property
+    def copies(self) -> Mapping[tuple[int, int], float]:
+        """How often the copy of each (view, tensor) is made: as often as its readers run."""
+        found: dict[tuple[int, int], float] = {}
+        for (n, slot), v in self.coarse.read.items():
+            node = self.graph.nodes[n]
+            found[v, node.inputs[slot]] = max(found.get((v, node.inputs[slot]), 0.0), node.weight)
+        return found

@@ -239,7 +239,7 @@ def _roots(graph: Graph, weights: frozenset[int], free: frozenset[int]) -> dict[
 
 
 def _ends(graph: Graph, after: Mapping[int, int], free: frozenset[int]) -> dict[int, frozenset[int]]:
-    """For each tensor the inputs that it helps to replace, through ops that keep its elements apart: of a gradient, its weight."""
+    """For each tensor the inputs that it helps to replace, through ops that keep elements apart: of a gradient, its weight."""
     found = {
         o: frozenset({graph.inputs[i]}) for o, i in zip(graph.outputs, graph.feedback, strict=True) if o >= 0 and i is not None
     }

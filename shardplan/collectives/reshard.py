@@ -88,6 +88,16 @@ class LayoutSpace:
             if not partial and not dims[-1] and all(d == tuple(sorted(d)) for d in dims)
         )
 
+    @cached_property
+    def deferred(self) -> tuple[int, ...]:
+        """Those of a tensor that may stay partial too: the stored ones, and partial ones likewise."""
+        late = (
+            i
+            for i, (dims, partial) in enumerate(self.states)
+            if partial and not dims[-1] and all(d == tuple(sorted(d)) for d in dims)
+        )
+        return (*self.stored, *late)
+
     def edge(self, before: int, after: int) -> tuple[tuple[str, tuple[int, ...]], float]:
         """The collective of an edge and the bytes that it moves, as a fraction of the tensor's."""
         source, target, which, fraction, names = self.edges

@@ -9,6 +9,7 @@ from other devices is made of copies of the device's own block.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -69,12 +70,15 @@ class DroppingEmitter(SpecsEmitter):
 
     def move(self, value: Any, shape: tuple[int, ...], nbytes: int, before: Layout, after: Layout) -> Any:
         """Resharding; left out, copies of the device's own block."""
-        steps = () if before == after else self.extractor.program(shape, nbytes, before, after)
-        talks = any(step.kind != "slice" for step in steps)
+        talks = before.partial != after.partial  # terms are added up without asking for a program
+        if not before.partial and before != after:
+            talks = any(step.kind != "slice" for step in self.extractor.program(shape, nbytes, before, after))
         if not talks or not self._drops(
             f"the move of {shape} from {partition_spec(before, self.names)} to {partition_spec(after, self.names)}"
         ):
             return super().move(value, shape, nbytes, before, after)
+        if before.partial:
+            return super().move(self._own_term(value, before), shape, nbytes, replace(before, partial=()), after)
         whole = jax.shard_map(
             lambda x: jnp.tile(x, [n // m for n, m in zip(shape, x.shape, strict=True)]),
             mesh=self.mesh,
@@ -83,6 +87,17 @@ class DroppingEmitter(SpecsEmitter):
             check_vma=False,
         )
         return self.constrain(whole(self.constrain(value, before)), after)
+
+    def _own_term(self, value: Any, before: Layout) -> Any:
+        """Of a partial sum each device's own term, as if it were the whole."""
+        terms = len(before.partial)
+        return jax.shard_map(
+            lambda x: x.reshape(x.shape[terms:]),
+            mesh=self.mesh,
+            in_specs=partition_spec(before, self.names),
+            out_specs=partition_spec(replace(before, partial=()), self.names),
+            check_vma=False,
+        )(self.constrain(value, before))
 
     def _drops(self, what: str) -> bool:
         self.exchanges.append(what)

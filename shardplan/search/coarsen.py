@@ -22,6 +22,7 @@ from typing import Literal
 
 from shardplan.ir import Constant
 from shardplan.search.graph import Graph, Node
+from shardplan.search.partials import deferrable
 from shardplan.tdl import linear_sets
 
 _PIECES = 6
@@ -37,7 +38,7 @@ FREE = -1
 class Variable:
     """One layout to choose, for all of ``tensors`` (of one shape); ``of`` is the variable that a view is a copy of.
 
-    A view of several tensors (those of unrolled timesteps) is as many copies.
+    A view of several tensors (those of unrolled timesteps) is as many copies. A ``deferred`` one may stay a partial sum.
     """
 
     id: int
@@ -46,6 +47,7 @@ class Variable:
     kind: Literal["stored", "view", "backward"] = "stored"
     of: int = FREE
     sibling: int = FREE
+    deferred: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +114,17 @@ def coarsen(graph: Graph) -> Coarse:
                 apart.add(o)
     apart.update(t for t in graph.boundary if t in weights)
     soft = _soft(graph, free)
+    deferred = deferrable(graph, free) - apart - set(graph.outputs)
     for node in graph.nodes:
         if node.signature.elementwise:
-            _merge(graph, node, sets, apart, soft, uses, free)
-    _pair(graph, sets, apart, weights, free)
-    return _variables(graph, sets, free, weights, parameters)
+            _merge(graph, node, sets, apart, soft, uses, free, deferred)
+    _pair(graph, sets, apart, weights, free, deferred)
+    return _variables(graph, sets, free, weights, parameters, deferred)
 
 
-def _pair(graph: Graph, sets: _Sets, apart: set[int], weights: frozenset[int], free: frozenset[int]) -> None:
+def _pair(
+    graph: Graph, sets: _Sets, apart: set[int], weights: frozenset[int], free: frozenset[int], deferred: frozenset[int]
+) -> None:
     """Merges each activation with its gradient and with what is computed again for it, and the pieces that one op takes a
     tensor apart into.
 
@@ -132,7 +137,8 @@ def _pair(graph: Graph, sets: _Sets, apart: set[int], weights: frozenset[int], f
     for t, v in enumerate(value):
         if v != t and loose[t] and loose[v] and graph.tensors[t].shape == graph.tensors[v].shape:
             sets.union(t, v)
-    _timesteps(graph, sets, loose, value, weights, free)
+    _timesteps(graph, sets, loose, value, weights, free, deferred)
+    loose = [mine and t not in deferred for t, mine in enumerate(loose)]
     forward: dict[int, list[Node]] = {}
     after = _moved(graph, free)
     root, ends = _roots(graph, weights, free), _ends(graph, after, free)
@@ -168,7 +174,13 @@ _TIMESTEPS = 3
 
 
 def _timesteps(
-    graph: Graph, sets: _Sets, loose: list[bool], value: list[int], weights: frozenset[int], free: frozenset[int]
+    graph: Graph,
+    sets: _Sets,
+    loose: list[bool],
+    value: list[int],
+    weights: frozenset[int],
+    free: frozenset[int],
+    deferred: frozenset[int],
 ) -> None:
     """Merges what equal ops make of one weight, and what they read beside it: the steps of an unrolled recurrence.
 
@@ -187,7 +199,7 @@ def _timesteps(
             first = nodes[0]
             for node in nodes[1:]:
                 for a, b in zip((*first.inputs, *first.outputs), (*node.inputs, *node.outputs), strict=True):
-                    if a >= 0 and b >= 0 and loose[a] and loose[b]:
+                    if a >= 0 and b >= 0 and loose[a] and loose[b] and (a in deferred) == (b in deferred):
                         sets.union(a, b)
 
 
@@ -346,7 +358,14 @@ def _soft(graph: Graph, free: frozenset[int]) -> frozenset[int]:
 
 
 def _merge(
-    graph: Graph, node: Node, sets: _Sets, apart: set[int], soft: frozenset[int], uses: list[int], free: frozenset[int]
+    graph: Graph,
+    node: Node,
+    sets: _Sets,
+    apart: set[int],
+    soft: frozenset[int],
+    uses: list[int],
+    free: frozenset[int],
+    deferred: frozenset[int],
 ) -> None:
     out = node.outputs[0]
     if out in free:
@@ -358,7 +377,7 @@ def _merge(
             sets.union(out, other)
     if out in apart:
         return
-    mine = [t for t in whole if t not in apart]
+    mine = [t for t in whole if t not in apart and (t in deferred) == (out in deferred)]
     hard = [t for t in mine if t not in soft and uses[t] > 1]
     several = len([t for t in whole if t not in soft]) > 1
     additive = several and node.signature.description is not None and _additive(node)
@@ -374,7 +393,14 @@ def _additive(node: Node) -> bool:
     return len(used) > 1 and used in linear_sets(description) and node.signature.call.primitive != "select_n"
 
 
-def _variables(graph: Graph, sets: _Sets, free: frozenset[int], weights: frozenset[int], parameters: frozenset[int]) -> Coarse:
+def _variables(
+    graph: Graph,
+    sets: _Sets,
+    free: frozenset[int],
+    weights: frozenset[int],
+    parameters: frozenset[int],
+    deferred: frozenset[int],
+) -> Coarse:
     members: dict[int, list[int]] = {}
     live = _live(graph)
     for t in sorted(live):
@@ -383,7 +409,8 @@ def _variables(graph: Graph, sets: _Sets, free: frozenset[int], weights: frozens
     variables: list[Variable] = []
     of = [FREE] * len(graph.tensors)
     for tensors in members.values():
-        variable = Variable(len(variables), graph.tensors[tensors[0]].shape, tuple(tensors))
+        late = deferred.issuperset(tensors)
+        variable = Variable(len(variables), graph.tensors[tensors[0]].shape, tuple(tensors), deferred=late)
         variables.append(variable)
         for t in tensors:
             of[t] = variable.id

@@ -64,8 +64,10 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """The whole program, flat. ``offsets`` maps a body to the id of its first tensor; ``alias`` sends a tensor to the one it
-    is.
+    """The whole program, flat.
+
+    ``bodies`` gives for each body the graph's tensor of each of its own; ``carries`` for a scan's carry inside its body the value
+    that it starts from and the one that it is replaced by; ``boundary`` are the tensors that enter a body.
     """
 
     tensors: tuple[Tensor, ...]
@@ -78,6 +80,7 @@ class Graph:
     constants: frozenset[int]
     bodies: Mapping[Where, tuple[int, ...]]
     boundary: frozenset[int]
+    carries: Mapping[int, tuple[int, int]]
     unknown_trips: tuple[str, ...]
 
     def tensor_of(self, where: Where, local: int) -> int:
@@ -105,6 +108,7 @@ class _Flattener:
         self.links: list[Link] = []
         self.constants: set[int] = set()
         self.boundary: set[int] = set()
+        self.carries: dict[int, tuple[int, int]] = {}
         self.bodies: dict[Where, tuple[int, ...]] = {}
         self.signatures: dict[Any, Signature] = {}
         self.unknown: list[str] = []
@@ -123,6 +127,7 @@ class _Flattener:
             frozenset(self.constants),
             self.bodies,
             frozenset(self.boundary),
+            self.carries,
             tuple(self.unknown),
         )
 
@@ -193,6 +198,7 @@ class _Flattener:
         for i, (local, outer) in enumerate(zip(body.outputs, outputs, strict=True)):
             if i < carry:
                 if isinstance(local, int):
+                    self.carries[entry[consts + i]] = inputs[consts + i], ids[local]
                     self.links.append(Link(ids[local], entry[consts + i], 0, weight * trips))
                 self.links.append(Link(entry[consts + i], outer, 0, weight))
             elif isinstance(local, int):

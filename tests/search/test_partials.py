@@ -56,7 +56,7 @@ def test_accumulated_gradients_are_reduced_once(devices: list[Any], kind: str) -
     step, args = _accumulated(kind)
     plan = shardplan.plan(step, *args, cluster=_slow_devices())
     sums = [c for c in plan.collectives if c.kind in ("all-reduce", "reduce-scatter") and c.bytes > 1024]
-    assert plan.communication_s > 0 and sums
+    assert sums
     assert sum(c.bytes * c.times for c in sums) <= MOST
     found = verify(plan, step, args)
     assert (found.equal, found.unequal) == (True, ())

@@ -70,15 +70,12 @@ class DroppingEmitter(SpecsEmitter):
 
     def move(self, value: Any, shape: tuple[int, ...], nbytes: int, before: Layout, after: Layout) -> Any:
         """Resharding; left out, copies of the device's own block."""
-        talks = before.partial != after.partial  # terms are added up without asking for a program
-        if not before.partial and before != after:
-            talks = any(step.kind != "slice" for step in self.extractor.program(shape, nbytes, before, after))
+        steps = () if before == after or before.partial else self.extractor.program(shape, nbytes, before, after)
+        talks = any(step.kind != "slice" for step in steps)
         if not talks or not self._drops(
             f"the move of {shape} from {partition_spec(before, self.names)} to {partition_spec(after, self.names)}"
         ):
             return super().move(value, shape, nbytes, before, after)
-        if before.partial:
-            return super().move(self._own_term(value, before), shape, nbytes, replace(before, partial=()), after)
         whole = jax.shard_map(
             lambda x: jnp.tile(x, [n // m for n, m in zip(shape, x.shape, strict=True)]),
             mesh=self.mesh,
@@ -88,16 +85,20 @@ class DroppingEmitter(SpecsEmitter):
         )
         return self.constrain(whole(self.constrain(value, before)), after)
 
-    def _own_term(self, value: Any, before: Layout) -> Any:
-        """Of a partial sum each device's own term, as if it were the whole."""
-        terms = len(before.partial)
-        return jax.shard_map(
-            lambda x: x.reshape(x.shape[terms:]),
+    def reduced(self, value: Any, terms: tuple[int, ...], before: Layout, after: Layout) -> Any:
+        """Terms added up; left out, each device's own one, as if it were the whole."""
+        if not set(terms) - set(after.partial) or not self._drops(f"the sum of terms of {value.shape}"):
+            return super().reduced(value, terms, before, after)
+        own, whole = replace(before, partial=terms), replace(before, partial=after.partial)
+        gone = tuple(i for i, f in enumerate(terms) if f not in after.partial)
+        alone = jax.shard_map(
+            lambda x: jnp.squeeze(x, gone),
             mesh=self.mesh,
-            in_specs=partition_spec(before, self.names),
-            out_specs=partition_spec(replace(before, partial=()), self.names),
+            in_specs=partition_spec(own, self.names),
+            out_specs=partition_spec(whole, self.names),
             check_vma=False,
-        )(self.constrain(value, before))
+        )
+        return super().reduced(alone(self.constrain(value, own)), after.partial, whole, after)
 
     def _drops(self, what: str) -> bool:
         self.exchanges.append(what)

@@ -252,12 +252,18 @@ class SpecsEmitter:
         if before == after:
             return self.constrain(value, after)
         if before.partial:
-            # reduced first, then cut: asked for both at once, XLA takes another axis of the same size and permutes
-            reduced = replace(before, partial=after.partial)
-            return self.constrain(self.constrain(summed(value, before.partial, after.partial), reduced), after)
+            return self.reduced(value, before.partial, before, after)
         for step in self.extractor.program(shape, nbytes, before, after):
             value = self.constrain(value, step.after)
         return value
+
+    def reduced(self, value: Any, terms: tuple[int, ...], before: Layout, after: Layout) -> Any:
+        """A partial sum, of which there are these ``terms``, reduced and moved into another layout.
+
+        Reduced first, then cut: asked for both at once, XLA takes another axis of the same size and permutes.
+        """
+        left = replace(before, partial=after.partial)
+        return self.constrain(self.constrain(summed(value, terms, after.partial), left), after)
 
     def result(self, use: Use, r: int, value: Any) -> Any:
         """A result reduced and moved into its stored layout."""
@@ -268,7 +274,7 @@ class SpecsEmitter:
         if give == stored:
             return self.constrain(value, stored)
         if give.partial:
-            return self.move(value, (), 0, replace(give, partial=terms), stored)
+            return self.reduced(value, terms, give, stored)
         tensor_bytes = int(np.prod(value.shape)) * value.dtype.itemsize
         return self.move(self.constrain(value, give), tuple(value.shape), tensor_bytes, give, stored)
 
@@ -332,7 +338,7 @@ class SpecsEmitter:
     def handed(self, value: Any, before: Layout | None, after: Layout | None) -> Any:
         """A value that a loop hands on, in its next layout; a partial sum is reduced where that one is not partial."""
         if before is not None and before.partial and after is not None:
-            return self.move(value, (), 0, before, after)
+            return self.reduced(value, before.partial, before, after)
         return self.constrain(value, after)
 
     def while_(self, frame: _Frame, op: Op) -> list[Any]:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import shardplan
+from shardplan.emit.mutate import DroppingEmitter
 from shardplan.emit.verify import verify
 from shardplan.search.coarsen import coarsen
 from shardplan.search.graph import flatten
@@ -111,3 +112,14 @@ def test_terms_side_by_side_are_reduced_as_they_are() -> None:
         return jnp.sin(jnp.pad(x @ v, ((0, 0), (0, 6))) + jnp.pad(x @ w, ((0, 0), (6, 0))))
 
     assert _deferred(step, _like(4, 8), _like(8, 6), _like(8, 6)) == set()
+
+
+@pytest.mark.parametrize("kind", ["scan", "written out"])
+def test_leaving_out_a_late_sum_is_noticed(devices: list[Any], kind: str) -> None:
+    step, args = _accumulated(kind)
+    plan = shardplan.plan(step, *args, cluster=_slow_devices())
+    emitter = DroppingEmitter(plan.traced.program, plan.extractor, plan.decisions, plan.mesh(), dropped=-1)
+    jax.eval_shape(emitter, *jax.tree.leaves(args))
+    late = [n for n, what in enumerate(emitter.exchanges) if "terms" in what]
+    assert len(late) == 2
+    assert not any(verify(plan, step, args, drop=n).equal for n in late)

@@ -40,7 +40,7 @@ def _accumulated(kind: str) -> tuple[Any, tuple[Any, Any]]:
             loss = losses.mean()
         else:
             found = [jax.value_and_grad(_loss)(params, parts[0][i], parts[1][i]) for i in range(PARTS)]
-            loss = sum(value for value, _ in found) / PARTS
+            loss = jnp.stack([value for value, _ in found]).mean()
             total = jax.tree.map(lambda *terms: sum(terms[1:], terms[0]), *(gradient for _, gradient in found))
         return jax.tree.map(lambda p, g: p - 0.1 * g / PARTS, params, total), loss
 

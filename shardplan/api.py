@@ -20,7 +20,7 @@ from shardplan.cost import compute
 from shardplan.errors import ClusterError, MemoryLimitError, PinError, PlanFileError, ShardplanError, nearest
 from shardplan.ir import Factor, Layout
 from shardplan.mesh import Cluster, factors
-from shardplan.plan import FORMAT, Baseline, Plan, fingerprint, layout_from_json
+from shardplan.plans import FORMAT, Baseline, Plan, fingerprint, layout_from_json
 from shardplan.search import memory
 from shardplan.search.coarsen import FREE, coarsen
 from shardplan.search.extract import Extractor

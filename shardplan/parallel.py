@@ -15,7 +15,7 @@ from flax import nnx
 from shardplan.api import ClusterLike, load
 from shardplan.api import plan as make_plan
 from shardplan.errors import PlanFileError, ShardplanError
-from shardplan.plan import Plan
+from shardplan.plans import Plan
 
 _log = logging.getLogger("shardplan")
 

@@ -20,7 +20,7 @@ from shardplan.emit.hlo import Measured, measure
 from shardplan.errors import ShardplanError
 
 if TYPE_CHECKING:
-    from shardplan.plan import Plan
+    from shardplan.plans import Plan
 
 PERTURBATIONS = 5
 ALLOWED = 10.0

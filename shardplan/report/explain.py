@@ -23,7 +23,7 @@ from shardplan.report.text import argument_shapes, best_baseline, bound_text, co
 from shardplan.search.coarsen import FREE
 
 if TYPE_CHECKING:
-    from shardplan.plan import Plan
+    from shardplan.plans import Plan
     from shardplan.search.graph import Node
 
 _LINES = 3

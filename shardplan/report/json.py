@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from shardplan.report.text import collective_rows, spec_text
 
 if TYPE_CHECKING:
-    from shardplan.plan import Plan
+    from shardplan.plans import Plan
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:

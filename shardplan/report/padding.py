@@ -14,7 +14,7 @@ from shardplan.search.problem import Problem
 from shardplan.search.solve import search
 
 if TYPE_CHECKING:
-    from shardplan.plan import Plan
+    from shardplan.plans import Plan
 
 _TILE = 128
 """Matrix units work on tiles of this many elements: a large dim is padded to a multiple of it too."""

@@ -10,7 +10,7 @@ from shardplan.report.paths import grouped
 from shardplan.report.tables import rate, seconds, size, table
 
 if TYPE_CHECKING:
-    from shardplan.plan import Baseline, Plan
+    from shardplan.plans import Baseline, Plan
 
 _REST = 12
 """So many rows of collectives are shown; the others are summed up."""

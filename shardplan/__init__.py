@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardplan.api import load, plan
+    from shardplan.api import plan
     from shardplan.collectives.lower import all_reduce
     from shardplan.errors import (
         ClusterError,
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         TraceError,
         UndescribedPrimitiveError,
     )
+    from shardplan.files import load
     from shardplan.mesh import Cluster
     from shardplan.parallel import parallelize
     from shardplan.plans import Plan
@@ -56,7 +57,7 @@ _HOMES = {
     "Cluster": "mesh",
     "Plan": "plans",
     "all_reduce": "collectives.lower",
-    "load": "api",
+    "load": "files",
     "parallelize": "parallel",
     "plan": "api",
     "register": "tdl.register",

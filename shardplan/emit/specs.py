@@ -29,12 +29,7 @@ from shardplan.search.graph import Node, Where
 
 def partition_spec(layout: Layout | None, names: Sequence[str]) -> PartitionSpec:
     """A layout as a `PartitionSpec` over axes named like the factors; trailing whole dims are left out."""
-    if layout is None:
-        return PartitionSpec()
-    entries = [None if not fs else names[fs[0]] if len(fs) == 1 else tuple(names[f] for f in fs) for fs in layout.dims]
-    while entries and entries[-1] is None:
-        entries.pop()
-    return PartitionSpec(*entries)
+    return PartitionSpec() if layout is None else PartitionSpec(*layout.entries(names))
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,7 +105,7 @@ class Parallel:
         return split.finish(run(*made.put(split.leaves, mesh=made.mesh(self._given.devices))))
 
     def cache_size(self) -> int:
-        """How many programs the step has been compiled to: one for each combination of shapes, static values and plans."""
+        """How many entries the call caches hold, over all plans: one for each combination of shapes, dtypes and shardings."""
         return sum(run.cache_size() for _, run in self._ready.values())  # type: ignore[attr-defined]
 
     def init(self, init_fn: Callable[..., Any], *args: Any, argument: int = 0) -> Any:

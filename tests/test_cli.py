@@ -124,6 +124,15 @@ def test_a_module_is_a_target_too(run: Callable[..., Any], monkeypatch: pytest.M
     assert "state/params/layer_1/kernel" in json.loads(out)["in_specs"]
 
 
+def test_a_target_file_may_be_called_as_a_module_is(run: Callable[..., Any], target: str) -> None:
+    """``json.py`` takes nobody's place."""
+    Path("small.py").rename("json.py")
+    code, out, _ = run("plan", "json.py:train_step", "--cluster", "2", "--json")
+    assert code == 0
+    assert sys.modules["json"] is json
+    assert json.loads(out)["axes"] == {"gpu": 2}
+
+
 def test_a_pin_holds(run: Callable[..., Any], target: str) -> None:
     code, out, _ = run(
         "plan", target, "--cluster", "2x4", "--pin", "state/params/up=P(None, 'gpu')", "--pin", "batch/*=node", "--json"
@@ -152,7 +161,7 @@ def test_a_saved_plan_is_explained_and_verified(run: Callable[..., Any], target:
     assert (code, "made for the cluster 2x2, not for 2x4" in err) == (2, True)
 
 
-def test_verify_in_words(run: Callable[..., Any], target: str) -> None:
+def test_an_equal_step_is_said_to_be_equal(run: Callable[..., Any], target: str) -> None:
     code, out, _ = run("verify", target, "--cluster", "2x2", "--pin", "batch/*=P(('node', 'gpu'))")
     assert code == 0
     assert out.startswith("equal to the single-device step after each of 3 steps")
@@ -292,15 +301,9 @@ def test_a_plan_for_another_model_is_refused(run: Callable[..., Any], target: st
 
 
 @pytest.mark.slow
-def test_a_fresh_process_simulates_its_own_devices(target: str) -> None:
+def test_a_fresh_process_simulates_its_own_devices(target: str, environment: dict[str, str]) -> None:
     """No device is there before; the command makes as many as the cluster has."""
     command = [sys.executable, "-m", "shardplan.cli", "verify", target, "--cluster", "2x4", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=_environment())
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["equal"]
-
-
-def _environment() -> dict[str, str]:
-    import os
-
-    return {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -31,15 +31,9 @@ def test_not_equal(verify_plan, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_plan_is_proven_by_a_fixture(tmp_path: Path) -> None:
+def test_a_plan_is_proven_by_a_fixture(tmp_path: Path, environment: dict[str, str]) -> None:
     (tmp_path / "test_step.py").write_text(TEST)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "shardplan.pytest_plugin", "--shardplan-devices", "4", "test_step.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300, env=_environment())
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300, env=environment)
     assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
     assert "NOT EQUAL" in done.stdout
-
-
-def _environment() -> dict[str, str]:
-    import os
-
-    return {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}

@@ -260,6 +260,8 @@ class _Why:
             self.padding[n, into] = padded_seconds(self.plan, n, into)
         after = self.padding[n, into]
         if after is None:
+            return text
+        if math.isinf(after):
             return text + ", but no such plan fits in memory"
         gain = self.plan.step_time_s - after
         if gain <= _NEAR:

@@ -46,6 +46,12 @@ def sorts(concrete=False):
         return jax.pure_callback(lambda v: v, jax.ShapeDtypeStruct((8,), "float32"), x)
     return step, (jax.ShapeDtypeStruct((8,), "float32"),)
 
+def bits(concrete=False):
+    """The bits of a sum depend on the order in which it is taken."""
+    def step(x):
+        return jax.lax.bitcast_convert_type(x.sum(0), "int32")
+    return step, (jax.random.normal(jax.random.key(0), (64, 32)),)
+
 def wrong():
     return 1, 2, 3
 
@@ -168,12 +174,8 @@ def test_an_equal_step_is_said_to_be_equal(run: Callable[..., Any], target: str)
     assert "on the wire" in out
 
 
-def test_a_failed_check_exits_with_one(run: Callable[..., Any], target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import shardplan.emit.verify as module
-
-    real = module.verify
-    monkeypatch.setattr(module, "verify", lambda *args, **options: real(*args, **options, drop=0))
-    code, out, _ = run("verify", target, "--cluster", "2x2", "--pin", "batch/*=P(('node', 'gpu'))")
+def test_a_failed_check_exits_with_one(run: Callable[..., Any], target: str) -> None:
+    code, out, _ = run("verify", "small.py:bits", "--cluster", "2x2", "--pin", "x=P(('node', 'gpu'))")
     assert code == 1
     assert out.startswith("NOT EQUAL")
 
@@ -252,10 +254,8 @@ MISTAKES = [
     (["plan", "small.py:train_step", "--cluster", "2x4", "--memory", "20 parsecs"], "is not a size"),
     (["plan", "small.py:train_step", "--cluster", "2x4", "--memory", "4KiB"], "no plan fits"),
     (["plan", "small.py:train_step", "--cluster", "2x4", "--pin", "state/params/uo=P('gpu')"], "matches no argument"),
-    (["plan", "small.py:train_step", "--cluster", "2x4", "--pin", "state/params/up=P('gpux')"], "names the axis 'gpux'"),
     (["plan", "small.py:train_step", "--cluster", "2x4", "--pin", "state/params/up=P(3)"], "is no PartitionSpec"),
     (["plan", "small.py:train_step", "--cluster", "2x4", "--pin", "state/params/up"], "write it as 'GLOB=SPEC'"),
-    (["plan", "small.py:train_step", "--cluster", "3", "--pin", "state/params/up=P('gpu')"], "33 would"),
     (["plan", "small.py:train_step", "--cluster", "2x4", "--objective", "speed"], "invalid choice"),
     (["plan", "small.py:train_step", "--cluster", "2x4", "--search", "luck"], "search='luck'"),
     (["plan", "small.py:train_step", "--cluster", "2x4", "-o", "no/such/place.json"], "cannot write"),

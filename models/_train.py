@@ -3,7 +3,7 @@
 import argparse
 import ast
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,12 +18,12 @@ def train(train_step: Callable, batches: Callable[..., Iterator], *, steps: int,
         yield float(loss)
 
 
-def main(train_step: Callable, batches: Callable[..., Iterator]) -> None:
-    """The command line of a model: --steps, and --set name=value for each option of its factory."""
+def main(train_step: Callable, batches: Callable[..., Iterator], argv: Sequence[str] | None = None) -> None:
+    """The command line of a model: --steps, and --set name=value for each option of its factory; ``argv`` as for argparse."""
     parser = argparse.ArgumentParser(description="Train on real data and print the loss of each step.")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="an option of train_step")
-    given = parser.parse_args()
+    given = parser.parse_args(argv)
     try:
         options = dict(_pair(text) for text in given.set)
         start = time.perf_counter()

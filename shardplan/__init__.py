@@ -8,12 +8,10 @@ shows it. The names below are imported when they are first used, so that reading
 from __future__ import annotations
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardplan.api import load, plan
+    from shardplan.api import plan
     from shardplan.collectives.lower import all_reduce
     from shardplan.errors import (
         ClusterError,
@@ -27,9 +25,10 @@ if TYPE_CHECKING:
         TraceError,
         UndescribedPrimitiveError,
     )
+    from shardplan.files import load
     from shardplan.mesh import Cluster
     from shardplan.parallel import parallelize
-    from shardplan.plan import Plan
+    from shardplan.plans import Plan
     from shardplan.tdl.register import register
 
 __version__ = "0.1.0"
@@ -56,24 +55,13 @@ __all__ = [
 
 _HOMES = {
     "Cluster": "mesh",
-    "Plan": "plan",
+    "Plan": "plans",
     "all_reduce": "collectives.lower",
-    "load": "api",
+    "load": "files",
     "parallelize": "parallel",
+    "plan": "api",
     "register": "tdl.register",
 }
-
-
-class _Front(ModuleType):
-    """This package as a module whose `plan` stays the function: loading the file of the same name would put a module there."""
-
-    @property
-    def plan(self) -> Any:
-        return importlib.import_module("shardplan.api").plan
-
-    @plan.setter
-    def plan(self, _module: ModuleType) -> None:
-        pass
 
 
 def __getattr__(name: str) -> Any:
@@ -82,6 +70,3 @@ def __getattr__(name: str) -> Any:
     found = getattr(importlib.import_module(f"shardplan.{_HOMES.get(name, 'errors')}"), name)
     globals()[name] = found
     return found
-
-
-sys.modules[__name__].__class__ = _Front

@@ -115,12 +115,12 @@ def _calibrate(options: argparse.Namespace) -> Report:
 
 
 def _explain(options: argparse.Namespace) -> Report:
-    from shardplan.api import read_plan_file
+    from shardplan.files import read_plan_file
     from shardplan.report.explain import unknown
 
-    known: dict[str, str] = read_plan_file(options.file).get("explain") or {}
+    known = read_plan_file(options.file).explain
     if options.path is None:
-        hits = [""] if "" in known else []
+        hits = [""]
     else:
         hits = [options.path] if options.path in known else [p for p in known if p and fnmatch.fnmatchcase(p, options.path)]
     if not hits:
@@ -237,18 +237,18 @@ def _planned(
 
 def _cluster(given: str | None, file: str | None) -> Any:
     """The cluster that is named, else that of the plan file."""
-    from shardplan.api import read_plan_file
+    from shardplan.files import read_plan_file
     from shardplan.mesh import Cluster
 
     if given is not None:
         return Cluster.load(given)
     if file is None:
         raise ShardplanError("--cluster is missing: a preset (shardplan mesh list), a TOML file or a shape such as 2x4")
-    return Cluster.from_toml(str(read_plan_file(file).get("cluster", "")), source=f"{file}: cluster")
+    return read_plan_file(file).cluster
 
 
 def _loaded(file: str, step: Callable[..., Any], args: Sequence[Any], cluster: Any) -> Any:
-    from shardplan.api import load
+    from shardplan.files import load
 
     made = load(file, step, *args)
     if cluster.fingerprint() != made.cluster.fingerprint():

@@ -6,7 +6,7 @@ own is an ``assert``, never one of these.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 class ShardplanError(Exception):
@@ -54,17 +54,24 @@ class PinError(ShardplanError):
 
 
 class MemoryLimitError(ShardplanError):
-    """No plan fits in the memory limit. ``limit_bytes`` was asked for, ``smallest_bytes`` is the least that a plan needs."""
+    """No plan fits in the memory limit. ``limit_bytes`` was asked for, ``smallest_bytes`` is the least that a plan needs.
 
-    def __init__(self, limit_bytes: int, smallest_bytes: int, *, detail: str = "") -> None:
+    ``pins`` are those in the way, each with the bytes of a device that it holds beyond what it would take otherwise.
+    """
+
+    def __init__(self, limit_bytes: int, smallest_bytes: int, *, detail: str = "", pins: Mapping[str, int] | None = None) -> None:
         enough = -(-smallest_bytes // 2**20) + 1
+        held = ", ".join(f"{pin} ({_size(nbytes)} more than its smallest layout)" for pin, nbytes in (pins or {}).items())
         super().__init__(
             f"no plan fits in {_size(limit_bytes)} a device: the smallest found needs {_size(smallest_bytes)}"
             + (f" ({detail})" if detail else "")
+            + (f"; pins in the way: {held}" if held else "")
             + f"; raise the memory limit to {enough}MiB, use more devices, or remat"
+            + (", or lift pins" if held else "")
         )
         self.limit_bytes = limit_bytes
         self.smallest_bytes = smallest_bytes
+        self.pins = dict(pins or {})
 
 
 class SearchWidthError(ShardplanError):

@@ -2,13 +2,12 @@
 
 A step is traced to a `Program`; a description of each of its ops gives a `Graph`; a `Plan` says how each tensor lies on the
 devices. All of them are frozen, and none of them knows JAX: what only emission needs (the equation behind an op) travels as an
-opaque
-``handle``.
+opaque ``handle``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -52,6 +51,19 @@ class Factor:
     stride: int = 1
 
 
+Entry = None | str | tuple[str, ...]
+"""What a PartitionSpec says of one dim."""
+
+
+def spec_text(entries: Iterable[object]) -> str:
+    """A PartitionSpec, or its entries, as it is written.
+
+    >>> spec_text(("node", None, ("gpu", "core")))
+    "P('node', None, ('gpu', 'core'))"
+    """
+    return "P(" + ", ".join(repr(e) for e in entries) + ")"
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """How a stored tensor lies on the factors.
@@ -69,12 +81,21 @@ class Layout:
         """The factors that split a dim, sorted."""
         return tuple(sorted(f for dim in self.dims for f in dim))
 
+    def entries(self, names: Sequence[str]) -> tuple[Entry, ...]:
+        """The entries of a PartitionSpec over axes named like the factors; trailing whole dims are left out.
+
+        >>> Layout(((1,), (0, 2), ())).entries(("node", "gpu", "core"))
+        ('gpu', ('node', 'core'))
+        """
+        found = [None if not fs else names[fs[0]] if len(fs) == 1 else tuple(names[f] for f in fs) for fs in self.dims]
+        while found and found[-1] is None:
+            found.pop()
+        return tuple(found)
+
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A value of the program: ``shape`` in elements, ``dtype`` by name (``float32``, ``bfloat16``, ``key<fry>``), bytes of one
-    element.
-    """
+    """A value of the program: ``shape`` in elements, ``dtype`` by name (``float32``, ``key<fry>``), ``itemsize`` in bytes."""
 
     id: int
     shape: tuple[int, ...]
@@ -111,10 +132,8 @@ class Op:
     """One primitive application.
 
     ``inputs`` are tensor ids or literals, ``outputs`` tensor ids. ``bodies`` are the sub-programs of control flow with their
-    roles in
-    ``params``; ``trips`` how often a body runs (None where nobody knows). ``source`` is the user's line, ``scope`` the name
-    stack.
-    ``handle`` is the equation that emission evaluates again.
+    roles in ``params``; ``trips`` how often a body runs (None where nobody knows). ``source`` is the user's line, ``scope`` the
+    name stack. ``handle`` is the equation that emission evaluates again.
     """
 
     id: int
@@ -139,8 +158,7 @@ class Program:
     """A traced step: straight-line ops over tensors, in the order of the trace.
 
     Tensor ids index ``tensors`` and are local to this program (a body numbers its own). ``constants`` pairs a tensor with its
-    value
-    (opaque). ``feedback[i]`` is the index of the input whose state output ``i`` replaces, or None.
+    value (opaque). ``feedback[i]`` is the index of the input whose state output ``i`` replaces, or None.
     """
 
     tensors: tuple[Tensor, ...]

@@ -1,10 +1,12 @@
 """A pytest plugin for projects that train by plans: simulated devices, and a fixture that proves a step's plan.
 
-pytest -p shardplan.pytest_plugin --shardplan-devices 8
+It is there wherever shardplan is installed (without an install: ``pytest -p shardplan.pytest_plugin``):
 
-def test_my_step(verify_plan):
-    step, args = train_step(concrete=True)
-    verify_plan(step, *args, cluster="2x4")
+    pytest --shardplan-devices 8
+
+    def test_my_step(verify_plan):
+        step, args = train_step(concrete=True)
+        verify_plan(step, *args, cluster="2x4")
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,40 +82,36 @@ def _factory(target: str) -> Callable[..., Any]:
 
 
 def _module(place: str) -> Any:
-    with _on_path(str(Path.cwd())):
-        try:
-            return _file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-        except ModuleNotFoundError as error:
-            package = place.split(".")[0]
-            hint = (
-                " (is it installed, or under the current directory?)"
-                if error.name and error.name.split(".")[0] == package
-                else ""
-            )
-            raise TargetError(f"{place} does not import: {error}{hint}") from error
-        except _RAISED as error:
-            raise TargetError(f"{place} does not import: {_said(error)}") from error
+    _put_on_path(str(Path.cwd()))
+    try:
+        return _file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        package = place.split(".")[0]
+        own = error.name is not None and error.name.split(".")[0] == package
+        hint = " (is it installed, or under the current directory?)" if own else ""
+        raise TargetError(f"{place} does not import: {error}{hint}") from error
+    except _RAISED as error:
+        raise TargetError(f"{place} does not import: {_said(error)}") from error
 
 
 def _file(path: Path) -> Any:
     if not path.is_file():
         raise TargetError(f"no file {path}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    name = f"_shardplan_target_{path.stem}"  # a name of its own: json.py must not take the place of json
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # dataclasses look their module up
-    with _on_path(str(path.resolve().parent)):
-        spec.loader.exec_module(module)
+    sys.modules[name] = module  # dataclasses look their module up
+    _put_on_path(str(path.resolve().parent))
+    spec.loader.exec_module(module)
     return module
 
 
-@contextlib.contextmanager
-def _on_path(folder: str) -> Iterator[None]:
+def _put_on_path(folder: str) -> None:
     """``folder`` comes first for imports; it stays on the path, because a factory may import too."""
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    yield
 
 
 def _parameters(factory: Callable[..., Any]) -> Sequence[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def devices() -> list[Any]:
     """The first eight simulated devices."""
     return jax.devices()[:8]
+
+
+@pytest.fixture
+def environment() -> dict[str, str]:
+    """The environment of a process of its own that imports this checkout."""
+    return {**os.environ, "PYTHONPATH": str(GOLDEN.parent.parent)}
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ ROWS = (
     ("search",),
     ("emit",),
     ("report",),
-    ("plan", "api", "parallel", "target", "cli", "pytest_plugin"),
+    ("positions", "fingerprint", "plans", "files", "clusters", "api", "parallel", "target", "cli", "pytest_plugin"),
 )
 RANK = {name: rank for rank, row in enumerate(ROWS) for name in row}
 SHELLS = ROWS[-1]
@@ -36,7 +36,10 @@ SHELLS = ROWS[-1]
 JAX_FILES = (
     "_jax",
     "trace",
-    "plan",
+    "fingerprint",
+    "plans",
+    "files",
+    "clusters",
     "api",
     "parallel",
     "target",
@@ -252,6 +255,12 @@ def test_a_front_says_what_happens_in_it_and_lists_what_it_hands_on(package: str
     unbound = sorted(set(exported) - public - submodules - {name for names, _ in _assignments(front) for name in names})
     assert not missing, f"{_ids(front)}: __all__ lacks {missing}"
     assert not unbound, f"{_ids(front)}: __all__ names {unbound}, which are not there"
+
+
+def test_no_public_name_is_the_name_of_a_file() -> None:
+    """Loading ``shardplan/plan.py`` would put a module in the place of ``shardplan.plan``."""
+    names = set(_exported(FRONTS[""]) or ())
+    assert not names & set(FILES)
 
 
 def test_every_package_has_a_front() -> None:

@@ -46,6 +46,12 @@ def sorts(concrete=False):
         return jax.pure_callback(lambda v: v, jax.ShapeDtypeStruct((8,), "float32"), x)
     return step, (jax.ShapeDtypeStruct((8,), "float32"),)
 
+def bits(concrete=False):
+    """The bits of a sum depend on the order in which it is taken."""
+    def step(x):
+        return jax.lax.bitcast_convert_type(x.sum(0), "int32")
+    return step, (jax.random.normal(jax.random.key(0), (64, 32)),)
+
 def wrong():
     return 1, 2, 3
 
@@ -124,6 +130,15 @@ def test_a_module_is_a_target_too(run: Callable[..., Any], monkeypatch: pytest.M
     assert "state/params/layer_1/kernel" in json.loads(out)["in_specs"]
 
 
+def test_a_target_file_may_be_called_as_a_module_is(run: Callable[..., Any], target: str) -> None:
+    """``json.py`` takes nobody's place."""
+    Path("small.py").rename("json.py")
+    code, out, _ = run("plan", "json.py:train_step", "--cluster", "2", "--json")
+    assert code == 0
+    assert sys.modules["json"] is json
+    assert json.loads(out)["axes"] == {"gpu": 2}
+
+
 def test_a_pin_holds(run: Callable[..., Any], target: str) -> None:
     code, out, _ = run(
         "plan", target, "--cluster", "2x4", "--pin", "state/params/up=P(None, 'gpu')", "--pin", "batch/*=node", "--json"
@@ -152,19 +167,15 @@ def test_a_saved_plan_is_explained_and_verified(run: Callable[..., Any], target:
     assert (code, "made for the cluster 2x2, not for 2x4" in err) == (2, True)
 
 
-def test_verify_in_words(run: Callable[..., Any], target: str) -> None:
+def test_an_equal_step_is_said_to_be_equal(run: Callable[..., Any], target: str) -> None:
     code, out, _ = run("verify", target, "--cluster", "2x2", "--pin", "batch/*=P(('node', 'gpu'))")
     assert code == 0
     assert out.startswith("equal to the single-device step after each of 3 steps")
     assert "on the wire" in out
 
 
-def test_a_failed_check_exits_with_one(run: Callable[..., Any], target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import shardplan.emit.verify as module
-
-    real = module.verify
-    monkeypatch.setattr(module, "verify", lambda *args, **options: real(*args, **options, drop=0))
-    code, out, _ = run("verify", target, "--cluster", "2x2", "--pin", "batch/*=P(('node', 'gpu'))")
+def test_a_failed_check_exits_with_one(run: Callable[..., Any], target: str) -> None:
+    code, out, _ = run("verify", "small.py:bits", "--cluster", "2x2", "--pin", "x=P(('node', 'gpu'))")
     assert code == 1
     assert out.startswith("NOT EQUAL")
 
@@ -243,10 +254,8 @@ MISTAKES = [
     (["plan", "small.py:train_step", "--cluster", "2x4", "--memory", "20 parsecs"], "is not a size"),
     (["plan", "small.py:train_step", "--cluster", "2x4", "--memory", "4KiB"], "no plan fits"),
     (["plan", "small.py:train_step", "--cluster", "2x4", "--pin", "state/params/uo=P('gpu')"], "matches no argument"),
-    (["plan", "small.py:train_step", "--cluster", "2x4", "--pin", "state/params/up=P('gpux')"], "names the axis 'gpux'"),
     (["plan", "small.py:train_step", "--cluster", "2x4", "--pin", "state/params/up=P(3)"], "is no PartitionSpec"),
     (["plan", "small.py:train_step", "--cluster", "2x4", "--pin", "state/params/up"], "write it as 'GLOB=SPEC'"),
-    (["plan", "small.py:train_step", "--cluster", "3", "--pin", "state/params/up=P('gpu')"], "33 would"),
     (["plan", "small.py:train_step", "--cluster", "2x4", "--objective", "speed"], "invalid choice"),
     (["plan", "small.py:train_step", "--cluster", "2x4", "--search", "luck"], "search='luck'"),
     (["plan", "small.py:train_step", "--cluster", "2x4", "-o", "no/such/place.json"], "cannot write"),
@@ -292,15 +301,9 @@ def test_a_plan_for_another_model_is_refused(run: Callable[..., Any], target: st
 
 
 @pytest.mark.slow
-def test_a_fresh_process_simulates_its_own_devices(target: str) -> None:
+def test_a_fresh_process_simulates_its_own_devices(target: str, environment: dict[str, str]) -> None:
     """No device is there before; the command makes as many as the cluster has."""
     command = [sys.executable, "-m", "shardplan.cli", "verify", target, "--cluster", "2x4", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=_environment())
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["equal"]
-
-
-def _environment() -> dict[str, str]:
-    import os
-
-    return {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -2,8 +2,7 @@
 
 An *exchange* is where devices must talk: an op that leaves a partial sum, or a value that changes its layout. They are numbered
 in the order in which the step is evaluated. Left out, a partial sum stays each device's own term, and a value that should have
-come
-from other devices is made of copies of the device's own block.
+come from other devices is made of copies of the device's own block.
 """
 
 from __future__ import annotations
@@ -22,17 +21,23 @@ from shardplan.search.extract import Decisions, Extractor, Use
 
 
 class DroppingEmitter(SpecsEmitter):
-    """Evaluates a step without its exchange number ``dropped``. After a trace ``exchanges`` says what there is to drop."""
+    """Evaluates a step without its exchange number ``dropped``.
+
+    After a trace ``exchanges`` says what there is to drop, and ``skipped`` which sums cannot be left out here: those of ops that
+    are not themselves on one device's blocks (their parameters hold sizes).
+    """
 
     def __init__(self, program: Program, extractor: Extractor, decisions: Decisions, mesh: Mesh, dropped: int) -> None:
         super().__init__(program, extractor, decisions, mesh)
         self.dropped = dropped
         self.exchanges: list[str] = []
+        self.skipped: list[str] = []
         self._now: tuple[Op, Use] | None = None
 
     def __call__(self, *flat: Any) -> list[Any]:
         """The step on flat arguments; flat results."""
         self.exchanges.clear()
+        self.skipped.clear()
         return super().__call__(*flat)
 
     def plain(self, frame: Any, op: Op) -> None:
@@ -52,9 +57,11 @@ class DroppingEmitter(SpecsEmitter):
         local = jax.shard_map(
             lambda *xs: tuple(self._bare(op, xs)), mesh=self.mesh, in_specs=needs, out_specs=gives, check_vma=False
         )
-        if not self._same_parameters(op, local, inputs) or not self._drops(f"the sum of {op.primitive} at {op.source}"):
+        what = f"the sum of {op.primitive} at {op.source}"
+        if not self._same_parameters(op, local, inputs):
+            self.skipped.append(what)
             return super().bind(op, inputs)
-        return list(local(*inputs))
+        return list(local(*inputs)) if self._drops(what) else super().bind(op, inputs)
 
     def _same_parameters(self, op: Op, local: Any, inputs: Sequence[Any]) -> bool:
         """Whether one device's share of the op is the op itself on its blocks; of any other the sum cannot be left out here."""

@@ -31,13 +31,7 @@ def partition_spec(layout: Layout | None, names: Sequence[str]) -> PartitionSpec
 
     A partial sum is an array of its terms: a leading dim for each factor that it is partial over.
     """
-    if layout is None:
-        return PartitionSpec()
-    entries: list[Any] = [names[f] for f in layout.partial]
-    entries += [None if not fs else names[fs[0]] if len(fs) == 1 else tuple(names[f] for f in fs) for fs in layout.dims]
-    while entries and entries[-1] is None:
-        entries.pop()
-    return PartitionSpec(*entries)
+    return PartitionSpec() if layout is None else PartitionSpec(*(names[f] for f in layout.partial), *layout.entries(names))
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from shardplan.emit.hlo import Measured, measure
 from shardplan.errors import ShardplanError
 
 if TYPE_CHECKING:
-    from shardplan.plan import Plan
+    from shardplan.plans import Plan
 
 PERTURBATIONS = 5
 ALLOWED = 10.0
@@ -226,7 +226,7 @@ class _Sharded:
         self._mesh = plan.mesh(devices)
         self._shardings = jax.tree.leaves(plan.in_shardings(self._mesh))
         self._jitted = plan.jit(step, devices, backend, drop=drop)
-        self._donated = _donated(plan, loop.tree)
+        self._donated = set(plan.donated_leaves)
         self.recompiles = 0
         self.moved: list[str] = []
 
@@ -263,17 +263,6 @@ def _measured(jitted: Any, args: Sequence[Any]) -> tuple[Measured, int]:
     held = compiled.memory_analysis()
     peak = held.argument_size_in_bytes + held.output_size_in_bytes - held.alias_size_in_bytes + held.temp_size_in_bytes
     return measure(compiled.as_text()), int(peak)
-
-
-def _donated(plan: Plan, tree: Any) -> set[int]:
-    """Positions of the leaves of donated arguments."""
-    found: set[int] = set()
-    at = 0
-    for i, child in enumerate(tree.children()):
-        if i in plan.donate_argnums:
-            found.update(range(at, at + child.num_leaves))
-        at += child.num_leaves
-    return found
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------

@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from shardplan.errors import ShardplanError, nearest
-from shardplan.ir import Layout
-from shardplan.report.padding import padded_seconds, uneven
+from shardplan.ir import Layout, spec_text
+from shardplan.report.padding import padded_seconds, priced, uneven
 from shardplan.report.paths import grouped
 from shardplan.report.tables import seconds, size
-from shardplan.report.text import argument_shapes, best_baseline, bound_text, collective_rows, collectives_text, spec_text
+from shardplan.report.text import argument_shapes, best_baseline, bound_text, collective_rows, collectives_text
 from shardplan.search.coarsen import FREE
 
 if TYPE_CHECKING:
-    from shardplan.plan import Plan
+    from shardplan.plans import Plan
     from shardplan.search.graph import Node
 
 _LINES = 3
@@ -38,7 +38,7 @@ def explain(plan: Plan, path: str | None = None) -> str:
     Raises:
         ShardplanError: if no argument matches.
     """
-    why = _Why(plan)
+    why = _why(plan, None)
     if path is None:
         return why.whole()
     paths = tuple(plan.specs_by_path)
@@ -51,8 +51,14 @@ def explain(plan: Plan, path: str | None = None) -> str:
 
 
 def explain_all(plan: Plan) -> dict[str, str]:
-    """Every explanation by path, ``""`` for the whole plan."""
-    why = _Why(plan)
+    """Every explanation by path, ``""`` for the whole plan.
+
+    Of the dims that do not divide only the one of the largest array is priced padded, for each price is a search of its own;
+    none under a time budget.
+    """
+    sizes = [(nbytes, odd.size) for shape, _, nbytes in argument_shapes(plan).values() for odd in uneven(shape, plan.axes)]
+    largest = {max(sizes)[1]} if sizes and plan.time_budget_s is None else set[int]()
+    why = _why(plan, frozenset(largest))
     return {"": why.whole()} | {path: why.argument(path) for path in plan.specs_by_path}
 
 
@@ -69,32 +75,38 @@ class _Other:
     more_s: float
 
 
-@dataclass(slots=True)
+def _why(plan: Plan, priced_sizes: frozenset[int] | None) -> _Why:
+    graph, of = plan.extractor.problem.graph, plan.extractor.problem.coarse.of
+    tensors = dict(zip(graph.input_paths, graph.inputs, strict=True))
+    readers: dict[int, list[Node]] = {t: [] for t in graph.inputs}
+    for node in graph.nodes:
+        for t in dict.fromkeys(node.inputs):
+            if t in readers:
+                readers[t].append(node)
+    sharing: dict[int, list[str]] = {}
+    for path, t in tensors.items():
+        if of[t] != FREE:
+            sharing.setdefault(of[t], []).append(path)
+    return _Why(plan, priced_sizes, argument_shapes(plan), tensors, readers, sharing)
+
+
+@dataclass(frozen=True, slots=True)
 class _Why:
-    """What all explanations of one plan share."""
+    """What all explanations of one plan share: arguments by path, the ops that read each, and those that share a layout.
+
+    ``priced_sizes`` are the dims whose padding is priced, all that can be where it is None. The last three fields keep what was
+    worked out already.
+    """
 
     plan: Plan
-    shapes: dict[str, tuple[tuple[int, ...], str, int]] = field(init=False)
-    tensors: dict[str, int] = field(init=False)
-    readers: dict[int, list[Node]] = field(init=False)
-    sharing: dict[int, list[str]] = field(init=False)
-    sources: dict[int, str] = field(init=False, default_factory=dict[int, str])
-    padding: dict[tuple[int, int], float | None] = field(init=False, default_factory=dict[tuple[int, int], float | None])
-    dearest: dict[int, list[str]] = field(init=False, default_factory=dict[int, list[str]])
-
-    def __post_init__(self) -> None:
-        graph, of = self.plan.extractor.problem.graph, self.plan.extractor.problem.coarse.of
-        self.shapes = argument_shapes(self.plan)
-        self.tensors = dict(zip(graph.input_paths, graph.inputs, strict=True))
-        self.readers = {t: [] for t in graph.inputs}
-        for node in graph.nodes:
-            for t in dict.fromkeys(node.inputs):
-                if t in self.readers:
-                    self.readers[t].append(node)
-        self.sharing = {}
-        for path, t in self.tensors.items():
-            if of[t] != FREE:
-                self.sharing.setdefault(of[t], []).append(path)
+    priced_sizes: frozenset[int] | None
+    shapes: Mapping[str, tuple[tuple[int, ...], str, int]]
+    tensors: Mapping[str, int]
+    readers: Mapping[int, Sequence[Node]]
+    sharing: Mapping[int, Sequence[str]]
+    sources: dict[int, str] = field(default_factory=dict[int, str])
+    padding: dict[tuple[int, int], float | None] = field(default_factory=dict[tuple[int, int], float | None])
+    dearest: dict[int, list[str]] = field(default_factory=dict[int, list[str]])
 
     # -- the whole plan ------------------------------------------------------------------------------------------------
 
@@ -126,7 +138,7 @@ class _Why:
 
     def _binding(self, path: str | None) -> list[str]:
         plan = self.plan
-        pins = dict(plan.static.get("pins") or {})
+        pins = plan.pins
         hits = [p for p in pins if path is None or fnmatch.fnmatchcase(path, p)]
         found = [f"the pin {p!r} = {spec_text(pins[p])} fixes {'it' if path else 'what it matches'}" for p in hits]
         if path is None and plan.exact and plan.step_time_s > plan.lower_bound_s * (1 + 1e-6):
@@ -158,7 +170,10 @@ class _Why:
             lines += self._shared(v, path)
             lines += self._uses(t)
             lines += self._others(v, path)
-        lines += [self._uneven_dim(path, odd.dim, odd.size, odd.axes, odd.padded) for odd in uneven(shape, plan.axes)]
+        lines += [
+            f"dim {odd.dim} is not cut everywhere: {self._uneven(odd.size, odd.axes, odd.padded)}"
+            for odd in uneven(shape, plan.axes)
+        ]
         lines += self._read_at(t)
         return "\n  ".join(lines)
 
@@ -236,16 +251,17 @@ class _Why:
         ]
         return sorted(found, key=lambda o: (o.more_s, str(o.layout)))
 
-    def _uneven_dim(self, path: str, dim: int, n: int, axes: Sequence[str], into: int) -> str:
-        return f"dim {dim} is not cut everywhere: {self._uneven(n, axes, into)}" if path else ""
-
     def _uneven(self, n: int, axes: Sequence[str], into: int) -> str:
         sizes = " and ".join(f"{a}={self.plan.axes[a]}" for a in axes)
         text = f"{n} does not divide by {sizes}; padded to {into} it would"
+        if not priced(n) or (self.priced_sizes is not None and n not in self.priced_sizes):
+            return text
         if (n, into) not in self.padding:
             self.padding[n, into] = padded_seconds(self.plan, n, into)
         after = self.padding[n, into]
         if after is None:
+            return text
+        if math.isinf(after):
             return text + ", but no such plan fits in memory"
         gain = self.plan.step_time_s - after
         if gain <= _NEAR:
@@ -270,11 +286,7 @@ class _Why:
         return self.sources[node.id]
 
     def _layout(self, layout: Layout) -> str:
-        names = tuple(self.plan.axes)
-        entries = [None if not fs else names[fs[0]] if len(fs) == 1 else tuple(names[f] for f in fs) for fs in layout.dims]
-        while entries and entries[-1] is None:
-            entries.pop()
-        return spec_text(entries)
+        return spec_text(layout.entries(tuple(self.plan.axes)))
 
 
 def _more(change_s: float) -> str:

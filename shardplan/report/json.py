@@ -6,14 +6,15 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from shardplan.report.text import collective_rows, spec_text
+from shardplan.ir import spec_text
+from shardplan.report.text import collective_rows
 
 if TYPE_CHECKING:
-    from shardplan.plan import Plan
+    from shardplan.plans import Plan
 
 
-def plan_json(plan: Plan) -> dict[str, Any]:
-    """Times in seconds, bytes of one device and step."""
+def figures(plan: Plan) -> dict[str, Any]:
+    """What a plan says in numbers, for a program and for its file: seconds of one step, bytes of one device and step."""
     return {
         "step_time_s": plan.step_time_s,
         "compute_s": plan.compute_s,
@@ -28,10 +29,18 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "operators": plan.operators,
         "objective": plan.objective,
         "time_model": plan.time_model,
-        "cluster": plan.cluster.name,
         "axes": dict(plan.axes),
         "matrix": plan.matrix,
         "in_specs": {path: spec_text(spec) for path, spec in plan.specs_by_path.items()},
+    }
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """A plan as one JSON object: its figures, its collectives by kind and axes, and the baselines."""
+    return {
+        **figures(plan),
+        "cluster": plan.cluster.name,
+        "unknown_trips": list(plan.extractor.problem.graph.unknown_trips),
         "collectives": collective_rows(plan),
         "baselines": [asdict(b) for b in plan.baselines],
     }

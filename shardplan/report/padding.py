@@ -10,15 +10,23 @@ from typing import TYPE_CHECKING, Any
 from shardplan.ir import Op, Program
 from shardplan.search.coarsen import coarsen
 from shardplan.search.graph import flatten
+from shardplan.search.pins import pinned_domains
 from shardplan.search.problem import Problem
 from shardplan.search.solve import search
 
 if TYPE_CHECKING:
-    from shardplan.plan import Plan
+    from shardplan.plans import Plan
 
 _TILE = 128
 """Matrix units work on tiles of this many elements: a large dim is padded to a multiple of it too."""
 _LARGE = 1024
+_SIZES = frozenset(
+    "batch_group_count feature_group_count fft_lengths length limit_indices new_sizes padding_config reps shape sizes slice_sizes"
+    " start_indices".split()
+)
+"""Parameters of primitives that hold sizes of dims (a depthwise convolution has a group for each channel); all others hold axes,
+counts, strides or modes, which stay as they are.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,29 +59,30 @@ def padded(size: int, devices: int) -> int:
     return -(-size // unit) * unit
 
 
+def priced(size: int) -> bool:
+    """Whether padding a dim of this size can be priced: smaller numbers stand in a program for other things too."""
+    return size >= _TILE
+
+
 def padded_seconds(plan: Plan, old: int, new: int) -> float | None:
-    """Step time of the best plan of the step with ``new`` in place of every ``old`` in its shapes; None where none fits."""
+    """Step time of the best plan of the step with ``new`` in place of every ``old`` in its shapes; infinite where none fits.
+
+    None where nobody can tell: the step makes other sizes out of this one. The plan's pins hold. It takes as long as planning.
+    """
     program = _resized(plan.traced.program, old, new)
-    graph = flatten(program, replicate=_opaque(plan))
+    if not _whole(plan.traced.program, program):
+        return None
+    graph = flatten(program, replicate=plan.replicate)
     problem = Problem(graph, coarsen(graph), plan.cluster, plan.factors)
     outcome = search(
-        problem, limit=plan.memory_limit, donated=_donated(plan), domains=problem.domains, deadline=None, observer=_silent
+        problem,
+        limit=plan.memory_limit,
+        donated=frozenset(plan.donated_leaves),
+        domains=pinned_domains(problem, {glob: tuple(spec) for glob, spec in plan.pins.items()}),
+        deadline=None,
+        observer=_silent,
     )
-    return outcome.best.seconds if outcome.best.fits(plan.memory_limit) else None
-
-
-def _opaque(plan: Plan) -> tuple[str, ...]:
-    return tuple(sorted({n.op.primitive for n in plan.extractor.problem.graph.nodes if n.signature.description is None}))
-
-
-def _donated(plan: Plan) -> frozenset[int]:
-    found: set[int] = set()
-    at = 0
-    for i, child in enumerate(plan.traced.in_tree.children()):
-        if i in plan.donate_argnums:
-            found.update(range(at, at + child.num_leaves))
-        at += child.num_leaves
-    return frozenset(found)
+    return outcome.best.seconds if outcome.best.fits(plan.memory_limit) else math.inf
 
 
 def _resized(program: Program, old: int, new: int) -> Program:
@@ -83,8 +92,23 @@ def _resized(program: Program, old: int, new: int) -> Program:
 
 
 def _resized_op(op: Op, old: int, new: int) -> Op:
-    params = {name: _swap(value, old, new) for name, value in op.params.items()}
-    return replace(op, params=params, bodies=tuple(_resized(body, old, new) for body in op.bodies))
+    params = {name: _swap(value, old, new) if name in _SIZES else value for name, value in op.params.items()}
+    return replace(
+        op, params=params, trips=_swap(op.trips, old, new), bodies=tuple(_resized(body, old, new) for body in op.bodies)
+    )
+
+
+def _whole(before: Program, after: Program) -> bool:
+    """Whether operands and results of an op that had as many elements still have: a reshape of a part of the size would not."""
+    for op, other in zip(before.ops, after.ops, strict=True):
+        tensors = (*op.tensors, *op.outputs)
+        if len({(before.tensors[t].size, after.tensors[t].size) for t in tensors}) != len(
+            {before.tensors[t].size for t in tensors}
+        ):
+            return False
+        if not all(_whole(a, b) for a, b in zip(op.bodies, other.bodies, strict=True)):
+            return False
+    return True
 
 
 def _swap(value: Any, old: int, new: int) -> Any:

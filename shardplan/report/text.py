@@ -6,11 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from shardplan.ir import spec_text
 from shardplan.report.paths import grouped
 from shardplan.report.tables import rate, seconds, size, table
 
 if TYPE_CHECKING:
-    from shardplan.plan import Baseline, Plan
+    from shardplan.plans import Baseline, Plan
 
 _REST = 12
 """So many rows of collectives are shown; the others are summed up."""
@@ -43,7 +44,16 @@ def _head(plan: Plan, title: str) -> str:
         ("traffic", f"{size(plan.communication_bytes)} on the wire, per device and step"),
         ("planned in", f"{seconds(plan.search_s)}, after {seconds(plan.trace_s)} of tracing"),
     ]
+    rows += [("note", f"{n} of unknown trip count, priced as one iteration: {where}") for n, where in _unknown(plan)]
     return "\n".join(f"{name:<11} {text}" for name, text in rows)
+
+
+def _unknown(plan: Plan) -> list[tuple[str, str]]:
+    """The loops that nobody knows the length of, with their lines."""
+    found = plan.extractor.problem.graph.unknown_trips
+    return (
+        [("a while loop" if len(found) == 1 else f"{len(found)} while loops", ", ".join(dict.fromkeys(found)))] if found else []
+    )
 
 
 def _step_time(plan: Plan) -> str:
@@ -58,7 +68,7 @@ def bound_text(plan: Plan) -> str:
     if plan.lower_bound_s <= 0:
         return "no lower bound is known"
     gap = plan.step_time_s / plan.lower_bound_s - 1
-    pins = " with these pins" if plan.static.get("pins") else ""
+    pins = " with these pins" if plan.pins else ""
     without = f"{pins} and without the memory limit" if plan.exact and gap > 1e-6 else ""
     if plan.exact and gap <= 1e-6:
         return f"the optimum of the cost model{pins}: no layout of this mesh is faster"
@@ -97,11 +107,6 @@ def _ways(plan: Plan, path: str) -> int:
     axes = plan.axes
     entries = [e for e in plan.specs_by_path[path] if e is not None]
     return math.prod(axes[a] for e in entries for a in ((e,) if isinstance(e, str) else e))
-
-
-def spec_text(spec: Any) -> str:
-    """``P('node', None, ('gpu', 'x'))``."""
-    return "P(" + ", ".join(repr(e) for e in spec) + ")"
 
 
 # -- collectives and baselines -----------------------------------------------------------------------------------------

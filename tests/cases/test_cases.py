@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import shardplan
-from shardplan.plan import Plan
+from shardplan.plans import Plan
 from shardplan.search import brute
 from tests.cases.steps import CASES
 from tests.search.steps import uncoarsened_seconds

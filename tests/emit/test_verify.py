@@ -60,7 +60,7 @@ def test_a_planned_step_is_the_step(planned: Any) -> None:
     assert (found.equal, found.unequal, found.steps) == (True, (), 3)
     assert (found.recompiles, found.moved, found.passed) == (0, (), True)
     assert found.max_error < 1e-4
-    assert found.predicted_bytes == pytest.approx(found.measured_bytes, rel=0.15)
+    assert found.predicted_bytes == pytest.approx(found.measured_bytes, rel=0.06)
     assert found.predicted_bytes == pytest.approx(sum(b.predicted for b in found.collectives.values()))
     assert found.measured_bytes == pytest.approx(sum(b.measured for b in found.collectives.values()))
 
@@ -70,6 +70,7 @@ def test_leaving_out_any_one_exchange_is_noticed(planned: Any) -> None:
     emitter = DroppingEmitter(plan.traced.program, plan.extractor, plan.decisions, plan.mesh(), dropped=-1)
     jax.eval_shape(emitter, *jax.tree.leaves(args))
     assert len(emitter.exchanges) >= 4
+    assert not emitter.skipped
     caught = [not verify(plan, step, args, drop=n).equal for n in range(len(emitter.exchanges))]
     assert all(caught), [what for what, seen in zip(emitter.exchanges, caught, strict=True) if not seen]
 
@@ -159,4 +160,4 @@ def test_a_model_is_equal_and_sends_what_was_predicted(
     plan = shardplan.plan(step, *args, cluster=cluster)
     found = verify(plan, step, args)
     assert found.passed, found
-    assert found.measured_bytes == pytest.approx(found.predicted_bytes, rel=0.15)
+    assert found.measured_bytes == pytest.approx(found.predicted_bytes, rel=0.05)

@@ -1,7 +1,6 @@
 """What holds for the data, the losses and the command line."""
 
 import itertools
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -44,16 +43,14 @@ def test_cross_entropy_is_that_of_optax():
     np.testing.assert_allclose(cross_entropy(logits, labels), expected, rtol=1e-6)
 
 
-def test_the_command_line_prints_a_loss_for_each_step(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["mlp", "--steps", "2", "--set", "width=16", "--set", "dtype=bfloat16"])
-    _train.main(mlp.train_step, mlp.digit_batches)
+def test_the_command_line_prints_a_loss_for_each_step(capsys):
+    _train.main(mlp.train_step, mlp.digit_batches, ["--steps", "2", "--set", "width=16", "--set", "dtype=bfloat16"])
     assert capsys.readouterr().out.count("loss") == 2
 
 
 @pytest.mark.parametrize("text", ["width", "width=0", "inputs=8"])
-def test_the_command_line_names_a_bad_option(monkeypatch, capsys, text):
-    monkeypatch.setattr(sys, "argv", ["mlp", "--set", text])
+def test_the_command_line_names_a_bad_option(capsys, text):
     with pytest.raises(SystemExit) as stopped:
-        _train.main(mlp.train_step, mlp.digit_batches)
+        _train.main(mlp.train_step, mlp.digit_batches, ["--set", text])
     assert stopped.value.code == 2
     assert text in capsys.readouterr().err

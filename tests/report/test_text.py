@@ -52,13 +52,13 @@ def _steady(text: str) -> str:
     return re.sub(r"(?<=\S) {2,}(?=\S)", "  ", re.sub(r"-{2,}", "--", text))
 
 
-def test_a_plan_as_text(pinned: Any, golden: Golden) -> None:
+def test_the_text_of_a_plan_is_the_golden_one(pinned: Any, golden: Golden) -> None:
     whole, baselines = _steady(plan_text(pinned, title="a small step")).split("\n\nBaselines")
     golden("report/plan.txt", whole + "\n")
     assert {"this plan", "data parallel", "FSDP"} <= {line.strip().split("  ")[0] for line in baselines.splitlines()}
 
 
-def test_a_plan_in_words(pinned: Any, golden: Golden) -> None:
+def test_the_words_of_a_plan_are_the_golden_ones(pinned: Any, golden: Golden) -> None:
     whole = pinned.explain()
     parts = [whole, pinned.explain("params/layers/1/kernel"), pinned.explain("params/*"), pinned.explain("batch/x")]
     golden("report/explain.txt", _steady("\n\n".join(parts)) + "\n")
@@ -84,11 +84,11 @@ VERIFIED = {
 }
 
 
-def test_a_verification_as_text(golden: Golden) -> None:
+def test_the_text_of_a_verification_is_the_golden_one(golden: Golden) -> None:
     golden("report/verified.txt", verified_text(VERIFIED) + "\n")
 
 
-def test_a_comparison_as_text(golden: Golden) -> None:
+def test_the_text_of_a_comparison_is_the_golden_one(golden: Golden) -> None:
     rows = [
         {"name": "this plan", "step_time_s": 0.01, "communication_bytes": 1e6, "peak_bytes": 2**30, "fits": True},
         {"name": "FSDP", "step_time_s": 0.0125, "communication_bytes": 3e6, "peak_bytes": 2**29, "fits": True},

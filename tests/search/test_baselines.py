@@ -11,7 +11,7 @@ import pytest
 import shardplan
 from models import gpt, mlp, wresnet
 from shardplan.mesh import Cluster
-from shardplan.plan import Plan
+from shardplan.plans import Plan
 from shardplan.search.baselines import baselines
 from shardplan.search.examples import follow
 from shardplan.search.megatron import sides

@@ -7,7 +7,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import shardplan
 from models import gpt, mlp, wresnet
@@ -136,3 +139,23 @@ def _computed_whole(plan: shardplan.Plan) -> float:
             here += nbytes / math.prod(plan.factors[f].size for f in plan.decisions.views[v.id].used)
             total += nbytes
     return here / total
+
+
+def test_a_padded_vocabulary_is_split_inside_the_step() -> None:
+    def lookup(params: Any, tokens: Any) -> Any:
+        def loss(p: Any) -> Any:
+            hidden = p["table"][tokens]
+            return jax.nn.logsumexp(hidden @ p["head"], axis=-1).mean()
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - g, params, grads), value
+
+    params = {"table": jax.ShapeDtypeStruct((50257, 512), jnp.float32), "head": jax.ShapeDtypeStruct((512, 50257), jnp.float32)}
+    uneven = shardplan.plan(lookup, params, jax.ShapeDtypeStruct((4, 2048), jnp.int32), cluster="8")
+    split = {
+        layout.dims
+        for t, layout in zip(uneven.extractor.problem.graph.tensors, uneven.decisions.layouts, strict=True)
+        if layout is not None and t.shape == (4, 2048, 50257)
+    }
+    assert split == {((), (), (0,))}
+    assert uneven.in_specs[0]["head"] in (P("gpu"), P())

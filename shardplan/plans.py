@@ -2,40 +2,44 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardplan import _jax
 from shardplan.emit.mutate import DroppingEmitter
 from shardplan.emit.specs import SpecsEmitter, partition_spec
 from shardplan.errors import PlanFileError, ShardplanError
-from shardplan.ir import Factor, Layout
+from shardplan.fingerprint import arguments, difference, fingerprint
+from shardplan.ir import Factor
 from shardplan.mesh import Cluster
 from shardplan.mesh.devices import build_mesh
-from shardplan.report.explain import explain_all
+from shardplan.positions import leaves_of
+from shardplan.report.explain import explain, explain_all
+from shardplan.report.json import figures
 from shardplan.search.extract import Decisions, Extractor
 from shardplan.search.solve import Solution
-from shardplan.trace import Traced
+from shardplan.trace import Traced, trace
 
-FORMAT = 1
+FORMAT = 2
 """Version of the plan file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One collective that the plan issues: ``bytes`` of its operand on one device (of the result for an all-gather), per
-    execution.
+    """One collective that the plan issues, ``times`` a step.
+
+    ``bytes`` are of its operand on one device (of the result for an all-gather), ``wire_bytes`` what a device sends in the ring
+    convention, ``seconds`` what the model of the network says: all three of one execution. ``source`` is the user's line.
     """
 
     kind: str
@@ -50,7 +54,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """A sharding that people use today, scored in the plan's tables."""
+    """A sharding that people use today, scored in the plan's tables: seconds of one step, bytes of one device and step."""
 
     name: str
     step_time_s: float
@@ -59,13 +63,14 @@ class Baseline:
     fits: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Plan:
     """How a step runs on a cluster. Made by `shardplan.plan` or `shardplan.load`.
 
-    Seconds are predicted for one step and bytes for one device; ``communication_bytes`` are on the wire in the ring
-    convention. ``time_model`` says how
-    ``step_time_s`` adds up ("sum": compute plus communication, no overlap).
+    Seconds are predicted for one step and bytes for one device. ``lower_bound_s`` bounds every plan's seconds where memory has
+    no limit, and is their optimum where ``exact``. ``time_model`` says how ``step_time_s`` adds up ("sum": compute plus
+    communication, no overlap). ``memory_limit`` is in bytes; ``trace_s`` and ``search_s`` were measured. ``alternatives`` are the
+    solutions behind ``baselines`` (a plan read from a file has none).
     """
 
     cluster: Cluster
@@ -74,23 +79,48 @@ class Plan:
     extractor: Extractor = field(repr=False)
     solution: Solution = field(repr=False)
     decisions: Decisions = field(repr=False)
-    step_time_s: float
-    compute_s: float
-    communication_s: float
-    communication_bytes: float
-    peak_bytes: int
-    lower_bound_s: float
-    exact: bool
+    step: Callable[..., Any] = field(repr=False)
     memory_limit: int
     objective: str
+    lower_bound_s: float
+    exact: bool
     baselines: tuple[Baseline, ...]
     trace_s: float
     search_s: float
     donate_argnums: tuple[int, ...] = ()
-    static: Mapping[str, Any] = field(default_factory=dict[str, Any], repr=False)
+    replicate: tuple[str, ...] = ()
+    pins: Mapping[str, PartitionSpec] = field(default_factory=dict[str, PartitionSpec])
+    time_budget_s: float | None = None
     user_mesh: Mesh | None = field(default=None, repr=False)
     alternatives: tuple[Solution, ...] = field(default=(), repr=False)
     time_model: Literal["sum", "overlap"] = "sum"
+
+    # -- figures -----------------------------------------------------------------------------------------------------
+
+    @property
+    def step_time_s(self) -> float:
+        """Predicted seconds of one step."""
+        return self.solution.seconds
+
+    @property
+    def compute_s(self) -> float:
+        """Of them the seconds in which devices compute."""
+        return self.decisions.compute_s
+
+    @property
+    def communication_s(self) -> float:
+        """Of them the seconds in which devices talk."""
+        return self.decisions.communication_s
+
+    @property
+    def communication_bytes(self) -> float:
+        """Bytes that one device sends in one step, in the ring convention."""
+        return self.decisions.communication_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that one device holds at any point of a step."""
+        return self.solution.peak_bytes
 
     # -- layouts -----------------------------------------------------------------------------------------------------
 
@@ -197,25 +227,23 @@ class Plan:
 
         run.__name__ = getattr(step, "__name__", "step")
         flat = jax.jit(
-            run, in_shardings=leaf_specs, out_shardings=out_specs, donate_argnums=self._donated_leaves(), keep_unused=True
+            run, in_shardings=leaf_specs, out_shardings=out_specs, donate_argnums=self.donated_leaves, keep_unused=True
         )
         return Runner(flat, self.traced.program.input_paths, self.traced)
 
-    def _donated_leaves(self) -> tuple[int, ...]:
-        sizes = [tree.num_leaves for tree in self.traced.in_tree.children()]
-        starts = [sum(sizes[:i]) for i in range(len(sizes))]
-        return tuple(k for i in sorted(self.donate_argnums) for k in range(starts[i], starts[i] + sizes[i]))
+    @property
+    def donated_leaves(self) -> tuple[int, ...]:
+        """Positions, among all leaves of the arguments, of those that are donated."""
+        return leaves_of(self.traced.in_tree, self.donate_argnums)
 
     def check(self, step: Callable[..., Any]) -> None:
         """Refuses a step that is not the one that was planned."""
-        if self.static.get("step") is step:
+        if self.step is step:
             return
-        from shardplan.trace import trace
-
         args = jax.tree.unflatten(self.traced.in_tree, self.traced.in_shapes)
-        other = trace(step, *args, donate_argnums=self.donate_argnums)
-        if fingerprint(other) != fingerprint(self.traced):
-            raise PlanFileError("this step is not the one that was planned: it traces to another program; plan it anew")
+        odd = difference(self.traced, trace(step, *args, donate_argnums=self.donate_argnums))
+        if odd:
+            raise PlanFileError(f"this step is not the one that was planned, they differ first at {odd}; plan it anew")
 
     def as_baseline(self, name: str) -> Plan:
         """The plan that a baseline is, to run or measure it: its name as in ``baselines``.
@@ -225,18 +253,12 @@ class Plan:
         """
         for solution in self.alternatives:
             if solution.name == name:
-                made = self.extractor.decide(solution)
-                return replace(
-                    self,
-                    solution=solution,
-                    decisions=made,
-                    step_time_s=solution.seconds,
-                    compute_s=made.compute_s,
-                    communication_s=made.communication_s,
-                    communication_bytes=made.communication_bytes,
-                    peak_bytes=solution.peak_bytes,
-                )
+                return replace(self, solution=solution, decisions=self.extractor.decide(solution))
         raise ShardplanError(f"no baseline {name!r} here: there are {', '.join(s.name for s in self.alternatives) or 'none'}")
+
+    def baseline_plans(self) -> dict[str, Plan]:
+        """Each baseline as a plan that can be compiled, by name; none for a plan that was loaded."""
+        return {s.name: self.as_baseline(s.name) for s in self.alternatives}
 
     # -- words -------------------------------------------------------------------------------------------------------
 
@@ -266,28 +288,8 @@ class Plan:
         names.update(zip(graph.inputs, self.traced.program.input_paths, strict=True))
         return names
 
-    def baseline_plans(self) -> dict[str, Plan]:
-        """Each baseline as a plan that can be compiled, by name; none for a plan that was loaded."""
-        found: dict[str, Plan] = {}
-        for solution in self.static.get("baselines", ()):
-            decisions = self.extractor.decide(solution)
-            found[solution.name] = replace(
-                self,
-                solution=solution,
-                decisions=decisions,
-                step_time_s=solution.seconds,
-                compute_s=decisions.compute_s,
-                communication_s=decisions.communication_s,
-                communication_bytes=decisions.communication_bytes,
-                peak_bytes=solution.peak_bytes,
-                baselines=(),
-            )
-        return found
-
     def explain(self, path: str | None = None) -> str:
         """Why: for a path (or glob) what was chosen for it, what else would cost, and the source; without one, the whole plan."""
-        from shardplan.report.explain import explain
-
         return explain(self, path)
 
     # -- files -------------------------------------------------------------------------------------------------------
@@ -300,41 +302,20 @@ class Plan:
             for v, s in zip(problem.coarse.variables, self.solution.states, strict=True)
         ]
         return {
+            **figures(self),
             "format": FORMAT,
             "fingerprint": fingerprint(self.traced),
+            "arguments": arguments(self.traced),
             "cluster": self.cluster.to_toml(),
             "cluster_fingerprint": self.cluster.fingerprint(),
             "factors": [[f.name, f.size, f.level, f.stride] for f in self.factors],
             "variables": [[list(map(list, layout.dims)), list(layout.partial)] for layout in layouts],
             "keep": sorted(self.solution.keep),
             "regather": self.solution.regather,
-            "step_time_s": self.step_time_s,
-            "compute_s": self.compute_s,
-            "communication_s": self.communication_s,
-            "communication_bytes": self.communication_bytes,
-            "peak_bytes": self.peak_bytes,
-            "lower_bound_s": self.lower_bound_s,
-            "exact": self.exact,
-            "memory_limit": self.memory_limit,
-            "objective": self.objective,
-            "time_model": self.time_model,
-            "trace_s": self.trace_s,
-            "search_s": self.search_s,
-            "operators": self.operators,
             "donate_argnums": list(self.donate_argnums),
-            "baselines": [
-                {
-                    "name": b.name,
-                    "step_time_s": b.step_time_s,
-                    "communication_bytes": b.communication_bytes,
-                    "peak_bytes": b.peak_bytes,
-                    "fits": b.fits,
-                }
-                for b in self.baselines
-            ],
-            "axes": self.axes,
-            "matrix": self.matrix,
-            "in_specs": {p: spec_text(s) for p, s in self.specs_by_path.items()},
+            "replicate": list(self.replicate),
+            "pins": {glob: [list(e) if isinstance(e, tuple) else e for e in spec] for glob, spec in self.pins.items()},
+            "baselines": [asdict(b) for b in self.baselines],
             "explain": explain_all(self),
         }
 
@@ -381,11 +362,6 @@ def leaf_paths(args: Any) -> list[str]:
     return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree_util.tree_flatten_with_path(args)[0]]
 
 
-def spec_text(spec: PartitionSpec) -> str:
-    """``P('node', None, ('gpu', 'x'))``."""
-    return "P(" + ", ".join(repr(e) for e in spec) + ")"
-
-
 def write_whole(path: Path, text: str) -> None:
     """Writes to a temporary file beside ``path``, then renames it."""
     try:
@@ -398,30 +374,10 @@ def write_whole(path: Path, text: str) -> None:
         raise PlanFileError(f"cannot write {path}: {error.strerror}") from error
 
 
-def fingerprint(traced: Traced) -> str:
-    """A hash of the program: ops, shapes, dtypes, how they are wired, and the argument paths."""
-    hasher = hashlib.blake2b(digest_size=16)
-
-    def add(program: Any) -> None:
-        for op in program.ops:
-            shapes = [(program.tensors[t].shape, program.tensors[t].dtype) for t in (*op.tensors, *op.outputs)]
-            wires = [i if isinstance(i, int) else repr(i.value) for i in op.inputs]
-            hasher.update(repr((op.primitive, wires, op.outputs, shapes, op.trips)).encode())
-            for body in op.bodies:
-                add(body)
-        hasher.update(
-            repr((program.inputs, [o if isinstance(o, int) else "c" for o in program.outputs], program.input_paths)).encode()
-        )
-
-    add(traced.program)
-    return hasher.hexdigest()
+def auto(mesh: Mesh) -> Mesh:
+    """A mesh with Auto axes, on which constraints are requests that XLA's partitioner carries out."""
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
 def _shardings(mesh: Mesh, specs: Any) -> Any:
     return jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
-
-
-def layout_from_json(entry: Any) -> Layout:
-    """The inverse of what `Plan.to_json` writes for a layout."""
-    dims, partial = entry
-    return Layout(tuple(tuple(int(f) for f in d) for d in dims), tuple(int(f) for f in partial))

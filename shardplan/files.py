@@ -1,0 +1,210 @@
+"""Plans as files: what is written, and what is refused when it is read."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh, PartitionSpec
+
+from shardplan.errors import ClusterError, DeviceError, PlanFileError
+from shardplan.fingerprint import arguments, different_arguments, fingerprint
+from shardplan.ir import Factor, Layout, spec_text
+from shardplan.mesh import Cluster
+from shardplan.mesh.factoring import check_cover
+from shardplan.plans import FORMAT, Baseline, Plan, auto
+from shardplan.positions import leaves_of
+from shardplan.search import coarsen, flatten, memory
+from shardplan.search.extract import Extractor
+from shardplan.search.problem import Problem
+from shardplan.search.solve import Solver
+from shardplan.trace import Traced, trace
+
+
+@dataclass(frozen=True, slots=True)
+class PlanFile:
+    """What a plan file holds: layouts by variable, what they were chosen under, and the figures that are not worked out again.
+
+    Seconds are of one step, bytes of one device; ``arguments`` says of each path what array it was.
+    """
+
+    name: str
+    fingerprint: str
+    arguments: Mapping[str, str]
+    operators: int
+    cluster: Cluster
+    factors: tuple[Factor, ...]
+    layouts: tuple[Layout, ...]
+    keep: frozenset[int]
+    regather: bool
+    memory_limit: int
+    objective: str
+    donate_argnums: tuple[int, ...]
+    replicate: tuple[str, ...]
+    pins: Mapping[str, PartitionSpec]
+    baselines: tuple[Baseline, ...]
+    lower_bound_s: float
+    exact: bool
+    trace_s: float
+    search_s: float
+    explain: Mapping[str, str]
+
+    def plan(self, step: Callable[..., Any], traced: Traced, mesh: Mesh | None = None) -> Plan:
+        """The plan, for a step traced with the file's ``donate_argnums``; on the user's own mesh, if one is given.
+
+        Raises:
+            PlanFileError: if the step is not the one that was planned, or the layouts do not fit it.
+            DeviceError: if the mesh has other axes.
+        """
+        self._check(traced)
+        problem = self._problem(traced)
+        states = self._states(problem)
+        solver = Solver(problem, memory.liveness(problem, frozenset(leaves_of(traced.in_tree, self.donate_argnums))))
+        again = {v: math.inf for v in problem.backward_views if v not in self.keep}
+        solution = solver.rate("plan", states, again, self.regather)
+        extractor = Extractor(problem)
+        return Plan(
+            cluster=self.cluster,
+            factors=self.factors,
+            traced=traced,
+            extractor=extractor,
+            solution=solution,
+            decisions=extractor.decide(solution),
+            step=step,
+            memory_limit=self.memory_limit,
+            objective=self.objective,
+            lower_bound_s=self.lower_bound_s,
+            exact=self.exact,
+            baselines=self.baselines,
+            trace_s=self.trace_s,
+            search_s=self.search_s,
+            donate_argnums=self.donate_argnums,
+            replicate=self.replicate,
+            pins=self.pins,
+            user_mesh=self._mesh(mesh),
+        )
+
+    def _check(self, traced: Traced) -> None:
+        if fingerprint(traced) == self.fingerprint:
+            return
+        said = different_arguments(dict(self.arguments), arguments(traced))
+        found = traced.program.count_ops()
+        counts = f"{self.operators} operators then, {found} now" if found != self.operators else f"its {found} operators differ"
+        raise PlanFileError(
+            f"{self.name}: the plan was made for another model or other shapes: "
+            f"{said or f'the arguments agree, the program does not ({counts})'}; plan this step anew"
+        )
+
+    def _problem(self, traced: Traced) -> Problem:
+        graph = flatten(traced.program, replicate=self.replicate)
+        problem = Problem(graph, coarsen(graph), self.cluster, self.factors)
+        own, wanted = [len(a.dims) for a in self.layouts], [len(v.shape) for v in problem.coarse.variables]
+        if own != wanted:
+            odd = next((i for i, (a, b) in enumerate(zip(own, wanted, strict=False)) if a != b), None)
+            where = f", the first of another rank is number {odd}" if odd is not None else ""
+            raise PlanFileError(
+                f"{self.name}: the plan does not fit this step: {len(own)} layouts for {len(wanted)} variables{where}; "
+                "plan this step anew"
+            )
+        return problem
+
+    def _states(self, problem: Problem) -> tuple[int, ...]:
+        found: list[int] = []
+        named = {problem.coarse.of[t]: path for t, path in zip(problem.graph.inputs, problem.graph.input_paths, strict=True)}
+        for v, (layout, variable) in enumerate(zip(self.layouts, problem.coarse.variables, strict=True)):
+            spec = spec_text(layout.entries([f.name for f in self.factors]))
+            what = f"the layout {spec} of {named.get(v, 'a value')} of shape {variable.shape}"
+            try:
+                found.append(problem.resharder.space(len(variable.shape)).of(layout))
+            except (KeyError, IndexError) as error:
+                raise PlanFileError(f"{self.name}: {what} is not possible; plan this step anew") from error
+            if found[-1] not in problem.domains[v]:
+                raise PlanFileError(f"{self.name}: {what} does not divide it; plan this step anew")
+        return tuple(found)
+
+    def _mesh(self, mesh: Mesh | None) -> Mesh | None:
+        if mesh is None:
+            return None
+        own, given = {f.name: f.size for f in self.factors}, {str(n): int(k) for n, k in mesh.shape.items() if k > 1}
+        if own != given:
+            raise DeviceError(f"{self.name}: the plan is for the mesh axes {own}, the mesh given has {given}")
+        return auto(mesh)
+
+
+def load(file: str | PathLike[str], step: Callable[..., Any], *args: Any, mesh: Mesh | None = None) -> Plan:
+    """Reads a saved plan for this step and these shapes. A plan that was made on your own `Mesh` takes it again: ``mesh=``.
+
+    Raises:
+        PlanFileError: if the file is no plan, or was made for another model, other shapes or another version.
+    """
+    content = read_plan_file(file)
+    return content.plan(step, trace(step, *args, donate_argnums=content.donate_argnums), mesh)
+
+
+def read_plan_file(file: str | PathLike[str]) -> PlanFile:
+    """A plan file, each of its fields checked.
+
+    Raises:
+        PlanFileError: if it cannot be read, is no plan, or lacks something.
+        ClusterError: if the cluster in it makes no sense.
+    """
+    path = Path(file)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PlanFileError(f"{path}: {error.strerror or error}") from error
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise PlanFileError(f"{path}: not a plan file: {error}") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        found = content.get("format") if isinstance(content, dict) else type(content).__name__
+        raise PlanFileError(f"{path}: plan format {found!r}, this version reads format {FORMAT}; plan the step anew")
+    try:
+        return _parsed(str(path), content)
+    except ClusterError:
+        raise
+    except KeyError as error:
+        raise PlanFileError(f"{path}: not a whole plan: {error} is missing; plan the step anew") from error
+    except (TypeError, ValueError, AttributeError) as error:
+        raise PlanFileError(f"{path}: not a plan: {type(error).__name__}: {error}") from error
+
+
+def _parsed(name: str, content: dict[str, Any]) -> PlanFile:
+    cluster = Cluster.from_toml(content["cluster"], source=f"{name}: cluster")
+    over = tuple(Factor(str(n), int(s), int(level), int(stride)) for n, s, level, stride in content["factors"])
+    check_cover(cluster, over)
+    return PlanFile(
+        name=name,
+        fingerprint=str(content["fingerprint"]),
+        arguments={str(path): str(what) for path, what in content["arguments"].items()},
+        operators=int(content["operators"]),
+        cluster=cluster,
+        factors=over,
+        layouts=tuple(_layout(e) for e in content["variables"]),
+        keep=frozenset(int(v) for v in content["keep"]),
+        regather=bool(content["regather"]),
+        memory_limit=int(content["memory_limit"]),
+        objective=str(content["objective"]),
+        donate_argnums=tuple(int(i) for i in content["donate_argnums"]),
+        replicate=tuple(str(p) for p in content["replicate"]),
+        pins={str(glob): _spec(entries) for glob, entries in content["pins"].items()},
+        baselines=tuple(Baseline(**b) for b in content["baselines"]),
+        lower_bound_s=float(content["lower_bound_s"]),
+        exact=bool(content["exact"]),
+        trace_s=float(content["trace_s"]),
+        search_s=float(content["search_s"]),
+        explain={str(path): str(text) for path, text in content["explain"].items()},
+    )
+
+
+def _layout(entry: Any) -> Layout:
+    dims, partial = entry
+    return Layout(tuple(tuple(int(f) for f in d) for d in dims), tuple(int(f) for f in partial))
+
+
+def _spec(entries: Any) -> PartitionSpec:
+    return PartitionSpec(*(tuple(e) if isinstance(e, list) else e for e in entries))

@@ -1,0 +1,33 @@
+"""Numbers of positional arguments, as a user gives them: negative ones count from the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from shardplan.errors import ShardplanError
+
+
+def positions(numbers: Sequence[int] | int, count: int, what: str) -> tuple[int, ...]:
+    """``numbers`` among ``count`` arguments, each from 0, sorted and once; ``what`` names the option that holds them.
+
+    >>> positions((-1, 0), 3, "donate_argnums")
+    (0, 2)
+
+    Raises:
+        ShardplanError: for a number that names no argument.
+    """
+    found: set[int] = set()
+    for n in (numbers,) if isinstance(numbers, int) else numbers:
+        if not -count <= n < count:
+            there = f"they are numbered 0 to {count - 1}, or -1 to -{count} from the end" if count else "it takes none"
+            raise ShardplanError(f"{what}={n} names no argument: the step takes {count}; {there}")
+        found.add(n % count)
+    return tuple(sorted(found))
+
+
+def leaves_of(tree: Any, numbers: Sequence[int]) -> tuple[int, ...]:
+    """Positions, among all leaves of a tree of arguments (a `jax.tree.structure`), of those of the arguments ``numbers``."""
+    sizes = [child.num_leaves for child in tree.children()]
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return tuple(k for i in sorted(numbers) for k in range(starts[i], starts[i] + sizes[i]))

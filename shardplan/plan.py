@@ -36,6 +36,9 @@ FORMAT = 1
 class Collective:
     """One collective that the plan issues: ``bytes`` of its operand on one device (of the result for an all-gather), per
     execution.
+
+    ``program`` is the reduction program whose time ``seconds`` is, in P2's words over the cluster's levels; empty where that is
+    the collective itself.
     """
 
     kind: str
@@ -46,6 +49,7 @@ class Collective:
     seconds: float
     tensor: str
     source: str
+    program: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +259,7 @@ class Plan:
                 i.step.seconds,
                 paths.get(i.tensor, f"value {i.tensor}"),
                 str(i.source),
+                i.step.program,
             )
             for i in self.decisions.issued
         )

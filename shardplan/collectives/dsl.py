@@ -202,6 +202,15 @@ def replay(
 _INSTRUCTION = re.compile(r"\(\s*([^\s,()]+)\s*,\s*(InsideGroup|(?:Parallel|Master)\(\s*([^\s,()]+)\s*\))\s*,\s*(\w+)\s*\)")
 
 
+def shortened(text: str) -> str:
+    """The collectives alone of a program's text.
+
+    >>> shortened("(gpu, InsideGroup, Reduce) (gpu, InsideGroup, Broadcast)")
+    'Reduce-Broadcast'
+    """
+    return "-".join(match[4] for match in _INSTRUCTION.finditer(text))
+
+
 def parse(text: str, names: Sequence[str]) -> Reduction:
     """The program that a text like ``(node, Master(root), AllReduce) ...`` writes, over levels with these names."""
     levels = ("root", *names)

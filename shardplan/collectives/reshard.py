@@ -1,19 +1,20 @@
 """Resharding: the best program of collectives that moves a tensor from one layout to another, priced whole.
 
-All layouts of a tensor are the nodes of a graph and single collectives its edges (all-gather, local slice, all-to-all,
-permute, all-reduce,
-reduce-scatter over any set of factors); a program is a path, and the price of a pair of layouts is the shortest one. So an
-all-reduce over a
-hierarchy is found as reduce-scatter, all-reduce, all-gather where that is cheaper (P2, section 3), and a gather of a major
-factor as a permute and
-a gather. A *buffer* dim, which no stored layout has, stands for the flattened and padded tensor: any tensor can be
-reduce-scattered over it.
+All layouts of a tensor are the nodes of a graph and collectives its edges (all-gather, local slice, all-to-all, permute,
+all-reduce, reduce-scatter over any set of factors); a program is a path, and the price of a pair of layouts is the shortest one.
+So an all-reduce over a hierarchy is found as reduce-scatter, all-reduce, all-gather where that is cheaper (P2, section 3), and a
+gather of a major factor as a permute and a gather. A *buffer* dim, which no stored layout has, stands for the flattened and
+padded tensor: any tensor can be reduce-scattered over it.
+
+An all-reduce and an all-gather may also be programs whose states between the steps no layout describes, such as a Reduce to
+masters, an AllReduce among them and a Broadcast. So the price of these edges is the least of the collective's own and of the best
+program's of `shardplan.collectives.envelope`, which the step then names.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import cast
@@ -23,6 +24,9 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import dijkstra
 
+from shardplan.collectives.envelope import envelope
+from shardplan.collectives.ranking import entries, names_of
+from shardplan.collectives.states import Goal
 from shardplan.cost.network import Collective, Network
 from shardplan.ir import Layout
 
@@ -36,7 +40,11 @@ _SLICE_S = 1e-12  # a local slice moves nothing; the graph library reads an exac
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One collective of a resharding program: ``nbytes`` as `Network.lines` counts them, a slice has none."""
+    """One collective of a resharding program: ``nbytes`` as `Network.lines` counts them, a slice has none.
+
+    ``program`` is the reduction program that does what the collective says, in the paper's words over the cluster's levels;
+    empty where it is the collective itself.
+    """
 
     kind: str
     over: tuple[int, ...]
@@ -44,9 +52,45 @@ class Step:
     before: Layout
     after: Layout
     seconds: float
+    program: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ways:
+    """The alternatives for one collective: rows of (latency_s, seconds_per_byte) [A, 2], and the program of each.
+
+    ``ranked`` are the same rows with as many picoseconds as a program has steps on top, by which equals are told apart.
+    """
+
+    lines: NDArray[np.float64]
+    ranked: NDArray[np.float64]
+    programs: tuple[str, ...]
+
+    def best(self, nbytes: float) -> tuple[float, str]:
+        """The seconds of the best alternative, and its program."""
+        which = int(np.argmin(self.ranked[:, 0] + self.ranked[:, 1] * nbytes))
+        return float(self.lines[which, 0] + self.lines[which, 1] * nbytes), self.programs[which]
 
 
 State = tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]
+Name = tuple[str, tuple[int, ...]]
+"""A collective's kind and the factors that it runs over."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Edges:
+    """Collectives between states, in ascending order of (source, target); all arrays are [E].
+
+    ``which`` is a collective's place in ``names``, ``of[name]`` are the edges of a collective; ``fraction`` is the part of the
+    tensor's bytes that an edge moves.
+    """
+
+    source: NDArray[np.int64]
+    target: NDArray[np.int64]
+    which: NDArray[np.int64]
+    fraction: NDArray[np.float64]
+    names: tuple[Name, ...]
+    of: Mapping[Name, NDArray[np.int64]]
 
 
 class LayoutSpace:
@@ -90,33 +134,36 @@ class LayoutSpace:
 
     def edge(self, before: int, after: int) -> tuple[tuple[str, tuple[int, ...]], float]:
         """The collective of an edge and the bytes that it moves, as a fraction of the tensor's."""
-        source, target, which, fraction, names = self.edges
-        at = int(np.flatnonzero((source == before) & (target == after))[0])
-        return names[int(which[at])], float(fraction[at])
+        edges = self.edges
+        at = int(np.flatnonzero((edges.source == before) & (edges.target == after))[0])
+        return edges.names[int(edges.which[at])], float(edges.fraction[at])
 
     @cached_property
-    def edges(
-        self,
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.float64], list[tuple[str, tuple[int, ...]]]]:
-        """(source, target, collective id, bytes as a fraction of the tensor's, the collectives)."""
-        names: dict[tuple[str, tuple[int, ...]], int] = {}
-        best: dict[tuple[int, int], tuple[int, float]] = {}
+    def edges(self) -> Edges:
+        """The collectives between states; of several between the same two, the one over the fewest factors."""
+        numbers: dict[Name, int] = {}
+        names: list[Name] = []
+        best: dict[tuple[int, int], tuple[int, float, int]] = {}
         for i, state in enumerate(self.states):
             for kind, over, target in _moves(state, self.rank, self.sizes):
                 j = self.index.get(target)
                 if j is None or j == i:
                     continue
-                which = names.setdefault((kind, over), len(names))
+                name = (kind, over)
+                which = numbers.get(name)
+                if which is None:
+                    which = numbers[name] = len(names)
+                    names.append(name)
                 fraction = self.local[j] if kind == "all_gather" else 0.0 if kind == "slice" else self.local[i]
+                found = (len(over), float(fraction), which)
                 old = best.get((i, j))
-                if old is None or (len(over), fraction) < (len(list(names)[old[0]][1]), old[1]):
-                    best[i, j] = (which, float(fraction))
+                if old is None or found[:2] < old[:2]:
+                    best[i, j] = found
         keys = sorted(best)
-        source = np.array([k[0] for k in keys], dtype=np.int64)
-        target = np.array([k[1] for k in keys], dtype=np.int64)
-        which = np.array([best[k][0] for k in keys], dtype=np.int64)
-        fraction = np.array([best[k][1] for k in keys])
-        return source, target, which, fraction, list(names)
+        source, target = np.array(keys, dtype=np.int64).reshape(-1, 2).T
+        which = np.array([best[k][2] for k in keys], np.int64)
+        of = {name: np.flatnonzero(which == c) for c, name in enumerate(names) if name[0] != "slice"}
+        return Edges(source, target, which, np.array([best[k][1] for k in keys]), tuple(names), of)
 
 
 def _states(factors: int, rank: int) -> Iterator[State]:
@@ -205,7 +252,7 @@ class Resharder:
         self.network = network
         self.sizes = tuple(sizes)
         self._spaces: dict[int, LayoutSpace] = {}
-        self._lines: dict[tuple[str, tuple[int, ...]], NDArray[np.float64]] = {}
+        self._ways: dict[Name, Ways] = {}
         self._masks: dict[tuple[int, ...], bytes] = {}
         self._rows: dict[tuple[int, bytes, float, bool, int], tuple[NDArray[np.float64], NDArray[np.int32]]] = {}
         self._sweeps: dict[_Moves, tuple[NDArray[np.float64], NDArray[np.int32]]] = {}
@@ -218,9 +265,7 @@ class Resharder:
         return self._spaces[rank]
 
     def legal(self, shape: Sequence[int], *, pad: bool) -> NDArray[np.bool_]:
-        """[S]: the states whose split dims divide evenly, or (``pad``) waste at most an eighth when their last block is
-        padded.
-        """
+        """[S]: the states whose split dims divide evenly, or (``pad``) waste at most an eighth in their padded last block."""
         splits = self.space(len(shape)).splits
         sizes = np.array([*shape, 0])
         if pad:
@@ -228,17 +273,26 @@ class Resharder:
         return np.all(sizes % splits == 0, axis=1)
 
     def seconds(self, kind: str, over: tuple[int, ...], nbytes: float) -> float:
-        """One collective's time: the best of its algorithms."""
-        if kind == "slice":
-            return _SLICE_S
-        lines = self._line(kind, over)
-        return float(np.min(lines[:, 0] + lines[:, 1] * nbytes))
+        """One collective's time: the best of its algorithms and programs."""
+        return _SLICE_S if kind == "slice" else self._way(kind, over).best(nbytes)[0]
 
-    def _line(self, kind: str, over: tuple[int, ...]) -> NDArray[np.float64]:
+    def _way(self, kind: str, over: tuple[int, ...]) -> Ways:
         key = (kind, over)
-        if key not in self._lines:
-            self._lines[key] = self.network.lines(cast(Collective, kind), over)
-        return self._lines[key]
+        if key not in self._ways:
+            own = self.network.lines(cast(Collective, kind), over)
+            steps, programs = [1] * len(own), [""] * len(own)
+            lines = [own]
+            if kind == "all_reduce" or (kind == "all_gather" and len(over) > 1):
+                found = envelope(self.network, over, cast(Goal, kind))
+                levels = names_of(self.network, entries(self.network, over))
+                lines.append(found.lines)
+                # what a path of edges says too is better said so: one step more
+                steps += [len(program.steps) + 1 for program in found.programs]
+                programs += [program.text(levels) for program in found.programs]
+            rows = np.concatenate(lines)
+            ranked = rows + np.stack([np.array(steps) * _SLICE_S, np.zeros(len(rows))], axis=1)
+            self._ways[key] = Ways(rows, ranked, tuple(programs))
+        return self._ways[key]
 
     def prices(self, shape: Sequence[int], nbytes: float, states: Sequence[int], *, into: bool = False) -> NDArray[np.float64]:
         """[len(states), S]: seconds from each of ``states`` to every state, or (``into``) from every state to each of them.
@@ -282,19 +336,15 @@ class Resharder:
         return self._graphs[key]
 
     def _edges(self, space: LayoutSpace, mask: NDArray[np.bool_], nbytes: float) -> csr_matrix:
-        source, target, which, fraction, names = space.edges
-        cost = np.empty(len(source))
-        for c, (kind, over) in enumerate(names):
-            at = which == c
-            if kind == "slice":
-                cost[at] = _SLICE_S
-            else:
-                lines = self._line(kind, over)
-                # among equals the shorter program
-                cost[at] = np.min(lines[:, 0] + lines[:, 1] * (fraction[at, None] * nbytes), axis=1) + _SLICE_S
-        keep = mask[source] & mask[target]
+        edges = space.edges
+        cost = np.full(len(edges.source), _SLICE_S)
+        for (kind, over), at in edges.of.items():
+            rows = self._way(kind, over).ranked
+            cost[at] = np.min(rows[:, 0] + rows[:, 1] * (edges.fraction[at, None] * nbytes), axis=1)
+        keep = mask[edges.source] & mask[edges.target]
         n = len(space.states)
-        return csr_matrix((cost[keep], (source[keep], target[keep])), shape=(n, n))
+        starts = np.concatenate([[0], np.cumsum(np.bincount(edges.source[keep], minlength=n))])
+        return csr_matrix((cost[keep], edges.target[keep], starts), shape=(n, n))
 
     def program(self, shape: Sequence[int], nbytes: float, before: int, after: int) -> tuple[Step, ...]:
         """The cheapest program from one state to another."""
@@ -311,6 +361,6 @@ class Resharder:
         for a, b in itertools.pairwise(path):
             (kind, over), fraction = space.edge(a, b)
             moved = fraction * nbytes
-            took = 0.0 if kind == "slice" else self.seconds(kind, over, moved)
-            steps.append(Step(kind, over, moved, space.layout(a), space.layout(b), took))
+            took, chosen = (0.0, "") if kind == "slice" else self._way(kind, over).best(moved)
+            steps.append(Step(kind, over, moved, space.layout(a), space.layout(b), took, chosen))
         return tuple(steps)

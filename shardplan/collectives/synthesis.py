@@ -62,6 +62,10 @@ class Walks:
         """The walks of exactly this many steps."""
         return iter(self._from(self.start, size))
 
+    def closing(self, context: Context) -> Iterator[tuple[Instruction, Context]]:
+        """The steps after which a context has reached the end."""
+        return ((walk[0], self.end) for walk in self._from(context, 1))
+
     def successors(self, context: Context) -> tuple[tuple[Instruction, Context], ...]:
         """Every step that is right in a context, and the context after it."""
         known = self._next.get(context)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from os import PathLike
 from typing import Any
 
@@ -256,6 +256,9 @@ def _json(cluster: Cluster) -> dict[str, Any]:
             "latency_s": v.latency_s,
             "kind": v.kind,
             "rails": v.rails,
+            "ring_efficiency": v.ring_efficiency,
+            "tree_efficiency": v.tree_efficiency,
+            "also": asdict(v.also) if v.also is not None else None,
         }
         for v in cluster.levels
     ]

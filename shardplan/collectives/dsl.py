@@ -183,7 +183,7 @@ def replay(
         if isinstance(after, Refusal):
             group, clash = among[after.group], after.clash
             states = [space.show(contexts[-1][d]) for d in group]
-            clashing = "; ".join(f"device {group[m]} has {states[m]}" for m in clash.members[:4])
+            clashing = "; ".join(f"device {group[m]} has {brief(states[m])}" for m in clash.members[:4])
             message = f"{what}: among devices {list(group)}, {clash.reason} ({clashing})"
             raise ReductionError(message, step=number, devices=group, states=states)
         contexts.append(after)
@@ -191,12 +191,22 @@ def replay(
     if short:
         d = short[0]
         raise ReductionError(
-            f"the program ends short of its goal, {goal}: device {d} has {space.show(contexts[-1][d])}",
+            f"the program ends short of its goal, {goal}: device {d} has {brief(space.show(contexts[-1][d]))}",
             step=len(program.steps),
             devices=short,
             states=[space.show(contexts[-1][d]) for d in short],
         )
     return tuple(contexts)
+
+
+def brief(state: str) -> str:
+    """A state as `Space.show` writes it, rows that repeat counted.
+
+    >>> brief("1100/1100/0000/0011")
+    '2 x 1100/0000/0011'
+    """
+    runs = [(row, len(list(same))) for row, same in itertools.groupby(state.split("/"))]
+    return "/".join(f"{n} x {row}" if n > 1 else row for row, n in runs)
 
 
 _INSTRUCTION = re.compile(r"\(\s*([^\s,()]+)\s*,\s*(InsideGroup|(?:Parallel|Master)\(\s*([^\s,()]+)\s*\))\s*,\s*(\w+)\s*\)")

@@ -10,7 +10,7 @@ from os import PathLike
 from typing import Any
 
 from ..collectives.dsl import InsideGroup, Master, Parallel, Reduction
-from ..collectives.placement import Request, rank_matrices
+from ..collectives.placement import Request, check_over, rank_matrices
 from ..collectives.ranking import entries, names_of, table
 from ..cost.network import Algorithm, Network
 from ..errors import ClusterError
@@ -119,8 +119,7 @@ def reduce_report(
     chosen = parse(matrix) if isinstance(matrix, str) else matrix
     chosen.check(cluster, sizes)
     factors, of_axes = chosen.factors(cluster)
-    if not reduced or max(reduced) >= len(of_axes):
-        raise ClusterError(f"over names axes from 0 to {len(of_axes) - 1}, got {' '.join(map(str, reduced)) or 'nothing'}")
+    check_over(reduced, len(of_axes))
     network = Network(cluster, factors)
     mine = tuple(i for axis in reduced for i in of_axes[axis])
     started = time.perf_counter()
@@ -192,7 +191,9 @@ def _under(level: int, names: Sequence[str]) -> str:
 
 
 def _bytes(nbytes: float | None) -> float:
-    if nbytes is None or not math.isfinite(nbytes) or nbytes < 0:
+    if nbytes is None:
+        raise ClusterError("to rank by a reduction, say how many bytes each device reduces: --bytes N")
+    if not math.isfinite(nbytes) or nbytes < 0:
         raise ClusterError(f"the bytes that each device reduces must be a number of at least 0, got {nbytes}")
     return float(nbytes)
 

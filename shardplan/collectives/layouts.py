@@ -45,6 +45,7 @@ class LayoutSpace:
         self.rank = rank
         self.states: tuple[State, ...] = tuple(sorted(set(_states(len(self.sizes), rank))))
         self.index: dict[State, int] = {s: i for i, s in enumerate(self.states)}
+        self._layouts: dict[int, Layout] = {}
         self.local = np.array([1.0 / self._product(f for d in dims for f in d) for dims, _ in self.states])
 
     def _product(self, factors: Iterator[int]) -> float:
@@ -64,8 +65,11 @@ class LayoutSpace:
 
     def layout(self, state: int) -> Layout:
         """The layout of a state (its buffer dim shows as one dim more)."""
-        dims, partial = self.states[state]
-        return Layout(dims if dims[-1] else dims[:-1], partial)
+        found = self._layouts.get(state)
+        if found is None:
+            dims, partial = self.states[state]
+            found = self._layouts[state] = Layout(dims if dims[-1] else dims[:-1], partial)
+        return found
 
     @cached_property
     def stored(self) -> tuple[int, ...]:

@@ -135,8 +135,10 @@ Move = tuple[str, tuple[int, ...], State]
 
 
 def _put(state: State, changes: dict[int, tuple[int, ...]], left: tuple[int, ...] | None = None) -> State:
-    dims, partial = state
-    return tuple(changes.get(d, fs) for d, fs in enumerate(dims)), partial if left is None else left
+    dims, partial = list(state[0]), state[1]
+    for d, factors in changes.items():
+        dims[d] = factors
+    return tuple(dims), partial if left is None else left
 
 
 def _moves(state: State, rank: int, sizes: Sequence[int]) -> Iterator[Move]:

@@ -82,7 +82,7 @@ class Resharder:
         self._spaces: dict[int, LayoutSpace] = {}
         self._ways: dict[Name, Ways] = {}
         self._masks: dict[tuple[int, ...], bytes] = {}
-        self._rows: dict[tuple[int, bytes, float, bool, int], tuple[NDArray[np.float64], NDArray[np.int32]]] = {}
+        self._rows: dict[_Moves, dict[int, tuple[NDArray[np.float64], NDArray[np.int32]]]] = {}
         self._sweeps: dict[_Moves, tuple[NDArray[np.float64], NDArray[np.int32]]] = {}
         self._graphs: dict[_Moves, csr_matrix] = {}
 
@@ -128,9 +128,11 @@ class Resharder:
         Infinite where no program leads.
         """
         key = self._key(shape, nbytes, into)
-        if len(self.sizes) > 2:
-            return np.stack([self._row(key, s)[0] for s in states])
-        return self._swept(key)[0][list(states)]
+        if len(self.sizes) <= 2:
+            return self._swept(key)[0][list(states)]
+        self._fill(key, states)
+        rows = self._rows[key]
+        return np.stack([rows[s][0] for s in states])
 
     def _key(self, shape: Sequence[int], nbytes: float, into: bool) -> _Moves:
         shape = tuple(shape)
@@ -143,11 +145,16 @@ class Resharder:
         if len(self.sizes) <= 2:
             distance, before = self._swept(key)
             return distance[state], before[state]
-        row = self._rows.get((*key, state))
-        if row is None:
-            distance, before = dijkstra(self._graph(key), indices=np.array([state]), return_predecessors=True)
-            row = self._rows[(*key, state)] = (distance[0], before[0])
-        return row
+        if state not in self._rows.get(key, {}):
+            self._fill(key, (state,))
+        return self._rows[key][state]
+
+    def _fill(self, key: _Moves, states: Sequence[int]) -> None:
+        rows = self._rows.setdefault(key, {})
+        missing = [s for s in dict.fromkeys(states) if s not in rows]
+        if missing:
+            distances, before = dijkstra(self._graph(key), indices=np.array(missing), return_predecessors=True)
+            rows.update(zip(missing, zip(distances, before, strict=True), strict=True))
 
     def _swept(self, key: _Moves) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
         """`_row` for every state at once, which is cheap where there are few of them."""

@@ -26,6 +26,7 @@ from ..errors import ShardplanError, nearest
 from .states import COLLECTIVES, Clash, Collective, Context, Goal, Space
 
 Shape = tuple[int, ...]
+_REMEDY = "`shardplan reduce` lists the programs that are right"
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,14 +185,14 @@ def replay(
             group, clash = among[after.group], after.clash
             states = [space.show(contexts[-1][d]) for d in group]
             clashing = "; ".join(f"device {group[m]} has {brief(states[m])}" for m in clash.members[:4])
-            message = f"{what}: among devices {list(group)}, {clash.reason} ({clashing})"
+            message = f"{what}: among devices {list(group)}, {clash.reason} ({clashing}); {_REMEDY}"
             raise ReductionError(message, step=number, devices=group, states=states)
         contexts.append(after)
     short = [d for d, (have, want) in enumerate(zip(contexts[-1], space.target(goal, order), strict=True)) if have != want]
     if short:
         d = short[0]
         raise ReductionError(
-            f"the program ends short of its goal, {goal}: device {d} has {brief(space.show(contexts[-1][d]))}",
+            f"the program ends short of its goal, {goal}: device {d} has {brief(space.show(contexts[-1][d]))}; {_REMEDY}",
             step=len(program.steps),
             devices=short,
             states=[space.show(contexts[-1][d]) for d in short],

@@ -62,13 +62,13 @@ def device_numbers(mesh: Mesh) -> np.ndarray[Any, Any]:
 def detect(devices: Sequence[Any] | None = None, *, topology: str | None = None) -> Cluster:
     """The running machine as a cluster: slices, processes and the devices of each, with the figures of the nearest preset.
 
-    ``topology`` is the output of ``nvidia-smi topo -m``, which tells NVLink from PCIe. Without ``devices`` it is asked for here,
-    where JAX's own devices are GPUs and there is such a program.
+    ``topology`` is the output of ``nvidia-smi topo -m``, which tells NVLink from PCIe. Where it is not given, the devices are this
+    machine's GPUs and there is such a program, it is asked. Raises `ClusterError` for devices that no preset has figures for.
     """
     found: list[Any] = np.asarray(cast("Any", jax).devices() if devices is None else devices, dtype=object).ravel().tolist()
     if not found:
         raise ClusterError("no devices to detect a cluster from")
-    if topology is None and devices is None and found[0].platform == "gpu":
+    if topology is None and found[0].platform == "gpu" and found[0] in cast("Any", jax).local_devices():
         topology = nvidia_smi_topology()
     seats = [(int(getattr(d, "slice_index", None) or 0), int(d.process_index)) for d in found]
     return machine(str(found[0].platform), str(found[0].device_kind), seats, topology=topology)

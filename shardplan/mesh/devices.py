@@ -62,8 +62,8 @@ def device_numbers(mesh: Mesh) -> np.ndarray[Any, Any]:
 def detect(devices: Sequence[Any] | None = None, *, topology: str | None = None) -> Cluster:
     """The running machine as a cluster: slices, processes and the devices of each, with the figures of the nearest preset.
 
-    ``topology`` is the output of ``nvidia-smi topo -m``, which tells NVLink from PCIe. Where it is not given, the devices are this
-    machine's GPUs and there is such a program, it is asked. Raises `ClusterError` for devices that no preset has figures for.
+    ``topology`` is the output of ``nvidia-smi topo -m``, which tells NVLink from PCIe. Where it is not given, the devices are
+    this machine's GPUs and there is such a program, it is asked. Raises `ClusterError` for devices without figures in a preset.
     """
     found: list[Any] = np.asarray(cast("Any", jax).devices() if devices is None else devices, dtype=object).ravel().tolist()
     if not found:

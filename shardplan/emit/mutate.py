@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from shardplan.emit.specs import SpecsEmitter, partition_spec
-from shardplan.ir import Layout, Op, Program
+from shardplan.ir import Layout, Op, Program, Reducer
 from shardplan.search.extract import Decisions, Extractor, Use
 
 
@@ -83,6 +83,10 @@ class DroppingEmitter(SpecsEmitter):
             check_vma=False,
         )
         return self.constrain(whole(self.constrain(value, before)), after)
+
+    def reduced(self, x: Any, reducer: Reducer, axes: tuple[str, ...]) -> Any:
+        """The reduction of a call's terms; left out, each device's own."""
+        return x if self._drops(f"the {reducer} over {axes} of a call's terms") else super().reduced(x, reducer, axes)
 
     def _drops(self, what: str) -> bool:
         self.exchanges.append(what)

@@ -21,7 +21,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardplan.ir import Constant, Layout, Op, Program
+from shardplan.emit.calls import reduced, runs_apart, share
+from shardplan.ir import Constant, Layout, Op, Program, Reducer
 from shardplan.search.coarsen import FREE
 from shardplan.search.extract import Decisions, Extractor, Use
 from shardplan.search.graph import Node, Where
@@ -171,7 +172,7 @@ class SpecsEmitter:
                 inputs.append(found)
             else:
                 inputs.append(self.operand(frame, node, use, slot, i))
-        outputs = self.bind(op, inputs)
+        outputs = self.shared(node, use, inputs) if use is not None and runs_apart(op.primitive) else self.bind(op, inputs)
         for r, (t, value) in enumerate(zip(op.outputs, outputs, strict=True)):
             if use is not None and not (self.drop is not None and self.drop(node)):
                 value = self.result(use, r, value)
@@ -242,14 +243,19 @@ class SpecsEmitter:
     def bind(self, op: Op, inputs: Sequence[Any]) -> list[Any]:
         """The op itself on these values."""
         eqn = op.handle
-        params = eqn.primitive.get_bind_params(eqn.params)
         with eqn.ctx.manager:
-            made = (
-                eqn.primitive.bind(*params.pop("subfuns", ()), *inputs, **params)
-                if "subfuns" in params
-                else eqn.primitive.bind(*inputs, **params)
-            )
+            made = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
         return list(made) if eqn.primitive.multiple_results else [made]
+
+    def shared(self, node: Node, use: Use, inputs: Sequence[Any]) -> list[Any]:
+        """A call that each device makes on its own share, where its strategy cuts it."""
+        description = node.signature.description
+        made = share(description, use.loops, self.mesh, self.reduced) if description is not None else None
+        return self.bind(node.op, inputs) if made is None else list(made(*inputs))
+
+    def reduced(self, x: Any, reducer: Reducer, axes: tuple[str, ...]) -> Any:
+        """The sum (or other reduction) of what each device holds of such a call's result."""
+        return reduced(x, reducer, axes)
 
     # -- control flow ------------------------------------------------------------------------------------------------
 

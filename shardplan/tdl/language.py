@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from shardplan.errors import DescriptionError
+from shardplan.errors import DescriptionError, MisfitError
 from shardplan.ir import Reducer
 from shardplan.tdl.index import Affine, Data, Full, IndexExpr, Loop
 
@@ -97,7 +97,7 @@ class TensorRef:
     def __getitem__(self, key: Any) -> Access:
         keys = cast("tuple[Any, ...]", key if isinstance(key, tuple) else (key,))
         if len(keys) != len(self.shape):
-            raise DescriptionError(
+            raise MisfitError(
                 f"operand {self.position} has rank {len(self.shape)}, {len(keys)} indices given", expression=f"{keys}"
             )
         return Access(self.position, tuple(_index(k) for k in keys))

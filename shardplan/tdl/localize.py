@@ -64,7 +64,10 @@ def evaluate(call: Call, operands: Sequence[Any]) -> tuple[Any, ...]:
     own = _OWN.get(call.primitive)
     if own is not None:
         return own(call, *operands)
-    out = _jax.bind(call.primitive.split(":")[0], operands, call.params)
+    params = dict(call.params)
+    if call.primitive.startswith("ffi_call:"):
+        params["result_avals"] = tuple(a.update(shape=s) for a, s in zip(params["result_avals"], call.results, strict=True))
+    out = _jax.bind(call.primitive.split(":")[0], operands, params)
     return tuple(out) if isinstance(out, list | tuple) else (out,)
 
 

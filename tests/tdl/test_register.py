@@ -89,5 +89,5 @@ def test_an_index_outside_its_operand_is_refused() -> None:
 
 
 def test_a_thing_that_is_no_op_is_refused() -> None:
-    with pytest.raises(DescriptionError, match="registered for a primitive, a custom_vjp function, or a name"):
+    with pytest.raises(DescriptionError, match="registered for a primitive, a custom_vjp or jit function, or a name"):
         register(3)

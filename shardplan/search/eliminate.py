@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from shardplan.errors import SearchWidthError
-from shardplan.search.tables import BIG, Store, Term
+from shardplan.search.tables import BIG, Costs, Store, Term
 
 LARGEST_TABLE = 200_000_000
 """Entries of the largest table that is ever made (1.6 GB)."""

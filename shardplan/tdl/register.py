@@ -26,7 +26,8 @@ def register(target: Any, *, example: Sequence[Any] | None = None, run: Function
 
     ``target`` is a primitive or its name, a ``custom_vjp``, ``custom_jvp`` or ``jit`` function, or ``"pallas_call:NAME"`` and
     ``"ffi_call:TARGET"``. With ``example`` (arguments: arrays or `jax.ShapeDtypeStruct`, nested as the target takes them) the
-    description, whose operands are their leaves, is proven at once: every legal cut is run on these shapes. ``run(*operands)`` is what a worker runs on its blocks where that is not the target itself.
+    description, whose operands are their leaves, is proven at once: every legal cut is run on these shapes. ``run(*operands)``
+    is what a worker runs on its blocks where that is not the target itself.
 
     Differentiation puts the forward and the backward function in place of a ``custom_vjp`` function: register those too, as
     ``jit`` functions.

@@ -32,9 +32,13 @@ class _Cut:
     strategy: Strategy
 
 
-def runs_apart(primitive: str) -> bool:
-    """Whether an op is a call that each device makes on its own share: those that go by a name."""
-    return ":" in primitive
+def runs_apart(primitive: str, description: Description | None) -> bool:
+    """Whether each device makes this call on its own share.
+
+    Those that go by a name, and those with loops that run inside an opaque function (a transform, a factorisation): for many
+    of these XLA would gather the whole operand.
+    """
+    return ":" in primitive or (description is not None and any(loop.whole for loop in description.loops))
 
 
 def share(description: Description, loops: Sequence[int], mesh: Mesh, reduce: Reduce) -> Callable[..., tuple[Any, ...]] | None:

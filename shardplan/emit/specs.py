@@ -172,7 +172,10 @@ class SpecsEmitter:
                 inputs.append(found)
             else:
                 inputs.append(self.operand(frame, node, use, slot, i))
-        outputs = self.shared(node, use, inputs) if use is not None and runs_apart(op.primitive) else self.bind(op, inputs)
+        if use is not None and runs_apart(op.primitive, node.signature.description):
+            outputs = self.shared(node, use, inputs)
+        else:
+            outputs = self.bind(op, inputs)
         for r, (t, value) in enumerate(zip(op.outputs, outputs, strict=True)):
             if use is not None and not (self.drop is not None and self.drop(node)):
                 value = self.result(use, r, value)

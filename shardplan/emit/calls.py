@@ -18,7 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 from shardplan.errors import DescriptionError
 from shardplan.ir import Partial, Reducer, Split
 from shardplan.tdl import Call, Description, Strategy, cut, describe
-from shardplan.tdl.localize import evaluate, localize
+from shardplan.tdl.localize import evaluate, is_registered, localize
 
 Reduce = Callable[[Any, Reducer, tuple[str, ...]], Any]
 
@@ -35,10 +35,12 @@ class _Cut:
 def runs_apart(primitive: str, description: Description | None) -> bool:
     """Whether each device makes this call on its own share.
 
-    Those that go by a name, and those with loops that run inside an opaque function (a transform, a factorisation): for many
-    of these XLA would gather the whole operand.
+    Those that a user has registered or that go by a name, and those with loops that run inside an opaque function (a transform,
+    a factorisation): for many of these XLA would gather the whole operand.
     """
-    return ":" in primitive or (description is not None and any(loop.whole for loop in description.loops))
+    if ":" in primitive or is_registered(primitive):
+        return True
+    return description is not None and any(loop.whole for loop in description.loops)
 
 
 def share(description: Description, loops: Sequence[int], mesh: Mesh, reduce: Reduce) -> Callable[..., tuple[Any, ...]] | None:
@@ -55,7 +57,10 @@ def share(description: Description, loops: Sequence[int], mesh: Mesh, reduce: Re
         results = _run(call, made, operands)
         small = [tuple(s) for s in _local_shapes(call, made)]
         if [x.shape for x in results] != small:
-            raise DescriptionError(f"{call.primitive} on a block gives {[x.shape for x in results]}, described are {small}")
+            got = [x.shape for x in results]
+            raise DescriptionError(
+                f"{call.primitive} on a block gives results of {got}, described are {small}; mend it or its run="
+            )
         return tuple(_reduced(x, r, made, reduce) for r, x in enumerate(results))
 
     ins = tuple(_spec(len(s), [(c.strategy.operands[i], c.axes) for c in made]) for i, s in enumerate(call.operands))

@@ -173,6 +173,9 @@ def _read(call: Call, function: RuleFunction) -> Description:
     with lang.Recorder() as recorder:
         made = function(call, *operands)
         lambdas = cast("tuple[Lambda, ...]", made if isinstance(made, tuple) else (made,))
+        for body in lambdas:
+            if not callable(body):
+                raise DescriptionError(f"{call.primitive}: a description returns a lambda for each result", expression=repr(body))
         if len(lambdas) != len(call.results):
             raise MisfitError(f"{call.primitive} has {len(call.results)} results, described are {len(lambdas)}")
         results: list[tuple[int, ...]] = []
@@ -180,7 +183,7 @@ def _read(call: Call, function: RuleFunction) -> Description:
         for body, shape in zip(lambdas, call.results, strict=True):
             dims = _parallel(recorder, call, body, shape)
             results.append(dims)
-            trees.append(lang.scalar(body(*(Loop(Affine(((i, 1),))) for i in dims))))
+            trees.append(_element(call, body, dims))
     accesses = _accesses(trees)
     _check(call, accesses)
     extents = _extents(recorder, call, accesses)
@@ -194,6 +197,14 @@ def _read(call: Call, function: RuleFunction) -> Description:
     plain = all(k is None for k in recorder.kinds) and len(set(results)) == 1 and not whole
     elementwise = plain and all(_identity(ix, call.operands[o], results[0]) for o, ix in accesses)
     return Description(call, loops, tuple(results), accesses, tuple(trees), monomials, elementwise)
+
+
+def _element(call: Call, body: Lambda, dims: tuple[int, ...]) -> lang.Scalar:
+    try:
+        return lang.scalar(body(*(Loop(Affine(((i, 1),))) for i in dims)))
+    except TypeError as error:
+        says = "an element is built with + - * / and tdl's own functions (tdl.apply('exp', x) names any other)"
+        raise DescriptionError(f"{call.primitive}: {says}", expression=str(error).partition("\n")[0]) from error
 
 
 def _parallel(recorder: lang.Recorder, call: Call, body: Lambda, shape: tuple[int, ...]) -> tuple[int, ...]:

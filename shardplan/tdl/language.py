@@ -52,6 +52,27 @@ class Scalar:
     def __truediv__(self, other: object) -> Scalar:
         return Apply("div", (self, scalar(other)))
 
+    def __rtruediv__(self, other: object) -> Scalar:
+        return Apply("div", (scalar(other), self))
+
+    def __pow__(self, other: object) -> Scalar:
+        return apply("pow", self, other)
+
+    def __abs__(self) -> Scalar:
+        return apply("abs", self)
+
+    def __lt__(self, other: object) -> Scalar:
+        return apply("lt", self, other)
+
+    def __le__(self, other: object) -> Scalar:
+        return apply("le", self, other)
+
+    def __gt__(self, other: object) -> Scalar:
+        return apply("gt", self, other)
+
+    def __ge__(self, other: object) -> Scalar:
+        return apply("ge", self, other)
+
 
 @dataclass(frozen=True, slots=True)
 class Number(Scalar):

@@ -71,13 +71,35 @@ def evaluate(call: Call, operands: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(out) if isinstance(out, list | tuple) else (out,)
 
 
-def run_as(primitive: str, function: Callable[..., Any]) -> None:
-    """From now on ``function(*operands)`` evaluates this primitive."""
+HALO = "@halo"
+"""Ends the name of a registered call that runs on blocks with their halo."""
 
+
+def run_as(primitive: str, function: Callable[..., Any], *, beyond: Callable[..., Any] | None = None) -> None:
+    """From now on ``function(*operands, **params)`` evaluates this primitive, and ``beyond`` does on blocks with a halo."""
+    _OWN[primitive] = _evaluator(function)
+    _OWN[f"{primitive}{HALO}"] = _evaluator(beyond or function)
+    _LOCAL.setdefault(primitive, _named_halo)
+    _REGISTERED.add(primitive)
+
+
+def is_registered(primitive: str) -> bool:
+    """Whether a user has said how this primitive is run."""
+    return primitive in _REGISTERED
+
+
+def _evaluator(function: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
     def own(call: Call, *operands: Any) -> tuple[Any, ...]:
-        return tuple(jax.tree.leaves(function(*operands)))
+        params = {} if ":" in call.primitive else call.params
+        return tuple(jax.tree.leaves(function(*operands, **params)))
 
-    _OWN[primitive] = own
+    return own
+
+
+def _named_halo(call: Call, local: Local) -> Local:
+    if not local.strategy.has_halo:
+        return local
+    return replace(local, call=replace(local.call, primitive=f"{call.primitive}{HALO}"))
 
 
 def edge_value(edge: Edge, dtype: Any, operands: Sequence[Any]) -> Any:
@@ -98,6 +120,7 @@ def edge_value(edge: Edge, dtype: Any, operands: Sequence[Any]) -> Any:
 
 _LOCAL: dict[str, Callable[[Call, Local], Local]] = {}
 _OWN: dict[str, Callable[..., tuple[Any, ...]]] = {}
+_REGISTERED: set[str] = set()
 
 
 def _local(*primitives: str) -> Callable[[Callable[[Call, Local], Local]], Callable[[Call, Local], Local]]:

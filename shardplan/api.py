@@ -16,7 +16,7 @@ from shardplan.cost import compute
 from shardplan.errors import MemoryLimitError, PinError, ShardplanError
 from shardplan.ir import Factor, spec_text
 from shardplan.mesh import Cluster, factors
-from shardplan.plans import Baseline, Plan
+from shardplan.plans import Plan
 from shardplan.positions import leaves_of, positions
 from shardplan.search import memory
 from shardplan.search.coarsen import FREE, coarsen
@@ -89,7 +89,6 @@ def plan(
         objective=objective,
         lower_bound_s=outcome.bound_s,
         exact=outcome.exact,
-        baselines=_scored(extractor, outcome.baselines, limit),
         trace_s=traced_at - began,
         search_s=time.perf_counter() - traced_at,
         donate_argnums=donated,
@@ -97,7 +96,7 @@ def plan(
         pins=dict(pins or {}),
         time_budget_s=time_budget_s,
         user_mesh=user_mesh,
-        alternatives=outcome.baselines,
+        rivals=outcome.rivals,
     )
 
 
@@ -151,12 +150,6 @@ def _searched(graph: Graph, cluster: Cluster, limits: _Limits) -> tuple[Problem,
             best = (problem, outcome)
     assert best is not None
     return best
-
-
-def _scored(extractor: Extractor, baselines: Sequence[Solution], limit: int) -> tuple[Baseline, ...]:
-    return tuple(
-        Baseline(s.name, s.seconds, extractor.decide(s).communication_bytes, s.peak_bytes, s.fits(limit)) for s in baselines
-    )
 
 
 def _silent(_what: str, _part: float) -> None:

@@ -143,15 +143,16 @@ def _relative(path: Sequence[Any], strip: int) -> tuple[str, ...]:
 
 
 class _Source:
-    """A source line that is looked up when it is shown."""
+    """A source line that is looked up when it is shown; where JAX knows none, that of the call around it."""
 
-    __slots__ = ("eqn",)
+    __slots__ = ("caller", "eqn")
 
-    def __init__(self, eqn: Any) -> None:
-        self.eqn = eqn
+    def __init__(self, eqn: Any, caller: _Source | None) -> None:
+        self.eqn, self.caller = eqn, caller
 
     def __str__(self) -> str:
-        return _jax.source_line(self.eqn)
+        line = _jax.source_line(self.eqn)
+        return line if line != "?" or self.caller is None else str(self.caller)
 
 
 class _Builder:
@@ -198,14 +199,19 @@ class _Builder:
             return Constant(value, cast(Any, atom.aval).dtype.name)
         return env[atom]
 
-    def run(self, jaxpr: Any, env: dict[Any, Operand], scope: str) -> None:
+    def run(self, jaxpr: Any, env: dict[Any, Operand], scope: str, caller: _Source | None = None) -> None:
         for eqn in jaxpr.eqns:
             name = eqn.primitive.name
             inputs = tuple(self.read(env, a) for a in eqn.invars)
             named = named_call(name, eqn.params)
             key = _CALLS.get(name)
             if named is None and key is not None and key in eqn.params:
-                self.inline(eqn, eqn.params[key], inputs, env, scope)
+                self.inline(eqn, eqn.params[key], inputs, env, scope, caller)
+                continue
+            if named is None and name == "custom_linear_solve":  # differentiated already: what is left is its solver
+                lengths, own = eqn.params["const_lengths"], eqn.params["jaxprs"].solve
+                first = lengths.matvec + lengths.vecmat
+                self.inline(eqn, own, inputs[first : first + lengths.solve] + inputs[sum(lengths) :], env, scope, caller)
                 continue
             outputs = []
             for var in eqn.outvars:
@@ -220,7 +226,7 @@ class _Builder:
                     inputs=inputs,
                     outputs=tuple(outputs),
                     params=eqn.params,
-                    source=cast(str, _Source(eqn)),
+                    source=cast(str, _Source(eqn, caller)),
                     scope=f"{scope}/{stack}" if scope and stack else scope or stack,
                     bodies=_bodies(eqn),
                     trips=_trips(eqn),
@@ -228,14 +234,22 @@ class _Builder:
                 )
             )
 
-    def inline(self, eqn: Any, inner: Any, inputs: tuple[Operand, ...], env: dict[Any, Operand], scope: str) -> None:
+    def inline(
+        self,
+        eqn: Any,
+        inner: Any,
+        inputs: tuple[Operand, ...],
+        env: dict[Any, Operand],
+        scope: str,
+        caller: _Source | None,
+    ) -> None:
         consts: Sequence[Any] = ()
         if hasattr(inner, "consts"):
             inner, consts = inner.jaxpr, inner.consts
         below: dict[Any, Operand] = dict(zip(inner.invars, inputs, strict=True))
         self.bind_constants(below, inner, consts)
         stack = str(eqn.source_info.name_stack)
-        self.run(inner, below, f"{scope}/{stack}" if scope and stack else scope or stack)
+        self.run(inner, below, f"{scope}/{stack}" if scope and stack else scope or stack, _Source(eqn, caller))
         for var, atom in zip(eqn.outvars, inner.outvars, strict=True):
             env[var] = self.read(below, atom)
 

@@ -219,3 +219,12 @@ def test_a_step_that_looks_at_values_says_why() -> None:
 
     with pytest.raises(TraceError, match="could not be traced"):
         trace(step, array(4))
+
+
+def test_a_linear_solve_is_its_solver_and_keeps_the_users_line() -> None:
+    def step(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.linalg.solve(a, b)
+
+    program = trace(step, *(jax.ShapeDtypeStruct((8, 8), "float32") for _ in range(2))).program
+    assert "triangular_solve" in {op.primitive for op in program.ops}
+    assert all("test_trace.py" in str(op.source) for op in program.ops)

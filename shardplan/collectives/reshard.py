@@ -27,6 +27,7 @@ from shardplan.collectives.layouts import LayoutSpace, Name
 from shardplan.collectives.ranking import entries, names_of
 from shardplan.collectives.states import Goal
 from shardplan.cost.network import Collective, Network
+from shardplan.cost.wire import WireBytes
 from shardplan.ir import Layout
 
 PADDING = 8
@@ -76,7 +77,7 @@ _Moves = tuple[int, bytes, float, bool]
 class Resharder:
     """Prices and programs of resharding on one network."""
 
-    def __init__(self, network: Network, sizes: Sequence[int]) -> None:
+    def __init__(self, network: Network | WireBytes, sizes: Sequence[int]) -> None:
         self.network = network
         self.sizes = tuple(sizes)
         self._spaces: dict[int, LayoutSpace] = {}
@@ -110,7 +111,8 @@ class Resharder:
             own = self.network.lines(cast(Collective, kind), over)
             steps, programs = [1] * len(own), [""] * len(own)
             lines = [own]
-            if kind == "all_reduce" or (kind == "all_gather" and len(over) > 1):
+            programs_help = kind == "all_reduce" or (kind == "all_gather" and len(over) > 1)
+            if programs_help and isinstance(self.network, Network):
                 found = envelope(self.network, over, cast(Goal, kind))
                 levels = names_of(self.network, entries(self.network, over))
                 lines.append(found.lines)

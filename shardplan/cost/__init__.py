@@ -1,8 +1,10 @@
-"""What things cost: collectives on links (`network`), from which every price of communication comes.
+"""What things cost: collectives on links (`network`), from which every price of communication comes, and ops (`compute`).
 
-The network follows P2, section 5: bandwidths, link sharing, ring and tree algorithms.
+The network follows P2, section 5: bandwidths, link sharing, ring and tree algorithms. `wire` counts bytes in its place, as Tofu
+does.
 """
 
 from .network import Network, wire_bytes
+from .wire import WireBytes
 
-__all__ = ["Network", "wire_bytes"]
+__all__ = ["Network", "WireBytes", "wire_bytes"]

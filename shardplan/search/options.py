@@ -49,9 +49,10 @@ Cuts = tuple[frozenset[int], ...]
 
 
 def limited(rows: Options, cuts: Cuts) -> Options:
-    """Only the strategies that cut as they may (partial sums are handed on as they like); all of them where none does."""
-    keep = [i for i, loops in enumerate(rows.loops) if all(v < -1 or v in may for v, may in zip(loops, cuts, strict=True))]
-    if not keep:
+    """Only the strategies that cut as they may on the most factors; partial sums are handed on as they like."""
+    obeyed = [sum(v < -1 or v in may for v, may in zip(loops, cuts, strict=True)) for loops in rows.loops]
+    keep = [i for i, n in enumerate(obeyed) if n == max(obeyed)]
+    if len(keep) == len(obeyed):
         return rows
     loops = tuple(rows.loops[i] for i in keep)
     return Options(loops, rows.needs[keep], rows.gives[keep], rows.compute_s[keep], rows.halo_s[keep], rows.terms[keep])
@@ -76,8 +77,8 @@ def nbytes(shape: tuple[int, ...], dtype: str) -> int:
     return math.prod(shape) * itemsize(dtype)
 
 
-def options(signature: Signature, resharder: Resharder, device: Device, *, deferred: bool = False) -> Options:
-    """All composite strategies of a signature; ``deferred``, those too that hand partial sums on."""
+def options(signature: Signature, resharder: Resharder, device: Device | None, *, deferred: bool = False) -> Options:
+    """All composite strategies of a signature; ``deferred``, those too that hand partial sums on. No device: no compute."""
     call, description = signature.call, signature.description
     inside = [resharder.space(len(s)) for s in call.operands]
     outside = [resharder.space(len(s)) for s in call.results]
@@ -106,7 +107,7 @@ def options(signature: Signature, resharder: Resharder, device: Device, *, defer
         needs = [space.index[(*dims, ()), partial] for space, (dims, partial) in zip(inside, operands, strict=True)]
         gives = [space.index[(*dims, ()), partial] for space, (dims, partial) in zip(outside, results, strict=True)]
         seconds = 0.0
-        if work.counts:
+        if work.counts and device is not None:
             moved = sum(b * s.local[i] for b, s, i in zip(work.operand_bytes, inside, needs, strict=True))
             moved += sum(b * s.local[i] for b, s, i in zip(work.result_bytes, outside, gives, strict=True))
             part = _part(signature, resharder, assignment)

@@ -28,9 +28,9 @@ class Slot:
 
 
 class Pricer:
-    """Prices of resharding and of ops on one network, remembered."""
+    """Prices of resharding and of ops on one network, remembered; without a device compute costs nothing."""
 
-    def __init__(self, resharder: Resharder, device: Device) -> None:
+    def __init__(self, resharder: Resharder, device: Device | None) -> None:
         self.resharder, self.device = resharder, device
         self._options: dict[tuple[int, Cuts | None, bool], Options] = {}
         self._prices: dict[tuple[tuple[int, ...], int, Domain, bool], NDArray[np.float64]] = {}

@@ -13,12 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.collectives.reshard import Resharder, Step
-from shardplan.cost import Network, compute
+from shardplan.cost import Network, WireBytes, compute
 from shardplan.ir import Factor, Layout, Split
 from shardplan.mesh import Cluster
 from shardplan.search.coarsen import FREE, Coarse
@@ -28,6 +29,9 @@ from shardplan.search.pricing import Domain, Pricer, Slot
 from shardplan.search.tables import Costs, Store, Term, picoseconds
 from shardplan.tdl import cut
 
+Objective = Literal["time", "bytes"]
+"""What a problem adds up: seconds of compute and communication, or bytes on the wire alone (as 1e-12 seconds each)."""
+
 Limits = Mapping[int, Cuts]
 """For some nodes which loops each factor may cut."""
 
@@ -35,13 +39,16 @@ Limits = Mapping[int, Cuts]
 class Problem:
     """A graph on a cluster: its variables' domains and its terms."""
 
-    def __init__(self, graph: Graph, coarse: Coarse, cluster: Cluster, factors: Sequence[Factor]) -> None:
-        self.graph, self.coarse, self.cluster = graph, coarse, cluster
+    def __init__(
+        self, graph: Graph, coarse: Coarse, cluster: Cluster, factors: Sequence[Factor], *, objective: Objective = "time"
+    ) -> None:
+        self.graph, self.coarse, self.cluster, self.objective = graph, coarse, cluster, objective
         self.factors = tuple(factors)
         self.sizes = tuple(f.size for f in factors)
-        self.resharder = Resharder(Network(cluster, self.factors), self.sizes)
+        network = Network(cluster, self.factors) if objective == "time" else WireBytes(self.sizes)
+        self.resharder = Resharder(network, self.sizes)
         self.store = Store()
-        self.pricer = Pricer(self.resharder, cluster.device)
+        self.pricer = Pricer(self.resharder, cluster.device if objective == "time" else None)
         self._terms: dict[tuple[object, ...], tuple[int, int]] = {}
         self._halos: dict[tuple[int, tuple[int, ...]], tuple[Step, ...]] = {}
         self._agreeing: dict[tuple[int, int | None, tuple[int, ...], Domain, bool], Domain] = {}
@@ -212,7 +219,9 @@ class Problem:
                 result.append(self._view(variable.id, domains, (keep_s or {}).get(variable.id, 0.0)))
         return result
 
-    def terms_of(self, v: int, domains: Sequence[Domain], keep_s: Mapping[int, float] | None = None) -> list[Term]:
+    def terms_of(
+        self, v: int, domains: Sequence[Domain], keep_s: Mapping[int, float] | None = None, limits: Limits | None = None
+    ) -> list[Term]:
         """Those of `terms` that variable ``v`` is in."""
         result: list[Term] = []
         if v in self.interior:
@@ -220,7 +229,7 @@ class Problem:
             result.append(self._term(("unary", *costs), (v,), domains, lambda ds: self._interior(costs, ds[0])))
         joins, links, views = self._around.get(v, ((), (), ()))
         for n in joins:
-            result.extend(self._join(self.graph.nodes[n], domains) or ())
+            result.extend(self._join(self.graph.nodes[n], domains, (limits or {}).get(n)) or ())
         for k in links:
             term = self._link(self.graph.links[k], domains)
             result.extend([term] if term is not None else [])
@@ -269,6 +278,8 @@ class Problem:
     @cached_property
     def interior(self) -> Mapping[int, tuple[float, tuple[int, ...]]]:
         """For each variable the seconds of its interior elementwise ops on one device that holds all, and its shape."""
+        if self.objective != "time":
+            return {}
         joined = set(self.coarse.joins)
         outside: set[int] = set(self.graph.inputs) | {o for n in joined for o in self.graph.nodes[n].outputs}
         outside.update(link.target for link in self.graph.links)

@@ -15,7 +15,9 @@ from functools import cached_property
 from shardplan.search import memory
 from shardplan.search.baselines import Restriction, baselines
 from shardplan.search.eliminate import Eliminator, Order, find_order
+from shardplan.search.premise import everything_cut, everything_split
 from shardplan.search.problem import Domain, Limits, Problem
+from shardplan.search.recursion import recurse
 from shardplan.search.tables import BIG
 
 JOINT_ENTRIES = 30_000_000
@@ -56,10 +58,10 @@ class Outcome:
 
 
 class Solver:
-    """Solves one problem again and again: for restrictions, prices and levels."""
+    """Solves one problem again and again: for restrictions, prices and levels. ``limits`` hold where a call gives none."""
 
-    def __init__(self, problem: Problem, live: memory.Liveness) -> None:
-        self.problem, self.live = problem, live
+    def __init__(self, problem: Problem, live: memory.Liveness, limits: Limits | None = None) -> None:
+        self.problem, self.live, self.limits = problem, live, limits
         self.eliminator = Eliminator(problem.store)
         self._orders: dict[tuple[int, ...], Order] = {}
 
@@ -82,6 +84,7 @@ class Solver:
         limits: Limits | None = None,
     ) -> tuple[Solution, float]:
         """(the cheapest assignment in these domains, its cost with prices): cost infinite where none is feasible."""
+        limits = self.limits if limits is None else limits
         keep_s = self._keep_prices(regather, points, price)
         terms = self.problem.terms(domains, keep_s, limits)
         if points:
@@ -103,6 +106,7 @@ class Solver:
         seconds: float | None = None,
     ) -> Solution:
         """A solution from its states: true seconds (those given, where they are known without prices), and its peak."""
+        limits = self.limits if limits is None else limits
         keep = frozenset(v for v in self.problem.backward_views if self.problem.keeps(v, states, keep_s.get(v, 0.0)))
         if seconds is None:
             again = {v: float("inf") for v in self.problem.backward_views if v not in keep}
@@ -154,12 +158,22 @@ def search(
     deadline: float | None,
     observer: Observer,
 ) -> Outcome:
-    """Solves within ``limit`` bytes a device. ``domains`` hold the pins. ``deadline`` is a `time.monotonic` instant."""
-    solver = Solver(problem, memory.liveness(problem, donated))
+    """Solves within ``limit`` bytes a device. ``domains`` hold the pins. ``deadline`` is a `time.monotonic` instant.
+
+    With the objective "bytes" Tofu's premise holds, which the baselines do not share: they seed nothing.
+    """
+    live = memory.liveness(problem, donated)
+    if problem.objective == "bytes":
+        solver = Solver(problem, live, everything_cut(problem))
+        domains = everything_split(problem, domains)
+    else:
+        solver = Solver(problem, live)
     rivals = Rivals(solver)
     joint_fits = len(problem.sizes) <= 2 and solver.order(domains).largest <= JOINT_ENTRIES
 
     def seeds() -> list[Solution]:
+        if problem.objective == "bytes":
+            return []
         observer("baselines", 0.1)
         agreeing = [s for s in rivals.solutions if all(at in d for at, d in zip(s.states, domains, strict=True))]
         return [solver.unlimited(s) for s in agreeing]
@@ -187,28 +201,11 @@ def _best(
     if joint_fits:
         solution, priced = solver.minimum("plan", domains)
         return solution, priced, True
-    recursed = _recurse(solver, domains)
+    recursed = recurse(solver, domains).solution
     found = min([recursed, *seeds], key=lambda s: s.seconds)
     polished = [_polish(solver, domains, s, deadline) for s in dict.fromkeys([recursed, found])]
     best = min(polished, key=lambda s: s.seconds)
     return best, solver.problem.floor_seconds(), False
-
-
-def _recurse(solver: Solver, domains: Sequence[Domain], *, points: Sequence[int] = (), price: float = 0.0) -> Solution:
-    """One level after the other, slowest first: each placed on top of those before, the later ones not yet cut (Tofu, section
-    5.2).
-    """
-    problem = solver.problem
-    states: list[int] | None = None
-    solution: Solution | None = None
-    for f in range(len(problem.sizes)):
-        step = [
-            problem.with_factors(v, None if states is None else states[v], (f,), d, later=True) for v, d in enumerate(domains)
-        ]
-        solution, _ = solver.minimum("recursion", step, points=points, price=price)
-        states = list(solution.states)
-    assert solution is not None
-    return solution
 
 
 def _polish(

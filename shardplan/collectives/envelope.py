@@ -52,8 +52,8 @@ def envelope(network: Network, over: Sequence[int], goal: Goal = "all_reduce") -
     """The best emitted programs of at most five steps over these factors, for any number of bytes; remembered on the network.
 
     Exact for up to three levels. Of a deeper hierarchy it knows the programs that treat neighbouring levels as one, so that
-    three are left; `shardplan.collectives.search` knows them all. Shards of an all-gather may lie in any order: its programs
-    and their times are the same.
+    three are left; `shardplan.collectives.search` knows them all. Shards of a reduce-scatter lie in the order of the levels,
+    those of an all-gather in any: its programs and their times are the same.
 
     >>> from ..mesh import Cluster, factors
     >>> cluster = Cluster.load("gcp-a100:4")

@@ -193,13 +193,11 @@ def test_a_sum_pays_for_the_best_program_of_its_bytes(cluster: str, shape: tuple
         assert price == pytest.approx(best, rel=1e-9) or (price < best and _beyond_the_language(steps, over))
 
 
-@pytest.mark.parametrize("cluster", CLUSTERS)
+@pytest.mark.parametrize("cluster", [c for c in CLUSTERS if c != "8"])
 @pytest.mark.parametrize("goal", ["reduce_scatter", "all_gather"])
 def test_shards_too_are_made_and_gathered_by_the_best_program(cluster: str, goal: Goal) -> None:
     own = resharder(cluster)
     every = tuple(range(len(own.sizes)))
-    if len(every) < 2:
-        pytest.skip("of one factor there is one program")
     shape = (int(np.prod(own.sizes)), 1024)
     space = own.space(2)
     scattered, other = space.of(Layout((every, ()))), space.of(Layout(((), ()), every if goal == "reduce_scatter" else ()))

@@ -17,6 +17,7 @@ from models import gpt, mlp, wresnet
 from shardplan.mesh import Cluster
 from shardplan.search import Problem, memory, solve
 from shardplan.search.baselines import baselines
+from shardplan.search.recursion import recurse
 from shardplan.search.solve import Outcome, Solver
 from tests.search import steps
 
@@ -50,7 +51,7 @@ def test_recursion_and_polish_are_never_worse_than_their_seeds(
     outcome = searched(problem)
     assert not outcome.exact
     solver = Solver(problem, memory.liveness(problem))
-    recursed = solve._recurse(solver, problem.domains)  # pyright: ignore[reportPrivateUsage]
+    recursed = recurse(solver, problem.domains).solution
     assert outcome.best.seconds <= recursed.seconds
     assert outcome.rivals.solutions
     for b in outcome.rivals.solutions:

@@ -23,8 +23,8 @@ from shardplan.search.coarsen import FREE, coarsen
 from shardplan.search.extract import Extractor
 from shardplan.search.graph import Graph, flatten
 from shardplan.search.pins import held_by_pins, pinned_domains
-from shardplan.search.problem import Problem
-from shardplan.search.solve import Observer, Outcome, Solution
+from shardplan.search.problem import Objective, Problem
+from shardplan.search.solve import Observer, Outcome, Solution, in_seconds
 from shardplan.search.solve import search as solve
 from shardplan.trace import trace
 
@@ -51,9 +51,11 @@ def plan(
     count (``"dgx-h100:4"``), a TOML file, a shape (``"2x4"``, of H100s) or a `jax.sharding.Mesh`, whose axes and devices are
     kept: GPUs that a preset knows get its figures, all other devices those of H100s. ``memory_limit`` is in bytes or like
     ``"70GiB"``, by default the device's memory. ``pins`` maps globs of argument paths to the PartitionSpec that they must have,
-    over factor names. ``donate_argnums`` may be negative, as everywhere in Python. ``time_budget_s`` stops the search of three
-    and more levels from improving further. ``replicate`` names primitives without a description that may run whole on every
-    device. ``seed`` is there for searches that draw; none does yet, so it changes nothing.
+    over factor names. ``objective`` "bytes" is Tofu's: the fewest bytes on the wire where every op is cut and every tensor is
+    split that can be (`shardplan.search.premise`); its plan is priced in seconds like any other. ``donate_argnums`` may be
+    negative, as everywhere in Python. ``time_budget_s`` stops the search of three and more levels from improving further.
+    ``replicate`` names primitives without a description that may run whole on every device. ``seed`` is there for searches that
+    draw; none does yet, so it changes nothing.
 
     Raises:
         MemoryLimitError: if no plan fits.
@@ -72,7 +74,8 @@ def plan(
     graph = flatten(traced.program, replicate=replicate)
     for source in graph.unknown_trips:
         _log.warning("the while loop at %s has no known trip count: it is priced as one iteration", source)
-    limits = _Limits(limit, frozenset(leaves_of(traced.in_tree, donated)), wanted, time_budget_s, observer or _silent)
+    measure: Objective = "bytes" if objective == "bytes" else "time"
+    limits = _Limits(limit, frozenset(leaves_of(traced.in_tree, donated)), wanted, time_budget_s, observer or _silent, measure)
     problem, outcome = _searched(graph, loaded, limits)
     if not outcome.best.fits(limit):
         raise _too_small(problem, outcome.smallest or outcome.best, limits)
@@ -101,8 +104,8 @@ def plan(
 
 
 def _check(objective: str, search: str, time_budget_s: float | None) -> None:
-    if objective != "time":
-        raise ShardplanError(f"objective={objective!r} is not there yet: use objective='time'")
+    if objective not in ("time", "bytes"):
+        raise ShardplanError(f"objective={objective!r} is not there: use objective='time', or 'bytes' for Tofu's")
     if search != "auto":
         raise ShardplanError(f"search={search!r} is not there: use search='auto'")
     if time_budget_s is not None and not time_budget_s > 0:
@@ -122,13 +125,14 @@ def _entries(pins: Mapping[str, PartitionSpec]) -> dict[str, tuple[Any, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class _Limits:
-    """What a search is held to: bytes a device, donated leaves, pins as entries, seconds."""
+    """What a search is held to: bytes a device, donated leaves, pins as entries, seconds; and what it makes least."""
 
     memory: int
     donated: frozenset[int]
     pins: Mapping[str, tuple[Any, ...]]
     time_budget_s: float | None
     observer: Observer
+    objective: Objective
 
 
 def _searched(graph: Graph, cluster: Cluster, limits: _Limits) -> tuple[Problem, Outcome]:
@@ -137,7 +141,7 @@ def _searched(graph: Graph, cluster: Cluster, limits: _Limits) -> tuple[Problem,
     deadline = time.monotonic() + limits.time_budget_s if limits.time_budget_s is not None else None
     best: tuple[Problem, Outcome] | None = None
     for over in factor_choices(cluster, graph):
-        problem = Problem(graph, coarse, cluster, over)
+        problem = Problem(graph, coarse, cluster, over, objective=limits.objective)
         outcome = solve(
             problem,
             limit=limits.memory,
@@ -149,7 +153,7 @@ def _searched(graph: Graph, cluster: Cluster, limits: _Limits) -> tuple[Problem,
         if best is None or _better(outcome, best[1], limits.memory):
             best = (problem, outcome)
     assert best is not None
-    return best
+    return best if limits.objective == "time" else in_seconds(*best, limits.donated)
 
 
 def _silent(_what: str, _part: float) -> None:

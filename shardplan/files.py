@@ -21,6 +21,7 @@ from shardplan.plans import FORMAT, Baseline, Plan, auto
 from shardplan.positions import leaves_of
 from shardplan.search import coarsen, flatten, memory
 from shardplan.search.extract import Extractor
+from shardplan.search.premise import everything_cut
 from shardplan.search.problem import Problem
 from shardplan.search.solve import Rivals, Solver
 from shardplan.trace import Traced, trace
@@ -64,7 +65,8 @@ class PlanFile:
         self._check(traced)
         problem = self._problem(traced)
         states = self._states(problem)
-        solver = Solver(problem, memory.liveness(problem, frozenset(leaves_of(traced.in_tree, self.donate_argnums))))
+        live = memory.liveness(problem, frozenset(leaves_of(traced.in_tree, self.donate_argnums)))
+        solver = Solver(problem, live, everything_cut(problem) if self.objective == "bytes" else None)
         again = {v: math.inf for v in problem.backward_views if v not in self.keep}
         solution = solver.rate("plan", states, again, self.regather)
         extractor = Extractor(problem)
@@ -80,7 +82,7 @@ class PlanFile:
             objective=self.objective,
             lower_bound_s=self.lower_bound_s,
             exact=self.exact,
-            rivals=Rivals(solver),
+            rivals=Rivals(Solver(problem, live)),
             scored=self.baselines,
             trace_s=self.trace_s,
             search_s=self.search_s,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from shardplan.cost import compute
@@ -45,13 +45,18 @@ class Restriction:
 
 @dataclass(frozen=True, slots=True)
 class _Recipe:
-    """Batch split over ``data``; optimizer state over ``zero``; all state over ``shard``; matrix weights over ``tensor``."""
+    """Batch split over ``data``; optimizer state over ``zero``; all state over ``shard``; matrix weights over ``tensor``.
+
+    ``sequence``: between the products activations may be split over ``tensor`` along the dims that come with the data, as in
+    Megatron's sequence parallelism.
+    """
 
     name: str
     data: tuple[int, ...] = ()
     zero: tuple[int, ...] = ()
     shard: tuple[int, ...] = ()
     tensor: tuple[int, ...] = ()
+    sequence: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +99,23 @@ def _recipes(sizes: Sequence[int]) -> list[_Recipe]:
     ]
     for i in range(1, len(sizes)):
         slow, fast = every[:i], every[i:]
-        parts = " | ".join("x".join(str(sizes[f]) for f in part) for part in (slow, fast))
-        suffix = "" if len(sizes) == 2 else f" ({parts})"
+        suffix = _parts(sizes, slow, fast)
+        found.append(_Recipe(f"data x FSDP{suffix}", data=every, shard=fast))
         found.append(_Recipe(f"data x tensor parallel{suffix}", data=slow, tensor=fast))
         found.append(_Recipe(f"FSDP x tensor parallel{suffix}", data=slow, shard=slow, tensor=fast))
-    return found
+        for j in range(i + 1, len(sizes)):
+            middle, last = every[i:j], every[j:]
+            name = f"data x FSDP x tensor parallel{_parts(sizes, slow, middle, last)}"
+            found.append(_Recipe(name, data=every[:j], shard=middle, tensor=last))
+    sequenced = [replace(r, name=f"{r.name} + sequence", sequence=True) for r in found if r.tensor]
+    return [*found, *sequenced]
+
+
+def _parts(sizes: Sequence[int], *groups: tuple[int, ...]) -> str:
+    """Which factors each part of a product has, where there is more than one way."""
+    if len(sizes) == len(groups):
+        return ""
+    return f" ({' | '.join('x'.join(str(sizes[f]) for f in part) for part in groups)})"
 
 
 def _make(problem: Problem, habits: _Habits, recipe: _Recipe) -> Restriction | None:
@@ -158,7 +175,7 @@ def _cuts(description: Description, loops: _Loops, recipe: _Recipe, sizes: Seque
         if f in recipe.data:
             return (legal(loops.batch, ways) or frozenset({-1})) if loops.batch else every
         if f in recipe.tensor:
-            return legal(loops.weight, ways) or every - loops.data
+            return legal(loops.weight, ways) or every - (loops.batch if recipe.sequence else loops.data)
         return frozenset({-1})
 
     return tuple(may(f, ways) for f, ways in enumerate(sizes))
@@ -224,7 +241,10 @@ def _rule(problem: Problem, habits: _Habits, recipe: _Recipe, variable: Variable
         return _Rule(data, tensor, weight="matrix" if matrix else "other", side=habits.sides.get(first) if matrix else None)
     examples = habits.examples
     batch = next((examples.batch[t] for t in variable.tensors if examples.batch[t] is not None), None)
-    return _Rule(data, tensor, batch, frozenset[int]().union(*(examples.data[t] for t in variable.tensors)))
+    barred = frozenset[int]().union(*(examples.data[t] for t in variable.tensors))
+    if recipe.sequence:
+        barred &= frozenset({batch})
+    return _Rule(data, tensor, batch, barred)
 
 
 def _keep(problem: Problem, v: int, domain: Domain, wanted: Callable[[Dims], bool]) -> Domain:

@@ -15,6 +15,7 @@ from functools import cached_property
 from shardplan.search import memory
 from shardplan.search.baselines import Restriction, baselines
 from shardplan.search.eliminate import Eliminator, Order, find_order
+from shardplan.search.heuristics import heuristics
 from shardplan.search.premise import everything_cut, everything_split
 from shardplan.search.problem import Domain, Limits, Problem
 from shardplan.search.recursion import recurse
@@ -139,7 +140,7 @@ class Rivals:
     def solutions(self) -> tuple[Solution, ...]:
         """Every baseline that exists, at its best."""
         found: list[Solution] = []
-        for r in baselines(self._solver.problem):
+        for r in (*baselines(self._solver.problem), *heuristics(self._solver.problem)):
             if self._solver.order(r.domains).largest <= JOINT_ENTRIES:
                 solution, priced = self._solver.minimum(r.name, r.domains, regather=r.regather, limits=r.limits)
             else:
@@ -193,6 +194,23 @@ def search(
     chosen = min(fitting, key=lambda s: s.seconds) if fitting else smallest
     observer("done", 1.0)
     return Outcome(replace(chosen, name="plan"), rivals, bound, exact, smallest)
+
+
+def in_seconds(problem: Problem, outcome: Outcome, donated: frozenset[int]) -> tuple[Problem, Outcome]:
+    """What a search for the fewest bytes found, priced in seconds; the baselines are solved for seconds.
+
+    The bound is that of seconds: every op at its fastest, nothing communicated.
+    """
+    timed = Problem(problem.graph, problem.coarse, problem.cluster, problem.factors)
+    live = memory.liveness(timed, donated)
+    solver = Solver(timed, live, everything_cut(timed))
+
+    def priced(s: Solution) -> Solution:
+        return solver.rate(s.name, s.states, {v: float("inf") for v in timed.backward_views if v not in s.keep}, s.regather)
+
+    smallest = priced(outcome.smallest) if outcome.smallest is not None else None
+    found = replace(outcome, best=priced(outcome.best), rivals=Rivals(Solver(timed, live)), smallest=smallest)
+    return timed, replace(found, bound_s=timed.floor_seconds(), exact=False)
 
 
 def _best(

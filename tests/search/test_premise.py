@@ -1,0 +1,166 @@
+"""Tofu's objective: bytes on the wire where everything is split, by recursion over the factors (its section 5 and appendix)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shardplan
+from models import mlp, rnn
+from shardplan.cost.wire import BYTE_S
+from shardplan.mesh import Cluster, factors
+from shardplan.search import Problem, coarsen, flatten, memory
+from shardplan.search.heuristics import heuristics
+from shardplan.search.premise import everything_cut, everything_split
+from shardplan.search.recursion import recurse
+from shardplan.search.solve import Solution, Solver
+from shardplan.trace import trace
+
+TIES = 200
+"""Bytes by which equals are told apart: one for each step of a program."""
+
+
+def solver_of(step: Any, args: Sequence[Any], cluster: str) -> Solver:
+    graph = flatten(trace(step, *args).program)
+    known = Cluster.load(cluster)
+    problem = Problem(graph, coarsen(graph), known, factors(known), objective="bytes")
+    return Solver(problem, memory.liveness(problem), everything_cut(problem))
+
+
+def like(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, "float32")
+
+
+def joint(solver: Solver) -> Solution:
+    problem = solver.problem
+    return solver.minimum("joint", everything_split(problem, problem.domains))[0]
+
+
+def sent(solution: Solution) -> float:
+    return solution.seconds / BYTE_S
+
+
+def test_a_product_on_four_workers_is_partitioned_as_in_figure_6() -> None:
+    """Step 1 by rows fetches half of B for each group, step 2 by columns half of A's rows: a 2 x 2 grid, nothing better."""
+    n = 64
+    solver = solver_of(lambda a, b: a @ b, (like(n, n), like(n, n)), "2x2")
+    problem = solver.problem
+    grid = []
+    for variable in problem.coarse.variables:
+        space = problem.resharder.space(len(variable.shape))
+        grid.append(space.index[((0,), (1,), ()), ()])
+    figure = solver.rate("figure 6", tuple(grid), {}, False)
+    stepped = recurse(solver, problem.domains)
+    assert sent(stepped.solution) == pytest.approx(sent(figure), abs=TIES)
+    half = n * n * 4 / 2
+    assert stepped.added_bytes(problem.sizes) == pytest.approx((2 * half, 4 * half / 2), abs=TIES)
+    assert sent(joint(solver)) == pytest.approx(sent(figure), abs=TIES)
+
+
+chains = st.lists(st.sampled_from([16, 32, 64, 128, 256]), min_size=3, max_size=5)
+
+
+def product(*matrices: jax.Array) -> jax.Array:
+    found = matrices[0]
+    for m in matrices[1:]:
+        found = found @ m
+    return found
+
+
+@settings(max_examples=25, deadline=None)
+@given(chains, st.sampled_from(["2x2", "2x2x2", "4x4"]))
+def test_a_step_of_the_recursion_costs_no_more_than_the_next(sizes: list[int], cluster: str) -> None:
+    """Theorem 4, under its assumptions: equal factors, dims that divide, nothing replicated, no halo."""
+    solver = solver_of(product, [like(a, b) for a, b in zip(sizes, sizes[1:], strict=False)], cluster)
+    added = recurse(solver, solver.problem.domains).added_bytes(solver.problem.sizes)
+    slack = TIES * solver.problem.cluster.size
+    assert all(a <= b + slack for a, b in zip(added, added[1:], strict=False)), added
+
+
+@settings(max_examples=25, deadline=None)
+@given(chains, st.sampled_from(["2x2", "4x4"]))
+def test_the_joint_solve_sends_no_more_than_the_recursion(sizes: list[int], cluster: str) -> None:
+    """Theorem 5 says no less either, for costs that are sums over the steps; a move priced whole over both can be cheaper."""
+    solver = solver_of(product, [like(a, b) for a, b in zip(sizes, sizes[1:], strict=False)], cluster)
+    assert sent(joint(solver)) <= sent(recurse(solver, solver.problem.domains).solution) + TIES
+
+
+@settings(max_examples=25, deadline=None)
+@given(chains, st.data())
+def test_steps_commute(sizes: list[int], data: st.DataObject) -> None:
+    """Theorem 3: two steps of equal size in the other order send as many bytes.
+
+    Each step cuts every product along another loop and splits every tensor along another dim: of blocks within blocks the order
+    is part of the layout.
+    """
+    solver = solver_of(product, [like(a, b) for a, b in zip(sizes, sizes[1:], strict=False)], "2x2")
+    problem = solver.problem
+    space = problem.resharder.space(2)
+    cuts, layouts = {}, []
+    for n in problem.coarse.joins:
+        cuts[n] = data.draw(st.permutations(range(3)))[:2]
+    for _ in problem.coarse.variables:
+        layouts.append(tuple(data.draw(st.permutations([(0,), (1,)]))))
+
+    def total(order: int) -> float:
+        states = tuple(space.index[(*dims[::order], ()), ()] for dims in layouts)
+        limits = {n: tuple(frozenset({v}) for v in loops[::order]) for n, loops in cuts.items()}
+        return sent(solver.rate("", states, {}, False, limits))
+
+    assert total(1) == pytest.approx(total(-1), abs=TIES)
+
+
+def test_under_the_premise_every_tensor_is_stored_once() -> None:
+    step, args = mlp.train_step(batch=64, width=64)
+    plan = shardplan.plan(step, *args, cluster="2x4", objective="bytes")
+    assert plan.objective == "bytes"
+    for spec, leaf in zip(plan.flat_in_specs, jax.tree.leaves(args), strict=True):
+        ways = 1
+        for entry in spec:
+            for axis in () if entry is None else (entry,) if isinstance(entry, str) else entry:
+                ways *= plan.axes[axis]
+        assert ways == 8 or any(n % 8 for n in leaf.shape) or leaf.ndim == 0
+
+
+def test_a_plan_for_bytes_sends_no_more_than_one_for_seconds_that_splits_all() -> None:
+    step, args = rnn.train_step(layers=2, hidden=64, steps=4, batch=32)
+    few = shardplan.plan(step, *args, cluster="8", objective="bytes")
+    rivals = {b.name: b.communication_bytes for b in few.baselines}
+    for name in ("AllRow-Greedy", "Spartan", "EqualChop", "ICML18"):
+        assert few.communication_bytes <= rivals[name] * (1 + 1e-6), name
+
+
+def test_equal_chop_splits_one_dim_and_all_row_the_first_that_divides() -> None:
+    solver = solver_of(product, [like(64, 32), like(32, 64)], "2x2")
+    problem = solver.problem
+    found = {r.name: r for r in heuristics(problem)}
+
+    def dims(name: str) -> list[set[tuple[bool, ...]]]:
+        spaces = [problem.resharder.space(len(v.shape)) for v in problem.coarse.variables]
+        domains = found[name].domains
+        return [
+            {tuple(bool(fs) for fs in space.states[s][0][:-1]) for s in domain}
+            for space, domain in zip(spaces, domains, strict=True)
+        ]
+
+    assert dims("AllRow-Greedy") == [{(True, False)}] * 3
+    assert dims("EqualChop") == [{(True, False), (False, True)}] * 3
+    assert all(len(domain) == 1 for domain in found["Spartan"].domains)
+
+
+def test_icml18_never_leaves_a_sum_to_reduce() -> None:
+    solver = solver_of(lambda x, w: jnp.sin(x @ w), (like(8, 4096), like(4096, 8)), "2x2")
+    problem = solver.problem
+    (contraction,) = (n for n in problem.coarse.joins if problem.graph.nodes[n].signature.call.primitive == "dot_general")
+    description = problem.graph.nodes[contraction].signature.description
+    assert description is not None
+    sums = {v for v, info in enumerate(description.loops) if info.reducer is not None}
+    by_name = {r.name: r.limits[contraction] for r in heuristics(problem)}
+    assert all(not sums & may for may in by_name["ICML18"])
+    assert all(sums & may for may in by_name["EqualChop"])

@@ -17,7 +17,7 @@ from shardplan.errors import UndescribedPrimitiveError
 from shardplan.ir import Op, Program, Tensor
 from shardplan.tdl import Call, Description, describe
 from shardplan.tdl.describe import runs_apart
-from shardplan.tdl.host import HOST
+from shardplan.tdl.special import HOST, UNBATCHED
 
 Where = tuple[tuple[int, int], ...]
 """The way to a body: (op id, body index) pairs from the outermost program inwards."""
@@ -33,8 +33,13 @@ class Signature:
 
     @property
     def apart(self) -> bool:
-        """Whether each device makes this call on its own share, its terms added up at once."""
+        """Whether each device makes this call on its own share."""
         return runs_apart(self.call.primitive, self.description)
+
+    @property
+    def defers(self) -> bool:
+        """Whether terms of this op's sums may stay apart."""
+        return not self.apart and self.call.primitive not in UNBATCHED
 
     @property
     def elementwise(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -77,17 +78,17 @@ def product(*matrices: jax.Array) -> jax.Array:
 @given(chains, st.sampled_from(["2x2", "2x2x2", "4x4"]))
 def test_a_step_of_the_recursion_costs_no_more_than_the_next(sizes: list[int], cluster: str) -> None:
     """Theorem 4, under its assumptions: equal factors, dims that divide, nothing replicated, no halo."""
-    solver = solver_of(product, [like(a, b) for a, b in zip(sizes, sizes[1:], strict=False)], cluster)
+    solver = solver_of(product, [like(a, b) for a, b in itertools.pairwise(sizes)], cluster)
     added = recurse(solver, solver.problem.domains).added_bytes(solver.problem.sizes)
     slack = TIES * solver.problem.cluster.size
-    assert all(a <= b + slack for a, b in zip(added, added[1:], strict=False)), added
+    assert all(a <= b + slack for a, b in itertools.pairwise(added)), added
 
 
 @settings(max_examples=25, deadline=None)
 @given(chains, st.sampled_from(["2x2", "4x4"]))
 def test_the_joint_solve_sends_no_more_than_the_recursion(sizes: list[int], cluster: str) -> None:
     """Theorem 5 says no less either, for costs that are sums over the steps; a move priced whole over both can be cheaper."""
-    solver = solver_of(product, [like(a, b) for a, b in zip(sizes, sizes[1:], strict=False)], cluster)
+    solver = solver_of(product, [like(a, b) for a, b in itertools.pairwise(sizes)], cluster)
     assert sent(joint(solver)) <= sent(recurse(solver, solver.problem.domains).solution) + TIES
 
 
@@ -99,7 +100,7 @@ def test_steps_commute(sizes: list[int], data: st.DataObject) -> None:
     Each step cuts every product along another loop and splits every tensor along another dim: of blocks within blocks the order
     is part of the layout.
     """
-    solver = solver_of(product, [like(a, b) for a, b in zip(sizes, sizes[1:], strict=False)], "2x2")
+    solver = solver_of(product, [like(a, b) for a, b in itertools.pairwise(sizes)], "2x2")
     problem = solver.problem
     space = problem.resharder.space(2)
     cuts, layouts = {}, []

@@ -65,17 +65,14 @@ def plan(
     donated = positions(donate_argnums, len(args), "donate_argnums")
     loaded, user_mesh = resolve_cluster(cluster)
     limit = parse_bytes(memory_limit) if memory_limit is not None else loaded.device.memory_bytes
-    wanted = _entries(pins or {})
     began = time.perf_counter()
     traced = trace(step, *args, donate_argnums=donated)
     traced_at = time.perf_counter()
     graph = flatten(traced.program, replicate=replicate)
-    for source in graph.unknown_trips:
-        _log.warning("the while loop at %s has no known trip count: it is priced as one iteration", source)
-    limits = _Limits(limit, frozenset(leaves_of(traced.in_tree, donated)), wanted, time_budget_s, observer or _silent)
+    _warn(graph)
+    leaves = frozenset(leaves_of(traced.in_tree, donated))
+    limits = _Limits(limit, leaves, _entries(pins or {}), time_budget_s, observer or _silent)
     problem, outcome = _searched(graph, loaded, limits)
-    if not outcome.best.fits(limit):
-        raise _too_small(problem, outcome.smallest or outcome.best, limits)
     extractor = Extractor(problem)
     return Plan(
         cluster=loaded,
@@ -99,6 +96,11 @@ def plan(
         user_mesh=user_mesh,
         alternatives=outcome.baselines,
     )
+
+
+def _warn(graph: Graph) -> None:
+    for source in graph.unknown_trips:
+        _log.warning("the while loop at %s has no known trip count: it is priced as one iteration", source)
 
 
 def _check(objective: str, search: str, time_budget_s: float | None) -> None:
@@ -133,7 +135,7 @@ class _Limits:
 
 
 def _searched(graph: Graph, cluster: Cluster, limits: _Limits) -> tuple[Problem, Outcome]:
-    """The best outcome over all factorings that are worth a try, with its problem."""
+    """The best outcome over all factorings that are worth a try, with its problem; raises where it does not fit."""
     coarse = coarsen(graph)
     deadline = time.monotonic() + limits.time_budget_s if limits.time_budget_s is not None else None
     best: tuple[Problem, Outcome] | None = None
@@ -150,6 +152,9 @@ def _searched(graph: Graph, cluster: Cluster, limits: _Limits) -> tuple[Problem,
         if best is None or _better(outcome, best[1], limits.memory):
             best = (problem, outcome)
     assert best is not None
+    problem, outcome = best
+    if not outcome.best.fits(limits.memory):
+        raise _too_small(problem, outcome.smallest or outcome.best, limits)
     return best
 
 

@@ -16,9 +16,7 @@ from jax.extend.core import Primitive
 
 
 def source_line(eqn: Any) -> str:
-    """``file:line (function)`` of the user's code behind an equation, installed libraries left out; ``?`` if JAX stops saying
-    so.
-    """
+    """``file:line (function)`` of the user's code behind an equation, libraries left out; ``?`` if JAX stops saying so."""
     try:
         from jax._src import source_info_util
     except ImportError:  # the module moved: only messages lose their line
@@ -116,9 +114,7 @@ def programs_compiled() -> int:
 
 
 def linalg() -> Any:
-    """The module with the factorisations that ``jax.lax.linalg`` does not hand on (geqrf, geqp3, ormqr): proof cases bind
-    them.
-    """
+    """The module with the factorisations that ``jax.lax.linalg`` does not hand on, for proof cases: geqrf, geqp3, ormqr."""
     return importlib.import_module("jax._src.lax.linalg")
 
 

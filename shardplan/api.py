@@ -71,7 +71,7 @@ def plan(
     graph = flatten(traced.program, replicate=replicate)
     _warn(graph)
     leaves = frozenset(leaves_of(traced.in_tree, donated))
-    limits = _Limits(limit, leaves, _entries(pins or {}), time_budget_s, observer or _silent)
+    limits = _Limits(limit, leaves, _entries(pins or {}), time_budget_s, observer or (lambda _what, _part: None))
     problem, outcome = _searched(graph, loaded, limits)
     extractor = Extractor(problem)
     return Plan(
@@ -162,10 +162,6 @@ def _scored(extractor: Extractor, baselines: Sequence[Solution], limit: int) -> 
     return tuple(
         Baseline(s.name, s.seconds, extractor.decide(s).communication_bytes, s.peak_bytes, s.fits(limit)) for s in baselines
     )
-
-
-def _silent(_what: str, _part: float) -> None:
-    return None
 
 
 def _better(a: Outcome, b: Outcome, limit: int) -> bool:

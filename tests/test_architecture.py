@@ -293,12 +293,12 @@ NOT_FROZEN = {
     "emit.hlo_text.Computation": "works out its index at first use",
     "emit.hlo_text.Module": "works out its index at first use",
     "emit.specs._Frame": "the values of a program while it is evaluated",
-    "mesh.topology.Tier": "works out its links at first use",
-    "mesh.topology.Topology": "works out its graph at first use",
+    "mesh.topology.Tier": "made by a topology alone",
+    "mesh.topology.Topology": "works out sizes at first use",
     "search.eliminate.Eliminator": "keeps eliminations of interned tables",
     "search.extract.Extractor": "keeps programs that were looked up",
     "search.tables.Store": "interns tables",
-    "tdl.proof.indexing._Lookup": "works out its description at first use",
+    "tdl.proof.indexing._Lookup": "lives inside one proof case",
 }
 # Functions of more than 50 lines, docstring left out, each with why it is one function.
 LONG = {

@@ -81,7 +81,8 @@ def _param(value: Any) -> str:
 
 
 def _same_constants(a: Program, b: Program) -> bool:
-    if not all(_same(x, y) for (_, x), (_, y) in zip(a.constants, b.constants, strict=True)):
+    pairs = list(zip(a.constants, b.constants, strict=False))
+    if len(a.constants) != len(b.constants) or not all(_same(x, y) for (_, x), (_, y) in pairs):
         return False
     bodies = ((p, q) for one, other in zip(a.ops, b.ops, strict=True) for p, q in zip(one.bodies, other.bodies, strict=True))
     return all(_same_constants(p, q) for p, q in bodies)

@@ -52,7 +52,6 @@ def test_state_comes_out_as_it_goes_in(planned: tuple[shardplan.Plan, Any, Any])
 
 def test_the_figures_of_a_plan_agree(planned: tuple[shardplan.Plan, Any, Any]) -> None:
     plan, _, _ = planned
-    assert plan.step_time_s == pytest.approx(plan.compute_s + plan.communication_s, rel=1e-4)
     assert plan.communication_bytes == pytest.approx(sum(c.wire_bytes * c.times for c in plan.collectives))
     assert 0 < plan.lower_bound_s <= plan.step_time_s * (1 + 1e-9)
     assert 0 < plan.peak_bytes <= plan.memory_limit

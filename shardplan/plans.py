@@ -40,6 +40,8 @@ class Collective:
 
     ``bytes`` are of its operand on one device (of the result for an all-gather), ``wire_bytes`` what a device sends in the ring
     convention, ``seconds`` what the model of the network says: all three of one execution. ``source`` is the user's line.
+    ``program`` is the reduction program whose time ``seconds`` is, in P2's words over the cluster's levels; empty where that is
+    the collective itself.
     """
 
     kind: str
@@ -50,6 +52,7 @@ class Collective:
     seconds: float
     tensor: str
     source: str
+    program: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +280,7 @@ class Plan:
                 i.step.seconds,
                 paths.get(i.tensor, f"value {i.tensor}"),
                 str(i.source),
+                i.step.program,
             )
             for i in self.decisions.issued
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from jax.sharding import PartitionSpec
 import shardplan
 from models import mlp
 from shardplan.api import parse_bytes
+from shardplan.mesh import Cluster, Matrix, coordinates
 from shardplan.report.text import plan_text
 
 P = PartitionSpec
@@ -70,6 +72,45 @@ def test_the_mesh_has_the_plans_axes(planned: tuple[shardplan.Plan, Any, Any], d
     assert dict(mesh.shape) == plan.axes
     with pytest.raises(shardplan.DeviceError, match="8"):
         plan.mesh(devices[:6])
+
+
+def test_the_specs_carry_the_matrix_onto_the_devices() -> None:
+    """Two interconnects, three levels, one of them split: every device holds the block that its place in the cluster says."""
+    ring = Cluster.load("gcp-v100:2")
+    node, gpu = ring.levels
+    assert gpu.also is not None
+    levels = (replace(node, name="rack"), node, replace(gpu, size=4, also=replace(gpu.also, domain=2)))
+    slow = replace(ring.device, flops_per_s={"float32": 1e6}, launch_s=0.0)  # so that a small step is worth splitting
+    cluster = Cluster("racks", levels, slow)
+
+    def step(w: Any, x: jax.Array) -> jax.Array:
+        return jnp.tanh(x @ w["up"]) @ w["down"]
+
+    # four parts do not divide these dims, and padding them would waste too much: a level of four has to be split
+    weights = {"up": jax.ShapeDtypeStruct((14, 10), jnp.float32), "down": jax.ShapeDtypeStruct((10, 14), jnp.float32)}
+    x = jax.ShapeDtypeStruct((14, 14), jnp.float32)
+    plan = shardplan.plan(step, weights, x, cluster=cluster)
+    assert tuple(plan.axes) == ("rack", "node", "gpu0", "gpu1")
+    matrix = Matrix(tuple(map(tuple, plan.matrix["factors"])))
+    matrix.check(cluster, tuple(plan.axes.values()))
+    mesh = plan.mesh(jax.devices())
+    assert [d.id for d in mesh.devices.ravel()] == cluster.device_order(matrix).ravel().tolist()
+
+    at = coordinates(cluster, plan.factors)  # of device i
+    place = {name: i for i, name in enumerate(plan.axes)}
+    used: set[str] = set()
+    for spec, leaf in zip(plan.flat_in_specs, jax.tree.leaves((weights, x)), strict=True):
+        for device, index in jax.NamedSharding(mesh, spec).devices_indices_map(leaf.shape).items():
+            for dim, (n, rows) in enumerate(zip(leaf.shape, index, strict=True)):
+                entry = spec[dim] if dim < len(spec) else None
+                axes = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+                used |= set(axes)
+                block = 0
+                for axis in axes:
+                    block = block * plan.axes[axis] + int(at[device.id, place[axis]])
+                ways = int(np.prod([plan.axes[a] for a in axes], initial=1))
+                assert rows.indices(n)[:2] == (block * n // ways, (block + 1) * n // ways)
+    assert used & {"gpu0", "gpu1"}
 
 
 def test_a_step_runs_as_planned_and_its_state_comes_back_as_it_went_in(devices: list[Any]) -> None:

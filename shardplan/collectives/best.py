@@ -17,29 +17,27 @@ import numpy as np
 
 from ..cost.network import Algorithm, Network
 from .dsl import Instruction, Reduction, groups, instructions
-from .ranking import Entries, Table, entries, held_after, shape_of, step_lines, table
+from .envelope import DEEPEST_GRAPH, envelope
+from .ranking import Entries, entries, held_after, shape_of, step_lines
 from .states import Context, Goal
 from .synthesis import Order, Walks, shared_walks
 
 # bound on the whole, a ticket against ties, spent, context, parts held, steps
 Node = tuple[float, int, float, Context, tuple[float, ...], tuple[Instruction, ...]]
-DEEPEST_TABLE = 3  # hierarchies of up to so many levels are enumerated once; deeper ones are searched for each size
 
 
 def best_reduction(network: Network, over: Sequence[int], nbytes: float) -> tuple[float, Reduction]:
     """The seconds of the best all-reduce program over these factors as it is emitted, and the program.
 
-    Never slower than ``network.seconds("all_reduce", over, nbytes)``, which is the program of one AllReduce.
+    Of at most five steps over up to three levels, of any length over more. Never slower than
+    ``network.seconds("all_reduce", over, nbytes)``, which is the program of one AllReduce.
     """
-    key = ("best_reduction", frozenset(over))
+    if len(entries(network, over)) <= DEEPEST_GRAPH:
+        return envelope(network, over).best(nbytes)
+    key = ("best_reduction", frozenset(over), nbytes)
     if key not in network.memo:
-        levels = entries(network, over)
-        network.memo[key] = (table(network, over, algorithm="emitted") if len(levels) <= DEEPEST_TABLE else None, {})
-    known: tuple[Table | None, dict[float, tuple[float, Reduction]]] = network.memo[key]
-    priced, found = known
-    if nbytes not in found:
-        found[nbytes] = priced.best(nbytes) if priced else search(network, over, nbytes, algorithm="emitted")
-    return found[nbytes]
+        network.memo[key] = search(network, over, nbytes, algorithm="emitted")
+    return network.memo[key]
 
 
 def search(

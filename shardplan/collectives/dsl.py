@@ -26,6 +26,7 @@ from ..errors import ReductionError, nearest
 from .states import COLLECTIVES, Clash, Collective, Context, Goal, Space
 
 Shape = tuple[int, ...]
+_REMEDY = "`shardplan reduce` lists the programs that are right"
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,15 +174,15 @@ def replay(
         if isinstance(after, Refusal):
             group, clash = among[after.group], after.clash
             states = [space.show(contexts[-1][d]) for d in group]
-            clashing = "; ".join(f"device {group[m]} has {states[m]}" for m in clash.members[:4])
-            message = f"{what}: among devices {list(group)}, {clash.reason} ({clashing})"
+            clashing = "; ".join(f"device {group[m]} has {brief(states[m])}" for m in clash.members[:4])
+            message = f"{what}: among devices {list(group)}, {clash.reason} ({clashing}); {_REMEDY}"
             raise ReductionError(message, step=number, devices=group, states=states)
         contexts.append(after)
     short = [d for d, (have, want) in enumerate(zip(contexts[-1], space.target(goal, order), strict=True)) if have != want]
     if short:
         d = short[0]
         raise ReductionError(
-            f"the program ends short of its goal, {goal}: device {d} has {space.show(contexts[-1][d])}",
+            f"the program ends short of its goal, {goal}: device {d} has {brief(space.show(contexts[-1][d]))}; {_REMEDY}",
             step=len(program.steps),
             devices=short,
             states=[space.show(contexts[-1][d]) for d in short],
@@ -189,7 +190,26 @@ def replay(
     return tuple(contexts)
 
 
+def brief(state: str) -> str:
+    """A state as `Space.show` writes it, rows that repeat counted.
+
+    >>> brief("1100/1100/0000/0011")
+    '2 x 1100/0000/0011'
+    """
+    runs = [(row, len(list(same))) for row, same in itertools.groupby(state.split("/"))]
+    return "/".join(f"{n} x {row}" if n > 1 else row for row, n in runs)
+
+
 _INSTRUCTION = re.compile(r"\(\s*([^\s,()]+)\s*,\s*(InsideGroup|(?:Parallel|Master)\(\s*([^\s,()]+)\s*\))\s*,\s*(\w+)\s*\)")
+
+
+def shortened(text: str) -> str:
+    """The collectives alone of a program's text.
+
+    >>> shortened("(gpu, InsideGroup, Reduce) (gpu, InsideGroup, Broadcast)")
+    'Reduce-Broadcast'
+    """
+    return "-".join(match[4] for match in _INSTRUCTION.finditer(text))
 
 
 def parse(text: str, names: Sequence[str]) -> Reduction:

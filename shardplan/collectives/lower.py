@@ -50,13 +50,19 @@ def all_reduce(
     cuts the data into so many pieces that go through the program one behind another. Pass ``check_vma=False`` to the
     `shard_map`: JAX cannot infer that the result is the same along ``over``.
 
-    Raises `ReductionError` where the program does not compute the sum or an axis is not there.
+    Raises `ReductionError` where the program does not compute the sum, an axis is not there, or no `shard_map` runs over it, and
+    `ClusterError` where the mesh does not lie on the cluster's levels.
     """
     axes = (over,) if isinstance(over, str) else tuple(over)
+    if not isinstance(mesh, Mesh):  # pyright: ignore[reportUnnecessaryIsInstance]
+        kind = type(mesh).__name__
+        raise ReductionError(f"the mesh has to be the jax.sharding.Mesh of the shard_map, with its devices, not an {kind}")
     laying, network, factors = lay(mesh, axes, cluster)
     names = names_of(network, entries(network, factors))
+    _check_inside(laying.axes)
 
     def one(leaf: Any) -> Any:
+        leaf = jnp.asarray(leaf)
         nbytes = leaf.size * leaf.dtype.itemsize
         chosen = program
         if isinstance(chosen, str):
@@ -67,6 +73,17 @@ def all_reduce(
         return run(leaf, chosen, laying, chunks=chunks)
 
     return jax.tree.map(one, x)
+
+
+def _check_inside(axes: Sequence[str]) -> None:
+    for axis in axes:
+        try:
+            lax.axis_size(axis)
+        except NameError as error:
+            raise ReductionError(
+                f"all_reduce over {axis!r} outside of a shard_map over it: call it in the function given to "
+                "jax.shard_map(..., mesh=mesh, check_vma=False)"
+            ) from error
 
 
 @lru_cache(maxsize=128)
@@ -90,10 +107,10 @@ def lay(mesh: Mesh, over: tuple[str, ...], cluster: str | Cluster | None = None)
 
 def run(x: Array, program: Reduction, laying: Laying, *, chunks: int = 1) -> Array:
     """``x`` summed by a program over a laying's axes, on each device of a `shard_map`; any shape, padded inside."""
-    if x.size == 0:
-        return x
     if x.dtype == jnp.bool_:
         return run(x.astype(jnp.int32), program, laying, chunks=chunks)  # as psum counts booleans
+    if x.size == 0:
+        return x
     shape = laying.shape
     divisor = smallest_part(program, shape)
     if divisor == 1 and chunks == 1:

@@ -41,15 +41,26 @@ def place(
     flat = best = 0.0
     programs: list[Reduction] = []
     for request in requests:
-        for axis in request.over:
-            if not 0 <= axis < len(axes):
-                raise ClusterError(f"no axis {axis} to reduce over: there are {len(axes)}, counted from 0")
+        check_over(request.over, len(axes))
         over = tuple(i for axis in request.over for i in axes[axis])
         seconds, program = table(network, over, algorithm=algorithm, max_size=max_size).best(request.nbytes)
         flat += request.weight * float(network.seconds("all_reduce", over, request.nbytes, algorithm=algorithm))
         best += request.weight * seconds
         programs.append(program)
     return Placed(matrix, flat, best, tuple(programs))
+
+
+def check_over(over: Sequence[int], axes: int) -> None:
+    """Refuse axes to reduce over that are not there, or named twice, or none at all."""
+    for axis in over:
+        if not 0 <= axis < axes:
+            raise ClusterError(f"no axis {axis} to reduce over: there are {axes}, counted from 0")
+        if list(over).count(axis) > 1:
+            raise ClusterError(
+                f"axis {axis} is named twice among the axes to reduce over, {' '.join(map(str, over))}: once is enough"
+            )
+    if not over:
+        raise ClusterError(f"no axis to reduce over is named: there are {axes}, counted from 0")
 
 
 def rank_matrices(

@@ -131,9 +131,13 @@ def table(
     max_size: int = 5,
     goal: Goal = "all_reduce",
     order: Order | None = None,
+    levels: Entries | None = None,
 ) -> Table:
-    """All programs of at most ``max_size`` steps (or those given) for a reduction over these factors, priced."""
-    levels = entries(network, over)
+    """All programs of at most ``max_size`` steps (or those given) for a reduction over these factors, priced.
+
+    ``levels`` is the hierarchy, where it is to be another than `entries` of the factors.
+    """
+    levels = entries(network, over) if levels is None else levels
     shape = shape_of(network, levels)
     if programs is None:
         programs = synthesize(len(levels), max_size, goal, order) if levels else (Reduction((), 0),)

@@ -1,21 +1,20 @@
 """Resharding: the best program of collectives that moves a tensor from one layout to another, priced whole.
 
-All layouts of a tensor are the nodes of a graph and single collectives its edges (all-gather, local slice, all-to-all,
-permute, all-reduce,
-reduce-scatter over any set of factors); a program is a path, and the price of a pair of layouts is the shortest one. So an
-all-reduce over a
-hierarchy is found as reduce-scatter, all-reduce, all-gather where that is cheaper (P2, section 3), and a gather of a major
-factor as a permute and
-a gather. A *buffer* dim, which no stored layout has, stands for the flattened and padded tensor: any tensor can be
-reduce-scattered over it.
+All layouts of a tensor are the nodes of a graph and collectives its edges (all-gather, local slice, all-to-all, permute,
+all-reduce, reduce-scatter over any set of factors); a program is a path, and the price of a pair of layouts is the shortest one.
+So an all-reduce over a hierarchy is found as reduce-scatter, all-reduce, all-gather where that is cheaper (P2, section 3), and a
+gather of a major factor as a permute and a gather. The graph itself is in `shardplan.collectives.layouts`.
+
+An all-reduce and an all-gather may also be programs whose states between the steps no layout describes, such as a Reduce to
+masters, an AllReduce among them and a Broadcast. So the price of these edges is the least of the collective's own and of the best
+program's of `shardplan.collectives.envelope`, which the step then names.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import cast
 
 import numpy as np
@@ -23,10 +22,12 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import dijkstra
 
+from shardplan.collectives.envelope import envelope
+from shardplan.collectives.layouts import LayoutSpace, Name
+from shardplan.collectives.ranking import entries, names_of
+from shardplan.collectives.states import Goal
 from shardplan.cost.network import Collective, Network
 from shardplan.ir import Layout
-
-KINDS = ("slice", "all_gather", "all_to_all", "permute", "all_reduce", "reduce_scatter")
 
 PADDING = 8
 """A dim may be padded inside the step by at most one part in this many."""
@@ -36,7 +37,11 @@ _SLICE_S = 1e-12  # a local slice moves nothing; the graph library reads an exac
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One collective of a resharding program: ``nbytes`` as `Network.lines` counts them, a slice has none."""
+    """One collective of a resharding program: ``nbytes`` as `Network.lines` counts them, a slice has none.
+
+    ``program`` is the reduction program that does what the collective says, in the paper's words over the cluster's levels;
+    empty where it is the collective itself.
+    """
 
     kind: str
     over: tuple[int, ...]
@@ -44,154 +49,24 @@ class Step:
     before: Layout
     after: Layout
     seconds: float
+    program: str = ""
 
 
-State = tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]
+@dataclass(frozen=True, slots=True, eq=False)
+class Ways:
+    """The alternatives for one collective: rows of (latency_s, seconds_per_byte) [A, 2], and the program of each.
 
+    ``ranked`` are the same rows with as many picoseconds as a program has steps on top, by which equals are told apart.
+    """
 
-class LayoutSpace:
-    """All layouts of a tensor of one rank over factors of given sizes, and the single collectives between them."""
+    lines: NDArray[np.float64]
+    ranked: NDArray[np.float64]
+    programs: tuple[str, ...]
 
-    def __init__(self, sizes: Sequence[int], rank: int) -> None:
-        self.sizes = tuple(sizes)
-        self.rank = rank
-        self.states: tuple[State, ...] = tuple(sorted(set(_states(len(self.sizes), rank))))
-        self.index: dict[State, int] = {s: i for i, s in enumerate(self.states)}
-        self.local = np.array([1.0 / self._product(f for d in dims for f in d) for dims, _ in self.states])
-
-    def _product(self, factors: Iterator[int]) -> float:
-        result = 1.0
-        for f in factors:
-            result *= self.sizes[f]
-        return result
-
-    @cached_property
-    def splits(self) -> NDArray[np.int64]:
-        """[S, rank + 1]: into how many parts each state splits each dim (the buffer last)."""
-        return np.array([[int(self._product(iter(d))) for d in dims] for dims, _ in self.states], dtype=np.int64)
-
-    def of(self, layout: Layout) -> int:
-        """The state of a layout."""
-        return self.index[(*layout.dims, ()), tuple(sorted(layout.partial))]
-
-    def layout(self, state: int) -> Layout:
-        """The layout of a state (its buffer dim shows as one dim more)."""
-        dims, partial = self.states[state]
-        return Layout(dims if dims[-1] else dims[:-1], partial)
-
-    @cached_property
-    def stored(self) -> tuple[int, ...]:
-        """The states that a tensor may be stored in: nothing partial, no buffer, each dim's factors slowest first."""
-        return tuple(
-            i
-            for i, (dims, partial) in enumerate(self.states)
-            if not partial and not dims[-1] and all(d == tuple(sorted(d)) for d in dims)
-        )
-
-    def edge(self, before: int, after: int) -> tuple[tuple[str, tuple[int, ...]], float]:
-        """The collective of an edge and the bytes that it moves, as a fraction of the tensor's."""
-        source, target, which, fraction, names = self.edges
-        at = int(np.flatnonzero((source == before) & (target == after))[0])
-        return names[int(which[at])], float(fraction[at])
-
-    @cached_property
-    def edges(
-        self,
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.float64], list[tuple[str, tuple[int, ...]]]]:
-        """(source, target, collective id, bytes as a fraction of the tensor's, the collectives)."""
-        names: dict[tuple[str, tuple[int, ...]], int] = {}
-        best: dict[tuple[int, int], tuple[int, float]] = {}
-        for i, state in enumerate(self.states):
-            for kind, over, target in _moves(state, self.rank, self.sizes):
-                j = self.index.get(target)
-                if j is None or j == i:
-                    continue
-                which = names.setdefault((kind, over), len(names))
-                fraction = self.local[j] if kind == "all_gather" else 0.0 if kind == "slice" else self.local[i]
-                old = best.get((i, j))
-                if old is None or (len(over), fraction) < (len(list(names)[old[0]][1]), old[1]):
-                    best[i, j] = (which, float(fraction))
-        keys = sorted(best)
-        source = np.array([k[0] for k in keys], dtype=np.int64)
-        target = np.array([k[1] for k in keys], dtype=np.int64)
-        which = np.array([best[k][0] for k in keys], dtype=np.int64)
-        fraction = np.array([best[k][1] for k in keys])
-        return source, target, which, fraction, list(names)
-
-
-def _states(factors: int, rank: int) -> Iterator[State]:
-    # roles: -2 partial, -1 replicated, a dim, the buffer (rank)
-    ordered = factors <= 3
-    for roles in itertools.product(range(-2, rank + 1), repeat=factors):
-        partial = tuple(f for f, r in enumerate(roles) if r == -2)
-        buckets = [tuple(f for f, r in enumerate(roles) if r == d) for d in range(rank + 1)]
-        orders = [list(itertools.permutations(b)) if ordered and d < rank else [b] for d, b in enumerate(buckets)]
-        for dims in itertools.product(*orders):
-            yield dims, partial
-
-
-def _subsets(items: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    for n in range(1, len(items) + 1):
-        yield from itertools.combinations(items, n)
-
-
-Move = tuple[str, tuple[int, ...], State]
-"""A collective: its kind, the factors that it runs over, and the state that it leads to."""
-
-
-def _put(state: State, changes: dict[int, tuple[int, ...]], left: tuple[int, ...] | None = None) -> State:
-    dims, partial = state
-    return tuple(changes.get(d, fs) for d, fs in enumerate(dims)), partial if left is None else left
-
-
-def _moves(state: State, rank: int, sizes: Sequence[int]) -> Iterator[Move]:
-    """Every single collective from a state."""
-    dims, partial = state
-    used = {f for d in dims for f in d} | set(partial)
-    free = [f for f in range(len(sizes)) if f not in used]
-    for d, fs in enumerate(dims):
-        yield from _leaving(state, d, rank)
-        if d < rank:
-            for f in free:
-                yield "slice", (), _put(state, {d: (*fs, f)})
-            yield from _permuted(state, d, rank, free, sizes)
-    for over in _subsets(partial):
-        left = tuple(f for f in partial if f not in over)
-        yield "all_reduce", over, _put(state, {}, left)
-        for d in range(rank + 1):
-            if d < rank or not dims[d]:
-                yield "reduce_scatter", over, _put(state, {d: dims[d] + over}, left)
-
-
-def _leaving(state: State, d: int, rank: int) -> Iterator[Move]:
-    """The minormost factors of a dim gathered, or moved to another dim."""
-    dims, _ = state
-    for n in range(1, len(dims[d]) + 1):
-        kept, gone = dims[d][:-n], dims[d][-n:]
-        yield "all_gather", tuple(sorted(gone)), _put(state, {d: kept})
-        if d < rank:
-            for e in range(rank):
-                if e != d:
-                    yield "all_to_all", tuple(sorted(gone)), _put(state, {d: kept, e: dims[e] + gone})
-
-
-def _permuted(state: State, d: int, rank: int, free: Sequence[int], sizes: Sequence[int]) -> Iterator[Move]:
-    """Other devices hold the same blocks: factors of a dim in another order, or exchanged for ones of the same size."""
-    dims, _ = state
-    fs = dims[d]
-    for order in itertools.permutations(fs):
-        if order != fs:
-            yield "permute", tuple(sorted(fs)), _put(state, {d: order})
-    for i, f in enumerate(fs):
-        mine = (fs[:i], fs[i + 1 :])
-        for g in free:
-            if sizes[f] == sizes[g]:
-                yield "permute", tuple(sorted((f, g))), _put(state, {d: (*mine[0], g, *mine[1])})
-        for e in range(d + 1, rank):
-            for j, g in enumerate(dims[e]):
-                if sizes[f] == sizes[g]:
-                    change = {d: (*mine[0], g, *mine[1]), e: (*dims[e][:j], f, *dims[e][j + 1 :])}
-                    yield "permute", tuple(sorted((f, g))), _put(state, change)
+    def best(self, nbytes: float) -> tuple[float, str]:
+        """The seconds of the best alternative, and its program."""
+        which = int(np.argmin(self.ranked[:, 0] + self.ranked[:, 1] * nbytes))
+        return float(self.lines[which, 0] + self.lines[which, 1] * nbytes), self.programs[which]
 
 
 _Moves = tuple[int, bytes, float, bool]
@@ -205,9 +80,9 @@ class Resharder:
         self.network = network
         self.sizes = tuple(sizes)
         self._spaces: dict[int, LayoutSpace] = {}
-        self._lines: dict[tuple[str, tuple[int, ...]], NDArray[np.float64]] = {}
+        self._ways: dict[Name, Ways] = {}
         self._masks: dict[tuple[int, ...], bytes] = {}
-        self._rows: dict[tuple[int, bytes, float, bool, int], tuple[NDArray[np.float64], NDArray[np.int32]]] = {}
+        self._rows: dict[_Moves, dict[int, tuple[NDArray[np.float64], NDArray[np.int32]]]] = {}
         self._sweeps: dict[_Moves, tuple[NDArray[np.float64], NDArray[np.int32]]] = {}
         self._graphs: dict[_Moves, csr_matrix] = {}
 
@@ -218,9 +93,7 @@ class Resharder:
         return self._spaces[rank]
 
     def legal(self, shape: Sequence[int], *, pad: bool) -> NDArray[np.bool_]:
-        """[S]: the states whose split dims divide evenly, or (``pad``) waste at most an eighth when their last block is
-        padded.
-        """
+        """[S]: the states whose split dims divide evenly, or (``pad``) waste at most an eighth in their padded last block."""
         splits = self.space(len(shape)).splits
         sizes = np.array([*shape, 0])
         if pad:
@@ -228,17 +101,26 @@ class Resharder:
         return np.all(sizes % splits == 0, axis=1)
 
     def seconds(self, kind: str, over: tuple[int, ...], nbytes: float) -> float:
-        """One collective's time: the best of its algorithms."""
-        if kind == "slice":
-            return _SLICE_S
-        lines = self._line(kind, over)
-        return float(np.min(lines[:, 0] + lines[:, 1] * nbytes))
+        """One collective's time: the best of its algorithms and programs."""
+        return _SLICE_S if kind == "slice" else self._way(kind, over).best(nbytes)[0]
 
-    def _line(self, kind: str, over: tuple[int, ...]) -> NDArray[np.float64]:
+    def _way(self, kind: str, over: tuple[int, ...]) -> Ways:
         key = (kind, over)
-        if key not in self._lines:
-            self._lines[key] = self.network.lines(cast(Collective, kind), over)
-        return self._lines[key]
+        if key not in self._ways:
+            own = self.network.lines(cast(Collective, kind), over)
+            steps, programs = [1] * len(own), [""] * len(own)
+            lines = [own]
+            if kind == "all_reduce" or (kind == "all_gather" and len(over) > 1):
+                found = envelope(self.network, over, cast(Goal, kind))
+                levels = names_of(self.network, entries(self.network, over))
+                lines.append(found.lines)
+                # what a path of edges says too is better said so: one step more
+                steps += [len(program.steps) + 1 for program in found.programs]
+                programs += [program.text(levels) for program in found.programs]
+            rows = np.concatenate(lines)
+            ranked = rows + np.stack([np.array(steps) * _SLICE_S, np.zeros(len(rows))], axis=1)
+            self._ways[key] = Ways(rows, ranked, tuple(programs))
+        return self._ways[key]
 
     def prices(self, shape: Sequence[int], nbytes: float, states: Sequence[int], *, into: bool = False) -> NDArray[np.float64]:
         """[len(states), S]: seconds from each of ``states`` to every state, or (``into``) from every state to each of them.
@@ -246,9 +128,11 @@ class Resharder:
         Infinite where no program leads.
         """
         key = self._key(shape, nbytes, into)
-        if len(self.sizes) > 2:
-            return np.stack([self._row(key, s)[0] for s in states])
-        return self._swept(key)[0][list(states)]
+        if len(self.sizes) <= 2:
+            return self._swept(key)[0][list(states)]
+        self._fill(key, states)
+        rows = self._rows[key]
+        return np.stack([rows[s][0] for s in states])
 
     def _key(self, shape: Sequence[int], nbytes: float, into: bool) -> _Moves:
         shape = tuple(shape)
@@ -261,11 +145,16 @@ class Resharder:
         if len(self.sizes) <= 2:
             distance, before = self._swept(key)
             return distance[state], before[state]
-        row = self._rows.get((*key, state))
-        if row is None:
-            distance, before = dijkstra(self._graph(key), indices=np.array([state]), return_predecessors=True)
-            row = self._rows[(*key, state)] = (distance[0], before[0])
-        return row
+        if state not in self._rows.get(key, {}):
+            self._fill(key, (state,))
+        return self._rows[key][state]
+
+    def _fill(self, key: _Moves, states: Sequence[int]) -> None:
+        rows = self._rows.setdefault(key, {})
+        missing = [s for s in dict.fromkeys(states) if s not in rows]
+        if missing:
+            distances, before = dijkstra(self._graph(key), indices=np.array(missing), return_predecessors=True)
+            rows.update(zip(missing, zip(distances, before, strict=True), strict=True))
 
     def _swept(self, key: _Moves) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
         """`_row` for every state at once, which is cheap where there are few of them."""
@@ -282,19 +171,15 @@ class Resharder:
         return self._graphs[key]
 
     def _edges(self, space: LayoutSpace, mask: NDArray[np.bool_], nbytes: float) -> csr_matrix:
-        source, target, which, fraction, names = space.edges
-        cost = np.empty(len(source))
-        for c, (kind, over) in enumerate(names):
-            at = which == c
-            if kind == "slice":
-                cost[at] = _SLICE_S
-            else:
-                lines = self._line(kind, over)
-                # among equals the shorter program
-                cost[at] = np.min(lines[:, 0] + lines[:, 1] * (fraction[at, None] * nbytes), axis=1) + _SLICE_S
-        keep = mask[source] & mask[target]
+        edges = space.edges
+        cost = np.full(len(edges.source), _SLICE_S)
+        for (kind, over), at in edges.of.items():
+            rows = self._way(kind, over).ranked
+            cost[at] = np.min(rows[:, 0] + rows[:, 1] * (edges.fraction[at, None] * nbytes), axis=1)
+        keep = mask[edges.source] & mask[edges.target]
         n = len(space.states)
-        return csr_matrix((cost[keep], (source[keep], target[keep])), shape=(n, n))
+        starts = np.concatenate([[0], np.cumsum(np.bincount(edges.source[keep], minlength=n))])
+        return csr_matrix((cost[keep], edges.target[keep], starts), shape=(n, n))
 
     def program(self, shape: Sequence[int], nbytes: float, before: int, after: int) -> tuple[Step, ...]:
         """The cheapest program from one state to another."""
@@ -311,6 +196,6 @@ class Resharder:
         for a, b in itertools.pairwise(path):
             (kind, over), fraction = space.edge(a, b)
             moved = fraction * nbytes
-            took = 0.0 if kind == "slice" else self.seconds(kind, over, moved)
-            steps.append(Step(kind, over, moved, space.layout(a), space.layout(b), took))
+            took, chosen = (0.0, "") if kind == "slice" else self._way(kind, over).best(moved)
+            steps.append(Step(kind, over, moved, space.layout(a), space.layout(b), took, chosen))
         return tuple(steps)

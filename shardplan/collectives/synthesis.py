@@ -17,6 +17,7 @@ from .dsl import Instruction, Reduction, Refusal, Shape, advance, groups, instru
 from .states import Context, Goal, Space
 
 Order = tuple[int, ...]
+_ADDING = ("AllReduce", "ReduceScatter", "Reduce")
 Move = tuple[Instruction, tuple[tuple[int, ...], ...]]
 
 
@@ -62,6 +63,10 @@ class Walks:
         """The walks of exactly this many steps."""
         return iter(self._from(self.start, size))
 
+    def closing(self, context: Context) -> Iterator[tuple[Instruction, Context]]:
+        """The steps after which a context has reached the end."""
+        return ((walk[0], self.end) for walk in self._from(context, 1))
+
     def successors(self, context: Context) -> tuple[tuple[Instruction, Context], ...]:
         """Every step that is right in a context, and the context after it."""
         known = self._next.get(context)
@@ -70,10 +75,15 @@ class Walks:
         return known
 
     def _expand(self, context: Context, moves: Sequence[Move]) -> Iterator[tuple[Instruction, Context]]:
+        clashing = None  # groups whose data cannot be added, by AllReduce, ReduceScatter or Reduce
         for step, among in moves:
+            if clashing == (step.slice, step.form) and step.collective in _ADDING:
+                continue
             after = advance(self.space, step.collective, among, context)
             if not isinstance(after, Refusal):
                 yield step, after
+            elif after.clash.premise in ("chunks differ", "twice"):
+                clashing = (step.slice, step.form)
 
     def _from(self, context: Context, size: int) -> tuple[tuple[Instruction, ...], ...]:
         if context == self.end:

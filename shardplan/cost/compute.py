@@ -70,7 +70,7 @@ def _hits(ix: IndexExpr, extent: int, description: Description) -> float:
     reach = [c * (description.loops[v].extent - 1) for v, c in terms]
     inside = const + sum(r for r in reach if r < 0) >= 0 and const + sum(r for r in reach if r > 0) < extent
     count = math.prod(description.loops[v].extent for v, _ in terms)
-    if (inside and apart == 1) or count > _MOST_POSITIONS:
+    if (inside and apart == 1) or not 0 < count <= _MOST_POSITIONS:
         return 1.0
     at: NDArray[np.int64] = np.array([const], np.int64)
     for v, c in terms:

@@ -8,6 +8,7 @@ come from other devices is made of copies of the device's own block.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -76,7 +77,7 @@ class DroppingEmitter(SpecsEmitter):
 
     def move(self, value: Any, shape: tuple[int, ...], nbytes: int, before: Layout, after: Layout) -> Any:
         """Resharding; left out, copies of the device's own block."""
-        steps = () if before == after else self.extractor.program(shape, nbytes, before, after)
+        steps = () if before == after or before.partial else self.extractor.program(shape, nbytes, before, after)
         talks = any(step.kind != "slice" for step in steps)
         if not talks or not self._drops(
             f"the move of {shape} from {partition_spec(before, self.names)} to {partition_spec(after, self.names)}"
@@ -90,6 +91,21 @@ class DroppingEmitter(SpecsEmitter):
             check_vma=False,
         )
         return self.constrain(whole(self.constrain(value, before)), after)
+
+    def reduced(self, value: Any, terms: tuple[int, ...], before: Layout, after: Layout) -> Any:
+        """Terms added up; left out, each device's own one, as if it were the whole."""
+        if not set(terms) - set(after.partial) or not self._drops(f"the sum of terms of {value.shape}"):
+            return super().reduced(value, terms, before, after)
+        own, whole = replace(before, partial=terms), replace(before, partial=after.partial)
+        gone = tuple(i for i, f in enumerate(terms) if f not in after.partial)
+        alone = jax.shard_map(
+            lambda x: jnp.squeeze(x, gone),
+            mesh=self.mesh,
+            in_specs=partition_spec(own, self.names),
+            out_specs=partition_spec(whole, self.names),
+            check_vma=False,
+        )
+        return super().reduced(alone(self.constrain(value, own)), after.partial, whole, after)
 
     def _drops(self, what: str) -> bool:
         self.exchanges.append(what)

@@ -1,9 +1,10 @@
 """The ``specs`` backend: the step evaluated again under sharding constraints, which XLA's partitioner turns into collectives.
 
-At each op that has a table of its own the operands are constrained to the layouts that its strategy needs and the results to
-the layouts they are stored in, in the forward and the backward pass and inside loop bodies; elementwise ops in between follow.
-Values that depend on no input are made anew for each layout that reads them. A weight that is to be gathered again for the
-backward pass goes through an optimization barrier, so that XLA cannot reuse the first copy.
+At each op that has a table of its own the operands are constrained to the layouts that its strategy needs and the results to the
+layouts they are stored in, in the forward and the backward pass and inside loop bodies; elementwise ops in between follow. Values
+that depend on no input are made anew for each layout that reads them. A weight that is to be gathered again for the backward pass
+goes through an optimization barrier, so that XLA cannot reuse the first copy. Partial sums that are kept are arrays of their
+terms (`emit.stacked`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from shardplan.emit.stacked import map_terms, split_terms, stacked_shape, summed, term_factors
 from shardplan.ir import Constant, Layout, Op, Program
 from shardplan.search.coarsen import FREE
 from shardplan.search.extract import Decisions, Extractor, Use
@@ -24,8 +26,11 @@ from shardplan.search.graph import Node, Where
 
 
 def partition_spec(layout: Layout | None, names: Sequence[str]) -> PartitionSpec:
-    """A layout as a `PartitionSpec` over axes named like the factors; trailing whole dims are left out."""
-    return PartitionSpec() if layout is None else PartitionSpec(*layout.entries(names))
+    """A layout as a `PartitionSpec` over axes named like the factors; trailing whole dims are left out.
+
+    A partial sum is an array of its terms: a leading dim for each factor that it is partial over.
+    """
+    return PartitionSpec() if layout is None else PartitionSpec(*(names[f] for f in layout.partial), *layout.entries(names))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +66,7 @@ class SpecsEmitter:
         self.problem = problem = extractor.problem
         self.names = tuple(f.name for f in problem.factors)
         self.nodes: Mapping[tuple[Where, int], Node] = {(n.where, n.op.id): n for n in problem.graph.nodes}
-        self.of = problem.coarse.of
+        self.of, self.sizes = problem.coarse.of, problem.sizes
         joins = set(problem.coarse.joins)
         # what a join reads is held in its stored layout, or the layout that the join needs would spread back into the chain
         self.held = {t for n in problem.graph.nodes if n.id in joins for t in n.inputs if t >= 0}
@@ -161,13 +166,33 @@ class SpecsEmitter:
                 inputs.append(found)
             else:
                 inputs.append(self.operand(frame, node, use, slot, i))
-        outputs = self.bind(op, inputs)
+        outputs = self.apply(frame, op, use, inputs)
         for r, (t, value) in enumerate(zip(op.outputs, outputs, strict=True)):
             if use is not None:
                 value = self.result(use, r, value)
             elif use is None and frame.ids[t] in self.held:
                 value = self.constrain(value, self.layout(frame, t))
             frame.values[t] = value
+
+    def apply(self, frame: _Frame, op: Op, use: Use | None, inputs: Sequence[Any]) -> list[Any]:
+        """An op's results, with a leading axis for each factor whose terms it makes or hands on."""
+        if use is None:
+            own = [self._partial(frame, i) for i in op.inputs]
+            over = tuple(sorted({f for fs in own for f in fs}))
+            return map_terms(lambda *xs: self.bind(op, xs), inputs, own, over) if over else self.bind(op, inputs)
+        over = term_factors(use)
+        if not over:
+            return self.bind(op, inputs)
+        values = list(inputs)
+        own: list[tuple[int, ...]] = [() for _ in inputs]
+        for i, need in enumerate(use.needs):
+            if need is not None:
+                values[i], own[i] = split_terms(inputs[i], need, over, self.sizes, self.constrain)
+        return map_terms(lambda *xs: self.bind(op, xs), values, own, over)
+
+    def _partial(self, frame: _Frame, operand: int | Constant) -> tuple[int, ...]:
+        layout = self.layout(frame, operand) if isinstance(operand, int) else None
+        return () if layout is None else layout.partial
 
     def _is_free(self, frame: _Frame, op: Op) -> bool:
         """Whether the op makes values (not scalars) that depend on no input."""
@@ -214,20 +239,30 @@ class SpecsEmitter:
         """Resharding, one constraint for each step of the program."""
         if before == after:
             return self.constrain(value, after)
+        if before.partial:
+            return self.reduced(value, before.partial, before, after)
         for step in self.extractor.program(shape, nbytes, before, after):
             value = self.constrain(value, step.after)
         return value
 
+    def reduced(self, value: Any, terms: tuple[int, ...], before: Layout, after: Layout) -> Any:
+        """A partial sum, of which there are these ``terms``, reduced and moved into another layout.
+
+        Reduced first, then cut: asked for both at once, XLA takes another axis of the same size and permutes.
+        """
+        left = replace(before, partial=after.partial)
+        return self.constrain(self.constrain(summed(value, terms, after.partial), left), after)
+
     def result(self, use: Use, r: int, value: Any) -> Any:
         """A result reduced and moved into its stored layout."""
         give, stored = use.gives[r], use.stored[r]
+        terms = term_factors(use)
         if stored is None:
-            return value
+            return summed(value, terms, ())
         if give == stored:
             return self.constrain(value, stored)
         if give.partial:
-            # reduced first, then cut: asked for both at once, XLA takes another axis of the same size and permutes
-            return self.constrain(self.constrain(value, replace(give, partial=())), stored)
+            return self.reduced(value, terms, give, stored)
         tensor_bytes = int(np.prod(value.shape)) * value.dtype.itemsize
         return self.move(self.constrain(value, give), tuple(value.shape), tensor_bytes, give, stored)
 
@@ -256,6 +291,8 @@ class SpecsEmitter:
                 outer = self.problem.graph.tensors[frame.ids[operand]]
                 wanted = Layout(((), *target.dims)) if lift else target
                 at = self.layout(frame, operand)
+                if wanted.partial and at is None:  # a sum starts from zero
+                    value = jax.numpy.zeros(stacked_shape(outer.shape, wanted, self.sizes), value.dtype)
                 value = self.constrain(value, wanted) if at is None else self.move(value, outer.shape, outer.nbytes, at, wanted)
             values.append(value)
         return values
@@ -272,15 +309,23 @@ class SpecsEmitter:
         def iteration(state: Sequence[Any], slices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
             results = self.run(body, where, [*fixed, *state, *slices])
             after = [
-                self.constrain(x, self.decisions.layouts[ids[t]])
-                for x, t in zip(results[:carry], body.inputs[consts:], strict=False)
+                self.handed(x, self.decisions.layouts[ids[o]] if isinstance(o, int) else None, self.decisions.layouts[ids[t]])
+                for x, o, t in zip(results[:carry], body.outputs, body.inputs[consts:], strict=False)
             ]
             return [_as(x, s) for x, s in zip(after, state, strict=True)], results[carry:]
 
         end, ys = lax.scan(
             iteration, start, stacked, length=op.params["length"], reverse=op.params["reverse"], unroll=op.params.get("unroll", 1)
         )
-        return [*end, *ys]
+        inside = [self.decisions.layouts[ids[t]] for t in body.inputs[consts : consts + carry]]
+        left = [self.handed(x, at, self.layout(frame, t)) for x, at, t in zip(end, inside, op.outputs, strict=False)]
+        return [*left, *ys]
+
+    def handed(self, value: Any, before: Layout | None, after: Layout | None) -> Any:
+        """A value that a loop hands on, in its next layout; a partial sum is reduced where that one is not partial."""
+        if before is not None and before.partial and after is not None:
+            return self.reduced(value, before.partial, before, after)
+        return self.constrain(value, after)
 
     def while_(self, frame: _Frame, op: Op) -> list[Any]:
         """A while loop, likewise."""

@@ -6,6 +6,7 @@ import re
 import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
 from ..errors import ClusterError
 from .cluster import Cluster, Level
@@ -49,8 +50,9 @@ def machine(platform: str, kind: str, seats: Sequence[tuple[int, int]], *, topol
     return Cluster(f"detected-{preset}", (*levels, inside), base.device, source="this machine")
 
 
+@cache
 def nvidia_smi_topology() -> str | None:
-    """What ``nvidia-smi topo -m`` prints; None where there is no such program or it fails."""
+    """What ``nvidia-smi topo -m`` prints, asked once; None where there is no such program or it fails."""
     try:
         done = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh
 from ..errors import ClusterError, DeviceError
 from ..ir import Factor
 from .cluster import Cluster
-from .detect import machine
+from .detect import machine, nvidia_smi_topology
 from .factoring import check_cover, device_order
 
 
@@ -62,8 +62,13 @@ def device_numbers(mesh: Mesh) -> np.ndarray[Any, Any]:
 def detect(devices: Sequence[Any] | None = None, *, topology: str | None = None) -> Cluster:
     """The running machine as a cluster: slices, processes and the devices of each, with the figures of the nearest preset.
 
-    ``topology`` is the output of ``nvidia-smi topo -m`` where there is one: it tells NVLink from PCIe.
+    ``topology`` is the output of ``nvidia-smi topo -m``, which tells NVLink from PCIe. Where it is not given, the devices are
+    this machine's GPUs and there is such a program, it is asked. Raises `ClusterError` for devices without figures in a preset.
     """
     found: list[Any] = np.asarray(cast("Any", jax).devices() if devices is None else devices, dtype=object).ravel().tolist()
+    if not found:
+        raise ClusterError("no devices to detect a cluster from")
+    if topology is None and found[0].platform == "gpu" and found[0] in cast("Any", jax).local_devices():
+        topology = nvidia_smi_topology()
     seats = [(int(getattr(d, "slice_index", None) or 0), int(d.process_index)) for d in found]
     return machine(str(found[0].platform), str(found[0].device_kind), seats, topology=topology)

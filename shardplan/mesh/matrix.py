@@ -21,6 +21,8 @@ from ..ir import Factor
 from .cluster import Cluster
 from .factoring import device_order
 
+_REMEDY = "`shardplan mesh matrices` lists those that fit"
+
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
@@ -46,22 +48,23 @@ class Matrix:
         for i, row in enumerate(self.rows):
             if len(row) != len(cluster.levels):
                 have = f"{len(cluster.levels)} levels ({', '.join(cluster.level_names)})"
-                raise ClusterError(f"row {i} of the matrix {self} has {len(row)} entries, {cluster.name!r} has {have}")
+                raise ClusterError(
+                    f"row {i} of the matrix {self} has {len(row)} entries, {cluster.name!r} has {have}: one entry each"
+                )
         for level, column in zip(cluster.levels, zip(*self.rows, strict=True), strict=True):
             if math.prod(column) != level.size:
                 product = f"{' * '.join(map(str, column))} = {math.prod(column)}"
                 why = f"breaks equation 1: {product}, the level has {level.size}"
-                raise ClusterError(f"column {level.name!r} of the matrix {self} {why}")
+                raise ClusterError(f"column {level.name!r} of the matrix {self} {why}; {_REMEDY}")
         if axes is None:
             return
         if len(axes) != len(self.rows):
-            raise ClusterError(f"the matrix {self} has {len(self.rows)} rows for {len(axes)} axes")
+            raise ClusterError(f"the matrix {self} has {len(self.rows)} rows for {len(axes)} axes: one row each")
         for i, (row, size) in enumerate(zip(self.rows, axes, strict=True)):
             if math.prod(row) != size:
                 product = " * ".join(map(str, row))
-                raise ClusterError(
-                    f"row {i} of the matrix {self} breaks equation 2: {product} = {math.prod(row)}, the axis has {size}"
-                )
+                why = f"breaks equation 2: {product} = {math.prod(row)}, the axis has {size}"
+                raise ClusterError(f"row {i} of the matrix {self} {why}; {_REMEDY}")
 
     def factors(self, cluster: Cluster) -> tuple[tuple[Factor, ...], tuple[tuple[int, ...], ...]]:
         """The entries above one as factors in device order, and for each axis the indices of its own, slowest first.
@@ -106,7 +109,10 @@ def matrices(shape: Sequence[int], axes: Sequence[int]) -> Iterator[Matrix]:
     """Every parallelism matrix of these axes on levels of these sizes, lazily, in ascending order of the columns."""
     if math.prod(shape) != math.prod(axes) or min((*shape, *axes), default=1) < 1:
         sizes, levels = (" * ".join(map(str, n)) or "1" for n in (axes, shape))
-        raise ClusterError(f"the axes {sizes} make {math.prod(axes)} devices, the levels {levels} make {math.prod(shape)}")
+        raise ClusterError(
+            f"the axes {sizes} make {math.prod(axes)} devices, the levels {levels} make {math.prod(shape)}: "
+            "change the axes, or the number of nodes (NAME:NODES)"
+        )
     for columns in _columns(tuple(shape), tuple(axes)):
         yield Matrix(tuple(zip(*columns, strict=True)) if columns else tuple(() for _ in axes))
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from shardplan.collectives.dsl import shortened
 from shardplan.errors import ShardplanError, nearest
 from shardplan.ir import Layout, spec_text
 from shardplan.report.padding import padded_seconds, priced, uneven
@@ -199,7 +200,9 @@ class _Why:
                 talk = [s for s in steps if s.kind != "slice"]
                 cost = sum(s.seconds for s in talk)
                 kinds = ", ".join(
-                    f"{s.kind.replace('_', '-')} over {' x '.join(plan.factors[f].name for f in s.over)}" for s in talk
+                    f"{s.kind.replace('_', '-')}{' as ' + shortened(s.program) if s.program else ''}"
+                    f" over {' x '.join(plan.factors[f].name for f in s.over)}"
+                    for s in talk
                 )
                 how = f"by {kinds}, {seconds(cost)}" if talk else "by a local slice"
                 found[f"{'backward' if node.backward else 'forward'} it is read as {self._layout(need)}, {how}"] = None

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from os import PathLike
 from typing import Any
 
-from ..collectives.dsl import InsideGroup, Master, Parallel, Reduction
-from ..collectives.placement import Request, rank_matrices
+from ..collectives.dsl import InsideGroup, Instruction, Master, Parallel, Reduction
+from ..collectives.placement import Request, check_over, rank_matrices
 from ..collectives.ranking import entries, names_of, table
 from ..cost.network import Algorithm, Network
 from ..errors import ClusterError
@@ -119,8 +119,7 @@ def reduce_report(
     chosen = parse(matrix) if isinstance(matrix, str) else matrix
     chosen.check(cluster, sizes)
     factors, of_axes = chosen.factors(cluster)
-    if not reduced or max(reduced) >= len(of_axes):
-        raise ClusterError(f"over names axes from 0 to {len(of_axes) - 1}, got {' '.join(map(str, reduced)) or 'nothing'}")
+    check_over(reduced, len(of_axes))
     network = Network(cluster, factors)
     mine = tuple(i for axis in reduced for i in of_axes[axis])
     started = time.perf_counter()
@@ -144,6 +143,7 @@ def reduce_report(
     more = [f"and {len(order) - _SHOWN} more"] if len(order) > _SHOWN else []
     best = priced.programs[order[0]]
     told = ["the best in words:", *(f"  {i + 1}. {line}" for i, line in enumerate(words(best, names)))]
+    told += ["", *_legend([priced.programs[i] for i in order[:_SHOWN]], names)]
     body = tables.table(("rank", "time", "against AllReduce", "program"), rows)
     json = {
         "matrix": str(chosen),
@@ -163,18 +163,39 @@ def words(program: Reduction, names: Sequence[str]) -> list[str]:
     >>> words(parse("(node, InsideGroup, ReduceScatter) (node, Parallel(root), AllReduce)", ("node", "gpu")), ("node", "gpu"))
     ['ReduceScatter among all devices of each node', 'AllReduce among the devices at the same place in every node']
     """
-    lines: list[str] = []
-    for step in program.steps:
-        whole = "the reduction group" if step.slice == 0 else f"each {names[step.slice - 1]}"
-        match step.form:
-            case InsideGroup():
-                who = f"all devices of {whole}"
-            case Parallel(level):
-                who = f"the devices at the same place in every {names[step.slice - 1]}{_under(level, names)}"
-            case Master(level):
-                who = f"the first devices of every {names[step.slice - 1]}{_under(level, names)}, the others waiting"
-        lines.append(f"{step.collective} among {who}")
+    lines = [f"{step.collective} among {_who(step, names)}" for step in program.steps]
     return lines or ["nothing: each device is a group of its own"]
+
+
+def _who(step: Instruction, names: Sequence[str]) -> str:
+    """The devices of an instruction's groups."""
+    match step.form:
+        case InsideGroup():
+            return f"all devices of {f'each {names[step.slice - 1]}' if step.slice else 'the reduction group'}"
+        case Parallel(level):
+            return f"the devices at the same place in every {names[step.slice - 1]}{_under(level, names)}"
+        case Master(level):
+            return f"the first devices of every {names[step.slice - 1]}{_under(level, names)}, the others waiting"
+
+
+_MEANS = {
+    "AllReduce": "everyone has the sum",
+    "ReduceScatter": "everyone has a part of the sum",
+    "AllGather": "everyone has everyone's parts",
+    "Reduce": "the first device has the sum, the others nothing",
+    "Broadcast": "everyone has what the first device has",
+}
+
+
+def _legend(programs: Sequence[Reduction], names: Sequence[str]) -> list[str]:
+    """What the patterns and collectives of these programs mean, a line each."""
+    steps = [step for program in programs for step in program.steps]
+    if not steps:
+        return []
+    among = {step.text(names).rsplit(",", 1)[0] + ")": _who(step, names) for step in steps}
+    after = {c: means for c, means in _MEANS.items() if any(step.collective == c for step in steps)}
+    lines = ["a step runs at once in all groups of", *(f"  {pattern}: {who}" for pattern, who in sorted(among.items()))]
+    return [*lines, "after it, in each group,", *(f"  {collective}: {means}" for collective, means in after.items())]
 
 
 def numbers(text: str | Sequence[int], what: str) -> tuple[int, ...]:
@@ -192,7 +213,9 @@ def _under(level: int, names: Sequence[str]) -> str:
 
 
 def _bytes(nbytes: float | None) -> float:
-    if nbytes is None or not math.isfinite(nbytes) or nbytes < 0:
+    if nbytes is None:
+        raise ClusterError("to rank by a reduction, say how many bytes each device reduces: --bytes N")
+    if not math.isfinite(nbytes) or nbytes < 0:
         raise ClusterError(f"the bytes that each device reduces must be a number of at least 0, got {nbytes}")
     return float(nbytes)
 
@@ -256,6 +279,9 @@ def _json(cluster: Cluster) -> dict[str, Any]:
             "latency_s": v.latency_s,
             "kind": v.kind,
             "rails": v.rails,
+            "ring_efficiency": v.ring_efficiency,
+            "tree_efficiency": v.tree_efficiency,
+            "also": asdict(v.also) if v.also is not None else None,
         }
         for v in cluster.levels
     ]

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from shardplan.collectives.dsl import shortened
 from shardplan.ir import spec_text
 from shardplan.report.paths import grouped
 from shardplan.report.tables import rate, seconds, size, table
@@ -113,14 +114,15 @@ def _ways(plan: Plan, path: str) -> int:
 
 
 def collective_rows(plan: Plan) -> list[dict[str, Any]]:
-    """The plan's collectives by kind and axes: how often, wire bytes, seconds, and the tensor that pays most; dearest first."""
-    found: dict[tuple[str, tuple[str, ...]], dict[str, Any]] = {}
+    """The plan's collectives by kind, axes and program, dearest first: how often, wire bytes, seconds, who pays most."""
+    found: dict[tuple[str, tuple[str, ...], str], dict[str, Any]] = {}
     for c in plan.collectives:
         row = found.setdefault(
-            (c.kind, c.axes),
+            (c.kind, c.axes, c.program),
             {
                 "kind": c.kind,
                 "axes": list(c.axes),
+                "program": c.program,
                 "times": 0.0,
                 "wire_bytes": 0.0,
                 "seconds": 0.0,
@@ -134,7 +136,7 @@ def collective_rows(plan: Plan) -> list[dict[str, Any]]:
         row["seconds"] += c.seconds * c.times
         if c.seconds * c.times > row["_most"]:
             row["_most"], row["largest"], row["source"] = c.seconds * c.times, c.tensor, c.source
-    rows = sorted(found.values(), key=lambda r: (-r["seconds"], r["kind"], r["axes"]))
+    rows = sorted(found.values(), key=lambda r: (-r["seconds"], r["kind"], r["axes"], r["program"]))
     return [{k: v for k, v in row.items() if k != "_most"} for row in rows]
 
 
@@ -144,11 +146,15 @@ def collectives_text(plan: Plan) -> str:
     if not rows:
         return "none: every device works on its own"
     shown = [
-        [r["kind"], " x ".join(r["axes"]), f"{r['times']:g}", size(r["wire_bytes"]), seconds(r["seconds"]), _dearest(r)]
+        [_way(r), " x ".join(r["axes"]), f"{r['times']:g}", size(r["wire_bytes"]), seconds(r["seconds"]), _dearest(r)]
         for r in rows[:_REST]
     ]
     total = ["total", "", f"{sum(r['times'] for r in rows):g}", size(plan.communication_bytes), seconds(plan.communication_s), ""]
     return table(["collective", "over", "times", "on the wire", "time", "the dearest"], [*shown, total], align="llrrrl")
+
+
+def _way(row: Mapping[str, Any]) -> str:
+    return f"{row['kind']} as {shortened(row['program'])}" if row["program"] else str(row["kind"])
 
 
 def _dearest(row: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,7 +84,9 @@ class Oracle:
         if key not in self._programs:
             resharder = self.problem.resharder
             legal = resharder.legal(shape, pad=True)
-            if legal[before] and legal[after]:
+            states = resharder.space(len(shape)).states
+            leads = set(states[after][1]) <= set(states[before][1])  # nothing becomes a partial sum
+            if legal[before] and legal[after] and leads:
                 steps = resharder.program(shape, size, before, after)
                 self._programs[key] = sum(step.seconds + _STEP_S for step in steps)
             else:
@@ -103,12 +105,17 @@ class Oracle:
         scope = tuple(dict.fromkeys([*(v for _, v in operands), *(v for _, v in results if v != FREE)]))
         if not scope:
             return
-        options = problem.options(node.signature)
+        options = problem.options(node)
+
+        def partial(shape: tuple[int, ...], at: int) -> bool:
+            return bool(problem.resharder.space(len(shape)).states[at][1])
 
         def price(at: Sequence[int]) -> float:
             state = dict(zip(scope, at, strict=True))
             best = math.inf
             for s in range(len(options.loops)):
+                if not options.terms[s] and any(v != FREE and partial(call.results[r], state[v]) for r, v in results):
+                    continue
                 total = float(options.compute_s[s] + options.halo_s[s])
                 if light_s is not None:
                     total = light_s * self._part(call.results[0], int(options.gives[s, 0])) + float(options.halo_s[s])
@@ -189,6 +196,8 @@ def uncoarsened(problem: Problem) -> Oracle:
             members = tuple(u for u in range(len(graph.tensors)) if merged[u] == root and coarse.of[u] != FREE)
             variables.append(Variable(new_id[root], graph.tensors[t].shape, members))
         of[t] = new_id[root]
+    late = {t for v in coarse.variables if v.deferred for t in v.tensors}
+    variables = [replace(v, deferred=late.issuperset(v.tensors)) for v in variables]
     views: dict[tuple[int, int], int] = {}
     for view in coarse.variables:
         for t in view.tensors if view.kind != "stored" else ():

@@ -22,9 +22,8 @@ from shardplan.search.solve import Solution
 class Use:
     """How one op reads its operands and leaves its results.
 
-    ``loops[f]`` is the loop that factor f cuts, -1 for none. ``needs[i]`` is the layout of operand i (None for literals and
-    free values), ``gives[r]``
-    that of result r before its reduction, ``stored[r]`` after it.
+    ``loops[f]`` is the loop that factor f cuts (as in `Options`). ``needs[i]`` is the layout of operand i (None for literals and
+    free values), ``gives[r]`` that of result r before its reduction, ``stored[r]`` after it.
     """
 
     loops: tuple[int, ...]
@@ -120,12 +119,13 @@ class Extractor:
         if not scope:
             return None
         own = tuple((states[v],) for v in scope)
-        key = (node.signature.id, slots, own, cuts)
+        late = node.id in problem.deferring
+        key = (node.signature.id, slots, own, cuts, late)
         found = self._uses.get(key)
         if found is not None:
             return found
-        options = problem.pricer.options(node.signature, cuts)
-        base, columns = problem.pricer.strategy_costs(node.signature, slots, free, own, cuts)
+        options = problem.options(node, cuts)
+        base, columns = problem.pricer.strategy_costs(node.signature, slots, free, own, cuts, deferred=late)
         total = base + sum(c[:, 0] for c in columns)
         best = int(np.argmin(total))
         second = float(np.min(np.delete(total, best))) if len(total) > 1 else float("inf")

@@ -7,13 +7,16 @@ bytes that cross) or, where the body runs exactly once, by being the same tensor
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from shardplan.cost import compute
 from shardplan.errors import UndescribedPrimitiveError
 from shardplan.ir import Op, Program, Tensor
 from shardplan.tdl import Call, Description, describe
+from shardplan.tdl.host import HOST
 
 Where = tuple[tuple[int, int], ...]
 """The way to a body: (op id, body index) pairs from the outermost program inwards."""
@@ -64,8 +67,10 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """The whole program, flat. ``offsets`` maps a body to the id of its first tensor; ``alias`` sends a tensor to the one it
-    is.
+    """The whole program, flat.
+
+    ``bodies`` gives for each body the graph's tensor of each of its own; ``carries`` for a scan's carry inside its body the value
+    that it starts from and the one that it is replaced by; ``boundary`` are the tensors that enter a body.
     """
 
     tensors: tuple[Tensor, ...]
@@ -78,12 +83,16 @@ class Graph:
     constants: frozenset[int]
     bodies: Mapping[Where, tuple[int, ...]]
     boundary: frozenset[int]
+    carries: Mapping[int, tuple[int, int]]
     unknown_trips: tuple[str, ...]
 
     def tensor_of(self, where: Where, local: int) -> int:
         """The graph's tensor for tensor ``local`` of the program at ``where``."""
         return self.bodies[where][local]
 
+
+_SELDOM = 1e-3
+"""The share of its cost that a branch keeps which is not the dearest: enough to choose its layouts by."""
 
 _BACKWARD = ("transpose(", "rematted_computation")
 
@@ -105,6 +114,7 @@ class _Flattener:
         self.links: list[Link] = []
         self.constants: set[int] = set()
         self.boundary: set[int] = set()
+        self.carries: dict[int, tuple[int, int]] = {}
         self.bodies: dict[Where, tuple[int, ...]] = {}
         self.signatures: dict[Any, Signature] = {}
         self.unknown: list[str] = []
@@ -123,6 +133,7 @@ class _Flattener:
             frozenset(self.constants),
             self.bodies,
             frozenset(self.boundary),
+            self.carries,
             tuple(self.unknown),
         )
 
@@ -155,13 +166,7 @@ class _Flattener:
             case "while":
                 self.while_(op, where, inputs, outputs, weight, backward)
             case "cond":
-                sizes = [body.count_ops() for body in op.bodies]
-                for b, body in enumerate(op.bodies):
-                    same = {t: g for t, g in zip(body.inputs, inputs[1:], strict=True) if g >= 0}
-                    # the dearest branch carries the cost; the others must still have layouts
-                    share = weight if sizes[b] == max(sizes) else weight * 1e-3
-                    inner = self.place(body, (*where, (op.id, b)), same, share, backward)
-                    self.ends(body, inner, outputs, share, same=False)
+                self.cond(op, where, inputs, outputs, weight, backward)
             case "remat2" | "checkpoint":
                 body = op.bodies[0]
                 same = {t: g for t, g in zip(body.inputs, inputs, strict=True) if g >= 0}
@@ -170,6 +175,28 @@ class _Flattener:
                 self.ends(body, inner, outputs, weight, same=True)
             case _:
                 raise UndescribedPrimitiveError(op.primitive, str(op.source))
+
+    def cond(self, op: Op, where: Where, inputs: list[int], outputs: list[int], weight: float, backward: bool) -> None:
+        """The dearest branch carries the cost, the first of equals; the others must still have layouts."""
+        starts: list[tuple[int, int]] = []
+        for b, body in enumerate(op.bodies):
+            starts.append((len(self.nodes), len(self.links)))
+            same = {t: g for t, g in zip(body.inputs, inputs[1:], strict=True) if g >= 0}
+            inner = self.place(body, (*where, (op.id, b)), same, weight, backward)
+            self.ends(body, inner, outputs, weight, same=False)
+        starts.append((len(self.nodes), len(self.links)))
+        ranges = list(itertools.pairwise(starts))
+        work = [sum(self.work(n) for n in self.nodes[a:b]) for (a, _), (b, _) in ranges]
+        for branch, ((a, c), (b, d)) in enumerate(ranges):
+            if branch != work.index(max(work)):
+                self.nodes[a:b] = [replace(n, weight=n.weight * _SELDOM) for n in self.nodes[a:b]]
+                self.links[c:d] = [replace(k, weight=k.weight * _SELDOM) for k in self.links[c:d]]
+
+    def work(self, node: Node) -> float:
+        """Arithmetic and elements made, to compare branches by."""
+        description = node.signature.description
+        flop = compute.flops(description) if description is not None else 0.0
+        return node.weight * (flop + sum(self.tensors[t].size for t in node.outputs))
 
     def ends(self, body: Program, inner: tuple[int, ...], outputs: Sequence[int], weight: float, *, same: bool) -> None:
         for local, outer in zip(body.outputs, outputs, strict=True):
@@ -193,6 +220,7 @@ class _Flattener:
         for i, (local, outer) in enumerate(zip(body.outputs, outputs, strict=True)):
             if i < carry:
                 if isinstance(local, int):
+                    self.carries[entry[consts + i]] = inputs[consts + i], ids[local]
                     self.links.append(Link(ids[local], entry[consts + i], 0, weight * trips))
                 self.links.append(Link(entry[consts + i], outer, 0, weight))
             elif isinstance(local, int):
@@ -234,7 +262,7 @@ class _Flattener:
             return found
         call = Call(op.primitive, shapes, tuple(s for s, _ in results), op.params, dtypes, tuple(d for _, d in results))
         description = describe(call)
-        if description is None and op.primitive not in self.replicate:
+        if description is None and op.primitive not in self.replicate | HOST:
             raise UndescribedPrimitiveError(op.primitive, str(op.source))
         self.signatures[key] = Signature(len(self.signatures), call, description)
         return self.signatures[key]

@@ -1,17 +1,15 @@
 """Composite strategies: a loop (or none) for every factor, with the layouts that they need and give, and their compute.
 
-A factor that cuts no loop runs the op whole on each of its devices. Two factors may cut the same loop; two loops may not split
-the same dim.
-A loop whose extent does not divide may still be cut where every operand is read at the loop's own index: the last block is
-padded, at the price of
-its empty part.
+A factor that cuts no loop runs the op whole on each of its devices, or hands partial sums on where the op is linear in them. Two
+factors may cut the same loop; two loops may not split the same dim. A loop whose extent does not divide may still be cut where
+every operand is read at the loop's own index: the last block is padded, at the price of its empty part.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,10 +17,10 @@ from numpy.typing import NDArray
 
 from shardplan.collectives.reshard import Resharder
 from shardplan.cost import compute
-from shardplan.ir import Partial, Split
+from shardplan.ir import Partial, Replicated, Split
 from shardplan.mesh import Device
 from shardplan.search.graph import Signature
-from shardplan.tdl import Call, Strategy, cut
+from shardplan.tdl import Call, Strategy, cut, linear_sets
 
 Roles = tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]
 """For each dim the factors that split it, and the factors over which the tensor is partial."""
@@ -32,8 +30,10 @@ Roles = tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]
 class Options:
     """The composite strategies of one signature, a row each.
 
-    ``loops[s][f]`` is the loop that factor f cuts (-1: none). ``needs[s, i]`` is the state that operand i must be in,
-    ``gives[s, r]`` the one that result r is in; ``compute_s[s]`` is compute, ``halo_s[s]`` the exchange with neighbours.
+    ``loops[s][f]`` is the loop that factor f cuts (-1: none; -2 - j: partial sums of the j-th linear set of operands are handed
+    on). ``needs[s, i]`` is the state that operand i must be in, ``gives[s, r]`` the one that result r is in; ``compute_s[s]`` is
+    compute, ``halo_s[s]`` the exchange with neighbours. ``terms[s]``: each factor's terms are made of even blocks, so that they
+    may stay apart.
     """
 
     loops: tuple[tuple[int, ...], ...]
@@ -41,6 +41,7 @@ class Options:
     gives: NDArray[np.int64]
     compute_s: NDArray[np.float64]
     halo_s: NDArray[np.float64]
+    terms: NDArray[np.bool_]
 
 
 Cuts = tuple[frozenset[int], ...]
@@ -48,12 +49,12 @@ Cuts = tuple[frozenset[int], ...]
 
 
 def limited(rows: Options, cuts: Cuts) -> Options:
-    """Only the strategies that cut as they may; all of them where none does."""
-    keep = [i for i, loops in enumerate(rows.loops) if all(v in may for v, may in zip(loops, cuts, strict=True))]
+    """Only the strategies that cut as they may (partial sums are handed on as they like); all of them where none does."""
+    keep = [i for i, loops in enumerate(rows.loops) if all(v < -1 or v in may for v, may in zip(loops, cuts, strict=True))]
     if not keep:
         return rows
     loops = tuple(rows.loops[i] for i in keep)
-    return Options(loops, rows.needs[keep], rows.gives[keep], rows.compute_s[keep], rows.halo_s[keep])
+    return Options(loops, rows.needs[keep], rows.gives[keep], rows.compute_s[keep], rows.halo_s[keep], rows.terms[keep])
 
 
 _SIZES = {"": 0, "bool": 1, "bfloat16": 2, "int4": 1, "uint4": 1, "int2": 1, "uint2": 1}
@@ -75,22 +76,27 @@ def nbytes(shape: tuple[int, ...], dtype: str) -> int:
     return math.prod(shape) * itemsize(dtype)
 
 
-def options(signature: Signature, resharder: Resharder, device: Device) -> Options:
-    """All composite strategies of a signature."""
+def options(signature: Signature, resharder: Resharder, device: Device, *, deferred: bool = False) -> Options:
+    """All composite strategies of a signature; ``deferred``, those too that hand partial sums on."""
     call, description = signature.call, signature.description
     inside = [resharder.space(len(s)) for s in call.operands]
     outside = [resharder.space(len(s)) for s in call.results]
     loops = () if description is None else tuple(v for v, info in enumerate(description.loops) if not info.whole)
     memo: dict[tuple[int, int], Strategy | None] = {}
 
+    handed = linear_sets(description) if deferred and description is not None else ()
+    through = [-2 - j for j, operands in enumerate(handed) if operands]
+
     def strategy(loop: int, ways: int) -> Strategy | None:
         assert description is not None
+        if loop < -1:
+            return _handed_on(call, handed[-2 - loop], ways)
         if (loop, ways) not in memo:
             memo[loop, ways] = cut(description, loop, ways, pad=True)
         return memo[loop, ways]
 
-    usable = [[-1, *(v for v in loops if strategy(v, k) is not None)] for k in resharder.sizes]
-    rows: list[tuple[tuple[int, ...], list[int], list[int], float, float]] = []
+    usable = [[-1, *(v for v in loops if strategy(v, k) is not None), *through] for k in resharder.sizes]
+    rows: list[tuple[tuple[int, ...], list[int], list[int], float, float, bool]] = []
     work = _work(signature)
     for assignment in itertools.product(*usable):
         row = _composite(call, resharder, assignment, strategy)
@@ -105,24 +111,44 @@ def options(signature: Signature, resharder: Resharder, device: Device) -> Optio
             moved += sum(b * s.local[i] for b, s, i in zip(work.result_bytes, outside, gives, strict=True))
             part = _part(signature, resharder, assignment)
             seconds = compute.seconds(device, work.flops * part, float(moved), work.dtype, matrix=work.matrix)
-        rows.append((assignment, needs, gives, seconds, halo))
+        even = all(v < 0 or _even(call, strategy(v, k), k) for v, k in _cut_loops(assignment, resharder.sizes))
+        rows.append((assignment, needs, gives, seconds, halo, even))
     return Options(
         tuple(r[0] for r in rows),
         np.array([r[1] for r in rows], np.int64).reshape(len(rows), len(call.operands)),
         np.array([r[2] for r in rows], np.int64).reshape(len(rows), len(call.results)),
         np.array([r[3] for r in rows]),
         np.array([r[4] for r in rows]),
+        np.array([r[5] for r in rows]),
     )
+
+
+def _cut_loops(assignment: tuple[int, ...], sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """(loop, into how many blocks) of the loops that an assignment cuts."""
+    return [(v, math.prod(k for k, at in zip(sizes, assignment, strict=True) if at == v)) for v in sorted(set(assignment) - {-1})]
+
+
+def _even(call: Call, strategy: Strategy | None, ways: int) -> bool:
+    """Whether every operand that a cut splits falls into even blocks without halo."""
+    assert strategy is not None
+    splits = [(i, p) for i, p in enumerate(strategy.operands) if isinstance(p, Split)]
+    return all(p.halo == (0, 0) and call.operands[i][p.dim] % ways == 0 for i, p in splits)
+
+
+def _handed_on(call: Call, operands: tuple[int, ...], ways: int) -> Strategy:
+    """Partial sums in, partial sums out: every worker does the whole op on its terms."""
+    needs = tuple(Partial("sum") if i in operands else Replicated() for i in range(len(call.operands)))
+    return Strategy(-2, ways, needs, tuple(Partial("sum") for _ in call.results))
 
 
 def _part(signature: Signature, resharder: Resharder, assignment: tuple[int, ...]) -> float:
     """The part of the op's arithmetic that one device does, padding included."""
     part = 1.0
     if signature.description is not None:
-        for v in set(assignment) - {-1}:
-            ways = math.prod(k for k, at in zip(resharder.sizes, assignment, strict=True) if at == v)
-            extent = signature.description.loops[v].extent
-            part *= -(-extent // ways) / extent
+        for v, ways in _cut_loops(assignment, resharder.sizes):
+            if v >= 0:
+                extent = signature.description.loops[v].extent
+                part *= -(-extent // ways) / extent
     return part
 
 
@@ -132,7 +158,7 @@ def _composite(
     """Operand and result layouts and halo seconds of one assignment of loops to factors; None if two loops clash."""
     chosen: dict[int, tuple[int, ...]] = {}
     for f, v in enumerate(assignment):
-        if v >= 0:
+        if v != -1:
             chosen[v] = (*chosen.get(v, ()), f)
     operands: list[dict[int, tuple[int, ...]]] = [{} for _ in call.operands]
     results: list[dict[int, tuple[int, ...]]] = [{} for _ in call.results]

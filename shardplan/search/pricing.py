@@ -32,18 +32,18 @@ class Pricer:
 
     def __init__(self, resharder: Resharder, device: Device) -> None:
         self.resharder, self.device = resharder, device
-        self._options: dict[tuple[int, Cuts | None], Options] = {}
+        self._options: dict[tuple[int, Cuts | None, bool], Options] = {}
         self._prices: dict[tuple[tuple[int, ...], int, Domain, bool], NDArray[np.float64]] = {}
 
-    def options(self, signature: Signature, cuts: Cuts | None = None) -> Options:
-        """The composite strategies of a signature, or those that ``cuts`` allow."""
-        found = self._options.get((signature.id, cuts))
+    def options(self, signature: Signature, cuts: Cuts | None = None, *, deferred: bool = False) -> Options:
+        """The composite strategies of a signature, or those that ``cuts`` allow; ``deferred``: with partial sums handed on."""
+        found = self._options.get((signature.id, cuts, deferred))
         if found is None:
             if cuts is None:
-                found = options(signature, self.resharder, self.device)
+                found = options(signature, self.resharder, self.device, deferred=deferred)
             else:
-                found = limited(self.options(signature), cuts)
-            self._options[signature.id, cuts] = found
+                found = limited(self.options(signature, deferred=deferred), cuts)
+            self._options[signature.id, cuts, deferred] = found
         return found
 
     def prices(self, shape: tuple[int, ...], size: int, states: Domain, *, into: bool = False) -> NDArray[np.float64]:
@@ -61,12 +61,14 @@ class Pricer:
         free: tuple[int, ...],
         domains: tuple[Domain, ...],
         cuts: Cuts | None = None,
+        *,
+        deferred: bool = False,
     ) -> tuple[NDArray[np.float64], list[NDArray[np.float64]]]:
         """(compute and halo seconds of each strategy, for each variable the resharding seconds [strategies, domain]).
 
         ``free`` are the results that have no variable: scalars, which are reduced all the same where they are partial.
         """
-        rows = self.options(signature, cuts)
+        rows = self.options(signature, cuts, deferred=deferred)
         call = signature.call
         base = rows.compute_s + rows.halo_s
         columns = [np.zeros((len(base), len(d))) for d in domains]
@@ -75,7 +77,12 @@ class Pricer:
             dtype = (call.result_dtypes if slot.result else call.dtypes)[slot.index]
             prices = self.prices(shape, nbytes(shape, dtype), domains[slot.variable], into=slot.result)
             states = (rows.gives if slot.result else rows.needs)[:, slot.index]
-            columns[slot.variable] = columns[slot.variable] + prices[:, states].T
+            costs = prices[:, states].T
+            if deferred and slot.result and not rows.terms.all():
+                # terms of uneven blocks are added up at once
+                late = [bool(self.resharder.space(len(shape)).states[s][1]) for s in domains[slot.variable]]
+                costs = np.where(~rows.terms[:, None] & np.array(late), np.inf, costs)
+            columns[slot.variable] = columns[slot.variable] + costs
         for r in free:
             shape = call.results[r]
             space = self.resharder.space(len(shape))
@@ -92,9 +99,11 @@ class Pricer:
         free: tuple[int, ...],
         domains: tuple[Domain, ...],
         cuts: Cuts | None = None,
+        *,
+        deferred: bool = False,
     ) -> NDArray[np.float64]:
         """[*domain sizes]: the cheapest strategy for every choice of layouts."""
-        base, columns = self.strategy_costs(signature, slots, free, domains, cuts)
+        base, columns = self.strategy_costs(signature, slots, free, domains, cuts, deferred=deferred)
         sizes = [len(d) for d in domains]
         total = np.full(sizes, np.inf)
         step = max(1, _CHUNK // int(np.prod(sizes)))

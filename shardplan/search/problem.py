@@ -50,17 +50,18 @@ class Problem:
 
     @cached_property
     def domains(self) -> tuple[Domain, ...]:
-        """Every layout that each variable may have. What enters or leaves the program must divide; what is inside may be
-        padded.
+        """Every layout that each variable may have. What enters or leaves the program must divide; what is inside may be padded,
+        and only what is deferred may be partial.
         """
-        memo: dict[tuple[tuple[int, ...], bool], Domain] = {}
+        memo: dict[tuple[tuple[int, ...], bool, bool], Domain] = {}
         ends = {self.coarse.of[t] for t in (*self.graph.inputs, *self.graph.outputs) if t >= 0}
         found: list[Domain] = []
         for variable in self.coarse.variables:
-            key = (variable.shape, variable.id in ends)
+            key = (variable.shape, variable.id in ends, variable.deferred)
             if key not in memo:
                 legal = self.resharder.legal(variable.shape, pad=not key[1])
-                memo[key] = tuple(s for s in self.resharder.space(len(variable.shape)).stored if legal[s])
+                space = self.resharder.space(len(variable.shape))
+                memo[key] = tuple(s for s in (space.deferred if variable.deferred else space.stored) if legal[s])
             found.append(memo[key])
         return tuple(found)
 
@@ -79,6 +80,13 @@ class Problem:
         return tuple(found)
 
     @cached_property
+    def deferring(self) -> frozenset[int]:
+        """The joins that read or make something that may stay partial."""
+        late = {t for v in self.coarse.variables if v.deferred for t in v.tensors}
+        nodes = (self.graph.nodes[n] for n in self.coarse.joins)
+        return frozenset(n.id for n in nodes if not late.isdisjoint((*n.inputs, *n.outputs)))
+
+    @cached_property
     def backward_views(self) -> tuple[int, ...]:
         """The views of weights that the backward pass reads."""
         return tuple(v.id for v in self.coarse.variables if v.kind == "backward")
@@ -87,7 +95,8 @@ class Problem:
         """In each domain the state that uses the fewest factors."""
 
         def used(v: int, s: int) -> int:
-            return sum(len(d) for d in self.resharder.space(len(self.coarse.variables[v].shape)).states[s][0])
+            dims, partial = self.resharder.space(len(self.coarse.variables[v].shape)).states[s]
+            return sum(len(d) for d in (*dims, partial))
 
         return tuple(min(d, key=lambda s, v=v: (used(v, s), s)) for v, d in enumerate(domains))
 
@@ -102,7 +111,7 @@ class Problem:
             space = self.resharder.space(key[0])
 
             def roles(s: int) -> tuple[int, ...]:
-                dims = space.states[s][0]
+                dims = (*space.states[s][0], space.states[s][1])
                 return tuple(next((d for d, fs in enumerate(dims) if f in fs), -1) for f in range(len(self.sizes)))
 
             want = roles(state) if state is not None else (-1,) * len(self.sizes)
@@ -132,7 +141,7 @@ class Problem:
         total = 0.0
         for n in self.coarse.joins:
             node = self.graph.nodes[n]
-            total += float(self.options(node.signature).compute_s.min(initial=np.inf)) * node.weight
+            total += float(self.options(node).compute_s.min(initial=np.inf)) * node.weight
         for v, (seconds, shape) in self.interior.items():
             total += seconds * float(self.resharder.space(len(shape)).local[list(self.domains[v])].min())
         return total
@@ -156,7 +165,7 @@ class Problem:
         steps: list[Step] = []
         if signature.description is None:
             return ()
-        for v in sorted(set(loops) - {-1}):
+        for v in sorted({v for v in loops if v >= 0}):
             over = tuple(f for f, at in enumerate(loops) if at == v)
             found = cut(signature.description, v, math.prod(self.sizes[f] for f in over), pad=True)
             assert found is not None
@@ -169,9 +178,9 @@ class Problem:
 
     # -- strategies ------------------------------------------------------------------------------------------------
 
-    def options(self, signature: Signature) -> Options:
-        """The composite strategies of a signature."""
-        return self.pricer.options(signature)
+    def options(self, node: Node, cuts: Cuts | None = None) -> Options:
+        """The composite strategies of an op, or those that ``cuts`` allow."""
+        return self.pricer.options(node.signature, cuts, deferred=node.id in self.deferring)
 
     def prices(self, shape: tuple[int, ...], nbytes: int, states: Domain, *, into: bool = False) -> NDArray[np.float64]:
         """[len(states), S] of `Resharder.prices`, remembered."""
@@ -311,10 +320,11 @@ class Problem:
         scope, slots, free = self._join_slots[node.id]
         if not scope:
             return None
-        key = ("op", node.signature.id, node.weight, slots, cuts)
+        late = node.id in self.deferring
+        key = ("op", node.signature.id, node.weight, slots, cuts, late)
 
         def build(own: tuple[Domain, ...]) -> Costs:
-            return picoseconds(self.pricer.op_table(node.signature, slots, free, own, cuts) * node.weight)
+            return picoseconds(self.pricer.op_table(node.signature, slots, free, own, cuts, deferred=late) * node.weight)
 
         return [self._term(key, scope, domains, build)]
 

@@ -63,11 +63,11 @@ def test_figure_4b_reduces_the_same_data_twice():
         replay(wrong, (2, 2), names=PAIR)
     assert caught.value.step == 1
     assert "members 0 and 2 both hold the contribution of device 0 to chunk 0, which would be reduced twice" in str(caught.value)
-    assert "device 0 has 1010/1010/1010/1010" in str(caught.value)
+    assert "device 0 has 4 x 1010" in str(caught.value)
 
 
 def test_a_program_that_stops_early_is_refused():
-    with pytest.raises(ReductionError, match=r"ends short of its goal, all_reduce: device 0 has 1100"):
+    with pytest.raises(ReductionError, match=r"ends short of its goal, all_reduce: device 0 has 4 x 1100"):
         replay(parse("(server, InsideGroup, AllReduce)", PAIR), (2, 2))
     with pytest.raises(ReductionError, match="does not fit the 3 levels"):
         replay(parse("(server, InsideGroup, AllReduce)", PAIR), (2, 2, 2))

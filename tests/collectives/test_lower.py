@@ -265,6 +265,10 @@ def test_what_cannot_run_is_refused():
     wrong = "(node, InsideGroup, AllReduce) (root, InsideGroup, AllReduce)"
     with pytest.raises(ReductionError, match=r"step 2, .*reduced twice"):
         on(mesh, lambda v: all_reduce(v, mesh, over="a", program=wrong, cluster="2x4"))(x)
+    with pytest.raises(ReductionError, match="all_reduce over 'a' outside of a shard_map over it: call it in"):
+        all_reduce(x, mesh, over="a", cluster="2x4")
+    with pytest.raises(ReductionError, match="with its devices, not an AbstractMesh"):
+        all_reduce(x, mesh.abstract_mesh, over="a", cluster="2x4")  # type: ignore[arg-type]
     with pytest.raises(ReductionError, match="no level 'rack'"):
         on(mesh, lambda v: all_reduce(v, mesh, over="a", program="(rack, InsideGroup, AllReduce)", cluster="2x4"))(x)
 
@@ -281,3 +285,57 @@ def test_a_detected_machine_serves_as_well():
     x = np.arange(8, dtype=np.float32).reshape(8, 1)
     got = on(mesh, lambda v: all_reduce(v, mesh, over=("b", "a")))(x)
     assert np.all(np.asarray(got) == 28)
+
+
+TREES = "(node, InsideGroup, Reduce) (node, Master(root), AllReduce) (node, InsideGroup, Broadcast)"
+
+
+@pytest.mark.parametrize("program", ["auto", FIGURE_10, TREES])
+def test_gradients_and_batches_go_through_as_through_psum(program: str):
+    mesh = mesh_of((2, 4), parse_matrix("2 1 / 1 4"))
+    x, w = np.arange(8 * 3 * 5, dtype=np.float32).reshape(8, 3, 5), np.arange(5, dtype=np.float32) + 1
+
+    def ours(v: jax.Array) -> jax.Array:
+        return all_reduce(v, mesh, over=("a", "b"), program=program, cluster="2x4")
+
+    def both(f: Callable[[Callable[[jax.Array], jax.Array]], Any]) -> tuple[Any, Any]:
+        return f(ours), f(lambda v: jax.lax.psum(v, ("a", "b")))
+
+    def outside(reduce: Callable[[jax.Array], jax.Array]) -> Any:
+        mapped = jax.shard_map(
+            lambda w, x: reduce((w * x[0]) ** 2)[None],
+            mesh=mesh,
+            in_specs=(P(), P(("a", "b"))),
+            out_specs=P(("a", "b")),
+            check_vma=False,
+        )
+        return jax.jit(jax.grad(lambda w: mapped(w, x)[0].sum()))(w)
+
+    def inside(reduce: Callable[[jax.Array], jax.Array]) -> Any:
+        return on(mesh, lambda x: reduce(jax.grad(lambda w: ((w * x[0]) ** 2).sum())(jnp.asarray(w)))[None])(x)
+
+    def batched(reduce: Callable[[jax.Array], jax.Array]) -> Any:
+        return on(mesh, lambda x: jax.vmap(reduce)(x[0])[None])(x)
+
+    for f in (outside, inside, batched):
+        np.testing.assert_allclose(*both(f), rtol=1e-6)
+
+
+def test_explicit_axes_and_axes_that_are_not_reduced():
+    mesh = jax.make_mesh((2, 4, 2), ("a", "b", "c"))  # Explicit
+    x = np.arange(16 * 3, dtype=np.int32).reshape(2, 4, 2, 3)
+    placed = jax.device_put(x, jax.NamedSharding(mesh, P("a", "b", "c")))
+    for over, axes in (("b", (1,)), (("a", "c"), (0, 2)), (("c", "b", "a"), (0, 1, 2))):
+        reduced = jax.shard_map(
+            lambda v, over=over: all_reduce(v, mesh, over=over, cluster="2x8"),
+            mesh=mesh, in_specs=P("a", "b", "c"), out_specs=P("a", "b", "c"), check_vma=False,
+        )  # fmt: skip
+        assert np.array_equal(jax.jit(reduced)(placed), np.broadcast_to(x.sum(axes, keepdims=True), x.shape))
+
+
+def test_numbers_are_summed_as_psum_sums_them():
+    mesh = mesh_of((2, 4), parse_matrix("2 4"))
+    x = np.zeros((8, 1), np.float32)
+    assert np.all(np.asarray(on(mesh, lambda v: v + all_reduce(1.5, mesh, over="a", cluster="2x4"))(x)) == 12)
+    empty = on(mesh, lambda v: all_reduce(v[:0] > 0, mesh, over="a", cluster="2x4"))(x)
+    assert empty.dtype == np.int32

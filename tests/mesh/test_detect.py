@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shardplan.errors import ClusterError
 from shardplan.mesh import Cluster
-from shardplan.mesh.detect import links, machine
+from shardplan.mesh.detect import links, machine, nvidia_smi_topology
 from shardplan.mesh.devices import detect
 
 H100 = "\tGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\n" + "".join(
@@ -44,6 +45,17 @@ def test_nvidia_smi_tells_nvlink_from_pcie():
     assert slow.bandwidth_bytes_per_s < 32e9
     colours = machine("gpu", "NVIDIA H100", seats, topology=H100.replace("GPU0\t X", "\x1b[4mGPU0\x1b[0m\t X"))
     assert colours.levels[-1] == fast
+
+
+def test_nvidia_smi_is_asked_where_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    program = tmp_path / "nvidia-smi"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert nvidia_smi_topology.__wrapped__() is None
+    program.write_text(f"#!/bin/sh\n[ \"$*\" = 'topo -m' ] && printf '%s' '{H100}'\n")
+    program.chmod(0o755)
+    assert nvidia_smi_topology.__wrapped__() == H100
+    program.write_text("#!/bin/sh\nexit 9\n")
+    assert nvidia_smi_topology.__wrapped__() is None
 
 
 def test_what_no_preset_covers_is_refused():

@@ -82,7 +82,8 @@ def test_steps_in_words():
         (("gcp-a100:4", "4 sixteen", "0", None, 1.0), "axes are whole numbers like '4 16', got '4 sixteen'"),
         (("gcp-a100:4", "4 16", "", None, 1.0), "over are whole numbers"),
         (("gcp-a100:4", "4 16", "2", None, 1.0), "no axis 2 to reduce over: there are 2, counted from 0"),
-        (("gcp-a100:4", "4 16", "2", "1 4 / 4 4", 1.0), "over names axes from 0 to 1, got 2"),
+        (("gcp-a100:4", "4 16", "2", "1 4 / 4 4", 1.0), "no axis 2 to reduce over: there are 2, counted from 0"),
+        (("gcp-a100:4", "4 16", "0 0", "1 4 / 4 4", 1.0), "axis 0 is named twice among the axes to reduce over, 0 0"),
         (("gcp-a100:4", "4 16", "0", "1 4 / 4 8", 1.0), "column 'gpu' of the matrix 1 4 / 4 8 breaks equation 1"),
         (("gcp-a100:4", "16 4", "0", "1 4 / 4 4", 1.0), "row 0 of the matrix 1 4 / 4 4 breaks equation 2"),
         (

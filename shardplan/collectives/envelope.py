@@ -1,0 +1,231 @@
+"""The best program of a goal as a function of its bytes: the lower envelope of all programs' lines.
+
+A program's time is a sum of minima of lines (one line for each algorithm of a step), so the time of the best program is the
+minimum of finitely many lines: concave, and found exactly by probing where two neighbouring lines cross. A probe walks the graph
+of contexts (`shardplan.collectives.synthesis`) with all its steps priced at once, so no program is ever listed.
+
+Whoever prices many sizes, as the search for a plan does, pays for a few probes and then for one `numpy.min`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..cost.network import Network
+from .dsl import Form, InsideGroup, Instruction, Master, Parallel, Reduction, groups
+from .ranking import Entries, entries, shape_of, step_lines
+from .states import Context, Goal
+from .synthesis import Walks, shared_walks
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+DEEPEST_GRAPH = 3  # hierarchies of up to so many levels are walked whole; neighbouring levels of deeper ones are joined
+MAX_SIZE = 5  # the paper's limit on a program's steps (section 4.2)
+_LEAST_BYTES, _MOST_BYTES = 1.0, 1e15  # beyond, the least latency and the least slope decide
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Envelope:
+    """The best programs of one goal: ``lines`` are their (latency_s, seconds_per_byte) [L, 2], fewer bytes first.
+
+    Bytes are those of one device's data before an all-reduce, after an all-gather.
+    """
+
+    lines: Floats
+    programs: tuple[Reduction, ...]
+
+    def best(self, nbytes: float) -> tuple[float, Reduction]:
+        """The seconds of the best program for these bytes, and the program."""
+        seconds = self.lines[:, 0] + self.lines[:, 1] * nbytes
+        first = int(np.argmin(seconds))
+        return float(seconds[first]), self.programs[first]
+
+
+def envelope(network: Network, over: Sequence[int], goal: Goal = "all_reduce") -> Envelope:
+    """The best emitted programs of at most five steps over these factors, for any number of bytes; remembered on the network.
+
+    Exact for up to three levels. Of a deeper hierarchy it knows the programs that treat neighbouring levels as one, so that
+    three are left; `shardplan.collectives.search` knows them all. Shards of an all-gather may lie in any order: its programs
+    and their times are the same.
+
+    >>> from ..mesh import Cluster, factors
+    >>> cluster = Cluster.load("gcp-a100:4")
+    >>> found = envelope(Network(cluster, factors(cluster)), (0, 1))
+    >>> [program.short for program in found.programs]
+    ['Reduce-Broadcast', 'Reduce-AllReduce-Broadcast', 'ReduceScatter-AllReduce-AllGather']
+    """
+    key = ("envelope", frozenset(over), goal)
+    if key not in network.memo:
+        levels = entries(network, over)
+        found = [_envelope(network, levels, joined, goal) for joined in _joinings(len(levels))] if levels else []
+        network.memo[key] = _lowest(found)
+    return network.memo[key]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Graph:
+    """Contexts by number, 0 the first, and the steps between them that can belong to a program of `MAX_SIZE` steps.
+
+    ``priced[what[e]]`` is the instruction of edge ``e`` and the levels over which the data that it moves is scattered.
+    """
+
+    contexts: int
+    end: int
+    source: Ints
+    target: Ints
+    what: Ints
+    priced: tuple[tuple[Instruction, frozenset[int]], ...]
+
+
+@lru_cache(maxsize=8)
+def _graph(depth: int, goal: Goal) -> _Graph:
+    walks = shared_walks((2,) * depth, goal)
+    whole: frozenset[int] = frozenset() if goal != "all_gather" else frozenset(range(depth))
+    number = {walks.start: 0, walks.end: 1}
+    scattered = {walks.start: (whole,) * walks.space.k}
+    priced: dict[tuple[Instruction, frozenset[int]], int] = {}
+    edges: list[tuple[int, int, int]] = []
+    layer = [walks.start]
+    for left in range(MAX_SIZE, 0, -1):
+        following: list[Context] = []
+        for context in layer:
+            for step, after in walks.successors(context) if left > 1 else walks.closing(context):
+                moved, parts = _after(walks, step, scattered[context])
+                if after not in scattered:
+                    scattered[after] = parts
+                    number.setdefault(after, len(number))
+                    if after != walks.end:
+                        following.append(after)
+                edges.append((number[context], number[after], priced.setdefault((step, moved), len(priced))))
+        layer = following
+    source, target, what = np.array(edges, np.int64).T
+    return _Graph(len(number), 1, source, target, what, tuple(priced))
+
+
+Parts = tuple[frozenset[int], ...]  # for each device the levels over which its part of the data is scattered
+
+
+def _after(walks: Walks, step: Instruction, parts: Parts) -> tuple[frozenset[int], Parts]:
+    """The levels over which the most that a group of a step moves is scattered, and those of every device's part after it."""
+    crossed = frozenset(range(*step.span(len(walks.shape))))
+    held = list(parts)
+    moved: list[frozenset[int]] = []
+    for group in groups(walks.shape, step):
+        before = after = parts[group[0]]
+        match step.collective:
+            case "ReduceScatter":
+                assert not before & crossed, "a level is scattered over once"
+                after = before | crossed
+            case "AllGather":
+                assert crossed <= before, "what is gathered was scattered"
+                before = after = before - crossed
+            case _:
+                pass
+        moved.append(before)
+        for device in group:
+            held[device] = after
+    most = min(moved, key=len)
+    assert all(most <= other for other in moved), "one of the groups moves the most whatever the sizes"
+    return most, tuple(held)
+
+
+def _joinings(depth: int) -> Iterator[tuple[int, ...]]:
+    """Where the levels of a hierarchy are cut, 0 and ``depth`` included, so that at most `DEEPEST_GRAPH` parts are left."""
+    for cuts in itertools.combinations(range(1, depth), min(depth, DEEPEST_GRAPH) - 1):
+        yield (0, *cuts, depth)
+
+
+def _envelope(network: Network, levels: Entries, cuts: Sequence[int], goal: Goal) -> Envelope:
+    """The envelope over a hierarchy whose levels between two cuts count as one."""
+    joined = tuple(tuple(i for entry in levels[a:b] for i in entry) for a, b in itertools.pairwise(cuts))
+    shape = shape_of(network, joined)
+    graph = _graph(len(joined), goal)
+    rows = [
+        step_lines(network, joined, step, "emitted") * np.array([1.0, 1.0 / math.prod(shape[i] for i in scattered)])
+        for step, scattered in graph.priced
+    ]
+    widest = max(map(len, rows))
+    lines = np.stack([np.concatenate([r, np.repeat(r[-1:], widest - len(r), axis=0)]) for r in rows])  # [priced, algorithms, 2]
+    found: dict[tuple[float, float], Reduction] = {}
+
+    def probe(nbytes: float) -> tuple[float, float]:
+        path = _fastest(graph, np.min(lines[:, :, 0] + lines[:, :, 1] * nbytes, axis=1))
+        mine = lines[path]
+        pick = np.argmin(mine[:, :, 0] + mine[:, :, 1] * nbytes, axis=1)
+        latency, slope = mine[np.arange(len(path)), pick].sum(axis=0).tolist()
+        steps = tuple(_widened(graph.priced[w][0], cuts) for w in path)
+        found.setdefault((latency, slope), Reduction(steps, len(levels)))
+        return latency, slope
+
+    def between(few: tuple[float, float], many: tuple[float, float]) -> None:
+        if few[1] <= many[1] or few[0] >= many[0]:
+            return
+        crossing = (many[0] - few[0]) / (few[1] - many[1])
+        middle = probe(crossing)
+        if middle[0] + middle[1] * crossing < (few[0] + few[1] * crossing) * (1 - 1e-12):
+            between(few, middle)
+            between(middle, many)
+
+    between(probe(_LEAST_BYTES), probe(_MOST_BYTES))
+    return Envelope(np.array(list(found)), tuple(found.values()))
+
+
+def _fastest(graph: _Graph, seconds: Floats) -> list[int]:
+    """The fastest walk from the first context to the end, as indices into ``graph.priced``; the shortest of equals."""
+    cost = seconds[graph.what]
+    spent = [np.full(graph.contexts, np.inf)]
+    spent[0][0] = 0.0
+    for _ in range(MAX_SIZE):
+        after = spent[-1].copy()
+        np.minimum.at(after, graph.target, spent[-1][graph.source] + cost)
+        spent.append(after)
+    path: list[int] = []
+    at = graph.end
+    for before, after in zip(reversed(spent[:-1]), reversed(spent[1:]), strict=True):
+        if before[at] != after[at]:
+            edge = int(np.flatnonzero((graph.target == at) & (before[graph.source] + cost == after[at]))[0])
+            path.append(int(graph.what[edge]))
+            at = int(graph.source[edge])
+    return path[::-1]
+
+
+def _widened(step: Instruction, cuts: Sequence[int]) -> Instruction:
+    """An instruction over joined levels as one over the levels themselves."""
+    form: Form
+    match step.form:
+        case Parallel(level):
+            form = Parallel(cuts[level])
+        case Master(level):
+            form = Master(cuts[level])
+        case InsideGroup():
+            form = step.form
+    return Instruction(cuts[step.slice], form, step.collective)
+
+
+def _lowest(of: Sequence[Envelope]) -> Envelope:
+    """The envelope of envelopes: lines that are nowhere the least are left out."""
+    every = [(row[1], row[0], program) for e in of for row, program in zip(e.lines.tolist(), e.programs, strict=True)]
+    kept: list[tuple[float, float, Reduction]] = []  # (slope, latency, program), steepest first
+    for line in sorted(every, key=lambda line: (-line[0], line[1], len(line[2].steps))):
+        if kept and kept[-1][0] == line[0]:
+            continue
+        while kept and kept[-1][1] >= line[1]:
+            kept.pop()
+        while len(kept) > 1 and _crossing(kept[-2], line) <= _crossing(kept[-2], kept[-1]):
+            kept.pop()
+        kept.append(line)
+    if not kept:
+        return Envelope(np.zeros((1, 2)), (Reduction((), 0),))
+    return Envelope(np.array([(latency, slope) for slope, latency, _ in kept]), tuple(program for _, _, program in kept))
+
+
+def _crossing(few: tuple[float, float, Reduction], many: tuple[float, float, Reduction]) -> float:
+    """The bytes from which on the flatter line, ``many``, is the lower."""
+    return (many[1] - few[1]) / (few[0] - many[0])

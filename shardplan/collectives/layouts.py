@@ -1,0 +1,201 @@
+"""The layouts of a tensor and the single collectives between them: the graph in which reshardings are paths.
+
+A *buffer* dim, which no stored layout has, stands for the flattened and padded tensor: any tensor can be reduce-scattered over
+it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardplan.ir import Layout
+
+State = tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]
+Name = tuple[str, tuple[int, ...]]
+"""A collective's kind and the factors that it runs over."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Edges:
+    """Collectives between states, in ascending order of (source, target); all arrays are [E].
+
+    ``which`` is a collective's place in ``names``, ``of[name]`` are the edges of a collective; ``fraction`` is the part of the
+    tensor's bytes that an edge moves.
+    """
+
+    source: NDArray[np.int64]
+    target: NDArray[np.int64]
+    which: NDArray[np.int64]
+    fraction: NDArray[np.float64]
+    names: tuple[Name, ...]
+    of: Mapping[Name, NDArray[np.int64]]
+
+
+class LayoutSpace:
+    """All layouts of a tensor of one rank over factors of given sizes, and the single collectives between them."""
+
+    def __init__(self, sizes: Sequence[int], rank: int) -> None:
+        self.sizes = tuple(sizes)
+        self.rank = rank
+        self.states: tuple[State, ...] = tuple(sorted(set(_states(len(self.sizes), rank))))
+        self.index: dict[State, int] = {s: i for i, s in enumerate(self.states)}
+        self._layouts: dict[int, Layout] = {}
+        self.local = np.array([1.0 / self._product(f for d in dims for f in d) for dims, _ in self.states])
+
+    def _product(self, factors: Iterator[int]) -> float:
+        result = 1.0
+        for f in factors:
+            result *= self.sizes[f]
+        return result
+
+    @cached_property
+    def splits(self) -> NDArray[np.int64]:
+        """[S, rank + 1]: into how many parts each state splits each dim (the buffer last)."""
+        return np.array([[int(self._product(iter(d))) for d in dims] for dims, _ in self.states], dtype=np.int64)
+
+    def of(self, layout: Layout) -> int:
+        """The state of a layout."""
+        return self.index[(*layout.dims, ()), tuple(sorted(layout.partial))]
+
+    def layout(self, state: int) -> Layout:
+        """The layout of a state (its buffer dim shows as one dim more)."""
+        found = self._layouts.get(state)
+        if found is None:
+            dims, partial = self.states[state]
+            found = self._layouts[state] = Layout(dims if dims[-1] else dims[:-1], partial)
+        return found
+
+    @cached_property
+    def stored(self) -> tuple[int, ...]:
+        """The states that a tensor may be stored in: nothing partial, no buffer, each dim's factors slowest first."""
+        return tuple(
+            i
+            for i, (dims, partial) in enumerate(self.states)
+            if not partial and not dims[-1] and all(d == tuple(sorted(d)) for d in dims)
+        )
+
+    @cached_property
+    def deferred(self) -> tuple[int, ...]:
+        """Those of a tensor that may stay partial too: the stored ones, and partial ones likewise."""
+        late = (
+            i
+            for i, (dims, partial) in enumerate(self.states)
+            if partial and not dims[-1] and all(d == tuple(sorted(d)) for d in dims)
+        )
+        return (*self.stored, *late)
+
+    def edge(self, before: int, after: int) -> tuple[tuple[str, tuple[int, ...]], float]:
+        """The collective of an edge and the bytes that it moves, as a fraction of the tensor's."""
+        edges = self.edges
+        at = int(np.flatnonzero((edges.source == before) & (edges.target == after))[0])
+        return edges.names[int(edges.which[at])], float(edges.fraction[at])
+
+    @cached_property
+    def edges(self) -> Edges:
+        """The collectives between states; of several between the same two, the one over the fewest factors."""
+        numbers: dict[Name, int] = {}
+        names: list[Name] = []
+        best: dict[tuple[int, int], tuple[int, float, int]] = {}
+        for i, state in enumerate(self.states):
+            for kind, over, target in _moves(state, self.rank, self.sizes):
+                j = self.index.get(target)
+                if j is None or j == i:
+                    continue
+                name = (kind, over)
+                which = numbers.get(name)
+                if which is None:
+                    which = numbers[name] = len(names)
+                    names.append(name)
+                fraction = self.local[j] if kind == "all_gather" else 0.0 if kind == "slice" else self.local[i]
+                found = (len(over), float(fraction), which)
+                old = best.get((i, j))
+                if old is None or found[:2] < old[:2]:
+                    best[i, j] = found
+        keys = sorted(best)
+        source, target = np.array(keys, dtype=np.int64).reshape(-1, 2).T
+        which = np.array([best[k][2] for k in keys], np.int64)
+        of = {name: np.flatnonzero(which == c) for c, name in enumerate(names) if name[0] != "slice"}
+        return Edges(source, target, which, np.array([best[k][1] for k in keys]), tuple(names), of)
+
+
+def _states(factors: int, rank: int) -> Iterator[State]:
+    # roles: -2 partial, -1 replicated, a dim, the buffer (rank)
+    ordered = factors <= 3
+    for roles in itertools.product(range(-2, rank + 1), repeat=factors):
+        partial = tuple(f for f, r in enumerate(roles) if r == -2)
+        buckets = [tuple(f for f, r in enumerate(roles) if r == d) for d in range(rank + 1)]
+        orders = [list(itertools.permutations(b)) if ordered and d < rank else [b] for d, b in enumerate(buckets)]
+        for dims in itertools.product(*orders):
+            yield dims, partial
+
+
+def _subsets(items: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    for n in range(1, len(items) + 1):
+        yield from itertools.combinations(items, n)
+
+
+Move = tuple[str, tuple[int, ...], State]
+"""A collective: its kind, the factors that it runs over, and the state that it leads to."""
+
+
+def _put(state: State, changes: dict[int, tuple[int, ...]], left: tuple[int, ...] | None = None) -> State:
+    dims, partial = list(state[0]), state[1]
+    for d, factors in changes.items():
+        dims[d] = factors
+    return tuple(dims), partial if left is None else left
+
+
+def _moves(state: State, rank: int, sizes: Sequence[int]) -> Iterator[Move]:
+    """Every single collective from a state."""
+    dims, partial = state
+    used = {f for d in dims for f in d} | set(partial)
+    free = [f for f in range(len(sizes)) if f not in used]
+    for d, fs in enumerate(dims):
+        yield from _leaving(state, d, rank)
+        if d < rank:
+            for f in free:
+                yield "slice", (), _put(state, {d: (*fs, f)})
+            yield from _permuted(state, d, rank, free, sizes)
+    for over in _subsets(partial):
+        left = tuple(f for f in partial if f not in over)
+        yield "all_reduce", over, _put(state, {}, left)
+        for d in range(rank + 1):
+            if d < rank or not dims[d]:
+                yield "reduce_scatter", over, _put(state, {d: dims[d] + over}, left)
+
+
+def _leaving(state: State, d: int, rank: int) -> Iterator[Move]:
+    """The minormost factors of a dim gathered, or moved to another dim."""
+    dims, _ = state
+    for n in range(1, len(dims[d]) + 1):
+        kept, gone = dims[d][:-n], dims[d][-n:]
+        yield "all_gather", tuple(sorted(gone)), _put(state, {d: kept})
+        if d < rank:
+            for e in range(rank):
+                if e != d:
+                    yield "all_to_all", tuple(sorted(gone)), _put(state, {d: kept, e: dims[e] + gone})
+
+
+def _permuted(state: State, d: int, rank: int, free: Sequence[int], sizes: Sequence[int]) -> Iterator[Move]:
+    """Other devices hold the same blocks: factors of a dim in another order, or exchanged for ones of the same size."""
+    dims, _ = state
+    fs = dims[d]
+    for order in itertools.permutations(fs):
+        if order != fs:
+            yield "permute", tuple(sorted(fs)), _put(state, {d: order})
+    for i, f in enumerate(fs):
+        mine = (fs[:i], fs[i + 1 :])
+        for g in free:
+            if sizes[f] == sizes[g]:
+                yield "permute", tuple(sorted((f, g))), _put(state, {d: (*mine[0], g, *mine[1])})
+        for e in range(d + 1, rank):
+            for j, g in enumerate(dims[e]):
+                if sizes[f] == sizes[g]:
+                    change = {d: (*mine[0], g, *mine[1]), e: (*dims[e][:j], f, *dims[e][j + 1 :])}
+                    yield "permute", tuple(sorted((f, g))), _put(state, change)

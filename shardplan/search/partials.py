@@ -1,0 +1,108 @@
+"""Which values may stay partial sums for a while: those that an addition, or the carry of a loop, adds up before they are read.
+
+A gradient that is summed over microbatches or timesteps, or over the readers of an activation, then is reduced once and not for
+every term. What passes a partial sum on is linear in it, by its description, and no narrower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+
+from shardplan.ir import Constant
+from shardplan.search.graph import Graph, Node, Signature
+from shardplan.tdl import linear_sets
+
+
+def deferrable(graph: Graph, free: Set[int]) -> frozenset[int]:
+    """The tensors whose layouts may be partial: on a way from a sum that is cut to an addition of several such, or to a carry."""
+    return _Search(graph, free).useful()
+
+
+class _Search:
+    """``zero`` are values known to be zero; ``terms`` gives for each value that could be partial the sums that it is made of."""
+
+    def __init__(self, graph: Graph, free: Set[int]) -> None:
+        self.graph, self.free = graph, free
+        self.same: dict[int, list[int]] = {}
+        for link in graph.links:
+            if link.same:
+                self.same.setdefault(link.source, []).append(link.target)
+        self._sets: dict[int, tuple[frozenset[int], ...]] = {}
+        self.zero = self._zero()
+        self.carries = {t for t, (start, _) in graph.carries.items() if start in self.zero}
+        self.terms = self._terms()
+
+    def useful(self) -> frozenset[int]:
+        """Backwards from where terms are added up."""
+        found: set[int] = set(self.carries)
+        found.update(self.graph.carries[t][1] for t in self.carries)
+        for node in reversed(self.graph.nodes):
+            outs = [t for t in node.outputs if t in self.terms]
+            found.update(t for t in outs if any(u in found for u in self.same.get(t, ())))
+            mine = self._passed(node, self.terms) if outs else []
+            if mine and (self._adds_up(mine, outs) or any(t in found for t in outs)):
+                found.update(mine, outs)
+        handed = set(self.carries) | {self.graph.carries[t][1] for t in self.carries}
+        entering = {link.source for link in self.graph.links if not link.same} - handed
+        return frozenset(found - entering)  # what else goes into or out of a body is whole
+
+    def _adds_up(self, read: Sequence[int], made: Sequence[int]) -> bool:
+        """Whether several sums as large as the result come together: pieces of it side by side are no fewer bytes to reduce."""
+        if len({self.terms[t] for t in read}) < 2:
+            return False
+        size = self.graph.tensors[made[0]].size
+        whole = [t for t in frozenset[int]().union(*(self.terms[t] for t in read)) if self.graph.tensors[t].size >= size]
+        return len(whole) > 1
+
+    def _terms(self) -> dict[int, frozenset[int]]:
+        """Forwards; a carry is assumed to be possible until its body turns out not to hand one on."""
+        while True:
+            found = {t: frozenset({t}) for t in self.carries}
+            for node in self.graph.nodes:
+                made = frozenset(node.outputs) if _sums(node.signature) else frozenset[int]()
+                made = made.union(*(found[t] for t in self._passed(node, found)))
+                for t in node.outputs if made else ():
+                    if t not in self.free:
+                        found.update(dict.fromkeys((t, *self.same.get(t, ())), made))
+            wrong = {t for t in self.carries if self.graph.carries[t][1] not in found}
+            if not wrong:
+                return found
+            self.carries -= wrong
+
+    def _passed(self, node: Node, known: Mapping[int, object]) -> list[int]:
+        """The operands that an op passes on as partial sums: all that it reads (but numbers and zeros), or none."""
+        alive = {i for i, t in enumerate(node.inputs) if t >= 0 and t not in self.free}
+        if not alive or not all(node.inputs[i] in known for i in alive) or self._narrows(node):
+            return []
+        others = {i for i in range(len(node.inputs)) if i not in alive and self._is_zero(node, i)}
+        if any(alive <= s <= alive | others for s in self._linear(node.signature)):
+            return sorted({node.inputs[i] for i in alive})
+        return []
+
+    def _narrows(self, node: Node) -> bool:
+        sizes = [self.graph.tensors[t].itemsize for t in node.inputs if t >= 0 and t not in self.free]
+        return min(self.graph.tensors[t].itemsize for t in node.outputs) < max(sizes, default=0)
+
+    def _linear(self, signature: Signature) -> tuple[frozenset[int], ...]:
+        if signature.id not in self._sets:
+            description = signature.description
+            sets: Sequence[tuple[int, ...]] = () if description is None else linear_sets(description)
+            self._sets[signature.id] = tuple(frozenset(s) for s in sets if s)
+        return self._sets[signature.id]
+
+    def _zero(self) -> set[int]:
+        self.zero: set[int] = set()
+        for node in self.graph.nodes:
+            alone = all(t in self.free for t in node.outputs)
+            if alone and any(all(self._is_zero(node, i) for i in s) for s in self._linear(node.signature)):
+                self.zero.update(node.outputs)
+        return self.zero
+
+    def _is_zero(self, node: Node, operand: int) -> bool:
+        given = node.op.inputs[operand]
+        return not given.value if isinstance(given, Constant) else node.inputs[operand] in self.zero
+
+
+def _sums(signature: Signature) -> bool:
+    description = signature.description
+    return description is not None and any(info.reducer == "sum" and info.extent > 1 for info in description.loops)

@@ -1,0 +1,86 @@
+"""Views: which uses of a tensor share one resharded copy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+from shardplan.search.graph import Graph, Node
+from shardplan.search.pairs import TIMESTEPS
+from shardplan.search.variables import FREE, Variable
+
+_PIECES = 6
+"""A group of at most this many tensors (a query, key and value with their gradients) has a layout made for its readers, and
+needs no view.
+"""
+
+
+def add_views(graph: Graph, variables: list[Variable], of: list[int], weights: frozenset[int]) -> dict[tuple[int, int], int]:
+    """Gives a view to each tensor that several contractions read.
+
+    None where it could gain little: where the stored layout serves nothing but these readers, or where the tensor is the
+    largest that each of them touches, so that moving the others is cheaper. What that may lose is a copy made twice.
+    """
+    touched = _touched(graph, of)
+    readers: dict[int, list[tuple[Node, int]]] = {}
+    alone: dict[int, list[tuple[Node, int]]] = {}
+    for node in graph.nodes:
+        operands = {t for t in node.inputs if t >= 0 and of[t] != FREE}
+        # a lookup or a convolution has two operands too; what puts many pieces together reads them as they are
+        if node.signature.elementwise or len(operands) > 3:
+            continue
+        for slot, t in enumerate(node.inputs):
+            if t in operands:
+                (readers if len(operands) > 1 else alone).setdefault(t, []).append((node, slot))
+    read: dict[tuple[int, int], int] = {}
+
+    def add(ts: Sequence[int], uses: Iterable[tuple[Node, int]], kind: Literal["view", "backward"], sibling: int = FREE) -> int:
+        variable = Variable(len(variables), graph.tensors[ts[0]].shape, tuple(ts), kind, of[ts[0]], sibling)
+        variables.append(variable)
+        for node, slot in uses:
+            read[node.id, slot] = variable.id
+        return variable.id
+
+    alike: dict[tuple[int, frozenset[tuple[int, int, bool]]], list[int]] = {}
+
+    for t in sorted(readers):
+        uses = readers[t]
+        if len({node.id for node, _ in uses}) < 2:
+            continue
+        forward = [u for u in uses if not u[0].backward]
+        backward = [u for u in uses if u[0].backward]
+        if t in weights and forward and backward:
+            first = add([t], forward, "view")
+            add([t], backward, "backward", first)
+        elif len(touched.get(of[t], ())) > _PIECES and not all(_largest(graph, node, t) for node, _ in uses):
+            key = of[t], frozenset((node.signature.id, slot, node.backward) for node, slot in uses)
+            # the first and the last timestep may have fewer readers
+            most = next((k for k, ts in alike.items() if k[0] == of[t] and len(ts) >= TIMESTEPS and key[1] <= k[1]), key)
+            alike.setdefault(most, []).append(t)
+    for ts in alike.values():
+        # the copies of unrolled timesteps share one choice, as what they are copies of does
+        for group in [ts] if len(ts) >= TIMESTEPS else [[t] for t in ts]:
+            uses = [use for t in group for use in (*readers[t], *alone.get(t, ()))]  # a reduction reads the copy too
+            add(group, uses, "view")
+    return read
+
+
+def _touched(graph: Graph, of: list[int]) -> dict[int, set[int]]:
+    """For each variable, its tensors that an op other than an elementwise one reads or makes, or that enter or leave the
+    program.
+    """
+    touched: dict[int, set[int]] = {}
+    for node in graph.nodes:
+        if not node.signature.elementwise:
+            for t in (*node.inputs, *node.outputs):
+                if t >= 0:
+                    touched.setdefault(of[t], set()).add(t)
+    for t in (*graph.inputs, *graph.outputs, *graph.boundary):
+        if t >= 0:
+            touched.setdefault(of[t], set()).add(t)
+    return touched
+
+
+def _largest(graph: Graph, node: Node, t: int) -> bool:
+    others = [graph.tensors[u].size for u in (*node.inputs, *node.outputs) if u >= 0 and u != t]
+    return graph.tensors[t].size > max(others, default=0)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from shardplan.errors import PlanFileError, ShardplanError
+from shardplan.errors import PlanFileError, ShardplanError, UndescribedPrimitiveError
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(report.json) if options.json else report.text)
         sys.stdout.flush()
     except ShardplanError as error:
-        print(f"shardplan: {' '.join(str(error).split())}", file=sys.stderr)
+        text = str(error) if isinstance(error, UndescribedPrimitiveError) else " ".join(str(error).split())
+        print(f"shardplan: {text}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -168,6 +169,7 @@ def _reduce(options: argparse.Namespace) -> Report:
 
 def _tdl(options: argparse.Namespace) -> Report:
     from shardplan.errors import nearest
+    from shardplan.report import Progress
     from shardplan.report.tdl_text import coverage_text, primitive_text
     from shardplan.tdl.coverage import coverage, sort_primitives
     from shardplan.tdl.describe import describe
@@ -175,7 +177,9 @@ def _tdl(options: argparse.Namespace) -> Report:
     from shardplan.tdl.words import words
 
     if options.primitive is None:
-        found = coverage(examples=options.examples)
+        examples = int(options.coverage) if options.examples is None else options.examples
+        with Progress() as progress:
+            found = coverage(examples=examples, observer=progress)
         return Report(coverage_text(found), found, not found["undescribed"] and not found["faults"])
     known = {entry.name: entry for entry in sort_primitives()}
     if options.primitive not in known:
@@ -309,9 +313,11 @@ def _parser() -> argparse.ArgumentParser:
     one = _command(commands, "tdl", _tdl, "what the description language covers")
     one.add_argument("primitive", nargs="?", metavar="PRIMITIVE")
     one.add_argument(
-        "--coverage", action="store_true", help="all primitives of the installed JAX, sorted (shown without PRIMITIVE too)"
+        "--coverage", action="store_true", help="all primitives of the installed JAX, each description run on a drawn case"
     )
-    one.add_argument("--examples", type=int, default=0, metavar="N", help="prove each description anew on N drawn cases")
+    one.add_argument(
+        "--examples", type=int, metavar="N", help="drawn cases of each description to run (1 with --coverage, else none)"
+    )
 
     one = _command(commands, "calibrate", _calibrate, "measure this machine for the cost model")
     one.add_argument("-o", "--output", metavar="FILE")

@@ -28,17 +28,49 @@ class TraceError(ShardplanError):
 class UndescribedPrimitiveError(ShardplanError):
     """A primitive that no description covers.
 
-    ``primitive`` is its name, ``source`` the user's source line.
+    ``primitive`` is its name (of a kernel, the name to register it by), ``source`` the user's source line.
     """
 
-    def __init__(self, primitive: str, source: str) -> None:
+    def __init__(
+        self,
+        primitive: str,
+        source: str,
+        *,
+        operands: Sequence[tuple[int, ...]] = (),
+        results: Sequence[tuple[int, ...]] = (),
+    ) -> None:
         super().__init__(
-            f"no description of the primitive {primitive!r}, used at {source}: describe it with "
-            f"@shardplan.tdl.rule({primitive!r}), or allow it to run whole on every device with "
-            f"plan(..., replicate=({primitive!r},))"
+            f"no description of the primitive {primitive!r}, used at {source}: "
+            + (
+                _kernel_help(primitive, operands, results)
+                if ":" in primitive
+                else f"describe it with @shardplan.tdl.rule({primitive!r}), "
+            )
+            + f"or allow it to run whole on every device with plan(..., replicate=({primitive!r},))"
         )
         self.primitive = primitive
         self.source = source
+
+
+def _kernel_help(primitive: str, operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]]) -> str:
+    """The three lines to write, for these shapes: an op that is cut along its leading dim, if all have the same."""
+    shared = len({s[0] if s else 0 for s in (*operands, *results)}) == 1 and bool(results and results[0])
+    names = [f"x{i}" for i in range(len(operands))]
+    first = "i0" if shared else ":"
+    slices = [f"{x}[{', '.join([first, *[':'] * len(s)][: len(s)]) or '()'}]" for x, s in zip(names, operands, strict=True)]
+    lambdas = [_opaque_lambda(slices, s, 1 if shared else 0) for s in results]
+    body = lambdas[0] if len(lambdas) == 1 else f"({', '.join(lambdas)})"
+    run = "" if primitive.startswith("ffi_call:") else ", run=function_that_calls_it"
+    return (
+        f"say what it reads (here {'its leading dim is cut' if shared else 'nothing is cut'}):\n"
+        f"    @shardplan.register({primitive!r}{run})\n    def describe({', '.join(names)}):\n        return {body}\n"
+    )
+
+
+def _opaque_lambda(slices: Sequence[str], result: tuple[int, ...], shared: int) -> str:
+    loops = [f"i{d}" for d in range(len(result))]
+    hidden = f"[{', '.join(loops[shared:])}]" if loops[shared:] else ""
+    return f"lambda {', '.join(loops)}: tdl.Opaque()({', '.join(slices)}){hidden}"
 
 
 class DescriptionError(ShardplanError):
@@ -47,6 +79,10 @@ class DescriptionError(ShardplanError):
     def __init__(self, message: str, *, expression: str | None = None) -> None:
         super().__init__(f"{message}: {expression}" if expression else message)
         self.expression = expression
+
+
+class MisfitError(DescriptionError):
+    """A description of another rank, or of another number of operands or results, than the call that it meets."""
 
 
 class PinError(ShardplanError):

@@ -1,9 +1,8 @@
 """A step and its arguments go in, a `Program` comes out.
 
 The step is traced by ``jax.jit(step).trace`` on shapes alone. Call-like primitives (``jit``, ``custom_jvp_call``,
-``custom_vjp_call``,
-``closed_call``) are seen through, so that the program is flat; ``scan``, ``while``, ``cond`` and ``remat2`` stay ops with
-bodies. Dead ops are left out.
+``custom_vjp_call``, ``closed_call``) are seen through, so that the program is flat, unless a description is registered for the
+function: then the call is one op. ``scan``, ``while``, ``cond`` and ``remat2`` stay ops with bodies. Dead ops are left out.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import numpy as np
 from shardplan import _jax
 from shardplan.errors import ShardplanError, TraceError
 from shardplan.ir import Constant, Op, Operand, Program, Tensor
+from shardplan.tdl import named_call
 
 _CALLS = {
     "jit": "jaxpr",
@@ -202,8 +202,9 @@ class _Builder:
         for eqn in jaxpr.eqns:
             name = eqn.primitive.name
             inputs = tuple(self.read(env, a) for a in eqn.invars)
+            named = named_call(name, eqn.params)
             key = _CALLS.get(name)
-            if key is not None and key in eqn.params:
+            if named is None and key is not None and key in eqn.params:
                 self.inline(eqn, eqn.params[key], inputs, env, scope)
                 continue
             outputs = []
@@ -215,7 +216,7 @@ class _Builder:
             self.ops.append(
                 Op(
                     id=len(self.ops),
-                    primitive=name,
+                    primitive=named or name,
                     inputs=inputs,
                     outputs=tuple(outputs),
                     params=eqn.params,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,20 @@ def devices() -> list[Any]:
 def environment() -> dict[str, str]:
     """The environment of a process of its own that imports this checkout."""
     return {**os.environ, "PYTHONPATH": str(GOLDEN.parent.parent)}
+
+
+@pytest.fixture
+def eager() -> Any:
+    """A 2x4 cluster of slow devices and fast links: even the smallest op is worth cutting, so that small programs are cut."""
+    from shardplan.mesh import Cluster
+
+    base = Cluster.load("2x4")
+    levels = tuple(
+        replace(level, bandwidth_bytes_per_s=b, latency_s=1e-12, rails=1, ring_efficiency=1.0, tree_efficiency=1.0)
+        for level, b in zip(base.levels, (1e10, 1e11), strict=True)
+    )
+    device = replace(base.device, flops_per_s={"float32": 1e7}, memory_bytes_per_s=1e8, launch_s=0.0)
+    return replace(base, name="eager", levels=levels, device=device)
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ PACKAGE = ROOT / "shardplan"
 ROWS = (
     ("ir", "errors", "_jax"),
     ("mesh",),
-    ("trace",),
     ("tdl",),
+    ("trace",),
     ("cost",),
     ("collectives",),
     ("search",),

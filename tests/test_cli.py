@@ -212,7 +212,7 @@ def test_compare_measures_compiled_programs(run: Callable[..., Any], target: str
         ),
         (["tdl", "dot_general"], "Sum(k0"),
         (["tdl", "pure_callback"], "effect"),
-        (["tdl", "--coverage"], "primitives in the installed JAX"),
+        (["tdl"], "primitives in the installed JAX"),
     ],
 )
 def test_other_commands_in_text_and_json(run: Callable[..., Any], argv: list[str], part: str) -> None:

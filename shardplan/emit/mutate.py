@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from shardplan.emit.specs import SpecsEmitter, partition_spec
-from shardplan.ir import Layout, Op, Program
+from shardplan.ir import Layout, Op, Program, Reducer
 from shardplan.search.extract import Decisions, Extractor, Use
 
 
@@ -92,10 +92,10 @@ class DroppingEmitter(SpecsEmitter):
         )
         return self.constrain(whole(self.constrain(value, before)), after)
 
-    def reduced(self, value: Any, terms: tuple[int, ...], before: Layout, after: Layout) -> Any:
+    def collected(self, value: Any, terms: tuple[int, ...], before: Layout, after: Layout) -> Any:
         """Terms added up; left out, each device's own one, as if it were the whole."""
         if not set(terms) - set(after.partial) or not self._drops(f"the sum of terms of {value.shape}"):
-            return super().reduced(value, terms, before, after)
+            return super().collected(value, terms, before, after)
         own, whole = replace(before, partial=terms), replace(before, partial=after.partial)
         gone = tuple(i for i, f in enumerate(terms) if f not in after.partial)
         alone = jax.shard_map(
@@ -105,7 +105,11 @@ class DroppingEmitter(SpecsEmitter):
             out_specs=partition_spec(whole, self.names),
             check_vma=False,
         )
-        return super().reduced(alone(self.constrain(value, own)), after.partial, whole, after)
+        return super().collected(alone(self.constrain(value, own)), after.partial, whole, after)
+
+    def reduced(self, x: Any, reducer: Reducer, axes: tuple[str, ...]) -> Any:
+        """The reduction of a call's terms; left out, each device's own."""
+        return x if self._drops(f"the {reducer} over {axes} of a call's terms") else super().reduced(x, reducer, axes)
 
     def _drops(self, what: str) -> bool:
         self.exchanges.append(what)

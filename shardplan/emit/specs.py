@@ -18,8 +18,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from shardplan.emit.calls import reduced, share
 from shardplan.emit.stacked import map_terms, split_terms, stacked_shape, summed, term_factors
-from shardplan.ir import Constant, Layout, Op, Program
+from shardplan.ir import Constant, Layout, Op, Program, Reducer
 from shardplan.search.coarsen import FREE
 from shardplan.search.extract import Decisions, Extractor, Use
 from shardplan.search.graph import Node, Where
@@ -166,7 +167,10 @@ class SpecsEmitter:
                 inputs.append(found)
             else:
                 inputs.append(self.operand(frame, node, use, slot, i))
-        outputs = self.apply(frame, op, use, inputs)
+        if use is not None and node.signature.apart:
+            outputs = self.shared(node, use, inputs)
+        else:
+            outputs = self.apply(frame, op, use, inputs)
         for r, (t, value) in enumerate(zip(op.outputs, outputs, strict=True)):
             if use is not None:
                 value = self.result(use, r, value)
@@ -240,12 +244,12 @@ class SpecsEmitter:
         if before == after:
             return self.constrain(value, after)
         if before.partial:
-            return self.reduced(value, before.partial, before, after)
+            return self.collected(value, before.partial, before, after)
         for step in self.extractor.program(shape, nbytes, before, after):
             value = self.constrain(value, step.after)
         return value
 
-    def reduced(self, value: Any, terms: tuple[int, ...], before: Layout, after: Layout) -> Any:
+    def collected(self, value: Any, terms: tuple[int, ...], before: Layout, after: Layout) -> Any:
         """A partial sum, of which there are these ``terms``, reduced and moved into another layout.
 
         Reduced first, then cut: asked for both at once, XLA takes another axis of the same size and permutes.
@@ -262,21 +266,26 @@ class SpecsEmitter:
         if give == stored:
             return self.constrain(value, stored)
         if give.partial:
-            return self.reduced(value, terms, give, stored)
+            return self.collected(value, terms, give, stored)
         tensor_bytes = int(np.prod(value.shape)) * value.dtype.itemsize
         return self.move(self.constrain(value, give), tuple(value.shape), tensor_bytes, give, stored)
 
     def bind(self, op: Op, inputs: Sequence[Any]) -> list[Any]:
         """The op itself on these values."""
         eqn = op.handle
-        params = eqn.primitive.get_bind_params(eqn.params)
         with eqn.ctx.manager:
-            made = (
-                eqn.primitive.bind(*params.pop("subfuns", ()), *inputs, **params)
-                if "subfuns" in params
-                else eqn.primitive.bind(*inputs, **params)
-            )
+            made = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
         return list(made) if eqn.primitive.multiple_results else [made]
+
+    def shared(self, node: Node, use: Use, inputs: Sequence[Any]) -> list[Any]:
+        """A call that each device makes on its own share, where its strategy cuts it."""
+        description = node.signature.description
+        made = share(description, use.loops, self.mesh, self.reduced) if description is not None else None
+        return self.bind(node.op, inputs) if made is None else list(made(*inputs))
+
+    def reduced(self, x: Any, reducer: Reducer, axes: tuple[str, ...]) -> Any:
+        """The sum (or other reduction) of what each device holds of such a call's result."""
+        return reduced(x, reducer, axes)
 
     # -- control flow ------------------------------------------------------------------------------------------------
 
@@ -324,7 +333,7 @@ class SpecsEmitter:
     def handed(self, value: Any, before: Layout | None, after: Layout | None) -> Any:
         """A value that a loop hands on, in its next layout; a partial sum is reduced where that one is not partial."""
         if before is not None and before.partial and after is not None:
-            return self.reduced(value, before.partial, before, after)
+            return self.collected(value, before.partial, before, after)
         return self.constrain(value, after)
 
     def while_(self, frame: _Frame, op: Op) -> list[Any]:

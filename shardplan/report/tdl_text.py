@@ -15,9 +15,13 @@ def coverage_text(found: Mapping[str, Any]) -> str:
     """What `shardplan.tdl.coverage` counts: kinds of primitives, and the names that deserve one."""
     kinds = [[kind, str(count)] for kind, count in sorted(found["kinds"].items(), key=lambda k: (-k[1], k[0]))]
     lines = [f"{found['primitives']} primitives in the installed JAX", "", table(["kind", "count"], kinds), ""]
-    how = f"proven on {found['examples']} drawn cases each" if found["examples"] else "with cases that prove them"
-    lines.append(f"{found['verified']} descriptions and {found['opaque_verified']} batch cuts {how}")
-    lines += _list("undescribed", found["undescribed"]) + _list("without a proof", found["unverified"])
+    if found["examples"]:
+        lines.append(
+            f"{found['verified']} descriptions and {found['opaque_verified']} batch cuts proven: {found['cuts']} cuts run, "
+            f"each description on at least {found['examples']} drawn cases"
+        )
+        lines += _list("without a proof", found["unverified"])
+    lines += _list("undescribed", found["undescribed"])
     lines += [f"FAULT {name}: {fault}" for name, fault in sorted(found["faults"].items())]
     return "\n".join(lines)
 

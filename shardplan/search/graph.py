@@ -16,6 +16,7 @@ from shardplan.cost import compute
 from shardplan.errors import UndescribedPrimitiveError
 from shardplan.ir import Op, Program, Tensor
 from shardplan.tdl import Call, Description, describe
+from shardplan.tdl.describe import runs_apart
 from shardplan.tdl.host import HOST
 
 Where = tuple[tuple[int, int], ...]
@@ -29,6 +30,11 @@ class Signature:
     id: int
     call: Call
     description: Description | None
+
+    @property
+    def apart(self) -> bool:
+        """Whether each device makes this call on its own share, its terms added up at once."""
+        return runs_apart(self.call.primitive, self.description)
 
     @property
     def elementwise(self) -> bool:
@@ -251,7 +257,7 @@ class _Flattener:
         shapes = tuple(self.tensors[i].shape if i >= 0 else () for i in inputs)
         dtypes = tuple(self.tensors[i].dtype if i >= 0 else "" for i in inputs)
         results = tuple((self.tensors[o].shape, self.tensors[o].dtype) for o in outputs)
-        params = tuple((k, v) for k, v in op.params.items() if not (hasattr(v, "eqns") or hasattr(v, "jaxpr")))
+        params = tuple((k, v) for k, v in op.params.items() if not _is_body(v))
         key: Any = (op.primitive, shapes, dtypes, results, params)
         try:
             found = self.signatures.get(key)
@@ -262,7 +268,13 @@ class _Flattener:
             return found
         call = Call(op.primitive, shapes, tuple(s for s, _ in results), op.params, dtypes, tuple(d for _, d in results))
         description = describe(call)
-        if description is None and op.primitive not in self.replicate | HOST:
-            raise UndescribedPrimitiveError(op.primitive, str(op.source))
+        waived = self.replicate | HOST
+        if description is None and waived.isdisjoint((op.primitive, op.primitive.split(":")[0])):
+            raise UndescribedPrimitiveError(op.primitive, str(op.source), operands=shapes, results=call.results)
         self.signatures[key] = Signature(len(self.signatures), call, description)
         return self.signatures[key]
+
+
+def _is_body(param: Any) -> bool:
+    """A jaxpr, or a function: both are made anew at each call, and would keep equal calls apart."""
+    return hasattr(param, "eqns") or hasattr(param, "jaxpr") or (callable(param) and not isinstance(param, type))

@@ -86,7 +86,7 @@ class _Search:
     def _linear(self, signature: Signature) -> tuple[frozenset[int], ...]:
         if signature.id not in self._sets:
             description = signature.description
-            sets: Sequence[tuple[int, ...]] = () if description is None else linear_sets(description)
+            sets: Sequence[tuple[int, ...]] = () if description is None or signature.apart else linear_sets(description)
             self._sets[signature.id] = tuple(frozenset(s) for s in sets if s)
         return self._sets[signature.id]
 
@@ -105,4 +105,6 @@ class _Search:
 
 def _sums(signature: Signature) -> bool:
     description = signature.description
-    return description is not None and any(info.reducer == "sum" and info.extent > 1 for info in description.loops)
+    if description is None or signature.apart:
+        return False
+    return any(info.reducer == "sum" and info.extent > 1 for info in description.loops)

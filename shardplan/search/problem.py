@@ -84,7 +84,7 @@ class Problem:
         """The joins that read or make something that may stay partial."""
         late = {t for v in self.coarse.variables if v.deferred for t in v.tensors}
         nodes = (self.graph.nodes[n] for n in self.coarse.joins)
-        return frozenset(n.id for n in nodes if not late.isdisjoint((*n.inputs, *n.outputs)))
+        return frozenset(n.id for n in nodes if not n.signature.apart and not late.isdisjoint((*n.inputs, *n.outputs)))
 
     @cached_property
     def backward_views(self) -> tuple[int, ...]:

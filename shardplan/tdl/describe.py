@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from shardplan.errors import DescriptionError
+from shardplan.errors import DescriptionError, MisfitError
 from shardplan.ir import Reducer
 from shardplan.tdl import language as lang
 from shardplan.tdl.index import Affine, Data, Full, IndexExpr, Loop, loops_of
@@ -97,25 +99,67 @@ def rule_of(primitive: str) -> RuleFunction | None:
     return _RULES.get(primitive)
 
 
-def named_call(primitive: str, params: Mapping[str, Any]) -> str | None:
-    """The name under which this call has a description of its own, or None.
+_RUN_BY_USER: set[str] = set()
 
-    ``pallas_call:NAME``, ``ffi_call:TARGET``, ``custom_vjp_call:FUNCTION``, ``custom_jvp_call:FUNCTION``: such a call is one op,
-    and is not seen through.
+
+def run_by_user(primitive: str) -> None:
+    """Notes that a user has said how this primitive is run."""
+    _RUN_BY_USER.add(primitive)
+
+
+def runs_apart(primitive: str, description: Description | None) -> bool:
+    """Whether each device makes this call on its own share.
+
+    Those that a user has registered or that go by a name, and those with loops that run inside an opaque function (a transform,
+    a factorisation): for many of these XLA would gather the whole operand.
     """
-    match primitive:
-        case "pallas_call":
-            own = str(params.get("name") or "")
-        case "ffi_call":
-            own = str(params.get("target_name", ""))
-        case "custom_vjp_call" | "custom_jvp_call":
-            body = params.get("call_jaxpr")
-            info = getattr(getattr(body, "jaxpr", body), "debug_info", None)
-            own = str(getattr(info, "func_src_info", "")).split(" at ")[0]
-        case _:
-            return None
-    name = f"{primitive}:{own}"
-    return name if name in _RULES else None
+    if ":" in primitive or primitive in _RUN_BY_USER:
+        return True
+    return description is not None and any(loop.whole for loop in description.loops)
+
+
+_KERNELS = {"pallas_call": "name", "ffi_call": "target_name"}
+
+
+def named_call(primitive: str, params: Mapping[str, Any]) -> str | None:
+    """The name under which this call is one op that is not seen through, or None.
+
+    Always ``pallas_call:NAME`` and ``ffi_call:TARGET``, whose insides nobody can see. Where they are registered also
+    ``custom_vjp_call:FUNCTION``, ``custom_jvp_call:FUNCTION`` and ``jit:FUNCTION``.
+    """
+    if primitive in _KERNELS:
+        return f"{primitive}:{params.get(_KERNELS[primitive]) or '?'}"
+    if primitive in ("jit", "pjit"):
+        name, body = f"jit:{params.get('name')}", params.get("jaxpr")
+    elif primitive in ("custom_vjp_call", "custom_jvp_call"):
+        body = params.get("call_jaxpr")
+        info = getattr(getattr(body, "jaxpr", body), "debug_info", None)
+        name = f"{primitive}:{str(getattr(info, 'func_src_info', '')).split(' at ')[0]}"
+    else:
+        return None
+    return name if name in _RULES and _fits(name, body) else None
+
+
+def _fits(name: str, body: Any) -> bool:
+    """Whether a call has the operands and results that its description is for.
+
+    It has not under vmap, and inside remat, where JAX takes unused results away: there it is seen through, with a warning.
+    """
+    operands, results = (tuple(tuple(x.shape) for x in avals) for avals in (body.in_avals, body.out_avals))
+    try:
+        describe(Call(name, operands, results, {}, tuple(str(x.dtype) for x in body.in_avals)))
+    except MisfitError as error:
+        warnings.warn(f"{name} is seen through where its description does not fit: {error}", stacklevel=2)
+        return False
+    return True
+
+
+def _takes(function: RuleFunction, count: int) -> bool:
+    try:
+        inspect.signature(function).bind(None, *[None] * count)
+    except TypeError:
+        return False
+    return True
 
 
 def op(function: Callable[..., Any]) -> Callable[[Call], Description]:
@@ -141,17 +185,24 @@ def _read(call: Call, function: RuleFunction) -> Description:
     operands = [
         lang.TensorRef(i, shape, call.dtypes[i] if i < len(call.dtypes) else "float32") for i, shape in enumerate(call.operands)
     ]
+    if ":" in call.primitive and not _takes(function, len(operands)):
+        raise MisfitError(
+            f"{call.primitive} has {len(operands)} operands, described are", expression=str(inspect.signature(function))
+        )
     with lang.Recorder() as recorder:
         made = function(call, *operands)
         lambdas = cast("tuple[Lambda, ...]", made if isinstance(made, tuple) else (made,))
+        for body in lambdas:
+            if not callable(body):
+                raise DescriptionError(f"{call.primitive}: a description returns a lambda for each result", expression=repr(body))
         if len(lambdas) != len(call.results):
-            raise DescriptionError(f"{call.primitive} has {len(call.results)} results, described are {len(lambdas)}")
+            raise MisfitError(f"{call.primitive} has {len(call.results)} results, described are {len(lambdas)}")
         results: list[tuple[int, ...]] = []
         trees: list[lang.Scalar] = []
         for body, shape in zip(lambdas, call.results, strict=True):
             dims = _parallel(recorder, call, body, shape)
             results.append(dims)
-            trees.append(lang.scalar(body(*(Loop(Affine(((i, 1),))) for i in dims))))
+            trees.append(_element(call, body, dims))
     accesses = _accesses(trees)
     _check(call, accesses)
     extents = _extents(recorder, call, accesses)
@@ -167,10 +218,18 @@ def _read(call: Call, function: RuleFunction) -> Description:
     return Description(call, loops, tuple(results), accesses, tuple(trees), monomials, elementwise)
 
 
+def _element(call: Call, body: Lambda, dims: tuple[int, ...]) -> lang.Scalar:
+    try:
+        return lang.scalar(body(*(Loop(Affine(((i, 1),))) for i in dims)))
+    except TypeError as error:
+        says = "an element is built with + - * / and tdl's own functions (tdl.apply('exp', x) names any other)"
+        raise DescriptionError(f"{call.primitive}: {says}", expression=str(error).partition("\n")[0]) from error
+
+
 def _parallel(recorder: lang.Recorder, call: Call, body: Lambda, shape: tuple[int, ...]) -> tuple[int, ...]:
     names = lang.lambda_names(body, len(shape))
     if len(names) != len(shape):
-        raise DescriptionError(f"{call.primitive} has a result of rank {len(shape)}, described with indices {names}")
+        raise MisfitError(f"{call.primitive} has a result of rank {len(shape)}, described with indices {names}")
     dims: list[int] = []
     for name, extent in zip(names, shape, strict=True):
         if name in recorder.parallel:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from shardplan.errors import DescriptionError
+from shardplan.errors import DescriptionError, MisfitError
 from shardplan.ir import Reducer
 from shardplan.tdl.index import Affine, Data, Full, IndexExpr, Loop
 
@@ -51,6 +51,27 @@ class Scalar:
 
     def __truediv__(self, other: object) -> Scalar:
         return Apply("div", (self, scalar(other)))
+
+    def __rtruediv__(self, other: object) -> Scalar:
+        return Apply("div", (scalar(other), self))
+
+    def __pow__(self, other: object) -> Scalar:
+        return apply("pow", self, other)
+
+    def __abs__(self) -> Scalar:
+        return apply("abs", self)
+
+    def __lt__(self, other: object) -> Scalar:
+        return apply("lt", self, other)
+
+    def __le__(self, other: object) -> Scalar:
+        return apply("le", self, other)
+
+    def __gt__(self, other: object) -> Scalar:
+        return apply("gt", self, other)
+
+    def __ge__(self, other: object) -> Scalar:
+        return apply("ge", self, other)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +118,7 @@ class TensorRef:
     def __getitem__(self, key: Any) -> Access:
         keys = cast("tuple[Any, ...]", key if isinstance(key, tuple) else (key,))
         if len(keys) != len(self.shape):
-            raise DescriptionError(
+            raise MisfitError(
                 f"operand {self.position} has rank {len(self.shape)}, {len(keys)} indices given", expression=f"{keys}"
             )
         return Access(self.position, tuple(_index(k) for k in keys))

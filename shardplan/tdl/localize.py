@@ -20,7 +20,7 @@ from jax import lax
 
 from shardplan import _jax
 from shardplan.ir import Partial, Placement, Split
-from shardplan.tdl.describe import Call
+from shardplan.tdl.describe import Call, run_by_user
 from shardplan.tdl.rules.indexing import row_dims
 from shardplan.tdl.shrink import shrink
 from shardplan.tdl.strategies import Strategy
@@ -64,17 +64,37 @@ def evaluate(call: Call, operands: Sequence[Any]) -> tuple[Any, ...]:
     own = _OWN.get(call.primitive)
     if own is not None:
         return own(call, *operands)
-    out = _jax.bind(call.primitive.split(":")[0], operands, call.params)
+    params = dict(call.params)
+    if call.primitive.startswith("ffi_call:"):
+        params["result_avals"] = tuple(a.update(shape=s) for a, s in zip(params["result_avals"], call.results, strict=True))
+    out = _jax.bind(call.primitive.split(":")[0], operands, params)
     return tuple(out) if isinstance(out, list | tuple) else (out,)
 
 
-def run_as(primitive: str, function: Callable[..., Any]) -> None:
-    """From now on ``function(*operands)`` evaluates this primitive."""
+HALO = "@halo"
+"""Ends the name of a registered call that runs on blocks with their halo."""
 
+
+def run_as(primitive: str, function: Callable[..., Any], *, beyond: Callable[..., Any] | None = None) -> None:
+    """From now on ``function(*operands, **params)`` evaluates this primitive, and ``beyond`` does on blocks with a halo."""
+    _OWN[primitive] = _evaluator(function)
+    _OWN[f"{primitive}{HALO}"] = _evaluator(beyond or function)
+    _LOCAL.setdefault(primitive, _named_halo)
+    run_by_user(primitive)
+
+
+def _evaluator(function: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
     def own(call: Call, *operands: Any) -> tuple[Any, ...]:
-        return tuple(jax.tree.leaves(function(*operands)))
+        params = {} if ":" in call.primitive else call.params
+        return tuple(jax.tree.leaves(function(*operands, **params)))
 
-    _OWN[primitive] = own
+    return own
+
+
+def _named_halo(call: Call, local: Local) -> Local:
+    if not local.strategy.has_halo:
+        return local
+    return replace(local, call=replace(local.call, primitive=f"{call.primitive}{HALO}"))
 
 
 def edge_value(edge: Edge, dtype: Any, operands: Sequence[Any]) -> Any:

@@ -3,78 +3,161 @@
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
 
-from shardplan.errors import DescriptionError
+from shardplan import _jax
+from shardplan.errors import DescriptionError, nearest
 from shardplan.tdl import localize
 from shardplan.tdl.describe import Call, Description, Lambda, describe, forget, named_call, rule, rule_of
-from shardplan.tdl.index import Data, Full, interval
-from shardplan.tdl.language import TensorRef
+from shardplan.tdl.index import Affine, Data, Full, Loop, interval
+from shardplan.tdl.language import Recorder, TensorRef, lambda_names
 from shardplan.tdl.verify import draw_array, verify
 
 Function = Callable[..., Any]
+_NEED_RUN = ("pallas_call:", "jit:", "custom_vjp_call:", "custom_jvp_call:")
 
 
 def register(target: Any, *, example: Sequence[Any] | None = None, run: Function | None = None) -> Callable[[Function], Function]:
     """Registers a TDL description: ``function(*operands)`` returns a lambda over the result's indices, or one for each result.
 
-    ``target`` is a primitive or its name, a ``custom_vjp`` or ``custom_jvp`` function, or ``"pallas_call:NAME"`` and
-    ``"ffi_call:TARGET"``. With ``example`` (arrays or `jax.ShapeDtypeStruct`) the description is proven at once: every legal cut
-    is run on these shapes. ``run`` is what a worker runs where that is not the target itself.
+    ``target`` is a primitive or its name, a ``custom_vjp``, ``custom_jvp`` or ``jit`` function, or ``"pallas_call:NAME"`` and
+    ``"ffi_call:TARGET"``. The description is proven at once: every legal cut is run on ``example``'s shapes (arguments: arrays or
+    `jax.ShapeDtypeStruct`, nested as the target takes them; the operands are their leaves). Without one, small float32 arrays
+    are tried. ``run(*operands)`` is what a worker runs where that is not the target itself: on its blocks, with their halo, and
+    with a primitive's parameters by keyword.
+
+    Differentiation puts the forward and the backward function in place of a ``custom_vjp`` function: register those too, as
+    ``jit`` functions.
 
     Raises:
         DescriptionError: if the description does not fit the example's shapes, or a cut does not give what the whole gives.
     """
     name, own = _target(target)
-    own = run or own
+    if own is None and run is None and name.startswith(_NEED_RUN):
+        raise DescriptionError(
+            f"{name} is compiled for its whole shape; say how a worker runs it on its block", expression="run="
+        )
 
     def accept(function: Function) -> Function:
         def read(call: Call, *operands: TensorRef) -> Lambda | tuple[Lambda, ...]:
             return function(*operands)
 
-        old = rule_of(name)
-        rule(name)(read)
-        if own is not None:
-            localize.run_as(name, own)
-        if example is not None:
-            try:
-                _prove(name, own, example)
-            except DescriptionError:
-                forget(name, restore=old)
-                raise
+        own_signature = inspect.signature(function)
+        of_call = inspect.Parameter("call", inspect.Parameter.POSITIONAL_ONLY)
+        read.__signature__ = own_signature.replace(parameters=[of_call, *own_signature.parameters.values()])  # type: ignore[attr-defined]
+        names = (name, f"{name}{localize.HALO}")
+        old = {n: rule_of(n) for n in names}
+        rule(*names)(read)
+        whole = own or run if ":" in name else run or own  # a primitive alone would not know its parameters in the proof
+        if whole is not None:
+            tree = None if example is None else jax.tree.structure(tuple(example))
+            localize.run_as(name, _of_leaves(whole, tree), beyond=None if run is None else _of_leaves(run, tree))
+        try:
+            if example is not None:
+                _prove(name, whole, example, halo=own is not None and run is not None)
+            elif whole is not None:
+                _try(name, whole, function, halo=run is not None)
+        except DescriptionError:
+            for n, before in old.items():
+                forget(n, restore=before)
+            raise
         return function
 
     return accept
 
 
 def _target(target: Any) -> tuple[str, Function | None]:
+    """The name of what is described, and what evaluates it whole, if that is known."""
     if isinstance(target, str):
+        known = _jax.primitives()
+        if ":" not in target and target not in known:
+            raise DescriptionError(
+                f"the installed JAX has no such primitive{nearest(target, sorted(known))}; a primitive of your own is registered "
+                "as it is, not by its name",
+                expression=repr(target),
+            )
         return target, None
     if isinstance(target, jax.custom_vjp):
         return f"custom_vjp_call:{target.__name__}", target
     if isinstance(target, jax.custom_jvp):
         return f"custom_jvp_call:{target.__name__}", target
+    if hasattr(target, "trace") and hasattr(target, "lower"):
+        return f"jit:{target.__name__}", target
     if hasattr(target, "bind") and hasattr(target, "name"):
-        return target.name, _bind_of(target)
+        return target.name, target.bind
     raise DescriptionError(
-        "a description is registered for a primitive, a custom_vjp function, or a name", expression=repr(target)
+        "a description is registered for a primitive, a custom_vjp or jit function, or a name", expression=repr(target)
     )
 
 
-def _bind_of(primitive: Any) -> Function:
-    return lambda *operands: primitive.bind(*operands)
+def _of_leaves(function: Function, tree: Any) -> Function:
+    """The function as it is called in a program: on the leaves of its arguments, and with a primitive's parameters."""
+    return lambda *leaves, **params: function(*(leaves if tree is None else jax.tree.unflatten(tree, leaves)), **params)
 
 
-def _prove(name: str, own: Function | None, example: Sequence[Any]) -> None:
+def _try(name: str, whole: Function, function: Function, *, halo: bool) -> None:
+    """Proves a description on small arrays of the ranks that it reads; says so where the target does not take them."""
+    ranks = _ranks(function)
+    example = [jax.ShapeDtypeStruct((_SMALL,) * rank, np.float32) for rank in ranks or ()]
+    try:
+        jax.eval_shape(whole, *example)
+    except (TypeError, ValueError, NotImplementedError, IndexError) as error:
+        message = str(error).strip().splitlines()[0]
+        warnings.warn(f"the description of {name} is not proven: give an example= ({message})", stacklevel=4)
+        return
+    _prove(name, whole, example, halo=halo)
+
+
+_SMALL = 6
+
+
+def _ranks(function: Function) -> tuple[int, ...] | None:
+    """The number of indices at which each operand is read; None where the description is for any rank."""
+    count = len(inspect.signature(function).parameters)
+    for rank in range(5):
+        refs = [_Probe(i) for i in range(count)]
+        with Recorder() as recorder:
+            made = function(*refs)
+            for body in made if isinstance(made, tuple) else (made,):
+                if callable(body):
+                    names = lambda_names(body, rank)
+                    body(*(Loop(Affine(((recorder.loop(n, None, _SMALL), 1),))) for n in names))
+        found = tuple(ref.rank for ref in refs)
+        if None not in found:
+            return cast("tuple[int, ...]", found)
+    return None
+
+
+class _Probe:
+    """Stands for an operand of a rank that is not known yet."""
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+        self.rank: int | None = None
+
+    def __getitem__(self, key: Any) -> Any:
+        keys = key if isinstance(key, tuple) else (key,)
+        self.rank = len(keys)
+        return TensorRef(self.position, (_SMALL,) * len(keys))[keys]
+
+
+def _prove(name: str, whole: Function | None, example: Sequence[Any], *, halo: bool) -> None:
+    """Runs every legal cut on the example. ``halo``: what a worker runs takes edges, so that an index may leave its operand."""
     rng = np.random.default_rng(0)
-    operands = [draw_array(tuple(x.shape), str(x.dtype), rng) if isinstance(x, jax.ShapeDtypeStruct) else x for x in example]
-    if own is None:
+    if whole is None:
         raise DescriptionError(f"{name}: an example is run by run=, which is missing")
-    shaped = jax.tree.leaves(jax.eval_shape(own, *operands))
+    leaves = [x if hasattr(x, "dtype") else np.asarray(x) for x in jax.tree.leaves(tuple(example))]
+    operands = [draw_array(tuple(x.shape), str(x.dtype), rng) if isinstance(x, jax.ShapeDtypeStruct) else x for x in leaves]
+    try:
+        shaped = jax.tree.leaves(jax.eval_shape(whole, *example))
+    except (TypeError, ValueError) as error:
+        raise DescriptionError(f"{name} does not take the example", expression=str(error).strip().splitlines()[0]) from error
     call = Call(
         name,
         tuple(tuple(x.shape) for x in operands),
@@ -85,7 +168,8 @@ def _prove(name: str, own: Function | None, example: Sequence[Any]) -> None:
     )
     description = describe(call)
     assert description is not None
-    check_ranges(description)
+    if not halo:
+        check_ranges(description)
     try:
         found = verify(call, operands)
     except (TypeError, ValueError) as error:

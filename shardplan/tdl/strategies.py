@@ -127,7 +127,7 @@ def _regions(description: Description, loop: int, ways: int) -> dict[int, Placem
     placements: dict[int, Placement] = {}
     for (operand, dim), at in sorted(swept.items()):
         if (operand, dim) in whole:
-            continue  # another access reads all of it
+            return None  # another access reads all of it: run on all of it, the op would give the whole result
         if operand in placements:
             return None  # two dims at once: a diagonal
         halo = (max(0, -at.lo), max(0, at.hi - (at.step - 1)))

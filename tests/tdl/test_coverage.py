@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from shardplan.tdl.coverage import OPAQUE, WHOLE_DIMS, coverage, sort_primitives
+import pytest
+
+from shardplan.tdl.coverage import OPAQUE, UNCUT, WHOLE_DIMS, coverage, prove_one, sort_primitives
 from shardplan.tdl.describe import described
+from shardplan.tdl.proof import CASES
 
 
 def test_no_primitive_is_unsorted() -> None:
@@ -13,15 +16,24 @@ def test_no_primitive_is_unsorted() -> None:
 def test_at_least_150_primitives_are_described_and_all_have_cases() -> None:
     found = coverage()
     assert found["described"] >= 150
+    assert found["undescribed"] == []
+    assert set(CASES) >= {e.name for e in sort_primitives() if e.kind in ("described", "opaque")}
+    assert found["verified"] == found["opaque_verified"] == found["cuts"] == 0  # nothing was run
+
+
+def test_a_description_is_verified_once_a_cut_was_run() -> None:
+    found = prove_one("rev", 1)  # its first case has no dim that divides
+    assert (found.fault, found.cuts > 0) == (None, True)
+    assert all(prove_one(name, 1).cuts == 0 for name in UNCUT)
+
+
+@pytest.mark.slow
+def test_every_description_is_verified() -> None:
+    found = coverage(examples=1)
     assert found["verified"] == found["described"]
     assert found["opaque_verified"] == found["opaque"]
-    assert found["unverified"] == found["undescribed"] == []
-
-
-def test_a_case_is_run_where_examples_are_asked_for() -> None:
-    from shardplan.tdl.coverage import prove_one
-
-    assert prove_one("transpose", 1) is None
+    assert found["unverified"] == []
+    assert found["faults"] == {}
 
 
 def test_what_is_not_described_has_a_reason() -> None:

@@ -8,11 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.extend.core import Primitive
 
 from shardplan import tdl
 from shardplan.errors import DescriptionError
 from shardplan.ir import Split
 from shardplan.tdl.describe import forget
+from shardplan.tdl.localize import HALO, evaluate
 from shardplan.tdl.register import register
 
 
@@ -30,8 +32,9 @@ NAME = "custom_vjp_call:attention"
 @pytest.fixture(autouse=True)
 def _forgotten() -> Iterator[None]:
     yield
-    for name in (NAME, "pallas_call:double"):
-        forget(name)
+    for name in (NAME, "pallas_call:double", "jit:differences", "doubled"):
+        for ending in ("", HALO):
+            forget(name + ending)
 
 
 def test_flash_attention_is_cut_along_batch_and_queries() -> None:
@@ -89,5 +92,75 @@ def test_an_index_outside_its_operand_is_refused() -> None:
 
 
 def test_a_thing_that_is_no_op_is_refused() -> None:
-    with pytest.raises(DescriptionError, match="registered for a primitive, a custom_vjp function, or a name"):
+    with pytest.raises(DescriptionError, match="registered for a primitive, a custom_vjp or jit function, or a name"):
         register(3)
+
+
+def test_a_name_that_is_no_primitive_is_refused() -> None:
+    with pytest.raises(DescriptionError, match=r"no such primitive .nearest: .*'dot_genral'"):
+        register("dot_genral")
+
+
+def test_a_kernel_must_say_how_a_worker_runs_it() -> None:
+    with pytest.raises(DescriptionError, match=r"pallas_call:double is compiled for its whole shape; .*: run="):
+        register("pallas_call:double")
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        (lambda q, k, v: lambda b, i, d: q[b * i, i, d], r"a product of two indices is not affine: \(i0\) \* \(i1\)"),
+        (lambda q, k, v: lambda b, i, d: q[b, i], r"operand 0 has rank 3, 2 indices given: \(i0, i1\)"),
+        (lambda q, k, v: lambda b, i, d: tdl.Sum(lambda: q[b, i, d]), "a reducer needs an index to reduce over: sum"),
+        (lambda q, k, v: lambda b, i, d: tdl.Sum(lambda j: q[b, i, d]), "the extent of j cannot be read off an operand"),
+        (lambda q, k, v: lambda b, i, d: jnp.exp(q[b, i, d]), "tdl.apply"),
+        (lambda q, k, v: lambda b, i, d: None, "built from operand elements and numbers: None"),
+        (lambda q, k, v: None, "a description returns a lambda for each result: None"),
+        (lambda q, k, v: (lambda b, i, d: q[b, i, d],) * 2, "has 1 results, described are 2"),
+        (lambda q, k: lambda b, i, d: q[b, i, d], "has 3 operands, described are"),
+    ],
+)
+def test_a_description_that_makes_no_sense_is_refused(function: Any, says: str) -> None:
+    with pytest.raises(DescriptionError, match=says):
+        register(attention, example=EXAMPLE)(function)
+    assert NAME not in tdl.described()
+
+
+def test_an_example_that_the_function_does_not_take_is_refused() -> None:
+    with pytest.raises(DescriptionError, match=f"{NAME} does not take the example"):
+        register(attention, example=EXAMPLE[:2])(lambda q, k: lambda b, i, d: q[b, i, d])
+
+
+def test_without_an_example_small_arrays_are_tried() -> None:
+    with pytest.raises(DescriptionError, match=r"does not hold on the example: .*\(6, 6, 6\)"):
+        register(attention)(lambda q, k, v: lambda b, i, d: tdl.Opaque()(q[b, i, :], k[b, i, :], v[b, i, d]))
+    register(attention)(lambda q, k, v: lambda b, i, d: tdl.Opaque()(q[b, i, :], k[b, :, :], v[b, :, d]))
+    with pytest.warns(UserWarning, match="is not proven: give an example="):
+        register("pallas_call:double", run=lambda x: 2 * jnp.reshape(x, (5, 7)))(lambda x: lambda i, j: 2.0 * x[i, j])
+
+
+def test_a_halo_is_proven_where_it_is_said_how_blocks_run() -> None:
+    def apart(x: Any) -> Any:
+        return x[1:] - x[:-1]
+
+    @jax.jit
+    def differences(x: Any) -> Any:
+        return apart(jnp.pad(x, ((1, 0), (0, 0))))
+
+    example = [jax.ShapeDtypeStruct((6, 4), jnp.float32)]
+    register(differences, run=apart, example=example)(lambda x: lambda i, j: x[i, j] - x[i - 1, j])
+    with pytest.raises(DescriptionError, match=r"does not hold|refuses the regions"):
+        register(differences, run=apart, example=example)(lambda x: lambda i, j: x[i, j] - x[i - 2, j])
+
+
+def test_a_primitive_of_ones_own_keeps_its_parameters() -> None:
+    doubled = Primitive("doubled")
+    doubled.def_impl(lambda x, *, times: x * times)
+    doubled.def_abstract_eval(lambda x, *, times: x)
+
+    @register(doubled, example=[jax.ShapeDtypeStruct((4, 6), jnp.float32)], run=lambda x, times=2: x * times)
+    def describe(x: Any) -> Any:
+        return lambda *i: 2.0 * x[i]
+
+    call = tdl.Call("doubled", ((2,),), ((2,),), {"times": 3})
+    assert [float(v) for v in evaluate(call, [jnp.ones(2)])[0]] == [3.0, 3.0]

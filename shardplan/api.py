@@ -16,7 +16,7 @@ from shardplan.cost import compute
 from shardplan.errors import MemoryLimitError, PinError, ShardplanError
 from shardplan.ir import Factor, spec_text
 from shardplan.mesh import Cluster, factors
-from shardplan.plans import Baseline, Plan
+from shardplan.plans import Plan
 from shardplan.positions import leaves_of, positions
 from shardplan.search import memory
 from shardplan.search.coarsen import FREE, coarsen
@@ -86,7 +86,6 @@ def plan(
         objective=objective,
         lower_bound_s=outcome.bound_s,
         exact=outcome.exact,
-        baselines=_scored(extractor, outcome.baselines, limit),
         trace_s=traced_at - began,
         search_s=time.perf_counter() - traced_at,
         donate_argnums=donated,
@@ -94,7 +93,7 @@ def plan(
         pins=dict(pins or {}),
         time_budget_s=time_budget_s,
         user_mesh=user_mesh,
-        alternatives=outcome.baselines,
+        rivals=outcome.rivals,
     )
 
 
@@ -156,12 +155,6 @@ def _searched(graph: Graph, cluster: Cluster, limits: _Limits) -> tuple[Problem,
     if not outcome.best.fits(limits.memory):
         raise _too_small(problem, outcome.smallest or outcome.best, limits)
     return best
-
-
-def _scored(extractor: Extractor, baselines: Sequence[Solution], limit: int) -> tuple[Baseline, ...]:
-    return tuple(
-        Baseline(s.name, s.seconds, extractor.decide(s).communication_bytes, s.peak_bytes, s.fits(limit)) for s in baselines
-    )
 
 
 def _better(a: Outcome, b: Outcome, limit: int) -> bool:

@@ -22,7 +22,7 @@ from shardplan.positions import leaves_of
 from shardplan.search import coarsen, flatten, memory
 from shardplan.search.extract import Extractor
 from shardplan.search.problem import Problem
-from shardplan.search.solve import Solver
+from shardplan.search.solve import Rivals, Solver
 from shardplan.trace import Traced, trace
 
 
@@ -80,7 +80,8 @@ class PlanFile:
             objective=self.objective,
             lower_bound_s=self.lower_bound_s,
             exact=self.exact,
-            baselines=self.baselines,
+            rivals=Rivals(solver),
+            scored=self.baselines,
             trace_s=self.trace_s,
             search_s=self.search_s,
             donate_argnums=self.donate_argnums,

@@ -27,7 +27,7 @@ from shardplan.positions import leaves_of
 from shardplan.report.explain import explain, explain_all
 from shardplan.report.json import figures
 from shardplan.search.extract import Decisions, Extractor
-from shardplan.search.solve import Solution
+from shardplan.search.solve import Rivals, Solution
 from shardplan.trace import Traced, trace
 
 FORMAT = 2
@@ -72,8 +72,8 @@ class Plan:
 
     Seconds are predicted for one step and bytes for one device. ``lower_bound_s`` bounds every plan's seconds where memory has
     no limit, and is their optimum where ``exact``. ``time_model`` says how ``step_time_s`` adds up ("sum": compute plus
-    communication, no overlap). ``memory_limit`` is in bytes; ``trace_s`` and ``search_s`` were measured. ``alternatives`` are the
-    solutions behind ``baselines`` (a plan read from a file has none).
+    communication, no overlap). ``memory_limit`` is in bytes; ``trace_s`` and ``search_s`` were measured. ``rivals`` solves the
+    baselines when they are first asked for; ``scored`` are those that a plan's file lists.
     """
 
     cluster: Cluster
@@ -87,7 +87,7 @@ class Plan:
     objective: str
     lower_bound_s: float
     exact: bool
-    baselines: tuple[Baseline, ...]
+    rivals: Rivals = field(repr=False)
     trace_s: float
     search_s: float
     donate_argnums: tuple[int, ...] = ()
@@ -95,7 +95,7 @@ class Plan:
     pins: Mapping[str, PartitionSpec] = field(default_factory=dict[str, PartitionSpec])
     time_budget_s: float | None = None
     user_mesh: Mesh | None = field(default=None, repr=False)
-    alternatives: tuple[Solution, ...] = field(default=(), repr=False)
+    scored: tuple[Baseline, ...] | None = None
     time_model: Literal["sum", "overlap"] = "sum"
 
     # -- figures -----------------------------------------------------------------------------------------------------
@@ -124,6 +124,16 @@ class Plan:
     def peak_bytes(self) -> int:
         """The most bytes that one device holds at any point of a step."""
         return self.solution.peak_bytes
+
+    @property
+    def baselines(self) -> tuple[Baseline, ...]:
+        """What people use today, each at its best, in the plan's tables and under its memory limit; solved when first read."""
+        if self.scored is not None:
+            return self.scored
+        return tuple(
+            Baseline(s.name, s.seconds, self.extractor.decide(s).communication_bytes, s.peak_bytes, s.fits(self.memory_limit))
+            for s in self.rivals.solutions
+        )
 
     # -- layouts -----------------------------------------------------------------------------------------------------
 
@@ -252,16 +262,17 @@ class Plan:
         """The plan that a baseline is, to run or measure it: its name as in ``baselines``.
 
         Raises:
-            ShardplanError: if there is no such baseline (a loaded plan has none).
+            ShardplanError: if there is no such baseline.
         """
-        for solution in self.alternatives:
+        known = self.rivals.solutions
+        for solution in known:
             if solution.name == name:
                 return replace(self, solution=solution, decisions=self.extractor.decide(solution))
-        raise ShardplanError(f"no baseline {name!r} here: there are {', '.join(s.name for s in self.alternatives) or 'none'}")
+        raise ShardplanError(f"no baseline {name!r} here: there are {', '.join(s.name for s in known) or 'none'}")
 
     def baseline_plans(self) -> dict[str, Plan]:
-        """Each baseline as a plan that can be compiled, by name; none for a plan that was loaded."""
-        return {s.name: self.as_baseline(s.name) for s in self.alternatives}
+        """Each baseline as a plan that can be compiled, by name."""
+        return {s.name: self.as_baseline(s.name) for s in self.rivals.solutions}
 
     # -- words -------------------------------------------------------------------------------------------------------
 

@@ -78,10 +78,17 @@ class Extractor:
     _moves: dict[int, tuple[tuple[Step, float, int, bool], ...]] = field(
         default_factory=dict[int, tuple[tuple[Step, float, int, bool], ...]]
     )
+    _decided: dict[int, tuple[Solution, Decisions]] = field(default_factory=dict[int, tuple[Solution, Decisions]])
     _programs: dict[object, tuple[Step, ...]] = field(default_factory=dict[object, tuple[Step, ...]])
 
     def decide(self, solution: Solution) -> Decisions:
-        """The decisions behind a solution."""
+        """The decisions behind a solution, looked up where it was asked for before."""
+        known = self._decided.get(id(solution))
+        if known is None or known[0] is not solution:
+            known = self._decided[id(solution)] = (solution, self._decide(solution))
+        return known[1]
+
+    def _decide(self, solution: Solution) -> Decisions:
         problem, coarse = self.problem, self.problem.coarse
         states = solution.states
         layouts: list[Layout | None] = []

@@ -1,8 +1,7 @@
 """The search: the cheapest assignment within the memory limit, and every baseline scored in the same tables.
 
-Two levels are solved jointly and exactly where the tables allow; more by recursion over the levels, slowest first, and polish
-of pairs of levels to
-a fixpoint (Tofu, section 5.2, made joint). Memory is priced at the points where it peaks.
+Two levels are solved jointly and exactly where the tables allow; more by recursion over the levels, slowest first, and polish of
+pairs of levels to a fixpoint (Tofu, section 5.2, made joint). Memory is priced at the points where it peaks.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from shardplan.search import memory
 from shardplan.search.baselines import Restriction, baselines
@@ -49,7 +49,7 @@ class Outcome:
     """The best solution, the baselines, a lower bound on any solution's seconds without a memory limit, and how it was found."""
 
     best: Solution
-    baselines: tuple[Solution, ...]
+    rivals: Rivals
     bound_s: float
     exact: bool
     smallest: Solution | None
@@ -125,6 +125,26 @@ class Solver:
         return memory.keep_price(self.live, points, price) if points else {}
 
 
+class Rivals:
+    """The baselines of a problem, solved when they are first asked for: an exact optimum that fits needs none of them."""
+
+    def __init__(self, solver: Solver) -> None:
+        self._solver = solver
+
+    @cached_property
+    def solutions(self) -> tuple[Solution, ...]:
+        """Every baseline that exists, at its best."""
+        found: list[Solution] = []
+        for r in baselines(self._solver.problem):
+            if self._solver.order(r.domains).largest <= JOINT_ENTRIES:
+                solution, priced = self._solver.minimum(r.name, r.domains, regather=r.regather, limits=r.limits)
+            else:
+                solution, priced = _by_levels(self._solver, r)
+            if priced < float("inf"):
+                found.append(replace(solution, name=r.name))
+        return tuple(found)
+
+
 def search(
     problem: Problem,
     *,
@@ -136,35 +156,29 @@ def search(
 ) -> Outcome:
     """Solves within ``limit`` bytes a device. ``domains`` hold the pins. ``deadline`` is a `time.monotonic` instant."""
     solver = Solver(problem, memory.liveness(problem, donated))
-    observer("baselines", 0.1)
-    named: list[Solution] = []
-    restrictions = baselines(problem)
+    rivals = Rivals(solver)
     joint_fits = len(problem.sizes) <= 2 and solver.order(domains).largest <= JOINT_ENTRIES
-    for r in restrictions:
-        solution, priced = (
-            solver.minimum(r.name, r.domains, regather=r.regather, limits=r.limits)
-            if solver.order(r.domains).largest <= JOINT_ENTRIES
-            else _by_levels(solver, r)
-        )
-        if priced < float("inf"):
-            named.append(replace(solution, name=r.name))
+
+    def seeds() -> list[Solution]:
+        observer("baselines", 0.1)
+        agreeing = [s for s in rivals.solutions if all(at in d for at, d in zip(s.states, domains, strict=True))]
+        return [solver.unlimited(s) for s in agreeing]
+
+    inside = [] if joint_fits else seeds()
     observer("search", 0.5)
-    pinned = [s for s in named if all(state in d for state, d in zip(s.states, domains, strict=True))]
-    # an exact optimum needs no seeds, unless it does not fit
-    inside = [] if joint_fits else [solver.unlimited(s) for s in pinned]
     best, bound, exact = _best(solver, domains, inside, joint_fits, deadline)
     candidates = [best, *inside]
     smallest: Solution | None = None
     if not best.fits(limit):
         observer("memory", 0.7)
-        inside = inside or [solver.unlimited(s) for s in pinned]
+        inside = inside or seeds()
         more, smallest = _within(solver, domains, limit, best, joint_fits, inside, deadline)
         candidates += [*inside, *more]
     fitting = [s for s in candidates if s.fits(limit)]
     smallest = min([*candidates, *([smallest] if smallest else [])], key=lambda s: s.peak_bytes)
     chosen = min(fitting, key=lambda s: s.seconds) if fitting else smallest
     observer("done", 1.0)
-    return Outcome(replace(chosen, name="plan"), tuple(named), bound, exact, smallest)
+    return Outcome(replace(chosen, name="plan"), rivals, bound, exact, smallest)
 
 
 def _best(

@@ -59,7 +59,7 @@ def test_the_baselines_are_among_the_layouts(name: str) -> None:
     """The oracle prices a baseline's layouts at no more than the baseline, which may not choose how its ops run."""
     plan = planned(name)
     oracle = brute.Oracle(plan.extractor.problem)
-    for solution in plan.alternatives:
+    for solution in plan.rivals.solutions:
         assert oracle.seconds(solution.states) <= solution.seconds + 1e-10
 
 

@@ -52,8 +52,8 @@ def test_recursion_and_polish_are_never_worse_than_their_seeds(
     solver = Solver(problem, memory.liveness(problem))
     recursed = solve._recurse(solver, problem.domains)  # pyright: ignore[reportPrivateUsage]
     assert outcome.best.seconds <= recursed.seconds
-    assert outcome.baselines
-    for b in outcome.baselines:
+    assert outcome.rivals.solutions
+    for b in outcome.rivals.solutions:
         assert outcome.best.seconds <= b.seconds
     assert exact <= outcome.best.seconds * (1 + 1e-9)
     assert outcome.bound_s <= exact * (1 + 1e-9)
@@ -103,7 +103,7 @@ def test_a_spent_deadline_still_gives_a_plan() -> None:
     problem = steps.problem(step, *args, on=Cluster.load("2x2x2"))
     outcome = searched(problem, deadline=time.monotonic() - 1)
     assert outcome.best.seconds < float("inf")
-    assert all(outcome.best.seconds <= b.seconds for b in outcome.baselines)
+    assert all(outcome.best.seconds <= b.seconds for b in outcome.rivals.solutions)
 
 
 def test_the_seconds_of_a_plan_are_its_compute_and_its_collectives() -> None:

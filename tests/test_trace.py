@@ -208,7 +208,7 @@ def test_an_nnx_module_can_be_an_argument() -> None:
 
 
 def test_a_step_that_fails_says_why() -> None:
-    with pytest.raises(TraceError, match="could not be traced") as caught:
+    with pytest.raises(TraceError, match=r"could not be traced.*at \S*test_trace\.py:\d+ \(.*; jax\.eval_shape") as caught:
         trace(lambda x, w: x @ w, array(3, 4), array(3, 4))
     assert caught.value.__cause__ is not None
 
@@ -219,3 +219,11 @@ def test_a_step_that_looks_at_values_says_why() -> None:
 
     with pytest.raises(TraceError, match="could not be traced"):
         trace(step, array(4))
+
+
+def test_what_a_library_raises_is_a_trace_error_at_the_users_line() -> None:
+    """Also an error of flax, which is none of Python's own; its frames are not the user's."""
+    model = linen.Dense(4)
+    params = jax.eval_shape(lambda: model.init(jax.random.key(0), jnp.ones((2, 3))))
+    with pytest.raises(TraceError, match=r"ScopeParamShapeError.*at \S*test_trace\.py:\d+ \(<lambda>\)"):
+        trace(lambda p, x: model.apply(p, x), params, array(8, 5))

@@ -6,8 +6,10 @@ import importlib
 import inspect
 import sys
 import sysconfig
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,9 +18,7 @@ from jax.extend.core import Primitive
 
 
 def source_line(eqn: Any) -> str:
-    """``file:line (function)`` of the user's code behind an equation, installed libraries left out; ``?`` if JAX stops saying
-    so.
-    """
+    """``file:line (function)`` of the user's code behind an equation, libraries left out; ``?`` if JAX stops saying so."""
     try:
         from jax._src import source_info_util
     except ImportError:  # the module moved: only messages lose their line
@@ -28,6 +28,14 @@ def source_line(eqn: Any) -> str:
     return f"{own[0].file_name}:{own[0].start_line} ({own[0].function_name})" if own else "?"
 
 
+def raised_at(error: BaseException) -> str:
+    """``file:line (function)`` of the last of the user's lines on the way to an error, libraries left out."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not f.filename.startswith((*_INSTALLED, _HERE))] or list(frames)
+    return f"{own[-1].filename}:{own[-1].lineno} ({own[-1].name})" if own else "?"
+
+
+_HERE = str(Path(__file__).parent)
 _INSTALLED = tuple(sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}))
 
 
@@ -116,9 +124,7 @@ def programs_compiled() -> int:
 
 
 def linalg() -> Any:
-    """The module with the factorisations that ``jax.lax.linalg`` does not hand on (geqrf, geqp3, ormqr): proof cases bind
-    them.
-    """
+    """The module with the factorisations that ``jax.lax.linalg`` does not hand on, for proof cases: geqrf, geqp3, ormqr."""
     return importlib.import_module("jax._src.lax.linalg")
 
 

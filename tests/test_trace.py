@@ -208,7 +208,7 @@ def test_an_nnx_module_can_be_an_argument() -> None:
 
 
 def test_a_step_that_fails_says_why() -> None:
-    with pytest.raises(TraceError, match="could not be traced") as caught:
+    with pytest.raises(TraceError, match=r"could not be traced.*at \S*test_trace\.py:\d+ \(.*; jax\.eval_shape") as caught:
         trace(lambda x, w: x @ w, array(3, 4), array(3, 4))
     assert caught.value.__cause__ is not None
 
@@ -228,3 +228,11 @@ def test_a_linear_solve_is_its_solver_and_keeps_the_users_line() -> None:
     program = trace(step, *(jax.ShapeDtypeStruct((8, 8), "float32") for _ in range(2))).program
     assert "triangular_solve" in {op.primitive for op in program.ops}
     assert all("test_trace.py" in str(op.source) for op in program.ops)
+
+
+def test_what_a_library_raises_is_a_trace_error_at_the_users_line() -> None:
+    """Also an error of flax, which is none of Python's own; its frames are not the user's."""
+    model = linen.Dense(4)
+    params = jax.eval_shape(lambda: model.init(jax.random.key(0), jnp.ones((2, 3))))
+    with pytest.raises(TraceError, match=r"ScopeParamShapeError.*at \S*test_trace\.py:\d+ \(<lambda>\)"):
+        trace(lambda p, x: model.apply(p, x), params, array(8, 5))

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import assert_never
 
-from ..errors import ShardplanError, nearest
+from ..errors import ReductionError, nearest
 from .states import COLLECTIVES, Clash, Collective, Context, Goal, Space
 
 Shape = tuple[int, ...]
@@ -99,16 +99,6 @@ class Reduction:
     def short(self) -> str:
         """The collectives alone: ``ReduceScatter-AllReduce-AllGather``."""
         return "-".join(step.collective for step in self.steps)
-
-
-class ReductionError(ShardplanError):
-    """A program that is wrong: ``step`` counts from 0, ``devices`` the group's, ``states`` theirs before it, as text."""
-
-    def __init__(self, message: str, *, step: int | None = None, devices: Sequence[int] = (), states: Sequence[str] = ()) -> None:
-        super().__init__(message)
-        self.step = step
-        self.devices = tuple(devices)
-        self.states = tuple(states)
 
 
 @lru_cache(maxsize=4096)

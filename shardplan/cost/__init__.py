@@ -1,4 +1,5 @@
-"""What things cost: collectives on links (`network`), from which every price of communication comes, and ops (`compute`).
+"""What things cost: collectives on links (`network`), from which every price of communication comes, and ops on one device
+(`compute`, a roofline).
 
 The network follows P2, section 5: bandwidths, link sharing, ring and tree algorithms. `wire` counts bytes in its place, as Tofu
 does.

@@ -12,18 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from shardplan.errors import ShardplanError
-
-
-class HloError(ShardplanError):
-    """HLO text of a form that is not known. ``line`` counts from 1."""
-
-    def __init__(self, message: str, *, line: int, text: str) -> None:
-        shown = text.strip()
-        super().__init__(f"HLO line {line}: {message}: {shown if len(shown) <= 200 else shown[:200] + ' ...'}")
-        self.line = line
-        self.text = text
-
+from shardplan.errors import HloError
 
 # Bits of one element; the many forms of f8 and f4 are matched by their start.
 _BITS = {

@@ -1,5 +1,4 @@
-"""The ``specs`` backend: the step evaluated again with sharding constraints, which XLA's partitioner turns into the plan's
-collectives.
+"""The ``specs`` backend: the step evaluated again under sharding constraints, which XLA's partitioner turns into collectives.
 
 At each op that has a table of its own the operands are constrained to the layouts that its strategy needs and the results to the
 layouts they are stored in, in the forward and the backward pass and inside loop bodies; elementwise ops in between follow. Values
@@ -45,9 +44,7 @@ class _Later:
 
 @dataclass(slots=True)
 class _Frame:
-    """The values of one program while it is evaluated; ``views`` are resharded copies by view and tensor, ``made`` free values
-    by layout.
-    """
+    """The values of one program; ``views`` are resharded copies by view and tensor, ``made`` free values by layout."""
 
     where: Where
     ids: tuple[int, ...]
@@ -65,8 +62,6 @@ class SpecsEmitter:
         extractor: Extractor,
         decisions: Decisions,
         mesh: Mesh,
-        *,
-        drop: Callable[[Node], bool] | None = None,
     ) -> None:
         self.program, self.extractor, self.decisions, self.mesh = program, extractor, decisions, mesh
         self.problem = problem = extractor.problem
@@ -76,7 +71,6 @@ class SpecsEmitter:
         joins = set(problem.coarse.joins)
         # what a join reads is held in its stored layout, or the layout that the join needs would spread back into the chain
         self.held = {t for n in problem.graph.nodes if n.id in joins for t in n.inputs if t >= 0}
-        self.drop = drop
 
     def __call__(self, *flat: Any) -> list[Any]:
         """The step on flat arguments; flat results."""
@@ -178,7 +172,7 @@ class SpecsEmitter:
         else:
             outputs = self.apply(frame, op, use, inputs)
         for r, (t, value) in enumerate(zip(op.outputs, outputs, strict=True)):
-            if use is not None and not (self.drop is not None and self.drop(node)):
+            if use is not None:
                 value = self.result(use, r, value)
             elif use is None and frame.ids[t] in self.held:
                 value = self.constrain(value, self.layout(frame, t))
@@ -295,9 +289,7 @@ class SpecsEmitter:
 
     # -- control flow ------------------------------------------------------------------------------------------------
 
-    def entering(
-        self, frame: _Frame, op: Op, body: Program, skip: int, where: Where, inner: Sequence[int], lifts: Sequence[int]
-    ) -> list[Any]:
+    def entering(self, frame: _Frame, op: Op, skip: int, where: Where, inner: Sequence[int], lifts: Sequence[int]) -> list[Any]:
         """The operands of a body in the layouts of its inputs; ``lifts`` says which are stacked over a loop."""
         ids = self.problem.graph.bodies[where]
         values: list[Any] = []
@@ -319,7 +311,7 @@ class SpecsEmitter:
         body, where = op.bodies[0], (*frame.where, (op.id, 0))
         consts, carry = op.params["num_consts"], op.params["num_carry"]
         lifts = [0] * (consts + carry) + [1] * (len(body.inputs) - consts - carry)
-        values = self.entering(frame, op, body, 0, where, body.inputs, lifts)
+        values = self.entering(frame, op, 0, where, body.inputs, lifts)
         fixed, start, stacked = values[:consts], values[consts : consts + carry], values[consts + carry :]
         ids = self.problem.graph.bodies[where]
 
@@ -350,7 +342,7 @@ class SpecsEmitter:
         a, b = op.params["cond_nconsts"], op.params["body_nconsts"]
         where, at_test = (*frame.where, (op.id, 1)), (*frame.where, (op.id, 0))
         tested = [self.value(frame, i) for i in op.inputs[:a]]
-        values = self.entering(frame, op, body, a, where, body.inputs, [0] * len(body.inputs))
+        values = self.entering(frame, op, a, where, body.inputs, [0] * len(body.inputs))
         fixed, start = values[:b], values[b:]
         return list(
             lax.while_loop(

@@ -104,7 +104,7 @@ def verify(
     """
     if steps < 1:
         raise ShardplanError(f"steps={steps}: at least one step is needed to compare")
-    tell = observer or _silent
+    tell = observer or (lambda _what, _part: None)
     leaves, tree = jax.tree.flatten(tuple(args))
     host = [_host(x) for x in drawn(leaves)]
     loop = _Loop(tree, plan.traced.program.feedback, steps)
@@ -346,7 +346,3 @@ def _judge(
             if part > ratio:
                 worst, ratio = Worst(path, n, error, tolerance), part
     return _Judged(tuple(unequal), largest, worst)
-
-
-def _silent(_what: str, _part: float) -> None:
-    return None

@@ -80,7 +80,7 @@ def padded_seconds(plan: Plan, old: int, new: int) -> float | None:
         donated=frozenset(plan.donated_leaves),
         domains=pinned_domains(problem, {glob: tuple(spec) for glob, spec in plan.pins.items()}),
         deadline=None,
-        observer=_silent,
+        observer=lambda _what, _part: None,
     )
     return outcome.best.seconds if outcome.best.fits(plan.memory_limit) else math.inf
 
@@ -119,7 +119,3 @@ def _swap(value: Any, old: int, new: int) -> Any:
         items = [_swap(v, old, new) for v in value]  # type: ignore[reportUnknownVariableType]
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)  # type: ignore[reportUnknownVariableType]
     return value
-
-
-def _silent(_what: str, _part: float) -> None:
-    return None

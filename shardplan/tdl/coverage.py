@@ -36,9 +36,9 @@ UNCUT = ("rng_bit_generator",)
 
 # Described, with dims that stay whole for a reason of their own.
 WHOLE_DIMS: dict[str, str] = {
-    **dict.fromkeys(("argmax", "argmin"), "the extreme and its place travel as a pair, and no placement holds a pair"),
     **dict.fromkeys(
-        ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), "a running value needs all that stands before it along its dim"
+        ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"),
+        "a running value needs all before it along its dim; partial ones of full length would cost more to reduce than to gather",
     ),
     "reduce_xor": "no placement holds terms of an exclusive or",
     **dict.fromkeys(("reduce", "select_and_scatter"), "the user's function need not be associative across workers"),

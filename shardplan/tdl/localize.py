@@ -258,6 +258,22 @@ def _select_and_scatter_add(call: Call, local: Local) -> Local:
     return replace(local, call=replace(local.call, results=(x,)))
 
 
+@_local("argmax", "argmin")
+def _argument(call: Call, local: Local) -> Local:
+    """A worker's place is counted from its own offset, and comes with the extreme that stands there: a result more."""
+    if not isinstance(local.strategy.results[0], Partial):
+        return local
+    (dim,) = call.params["axes"]
+    mine = call.operands[0][dim] // local.strategy.ways
+
+    def paired(bind: Bind, operands: Sequence[Any], worker: Any) -> tuple[Any, ...]:
+        (at,) = bind(operands)
+        extreme = jnp.take_along_axis(jnp.asarray(operands[0]), jnp.expand_dims(jnp.asarray(at), dim), dim)
+        return (at + jnp.asarray(worker * mine).astype(at.dtype), lax.squeeze(extreme, (dim,)))
+
+    return replace(local, run=paired)
+
+
 @_local("iota")
 def _iota(call: Call, local: Local) -> Local:
     """A worker counts from its own offset."""

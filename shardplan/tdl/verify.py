@@ -141,7 +141,12 @@ def _partition_n_reduce(local: Local, operands: Sequence[Any], rng: np.random.Ge
         [_host(x) for x in local.run(lambda ops: tuple(evaluator(local, [_host(x) for x in ops])), [g[w] for g in given], w)]
         for w in range(ways)
     ]
-    return [join([out[n] for out in outs], placement) for n, placement in enumerate(strategy.results)]
+    return [
+        _join_pairs([out[n] for out in outs], [out[len(strategy.results) + n] for out in outs], placement.reducer)
+        if isinstance(placement, Partial) and placement.reducer in ("argmax", "argmin")
+        else join([out[n] for out in outs], placement)
+        for n, placement in enumerate(strategy.results)
+    ]
 
 
 def regions(x: Any, placement: Placement, ways: int, edge: Edge, operands: Sequence[Any], rng: np.random.Generator) -> list[Any]:
@@ -184,6 +189,12 @@ def join(parts: Sequence[Any], placement: Placement) -> Any:
             return parts[0]
         case Partial(reducer):
             return _reduce(parts, reducer)
+
+
+def _join_pairs(places: Sequence[Any], extremes: Sequence[Any], reducer: Reducer) -> Any:
+    """The place that stands with the first of the extremes."""
+    first = (jnp.argmax if reducer == "argmax" else jnp.argmin)(jnp.stack(extremes), axis=0)
+    return np.take_along_axis(np.stack(places), np.asarray(first)[None], 0)[0]
 
 
 def _reduce(parts: Sequence[Any], reducer: Reducer) -> Any:

@@ -273,3 +273,24 @@ def test_an_opaque_call_may_run_whole(eager: Any) -> None:
     step, args = kernel_step(smooth)
     plan = shardplan.plan(step, *args, cluster=eager, replicate=("pallas_call",))
     assert verify(plan, step, args).passed
+
+
+# -- reductions of pairs ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", [jnp.argmax, jnp.argmin])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "uint8"])
+def test_the_place_of_an_extreme_is_found_across_devices(place: Any, dtype: str, eager: Any) -> None:
+    x = np.random.default_rng(0).integers(0, 6, (4, 16)).astype(np.float32)
+    x[0, 2:] = x[0].max()
+    if dtype in ("float32", "bfloat16"):
+        x[1, [3, 9]], x[2, [1, 12]], x[3, 5], x[3, 8] = np.nan, np.inf, -np.inf, np.nan
+    args = (jnp.asarray(x).astype(dtype),)
+
+    def step(x: Any) -> Any:
+        return place(x, axis=1)
+
+    plan = shardplan.plan(step, *args, cluster=eager, pins={"x": P(None, ("node", "gpu"))})
+    assert "k0" in cut_loops(plan, place.__name__)
+    found = verify(plan, step, args)
+    assert found.passed, found

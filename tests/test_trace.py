@@ -219,3 +219,15 @@ def test_a_step_that_looks_at_values_says_why() -> None:
 
     with pytest.raises(TraceError, match="could not be traced"):
         trace(step, array(4))
+
+
+def test_a_barrier_is_an_op_for_each_of_its_values() -> None:
+    def step(x: jax.Array, w: jax.Array) -> jax.Array:
+        x, w = jax.lax.optimization_barrier((x, w))
+        return x @ w
+
+    ops = trace(step, array(8, 4), array(4, 6)).program.ops
+    assert [(op.primitive, len(op.inputs), len(op.outputs)) for op in ops if op.primitive != "dot_general"] == [
+        ("optimization_barrier", 1, 1),
+        ("optimization_barrier", 1, 1),
+    ]

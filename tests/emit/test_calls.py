@@ -294,3 +294,16 @@ def test_the_place_of_an_extreme_is_found_across_devices(place: Any, dtype: str,
     assert "k0" in cut_loops(plan, place.__name__)
     found = verify(plan, step, args)
     assert found.passed, found
+
+
+def test_the_values_of_a_barrier_are_cut_each_in_its_own_way(eager: Any) -> None:
+    def step(w: Any, x: Any) -> Any:
+        def loss(w: Any) -> Any:
+            y, v = jax.lax.optimization_barrier((jnp.tanh(x), w))
+            return jnp.mean((y @ v) ** 2)
+
+        return w - 0.1 * jax.grad(loss)(w)
+
+    args = (jax.random.normal(KEYS[0], (16, 8)), jax.random.normal(KEYS[1], (32, 16)))
+    plan = shardplan.plan(step, *args, cluster=eager, pins={"x": P("node"), "w": P(None, "gpu")})
+    assert verify(plan, step, args).passed

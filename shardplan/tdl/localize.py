@@ -366,7 +366,17 @@ def _iota_at(call: Call, first: Any) -> tuple[Any, ...]:
     return _counts(call.params["shape"], call.params["whole"], first)
 
 
-_OWN.update(random_bits_at=_bits_at, random_split_at=_split_at, iota_2x32_shape_at=_iota_at)
+@partial(jax.jit, static_argnums=2)
+def _gamma(keys: Any, alpha: Any, log_space: bool) -> Any:
+    return _jax.bind("random_gamma", [keys, alpha], {"log_space": log_space})
+
+
+def _compiled_gamma(call: Call, keys: Any, alpha: Any) -> tuple[Any, ...]:
+    """Compiled as a whole: op by op its loops are compiled anew at each call, for seconds."""
+    return (_gamma(keys, alpha, bool(call.params["log_space"])),)
+
+
+_OWN.update(random_bits_at=_bits_at, random_split_at=_split_at, iota_2x32_shape_at=_iota_at, random_gamma=_compiled_gamma)
 
 
 def _mode(params: Mapping[str, Any]) -> str:

@@ -124,8 +124,11 @@ def named_call(primitive: str, params: Mapping[str, Any]) -> str | None:
 def _fits(name: str, body: Any) -> bool:
     """Whether a call has the operands and results that its description is for.
 
-    It has not under vmap, and inside remat, where JAX takes unused results away: there it is seen through, with a warning.
+    It has not under vmap, and inside remat, where JAX takes unused results away: there it is seen through, with a warning
+    (without one where nothing is left of it).
     """
+    if not body.out_avals:
+        return False
     operands, results = (tuple(tuple(x.shape) for x in avals) for avals in (body.in_avals, body.out_avals))
     try:
         describe(Call(name, operands, results, {}, tuple(str(x.dtype) for x in body.in_avals)))

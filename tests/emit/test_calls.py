@@ -137,8 +137,31 @@ def test_a_registered_function_that_is_not_differentiated_is_one_op(eager: Any) 
 def test_a_call_that_remat_has_cut_down_is_seen_through(eager: Any) -> None:
     register_flash()
     step, args = attention_step(remat=True)
-    with pytest.warns(UserWarning, match="seen through where its description does not fit"):
+    with pytest.warns(UserWarning, match="jit:flash_forward is seen through where its description does not fit"):
         plan = shardplan.plan(step, *args, cluster=eager)
+    inside = {op.primitive for outer in plan.traced.program.ops for body in outer.bodies for op in body.ops}
+    assert names(plan) == {"custom_vjp_call:flash"}  # which the forward function calls
+    assert "jit:flash_backward" in inside
+    assert verify(plan, step, args).passed
+
+
+def test_a_registered_function_in_a_loop_is_one_op_of_its_body(eager: Any) -> None:
+    register_flash()
+
+    def loss(w: Any, x: Any) -> Any:
+        def layer(h: Any, w: Any) -> Any:
+            return h + flash(h @ w["q"], h @ w["k"], h @ w["v"]), None
+
+        return jnp.mean(jax.lax.scan(layer, x, w)[0] ** 2)
+
+    def step(w: Any, x: Any) -> Any:
+        return jax.tree.map(lambda a, b: a - 0.1 * b, w, jax.grad(loss)(w, x))
+
+    w = {n: jax.random.normal(KEYS[i], (3, 16, 16)) / 4 for i, n in enumerate("qkv")}
+    args = (w, jax.random.normal(KEYS[4], (8, 8, 16)))
+    plan = shardplan.plan(step, *args, cluster=eager)
+    inside = {op.primitive for outer in plan.traced.program.ops for body in outer.bodies for op in body.ops}
+    assert inside >= {"jit:flash_forward", "jit:flash_backward"}
     assert verify(plan, step, args).passed
 
 

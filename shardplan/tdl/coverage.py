@@ -21,7 +21,8 @@ Kind = Literal["described", "opaque", "structural", "placement", "collective", "
 OPAQUE: dict[str, str] = {
     **dict.fromkeys(
         (
-            "cholesky cholesky_update eig eigh geqp3 geqrf hessenberg householder_product lu lu_pivots_to_permutation qr schur svd tridiagonal"
+            "cholesky cholesky_update eig eigh geqp3 geqrf hessenberg householder_product lu lu_pivots_to_permutation qr schur"
+            " svd tridiagonal"
         ).split(),
         "a factorisation needs its whole matrix",
     ),

@@ -424,6 +424,14 @@ def _fill_value(call: Call, dtype: Any) -> Any:
     return jnp.asarray(info.max if jnp.issubdtype(dtype, jnp.unsignedinteger) else info.min, dtype)
 
 
+def _window_sizes(call: Call) -> list[int]:
+    """For each dim of a scatter's operand the extent of an update there."""
+    numbers, updates = call.params["dimension_numbers"], call.operands[2]
+    alone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    sizes = iter([updates[d] for d in numbers.update_window_dims])
+    return [1 if d in alone else next(sizes) for d in range(len(call.operands[0]))]
+
+
 @_local("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
 def _scatter(call: Call, local: Local) -> Local:
     """A worker that owns rows drops the updates that fall elsewhere."""
@@ -432,7 +440,8 @@ def _scatter(call: Call, local: Local) -> Local:
         return local
     mode, start_map = call.params["mode"], tuple(numbers.scatter_dims_to_operand_dims)
     component, mine = start_map.index(placed[0]), call.operands[0][placed[0]] // local.strategy.ways
-    highest = np.array([call.operands[0][d] - (1 if d in row_dims(call) else call.operands[0][d]) for d in start_map])
+    window = _window_sizes(call)
+    highest = np.array([call.operands[0][d] - window[d] for d in start_map])
     clipped = _mode(call.params) == "CLIP"
 
     def dropped(bind: Bind, operands: Sequence[Any], worker: Any) -> tuple[Any, ...]:

@@ -15,6 +15,7 @@ from shardplan import tdl
 from shardplan.ir import Partial, Replicated, Split
 from shardplan.tdl.localize import localize, run
 from shardplan.tdl.proof import CASES, Drawn
+from shardplan.tdl.proof.case import traced
 from shardplan.tdl.verify import verify
 
 WAYS = 2

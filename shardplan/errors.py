@@ -53,16 +53,20 @@ class UndescribedPrimitiveError(ShardplanError):
 
 
 def _kernel_help(primitive: str, operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]]) -> str:
-    """The three lines to write, for these shapes: an op that is cut along its leading dim, if all have the same."""
-    shared = len({s[0] if s else 0 for s in (*operands, *results)}) == 1 and bool(results and results[0])
+    """The three lines to write, for these shapes: an op that is cut along the leading dim of its results, if they share one."""
+    leading = {s[0] if s else 0 for s in results}
+    shared = len(leading) == 1 and leading != {0} and any(s[:1] == results[0][:1] for s in operands)
     names = [f"x{i}" for i in range(len(operands))]
-    first = "i0" if shared else ":"
-    slices = [f"{x}[{', '.join([first, *[':'] * len(s)][: len(s)]) or '()'}]" for x, s in zip(names, operands, strict=True)]
+    firsts = ["i0" if shared and s[:1] == results[0][:1] else ":" for s in operands]
+    slices = [
+        f"{x}[{', '.join([first, *[':'] * len(s)][: len(s)]) or '()'}]"
+        for x, first, s in zip(names, firsts, operands, strict=True)
+    ]
     lambdas = [_opaque_lambda(slices, s, 1 if shared else 0) for s in results]
     body = lambdas[0] if len(lambdas) == 1 else f"({', '.join(lambdas)})"
     run = "" if primitive.startswith("ffi_call:") else ", run=function_that_calls_it"
     return (
-        f"say what it reads (here {'its leading dim is cut' if shared else 'nothing is cut'}):\n"
+        f"say what it reads (here {'only the leading dim is cut' if shared else 'nothing is cut'}):\n"
         f"    @shardplan.register({primitive!r}{run})\n    def describe({', '.join(names)}):\n        return {body}\n"
     )
 

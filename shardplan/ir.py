@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Reducer = Literal["sum", "prod", "max", "min", "and", "or"]
+Reducer = Literal["sum", "prod", "max", "min", "and", "or", "argmax", "argmin"]
+"""How terms make a whole. The last two reduce pairs: a place, and the extreme that was found there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,8 @@ _CALLS = {
     "custom_vjp_call_jaxpr": "fun_jaxpr",
     "custom_lin": "call_jaxpr",
 }
+# Each result is its operand: an op for each pair, so that all of them may be cut at once, each in its own way.
+_APART = ("optimization_barrier",)
 _BODIES: dict[str, tuple[str, ...]] = {
     "scan": ("jaxpr",),
     "while": ("cond_jaxpr", "body_jaxpr"),
@@ -224,26 +226,42 @@ class _Builder:
                 first = lengths.matvec + lengths.vecmat
                 self.inline(eqn, own, inputs[first : first + lengths.solve] + inputs[sum(lengths) :], env, scope, caller)
                 continue
-            outputs = []
-            for var in eqn.outvars:
-                t = self.tensor(var.aval)
-                env[var] = t
-                outputs.append(t)
-            stack = str(eqn.source_info.name_stack)
-            self.ops.append(
-                Op(
-                    id=len(self.ops),
-                    primitive=named or name,
-                    inputs=inputs,
-                    outputs=tuple(outputs),
-                    params=eqn.params,
-                    source=cast(str, _Source(eqn, caller)),
-                    scope=f"{scope}/{stack}" if scope and stack else scope or stack,
-                    bodies=_bodies(eqn),
-                    trips=_trips(eqn),
-                    handle=eqn,
-                )
+            if name in _APART:
+                for operand, var in zip(inputs, eqn.outvars, strict=True):
+                    self.op(eqn, name, (operand,), (var,), env, scope, caller)
+                continue
+            self.op(eqn, named or name, inputs, eqn.outvars, env, scope, caller)
+
+    def op(
+        self,
+        eqn: Any,
+        name: str,
+        inputs: tuple[Operand, ...],
+        results: Sequence[Any],
+        env: dict[Any, Operand],
+        scope: str,
+        caller: _Source | None,
+    ) -> None:
+        outputs = []
+        for var in results:
+            t = self.tensor(var.aval)
+            env[var] = t
+            outputs.append(t)
+        stack = str(eqn.source_info.name_stack)
+        self.ops.append(
+            Op(
+                id=len(self.ops),
+                primitive=name,
+                inputs=inputs,
+                outputs=tuple(outputs),
+                params=eqn.params,
+                source=cast(str, _Source(eqn, caller)),
+                scope=f"{scope}/{stack}" if scope and stack else scope or stack,
+                bodies=_bodies(eqn),
+                trips=_trips(eqn),
+                handle=eqn,
             )
+        )
 
     def inline(
         self,

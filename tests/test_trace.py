@@ -236,3 +236,15 @@ def test_what_a_library_raises_is_a_trace_error_at_the_users_line() -> None:
     params = jax.eval_shape(lambda: model.init(jax.random.key(0), jnp.ones((2, 3))))
     with pytest.raises(TraceError, match=r"ScopeParamShapeError.*at \S*test_trace\.py:\d+ \(<lambda>\)"):
         trace(lambda p, x: model.apply(p, x), params, array(8, 5))
+
+
+def test_a_barrier_is_an_op_for_each_of_its_values() -> None:
+    def step(x: jax.Array, w: jax.Array) -> jax.Array:
+        x, w = jax.lax.optimization_barrier((x, w))
+        return x @ w
+
+    ops = trace(step, array(8, 4), array(4, 6)).program.ops
+    assert [(op.primitive, len(op.inputs), len(op.outputs)) for op in ops if op.primitive != "dot_general"] == [
+        ("optimization_barrier", 1, 1),
+        ("optimization_barrier", 1, 1),
+    ]

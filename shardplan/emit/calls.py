@@ -20,7 +20,7 @@ from shardplan.ir import Partial, Reducer, Split
 from shardplan.tdl import Call, Description, Strategy, cut, describe
 from shardplan.tdl.localize import evaluate, localize
 
-Reduce = Callable[[Any, Reducer, tuple[str, ...]], Any]
+Reduce = Callable[[Any, Any, Reducer, tuple[str, ...]], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,21 +45,23 @@ def share(description: Description, loops: Sequence[int], mesh: Mesh, reduce: Re
     def local(*operands: Any) -> tuple[Any, ...]:
         results = _run(call, made, operands)
         small = [tuple(s) for s in _local_shapes(call, made)]
-        if [x.shape for x in results] != small:
-            got = [x.shape for x in results]
+        got = [x.shape for x in results[: len(small)]]
+        if got != small:
             raise DescriptionError(
                 f"{call.primitive} on a block gives results of {got}, described are {small}; mend it or its run="
             )
-        return tuple(_reduced(x, r, made, reduce) for r, x in enumerate(results))
+        return tuple(_reduced(results, r, made, reduce) for r in range(len(small)))
 
     ins = tuple(_spec(len(s), [(c.strategy.operands[i], c.axes) for c in made]) for i, s in enumerate(call.operands))
     outs = tuple(_spec(len(s), [(c.strategy.results[r], c.axes) for c in made]) for r, s in enumerate(call.results))
     return jax.shard_map(local, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False)
 
 
-def reduced(x: Any, reducer: Reducer, axes: tuple[str, ...]) -> Any:
-    """The reduction of what each device along ``axes`` holds."""
+def reduced(x: Any, extreme: Any, reducer: Reducer, axes: tuple[str, ...]) -> Any:
+    """The reduction of what each device along ``axes`` holds; of places, with the ``extreme`` that each found."""
     match reducer:
+        case "argmax" | "argmin":
+            return _first_place(x, extreme, reducer, axes)
         case "sum":
             return lax.psum(x, axes)
         case "max" | "or":
@@ -68,6 +70,21 @@ def reduced(x: Any, reducer: Reducer, axes: tuple[str, ...]) -> Any:
             return lax.pmin(x.astype("int8"), axes).astype(bool) if x.dtype == bool else lax.pmin(x, axes)
         case "prod":
             return jnp.prod(lax.all_gather(x, axes), axis=0, dtype=x.dtype)
+
+
+def _first_place(place: Any, extreme: Any, reducer: Reducer, axes: tuple[str, ...]) -> Any:
+    """The smallest place of the extreme over all devices; that of a NaN comes before any other."""
+    best, beyond = (lax.pmax, -jnp.inf) if reducer == "argmax" else (lax.pmin, jnp.inf)
+    value, lost = extreme, jnp.zeros(extreme.shape, bool)
+    if jnp.issubdtype(extreme.dtype, jnp.floating):
+        lost = jnp.isnan(extreme)
+        value = jnp.where(lost, jnp.asarray(beyond, extreme.dtype), extreme)
+    elif extreme.dtype == bool:
+        value = extreme.astype(jnp.int8)
+    last = jnp.iinfo(jnp.int32).max
+    ranked = jnp.where(value == best(value, axes), place.astype(jnp.int32), last)
+    first = lax.pmin(jnp.where(lost, place.astype(jnp.int32) - last, ranked), axes)
+    return jnp.where(first < 0, first + last, first).astype(place.dtype)
 
 
 def _cuts(description: Description, loops: Sequence[int], mesh: Mesh) -> tuple[_Cut, ...]:
@@ -123,11 +140,12 @@ def _with_halo(x: Any, dim: int, lo: int, hi: int, made: _Cut) -> Any:
     return jnp.concatenate(parts, dim)
 
 
-def _reduced(x: Any, result: int, made: Sequence[_Cut], reduce: Reduce) -> Any:
+def _reduced(results: Sequence[Any], result: int, made: Sequence[_Cut], reduce: Reduce) -> Any:
+    x, extreme = results[result], results[-1]  # a reduction of pairs gives the extremes as one result more
     for c in made:
         match c.strategy.results[result]:
             case Partial(reducer):
-                x = reduce(x, reducer, c.axes)
+                x = reduce(x, extreme, reducer, c.axes)
             case _:
                 pass
     return x

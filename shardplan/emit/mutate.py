@@ -107,9 +107,10 @@ class DroppingEmitter(SpecsEmitter):
         )
         return super().collected(alone(self.constrain(value, own)), after.partial, whole, after)
 
-    def reduced(self, x: Any, reducer: Reducer, axes: tuple[str, ...]) -> Any:
+    def reduced(self, x: Any, extreme: Any, reducer: Reducer, axes: tuple[str, ...]) -> Any:
         """The reduction of a call's terms; left out, each device's own."""
-        return x if self._drops(f"the {reducer} over {axes} of a call's terms") else super().reduced(x, reducer, axes)
+        dropped = self._drops(f"the {reducer} over {axes} of a call's terms")
+        return x if dropped else super().reduced(x, extreme, reducer, axes)
 
     def _drops(self, what: str) -> bool:
         self.exchanges.append(what)

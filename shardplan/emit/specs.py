@@ -283,9 +283,9 @@ class SpecsEmitter:
         made = share(description, use.loops, self.mesh, self.reduced) if description is not None else None
         return self.bind(node.op, inputs) if made is None else list(made(*inputs))
 
-    def reduced(self, x: Any, reducer: Reducer, axes: tuple[str, ...]) -> Any:
+    def reduced(self, x: Any, extreme: Any, reducer: Reducer, axes: tuple[str, ...]) -> Any:
         """The sum (or other reduction) of what each device holds of such a call's result."""
-        return reduced(x, reducer, axes)
+        return reduced(x, extreme, reducer, axes)
 
     # -- control flow ------------------------------------------------------------------------------------------------
 

@@ -166,10 +166,12 @@ def _composite(
     partial_in: list[tuple[int, ...]] = [() for _ in call.operands]
     partial_out: list[tuple[int, ...]] = [() for _ in call.results]
     halo_s = 0.0
+    made: list[tuple[tuple[int, ...], Strategy]] = []
     for v, over in chosen.items():
         found = strategy(v, math.prod(resharder.sizes[f] for f in over))
         if found is None:
             return None
+        made.append((over, found))
         for places, dims, partial in ((found.operands, operands, partial_in), (found.results, results, partial_out)):
             for i, place in enumerate(places):
                 match place:
@@ -183,6 +185,7 @@ def _composite(
                         partial[i] = tuple(sorted((*partial[i], *over)))
                     case _:
                         pass
+    halo_s += sum(resharder.seconds("all_reduce", over, extra) for over, extra in pair_bytes(call, made))
     return _roles(operands, partial_in, call.operands), _roles(results, partial_out, call.results), halo_s
 
 
@@ -190,6 +193,17 @@ def _roles(
     dims: list[dict[int, tuple[int, ...]]], partial: list[tuple[int, ...]], shapes: tuple[tuple[int, ...], ...]
 ) -> list[Roles]:
     return [(tuple(d.get(n, ()) for n in range(len(s))), p) for d, p, s in zip(dims, partial, shapes, strict=True)]
+
+
+def pair_bytes(call: Call, made: Sequence[tuple[tuple[int, ...], Strategy]]) -> list[tuple[tuple[int, ...], float]]:
+    """What a reduction of pairs sends beside the places: the extremes, and over which factors."""
+    found: list[tuple[tuple[int, ...], float]] = []
+    for over, strategy in made:
+        for r, place in enumerate(strategy.results):
+            if isinstance(place, Partial) and place.reducer in ("argmax", "argmin"):
+                split = math.prod(s.ways for _, s in made if isinstance(s.results[r], Split))
+                found.append((over, nbytes(call.results[r], call.dtypes[0]) / split))
+    return found
 
 
 def halo_bytes(call: Call, operand: int, place: Split) -> float:

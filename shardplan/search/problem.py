@@ -24,10 +24,10 @@ from shardplan.ir import Factor, Layout, Split
 from shardplan.mesh import Cluster
 from shardplan.search.coarsen import FREE, Coarse
 from shardplan.search.graph import Graph, Link, Node, Signature
-from shardplan.search.options import Cuts, Options, halo_bytes
+from shardplan.search.options import Cuts, Options, halo_bytes, pair_bytes
 from shardplan.search.pricing import Domain, Pricer, Slot
 from shardplan.search.tables import Costs, Store, Term, picoseconds
-from shardplan.tdl import cut
+from shardplan.tdl import Strategy, cut
 
 Objective = Literal["time", "bytes"]
 """What a problem adds up: seconds of compute and communication, or bytes on the wire alone (as 1e-12 seconds each)."""
@@ -162,7 +162,7 @@ class Problem:
         return found
 
     def halo_steps(self, signature: Signature, loops: Sequence[int]) -> tuple[Step, ...]:
-        """The exchanges with neighbours that a composite strategy makes."""
+        """The exchanges that a composite strategy makes inside the op: with neighbours, and of extremes."""
         key = (signature.id, tuple(loops))
         if key not in self._halos:
             self._halos[key] = self._halo_steps(signature, loops)
@@ -172,15 +172,20 @@ class Problem:
         steps: list[Step] = []
         if signature.description is None:
             return ()
+        made: list[tuple[tuple[int, ...], Strategy]] = []
         for v in sorted({v for v in loops if v >= 0}):
             over = tuple(f for f, at in enumerate(loops) if at == v)
             found = cut(signature.description, v, math.prod(self.sizes[f] for f in over), pad=True)
             assert found is not None
+            made.append((over, found))
             for i, place in enumerate(found.operands):
                 if isinstance(place, Split) and place.halo != (0, 0):
                     slab = halo_bytes(signature.call, i, place)
                     empty = Layout(((),) * len(signature.call.operands[i]))
                     steps.append(Step("permute", over, slab, empty, empty, self.resharder.seconds("permute", over, slab)))
+        for over, extra in pair_bytes(signature.call, made):
+            empty = Layout(((),) * len(signature.call.results[0]))
+            steps.append(Step("all_reduce", over, extra, empty, empty, self.resharder.seconds("all_reduce", over, extra)))
         return tuple(steps)
 
     # -- strategies ------------------------------------------------------------------------------------------------

@@ -21,7 +21,8 @@ Kind = Literal["described", "opaque", "structural", "placement", "collective", "
 OPAQUE: dict[str, str] = {
     **dict.fromkeys(
         (
-            "cholesky eig eigh geqp3 geqrf hessenberg householder_product lu lu_pivots_to_permutation qr schur svd tridiagonal"
+            "cholesky cholesky_update eig eigh geqp3 geqrf hessenberg householder_product lu lu_pivots_to_permutation qr schur"
+            " svd tridiagonal"
         ).split(),
         "a factorisation needs its whole matrix",
     ),
@@ -32,13 +33,13 @@ OPAQUE: dict[str, str] = {
 }
 
 # Of the opaque ones, those that have no batch either.
-UNCUT = ("rng_bit_generator",)
+UNCUT = ("cholesky_update", "rng_bit_generator")
 
 # Described, with dims that stay whole for a reason of their own.
 WHOLE_DIMS: dict[str, str] = {
-    **dict.fromkeys(("argmax", "argmin"), "the extreme and its place travel as a pair, and no placement holds a pair"),
     **dict.fromkeys(
-        ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), "a running value needs all that stands before it along its dim"
+        ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"),
+        "a running value needs all before it along its dim; partial ones of full length would cost more to reduce than to gather",
     ),
     "reduce_xor": "no placement holds terms of an exclusive or",
     **dict.fromkeys(("reduce", "select_and_scatter"), "the user's function need not be associative across workers"),
@@ -64,14 +65,13 @@ _EFFECT: dict[str, str] = {
     **dict.fromkeys(
         "check shape_assertion dim_as_value dimension_size".split(), "a check, or a symbolic dim of an exported program"
     ),
-    **dict.fromkeys(("empty", "empty2"), "uninitialised memory: no value to compare"),
-    "rng_uniform": "draws from the device's own state",
+    **dict.fromkeys(("empty", "empty2"), "uninitialised memory: a cut has no value to be compared with"),
+    "rng_uniform": "draws from the device's own state: two runs of the whole differ already",
     "zeros_like": "a marker of differentiation that has no implementation",
     **dict.fromkeys(("from_edtype", "to_edtype"), "a change of extended dtype; keys have random_wrap and random_unwrap"),
 }
 _KERNEL: dict[str, str] = {
     **dict.fromkeys("call_exported cudnn_fusion ffi_call core_map pallas_call".split(), "register a description by its name"),
-    "cholesky_update": "one matrix, no batch, and no implementation on a CPU to prove it on",
     "with_memory_space_constraint": "a marker inside kernels",
 }
 _KERNEL_MODULES = ("jax._src.cudnn", "jax._src.pallas", "jax.experimental", "jax._src.tpu", "jax._src.mosaic")

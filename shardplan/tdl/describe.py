@@ -100,6 +100,7 @@ def rule_of(primitive: str) -> RuleFunction | None:
 
 
 _RUN_BY_USER: set[str] = set()
+_PAIRS = ("argmax", "argmin")
 
 
 def run_by_user(primitive: str) -> None:
@@ -111,11 +112,11 @@ def runs_apart(primitive: str, description: Description | None) -> bool:
     """Whether each device makes this call on its own share.
 
     Those that a user has registered or that go by a name, and those with loops that run inside an opaque function (a transform,
-    a factorisation): for many of these XLA would gather the whole operand.
+    a factorisation) or reduce pairs: for many of these XLA would gather the whole operand.
     """
     if ":" in primitive or primitive in _RUN_BY_USER:
         return True
-    return description is not None and any(loop.whole for loop in description.loops)
+    return description is not None and any(loop.whole or loop.reducer in _PAIRS for loop in description.loops)
 
 
 _KERNELS = {"pallas_call": "name", "ffi_call": "target_name"}
@@ -143,8 +144,11 @@ def named_call(primitive: str, params: Mapping[str, Any]) -> str | None:
 def _fits(name: str, body: Any) -> bool:
     """Whether a call has the operands and results that its description is for.
 
-    It has not under vmap, and inside remat, where JAX takes unused results away: there it is seen through, with a warning.
+    It has not under vmap, and inside remat, where JAX takes unused results away: there it is seen through, with a warning
+    (without one where nothing is left of it).
     """
+    if not body.out_avals:
+        return False
     operands, results = (tuple(tuple(x.shape) for x in avals) for avals in (body.in_avals, body.out_avals))
     try:
         describe(Call(name, operands, results, {}, tuple(str(x.dtype) for x in body.in_avals)))

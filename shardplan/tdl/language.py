@@ -7,8 +7,8 @@ A description is a Python function of symbolic tensors that returns a lambda ove
     ... def conv1d(data, filters):
     ...     return lambda b, co, x: tdl.Sum(lambda ci, dx: data[b, ci, x + dx] * filters[ci, co, dx])
 
-Reductions are `Sum`, `Prod`, `Max`, `Min`, `And`, `Or`; `where` selects; `apply` names any other scalar function; `Opaque` hides
-what cannot be said, and ``:`` hands it a whole slice.
+Reductions are `Sum`, `Prod`, `Max`, `Min`, `And`, `Or`, `ArgMax`, `ArgMin`; `where` selects; `apply` names any other scalar
+function; `Opaque` hides what cannot be said, and ``:`` hands it a whole slice.
 """
 
 from __future__ import annotations
@@ -318,6 +318,16 @@ def Max(body: Callable[..., Any], extents: tuple[int, ...] | None = None) -> Sca
 def Min(body: Callable[..., Any], extents: tuple[int, ...] | None = None) -> Scalar:  # noqa: N802
     """Minimum over the indices of ``body``."""
     return _reduction("min", body, extents)
+
+
+def ArgMax(body: Callable[..., Any], extents: tuple[int, ...] | None = None) -> Scalar:  # noqa: N802
+    """The first place of the maximum: a reduction of pairs (a place, and what stands there)."""
+    return _reduction("argmax", body, extents)
+
+
+def ArgMin(body: Callable[..., Any], extents: tuple[int, ...] | None = None) -> Scalar:  # noqa: N802
+    """The first place of the minimum."""
+    return _reduction("argmin", body, extents)
 
 
 def And(body: Callable[..., Any], extents: tuple[int, ...] | None = None) -> Scalar:  # noqa: N802

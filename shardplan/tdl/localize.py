@@ -252,6 +252,22 @@ def _select_and_scatter_add(call: Call, local: Local) -> Local:
     return replace(local, call=replace(local.call, results=(x,)))
 
 
+@_local("argmax", "argmin")
+def _argument(call: Call, local: Local) -> Local:
+    """A worker's place is counted from its own offset, and comes with the extreme that stands there: a result more."""
+    if not isinstance(local.strategy.results[0], Partial):
+        return local
+    (dim,) = call.params["axes"]
+    mine = call.operands[0][dim] // local.strategy.ways
+
+    def paired(bind: Bind, operands: Sequence[Any], worker: Any) -> tuple[Any, ...]:
+        (at,) = bind(operands)
+        extreme = jnp.take_along_axis(jnp.asarray(operands[0]), jnp.expand_dims(jnp.asarray(at), dim), dim)
+        return (at + jnp.asarray(worker * mine).astype(at.dtype), lax.squeeze(extreme, (dim,)))
+
+    return replace(local, run=paired)
+
+
 @_local("iota")
 def _iota(call: Call, local: Local) -> Local:
     """A worker counts from its own offset."""
@@ -344,7 +360,17 @@ def _iota_at(call: Call, first: Any) -> tuple[Any, ...]:
     return _counts(call.params["shape"], call.params["whole"], first)
 
 
-_OWN.update(random_bits_at=_bits_at, random_split_at=_split_at, iota_2x32_shape_at=_iota_at)
+@partial(jax.jit, static_argnums=2)
+def _gamma(keys: Any, alpha: Any, log_space: bool) -> Any:
+    return _jax.bind("random_gamma", [keys, alpha], {"log_space": log_space})
+
+
+def _compiled_gamma(call: Call, keys: Any, alpha: Any) -> tuple[Any, ...]:
+    """Compiled as a whole: op by op its loops are compiled anew at each call, for seconds."""
+    return (_gamma(keys, alpha, bool(call.params["log_space"])),)
+
+
+_OWN.update(random_bits_at=_bits_at, random_split_at=_split_at, iota_2x32_shape_at=_iota_at, random_gamma=_compiled_gamma)
 
 
 def _mode(params: Mapping[str, Any]) -> str:
@@ -392,6 +418,14 @@ def _fill_value(call: Call, dtype: Any) -> Any:
     return jnp.asarray(info.max if jnp.issubdtype(dtype, jnp.unsignedinteger) else info.min, dtype)
 
 
+def _window_sizes(call: Call) -> list[int]:
+    """For each dim of a scatter's operand the extent of an update there."""
+    numbers, updates = call.params["dimension_numbers"], call.operands[2]
+    alone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    sizes = iter([updates[d] for d in numbers.update_window_dims])
+    return [1 if d in alone else next(sizes) for d in range(len(call.operands[0]))]
+
+
 @_local("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
 def _scatter(call: Call, local: Local) -> Local:
     """A worker that owns rows drops the updates that fall elsewhere."""
@@ -400,7 +434,8 @@ def _scatter(call: Call, local: Local) -> Local:
         return local
     mode, start_map = call.params["mode"], tuple(numbers.scatter_dims_to_operand_dims)
     component, mine = start_map.index(placed[0]), call.operands[0][placed[0]] // local.strategy.ways
-    highest = np.array([call.operands[0][d] - (1 if d in row_dims(call) else call.operands[0][d]) for d in start_map])
+    window = _window_sizes(call)
+    highest = np.array([call.operands[0][d] - window[d] for d in start_map])
     clipped = _mode(call.params) == "CLIP"
 
     def dropped(bind: Bind, operands: Sequence[Any], worker: Any) -> tuple[Any, ...]:

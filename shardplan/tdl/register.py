@@ -176,7 +176,13 @@ def _prove(name: str, whole: Function | None, example: Sequence[Any], *, halo: b
         message = str(error).splitlines()[0]
         raise DescriptionError(f"{name} refuses the regions that its description names", expression=message) from error
     if found.faults:
-        raise DescriptionError(f"the description of {name} does not hold on the example", expression=str(found.faults[0]))
+        fault = found.faults[0]
+        loops = " then ".join(description.loops[s.loop].name for s in fault.strategies) or "nothing (linearity)"
+        raise DescriptionError(
+            f"the description of {name} does not hold on the example, cut along {loops} (a loop that must stay whole is written "
+            f"behind Opaque(), in brackets)",
+            expression=str(fault),
+        )
 
 
 def check_ranges(description: Description) -> None:

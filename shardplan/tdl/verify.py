@@ -21,7 +21,7 @@ from shardplan.tdl.describe import Call, Description, children, describe
 from shardplan.tdl.localize import Edge, Local, edge_value, evaluate, localize
 from shardplan.tdl.strategies import Strategy, cuts, linear_sets
 
-# Relative to the largest element of the result: what another order of summation may change.
+# Relative to the largest number that the sums may meet: what another order of summation may change.
 _TOLERANCE = {"bfloat16": 4e-2, "float16": 5e-3, "float32": 2e-5, "complex64": 2e-5, "float64": 1e-12, "complex128": 1e-12}
 
 
@@ -69,12 +69,14 @@ def verify(
     operands = [_host(x) for x in operands]
     whole = [_host(x) for x in evaluate(call, operands)]
     tolerance = max((_TOLERANCE.get(t, 0.0) for t in (*call.dtypes, *call.result_dtypes)), default=0.0)
+    sets = [s for s in linear_sets(description) if s]
+    sizes = _sizes(call, operands, whole, bool(sets) or any(loop.reducer == "sum" for loop in description.loops))
     close = [_closeness(tree) for tree in description.trees]
     faults: list[Fault] = []
 
     def check(results: Sequence[Any], strategies: tuple[Strategy, ...], exact: bool = True) -> None:
         for n, (got, want) in enumerate(zip(results, whole, strict=True)):
-            message = _difference(got, want, 0.0 if close[n] and exact else tolerance)
+            message = _difference(got, want, 0.0 if close[n] and exact else tolerance, sizes[n])
             if message:
                 faults.append(Fault(call, strategies, n, message))
 
@@ -89,7 +91,6 @@ def verify(
 
         strategies = (outer, inner)
         check(_partition_n_reduce(localize(call, outer), operands, rng, again), strategies, all(map(_no_partial, strategies)))
-    sets = [s for s in linear_sets(description) if s]
     for members in sets:
         check(_linear(call, operands, members, rng), (), False)
     return Verified(len(legal), len(pairs), len(sets), tuple(faults))
@@ -141,7 +142,12 @@ def _partition_n_reduce(local: Local, operands: Sequence[Any], rng: np.random.Ge
         [_host(x) for x in local.run(lambda ops: tuple(evaluator(local, [_host(x) for x in ops])), [g[w] for g in given], w)]
         for w in range(ways)
     ]
-    return [join([out[n] for out in outs], placement) for n, placement in enumerate(strategy.results)]
+    return [
+        _join_pairs([out[n] for out in outs], [out[len(strategy.results) + n] for out in outs], placement.reducer)
+        if isinstance(placement, Partial) and placement.reducer in ("argmax", "argmin")
+        else join([out[n] for out in outs], placement)
+        for n, placement in enumerate(strategy.results)
+    ]
 
 
 def regions(x: Any, placement: Placement, ways: int, edge: Edge, operands: Sequence[Any], rng: np.random.Generator) -> list[Any]:
@@ -184,6 +190,12 @@ def join(parts: Sequence[Any], placement: Placement) -> Any:
             return parts[0]
         case Partial(reducer):
             return _reduce(parts, reducer)
+
+
+def _join_pairs(places: Sequence[Any], extremes: Sequence[Any], reducer: Reducer) -> Any:
+    """The place that stands with the first of the extremes."""
+    first = (jnp.argmax if reducer == "argmax" else jnp.argmin)(jnp.stack(extremes), axis=0)
+    return np.take_along_axis(np.stack(places), np.asarray(first)[None], 0)[0]
 
 
 def _reduce(parts: Sequence[Any], reducer: Reducer) -> Any:
@@ -233,7 +245,24 @@ def _closeness(tree: lang.Scalar) -> bool:
             return False
 
 
-def _difference(got: Any, want: Any, tolerance: float) -> str:
+def _sizes(call: Call, operands: Sequence[Any], whole: Sequence[Any], sums: bool) -> list[float]:
+    """For each result the largest number that its sums may meet: a sum that cancels is as exact as its terms are large."""
+    sizes = [_magnitude(x) for x in whole]
+    if not sums:
+        return sizes
+    unsigned = [np.abs(x) if not _is_key(x) and jnp.issubdtype(x.dtype, jnp.floating) else x for x in operands]
+    return [max(n, _magnitude(_host(x))) for n, x in zip(sizes, evaluate(call, unsigned), strict=True)]
+
+
+def _magnitude(x: Any) -> float:
+    """The largest finite element of a float."""
+    if _is_key(x) or not jnp.issubdtype(x.dtype, jnp.inexact):
+        return 0.0
+    wide = np.abs(x.astype(np.complex128))
+    return float(wide[np.isfinite(wide)].max(initial=0.0))
+
+
+def _difference(got: Any, want: Any, tolerance: float, size: float) -> str:
     if _is_key(want):
         got, want = np.asarray(jax.random.key_data(got)), np.asarray(jax.random.key_data(want))
     got, want = np.asarray(got), np.asarray(want)
@@ -253,6 +282,5 @@ def _difference(got: Any, want: Any, tolerance: float) -> str:
     ):
         return "differs in what is not finite"
     error = float(np.abs(got[finite] - want_wide[finite]).max(initial=0.0))
-    scale = float(np.abs(want_wide[finite]).max(initial=0.0))
-    bound = tolerance * (1.0 + scale)
-    return "" if error <= bound else f"is off by {error:.3g} (largest element {scale:.3g})"
+    bound = tolerance * (1.0 + size)
+    return "" if error <= bound else f"is off by {error:.3g} (largest number met {size:.3g})"

@@ -137,8 +137,31 @@ def test_a_registered_function_that_is_not_differentiated_is_one_op(eager: Any) 
 def test_a_call_that_remat_has_cut_down_is_seen_through(eager: Any) -> None:
     register_flash()
     step, args = attention_step(remat=True)
-    with pytest.warns(UserWarning, match="seen through where its description does not fit"):
+    with pytest.warns(UserWarning, match="jit:flash_forward is seen through where its description does not fit"):
         plan = shardplan.plan(step, *args, cluster=eager)
+    inside = {op.primitive for outer in plan.traced.program.ops for body in outer.bodies for op in body.ops}
+    assert names(plan) == {"custom_vjp_call:flash"}  # which the forward function calls
+    assert "jit:flash_backward" in inside
+    assert verify(plan, step, args).passed
+
+
+def test_a_registered_function_in_a_loop_is_one_op_of_its_body(eager: Any) -> None:
+    register_flash()
+
+    def loss(w: Any, x: Any) -> Any:
+        def layer(h: Any, w: Any) -> Any:
+            return h + flash(h @ w["q"], h @ w["k"], h @ w["v"]), None
+
+        return jnp.mean(jax.lax.scan(layer, x, w)[0] ** 2)
+
+    def step(w: Any, x: Any) -> Any:
+        return jax.tree.map(lambda a, b: a - 0.1 * b, w, jax.grad(loss)(w, x))
+
+    w = {n: jax.random.normal(KEYS[i], (3, 16, 16)) / 4 for i, n in enumerate("qkv")}
+    args = (w, jax.random.normal(KEYS[4], (8, 8, 16)))
+    plan = shardplan.plan(step, *args, cluster=eager)
+    inside = {op.primitive for outer in plan.traced.program.ops for body in outer.bodies for op in body.ops}
+    assert inside >= {"jit:flash_forward", "jit:flash_backward"}
     assert verify(plan, step, args).passed
 
 
@@ -272,4 +295,40 @@ def test_the_lines_of_the_error_work(eager: Any) -> None:
 def test_an_opaque_call_may_run_whole(eager: Any) -> None:
     step, args = kernel_step(smooth)
     plan = shardplan.plan(step, *args, cluster=eager, replicate=("pallas_call",))
+    assert verify(plan, step, args).passed
+
+
+# -- reductions of pairs ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", [jnp.argmax, jnp.argmin])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "uint8"])
+def test_the_place_of_an_extreme_is_found_across_devices(place: Any, dtype: str, eager: Any) -> None:
+    x = np.random.default_rng(0).integers(0, 6, (4, 16)).astype(np.float32)
+    x[0, 2:] = x[0].max()
+    if dtype in ("float32", "bfloat16"):
+        x[1, [3, 9]], x[2, [1, 12]], x[3, 5], x[3, 8] = np.nan, np.inf, -np.inf, np.nan
+    args = (jnp.asarray(x).astype(dtype),)
+
+    def step(x: Any) -> Any:
+        return place(x, axis=1)
+
+    plan = shardplan.plan(step, *args, cluster=eager, pins={"x": P(None, ("node", "gpu"))})
+    assert "k0" in cut_loops(plan, place.__name__)
+    found = verify(plan, step, args)
+    assert found.passed, found
+    if dtype == "int32":
+        assert found.predicted_bytes == pytest.approx(found.measured_bytes, rel=0.15)
+
+
+def test_the_values_of_a_barrier_are_cut_each_in_its_own_way(eager: Any) -> None:
+    def step(w: Any, x: Any) -> Any:
+        def loss(w: Any) -> Any:
+            y, v = jax.lax.optimization_barrier((jnp.tanh(x), w))
+            return jnp.mean((y @ v) ** 2)
+
+        return w - 0.1 * jax.grad(loss)(w)
+
+    args = (jax.random.normal(KEYS[0], (16, 8)), jax.random.normal(KEYS[1], (32, 16)))
+    plan = shardplan.plan(step, *args, cluster=eager, pins={"x": P("node"), "w": P(None, "gpu")})
     assert verify(plan, step, args).passed

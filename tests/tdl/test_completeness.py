@@ -140,13 +140,22 @@ def weaker(places: Sequence[Placement], results: Sequence[Placement], offered: s
 
 
 def lasting(call: Call, operands: Sequence[Any], places: tuple[Placement, ...], results: tuple[Placement, ...]) -> bool:
-    """Whether the cut holds for other operands too: one draw may agree by accident. Integers stay, as they may be indices."""
+    """Whether the cut holds for other operands too: one draw may agree by accident."""
     rng = np.random.default_rng(1)
-    for _ in range(3):
-        drawn = [x if x.dtype.kind in "iu" else draw_array(x.shape, str(x.dtype), rng) for x in operands]
+    for n in range(6):
+        drawn = [_other(x, rng, free=len(operands) == 1, shuffled=n % 2 == 0) for x in operands]
         if not holds(call, drawn, evaluate(call, drawn), Strategy(0, WAYS, places, results)):
             return False
     return True
+
+
+def _other(x: Any, rng: np.random.Generator, *, free: bool, shuffled: bool) -> Any:
+    """Another operand of the kind; integers that may be indices keep to the values or at least to the range that they have."""
+    if x.dtype.kind not in "iu" or free or not x.size:
+        return draw_array(x.shape, str(x.dtype), rng, low=-100, high=100)
+    if shuffled:
+        return rng.permutation(x.ravel()).reshape(x.shape)
+    return rng.integers(x.min(), int(x.max()) + 1, x.shape).astype(x.dtype)
 
 
 def shown(places: Sequence[Placement]) -> str:
@@ -172,7 +181,9 @@ def test_brute_force_finds_no_other_cut(name: str) -> None:
 @pytest.mark.parametrize("name", PROVEN)
 def test_brute_force_finds_no_other_cut_on_more_cases(name: str) -> None:
     known = listed()
-    assert [cut for seed in range(20) for cut in unoffered(name, seed) if cut not in known] == []
+    found = [cut for seed in range(20) for cut in unoffered(name, seed) if cut not in known]
+    jax.clear_caches()  # or thousands of compiled ops use up the process's memory maps
+    assert found == []
 
 
 def test_every_exception_has_a_reason() -> None:

@@ -15,6 +15,8 @@ from shardplan import tdl
 from shardplan.ir import Partial, Replicated, Split
 from shardplan.tdl.localize import localize, run
 from shardplan.tdl.proof import CASES, Drawn
+from shardplan.tdl.proof.case import traced
+from shardplan.tdl.verify import verify
 
 WAYS = 2
 SPEC = {Replicated: lambda p: PartitionSpec(), Split: lambda p: PartitionSpec(*[None] * p.dim, "w")}
@@ -82,3 +84,13 @@ def test_the_halves_of_a_call_are_smaller_calls() -> None:
         local = localize(case.call, strategy).call
         assert local.operands == tdl.shrink(case.call, strategy).operands
         assert sum(map(np.prod, local.operands)) < sum(map(np.prod, case.call.operands))
+
+
+def test_a_clipped_scatter_of_part_of_a_dim_keeps_its_place() -> None:
+    numbers = jax.lax.ScatterDimensionNumbers(
+        update_window_dims=(0, 1), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, 2)
+    )
+    mode = jax.lax.GatherScatterMode.CLIP
+    x, at, u = np.zeros((2, 2, 3), np.float32), np.array([1, 1], np.int32), np.arange(1, 5, dtype=np.float32).reshape(2, 2)
+    made = traced("scatter", lambda x, at, u: jax.lax.scatter(x, at, u, numbers, mode=mode), x, at, u)
+    assert verify(made.call, made.operands).faults == ()

@@ -111,3 +111,9 @@ def _fft(name: str, draw: Draw) -> Case:
     dims = (*draw.choose(_BATCHES), *lengths[:-1], last)
     x = array(draw, dims, "float32" if kind == lax.FftType.RFFT else "complex64")
     return bound(name, x, fft_type=kind, fft_lengths=lengths)
+
+
+@case("cholesky_update")
+def _cholesky_update(name: str, draw: Draw) -> Case:
+    lower = np.triu(array(draw, (4, 4))) + 4 * np.eye(4, dtype=np.float32)
+    return bound(name, lower, array(draw, (4,)))

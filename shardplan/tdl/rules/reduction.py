@@ -55,9 +55,10 @@ def _reduce_any(call: Call, *operands: TensorRef) -> tuple[Lambda, ...]:
 
 @rule("argmax", "argmin")
 def _argument(call: Call, x: TensorRef) -> Lambda:
-    """The extreme and its place travel together: no placement holds a pair, so the dim stays whole."""
-    axes = set(call.params["axes"])
-    return lambda *i: Opaque()(_kept(x, axes, i, iter([_ALL] * len(axes))))
+    """The extreme and its place travel together, as a pair."""
+    axes = sorted(call.params["axes"])
+    reducer = lang.ArgMax if call.primitive == "argmax" else lang.ArgMin
+    return lambda *i: reducer(lambda *k: _kept(x, axes, i, iter(k)), tuple(x.shape[d] for d in axes))
 
 
 def _running(call: Call, x: TensorRef, i: tuple[Any, ...]) -> Scalar:

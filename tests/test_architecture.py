@@ -27,7 +27,7 @@ ROWS = (
     ("search",),
     ("emit",),
     ("report",),
-    ("positions", "fingerprint", "plans", "files", "clusters", "api", "parallel", "target", "cli", "pytest_plugin"),
+    ("positions", "tokens", "fingerprint", "plans", "files", "clusters", "api", "parallel", "target", "cli", "pytest_plugin"),
 )
 RANK = {name: rank for rank, row in enumerate(ROWS) for name in row}
 SHELLS = ROWS[-1]
@@ -36,7 +36,7 @@ SHELLS = ROWS[-1]
 JAX_FILES = (
     "_jax",
     "trace",
-    "fingerprint",
+    "tokens",
     "plans",
     "files",
     "clusters",

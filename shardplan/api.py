@@ -16,6 +16,7 @@ from shardplan.cost import compute
 from shardplan.errors import MemoryLimitError, PinError, ShardplanError
 from shardplan.ir import Factor, spec_text
 from shardplan.mesh import Cluster, factors
+from shardplan.objects import trace_step
 from shardplan.plans import Plan
 from shardplan.positions import leaves_of, positions
 from shardplan.search import memory
@@ -26,7 +27,6 @@ from shardplan.search.pins import held_by_pins, pinned_domains
 from shardplan.search.problem import Problem
 from shardplan.search.solve import Observer, Outcome, Solution
 from shardplan.search.solve import search as solve
-from shardplan.trace import trace
 
 _log = logging.getLogger("shardplan")
 
@@ -66,7 +66,7 @@ def plan(
     loaded, user_mesh = resolve_cluster(cluster)
     limit = parse_bytes(memory_limit) if memory_limit is not None else loaded.device.memory_bytes
     began = time.perf_counter()
-    traced = trace(step, *args, donate_argnums=donated)
+    traced = trace_step(step, args, donated)
     traced_at = time.perf_counter()
     graph = flatten(traced.program, replicate=replicate)
     _warn(graph)

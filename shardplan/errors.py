@@ -25,6 +25,16 @@ class TraceError(ShardplanError):
     """A step that cannot be traced, or arguments that do not fit it."""
 
 
+class ArgumentError(ShardplanError):
+    """An argument of another shape or dtype than was planned. ``path`` names it; ``planned`` and ``found`` say what it is."""
+
+    def __init__(self, path: str, planned: str, found: str) -> None:
+        super().__init__(f"{path} is {found}, the plan was made for {planned}: plan for these arguments, or give it that shape")
+        self.path = path
+        self.planned = planned
+        self.found = found
+
+
 class UndescribedPrimitiveError(ShardplanError):
     """A primitive that no description covers.
 

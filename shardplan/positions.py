@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
 from shardplan.errors import ShardplanError
 
 
@@ -24,6 +26,11 @@ def positions(numbers: Sequence[int] | int, count: int, what: str) -> tuple[int,
             raise ShardplanError(f"{what}={n} names no argument: the step takes {count}; {there}")
         found.add(n % count)
     return tuple(sorted(found))
+
+
+def tuple_of(trees: Sequence[Any]) -> Any:
+    """The tree of a tuple, from the trees of its items."""
+    return jax.tree.structure(tuple(jax.tree.unflatten(tree, range(tree.num_leaves)) for tree in trees))
 
 
 def leaves_of(tree: Any, numbers: Sequence[int]) -> tuple[int, ...]:

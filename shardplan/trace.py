@@ -72,7 +72,7 @@ def trace(step: Callable[..., Any], *args: Any, donate_argnums: Sequence[int] = 
     output_paths = tuple(_path(path, ()) for path, _ in out_flat)
     builder = _Builder()
     program = builder.program(closed.jaxpr, closed.consts)
-    shapes = tuple(jax.ShapeDtypeStruct(info.shape, info.dtype) for _, info in out_flat)
+    shapes = tuple(jax.ShapeDtypeStruct(info.shape, info.dtype, weak_type=info.weak_type) for _, info in out_flat)
     program = Program(
         tensors=program.tensors,
         ops=program.ops,

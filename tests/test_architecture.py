@@ -22,12 +22,26 @@ ROWS = (
     ("mesh",),
     ("tdl",),
     ("trace",),
+    ("objects",),
     ("cost",),
     ("collectives",),
     ("search",),
     ("emit",),
     ("report",),
-    ("positions", "tokens", "fingerprint", "plans", "files", "clusters", "api", "parallel", "target", "cli", "pytest_plugin"),
+    (
+        "positions",
+        "tokens",
+        "fingerprint",
+        "runner",
+        "plans",
+        "files",
+        "clusters",
+        "api",
+        "parallel",
+        "target",
+        "cli",
+        "pytest_plugin",
+    ),
 )
 RANK = {name: rank for rank, row in enumerate(ROWS) for name in row}
 SHELLS = ROWS[-1]
@@ -36,6 +50,9 @@ SHELLS = ROWS[-1]
 JAX_FILES = (
     "_jax",
     "trace",
+    "objects",
+    "runner",
+    "positions",
     "tokens",
     "plans",
     "files",

@@ -18,6 +18,7 @@ import numpy as np
 from shardplan import _jax
 from shardplan.emit.hlo import Measured, measure
 from shardplan.errors import ShardplanError
+from shardplan.objects import Pure, apart
 
 if TYPE_CHECKING:
     from shardplan.plans import Plan
@@ -105,12 +106,12 @@ def verify(
     if steps < 1:
         raise ShardplanError(f"steps={steps}: at least one step is needed to compare")
     tell = observer or (lambda _what, _part: None)
-    leaves, tree = jax.tree.flatten(tuple(args))
+    leaves, tree = jax.tree.flatten(apart(tuple(args)))
     host = [_host(x) for x in drawn(leaves)]
     loop = _Loop(tree, plan.traced.program.feedback, steps)
     tell("the single-device step", 0.1)
     first = devices[0] if devices is not None else jax.devices()[0]
-    one = _Single(jax.jit(step), first, loop)
+    one = _Single(jax.jit(Pure(step, plan.donate_argnums)), first, loop)
     single = one.run(host)
     tell("the sharded step", 0.3)
     sharded = _Sharded(plan, step, devices, backend, drop, loop)

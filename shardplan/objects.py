@@ -18,6 +18,7 @@ from flax import nnx
 from jax.tree_util import DictKey, GetAttrKey
 
 from shardplan import _jax
+from shardplan.errors import TraceError
 from shardplan.trace import Traced, trace
 
 _TAG = "shardplan"
@@ -145,7 +146,7 @@ def trace_step(step: Callable[..., Any], args: Sequence[Any], donated: Sequence[
     Raises:
         TraceError: if the step fails on these shapes.
     """
-    args = jax.tree.map(_abstract, apart(tuple(args)))
+    args = jax.tree_util.tree_map_with_path(lambda path, x: _abstract(step, path, x), apart(tuple(args)))
     traced = trace(Pure(step, donated), *args, donate_argnums=donated)
     back = _feedback(step, traced)
     own = {i for i in back if i is not None}
@@ -172,9 +173,13 @@ def abstract(leaf: Any) -> jax.ShapeDtypeStruct | None:
         return None
 
 
-def _abstract(leaf: Any) -> Any:
+def _abstract(step: Callable[..., Any], path: Sequence[Any], leaf: Any) -> Any:
     found = abstract(leaf)
-    return leaf if found is None else found
+    if found is None:
+        names = _jax.argument_names(step, path[0].idx + 1)
+        where = names[-1] + jax.tree_util.keystr(tuple(path[1:]))
+        raise TraceError(f"{where} is a {type(leaf).__name__}, not an array: make it static (static_argnums) or close over it")
+    return found
 
 
 def _feedback(step: Callable[..., Any], traced: Traced) -> list[int | None]:

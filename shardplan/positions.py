@@ -21,6 +21,8 @@ def positions(numbers: Sequence[int] | int, count: int, what: str) -> tuple[int,
     """
     found: set[int] = set()
     for n in (numbers,) if isinstance(numbers, int) else numbers:
+        if not isinstance(n, int):
+            raise ShardplanError(f"{what}={numbers!r}: give whole numbers, those of arguments")
         if not -count <= n < count:
             there = f"they are numbered 0 to {count - 1}, or -1 to -{count} from the end" if count else "it takes none"
             raise ShardplanError(f"{what}={n} names no argument: the step takes {count}; {there}")

@@ -174,3 +174,8 @@ def test_a_donation_is_heeded(code: str, capsys: pytest.CaptureFixture[str]) -> 
     assert run(["plan", f"{code}:fine", "--cluster", "2x4", "--donate", "-1", "-o", "p.json"]) == 0
     capsys.readouterr()
     assert json.loads(Path("p.json").read_text())["donate_argnums"] == [0]
+
+
+def test_the_axes_of_one_dim_go_slowest_first() -> None:
+    with pytest.raises(shardplan.PinError, match=r"slowest first, \('node', 'gpu'\)"):
+        shardplan.plan(step, W, cluster="2x4", pins={"w": P(("gpu", "node"))})

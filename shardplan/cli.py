@@ -125,6 +125,8 @@ def _explain(options: argparse.Namespace) -> Report:
     from shardplan.report.explain import unknown
 
     known = read_plan_file(options.file).explain
+    if not known:
+        raise ShardplanError(f"{options.file} has no explanations in it: plan the step anew and save it")
     if options.path is None:
         hits = [""]
     else:

@@ -179,3 +179,15 @@ def test_a_donation_is_heeded(code: str, capsys: pytest.CaptureFixture[str]) -> 
 def test_the_axes_of_one_dim_go_slowest_first() -> None:
     with pytest.raises(shardplan.PinError, match=r"slowest first, \('node', 'gpu'\)"):
         shardplan.plan(step, W, cluster="2x4", pins={"w": P(("gpu", "node"))})
+
+
+def test_a_small_limit_is_said_in_small_units() -> None:
+    with pytest.raises(shardplan.MemoryLimitError, match=r"no plan fits in 1\.00 KiB"):
+        shardplan.plan(step, W, cluster="2x4", memory_limit="1KiB")
+
+
+def test_a_plan_without_explanations_says_so(code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shardplan.plan(step, W, cluster="4").save("p.json")
+    Path("p.json").write_text(json.dumps({**json.loads(Path("p.json").read_text()), "explain": {}}))
+    assert main(["explain", "p.json", "w"]) == 2
+    assert "has no explanations in it" in capsys.readouterr().err

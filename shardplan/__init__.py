@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from shardplan.api import plan
     from shardplan.collectives.lower import all_reduce
     from shardplan.errors import (
+        ArgumentError,
         ClusterError,
         DescriptionError,
         DeviceError,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "ArgumentError",
     "Cluster",
     "ClusterError",
     "DescriptionError",

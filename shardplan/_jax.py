@@ -106,6 +106,20 @@ def compilations(jitted: Any) -> int:
 
 
 @cache
+def array_type() -> type:
+    """The class of concrete arrays, whose ``aval`` and ``sharding`` are cheap to read; of random keys it is another."""
+    return type(jax.numpy.zeros(()))
+
+
+def weakly_typed(x: Any) -> Any:
+    """The value with a weak type, as a step's Python number leaves it; as it is, if JAX takes that function away."""
+    try:
+        return importlib.import_module("jax._src.lax.lax")._convert_element_type(x, weak_type=True)
+    except (ImportError, AttributeError):
+        return x
+
+
+@cache
 def _compiled() -> list[str]:
     """One entry for each program that this process compiles from the first call on; a listener cannot be taken away again."""
     log: list[str] = []

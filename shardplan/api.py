@@ -5,17 +5,19 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jax.sharding import PartitionSpec
 
+from shardplan import _jax
 from shardplan.clusters import ClusterLike, resolve_cluster
 from shardplan.cost import compute
-from shardplan.errors import MemoryLimitError, PinError, ShardplanError
-from shardplan.ir import Factor, spec_text
+from shardplan.errors import MemoryLimitError, PinError, ShardplanError, nearest
+from shardplan.ir import Factor, Program, spec_text
 from shardplan.mesh import Cluster, factors
+from shardplan.objects import trace_step
 from shardplan.plans import Plan
 from shardplan.positions import leaves_of, positions
 from shardplan.search import memory
@@ -26,7 +28,6 @@ from shardplan.search.pins import held_by_pins, pinned_domains
 from shardplan.search.problem import Objective, Problem
 from shardplan.search.solve import Observer, Outcome, Solution, in_seconds
 from shardplan.search.solve import search as solve
-from shardplan.trace import trace
 
 _log = logging.getLogger("shardplan")
 
@@ -35,7 +36,7 @@ def plan(
     step: Callable[..., Any],
     *args: Any,
     cluster: ClusterLike,
-    memory_limit: int | str | None = None,
+    memory_limit: int | float | str | None = None,
     objective: str = "time",
     search: str = "auto",
     pins: Mapping[str, PartitionSpec] | None = None,
@@ -68,8 +69,9 @@ def plan(
     loaded, user_mesh = resolve_cluster(cluster)
     limit = parse_bytes(memory_limit) if memory_limit is not None else loaded.device.memory_bytes
     began = time.perf_counter()
-    traced = trace(step, *args, donate_argnums=donated)
+    traced = trace_step(step, args, donated)
     traced_at = time.perf_counter()
+    replicate = _known_primitives(replicate, traced.program)
     leaves = frozenset(leaves_of(traced.in_tree, donated))
     limits = _Limits(limit, leaves, _entries(pins or {}), time_budget_s, observer or (lambda _what, _part: None), measure)
     problem, outcome = _searched(flatten(traced.program, replicate=replicate), loaded, limits)
@@ -89,7 +91,7 @@ def plan(
         trace_s=traced_at - began,
         search_s=time.perf_counter() - traced_at,
         donate_argnums=donated,
-        replicate=tuple(replicate),
+        replicate=replicate,
         pins=dict(pins or {}),
         time_budget_s=time_budget_s,
         user_mesh=user_mesh,
@@ -102,14 +104,37 @@ def _check(objective: str, search: str, time_budget_s: float | None) -> Objectiv
         raise ShardplanError(f"objective={objective!r} is not there: use objective='time', or 'bytes' for Tofu's")
     if search != "auto":
         raise ShardplanError(f"search={search!r} is not there: use search='auto'")
-    if time_budget_s is not None and not time_budget_s > 0:
-        raise ShardplanError(f"time_budget_s={time_budget_s} leaves no time to plan: give a positive number of seconds, or None")
+    if time_budget_s is not None and not (isinstance(time_budget_s, int | float) and time_budget_s > 0):
+        raise ShardplanError(
+            f"time_budget_s={time_budget_s!r} leaves no time to plan: give a positive number of seconds, or None"
+        )
     return "bytes" if objective == "bytes" else "time"
+
+
+def _known_primitives(names: Sequence[str], program: Program) -> tuple[str, ...]:
+    """The names, each of which is that of a primitive of this step or of the installed JAX."""
+    names = (names,) if isinstance(names, str) else tuple(names)
+    used = set(_primitives(program))
+    for name in names:
+        if name not in used and name not in _jax.primitives():
+            raise ShardplanError(f"replicate names {name!r}, which is no primitive{nearest(name, sorted(used))}")
+    return names
+
+
+def _primitives(program: Program) -> Iterator[str]:
+    for op in program.ops:
+        yield op.primitive
+        for body in op.bodies:
+            yield from _primitives(body)
 
 
 def _entries(pins: Mapping[str, PartitionSpec]) -> dict[str, tuple[Any, ...]]:
     """Pins as the search reads them."""
+    if not isinstance(pins, Mapping):
+        raise PinError(f"pins={pins!r}: give a dict from globs of argument paths to jax.sharding.PartitionSpec")
     for glob, spec in pins.items():
+        if not isinstance(glob, str):
+            raise PinError(f"the pin {glob!r} is no glob of argument paths: write it as text, for example 'params/*'")
         if not isinstance(spec, PartitionSpec):
             raise PinError(f"the pin {glob!r} is {spec!r}: give a jax.sharding.PartitionSpec over the plan's axes")
         odd = next((e for e in spec if not (e is None or isinstance(e, str | tuple))), None)
@@ -219,10 +244,12 @@ def _largest(problem: Problem, solution: Solution) -> str:
     return f"of it arguments {held / 2**20:.2f} MiB, the largest {top}"
 
 
-def parse_bytes(text: int | str) -> int:
+def parse_bytes(text: int | float | str) -> int:
     """``"70GiB"``, ``"80GB"``, ``"512 MiB"`` or a number of bytes."""
-    if isinstance(text, int):
-        value = text
+    if isinstance(text, int | float) and math.isfinite(text):
+        value = int(text)
+    elif not isinstance(text, str):
+        raise ShardplanError(f"memory limit {text!r} is not a size: give bytes, or text such as '70GiB'")
     else:
         units = {
             "": 1,

@@ -1,7 +1,7 @@
 """The command line: `shardplan plan | verify | compare | score | explain | mesh | reduce | tdl | calibrate`.
 
 With ``--json`` one JSON object goes to stdout and nothing else does; progress and warnings go to stderr. Exit code 0: done, 1: a
-check failed, 2: the user's error, said in one line.
+check failed, 2: the user's error, said in one line (with SHARDPLAN_TRACEBACK=1 in the environment, the whole way to it too).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import math
 import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ShardplanError as error:
         text = str(error) if isinstance(error, UndescribedPrimitiveError) else " ".join(str(error).split())
         print(f"shardplan: {text}", file=sys.stderr)
+        if os.environ.get("SHARDPLAN_TRACEBACK"):
+            traceback.print_exception(error)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -60,6 +63,8 @@ def _plan(options: argparse.Namespace) -> Report:
     from shardplan.report.json import plan_json
     from shardplan.report.text import plan_text
 
+    if options.output == "":
+        raise ShardplanError("-o needs the name of a file")
     made, _, _ = _planned(options)
     text = plan_text(made, title=options.target)
     if options.output:
@@ -120,6 +125,8 @@ def _explain(options: argparse.Namespace) -> Report:
     from shardplan.report.explain import unknown
 
     known = read_plan_file(options.file).explain
+    if not known:
+        raise ShardplanError(f"{options.file} has no explanations in it: plan the step anew and save it")
     if options.path is None:
         hits = [""]
     else:
@@ -212,6 +219,8 @@ def _planned(
     """(plan, step, args) of a TARGET; the plan is read from a file where one is given."""
     from shardplan.target import load_target, read_options, read_pins, simulate
 
+    if file is not None:
+        _nothing_for_a_new_plan(options, file)
     pins = read_pins(options.pin)
     cluster = _cluster(options.cluster, file)
     # before the factory makes arrays: no device of this machine is touched
@@ -237,6 +246,15 @@ def _planned(
             observer=progress,
         )
     return made, step, args
+
+
+def _nothing_for_a_new_plan(options: argparse.Namespace, file: str) -> None:
+    """Refuses what a plan that is read from a file would not heed."""
+    for name in ("memory", "pin", "donate", "replicate", "time_budget"):
+        if getattr(options, name):
+            raise ShardplanError(
+                f"--{name.replace('_', '-')} is for a new plan: {file} was made with its own; leave out one of both"
+            )
 
 
 def _cluster(given: str | None, file: str | None) -> Any:

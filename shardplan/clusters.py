@@ -30,6 +30,10 @@ def resolve_cluster(cluster: ClusterLike) -> tuple[Cluster, Mesh | None]:
     H100s, as a bare shape does; so do all others, and a mesh that does not follow the machine's levels, with a warning.
     """
     if not isinstance(cluster, Mesh):
+        if not isinstance(cluster, Cluster | str | PathLike):
+            raise ClusterError(
+                f"cluster={cluster!r} is none: give a preset ('dgx-h100:4'), a TOML file, a shape ('2x4') or a jax.sharding.Mesh"
+            )
         return Cluster.load(cluster), None
     names = tuple(str(n) for n in cluster.axis_names)
     first: Any = cluster.devices.ravel()[0]

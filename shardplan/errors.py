@@ -25,6 +25,16 @@ class TraceError(ShardplanError):
     """A step that cannot be traced, or arguments that do not fit it."""
 
 
+class ArgumentError(ShardplanError):
+    """An argument of another shape or dtype than was planned. ``path`` names it; ``planned`` and ``found`` say what it is."""
+
+    def __init__(self, path: str, planned: str, found: str) -> None:
+        super().__init__(f"{path} is {found}, the plan was made for {planned}: plan for these arguments, or give it that shape")
+        self.path = path
+        self.planned = planned
+        self.found = found
+
+
 class UndescribedPrimitiveError(ShardplanError):
     """A primitive that no description covers.
 
@@ -159,7 +169,8 @@ class TargetError(ShardplanError):
 
 
 def _size(nbytes: float) -> str:
-    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.2f} MiB"
+    units = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+    return next((f"{nbytes / unit:.2f} {name}" for unit, name in units if nbytes >= unit), f"{nbytes:.0f} bytes")
 
 
 def nearest(name: str, known: Sequence[str], *, count: int = 3) -> str:

@@ -17,6 +17,7 @@ from shardplan.fingerprint import arguments, different_arguments, fingerprint
 from shardplan.ir import Factor, Layout, spec_text
 from shardplan.mesh import Cluster
 from shardplan.mesh.factoring import check_cover
+from shardplan.objects import trace_step
 from shardplan.plans import FORMAT, Baseline, Plan, auto
 from shardplan.positions import leaves_of
 from shardplan.search import coarsen, flatten, memory
@@ -24,7 +25,7 @@ from shardplan.search.extract import Extractor
 from shardplan.search.premise import everything_cut
 from shardplan.search.problem import Problem
 from shardplan.search.solve import Rivals, Solver
-from shardplan.trace import Traced, trace
+from shardplan.trace import Traced
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +147,7 @@ def load(file: str | PathLike[str], step: Callable[..., Any], *args: Any, mesh: 
         PlanFileError: if the file is no plan, or was made for another model, other shapes or another version.
     """
     content = read_plan_file(file)
-    return content.plan(step, trace(step, *args, donate_argnums=content.donate_argnums), mesh)
+    return content.plan(step, trace_step(step, args, content.donate_argnums), mesh)
 
 
 def read_plan_file(file: str | PathLike[str]) -> PlanFile:

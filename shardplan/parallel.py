@@ -10,23 +10,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import jax
-from flax import nnx
 from jax.sharding import Mesh
 
 from shardplan.api import parse_bytes
 from shardplan.api import plan as make_plan
 from shardplan.clusters import ClusterLike, resolve_cluster
-from shardplan.errors import PlanFileError, ShardplanError
+from shardplan.errors import ArgumentError, PlanFileError, ShardplanError
 from shardplan.files import read_plan_file
 from shardplan.fingerprint import fingerprint
 from shardplan.ir import spec_text
+from shardplan.objects import abstract, apart, has_objects, through, together, trace_step
 from shardplan.plans import Plan
-from shardplan.positions import positions
+from shardplan.positions import leaves_of, positions, tuple_of
 from shardplan.report.text import best_baseline
-from shardplan.trace import trace
+from shardplan.runner import Runner, check_tree
 
 _log = logging.getLogger("shardplan")
 
@@ -73,8 +74,14 @@ class Parallel:
     def __init__(self, step: Callable[..., Any], given: _Settings) -> None:
         functools.update_wrapper(self, step)
         self._step, self._given = step, given
-        self._ready: dict[Any, tuple[Plan, Callable[..., Any]]] = {}
-        self._last: tuple[Plan, _Split] | None = None
+        self._parameters = _parameters(step)
+        self._ready: dict[Any, _Ready] = {}
+        self._plain: set[Any] = set()  # structures of arguments without nnx objects
+        self._latest: _Ready | None = None
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """A decorated method: its object is the first argument."""
+        return self if instance is None else MethodType(self, instance)
 
     @property
     def plan(self) -> Plan:
@@ -83,12 +90,12 @@ class Parallel:
         Raises:
             ShardplanError: before the first call.
         """
-        return self._latest()[0]
+        return self._planned().plan
 
-    def _latest(self) -> tuple[Plan, _Split]:
-        if self._last is None:
+    def _planned(self) -> _Ready:
+        if self._latest is None:
             raise ShardplanError(f"{self._name} is planned at its first call: call it, or .prepare(*args), before reading .plan")
-        return self._last
+        return self._latest
 
     @property
     def _name(self) -> str:
@@ -96,17 +103,31 @@ class Parallel:
 
     def prepare(self, *args: Any, **kwargs: Any) -> Plan:
         """Plans for these arguments (arrays or shapes) without running."""
-        return self._plan(_split(self._step, self._given, args, kwargs))[0]
+        call = self._call(args, kwargs)
+        leaves, tree = jax.tree.flatten(apart(call.dynamic))
+        return self._found(call, leaves, tree).plan
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step; nnx arguments are updated in place."""
-        split = _split(self._step, self._given, args, kwargs)
-        made, run = self._plan(split)
-        return split.finish(run(*made.put(split.leaves, mesh=made.mesh(self._given.devices))))
+        call = self._call(args, kwargs)
+
+        def run(leaves: list[Any], tree: Any) -> tuple[Any, Sequence[Any]]:
+            latest = self._latest
+            if latest is not None and latest.tree == tree and latest.call.key == call.key:
+                try:
+                    return latest.run.run(leaves, tree)
+                except ArgumentError:  # other shapes than in the call before: they have a plan of their own
+                    pass
+            return self._found(call, leaves, tree).run.run(leaves, tree)
+
+        leaves, tree = jax.tree.flatten(call.dynamic)
+        if not self._without_objects(tree, call.dynamic):
+            return through(call.dynamic, run)
+        return run(leaves, tree)[0]
 
     def cache_size(self) -> int:
         """How many entries the call caches hold, over all plans: one for each combination of shapes, dtypes and shardings."""
-        return sum(run.cache_size() for _, run in self._ready.values())  # type: ignore[attr-defined]
+        return sum(ready.run.cache_size() for ready in self._ready.values())
 
     def init(self, init_fn: Callable[..., Any], *args: Any, argument: int = 0) -> Any:
         """``init_fn(*args)`` made sharded as argument ``argument`` of the step, never whole on one device.
@@ -114,45 +135,82 @@ class Parallel:
         Call `prepare` first (or the step), so that there is a plan.
 
         Raises:
-            ShardplanError: before there is a plan, for an argument that is not there, or for a static one.
+            ArgumentError: where ``init_fn`` makes an array of another shape or dtype than was planned.
+            ShardplanError: before there is a plan, for an argument that is not there, for a static one, or where ``init_fn``
+                makes another structure.
         """
-        made, split = self._latest()
-        (at,) = positions(argument, len(split.args), "argument")
-        if at in split.static:
+        ready = self._planned()
+        (at,) = positions(argument, ready.call.count, "argument")
+        if at in ready.call.static:
             raise ShardplanError(f"argument={argument} of {self._name} is static: it lies on no device")
-        shardings = made.in_shardings(made.mesh(self._given.devices))[split.shifted(at)]
-        return jax.jit(init_fn, out_shardings=shardings)(*args)
+        made, place = ready.plan, at - sum(s < at for s in ready.call.static)
+        trees = list(ready.tree.children())
+        trees[place] = jax.tree.structure(jax.eval_shape(lambda *a: apart(init_fn(*a)), *args))
+        check_tree(tuple_of(trees), made.traced, made.step)
+        shardings = made.leaves(made.mesh(self._given.devices)).part(leaves_of(made.traced.in_tree, (place,)))
+        shardings.fit(jax.tree.leaves(jax.eval_shape(lambda *a: apart(init_fn(*a)), *args)))
+        flat = jax.jit(lambda *a: jax.tree.leaves(apart(init_fn(*a))), out_shardings=shardings.shardings)
+        return together(jax.tree.unflatten(trees[place], flat(*args)))
 
-    def _plan(self, split: _Split) -> tuple[Plan, Callable[..., Any]]:
-        found = self._ready.get(split.key)
-        if found is None:
-            pure = split.pure(self._step)
-            made = self._cached(pure, split)
-            found = self._ready[split.key] = (made, made.jit(pure, devices=self._given.devices, backend=self._given.backend))
-            best = best_baseline(made)
-            mesh = " x ".join(f"{n}={k}" for n, k in made.axes.items())
-            _log.info(
-                "%s: mesh %s, %.3g s a step, %.3g GiB a device; best baseline %s",
-                self._name, mesh, made.step_time_s, made.peak_bytes / 2**30,
-                f"{best.name} {best.step_time_s:.3g} s" if best else "none fits",
-            )  # fmt: skip
-        self._last = found[0], split
-        return found
+    # -- plans -------------------------------------------------------------------------------------------------------
 
-    def _cached(self, pure: Callable[..., Any], split: _Split) -> Plan:
+    def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Call:
+        return _bound(self._step, self._parameters, self._given, args, kwargs)
+
+    def _without_objects(self, tree: Any, args: Any) -> bool:
+        try:
+            if tree in self._plain:
+                return True
+            if has_objects(args):
+                return False
+            self._plain.add(tree)
+        except TypeError:  # something static in it has no hash: the plan says so where it can say where
+            return not has_objects(args)
+        return True
+
+    def _found(self, call: _Call, leaves: Sequence[Any], tree: Any) -> _Ready:
+        """The plan for these arguments, made where there is none yet."""
+        kinds: list[Any] = []
+        for x in leaves:
+            found = abstract(x)
+            kinds.append(type(x) if found is None else (found.shape, found.dtype, found.weak_type))
+        try:
+            key = (call.key, tree, tuple(kinds))
+            ready = self._ready.get(key)
+        except TypeError as error:
+            raise ShardplanError(f"something static in the arguments of {self._name} has no hash: {error}") from error
+        if ready is None:
+            ready = self._ready[key] = self._made(call, leaves, tree)
+        self._latest = ready
+        return ready
+
+    def _made(self, call: _Call, leaves: Sequence[Any], tree: Any) -> _Ready:
+        pure = call.pure(self._step)
+        shapes = [x if (found := abstract(x)) is None else found for x in leaves]
+        made = self._cached(pure, call, jax.tree.unflatten(tree, shapes))
+        run = made.jit(pure, devices=self._given.devices, backend=self._given.backend, weak=True)
+        best = best_baseline(made)
+        mesh = " x ".join(f"{n}={k}" for n, k in made.axes.items())
+        _log.info(
+            "%s: mesh %s, %.3g s a step, %.3g GiB a device; best baseline %s",
+            self._name, mesh, made.step_time_s, made.peak_bytes / 2**30,
+            f"{best.name} {best.step_time_s:.3g} s" if best else "none fits",
+        )  # fmt: skip
+        return _Ready(made, run, call, tree)
+
+    def _cached(self, pure: Callable[..., Any], call: _Call, args: tuple[Any, ...]) -> Plan:
         given = self._given
-        shapes = jax.tree.map(_shape, split.leaves)
 
         def planned() -> Plan:
-            return make_plan(pure, *shapes, cluster=given.cluster, donate_argnums=split.donated, **given.options)
+            return make_plan(pure, *args, cluster=given.cluster, donate_argnums=call.donated, **given.options)
 
         if given.cache_dir is None:
             return planned()
-        traced = trace(pure, *shapes, donate_argnums=split.donated)
+        traced = trace_step(pure, args, call.donated)
         key = (
             fingerprint(traced),
             resolve_cluster(given.cluster)[0].fingerprint(),
-            split.donated,
+            call.donated,
             sorted((k, _option(k, v)) for k, v in given.options.items() if k not in ("observer", "seed")),
         )
         file = Path(given.cache_dir) / (hashlib.blake2b(repr(key).encode(), digest_size=12).hexdigest() + ".plan.json")
@@ -162,7 +220,10 @@ class Parallel:
             except PlanFileError as error:
                 _log.warning("%s is planned anew: %s", self._name, error)
         made = planned()
-        file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise PlanFileError(f"cache_dir={str(given.cache_dir)!r} cannot be made: {error.strerror or error}") from error
         made.save(file)
         return made
 
@@ -180,48 +241,31 @@ def _option(name: str, value: Any) -> str:
             return repr(value)
 
 
-def _shape(x: Any) -> Any:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "shape") and hasattr(x, "dtype") else x
-
-
 # -- a call's arguments ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class _Split:
-    """A call's arguments taken apart: static ones, nnx objects as their states, everything else as it is.
+class _Call:
+    """A call's arguments: ``static`` ones by position, ``named`` ones (static too), and the ``dynamic`` others, in their order.
 
-    ``leaves`` are the arguments that are not static; ``donated`` counts among these. ``graphs`` are the static parts of nnx
-    objects, by argument. Calls with equal ``key`` run the same program.
+    ``count`` is the number of all positional ones; ``donated`` counts among the dynamic ones. Calls with equal ``key`` have
+    equal static parts.
     """
 
-    args: tuple[Any, ...]
+    count: int
     static: Mapping[int, Any]
     named: Mapping[str, Any]
-    graphs: Mapping[int, Any]
-    leaves: tuple[Any, ...]
+    dynamic: tuple[Any, ...]
     donated: tuple[int, ...]
     key: Any
 
-    def shifted(self, argument: int) -> int:
-        """The place of an argument among those that are not static."""
-        return argument - sum(s < argument for s in self.static)
-
     def pure(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """The step as a function of states; it returns (result, states of the nnx arguments)."""
-        count, static, graphs, named = len(self.args), self.static, self.graphs, self.named
+        """The step as a function of its dynamic arguments."""
+        count, static, named = self.count, self.static, self.named
 
-        def run(*leaves: Any) -> Any:
-            rest = iter(leaves)
-            full: list[Any] = []
-            for i in range(count):
-                if i in static:
-                    full.append(static[i])
-                else:
-                    leaf = next(rest)
-                    full.append(nnx.merge(graphs[i], leaf) if i in graphs else leaf)
-            result = step(*full, **named)
-            return (result, tuple(nnx.state(full[i]) for i in sorted(graphs))) if graphs else result
+        def run(*dynamic: Any) -> Any:
+            rest = iter(dynamic)
+            return step(*(static[i] if i in static else next(rest) for i in range(count)), **named)
 
         try:
             own = [p for i, p in enumerate(inspect.signature(step).parameters.values()) if i not in static]
@@ -234,17 +278,20 @@ class _Split:
         run.__dict__.pop("__wrapped__", None)
         return run
 
-    def finish(self, result: Any) -> Any:
-        """Writes new states back into the nnx arguments of this call."""
-        if not self.graphs:
-            return result
-        result, states = result
-        for i, state in zip(sorted(self.graphs), states, strict=True):
-            nnx.update(self.args[i], state)
-        return result
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A plan, the program that it runs as, and the call that it was made for, with the structure of its arguments."""
+
+    plan: Plan
+    run: Runner
+    call: _Call
+    tree: Any
 
 
-def _split(step: Callable[..., Any], given: _Settings, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Split:
+def _bound(
+    step: Callable[..., Any], parameters: Parameters | None, given: _Settings, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> _Call:
     name = getattr(step, "__name__", "the step")
     named = {k: v for k, v in kwargs.items() if k in given.static_argnames}
     rest = {k: v for k, v in kwargs.items() if k not in given.static_argnames}
@@ -255,38 +302,44 @@ def _split(step: Callable[..., Any], given: _Settings, args: tuple[Any, ...], kw
             raise ShardplanError(
                 f"{name} takes {', '.join(bound.kwargs)} by keyword only: name them in static_argnames or pass them by position"
             )
-    count = max(_positional(step), len(args))
+    count = max(_positional(parameters), len(args))
     fixed = positions(given.static_argnums, count, "static_argnums")
     donated = positions(given.donate_argnums, count, "donate_argnums")
     both = sorted(set(fixed) & set(donated))
     if both:
         raise ShardplanError(f"argument {both[0]} of {name} is in static_argnums and in donate_argnums: only arrays are donated")
     static = {i: args[i] for i in fixed if i < len(args)}
-    graphs = {i: nnx.graphdef(a) for i, a in enumerate(args) if i not in static and _is_node(a)}
-    leaves = tuple(nnx.state(a) if i in graphs else a for i, a in enumerate(args) if i not in static)
-    flat, tree = jax.tree.flatten(leaves)
-    kinds = tuple((tuple(getattr(x, "shape", ())), str(getattr(x, "dtype", type(x).__name__))) for x in flat)
-    key = (
-        tree,
-        kinds,
-        tuple(graphs.items()),
-        tuple((i, repr(v)) for i, v in static.items()),
-        tuple((k, repr(v)) for k, v in sorted(named.items())),
-    )
+    key = (tuple(_keyed(name, i, v) for i, v in static.items()), tuple(_keyed(name, k, v) for k, v in sorted(named.items())))
     among = tuple(d - sum(s < d for s in static) for d in donated if d < len(args))
-    return _Split(args, static, named, graphs, leaves, among, key)
+    return _Call(len(args), static, named, tuple(a for i, a in enumerate(args) if i not in static), among, key)
 
 
-def _positional(step: Callable[..., Any]) -> int:
-    """How many positional arguments a step names; 0 where nobody knows, or where it takes any number."""
+def _keyed(name: str, argument: int | str, value: Any) -> tuple[Any, ...]:
+    """A static argument as part of a key: by hash, equality (as for `jax.jit`) and type, so that 1 is not 1.0."""
     try:
-        kinds = [p.kind for p in inspect.signature(step).parameters.values()]
+        hash(value)
+    except TypeError as error:
+        raise ShardplanError(
+            f"the static argument {argument!r} of {name} has no hash ({error}): give it a value that compares by what it holds, "
+            "such as a tuple or a frozen dataclass"
+        ) from error
+    return argument, type(value), value
+
+
+Parameters = Sequence[inspect.Parameter]
+
+
+def _parameters(step: Callable[..., Any]) -> Parameters | None:
+    """The parameters of a step; None where nobody knows."""
+    try:
+        return tuple(inspect.signature(step).parameters.values())
     except (TypeError, ValueError):
-        return 0
+        return None
+
+
+def _positional(parameters: Parameters | None) -> int:
+    """How many positional arguments a step names; 0 where nobody knows, or where it takes any number."""
+    kinds = [p.kind for p in parameters or ()]
     if inspect.Parameter.VAR_POSITIONAL in kinds:
         return 0
     return sum(k in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for k in kinds)
-
-
-def _is_node(value: Any) -> bool:
-    return isinstance(value, nnx.Module | nnx.Optimizer | nnx.Metric)

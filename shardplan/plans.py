@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import tempfile
@@ -18,17 +17,19 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from shardplan import _jax
 from shardplan.emit.mutate import DroppingEmitter
 from shardplan.emit.specs import SpecsEmitter, partition_spec
-from shardplan.errors import PlanFileError, ShardplanError
+from shardplan.errors import ArgumentError, PlanFileError, ShardplanError
 from shardplan.fingerprint import arguments, difference, fingerprint
 from shardplan.ir import Factor
 from shardplan.mesh import Cluster
 from shardplan.mesh.devices import build_mesh
-from shardplan.positions import leaves_of
+from shardplan.objects import apart, bare, has_objects, together, trace_step
+from shardplan.positions import leaves_of, positions, tuple_of
 from shardplan.report.explain import explain, explain_all
 from shardplan.report.json import figures
+from shardplan.runner import Leaves, Runner, check_tree, shape_text
 from shardplan.search.extract import Decisions, Extractor
 from shardplan.search.solve import Rivals, Solution
-from shardplan.trace import Traced, trace
+from shardplan.trace import Traced
 
 FORMAT = 2
 """Version of the plan file."""
@@ -169,13 +170,14 @@ class Plan:
 
     @property
     def in_specs(self) -> Any:
-        """A pytree of PartitionSpec like the arguments (a tuple)."""
-        return jax.tree.unflatten(self.traced.in_tree, self.flat_in_specs)
+        """A pytree of PartitionSpec like the arguments (a tuple); for an nnx object those of its state."""
+        return bare(jax.tree.unflatten(self.traced.in_tree, self.flat_in_specs), self.flat_in_specs)
 
     @property
     def out_specs(self) -> Any:
-        """A pytree of PartitionSpec like the step's result."""
-        return jax.tree.unflatten(self.traced.out_tree, [self._spec(t) for t in self.extractor.problem.graph.outputs])
+        """A pytree of PartitionSpec like the step's result; an nnx object that the step changes keeps those of ``in_specs``."""
+        specs = [self._spec(t) for t in self.extractor.problem.graph.outputs]
+        return bare(jax.tree.unflatten(self.traced.out_tree, specs), self.flat_in_specs)
 
     # -- devices -----------------------------------------------------------------------------------------------------
 
@@ -198,27 +200,67 @@ class Plan:
         return _shardings(mesh, self.out_specs)
 
     def put(self, args: Sequence[Any], *, mesh: Mesh | None = None) -> tuple[Any, ...]:
-        """The arguments placed on the devices; arrays that are sharded otherwise are moved."""
-        mesh = mesh or self.mesh()
+        """The arguments placed on the devices; arrays that are sharded otherwise are moved. Of nnx objects there are new ones.
 
-        def place(x: Any, sharding: NamedSharding) -> Any:
-            there = isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim)
-            return x if there else jax.device_put(x, sharding)
-
-        leaves, tree = jax.tree.flatten(tuple(args))
-        placed = [place(x, NamedSharding(mesh, s)) for x, s in zip(leaves, self.flat_in_specs, strict=True)]
-        return jax.tree.unflatten(tree, placed)
+        Raises:
+            ArgumentError: for an array of another shape or dtype than was planned.
+            ShardplanError: for arguments of another structure, or for deleted ones.
+        """
+        leaves, tree = jax.tree.flatten(apart(tuple(args)))
+        check_tree(tree, self.traced, self.step)
+        wanted = self.leaves(mesh or self.mesh())
+        wanted.fit(leaves)
+        placed = jax.tree.unflatten(tree, wanted.placed(leaves))
+        return together(placed) if has_objects(args) else placed
 
     def put_local(self, batch: Any, *, argument: int = -1, mesh: Mesh | None = None) -> Any:
-        """One argument from the data of this process alone (each process gives its part of the global batch)."""
+        """One argument from the data of this process alone (each process gives its part of the global batch).
+
+        Raises:
+            ArgumentError: where the parts do not add up to the shape that was planned, or have another dtype.
+            ShardplanError: for an argument that is not there, or of another structure.
+        """
         mesh = mesh or self.mesh()
-        shardings = self.in_shardings(mesh)[argument]
-        return jax.tree.map(lambda x, s: jax.make_array_from_process_local_data(s, np.asarray(x)), batch, shardings)
+        children = self.traced.in_tree.children()
+        (at,) = positions(argument, len(children), "argument")
+        own = leaves_of(self.traced.in_tree, (at,))
+        given, tree = jax.tree.flatten(batch)
+        whole = list(children)
+        whole[at] = tree
+        check_tree(tuple_of(whole), self.traced, self.step)
+        placed = [self._from_local(i, x, mesh) for i, x in zip(own, given, strict=True)]
+        return jax.tree.unflatten(tree, placed)
+
+    def _from_local(self, leaf: int, part: Any, mesh: Mesh) -> Any:
+        """Leaf number ``leaf`` of the arguments from this process's part of it."""
+        path, planned = self.traced.program.input_paths[leaf], self.traced.in_shapes[leaf]
+        local = np.asarray(part)
+        local = local.astype(jax.dtypes.canonicalize_dtype(local.dtype))
+        try:
+            made = jax.make_array_from_process_local_data(NamedSharding(mesh, self.flat_in_specs[leaf]), local)
+        except ValueError as error:
+            raise ArgumentError(path, shape_text(planned), f"in part {shape_text(local)}") from error
+        if (made.shape, made.dtype) != (planned.shape, planned.dtype):
+            raise ArgumentError(path, shape_text(planned), shape_text(made))
+        return made
+
+    def leaves(self, mesh: Mesh, *, weak: bool = False) -> Leaves:
+        """What the leaves of the arguments must be, and where they lie on a mesh."""
+        shardings = [NamedSharding(mesh, s) for s in self.flat_in_specs]
+        return Leaves(self.traced.program.input_paths, self.traced.in_shapes, shardings, weak=weak)
 
     def jit(
-        self, step: Callable[..., Any], devices: Sequence[Any] | None = None, backend: str = "specs", *, drop: int | None = None
-    ) -> Callable[..., Any]:
+        self,
+        step: Callable[..., Any],
+        devices: Sequence[Any] | None = None,
+        backend: str = "specs",
+        *,
+        drop: int | None = None,
+        weak: bool = False,
+    ) -> Runner:
         """The step to run, jitted with this plan's shardings; without exchange number ``drop``, for proofs of proofs.
+
+        With ``weak`` it takes Python numbers and their like only where the planned arguments had them.
 
         Raises:
             PlanFileError: if ``step`` is not the step that was planned.
@@ -235,14 +277,16 @@ class Plan:
         leaf_specs = [NamedSharding(mesh, s) for s in self.flat_in_specs]
         out_specs = [NamedSharding(mesh, self._spec(t)) for t in self.extractor.problem.graph.outputs]
 
+        weak_results = [shape.weak_type for shape in self.traced.out_shapes]
+
         def run(*leaves: Any) -> list[Any]:
-            return emitter(*leaves)
+            return [_jax.weakly_typed(x) if w else x for x, w in zip(emitter(*leaves), weak_results, strict=True)]
 
         run.__name__ = getattr(step, "__name__", "step")
         flat = jax.jit(
             run, in_shardings=leaf_specs, out_shardings=out_specs, donate_argnums=self.donated_leaves, keep_unused=True
         )
-        return Runner(flat, self.traced.program.input_paths, self.traced)
+        return Runner(flat, step, self.traced, self.donate_argnums, self.leaves(mesh, weak=weak))
 
     @property
     def donated_leaves(self) -> tuple[int, ...]:
@@ -254,7 +298,7 @@ class Plan:
         if self.step is step:
             return
         args = jax.tree.unflatten(self.traced.in_tree, self.traced.in_shapes)
-        odd = difference(self.traced, trace(step, *args, donate_argnums=self.donate_argnums))
+        odd = difference(self.traced, trace_step(step, args, self.donate_argnums))
         if odd:
             raise PlanFileError(f"this step is not the one that was planned, they differ first at {odd}; plan it anew")
 
@@ -337,44 +381,6 @@ class Plan:
     def save(self, file: str | os.PathLike[str]) -> None:
         """Writes the plan as JSON; the file is replaced only once all of it is written."""
         write_whole(Path(file), json.dumps(self.to_json(), indent=1))
-
-
-class Runner:
-    """A planned step, jitted: called, lowered and inspected like the function that `jax.jit` returns."""
-
-    def __init__(self, flat: Any, paths: tuple[str, ...], traced: Traced) -> None:
-        self._flat, self._paths, self._traced = flat, paths, traced
-
-    def __call__(self, *args: Any) -> Any:
-        """Runs the step."""
-        return jax.tree.unflatten(self._traced.out_tree, self._flat(*self._leaves(args)))
-
-    def lower(self, *args: Any) -> Any:
-        """The step lowered for these arguments, to compile or to read."""
-        return self._flat.lower(*self._leaves(args))
-
-    def _cache_size(self) -> int:
-        """How many entries the call cache holds, as of a jitted function."""
-        return self.cache_size()
-
-    def cache_size(self) -> int:
-        """How many entries the call cache holds: one for each combination of shapes, dtypes and shardings."""
-        return _jax.compilations(self._flat)
-
-    def _leaves(self, args: tuple[Any, ...]) -> list[Any]:
-        """The arguments' leaves. What is static in a tree (an optimizer's functions) may be another object than at planning."""
-        leaves, tree = jax.tree.flatten(args)
-        if tree != self._traced.in_tree:
-            found, planned = leaf_paths(args), leaf_paths(jax.tree.unflatten(self._traced.in_tree, self._traced.in_shapes))
-            if found != planned:
-                odd = next((a or b for a, b in itertools.zip_longest(found, planned) if a != b), "?")
-                raise ShardplanError(f"the plan was made for arguments of another structure: they differ first at {odd}")
-        return leaves
-
-
-def leaf_paths(args: Any) -> list[str]:
-    """The path of every leaf of a tree."""
-    return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree_util.tree_flatten_with_path(args)[0]]
 
 
 def write_whole(path: Path, text: str) -> None:

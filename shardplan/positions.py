@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
 from shardplan.errors import ShardplanError
 
 
@@ -19,11 +21,18 @@ def positions(numbers: Sequence[int] | int, count: int, what: str) -> tuple[int,
     """
     found: set[int] = set()
     for n in (numbers,) if isinstance(numbers, int) else numbers:
+        if not isinstance(n, int):
+            raise ShardplanError(f"{what}={numbers!r}: give whole numbers, those of arguments")
         if not -count <= n < count:
             there = f"they are numbered 0 to {count - 1}, or -1 to -{count} from the end" if count else "it takes none"
             raise ShardplanError(f"{what}={n} names no argument: the step takes {count}; {there}")
         found.add(n % count)
     return tuple(sorted(found))
+
+
+def tuple_of(trees: Sequence[Any]) -> Any:
+    """The tree of a tuple, from the trees of its items."""
+    return jax.tree.structure(tuple(jax.tree.unflatten(tree, range(tree.num_leaves)) for tree in trees))
 
 
 def leaves_of(tree: Any, numbers: Sequence[int]) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,12 +17,10 @@ import jax
 from jax.sharding import PartitionSpec
 
 from shardplan.errors import DeviceError, PinError, ShardplanError, TargetError, nearest
+from shardplan.ir import spec_text
+from shardplan.users import users_code
 
-# What a user's module or factory may raise; one that leaves by sys.exit() has failed too.
-_RAISED = (
-    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, OSError, RuntimeError, SyntaxError,
-    SystemExit, TypeError, ValueError,
-)  # fmt: skip
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def simulate(count: int) -> list[Any]:
@@ -54,16 +53,15 @@ def load_target(target: str, options: dict[str, Any], *, concrete: bool = False)
     factory = _factory(target)
     if concrete and "concrete" in _parameters(factory):
         options = {"concrete": True, **options}
-    try:
+    with users_code(lambda error: TargetError(f"{target} failed{_with(options)}: {_said(error)}")):
         made = factory(**options)
-    except ShardplanError:
-        raise
-    except _RAISED as error:
-        raise TargetError(f"{target} failed{_with(options)}: {_said(error)}") from error
     if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0]) and isinstance(made[1], tuple | list)):
+        hint = "; return the tuple (step, args) in place of the list" if isinstance(made, list) and len(made) == 2 else ""
         raise TargetError(
-            f"{target} returned {_kind(made)}: a factory returns (step, args), a function and the tuple of its arguments"
+            f"{target} returned {_kind(made)}: a factory returns (step, args), a function and the tuple of its arguments{hint}"
         )
+    if hasattr(made[0], "prepare") and hasattr(made[0], "__wrapped__"):
+        raise TargetError(f"the step of {target} is decorated with @shardplan.parallelize already: give the bare step (no @)")
     return made[0], tuple(made[1])
 
 
@@ -73,7 +71,8 @@ def _factory(target: str) -> Callable[..., Any]:
         raise TargetError(f"TARGET {target!r} is not written as package.module:factory or file.py:factory")
     module = _module(place)
     if not hasattr(module, name):
-        known = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        own = (n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", None) == module.__name__)
+        known = [n for n in own if not n.startswith("_")]
         raise TargetError(f"{place} has no {name!r}{nearest(name, known)}")
     factory = getattr(module, name)
     if not callable(factory):
@@ -83,15 +82,15 @@ def _factory(target: str) -> Callable[..., Any]:
 
 def _module(place: str) -> Any:
     _put_on_path(str(Path.cwd()))
-    try:
+    with users_code(lambda error: TargetError(f"{place} does not import: {_not_imported(place, error)}")):
         return _file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-    except ModuleNotFoundError as error:
-        package = place.split(".")[0]
-        own = error.name is not None and error.name.split(".")[0] == package
-        hint = " (is it installed, or under the current directory?)" if own else ""
-        raise TargetError(f"{place} does not import: {error}{hint}") from error
-    except _RAISED as error:
-        raise TargetError(f"{place} does not import: {_said(error)}") from error
+
+
+def _not_imported(place: str, error: BaseException) -> str:
+    if not isinstance(error, ModuleNotFoundError):
+        return _said(error)
+    own = error.name is not None and error.name.split(".")[0] == place.split(".")[0]
+    return f"{error}{' (is it installed, or under the current directory?)' if own else ''}"
 
 
 def _file(path: Path) -> Any:
@@ -128,7 +127,8 @@ def _with(options: dict[str, Any]) -> str:
 def _said(error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         return f"SyntaxError: {error.msg} ({error.filename}:{error.lineno})"
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    text = _ADDRESS.sub("", str(error))
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _kind(value: Any) -> str:
@@ -165,7 +165,10 @@ def read_pins(pairs: Sequence[str]) -> dict[str, PartitionSpec]:
         pattern, equals, text = pair.partition("=")
         if not equals or not pattern:
             raise PinError(f"--pin {pair}: write it as 'GLOB=SPEC', for example '*kernel=P(None, \"gpu\")'")
-        found[pattern] = read_spec(text)
+        spec = read_spec(text)
+        if found.get(pattern, spec) != spec:
+            raise PinError(f"--pin gives {pattern} twice: {spec_text(found[pattern])} and {spec_text(spec)}")
+        found[pattern] = spec
     return found
 
 

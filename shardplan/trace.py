@@ -7,7 +7,6 @@ function: then the call is one op. ``scan``, ``while``, ``cond`` and ``remat2`` 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -16,9 +15,10 @@ import jax
 import numpy as np
 
 from shardplan import _jax
-from shardplan.errors import ShardplanError, TraceError
+from shardplan.errors import TraceError
 from shardplan.ir import Constant, Op, Operand, Program, Tensor
 from shardplan.tdl import named_call
+from shardplan.users import users_code
 
 _CALLS = {
     "jit": "jaxpr",
@@ -59,22 +59,15 @@ def trace(step: Callable[..., Any], *args: Any, donate_argnums: Sequence[int] = 
     """
     names = _jax.argument_names(step, len(args))
     flat, in_tree = jax.tree_util.tree_flatten_with_path(args)
-    try:
+    with users_code(_untraceable):
         traced = jax.jit(step).trace(*jax.tree.map(_abstract, args))
-    except ShardplanError:
-        raise
-    except _raised() as error:
-        raise TraceError(
-            f"the step could not be traced on these shapes: {type(error).__name__}: {_first_line(error)}, at "
-            f"{_jax.raised_at(error)}; jax.eval_shape(step, *args) fails alike, and shows the whole way there"
-        ) from error
     closed = traced.jaxpr
     out_flat, out_tree = jax.tree_util.tree_flatten_with_path(traced.out_info)
     input_paths = tuple(_path(path, names) for path, _ in flat)
     output_paths = tuple(_path(path, ()) for path, _ in out_flat)
     builder = _Builder()
     program = builder.program(closed.jaxpr, closed.consts)
-    shapes = tuple(jax.ShapeDtypeStruct(info.shape, info.dtype) for _, info in out_flat)
+    shapes = tuple(jax.ShapeDtypeStruct(info.shape, info.dtype, weak_type=info.weak_type) for _, info in out_flat)
     program = Program(
         tensors=program.tensors,
         ops=program.ops,
@@ -88,11 +81,11 @@ def trace(step: Callable[..., Any], *args: Any, donate_argnums: Sequence[int] = 
     return Traced(program, in_tree, out_tree, tuple(_abstract(leaf) for _, leaf in flat), shapes)
 
 
-def _raised() -> tuple[type[Exception], ...]:
-    """What a step may raise on the wrong shapes; flax has a base of its own, and is not loaded for a step without it."""
-    own = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-    flax = sys.modules.get("flax.errors")
-    return (*own, jax.errors.JAXTypeError, *((flax.FlaxError,) if flax is not None else ()))
+def _untraceable(error: BaseException) -> TraceError:
+    return TraceError(
+        f"the step could not be traced on these shapes: {type(error).__name__}: {_first_line(error)}, at "
+        f"{_jax.raised_at(error)}; jax.eval_shape(step, *args) fails alike, and shows the whole way there"
+    )
 
 
 def _abstract(leaf: Any) -> Any:

@@ -18,16 +18,30 @@ PACKAGE = ROOT / "shardplan"
 # From the top row down; a module imports only from rows above its own, and from its own package. The last row are the shells:
 # they may use each other. An import for type checkers alone binds nobody.
 ROWS = (
-    ("ir", "errors", "_jax"),
+    ("ir", "errors", "users", "_jax"),
     ("mesh",),
     ("tdl",),
     ("trace",),
+    ("objects",),
     ("cost",),
     ("collectives",),
     ("search",),
     ("emit",),
     ("report",),
-    ("positions", "fingerprint", "plans", "files", "clusters", "api", "parallel", "target", "cli", "pytest_plugin"),
+    (
+        "positions",
+        "tokens",
+        "fingerprint",
+        "runner",
+        "plans",
+        "files",
+        "clusters",
+        "api",
+        "parallel",
+        "target",
+        "cli",
+        "pytest_plugin",
+    ),
 )
 RANK = {name: rank for rank, row in enumerate(ROWS) for name in row}
 SHELLS = ROWS[-1]
@@ -36,7 +50,10 @@ SHELLS = ROWS[-1]
 JAX_FILES = (
     "_jax",
     "trace",
-    "fingerprint",
+    "objects",
+    "runner",
+    "positions",
+    "tokens",
     "plans",
     "files",
     "clusters",
@@ -270,7 +287,7 @@ def test_every_package_has_a_front() -> None:
 
 
 @pytest.mark.parametrize("path", EVERY_FILE, ids=_ids)
-def test_no_broad_except(path: Path) -> None:
+def test_no_broad_except_but_around_the_users_code(path: Path) -> None:
     broad = {"Exception", "BaseException"}
     faults: list[int] = []
     for node in ast.walk(_tree(path)):
@@ -278,7 +295,9 @@ def test_no_broad_except(path: Path) -> None:
             kinds = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
             if any(kind is None or (isinstance(kind, ast.Name) and kind.id in broad) for kind in kinds):
                 faults.append(node.lineno)
-    assert not faults, f"{_ids(path)} catches everything in lines {faults}: name what can be raised"
+    assert len(faults) == (path == PACKAGE / "users.py"), (
+        f"{_ids(path)} catches everything in lines {faults}: name what can be raised"
+    )
 
 
 @pytest.mark.parametrize("path", EVERY_FILE, ids=_ids)

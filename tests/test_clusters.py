@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
 
 import shardplan
 from shardplan.clusters import like_machine, resolve_cluster
@@ -53,3 +54,13 @@ def test_a_mesh_across_the_levels_is_refused(order: Any) -> None:
     found = machine("gpu", "NVIDIA A100-SXM4-40GB", [(0, process) for process in range(2) for _ in range(8)])
     with pytest.raises(shardplan.ClusterError):
         like_machine(found, order, ("a", "b"))
+
+
+def test_an_axis_of_one_device_may_be_pinned(devices: list[Any]) -> None:
+    """Its name is kept, though nothing is cut over it."""
+    mesh = Mesh(np.array(devices).reshape(1, 8), ("dp", "tp"))
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    for pin, kept in ((P("dp", "tp"), P(None, "tp")), (P(("dp", "tp")), P("tp")), (P("dp"), P())):
+        plan = shardplan.plan(lambda w: w * 2, x, cluster=mesh, pins={"w": pin})
+        assert plan.in_specs[0] == kept
+        assert plan.mesh().axis_names == ("dp", "tp")

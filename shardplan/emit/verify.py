@@ -18,6 +18,7 @@ import numpy as np
 from shardplan import _jax
 from shardplan.emit.hlo import Measured, measure
 from shardplan.errors import ShardplanError
+from shardplan.objects import Pure, apart
 
 if TYPE_CHECKING:
     from shardplan.plans import Plan
@@ -53,12 +54,15 @@ class Worst:
 class Verified:
     """What a verification found.
 
-    ``max_error`` is the largest error of any leaf as a part of that leaf's maximum. ``recompiles`` counts compilations after the
-    first step, ``moved`` lists the state that comes back in another sharding than it went in: both should be none. Bytes are per
-    device and step; ``measured_bytes`` undoes what only the CPU compiler does (see `shardplan.emit.hlo.measure`).
+    ``compared`` counts the numbers of the single-device step that say something: those that are neither infinite nor NaN. Where
+    there is none, nothing is proven and ``equal`` is false. ``max_error`` is the largest error of any leaf as a part of that
+    leaf's maximum. ``recompiles`` counts compilations after the first step, ``moved`` lists the state that comes back in another
+    sharding than it went in: both should be none. Bytes are per device and step; ``measured_bytes`` undoes what only the CPU
+    compiler does (see `shardplan.emit.hlo.measure`).
     """
 
     equal: bool
+    compared: int
     max_error: float
     steps: int
     worst: Worst
@@ -105,12 +109,12 @@ def verify(
     if steps < 1:
         raise ShardplanError(f"steps={steps}: at least one step is needed to compare")
     tell = observer or (lambda _what, _part: None)
-    leaves, tree = jax.tree.flatten(tuple(args))
+    leaves, tree = jax.tree.flatten(apart(tuple(args)))
     host = [_host(x) for x in drawn(leaves)]
     loop = _Loop(tree, plan.traced.program.feedback, steps)
     tell("the single-device step", 0.1)
     first = devices[0] if devices is not None else jax.devices()[0]
-    one = _Single(jax.jit(step), first, loop)
+    one = _Single(jax.jit(Pure(step, plan.donate_argnums)), first, loop)
     single = one.run(host)
     tell("the sharded step", 0.3)
     sharded = _Sharded(plan, step, devices, backend, drop, loop)
@@ -118,8 +122,7 @@ def verify(
     changes = [[0.0] * len(leaf) for leaf in single]
     for n in range(PERTURBATIONS):
         tell("perturbed steps", 0.6 + 0.05 * n)
-        rng = np.random.default_rng(n)
-        nudged = one.run([_nudged(x, rng) for x in host])
+        nudged = one.run(_nudged_all(host, n))
         changes = [
             [max(c, _error(a, b)) for c, a, b in zip(*row, strict=True)] for row in zip(changes, nudged, single, strict=True)
         ]
@@ -127,7 +130,8 @@ def verify(
     measured, peak = sharded.compiled(host)
     judged = _judge(plan.traced.program.output_paths, single, found, changes)
     return Verified(
-        equal=not judged.unequal,
+        equal=not judged.unequal and judged.compared > 0,
+        compared=judged.compared,
         max_error=judged.max_error,
         steps=steps,
         worst=judged.worst,
@@ -287,6 +291,11 @@ def _numbers(x: Any) -> np.ndarray:
     return np.array(jax.random.key_data(x)) if _is_key(x) else np.array(x)
 
 
+def _nudged_all(host: Sequence[Any], seed: int) -> list[Any]:
+    rng = np.random.default_rng(seed)
+    return [_nudged(x, rng) for x in host]
+
+
 def _nudged(x: Any, rng: np.random.Generator) -> Any:
     """Each float moved to one of its neighbours, up or down at random."""
     if isinstance(x, _Key) or not isinstance(x, np.ndarray) or not jnp.issubdtype(x.dtype, jnp.inexact):
@@ -318,6 +327,7 @@ def _error(a: np.ndarray, b: np.ndarray) -> float:
 @dataclass(frozen=True, slots=True)
 class _Judged:
     unequal: tuple[str, ...]
+    compared: int
     max_error: float
     worst: Worst
 
@@ -329,14 +339,15 @@ def _judge(
     changes: Sequence[Sequence[float]],
 ) -> _Judged:
     unequal: list[str] = []
-    largest = 0.0
+    largest, compared = 0.0, 0
     worst, ratio = Worst("", 0, 0.0, 0.0), -1.0
     for n, (wanted, got, change) in enumerate(zip(single, found, changes, strict=True), 1):
         for path, a, b, c in zip(paths, wanted, got, change, strict=True):
             error = _error(b, a)
             exact = not jnp.issubdtype(a.dtype, jnp.inexact)
-            with np.errstate(invalid="ignore"):
-                scale = float(np.nanmax(np.abs(_wide(a)), initial=0.0)) if a.size else 0.0
+            sizes = np.abs(_wide(a))
+            compared += a.size if exact else int(np.isfinite(sizes).sum())
+            scale = float(np.max(sizes, initial=0.0, where=~np.isnan(sizes)))
             tolerance = 0.0 if exact else ALLOWED * c + FLOOR * scale
             if error > tolerance and path not in unequal:
                 unequal.append(path)
@@ -345,4 +356,4 @@ def _judge(
             part = error / tolerance if tolerance else float("inf") if error else 0.0
             if part > ratio:
                 worst, ratio = Worst(path, n, error, tolerance), part
-    return _Judged(tuple(unequal), largest, worst)
+    return _Judged(tuple(unequal), compared, largest, worst)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from .matrix import Matrix
 
 Kind = Literal["switch", "ring", "bus"]
+LARGEST = 2**20
+"""Devices of a cluster: orders of all of them are made as arrays."""
 KINDS: tuple[str, ...] = get_args(Kind)
 
 
@@ -132,6 +134,8 @@ class Cluster:
         for name in names:
             if names.count(name) > 1:
                 raise ClusterError(f"two levels are called {name!r}", where=f"cluster {self.name!r}: levels")
+        if self.size > LARGEST:
+            raise ClusterError(f"{self.size} devices are more than the {LARGEST} that can be planned for", where=self.name)
 
     @property
     def size(self) -> int:

@@ -43,7 +43,8 @@ def _first(cluster: Cluster, devices: Sequence[Any] | None) -> np.ndarray[Any, A
         kind = f" ({found[0].platform})" if len(found) else ""
         raise DeviceError(
             f"the cluster {cluster.name!r} has {cluster.size} devices, {len(found)} are present{kind}; for a trial on one "
-            f'machine, jax.config.update("jax_num_cpu_devices", {cluster.size}) before JAX starts simulates them'
+            f'machine, jax.config.update("jax_num_cpu_devices", {cluster.size}) before JAX starts, or '
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={cluster.size} in the environment, simulates them"
         )
     result = np.empty(cluster.size, dtype=object)
     result[:] = found[: cluster.size]

@@ -187,7 +187,7 @@ def best_baseline(plan: Plan) -> Baseline | None:
 def verified_text(found: Mapping[str, Any]) -> str:
     """A verification (`Verified.json`)."""
     worst = found["worst"]
-    verdict = "equal" if found["equal"] else "NOT EQUAL"
+    verdict = "equal" if found["equal"] else "NOT EQUAL" if found["compared"] else "NOT COMPARED (no number is finite)"
     lines = [
         f"{verdict} to the single-device step after each of {found['steps']} steps",
         f"  largest error {found['max_error']:.2g} of its array's maximum",

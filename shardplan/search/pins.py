@@ -80,16 +80,21 @@ def _pin(problem: Problem, domains: list[Domain], i: int, pin: str, entries: Seq
 
 def _layout(problem: Problem, path: str, shape: tuple[int, ...], pin: str, entries: Sequence[Entry]) -> Layout:
     names = {f.name: i for i, f in enumerate(problem.factors)}
+    idle = {level.name for level in problem.cluster.levels if level.size == 1}  # nothing is cut over them
     if len(entries) > len(shape):
         raise PinError(f"{pin} has {len(entries)} entries, {path} has rank {len(shape)}")
     dims: list[tuple[int, ...]] = []
     for entry in (*entries, *[None] * (len(shape) - len(entries))):
         axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
         for axis in axes:
-            if axis not in names:
+            if axis not in names and axis not in idle:
                 known = ", ".join(names)
                 raise PinError(f"{pin} names the axis {axis!r}; the plan's axes are {known}{nearest(axis, list(names))}")
-        dims.append(tuple(names[a] for a in axes))
+        dims.append(tuple(names[a] for a in axes if a not in idle))
+    for axes in dims:
+        if list(axes) != sorted(axes):
+            right = tuple(problem.factors[f].name for f in sorted(axes))
+            raise PinError(f"{pin} has the axes of one dim in an order that is not planned: slowest first, {right!r}")
     flat = [f for d in dims for f in d]
     if len(set(flat)) != len(flat):
         raise PinError(f"{pin} uses an axis twice")

@@ -16,6 +16,7 @@ from shardplan.emit import verify as module
 from shardplan.emit.mutate import DroppingEmitter
 from shardplan.emit.verify import drawn, verify
 from shardplan.errors import DeviceError, ShardplanError
+from shardplan.report.text import verified_text
 
 PINS = {"batch/*": P(("node", "gpu")), "state/params/*": P("gpu")}
 
@@ -162,3 +163,13 @@ def test_a_model_is_equal_and_sends_what_was_predicted(
     found = verify(plan, step, args)
     assert found.passed, found
     assert found.measured_bytes == pytest.approx(found.predicted_bytes, rel=0.05)
+
+
+def test_a_step_without_a_finite_number_proves_nothing(devices: list[Any]) -> None:
+    def step(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return w - jnp.log(-jnp.abs(x)).mean(), (w * jnp.nan).sum()
+
+    args = jnp.ones((64, 64)), jnp.ones((64, 64))
+    found = verify(shardplan.plan(step, *args, cluster="2x4"), step, args, devices=devices)
+    assert (found.compared, found.equal, found.passed) == (0, False, False)
+    assert "NOT COMPARED" in verified_text(found.json)

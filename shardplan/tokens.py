@@ -1,0 +1,139 @@
+"""Values as text that is equal exactly where the values are, in every process: arrays by a hash of their bytes, programs by what
+they do, functions by their code and what they close over. No address of an object and no order of a set comes in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from types import CodeType, FunctionType, MethodType
+from typing import Any
+
+import jax
+import numpy as np
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+# What a program is called and where it was written changes no number.
+_NAMES = frozenset({"name", "debug_info", "source_info"})
+
+
+class Tokens:
+    """Tokens of values; each program and each large array is read once, however often it is met."""
+
+    def __init__(self) -> None:
+        self._read: dict[int, tuple[Any, str]] = {}  # the value is held, so that its id stays its own
+        self._inside: set[int] = set()
+
+    def of(self, value: Any) -> str:
+        """The token of any value that a program holds."""
+        match value:
+            case None | bool() | int() | float() | complex() | str() | bytes() if not isinstance(value, enum.Enum):
+                return f"{type(value).__name__} {value!r}"
+            case tuple() | list():
+                return f"{type(value).__qualname__}({', '.join(map(self.of, value))})"
+            case enum.Enum():
+                return f"{type(value).__qualname__}.{value.name}"
+            case set() | frozenset():
+                return f"set({', '.join(sorted(map(self.of, value)))})"
+            case Mapping():
+                return f"map({', '.join(sorted(f'{self.of(k)}: {self.of(v)}' for k, v in value.items()))})"
+            case _:
+                return self._once(value)
+
+    def params(self, params: Mapping[str, Any], *, but: Sequence[str] = ()) -> str:
+        """The parameters of an equation, without those named in ``but``."""
+        return ", ".join(f"{k}={self.of(v)}" for k, v in sorted(params.items()) if k not in _NAMES and k not in but)
+
+    def _once(self, value: Any) -> str:
+        found = self._read.get(id(value))
+        if found is not None:
+            return found[1]
+        if id(value) in self._inside:
+            return "itself"
+        self._inside.add(id(value))
+        token = self._token(value)
+        self._inside.discard(id(value))
+        self._read[id(value)] = (value, token)
+        return token
+
+    def _token(self, value: Any) -> str:
+        if hasattr(value, "__array__") and hasattr(value, "dtype"):
+            return array_token(value)
+        if hasattr(value, "eqns"):
+            return _hashed(self._program(value))
+        if hasattr(value, "jaxpr") and hasattr(value, "consts"):
+            return _hashed(f"{self.of(value.jaxpr)} {self.of(list(value.consts))}")
+        if isinstance(value, functools.partial):
+            return f"partial({self.of(value.func)}, {self.of(value.args)}, {self.of(value.keywords)})"
+        if isinstance(value, MethodType):
+            return f"method({self.of(value.__func__)}, {self.of(value.__self__)})"
+        if isinstance(value, FunctionType):
+            return self._function(value)
+        if isinstance(value, CodeType):
+            return _hashed(f"{value.co_code!r} {value.co_names} {self.of(value.co_consts)}")
+        if isinstance(value, type):
+            return f"{value.__module__}.{value.__qualname__}"
+        if dataclasses.is_dataclass(value):
+            fields = (f"{f.name}={self.of(getattr(value, f.name, None))}" for f in dataclasses.fields(value))
+            return f"{type(value).__qualname__}({', '.join(fields)})"
+        return f"{type(value).__qualname__} {_ADDRESS.sub('', repr(value))}"
+
+    def _program(self, jaxpr: Any) -> str:
+        """A jaxpr with its variables numbered in the order in which they are bound."""
+        numbers = {v: n for n, v in enumerate((*jaxpr.constvars, *jaxpr.invars))}
+
+        def atom(a: Any) -> str:
+            return f"{self.of(a.val)}:{a.aval}" if hasattr(a, "val") else f"{numbers[a]}"
+
+        lines = [" ".join(f"{v.aval}" for v in (*jaxpr.constvars, *jaxpr.invars))]
+        for eqn in jaxpr.eqns:
+            reads = " ".join(atom(a) for a in eqn.invars)
+            for v in eqn.outvars:
+                numbers[v] = len(numbers)
+            made = " ".join(f"{v.aval}" for v in eqn.outvars)
+            lines.append(f"{eqn.primitive.name} {reads} -> {made} [{self.params(eqn.params)}] {context(eqn)}")
+        lines.append(" ".join(atom(a) for a in jaxpr.outvars))
+        return "\n".join(lines)
+
+    def _function(self, value: FunctionType) -> str:
+        held = [c.cell_contents for c in value.__closure__ or () if _filled(c)]
+        return (
+            f"{value.__module__}.{value.__qualname__}({self.of(value.__code__)}, {self.of(value.__defaults__)}, {self.of(held)})"
+        )
+
+
+def array_token(value: Any) -> str:
+    """An array by its dtype, its shape and a hash of its bytes; a random key by its words and its kind.
+
+    >>> array_token(np.zeros(2)) == array_token(np.zeros(2)) != array_token(np.zeros((2, 1)))
+    True
+    """
+    kind = ""
+    if not getattr(value, "is_fully_addressable", True):  # of several processes none has all of it
+        return f"array {value.dtype}{list(value.shape)}"
+    if hasattr(value, "dtype") and jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
+        kind, value = f"{jax.random.key_impl(value)} ", jax.random.key_data(value)
+    plain = np.asarray(value)
+    content = repr(plain.tolist()) if plain.dtype == object else hashlib.blake2b(plain.tobytes(), digest_size=16).hexdigest()
+    return f"array {kind}{plain.dtype.name}{list(plain.shape)} {content}"
+
+
+def context(eqn: Any) -> str:
+    """What an equation was bound under, as far as it changes numbers: how random bits are drawn."""
+    return str(getattr(getattr(eqn, "ctx", None), "threefry_partitionable", ""))
+
+
+def _hashed(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018 - reading is the test
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,193 @@
+"""Whatever a user gets wrong is a `ShardplanError` that says what to do, and on the command line one line and exit code 2."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardplan
+from shardplan.cli import main
+from shardplan.target import load_target
+
+W = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+
+
+def step(w: Any) -> Any:
+    return w * 2
+
+
+OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"cluster": None}, "cluster=None is none: give a preset"),
+    ({"cluster": 8}, "cluster=8 is none"),
+    ({"cluster": ("2", "4")}, "is none: give a preset"),
+    ({"cluster": "1000000x4"}, "4000000 devices are more than"),
+    ({"cluster": "99999999999x4"}, "devices are more than"),
+    ({"memory_limit": float("inf")}, "is not a size"),
+    ({"memory_limit": [1]}, "is not a size"),
+    ({"pins": 3}, "give a dict from globs"),
+    ({"pins": [("w", P())]}, "give a dict from globs"),
+    ({"pins": {3: P()}}, "the pin 3 is no glob"),
+    ({"pins": {"w": None}}, "give a jax.sharding.PartitionSpec"),
+    ({"pins": {"w": P(P.UNCONSTRAINED)}}, "UNCONSTRAINED"),
+    ({"time_budget_s": "3"}, "time_budget_s='3'"),
+    ({"donate_argnums": "0"}, "give whole numbers"),
+    ({"donate_argnums": 5}, "donate_argnums=5 names no argument"),
+    ({"replicate": "nosuch"}, "'nosuch', which is no primitive"),
+    ({"replicate": ("mull",)}, "nearest: mul"),
+]
+
+
+@pytest.mark.parametrize(("options", "says"), OPTIONS, ids=[repr(options) for options, _ in OPTIONS])
+def test_an_option_that_cannot_be_is_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(shardplan.ShardplanError, match=says):
+        shardplan.plan(step, W, **{"cluster": "2x4", **options})
+
+
+def test_a_limit_may_be_a_float_and_a_primitive_a_word() -> None:
+    assert shardplan.plan(step, W, cluster="4", memory_limit=1.5e9, replicate="mul").memory_limit == 1_500_000_000
+
+
+@pytest.mark.parametrize("value", ["s", object(), len])
+def test_an_argument_that_is_no_array_is_named(value: Any) -> None:
+    with pytest.raises(shardplan.TraceError, match=r"tree\['a'\] is a .*, not an array"):
+        shardplan.plan(lambda tree: tree, {"a": value}, cluster="4")
+
+
+def test_a_folder_that_cannot_be_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(shardplan.ShardplanError, match="cache_dir="):
+        shardplan.parallelize("4", cache_dir=tmp_path / "file")(step).prepare(W)
+
+
+# -- the user's code ---------------------------------------------------------------------------------------------------
+
+CODE = """
+import shardplan, jax
+class Own(Exception):
+    pass
+class Deep(BaseException):
+    pass
+shape = (jax.ShapeDtypeStruct((8, 8), "float32"),)
+def own(): raise Own("of my own")
+def stops(): raise StopIteration
+def memory(): raise MemoryError
+def recursion(): return recursion()
+def leaves(): raise SystemExit(0)
+def unknown_name():
+    def step(w): return nothing_of_that_name + w
+    return step, shape
+def own_in_step():
+    def step(w): raise Own("in the step")
+    return step, shape
+def stops_in_step():
+    def step(w): next(iter(()))
+    return step, shape
+def as_list():
+    return [lambda w: w, shape]
+def decorated():
+    return shardplan.parallelize("2x4")(lambda w: w * 2), shape
+def odd(n=1):
+    def inner(): pass
+    return inner + n
+def fine():
+    return (lambda w: w * 2), shape
+"""
+
+
+@pytest.fixture
+def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "theirs.py").write_text(CODE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "theirs.py"
+
+
+@pytest.mark.parametrize(
+    ("factory", "says"),
+    [
+        ("own", "Own: of my own"),
+        ("stops", "StopIteration"),
+        ("memory", "MemoryError"),
+        ("recursion", "RecursionError"),
+        ("leaves", "SystemExit"),
+        ("unknown_name", "NameError: name 'nothing_of_that_name' is not defined"),
+        ("own_in_step", "Own: in the step"),
+        ("stops_in_step", "StopIteration"),
+        ("as_list", "return the tuple (step, args) in place of the list"),
+        ("decorated", "give the bare step"),
+    ],
+)
+def test_a_target_that_fails_is_said_in_one_line(
+    factory: str, says: str, code: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["plan", f"{code}:{factory}", "--cluster", "4"]) == 2
+    said = capsys.readouterr().err
+    assert says in said
+    assert len(said.splitlines()) == 1
+    monkeypatch.setenv("SHARDPLAN_TRACEBACK", "1")
+    assert main(["plan", f"{code}:{factory}", "--cluster", "4"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_an_interrupt_is_no_failure_of_the_users_code(code: str) -> None:
+    Path(code).write_text("def f(): raise KeyboardInterrupt\n")
+    with pytest.raises(KeyboardInterrupt):
+        load_target(f"{code}:f", {})
+
+
+def test_no_address_comes_into_a_message(code: str) -> None:
+    with pytest.raises(shardplan.TargetError) as caught:
+        load_target(f"{code}:odd", {"n": "abc"})
+    assert " at 0x" not in str(caught.value)
+
+
+# -- options of the command line ---------------------------------------------------------------------------------------
+
+LINES: list[tuple[list[str], str]] = [
+    (["plan", "--donate", "5"], "donate_argnums=5 names no argument"),
+    (["plan", "--replicate", "nosuch"], "'nosuch', which is no primitive"),
+    (["plan", "--pin", "w=gpu", "--pin", "w=node"], "--pin gives w twice: P('gpu') and P('node')"),
+    (["plan", "-o", ""], "-o needs the name of a file"),
+    (["verify", "--plan", "p.json", "--memory", "1KiB"], "--memory is for a new plan"),
+    (["verify", "--plan", "p.json", "--pin", "w=gpu"], "--pin is for a new plan"),
+]
+
+
+@pytest.mark.parametrize(("words", "says"), LINES, ids=[" ".join(words) for words, _ in LINES])
+def test_no_option_is_ignored(words: list[str], says: str, code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shardplan.plan(lambda w: w * 2, jax.ShapeDtypeStruct((8, 8), jnp.float32), cluster="2x4").save("p.json")
+    assert json.loads(Path("p.json").read_text())
+    assert main([words[0], f"{code}:fine", "--cluster", "2x4", *words[1:]]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_donation_is_heeded(code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Counted from the end, as in Python."""
+    run: Callable[..., int] = main
+    assert run(["plan", f"{code}:fine", "--cluster", "2x4", "--donate", "-1", "-o", "p.json"]) == 0
+    capsys.readouterr()
+    assert json.loads(Path("p.json").read_text())["donate_argnums"] == [0]
+
+
+def test_the_axes_of_one_dim_go_slowest_first() -> None:
+    with pytest.raises(shardplan.PinError, match=r"slowest first, \('node', 'gpu'\)"):
+        shardplan.plan(step, W, cluster="2x4", pins={"w": P(("gpu", "node"))})
+
+
+def test_a_small_limit_is_said_in_small_units() -> None:
+    with pytest.raises(shardplan.MemoryLimitError, match=r"no plan fits in 1\.00 KiB"):
+        shardplan.plan(step, W, cluster="2x4", memory_limit="1KiB")
+
+
+def test_a_plan_without_explanations_says_so(code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shardplan.plan(step, W, cluster="4").save("p.json")
+    Path("p.json").write_text(json.dumps({**json.loads(Path("p.json").read_text()), "explain": {}}))
+    assert main(["explain", "p.json", "w"]) == 2
+    assert "has no explanations in it" in capsys.readouterr().err

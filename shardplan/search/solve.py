@@ -24,6 +24,9 @@ from shardplan.search.tables import BIG
 JOINT_ENTRIES = 30_000_000
 """Up to this many predicted table entries in one table all levels are solved jointly."""
 
+RIVAL_ENTRIES = 1_000_000
+"""Likewise for a baseline: there are many, and none is worth as much time as the plan."""
+
 Observer = Callable[[str, float], None]
 """Told what is being done and how far it is (0 to 1)."""
 
@@ -141,7 +144,7 @@ class Rivals:
         """Every baseline that exists, at its best."""
         found: list[Solution] = []
         for r in (*baselines(self._solver.problem), *heuristics(self._solver.problem)):
-            if self._solver.order(r.domains).largest <= JOINT_ENTRIES:
+            if self._solver.order(r.domains).largest <= RIVAL_ENTRIES:
                 solution, priced = self._solver.minimum(r.name, r.domains, regather=r.regather, limits=r.limits)
             else:
                 solution, priced = _by_levels(self._solver, r)

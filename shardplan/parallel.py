@@ -293,25 +293,42 @@ def _bound(
     step: Callable[..., Any], parameters: Parameters | None, given: _Settings, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> _Call:
     name = getattr(step, "__name__", "the step")
-    named = {k: v for k, v in kwargs.items() if k in given.static_argnames}
-    rest = {k: v for k, v in kwargs.items() if k not in given.static_argnames}
-    if rest:
-        bound = inspect.signature(step).bind(*args, **rest)
-        args = bound.args
-        if bound.kwargs:
-            raise ShardplanError(
-                f"{name} takes {', '.join(bound.kwargs)} by keyword only: name them in static_argnames or pass them by position"
-            )
+    args, named = _by_position(name, parameters, args, kwargs)
     count = max(_positional(parameters), len(args))
-    fixed = positions(given.static_argnums, count, "static_argnums")
+    fixed = {*positions(given.static_argnums, count, "static_argnums"), *_places(parameters, given.static_argnames)}
+    known = {*given.static_argnames, *(p.name for i, p in enumerate(parameters or ()) if i in fixed)}
+    odd = [k for k in named if k not in known]
+    if odd:
+        raise ShardplanError(
+            f"{name} takes {', '.join(odd)} by keyword only: name them in static_argnames or pass them by position"
+        )
     donated = positions(given.donate_argnums, count, "donate_argnums")
-    both = sorted(set(fixed) & set(donated))
+    both = sorted(fixed & set(donated))
     if both:
         raise ShardplanError(f"argument {both[0]} of {name} is in static_argnums and in donate_argnums: only arrays are donated")
-    static = {i: args[i] for i in fixed if i < len(args)}
+    static = {i: args[i] for i in sorted(fixed) if i < len(args)}
     key = (tuple(_keyed(name, i, v) for i, v in static.items()), tuple(_keyed(name, k, v) for k, v in sorted(named.items())))
     among = tuple(d - sum(s < d for s in static) for d in donated if d < len(args))
     return _Call(len(args), static, named, tuple(a for i, a in enumerate(args) if i not in static), among, key)
+
+
+def _by_position(
+    name: str, parameters: Parameters | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """A call's arguments, by position as far as the step allows it, and the others by name."""
+    if parameters is None or not kwargs:
+        return args, kwargs
+    try:
+        bound = inspect.Signature(parameters).bind(*args, **kwargs)
+    except TypeError as error:
+        raise ShardplanError(f"{name} cannot be called so: {error}") from error
+    return bound.args, bound.kwargs
+
+
+def _places(parameters: Parameters | None, names: Sequence[str]) -> list[int]:
+    """The positions of parameters that have these names."""
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return [i for i, p in enumerate(parameters or ()) if p.kind is kind and p.name in names]
 
 
 def _keyed(name: str, argument: int | str, value: Any) -> tuple[Any, ...]:

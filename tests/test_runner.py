@@ -184,3 +184,21 @@ def test_what_init_makes_is_what_was_planned(devices: list[Any]) -> None:
     with pytest.raises(shardplan.ShardplanError, match="state/v stands in place of state/w"):
         run.init(lambda: {"v": jnp.ones((64, 32))})
     assert run.init(lambda: {"w": jnp.ones((64, 32))})["w"].sharding.spec == P("node")
+
+
+def test_static_arguments_may_come_by_position_or_by_name(devices: list[Any]) -> None:
+    def step(x: jax.Array, n: int = 2, scale: float = 1.0) -> jax.Array:
+        return x * len(range(n)) * scale
+
+    ways: list[dict[str, Any]] = [{"static_argnames": ("n", "scale")}, {"static_argnums": (1, 2)}]
+    for given in ways:
+        run = shardplan.parallelize("4", devices=devices[:4], **given)(step)
+        calls: list[tuple[tuple[Any, ...], dict[str, Any], float]] = [
+            ((), {}, 2.0), ((), {"scale": 2.0}, 4.0), ((3,), {}, 3.0), ((), {"n": 3}, 3.0),
+            ((3, 4.0), {}, 12.0), ((3,), {"scale": 4.0}, 12.0),
+        ]  # fmt: skip
+        for args, named, want in calls:
+            assert float(run(jnp.ones(8), *args, **named)[0]) == want
+        assert run.cache_size() == 4, "the same values are the same plan, however they come"
+    with pytest.raises(shardplan.ShardplanError, match="cannot be called so: got an unexpected keyword argument 'm'"):
+        run(jnp.ones(8), m=3)

@@ -173,7 +173,11 @@ def baselines_text(plan: Plan) -> str:
         [name, seconds(t), f"{t / best:.2f}x" if best else "-", size(wire), size(peak), "yes" if fits else "no"]
         for name, t, wire, peak, fits in rows
     ]
-    return table(["plan", "step time", "ratio", "on the wire", "memory", "fits"], cells, align="lrrrrl")
+    shown = table(["plan", "step time", "ratio", "on the wire", "memory", "fits"], cells, align="lrrrrl")
+    reasons: dict[str, list[str]] = {}
+    for missing in plan.rivals.left_out:
+        reasons.setdefault(missing.reason, []).append(missing.name)
+    return "\n".join([shown, *(f"not possible: {', '.join(names)} ({reason})" for reason, names in reasons.items())])
 
 
 def best_baseline(plan: Plan) -> Baseline | None:

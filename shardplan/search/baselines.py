@@ -77,15 +77,27 @@ class _Habits:
     loops: Mapping[int, _Loops]
 
 
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A baseline that does not exist for a step on these factors, and why."""
+
+    name: str
+    reason: str
+
+
 def baselines(problem: Problem) -> tuple[Restriction, ...]:
     """All baselines that exist on these factors; one whose batch or weights do not divide is left out."""
+    return tuple(f for f in examined(problem) if isinstance(f, Restriction))
+
+
+def examined(problem: Problem) -> tuple[Restriction | LeftOut, ...]:
+    """Every baseline, or why there is none."""
     graph = problem.graph
     state = {i for i in graph.feedback if i is not None}
     given = [t for i, t in enumerate(graph.inputs) if i not in state and problem.coarse.of[t] != FREE]
     examples, known = follow(graph, given), sides(graph, problem.coarse)
     habits = _Habits(examples, known, _loops(problem, examples, known))
-    found = [_make(problem, habits, recipe) for recipe in _recipes(problem.sizes)]
-    return tuple(f for f in found if f is not None)
+    return tuple(_make(problem, habits, recipe) for recipe in _recipes(problem.sizes))
 
 
 def _recipes(sizes: Sequence[int]) -> list[_Recipe]:
@@ -118,7 +130,7 @@ def _parts(sizes: Sequence[int], *groups: tuple[int, ...]) -> str:
     return f" ({' | '.join('x'.join(str(sizes[f]) for f in part) for part in groups)})"
 
 
-def _make(problem: Problem, habits: _Habits, recipe: _Recipe) -> Restriction | None:
+def _make(problem: Problem, habits: _Habits, recipe: _Recipe) -> Restriction | LeftOut:
     graph, coarse = problem.graph, problem.coarse
     domains = list(problem.domains)
     state = {i for i in graph.feedback if i is not None}
@@ -132,14 +144,16 @@ def _make(problem: Problem, habits: _Habits, recipe: _Recipe) -> Restriction | N
         if i in state:
             found = _state(problem, v, domains[v], recipe, habits.sides.get(t), parameter=t in coarse.parameters)
             if not found:
-                return None
+                ways, path = math.prod(problem.sizes[f] for f in recipe.tensor), graph.input_paths[i]
+                return LeftOut(recipe.name, f"{path} {graph.tensors[t].shape} divides by {ways} along no dim that it may")
             domains[v] = found
         else:
             batch = _keep(problem, v, domains[v], lambda dims: _batch(dims, recipe.data))
             split_batch = split_batch or bool(batch and recipe.data)
             domains[v] = batch or _keep(problem, v, domains[v], lambda dims: not any(dims))
     if recipe.data and not split_batch:
-        return None
+        ways = math.prod(problem.sizes[f] for f in recipe.data)
+        return LeftOut(recipe.name, f"no leading dim of the data divides by {ways}")
     memo: dict[tuple[int, Domain, _Rule], Domain] = {}
     for variable in coarse.variables:
         if variable.id not in said:

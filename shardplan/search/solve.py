@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from shardplan.search import memory
-from shardplan.search.baselines import Restriction, baselines
+from shardplan.search.baselines import LeftOut, Restriction, examined
 from shardplan.search.eliminate import Eliminator, Order, find_order
 from shardplan.search.heuristics import heuristics
 from shardplan.search.premise import everything_cut, everything_split
@@ -140,10 +140,21 @@ class Rivals:
         self._solver = solver
 
     @cached_property
+    def _examined(self) -> tuple[Restriction | LeftOut, ...]:
+        return (*examined(self._solver.problem), *heuristics(self._solver.problem))
+
+    @property
+    def left_out(self) -> tuple[LeftOut, ...]:
+        """The baselines that do not exist here."""
+        return tuple(r for r in self._examined if isinstance(r, LeftOut))
+
+    @cached_property
     def solutions(self) -> tuple[Solution, ...]:
         """Every baseline that exists, at its best."""
         found: list[Solution] = []
-        for r in (*baselines(self._solver.problem), *heuristics(self._solver.problem)):
+        for r in self._examined:
+            if isinstance(r, LeftOut):
+                continue
             if self._solver.order(r.domains).largest <= RIVAL_ENTRIES:
                 solution, priced = self._solver.minimum(r.name, r.domains, regather=r.regather, limits=r.limits)
             else:

@@ -12,6 +12,7 @@ import shardplan
 from models import gpt, mlp, wresnet
 from shardplan.mesh import Cluster
 from shardplan.plans import Plan
+from shardplan.report.text import baselines_text
 from shardplan.search.baselines import baselines
 from shardplan.search.examples import follow
 from shardplan.search.megatron import sides
@@ -180,3 +181,14 @@ def test_only_the_leading_loop_of_a_merged_dim_runs_over_the_batch() -> None:
     assert data == {rows, columns}
     assert found.batch[problem.graph.outputs[0]] == 0
     assert found.data[problem.graph.outputs[0]] == {0, 1}
+
+
+def test_a_baseline_that_is_left_out_says_why() -> None:
+    step, args = mlp.train_step(batch=6, width=32, classes=16)
+    plan = shardplan.plan(step, *args, cluster="4")
+    reasons = {r.name: r.reason for r in plan.rivals.left_out}
+    assert reasons["data parallel"] == reasons["FSDP"] == "no leading dim of the data divides by 4"
+    assert "not possible: data parallel, ZeRO-1, FSDP (no leading dim" in baselines_text(plan)
+    step, args = mlp.train_step(batch=8, width=30, inputs=30, classes=10)
+    reasons = {r.name: r.reason for r in shardplan.plan(step, *args, cluster="8").rivals.left_out}
+    assert "kernel (30, 30) divides by 8 along no dim" in reasons["tensor parallel"]

@@ -229,13 +229,19 @@ class _Sharded:
         self._loop, self._paths = loop, plan.traced.program.output_paths
         self._mesh = plan.mesh(devices)
         self._shardings = jax.tree.leaves(plan.in_shardings(self._mesh))
+        self._weak = [shape.weak_type for shape in plan.traced.in_shapes]
         self._jitted = plan.jit(step, devices, backend, drop=drop)
         self._donated = set(plan.donated_leaves)
         self.recompiles = 0
         self.moved: list[str] = []
 
     def put(self, host: Sequence[Any]) -> list[Any]:
-        return [jax.device_put(_array(x), s) for x, s in zip(host, self._shardings, strict=True)]
+        return [self._placed(i, x) for i, x in enumerate(host)]
+
+    def _placed(self, leaf: int, x: Any) -> Any:
+        """A leaf where the plan wants it, as weakly typed as it was planned: it comes back so."""
+        placed = jax.device_put(_array(x), self._shardings[leaf])
+        return _jax.weakly_typed(placed) if self._weak[leaf] else placed
 
     def run(self, host: Sequence[Any]) -> list[list[np.ndarray]]:
         flat = self.put(host)
@@ -254,7 +260,7 @@ class _Sharded:
                     self.moved.append(path)
                 flat[i] = x
             for i in self._donated - fed:
-                flat[i] = jax.device_put(_array(host[i]), self._shardings[i])
+                flat[i] = self._placed(i, host[i])
         return after
 
     def compiled(self, host: Sequence[Any]) -> tuple[Measured, int]:

@@ -29,7 +29,9 @@ def planned(name: str) -> Plan:
 @pytest.mark.parametrize("name", CASES)
 def test_the_plan_is_strictly_cheaper_than_every_baseline(name: str) -> None:
     plan = planned(name)
-    assert {b.name for b in plan.baselines} == {"replicated", "data parallel", "ZeRO-1", "FSDP", "tensor parallel"}
+    assert {"replicated", "data parallel", "ZeRO-1", "FSDP", "tensor parallel", "Spartan", "EqualChop"} <= {
+        b.name for b in plan.baselines
+    }
     assert plan.step_time_s * 1.02 < min(b.step_time_s for b in plan.baselines)
 
 

@@ -33,13 +33,15 @@ def huge_embedding() -> Case:
 
 
 def convolution_and_dense() -> Case:
-    """Small filters over large images, then a large matrix over few features: data parallel, then tensor parallel."""
+    """Frozen filters over large images, then a large matrix over few features: data parallel, then tensor parallel."""
 
-    def loss(w: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-        y = jax.lax.conv_general_dilated(x, w["filters"], (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    def loss(w: dict[str, jax.Array], batch: dict[str, jax.Array]) -> jax.Array:
+        layout = ("NHWC", "HWIO", "NHWC")
+        y = jax.lax.conv_general_dilated(batch["images"], batch["filters"], (1, 1), "VALID", dimension_numbers=layout)
         return jnp.sum((jnp.max(y, (1, 2)) @ w["dense"]) ** 2)
 
-    return _descent(loss), ({"filters": _array(3, 3, 16, 64), "dense": _array(64, 262_144)}, _array(64, 64, 64, 16))
+    given = {"images": _array(64, 64, 64, 16), "filters": _array(3, 3, 16, 64)}
+    return _descent(loss), ({"dense": _array(64, 262_144)}, given)
 
 
 def two_branches() -> Case:

@@ -32,7 +32,7 @@ def test_the_plan_is_strictly_cheaper_than_every_baseline(name: str) -> None:
     assert {"replicated", "data parallel", "ZeRO-1", "FSDP", "tensor parallel", "Spartan", "EqualChop"} <= {
         b.name for b in plan.baselines
     }
-    assert plan.step_time_s * 1.02 < min(b.step_time_s for b in plan.baselines)
+    assert plan.step_time_s * 1.01 < min(b.step_time_s for b in plan.baselines)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -76,7 +76,8 @@ def test_the_table_stays_where_it_is_and_the_examples_are_split() -> None:
 
 def test_images_are_split_and_the_large_matrix_too() -> None:
     plan = planned("convolution and dense")
-    assert tuple(plan.specs_by_path["batch"])[:1] == ("gpu",)
+    assert tuple(plan.specs_by_path["batch/images"])[:1] == ("gpu",)
+    assert not any(plan.specs_by_path["batch/filters"])
     assert tuple(plan.specs_by_path["weights/dense"]) == (None, "gpu")
 
 

@@ -79,7 +79,8 @@ def _lines(program: Program, tokens: Tokens) -> Iterator[str]:
         for body in op.bodies:
             yield from _lines(body, tokens)
     outputs = [o if isinstance(o, int) else _scalar(o) for o in program.outputs]
-    yield repr((program.inputs, outputs, program.input_paths))
+    given = [(t, program.tensors[t].shape, program.tensors[t].dtype) for t in program.inputs]
+    yield repr((given, outputs, program.input_paths, program.feedback))
 
 
 def _op_line(program: Program, op: Op, tokens: Tokens) -> str:

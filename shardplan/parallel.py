@@ -189,13 +189,14 @@ class Parallel:
         shapes = [x if (found := abstract(x)) is None else found for x in leaves]
         made = self._cached(pure, call, jax.tree.unflatten(tree, shapes))
         run = made.jit(pure, devices=self._given.devices, backend=self._given.backend, weak=True)
-        best = best_baseline(made)
-        mesh = " x ".join(f"{n}={k}" for n, k in made.axes.items())
-        _log.info(
-            "%s: mesh %s, %.3g s a step, %.3g GiB a device; best baseline %s",
-            self._name, mesh, made.step_time_s, made.peak_bytes / 2**30,
-            f"{best.name} {best.step_time_s:.3g} s" if best else "none fits",
-        )  # fmt: skip
+        if _log.isEnabledFor(logging.INFO):  # the baselines are solved for it
+            best = best_baseline(made)
+            mesh = " x ".join(f"{n}={k}" for n, k in made.axes.items())
+            _log.info(
+                "%s: mesh %s, %.3g s a step, %.3g GiB a device; best baseline %s",
+                self._name, mesh, made.step_time_s, made.peak_bytes / 2**30,
+                f"{best.name} {best.step_time_s:.3g} s" if best else "none fits",
+            )  # fmt: skip
         return _Ready(made, run, call, tree)
 
     def _cached(self, pure: Callable[..., Any], call: _Call, args: tuple[Any, ...]) -> Plan:

@@ -101,9 +101,8 @@ class Tokens:
 
     def _function(self, value: FunctionType) -> str:
         held = [c.cell_contents for c in value.__closure__ or () if _filled(c)]
-        return (
-            f"{value.__module__}.{value.__qualname__}({self.of(value.__code__)}, {self.of(value.__defaults__)}, {self.of(held)})"
-        )
+        parts = (value.__code__, value.__defaults__, value.__kwdefaults__, held)
+        return f"{value.__module__}.{value.__qualname__}({', '.join(self.of(part) for part in parts)})"
 
 
 def array_token(value: Any) -> str:

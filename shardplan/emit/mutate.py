@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from shardplan.emit.specs import SpecsEmitter, partition_spec
+from shardplan.emit.stacked import term_factors
 from shardplan.ir import Layout, Op, Program, Reducer
 from shardplan.search.extract import Decisions, Extractor, Use
 
@@ -44,7 +45,9 @@ class DroppingEmitter(SpecsEmitter):
         """Notes which op comes, and whether it leaves a partial sum."""
         node = self.nodes.get((frame.where, op.id))
         use = self.decisions.uses.get(node.id) if node is not None else None
-        self._now = (op, use) if use is not None and any(g.partial for g in use.gives) else None
+        # terms that are kept are added up later
+        added = use is not None and any(g.partial for g in use.gives) and not term_factors(use)
+        self._now = (op, use) if use is not None and added else None
         super().plain(frame, op)
 
     def bind(self, op: Op, inputs: Sequence[Any]) -> list[Any]:

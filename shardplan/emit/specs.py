@@ -207,7 +207,9 @@ class SpecsEmitter:
         """A free operand of the result's shape is made in the result's layout; any other in none."""
         if use is not None and op.outputs and not use.gives[0].partial:
             follow = use.gives[0]
-        return follow if self._shape(frame, i) == self._shape(frame, op.outputs[0]) else None
+        if follow is None or self._shape(frame, i) != self._shape(frame, op.outputs[0]):
+            return None
+        return replace(follow, partial=())  # a factor of every term, none itself
 
     def operand(self, frame: _Frame, node: Node, use: Use, slot: int, local: int) -> Any:
         """An operand in the layout that the op needs, through the view that it reads."""

@@ -206,7 +206,7 @@ def uncoarsened(problem: Problem) -> Oracle:
             variables.append(Variable(len(variables), view.shape, (t,), view.kind, of[t], sibling))
     read = {(n, slot): views[v, graph.nodes[n].inputs[slot]] for (n, slot), v in coarse.read.items()}
     joins = tuple(n.id for n in graph.nodes if any(of[t] != FREE for t in (*n.inputs, *n.outputs) if t >= 0))
-    fine = Coarse(tuple(variables), tuple(of), read, joins, coarse.free, coarse.weights, coarse.parameters)
+    fine = Coarse(tuple(variables), tuple(of), read, joins, coarse.free, coarse.weights, coarse.parameters, coarse.zero)
     return _Fine(Problem(graph, fine, problem.cluster, problem.factors), _fused_seconds(problem))
 
 

@@ -87,7 +87,7 @@ def _variables(graph: Graph, sets: Sets, marks: Marks) -> Coarse:
         if not node.signature.elementwise or len({of[t] for t in (*node.inputs, *node.outputs) if t >= 0 and of[t] != FREE}) > 1
     )
     read = add_views(graph, variables, of, marks.weights)
-    return Coarse(tuple(variables), tuple(of), read, joins, marks.free, marks.weights, marks.parameters)
+    return Coarse(tuple(variables), tuple(of), read, joins, marks.free, marks.weights, marks.parameters, marks.zero)
 
 
 def _live(graph: Graph) -> set[int]:

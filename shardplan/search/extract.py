@@ -126,13 +126,13 @@ class Extractor:
         if not scope:
             return None
         own = tuple((states[v],) for v in scope)
-        late = node.id in problem.deferring
+        late = problem.deferring.get(node.id)
         key = (node.signature.id, slots, own, cuts, late)
         found = self._uses.get(key)
         if found is not None:
             return found
         options = problem.options(node, cuts)
-        base, columns = problem.pricer.strategy_costs(node.signature, slots, free, own, cuts, deferred=late)
+        base, columns = problem.pricer.strategy_costs(node.signature, slots, free, own, cuts, late=late)
         total = base + sum(c[:, 0] for c in columns)
         best = int(np.argmin(total))
         second = float(np.min(np.delete(total, best))) if len(total) > 1 else float("inf")

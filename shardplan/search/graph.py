@@ -81,7 +81,8 @@ class Graph:
     """The whole program, flat.
 
     ``bodies`` gives for each body the graph's tensor of each of its own; ``carries`` for a scan's carry inside its body the value
-    that it starts from and the one that it is replaced by; ``boundary`` are the tensors that enter a body.
+    that it starts from, the one that it is replaced by, and what it is after the loop; ``boundary`` are the tensors that enter a
+    body.
     """
 
     tensors: tuple[Tensor, ...]
@@ -94,7 +95,7 @@ class Graph:
     constants: frozenset[int]
     bodies: Mapping[Where, tuple[int, ...]]
     boundary: frozenset[int]
-    carries: Mapping[int, tuple[int, int]]
+    carries: Mapping[int, tuple[int, int, int]]
     unknown_trips: tuple[str, ...]
 
     def tensor_of(self, where: Where, local: int) -> int:
@@ -125,7 +126,7 @@ class _Flattener:
         self.links: list[Link] = []
         self.constants: set[int] = set()
         self.boundary: set[int] = set()
-        self.carries: dict[int, tuple[int, int]] = {}
+        self.carries: dict[int, tuple[int, int, int]] = {}
         self.bodies: dict[Where, tuple[int, ...]] = {}
         self.signatures: dict[Any, Signature] = {}
         self.unknown: list[str] = []
@@ -231,7 +232,7 @@ class _Flattener:
         for i, (local, outer) in enumerate(zip(body.outputs, outputs, strict=True)):
             if i < carry:
                 if isinstance(local, int):
-                    self.carries[entry[consts + i]] = inputs[consts + i], ids[local]
+                    self.carries[entry[consts + i]] = inputs[consts + i], ids[local], outer
                     self.links.append(Link(ids[local], entry[consts + i], 0, weight * trips))
                 self.links.append(Link(entry[consts + i], outer, 0, weight))
             elif isinstance(local, int):

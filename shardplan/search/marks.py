@@ -15,7 +15,7 @@ class Marks:
 
     ``free`` depend on no input: every device has them. ``weights`` are inputs, or made from one input each; ``parameters`` are
     those of them that some op other than an elementwise one reads. ``apart`` keep a layout of their own; ``soft`` follow the
-    layout of their reader; ``deferred`` may stay partial sums. ``uses`` counts each tensor's readers.
+    layout of their reader; ``deferred`` may stay partial sums; ``zero`` are free and zero. ``uses`` counts each tensor's readers.
     """
 
     free: frozenset[int]
@@ -24,6 +24,7 @@ class Marks:
     apart: frozenset[int]
     soft: frozenset[int]
     deferred: frozenset[int]
+    zero: frozenset[int]
     uses: tuple[int, ...]
 
 
@@ -36,8 +37,9 @@ def mark(graph: Graph) -> Marks:
     for o, i in zip(graph.outputs, graph.feedback, strict=True):
         if i is not None and o >= 0 and graph.inputs[i] in parameters:
             apart.add(o)
-    deferred = deferrable(graph, free) - apart - set(graph.outputs)
-    return Marks(free, weights, parameters, frozenset(apart), _soft(graph, free), deferred, _uses(graph))
+    found = deferrable(graph, free)
+    late = found.late - apart - set(graph.outputs)
+    return Marks(free, weights, parameters, frozenset(apart), _soft(graph, free), late, found.zero, _uses(graph))
 
 
 def _uses(graph: Graph) -> tuple[int, ...]:

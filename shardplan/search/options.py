@@ -44,6 +44,18 @@ class Options:
     terms: NDArray[np.bool_]
 
 
+@dataclass(frozen=True, slots=True)
+class Late:
+    """That an op reads or makes what may stay partial, and which of its operands have no layout.
+
+    ``free`` are the operands that are numbers or depend on no input, ``nonzero`` those of them that are not known to be zero: of
+    a sum's terms only one could have them.
+    """
+
+    free: frozenset[int]
+    nonzero: frozenset[int]
+
+
 Cuts = tuple[frozenset[int], ...]
 """For each factor the loops that it may cut, -1 for none: how a baseline says which way an op runs."""
 
@@ -77,16 +89,16 @@ def nbytes(shape: tuple[int, ...], dtype: str) -> int:
     return math.prod(shape) * itemsize(dtype)
 
 
-def options(signature: Signature, resharder: Resharder, device: Device | None, *, deferred: bool = False) -> Options:
-    """All composite strategies of a signature; ``deferred``, those too that hand partial sums on. No device: no compute."""
+def options(signature: Signature, resharder: Resharder, device: Device | None, *, late: Late | None = None) -> Options:
+    """All composite strategies of a signature; if it is ``late``, those too that hand partial sums on. No device: no compute."""
     call, description = signature.call, signature.description
     inside = [resharder.space(len(s)) for s in call.operands]
     outside = [resharder.space(len(s)) for s in call.results]
     loops = () if description is None else tuple(v for v, info in enumerate(description.loops) if not info.whole)
     memo: dict[tuple[int, int], Strategy | None] = {}
 
-    handed = linear_sets(description) if deferred and description is not None else ()
-    through = [-2 - j for j, operands in enumerate(handed) if operands]
+    handed = linear_sets(description) if late is not None and description is not None else ()
+    through = [-2 - j for j, operands in enumerate(handed) if late is not None and _may_pass(frozenset(operands), late)]
 
     def strategy(loop: int, ways: int) -> Strategy | None:
         assert description is not None
@@ -112,7 +124,7 @@ def options(signature: Signature, resharder: Resharder, device: Device | None, *
             moved += sum(b * s.local[i] for b, s, i in zip(work.result_bytes, outside, gives, strict=True))
             part = _part(signature, resharder, assignment)
             seconds = compute.seconds(device, work.flops * part, float(moved), work.dtype, matrix=work.matrix)
-        even = all(v < 0 or _even(call, strategy(v, k), k) for v, k in _cut_loops(assignment, resharder.sizes))
+        even = all(v < 0 or _terms_apart(call, strategy(v, k), k, late) for v, k in _cut_loops(assignment, resharder.sizes))
         rows.append((assignment, needs, gives, seconds, halo, even))
     return Options(
         tuple(r[0] for r in rows),
@@ -129,11 +141,24 @@ def _cut_loops(assignment: tuple[int, ...], sizes: Sequence[int]) -> list[tuple[
     return [(v, math.prod(k for k, at in zip(sizes, assignment, strict=True) if at == v)) for v in sorted(set(assignment) - {-1})]
 
 
-def _even(call: Call, strategy: Strategy | None, ways: int) -> bool:
-    """Whether every operand that a cut splits falls into even blocks without halo."""
+def _may_pass(operands: frozenset[int], late: Late) -> bool:
+    return not operands & late.nonzero and not operands <= late.free
+
+
+def _terms_apart(call: Call, strategy: Strategy | None, ways: int, late: Late | None) -> bool:
+    """Whether a cut's terms can be made one by one.
+
+    Every operand that it splits falls into even blocks without halo, and none that has no layout is split or is itself a term.
+    """
     assert strategy is not None
-    splits = [(i, p) for i, p in enumerate(strategy.operands) if isinstance(p, Split)]
-    return all(p.halo == (0, 0) and call.operands[i][p.dim] % ways == 0 for i, p in splits)
+    if late is None:
+        return True
+    for i, place in enumerate(strategy.operands):
+        if isinstance(place, Partial) and i in late.nonzero:
+            return False
+        if isinstance(place, Split) and (i in late.free or place.halo != (0, 0) or call.operands[i][place.dim] % ways):
+            return False
+    return True
 
 
 def _handed_on(call: Call, operands: tuple[int, ...], ways: int) -> Strategy:

@@ -7,15 +7,27 @@ every term. What passes a partial sum on is linear in it, by its description, an
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
 
 from shardplan.ir import Constant
 from shardplan.search.graph import Graph, Node, Signature
 from shardplan.tdl import linear_sets
 
 
-def deferrable(graph: Graph, free: Set[int]) -> frozenset[int]:
-    """The tensors whose layouts may be partial: on a way from a sum that is cut to an addition of several such, or to a carry."""
-    return _Search(graph, free).useful()
+@dataclass(frozen=True, slots=True)
+class Deferrable:
+    """``late``: the tensors whose layouts may be partial, on a way from a sum that is cut to an addition of several such, or to a
+    carry. ``zero``: those that depend on no input and are known to be zero, which may be called partial for nothing.
+    """
+
+    late: frozenset[int]
+    zero: frozenset[int]
+
+
+def deferrable(graph: Graph, free: Set[int]) -> Deferrable:
+    """Looks for them; ``free`` are the tensors that depend on no input."""
+    search = _Search(graph, free)
+    return Deferrable(search.useful(), frozenset(search.zero))
 
 
 class _Search:
@@ -24,16 +36,18 @@ class _Search:
     def __init__(self, graph: Graph, free: Set[int]) -> None:
         self.graph, self.free = graph, free
         self.same: dict[int, list[int]] = {}
-        for link in graph.links:
+        for link in reversed(graph.links):  # what leaves an outer body is known before what leaves the bodies inside
             if link.same:
-                self.same.setdefault(link.source, []).append(link.target)
+                onward = [link.target, *self.same.get(link.target, ())]
+                self.same.setdefault(link.source, []).extend(onward)
         self._sets: dict[int, tuple[frozenset[int], ...]] = {}
-        self.zero = self._zero()
-        self.carries = {t for t, (start, _) in graph.carries.items() if start in self.zero}
+        self.zero: set[int] = set()
+        self._note_zeros()
+        self.carries = {t for t, (start, _, _) in graph.carries.items() if start in self.zero}
         self.terms = self._terms()
 
     def useful(self) -> frozenset[int]:
-        """Backwards from where terms are added up."""
+        """The tensors on the ways, found backwards from where terms are added up."""
         found: set[int] = set(self.carries)
         found.update(self.graph.carries[t][1] for t in self.carries)
         for node in reversed(self.graph.nodes):
@@ -42,9 +56,13 @@ class _Search:
             mine = self._passed(node, self.terms) if outs else []
             if mine and (self._adds_up(mine, outs) or any(t in found for t in outs)):
                 found.update(mine, outs)
-        handed = set(self.carries) | {self.graph.carries[t][1] for t in self.carries}
-        entering = {link.source for link in self.graph.links if not link.same} - handed
-        return frozenset(found - entering)  # what else goes into or out of a body is whole
+        carried: set[tuple[int, int]] = set()
+        for t in self.carries:
+            _, end, after = self.graph.carries[t]
+            carried.update(((end, t), (t, after)))
+        # what goes into or out of a body by another door is whole
+        doors = {k.source for k in self.graph.links if not k.same and (k.source, k.target) not in carried}
+        return frozenset(found - doors)
 
     def _adds_up(self, read: Sequence[int], made: Sequence[int]) -> bool:
         """Whether several sums as large as the result come together: pieces of it side by side are no fewer bytes to reduce."""
@@ -55,7 +73,10 @@ class _Search:
         return len(whole) > 1
 
     def _terms(self) -> dict[int, frozenset[int]]:
-        """Forwards; a carry is assumed to be possible until its body turns out not to hand one on."""
+        """For each tensor that could be partial the sums in it, found forwards.
+
+        A carry is assumed to be one until its body turns out not to hand one on.
+        """
         while True:
             found = {t: frozenset({t}) for t in self.carries}
             for node in self.graph.nodes:
@@ -90,13 +111,11 @@ class _Search:
             self._sets[signature.id] = tuple(frozenset(s) for s in sets if s)
         return self._sets[signature.id]
 
-    def _zero(self) -> set[int]:
-        self.zero: set[int] = set()
+    def _note_zeros(self) -> None:
         for node in self.graph.nodes:
             alone = all(t in self.free for t in node.outputs)
             if alone and any(all(self._is_zero(node, i) for i in s) for s in self._linear(node.signature)):
                 self.zero.update(node.outputs)
-        return self.zero
 
     def _is_zero(self, node: Node, operand: int) -> bool:
         given = node.op.inputs[operand]

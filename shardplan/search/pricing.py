@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from shardplan.collectives.reshard import Resharder
 from shardplan.mesh import Device
 from shardplan.search.graph import Signature
-from shardplan.search.options import Cuts, Options, limited, nbytes, options
+from shardplan.search.options import Cuts, Late, Options, limited, nbytes, options
 
 Domain = tuple[int, ...]
 """The states (of the variable's `LayoutSpace`) that a variable may take."""
@@ -32,18 +32,18 @@ class Pricer:
 
     def __init__(self, resharder: Resharder, device: Device | None) -> None:
         self.resharder, self.device = resharder, device
-        self._options: dict[tuple[int, Cuts | None, bool], Options] = {}
+        self._options: dict[tuple[int, Cuts | None, Late | None], Options] = {}
         self._prices: dict[tuple[tuple[int, ...], int, Domain, bool], NDArray[np.float64]] = {}
 
-    def options(self, signature: Signature, cuts: Cuts | None = None, *, deferred: bool = False) -> Options:
-        """The composite strategies of a signature, or those that ``cuts`` allow; ``deferred``: with partial sums handed on."""
-        found = self._options.get((signature.id, cuts, deferred))
+    def options(self, signature: Signature, cuts: Cuts | None = None, *, late: Late | None = None) -> Options:
+        """The composite strategies of a signature, or those that ``cuts`` allow; ``late``: with partial sums handed on."""
+        found = self._options.get((signature.id, cuts, late))
         if found is None:
             if cuts is None:
-                found = options(signature, self.resharder, self.device, deferred=deferred)
+                found = options(signature, self.resharder, self.device, late=late)
             else:
-                found = limited(self.options(signature, deferred=deferred), cuts)
-            self._options[signature.id, cuts, deferred] = found
+                found = limited(self.options(signature, late=late), cuts)
+            self._options[signature.id, cuts, late] = found
         return found
 
     def prices(self, shape: tuple[int, ...], size: int, states: Domain, *, into: bool = False) -> NDArray[np.float64]:
@@ -62,13 +62,13 @@ class Pricer:
         domains: tuple[Domain, ...],
         cuts: Cuts | None = None,
         *,
-        deferred: bool = False,
+        late: Late | None = None,
     ) -> tuple[NDArray[np.float64], list[NDArray[np.float64]]]:
         """(compute and halo seconds of each strategy, for each variable the resharding seconds [strategies, domain]).
 
         ``free`` are the results that have no variable: scalars, which are reduced all the same where they are partial.
         """
-        rows = self.options(signature, cuts, deferred=deferred)
+        rows = self.options(signature, cuts, late=late)
         call = signature.call
         base = rows.compute_s + rows.halo_s
         columns = [np.zeros((len(base), len(d))) for d in domains]
@@ -78,10 +78,10 @@ class Pricer:
             prices = self.prices(shape, nbytes(shape, dtype), domains[slot.variable], into=slot.result)
             states = (rows.gives if slot.result else rows.needs)[:, slot.index]
             costs = prices[:, states].T
-            if deferred and slot.result and not rows.terms.all():
-                # terms of uneven blocks are added up at once
-                late = [bool(self.resharder.space(len(shape)).states[s][1]) for s in domains[slot.variable]]
-                costs = np.where(~rows.terms[:, None] & np.array(late), np.inf, costs)
+            if late is not None and slot.result and not rows.terms.all():
+                # terms that cannot be made one by one are added up at once
+                partial = [bool(self.resharder.space(len(shape)).states[s][1]) for s in domains[slot.variable]]
+                costs = np.where(~rows.terms[:, None] & np.array(partial), np.inf, costs)
             columns[slot.variable] = columns[slot.variable] + costs
         for r in free:
             shape = call.results[r]
@@ -100,10 +100,10 @@ class Pricer:
         domains: tuple[Domain, ...],
         cuts: Cuts | None = None,
         *,
-        deferred: bool = False,
+        late: Late | None = None,
     ) -> NDArray[np.float64]:
         """[*domain sizes]: the cheapest strategy for every choice of layouts."""
-        base, columns = self.strategy_costs(signature, slots, free, domains, cuts, deferred=deferred)
+        base, columns = self.strategy_costs(signature, slots, free, domains, cuts, late=late)
         sizes = [len(d) for d in domains]
         total = np.full(sizes, np.inf)
         step = max(1, _CHUNK // int(np.prod(sizes)))

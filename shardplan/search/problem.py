@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 
 from shardplan.collectives.reshard import Resharder, Step
 from shardplan.cost import Network, WireBytes, compute
-from shardplan.ir import Factor, Layout, Split
+from shardplan.ir import Constant, Factor, Layout, Split
 from shardplan.mesh import Cluster
 from shardplan.search.coarsen import FREE, Coarse
 from shardplan.search.graph import Graph, Link, Node, Signature
-from shardplan.search.options import Cuts, Options, halo_bytes, pair_bytes
+from shardplan.search.options import Cuts, Late, Options, halo_bytes, pair_bytes
 from shardplan.search.pricing import Domain, Pricer, Slot
 from shardplan.search.tables import Costs, Store, Term, picoseconds
 from shardplan.tdl import Strategy, cut
@@ -87,11 +87,17 @@ class Problem:
         return tuple(found)
 
     @cached_property
-    def deferring(self) -> frozenset[int]:
-        """The joins that read or make something that may stay partial."""
+    def deferring(self) -> Mapping[int, Late]:
+        """The joins that read or make something that may stay partial, with their operands that have no layout."""
         late = {t for v in self.coarse.variables if v.deferred for t in v.tensors}
         nodes = (self.graph.nodes[n] for n in self.coarse.joins)
-        return frozenset(n.id for n in nodes if n.signature.defers and not late.isdisjoint((*n.inputs, *n.outputs)))
+        return {n.id: self._late(n) for n in nodes if n.signature.defers and not late.isdisjoint((*n.inputs, *n.outputs))}
+
+    def _late(self, node: Node) -> Late:
+        free = {i for i, t in enumerate(node.inputs) if t < 0 or self.coarse.of[t] == FREE}
+        zero = {i for i in free if node.inputs[i] in self.coarse.zero}
+        zero |= {i for i in free if isinstance(c := node.op.inputs[i], Constant) and not c.value}
+        return Late(frozenset(free), frozenset(free - zero))
 
     @cached_property
     def backward_views(self) -> tuple[int, ...]:
@@ -192,7 +198,7 @@ class Problem:
 
     def options(self, node: Node, cuts: Cuts | None = None) -> Options:
         """The composite strategies of an op, or those that ``cuts`` allow."""
-        return self.pricer.options(node.signature, cuts, deferred=node.id in self.deferring)
+        return self.pricer.options(node.signature, cuts, late=self.deferring.get(node.id))
 
     def prices(self, shape: tuple[int, ...], nbytes: int, states: Domain, *, into: bool = False) -> NDArray[np.float64]:
         """[len(states), S] of `Resharder.prices`, remembered."""
@@ -336,11 +342,11 @@ class Problem:
         scope, slots, free = self._join_slots[node.id]
         if not scope:
             return None
-        late = node.id in self.deferring
+        late = self.deferring.get(node.id)
         key = ("op", node.signature.id, node.weight, slots, cuts, late)
 
         def build(own: tuple[Domain, ...]) -> Costs:
-            return picoseconds(self.pricer.op_table(node.signature, slots, free, own, cuts, deferred=late) * node.weight)
+            return picoseconds(self.pricer.op_table(node.signature, slots, free, own, cuts, late=late) * node.weight)
 
         return [self._term(key, scope, domains, build)]
 

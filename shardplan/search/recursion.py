@@ -31,14 +31,15 @@ class Stepped:
 def recurse(solver: Solver, domains: Sequence[Domain]) -> Stepped:
     """Factor by factor: what was split stays split, ops may be cut anew.
 
-    With the objective "bytes" every step splits every tensor and cuts every op over its factor, as Tofu's does.
+    With the objective "bytes" every step splits every tensor (within ``domains``, which hold the pins) and cuts every op over its
+    factor, as Tofu's does.
     """
     problem = solver.problem
     tofu = problem.objective == "bytes"
     solution: Solution | None = None
     after: list[float] = []
     for f in range(len(problem.sizes)):
-        step = everything_split(problem, problem.domains, upto=f + 1) if tofu else domains
+        step = everything_split(problem, domains, upto=f + 1) if tofu else domains
         states = None if solution is None else solution.states
         if not tofu or states is not None:
             step = tuple(

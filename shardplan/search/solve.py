@@ -141,7 +141,7 @@ class Rivals:
 
     @cached_property
     def _examined(self) -> tuple[Restriction | LeftOut, ...]:
-        return (*examined(self._solver.problem), *heuristics(self._solver.problem))
+        return examined(self._solver.problem)
 
     @property
     def left_out(self) -> tuple[LeftOut, ...]:
@@ -150,9 +150,9 @@ class Rivals:
 
     @cached_property
     def solutions(self) -> tuple[Solution, ...]:
-        """Every baseline that exists, at its best."""
+        """Every baseline that exists, at its best; level by level where its tables are large."""
         found: list[Solution] = []
-        for r in self._examined:
+        for r in (*self._examined, *heuristics(self._solver.problem)):
             if isinstance(r, LeftOut):
                 continue
             if self._solver.order(r.domains).largest <= RIVAL_ENTRIES:
@@ -180,8 +180,9 @@ def search(
     live = memory.liveness(problem, donated)
     if problem.objective == "bytes":
         solver = Solver(problem, live, everything_cut(problem))
-        domains = everything_split(problem, domains)
+        pinned, domains = domains, everything_split(problem, domains)
     else:
+        pinned = domains
         solver = Solver(problem, live)
     rivals = Rivals(solver)
     joint_fits = len(problem.sizes) <= 2 and solver.order(domains).largest <= JOINT_ENTRIES
@@ -195,7 +196,7 @@ def search(
 
     inside = [] if joint_fits else seeds()
     observer("search", 0.5)
-    best, bound, exact = _best(solver, domains, inside, joint_fits, deadline)
+    best, bound, exact = _best(solver, domains, pinned, inside, joint_fits, deadline)
     candidates = [best, *inside]
     smallest: Solution | None = None
     if not best.fits(limit):
@@ -206,6 +207,7 @@ def search(
     fitting = [s for s in candidates if s.fits(limit)]
     smallest = min([*candidates, *([smallest] if smallest else [])], key=lambda s: s.peak_bytes)
     chosen = min(fitting, key=lambda s: s.seconds) if fitting else smallest
+    assert all(s in d for s, d in zip(chosen.states, pinned, strict=True)), "a pin is not held"
     observer("done", 1.0)
     return Outcome(replace(chosen, name="plan"), rivals, bound, exact, smallest)
 
@@ -228,12 +230,18 @@ def in_seconds(problem: Problem, outcome: Outcome, donated: frozenset[int]) -> t
 
 
 def _best(
-    solver: Solver, domains: Sequence[Domain], seeds: Sequence[Solution], joint_fits: bool, deadline: float | None
+    solver: Solver,
+    domains: Sequence[Domain],
+    pinned: Sequence[Domain],
+    seeds: Sequence[Solution],
+    joint_fits: bool,
+    deadline: float | None,
 ) -> tuple[Solution, float, bool]:
+    """(the best solution in these domains, a lower bound, whether it is exact); ``pinned`` is what the recursion starts from."""
     if joint_fits:
         solution, priced = solver.minimum("plan", domains)
         return solution, priced, True
-    recursed = recurse(solver, domains).solution
+    recursed = recurse(solver, pinned).solution
     found = min([recursed, *seeds], key=lambda s: s.seconds)
     polished = [_polish(solver, domains, s, deadline) for s in dict.fromkeys([recursed, found])]
     best = min(polished, key=lambda s: s.seconds)

@@ -29,8 +29,8 @@ class Variable:
 class Coarse:
     """The graph's variables: ``of[t]`` for the stored layout of tensor t, ``read[node, slot]`` where a use reads a view.
 
-    ``joins`` are the nodes that need a table of their own; all others are elementwise inside one variable.
-    ``free`` are the tensors that depend on no input; ``weights`` those made from inputs alone, op by op.
+    ``joins`` are the nodes that need a table of their own; all others are elementwise inside one variable. ``free`` are the
+    tensors that depend on no input, ``zero`` those of them known to be zero; ``weights`` those made from inputs alone, op by op.
     """
 
     variables: tuple[Variable, ...]
@@ -40,6 +40,7 @@ class Coarse:
     free: frozenset[int]
     weights: frozenset[int]
     parameters: frozenset[int]
+    zero: frozenset[int] = frozenset()
 
 
 class Sets:

@@ -64,16 +64,16 @@ def test_accumulated_gradients_are_reduced_once(devices: list[Any], kind: str) -
     assert found.measured_bytes == pytest.approx(found.predicted_bytes, rel=0.05)
 
 
-def _slow_devices() -> shardplan.Cluster:
-    """Eight devices that need long for little, so that a small step is worth spreading."""
-    cluster = shardplan.Cluster.load("8")
+def _slow_devices(shape: str = "8") -> shardplan.Cluster:
+    """Devices that need long for little, so that a small step is worth spreading."""
+    cluster = shardplan.Cluster.load(shape)
     return replace(cluster, device=replace(cluster.device, memory_bytes_per_s=2e10, flops_per_s={"float32": 1e11}))
 
 
 def _deferred(step: Any, *args: Any) -> set[tuple[int, ...]]:
     """Shapes of the values that may stay partial."""
     graph = flatten(trace(step, *args).program)
-    return {graph.tensors[t].shape for t in deferrable(graph, coarsen(graph).free)}
+    return {graph.tensors[t].shape for t in deferrable(graph, coarsen(graph).free).late}
 
 
 def _like(*shape: int) -> jax.ShapeDtypeStruct:
@@ -123,3 +123,88 @@ def test_leaving_out_a_late_sum_is_noticed(devices: list[Any], kind: str) -> Non
     late = [n for n, what in enumerate(emitter.exchanges) if "terms" in what]
     assert len(late) == 2
     assert not any(verify(plan, step, args, drop=n).equal for n in late)
+
+
+# -- everything that terms may meet on their way ---------------------------------------------------------------------------------
+
+
+def _summed(x: jax.Array, y: jax.Array) -> jax.Array:
+    return x[1].T @ y[1] + x[2].T @ y[2]
+
+
+def _running_sum(x: jax.Array, y: jax.Array) -> jax.Array:
+    def body(total: jax.Array, xy: Any) -> tuple[jax.Array, jax.Array]:
+        total = total + xy[0].T @ xy[1]
+        return total, total
+
+    return jax.lax.scan(body, jnp.zeros((WIDTH, WIDTH)), (x, y))[1]
+
+
+def _carry_through_a_branch(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def body(total: jax.Array, xy: Any) -> tuple[jax.Array, jax.Array]:
+        total = total + xy[0].T @ xy[1]
+        other = jax.lax.cond(xy[0][0, 0] > 9, lambda s, u: s, lambda s, u: jnp.sin(u), total, xy[1][:WIDTH])
+        return total, other.sum()
+
+    total, sums = jax.lax.scan(body, jnp.zeros((WIDTH, WIDTH)), (x, y))
+    return total * 2, sums
+
+
+def _branch_of_a_carry(x: jax.Array, y: jax.Array) -> jax.Array:
+    def body(total: jax.Array, xy: Any) -> tuple[jax.Array, None]:
+        total = total + xy[0].T @ xy[1]
+        return jax.lax.cond(xy[0][0, 0] > 0, lambda s: s, lambda s: s * 2, total), None
+
+    return jax.lax.scan(body, jnp.zeros((WIDTH, WIDTH)), (x, y))[0] * 2
+
+
+def _read_beside_a_table(x: jax.Array, y: jax.Array) -> jax.Array:
+    rows = x.shape[1]
+    table = jnp.tile(jnp.arange(float(rows))[:, None], (1, WIDTH)) / rows
+    return jnp.sin(x[0].T @ table + _summed(x, y))
+
+
+def _scattered_into_a_base(x: jax.Array, y: jax.Array) -> jax.Array:
+    at = jnp.argmax(x[3], -1)
+    base = jnp.ones((WIDTH, WIDTH)) + jnp.arange(float(WIDTH))[:, None]
+    return jnp.sin(base.at[at].add(x[0]) + _summed(x, y))
+
+
+def _masked(x: jax.Array, y: jax.Array) -> jax.Array:
+    mask = jnp.tril(jnp.ones((WIDTH, WIDTH)))
+    return jnp.sin((x[0].T @ y[0]) * mask + _summed(x, y))
+
+
+def _masked_vector(x: jax.Array, y: jax.Array) -> jax.Array:
+    mask = jnp.where(jnp.arange(WIDTH) > 3, 1.0, 0.0)
+    return jnp.sin((x[0].T @ y[0, :, 0]) * mask + (x[1].T @ y[1, :, 0]) * mask + x[2].T @ y[2, :, 0])
+
+
+def _returned_and_scaled(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    first = x[0].T @ y[0]
+    return first, jnp.sin(first * 0.5 + _summed(x, y))
+
+
+def _in_a_remat_of_a_remat(x: jax.Array, y: jax.Array) -> jax.Array:
+    inner = jax.checkpoint(lambda x, y: _summed(x, y))
+    return jnp.sin(jax.checkpoint(lambda x, y: inner(x, y) + x[0].T @ y[0])(x, y))
+
+
+def _turned(x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.sin((x[0].T @ y[0]).T + _summed(x, y).reshape(WIDTH // 2, 2, WIDTH).reshape(WIDTH, WIDTH))
+
+
+MEETINGS = [
+    _running_sum, _carry_through_a_branch, _branch_of_a_carry, _read_beside_a_table, _scattered_into_a_base, _masked,
+    _masked_vector, _returned_and_scaled, _in_a_remat_of_a_remat, _turned,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("cluster", ["8", "2x4", "2x2x2"])
+@pytest.mark.parametrize("step", MEETINGS, ids=lambda f: f.__name__.strip("_"))
+def test_terms_are_added_up_to_what_they_are_terms_of(devices: list[Any], step: Any, cluster: str) -> None:
+    rng = np.random.default_rng(0)
+    args = tuple(jnp.asarray(rng.standard_normal((4, ROWS // 2, WIDTH)) / 16, "float32") for _ in range(2))
+    plan = shardplan.plan(step, *args, cluster=_slow_devices(cluster))
+    found = verify(plan, step, args)
+    assert (found.equal, found.unequal) == (True, ())

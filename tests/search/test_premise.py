@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
 
 import shardplan
 from models import mlp, rnn
@@ -165,3 +166,11 @@ def test_icml18_never_leaves_a_sum_to_reduce() -> None:
     by_name = {r.name: r.limits[contraction] for r in heuristics(problem)}
     assert all(not sums & may for may in by_name["ICML18"])
     assert all(sums & may for may in by_name["EqualChop"])
+
+
+def test_a_pin_holds_under_the_premise_too() -> None:
+    rows = (("rack", "node", "gpu"),)
+    for pins in ({"a": P(None, *rows)}, {"a": P(None, *rows), "b": P(None, *rows)}, {"a": P()}):
+        plan = shardplan.plan(lambda a, b: a @ b, like(64, 64), like(64, 64), cluster="2x2x2", objective="bytes", pins=pins)
+        for path, spec in pins.items():
+            assert plan.specs_by_path[path] == spec

@@ -36,9 +36,7 @@ def machine(platform: str, kind: str, seats: Sequence[tuple[int, int]], *, topol
                 f"the {what} of this machine are of different sizes, {sorted(set(counts.values()))}: describe it in a TOML file"
             )
     node, device = base.levels[0], base.levels[-1]
-    inside = replace(device, size=per_process[processes[0]])
-    if inside.also is not None and inside.also.domain > inside.size:
-        inside = replace(inside, also=replace(inside.also, domain=inside.size))
+    inside = device.resized(per_process[processes[0]])
     if topology is not None:
         inside = _linked(inside, preset, topology)
     nics = replace(node, size=per_slice[slices[0]])

@@ -76,6 +76,8 @@ def from_toml(text: str, *, source: str) -> Cluster:
         raise ClusterError("must be a list of [[levels]] tables, slowest first", where=f"{source}: levels")
     parsed = tuple(_level(item, source, f"levels[{i}]") for i, item in enumerate(cast("list[Any]", levels)))
     device = cast(Device, _build(Device, table["device"], source, "device"))
+    if not table["name"]:
+        raise ClusterError("is empty: plans and messages tell the cluster by it", where=f"{source}: name")
     try:
         return Cluster(table["name"], parsed, device, source=source)
     except ClusterError as err:

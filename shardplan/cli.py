@@ -149,12 +149,12 @@ def _mesh_show(options: argparse.Namespace) -> Report:
 
 
 def _mesh_detect(options: argparse.Namespace) -> Report:
-    from shardplan.mesh.devices import detect
+    from shardplan.mesh.devices import detected
     from shardplan.report import mesh_text
 
-    found = detect()
+    found = detected()
     if options.output:
-        _write(options.output, found.to_toml())
+        _write(options.output, mesh_text.detected_toml(found))
     return _said(mesh_text.mesh_detect(found))
 
 

@@ -15,6 +15,7 @@ from ..collectives.ranking import entries, names_of, table
 from ..cost.network import Algorithm, Network
 from ..errors import ClusterError
 from ..mesh.cluster import Cluster, Level
+from ..mesh.detect import Detected
 from ..mesh.load import preset_names
 from ..mesh.matrix import Matrix, matrices, parse
 from ..mesh.topology import Topology, graph
@@ -50,11 +51,18 @@ def mesh_show(spec: Spec) -> Report:
     return Report(_tree(cluster), {**_json(cluster), "fingerprint": cluster.fingerprint(), "toml": cluster.to_toml()})
 
 
-def mesh_detect(found: Cluster) -> Report:
-    """The machine that `shardplan.mesh.devices.detect` found, with the TOML that describes it."""
+def mesh_detect(found: Detected) -> Report:
+    """The machine that `shardplan.mesh.devices.detected` found, what was assumed, and the TOML that describes it."""
+    cluster, toml = found.cluster, detected_toml(found)
     note = "Bandwidths are those of the nearest preset: correct them in the file where this machine differs."
-    text = f"{_tree(found)}\n\n{note}\n\n{found.to_toml().rstrip()}"
-    return Report(text, {**_json(found), "fingerprint": found.fingerprint(), "toml": found.to_toml()})
+    assumed = [f"Assumed: {one}." for one in found.assumed]
+    text = "\n".join([_tree(cluster), "", *assumed, note, "", toml.rstrip()])
+    return Report(text, {**_json(cluster), "assumed": found.assumed, "fingerprint": cluster.fingerprint(), "toml": toml})
+
+
+def detected_toml(found: Detected) -> str:
+    """The TOML of a machine that was found, what was assumed in comments above it."""
+    return "".join(f"# assumed: {one}\n" for one in found.assumed) + found.cluster.to_toml()
 
 
 def mesh_matrices(

@@ -10,6 +10,7 @@ import pytest
 from shardplan.collectives import parse
 from shardplan.errors import ClusterError
 from shardplan.mesh import Cluster, preset_names
+from shardplan.mesh.detect import Detected
 from shardplan.report.mesh_text import mesh_detect, mesh_list, mesh_matrices, mesh_show, reduce_report, words
 
 
@@ -29,9 +30,11 @@ def test_show_draws_the_links(name: str, golden: Callable[[str, str], None]):
 
 
 def test_detect_gives_a_file_to_correct():
-    report = mesh_detect(Cluster.load("2x4"))
+    report = mesh_detect(Detected(Cluster.load("2x4"), ("eight processes are one host",)))
     assert Cluster.from_toml(report.json["toml"]) == Cluster.load("2x4")
     assert "[[levels]]" in report.text
+    assert "Assumed: eight processes are one host." in report.text
+    assert report.json["assumed"] == ("eight processes are one host",)
 
 
 def test_matrices_are_ranked(golden: Callable[[str, str], None]):

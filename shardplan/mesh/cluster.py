@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from os import PathLike
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ..errors import ClusterError
 
@@ -182,11 +182,16 @@ class Cluster:
         sized = tuple(level.resized(n) for level, n in zip(self.levels, sizes, strict=False))
         return replace(self, levels=sized + self.levels[len(sizes) :])
 
-    def device_order(self, matrix: Matrix) -> NDArray[np.int64]:
+    def device_order(self, matrix: Matrix | Mapping[str, Any]) -> NDArray[np.int64]:
         """The device numbers laid out as a parallelism matrix says, one array axis for each of its rows.
 
-        ``jax.sharding.Mesh(np.array(jax.devices())[cluster.device_order(matrix)], names)`` is the mesh.
+        ``jax.sharding.Mesh(np.array(jax.devices())[cluster.device_order(matrix)], names)`` is the mesh. ``plan.matrix``
+        is a matrix as well.
         """
+        from .matrix import Matrix
+
+        if isinstance(matrix, Mapping):
+            matrix = Matrix(tuple(tuple(row) for row in matrix["factors"]))
         return matrix.device_order(self)
 
     def fingerprint(self) -> str:

@@ -6,7 +6,7 @@ import itertools
 import re
 import subprocess
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -69,21 +69,21 @@ def _tiers(
     per_slice, per_process = Counter(s for s, _ in seats), Counter(seats)
     total, slices = len(seats), len(per_slice)
     if platform == "cpu":
-        part, one = _even(per_slice, "slices"), _even(per_process, "processes")
+        part, one = _even(per_slice.values(), "slices"), _even(per_process.values(), "processes")
         return (slices, part // one, one), ()
     assumed = () if _contiguous(seats) else (f"the processes of different hosts count in turn, not host by host; {_CORRECT}",)
     if figures.preset in _ACROSS_HOSTS and len(per_process) > 1:
-        unit = _even(per_slice, "slices") if slices > 1 else _even(per_process, "processes")
+        unit = _even(per_slice.values(), "slices") if slices > 1 else _even(per_process.values(), "processes")
         inner = _largest(total, unit, most)
         joined = (
             f"{total // unit} groups of {unit} GPUs are taken for NVLink domains of {inner}, {total // inner} in all; {_CORRECT}"
         )
         return (1, total // inner, inner), (*assumed, joined)
-    part = _even(per_slice, "slices")
+    part = _even(per_slice.values(), "slices")
     processes = len(per_process) // slices
     if processes == 1 or (slices > 1 and part <= most):
         return (1, slices, part), assumed
-    unit = 1 if part <= most else _even(per_process, "processes")
+    unit = 1 if part <= most else _even(per_process.values(), "processes")
     inner = _largest(part, unit, most)
     hosts = (
         f"the {total} GPUs of {len(per_process)} processes are taken for hosts of {inner}, {total // inner} in all; {_CORRECT}"
@@ -96,8 +96,8 @@ def _largest(total: int, unit: int, most: int) -> int:
     return max((n for n in range(unit, most + 1, unit) if total % n == 0), default=unit)
 
 
-def _even(counts: Mapping[Hashable, int], what: str) -> int:
-    sizes = sorted(set(counts.values()))
+def _even(counts: Iterable[int], what: str) -> int:
+    sizes = sorted(set(counts))
     if len(sizes) > 1:
         raise ClusterError(f"the {what} of this machine are of different sizes, {sizes}: describe it in a TOML file")
     return sizes[0]

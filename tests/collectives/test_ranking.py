@@ -105,6 +105,15 @@ def test_best_first_finds_the_optimum_of_the_enumeration(net: Network, nbytes: f
     assert program_seconds(net, over, program, nbytes, algorithm=algorithm) == pytest.approx(seconds)
 
 
+@pytest.mark.parametrize(("shape", "nbytes", "steps"), [("2x2x4", 1e6, 5), ("2x2x2x2", 1e4, 7), ("2x2x2x2", 1e6, 7)])
+def test_the_shorter_of_equal_programs_is_the_best(shape: str, nbytes: float, steps: int):
+    net = Network(Cluster.load(shape), factors(Cluster.load(shape)))
+    over = tuple(range(len(net.factors)))
+    seconds, program = search(net, over, nbytes, algorithm="emitted")
+    assert len(program.steps) == steps
+    assert program_seconds(net, over, program, nbytes, algorithm="emitted") == pytest.approx(seconds)
+
+
 @pytest.mark.slow
 @given(networks(), st.floats(1.0, 1e10))
 @settings(max_examples=10)

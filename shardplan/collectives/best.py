@@ -18,7 +18,7 @@ import numpy as np
 from ..cost.network import Algorithm, Network
 from .dsl import Instruction, Reduction, groups, instructions
 from .envelope import DEEPEST_GRAPH, envelope
-from .ranking import Entries, entries, held_after, shape_of, step_lines
+from .ranking import Entries, check_bytes, entries, held_after, shape_of, step_lines
 from .states import Context, Goal
 from .synthesis import Order, Walks, shared_walks
 
@@ -33,6 +33,7 @@ def best_reduction(network: Network, over: Sequence[int], nbytes: float) -> tupl
     Of at most five steps over up to three levels, of any length over more. Never slower than
     ``network.seconds("all_reduce", over, nbytes)``, which is the program of one AllReduce.
     """
+    check_bytes(nbytes)
     if len(entries(network, over)) <= DEEPEST_GRAPH:
         return envelope(network, over).best(nbytes)
     key = ("best_reduction", frozenset(over), nbytes)
@@ -51,6 +52,7 @@ def search(
     order: Order | None = None,
 ) -> tuple[float, Reduction]:
     """The best program of any length for a hierarchy of any depth: seconds and program; the shorter of equals."""
+    check_bytes(nbytes)
     levels = entries(network, over)
     shape = shape_of(network, levels)
     walks = shared_walks((2,) * len(levels), goal, order)

@@ -14,6 +14,7 @@ from shardplan.collectives import best_reduction, parse, program_seconds, replay
 from shardplan.collectives.ranking import entries, payloads, shape_of
 from shardplan.collectives.states import Space
 from shardplan.cost import Network
+from shardplan.errors import ReductionError
 from shardplan.mesh import Cluster, Interconnect, Level, factors
 from shardplan.mesh.cluster import Kind
 
@@ -84,6 +85,14 @@ def test_the_best_is_never_slower_than_one_all_reduce(net: Network, nbytes: floa
                 assert seconds == pytest.approx(flat)
             assert seconds == pytest.approx(program_seconds(net, over, program, nbytes, algorithm="emitted"))
             replay(program, shape_of(net, entries(net, over)))
+
+
+@pytest.mark.parametrize("nbytes", [float("nan"), float("inf"), -1.0])
+def test_no_amount_of_data_has_no_best_program(nbytes: float):
+    net = Network(Cluster.load("2x4"), factors(Cluster.load("2x4")))
+    for best in (search, best_reduction, lambda net, over, nbytes: table(net, over).best(nbytes)):
+        with pytest.raises(ReductionError, match="bytes cannot be reduced: give a finite number of at least 0"):
+            best(net, (0, 1), nbytes)
 
 
 def test_a_reduction_over_nothing_costs_nothing():

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -164,10 +166,12 @@ def test_what_is_no_toml_or_no_file_names_the_file(tmp_path: Path):
         ("2x0", "at least one child"),
         ("2x", "no cluster '2x'"),
         ("", "no cluster ''"),
+        (5, "no cluster 5; a cluster is a preset"),
+        (["2x4"], "no cluster ['2x4']; a cluster is a preset"),
     ],
 )
-def test_an_unknown_cluster_is_refused_with_what_there_is(spec: str, words: str):
-    with pytest.raises(ClusterError, match=words.replace("(", r"\(")):
+def test_an_unknown_cluster_is_refused_with_what_there_is(spec: Any, words: str):
+    with pytest.raises(ClusterError, match=re.escape(words)):
         Cluster.load(spec)
 
 

@@ -64,3 +64,9 @@ def test_an_axis_of_one_device_may_be_pinned(devices: list[Any]) -> None:
         plan = shardplan.plan(lambda w: w * 2, x, cluster=mesh, pins={"w": pin})
         assert plan.in_specs[0] == kept
         assert plan.mesh().axis_names == ("dp", "tp")
+
+
+@pytest.mark.parametrize("name", ["root", "a b"])
+def test_an_axis_that_no_program_could_name_is_refused(devices: list[Any], name: str) -> None:
+    with pytest.raises(shardplan.ClusterError, match=f"level '{name}': name: must be letters.*got '{name}': rename it"):
+        resolve_cluster(Mesh(np.array(devices).reshape(2, 4), (name, "model")))

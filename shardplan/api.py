@@ -28,6 +28,7 @@ from shardplan.search.pins import held_by_pins, pinned_domains
 from shardplan.search.problem import Objective, Problem
 from shardplan.search.solve import Observer, Outcome, Solution, in_seconds
 from shardplan.search.solve import search as solve
+from shardplan.sizes import parse_bytes
 
 _log = logging.getLogger("shardplan")
 
@@ -242,35 +243,3 @@ def _largest(problem: Problem, solution: Solution) -> str:
     held = sum(n for n, _ in rows)
     top = ", ".join(f"{p} {n / 2**20:.2f} MiB" for n, p in sorted(rows, reverse=True)[:3])
     return f"of it arguments {held / 2**20:.2f} MiB, the largest {top}"
-
-
-def parse_bytes(text: int | float | str) -> int:
-    """``"70GiB"``, ``"80GB"``, ``"512 MiB"`` or a number of bytes."""
-    if isinstance(text, int | float) and math.isfinite(text):
-        value = int(text)
-    elif not isinstance(text, str):
-        raise ShardplanError(f"memory limit {text!r} is not a size: give bytes, or text such as '70GiB'")
-    else:
-        units = {
-            "": 1,
-            "B": 1,
-            "KB": 10**3,
-            "MB": 10**6,
-            "GB": 10**9,
-            "TB": 10**12,
-            "KIB": 2**10,
-            "MIB": 2**20,
-            "GIB": 2**30,
-            "TIB": 2**40,
-        }
-        digits = text.strip().rstrip("BKMGTIbkmgti ")
-        unit = text.strip()[len(digits) :].strip().upper()
-        try:
-            value = int(float(digits) * units[unit])
-        except (ValueError, KeyError, OverflowError):
-            raise ShardplanError(
-                f"memory limit {text!r} is not a size: write bytes, or a number with KiB, MiB, GiB, KB, MB or GB"
-            ) from None
-    if value <= 0:
-        raise ShardplanError(f"memory limit {text!r} is not positive")
-    return value

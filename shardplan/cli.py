@@ -149,12 +149,12 @@ def _mesh_show(options: argparse.Namespace) -> Report:
 
 
 def _mesh_detect(options: argparse.Namespace) -> Report:
-    from shardplan.mesh.devices import detect
+    from shardplan.mesh.devices import detected
     from shardplan.report import mesh_text
 
-    found = detect()
+    found = detected()
     if options.output:
-        _write(options.output, found.to_toml())
+        _write(options.output, mesh_text.detected_toml(found))
     return _said(mesh_text.mesh_detect(found))
 
 
@@ -363,7 +363,7 @@ def _takes_axes(one: argparse.ArgumentParser, *, over_required: bool) -> None:
     one.add_argument("--cluster", required=True, metavar="CLUSTER")
     one.add_argument("--axes", required=True, metavar="SIZES", help='sizes of the mesh axes: "4 16"')
     one.add_argument("--over", required=over_required, metavar="AXES", help='numbers of the axes that are reduced over: "0"')
-    one.add_argument("--bytes", type=_count, required=over_required, metavar="N", help="bytes of each device")
+    one.add_argument("--bytes", type=_bytes, required=over_required, metavar="SIZE", help="of each device: 2147483648, 2GiB, 1e9")
     one.add_argument("--algorithm", default="auto", choices=["auto", "ring", "tree"])
 
 
@@ -393,6 +393,12 @@ def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], Repor
     one.add_argument("--json", action="store_true", help="one JSON object on stdout")
     one.set_defaults(run=run)
     return one
+
+
+def _bytes(text: str) -> int:
+    from shardplan.sizes import parse_bytes
+
+    return parse_bytes(text, what="--bytes")
 
 
 def _count(text: str) -> int:

@@ -13,7 +13,6 @@ from jax.sharding import Mesh
 
 from shardplan.errors import ClusterError
 from shardplan.mesh import Cluster
-from shardplan.mesh.cluster import Level
 from shardplan.mesh.devices import detect, device_numbers
 from shardplan.mesh.factoring import read_order
 from shardplan.plans import auto
@@ -64,12 +63,7 @@ def like_machine(machine: Cluster, order: np.ndarray[Any, Any], names: Sequence[
     crossed = [min((factors[f].level for f in group), default=len(machine.levels) - 1) for group in groups]
     if crossed != sorted(crossed):
         raise ClusterError(f"the axes {', '.join(names)} do not go from slow links to fast ones")
-    levels = tuple(_resized(machine.levels[at], n, name) for at, n, name in zip(crossed, order.shape, names, strict=True))
+    levels = tuple(
+        replace(machine.levels[at].resized(n), name=name) for at, n, name in zip(crossed, order.shape, names, strict=True)
+    )
     return Cluster(f"mesh, priced as {machine.name}", levels, machine.device, source="a mesh")
-
-
-def _resized(level: Level, size: int, name: str) -> Level:
-    also = level.also
-    if also is not None and also.domain > size:
-        also = replace(also, domain=size)
-    return replace(level, name=name, size=size, also=also)

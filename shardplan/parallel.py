@@ -16,7 +16,6 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from shardplan.api import parse_bytes
 from shardplan.api import plan as make_plan
 from shardplan.clusters import ClusterLike, resolve_cluster
 from shardplan.errors import ArgumentError, PlanFileError, ShardplanError
@@ -28,6 +27,7 @@ from shardplan.plans import Plan
 from shardplan.positions import leaves_of, positions, tuple_of
 from shardplan.report.text import best_baseline
 from shardplan.runner import Runner, check_tree
+from shardplan.sizes import parse_bytes
 
 _log = logging.getLogger("shardplan")
 

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "shardplan"
 # From the top row down; a module imports only from rows above its own, and from its own package. The last row are the shells:
 # they may use each other. An import for type checkers alone binds nobody.
 ROWS = (
-    ("ir", "errors", "users", "_jax"),
+    ("ir", "errors", "users", "sizes", "_jax"),
     ("mesh",),
     ("tdl",),
     ("trace",),

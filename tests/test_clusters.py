@@ -35,7 +35,7 @@ def test_simulated_devices_are_priced_as_h100s_and_say_so(devices: list[Any]) ->
 
 def test_gpus_are_priced_as_what_they_are_axis_by_axis() -> None:
     seats = [(0, process) for process in range(2) for _ in range(8)]
-    found = machine("gpu", "NVIDIA A100-SXM4-40GB", seats)
+    found = machine("gpu", "NVIDIA A100-SXM4-40GB", seats).cluster
     node, gpu = found.levels
     cluster = like_machine(found, np.arange(16).reshape(2, 4, 2), ("data", "fsdp", "model"))
     assert cluster.device == found.device
@@ -51,7 +51,7 @@ def test_gpus_are_priced_as_what_they_are_axis_by_axis() -> None:
     "order", [np.arange(16).reshape(2, 8).T, np.arange(16)[::-1].reshape(2, 8)], ids=["fast first", "reversed"]
 )
 def test_a_mesh_across_the_levels_is_refused(order: Any) -> None:
-    found = machine("gpu", "NVIDIA A100-SXM4-40GB", [(0, process) for process in range(2) for _ in range(8)])
+    found = machine("gpu", "NVIDIA A100-SXM4-40GB", [(0, process) for process in range(2) for _ in range(8)]).cluster
     with pytest.raises(shardplan.ClusterError):
         like_machine(found, order, ("a", "b"))
 
@@ -64,3 +64,9 @@ def test_an_axis_of_one_device_may_be_pinned(devices: list[Any]) -> None:
         plan = shardplan.plan(lambda w: w * 2, x, cluster=mesh, pins={"w": pin})
         assert plan.in_specs[0] == kept
         assert plan.mesh().axis_names == ("dp", "tp")
+
+
+@pytest.mark.parametrize("name", ["root", "a b"])
+def test_an_axis_that_no_program_could_name_is_refused(devices: list[Any], name: str) -> None:
+    with pytest.raises(shardplan.ClusterError, match=f"level '{name}': name: must be letters.*got '{name}': rename it"):
+        resolve_cluster(Mesh(np.array(devices).reshape(2, 4), (name, "model")))

@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec
 
 import shardplan
 from models import mlp
-from shardplan.api import parse_bytes
 from shardplan.mesh import Cluster, Matrix, coordinates
 from shardplan.report.text import plan_text
+from shardplan.sizes import parse_bytes
 
 P = PartitionSpec
 

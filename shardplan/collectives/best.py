@@ -18,12 +18,13 @@ import numpy as np
 from ..cost.network import Algorithm, Network
 from .dsl import Instruction, Reduction, groups, instructions
 from .envelope import DEEPEST_GRAPH, envelope
-from .ranking import Entries, entries, held_after, shape_of, step_lines
+from .ranking import Entries, check_bytes, entries, held_after, shape_of, step_lines
 from .states import Context, Goal
 from .synthesis import Order, Walks, shared_walks
 
 # bound on the whole, a ticket against ties, spent, context, parts held, steps
 Node = tuple[float, int, float, Context, tuple[float, ...], tuple[Instruction, ...]]
+_NUDGE = 1e-11  # of one collective over everything, for each step: more than sums of floats differ by, less than anyone measures
 
 
 def best_reduction(network: Network, over: Sequence[int], nbytes: float) -> tuple[float, Reduction]:
@@ -32,6 +33,7 @@ def best_reduction(network: Network, over: Sequence[int], nbytes: float) -> tupl
     Of at most five steps over up to three levels, of any length over more. Never slower than
     ``network.seconds("all_reduce", over, nbytes)``, which is the program of one AllReduce.
     """
+    check_bytes(nbytes)
     if len(entries(network, over)) <= DEEPEST_GRAPH:
         return envelope(network, over).best(nbytes)
     key = ("best_reduction", frozenset(over), nbytes)
@@ -49,11 +51,13 @@ def search(
     goal: Goal = "all_reduce",
     order: Order | None = None,
 ) -> tuple[float, Reduction]:
-    """The best program of any length for a hierarchy of any depth: seconds and program."""
+    """The best program of any length for a hierarchy of any depth: seconds and program; the shorter of equals."""
+    check_bytes(nbytes)
     levels = entries(network, over)
     shape = shape_of(network, levels)
     walks = shared_walks((2,) * len(levels), goal, order)
     prices: dict[tuple[Instruction, float], float] = {}
+    nudge = _NUDGE * float(network.seconds(goal, over, nbytes, algorithm=algorithm))
     bounds = _bounds(network, levels, nbytes, walks.shape, algorithm) if goal != "all_gather" else []
     ticket = itertools.count()
     part = 1.0 / math.prod(shape) if goal == "all_gather" else 1.0
@@ -63,7 +67,7 @@ def search(
         _, _, spent, context, held, path = heapq.heappop(queue)
         if context == walks.end:
             return spent, Reduction(tuple(path), len(levels))
-        if spent > best[context]:
+        if spent + len(path) * nudge > best[context]:
             continue
         for step, after in walks.successors(context):
             low, high = step.span(len(levels))
@@ -74,15 +78,16 @@ def search(
                 rows = step_lines(network, levels, step, algorithm)
                 prices[step, moved] = float(np.min(rows[:, 0] + rows[:, 1] * moved * nbytes))
             total = spent + prices[step, moved]
-            if total >= best.get(after, math.inf):
+            nudged = total + (len(path) + 1) * nudge
+            if nudged >= best.get(after, math.inf):
                 continue
-            best[after] = total
+            best[after] = nudged
             parts = list(held)
             for group in among:
                 for device, share in zip(group, held_after(step.collective, [held[d] for d in group], members), strict=True):
                     parts[device] = share
             rest = max((seconds for seconds, under in bounds if _nothing_complete(walks, after, under)), default=0.0)
-            heapq.heappush(queue, (total + rest, next(ticket), total, after, tuple(parts), (*path, step)))
+            heapq.heappush(queue, (nudged + rest, next(ticket), total, after, tuple(parts), (*path, step)))
     raise AssertionError("every goal is reached by one collective over everything")
 
 

@@ -10,8 +10,9 @@ leftovers until a Broadcast overwrites them.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from os import PathLike
 from typing import Any, assert_never, cast
 
 import jax
@@ -40,26 +41,27 @@ def all_reduce(
     *,
     over: str | Sequence[str],
     program: str | Reduction = "auto",
-    cluster: str | Cluster | None = None,
+    cluster: str | PathLike[str] | Cluster | Mesh | None = None,
     chunks: int = 1,
 ) -> Any:
     """The sum of ``x`` (any pytree of arrays) over mesh axes, by a reduction program; call it inside `jax.shard_map`.
 
     ``program`` is "auto" (the best one for the bytes at hand on the cluster), a `Reduction`, or its text over the cluster's level
-    names. ``cluster`` says what the mesh's devices are (default: what `detect` finds); its levels give the hierarchy. ``chunks``
-    cuts the data into so many pieces that go through the program one behind another. Pass ``check_vma=False`` to the
-    `shard_map`: JAX cannot infer that the result is the same along ``over``.
+    names. ``cluster`` says what the mesh's devices are (default, or given a mesh: what `detect` finds); its levels give the
+    hierarchy. ``chunks`` cuts the data into so many pieces that go through the program one behind another. Pass
+    ``check_vma=False`` to the `shard_map`: JAX cannot infer that the result is the same along ``over``.
 
-    Raises `ReductionError` where the program does not compute the sum, an axis is not there, or no `shard_map` runs over it, and
-    `ClusterError` where the mesh does not lie on the cluster's levels.
+    Raises `ReductionError` where the program does not compute the sum, an axis is not there, or no `shard_map` of this mesh runs
+    over it, and `ClusterError` where the mesh does not lie on the cluster's levels.
     """
-    axes = (over,) if isinstance(over, str) else tuple(over)
     if not isinstance(mesh, Mesh):  # pyright: ignore[reportUnnecessaryIsInstance]
         kind = type(mesh).__name__
         raise ReductionError(f"the mesh has to be the jax.sharding.Mesh of the shard_map, with its devices, not an {kind}")
+    _check_options(program, cluster, chunks)
+    axes = _axes(over)
     laying, network, factors = lay(mesh, axes, cluster)
     names = names_of(network, entries(network, factors))
-    _check_inside(laying.axes)
+    _check_inside(axes, mesh)
 
     def one(leaf: Any) -> Any:
         leaf = jnp.asarray(leaf)
@@ -67,27 +69,68 @@ def all_reduce(
         chosen = program
         if isinstance(chosen, str):
             chosen = best_reduction(network, factors, nbytes)[1] if chosen == "auto" else parse(chosen, names)
-        if not chosen.steps:
-            return leaf
         check(chosen, laying.shape, names)
         return run(leaf, chosen, laying, chunks=chunks)
 
     return jax.tree.map(one, x)
 
 
-def _check_inside(axes: Sequence[str]) -> None:
+def _axes(over: Any) -> tuple[str, ...]:
+    """The names of the axes to reduce over, as the user gives them."""
+    axes = (over,) if isinstance(over, str) else tuple(over) if isinstance(over, Iterable) else None
+    if axes is None or not all(isinstance(axis, str) for axis in axes):
+        raise ReductionError(f"over={over!r} names no mesh axes: give a name like 'data', or several: ('data', 'model')")
+    twice = next((axis for axis in axes if axes.count(axis) > 1), None)
+    if twice is not None:
+        raise ReductionError(f"over={over!r} names the axis {twice!r} twice: once is enough")
+    return axes
+
+
+def _check_options(program: Any, cluster: Any, chunks: Any) -> None:
+    if not isinstance(program, str | Reduction):
+        raise ReductionError(
+            f"program={program!r} is none: give 'auto', a program's text (`shardplan reduce` lists them) or a Reduction"
+        )
+    if not (cluster is None or isinstance(cluster, str | PathLike | Cluster | Mesh)):
+        raise ReductionError(
+            f"cluster={cluster!r} is none: give a preset ('dgx-h100:4'), a TOML file, a shape ('2x4') or a Cluster, "
+            "or leave it out for what the devices say of themselves"
+        )
+    if isinstance(chunks, bool) or not isinstance(chunks, int | np.integer) or chunks < 1:
+        raise ReductionError(f"chunks={chunks!r} is no number of pieces: give a whole number of at least 1")
+
+
+def _check_inside(axes: Sequence[str], mesh: Mesh) -> None:
+    """Refuse a place outside of a `shard_map` over the axes, or inside of one over other axes of the same names."""
     for axis in axes:
         try:
-            lax.axis_size(axis)
+            around = lax.axis_size(axis)
         except NameError as error:
             raise ReductionError(
                 f"all_reduce over {axis!r} outside of a shard_map over it: call it in the function given to "
                 "jax.shard_map(..., mesh=mesh, check_vma=False)"
             ) from error
+        if around != mesh.shape[axis]:
+            raise ReductionError(
+                f"the axis {axis!r} has size {mesh.shape[axis]} in the mesh given to all_reduce, {around} in the shard_map "
+                "around it: give all_reduce the mesh of the shard_map"
+            )
+    # what numbers devices over several axes takes them in the order of the mesh around
+    ours, around = (
+        [str(name) for name in m.axis_names if name in axes and m.shape[name] > 1]
+        for m in (mesh, jax.sharding.get_abstract_mesh())
+    )
+    if sorted(ours) == sorted(around) and ours != around:
+        raise ReductionError(
+            f"the mesh given to all_reduce has its axes in the order {', '.join(ours)}, the shard_map around it "
+            f"{', '.join(around)}: give all_reduce the mesh of the shard_map"
+        )
 
 
 @lru_cache(maxsize=128)
-def lay(mesh: Mesh, over: tuple[str, ...], cluster: str | Cluster | None = None) -> tuple[Laying, Network, tuple[int, ...]]:
+def lay(
+    mesh: Mesh, over: tuple[str, ...], cluster: str | PathLike[str] | Cluster | Mesh | None = None
+) -> tuple[Laying, Network, tuple[int, ...]]:
     """The hierarchy of a reduction over mesh axes, the network it runs on, and its factors there."""
     for axis in over:
         if axis not in mesh.axis_names:
@@ -95,7 +138,10 @@ def lay(mesh: Mesh, over: tuple[str, ...], cluster: str | Cluster | None = None)
             raise ReductionError(f"the mesh has no axis {axis!r}{nearest(axis, known)}: its axes are {', '.join(known)}")
     # in the mesh's order: ppermute numbers the devices so whatever order its axes are given in, axis_index does not
     over = tuple(str(a) for a in mesh.axis_names if a in over)
-    machine = detect(list(mesh.devices.ravel())) if cluster is None else Cluster.load(cluster)
+    if cluster is None or isinstance(cluster, Mesh):
+        machine = detect(list((mesh if cluster is None else cluster).devices.ravel()))
+    else:
+        machine = Cluster.load(cluster)
     if machine.size != mesh.devices.size:
         raise ClusterError(f"the mesh has {mesh.devices.size} devices, the cluster {machine.name!r} has {machine.size}")
     factors, groups_of = read_order(machine, device_numbers(mesh))

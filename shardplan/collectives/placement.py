@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,13 @@ class Request:
     over: tuple[int, ...]
     nbytes: float
     weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        for what, value in (("nbytes", self.nbytes), ("weight", self.weight)):
+            if not isinstance(value, int | float) or not math.isfinite(value) or value < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise ClusterError(
+                    f"{what} of a reduction over {self.over} has to be a finite number of at least 0, got {value!r}"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +74,11 @@ def check_over(over: Sequence[int], axes: int) -> None:
 def rank_matrices(
     cluster: Cluster, axes: Sequence[int], requests: Sequence[Request], *, algorithm: Algorithm = "auto", max_size: int = 5
 ) -> tuple[Placed, ...]:
-    """Every matrix of these axes, the best first: by its best programs, then by its all-reduces, then by its text."""
+    """Every matrix of these axes, the best first: by its best programs, then by its all-reduces, then by its text.
+
+    Raises `ClusterError` where there is no request to rank by.
+    """
+    if not requests:
+        raise ClusterError("no reduction is given to rank matrices by: give Requests, or list them with matrices()")
     placed = [place(cluster, m, requests, algorithm=algorithm, max_size=max_size) for m in matrices(cluster.shape, axes)]
     return tuple(sorted(placed, key=lambda p: (p.best_s, p.all_reduce_s, str(p.matrix))))

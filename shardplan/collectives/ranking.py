@@ -6,6 +6,7 @@ algorithm that suits it best unless one is forced, on the part of the data that 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from ..cost.network import Algorithm, Network
 from ..cost.network import Collective as Kind
-from .dsl import Instruction, Master, Reduction, Shape, groups
+from .dsl import Instruction, Master, Reduction, ReductionError, Shape, groups
 from .states import Collective, Goal
 from .synthesis import Order, synthesize
 
@@ -98,6 +99,12 @@ def step_lines(network: Network, levels: Entries, step: Instruction, algorithm: 
     return network.lines(KINDS[step.collective], over, first=below, algorithm=algorithm)
 
 
+def check_bytes(nbytes: float) -> None:
+    """Refuse what is no amount of data, for which no program is the best."""
+    if not math.isfinite(nbytes) or nbytes < 0:
+        raise ReductionError(f"{nbytes} bytes cannot be reduced: give a finite number of at least 0")
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Table:
     """Programs of one hierarchy, priced for any number of bytes at once.
@@ -117,6 +124,7 @@ class Table:
 
     def best(self, nbytes: float) -> tuple[float, Reduction]:
         """The fastest program and its time; the shorter, earlier one of equals."""
+        check_bytes(nbytes)
         times = self.seconds(nbytes)
         first = int(np.flatnonzero(times <= times.min() * (1 + 1e-12))[0])
         return float(times[first]), self.programs[first]

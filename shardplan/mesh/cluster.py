@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from os import PathLike
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ..errors import ClusterError
 
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 Kind = Literal["switch", "ring", "bus"]
 LARGEST = 2**20
 """Devices of a cluster: orders of all of them are made as arrays."""
+LARGEST_PART = 2.0
+"""Of a bandwidth or peak that may be reached: fits against assumed bandwidths end a little above one, never at 90."""
+NAME = re.compile(r"[\w.\-]+")
 KINDS: tuple[str, ...] = get_args(Kind)
 
 
@@ -33,7 +37,8 @@ class Interconnect:
     """A second way between the children of a level, used where the level's own links do not lead.
 
     Each ``domain`` consecutive children share one medium of ``bandwidth_bytes_per_s`` each direction (the PCIe switch under a
-    CPU). Traffic between children that are not neighbours on the level's ring, and traffic that leaves the level, goes this way.
+    CPU); where ``domain`` does not divide the children, the last medium has fewer. Traffic between children that are not
+    neighbours on the level's ring, and traffic that leaves the level, goes this way.
     """
 
     name: str
@@ -71,18 +76,28 @@ class Level:
 
     def __post_init__(self) -> None:
         where = f"level {self.name!r}"
+        check_name(self.name, f"{where}: name")
         check_count(self.size, f"{where}: size")
         check_positive(self.bandwidth_bytes_per_s, f"{where}: bandwidth_bytes_per_s")
         check_at_least(self.latency_s, 0.0, f"{where}: latency_s")
         check_count(self.rails, f"{where}: rails")
-        check_positive(self.ring_efficiency, f"{where}: ring_efficiency")
-        check_positive(self.tree_efficiency, f"{where}: tree_efficiency")
+        check_part(self.ring_efficiency, f"{where}: ring_efficiency")
+        check_part(self.tree_efficiency, f"{where}: tree_efficiency")
         if self.kind not in KINDS:
             raise ClusterError(f"must be one of {', '.join(KINDS)}, got {self.kind!r}", where=f"{where}: kind")
         if self.rails > 1 and self.kind != "switch":
             raise ClusterError(f"parallel links belong to a switch, this level is a {self.kind}", where=f"{where}: rails")
         if self.also is not None and self.kind != "ring":
             raise ClusterError(f"a second interconnect belongs to a ring, this level is a {self.kind}", where=f"{where}: also")
+        if self.also is not None and self.also.domain > self.size:
+            message = f"{self.also.domain} children share a medium, the level has {self.size}: at most these"
+            raise ClusterError(message, where=f"{where}: also.domain")
+
+    def resized(self, size: int) -> Level:
+        """The same level with another number of children; fewer than a medium's share that one medium."""
+        if self.also is None or self.also.domain <= size or size < 1:
+            return replace(self, size=size)
+        return replace(self, size=size, also=replace(self.also, domain=size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +125,8 @@ class Device:
         check_positive(self.memory_bytes_per_s, f"{where}: memory_bytes_per_s")
         check_count(self.memory_bytes, f"{where}: memory_bytes")
         check_at_least(self.launch_s, 0.0, f"{where}: launch_s")
-        check_positive(self.flops_efficiency, f"{where}: flops_efficiency")
-        check_positive(self.memory_efficiency, f"{where}: memory_efficiency")
+        check_part(self.flops_efficiency, f"{where}: flops_efficiency")
+        check_part(self.memory_efficiency, f"{where}: memory_efficiency")
         object.__setattr__(self, "flops_per_s", dict(sorted(self.flops_per_s.items())))
 
     def __hash__(self) -> int:
@@ -128,6 +143,8 @@ class Cluster:
     source: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
+        if not self.name:
+            raise ClusterError("is empty: plans and messages tell the cluster by it", where="cluster: name")
         if not self.levels:
             raise ClusterError("a cluster needs at least one level", where=f"cluster {self.name!r}: levels")
         names = [level.name for level in self.levels]
@@ -162,14 +179,19 @@ class Cluster:
         """The same cluster with other level sizes, slowest first; fewer sizes than levels change the slowest ones."""
         if len(sizes) > len(self.levels):
             raise ClusterError(f"{len(sizes)} sizes for the {len(self.levels)} levels of {self.name!r}")
-        sized = tuple(replace(level, size=n) for level, n in zip(self.levels, sizes, strict=False))
+        sized = tuple(level.resized(n) for level, n in zip(self.levels, sizes, strict=False))
         return replace(self, levels=sized + self.levels[len(sizes) :])
 
-    def device_order(self, matrix: Matrix) -> NDArray[np.int64]:
+    def device_order(self, matrix: Matrix | Mapping[str, Any]) -> NDArray[np.int64]:
         """The device numbers laid out as a parallelism matrix says, one array axis for each of its rows.
 
-        ``jax.sharding.Mesh(np.array(jax.devices())[cluster.device_order(matrix)], names)`` is the mesh.
+        ``jax.sharding.Mesh(np.array(jax.devices())[cluster.device_order(matrix)], names)`` is the mesh. ``plan.matrix``
+        is a matrix as well.
         """
+        from .matrix import Matrix
+
+        if isinstance(matrix, Mapping):
+            matrix = Matrix(tuple(tuple(row) for row in matrix["factors"]))
         return matrix.device_order(self)
 
     def fingerprint(self) -> str:
@@ -208,6 +230,22 @@ def check_at_least(value: float, least: float, where: str) -> None:
     """Refuse what is not a finite number of at least ``least``."""
     if not _is_number(value) or not math.isfinite(value) or value < least:
         raise ClusterError(f"must be a finite number of at least {least:g}, got {value!r}", where=where)
+
+
+def check_part(value: float, where: str) -> None:
+    """Refuse what is not a part of a bandwidth or peak."""
+    check_positive(value, where)
+    if value > LARGEST_PART:
+        raise ClusterError(f"is a part of what the hardware does, 0.9 for 90%, got {value!r}", where=where)
+
+
+def check_name(value: str, where: str) -> None:
+    """Refuse a name of a level that the text of a reduction program could not hold, as ``a, b`` or ``root``."""
+    if not NAME.fullmatch(value) or value == "root":
+        raise ClusterError(
+            f"must be letters, digits, '_', '-' and '.', and not 'root', which programs call the whole, got {value!r}: rename it",
+            where=where,
+        )
 
 
 def check_count(value: int, where: str) -> None:

@@ -2,52 +2,111 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
-from collections.abc import Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 
 from ..errors import ClusterError
 from .cluster import Cluster, Level
+from .gpus import Gpu, gpu
 
-# Which preset's figures a device gets, by words of its kind; the first that fits.
-_PRESETS = (("H200", "dgx-h200"), ("H100", "dgx-h100"), ("GB200", "gb200-nvl72"), ("A100", "dgx-a100"), ("V100", "gcp-v100"))
-_MORE = (("P100", "flexflow-p100"), ("K80", "ec2-p2.8xlarge"))
 # Bytes per second of one NVLink each way, by preset: the data sheets' totals over their numbers of links.
 _NVLINK = {"dgx-h200": 25e9, "dgx-h100": 25e9, "gb200-nvl72": 50e9, "dgx-a100": 25e9, "gcp-v100": 25e9, "flexflow-p100": 20e9}
+_ACROSS_HOSTS = ("gb200-nvl72",)  # whose NVLink joins the GPUs of many hosts
 _PCIE_BYTES_PER_S = 25e9
+_CORRECT = "if not so, save the cluster (`shardplan mesh detect -o cluster.toml`), correct it and pass its path"
 
 
-def machine(platform: str, kind: str, seats: Sequence[tuple[int, int]], *, topology: str | None = None) -> Cluster:
+@dataclass(frozen=True, slots=True)
+class Detected:
+    """A cluster read from its devices, and what had to be assumed for it, a sentence each."""
+
+    cluster: Cluster
+    assumed: tuple[str, ...] = ()
+
+
+def machine(platform: str, kind: str, seats: Sequence[tuple[int, int]], *, topology: str | None = None) -> Detected:
     """The cluster of devices that sit at ``seats`` (slice, process), all of one kind.
 
-    Raises `ClusterError` where processes or slices hold different numbers of devices.
+    JAX gives the GPUs of one host, or of one NVLink domain, one slice. Processes are no hosts: one host may run one for each GPU.
+
+    Raises `ClusterError` where slices or processes that stand for hosts hold different numbers of devices, for no devices, and
+    for devices without figures.
     """
-    preset = _preset(platform, kind)
-    base = Cluster.load(preset)
-    slices = sorted({s for s, _ in seats})
-    processes = sorted(set(seats))
-    per_process = {p: seats.count(p) for p in processes}
-    per_slice = {s: sum(1 for p in processes if p[0] == s) for s in slices}
-    for what, counts in (("processes", per_process), ("slices", per_slice)):
-        if len(set(counts.values())) > 1:
-            raise ClusterError(
-                f"the {what} of this machine are of different sizes, {sorted(set(counts.values()))}: describe it in a TOML file"
-            )
+    if not seats:
+        raise ClusterError("no devices to detect a cluster from")
+    figures, remarks = gpu(platform, kind)
+    base = Cluster.load(figures.preset)
     node, device = base.levels[0], base.levels[-1]
-    inside = replace(device, size=per_process[processes[0]])
-    if inside.also is not None and inside.also.domain > inside.size:
-        inside = replace(inside, also=replace(inside.also, domain=inside.size))
+    tiers, assumed = _tiers(platform, figures, seats, device.size)
+    slices, nodes, inner = tiers
+    inside = device.resized(inner)
     if topology is not None:
-        inside = _linked(inside, preset, topology)
-    nics = replace(node, size=per_slice[slices[0]])
+        inside = _linked(inside, figures.preset, topology)
+    elif figures.pcie and inner > 1:
+        inside = _pcie(inside)
+    nics = replace(node, size=nodes)
     if node.rails > 1:  # one NIC a device, as the preset has it
         each = node.bandwidth_bytes_per_s / node.rails
         nics = replace(nics, rails=inside.size, bandwidth_bytes_per_s=each * inside.size)
-    levels = [replace(nics, name="slice", size=len(slices), latency_s=2 * node.latency_s)] if len(slices) > 1 else []
+    levels = [replace(nics, name="slice", size=slices, latency_s=2 * node.latency_s)] if slices > 1 else []
     levels += [nics] if nics.size > 1 or not levels else []
-    return Cluster(f"detected-{preset}", (*levels, inside), base.device, source="this machine")
+    cluster = Cluster(f"detected-{figures.preset}", (*levels, inside), figures.device(), source="this machine")
+    return Detected(cluster, (*remarks, *assumed))
+
+
+def _tiers(
+    platform: str, figures: Gpu, seats: Sequence[tuple[int, int]], most: int
+) -> tuple[tuple[int, int, int], tuple[str, ...]]:
+    """How many slices, nodes in each and devices in each of these there are; and what was assumed.
+
+    ``most`` is how many devices the preset joins in a node.
+    """
+    per_slice, per_process = Counter(s for s, _ in seats), Counter(seats)
+    total, slices = len(seats), len(per_slice)
+    if platform == "cpu":
+        part, one = _even(per_slice.values(), "slices"), _even(per_process.values(), "processes")
+        return (slices, part // one, one), ()
+    assumed = () if _contiguous(seats) else (f"the processes of different hosts count in turn, not host by host; {_CORRECT}",)
+    if figures.preset in _ACROSS_HOSTS and len(per_process) > 1:
+        unit = _even(per_slice.values(), "slices") if slices > 1 else _even(per_process.values(), "processes")
+        inner = _largest(total, unit, most)
+        joined = (
+            f"{total // unit} groups of {unit} GPUs are taken for NVLink domains of {inner}, {total // inner} in all; {_CORRECT}"
+        )
+        return (1, total // inner, inner), (*assumed, joined)
+    part = _even(per_slice.values(), "slices")
+    processes = len(per_process) // slices
+    if processes == 1 or (slices > 1 and part <= most):
+        return (1, slices, part), assumed
+    unit = 1 if part <= most else _even(per_process.values(), "processes")
+    inner = _largest(part, unit, most)
+    hosts = (
+        f"the {total} GPUs of {len(per_process)} processes are taken for hosts of {inner}, {total // inner} in all; {_CORRECT}"
+    )
+    return ((slices, part // inner, inner) if part > inner else (1, slices, inner)), (*assumed, hosts)
+
+
+def _largest(total: int, unit: int, most: int) -> int:
+    """The most devices of a node, at most ``most``, that whole units make and that divide all; a unit where nothing else does."""
+    return max((n for n in range(unit, most + 1, unit) if total % n == 0), default=unit)
+
+
+def _even(counts: Iterable[int], what: str) -> int:
+    sizes = sorted(set(counts))
+    if len(sizes) > 1:
+        raise ClusterError(f"the {what} of this machine are of different sizes, {sizes}: describe it in a TOML file")
+    return sizes[0]
+
+
+def _contiguous(seats: Sequence[tuple[int, int]]) -> bool:
+    """Whether the processes of a slice follow one another."""
+    order = [s for s, _ in sorted(set(seats), key=lambda seat: seat[1])]
+    return len(list(itertools.groupby(order))) == len(set(order))
 
 
 @cache
@@ -84,15 +143,8 @@ def _linked(level: Level, preset: str, topology: str) -> Level:
         return replace(level, bandwidth_bytes_per_s=min(counts) * _NVLINK.get(preset, 25e9))
     if min(counts) > 0 or (max(counts) > 0 and level.kind == "ring"):
         return level
+    return _pcie(level)
+
+
+def _pcie(level: Level) -> Level:
     return Level(level.name, level.size, _PCIE_BYTES_PER_S, 5e-6, "bus")
-
-
-def _preset(platform: str, kind: str) -> str:
-    if platform == "cpu":
-        return "cpu"
-    for word, preset in (*_PRESETS, *_MORE):
-        if word in kind.upper():
-            return preset
-    raise ClusterError(
-        f"no figures for devices of kind {kind!r} ({platform}): describe the machine in a TOML file and pass its path"
-    )

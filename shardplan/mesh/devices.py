@@ -3,6 +3,7 @@
 # pyright: basic
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -13,8 +14,10 @@ from jax.sharding import AxisType, Mesh
 from ..errors import ClusterError, DeviceError
 from ..ir import Factor
 from .cluster import Cluster
-from .detect import machine, nvidia_smi_topology
+from .detect import Detected, machine, nvidia_smi_topology
 from .factoring import check_cover, device_order
+
+_log = logging.getLogger("shardplan")
 
 
 def build_mesh(
@@ -61,7 +64,15 @@ def device_numbers(mesh: Mesh) -> np.ndarray[Any, Any]:
 
 
 def detect(devices: Sequence[Any] | None = None, *, topology: str | None = None) -> Cluster:
-    """The running machine as a cluster: slices, processes and the devices of each, with the figures of the nearest preset.
+    """The running machine as a cluster, with the figures of the nearest preset: see `detected`, whose assumptions are logged."""
+    found = detected(devices, topology=topology)
+    for assumed in found.assumed:
+        _log.warning("%s: %s", found.cluster.name, assumed)
+    return found.cluster
+
+
+def detected(devices: Sequence[Any] | None = None, *, topology: str | None = None) -> Detected:
+    """The running machine as a cluster: slices, hosts and the devices of each; and what was assumed where JAX does not say.
 
     ``topology`` is the output of ``nvidia-smi topo -m``, which tells NVLink from PCIe. Where it is not given, the devices are
     this machine's GPUs and there is such a program, it is asked. Raises `ClusterError` for devices without figures in a preset.

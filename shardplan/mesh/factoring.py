@@ -80,7 +80,8 @@ def read_order(cluster: Cluster, order: NDArray[np.int64]) -> tuple[tuple[Factor
     The inverse of `device_order`. Raises `ClusterError` where an axis does not follow the levels.
     """
     refusal = ClusterError(
-        f"the mesh does not lay its axes on the levels of {cluster.name!r} ({'x'.join(map(str, cluster.shape))})"
+        f"the mesh does not lay its axes on the levels of {cluster.name!r} ({'x'.join(map(str, cluster.shape))}): build it as "
+        "Mesh(np.array(jax.devices())[cluster.device_order(matrix)], names) from a matrix of `shardplan mesh matrices`"
     )
     if sorted(order.ravel().tolist()) != list(range(cluster.size)):
         raise refusal

@@ -19,6 +19,7 @@ from .cluster import Cluster, Device, Interconnect, Level
 PRESETS = Path(__file__).parent / "presets"
 _SHAPE = re.compile(r"\d+(x\d+)*")
 _PRESET = re.compile(r"(?P<name>[A-Za-z][\w.\-]*?)(:(?P<count>[^:/\\]*))?")
+_FORMS = "a preset (NAME or NAME:NODES), the path of a TOML file, or a shape like 2x4"
 _SHAPE_NAMES = ("pod", "rack", "node", "gpu")
 
 
@@ -32,6 +33,8 @@ def load(spec: str | PathLike[str] | Cluster) -> Cluster:
     if isinstance(spec, Cluster):
         return spec
     if not isinstance(spec, str):
+        if not isinstance(spec, PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ClusterError(f"no cluster {spec!r}; a cluster is {_FORMS}")
         return _load_file(Path(spec))
     if _SHAPE.fullmatch(spec):
         return from_shape(tuple(int(n) for n in spec.split("x")))
@@ -76,6 +79,8 @@ def from_toml(text: str, *, source: str) -> Cluster:
         raise ClusterError("must be a list of [[levels]] tables, slowest first", where=f"{source}: levels")
     parsed = tuple(_level(item, source, f"levels[{i}]") for i, item in enumerate(cast("list[Any]", levels)))
     device = cast(Device, _build(Device, table["device"], source, "device"))
+    if not table["name"]:
+        raise ClusterError("is empty: plans and messages tell the cluster by it", where=f"{source}: name")
     try:
         return Cluster(table["name"], parsed, device, source=source)
     except ClusterError as err:
@@ -112,9 +117,8 @@ def _load_preset(spec: str) -> Cluster:
     known = preset_names()
     if match is None or match["name"] not in known:
         name = match["name"] if match else spec
-        forms = "a preset (NAME or NAME:NODES), the path of a TOML file, or a shape like 2x4"
         hint = nearest(name, known) or f" (presets: {', '.join(known)})"
-        raise ClusterError(f"no cluster {spec!r}{hint}; a cluster is {forms}")
+        raise ClusterError(f"no cluster {spec!r}{hint}; a cluster is {_FORMS}")
     path = PRESETS / f"{match['name']}.toml"
     cluster = from_toml(path.read_text(encoding="utf-8"), source=path.name)
     if match["count"] is None:

@@ -30,6 +30,17 @@ class Matrix:
 
     rows: tuple[tuple[int, ...], ...]
 
+    def __post_init__(self) -> None:
+        like = "write rows of whole numbers above 0, one entry a level, like ((1, 4), (4, 4))"
+        for i, row in enumerate(self.rows):
+            for entry in row:
+                if not isinstance(entry, int) or isinstance(entry, bool) or entry < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+                    raise ClusterError(f"row {i} of a parallelism matrix holds {entry!r}: {like}")
+        lengths = [len(row) for row in self.rows]
+        if len(set(lengths)) != 1 or not lengths[0]:
+            said = f"rows of {', '.join(map(str, lengths))} entries" if lengths else "no rows"
+            raise ClusterError(f"a parallelism matrix has {said}: {like}")
+
     def __str__(self) -> str:
         return " / ".join(" ".join(map(str, row)) for row in self.rows)
 
@@ -107,6 +118,8 @@ def parse(text: str) -> Matrix:
 
 def matrices(shape: Sequence[int], axes: Sequence[int]) -> Iterator[Matrix]:
     """Every parallelism matrix of these axes on levels of these sizes, lazily, in ascending order of the columns."""
+    if not shape or not axes:
+        raise ClusterError(f"no parallelism matrix has {len(axes)} axes on {len(shape)} levels: give at least one of each")
     if math.prod(shape) != math.prod(axes) or min((*shape, *axes), default=1) < 1:
         sizes, levels = (" * ".join(map(str, n)) or "1" for n in (axes, shape))
         raise ClusterError(
@@ -114,7 +127,7 @@ def matrices(shape: Sequence[int], axes: Sequence[int]) -> Iterator[Matrix]:
             "change the axes, or the number of nodes (NAME:NODES)"
         )
     for columns in _columns(tuple(shape), tuple(axes)):
-        yield Matrix(tuple(zip(*columns, strict=True)) if columns else tuple(() for _ in axes))
+        yield Matrix(tuple(zip(*columns, strict=True)))
 
 
 def _columns(shape: tuple[int, ...], left: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], ...]]:

@@ -140,6 +140,26 @@ class Topology:
         return result
 
 
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """How many links `Topology` has, and how many places `graph`."""
+
+    links: int
+    places: int
+
+
+def counts(cluster: Cluster) -> Counts:
+    """The size of a cluster's topology, without making it."""
+    links, places = 0, 1
+    for index, level in enumerate(cluster.levels):
+        children = math.prod(cluster.shape[: index + 1])
+        per, speed = _ports(level)
+        ports = children // level.size * -(-level.size // per)
+        links += (2 * ports if speed else 0) + (2 * children if level.kind == "ring" else 0)
+        places += children + (ports if speed and per > 1 else 0)
+    return Counts(links, places)
+
+
 def graph(cluster: Cluster) -> nx.DiGraph[str]:
     """The topology for networkx: devices ``gpu:3`` (by the last level's name), inner children, media, and links between them.
 

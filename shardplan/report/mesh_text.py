@@ -15,9 +15,10 @@ from ..collectives.ranking import entries, names_of, table
 from ..cost.network import Algorithm, Network
 from ..errors import ClusterError
 from ..mesh.cluster import Cluster, Level
+from ..mesh.detect import Detected
 from ..mesh.load import preset_names
 from ..mesh.matrix import Matrix, matrices, parse
-from ..mesh.topology import Topology, graph
+from ..mesh.topology import counts
 from . import tables
 
 Spec = str | PathLike[str] | Cluster
@@ -50,11 +51,18 @@ def mesh_show(spec: Spec) -> Report:
     return Report(_tree(cluster), {**_json(cluster), "fingerprint": cluster.fingerprint(), "toml": cluster.to_toml()})
 
 
-def mesh_detect(found: Cluster) -> Report:
-    """The machine that `shardplan.mesh.devices.detect` found, with the TOML that describes it."""
+def mesh_detect(found: Detected) -> Report:
+    """The machine that `shardplan.mesh.devices.detected` found, what was assumed, and the TOML that describes it."""
+    cluster, toml = found.cluster, detected_toml(found)
     note = "Bandwidths are those of the nearest preset: correct them in the file where this machine differs."
-    text = f"{_tree(found)}\n\n{note}\n\n{found.to_toml().rstrip()}"
-    return Report(text, {**_json(found), "fingerprint": found.fingerprint(), "toml": found.to_toml()})
+    assumed = [f"Assumed: {one}." for one in found.assumed]
+    text = "\n".join([_tree(cluster), "", *assumed, note, "", toml.rstrip()])
+    return Report(text, {**_json(cluster), "assumed": found.assumed, "fingerprint": cluster.fingerprint(), "toml": toml})
+
+
+def detected_toml(found: Detected) -> str:
+    """The TOML of a machine that was found, what was assumed in comments above it."""
+    return "".join(f"# assumed: {one}\n" for one in found.assumed) + found.cluster.to_toml()
 
 
 def mesh_matrices(
@@ -67,6 +75,10 @@ def mesh_matrices(
     """Every matrix of these axes on a cluster; ranked where a reduction over some axes of so many bytes a device is asked for."""
     cluster, sizes = Cluster.load(spec), numbers(axes, "axes")
     if over is None:
+        given = [*(["bytes"] if nbytes is not None else []), *(["algorithm"] if algorithm != "auto" else [])]
+        if given:
+            said = " and ".join(f"--{option}" for option in given)
+            raise ClusterError(f'{said} rank matrices by a reduction: name the axes that it runs over, --over "0"')
         found = list(matrices(cluster.shape, sizes))
         listed = [{"matrix": str(m), "rows": m.rows, "all_reduce_s": None, "best_s": None} for m in found]
         lines = [f"{m}    {_in_words(m, cluster)}" for m in found]
@@ -74,6 +86,7 @@ def mesh_matrices(
             "\n".join([_rows_note(cluster), *lines]), {"axes": sizes, "levels": cluster.level_names, "matrices": listed}
         )
     reduced = numbers(over, "over")
+    check_over(reduced, len(sizes))
     request = Request(reduced, _bytes(nbytes))
     ranked = rank_matrices(cluster, sizes, [request], algorithm=algorithm)
     rows = [
@@ -242,18 +255,23 @@ def _in_words(matrix: Matrix, cluster: Cluster) -> str:
 
 
 def _tree(cluster: Cluster) -> str:
-    device, net = cluster.device, graph(cluster)
-    lines = [f"{cluster.name}: {cluster.size} devices"]
+    device, size = cluster.device, counts(cluster)
+    lines = [f"{cluster.name}: {cluster.size} device{'s' if cluster.size > 1 else ''}"]
     for depth, level in enumerate(cluster.levels):
         lines.append(f"{'   ' * depth}`- {level.size} x {level.name}: {_link(level)}")
         if level.also is not None:
             speed, latency = tables.rate(level.also.bandwidth_bytes_per_s), tables.seconds(level.also.latency_s)
             lines.append(f"{'   ' * depth}   (also {level.also.name}: {level.also.domain} share {speed} each way, {latency})")
     memory = f"{tables.size(device.memory_bytes)} at {tables.rate(device.memory_bytes_per_s)}"
-    lines.append(f"each {cluster.levels[-1].name} is a {device.name}: {memory}")
+    lines.append(f"each {cluster.levels[-1].name} is {_article(device.name)} {device.name}: {memory}")
     lines += [f"   {peak / 1e12:g} TFLOP/s {dtype}" for dtype, peak in device.flops_per_s.items()]
-    lines.append(f"{len(Topology(cluster).bandwidth)} links in {net.number_of_nodes()} places")
+    lines.append(f"{size.links} links in {size.places} places")
     return "\n".join(lines)
+
+
+def _article(name: str) -> str:
+    """As it is said: an A100, an H200, a V100."""
+    return "an" if name[:1].upper() in "AEFHILMNORSX" and (name[1:2].isdigit() or name[0].upper() in "AEIO") else "a"
 
 
 def _link(level: Level) -> str:

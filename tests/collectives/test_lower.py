@@ -339,3 +339,67 @@ def test_numbers_are_summed_as_psum_sums_them():
     assert np.all(np.asarray(on(mesh, lambda v: v + all_reduce(1.5, mesh, over="a", cluster="2x4"))(x)) == 12)
     empty = on(mesh, lambda v: all_reduce(v[:0] > 0, mesh, over="a", cluster="2x4"))(x)
     assert empty.dtype == np.int32
+
+
+FLAT_TREE = "(root, InsideGroup, Reduce) (root, InsideGroup, Broadcast)"
+
+
+def test_a_mesh_that_is_not_the_one_around_is_refused():
+    def mesh(sizes: tuple[int, int], names: tuple[str, str]) -> Mesh:
+        return Mesh(np.array(jax.devices()[:8]).reshape(sizes), names, axis_types=(AxisType.Auto,) * 2)
+
+    around, x = mesh((2, 4), ("data", "model")), np.arange(80, dtype=np.int32)
+    cases = (
+        (
+            mesh((4, 2), ("data", "model")),
+            "model",
+            "the axis 'model' has size 2 in the mesh given to all_reduce, 4 in the shard_map",
+        ),
+        (
+            mesh((8, 1), ("data", "model")),
+            "model",
+            "the axis 'model' has size 1 in the mesh given to all_reduce, 4 in the shard_map",
+        ),
+        (mesh((4, 2), ("model", "data")), ("data", "model"), "in the order model, data, the shard_map around it data, model"),
+    )
+    for other, over, message in cases:
+        with pytest.raises(ReductionError, match=message):
+            on(around, lambda v, m=other, o=over: all_reduce(v, m, over=o, program=FLAT_TREE, cluster="8x1"))(x)
+
+
+def test_an_axis_of_one_device_is_summed_as_psum_sums_it():
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(4, 1), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    x = np.array([True, False, True, True])
+    got, want = on(mesh, lambda v: (all_reduce(v, mesh, over="b", cluster="1x4"), jax.lax.psum(v, "b")))(x)
+    assert (got.dtype, got.tolist()) == (want.dtype, want.tolist())
+    with pytest.raises(ReductionError, match="all_reduce over 'b' outside of a shard_map"):
+        all_reduce(x, mesh, over="b", cluster="1x4")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"program": None}, "program=None is none: give 'auto'"),
+        ({"program": ["AllReduce"]}, r"program=\['AllReduce'\] is none: give 'auto'"),
+        ({"over": None}, "over=None names no mesh axes: give a name like 'data'"),
+        ({"over": (0,)}, r"over=\(0,\) names no mesh axes"),
+        ({"over": ("a", "a")}, r"names the axis 'a' twice: once is enough"),
+        ({"cluster": 5}, "cluster=5 is none: give a preset"),
+        ({"cluster": ["2x4"]}, r"cluster=\['2x4'\] is none: give a preset"),
+        ({"chunks": 1.5}, "chunks=1.5 is no number of pieces: give a whole number of at least 1"),
+        ({"chunks": "2"}, "chunks='2' is no number of pieces"),
+        ({"chunks": 0}, "chunks=0 is no number of pieces"),
+        ({"chunks": True}, "chunks=True is no number of pieces"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(options: dict[str, Any], message: str):
+    mesh = mesh_of((2, 4), parse_matrix("2 4"))
+    given: dict[str, Any] = {"over": "a", "cluster": "2x4"} | options
+    with pytest.raises(ReductionError, match=message):
+        on(mesh, lambda v: all_reduce(v, mesh, **given))(np.ones((8, 4), np.float32))
+
+
+def test_a_mesh_is_a_cluster_of_its_devices():
+    mesh = mesh_of((2, 4), parse_matrix("2 4"))
+    got = on(mesh, lambda v: all_reduce(v, mesh, over="a", cluster=mesh))(np.arange(8, dtype=np.int32))
+    assert np.all(np.asarray(got) == 28)

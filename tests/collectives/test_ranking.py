@@ -14,6 +14,7 @@ from shardplan.collectives import best_reduction, parse, program_seconds, replay
 from shardplan.collectives.ranking import entries, payloads, shape_of
 from shardplan.collectives.states import Space
 from shardplan.cost import Network
+from shardplan.errors import ReductionError
 from shardplan.mesh import Cluster, Interconnect, Level, factors
 from shardplan.mesh.cluster import Kind
 
@@ -86,6 +87,14 @@ def test_the_best_is_never_slower_than_one_all_reduce(net: Network, nbytes: floa
             replay(program, shape_of(net, entries(net, over)))
 
 
+@pytest.mark.parametrize("nbytes", [float("nan"), float("inf"), -1.0])
+def test_no_amount_of_data_has_no_best_program(nbytes: float):
+    net = Network(Cluster.load("2x4"), factors(Cluster.load("2x4")))
+    for best in (search, best_reduction, lambda net, over, nbytes: table(net, over).best(nbytes)):
+        with pytest.raises(ReductionError, match="bytes cannot be reduced: give a finite number of at least 0"):
+            best(net, (0, 1), nbytes)
+
+
 def test_a_reduction_over_nothing_costs_nothing():
     net = Network(Cluster.load("2x4"), factors(Cluster.load("2x4")))
     assert best_reduction(net, (), 1e9)[0] == 0.0
@@ -103,6 +112,15 @@ def test_best_first_finds_the_optimum_of_the_enumeration(net: Network, nbytes: f
         assert seconds == pytest.approx(enumerated, rel=1e-9)
     replay(program, shape_of(net, entries(net, over)))
     assert program_seconds(net, over, program, nbytes, algorithm=algorithm) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(("shape", "nbytes", "steps"), [("2x2x4", 1e6, 5), ("2x2x2x2", 1e4, 7), ("2x2x2x2", 1e6, 7)])
+def test_the_shorter_of_equal_programs_is_the_best(shape: str, nbytes: float, steps: int):
+    net = Network(Cluster.load(shape), factors(Cluster.load(shape)))
+    over = tuple(range(len(net.factors)))
+    seconds, program = search(net, over, nbytes, algorithm="emitted")
+    assert len(program.steps) == steps
+    assert program_seconds(net, over, program, nbytes, algorithm="emitted") == pytest.approx(seconds)
 
 
 @pytest.mark.slow

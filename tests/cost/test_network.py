@@ -35,7 +35,11 @@ def networks(draw: st.DrawFn) -> Network:
     for i in range(draw(st.integers(1, 3))):
         parts = draw(st.lists(st.integers(1, 3), min_size=1, max_size=2))
         kind: Kind = draw(st.sampled_from(["switch", "switch", "ring", "bus"]))
-        also = Interconnect("also", 2, draw(st.floats(1, 9)), 0.5) if kind == "ring" and draw(st.booleans()) else None
+        also = (
+            Interconnect("also", min(2, math.prod(parts)), draw(st.floats(1, 9)), 0.5)
+            if kind == "ring" and draw(st.booleans())
+            else None
+        )
         rails = draw(st.integers(1, 3)) if kind == "switch" else 1
         level = Level(f"l{i}", math.prod(parts), draw(st.floats(1.0, 9.0)), draw(st.floats(0, 3)), kind, rails, also=also)
         levels.append(level)

@@ -4,36 +4,42 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardplan.collectives import parse
 from shardplan.errors import ClusterError
 from shardplan.mesh import Cluster, Device, Interconnect, Level, preset_names
 from shardplan.mesh.cluster import Kind
 
 GOOD = Cluster.load("dgx-h100:4").to_toml()
 positive = st.floats(min_value=1e-12, max_value=1e18, allow_nan=False)
+parts = st.floats(min_value=1e-12, max_value=2.0, allow_nan=False)
 names = st.text(min_size=1, max_size=12)
+words = st.from_regex(r"[\w.\-]{1,12}", fullmatch=True).filter(lambda name: name != "root")
 
 
 @st.composite
 def clusters(draw: st.DrawFn) -> Cluster:
     levels: list[Level] = []
-    for name in draw(st.lists(names, min_size=1, max_size=4, unique=True)):
+    for name in draw(st.lists(words, min_size=1, max_size=4, unique=True)):
         kind: Kind = draw(st.sampled_from(["switch", "ring", "bus"]))
-        also = draw(st.none() | st.builds(Interconnect, names, st.integers(1, 9), positive, positive)) if kind == "ring" else None
+        size = draw(st.integers(1, 32))
+        also = (
+            draw(st.none() | st.builds(Interconnect, names, st.integers(1, size), positive, positive)) if kind == "ring" else None
+        )
         rails = draw(st.integers(1, 8)) if kind == "switch" else 1
-        speeds = [draw(positive) for _ in range(4)]
-        level = Level(name, draw(st.integers(1, 64)), speeds[0], speeds[1], kind, rails, speeds[2], speeds[3], also)
+        speeds = [draw(s) for s in (positive, positive, parts, parts)]
+        level = Level(name, size, speeds[0], speeds[1], kind, rails, speeds[2], speeds[3], also)
         levels.append(level)
     peaks = draw(st.dictionaries(names, positive, min_size=1, max_size=3))
-    device = Device(
-        draw(names), peaks, draw(positive), draw(st.integers(1, 2**40)), draw(positive), draw(positive), draw(positive)
-    )
+    device = Device(draw(names), peaks, draw(positive), draw(st.integers(1, 2**40)), draw(positive), draw(parts), draw(parts))
     return Cluster(draw(names), tuple(levels), device)
 
 
@@ -117,6 +123,13 @@ def test_equal_clusters_and_only_those_have_equal_fingerprints():
         ('kind = "switch"\nrails = 1', 'kind = "torus"\nrails = 1', "levels[1].kind", "switch, ring, bus"),
         ('name = "gpu"', 'name = "node"', "levels", "two levels"),
         ('name = "dgx-h100"', "name = 3", "name", "string"),
+        ('name = "dgx-h100"', 'name = ""', "name", "is empty"),
+        ('name = "gpu"', 'name = "root"', "levels[1].name", "not 'root', which programs call the whole"),
+        ('name = "gpu"', 'name = "a, b / root"', "levels[1].name", "got 'a, b / root': rename it"),
+        ('name = "gpu"', 'name = ""', "levels[1].name", "letters, digits"),
+        ('name = "gpu"', 'name = "a(b"', "levels[1].name", "letters, digits"),
+        ("ring_efficiency = 0.8", "ring_efficiency = 80", "levels[1].ring_efficiency", "0.9 for 90%, got 80.0"),
+        ("flops_efficiency = 0.65", "flops_efficiency = 65", "device.flops_efficiency", "0.9 for 90%, got 65.0"),
         ("[device]", "[devices]", "devices", "nearest: device"),
         ("memory_bytes_per_s = 3350000000000.0", "memory_bytes_per_s = 0.0", "device.memory_bytes_per_s", "above 0"),
         ('"float64" = 66900000000000.0', '"float64" = "fast"', "device.flops_per_s.float64", "number"),
@@ -153,10 +166,12 @@ def test_what_is_no_toml_or_no_file_names_the_file(tmp_path: Path):
         ("2x0", "at least one child"),
         ("2x", "no cluster '2x'"),
         ("", "no cluster ''"),
+        (5, "no cluster 5; a cluster is a preset"),
+        (["2x4"], "no cluster ['2x4']; a cluster is a preset"),
     ],
 )
-def test_an_unknown_cluster_is_refused_with_what_there_is(spec: str, words: str):
-    with pytest.raises(ClusterError, match=words.replace("(", r"\(")):
+def test_an_unknown_cluster_is_refused_with_what_there_is(spec: Any, words: str):
+    with pytest.raises(ClusterError, match=re.escape(words)):
         Cluster.load(spec)
 
 
@@ -167,3 +182,20 @@ def test_a_level_by_name():
         cluster.level_index("rack")
     with pytest.raises(ClusterError, match="level 'x': also: a second interconnect belongs to a ring"):
         Level("x", 2, 1.0, 0.0, also=Interconnect("pcie", 1, 1.0))
+
+
+def test_a_medium_has_no_more_children_than_its_level():
+    ring = Cluster.load("gcp-v100").levels[-1]
+    assert ring.also is not None
+    assert [ring.resized(n).also.domain for n in (8, 4, 2, 1)] == [4, 4, 2, 1]  # pyright: ignore[reportOptionalMemberAccess]
+    assert Cluster.load("gcp-v100").resized(2, 2).shape == (2, 2)
+    with pytest.raises(ClusterError, match=r"also\.domain: 12 children share a medium, the level has 6: at most these"):
+        replace(ring, size=6, also=replace(ring.also, domain=12))
+
+
+def test_every_name_of_a_level_can_be_read_back_from_a_program():
+    cluster = Cluster.load("2x4")
+    for name in ("gpu-0", "node.a", "α_1"):
+        named = replace(cluster, levels=(replace(cluster.levels[0], name=name), cluster.levels[1]))
+        text = f"({name}, InsideGroup, AllReduce) ({name}, Parallel(root), AllReduce)"
+        assert parse(text, named.level_names).text(named.level_names) == text

@@ -61,6 +61,7 @@ def test_devices_are_laid_as_the_matrix_says():
     cluster = Cluster.load("2x4")
     order = cluster.device_order(parse("1 2 / 2 2"))
     assert order.tolist() == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert cluster.device_order({"axes": ["a", "b"], "factors": [[1, 2], [2, 2]]}).tolist() == order.tolist()
     # figure 2d: each server holds half of the shards of each batch
     order = Cluster.load("1x2x2x4").device_order(parse("1 1 2 2 / 1 2 1 2"))
     assert order[0].tolist() == [0, 1, 8, 9]
@@ -87,7 +88,7 @@ def test_factors_and_order_agree_and_can_be_read_back(shape: tuple[int, ...], da
 
 def test_an_order_that_follows_no_levels_is_refused():
     cluster = Cluster.load("2x4")
-    with pytest.raises(ClusterError, match="does not lay its axes on the levels of '2x4'"):
+    with pytest.raises(ClusterError, match=r"does not lay its axes on the levels of '2x4' \(2x4\): build it as Mesh\("):
         read_order(cluster, np.array([[0, 1, 2, 3], [4, 5, 7, 6]]))
     with pytest.raises(ClusterError, match="does not lay"):
         read_order(cluster, np.array([[0, 1], [2, 3]]))
@@ -112,3 +113,25 @@ def test_what_breaks_an_equation_is_refused_with_both_products():
     for text in ("", "1 a", "1 2 / 3", "0 4", "1 / "):
         with pytest.raises(ClusterError, match="matrix"):
             parse(text)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (((0, 4), (4, 4)), "row 0 of a parallelism matrix holds 0: write rows of whole numbers above 0"),
+        (((1, 4), (4.0, 4)), "row 1 of a parallelism matrix holds 4.0"),
+        (((1, 4), (True, 4)), "row 1 of a parallelism matrix holds True"),
+        (((1, 4), (4,)), "has rows of 2, 1 entries"),
+        (((), ()), "has rows of 0, 0 entries"),
+        ((), "has no rows"),
+    ],
+)
+def test_what_is_no_matrix_is_never_made(rows: tuple[tuple[int, ...], ...], message: str):
+    with pytest.raises(ClusterError, match=message):
+        Matrix(rows)
+
+
+def test_no_axes_or_no_levels_have_no_matrices():
+    for shape, axes in (((1,), ()), ((), (1,)), ((), ())):
+        with pytest.raises(ClusterError, match=f"no parallelism matrix has {len(axes)} axes on {len(shape)} levels"):
+            next(matrices(shape, axes))

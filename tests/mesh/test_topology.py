@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardplan.mesh import Cluster, Interconnect, Level
 from shardplan.mesh.cluster import Kind
-from shardplan.mesh.topology import Topology, graph
+from shardplan.mesh.topology import Topology, counts, graph
 
 DEVICE = Cluster.load("8").device
 RING = Cluster("ring", (Level("node", 2, 10.0, 2.0), Level("gpu", 6, 100.0, 1.0, "ring")), DEVICE)
@@ -27,6 +27,13 @@ def clusters(draw: st.DrawFn) -> Cluster:
         also = Interconnect(f"also{i}", draw(st.integers(1, size)), 3.0, 0.5) if kind == "ring" and draw(st.booleans()) else None
         levels.append(Level(f"l{i}", size, 10.0 + i, 1.0, kind, also=also))
     return Cluster("c", tuple(levels), DEVICE)
+
+
+@given(clusters())
+def test_links_and_places_are_counted_without_making_them(cluster: Cluster):
+    found = counts(cluster)
+    assert found.links == len(Topology(cluster).bandwidth)
+    assert found.places == graph(cluster).number_of_nodes()
 
 
 @given(clusters(), st.data())

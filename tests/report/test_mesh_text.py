@@ -10,6 +10,7 @@ import pytest
 from shardplan.collectives import parse
 from shardplan.errors import ClusterError
 from shardplan.mesh import Cluster, preset_names
+from shardplan.mesh.detect import Detected
 from shardplan.report.mesh_text import mesh_detect, mesh_list, mesh_matrices, mesh_show, reduce_report, words
 
 
@@ -29,9 +30,11 @@ def test_show_draws_the_links(name: str, golden: Callable[[str, str], None]):
 
 
 def test_detect_gives_a_file_to_correct():
-    report = mesh_detect(Cluster.load("2x4"))
+    report = mesh_detect(Detected(Cluster.load("2x4"), ("eight processes are one host",)))
     assert Cluster.from_toml(report.json["toml"]) == Cluster.load("2x4")
     assert "[[levels]]" in report.text
+    assert "Assumed: eight processes are one host." in report.text
+    assert report.json["assumed"] == ("eight processes are one host",)
 
 
 def test_matrices_are_ranked(golden: Callable[[str, str], None]):
@@ -62,6 +65,32 @@ def test_reduce_ranks_programs():
     json.dumps(found)
     assert reduce_report("gcp-a100:4", "4 16", "1", None, 2.0**31).json["matrix"] == "4 1 / 1 16"
     assert reduce_report("gcp-a100:4", "4 16", "1", "1 4 / 4 4", 1e9, max_size=1).json["programs"] == 1
+
+
+def test_a_ranking_needs_a_reduction():
+    for given, message in (
+        ((10.0, "auto"), "--bytes rank"),
+        ((None, "tree"), "--algorithm rank"),
+        ((10.0, "ring"), "--bytes and"),
+    ):
+        with pytest.raises(ClusterError, match=message):
+            mesh_matrices("2x4", "2 4", None, *given)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ClusterError, match="no axis 2 to reduce over"):
+        mesh_matrices("2x4", "2 4", "2")
+    with pytest.raises(ClusterError, match="--bytes N"):
+        mesh_matrices("2x4", "2 4", "1")
+
+
+def test_one_device_and_its_article():
+    assert mesh_show("1").text.startswith("1: 1 device\n")
+    assert "each gpu is an H100-SXM5-80GB:" in mesh_show("1").text
+    assert "each gpu is an A100-SXM4-80GB:" in mesh_show("dgx-a100").text
+    assert "each gpu is a V100-SXM2-16GB:" in mesh_show("gcp-v100").text
+    assert "each gpu is a GB200:" in mesh_show("gb200-nvl72").text
+
+
+def test_large_clusters_are_shown_at_once():
+    assert mesh_show("100000x8").text.endswith("1800000 links in 900001 places")
 
 
 def test_steps_in_words():

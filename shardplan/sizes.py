@@ -1,0 +1,39 @@
+"""Sizes as users write them."""
+
+from __future__ import annotations
+
+import math
+
+from .errors import ShardplanError
+
+
+def parse_bytes(text: object, *, what: str = "memory limit") -> int:
+    """``"70GiB"``, ``"80GB"``, ``"512 MiB"``, ``"1e9"`` or a number of bytes; ``what`` it is goes into the complaint."""
+    if isinstance(text, int | float) and math.isfinite(text):
+        value = int(text)
+    elif not isinstance(text, str):
+        raise ShardplanError(f"{what} {text!r} is not a size: give bytes, or text such as '70GiB'")
+    else:
+        units = {
+            "": 1,
+            "B": 1,
+            "KB": 10**3,
+            "MB": 10**6,
+            "GB": 10**9,
+            "TB": 10**12,
+            "KIB": 2**10,
+            "MIB": 2**20,
+            "GIB": 2**30,
+            "TIB": 2**40,
+        }
+        digits = text.strip().rstrip("BKMGTIbkmgti ")
+        unit = text.strip()[len(digits) :].strip().upper()
+        try:
+            value = int(float(digits) * units[unit])
+        except (ValueError, KeyError, OverflowError):
+            raise ShardplanError(
+                f"{what} {text!r} is not a size: write bytes, or a number with KiB, MiB, GiB, KB, MB or GB"
+            ) from None
+    if value <= 0:
+        raise ShardplanError(f"{what} {text!r} is not positive")
+    return value

@@ -12,6 +12,7 @@ from shardplan.errors import DescriptionError, MisfitError
 from shardplan.ir import Reducer
 from shardplan.tdl import language as lang
 from shardplan.tdl.index import Affine, Data, Full, IndexExpr, Loop, loops_of
+from shardplan.tdl.special import MISCUT
 
 Lambda = Callable[..., Any]
 RuleFunction = Callable[..., "Lambda | tuple[Lambda, ...]"]
@@ -111,10 +112,10 @@ def run_by_user(primitive: str) -> None:
 def runs_apart(primitive: str, description: Description | None) -> bool:
     """Whether each device makes this call on its own share.
 
-    Those that a user has registered or that go by a name, and those with loops that run inside an opaque function (a transform,
-    a factorisation) or reduce pairs: for many of these XLA would gather the whole operand.
+    Those that a user has registered or that go by a name, those that XLA cuts wrongly, and those with loops that run inside an
+    opaque function (a transform, a factorisation) or reduce pairs: for many of these XLA would gather the whole operand.
     """
-    if ":" in primitive or primitive in _RUN_BY_USER:
+    if ":" in primitive or primitive in _RUN_BY_USER or primitive in MISCUT:
         return True
     return description is not None and any(loop.whole or loop.reducer in _PAIRS for loop in description.loops)
 

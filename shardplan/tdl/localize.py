@@ -75,12 +75,24 @@ HALO = "@halo"
 """Ends the name of a registered call that runs on blocks with their halo."""
 
 
-def run_as(primitive: str, function: Callable[..., Any], *, beyond: Callable[..., Any] | None = None) -> None:
-    """From now on ``function(*operands, **params)`` evaluates this primitive, and ``beyond`` does on blocks with a halo."""
+def run_as(primitive: str, function: Callable[..., Any], *, beyond: Callable[..., Any] | None = None) -> Callable[[], None]:
+    """From now on ``function(*operands, **params)`` evaluates this primitive, and ``beyond`` does on blocks with a halo.
+
+    The result takes that back.
+    """
+    before = {name: _OWN.pop(name, None) for name in (primitive, f"{primitive}{HALO}")}
+
+    def undo() -> None:
+        for name, old in before.items():
+            del _OWN[name]
+            if old is not None:
+                _OWN[name] = old
+
     _OWN[primitive] = _evaluator(function)
     _OWN[f"{primitive}{HALO}"] = _evaluator(beyond or function)
     _LOCAL.setdefault(primitive, _named_halo)
     run_by_user(primitive)
+    return undo
 
 
 def _evaluator(function: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:

@@ -32,8 +32,12 @@ class _Cut:
     strategy: Strategy
 
 
-def share(description: Description, loops: Sequence[int], mesh: Mesh, reduce: Reduce) -> Callable[..., tuple[Any, ...]] | None:
+def share(
+    description: Description, loops: Sequence[int], mesh: Mesh, reduce: Reduce, *, primitive: Any = None
+) -> Callable[..., tuple[Any, ...]] | None:
     """The function of whole operands that runs the call cut as ``loops`` says (one for each mesh axis, -1 for none).
+
+    ``primitive`` is the program's own, which JAX need not know by its name.
 
     None where nothing is cut, or where a loop does not divide: then the call runs whole.
     """
@@ -43,7 +47,7 @@ def share(description: Description, loops: Sequence[int], mesh: Mesh, reduce: Re
     call = description.call
 
     def local(*operands: Any) -> tuple[Any, ...]:
-        results = _run(call, made, operands)
+        results = _run(call, made, operands, primitive)
         small = [tuple(s) for s in _local_shapes(call, made)]
         got = [x.shape for x in results[: len(small)]]
         if got != small:
@@ -101,10 +105,10 @@ def _cuts(description: Description, loops: Sequence[int], mesh: Mesh) -> tuple[_
     return tuple(found)
 
 
-def _run(call: Call, made: Sequence[_Cut], operands: Sequence[Any]) -> tuple[Any, ...]:
+def _run(call: Call, made: Sequence[_Cut], operands: Sequence[Any], primitive: Any) -> tuple[Any, ...]:
     """A device's results from its blocks: the outermost cut, and within what it leaves the others."""
     if not made:
-        return evaluate(call, operands)
+        return evaluate(call, operands, primitive=primitive)
     (first, *rest) = made
     description = describe(call)
     assert description is not None
@@ -114,7 +118,7 @@ def _run(call: Call, made: Sequence[_Cut], operands: Sequence[Any]) -> tuple[Any
     worker = lax.axis_index(first.axes)
     edges = [None if e == "zero" else edge_value(e, x.dtype, operands) for e, x in zip(share.edges, operands, strict=False)]
     given = [_given(x, p, first, worker, e) for x, p, e in zip(operands, strategy.operands, edges, strict=True)]
-    return share.run(lambda ops: _run(share.call, rest, ops), given, worker)
+    return share.run(lambda ops: _run(share.call, rest, ops, primitive), given, worker)
 
 
 def _given(x: Any, placement: Any, made: _Cut, worker: Any, edge: Any) -> Any:

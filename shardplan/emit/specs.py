@@ -282,7 +282,11 @@ class SpecsEmitter:
     def shared(self, node: Node, use: Use, inputs: Sequence[Any]) -> list[Any]:
         """A call that each device makes on its own share, where its strategy cuts it."""
         description = node.signature.description
-        made = share(description, use.loops, self.mesh, self.reduced) if description is not None else None
+        made = (
+            share(description, use.loops, self.mesh, self.reduced, primitive=node.op.handle.primitive)
+            if description is not None
+            else None
+        )
         return self.bind(node.op, inputs) if made is None else list(made(*inputs))
 
     def reduced(self, x: Any, extreme: Any, reducer: Reducer, axes: tuple[str, ...]) -> Any:

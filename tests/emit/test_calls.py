@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 from jax.sharding import PartitionSpec as P
 
 import shardplan
@@ -261,6 +263,29 @@ def test_an_ffi_call_is_cut_along_its_batch(eager: Any) -> None:
     step, args = ffi_step()
     plan = shardplan.plan(step, *args, cluster=eager, pins={"x": P(("node", "gpu"))})
     assert cut_loops(plan, "ffi_call:lapack_spotrf_ffi") == {"b"}
+    found = verify(plan, step, args)
+    assert found.passed, found
+
+
+def test_a_primitive_that_jax_does_not_know_runs_on_each_devices_rows(eager: Any) -> None:
+    def ranked(x: Any, *, scale: float) -> Any:
+        return scale * x / jnp.sum(jnp.abs(x), axis=-1, keepdims=True)
+
+    shares = Primitive("shares_of_row")
+    shares.def_impl(ranked)
+    shares.def_abstract_eval(lambda x, *, scale: x)
+    mlir.register_lowering(shares, mlir.lower_fun(ranked, multiple_results=False))
+
+    @tdl.rule("shares_of_row")
+    def describe(call: tdl.Call, x: Any) -> Any:
+        return lambda i, j: tdl.Opaque()(x[i, :])[j]
+
+    def step(x: Any) -> Any:
+        return shares.bind(x * 2.0, scale=3.0) + 1.0
+
+    args = (jax.random.normal(KEYS[0], (16, 4)),)
+    plan = shardplan.plan(step, *args, cluster=eager, pins={"x": P(("node", "gpu"))})
+    assert cut_loops(plan, "shares_of_row") == {"i"}
     found = verify(plan, step, args)
     assert found.passed, found
 

@@ -264,8 +264,20 @@ def _read(call: Call, function: RuleFunction) -> Description:
 
 
 def _element(call: Call, body: Lambda, dims: tuple[int, ...]) -> lang.Scalar:
+    def failed(error: BaseException) -> DescriptionError:
+        line = (str(error).strip().splitlines() or ["no message"])[0]
+        return DescriptionError(
+            f"{call.primitive}: the description's lambda fails on symbolic indices", expression=f"{type(error).__name__}: {line}"
+        )
+
+    def made() -> Any:
+        try:
+            return body(*(Loop(Affine(((i, 1),))) for i in dims))
+        except (ArithmeticError, LookupError, AttributeError, ValueError) as error:
+            raise failed(error) from error
+
     try:
-        return lang.scalar(body(*(Loop(Affine(((i, 1),))) for i in dims)))
+        return lang.scalar(made())
     except TypeError as error:
         says = "an element is built with + - * / and tdl's own functions (tdl.apply('exp', x) names any other)"
         raise DescriptionError(f"{call.primitive}: {says}", expression=str(error).partition("\n")[0]) from error

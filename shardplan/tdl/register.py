@@ -241,6 +241,18 @@ def _prove(name: str, whole: Function | None, example: Sequence[Any], *, halo: b
             f"behind Opaque(), in brackets)",
             expression=str(fault),
         )
+    _say_what_is_unproven(name, description)
+
+
+def _say_what_is_unproven(name: str, description: Description) -> None:
+    """A proof cuts 2 and 3 ways: of a loop that neither divides it says nothing."""
+    unproven = [f"{x.name} ({x.extent})" for x in description.loops if not x.whole and x.extent % 2 and x.extent % 3]
+    if unproven:
+        warnings.warn(
+            f"the description of {name} is not proven along {', '.join(unproven)}: no cut 2 or 3 ways divides that; "
+            "give an example= where one does",
+            stacklevel=4,
+        )
 
 
 def check_ranges(description: Description) -> None:

@@ -115,6 +115,11 @@ def test_a_kernel_must_say_how_a_worker_runs_it() -> None:
         (lambda q, k, v: lambda b, i, d: tdl.Sum(lambda j: q[b, i, d]), "the extent of j cannot be read off an operand"),
         (lambda q, k, v: lambda b, i, d: jnp.exp(q[b, i, d]), "tdl.apply"),
         (lambda q, k, v: lambda b, i, d: None, "built from operand elements and numbers: None"),
+        (
+            lambda q, k, v: lambda b, i, d: q[1 // 0, i, d],
+            r"the description's lambda fails on symbolic indices: ZeroDivisionError",
+        ),
+        (lambda q, k, v: lambda b, i, d: q[b.size, i, d], r"fails on symbolic indices: AttributeError"),
         (lambda q, k, v: None, "a description returns a lambda for each result: None"),
         (lambda q, k, v: (lambda b, i, d: q[b, i, d],) * 2, "has 1 results, described are 2"),
         (lambda q, k: lambda b, i, d: q[b, i, d], "has 3 operands, described are"),
@@ -137,6 +142,18 @@ def test_without_an_example_small_arrays_are_tried() -> None:
     register(attention)(lambda q, k, v: lambda b, i, d: tdl.Opaque()(q[b, i, :], k[b, :, :], v[b, :, d]))
     with pytest.warns(UserWarning, match="is not proven: give an example="):
         register("pallas_call:double", run=lambda x: 2 * jnp.reshape(x, (5, 7)))(lambda x: lambda i, j: 2.0 * x[i, j])
+
+
+def test_what_no_cut_of_the_example_divides_is_said_to_be_unproven() -> None:
+    @jax.jit
+    def differences(x: Any) -> Any:
+        return x - x.mean(0)
+
+    for shape in ((5, 7), (1, 6)):
+        with pytest.warns(UserWarning, match=rf"is not proven along i \({shape[0]}\): no cut 2 or 3 ways divides"):
+            register(differences, example=[jax.ShapeDtypeStruct(shape, jnp.float32)])(
+                lambda x: lambda i, j: tdl.Opaque()(x[i, :])[j]
+            )
 
 
 def test_a_halo_is_proven_where_it_is_said_how_blocks_run() -> None:

@@ -52,6 +52,10 @@ def register(target: Any, *, example: Sequence[Any] | None = None, run: Function
     name, own = _target(target)
     if own is None and name.startswith(_FUNCTIONS):
         raise DescriptionError("a function is registered as it is, not by its name, which others may have too", expression=name)
+    if name == "pallas_call:?":
+        raise DescriptionError(
+            "all kernels without a name share this one; give yours one: pallas_call(..., name=)", expression=name
+        )
     if own is None and run is None and name.startswith("pallas_call:"):
         raise DescriptionError(
             f"{name} is compiled for its whole shape; say how a worker runs it on its block", expression="run="
@@ -215,7 +219,10 @@ def _prove(name: str, whole: Function | None, example: Sequence[Any], *, halo: b
     try:
         shaped = jax.tree.leaves(jax.eval_shape(whole, *example))
     except (TypeError, ValueError) as error:
-        raise DescriptionError(f"{name} does not take the example", expression=str(error).strip().splitlines()[0]) from error
+        remedy = "" if ":" in name else " (a primitive with parameters needs run=, which has values for them)"
+        raise DescriptionError(
+            f"{name} does not take the example{remedy}", expression=str(error).strip().splitlines()[0]
+        ) from error
     call = Call(
         name,
         tuple(tuple(x.shape) for x in operands),

@@ -307,6 +307,12 @@ def test_an_opaque_call_is_an_error_that_shows_the_lines_to_write(eager: Any) ->
     ]
 
 
+def test_a_kernel_without_a_name_is_an_error_that_asks_for_one(eager: Any) -> None:
+    nameless = lambda x: pl.pallas_call(lambda a, b: None, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)  # noqa: E731
+    with pytest.raises(shardplan.UndescribedPrimitiveError, match=r"has no name to describe it by: .* name=\), or allow it"):
+        shardplan.plan(nameless, jnp.ones((8, 4)), cluster=eager)
+
+
 def test_the_lines_of_the_error_work(eager: Any) -> None:
     step, args = ffi_step()
     with pytest.raises(shardplan.UndescribedPrimitiveError) as caught:

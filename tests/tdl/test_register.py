@@ -106,6 +106,11 @@ def test_a_kernel_must_say_how_a_worker_runs_it() -> None:
         register("pallas_call:double")
 
 
+def test_a_kernel_without_a_name_is_asked_for_one() -> None:
+    with pytest.raises(DescriptionError, match=r"give yours one: pallas_call\(..., name=\)"):
+        register("pallas_call:?", run=lambda x: x)
+
+
 @pytest.mark.parametrize(
     ("function", "says"),
     [
@@ -168,6 +173,13 @@ def test_a_halo_is_proven_where_it_is_said_how_blocks_run() -> None:
     register(differences, run=apart, example=example)(lambda x: lambda i, j: x[i, j] - x[i - 1, j])
     with pytest.raises(DescriptionError, match=r"does not hold|refuses the regions"):
         register(differences, run=apart, example=example)(lambda x: lambda i, j: x[i, j] - x[i - 2, j])
+
+
+def test_a_primitive_with_parameters_asks_for_run() -> None:
+    doubled = Primitive("doubled")
+    doubled.def_abstract_eval(lambda x, *, times: x)
+    with pytest.raises(DescriptionError, match=r"does not take the example .a primitive with parameters needs run="):
+        register(doubled, example=[jax.ShapeDtypeStruct((4, 6), jnp.float32)])(lambda x: lambda *i: 2.0 * x[i])
 
 
 def test_a_primitive_of_ones_own_keeps_its_parameters() -> None:

@@ -74,6 +74,8 @@ def _kernel_help(primitive: str, operands: Sequence[tuple[int, ...]], results: S
     ]
     lambdas = [_opaque_lambda(slices, s, 1 if shared else 0) for s in results]
     body = lambdas[0] if len(lambdas) == 1 else f"({', '.join(lambdas)})"
+    if primitive == "pallas_call:?":
+        return "the kernel has no name to describe it by: give it one, pallas_call(..., name=), "
     run = "" if primitive.startswith("ffi_call:") else ", run=function_that_calls_it"
     return (
         f"say what it reads (here {'only the leading dim is cut' if shared else 'nothing is cut'}):\n"

@@ -209,7 +209,7 @@ class _Builder:
         for eqn in jaxpr.eqns:
             name = eqn.primitive.name
             inputs = tuple(self.read(env, a) for a in eqn.invars)
-            named = named_call(name, eqn.params)
+            named = named_call(name, eqn.params, [a.aval for a in eqn.invars])
             key = _CALLS.get(name)
             if named is None and key is not None and key in eqn.params:
                 self.inline(eqn, eqn.params[key], inputs, env, scope, caller)

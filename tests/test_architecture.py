@@ -62,6 +62,7 @@ JAX_FILES = (
     "target",
     "pytest_plugin",
     "mesh.devices",
+    "tdl.identity",
     "tdl.localize",
     "tdl.verify",
     "tdl.register",

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 from shardplan.errors import DescriptionError
 from shardplan.ir import Partial, Reducer, Split
 from shardplan.tdl import Call, Description, Strategy, cut, describe
-from shardplan.tdl.localize import evaluate, localize
+from shardplan.tdl.localize import edge_value, evaluate, localize
 
 Reduce = Callable[[Any, Any, Reducer, tuple[str, ...]], Any]
 
@@ -32,8 +32,12 @@ class _Cut:
     strategy: Strategy
 
 
-def share(description: Description, loops: Sequence[int], mesh: Mesh, reduce: Reduce) -> Callable[..., tuple[Any, ...]] | None:
+def share(
+    description: Description, loops: Sequence[int], mesh: Mesh, reduce: Reduce, *, primitive: Any = None
+) -> Callable[..., tuple[Any, ...]] | None:
     """The function of whole operands that runs the call cut as ``loops`` says (one for each mesh axis, -1 for none).
+
+    ``primitive`` is the program's own, which JAX need not know by its name.
 
     None where nothing is cut, or where a loop does not divide: then the call runs whole.
     """
@@ -43,7 +47,7 @@ def share(description: Description, loops: Sequence[int], mesh: Mesh, reduce: Re
     call = description.call
 
     def local(*operands: Any) -> tuple[Any, ...]:
-        results = _run(call, made, operands)
+        results = _run(call, made, operands, primitive)
         small = [tuple(s) for s in _local_shapes(call, made)]
         got = [x.shape for x in results[: len(small)]]
         if got != small:
@@ -101,10 +105,10 @@ def _cuts(description: Description, loops: Sequence[int], mesh: Mesh) -> tuple[_
     return tuple(found)
 
 
-def _run(call: Call, made: Sequence[_Cut], operands: Sequence[Any]) -> tuple[Any, ...]:
+def _run(call: Call, made: Sequence[_Cut], operands: Sequence[Any], primitive: Any) -> tuple[Any, ...]:
     """A device's results from its blocks: the outermost cut, and within what it leaves the others."""
     if not made:
-        return evaluate(call, operands)
+        return evaluate(call, operands, primitive=primitive)
     (first, *rest) = made
     description = describe(call)
     assert description is not None
@@ -112,31 +116,36 @@ def _run(call: Call, made: Sequence[_Cut], operands: Sequence[Any]) -> tuple[Any
     assert strategy is not None, "a dim that was cut along another loop divides no more"
     share = localize(call, strategy)
     worker = lax.axis_index(first.axes)
-    given = [_given(x, p, first, worker) for x, p in zip(operands, strategy.operands, strict=True)]
-    return share.run(lambda ops: _run(share.call, rest, ops), given, worker)
+    edges = [None if e == "zero" else edge_value(e, x.dtype, operands) for e, x in zip(share.edges, operands, strict=False)]
+    given = [_given(x, p, first, worker, e) for x, p, e in zip(operands, strategy.operands, edges, strict=True)]
+    return share.run(lambda ops: _run(share.call, rest, ops, primitive), given, worker)
 
 
-def _given(x: Any, placement: Any, made: _Cut, worker: Any) -> Any:
+def _given(x: Any, placement: Any, made: _Cut, worker: Any, edge: Any) -> Any:
     match placement:
         case Split(dim, (lo, hi)) if lo or hi:
-            return _with_halo(x, dim, lo, hi, made)
+            return _with_halo(x, dim, lo, hi, made, worker, edge)
         case Partial():
             return jnp.where(worker == 0, x, jnp.zeros((), x.dtype))
         case _:
             return x
 
 
-def _with_halo(x: Any, dim: int, lo: int, hi: int, made: _Cut) -> Any:
-    """The block with the neighbours' edges; zeros beyond the ends."""
+def _with_halo(x: Any, dim: int, lo: int, hi: int, made: _Cut, worker: Any, edge: Any) -> Any:
+    """The block with the neighbours' edges; beyond the ends zeros (as nobody sends any), or the value ``edge``."""
     ways = made.strategy.ways
+
+    def ended(halo: Any, last: int) -> Any:
+        return halo if edge is None else jnp.where(worker == last, edge, halo)
+
     size = x.shape[dim]
     parts = [x]
     if lo:
         last = lax.slice_in_dim(x, size - lo, size, axis=dim)
-        parts.insert(0, lax.ppermute(last, made.axes, [(w, w + 1) for w in range(ways - 1)]))
+        parts.insert(0, ended(lax.ppermute(last, made.axes, [(w, w + 1) for w in range(ways - 1)]), 0))
     if hi:
         first = lax.slice_in_dim(x, 0, hi, axis=dim)
-        parts.append(lax.ppermute(first, made.axes, [(w + 1, w) for w in range(ways - 1)]))
+        parts.append(ended(lax.ppermute(first, made.axes, [(w + 1, w) for w in range(ways - 1)]), ways - 1))
     return jnp.concatenate(parts, dim)
 
 

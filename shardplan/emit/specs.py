@@ -282,7 +282,11 @@ class SpecsEmitter:
     def shared(self, node: Node, use: Use, inputs: Sequence[Any]) -> list[Any]:
         """A call that each device makes on its own share, where its strategy cuts it."""
         description = node.signature.description
-        made = share(description, use.loops, self.mesh, self.reduced) if description is not None else None
+        made = (
+            share(description, use.loops, self.mesh, self.reduced, primitive=node.op.handle.primitive)
+            if description is not None
+            else None
+        )
         return self.bind(node.op, inputs) if made is None else list(made(*inputs))
 
     def reduced(self, x: Any, extreme: Any, reducer: Reducer, axes: tuple[str, ...]) -> Any:
@@ -339,20 +343,28 @@ class SpecsEmitter:
         return self.constrain(value, after)
 
     def while_(self, frame: _Frame, op: Op) -> list[Any]:
-        """A while loop, likewise."""
+        """A while loop, likewise. Under ``vmap`` it runs while any test holds, and changes only what belongs to those."""
         test, body = op.bodies
         a, b = op.params["cond_nconsts"], op.params["body_nconsts"]
         where, at_test = (*frame.where, (op.id, 1)), (*frame.where, (op.id, 0))
         tested = [self.value(frame, i) for i in op.inputs[:a]]
         values = self.entering(frame, op, a, where, body.inputs, [0] * len(body.inputs))
         fixed, start = values[:b], values[b:]
-        return list(
-            lax.while_loop(
-                lambda state: self.run(test, at_test, [*tested, *state])[0],
-                lambda state: [_as(x, s) for x, s in zip(self.run(body, where, [*fixed, *state]), state, strict=True)],
-                start,
-            )
-        )
+        ids = self.problem.graph.bodies[where]
+        inside = [self.decisions.layouts[ids[t]] for t in body.inputs[b:]]
+        batched = isinstance(test.outputs[0], int) and bool(test.tensors[test.outputs[0]].shape)
+
+        def holds(state: Sequence[Any]) -> Any:
+            return self.run(test, at_test, [*tested, *state])[0]
+
+        def iteration(state: Sequence[Any]) -> list[Any]:
+            after = [_as(x, s) for x, s in zip(self.run(body, where, [*fixed, *state]), state, strict=True)]
+            if not batched:
+                return after
+            on = holds(state)
+            return [self.constrain(_where(on, x, s, at), at) for x, s, at in zip(after, state, inside, strict=True)]
+
+        return list(lax.while_loop(lambda state: jax.numpy.any(holds(state)) if batched else holds(state), iteration, start))
 
     def cond(self, frame: _Frame, op: Op) -> list[Any]:
         """A conditional; every branch leaves its results in the layouts outside."""
@@ -380,6 +392,13 @@ class SpecsEmitter:
 
 def _literal(value: Any) -> Any:
     return np.asarray(value.value, dtype=jax.numpy.dtype(value.dtype)) if isinstance(value, Constant) else value
+
+
+def _where(on: Any, x: Any, otherwise: Any, layout: Layout | None) -> Any:
+    """A choice along the leading dims of a value, which come behind those of its terms."""
+    terms = 0 if layout is None else len(layout.partial)
+    shape = (1,) * terms + on.shape + (1,) * (np.ndim(x) - terms - on.ndim)
+    return lax.select(jax.numpy.broadcast_to(on.reshape(shape), np.shape(x)), x, otherwise)
 
 
 def _as(x: Any, like: Any) -> Any:

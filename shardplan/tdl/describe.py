@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -12,6 +12,7 @@ from shardplan.errors import DescriptionError, MisfitError
 from shardplan.ir import Reducer
 from shardplan.tdl import language as lang
 from shardplan.tdl.index import Affine, Data, Full, IndexExpr, Loop, loops_of
+from shardplan.tdl.special import MISCUT
 
 Lambda = Callable[..., Any]
 RuleFunction = Callable[..., "Lambda | tuple[Lambda, ...]"]
@@ -87,11 +88,17 @@ def described() -> tuple[str, ...]:
     return tuple(sorted(_RULES))
 
 
-def forget(primitive: str, *, restore: RuleFunction | None = None) -> None:
+def forget(primitive: str) -> None:
+    """Takes a rule back, and how its calls are recognised."""
+    _RULES.pop(primitive, None)
+    _SAME.pop(primitive, None)
+
+
+def put_back(primitive: str, older: RuleFunction | None) -> None:
     """Takes a rule back, and puts an older one in its place."""
     _RULES.pop(primitive, None)
-    if restore is not None:
-        _RULES[primitive] = restore
+    if older is not None:
+        _RULES[primitive] = older
 
 
 def rule_of(primitive: str) -> RuleFunction | None:
@@ -111,25 +118,48 @@ def run_by_user(primitive: str) -> None:
 def runs_apart(primitive: str, description: Description | None) -> bool:
     """Whether each device makes this call on its own share.
 
-    Those that a user has registered or that go by a name, and those with loops that run inside an opaque function (a transform,
-    a factorisation) or reduce pairs: for many of these XLA would gather the whole operand.
+    Those that a user has registered or that go by a name, those that XLA cuts wrongly, and those with loops that run inside an
+    opaque function (a transform, a factorisation) or reduce pairs: for many of these XLA would gather the whole operand.
     """
-    if ":" in primitive or primitive in _RUN_BY_USER:
+    if ":" in primitive or primitive in _RUN_BY_USER or primitive in MISCUT:
         return True
     return description is not None and any(loop.whole or loop.reducer in _PAIRS for loop in description.loops)
 
 
+Same = Callable[[Any, Sequence[Any]], bool]
+_SAME: dict[str, Same] = {}
 _KERNELS = {"pallas_call": "name", "ffi_call": "target_name"}
 
 
-def named_call(primitive: str, params: Mapping[str, Any]) -> str | None:
+def recognised_by(name: str, same: Same) -> None:
+    """From now on a call of this name is the registered one only where ``same(body or params, operands)``."""
+    _SAME[name] = same
+
+
+def kernel_name(primitive: str, params: Mapping[str, Any]) -> str | None:
+    """``pallas_call:NAME`` and ``ffi_call:TARGET``; None for what is no kernel."""
+    return f"{primitive}:{params.get(_KERNELS[primitive]) or '?'}" if primitive in _KERNELS else None
+
+
+def named_call(primitive: str, params: Mapping[str, Any], operands: Sequence[Any] | None = None) -> str | None:
     """The name under which this call is one op that is not seen through, or None.
 
     Always ``pallas_call:NAME`` and ``ffi_call:TARGET``, whose insides nobody can see. Where they are registered also
-    ``custom_vjp_call:FUNCTION``, ``custom_jvp_call:FUNCTION`` and ``jit:FUNCTION``.
+    ``custom_vjp_call:FUNCTION``, ``custom_jvp_call:FUNCTION`` and ``jit:FUNCTION``, if it is the very function that was
+    registered: another one of that name is seen through, with a warning. ``operands`` are the types of a kernel's.
+
+    Raises:
+        DescriptionError: if a kernel is another one than that which is registered under its name.
     """
-    if primitive in _KERNELS:
-        return f"{primitive}:{params.get(_KERNELS[primitive]) or '?'}"
+    kernel = kernel_name(primitive, params)
+    if kernel is not None:
+        if operands is not None and kernel in _RULES and kernel in _SAME and not _SAME[kernel](params, operands):
+            raise DescriptionError(
+                f"another kernel than the one that run= calls goes by the name {kernel} too; give each its own (name=), and "
+                "register each",
+                expression=str(params.get("name_and_src_info") or params.get("name")),
+            )
+        return kernel
     if primitive in ("jit", "pjit"):
         name, body = f"jit:{params.get('name')}", params.get("jaxpr")
     elif primitive in ("custom_vjp_call", "custom_jvp_call"):
@@ -138,7 +168,18 @@ def named_call(primitive: str, params: Mapping[str, Any]) -> str | None:
         name = f"{primitive}:{str(getattr(info, 'func_src_info', '')).split(' at ')[0]}"
     else:
         return None
-    return name if name in _RULES and _fits(name, body) else None
+    return name if name in _RULES and _fits(name, body) and _recognised(name, body) else None
+
+
+def _recognised(name: str, body: Any) -> bool:
+    if name not in _SAME or _SAME[name](body, body.in_avals):
+        return True
+    warnings.warn(
+        f"{name} is seen through where it is not the function that was registered: another of the same name, or with other "
+        "static arguments or constants; give it a name of its own",
+        stacklevel=2,
+    )
+    return False
 
 
 def _fits(name: str, body: Any) -> bool:
@@ -223,8 +264,20 @@ def _read(call: Call, function: RuleFunction) -> Description:
 
 
 def _element(call: Call, body: Lambda, dims: tuple[int, ...]) -> lang.Scalar:
+    def failed(error: BaseException) -> DescriptionError:
+        line = (str(error).strip().splitlines() or ["no message"])[0]
+        return DescriptionError(
+            f"{call.primitive}: the description's lambda fails on symbolic indices", expression=f"{type(error).__name__}: {line}"
+        )
+
+    def made() -> Any:
+        try:
+            return body(*(Loop(Affine(((i, 1),))) for i in dims))
+        except (ArithmeticError, LookupError, AttributeError, ValueError) as error:
+            raise failed(error) from error
+
     try:
-        return lang.scalar(body(*(Loop(Affine(((i, 1),))) for i in dims)))
+        return lang.scalar(made())
     except TypeError as error:
         says = "an element is built with + - * / and tdl's own functions (tdl.apply('exp', x) names any other)"
         raise DescriptionError(f"{call.primitive}: {says}", expression=str(error).partition("\n")[0]) from error

@@ -59,15 +59,18 @@ def run(local: Local, operands: Sequence[Any], worker: Any) -> tuple[Any, ...]:
     return local.run(lambda ops: evaluate(local.call, ops), operands, worker)
 
 
-def evaluate(call: Call, operands: Sequence[Any]) -> tuple[Any, ...]:
-    """The primitive itself, whole; index forms of our own (``random_bits_at``) are evaluated here."""
+def evaluate(call: Call, operands: Sequence[Any], *, primitive: Any = None) -> tuple[Any, ...]:
+    """The primitive itself, whole; index forms of our own (``random_bits_at``) are evaluated here.
+
+    ``primitive`` is the one that a program applies; without it the name says which.
+    """
     own = _OWN.get(call.primitive)
     if own is not None:
         return own(call, *operands)
     params = dict(call.params)
     if call.primitive.startswith("ffi_call:"):
         params["result_avals"] = tuple(a.update(shape=s) for a, s in zip(params["result_avals"], call.results, strict=True))
-    out = _jax.bind(call.primitive.split(":")[0], operands, params)
+    out = _jax.bind(call.primitive.split(":")[0], operands, params, own=primitive)
     return tuple(out) if isinstance(out, list | tuple) else (out,)
 
 
@@ -75,12 +78,24 @@ HALO = "@halo"
 """Ends the name of a registered call that runs on blocks with their halo."""
 
 
-def run_as(primitive: str, function: Callable[..., Any], *, beyond: Callable[..., Any] | None = None) -> None:
-    """From now on ``function(*operands, **params)`` evaluates this primitive, and ``beyond`` does on blocks with a halo."""
+def run_as(primitive: str, function: Callable[..., Any], *, beyond: Callable[..., Any] | None = None) -> Callable[[], None]:
+    """From now on ``function(*operands, **params)`` evaluates this primitive, and ``beyond`` does on blocks with a halo.
+
+    The result takes that back.
+    """
+    before = {name: _OWN.pop(name, None) for name in (primitive, f"{primitive}{HALO}")}
+
+    def undo() -> None:
+        for name, old in before.items():
+            del _OWN[name]
+            if old is not None:
+                _OWN[name] = old
+
     _OWN[primitive] = _evaluator(function)
     _OWN[f"{primitive}{HALO}"] = _evaluator(beyond or function)
     _LOCAL.setdefault(primitive, _named_halo)
     run_by_user(primitive)
+    return undo
 
 
 def _evaluator(function: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:

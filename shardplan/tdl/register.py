@@ -14,13 +14,24 @@ import numpy as np
 from shardplan import _jax
 from shardplan.errors import DescriptionError, nearest
 from shardplan.tdl import localize
-from shardplan.tdl.describe import Call, Description, Lambda, describe, forget, named_call, rule, rule_of
+from shardplan.tdl.describe import (
+    Call,
+    Description,
+    Lambda,
+    describe,
+    named_call,
+    put_back,
+    recognised_by,
+    rule,
+    rule_of,
+)
+from shardplan.tdl.identity import same_function, same_kernel
 from shardplan.tdl.index import Affine, Data, Full, Loop, interval
 from shardplan.tdl.language import Recorder, TensorRef, lambda_names
 from shardplan.tdl.verify import draw_array, verify
 
 Function = Callable[..., Any]
-_NEED_RUN = ("pallas_call:", "jit:", "custom_vjp_call:", "custom_jvp_call:")
+_FUNCTIONS = ("jit:", "custom_vjp_call:", "custom_jvp_call:")
 
 
 def register(target: Any, *, example: Sequence[Any] | None = None, run: Function | None = None) -> Callable[[Function], Function]:
@@ -39,7 +50,13 @@ def register(target: Any, *, example: Sequence[Any] | None = None, run: Function
         DescriptionError: if the description does not fit the example's shapes, or a cut does not give what the whole gives.
     """
     name, own = _target(target)
-    if own is None and run is None and name.startswith(_NEED_RUN):
+    if own is None and name.startswith(_FUNCTIONS):
+        raise DescriptionError("a function is registered as it is, not by its name, which others may have too", expression=name)
+    if name == "pallas_call:?":
+        raise DescriptionError(
+            "all kernels without a name share this one; give yours one: pallas_call(..., name=)", expression=name
+        )
+    if own is None and run is None and name.startswith("pallas_call:"):
         raise DescriptionError(
             f"{name} is compiled for its whole shape; say how a worker runs it on its block", expression="run="
         )
@@ -55,21 +72,31 @@ def register(target: Any, *, example: Sequence[Any] | None = None, run: Function
         old = {n: rule_of(n) for n in names}
         rule(*names)(read)
         whole = own or run if ":" in name else run or own  # a primitive alone would not know its parameters in the proof
+        undo, called = _nothing, None
         if whole is not None:
             tree = None if example is None else jax.tree.structure(tuple(example))
-            localize.run_as(name, _of_leaves(whole, tree), beyond=None if run is None else _of_leaves(run, tree))
+            called = _of_leaves(whole, tree)
+            undo = localize.run_as(name, called, beyond=None if run is None else _of_leaves(run, tree))
         try:
             if example is not None:
                 _prove(name, whole, example, halo=own is not None and run is not None)
             elif whole is not None:
                 _try(name, whole, function, halo=run is not None)
         except DescriptionError:
+            undo()
             for n, before in old.items():
-                forget(n, restore=before)
+                put_back(n, before)
             raise
+        if whole is not None and called is not None:
+            _say_if_replaced(name, whole, replaced=old[name] is not None)
+            _recognise(name, called)
         return function
 
     return accept
+
+
+def _nothing() -> None:
+    """There is nothing to take back."""
 
 
 def _target(target: Any) -> tuple[str, Function | None]:
@@ -94,6 +121,41 @@ def _target(target: Any) -> tuple[str, Function | None]:
     raise DescriptionError(
         "a description is registered for a primitive, a custom_vjp or jit function, or a name", expression=repr(target)
     )
+
+
+def _recognise(name: str, function: Function) -> None:
+    """Only calls of this function are meant, not those of another of the same name."""
+    if name.startswith("pallas_call:"):
+
+        def same(params: Any, operands: Sequence[Any]) -> bool:
+            return _leaves_its_operands(name, params, operands) or same_kernel(function, name, params, operands)
+
+        recognised_by(name, same)
+    elif ":" in name and not name.startswith("ffi_call:"):
+        recognised_by(name, lambda body, operands: same_function(function, name, body, operands))
+
+
+def _leaves_its_operands(name: str, params: Any, operands: Sequence[Any]) -> bool:
+    """Whether a kernel's worker takes edges, so that its ``run`` is for other shapes than the kernel's own."""
+    ins, outs = (tuple(tuple(x.shape) for x in avals) for avals in (operands, params["out_avals"]))
+    try:
+        description = describe(Call(name, ins, outs, {}, tuple(str(x.dtype) for x in operands)))
+        assert description is not None
+        check_ranges(description)
+    except DescriptionError:
+        return True
+    return False
+
+
+_TARGETS: dict[str, Function] = {}
+
+
+def _say_if_replaced(name: str, whole: Function, *, replaced: bool) -> None:
+    if ":" in name and replaced and _TARGETS.get(name, whole) is not whole:
+        warnings.warn(
+            f"{name} was registered for another function, which is no longer described: give each a name of its own", stacklevel=3
+        )
+    _TARGETS[name] = whole
 
 
 def _of_leaves(function: Function, tree: Any) -> Function:
@@ -157,7 +219,10 @@ def _prove(name: str, whole: Function | None, example: Sequence[Any], *, halo: b
     try:
         shaped = jax.tree.leaves(jax.eval_shape(whole, *example))
     except (TypeError, ValueError) as error:
-        raise DescriptionError(f"{name} does not take the example", expression=str(error).strip().splitlines()[0]) from error
+        remedy = "" if ":" in name else " (a primitive with parameters needs run=, which has values for them)"
+        raise DescriptionError(
+            f"{name} does not take the example{remedy}", expression=str(error).strip().splitlines()[0]
+        ) from error
     call = Call(
         name,
         tuple(tuple(x.shape) for x in operands),
@@ -182,6 +247,18 @@ def _prove(name: str, whole: Function | None, example: Sequence[Any], *, halo: b
             f"the description of {name} does not hold on the example, cut along {loops} (a loop that must stay whole is written "
             f"behind Opaque(), in brackets)",
             expression=str(fault),
+        )
+    _say_what_is_unproven(name, description)
+
+
+def _say_what_is_unproven(name: str, description: Description) -> None:
+    """A proof cuts 2 and 3 ways: of a loop that neither divides it says nothing."""
+    unproven = [f"{x.name} ({x.extent})" for x in description.loops if not x.whole and x.extent % 2 and x.extent % 3]
+    if unproven:
+        warnings.warn(
+            f"the description of {name} is not proven along {', '.join(unproven)}: no cut 2 or 3 ways divides that; "
+            "give an example= where one does",
+            stacklevel=4,
         )
 
 

@@ -3,5 +3,9 @@
 HOST = frozenset({"debug_callback", "debug_print", "io_callback", "pure_callback"})
 """Kept whole without being asked: XLA gathers what they read, and what they return is on every device."""
 
+MISCUT = frozenset({"reduce_window", "select_and_scatter_add"})
+"""Where a window reaches beyond a block, XLA's partitioner gives wrong numbers: it fills with zeros what max pooling's gradient
+compares, and counts a start that is no identity once more at the edges. Each device makes these calls on its own share."""
+
 UNBATCHED = frozenset({"conv_general_dilated"})
 """Under `vmap` these become a grouped form, whose operands XLA's partitioner gathers: their terms are added up at once."""

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 from jax.sharding import PartitionSpec as P
 
 import shardplan
@@ -265,6 +267,29 @@ def test_an_ffi_call_is_cut_along_its_batch(eager: Any) -> None:
     assert found.passed, found
 
 
+def test_a_primitive_that_jax_does_not_know_runs_on_each_devices_rows(eager: Any) -> None:
+    def ranked(x: Any, *, scale: float) -> Any:
+        return scale * x / jnp.sum(jnp.abs(x), axis=-1, keepdims=True)
+
+    shares = Primitive("shares_of_row")
+    shares.def_impl(ranked)
+    shares.def_abstract_eval(lambda x, *, scale: x)
+    mlir.register_lowering(shares, mlir.lower_fun(ranked, multiple_results=False))
+
+    @tdl.rule("shares_of_row")
+    def describe(call: tdl.Call, x: Any) -> Any:
+        return lambda i, j: tdl.Opaque()(x[i, :])[j]
+
+    def step(x: Any) -> Any:
+        return shares.bind(x * 2.0, scale=3.0) + 1.0
+
+    args = (jax.random.normal(KEYS[0], (16, 4)),)
+    plan = shardplan.plan(step, *args, cluster=eager, pins={"x": P(("node", "gpu"))})
+    assert cut_loops(plan, "shares_of_row") == {"i"}
+    found = verify(plan, step, args)
+    assert found.passed, found
+
+
 # -- without a description ----------------------------------------------------------------------------------------------
 
 
@@ -280,6 +305,12 @@ def test_an_opaque_call_is_an_error_that_shows_the_lines_to_write(eager: Any) ->
         "def describe(x0):",
         "return lambda i0, i1: tdl.Opaque()(x0[i0, :])[i1]",
     ]
+
+
+def test_a_kernel_without_a_name_is_an_error_that_asks_for_one(eager: Any) -> None:
+    nameless = lambda x: pl.pallas_call(lambda a, b: None, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)  # noqa: E731
+    with pytest.raises(shardplan.UndescribedPrimitiveError, match=r"has no name to describe it by: .* name=\), or allow it"):
+        shardplan.plan(nameless, jnp.ones((8, 4)), cluster=eager)
 
 
 def test_the_lines_of_the_error_work(eager: Any) -> None:

@@ -106,6 +106,11 @@ def test_a_kernel_must_say_how_a_worker_runs_it() -> None:
         register("pallas_call:double")
 
 
+def test_a_kernel_without_a_name_is_asked_for_one() -> None:
+    with pytest.raises(DescriptionError, match=r"give yours one: pallas_call\(..., name=\)"):
+        register("pallas_call:?", run=lambda x: x)
+
+
 @pytest.mark.parametrize(
     ("function", "says"),
     [
@@ -115,6 +120,11 @@ def test_a_kernel_must_say_how_a_worker_runs_it() -> None:
         (lambda q, k, v: lambda b, i, d: tdl.Sum(lambda j: q[b, i, d]), "the extent of j cannot be read off an operand"),
         (lambda q, k, v: lambda b, i, d: jnp.exp(q[b, i, d]), "tdl.apply"),
         (lambda q, k, v: lambda b, i, d: None, "built from operand elements and numbers: None"),
+        (
+            lambda q, k, v: lambda b, i, d: q[1 // 0, i, d],
+            r"the description's lambda fails on symbolic indices: ZeroDivisionError",
+        ),
+        (lambda q, k, v: lambda b, i, d: q[b.size, i, d], r"fails on symbolic indices: AttributeError"),
         (lambda q, k, v: None, "a description returns a lambda for each result: None"),
         (lambda q, k, v: (lambda b, i, d: q[b, i, d],) * 2, "has 1 results, described are 2"),
         (lambda q, k: lambda b, i, d: q[b, i, d], "has 3 operands, described are"),
@@ -139,6 +149,18 @@ def test_without_an_example_small_arrays_are_tried() -> None:
         register("pallas_call:double", run=lambda x: 2 * jnp.reshape(x, (5, 7)))(lambda x: lambda i, j: 2.0 * x[i, j])
 
 
+def test_what_no_cut_of_the_example_divides_is_said_to_be_unproven() -> None:
+    @jax.jit
+    def differences(x: Any) -> Any:
+        return x - x.mean(0)
+
+    for shape in ((5, 7), (1, 6)):
+        with pytest.warns(UserWarning, match=rf"is not proven along i \({shape[0]}\): no cut 2 or 3 ways divides"):
+            register(differences, example=[jax.ShapeDtypeStruct(shape, jnp.float32)])(
+                lambda x: lambda i, j: tdl.Opaque()(x[i, :])[j]
+            )
+
+
 def test_a_halo_is_proven_where_it_is_said_how_blocks_run() -> None:
     def apart(x: Any) -> Any:
         return x[1:] - x[:-1]
@@ -151,6 +173,13 @@ def test_a_halo_is_proven_where_it_is_said_how_blocks_run() -> None:
     register(differences, run=apart, example=example)(lambda x: lambda i, j: x[i, j] - x[i - 1, j])
     with pytest.raises(DescriptionError, match=r"does not hold|refuses the regions"):
         register(differences, run=apart, example=example)(lambda x: lambda i, j: x[i, j] - x[i - 2, j])
+
+
+def test_a_primitive_with_parameters_asks_for_run() -> None:
+    doubled = Primitive("doubled")
+    doubled.def_abstract_eval(lambda x, *, times: x)
+    with pytest.raises(DescriptionError, match=r"does not take the example .a primitive with parameters needs run="):
+        register(doubled, example=[jax.ShapeDtypeStruct((4, 6), jnp.float32)])(lambda x: lambda *i: 2.0 * x[i])
 
 
 def test_a_primitive_of_ones_own_keeps_its_parameters() -> None:

@@ -91,7 +91,8 @@ def _reduce_window_any(name: str, draw: Draw) -> Case:
     dims, p = _window(draw)
     x = array(draw, dims, "int32", low=1, high=3)
     windows = p["window_dimensions"], p["window_strides"], p["padding"], p["base_dilation"], p["window_dilation"]
-    return traced(name, lambda x: lax.reduce_window(x, np.int32(1), lambda a, b: a * b + 0 * a, *windows), x)
+    start = np.int32(draw.choose((1, 2)))
+    return traced(name, lambda x: lax.reduce_window(x, start, lambda a, b: a * b + 0 * a, *windows), x)
 
 
 def _plain_window(draw: Draw, *, batch: bool = False) -> tuple[tuple[int, ...], dict[str, Any]]:

@@ -106,9 +106,13 @@ def _lone(x: TensorRef, i: tuple[Any, ...]) -> list[Any]:
 
 @rule("reduce_window")
 def _reduce_window_any(call: Call, *operands: TensorRef) -> tuple[Lambda, ...]:
-    """By a function of the user's: the result may be cut, the window not."""
+    """By a function of the user's: the result may be cut, the window not.
+
+    Nor a dim with padding, which the function never sees: no value that stands beyond an edge would do in its place.
+    """
     half = len(operands) // 2
     window = tuple(int(n) for n in call.params["window_dimensions"])
+    padded = [d for d, lohi in enumerate(call.params["padding"]) if any(int(n) > 0 for n in lohi)]
 
     def element(*i: Any) -> Scalar:
         def parts(*w: Any) -> Scalar:
@@ -116,7 +120,7 @@ def _reduce_window_any(call: Call, *operands: TensorRef) -> tuple[Lambda, ...]:
                 "reduce_window", *(x[window_index(call.params, i, w)] for x in operands[:half]), *(v[()] for v in operands[half:])
             )
 
-        return apply("reduce_window", held(*_lone(operands[0], i)), lang.Sum(parts, window))
+        return apply("reduce_window", held(*_lone(operands[0], i), *(i[d] for d in padded)), lang.Sum(parts, window))
 
     return (element,) * half
 

@@ -1,0 +1,147 @@
+# pyright: basic
+"""Whether a call in a program is of the function that was registered, and not of another one of the same name.
+
+The registered function is traced on the call's shapes, and the two programs are compared: op by op, with their constants. Where
+they differ (another function, other static arguments, another constant inside a kernel) the description says nothing about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.interpreters import partial_eval
+
+from shardplan import _jax
+from shardplan.errors import DescriptionError
+from shardplan.tdl.describe import kernel_name
+from shardplan.users import users_code
+
+_CUSTOM = ("custom_jvp_call", "custom_vjp_call")
+
+
+def same_function(function: Callable[..., Any], name: str, body: Any, operands: Sequence[Any]) -> bool:
+    """Whether ``function`` on operands of these types is the call ``name`` whose program is ``body``."""
+    primitive = name.partition(":")[0]
+    traced = _traced(function, name, operands)
+    if traced is None:
+        return False
+    for eqn in traced.jaxpr.eqns:
+        own = eqn.params.get("jaxpr" if primitive == "jit" else "call_jaxpr")
+        if eqn.primitive.name in (primitive, "pjit") and own is not None:
+            return own is body or same_program(_alive(own), _alive(body))
+    return False
+
+
+def same_kernel(run: Callable[..., Any], name: str, params: Any, operands: Sequence[Any]) -> bool:
+    """Whether ``run`` on operands of these types calls this kernel; also where it calls none of that name, or takes none such."""
+    traced = _traced(run, name, operands)
+    found = (
+        [] if traced is None else [e.params for e in _equations(traced.jaxpr) if kernel_name(e.primitive.name, e.params) == name]
+    )
+    return not found or any(_same_grid(p, params) and same_program(p["jaxpr"], params["jaxpr"]) for p in found)
+
+
+def _traced(function: Callable[..., Any], name: str, operands: Sequence[Any]) -> Any | None:
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False)) for x in operands]
+    try:
+        with users_code(lambda error: DescriptionError(f"{name} cannot be traced", expression=str(error))):
+            return jax.make_jaxpr(function)(*shapes)
+    except DescriptionError:
+        return None
+
+
+def _alive(closed: Any) -> Any:
+    """The program without what its results do not depend on, which JAX leaves out of some calls (inside remat) only."""
+    jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
+    return closed.replace(jaxpr=jaxpr)
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, tuple | list) else (value,):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    yield from _equations(inner)
+
+
+def _same_grid(a: Any, b: Any) -> bool:
+    """The same blocks, cut from the operands in the same way."""
+    one, two = a.get("grid_mapping"), b.get("grid_mapping")
+    maps = [[getattr(m, "index_map_jaxpr", None) for m in getattr(g, "block_mappings", ())] for g in (one, two)]
+    return str(one) == str(two) and _alike(*maps)
+
+
+def same_program(a: Any, b: Any) -> bool:
+    """Whether two programs do the same ops on the same constants: names of variables and places in the source do not count."""
+    if a is b:
+        return True
+    if not _alike(getattr(a, "consts", ()), getattr(b, "consts", ())):
+        return False
+    one, two = (getattr(x, "jaxpr", x) for x in (a, b))
+    of: dict[Any, Any] = {}
+    if not (_bound(of, one.constvars, two.constvars) and _bound(of, one.invars, two.invars) and len(one.eqns) == len(two.eqns)):
+        return False
+    for e, f in zip(one.eqns, two.eqns, strict=True):
+        if e.primitive is not f.primitive or not _read(of, e.invars, f.invars) or not _same_params(e, f):
+            return False
+        if not _bound(of, e.outvars, f.outvars):
+            return False
+    return _read(of, one.outvars, two.outvars)
+
+
+def _bound(of: dict[Any, Any], one: Sequence[Any], two: Sequence[Any]) -> bool:
+    of.update(zip(one, two, strict=False))
+    return [_type(v) for v in one] == [_type(v) for v in two]
+
+
+def _type(var: Any) -> Any:
+    return getattr(var.aval, "shape", None), getattr(var.aval, "dtype", None)
+
+
+def _read(of: dict[Any, Any], one: Sequence[Any], two: Sequence[Any]) -> bool:
+    def same(a: Any, b: Any) -> bool:
+        if isinstance(a, _jax.Literal) or isinstance(b, _jax.Literal):
+            return type(a) is type(b) and _type(a) == _type(b) and _alike(a.val, b.val)
+        return of[a] is b
+
+    return len(one) == len(two) and all(map(same, one, two))
+
+
+def _same_params(e: Any, f: Any) -> bool:
+    """How a derivative is taken does not count where it was taken already, nor where a ``jit`` would like its values to lie."""
+    name = e.primitive.name
+    key = "call_jaxpr" if name in _CUSTOM else "jaxpr" if name in ("jit", "pjit") else None
+    return _alike(e.params[key], f.params[key]) if key in e.params else _alike(e.params, f.params)
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Equal values; what cannot be compared is not."""
+    if a is b:
+        return True
+    if hasattr(a, "eqns") or hasattr(a, "jaxpr"):
+        return (hasattr(b, "eqns") or hasattr(b, "jaxpr")) and same_program(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(_alike(a[k], b[k]) for k in a)
+    if isinstance(a, tuple | list):
+        return isinstance(b, tuple | list) and len(a) == len(b) and all(map(_alike, a, b))
+    if isinstance(a, np.ndarray | np.generic | jax.Array | float | complex):
+        return _same_array(a, b)
+    if hasattr(a, "__code__") and hasattr(b, "__code__"):  # a function made anew at each trace
+        cells = [tuple(c.cell_contents for c in f.__closure__ or ()) for f in (a, b)]
+        return a.__code__ is b.__code__ and _alike(a.__defaults__, b.__defaults__) and _alike(*cells)
+    return bool(a == b)
+
+
+def _same_array(a: Any, b: Any) -> bool:
+    if any(isinstance(x, Tracer) for x in (a, b)) or np.shape(a) != np.shape(b):
+        return False
+    if jax.numpy.issubdtype(getattr(a, "dtype", None) or np.float32, jax.dtypes.prng_key):
+        return a.dtype == getattr(b, "dtype", None) and _same_array(jax.random.key_data(a), jax.random.key_data(b))
+    one, two = np.asarray(a), np.asarray(b)
+    return one.dtype == two.dtype and one.tobytes() == two.tobytes()

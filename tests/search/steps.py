@@ -69,7 +69,7 @@ class Recipe:
     def _loss(self, weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
         values = [x]
         for name, a, b in self.moves:
-            values.append(_MOVES[name](values[a % len(values)], values[b % len(values)], b, weights))
+            values.append(MOVES[name](values[a % len(values)], values[b % len(values)], b, weights))
         unread = [v for i, v in enumerate(values) if i == len(values) - 1 or not self._is_read(i)]
         return sum((jnp.sum(v * v) for v in unread), start=jnp.zeros(()))
 
@@ -116,7 +116,25 @@ def _scan(x: jax.Array, y: jax.Array, b: int, weights: dict[str, jax.Array]) -> 
     return jax.lax.scan(body, x, None, length=3)[0]
 
 
-_MOVES = {
+def _pair(x: jax.Array, y: jax.Array, b: int, weights: dict[str, jax.Array]) -> jax.Array:
+    """Two results of one op, both read."""
+    keys, values = jax.lax.sort_key_val(x, y if x.shape == y.shape else jnp.cos(x), dimension=b % 2)
+    return keys * values
+
+
+def _sums(x: jax.Array, y: jax.Array, b: int, weights: dict[str, jax.Array]) -> jax.Array:
+    """Two sums that may be added up before they are reduced."""
+    other = y if x.shape[0] == y.shape[0] else jnp.sin(x)
+    return x.T @ other + (x * x).T @ other
+
+
+def _accumulate(x: jax.Array, y: jax.Array, b: int, weights: dict[str, jax.Array]) -> jax.Array:
+    """A sum carried around a loop."""
+    parts = x.reshape(2, x.shape[0] // 2, x.shape[1])
+    return jax.lax.scan(lambda total, part: (total + part.T @ part, None), jnp.zeros((x.shape[1],) * 2), parts)[0]
+
+
+MOVES = {
     "dot": _dot,
     "tied": _tied,
     "add": _add,
@@ -125,6 +143,9 @@ _MOVES = {
     "transpose": _transpose,
     "inner": _inner,
     "scan": _scan,
+    "pair": _pair,
+    "sums": _sums,
+    "accumulate": _accumulate,
 }
 
 
@@ -132,7 +153,7 @@ _MOVES = {
 def recipes(draw: st.DrawFn) -> Recipe:
     size = st.sampled_from(SIZES)
     weights = tuple(draw(st.lists(st.tuples(size, size), min_size=1, max_size=3)))
-    names = st.sampled_from(["dot", "dot", *_MOVES])
+    names = st.sampled_from(["dot", "dot", *MOVES])
     moves = tuple(draw(st.lists(st.tuples(names, st.integers(0, 7), st.integers(0, 7)), min_size=2, max_size=6)))
     return Recipe(draw(size), draw(size), weights, moves, draw(st.booleans()))
 

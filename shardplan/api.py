@@ -87,7 +87,7 @@ def plan(
         step=step,
         memory_limit=limit,
         objective=objective,
-        lower_bound_s=outcome.bound_s,
+        bound=outcome.bound,
         exact=outcome.exact,
         trace_s=traced_at - began,
         search_s=time.perf_counter() - traced_at,

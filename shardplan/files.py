@@ -21,6 +21,7 @@ from shardplan.objects import trace_step
 from shardplan.plans import FORMAT, Baseline, Plan, auto
 from shardplan.positions import leaves_of
 from shardplan.search import coarsen, flatten, memory
+from shardplan.search.bound import Known
 from shardplan.search.extract import Extractor
 from shardplan.search.premise import everything_cut
 from shardplan.search.problem import Problem
@@ -51,6 +52,7 @@ class PlanFile:
     pins: Mapping[str, PartitionSpec]
     baselines: tuple[Baseline, ...]
     lower_bound_s: float
+    unlimited_s: float | None
     exact: bool
     trace_s: float
     search_s: float
@@ -81,7 +83,7 @@ class PlanFile:
             step=step,
             memory_limit=self.memory_limit,
             objective=self.objective,
-            lower_bound_s=self.lower_bound_s,
+            bound=Known(self.lower_bound_s, self.unlimited_s),
             exact=self.exact,
             rivals=Rivals(Solver(problem, live)),
             scored=self.baselines,
@@ -198,6 +200,7 @@ def _parsed(name: str, content: dict[str, Any]) -> PlanFile:
         pins={str(glob): _spec(entries) for glob, entries in content["pins"].items()},
         baselines=tuple(Baseline(**b) for b in content["baselines"]),
         lower_bound_s=float(content["lower_bound_s"]),
+        unlimited_s=None if content["unlimited_s"] is None else float(content["unlimited_s"]),
         exact=bool(content["exact"]),
         trace_s=float(content["trace_s"]),
         search_s=float(content["search_s"]),

@@ -27,11 +27,12 @@ from shardplan.positions import leaves_of, positions, tuple_of
 from shardplan.report.explain import explain, explain_all
 from shardplan.report.json import figures
 from shardplan.runner import Leaves, Runner, check_tree, shape_text
+from shardplan.search.bound import Bound, Known
 from shardplan.search.extract import Decisions, Extractor
 from shardplan.search.solve import Rivals, Solution
 from shardplan.trace import Traced
 
-FORMAT = 2
+FORMAT = 3
 """Version of the plan file."""
 
 
@@ -71,10 +72,10 @@ class Baseline:
 class Plan:
     """How a step runs on a cluster. Made by `shardplan.plan` or `shardplan.load`.
 
-    Seconds are predicted for one step and bytes for one device. ``lower_bound_s`` bounds every plan's seconds where memory has
-    no limit, and is their optimum where ``exact``. ``time_model`` says how ``step_time_s`` adds up ("sum": compute plus
-    communication, no overlap). ``memory_limit`` is in bytes; ``trace_s`` and ``search_s`` were measured. ``rivals`` solves the
-    baselines when they are first asked for; ``scored`` are those that a plan's file lists.
+    Seconds are predicted for one step and bytes for one device. ``bound`` finds ``lower_bound_s``; where ``exact``, its
+    ``unlimited_s`` is the optimum of all plans where memory has no limit. ``time_model`` says how ``step_time_s`` adds up
+    ("sum": compute plus communication, no overlap). ``memory_limit`` is in bytes; ``trace_s`` and ``search_s`` were measured.
+    ``rivals`` solves the baselines when they are first asked for; ``scored`` are those that a plan's file lists.
     """
 
     cluster: Cluster
@@ -86,7 +87,7 @@ class Plan:
     step: Callable[..., Any] = field(repr=False)
     memory_limit: int
     objective: str
-    lower_bound_s: float
+    bound: Bound | Known = field(repr=False)
     exact: bool
     rivals: Rivals = field(repr=False)
     trace_s: float
@@ -125,6 +126,16 @@ class Plan:
     def peak_bytes(self) -> int:
         """The most bytes that one device holds at any point of a step."""
         return self.solution.peak_bytes
+
+    @property
+    def lower_bound_s(self) -> float:
+        """No plan of this mesh within the pins and the memory limit takes fewer seconds; found when it is first asked for."""
+        return self.bound.seconds
+
+    @property
+    def gap(self) -> float:
+        """The part of ``lower_bound_s`` by which the plan lies above it."""
+        return max(0.0, self.step_time_s / self.lower_bound_s - 1) if self.lower_bound_s > 0 else 0.0
 
     @property
     def baselines(self) -> tuple[Baseline, ...]:

@@ -116,7 +116,7 @@ def test_a_file_that_is_not_there_says_so(tmp_path: Path) -> None:
 
 READ = (
     "fingerprint arguments operators cluster factors variables keep regather memory_limit objective donate_argnums replicate pins"
-    " baselines lower_bound_s exact trace_s search_s explain"
+    " baselines lower_bound_s unlimited_s exact trace_s search_s explain"
 ).split()
 
 

@@ -142,10 +142,11 @@ class _Why:
         pins = plan.pins
         hits = [p for p in pins if path is None or fnmatch.fnmatchcase(path, p)]
         found = [f"the pin {p!r} = {spec_text(pins[p])} fixes {'it' if path else 'what it matches'}" for p in hits]
-        if path is None and plan.exact and plan.step_time_s > plan.lower_bound_s * (1 + 1e-6):
+        unlimited_s = plan.bound.unlimited_s
+        if path is None and unlimited_s is not None and plan.step_time_s > unlimited_s * (1 + 1e-6):
             found.append(
-                f"the memory limit of {size(plan.memory_limit)} binds: without it a step takes {seconds(plan.lower_bound_s)}, "
-                f"{_more(plan.lower_bound_s - plan.step_time_s)}"
+                f"the memory limit of {size(plan.memory_limit)} binds: without it a step takes {seconds(unlimited_s)}, "
+                f"{_more(unlimited_s - plan.step_time_s)}"
             )
         return found
 

@@ -23,6 +23,8 @@ def figures(plan: Plan) -> dict[str, Any]:
         "peak_bytes": plan.peak_bytes,
         "memory_limit": plan.memory_limit,
         "lower_bound_s": plan.lower_bound_s,
+        "gap": plan.gap,
+        "unlimited_s": plan.bound.unlimited_s,
         "exact": plan.exact,
         "trace_s": plan.trace_s,
         "search_s": plan.search_s,

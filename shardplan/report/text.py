@@ -68,13 +68,14 @@ def bound_text(plan: Plan) -> str:
     """How far from the best the plan may be."""
     if plan.lower_bound_s <= 0:
         return "no lower bound is known"
-    gap = plan.step_time_s / plan.lower_bound_s - 1
     pins = " with these pins" if plan.pins else ""
-    without = f"{pins} and without the memory limit" if plan.exact and gap > 1e-6 else ""
-    if plan.exact and gap <= 1e-6:
+    unlimited_s = plan.bound.unlimited_s
+    if unlimited_s is not None and plan.step_time_s <= unlimited_s * (1 + 1e-6):
         return f"the optimum of the cost model{pins}: no layout of this mesh is faster"
-    kind = "optimum" if plan.exact else "lower bound"
-    return f"{gap:.1%} above the {kind} {seconds(plan.lower_bound_s)}{without}"
+    text = f"at most {plan.gap:.1%} above the optimum{pins} (lower bound {seconds(plan.lower_bound_s)})"
+    if unlimited_s is None:
+        return text
+    return f"{text}; without the memory limit {seconds(unlimited_s)}"
 
 
 def matrix_text(plan: Plan) -> str:

@@ -12,9 +12,10 @@ Lagrangean bound): no plan that fits is cheaper.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,12 +27,21 @@ from shardplan.search.pricing import Domain
 from shardplan.search.problem import Problem
 
 Floats = NDArray[np.float64]
-
-SWEEPS = 200
-"""No more than so many sweeps: what they gain by then is below a thousandth of the bound a sweep."""
+Column = NDArray[np.float64] | NDArray[np.int64]
 
 ENOUGH = 1e-5
-"""The ascent ends when two sweeps gain less than this part of the bound."""
+"""The ascent ends when two sweeps gain less than this part of the bound, or it is so near to a known cost."""
+
+WORK = 5e9
+"""Table entries that an ascent looks at, at most: about ten seconds. Counted, not timed: a bound is the same every time."""
+
+MOST_SWEEPS = 400
+
+_CALL = 10_000  # looking at a small table costs as much as at so many entries
+
+_WORST = 4.0  # what cannot be is charged so many times the cost of the plan: the best plan has none of it
+
+_PRICES = 6  # so many prices on bytes are tried
 
 _ROUNDED_S = 1e-12  # tables are rounded to picoseconds: by so much an assignment may be cheaper for each of its terms
 
@@ -45,7 +55,31 @@ class Star:
 
     scope: tuple[int, ...]
     base: Floats  # [S]
-    columns: tuple[Floats | NDArray[np.int64], ...]
+    columns: tuple[Column, ...]
+
+
+class Held(Protocol):
+    """What a bound needs of a solution."""
+
+    @property
+    def states(self) -> tuple[int, ...]:
+        """The state of each variable."""
+        ...
+
+    @property
+    def keep(self) -> frozenset[int]:
+        """The backward views that reuse the forward copy."""
+        ...
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of one step."""
+        ...
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that a device holds."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +122,7 @@ class _Builder:
         self.problem, self.domains, self.worst_s, self.live, self.prices = problem, domains, worst_s, live, prices
         self.held: dict[int, float] = {}  # for each view the seconds that its whole copies cost at the points
         self.kept: dict[int, float] = {}  # likewise for each backward view that keeps the forward copy
-        self._memo: dict[tuple[object, ...], tuple[Floats, tuple[Floats | NDArray[np.int64], ...]]] = {}
+        self._memo: dict[tuple[object, ...], tuple[Floats, tuple[Column, ...]]] = {}
 
     def build(self, limit: int) -> Stars:
         problem = self.problem
@@ -112,7 +146,8 @@ class _Builder:
         for variable in problem.coarse.variables:
             if variable.kind != "stored":
                 found.append(self._view(variable.id))
-        return Stars(tuple(unary), tuple(found), constant)
+        rounding = _ROUNDED_S * (len(found) + len(unary))
+        return Stars(tuple(unary), tuple(_merged(found)), constant - rounding)
 
     def _finite(self, costs: Floats) -> Floats:
         return np.minimum(costs, self.worst_s)
@@ -188,60 +223,85 @@ class _Builder:
         return np.ascontiguousarray(self._finite(costs * self.problem.view_weight[v]).T)
 
 
-@dataclass(slots=True)
+def _merged(stars: Sequence[Star]) -> Iterator[Star]:
+    """Equal terms of the same variables, such as those of unrolled timesteps, as one."""
+    alike: dict[tuple[tuple[int, ...], int], list[Star]] = {}
+    for star in stars:
+        alike.setdefault((star.scope, id(star.base)), []).append(star)
+    for (scope, _), (first, *more) in alike.items():
+        n = 1 + len(more)
+        columns = tuple(c if c.ndim == 1 or n == 1 else c * n for c in first.columns)
+        yield Star(scope, first.base * n if more else first.base, columns)
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """One variable in a sweep: the (star, position) that it is in, those to hand costs to, and into how many parts."""
+
+    variable: int
+    around: tuple[tuple[int, int], ...]
+    later: tuple[tuple[int, int], ...]
+    parts: int
+
+
 class Ascent:
-    """Costs moved between stars and variables. ``moved[k][j]`` [D] is what star k has given its j-th variable."""
+    """Costs on their way between stars and variables: ``moved[k][j]`` [D] is what star k gave to its j-th variable so far."""
 
-    given: Stars
-    moved: list[list[Floats]] = field(init=False)
-    _own: list[Floats] = field(init=False)  # [D] of each variable: what it costs by now
-    _least: list[list[Floats]] = field(init=False)  # [S] of each star and variable: its least price in each hidden state
-    _around: list[list[tuple[int, int]]] = field(init=False)
-    _order: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        given = self.given
+    def __init__(self, given: Stars, moved: Sequence[Sequence[Floats]] | None = None) -> None:
+        self.given = given
+        start = moved or [[np.zeros(len(given.unary[v])) for v in star.scope] for star in given.stars]
+        self.moved = [[m.copy() for m in ms] for ms in start]
         self._own = [u.copy() for u in given.unary]
-        self._around = [[] for _ in given.unary]
+        around: list[list[tuple[int, int]]] = [[] for _ in given.unary]
         for k, star in enumerate(given.stars):
             for j, v in enumerate(star.scope):
-                self._around[v].append((k, j))
-        self.moved = [[np.zeros(len(given.unary[v])) for v in star.scope] for star in given.stars]
-        self._least = [[_least(c, m) for c, m in zip(s.columns, ms, strict=True)] for s, ms in zip(given.stars, self.moved, strict=True)]
-        # by the first term that a variable is in: the order of the program
-        self._order = sorted(range(len(given.unary)), key=lambda v: (self._around[v][:1], v))
+                around[v].append((k, j))
+                self._own[v] += self.moved[k][j]
+        # [S] for each star and variable: its least price in each hidden state
+        self._least = [
+            [_least(c, m) for c, m in zip(star.columns, ms, strict=True)]
+            for star, ms in zip(given.stars, self.moved, strict=True)
+        ]
+        # by the first term that a variable is in, which is the order of the program
+        order = sorted(range(len(given.unary)), key=lambda v: (around[v][:1], v))
+        self._turns = _turns(given, around, order), _turns(given, around, order[::-1])
+        self.work = sum(len(s.base) * len(given.unary[v]) + _CALL for s in given.stars for v in s.scope)
 
     def bound_s(self) -> float:
         """The sum of all least values: no assignment costs less."""
         total = self.given.constant_s + sum(float(u.min()) for u in self._own)
         for star, least in zip(self.given.stars, self._least, strict=True):
             total += float((star.base + sum(least)).min())
-        rounding = _ROUNDED_S * (len(self.given.stars) + len(self.given.unary))
-        return total - rounding - 1e-12 * abs(total)
+        return total - 1e-12 * abs(total)  # of the sums in floating point
 
     def sweep(self, *, backwards: bool) -> None:
         """Once over all variables: each takes what its terms can give, and hands it to those whose other variables come later."""
-        rank = {v: i for i, v in enumerate(self._order)}
-        sign = -1 if backwards else 1
-        for v in reversed(self._order) if backwards else self._order:
-            around = self._around[v]
-            own = self._own[v]
-            later: list[tuple[int, int]] = []
-            earlier = 0
-            for k, j in around:
-                others = [sign * (rank[u] - rank[v]) for u in self.given.stars[k].scope if u != v]
-                if any(o > 0 for o in others):
-                    later.append((k, j))
-                earlier += any(o < 0 for o in others)
+        for turn in self._turns[backwards]:
+            own = self._own[turn.variable]
+            for k, j in turn.around:
                 gain = self._marginal(k, j)
                 own += gain
                 self.moved[k][j] += gain
-            share = own / max(len(later), earlier, 1)
-            for k, j in later:
+            share = own / turn.parts
+            for k, j in turn.later:
                 self.moved[k][j] -= share
                 own -= share
-            for k, j in around:
+            for k, j in turn.around:
                 self._least[k][j] = _least(self.given.stars[k].columns[j], self.moved[k][j])
+
+    def at_least_s(self) -> tuple[Floats, ...]:
+        """For each variable [D]: no assignment with it in that state costs less."""
+        bound, tops = self.bound_s(), [0.0] * len(self.given.stars)
+        for k, (star, least) in enumerate(zip(self.given.stars, self._least, strict=True)):
+            tops[k] = float((star.base + sum(least)).min())
+        found: list[Floats] = []
+        for turn in sorted(self._turns[False], key=lambda t: t.variable):
+            own = self._own[turn.variable]
+            total = own + bound - float(own.min())
+            for k, j in turn.around:
+                total = total + self._marginal(k, j) - tops[k]
+            found.append(total - 1e-12 * abs(bound))
+        return tuple(found)
 
     def _marginal(self, k: int, j: int) -> Floats:
         """[D]: the least that a star can cost by now in each state of its j-th variable."""
@@ -252,31 +312,119 @@ class Ascent:
                 rest += other
         column = star.columns[j]
         if column.ndim == 1:
-            states = len(self.moved[k][j])
-            return rest.reshape(-1, states).min(axis=0) - self.moved[k][j]
-        return (column + rest[:, None]).min(axis=0) - self.moved[k][j]
+            found = rest.reshape(-1, len(self.moved[k][j])).min(axis=0)
+        else:
+            found = (column + rest[:, None]).min(axis=0)
+        return found - self.moved[k][j]
 
 
-def _least(column: Floats | NDArray[np.int64], moved: Floats) -> Floats:
+def _turns(given: Stars, around: Sequence[Sequence[tuple[int, int]]], order: Sequence[int]) -> tuple[_Turn, ...]:
+    rank = {v: i for i, v in enumerate(order)}
+    found: list[_Turn] = []
+    for v in order:
+        later = tuple(at for at in around[v] if any(rank[u] > rank[v] for u in given.stars[at[0]].scope))
+        earlier = sum(any(rank[u] < rank[v] for u in given.stars[k].scope) for k, _ in around[v])
+        found.append(_Turn(v, tuple(around[v]), later, max(len(later), earlier, 1)))
+    return tuple(found)
+
+
+def _least(column: Column, moved: Floats) -> Floats:
     """[S]: the least price of a variable in each hidden state, after what was moved to the variable."""
     if column.ndim == 1:
-        return -moved[column]
+        return -moved[column.astype(np.int64, copy=False)]
     return (column - moved).min(axis=1)
 
 
-def ascend(given: Stars, *, deadline: float | None = None, known_s: float = float("inf")) -> tuple[Ascent, float]:
-    """(the ascent, its bound in seconds). It ends when little is gained, at ``deadline`` (a `time.monotonic` instant), or within
-    ``ENOUGH`` of ``known_s``, the cost of an assignment.
-    """
-    ascent = Ascent(given)
-    bound = ascent.bound_s()
-    for n in range(SWEEPS):
-        ascent.sweep(backwards=n % 2 == 1)
-        if n % 2 == 0 and n:
-            continue
+def ascend(ascent: Ascent, *, known_s: float, work: float = WORK) -> float:
+    """The bound in seconds once little is gained, it is near ``known_s`` (an assignment's cost), or ``work`` is done."""
+    best = ascent.bound_s()
+    for _ in range(min(MOST_SWEEPS // 2, max(1, round(work / (2 * ascent.work))))):
+        ascent.sweep(backwards=False)
+        ascent.sweep(backwards=True)
         now = ascent.bound_s()
-        small = now - bound < ENOUGH * abs(now) and n > 1
-        bound = max(bound, now)
-        if small or bound >= known_s * (1 - ENOUGH) or (deadline is not None and time.monotonic() > deadline):
+        done = now - best < ENOUGH * abs(now) or now >= known_s * (1 - ENOUGH)
+        best = max(best, now)
+        if done:
             break
-    return ascent, bound
+    return best
+
+
+def narrowed(ascent: Ascent, domains: Sequence[Domain], known_s: float) -> tuple[Domain, ...]:
+    """The states of each variable that an assignment as good as one of ``known_s`` may have: every optimum is among them."""
+    return tuple(
+        tuple(s for s, least in zip(d, at_least, strict=True) if least <= known_s)
+        for d, at_least in zip(domains, ascent.at_least_s(), strict=True)
+    )
+
+
+class Bound:
+    """A lower bound on the seconds of every plan within the pins and the memory limit, found when it is first asked for.
+
+    ``unlimited_s`` is the optimum without a memory limit, where that was found.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        live: memory.Liveness,
+        domains: Sequence[Domain],
+        *,
+        free: Held,
+        chosen: Held,
+        limit: int,
+        unlimited_s: float | None,
+    ) -> None:
+        """``free`` is the best solution without a memory limit, ``chosen`` the best within it."""
+        self.unlimited_s = unlimited_s
+        self._problem, self._live, self._domains = problem, live, domains
+        self._free, self._chosen, self._limit = free, chosen, limit
+
+    @cached_property
+    def seconds(self) -> float:
+        """The optimum where nothing else binds, else the better of it and of what dual ascent finds."""
+        best = self.unlimited_s if self.unlimited_s is not None else self._without_limit()
+        return best if self._free.peak_bytes <= self._limit else max(best, self._at_limit())
+
+    def _without_limit(self) -> float:
+        given = stars(self._problem, self._domains, worst_s=_WORST * self._chosen.seconds)
+        return ascend(Ascent(given), known_s=self._free.seconds)
+
+    def _at_limit(self) -> float:
+        """At the best price on bytes, looked for from the one at which the unlimited plan is worth as much as the chosen."""
+        points = tuple(sorted({self._peak(self._free), self._peak(self._chosen)}))
+        saved = max(self._free.peak_bytes - self._chosen.peak_bytes, 1) * len(points)
+        start = max(self._chosen.seconds - self._free.seconds, 1e-9 * self._chosen.seconds) / saved
+        found: dict[int, float] = {}
+        last: list[list[Floats]] | None = None
+
+        def at(power: int) -> float:
+            nonlocal last
+            if power not in found:
+                given = stars(
+                    self._problem,
+                    self._domains,
+                    worst_s=_WORST * self._chosen.seconds,
+                    live=self._live,
+                    prices=Prices(points, start * 2.0**power),
+                    limit=self._limit,
+                )
+                ascent = Ascent(given, last)
+                found[power] = ascend(ascent, known_s=self._chosen.seconds, work=WORK / _PRICES)
+                last = ascent.moved
+            return found[power]
+
+        step = 1 if at(1) > at(0) else -1
+        power = max(step, 0)
+        while len(found) < _PRICES and at(power + step) > at(power):
+            power += step
+        return max(found.values())
+
+    def _peak(self, held: Held) -> int:
+        return int(memory.profile(self._problem, self._live, held.states, held.keep).argmax())
+
+
+class Known:
+    """A bound that was found before, as a plan's file says."""
+
+    def __init__(self, seconds: float, unlimited_s: float | None) -> None:
+        self.seconds, self.unlimited_s = seconds, unlimited_s

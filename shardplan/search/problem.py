@@ -149,16 +149,6 @@ class Problem:
         terms = self.terms([(s,) for s in states], keep_s, limits)
         return sum(t.constant + int(self.store.tables[t.table].flat[0]) for t in terms) / 1e12
 
-    def floor_seconds(self) -> float:
-        """A lower bound on any assignment: every op at its fastest, nothing communicated."""
-        total = 0.0
-        for n in self.coarse.joins:
-            node = self.graph.nodes[n]
-            total += float(self.options(node).compute_s.min(initial=np.inf)) * node.weight
-        for v, (seconds, shape) in self.interior.items():
-            total += seconds * float(self.resharder.space(len(shape)).local[list(self.domains[v])].min())
-        return total
-
     @cached_property
     def view_sources(self) -> Mapping[tuple[int, int], str]:
         """The source line of the first op that reads each (view, tensor)."""

@@ -14,6 +14,7 @@ from functools import cached_property
 
 from shardplan.search import memory
 from shardplan.search.baselines import LeftOut, Restriction, examined
+from shardplan.search.bound import Bound
 from shardplan.search.eliminate import Eliminator, Order, find_order
 from shardplan.search.heuristics import heuristics
 from shardplan.search.premise import everything_cut, everything_split
@@ -55,11 +56,14 @@ class Solution:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The best solution, the baselines, a lower bound on any solution's seconds without a memory limit, and how it was found."""
+    """The best solution, the baselines, a lower bound on any solution's seconds, and how it was found.
+
+    ``exact``: it is the optimum, where memory has no limit.
+    """
 
     best: Solution
     rivals: Rivals
-    bound_s: float
+    bound: Bound
     exact: bool
     smallest: Solution | None
 
@@ -201,7 +205,7 @@ def search(
 
     inside = [] if joint_fits else seeds()
     observer("search", 0.5)
-    best, bound, exact = _best(solver, domains, pinned, inside, joint_fits, deadline)
+    best, exact = _best(solver, domains, pinned, inside, joint_fits, deadline)
     candidates = [best, *inside]
     smallest: Solution | None = None
     if not best.fits(limit):
@@ -214,13 +218,15 @@ def search(
     chosen = min(fitting, key=lambda s: s.seconds) if fitting else smallest
     assert all(s in d for s, d in zip(chosen.states, pinned, strict=True)), "a pin is not held"
     observer("done", 1.0)
+    unlimited_s = best.seconds if exact else None
+    bound = Bound(problem, live, domains, free=best, chosen=chosen, limit=limit, unlimited_s=unlimited_s)
     return Outcome(replace(chosen, name="plan"), rivals, bound, exact, smallest)
 
 
 def in_seconds(problem: Problem, outcome: Outcome, donated: frozenset[int]) -> tuple[Problem, Outcome]:
     """What a search for the fewest bytes found, priced in seconds; the baselines are solved for seconds.
 
-    The bound is that of seconds: every op at its fastest, nothing communicated.
+    The bound is that of all plans for seconds.
     """
     timed = Problem(problem.graph, problem.coarse, problem.cluster, problem.factors)
     live = memory.liveness(timed, donated)
@@ -230,8 +236,9 @@ def in_seconds(problem: Problem, outcome: Outcome, donated: frozenset[int]) -> t
         return solver.rate(s.name, s.states, {v: float("inf") for v in timed.backward_views if v not in s.keep}, s.regather)
 
     smallest = priced(outcome.smallest) if outcome.smallest is not None else None
-    found = replace(outcome, best=priced(outcome.best), rivals=Rivals(Solver(timed, live)), smallest=smallest)
-    return timed, replace(found, bound_s=timed.floor_seconds(), exact=False)
+    best = priced(outcome.best)
+    bound = Bound(timed, live, timed.domains, free=best, chosen=best, limit=best.peak_bytes, unlimited_s=None)
+    return timed, Outcome(best, Rivals(Solver(timed, live)), bound, False, smallest)
 
 
 def _best(
@@ -241,16 +248,14 @@ def _best(
     seeds: Sequence[Solution],
     joint_fits: bool,
     deadline: float | None,
-) -> tuple[Solution, float, bool]:
-    """(the best solution in these domains, a lower bound, whether it is exact); ``pinned`` is what the recursion starts from."""
+) -> tuple[Solution, bool]:
+    """(the best solution in these domains, whether it is exact); ``pinned`` is what the recursion starts from."""
     if joint_fits:
-        solution, priced = solver.minimum("plan", domains)
-        return solution, priced, True
+        return solver.minimum("plan", domains)[0], True
     recursed = recurse(solver, pinned).solution
     found = min([recursed, *seeds], key=lambda s: s.seconds)
     polished = [_polish(solver, domains, s, deadline) for s in dict.fromkeys([recursed, found])]
-    best = min(polished, key=lambda s: s.seconds)
-    return best, solver.problem.floor_seconds(), False
+    return min(polished, key=lambda s: s.seconds), False
 
 
 def _polish(

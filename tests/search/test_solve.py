@@ -57,7 +57,7 @@ def test_recursion_and_polish_are_never_worse_than_their_seeds(
     for b in outcome.rivals.solutions:
         assert outcome.best.seconds <= b.seconds
     assert exact <= outcome.best.seconds * (1 + 1e-9)
-    assert outcome.bound_s <= exact * (1 + 1e-9)
+    assert outcome.bound.seconds <= exact * (1 + 1e-9)
 
 
 def test_polish_lowers_the_cost_of_what_it_starts_from() -> None:

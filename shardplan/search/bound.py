@@ -289,6 +289,20 @@ class Ascent:
             for k, j in turn.around:
                 self._least[k][j] = _least(self.given.stars[k].columns[j], self.moved[k][j])
 
+    def decoded(self) -> tuple[int, ...]:
+        """An assignment (an index into each domain): one variable after the other at its best, those before it held."""
+        least = [list(ls) for ls in self._least]
+        found = [0] * len(self._own)
+        for turn in self._turns[False]:
+            total = self._own[turn.variable].copy()
+            for k, j in turn.around:
+                total += self._marginal(k, j, least[k])
+            at = found[turn.variable] = int(total.argmin())
+            for k, j in turn.around:
+                column, moved = self.given.stars[k].columns[j], self.moved[k][j]
+                least[k][j] = (np.where(column == at, 0.0, np.inf) if column.ndim == 1 else column[:, at]) - moved[at]
+        return tuple(found)
+
     def at_least_s(self) -> tuple[Floats, ...]:
         """For each variable [D]: no assignment with it in that state costs less."""
         bound, tops = self.bound_s(), [0.0] * len(self.given.stars)
@@ -303,11 +317,11 @@ class Ascent:
             found.append(total - 1e-12 * abs(bound))
         return tuple(found)
 
-    def _marginal(self, k: int, j: int) -> Floats:
-        """[D]: the least that a star can cost by now in each state of its j-th variable."""
-        star, least = self.given.stars[k], self._least[k]
+    def _marginal(self, k: int, j: int, least: Sequence[Floats] | None = None) -> Floats:
+        """[D]: the least that a star can cost by now in each state of its j-th variable; ``least`` in place of the star's own."""
+        star = self.given.stars[k]
         rest = star.base.copy()
-        for i, other in enumerate(least):
+        for i, other in enumerate(self._least[k] if least is None else least):
             if i != j:
                 rest += other
         column = star.columns[j]

@@ -17,7 +17,7 @@ from shardplan.mesh import Cluster
 from shardplan.report.text import bound_text
 from shardplan.search import Problem, ilp, memory
 from shardplan.search.bound import Ascent, Bound, Prices, ascend, stars
-from shardplan.search.solve import Solution, Solver
+from shardplan.search.solve import Rivals, Solution, Solver
 from tests.search import steps
 
 
@@ -113,18 +113,22 @@ def test_a_bound_within_a_memory_limit_lies_below_every_plan_that_fits() -> None
     assert raised >= 3, "limits that bind raise the bound"
 
 
-def test_priced_stars_cost_what_the_profile_counts() -> None:
+@pytest.mark.parametrize(("price", "keeps"), [(2e-13, True), (1e-9, False)], ids=["copies kept", "gathered again"])
+def test_priced_stars_cost_what_the_profile_counts(price: float, keeps: bool) -> None:
     """The bound on one assignment alone is its cost and the price of its bytes at the points, less that of the limit."""
     step, args = _gpt()
     problem = steps.problem(step, *args, on=Cluster.load("2x2"))
     live = memory.liveness(problem)
-    solution, _ = Solver(problem, live).minimum("x", problem.domains)
+    solver = Solver(problem, live)
+    fsdp = next(s for s in Rivals(solver).solutions if s.name == "FSDP")
+    again = {} if keeps else dict.fromkeys(problem.backward_views, math.inf)
+    solution = solver.rate("FSDP", fsdp.states, again, False)
+    assert bool(solution.keep) == keeps
     held = memory.profile(problem, live, solution.states, solution.keep)
-    points, price, limit = (3, live.length // 2), 1e-12, 1000
-    alone = [(s,) for s in solution.states]
-    given = stars(problem, alone, worst_s=1.0, live=live, prices=Prices(points, price), limit=limit)
+    points, limit = tuple(range(live.length)), 1000
+    given = stars(problem, [(s,) for s in solution.states], worst_s=1.0, live=live, prices=Prices(points, price), limit=limit)
     expected = solution.seconds + price * sum(float(held[p]) - limit for p in points)
-    rounding = 2e-12 * (len(given.stars) + len(given.unary))
+    rounding = 2e-12 * (len(given.stars) + len(given.unary) + abs(expected))
     assert expected - rounding <= Ascent(given).bound_s() <= expected
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from shardplan.search import memory
+from shardplan.search import memory, repair
 from shardplan.search.baselines import LeftOut, Restriction, examined
 from shardplan.search.bound import Bound
 from shardplan.search.eliminate import Eliminator, Order, find_order
@@ -30,6 +30,9 @@ RIVAL_ENTRIES = 1_000_000
 
 SEEDS = 3
 """So many of the fastest baselines, and of the fastest that fit, start the search where it is not exact."""
+
+REPAIRS = 3
+"""So many solutions that hold too much are changed until they fit."""
 
 Observer = Callable[[str, float], None]
 """Told what is being done and how far it is (0 to 1)."""
@@ -213,6 +216,7 @@ def search(
         inside = inside or seeds()
         more, smallest = _within(solver, domains, limit, best, joint_fits, inside, deadline)
         candidates += [*inside, *more]
+        candidates += _repaired(solver, domains, limit, candidates, deadline)
     fitting = [s for s in candidates if s.fits(limit)]
     smallest = min([*candidates, *([smallest] if smallest else [])], key=lambda s: s.peak_bytes)
     chosen = min(fitting, key=lambda s: s.seconds) if fitting else smallest
@@ -298,6 +302,20 @@ def _by_levels(solver: Solver, r: Restriction) -> tuple[Solution, float]:
         if priced <= cost:
             states, cost = found, priced
     return states, cost
+
+
+def _repaired(
+    solver: Solver, domains: Sequence[Domain], limit: int, found: Sequence[Solution], deadline: float | None
+) -> list[Solution]:
+    """Those just above the limit, and the fastest, changed until they fit: where that may beat what fits already."""
+    fitting = min((s.seconds for s in found if s.fits(limit)), default=float("inf"))
+    over = [s for s in dict.fromkeys(found) if not s.fits(limit) and s.seconds < fitting]
+    repaired: list[Solution] = []
+    for start in sorted(over, key=lambda s: s.peak_bytes)[:REPAIRS]:
+        if all(s in d for s, d in zip(start.states, domains, strict=True)) and (deadline is None or time.monotonic() < deadline):
+            better = repair.repaired(solver, domains, start, limit)
+            repaired += [better] if better is not None else []
+    return repaired
 
 
 def _within(

@@ -1,0 +1,119 @@
+"""Into the memory limit by single steps: one price on bytes finds only the plans on the convex hull of seconds and bytes.
+
+Where the next plan on the hull is much slower than one that holds a little too much, a few layouts of the latter are changed: at
+its peak whatever gives the most bytes for the least seconds, until it fits. Then whatever is faster and still fits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardplan.search import memory
+from shardplan.search.pricing import Domain
+from shardplan.search.tables import BIG
+
+if TYPE_CHECKING:
+    from shardplan.search.solve import Solution, Solver
+
+STEPS = 40
+"""So many changes at most."""
+
+_LEAST = 0.02  # a variable that holds less than this part of what is too much is left as it is
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """Another state of a variable, or (``state`` None) a backward view that no longer keeps the forward copy."""
+
+    variable: int
+    state: int | None
+    seconds: float
+    saved: float
+
+
+def repaired(solver: Solver, domains: Sequence[Domain], start: Solution, limit: int) -> Solution | None:
+    """A solution like ``start`` that fits, or None where ``STEPS`` changes do not get there."""
+    current = start
+    for _ in range(STEPS):
+        if current.fits(limit):
+            return _refilled(solver, domains, current, limit)
+        over = current.peak_bytes - limit
+        moves = list(_moves(solver, domains, current, over))
+        if not moves:
+            return None
+        best = min(moves, key=lambda m: (m.seconds / min(m.saved, over), -m.saved, m.variable))
+        current = _moved(solver, current, best)
+    return None
+
+
+def _moves(solver: Solver, domains: Sequence[Domain], current: Solution, over: int) -> Iterator[_Move]:
+    problem, live, peak = solver.problem, solver.live, solver.peak_point(current)
+    held = np.zeros(len(domains))
+    at = (live.birth <= peak) & (live.death >= peak) & (live.variable >= 0)
+    np.add.at(held, live.variable[at], live.nbytes[at])
+    for v, nbytes, first, last in live.copies:
+        if first <= peak <= last and current.states[v] != current.states[problem.coarse.variables[v].of]:
+            held[v] += nbytes
+    for v in np.flatnonzero(held).tolist():
+        own = memory.local_bytes(problem, v, current.states[v])
+        if held[v] * own < _LEAST * over:
+            continue
+        costs = _costs(solver, domains, current, v)
+        now = costs[domains[v].index(current.states[v])]
+        for state, seconds in zip(domains[v], costs.tolist(), strict=True):
+            saved = held[v] * (own - memory.local_bytes(problem, v, state))
+            if saved > 0 and math.isfinite(seconds):
+                yield _Move(v, state, seconds - now, saved)
+    for v, nbytes, first, last in live.kept:
+        if v in current.keep and first < peak < last:
+            saved = nbytes * memory.local_bytes(problem, v, current.states[v])
+            if saved >= _LEAST * over:
+                more = solver.rate("plan", current.states, _again(solver, current.keep - {v}), current.regather)
+                yield _Move(v, None, more.seconds - current.seconds, saved)
+
+
+def _costs(solver: Solver, domains: Sequence[Domain], current: Solution, v: int) -> NDArray[np.float64]:
+    """[D]: the seconds of all terms of a variable in each of its states, all others held."""
+    problem = solver.problem
+    held: list[Domain] = [(s,) for s in current.states]
+    held[v] = domains[v]
+    total = np.zeros(len(domains[v]))
+    for term in problem.terms_of(v, held, _again(solver, current.keep), solver.limits):
+        table = problem.store.tables[term.table].reshape(-1)
+        total += np.where(table >= BIG, np.inf, (table + term.constant) / 1e12)
+    return total
+
+
+def _again(solver: Solver, keep: frozenset[int]) -> dict[int, float]:
+    """Prices that have all other copies gathered again."""
+    return {v: math.inf for v in solver.problem.backward_views if v not in keep}
+
+
+def _moved(solver: Solver, current: Solution, move: _Move) -> Solution:
+    states, keep = list(current.states), current.keep
+    if move.state is None:
+        keep = keep - {move.variable}
+    else:
+        states[move.variable] = move.state
+    return solver.rate("plan", tuple(states), _again(solver, keep), current.regather)
+
+
+def _refilled(solver: Solver, domains: Sequence[Domain], current: Solution, limit: int) -> Solution:
+    """Once over all variables: the fastest state of each with which the rest fits."""
+    for v, domain in enumerate(domains):
+        costs = _costs(solver, domains, current, v)
+        now = costs[domain.index(current.states[v])]
+        for i in np.argsort(costs, kind="stable").tolist():
+            if costs[i] >= now * (1 - 1e-9):
+                break
+            other = _moved(solver, current, _Move(v, domain[i], 0.0, 0.0))
+            if other.fits(limit) and other.seconds < current.seconds:
+                current = other
+                break
+    return current

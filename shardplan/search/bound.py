@@ -29,11 +29,11 @@ from shardplan.search.problem import Problem
 Floats = NDArray[np.float64]
 Column = NDArray[np.float64] | NDArray[np.int64]
 
-ENOUGH = 1e-5
+ENOUGH = 5e-5
 """The ascent ends when two sweeps gain less than this part of the bound, or it is so near to a known cost."""
 
-WORK = 5e9
-"""Table entries that an ascent looks at, at most: about ten seconds. Counted, not timed: a bound is the same every time."""
+WORK = 2e9
+"""Table entries that an ascent looks at, at most: three or four seconds. Counted, not timed: a bound is the same every time."""
 
 MOST_SWEEPS = 400
 
@@ -349,14 +349,14 @@ def _least(column: Column, moved: Floats) -> Floats:
     return (column - moved).min(axis=1)
 
 
-def ascend(ascent: Ascent, *, known_s: float, work: float = WORK) -> float:
+def ascend(ascent: Ascent, *, known_s: float, work: float = WORK, enough: float = ENOUGH) -> float:
     """The bound in seconds once little is gained, it is near ``known_s`` (an assignment's cost), or ``work`` is done."""
     best = ascent.bound_s()
     for _ in range(min(MOST_SWEEPS // 2, max(1, round(work / (2 * ascent.work))))):
         ascent.sweep(backwards=False)
         ascent.sweep(backwards=True)
         now = ascent.bound_s()
-        done = now - best < ENOUGH * abs(now) or now >= known_s * (1 - ENOUGH)
+        done = now - best < enough * abs(now) or now >= known_s * (1 - enough)
         best = max(best, now)
         if done:
             break

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import jax
@@ -12,9 +13,10 @@ import pytest
 import shardplan
 from models import gpt, mlp
 from shardplan.mesh import Cluster
-from shardplan.search import Problem, memory
+from shardplan.search import Problem, memory, solve
 from shardplan.search.solve import Solver
 from tests.search import steps
+from tests.search.test_solve import searched
 
 N, W = 64, 32
 ROW = 4 * N * W  # bytes of an activation [N, W]
@@ -166,3 +168,40 @@ def test_prices_charge_what_the_profile_counts() -> None:
         terms = memory.price_terms(problem, live, [point], 1e-9, [(s,) for s in solution.states])
         charged = sum(t.constant + int(problem.store.tables[t.table].flat[0]) for t in terms) / 1000
         assert charged == pytest.approx(held_there[point], abs=loose + len(terms))
+
+
+def test_what_prices_cannot_find_is_found_by_single_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan of 39.6 MB and the next on the convex hull, four times slower: the limit lies just below the first."""
+    step, args = mlp.train_step(width=4096, batch=1024)
+    limit = 39_420_972
+
+    def plan() -> shardplan.Plan:
+        return shardplan.plan(step, *args, cluster="gcp-a100:4", donate_argnums=0, memory_limit=limit)
+
+    repaired = plan()
+    monkeypatch.setattr(solve, "REPAIRS", 0)
+    priced = plan()
+    assert max(repaired.peak_bytes, priced.peak_bytes) <= limit
+    assert priced.step_time_s > 2 * repaired.step_time_s
+    assert repaired.gap < 0.15
+
+
+def test_every_limit_is_met_at_nearly_the_least_cost() -> None:
+    """Every layout of a small step tried, at every limit that there can be."""
+    problem = steps.problem(
+        lambda a, b, x: jnp.tanh(jnp.tanh(x @ a) @ b),
+        *(steps.array(32, 32), steps.array(32, 32), steps.array(16, 32)),
+        on=steps.cluster("4", gbps=(0.5,), gflops=1e5),
+    )
+    live = memory.liveness(problem)
+    rows: list[tuple[float, int]] = []
+    for states in itertools.product(*problem.domains):
+        rows.append((problem.seconds(states, {}), int(memory.profile(problem, live, states, frozenset()).max())))
+    ratios: list[float] = []
+    for limit in sorted({peak for _, peak in rows}):
+        found = searched(problem, limit=limit).best
+        assert found.peak_bytes <= limit
+        ratios.append(found.seconds / min(seconds for seconds, peak in rows if peak <= limit))
+    assert min(ratios) >= 1 - 1e-9
+    assert len(ratios) >= 8
+    assert max(ratios) < 1.01

@@ -98,7 +98,7 @@ def test_three_factors_are_within_a_hundredth_of_their_optimum(model: str) -> No
     assert proved
     assert best.seconds <= ours.seconds <= best.seconds * 1.01
     ascent = Ascent(stars(problem, problem.domains, worst_s=4 * ours.seconds))
-    assert ascend(ascent, known_s=best.seconds) <= best.seconds * (1 + 1e-9)
+    assert ascend(ascent, known_s=best.seconds, enough=1e-6) <= best.seconds * (1 + 1e-9)
     few = narrowed(ascent, problem.domains, best.seconds * (1 + 1e-4))
     answer = ilp.solve(problem, few, time_limit_s=120)
     assert answer.status == 0, answer.message

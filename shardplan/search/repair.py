@@ -26,6 +26,8 @@ STEPS = 40
 
 _LEAST = 0.02  # a variable that holds less than this part of what is too much is left as it is
 
+_LARGEST = 24  # so many variables, those that hold the most at the peak, are looked at in a step
+
 
 @dataclass(frozen=True, slots=True)
 class _Move:
@@ -42,7 +44,7 @@ def repaired(solver: Solver, domains: Sequence[Domain], start: Solution, limit: 
     current = start
     for _ in range(STEPS):
         if current.fits(limit):
-            return _refilled(solver, domains, current, limit)
+            return _refilled(solver, domains, start, current, limit)
         over = current.peak_bytes - limit
         moves = list(_moves(solver, domains, current, over))
         if not moves:
@@ -60,10 +62,12 @@ def _moves(solver: Solver, domains: Sequence[Domain], current: Solution, over: i
     for v, nbytes, first, last in live.copies:
         if first <= peak <= last and current.states[v] != current.states[problem.coarse.variables[v].of]:
             held[v] += nbytes
-    for v in np.flatnonzero(held).tolist():
-        own = memory.local_bytes(problem, v, current.states[v])
+    owns = np.array([memory.local_bytes(problem, v, s) for v, s in enumerate(current.states)])
+    largest: list[int] = np.argsort(-held * owns, kind="stable")[:_LARGEST].tolist()
+    for v in largest:
+        own = float(owns[v])
         if held[v] * own < _LEAST * over:
-            continue
+            break
         costs = _costs(solver, domains, current, v)
         now = costs[domains[v].index(current.states[v])]
         for state, seconds in zip(domains[v], costs.tolist(), strict=True):
@@ -104,12 +108,15 @@ def _moved(solver: Solver, current: Solution, move: _Move) -> Solution:
     return solver.rate("plan", tuple(states), _again(solver, keep), current.regather)
 
 
-def _refilled(solver: Solver, domains: Sequence[Domain], current: Solution, limit: int) -> Solution:
-    """Once over all variables: the fastest state of each with which the rest fits."""
+def _refilled(solver: Solver, domains: Sequence[Domain], start: Solution, current: Solution, limit: int) -> Solution:
+    """Once over the variables that were changed: the fastest state of each with which the rest fits."""
     for v, domain in enumerate(domains):
+        if current.states[v] == start.states[v]:
+            continue
         costs = _costs(solver, domains, current, v)
         now = costs[domain.index(current.states[v])]
-        for i in np.argsort(costs, kind="stable").tolist():
+        order: list[int] = np.argsort(costs, kind="stable").tolist()
+        for i in order:
             if costs[i] >= now * (1 - 1e-9):
                 break
             other = _moved(solver, current, _Move(v, domain[i], 0.0, 0.0))

@@ -15,7 +15,8 @@ from shardplan.search.options import Cuts, Late, Options, limited, nbytes, optio
 Domain = tuple[int, ...]
 """The states (of the variable's `LayoutSpace`) that a variable may take."""
 
-_CHUNK = 4_000_000
+_CHUNK = 400_000
+"""Numbers that are added up at once: they stay in the cache."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,8 +72,24 @@ class LayoutSpace:
         return found
 
     def of_roles(self, roles: NDArray[np.int64]) -> NDArray[np.int64]:
-        """[N] states in which the factors have these ``roles`` [N, factors]: a dim, -1 for none, -2 for partial; slowest first."""
+        """[N]: the states in which the factors have these roles [N, factors]: a dim, -1 for none, -2 for partial."""
         return self._by_roles[(roles + 2) @ (self.rank + 2) ** np.arange(len(self.sizes) - 1, -1, -1)]
+
+    @cached_property
+    def roles(self) -> NDArray[np.int64]:
+        """[S, factors]: the dim that each factor splits, -1 for none, -2 for partial (the buffer is the last dim)."""
+        found = np.full((len(self.states), len(self.sizes)), -1, np.int64)
+        for s, (dims, partial) in enumerate(self.states):
+            for d, fs in enumerate(dims):
+                for f in fs:
+                    found[s, f] = d
+            for f in partial:
+                found[s, f] = -2
+        return found
+
+    def alike(self, groups: Sequence[Sequence[int]]) -> NDArray[np.bool_]:
+        """[S]: whether in a state the factors of each group split the same dim, or none, or are all partial."""
+        return np.all([self.roles[:, f] == self.roles[:, g[0]] for g in groups for f in g], axis=0)
 
     @cached_property
     def _by_roles(self) -> NDArray[np.int64]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +22,7 @@ from shardplan.ir import Partial, Placement, Replicated, Split
 from shardplan.mesh import Device
 from shardplan.search.graph import Signature
 from shardplan.tdl import Call, Strategy, cut, linear_sets
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
@@ -60,8 +61,23 @@ Cuts = tuple[frozenset[int], ...]
 def limited(rows: Options, cuts: Cuts) -> Options:
     """Only the strategies that cut as they may on the most factors; partial sums are handed on as they like."""
     obeyed = [sum(v < -1 or v in may for v, may in zip(loops, cuts, strict=True)) for loops in rows.loops]
-    keep = [i for i, n in enumerate(obeyed) if n == max(obeyed)]
-    if len(keep) == len(obeyed):
+    most = max(obeyed)
+    return _picked(rows, [i for i, n in enumerate(obeyed) if n == most])
+
+
+Groups = tuple[tuple[int, ...], ...]
+"""Factors that are treated alike, group by group."""
+
+
+def treated_alike(rows: Options, groups: Groups) -> Options:
+    """Only the strategies that do the same with all factors of a group."""
+    loops = np.array(rows.loops, np.int64).reshape(len(rows.loops), -1)
+    keep = np.flatnonzero(np.all([loops[:, f] == loops[:, g[0]] for g in groups for f in g], axis=0))
+    return _picked(rows, keep.tolist())
+
+
+def _picked(rows: Options, keep: Sequence[int]) -> Options:
+    if len(keep) == len(rows.loops):
         return rows
     loops = tuple(rows.loops[i] for i in keep)
     return Options(loops, rows.needs[keep], rows.gives[keep], rows.compute_s[keep], rows.halo_s[keep], rows.terms[keep])
@@ -97,26 +113,31 @@ def options(signature: Signature, resharder: Resharder, device: Device | None, *
     which, inverse = np.unique(cuts.codes << len(resharder.sizes) | over, return_inverse=True)
     made = [cuts.made(int(w) >> len(resharder.sizes), int(w) & (1 << len(resharder.sizes)) - 1) for w in which]
     at = inverse.reshape(over.shape)
-    places = np.array([m.places for m in made], np.int64).reshape(len(made), -1)
-    legal = np.array([m.legal for m in made])[at].all(axis=1) & ~_clash(cuts.codes, places[at])
-    at, over, codes = at[legal], over[legal], cuts.codes[legal]
-    first = over & -over == 1 << np.arange(over.shape[1])  # each loop's slowest factor stands for all of its factors
-    roles = places[at]  # [strategies, factors, operands and results]
     inside = len(call.operands)
+    places = np.array([m.places for m in made], np.int64).reshape(len(made), inside + len(call.results))
+    legal = np.all(np.array([m.legal for m in made], np.bool_)[at], axis=1) & ~_clash(cuts.codes, places[at])
+    at, over, codes = at[legal], over[legal], cuts.codes[legal]
+    bits = _bits(over.shape[1])
+    first = (over & (2 * bits - 1)) == bits  # each loop's slowest factor stands for all of its factors
+    roles = places[at]  # [strategies, factors, operands and results]
     needs = _states([resharder.space(len(s)) for s in call.operands], roles[..., :inside])
     gives = _states([resharder.space(len(s)) for s in call.results], roles[..., inside:])
-    halo_s = np.where(first, np.array([m.halo_s for m in made])[at], 0.0).sum(axis=1)
+    halo_s = np.sum(_numbers(m.halo_s for m in made)[at], axis=1, where=first)
     if any(m.pairs for m in made):
         halo_s += [_pairs_s(call, resharder, [(m, o) for m, o, f in rows if f]) for rows in _rows(made, at, over, first)]
-    part = np.where(first, np.array([m.part for m in made])[at], 1.0).prod(axis=1)
+    part = np.prod(_numbers(m.part for m in made)[at], axis=1, where=first)
     return Options(
         tuple(map(tuple, cuts.loops[codes].tolist())),
         needs,
         gives,
         _compute_s(signature, resharder, device, needs, gives, part),
         halo_s,
-        np.array([m.even for m in made])[at].all(axis=1),
+        np.all(_numbers(m.even for m in made)[at] > 0, axis=1),
     )
+
+
+def _numbers(values: Iterable[float]) -> NDArray[np.float64]:
+    return np.array(list(values), np.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +176,7 @@ class _Cuts:
         usable = [
             [c for c, v in enumerate(self.loops.tolist()) if v < 0 or self._strategy(v, k) is not None] for k in resharder.sizes
         ]
-        self.codes: NDArray[np.int64] = np.stack(np.meshgrid(*usable, indexing="ij"), axis=-1).reshape(-1, len(usable))
+        self.codes: NDArray[np.int64] = np.array(list(itertools.product(*usable)), np.int64)  # one empty row without factors
 
     def made(self, code: int, mask: int) -> _Made:
         """A loop cut over the factors of a mask."""
@@ -183,9 +204,7 @@ class _Cuts:
         if (loop, ways) not in self._strategies:
             assert self.description is not None
             self._strategies[loop, ways] = (
-                _handed_on(self.call, self.handed[-2 - loop], ways)
-                if loop < -1
-                else cut(self.description, loop, ways, pad=True)
+                _handed_on(self.call, self.handed[-2 - loop], ways) if loop < -1 else cut(self.description, loop, ways, pad=True)
             )
         return self._strategies[loop, ways]
 
@@ -203,7 +222,11 @@ def _role(place: Placement) -> int:
 def _over(codes: NDArray[np.int64]) -> NDArray[np.int64]:
     """[assignments, factors]: the factors that cut the same loop as this one, as a mask."""
     same = codes[:, :, None] == codes[:, None, :]
-    return (same << np.arange(codes.shape[1])).sum(axis=2)
+    return same.astype(np.int64) @ _bits(codes.shape[1])
+
+
+def _bits(count: int) -> NDArray[np.int64]:
+    return np.array([1 << f for f in range(count)], np.int64)
 
 
 def _clash(codes: NDArray[np.int64], roles: NDArray[np.int64]) -> NDArray[np.bool_]:

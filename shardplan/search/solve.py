@@ -234,9 +234,11 @@ def search(
     starts = [
         solver.unlimited(solver.minimum("plan", space, limits=Limits(groups=groups))[0]) for groups, space in spaces.items()
     ]
+    if not joint_fits and not starts:
+        starts = [recurse(solver, pinned).solution]
     inside = [] if joint_fits else [*starts, *seeds(spaces)]
     observer("search", 0.5)
-    best, bound, exact = _best(solver, domains, pinned, inside, joint_fits, deadline)
+    best, bound, exact = _best(solver, domains, inside, joint_fits, deadline)
     candidates = [best, *inside]
     smallest: Solution | None = None
     if not best.fits(limit):
@@ -272,16 +274,15 @@ def in_seconds(problem: Problem, outcome: Outcome, donated: frozenset[int]) -> t
 def _best(
     solver: Solver,
     domains: Sequence[Domain],
-    pinned: Sequence[Domain],
     seeds: Sequence[Solution],
     joint_fits: bool,
     deadline: float | None,
 ) -> tuple[Solution, float, bool]:
-    """(the best solution in these domains, a lower bound, whether it is exact); ``pinned`` is what the recursion starts from."""
+    """(the best solution in these domains, a lower bound, whether it is exact)."""
     if joint_fits:
         solution, priced = solver.minimum("plan", domains)
         return solution, priced, True
-    found = min(seeds or [recurse(solver, pinned).solution], key=lambda s: s.seconds)
+    found = min(seeds, key=lambda s: s.seconds)
     return _polish(solver, domains, found, deadline), solver.problem.floor_seconds(), False
 
 

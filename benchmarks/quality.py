@@ -73,12 +73,12 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "mlp": {"width": 4096, "batch": 1024},
     "gpt": {**_LAYER, "layers": 4},
     "gpt_linen": {**_LAYER, "layers": 2},
-    "wresnet": {"depth": 26, "width": 4, "image": 64, "batch": 64},
-    "rnn": {"layers": 2, "hidden": 2048, "steps": 8, "batch": 256, "vocabulary": 4096},
-    "llama": {**_LLAMA, "layers": 2},
-    "moe": {**_LLAMA, "layers": 2},
-    "unet": {"channels": 128, "image": 64, "batch": 64},
-    "vit": {"layers": 4, "width": 1024, "image": 64, "batch": 128},
+    "wresnet": {"depth": 14, "width": 4, "image": 64, "batch": 64},
+    "rnn": {"layers": 2, "hidden": 2048, "steps": 4, "batch": 256, "vocabulary": 4096},
+    "llama": _LLAMA,
+    "moe": _LLAMA,
+    "unet": {"levels": 2, "channels": 128, "image": 64, "batch": 64},
+    "vit": {"layers": 2, "width": 1024, "image": 64, "batch": 128},
 }
 CLUSTERS = ("dgx-h100:1", "dgx-h100:4", "gcp-a100:4")
 

@@ -78,8 +78,17 @@ def _moves(solver: Solver, domains: Sequence[Domain], current: Solution, over: i
         if v in current.keep and first < peak < last:
             saved = nbytes * memory.local_bytes(problem, v, current.states[v])
             if saved >= _LEAST * over:
-                more = solver.rate("plan", current.states, _again(solver, current.keep - {v}), current.regather)
-                yield _Move(v, None, more.seconds - current.seconds, saved)
+                yield _Move(v, None, _gathering_s(solver, current, v), saved)
+
+
+def _gathering_s(solver: Solver, current: Solution, v: int) -> float:
+    """The seconds that making a backward view anew costs over making it from the copy that is kept."""
+    problem, states = solver.problem, current.states
+    variable = problem.coarse.variables[v]
+    tensor = problem.graph.tensors[variable.tensors[0]]
+    again = problem.prices(tensor.shape, tensor.nbytes, (states[variable.of],))[0, states[v]]
+    kept = problem.kept_seconds(v, (states[variable.sibling],), (states[v],), 0.0)[0, 0]
+    return float(again - kept) * problem.view_weight[v]
 
 
 def _costs(solver: Solver, domains: Sequence[Domain], current: Solution, v: int) -> NDArray[np.float64]:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from shardplan.errors import DescriptionError, MisfitError
 from shardplan.ir import Reducer
 from shardplan.tdl import language as lang
 from shardplan.tdl.index import Affine, Data, Full, IndexExpr, Loop, loops_of
+from shardplan.tdl.once import Leaf, Lifted, Numbering, Tree, asked, lifted
 from shardplan.tdl.special import MISCUT
+from shardplan.tdl.symbols import Extent, Trail
 
 Lambda = Callable[..., Any]
 RuleFunction = Callable[..., "Lambda | tuple[Lambda, ...]"]
@@ -63,6 +65,20 @@ class Description:
     trees: tuple[lang.Scalar, ...]
     monomials: tuple[Monomials, ...]
     elementwise: bool
+    origin: Origin | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The symbolic analysis that a description is an instance of, and the numbers that were put into it."""
+
+    leaf: Leaf
+    tape: tuple[int, ...]
+
+    def symbolic(self, tape: list[Extent]) -> Description:
+        """The description with extents for numbers."""
+        operands, *parts = self.leaf.filled(tape)
+        return Description(Call("", operands, (), {}), *parts)
 
 
 _RULES: dict[str, RuleFunction] = {}
@@ -210,23 +226,55 @@ def _takes(function: RuleFunction, count: int) -> bool:
 def op(function: Callable[..., Any]) -> Callable[[Call], Description]:
     """Tofu's ``@tdl.op``: ``function(*operands)`` returns the lambda; the result reads a `Call` into a `Description`."""
 
-    def read(call: Call) -> Description:
+    def of(call: Call) -> Description:
         def without_call(_: Call, *operands: lang.TensorRef) -> Lambda:
             return function(*operands)
 
-        return _read(call, without_call)
+        return read(call, without_call)
 
-    read.__doc__ = function.__doc__
-    return read
+    of.__doc__ = function.__doc__
+    return of
+
+
+_TREES: dict[Hashable, Tree] = {}
 
 
 def describe(call: Call) -> Description | None:
-    """The description of this application, or None where no rule covers the primitive."""
+    """The description of this application, or None where no rule covers the primitive.
+
+    A rule is read once for symbolic extents; on a call that answers its questions alike the numbers are put in.
+    """
     function = _RULES.get(call.primitive)
-    return None if function is None else _read(call, function)
+    if function is None:
+        return None
+    numbering, tape = Numbering(), list[int]()
+    key = (function, numbering.shapes((*call.operands, *call.results), tape), len(call.operands), call.primitive)
+    key = (*key, call.dtypes, call.result_dtypes, call.scalars)
+    tree = _TREES.get(key)
+    if tree is None:
+        tree = _TREES[key] = Tree()
+    leaf = tree.find(tape, asked(call.params, numbering))
+    if leaf is None:
+        trail = Trail([], {}, {})
+        leaf = tree.grow(trail, lambda: _symbolic(call, function, trail))
+        tape = [n.value for n in trail.tape]
+    _, *parts = leaf.filled(tape)
+    return Description(call, *parts, Origin(leaf, tuple(tape)))
 
 
-def _read(call: Call, function: RuleFunction) -> Description:
+def _symbolic(call: Call, function: RuleFunction, trail: Trail) -> tuple[Any, ...]:
+    """What a rule says of a call with symbols for its extents: the operands' shapes, and all else that a description holds."""
+    numbering, numbers = Numbering(), list[int]()
+    numbering.shapes((*call.operands, *call.results), numbers)
+    for n in numbers:
+        trail.symbol(n)
+    operands, results = (lifted(shapes, numbering, trail) for shapes in (call.operands, call.results))
+    made = read(replace(call, operands=operands, results=results, params=Lifted(call.params, numbering, trail)), function)
+    return operands, made.loops, made.results, made.accesses, made.trees, made.monomials, made.elementwise
+
+
+def read(call: Call, function: RuleFunction) -> Description:
+    """What a rule says of this call: loops, accesses and linearity."""
     operands = [
         lang.TensorRef(i, shape, call.dtypes[i] if i < len(call.dtypes) else "float32") for i, shape in enumerate(call.operands)
     ]
@@ -313,12 +361,12 @@ def children(node: lang.Scalar) -> tuple[lang.Scalar, ...]:
 
 
 def _accesses(trees: list[lang.Scalar]) -> tuple[tuple[int, tuple[IndexExpr, ...]], ...]:
-    found: dict[tuple[int, tuple[IndexExpr, ...]], None] = {}
+    found: list[tuple[int, tuple[IndexExpr, ...]]] = []
     stack = list(reversed(trees))
     while stack:
         node = stack.pop()
-        if isinstance(node, lang.Access):
-            found[node.operand, node.indices] = None
+        if isinstance(node, lang.Access) and (node.operand, node.indices) not in found:
+            found.append((node.operand, node.indices))
         stack.extend(reversed(children(node)))
     return tuple(found)
 

@@ -12,6 +12,8 @@ from shardplan.ir import Partial, Placement, Reducer, Replicated, Split
 from shardplan.tdl import language as lang
 from shardplan.tdl.describe import Description, children, products
 from shardplan.tdl.index import Affine, Interval, interval, loops_of
+from shardplan.tdl.once import Tree
+from shardplan.tdl.symbols import Trail
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,27 @@ def cut(description: Description, loop: int, ways: int, *, pad: bool = False) ->
     With ``pad`` an extent that does not divide may be cut too, its last block padded, if all is read at the loop's own index.
     Legal: the extent divides, every operand is needed whole or as one even block of one dim (with a constant halo), and a
     reduction is the outermost nonlinear thing that happens to its terms.
+
+    Analysed once for symbolic extents and ways, and instantiated where the questions that it asked have the same answers.
     """
+    origin = description.origin
+    if origin is None or ways < 2:
+        return read_cut(description, loop, ways, pad=pad)
+    tree = origin.leaf.more.get((loop, pad))
+    if tree is None:
+        tree = origin.leaf.more[loop, pad] = Tree()
+    tape = [*origin.tape, ways]
+    leaf = tree.find(tape)
+    if leaf is None:
+        trail = Trail(origin.leaf.symbols(origin.tape), origin.leaf.at, origin.leaf.known)
+        symbol = trail.symbol(ways, own=False)
+        leaf = tree.grow(trail, lambda: read_cut(origin.symbolic(trail.tape), loop, symbol, pad=pad))
+        tape = [n.value for n in trail.tape]
+    return leaf.filled(tape)
+
+
+def read_cut(description: Description, loop: int, ways: int, *, pad: bool = False) -> Strategy | None:
+    """`cut`, analysed on the numbers, or symbols, that stand in the description."""
     info = description.loops[loop]
     uneven = bool(info.extent % ways)
     if info.whole or ways < 2 or info.extent < ways or (uneven and not pad):

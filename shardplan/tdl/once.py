@@ -1,0 +1,228 @@
+"""Each analysis once: a tree of the questions that it asks, at whose leaves stand its results in symbols.
+
+On new numbers the questions are asked again, which is a few integer operations; where the answers lead to a leaf, its result is
+filled in with these numbers. Where they do not, the analysis is run, on symbols, and its way becomes a branch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from numbers import Integral
+from typing import Any
+
+from shardplan.errors import DescriptionError
+from shardplan.tdl.symbols import Extent, Fill, Step, Trail, fill, running
+
+
+class Leaf:
+    """A result in symbols, and what was found out on the way to it; ``more`` are the analyses that start from here."""
+
+    __slots__ = ("at", "fill", "known", "leasts", "made", "more")
+
+    def __init__(self, trail: Trail, made: Any) -> None:
+        self.made = made
+        self.fill: Fill | None = fill(made)
+        self.at, self.known = trail.at, trail.known
+        self.leasts = tuple((n.least, n.symbol) for n in trail.tape)
+        self.more: dict[Hashable, Tree] = {}
+
+    def filled(self, tape: list[Any]) -> Any:
+        """The result for the numbers on this tape."""
+        return self.made if self.fill is None else self.fill(tape)
+
+    def symbols(self, tape: list[int]) -> list[Extent]:
+        """The tape's numbers as the extents that they were."""
+        return [Extent(i, n, least, symbol=s) for i, (n, (least, s)) in enumerate(zip(tape, self.leasts, strict=True))]
+
+
+class _Node:
+    """Steps, and then a question with a branch for each answer, or a leaf."""
+
+    __slots__ = ("branches", "leaf", "question", "steps")
+
+    def __init__(self, steps: tuple[Step, ...]) -> None:
+        self.steps = steps
+        self.question: Any = None
+        self.branches: dict[Hashable, _Node] = {}
+        self.leaf: Leaf | None = None
+
+
+class Tree:
+    """All ways through one analysis. ``runs`` counts how often it was run on symbols."""
+
+    __slots__ = ("root",)
+    runs = 0
+
+    def __init__(self) -> None:
+        self.root: _Node | None = None
+
+    def find(self, tape: list[int], read: Callable[[str, list[int]], Hashable] | None = None) -> Leaf | None:
+        """The leaf that these numbers lead to; the tape then holds all that is computed on the way.
+
+        ``read`` answers questions about what is no number.
+        """
+        node = self.root
+        while node is not None:
+            for how, a, b in node.steps:
+                tape.append(a if how is None else how(tape[a], tape[b]))
+            question = node.question
+            if question is None:
+                return node.leaf
+            if type(question) is str:
+                assert read is not None
+                node = node.branches.get(read(question, tape))
+            else:
+                how, a, b = question
+                node = node.branches.get(how(tape[a], tape[b]))
+        return None
+
+    def grow(self, trail: Trail, run: Callable[[], Any]) -> Leaf:
+        """Runs the analysis and adds its way."""
+        with running(trail):
+            made = run()
+        Tree.runs += 1
+        leaf = Leaf(trail, made)
+        ways = [*trail.segments, (tuple(trail.open), None, None)]
+        if self.root is None:
+            self.root = _Node(ways[0][0])
+        node = self.root
+        for (_, question, answer), (steps, _, _) in zip(ways, ways[1:], strict=False):
+            if node.question not in (None, question):
+                raise DescriptionError("a description decides by something else than its call: the same call was read otherwise before")
+            node.question = question
+            node = node.branches.setdefault(answer, _Node(steps))
+        node.leaf = leaf
+        return leaf
+
+
+# -- shapes and parameters -----------------------------------------------------------------------------------------------
+
+
+class Numbering:
+    """Equal numbers are one symbol; what is less than 2 stays the number that it is (an empty dim, a broadcast one)."""
+
+    __slots__ = ("of",)
+
+    def __init__(self) -> None:
+        self.of: dict[int, int] = {}
+
+    def code(self, value: Any, tape: list[int]) -> Hashable:
+        """What a value looks like with its numbers left out: symbols as (their place,), all else as it is.
+
+        A number that is new is appended to the tape.
+        """
+        kind = type(value)
+        if kind is int or (kind is not bool and isinstance(value, Integral)):
+            n = int(value)
+            if n < 2:
+                return n
+            at = self.of.get(n)
+            if at is None:
+                at = self.of[n] = len(tape)
+                tape.append(n)
+            return (at,)
+        if kind is tuple or kind is list:
+            return kind, tuple([self.code(part, tape) for part in value])
+        return _constant(value)
+
+    def shapes(self, shapes: tuple[tuple[int, ...], ...], tape: list[int]) -> Hashable:
+        """`code` of shapes, in less time: symbols as their place, numbers less than 2 as what they lack to it."""
+        of, found = self.of, []
+        for shape in shapes:
+            for n in shape:
+                if n < 2:
+                    found.append(n - 2)
+                    continue
+                at = of.get(n)
+                if at is None:
+                    at = of[n] = len(tape)
+                    tape.append(n)
+                found.append(at)
+            found.append(None)
+        return tuple(found)
+
+
+class _Same:
+    """A value that has no equality of its own."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
+
+
+def _constant(value: Any) -> Hashable:
+    try:
+        hash(value)
+    except TypeError:
+        return _Same(value)
+    if value != value:
+        return "nan", type(value)
+    return type(value), value
+
+
+_ABSENT = object()
+_NAMES = "*"
+
+
+def asked(params: Mapping[str, Any], numbering: Numbering) -> Callable[[str, list[int]], Hashable]:
+    """Answers the questions that `Lifted` asks."""
+
+    def read(name: str, tape: list[int]) -> Hashable:
+        if name == _NAMES:
+            return tuple(params)
+        value = params.get(name, _ABSENT)
+        return _ABSENT if value is _ABSENT else numbering.code(value, tape)
+
+    return read
+
+
+class Lifted(Mapping[str, Any]):
+    """A call's parameters with their integers as symbols. What is not read does not matter to what comes out."""
+
+    def __init__(self, params: Mapping[str, Any], numbering: Numbering, trail: Trail) -> None:
+        self.params, self.numbering, self.trail = params, numbering, trail
+        self.read = asked(params, numbering)
+        self.seen: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self.seen:
+            self._ask(name)
+            self.seen[name] = lifted(self.params[name], self.numbering, self.trail) if name in self.params else _ABSENT
+        if self.seen[name] is _ABSENT:
+            raise KeyError(name)
+        return self.seen[name]
+
+    def __iter__(self) -> Iterator[str]:
+        if _NAMES not in self.seen:
+            self._ask(_NAMES)
+            self.seen[_NAMES] = None
+        return iter(self.params)
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def _ask(self, name: str) -> None:
+        """Asks, and takes the numbers that are new as symbols."""
+        numbers = [n.value for n in self.trail.tape]
+        known = len(numbers)
+        self.trail.answered(name, self.read(name, numbers))
+        for n in numbers[known:]:
+            self.trail.symbol(n)
+
+
+def lifted(value: Any, numbering: Numbering, trail: Trail) -> Any:
+    """A value whose integers are the symbols that `Numbering.code` made of them."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind(lifted(part, numbering, trail) for part in value)
+    if kind is int or (kind is not bool and isinstance(value, Integral)):
+        n = int(value)
+        return n if n < 2 else trail.tape[numbering.of[n]]
+    return value

@@ -1,0 +1,305 @@
+"""Symbolic numbers: an analysis that is run once on symbols is replayed on any numbers that answer its questions alike.
+
+A rule, and the interval analysis after it, meet extents as `Extent`: arithmetic on them is written to a tape, and whatever the
+code decides by them (does it divide? is it larger?) is a question, whose answer is that of the numbers at hand. The questions are
+the side conditions of what comes out; the same code serves symbols and numbers.
+
+An extent that the code uses as a plain integer (as an index, in a set, by `int`) is asked for its value: the analysis then holds
+for this number only.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+Number = Callable[[Any, Any], Any]
+Step = tuple[Number | None, Any, Any]
+"""One entry of a tape: ``function(tape[a], tape[b])``, or the constant ``a`` where there is no function."""
+
+
+def _value(a: Any, _: Any) -> Any:
+    return a
+
+
+class Extent:
+    """A number on the tape of an analysis: ``value`` is what it is this time, ``least`` what it is at least each time.
+
+    It counts as an `int` to `isinstance`, so that rules need not know of it; what asks for a true one gets its value.
+    """
+
+    __slots__ = ("at", "least", "symbol", "value")
+    __class__ = property(lambda _: int)  # pyright: ignore[reportAssignmentType, reportIncompatibleVariableOverride]
+
+    def __init__(self, at: int, value: int, least: int | None, *, symbol: bool = False) -> None:
+        self.at, self.value, self.least, self.symbol = at, value, least, symbol
+
+    def __index__(self) -> int:
+        return current().ask(_value, self, self)
+
+    __int__ = __trunc__ = __floor__ = __ceil__ = __index__
+
+    def __hash__(self) -> int:
+        return hash(self.__index__())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__index__(), name)
+
+    def __float__(self) -> float:
+        return float(self.__index__())
+
+    def __repr__(self) -> str:
+        return repr(self.__index__() if _trails else self.value)
+
+    __str__ = __repr__
+
+    def __format__(self, spec: str) -> str:
+        return format(self.__index__(), spec)
+
+    def __bool__(self) -> bool:
+        return not self == 0
+
+    def __eq__(self, other: object) -> Any:
+        if type(other) is int and self.least is not None and other < self.least:
+            return False
+        if type(other) is Extent and (other.at == self.at or (self.symbol and other.symbol)):
+            return other.at == self.at
+        return _decided(operator.eq, self, other)
+
+    def __lt__(self, other: Any) -> Any:
+        if type(other) is int and self.least is not None and other <= self.least:
+            return False
+        return _decided(operator.lt, self, other)
+
+    def __ge__(self, other: Any) -> Any:
+        return _not(self.__lt__(other))
+
+    def __gt__(self, other: Any) -> Any:
+        if type(other) is int:
+            return self.__ge__(other + 1)
+        return _decided(operator.lt, other, self)
+
+    def __le__(self, other: Any) -> Any:
+        return _not(self.__gt__(other))
+
+    def __add__(self, other: Any) -> Any:
+        return self if type(other) is int and other == 0 else _made(operator.add, self, other)
+
+    __radd__ = __add__
+
+    def __neg__(self) -> Any:
+        return _made(operator.mul, self, -1)
+
+    def __pos__(self) -> Extent:
+        return self
+
+    def __abs__(self) -> Any:
+        return -self if self < 0 else self
+
+    def __sub__(self, other: Any) -> Any:
+        if type(other) is Extent and other.at == self.at:
+            return 0
+        return self if type(other) is int and other == 0 else _made(operator.sub, self, other)
+
+    def __rsub__(self, other: Any) -> Any:
+        return _made(operator.sub, other, self)
+
+    def __mul__(self, other: Any) -> Any:
+        if type(other) is int and other in (0, 1):
+            return self if other else 0
+        return _made(operator.mul, self, other)
+
+    __rmul__ = __mul__
+
+    def __floordiv__(self, other: Any) -> Any:
+        return self if type(other) is int and other == 1 else _divided(operator.floordiv, self, other)
+
+    def __rfloordiv__(self, other: Any) -> Any:
+        return _divided(operator.floordiv, other, self)
+
+    def __mod__(self, other: Any) -> Any:
+        return 0 if type(other) is int and other == 1 else _divided(operator.mod, self, other)
+
+    def __rmod__(self, other: Any) -> Any:
+        return _divided(operator.mod, other, self)
+
+    def __divmod__(self, other: Any) -> Any:
+        return self // other, self % other
+
+    def __rdivmod__(self, other: Any) -> Any:
+        return other // self, other % self
+
+
+def _plain(name: str) -> Callable[[Extent, Any], Any]:
+    def run(self: Extent, other: Any) -> Any:
+        return getattr(self.__index__(), name)(plain(other))
+
+    return run
+
+
+for _name in "truediv pow lshift rshift and or xor".split():
+    setattr(Extent, f"__{_name}__", _plain(f"__{_name}__"))
+    setattr(Extent, f"__r{_name}__", _plain(f"__r{_name}__"))
+
+
+def plain(value: Any) -> Any:
+    """The number itself, of an extent or of anything else."""
+    return value.__index__() if type(value) is Extent else value
+
+
+def integer(value: Any) -> int:
+    """``int(value)``, an extent as it is."""
+    return value if type(value) is Extent else int(value)
+
+
+def _not(value: Any) -> Any:
+    return value if value is NotImplemented else not value
+
+
+def _ours(a: Any, b: Any) -> bool | None:
+    """Whether both are integers that a tape can hold; None where one is a float, which only a number can meet."""
+    kinds = {type(a), type(b)} - {Extent, int}
+    if not kinds:
+        return True
+    return None if kinds <= {float, complex, bool} else False
+
+
+def _decided(how: Number, a: Any, b: Any) -> Any:
+    ours = _ours(a, b)
+    if ours is None:
+        return how(plain(a), plain(b))
+    return current().ask(how, a, b) if ours else NotImplemented
+
+
+def _made(how: Number, a: Any, b: Any) -> Any:
+    ours = _ours(a, b)
+    if ours is None:
+        return how(plain(a), plain(b))
+    return current().make(how, a, b) if ours else NotImplemented
+
+
+def _divided(how: Number, a: Any, b: Any) -> Any:
+    if type(b) is Extent and (b.least is None or b.least < 1) and b == 0:
+        raise ZeroDivisionError("integer division or modulo by zero")
+    return _made(how, a, b)
+
+
+def _least(how: Number, a: Any, b: Any, smaller: bool | None) -> int | None:
+    """What a result is at least: None where nothing is known. ``smaller``: whether a < b, where that was asked."""
+    x, y = (n.least if type(n) is Extent else n for n in (a, b))
+    if how is operator.sub:
+        return None if x is None or type(b) is Extent else x - y
+    if x is None or y is None:
+        return None
+    if how is operator.add:
+        return x + y
+    if x < 0 or y < (0 if how is operator.mul else 1):
+        return None
+    if how is operator.mul:
+        return x * y
+    return 1 if how is operator.floordiv and smaller is False else 0
+
+
+class Trail:
+    """One run of an analysis: its tape, and the questions on the way with their answers.
+
+    ``segments`` alternate: the steps up to a question, the question, its answer. ``known`` keeps a question from being asked
+    twice.
+    """
+
+    __slots__ = ("at", "known", "numbers", "open", "segments", "tape")
+
+    def __init__(self, tape: list[Extent], at: Mapping[Any, int], known: Mapping[Any, Any]) -> None:
+        self.tape = tape
+        self.at, self.known = dict(at), dict(known)
+        self.open: list[Step] = []
+        self.segments: list[tuple[tuple[Step, ...], Any, Hashable]] = []
+
+    def symbol(self, value: int, *, own: bool = True) -> Extent:
+        """A further input of at least 2; ``own``: it differs from all others that are."""
+        self.tape.append(Extent(len(self.tape), value, 2, symbol=own))
+        return self.tape[-1]
+
+    def place(self, n: Any) -> int:
+        """Where a number stands on the tape; a constant is written to it."""
+        if type(n) is Extent:
+            return n.at
+        found = self.at.get(n)
+        if found is None:
+            found = self.at[n] = self.put((None, n, 0), n, n).at
+        return found
+
+    def put(self, step: Step, value: int, least: int | None) -> Extent:
+        """Writes a step to the tape."""
+        self.open.append(step)
+        self.tape.append(Extent(len(self.tape), value, least))
+        return self.tape[-1]
+
+    def make(self, how: Number, a: Any, b: Any) -> Extent:
+        """``how(a, b)``, the same extent each time."""
+        x, y = self.place(a), self.place(b)
+        key = (how, x, y)
+        found = self.at.get(key)
+        if found is None:
+            least = _least(how, a, b, self.known.get((operator.lt, x, y)))
+            found = self.at[key] = self.put(key, how(self.tape[x].value, self.tape[y].value), least).at
+        return self.tape[found]
+
+    def ask(self, how: Number, a: Any, b: Any) -> Any:
+        """The answer to ``how(a, b)``, by which the run goes on."""
+        key = (how, self.place(a), self.place(b))
+        found = self.known.get(key)
+        if found is None:
+            found = self.known[key] = how(self.tape[key[1]].value, self.tape[key[2]].value)
+            self.answered(key, found)
+        return found
+
+    def answered(self, question: Any, answer: Hashable) -> None:
+        """Notes a question."""
+        self.segments.append((tuple(self.open), question, answer))
+        self.open = []
+
+
+_trails: list[Trail] = []
+
+
+def current() -> Trail:
+    """The run that is going on: an extent means nothing outside one."""
+    assert _trails, "a symbolic number has left its analysis"
+    return _trails[-1]
+
+
+@contextmanager
+def running(trail: Trail) -> Iterator[Trail]:
+    """Makes this the current run."""
+    _trails.append(trail)
+    try:
+        yield trail
+    finally:
+        _trails.pop()
+
+
+Fill = Callable[[Sequence[Any]], Any]
+
+
+def fill(made: Any) -> Fill | None:
+    """How to make this value (tuples and dataclasses, with extents in them) again from a tape; None if it holds no extent."""
+    if type(made) is Extent:
+        return operator.itemgetter(made.at)
+    if type(made) is tuple:
+        return _filled(made, _tuple)
+    fields = getattr(type(made), "__dataclass_fields__", None)
+    return None if fields is None else _filled(tuple(getattr(made, name) for name in fields), type(made))
+
+
+def _tuple(*parts: Any) -> tuple[Any, ...]:
+    return parts
+
+
+def _filled(parts: tuple[Any, ...], make: Callable[..., Any]) -> Fill | None:
+    fills = [fill(part) for part in parts]
+    if not any(fills):
+        return None
+    return lambda tape: make(*[part if f is None else f(tape) for part, f in zip(parts, fills, strict=True)])

@@ -12,7 +12,7 @@ from shardplan.errors import DescriptionError, MisfitError
 from shardplan.ir import Reducer
 from shardplan.tdl import language as lang
 from shardplan.tdl.index import Affine, Data, Full, IndexExpr, Loop, loops_of
-from shardplan.tdl.once import Leaf, Lifted, Numbering, Tree, asked, lifted
+from shardplan.tdl.once import Leaf, Lifted, Numbering, Tree, asked, fill, lifted
 from shardplan.tdl.special import MISCUT
 from shardplan.tdl.symbols import Extent, Trail
 
@@ -74,11 +74,17 @@ class Origin:
 
     leaf: Leaf
     tape: tuple[int, ...]
+    symbols: list[Extent] = field(default_factory=list[Extent])
+    descriptions: list[Description] = field(default_factory=list["Description"])
 
-    def symbolic(self, tape: list[Extent]) -> Description:
-        """The description with extents for numbers."""
-        operands, *parts = self.leaf.filled(tape)
-        return Description(Call("", operands, (), {}), *parts)
+    def symbolic(self) -> tuple[list[Extent], Description]:
+        """The tape as extents, and the description with them for numbers: both made when they are first asked for."""
+        if not self.descriptions:
+            self.symbols.extend(self.leaf.symbols(self.tape))
+            operands = self.leaf.made[-1][0]
+            call = Call("", operands if (make := fill(operands)) is None else make(self.symbols), (), {})
+            self.descriptions.append(_instance(call, self.leaf, self.symbols, None))
+        return self.symbols, self.descriptions[0]
 
 
 _RULES: dict[str, RuleFunction] = {}
@@ -257,20 +263,49 @@ def describe(call: Call) -> Description | None:
     if leaf is None:
         trail = Trail([], {}, {})
         leaf = tree.grow(trail, lambda: _symbolic(call, function, trail))
+        _share(leaf)
         tape = [n.value for n in trail.tape]
-    _, *parts = leaf.filled(tape)
-    return Description(call, *parts, Origin(leaf, tuple(tape)))
+    return _instance(call, leaf, tape, Origin(leaf, tuple(tape)))
+
+
+_CUTS: dict[Hashable, dict[Hashable, Tree]] = {}
+
+
+def _share(leaf: Leaf) -> None:
+    """Lets descriptions without reductions that read alike (`exp` and `tanh`, float32 and bfloat16) share the analyses of their cuts.
+
+    A cut of a parallel loop depends on nothing but the extents, the operands' shapes and the indices. Those that are computed
+    from extents have no place to be shared by.
+    """
+    extents, accesses, _, (operands, loops, results, _, _) = leaf.made
+    if leaf.at or any([loop.reducer is not None for loop in loops]) or fill(accesses) is not None:
+        return
+    shapes = tuple([tuple(map(_place, shape)) for shape in operands])
+    key = shapes, tuple(map(_place, extents)), tuple([loop.whole for loop in loops]), results, accesses, len(leaf.leasts)
+    leaf.known, leaf.more = {}, _CUTS.setdefault(key, leaf.more)
+
+
+def _place(n: Any) -> int:
+    return n.at if type(n) is Extent else ~n
+
+
+def _instance(call: Call, leaf: Leaf, tape: Sequence[Any], origin: Origin | None) -> Description:
+    extents, accesses, trees, (_, loops, *rest) = leaf.filled(tape)
+    named = tuple([LoopInfo(loop.name, n, loop.reducer, loop.whole) for loop, n in zip(loops, extents, strict=True)])
+    results, monomials, elementwise = rest
+    return Description(call, named, results, accesses, trees, monomials, elementwise, origin)
 
 
 def _symbolic(call: Call, function: RuleFunction, trail: Trail) -> tuple[Any, ...]:
-    """What a rule says of a call with symbols for its extents: the operands' shapes, and all else that a description holds."""
+    """What a rule says of a call with symbols for its extents: all that a description holds, in a list what holds no number."""
     numbering, numbers = Numbering(), list[int]()
     numbering.shapes((*call.operands, *call.results), numbers)
     for n in numbers:
         trail.symbol(n)
     operands, results = (lifted(shapes, numbering, trail) for shapes in (call.operands, call.results))
     made = read(replace(call, operands=operands, results=results, params=Lifted(call.params, numbering, trail)), function)
-    return operands, made.loops, made.results, made.accesses, made.trees, made.monomials, made.elementwise
+    extents = tuple([loop.extent for loop in made.loops])
+    return extents, made.accesses, made.trees, [operands, made.loops, made.results, made.monomials, made.elementwise]
 
 
 def read(call: Call, function: RuleFunction) -> Description:

@@ -6,12 +6,51 @@ filled in with these numbers. Where they do not, the analysis is run, on symbols
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from numbers import Integral
+from operator import itemgetter
 from typing import Any
 
 from shardplan.errors import DescriptionError
-from shardplan.tdl.symbols import Extent, Fill, Step, Trail, fill, running
+from shardplan.tdl.index import Affine
+from shardplan.tdl.symbols import Extent, Step, Trail, running
+
+
+Fill = Callable[[Sequence[Any]], Any]
+_ATOMS = {int, str, bool, float, list, type(None), frozenset}
+_FIELDS: dict[type, tuple[str, ...]] = {}
+
+
+def fill(made: Any) -> Fill | None:
+    """How to make this value (tuples and dataclasses, with extents in them) again from a tape; None if it holds no extent.
+
+    Lists are not looked into.
+    """
+    kind = type(made)
+    if kind in _ATOMS:
+        return None
+    if kind is Extent:
+        return itemgetter(made.at)
+    if kind is tuple:
+        return _filled(made, _tuple)
+    if kind is Affine and type(made.const) is int and all([type(c) is int for _, c in made.terms]):
+        return None
+    names = _FIELDS.get(kind)
+    if names is None:
+        names = _FIELDS[kind] = tuple(getattr(kind, "__dataclass_fields__", ()))
+    return _filled([getattr(made, name) for name in names], kind) if names else None
+
+
+def _tuple(*parts: Any) -> tuple[Any, ...]:
+    return parts
+
+
+def _filled(parts: Sequence[Any], make: Callable[..., Any]) -> Fill | None:
+    fills = [None if type(part) in _ATOMS else fill(part) for part in parts]
+    if not any(fills):
+        return None
+    pairs = list(zip(parts, fills, strict=True))
+    return lambda tape: make(*[part if f is None else f(tape) for part, f in pairs])
 
 
 class Leaf:
@@ -26,11 +65,11 @@ class Leaf:
         self.leasts = tuple((n.least, n.symbol) for n in trail.tape)
         self.more: dict[Hashable, Tree] = {}
 
-    def filled(self, tape: list[Any]) -> Any:
+    def filled(self, tape: Sequence[Any]) -> Any:
         """The result for the numbers on this tape."""
         return self.made if self.fill is None else self.fill(tape)
 
-    def symbols(self, tape: list[int]) -> list[Extent]:
+    def symbols(self, tape: Sequence[int]) -> list[Extent]:
         """The tape's numbers as the extents that they were."""
         return [Extent(i, n, least, symbol=s) for i, (n, (least, s)) in enumerate(zip(tape, self.leasts, strict=True))]
 

@@ -11,7 +11,7 @@ for this number only.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -158,26 +158,20 @@ def _not(value: Any) -> Any:
     return value if value is NotImplemented else not value
 
 
-def _ours(a: Any, b: Any) -> bool | None:
-    """Whether both are integers that a tape can hold; None where one is a float, which only a number can meet."""
-    kinds = {type(a), type(b)} - {Extent, int}
-    if not kinds:
-        return True
-    return None if kinds <= {float, complex, bool} else False
+_WHOLE = (int, Extent)
+
+
+def _apart(how: Number, a: Any, b: Any) -> Any:
+    """With a float, only a number can be computed; what else the other is must know for itself."""
+    return how(plain(a), plain(b)) if {type(a), type(b)} <= {Extent, float, complex, bool} else NotImplemented
 
 
 def _decided(how: Number, a: Any, b: Any) -> Any:
-    ours = _ours(a, b)
-    if ours is None:
-        return how(plain(a), plain(b))
-    return current().ask(how, a, b) if ours else NotImplemented
+    return current().ask(how, a, b) if type(a) in _WHOLE and type(b) in _WHOLE else _apart(how, a, b)
 
 
 def _made(how: Number, a: Any, b: Any) -> Any:
-    ours = _ours(a, b)
-    if ours is None:
-        return how(plain(a), plain(b))
-    return current().make(how, a, b) if ours else NotImplemented
+    return current().make(how, a, b) if type(a) in _WHOLE and type(b) in _WHOLE else _apart(how, a, b)
 
 
 def _divided(how: Number, a: Any, b: Any) -> Any:
@@ -188,17 +182,18 @@ def _divided(how: Number, a: Any, b: Any) -> Any:
 
 def _least(how: Number, a: Any, b: Any, smaller: bool | None) -> int | None:
     """What a result is at least: None where nothing is known. ``smaller``: whether a < b, where that was asked."""
-    x, y = (n.least if type(n) is Extent else n for n in (a, b))
-    if how is operator.sub:
-        return None if x is None or type(b) is Extent else x - y
+    x = a.least if type(a) is Extent else a
+    y = b.least if type(b) is Extent else b
     if x is None or y is None:
         return None
     if how is operator.add:
         return x + y
-    if x < 0 or y < (0 if how is operator.mul else 1):
-        return None
+    if how is operator.sub:
+        return None if type(b) is Extent else x - y
     if how is operator.mul:
-        return x * y
+        return x * y if x >= 0 and y >= 0 else None
+    if x < 0 or y < 1:
+        return None
     return 1 if how is operator.floordiv and smaller is False else 0
 
 
@@ -279,27 +274,3 @@ def running(trail: Trail) -> Iterator[Trail]:
         yield trail
     finally:
         _trails.pop()
-
-
-Fill = Callable[[Sequence[Any]], Any]
-
-
-def fill(made: Any) -> Fill | None:
-    """How to make this value (tuples and dataclasses, with extents in them) again from a tape; None if it holds no extent."""
-    if type(made) is Extent:
-        return operator.itemgetter(made.at)
-    if type(made) is tuple:
-        return _filled(made, _tuple)
-    fields = getattr(type(made), "__dataclass_fields__", None)
-    return None if fields is None else _filled(tuple(getattr(made, name) for name in fields), type(made))
-
-
-def _tuple(*parts: Any) -> tuple[Any, ...]:
-    return parts
-
-
-def _filled(parts: tuple[Any, ...], make: Callable[..., Any]) -> Fill | None:
-    fills = [fill(part) for part in parts]
-    if not any(fills):
-        return None
-    return lambda tape: make(*[part if f is None else f(tape) for part, f in zip(parts, fills, strict=True)])

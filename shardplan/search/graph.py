@@ -122,6 +122,8 @@ class _Flattener:
     def __init__(self, replicate: frozenset[str]) -> None:
         self.replicate = replicate
         self.tensors: list[Tensor] = []
+        self.kind_of: dict[tuple[tuple[int, ...], str], int] = {}
+        self.kinds: list[int] = []  # of each tensor: equal numbers for equal shapes and dtypes
         self.nodes: list[Node] = []
         self.links: list[Link] = []
         self.constants: set[int] = set()
@@ -150,8 +152,12 @@ class _Flattener:
         )
 
     def new(self, tensor: Tensor) -> int:
-        self.tensors.append(Tensor(len(self.tensors), tensor.shape, tensor.dtype, tensor.itemsize))
-        return len(self.tensors) - 1
+        number, kind = len(self.tensors), (tensor.shape, tensor.dtype)
+        self.tensors.append(
+            tensor if tensor.id == number else Tensor(number, tensor.shape, tensor.dtype, tensor.itemsize)
+        )
+        self.kinds.append(self.kind_of.setdefault(kind, len(self.kind_of)))
+        return number
 
     def place(self, program: Program, where: Where, same: Mapping[int, int], weight: float, backward: bool) -> tuple[int, ...]:
         """Adds a program's tensors and ops; ``same`` gives local tensors that are tensors of the graph already."""
@@ -159,7 +165,7 @@ class _Flattener:
         self.bodies[where] = ids
         self.constants.update(ids[t] for t, _ in program.constants)
         for op in program.ops:
-            back = backward or any(mark in op.scope for mark in _BACKWARD)
+            back = backward or any([mark in op.scope for mark in _BACKWARD])
             if op.bodies:
                 self.control(op, where, ids, weight, back)
                 continue
@@ -260,18 +266,20 @@ class _Flattener:
             self.links.append(Link(entry[b + i], outer, 0, weight))
 
     def signature(self, op: Op, inputs: Sequence[int], outputs: Sequence[int]) -> Signature:
-        shapes = tuple(self.tensors[i].shape if i >= 0 else () for i in inputs)
-        dtypes = tuple(self.tensors[i].dtype if i >= 0 else "" for i in inputs)
-        results = tuple((self.tensors[o].shape, self.tensors[o].dtype) for o in outputs)
-        params = tuple((k, v) for k, v in op.params.items() if not _is_body(v))
-        key: Any = (op.primitive, shapes, dtypes, results, params)
+        kinds = self.kinds
+        reads, makes = tuple([kinds[i] if i >= 0 else -1 for i in inputs]), tuple([kinds[o] for o in outputs])
+        params = tuple([(k, v) for k, v in op.params.items() if type(v) in _PLAIN or not _is_body(v)])
+        key: Any = (op.primitive, reads, makes, params)
         try:
             found = self.signatures.get(key)
         except TypeError:
-            key = (op.primitive, shapes, dtypes, results, repr(params))
+            key = (op.primitive, reads, makes, repr(params))
             found = self.signatures.get(key)
         if found is not None:
             return found
+        shapes = tuple(self.tensors[i].shape if i >= 0 else () for i in inputs)
+        dtypes = tuple(self.tensors[i].dtype if i >= 0 else "" for i in inputs)
+        results = tuple((self.tensors[o].shape, self.tensors[o].dtype) for o in outputs)
         call = Call(op.primitive, shapes, tuple(s for s, _ in results), op.params, dtypes, tuple(d for _, d in results))
         description = describe(call)
         waived = self.replicate | HOST
@@ -279,6 +287,9 @@ class _Flattener:
             raise UndescribedPrimitiveError(op.primitive, str(op.source), operands=shapes, results=call.results)
         self.signatures[key] = Signature(len(self.signatures), call, description)
         return self.signatures[key]
+
+
+_PLAIN = {int, bool, str, tuple, type(None)}
 
 
 def _is_body(param: Any) -> bool:

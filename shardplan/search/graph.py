@@ -153,9 +153,7 @@ class _Flattener:
 
     def new(self, tensor: Tensor) -> int:
         number, kind = len(self.tensors), (tensor.shape, tensor.dtype)
-        self.tensors.append(
-            tensor if tensor.id == number else Tensor(number, tensor.shape, tensor.dtype, tensor.itemsize)
-        )
+        self.tensors.append(tensor if tensor.id == number else Tensor(number, tensor.shape, tensor.dtype, tensor.itemsize))
         self.kinds.append(self.kind_of.setdefault(kind, len(self.kind_of)))
         return number
 
@@ -165,7 +163,7 @@ class _Flattener:
         self.bodies[where] = ids
         self.constants.update(ids[t] for t, _ in program.constants)
         for op in program.ops:
-            back = backward or any([mark in op.scope for mark in _BACKWARD])
+            back = backward or any(mark in op.scope for mark in _BACKWARD)
             if op.bodies:
                 self.control(op, where, ids, weight, back)
                 continue

@@ -271,17 +271,23 @@ def describe(call: Call) -> Description | None:
 _CUTS: dict[Hashable, dict[Hashable, Tree]] = {}
 
 
+def forget_analyses() -> None:
+    """Forgets what was analysed so far: the next call of each kind is analysed as if it were the first."""
+    _TREES.clear()
+    _CUTS.clear()
+
+
 def _share(leaf: Leaf) -> None:
-    """Lets descriptions without reductions that read alike (`exp` and `tanh`, float32 and bfloat16) share the analyses of their cuts.
+    """Descriptions without reductions that read alike (`exp` and `tanh`, float32 and bfloat16) share the analyses of their cuts.
 
     A cut of a parallel loop depends on nothing but the extents, the operands' shapes and the indices. Those that are computed
     from extents have no place to be shared by.
     """
     extents, accesses, _, (operands, loops, results, _, _) = leaf.made
-    if leaf.at or any([loop.reducer is not None for loop in loops]) or fill(accesses) is not None:
+    if leaf.at or any(loop.reducer is not None for loop in loops) or fill(accesses) is not None:
         return
     shapes = tuple([tuple(map(_place, shape)) for shape in operands])
-    key = shapes, tuple(map(_place, extents)), tuple([loop.whole for loop in loops]), results, accesses, len(leaf.leasts)
+    key = shapes, tuple(map(_place, extents)), results, accesses, len(leaf.leasts)
     leaf.known, leaf.more = {}, _CUTS.setdefault(key, leaf.more)
 
 

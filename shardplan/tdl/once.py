@@ -7,14 +7,14 @@ filled in with these numbers. Where they do not, the analysis is run, on symbols
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from numbers import Integral
 from operator import itemgetter
-from typing import Any
+from typing import Any, cast
 
 from shardplan.errors import DescriptionError
 from shardplan.tdl.index import Affine
 from shardplan.tdl.symbols import Extent, Step, Trail, running
-
 
 Fill = Callable[[Sequence[Any]], Any]
 _ATOMS = {int, str, bool, float, list, type(None), frozenset}
@@ -26,14 +26,14 @@ def fill(made: Any) -> Fill | None:
 
     Lists are not looked into.
     """
-    kind = type(made)
+    kind: type[Any] = type(made)
     if kind in _ATOMS:
         return None
     if kind is Extent:
         return itemgetter(made.at)
     if kind is tuple:
         return _filled(made, _tuple)
-    if kind is Affine and type(made.const) is int and all([type(c) is int for _, c in made.terms]):
+    if kind is Affine and type(made.const) is int and all(type(c) is int for _, c in made.terms):
         return None
     names = _FIELDS.get(kind)
     if names is None:
@@ -125,9 +125,11 @@ class Tree:
         if self.root is None:
             self.root = _Node(ways[0][0])
         node = self.root
-        for (_, question, answer), (steps, _, _) in zip(ways, ways[1:], strict=False):
+        for (_, question, answer), (steps, _, _) in pairwise(ways):
             if node.question not in (None, question):
-                raise DescriptionError("a description decides by something else than its call: the same call was read otherwise before")
+                raise DescriptionError(
+                    "a description decides by something else than its call: the same call was read otherwise before"
+                )
             node.question = question
             node = node.branches.setdefault(answer, _Node(steps))
         node.leaf = leaf
@@ -150,7 +152,7 @@ class Numbering:
 
         A number that is new is appended to the tape.
         """
-        kind = type(value)
+        kind: type[Any] = type(value)
         if kind is int or (kind is not bool and isinstance(value, Integral)):
             n = int(value)
             if n < 2:
@@ -166,7 +168,7 @@ class Numbering:
 
     def shapes(self, shapes: tuple[tuple[int, ...], ...], tape: list[int]) -> Hashable:
         """`code` of shapes, in less time: symbols as their place, numbers less than 2 as what they lack to it."""
-        of, found = self.of, []
+        of, found = self.of, list[int | None]()
         for shape in shapes:
             for n in shape:
                 if n < 2:
@@ -197,13 +199,14 @@ class _Same:
 
 
 def _constant(value: Any) -> Hashable:
+    kind: type[Any] = type(value)
     try:
         hash(value)
     except TypeError:
         return _Same(value)
     if value != value:
-        return "nan", type(value)
-    return type(value), value
+        return "nan", kind
+    return kind, value
 
 
 _ABSENT = object()
@@ -258,9 +261,9 @@ class Lifted(Mapping[str, Any]):
 
 def lifted(value: Any, numbering: Numbering, trail: Trail) -> Any:
     """A value whose integers are the symbols that `Numbering.code` made of them."""
-    kind = type(value)
+    kind: type[Any] = type(value)
     if kind is tuple or kind is list:
-        return kind(lifted(part, numbering, trail) for part in value)
+        return cast("object", kind([lifted(part, numbering, trail) for part in value]))
     if kind is int or (kind is not bool and isinstance(value, Integral)):
         n = int(value)
         return n if n < 2 else trail.tape[numbering.of[n]]

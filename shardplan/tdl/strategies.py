@@ -13,7 +13,7 @@ from shardplan.tdl import language as lang
 from shardplan.tdl.describe import Description, children, products
 from shardplan.tdl.index import Affine, Interval, interval, loops_of
 from shardplan.tdl.once import Tree
-from shardplan.tdl.symbols import Trail
+from shardplan.tdl.symbols import Trail, integer
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ def cut(description: Description, loop: int, ways: int, *, pad: bool = False) ->
         symbols, symbolic = origin.symbolic()
         trail = Trail([*symbols], origin.leaf.at, origin.leaf.known)
         symbol = trail.symbol(ways, own=False)
-        leaf = tree.grow(trail, lambda: _cut(symbolic, loop, symbol, pad))
+        leaf = tree.grow(trail, lambda: _cut(symbolic, loop, integer(symbol), pad))
         tape = [n.value for n in trail.tape]
     return leaf.filled(tape)
 

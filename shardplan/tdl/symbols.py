@@ -11,13 +11,17 @@ for this number only.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Generator, Hashable, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 Number = Callable[[Any, Any], Any]
 Step = tuple[Number | None, Any, Any]
 """One entry of a tape: ``function(tape[a], tape[b])``, or the constant ``a`` where there is no function."""
+
+
+def _floordiv(a: Any, b: Any) -> Any:
+    return a // b
 
 
 def _value(a: Any, _: Any) -> Any:
@@ -31,7 +35,7 @@ class Extent:
     """
 
     __slots__ = ("at", "least", "symbol", "value")
-    __class__ = property(lambda _: int)  # pyright: ignore[reportAssignmentType, reportIncompatibleVariableOverride]
+    __class__ = property(lambda _: int)  # pyright: ignore[reportIncompatibleMethodOverride]
 
     def __init__(self, at: int, value: int, least: int | None, *, symbol: bool = False) -> None:
         self.at, self.value, self.least, self.symbol = at, value, least, symbol
@@ -59,7 +63,7 @@ class Extent:
         return format(self.__index__(), spec)
 
     def __bool__(self) -> bool:
-        return not self == 0
+        return bool(self != 0)
 
     def __eq__(self, other: object) -> Any:
         if type(other) is int and self.least is not None and other < self.least:
@@ -114,10 +118,10 @@ class Extent:
     __rmul__ = __mul__
 
     def __floordiv__(self, other: Any) -> Any:
-        return self if type(other) is int and other == 1 else _divided(operator.floordiv, self, other)
+        return self if type(other) is int and other == 1 else _divided(_floordiv, self, other)
 
     def __rfloordiv__(self, other: Any) -> Any:
-        return _divided(operator.floordiv, other, self)
+        return _divided(_floordiv, other, self)
 
     def __mod__(self, other: Any) -> Any:
         return 0 if type(other) is int and other == 1 else _divided(operator.mod, self, other)
@@ -151,7 +155,7 @@ def plain(value: Any) -> Any:
 
 def integer(value: Any) -> int:
     """``int(value)``, an extent as it is."""
-    return value if type(value) is Extent else int(value)
+    return cast("int", value) if type(value) is Extent else int(value)
 
 
 def _not(value: Any) -> Any:
@@ -194,7 +198,7 @@ def _least(how: Number, a: Any, b: Any, smaller: bool | None) -> int | None:
         return x * y if x >= 0 and y >= 0 else None
     if x < 0 or y < 1:
         return None
-    return 1 if how is operator.floordiv and smaller is False else 0
+    return 1 if how is _floordiv and smaller is False else 0
 
 
 class Trail:
@@ -267,7 +271,7 @@ def current() -> Trail:
 
 
 @contextmanager
-def running(trail: Trail) -> Iterator[Trail]:
+def running(trail: Trail) -> Generator[Trail]:
     """Makes this the current run."""
     _trails.append(trail)
     try:

@@ -18,6 +18,7 @@ from shardplan.errors import DescriptionError
 from shardplan.search.graph import flatten
 from shardplan.tdl.coverage import sort_primitives
 from shardplan.tdl.describe import Call, Description, describe, forget, read, rule, rule_of
+from shardplan.tdl.index import Affine, FloorDiv, Mod
 from shardplan.tdl.once import Leaf, Tree
 from shardplan.tdl.proof import CASES, Drawn
 from shardplan.tdl.symbols import Extent, Trail
@@ -42,9 +43,10 @@ DECIDING: list[Callable[[Any, Any, Any], Any]] = [
     lambda a, b, c: (int(a), f"{b:03d}", str(c), a / b, a**2, 1.5 * c, isinstance(a, int)),
     lambda a, b, c: a // (b - c) if b != c else 0,
     lambda a, b, c: a % (b - c),
-    lambda a, b, c: (a <= 2, a >= 3, 2 < b, 3 > c, a != b, not a - b, 7 - a, 7 // b, 7 % c),
+    lambda a, b, c: (a <= 2, a >= 3, b > 2, c < 3, a != b, not a - b, 7 - a, 7 // b, 7 % c),
     lambda a, b, c: np.prod([a, b, c]) + math.prod((a, b)) + sum((a, c)),
     lambda a, b, c: sorted([a, b, c])[1],
+    lambda a, b, c: "small" if (a - 9) * (b - 9) < 9 else "large",
     lambda a, b, c: (a * a - b * b) // c if (a - b) // c < -1 else (b - a) % c,
 ]  # fmt: skip
 
@@ -135,3 +137,83 @@ def test_an_instance_is_what_its_numbers_give(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_an_instance_is_what_its_numbers_give_often(name: str) -> None:
     check(name, 60)
+
+
+def test_cuts_are_shared_only_by_what_reads_alike() -> None:
+    """The last loop of the second has another extent, though nothing is read and all else is the same."""
+    for shape, ways in (((4, 6, 4), (2, 2)), ((4, 6, 6), (2, 3)), ((6, 4, 6), (2, 3)), ((6, 4, 4), (2, 2))):
+        made = describe(Call("broadcast_in_dim", ((),), (shape,), {"broadcast_dimensions": ()}))
+        assert made is not None
+        assert [k for k in (2, 3) if tdl.cut(made, 2, k)] == [k for k in (2, 3) if k in ways]
+
+
+def test_each_analysis_is_made_once() -> None:
+    """Other shapes, offsets and numbers of ways ask nothing new; a structure that is another one does."""
+
+    def product(rows: int, columns: int, ways: int) -> None:
+        call = Call("dot_general", ((rows, 96), (96, columns)), ((rows, columns),), {"dimension_numbers": PRODUCT})
+        made = describe(call)
+        assert made is not None
+        assert len(tdl.cuts(made, ways)) == 3
+
+    product(32, 64, 2)
+    before = Tree.runs
+    product(64, 32, 4)
+    product(1024, 512, 8)
+    assert Tree.runs == before
+    product(96, 32, 2)  # as many rows as terms: the same symbol
+    assert Tree.runs > before
+
+    def part(start: int) -> Any:
+        params = {"start_indices": (start, 0), "limit_indices": (start + 4, 8), "strides": None}
+        return describe(Call("slice", ((64, 8),), ((4, 8),), params))
+
+    assert part(5).accesses[0][1][0] == Affine(((0, 1),), 5)
+    before = Tree.runs
+    assert part(7).accesses[0][1][0] == Affine(((0, 1),), 7)
+    assert Tree.runs == before
+
+
+PRODUCT = (((1,), (0,)), ((), ()))
+
+
+def test_how_a_reshape_merges_its_dims_is_its_structure() -> None:
+    def reshape(old: tuple[int, ...], new: tuple[int, ...]) -> Any:
+        return describe(Call("reshape", (old,), (new,), {}))
+
+    reshape((4, 6), (24,))
+    before = Tree.runs
+    assert reshape((8, 3), (24,)).accesses[0][1] == (FloorDiv(Affine(((0, 1),)), 3), Mod(Affine(((0, 1),)), 3))
+    assert Tree.runs == before
+    reshape((4, 6), (2, 12))
+    assert Tree.runs == before + 1
+
+
+def test_a_steps_ops_share_analyses() -> None:
+    def step(x: Any, w: Any) -> Any:
+        for n in range(24):
+            x = jnp.tanh(x @ w)[: x.shape[0] - 2 * (n % 3)]
+        return x
+
+    program = trace(step, jax.ShapeDtypeStruct((240, 64), jnp.float32), jax.ShapeDtypeStruct((64, 64), jnp.float32)).program
+    before = Tree.runs
+    graph = flatten(program)
+    signatures = {node.signature.id for node in graph.nodes}
+    assert len(signatures) == 48
+    assert Tree.runs - before <= 6
+
+
+def test_a_description_that_decides_by_something_else_is_refused() -> None:
+    """Its cuts would be those of another time."""
+    asked = iter([lambda n: n > 20, lambda n: n % 5 == 1, lambda n: n > 20])
+
+    @rule("whim")
+    def describe_whim(call: Call, x: tdl.TensorRef) -> Any:
+        return (lambda i: x[i]) if next(asked)(x.shape[0]) else (lambda i: tdl.apply("whim", x[i]))
+
+    try:
+        describe(Call("whim", ((12,),), ((12,),), {}))
+        with pytest.raises(DescriptionError, match="decides by something else than its call"):
+            describe(Call("whim", ((24,),), ((24,),), {}))
+    finally:
+        forget("whim")

@@ -82,7 +82,8 @@ def window_index(params: Any, i: tuple[Any, ...], w: tuple[Any, ...]) -> tuple[A
     ones = (1,) * len(i)
     base, wide = params.get("base_dilation") or ones, params.get("window_dilation") or ones
     return tuple(
-        (i[d] * integer(params["window_strides"][d]) + w[d] * integer(wide[d]) - integer(params["padding"][d][0])) / integer(base[d])
+        (i[d] * integer(params["window_strides"][d]) + w[d] * integer(wide[d]) - integer(params["padding"][d][0]))
+        / integer(base[d])
         for d in range(len(i))
     )
 
@@ -171,7 +172,9 @@ def _select_and_scatter(call: Call, x: TensorRef, source: TensorRef, start: Tens
 
     def element(*i: Any) -> Scalar:
         at_x = tuple(loop if free else _ALL for loop, free in zip(i, apart, strict=True))
-        at_source = tuple(loop // integer(s) if free else _ALL for loop, free, s in zip(i, apart, p["window_strides"], strict=True))
+        at_source = tuple(
+            loop // integer(s) if free else _ALL for loop, free, s in zip(i, apart, p["window_strides"], strict=True)
+        )
         inside = tuple(loop for loop, free in zip(i, apart, strict=True) if not free)
         return Opaque()(x[at_x], source[at_source], start[()])[inside]
 

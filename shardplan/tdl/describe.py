@@ -390,15 +390,13 @@ def _parallel(recorder: lang.Recorder, call: Call, body: Lambda, shape: tuple[in
 
 def children(node: lang.Scalar) -> tuple[lang.Scalar, ...]:
     """The nodes below this one."""
-    match node:
-        case lang.Apply(_, args, _) | lang.HiddenLoops(args, _) | lang.OpaqueResult(args):
-            return args
-        case lang.Reduce(_, _, body):
-            return (body,)
-        case lang.Match(element, _):
-            return (element,)
-        case _:
-            return ()
+    if isinstance(node, lang.Access | lang.Number):
+        return ()
+    if isinstance(node, lang.Apply | lang.HiddenLoops | lang.OpaqueResult):
+        return node.args
+    if isinstance(node, lang.Reduce):
+        return (node.body,)
+    return (node.element,) if isinstance(node, lang.Match) else ()
 
 
 def _accesses(trees: list[lang.Scalar]) -> tuple[tuple[int, tuple[IndexExpr, ...]], ...]:
@@ -421,6 +419,8 @@ def _check(call: Call, accesses: tuple[tuple[int, tuple[IndexExpr, ...]], ...]) 
 def _extents(recorder: lang.Recorder, call: Call, accesses: tuple[tuple[int, tuple[IndexExpr, ...]], ...]) -> tuple[int, ...]:
     """Parallel loops have the result's extent, reduction loops that of a dim which they index alone."""
     extents = list(recorder.extents)
+    if all(n is not None for n in extents):
+        return cast("tuple[int, ...]", tuple(extents))
     for operand, indices in accesses:
         for dim, ix in enumerate(indices):
             match ix:
@@ -434,8 +434,13 @@ def _extents(recorder: lang.Recorder, call: Call, accesses: tuple[tuple[int, tup
     return tuple(e for e in extents if e is not None)
 
 
+_NONE = frozenset[int]()
+
+
 def _hidden(tree: lang.Scalar) -> frozenset[int]:
-    own = tree.loops if isinstance(tree, lang.HiddenLoops) else frozenset[int]()
+    if isinstance(tree, lang.Access | lang.Number):
+        return _NONE
+    own = tree.loops if isinstance(tree, lang.HiddenLoops) else _NONE
     for child in children(tree):
         own |= _hidden(child)
     return own
@@ -446,7 +451,10 @@ def _identity(indices: tuple[IndexExpr, ...], shape: tuple[int, ...], result: tu
         return True
     if len(indices) != len(result):
         return False
-    return all(n == 1 or ix == Affine(((loop, 1),)) for ix, n, loop in zip(indices, shape, result, strict=True))
+    for ix, n, loop in zip(indices, shape, result, strict=True):
+        if not (isinstance(ix, Affine) and ix.terms == ((loop, 1),) and ix.const == 0) and n != 1:
+            return False
+    return True
 
 
 def products(node: lang.Scalar, zeros: frozenset[int] = frozenset()) -> Monomials:

@@ -1,3 +1,4 @@
+# pyright: reportUnknownVariableType=false
 """Each analysis once: a tree of the questions that it asks, at whose leaves stand its results in symbols.
 
 On new numbers the questions are asked again, which is a few integer operations; where the answers lead to a leaf, its result is

@@ -3,8 +3,8 @@
 ``python benchmarks/tdl.py [--ops 10000] [--repeats 5]``
 
 The chain repeats eight ops, so that nearly all of it is met before; the others are real train steps. *Analyses* are runs of a
-rule on symbols; *cuts* likewise of the interval analysis, for every loop, 2, 4 and 8 ways. *Numbers* is what it costs to analyse each
-signature on its own numbers, *first* with symbols and nothing known, *again* with all of it known. *Graph* is the whole of
+rule on symbols; *cuts* likewise of the interval analysis, for every loop, 2, 4 and 8 ways. *Numbers* is what it costs to analyse
+each signature on its own numbers, *first* with symbols and nothing known, *again* with all of it known. *Graph* is the whole of
 flattening the program, descriptions included. Medians of the repeats, seconds of the processor.
 """
 

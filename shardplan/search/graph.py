@@ -106,7 +106,8 @@ class Graph:
 _SELDOM = 1e-3
 """The share of its cost that a branch keeps which is not the dearest: enough to choose its layouts by."""
 
-_BACKWARD = ("transpose(", "rematted_computation")
+_TRANSPOSED, _REPEATED = "transpose(", "rematted_computation"
+"""What stands in the scope of an op of the backward pass."""
 
 
 def flatten(program: Program, *, replicate: Sequence[str] = ()) -> Graph:
@@ -159,16 +160,16 @@ class _Flattener:
 
     def place(self, program: Program, where: Where, same: Mapping[int, int], weight: float, backward: bool) -> tuple[int, ...]:
         """Adds a program's tensors and ops; ``same`` gives local tensors that are tensors of the graph already."""
-        ids = tuple(same[t.id] if t.id in same else self.new(t) for t in program.tensors)
+        ids = tuple([same[t.id] if t.id in same else self.new(t) for t in program.tensors])
         self.bodies[where] = ids
         self.constants.update(ids[t] for t, _ in program.constants)
         for op in program.ops:
-            back = backward or any(mark in op.scope for mark in _BACKWARD)
+            back = backward or _TRANSPOSED in op.scope or _REPEATED in op.scope
             if op.bodies:
                 self.control(op, where, ids, weight, back)
                 continue
-            inputs = tuple(ids[i] if isinstance(i, int) else -1 for i in op.inputs)
-            outputs = tuple(ids[o] for o in op.outputs)
+            inputs = tuple([ids[i] if isinstance(i, int) else -1 for i in op.inputs])
+            outputs = tuple([ids[o] for o in op.outputs])
             signature = self.signature(op, inputs, outputs)
             self.nodes.append(Node(len(self.nodes), signature, inputs, outputs, weight, back, where, op))
         return ids

@@ -287,7 +287,7 @@ def _share(leaf: Leaf) -> None:
     if leaf.at or any(loop.reducer is not None for loop in loops) or fill(accesses) is not None:
         return
     shapes = tuple([tuple(map(_place, shape)) for shape in operands])
-    key = shapes, tuple(map(_place, extents)), results, accesses, len(leaf.leasts)
+    key = shapes, tuple(map(_place, extents)), results, accesses, len(leaf.tape)
     leaf.known, leaf.more = {}, _CUTS.setdefault(key, leaf.more)
 
 

@@ -14,6 +14,7 @@ from operator import itemgetter
 from typing import Any, cast
 
 from shardplan.errors import DescriptionError
+from shardplan.ir import Split
 from shardplan.tdl.index import Affine
 from shardplan.tdl.symbols import Extent, Step, Trail, running
 
@@ -36,6 +37,8 @@ def fill(made: Any) -> Fill | None:
         return _filled(made, _tuple)
     if kind is Affine and type(made.const) is int and all(type(c) is int for _, c in made.terms):
         return None
+    if kind is Split and type(made.halo[0]) is type(made.halo[1]) is int:
+        return None
     names = _FIELDS.get(kind)
     if names is None:
         names = _FIELDS[kind] = tuple(getattr(kind, "__dataclass_fields__", ()))
@@ -57,13 +60,13 @@ def _filled(parts: Sequence[Any], make: Callable[..., Any]) -> Fill | None:
 class Leaf:
     """A result in symbols, and what was found out on the way to it; ``more`` are the analyses that start from here."""
 
-    __slots__ = ("at", "fill", "known", "leasts", "made", "more")
+    __slots__ = ("at", "fill", "known", "made", "more", "tape")
 
     def __init__(self, trail: Trail, made: Any) -> None:
         self.made = made
         self.fill: Fill | None = fill(made)
         self.at, self.known = trail.at, trail.known
-        self.leasts = tuple((n.least, n.symbol) for n in trail.tape)
+        self.tape = trail.tape
         self.more: dict[Hashable, Tree] = {}
 
     def filled(self, tape: Sequence[Any]) -> Any:
@@ -72,7 +75,7 @@ class Leaf:
 
     def symbols(self, tape: Sequence[int]) -> list[Extent]:
         """The tape's numbers as the extents that they were."""
-        return [Extent(i, n, least, symbol=s) for i, (n, (least, s)) in enumerate(zip(tape, self.leasts, strict=True))]
+        return [Extent(i, n, old.least, old.symbol) for i, (n, old) in enumerate(zip(tape, self.tape, strict=True))]
 
 
 class _Node:
@@ -118,8 +121,7 @@ class Tree:
 
     def grow(self, trail: Trail, run: Callable[[], Any]) -> Leaf:
         """Runs the analysis and adds its way."""
-        with running(trail):
-            made = run()
+        made = running(trail, run)
         Tree.runs += 1
         leaf = Leaf(trail, made)
         ways = [*trail.segments, (tuple(trail.open), None, None)]

@@ -11,8 +11,7 @@ for this number only.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Generator, Hashable, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, cast
 
 Number = Callable[[Any, Any], Any]
@@ -37,7 +36,7 @@ class Extent:
     __slots__ = ("at", "least", "symbol", "value")
     __class__ = property(lambda _: int)  # pyright: ignore[reportIncompatibleMethodOverride]
 
-    def __init__(self, at: int, value: int, least: int | None, *, symbol: bool = False) -> None:
+    def __init__(self, at: int, value: int, least: int | None, symbol: bool = False) -> None:
         self.at, self.value, self.least, self.symbol = at, value, least, symbol
 
     def __index__(self) -> int:
@@ -227,24 +226,25 @@ class Trail:
             return n.at
         found = self.at.get(n)
         if found is None:
-            found = self.at[n] = self.put((None, n, 0), n, n).at
+            found = self.at[n] = len(self.tape)
+            self.open.append((None, n, 0))
+            self.tape.append(Extent(found, n, n))
         return found
-
-    def put(self, step: Step, value: int, least: int | None) -> Extent:
-        """Writes a step to the tape."""
-        self.open.append(step)
-        self.tape.append(Extent(len(self.tape), value, least))
-        return self.tape[-1]
 
     def make(self, how: Number, a: Any, b: Any) -> Extent:
         """``how(a, b)``, the same extent each time."""
-        x, y = self.place(a), self.place(b)
+        x = a.at if type(a) is Extent else self.place(a)
+        y = b.at if type(b) is Extent else self.place(b)
         key = (how, x, y)
         found = self.at.get(key)
-        if found is None:
-            least = _least(how, a, b, self.known.get((operator.lt, x, y)))
-            found = self.at[key] = self.put(key, how(self.tape[x].value, self.tape[y].value), least).at
-        return self.tape[found]
+        if found is not None:
+            return self.tape[found]
+        least = _least(how, a, b, self.known.get((operator.lt, x, y)))
+        made = Extent(len(self.tape), how(self.tape[x].value, self.tape[y].value), least)
+        self.at[key] = made.at
+        self.open.append(key)
+        self.tape.append(made)
+        return made
 
     def ask(self, how: Number, a: Any, b: Any) -> Any:
         """The answer to ``how(a, b)``, by which the run goes on."""
@@ -270,11 +270,10 @@ def current() -> Trail:
     return _trails[-1]
 
 
-@contextmanager
-def running(trail: Trail) -> Generator[Trail]:
-    """Makes this the current run."""
+def running(trail: Trail, run: Callable[[], Any]) -> Any:
+    """What ``run`` returns, with this as the current run."""
     _trails.append(trail)
     try:
-        yield trail
+        return run()
     finally:
         _trails.pop()

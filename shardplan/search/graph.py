@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardplan.cost import compute
-from shardplan.errors import UndescribedPrimitiveError
+from shardplan.errors import DescriptionError, MisfitError, UndescribedPrimitiveError
 from shardplan.ir import Op, Program, Tensor
 from shardplan.tdl import Call, Description, describe
 from shardplan.tdl.describe import runs_apart
@@ -280,12 +280,25 @@ class _Flattener:
         dtypes = tuple(self.tensors[i].dtype if i >= 0 else "" for i in inputs)
         results = tuple((self.tensors[o].shape, self.tensors[o].dtype) for o in outputs)
         call = Call(op.primitive, shapes, tuple(s for s, _ in results), op.params, dtypes, tuple(d for _, d in results))
-        description = describe(call)
+        description = _described(call, op)
         waived = self.replicate | HOST
         if description is None and waived.isdisjoint((op.primitive, op.primitive.split(":")[0])):
             raise UndescribedPrimitiveError(op.primitive, str(op.source), operands=shapes, results=call.results)
         self.signatures[key] = Signature(len(self.signatures), call, description)
         return self.signatures[key]
+
+
+def _described(call: Call, op: Op) -> Description | None:
+    try:
+        return describe(call)
+    except MisfitError as error:
+        batched = (
+            "; under jax.vmap a kernel has a batch dim more: describe it for any rank (lambda *i) with a run= that takes both, or "
+            "put the vmap into a jax.jit function and register that one"
+        )
+        raise MisfitError(f"{error} (used at {op.source}){batched if ':' in call.primitive else ''}") from error
+    except DescriptionError as error:
+        raise DescriptionError(f"{error} (used at {op.source})") from error
 
 
 _PLAIN = {int, bool, str, tuple, type(None)}

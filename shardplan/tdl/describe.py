@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import wraps
+from types import TracebackType
 from typing import Any, cast
 
 from shardplan.errors import DescriptionError, MisfitError
@@ -15,6 +17,7 @@ from shardplan.tdl.index import Affine, Data, Full, IndexExpr, Loop, loops_of
 from shardplan.tdl.once import Leaf, Lifted, Numbering, Tree, asked, fill, lifted
 from shardplan.tdl.special import MISCUT
 from shardplan.tdl.symbols import Extent, Trail
+from shardplan.users import users_code
 
 Lambda = Callable[..., Any]
 RuleFunction = Callable[..., "Lambda | tuple[Lambda, ...]"]
@@ -233,6 +236,7 @@ def op(function: Callable[..., Any]) -> Callable[[Call], Description]:
     """Tofu's ``@tdl.op``: ``function(*operands)`` returns the lambda; the result reads a `Call` into a `Description`."""
 
     def of(call: Call) -> Description:
+        @wraps(function)
         def without_call(_: Call, *operands: lang.TensorRef) -> Lambda:
             return function(*operands)
 
@@ -324,7 +328,8 @@ def read(call: Call, function: RuleFunction) -> Description:
             f"{call.primitive} has {len(operands)} operands, described are", expression=str(inspect.signature(function))
         )
     with lang.Recorder() as recorder:
-        made = function(call, *operands)
+        with users_code(failing(call.primitive, function, "the description")):
+            made = function(call, *operands)
         lambdas = cast("tuple[Lambda, ...]", made if isinstance(made, tuple) else (made,))
         for body in lambdas:
             if not callable(body):
@@ -335,8 +340,10 @@ def read(call: Call, function: RuleFunction) -> Description:
         trees: list[lang.Scalar] = []
         for body, shape in zip(lambdas, call.results, strict=True):
             dims = _parallel(recorder, call, body, shape)
+            recorder.open = [recorder.names[i] for i in dims]
             results.append(dims)
-            trees.append(_element(call, body, dims))
+            with users_code(failing(call.primitive, function, "the description's lambda")):
+                trees.append(_element(call, body, dims))
     accesses = _accesses(trees)
     _check(call, accesses)
     extents = _extents(recorder, call, accesses)
@@ -352,21 +359,32 @@ def read(call: Call, function: RuleFunction) -> Description:
     return Description(call, loops, tuple(results), accesses, tuple(trees), monomials, elementwise)
 
 
-def _element(call: Call, body: Lambda, dims: tuple[int, ...]) -> lang.Scalar:
-    def failed(error: BaseException) -> DescriptionError:
-        line = (str(error).strip().splitlines() or ["no message"])[0]
+def failing(primitive: str, function: Callable[..., Any], what: str) -> Callable[[BaseException], DescriptionError]:
+    """The error for what a description raises, with the line of its file that did."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    file = None if code is None else code.co_filename
+
+    def told(error: BaseException) -> DescriptionError:
+        lines = [at.tb_lineno for at in _frames(error) if at.tb_frame.f_code.co_filename == file]
+        message = (str(error).strip().splitlines() or ["no message"])[0]
         return DescriptionError(
-            f"{call.primitive}: the description's lambda fails on symbolic indices", expression=f"{type(error).__name__}: {line}"
+            f"{primitive}: {what} fails on symbolic {'operands' if what == 'the description' else 'indices'}",
+            expression=f"{type(error).__name__}: {message}" + (f" ({file}:{lines[-1]})" if lines else ""),
         )
 
-    def made() -> Any:
-        try:
-            return body(*(Loop(Affine(((i, 1),))) for i in dims))
-        except (ArithmeticError, LookupError, AttributeError, ValueError) as error:
-            raise failed(error) from error
+    return told
 
+
+def _frames(error: BaseException) -> Iterator[TracebackType]:
+    at = error.__traceback__
+    while at is not None:
+        yield at
+        at = at.tb_next
+
+
+def _element(call: Call, body: Lambda, dims: tuple[int, ...]) -> lang.Scalar:
     try:
-        return lang.scalar(made())
+        return lang.scalar(body(*(Loop(Affine(((i, 1),))) for i in dims)))
     except TypeError as error:
         says = "an element is built with + - * / and tdl's own functions (tdl.apply('exp', x) names any other)"
         raise DescriptionError(f"{call.primitive}: {says}", expression=str(error).partition("\n")[0]) from error

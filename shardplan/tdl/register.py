@@ -19,6 +19,7 @@ from shardplan.tdl.describe import (
     Description,
     Lambda,
     describe,
+    failing,
     named_call,
     put_back,
     recognised_by,
@@ -28,7 +29,9 @@ from shardplan.tdl.describe import (
 from shardplan.tdl.identity import same_function, same_kernel
 from shardplan.tdl.index import Affine, Data, Full, Loop, interval
 from shardplan.tdl.language import Recorder, TensorRef, lambda_names
+from shardplan.tdl.strategies import cuts
 from shardplan.tdl.verify import draw_array, verify
+from shardplan.users import users_code
 
 Function = Callable[..., Any]
 _FUNCTIONS = ("jit:", "custom_vjp_call:", "custom_jvp_call:")
@@ -40,8 +43,9 @@ def register(target: Any, *, example: Sequence[Any] | None = None, run: Function
     ``target`` is a primitive or its name, a ``custom_vjp``, ``custom_jvp`` or ``jit`` function, or ``"pallas_call:NAME"`` and
     ``"ffi_call:TARGET"``. The description is proven at once: every legal cut is run on ``example``'s shapes (arguments: arrays or
     `jax.ShapeDtypeStruct`, nested as the target takes them; the operands are their leaves). Without one, small float32 arrays
-    are tried. ``run(*operands)`` is what a worker runs where that is not the target itself: on its blocks, with their halo, and
-    with a primitive's parameters by keyword.
+    are tried. ``run(*operands)`` is what a worker runs where that is not the target itself: a kernel or a primitive on every
+    block (a primitive's parameters come by keyword), a function only on blocks with a halo, which it gets; it is proven where a
+    cut of the example has one.
 
     Differentiation puts the forward and the backward function in place of a ``custom_vjp`` function: register those too, as
     ``jit`` functions.
@@ -67,6 +71,7 @@ def register(target: Any, *, example: Sequence[Any] | None = None, run: Function
 
         own_signature = inspect.signature(function)
         of_call = inspect.Parameter("call", inspect.Parameter.POSITIONAL_ONLY)
+        read.__wrapped__ = function  # type: ignore[attr-defined]
         read.__signature__ = own_signature.replace(parameters=[of_call, *own_signature.parameters.values()])  # type: ignore[attr-defined]
         names = (name, f"{name}{localize.HALO}")
         old = {n: rule_of(n) for n in names}
@@ -165,7 +170,8 @@ def _of_leaves(function: Function, tree: Any) -> Function:
 
 def _try(name: str, whole: Function, function: Function, *, halo: bool) -> None:
     """Proves a description on small arrays of the ranks that it reads; says so where the target does not take them."""
-    ranks = _ranks(function)
+    with users_code(failing(name, function, "the description")):
+        ranks = _ranks(function)
     example = [jax.ShapeDtypeStruct((_SMALL,) * rank, np.float32) for rank in ranks or ()]
     try:
         jax.eval_shape(whole, *example)
@@ -249,6 +255,12 @@ def _prove(name: str, whole: Function | None, example: Sequence[Any], *, halo: b
             expression=str(fault),
         )
     _say_what_is_unproven(name, description)
+    if halo and ":" in name and not any(s.has_halo for k in (2, 3) for s in cuts(description, k)):
+        warnings.warn(
+            f"run= of {name} is neither used nor proven: a worker calls the function itself, except on blocks with a halo, and "
+            "no cut of the example has one",
+            stacklevel=4,
+        )
 
 
 def _say_what_is_unproven(name: str, description: Description) -> None:

@@ -26,7 +26,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from models import gpt, rnn, wresnet
 from shardplan.search.graph import flatten
 from shardplan.tdl import Call, Description, cuts, describe
-from shardplan.tdl.describe import forget_analyses, read, rule_of
+from shardplan.tdl.describe import forget_analyses, rule_of
+from shardplan.tdl.description import read
 from shardplan.tdl.once import Tree
 from shardplan.trace import trace
 

@@ -293,8 +293,8 @@ def _described(call: Call, op: Op) -> Description | None:
         return describe(call)
     except MisfitError as error:
         batched = (
-            "; under jax.vmap a kernel has a batch dim more: describe it for any rank (lambda *i) with a run= that takes both, or "
-            "put the vmap into a jax.jit function and register that one"
+            "; under jax.vmap a kernel has a batch dim more: describe it for any rank (lambda *i), with a run= that takes both, "
+            "or put the vmap into a jax.jit function and register that one"
         )
         raise MisfitError(f"{error} (used at {op.source}){batched if ':' in call.primitive else ''}") from error
     except DescriptionError as error:

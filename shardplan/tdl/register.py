@@ -14,18 +14,8 @@ import numpy as np
 from shardplan import _jax
 from shardplan.errors import DescriptionError, nearest
 from shardplan.tdl import localize
-from shardplan.tdl.describe import (
-    Call,
-    Description,
-    Lambda,
-    describe,
-    failing,
-    named_call,
-    put_back,
-    recognised_by,
-    rule,
-    rule_of,
-)
+from shardplan.tdl.describe import describe, named_call, put_back, recognised_by, rule, rule_of
+from shardplan.tdl.description import Call, Description, Lambda, failing
 from shardplan.tdl.identity import same_function, same_kernel
 from shardplan.tdl.index import Affine, Data, Full, Loop, interval
 from shardplan.tdl.language import Recorder, TensorRef, lambda_names

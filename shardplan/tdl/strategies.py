@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from shardplan.ir import Partial, Placement, Reducer, Replicated, Split
 from shardplan.tdl import language as lang
-from shardplan.tdl.describe import Description, children, products
+from shardplan.tdl.description import Description, children, products
 from shardplan.tdl.index import Affine, Interval, interval, loops_of
 from shardplan.tdl.once import Tree
 from shardplan.tdl.symbols import Trail, integer

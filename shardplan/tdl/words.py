@@ -6,7 +6,7 @@ from typing import Any, assert_never
 
 from shardplan.ir import Partial, Placement, Replicated, Split
 from shardplan.tdl import language as lang
-from shardplan.tdl.describe import Description
+from shardplan.tdl.description import Description
 from shardplan.tdl.index import show
 from shardplan.tdl.strategies import Strategy, cuts, linear_sets
 

@@ -17,7 +17,8 @@ from shardplan import tdl
 from shardplan.errors import DescriptionError
 from shardplan.search.graph import flatten
 from shardplan.tdl.coverage import sort_primitives
-from shardplan.tdl.describe import Call, Description, describe, forget, read, rule, rule_of
+from shardplan.tdl.describe import describe, forget, rule, rule_of
+from shardplan.tdl.description import Call, Description, read
 from shardplan.tdl.index import Affine, FloorDiv, Mod
 from shardplan.tdl.once import Leaf, Tree
 from shardplan.tdl.proof import CASES, Drawn

@@ -6,7 +6,8 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-from shardplan.tdl.describe import Call, Lambda, rule
+from shardplan.tdl.describe import rule
+from shardplan.tdl.description import Call, Lambda
 from shardplan.tdl.language import Named, Opaque, Scalar, TensorRef, given, where
 from shardplan.tdl.symbols import integer
 

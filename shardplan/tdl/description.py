@@ -112,23 +112,21 @@ def read(call: Call, function: RuleFunction) -> Description:
         raise MisfitError(
             f"{call.primitive} has {len(operands)} operands, described are", expression=str(inspect.signature(function))
         )
-    with lang.Recorder() as recorder:
-        with users_code(failing(call.primitive, function, "the description")):
-            made = function(call, *operands)
+    results: list[tuple[int, ...]] = []
+    trees: list[lang.Scalar] = []
+    with lang.Recorder() as recorder, users_code(lambda error: failed(call.primitive, function, error, lambdas=bool(results))):
+        made = function(call, *operands)
         lambdas = cast("tuple[Lambda, ...]", made if isinstance(made, tuple) else (made,))
         for body in lambdas:
             if not callable(body):
                 raise DescriptionError(f"{call.primitive}: a description returns a lambda for each result", expression=repr(body))
         if len(lambdas) != len(call.results):
             raise MisfitError(f"{call.primitive} has {len(call.results)} results, described are {len(lambdas)}")
-        results: list[tuple[int, ...]] = []
-        trees: list[lang.Scalar] = []
         for body, shape in zip(lambdas, call.results, strict=True):
             dims = _parallel(recorder, call, body, shape)
             recorder.open = [recorder.names[i] for i in dims]
             results.append(dims)
-            with users_code(failing(call.primitive, function, "the description's lambda")):
-                trees.append(_element(call, body, dims))
+            trees.append(_element(call, body, dims))
     accesses = _accesses(trees)
     _check(call, accesses)
     extents = _extents(recorder, call, accesses)
@@ -144,20 +142,17 @@ def read(call: Call, function: RuleFunction) -> Description:
     return Description(call, loops, tuple(results), accesses, tuple(trees), monomials, elementwise)
 
 
-def failing(primitive: str, function: Callable[..., Any], what: str) -> Callable[[BaseException], DescriptionError]:
-    """The error for what a description raises, with the line of its file that did."""
+def failed(primitive: str, function: Callable[..., Any], error: BaseException, *, lambdas: bool) -> DescriptionError:
+    """The error for what a description raises, or one of its ``lambdas``, with the line of its file that did."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     file = None if code is None else code.co_filename
-
-    def told(error: BaseException) -> DescriptionError:
-        lines = [at.tb_lineno for at in _frames(error) if at.tb_frame.f_code.co_filename == file]
-        message = (str(error).strip().splitlines() or ["no message"])[0]
-        return DescriptionError(
-            f"{primitive}: {what} fails on symbolic {'operands' if what == 'the description' else 'indices'}",
-            expression=f"{type(error).__name__}: {message}" + (f" ({file}:{lines[-1]})" if lines else ""),
-        )
-
-    return told
+    lines = [at.tb_lineno for at in _frames(error) if at.tb_frame.f_code.co_filename == file]
+    message = (str(error).strip().splitlines() or ["no message"])[0]
+    what = "description's lambda fails on symbolic indices" if lambdas else "description fails on symbolic operands"
+    return DescriptionError(
+        f"{primitive}: the {what}",
+        expression=f"{type(error).__name__}: {message}" + (f" ({file}:{lines[-1]})" if lines else ""),
+    )
 
 
 def _frames(error: BaseException) -> Iterator[TracebackType]:

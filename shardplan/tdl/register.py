@@ -15,7 +15,7 @@ from shardplan import _jax
 from shardplan.errors import DescriptionError, nearest
 from shardplan.tdl import localize
 from shardplan.tdl.describe import describe, named_call, put_back, recognised_by, rule, rule_of
-from shardplan.tdl.description import Call, Description, Lambda, failing
+from shardplan.tdl.description import Call, Description, Lambda, failed
 from shardplan.tdl.identity import same_function, same_kernel
 from shardplan.tdl.index import Affine, Data, Full, Loop, interval
 from shardplan.tdl.language import Recorder, TensorRef, lambda_names
@@ -160,7 +160,7 @@ def _of_leaves(function: Function, tree: Any) -> Function:
 
 def _try(name: str, whole: Function, function: Function, *, halo: bool) -> None:
     """Proves a description on small arrays of the ranks that it reads; says so where the target does not take them."""
-    with users_code(failing(name, function, "the description")):
+    with users_code(lambda error: failed(name, function, error, lambdas=False)):
         ranks = _ranks(function)
     example = [jax.ShapeDtypeStruct((_SMALL,) * rank, np.float32) for rank in ranks or ()]
     try:

@@ -129,7 +129,7 @@ def test_a_kernel_without_a_name_is_asked_for_one() -> None:
             r"the description's lambda fails on symbolic indices: ZeroDivisionError: .*test_register.py:\d+\)",
         ),
         (lambda q, k, v: {}["q"], r"the description fails on symbolic operands: KeyError: 'q' \(.*test_register.py:\d+\)"),
-        (lambda q, k, v: lambda b, i, d: missing[b], "the description's lambda fails on symbolic indices: NameError"),  # noqa: F821
+        (lambda q, k, v: lambda b, i, d: missing[b], "the description's lambda fails on symbolic indices: NameError"),  # noqa: F821  # pyright: ignore[reportUndefinedVariable]
         (lambda q, k, v: lambda b, i, d: q[next(iter(())), i, d], "fails on symbolic indices: StopIteration: no message"),
         (
             lambda q, k, v: lambda b, i, d: tdl.Sum(lambda k: tdl.Sum(lambda k: q[b, i, k])),

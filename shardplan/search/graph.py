@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardplan.cost import compute
@@ -25,16 +25,18 @@ Where = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What distinct ops share: the call and its description (None: allowed to run whole on every device)."""
+    """What distinct ops share: the call and its description (None: allowed to run whole on every device).
+
+    ``apart``: each device makes this call on its own share.
+    """
 
     id: int
     call: Call
     description: Description | None
+    apart: bool = field(init=False)
 
-    @property
-    def apart(self) -> bool:
-        """Whether each device makes this call on its own share."""
-        return runs_apart(self.call.primitive, self.description)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "apart", runs_apart(self.call.primitive, self.description))
 
     @property
     def defers(self) -> bool:

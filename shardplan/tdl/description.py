@@ -109,8 +109,10 @@ def read(call: Call, function: RuleFunction) -> Description:
         lang.TensorRef(i, shape, call.dtypes[i] if i < len(call.dtypes) else "float32") for i, shape in enumerate(call.operands)
     ]
     if ":" in call.primitive and not _takes(function, len(operands)):
+        described = [str(p) for p in inspect.signature(function).parameters.values()][1:]
         raise MisfitError(
-            f"{call.primitive} has {len(operands)} operands, described are", expression=str(inspect.signature(function))
+            f"{call.primitive} has {len(operands)} operands, described are {len(described)}",
+            expression=f"({', '.join(described)})",
         )
     results: list[tuple[int, ...]] = []
     trees: list[lang.Scalar] = []

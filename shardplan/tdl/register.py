@@ -46,6 +46,10 @@ def register(target: Any, *, example: Sequence[Any] | None = None, run: Function
     name, own = _target(target)
     if own is None and name.startswith(_FUNCTIONS):
         raise DescriptionError("a function is registered as it is, not by its name, which others may have too", expression=name)
+    if example is not None and not isinstance(example, list | tuple):
+        raise DescriptionError(
+            f"the example of {name} is a list of its arguments, also of one", expression=f"example={type(example).__name__}"
+        )
     if name == "pallas_call:?":
         raise DescriptionError(
             "all kernels without a name share this one; give yours one: pallas_call(..., name=)", expression=name
@@ -216,6 +220,8 @@ def _prove(name: str, whole: Function | None, example: Sequence[Any], *, halo: b
         shaped = jax.tree.leaves(jax.eval_shape(whole, *example))
     except (TypeError, ValueError) as error:
         remedy = "" if ":" in name else " (a primitive with parameters needs run=, which has values for them)"
+        if ":" in name and len(leaves) > sum(hasattr(x, "dtype") for x in jax.tree.leaves(tuple(example))):
+            remedy = " (a static argument is put in by a jax.jit function of the others: register that one)"
         raise DescriptionError(
             f"{name} does not take the example{remedy}", expression=str(error).strip().splitlines()[0]
         ) from error
@@ -255,7 +261,11 @@ def _prove(name: str, whole: Function | None, example: Sequence[Any], *, halo: b
 
 def _say_what_is_unproven(name: str, description: Description) -> None:
     """A proof cuts 2 and 3 ways: of a loop that neither divides it says nothing."""
-    unproven = [f"{x.name} ({x.extent})" for x in description.loops if not x.whole and x.extent % 2 and x.extent % 3]
+    unproven = [
+        f"{x.name} ({x.extent})"
+        for x in description.loops
+        if not x.whole and not any(x.extent >= k and x.extent % k == 0 for k in (2, 3))
+    ]
     if unproven:
         warnings.warn(
             f"the description of {name} is not proven along {', '.join(unproven)}: no cut 2 or 3 ways divides that; "

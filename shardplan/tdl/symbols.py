@@ -135,16 +135,21 @@ class Extent:
         return other // self, other % self
 
 
-def _plain(name: str) -> Callable[[Extent, Any], Any]:
-    def run(self: Extent, other: Any) -> Any:
-        return getattr(self.__index__(), name)(plain(other))
+def _on_numbers(how: Number) -> tuple[Callable[[Extent, Any], Any], Callable[[Extent, Any], Any]]:
+    """What is not written to a tape, from both sides: the number itself is asked for."""
 
-    return run
+    def forward(self: Extent, other: Any) -> Any:
+        return how(plain(self), plain(other))
+
+    def backward(self: Extent, other: Any) -> Any:
+        return how(plain(other), plain(self))
+
+    return forward, backward
 
 
 for _name in "truediv pow lshift rshift and or xor".split():
-    setattr(Extent, f"__{_name}__", _plain(f"__{_name}__"))
-    setattr(Extent, f"__r{_name}__", _plain(f"__r{_name}__"))
+    for _side, _function in zip(("", "r"), _on_numbers(getattr(operator, f"__{_name}__")), strict=True):
+        setattr(Extent, f"__{_side}{_name}__", _function)
 
 
 def plain(value: Any) -> Any:

@@ -42,6 +42,8 @@ DECIDING: list[Callable[[Any, Any, Any], Any]] = [
     lambda a, b, c: (a - 3) * 2 if a - 3 <= 1 else a,
     lambda a, b, c: (a // b == 0, a // b >= 1, a // b, bool(a % b), (a // b) // c),
     lambda a, b, c: (int(a), f"{b:03d}", str(c), a / b, a**2, 1.5 * c, isinstance(a, int)),
+    lambda a, b, c: (a**0.5, 2.0**b, 2**c, a / 2.0, 3.0 / b, c * 0.5 < a, b < 1.5, a // 2.0, 7.5 % c, a << 1, 5 & b, True + c),
+    lambda a, b, c: (a * np.int64(3) + b, np.float32(2) * c, np.asarray((a, b)).sum() > c, math.isqrt(a * b), math.gcd(a, c)),
     lambda a, b, c: a // (b - c) if b != c else 0,
     lambda a, b, c: a % (b - c),
     lambda a, b, c: (a <= 2, a >= 3, b > 2, c < 3, a != b, not a - b, 7 - a, 7 // b, 7 % c),

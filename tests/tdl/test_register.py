@@ -142,7 +142,7 @@ def test_a_kernel_without_a_name_is_asked_for_one() -> None:
         (lambda q, k, v: lambda b, i, d: q[b.size, i, d], r"fails on symbolic indices: AttributeError"),
         (lambda q, k, v: None, "a description returns a lambda for each result: None"),
         (lambda q, k, v: (lambda b, i, d: q[b, i, d],) * 2, "has 1 results, described are 2"),
-        (lambda q, k: lambda b, i, d: q[b, i, d], "has 3 operands, described are"),
+        (lambda q, k: lambda b, i, d: q[b, i, d], r"has 3 operands, described are 2: \(q, k\)"),
     ],
 )
 def test_a_description_that_makes_no_sense_is_refused(function: Any, says: str) -> None:
@@ -180,6 +180,23 @@ def test_a_function_s_run_that_no_block_needs_is_said_to_be_unproven() -> None:
         )
 
 
+def test_an_example_that_is_no_list_is_refused() -> None:
+    with pytest.raises(
+        DescriptionError, match=r"the example of .* is a list of its arguments, also of one: example=ShapeDtypeStruct"
+    ):
+        register(attention, example=EXAMPLE[0])  # pyright: ignore[reportArgumentType]
+
+
+def test_a_static_argument_is_told_its_way() -> None:
+    def scaled(x: Any, how: str) -> Any:
+        return x if how == "whole" else 2 * x
+
+    differences = jax.custom_vjp(scaled, nondiff_argnums=(1,))
+    differences.defvjp(lambda x, how: (x, None), lambda how, saved, g: (g,))
+    with pytest.raises(DescriptionError, match=r"put in by a jax.jit function of the others: register that one"):
+        register(differences, example=[EXAMPLE[0], True])(lambda x, how: lambda *i: x[i])
+
+
 def test_without_an_example_small_arrays_are_tried() -> None:
     with pytest.raises(DescriptionError, match=r"does not hold on the example.*\(6, 6, 6\)"):
         register(attention)(lambda q, k, v: lambda b, i, d: tdl.Opaque()(q[b, i, :], k[b, i, :], v[b, i, d]))
@@ -193,7 +210,7 @@ def test_what_no_cut_of_the_example_divides_is_said_to_be_unproven() -> None:
     def differences(x: Any) -> Any:
         return x - x.mean(0)
 
-    for shape in ((5, 7), (1, 6)):
+    for shape in ((5, 7), (1, 6), (0, 6)):
         with pytest.warns(UserWarning, match=rf"is not proven along i \({shape[0]}\): no cut 2 or 3 ways divides"):
             register(differences, example=[jax.ShapeDtypeStruct(shape, jnp.float32)])(
                 lambda x: lambda i, j: tdl.Opaque()(x[i, :])[j]

@@ -1,4 +1,4 @@
-"""Causal attention with grouped queries: at once, or block by block so that memory grows with the sequence, not with its square."""
+"""Causal attention with grouped queries: at once, or block by block so that memory grows with the sequence and not its square."""
 
 import functools
 

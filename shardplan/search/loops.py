@@ -11,10 +11,15 @@ from shardplan.search.graph import Graph, Link, Where
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """The first and the last node of a body that runs again and again."""
+    """The first and the last node of a body that runs again and again.
+
+    ``since``: from this node on there is room for what it stacks up. XLA fills that with zeros as soon as the loop before it, in
+    the same body, has ended.
+    """
 
     first: int
     last: int
+    since: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +45,17 @@ def loops_of(graph: Graph) -> Loops:
             spans[node.where[:depth]] = min(first, node.id), max(last, node.id)
     entries = Counter(link.target for link in graph.links if link.target in graph.boundary)
     inside: dict[Where, Loop] = {}
+    beside: list[tuple[Loop | None, Loop]] = []
     of: dict[int, Loop] = {}
     # outermost first; of a while loop the body before the test, which reads the tensors that enter the body
     for where, tensors in sorted(graph.bodies.items(), key=lambda row: (len(row[0]), [-body for _, body in row[0]])):
         new = [t for t in tensors if t not in of]
         loop = inside.get(where[:-1])
         if where in spans and any(t in graph.boundary for t in new):
-            loop = Loop(*spans[where])
+            first, last = spans[where]
+            earlier = [other.last + 1 for around, other in beside if around is loop and other.last < first]
+            around, loop = loop, Loop(first, last, max(earlier, default=loop.first if loop is not None else 0))
+            beside.append((around, loop))
         if loop is not None and where:
             inside[where] = loop
             of.update(dict.fromkeys(new, loop))

@@ -9,16 +9,18 @@ pass read are fused away. A donated input's buffer becomes the output that repla
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shardplan.search.buffers import Buffers
 from shardplan.search.coarsen import FREE
 from shardplan.search.graph import Graph
 from shardplan.search.loops import Loops, loops_of
-from shardplan.search.problem import Domain, Problem
+from shardplan.search.problem import Domain, Limits, Problem
 from shardplan.search.tables import Term, picoseconds
 
 Assignment = Sequence[int]
@@ -30,7 +32,8 @@ class Liveness:
     """What lives when: parallel arrays over stored values (variable -1: whole on every device), in positions of the flat graph.
 
     ``copies`` lists (view, bytes, birth, death) of resharded copies, ``kept`` (backward view, bytes, birth, death) of forward
-    copies that are kept, ``entering`` what enters a loop in another layout: that copy lives as long as the loop.
+    copies that are kept, ``entering`` what enters a loop in another layout: that copy lives as long as the loop, and up to the
+    next loop that reads it in the same one (``between``), for XLA makes equal copies once.
     """
 
     nbytes: NDArray[np.float64]
@@ -40,6 +43,8 @@ class Liveness:
     copies: tuple[tuple[int, float, int, int], ...]
     kept: tuple[tuple[int, float, int, int], ...]
     entering: tuple[Entering, ...]
+    between: tuple[tuple[Entering, Entering], ...]
+    buffers: Buffers
     length: int
 
 
@@ -108,7 +113,9 @@ def liveness(problem: Problem, donated: frozenset[int] = frozenset()) -> Livenes
         np.array(columns[3], np.int64),
         copies,
         kept,
-        entering,
+        tuple(e for row in entering.values() for e in row),
+        tuple(pair for row in entering.values() for pair in itertools.pairwise(sorted(row, key=lambda e: e.birth))),
+        Buffers(problem, frozenset(alias)),
         end + 1,
     )
 
@@ -184,21 +191,21 @@ def _copies(problem: Problem) -> tuple[tuple[tuple[int, float, int, int], ...], 
 
 def _around_loops(
     problem: Problem, loops: Loops
-) -> tuple[list[tuple[float, int, int, int, int]], tuple[Entering, ...], frozenset[int]]:
-    """(rows of the stacks that loops fill, what enters loops, what takes no memory of its own inside).
+) -> tuple[list[tuple[float, int, int, int, int]], dict[int, list[Entering]], frozenset[int]]:
+    """(rows of the stacks that loops fill, what enters loops by tensor outside, what takes no memory of its own inside).
 
     The latter is what does not change in the loop: the buffer outside, or a free value that is made where it is used.
     """
     graph, of = problem.graph, problem.coarse.of
     stacks: list[tuple[float, int, int, int, int]] = []
-    entering: list[Entering] = []
+    entering: dict[int, list[Entering]] = {}
     constant: set[int] = set()
     readers = _readers(graph)
     for link in graph.links:
         left = loops.left(link)
         if link.lift < 0 and left is not None:
             v = of[link.source] if of[link.source] != FREE else of[link.target]
-            stacks.append((float(graph.tensors[link.target].nbytes), v, left.first, left.last, link.target))
+            stacks.append((float(graph.tensors[link.target].nbytes), v, left.since, left.last, link.target))
         if link.target in graph.boundary and link.target not in loops.carries and link.source != link.target:
             loop, outer, inner = loops.of[link.target], of[link.source], of[link.target]
             if not link.lift and (
@@ -207,8 +214,9 @@ def _around_loops(
                 constant.add(link.target)
             if FREE not in (outer, inner) and (link.lift or outer != inner):
                 nbytes = float(graph.tensors[link.source].nbytes)
-                entering.append(Entering(outer, inner, link.lift > 0, nbytes, loop.first, loop.last))
-    return stacks, tuple(entering), frozenset(constant)
+                entered = Entering(outer, inner, link.lift > 0, nbytes, loop.first, loop.last)
+                entering.setdefault(link.source, []).append(entered)
+    return stacks, entering, frozenset(constant)
 
 
 def local_bytes(problem: Problem, v: int, state: int) -> float:
@@ -216,7 +224,9 @@ def local_bytes(problem: Problem, v: int, state: int) -> float:
     return float(problem.resharder.space(len(problem.coarse.variables[v].shape)).local[state])
 
 
-def profile(problem: Problem, live: Liveness, assignment: Assignment, keep: frozenset[int]) -> NDArray[np.float64]:
+def profile(
+    problem: Problem, live: Liveness, assignment: Assignment, keep: frozenset[int], limits: Limits | None = None
+) -> NDArray[np.float64]:
     """[length]: bytes on one device at every point; ``keep`` are the backward views that reuse the forward copy."""
     parts = np.array([*(local_bytes(problem, v, s) for v, s in enumerate(assignment)), 1.0])
     held = live.nbytes * parts[live.variable]
@@ -235,11 +245,25 @@ def profile(problem: Problem, live: Liveness, assignment: Assignment, keep: froz
         if e.moved(problem, (assignment[e.outer],), (assignment[e.inner],))[0, 0]:
             change[e.birth] += e.nbytes * parts[e.inner]
             change[e.death + 1] -= e.nbytes * parts[e.inner]
-    return np.cumsum(change)[:-1]
+    for e, after in live.between:
+        same = assignment[e.inner] == assignment[after.inner] and e.stacked == after.stacked and after.birth > e.death
+        if same and e.moved(problem, (assignment[e.outer],), (assignment[e.inner],))[0, 0]:
+            change[e.death + 1] += e.nbytes * parts[e.inner]
+            change[after.birth] -= e.nbytes * parts[e.inner]
+    held = np.cumsum(change)[:-1]
+    np.add.at(held, *live.buffers.held(assignment, limits))
+    return held
 
 
-def price_terms(problem: Problem, live: Liveness, points: Sequence[int], price: float, domains: Sequence[Domain]) -> list[Term]:
-    """Unary and pair terms that charge ``price`` seconds a byte at each of the points."""
+def price_terms(
+    problem: Problem,
+    live: Liveness,
+    points: Sequence[int],
+    price: float,
+    domains: Sequence[Domain],
+    limits: Limits | None = None,
+) -> list[Term]:
+    """Terms that charge ``price`` seconds a byte at each of the points, for what is stored then and the buffers of the op."""
     terms: list[Term] = []
     weight = np.zeros(len(problem.coarse.variables))
     for p in points:
@@ -269,6 +293,12 @@ def price_terms(problem: Problem, live: Liveness, points: Sequence[int], price: 
             same = e.outer == e.inner
             scope = (e.outer,) if same else (e.outer, e.inner)
             terms.append(_interned(problem, scope, picoseconds(np.diag(costs) if same else costs)))
+    joins = set(problem.coarse.joins)
+    for p in points:
+        if p in joins:
+            scope, nbytes = live.buffers.table(problem.graph.nodes[p], limits, domains)
+            if scope and nbytes.any():
+                terms.append(_interned(problem, scope, picoseconds(price * nbytes)))
     return terms
 
 

@@ -3,8 +3,8 @@
 ``python benchmarks/memory.py [--rows 4096x64/512 ...] [--json FILE]``
 
 A row is sequence x batch / block of attention (0: all scores at once). Each step is planned for dgx-h100:8, compiled ahead of
-time for that topology, and its `memory_analysis()` set beside the plan: arguments, and the peak of arguments + outputs - aliases +
-temporaries. Each row in a process of its own.
+time for that topology, and its `memory_analysis()` set beside the plan: arguments, and the peak (arguments + outputs - aliases
++ temporaries). Each row in a process of its own.
 """
 
 from __future__ import annotations

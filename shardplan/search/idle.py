@@ -30,9 +30,9 @@ class Idle:
         of = "" if self.size == self.level_size else f" (a part of {self.level}={self.level_size})"
         other = f"; {' or '.join(map(str, self.counts))} in place of {self.level_size} divide it" if self.counts else ""
         return (
-            f"no dim of any argument divides by {self.name}={self.size}{of}: each is whole on all devices along it, and ops are cut "
-            f"only where a padded copy pays. The largest is {self.path} {list(self.shape)}{other}, or pad a dim of it to a multiple "
-            f"of {self.size}"
+            f"no dim of any argument divides by {self.name}={self.size}{of}: each is whole on all devices along it, and ops "
+            f"are cut only where a padded copy pays. The largest is {self.path} {list(self.shape)}{other}, or pad a dim of it "
+            f"to a multiple of {self.size}"
         )
 
 

@@ -16,8 +16,10 @@ from shardplan.search import memory
 from shardplan.search.baselines import LeftOut, Restriction, examined
 from shardplan.search.eliminate import Eliminator, Order, find_order
 from shardplan.search.heuristics import heuristics
+from shardplan.search.options import Groups
 from shardplan.search.premise import everything_cut, everything_split
-from shardplan.search.problem import Domain, Limits, Problem
+from shardplan.search.pricing import Domain, Limits
+from shardplan.search.problem import Problem
 from shardplan.search.recursion import recurse
 from shardplan.search.tables import BIG
 
@@ -141,6 +143,7 @@ class Rivals:
 
     def __init__(self, solver: Solver) -> None:
         self._solver = solver
+        self._found: dict[str, tuple[Solution, ...]] = {}
 
     @cached_property
     def _examined(self) -> tuple[Restriction | LeftOut, ...]:
@@ -152,19 +155,46 @@ class Rivals:
         return tuple(r for r in self._examined if isinstance(r, LeftOut))
 
     @cached_property
+    def restrictions(self) -> tuple[Restriction, ...]:
+        """The baselines that exist."""
+        found = [*self._examined, *heuristics(self._solver.problem)]
+        return tuple(self._joined(r) for r in found if isinstance(r, Restriction))
+
+    def outside(self, spaces: Mapping[Groups, Sequence[Domain]]) -> tuple[Solution, ...]:
+        """The baselines that are in none of these spaces, each of all layouts in which the factors of a group do the same."""
+        problem = self._solver.problem
+        if problem.sizes[2:] and spaces.keys() >= set(groupings(len(problem.sizes))):
+            some = examined(problem, parts=3)
+            found = [self._joined(r) for r in some if isinstance(r, Restriction)]
+        else:
+            found = [r for r in self.restrictions if r.limits.groups not in spaces]
+        return tuple(s for r in found for s in self._solved(r))
+
+    def _joined(self, r: Restriction) -> Restriction:
+        """With three factors and more a baseline does the same with the factors of each of its parts.
+
+        One that has no parts does so with all but the last. A value that it lays out in no such way is completed freely.
+        """
+        problem = self._solver.problem
+        if len(problem.sizes) <= 2:
+            return r
+        groups = r.parts if len(r.parts) > 1 else groupings(len(problem.sizes))[-1]
+        free = problem.together(problem.domains, groups)
+        return replace(r, domains=problem.together(r.domains, groups, free), limits=replace(r.limits, groups=groups))
+
+    @cached_property
     def solutions(self) -> tuple[Solution, ...]:
         """Every baseline that exists, at its best; level by level where its tables are large."""
-        found: list[Solution] = []
-        for r in (*self._examined, *heuristics(self._solver.problem)):
-            if isinstance(r, LeftOut):
-                continue
+        return tuple(s for r in self.restrictions for s in self._solved(r))
+
+    def _solved(self, r: Restriction) -> tuple[Solution, ...]:
+        if r.name not in self._found:
             if self._solver.order(r.domains).largest <= RIVAL_ENTRIES:
                 solution, priced = self._solver.minimum(r.name, r.domains, regather=r.regather, limits=r.limits)
             else:
                 solution, priced = _by_levels(self._solver, r)
-            if priced < float("inf"):
-                found.append(replace(solution, name=r.name))
-        return tuple(found)
+            self._found[r.name] = (replace(solution, name=r.name),) if priced < float("inf") else ()
+        return self._found[r.name]
 
 
 def search(
@@ -190,23 +220,30 @@ def search(
     rivals = Rivals(solver)
     joint_fits = len(problem.sizes) <= 2 and solver.order(domains).largest <= JOINT_ENTRIES
 
-    def seeds() -> list[Solution]:
+    def seeds(spaces: Mapping[Groups, Sequence[Domain]]) -> list[Solution]:
         if problem.objective == "bytes":
             return []
         observer("baselines", 0.1)
-        agreeing = [s for s in rivals.solutions if all(at in d for at, d in zip(s.states, domains, strict=True))]
+        agreeing = [s for s in rivals.outside(spaces) if all(at in d for at, d in zip(s.states, domains, strict=True))]
         fastest = sorted(agreeing, key=lambda s: s.seconds)
         fitting = [s for s in fastest if s.fits(limit)]
         return [solver.unlimited(s) for s in dict.fromkeys([*fastest[:SEEDS], *fitting[:SEEDS]])]
 
-    inside = [] if joint_fits else seeds()
+    spaces = {} if joint_fits else _spaces(solver, domains)
+    observer("search", 0.1)
+    starts = [
+        solver.unlimited(solver.minimum("plan", space, limits=Limits(groups=groups))[0]) for groups, space in spaces.items()
+    ]
+    if not joint_fits and not starts:
+        starts = [recurse(solver, pinned).solution]
+    inside = [] if joint_fits else [*starts, *seeds(spaces)]
     observer("search", 0.5)
-    best, bound, exact = _best(solver, domains, pinned, inside, joint_fits, deadline)
+    best, bound, exact = _best(solver, domains, inside, joint_fits, deadline)
     candidates = [best, *inside]
     smallest: Solution | None = None
     if not best.fits(limit):
         observer("memory", 0.7)
-        inside = inside or seeds()
+        inside = [*starts, *seeds({})]
         more, smallest = _within(solver, domains, limit, best, joint_fits, inside, deadline)
         candidates += [*inside, *more]
     fitting = [s for s in candidates if s.fits(limit)]
@@ -237,20 +274,31 @@ def in_seconds(problem: Problem, outcome: Outcome, donated: frozenset[int]) -> t
 def _best(
     solver: Solver,
     domains: Sequence[Domain],
-    pinned: Sequence[Domain],
     seeds: Sequence[Solution],
     joint_fits: bool,
     deadline: float | None,
 ) -> tuple[Solution, float, bool]:
-    """(the best solution in these domains, a lower bound, whether it is exact); ``pinned`` is what the recursion starts from."""
+    """(the best solution in these domains, a lower bound, whether it is exact)."""
     if joint_fits:
         solution, priced = solver.minimum("plan", domains)
         return solution, priced, True
-    recursed = recurse(solver, pinned).solution
-    found = min([recursed, *seeds], key=lambda s: s.seconds)
-    polished = [_polish(solver, domains, s, deadline) for s in dict.fromkeys([recursed, found])]
-    best = min(polished, key=lambda s: s.seconds)
-    return best, solver.problem.floor_seconds(), False
+    found = min(seeds, key=lambda s: s.seconds)
+    return _polish(solver, domains, found, deadline), solver.problem.floor_seconds(), False
+
+
+def groupings(count: int) -> tuple[Groups, ...]:
+    """The ways to part the factors in two: slower ones, and faster ones."""
+    every = tuple(range(count))
+    return tuple((every[:i], every[i:]) for i in range(1, count))
+
+
+def _spaces(solver: Solver, domains: Sequence[Domain]) -> dict[Groups, tuple[Domain, ...]]:
+    """For three factors and more: the layouts that treat slower ones alike, and faster ones, where these solve jointly."""
+    problem = solver.problem
+    if len(problem.sizes) <= 2 or problem.objective == "bytes":
+        return {}
+    found = {groups: problem.together(domains, groups) for groups in groupings(len(problem.sizes))}
+    return {groups: space for groups, space in found.items() if solver.order(space).largest <= JOINT_ENTRIES}
 
 
 def _polish(
@@ -265,13 +313,16 @@ def _polish(
     """Chooses pairs of levels anew, the others held, until nothing improves; single levels where a pair is too wide."""
     problem, best, best_cost = solver.problem, start, float("inf")
     m = len(problem.sizes)
-    moves = [(f,) for f in range(m)] + (list(itertools.combinations(range(m), 2)) if m > 1 else [])
+    moves = list(itertools.combinations(range(m), 2)) if m > 1 else [(0,)]
     waiting = list(moves)
     while waiting and (deadline is None or time.monotonic() < deadline):
         move = waiting.pop(0)
         step = [problem.with_factors(v, best.states[v], move, d, later=False) for v, d in enumerate(domains)]
         order = solver.order(step)
         if order.largest > JOINT_ENTRIES:
+            single = [(f,) for f in move if len(move) > 1 and (f,) not in moves]
+            moves += single
+            waiting += single
             continue
         solution, cost = solver.minimum(start.name, step, points=points, price=price, order=order, regather=start.regather)
         if cost < best_cost * (1 - 1e-9) and (points or solution.seconds <= best.seconds):

@@ -6,15 +6,15 @@ What is stored is accounted for by liveness; these come on top of it, at their o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.search.graph import Node, Signature
-from shardplan.search.options import Cuts, Late, nbytes
-from shardplan.search.pricing import Domain, Slot
-from shardplan.search.problem import Limits, Problem
+from shardplan.search.options import Late, nbytes
+from shardplan.search.pricing import Allowed, Domain, Limits, Slot
+from shardplan.search.problem import Problem
 
 _CHUNK = 1_000_000
 
@@ -26,14 +26,14 @@ class _Kind:
     signature: Signature
     slots: tuple[Slot, ...]
     free: tuple[int, ...]
-    cuts: Cuts | None
+    allowed: Allowed | None
     late: Late | None
     replaced: tuple[int, ...]
 
     @property
     def key(self) -> tuple[object, ...]:
         """Equal for equal ones: descriptions are not compared."""
-        return self.signature.id, self.slots, self.free, self.cuts, self.late, self.replaced
+        return self.signature.id, self.slots, self.free, self.allowed, self.late, self.replaced
 
 
 class Buffers:
@@ -48,14 +48,17 @@ class Buffers:
 
     def held(self, states: Sequence[int], limits: Limits | None) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """(ops, bytes on one device while each of them runs) for one assignment."""
-        if self._grouped is None or self._grouped[0] is not limits:
-            self._grouped = limits, self._groups(limits)
+        cuts = limits if limits is not None and limits.cuts else None  # what all ops share needs no new groups
+        if self._grouped is None or self._grouped[0] is not cuts:
+            self._grouped = cuts, self._groups(cuts)
+        shared = limits.of(-1) if limits is not None and cuts is None else None
         chosen = np.array(states, np.int64)
         at: list[NDArray[np.int64]] = [np.zeros(0, np.int64)]
         found: list[NDArray[np.float64]] = [np.zeros(0)]
         for group in self._grouped[1]:
+            kind = group.kind if shared is None else replace(group.kind, allowed=shared)
             rows, which = np.unique(chosen[group.scopes], axis=0, return_inverse=True)
-            each = np.array([self._bytes(group.kind, tuple(map(int, row))) for row in rows])
+            each = np.array([self._bytes(kind, tuple(map(int, row))) for row in rows])
             at.append(group.nodes)
             found.append(each[which.reshape(-1)])
         return np.concatenate(at), np.concatenate(found)
@@ -79,7 +82,7 @@ class Buffers:
         scope, slots, free = self._problem.slots(node)
         replaced = tuple(r for r, t in enumerate(node.outputs) if t in self._replaced)
         late = self._problem.deferring.get(node.id)
-        return _Kind(node.signature, slots, free, (limits or {}).get(node.id), late, replaced), scope
+        return _Kind(node.signature, slots, free, limits.of(node.id) if limits else None, late, replaced), scope
 
     def _bytes(self, kind: _Kind, states: tuple[int, ...]) -> float:
         key = (*kind.key, states)
@@ -89,7 +92,7 @@ class Buffers:
 
     def _table(self, kind: _Kind, domains: tuple[Domain, ...]) -> NDArray[np.float64]:
         pricer = self._problem.pricer
-        base, costs = pricer.strategy_costs(kind.signature, kind.slots, kind.free, domains, kind.cuts, late=kind.late)
+        base, costs = pricer.strategy_costs(kind.signature, kind.slots, kind.free, domains, kind.allowed, late=kind.late)
         held = self._held(kind, domains)
         sizes = [len(d) for d in domains]
         least, found = np.full(sizes, np.inf), np.zeros(sizes)
@@ -108,7 +111,7 @@ class Buffers:
 
     def _held(self, kind: _Kind, domains: tuple[Domain, ...]) -> list[NDArray[np.float64]]:
         """For each variable [strategies, domain]: bytes beside what is stored."""
-        rows = self._problem.pricer.options(kind.signature, kind.cuts, late=kind.late)
+        rows = self._problem.pricer.options(kind.signature, kind.allowed, late=kind.late)
         call, resharder = kind.signature.call, self._problem.resharder
         held = [np.zeros((len(rows.compute_s), len(d))) for d in domains]
         for slot in kind.slots:

@@ -20,7 +20,8 @@ from shardplan.search.buffers import Buffers
 from shardplan.search.coarsen import FREE
 from shardplan.search.graph import Graph
 from shardplan.search.loops import Loops, loops_of
-from shardplan.search.problem import Domain, Limits, Problem
+from shardplan.search.pricing import Domain, Limits
+from shardplan.search.problem import Problem
 from shardplan.search.tables import Term, picoseconds
 
 Assignment = Sequence[int]
@@ -200,7 +201,7 @@ def _around_loops(
     stacks: list[tuple[float, int, int, int, int]] = []
     entering: dict[int, list[Entering]] = {}
     constant: set[int] = set()
-    readers = _readers(graph)
+    readers = _readers(graph) if graph.links else {}
     for link in graph.links:
         left = loops.left(link)
         if link.lift < 0 and left is not None:

@@ -13,7 +13,7 @@ from flax import nnx
 
 from models import data
 from models._arguments import Tokens, make_batch, make_state
-from models._gpt_options import causal_mask
+from models._attention import attend, attend_blockwise
 from models._options import COUNT, COUNT_OR_NONE, DTYPE, POSITIVE, SWITCH, Options, one_of, option, require, takes
 from models._stack import make_blocks, run_blocks
 from models._train import main
@@ -28,7 +28,8 @@ _ROPE_BASE = 500_000.0
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderOptions(Options):
     """A size names the shapes; each may be given in its place. key_heads are the heads of keys and values, each read by
-    heads / key_heads of the queries; inner is the MLP's width. dtype is computed in, parameters stay float32."""
+    heads / key_heads of the queries; inner is the MLP's width. dtype is computed in, parameters stay float32. With a block,
+    attention is computed so many queries and keys at a time: its memory then grows with the sequence, not with its square."""
 
     sizes: ClassVar[dict[str, dict[str, int]]]
 
@@ -43,6 +44,7 @@ class DecoderOptions(Options):
     dtype: str = option("float32", DTYPE)
     scan: bool = option(False, SWITCH)
     remat: bool = option(False, SWITCH)
+    block: int = option(None, COUNT_OR_NONE)
     learning_rate: float = option(1e-3, POSITIVE)
     size: str = option("tiny", one_of("tiny"))
 
@@ -53,6 +55,9 @@ class DecoderOptions(Options):
                 object.__setattr__(self, name, value)
         require(self.width % self.heads == 0, f"heads={self.heads} does not divide width={self.width}")
         require(self.heads % self.key_heads == 0, f"key_heads={self.key_heads} does not divide heads={self.heads}")
+        require(
+            self.block is None or self.sequence % self.block == 0, f"block={self.block} does not divide sequence={self.sequence}"
+        )
         require(
             self.head_size % 2 == 0, f"heads={self.heads}: width / heads = {self.head_size} is to be even, for rotary positions"
         )
@@ -162,10 +167,8 @@ class Attention(nnx.Module):
         """Scores and softmax are float32 whatever is computed in."""
         q, k, v = self.query(x), self.key(x), self.value(x)  # [b, s, k, g, h], [b, s, k, h], [b, s, k, h]
         q, k = rotate(q) * self.options.head_size**-0.5, rotate(k)
-        scores = jnp.einsum("bqkgh,bskh->bkgqs", q, k).astype(jnp.float32)
-        scores = jnp.where(causal_mask(x.shape[1]), scores, jnp.finfo(jnp.float32).min)
-        weights = jax.nn.softmax(scores).astype(self.options.dtype)
-        return self.out(jnp.einsum("bkgqs,bskh->bqkgh", weights, v))
+        block = self.options.block
+        return self.out(attend(q, k, v) if block is None else attend_blockwise(q, k, v, block=block))
 
 
 class MLP(nnx.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,17 +12,18 @@ from jax.sharding import PartitionSpec
 
 from shardplan import _jax
 from shardplan.clusters import ClusterLike, resolve_cluster
-from shardplan.cost import compute
 from shardplan.errors import MemoryLimitError, PinError, ShardplanError, nearest
 from shardplan.ir import Factor, Program, spec_text
-from shardplan.mesh import Cluster, factors
+from shardplan.mesh import Cluster
 from shardplan.objects import trace_step
 from shardplan.plans import Plan
 from shardplan.positions import leaves_of, positions
 from shardplan.search import memory
 from shardplan.search.coarsen import FREE, coarsen
 from shardplan.search.extract import Extractor
+from shardplan.search.factorings import factor_choices, merged
 from shardplan.search.graph import Graph, flatten
+from shardplan.search.idle import idle
 from shardplan.search.pins import held_by_pins, pinned_domains
 from shardplan.search.problem import Objective, Problem
 from shardplan.search.solve import Observer, Outcome, Solution, in_seconds
@@ -76,6 +76,8 @@ def plan(
     leaves = frozenset(leaves_of(traced.in_tree, donated))
     limits = _Limits(limit, leaves, _entries(pins or {}), time_budget_s, observer or (lambda _what, _part: None), measure)
     problem, outcome = _searched(flatten(traced.program, replicate=replicate), loaded, limits)
+    for unused in idle(problem):
+        _log.warning("%s", unused.text)
     extractor = Extractor(problem)
     return Plan(
         cluster=loaded,
@@ -162,8 +164,8 @@ def _searched(graph: Graph, cluster: Cluster, limits: _Limits) -> tuple[Problem,
         _log.warning("the while loop at %s has no known trip count: it is priced as one iteration", source)
     coarse = coarsen(graph)
     deadline = time.monotonic() + limits.time_budget_s if limits.time_budget_s is not None else None
-    best: tuple[Problem, Outcome] | None = None
-    for over in factor_choices(cluster, graph):
+
+    def solved(over: tuple[Factor, ...]) -> tuple[Problem, Outcome]:
         problem = Problem(graph, coarse, cluster, over, objective=limits.objective)
         outcome = solve(
             problem,
@@ -173,13 +175,32 @@ def _searched(graph: Graph, cluster: Cluster, limits: _Limits) -> tuple[Problem,
             deadline=deadline,
             observer=limits.observer,
         )
-        if best is None or _better(outcome, best[1], limits.memory):
-            best = (problem, outcome)
-    assert best is not None
+        return problem, outcome
+
+    whole, *split = factor_choices(cluster, graph)
+    best = solved(whole)
+    for over in split:
+        if limits.pins and not _named(limits.pins, over):
+            continue  # the pins speak of whole levels
+        other = solved(over)
+        # a factor that nothing needs makes a mesh axis more, and pays latency
+        while not limits.pins and (fewer := merged(other[0], other[1].best.states)) is not None:
+            again = solved(fewer)
+            if _better(other[1], again[1], limits.memory):
+                break
+            other = again
+        if _better(other[1], best[1], limits.memory):
+            best = other
     problem, outcome = best
     if not outcome.best.fits(limits.memory):
         raise _too_small(problem, outcome.smallest or outcome.best, limits)
     return best if limits.objective == "time" else in_seconds(*best, limits.donated)
+
+
+def _named(pins: Mapping[str, tuple[Any, ...]], over: Sequence[Factor]) -> bool:
+    """Whether each axis that the pins name is one of these factors."""
+    axes = {a for spec in pins.values() for e in spec if e is not None for a in ((e,) if isinstance(e, str) else e)}
+    return axes <= {f.name for f in over}
 
 
 def _better(a: Outcome, b: Outcome, limit: int) -> bool:
@@ -187,38 +208,6 @@ def _better(a: Outcome, b: Outcome, limit: int) -> bool:
     if a.best.fits(limit) != b.best.fits(limit):
         return a.best.fits(limit)
     return a.best.seconds < b.best.seconds if a.best.fits(limit) else a.best.peak_bytes < b.best.peak_bytes
-
-
-def factor_choices(cluster: Cluster, graph: Graph) -> tuple[tuple[Factor, ...], ...]:
-    """The factorings to try: levels whole, and, where a level divides no loop of ops that do much of the work, that level split.
-
-    It is split at the largest part of it that divides a loop of most of them.
-    """
-    whole = factors(cluster)
-    splits: dict[str, tuple[int, ...]] = {}
-    weights: dict[int, float] = {}
-    for node in graph.nodes:
-        weights[node.signature.id] = weights.get(node.signature.id, 0.0) + node.weight
-    work: dict[int, list[tuple[float, int]]] = {}
-    for signature in {node.signature.id: node.signature for node in graph.nodes}.values():
-        description = signature.description
-        if description is not None and compute.is_contraction(description):
-            flop = compute.flops(description) * weights[signature.id]
-            loops = [(flop, info.extent) for info in description.loops if not info.whole]
-            if loops:
-                work[signature.id] = loops
-    for level in cluster.levels:
-        stuck: dict[int, float] = {}
-        for loops in work.values():
-            best = max(math.gcd(extent, level.size) for _, extent in loops)
-            if best < level.size:
-                stuck[best] = stuck.get(best, 0.0) + loops[0][0]
-        total = sum(loops[0][0] for loops in work.values())
-        if stuck and sum(stuck.values()) > 0.02 * total:
-            part = max(stuck, key=lambda g: (stuck[g], g))
-            if part > 1:
-                splits[level.name] = (part, level.size // part)
-    return (whole, factors(cluster, splits)) if splits else (whole,)
 
 
 def _too_small(problem: Problem, smallest: Solution, limits: _Limits) -> MemoryLimitError:

@@ -60,16 +60,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _plan(options: argparse.Namespace) -> Report:
+    from shardplan.report.draw import picture_format
     from shardplan.report.json import plan_json
     from shardplan.report.text import plan_text
 
     if options.output == "":
         raise ShardplanError("-o needs the name of a file")
+    if options.draw is not None:
+        picture_format(options.draw)  # before the search, not after it
     made, _, _ = _planned(options)
     text = plan_text(made, title=options.target)
     if options.output:
         made.save(options.output)
         text += f"\n\nsaved to {options.output}"
+    if options.draw is not None:
+        made.draw(options.draw, title=options.target)
+        text += f"\n\ndrawn in {options.draw}"
     return Report(text, plan_json(made))
 
 
@@ -309,6 +315,7 @@ def _parser() -> argparse.ArgumentParser:
     one = _command(commands, "plan", _plan, "plan a step on a cluster")
     _takes_target(one)
     one.add_argument("-o", "--output", metavar="FILE", help="save the plan as JSON")
+    one.add_argument("--draw", metavar="FILE", help="a picture of the plan (.png, .svg or .pdf): how each layer is cut")
 
     one = _command(commands, "verify", _verify, "run a plan on simulated devices beside the single-device step, and measure it")
     _takes_target(one)

@@ -24,6 +24,8 @@ from shardplan.mesh import Cluster
 from shardplan.mesh.devices import build_mesh
 from shardplan.objects import apart, bare, has_objects, together, trace_step
 from shardplan.positions import leaves_of, positions, tuple_of
+from shardplan.report.draw import picture, picture_format
+from shardplan.report.drawing import drawing
 from shardplan.report.explain import explain, explain_all
 from shardplan.report.json import figures
 from shardplan.runner import Leaves, Runner, check_tree, shape_text
@@ -393,13 +395,28 @@ class Plan:
         """Writes the plan as JSON; the file is replaced only once all of it is written."""
         write_whole(Path(file), json.dumps(self.to_json(), indent=1))
 
+    def draw(self, file: str | os.PathLike[str], *, title: str = "") -> None:
+        """A picture of the plan (Tofu, Figure 11): weights and activations of each layer as tiles, a line for each cut.
 
-def write_whole(path: Path, text: str) -> None:
+        The suffix of ``file`` says as what it is written: .png, .svg or .pdf. Needs matplotlib (the extra ``draw``).
+
+        Raises:
+            ShardplanError: for another suffix, where matplotlib is not installed, or where the file cannot be written.
+        """
+        suffix = picture_format(os.fspath(file))
+        write_whole(Path(file), picture(drawing(self), title=_heading(title, self.cluster.name), suffix=suffix))
+
+
+def _heading(title: str, cluster: str) -> str:
+    return f"{title} on {cluster}" if title else f"on {cluster}"
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
     """Writes to a temporary file beside ``path``, then renames it."""
     try:
         handle, name = tempfile.mkstemp(dir=path.parent or Path("."), prefix=path.name, suffix=".tmp")
-        with os.fdopen(handle, "w") as out:
-            out.write(text)
+        with os.fdopen(handle, "wb") as out:
+            out.write(content if isinstance(content, bytes) else content.encode())
         os.chmod(name, 0o644)
         os.replace(name, path)
     except OSError as error:

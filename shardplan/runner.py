@@ -14,7 +14,7 @@ from shardplan import _jax
 from shardplan.errors import ArgumentError, ShardplanError
 from shardplan.fingerprint import difference
 from shardplan.objects import abstract, apart, has_objects, through, trace_step
-from shardplan.trace import Traced
+from shardplan.trace import Traced, path_words
 
 
 class Leaves:
@@ -169,8 +169,7 @@ def leaf_paths(tree: Any, step: Callable[..., Any]) -> list[str]:
     names = _jax.argument_names(step, len(args))
     found: list[str] = []
     for (first, *rest), _ in jax.tree_util.tree_leaves_with_path(args):
-        keys = [jax.tree_util.keystr((key,), simple=True) for key in rest]
-        found.append("/".join([names[first.idx], *(k for k in keys if k not in ("value", "raw_value"))]))
+        found.append("/".join([names[first.idx], *path_words(rest)]))
     return found
 
 

@@ -101,10 +101,16 @@ def _first_line(error: BaseException) -> str:
 
 def _path(path: Sequence[Any], names: Sequence[str]) -> str:
     """``params/layers/0/kernel``: the argument's name, then the keys; a variable's own ``.value`` is left out."""
-    keys = [jax.tree_util.keystr((key,), simple=True) for key in path]
-    if names and keys:
-        keys[0] = names[int(keys[0])]
-    return "/".join(k for k in keys if k not in ("value", "raw_value")) or "result"
+    words = path_words(path)
+    if names and words:
+        words[0] = names[int(words[0])]
+    return "/".join(words) or "result"
+
+
+def path_words(path: Sequence[Any]) -> list[str]:
+    """The keys of a path as text; the attribute that a variable or an object keeps its value in is left out."""
+    hidden = (jax.tree_util.GetAttrKey("value"), jax.tree_util.GetAttrKey("raw_value"))
+    return [jax.tree_util.keystr((key,), simple=True) for key in path if key not in hidden]
 
 
 def _feedback(program: Program, ins: Sequence[Any], outs: Sequence[Any], donated: frozenset[int]) -> tuple[int | None, ...]:

@@ -170,6 +170,12 @@ def test_a_saved_plan_is_explained_and_verified(run: Callable[..., Any], target:
     assert (code, "made for the cluster 2x2, not for 2x4" in err) == (2, True)
 
 
+def test_a_plan_is_drawn(run: Callable[..., Any], target: str) -> None:
+    code, out, _ = run("plan", target, "--cluster", "2x2", "--draw", "plan.svg")
+    assert (code, out.endswith("drawn in plan.svg\n")) == (0, True)
+    assert "cut over node (2)" in Path("plan.svg").read_text()
+
+
 def test_an_equal_step_is_said_to_be_equal(run: Callable[..., Any], target: str) -> None:
     code, out, _ = run("verify", target, "--cluster", "2x2", "--pin", "batch/*=P(('node', 'gpu'))")
     assert code == 0
@@ -265,6 +271,8 @@ MISTAKES = [
     (["plan", "small.py:train_step", "--cluster", "2x4", "--objective", "speed"], "invalid choice"),
     (["plan", "small.py:train_step", "--cluster", "2x4", "--search", "luck"], "search='luck'"),
     (["plan", "small.py:train_step", "--cluster", "2x4", "-o", "no/such/place.json"], "cannot write"),
+    (["plan", "small.py:train_step", "--cluster", "2x4", "--draw", "plan.jpeg"], "'plan.jpeg': a drawing is written as .png"),
+    (["plan", "small.py:train_step", "--cluster", "2x4", "--draw", "no/such/plan.png"], "cannot write"),
     (["verify", "small.py:train_step", "--cluster", "8x8"], "64"),
     (["verify", "small.py:train_step", "--cluster", "2x4", "--steps", "0"], "not positive"),
     (["verify", "small.py:train_step", "--cluster", "2x4", "--backend", "magic"], "invalid choice"),

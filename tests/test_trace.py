@@ -65,6 +65,12 @@ def test_an_nnx_step_keeps_its_paths_and_feeds_its_state_back() -> None:
     }
 
 
+def test_a_key_called_value_stays_in_its_path_and_a_variables_own_value_does_not() -> None:
+    step, args = llama.train_step(layers=1)
+    paths = trace(step, *args).program.input_paths
+    assert "state/0/blocks/0/attention/value/kernel" in paths
+
+
 def test_a_linen_step_keeps_its_paths_and_feeds_its_state_back() -> None:
     step, args = gpt_linen.train_step(layers=2)
     traced = trace(step, *args)

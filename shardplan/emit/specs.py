@@ -295,13 +295,21 @@ class SpecsEmitter:
 
     # -- control flow ------------------------------------------------------------------------------------------------
 
-    def entering(self, frame: _Frame, op: Op, skip: int, where: Where, inner: Sequence[int], lifts: Sequence[int]) -> list[Any]:
-        """The operands of a body in the layouts of its inputs; ``lifts`` says which are stacked over a loop."""
+    def entering(
+        self, frame: _Frame, op: Op, skip: int, where: Where, inner: Sequence[int], lifts: Sequence[int], fixed: int = 0
+    ) -> list[Any]:
+        """The operands of a body in the layouts of its inputs; ``lifts`` says which are stacked over a loop.
+
+        None in place of a free value that does not change in the loop: it is made inside (`remade`), where it takes no memory.
+        """
         ids = self.problem.graph.bodies[where]
         values: list[Any] = []
-        for operand, t, lift in zip(op.inputs[skip:], inner, lifts, strict=True):
-            value = self.value(frame, operand)
+        for i, (operand, t, lift) in enumerate(zip(op.inputs[skip:], inner, lifts, strict=True)):
             target = self.decisions.layouts[ids[t]]
+            if i < fixed and isinstance(operand, int) and isinstance(frame.values[operand], _Later):
+                values.append(None)
+                continue
+            value = self.value(frame, operand)
             if target is not None and isinstance(operand, int):
                 outer = self.problem.graph.tensors[frame.ids[operand]]
                 wanted = Layout(((), *target.dims)) if lift else target
@@ -317,12 +325,12 @@ class SpecsEmitter:
         body, where = op.bodies[0], (*frame.where, (op.id, 0))
         consts, carry = op.params["num_consts"], op.params["num_carry"]
         lifts = [0] * (consts + carry) + [1] * (len(body.inputs) - consts - carry)
-        values = self.entering(frame, op, 0, where, body.inputs, lifts)
+        values = self.entering(frame, op, 0, where, body.inputs, lifts, consts)
         fixed, start, stacked = values[:consts], values[consts : consts + carry], values[consts + carry :]
         ids = self.problem.graph.bodies[where]
 
         def iteration(state: Sequence[Any], slices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            results = self.run(body, where, [*fixed, *state, *slices])
+            results = self.run(body, where, [*self.remade(frame, op, fixed, [ids[t] for t in body.inputs]), *state, *slices])
             after = [
                 self.handed(x, self.decisions.layouts[ids[o]] if isinstance(o, int) else None, self.decisions.layouts[ids[t]])
                 for x, o, t in zip(results[:carry], body.outputs, body.inputs[consts:], strict=False)
@@ -335,6 +343,17 @@ class SpecsEmitter:
         inside = [self.decisions.layouts[ids[t]] for t in body.inputs[consts : consts + carry]]
         left = [self.handed(x, at, self.layout(frame, t)) for x, at, t in zip(end, inside, op.outputs, strict=False)]
         return [*left, *ys]
+
+    def remade(self, frame: _Frame, op: Op, fixed: Sequence[Any], inner: Sequence[int]) -> list[Any]:
+        """What does not change in a loop, free values among it made here."""
+        here = replace(frame, made={})  # what is made inside a loop is not there outside
+        found: list[Any] = []
+        for operand, value, t in zip(op.inputs, fixed, inner, strict=False):
+            if value is None:
+                assert isinstance(operand, int)
+                value = self.constrain(self.value(here, operand), self.decisions.layouts[t])
+            found.append(value)
+        return found
 
     def handed(self, value: Any, before: Layout | None, after: Layout | None) -> Any:
         """A value that a loop hands on, in its next layout; a partial sum is reduced where that one is not partial."""

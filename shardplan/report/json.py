@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardplan.ir import spec_text
 from shardplan.report.text import collective_rows
+from shardplan.search.idle import idle
 
 if TYPE_CHECKING:
     from shardplan.plans import Plan
@@ -42,6 +43,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     return {
         **figures(plan),
         "cluster": plan.cluster.name,
+        "idle_axes": [asdict(unused) for unused in idle(plan.extractor.problem)],
         "unknown_trips": list(plan.extractor.problem.graph.unknown_trips),
         "collectives": collective_rows(plan),
         "baselines": [asdict(b) for b in plan.baselines],

@@ -10,6 +10,7 @@ from shardplan.collectives.dsl import shortened
 from shardplan.ir import spec_text
 from shardplan.report.paths import grouped
 from shardplan.report.tables import rate, seconds, size, table
+from shardplan.search.idle import idle
 
 if TYPE_CHECKING:
     from shardplan.plans import Baseline, Plan
@@ -46,6 +47,7 @@ def _head(plan: Plan, title: str) -> str:
         ("planned in", f"{seconds(plan.search_s)}, after {seconds(plan.trace_s)} of tracing"),
     ]
     rows += [("note", f"{n} of unknown trip count, priced as one iteration: {where}") for n, where in _unknown(plan)]
+    rows += [("note", unused.text) for unused in idle(plan.extractor.problem)]
     return "\n".join(f"{name:<11} {text}" for name, text in rows)
 
 

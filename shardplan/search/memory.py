@@ -9,14 +9,19 @@ pass read are fused away. A donated input's buffer becomes the output that repla
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shardplan.search.buffers import Buffers
 from shardplan.search.coarsen import FREE
-from shardplan.search.problem import Domain, Problem
+from shardplan.search.graph import Graph
+from shardplan.search.loops import Loops, loops_of
+from shardplan.search.pricing import Domain, Limits
+from shardplan.search.problem import Problem
 from shardplan.search.tables import Term, picoseconds
 
 Assignment = Sequence[int]
@@ -27,8 +32,9 @@ Assignment = Sequence[int]
 class Liveness:
     """What lives when: parallel arrays over stored values (variable -1: whole on every device), in positions of the flat graph.
 
-    ``copies`` lists (view, birth, death) of resharded copies, ``kept`` (backward view, birth, death) of forward copies that
-    are kept.
+    ``copies`` lists (view, bytes, birth, death) of resharded copies, ``kept`` (backward view, bytes, birth, death) of forward
+    copies that are kept, ``entering`` what enters a loop in another layout: that copy lives as long as the loop, and up to the
+    next loop that reads it in the same one (``between``), for XLA makes equal copies once.
     """
 
     nbytes: NDArray[np.float64]
@@ -37,7 +43,31 @@ class Liveness:
     death: NDArray[np.int64]
     copies: tuple[tuple[int, float, int, int], ...]
     kept: tuple[tuple[int, float, int, int], ...]
+    entering: tuple[Entering, ...]
+    between: tuple[tuple[Entering, Entering], ...]
+    buffers: Buffers
     length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Entering:
+    """A value that a loop reads, ``nbytes`` of it whole: variable ``outer`` before the loop, ``inner`` in its body.
+
+    ``stacked``: the loop takes it slice by slice, so that ``inner`` has a dim less. It is resharded before the loop, if at all.
+    """
+
+    outer: int
+    inner: int
+    stacked: bool
+    nbytes: float
+    birth: int
+    death: int
+
+    def moved(self, problem: Problem, outer: Domain, inner: Domain) -> NDArray[np.bool_]:
+        """[outer, inner]: whether the layouts differ."""
+        shape = problem.coarse.variables[self.inner].shape
+        lifted = problem.lifted(inner, shape, self.stacked)
+        return np.array(outer)[:, None] != np.array(lifted)[None, :]
 
 
 def liveness(problem: Problem, donated: frozenset[int] = frozenset()) -> Liveness:
@@ -54,7 +84,8 @@ def liveness(problem: Problem, donated: frozenset[int] = frozenset()) -> Livenes
                 death[t] = node.id
                 if t in graph.boundary:
                     birth.setdefault(t, node.id)
-    _through_links(problem, birth, death)
+    loops = loops_of(graph)
+    _through_links(graph, loops, birth, death)
     replaced = {i: o for o, i in zip(graph.outputs, graph.feedback, strict=True) if i is not None}
     alias: set[int] = set()
     for i, t in enumerate(graph.inputs):
@@ -68,12 +99,14 @@ def liveness(problem: Problem, donated: frozenset[int] = frozenset()) -> Livenes
             death[t] = end
     fused = _fused(problem)
     rows = [
-        (graph.tensors[t].nbytes, coarse.of[t], b, death.get(t, b))
+        (graph.tensors[t].nbytes, coarse.of[t], b, death.get(t, b), t)
         for t, b in sorted(birth.items())
         if t not in alias and t not in fused and (coarse.of[t] != FREE or t in set(graph.inputs))
     ]
-    columns = list(zip(*rows, strict=True)) or [(), (), (), ()]
     copies, kept = _copies(problem)
+    stacks, entering, constant = _around_loops(problem, loops)
+    rows = [row for row in rows if row[4] not in constant] + stacks
+    columns = list(zip(*rows, strict=True)) or [(), (), (), (), ()]
     return Liveness(
         np.array(columns[0], float),
         np.array(columns[1], np.int64),
@@ -81,30 +114,34 @@ def liveness(problem: Problem, donated: frozenset[int] = frozenset()) -> Livenes
         np.array(columns[3], np.int64),
         copies,
         kept,
+        tuple(e for row in entering.values() for e in row),
+        tuple(pair for row in entering.values() for pair in itertools.pairwise(sorted(row, key=lambda e: e.birth))),
+        Buffers(problem, frozenset(alias)),
         end + 1,
     )
 
 
-def _through_links(problem: Problem, birth: dict[int, int], death: dict[int, int]) -> None:
-    """A body's results become outer values when the body made them; what enters a body lives until it is last read there."""
-    graph = problem.graph
+def _through_links(graph: Graph, loops: Loops, birth: dict[int, int], death: dict[int, int]) -> None:
+    """What a loop reads lives as long as it runs; what it carries is replaced in place; its results are there when it ends."""
     for link in graph.links:
-        if link.source in birth:
-            birth.setdefault(link.target, birth[link.source])
+        left = loops.left(link)
+        if link.source in birth and link.target not in graph.boundary:
+            birth.setdefault(link.target, birth[link.source] if left is None else left.last + 1)
     for link in reversed(graph.links):
-        if link.target in death:
-            death[link.source] = max(
-                death.get(link.source, 0), death[link.target] if link.target in graph.boundary else birth.get(link.target, 0)
-            )
+        if link.target in graph.boundary:
+            loop = loops.of[link.target]
+            if loops.of.get(link.source) is loop:  # the carry of the next iteration
+                death[link.source] = max(death.get(link.source, 0), loop.last)
+            elif link.target in death:
+                until = death[link.target] if link.target in loops.carries else loop.last
+                death[link.source] = max(death.get(link.source, 0), until)
+        elif link.target in death and loops.left(link) is None:
+            death[link.source] = max(death.get(link.source, 0), birth.get(link.target, 0))
 
 
 def _fused(problem: Problem) -> frozenset[int]:
     graph = problem.graph
-    readers: dict[int, list[int]] = {}
-    for node in graph.nodes:
-        for t in node.inputs:
-            if t >= 0:
-                readers.setdefault(t, []).append(node.id)
+    readers = _readers(graph)
     ends = {*graph.outputs, *graph.inputs} | {t for link in graph.links for t in (link.source, link.target)}
     fused: set[int] = set()
     for node in graph.nodes:
@@ -120,6 +157,15 @@ def _fused(problem: Problem) -> frozenset[int]:
             if all(u.backward == node.backward and (u.signature.elementwise or _reduces(u.signature.call)) for u in using):
                 fused.add(t)
     return frozenset(fused)
+
+
+def _readers(graph: Graph) -> dict[int, list[int]]:
+    readers: dict[int, list[int]] = {}
+    for node in graph.nodes:
+        for t in node.inputs:
+            if t >= 0:
+                readers.setdefault(t, []).append(node.id)
+    return readers
 
 
 def _reduces(call: object) -> bool:
@@ -144,12 +190,44 @@ def _copies(problem: Problem) -> tuple[tuple[tuple[int, float, int, int], ...], 
     return tuple(copies), tuple(kept)
 
 
+def _around_loops(
+    problem: Problem, loops: Loops
+) -> tuple[list[tuple[float, int, int, int, int]], dict[int, list[Entering]], frozenset[int]]:
+    """(rows of the stacks that loops fill, what enters loops by tensor outside, what takes no memory of its own inside).
+
+    The latter is what does not change in the loop: the buffer outside, or a free value that is made where it is used.
+    """
+    graph, of = problem.graph, problem.coarse.of
+    stacks: list[tuple[float, int, int, int, int]] = []
+    entering: dict[int, list[Entering]] = {}
+    constant: set[int] = set()
+    readers = _readers(graph) if graph.links else {}
+    for link in graph.links:
+        left = loops.left(link)
+        if link.lift < 0 and left is not None:
+            v = of[link.source] if of[link.source] != FREE else of[link.target]
+            stacks.append((float(graph.tensors[link.target].nbytes), v, left.since, left.last, link.target))
+        if link.target in graph.boundary and link.target not in loops.carries and link.source != link.target:
+            loop, outer, inner = loops.of[link.target], of[link.source], of[link.target]
+            if not link.lift and (
+                outer != FREE or all(graph.nodes[n].signature.elementwise for n in readers.get(link.target, ()))
+            ):
+                constant.add(link.target)
+            if FREE not in (outer, inner) and (link.lift or outer != inner):
+                nbytes = float(graph.tensors[link.source].nbytes)
+                entered = Entering(outer, inner, link.lift > 0, nbytes, loop.first, loop.last)
+                entering.setdefault(link.source, []).append(entered)
+    return stacks, entering, frozenset(constant)
+
+
 def local_bytes(problem: Problem, v: int, state: int) -> float:
     """The part of a variable's tensors that one device holds in this state."""
     return float(problem.resharder.space(len(problem.coarse.variables[v].shape)).local[state])
 
 
-def profile(problem: Problem, live: Liveness, assignment: Assignment, keep: frozenset[int]) -> NDArray[np.float64]:
+def profile(
+    problem: Problem, live: Liveness, assignment: Assignment, keep: frozenset[int], limits: Limits | None = None
+) -> NDArray[np.float64]:
     """[length]: bytes on one device at every point; ``keep`` are the backward views that reuse the forward copy."""
     parts = np.array([*(local_bytes(problem, v, s) for v, s in enumerate(assignment)), 1.0])
     held = live.nbytes * parts[live.variable]
@@ -164,11 +242,29 @@ def profile(problem: Problem, live: Liveness, assignment: Assignment, keep: froz
         if v in keep and assignment[v] != assignment[problem.coarse.variables[v].of]:
             change[first + 1] += nbytes * parts[v]
             change[last] -= nbytes * parts[v]
-    return np.cumsum(change)[:-1]
+    for e in live.entering:
+        if e.moved(problem, (assignment[e.outer],), (assignment[e.inner],))[0, 0]:
+            change[e.birth] += e.nbytes * parts[e.inner]
+            change[e.death + 1] -= e.nbytes * parts[e.inner]
+    for e, after in live.between:
+        same = assignment[e.inner] == assignment[after.inner] and e.stacked == after.stacked and after.birth > e.death
+        if same and e.moved(problem, (assignment[e.outer],), (assignment[e.inner],))[0, 0]:
+            change[e.death + 1] += e.nbytes * parts[e.inner]
+            change[after.birth] -= e.nbytes * parts[e.inner]
+    held = np.cumsum(change)[:-1]
+    np.add.at(held, *live.buffers.held(assignment, limits))
+    return held
 
 
-def price_terms(problem: Problem, live: Liveness, points: Sequence[int], price: float, domains: Sequence[Domain]) -> list[Term]:
-    """Unary and pair terms that charge ``price`` seconds a byte at each of the points."""
+def price_terms(
+    problem: Problem,
+    live: Liveness,
+    points: Sequence[int],
+    price: float,
+    domains: Sequence[Domain],
+    limits: Limits | None = None,
+) -> list[Term]:
+    """Terms that charge ``price`` seconds a byte at each of the points, for what is stored then and the buffers of the op."""
     terms: list[Term] = []
     weight = np.zeros(len(problem.coarse.variables))
     for p in points:
@@ -190,6 +286,20 @@ def price_terms(problem: Problem, live: Liveness, points: Sequence[int], price: 
                 * np.array([[a != b for b in domains[v]] for a in domains[of]], float)
             )
             terms.append(_interned(problem, (of, v), picoseconds(costs)))
+    for e in live.entering:
+        times = sum(e.birth <= p <= e.death for p in points)
+        if times:
+            local = problem.resharder.space(len(problem.coarse.variables[e.inner].shape)).local[list(domains[e.inner])]
+            costs = price * times * e.nbytes * local[None, :] * e.moved(problem, domains[e.outer], domains[e.inner])
+            same = e.outer == e.inner
+            scope = (e.outer,) if same else (e.outer, e.inner)
+            terms.append(_interned(problem, scope, picoseconds(np.diag(costs) if same else costs)))
+    joins = set(problem.coarse.joins)
+    for p in points:
+        if p in joins:
+            scope, nbytes = live.buffers.table(problem.graph.nodes[p], limits, domains)
+            if scope and nbytes.any():
+                terms.append(_interned(problem, scope, picoseconds(price * nbytes)))
     return terms
 
 

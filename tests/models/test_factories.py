@@ -32,7 +32,7 @@ VARIANTS = [
     ("wresnet", {"depth": 50, "width": 2, "remat": True, "dtype": "bfloat16", "optimizer": "adam", "batch": 7}),
     ("rnn", {"scan": True, "dtype": "bfloat16", "vocabulary": 97, "batch": 7}),
     ("llama", {"size": "8b", "scan": True, "remat": True, "dtype": "bfloat16"}),
-    ("llama", {"size": "70b", "layers": 1, "batch": 3}),
+    ("llama", {"size": "70b", "layers": 1, "batch": 3, "block": 8}),
     ("moe", {"size": "8x7b", "scan": True, "remat": True, "dtype": "bfloat16"}),
     ("moe", {"experts": 6, "top": 3, "capacity": 0.5}),
     ("unet", {"blocks": 2, "image": 36, "channels": 6, "remat": True, "dtype": "bfloat16"}),

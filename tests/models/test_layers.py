@@ -1,11 +1,14 @@
 """What holds for the parts of the later models."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from models import gpt, llama, moe, rnn
+from models._attention import attend, attend_blockwise
 from models._gpt_options import GPTOptions
 
 
@@ -25,6 +28,46 @@ def test_rotated_queries_and_keys_meet_by_their_distance_alone():
     q, k = (llama.rotate(jnp.broadcast_to(v, (1, 6, 1, 8)))[0, :, 0] for v in (x, y))
     scores = q @ k.T
     np.testing.assert_allclose(scores[1:, 1:], scores[:-1, :-1], atol=1e-4)
+
+
+def attention_inputs(sequence, dtype="float32"):
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = (2, sequence, 2, 3, 4), (2, sequence, 2, 4), (2, sequence, 2, 4)
+    return [3 * jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)]
+
+
+@pytest.mark.parametrize("block", [1, 4, 16])
+def test_blockwise_attention_is_attention_and_so_are_its_gradients(block):
+    q, k, v = attention_inputs(16)
+    weight = jnp.cos(jnp.arange(q.size, dtype=jnp.float32)).reshape(q.shape)
+
+    def both(of):
+        return jax.jit(jax.value_and_grad(lambda *x: jnp.sum(of(*x) * weight), argnums=(0, 1, 2)))(q, k, v)
+
+    plain, blockwise = both(attend), both(lambda *x: attend_blockwise(*x, block=block))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), plain, blockwise)
+
+
+def every_size(jaxpr):
+    """Elements of every value of a program and of its bodies."""
+    found = [math.prod(v.aval.shape) for eqn in jaxpr.eqns for v in eqn.outvars]
+    for eqn in jaxpr.eqns:
+        for param in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "eqns")):
+            inner = getattr(param, "jaxpr", param)
+            found += every_size(inner) if hasattr(inner, "eqns") else []
+    return found
+
+
+def test_blockwise_attention_holds_no_more_than_grows_with_the_sequence():
+    def largest(sequence, of):
+        gradient = jax.grad(lambda *x: jnp.sum(of(*x)), argnums=(0, 1, 2))
+        return max(every_size(jax.make_jaxpr(gradient)(*attention_inputs(sequence)).jaxpr))
+
+    def blockwise(q, k, v):
+        return attend_blockwise(q, k, v, block=8)
+
+    assert largest(256, blockwise) == 2 * largest(128, blockwise)
+    assert largest(256, attend) == 4 * largest(128, attend)
 
 
 def test_every_token_fills_a_slot_of_each_of_its_experts_and_no_two_the_same():

@@ -205,3 +205,60 @@ def test_every_limit_is_met_at_nearly_the_least_cost() -> None:
     assert min(ratios) >= 1 - 1e-9
     assert len(ratios) >= 8
     assert max(ratios) < 1.01
+
+
+def scanned(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Five iterations: a carry, a constant, and a stack of what each iteration made."""
+
+    def body(carry: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
+        after = jnp.sin(carry @ w)
+        return after, after @ w
+
+    return jax.lax.scan(body, x, None, length=5)
+
+
+def test_a_loops_stack_is_there_as_long_as_the_loop_and_its_constants_are_held_once() -> None:
+    problem = steps.problem(scanned, steps.array(W, W), steps.array(N, W), on=Cluster.load("4"))
+    profile = held(problem, replicated(problem))
+    arguments, stack = MATRIX + ROW, 5 * ROW
+    assert min(profile) >= arguments + stack
+    # the stack, the carry, its product and its sine, the row that goes on the stack; not the weight again
+    assert arguments + stack + 2 * ROW <= max(profile) <= arguments + stack + 4 * ROW
+    assert profile[-1] == arguments + stack + ROW
+
+
+def sums(weights: jax.Array, x: jax.Array) -> jax.Array:
+    """Reads a stack of weights slice by slice."""
+
+    def body(carry: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+        return carry @ w, None
+
+    return jax.lax.scan(body, x, weights)[0]
+
+
+def test_a_stack_that_is_gathered_before_a_loop_is_held_whole_beside_its_parts() -> None:
+    problem = steps.problem(sums, steps.array(5, W, W), steps.array(N, W), on=Cluster.load("4"))
+    whole = replicated(problem)
+    split, held_whole = list(whole), held(problem, whole)
+    (stack,) = [v.id for v in problem.coarse.variables if v.shape == (5, W, W)]
+    split[stack] = problem.resharder.space(3).index[((), (0,), (), ()), ()]
+    gathered = held(problem, tuple(split))
+    loop = [n.id for n in problem.graph.nodes if n.where]
+    assert loop
+    for p in loop:
+        assert gathered[p] - held_whole[p] == 5 * MATRIX / 4, "the parts come on top of what is gathered"
+
+
+def product(w: jax.Array, x: jax.Array) -> jax.Array:
+    return x @ w
+
+
+def test_an_operand_that_is_gathered_for_its_op_is_held_while_it_runs() -> None:
+    """Many rows, split, and few columns of a weight, split too: the weight is gathered."""
+    problem = steps.problem(product, steps.array(W, W), steps.array(64 * N, W), on=Cluster.load("4"))
+    states = list(replicated(problem))
+    for v in problem.coarse.variables:
+        states[v.id] = problem.resharder.space(2).index[((0,), (), ()), ()]
+    stored = (MATRIX + 64 * ROW) / 4
+    assert held(problem, tuple(states)) == [stored + 64 * ROW / 4 + MATRIX, stored + 64 * ROW / 4]
+    assert held(problem, replicated(problem))[0] == MATRIX + 2 * 64 * ROW, "nothing moves, nothing is held beside it"

@@ -1,0 +1,264 @@
+"""A drawing of a plan on paper: a picture file (needs matplotlib, the extra ``draw``).
+
+Each column is an op; a rectangle is a tensor, its sides the logarithms of two dims; a line is a cut over one level, a colour one
+device.
+"""
+
+from __future__ import annotations
+
+import colorsys
+import io
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from shardplan.errors import ShardplanError
+from shardplan.report.drawing import Column, Cuts, Drawing, Tile
+
+Axes = Any
+"""matplotlib's, whose types are not all known."""
+
+FORMATS = ("png", "svg", "pdf")
+"""What a picture may be written as, by the suffix of its file."""
+
+_LINES = ("#111111", "#c0262d", "#1f5fa8", "#1e8449", "#8e44ad")
+_WIDTHS = (1.5, 0.9, 0.6, 0.4)
+_WHOLE = (0.93, 0.93, 0.93)
+_MOST = 32
+"""More parts than this along one side are drawn as their slower axes alone; the text below has all."""
+_PER_ROW = 16
+_LEAST = 0.25
+"""The side of a dim of one, as a part of the longest side."""
+_SIZE, _GAP, _HEAD, _ROW = 0.8, 0.16, 0.85, 2.75
+"""Inches: the longest side of a rectangle, what lies between two columns, the height of the legend and of a row."""
+_MARGIN = 0.4
+"""Inches left of the columns, where a row's names stand."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A column on the paper: its row, where it begins, and, where it opens or closes a repeat, how often that comes."""
+
+    column: Column
+    row: int
+    left: float
+    opens: int
+    closes: int
+
+
+def picture_format(file: str) -> str:
+    """The format that a file's suffix names.
+
+    Raises:
+        ShardplanError: for another suffix, or where matplotlib is not installed.
+    """
+    suffix = Path(file).suffix.lower().removeprefix(".")
+    if suffix not in FORMATS:
+        known = ", ".join(f".{f}" for f in FORMATS)
+        raise ShardplanError(f"{file!r}: a drawing is written as {known}; end the file's name with one of these")
+    _matplotlib()
+    return suffix
+
+
+def picture(drawn: Drawing, *, title: str, suffix: str) -> bytes:
+    """The bytes of a picture file in the format ``suffix``, equal for equal plans."""
+    figure = _matplotlib()(dpi=120)
+    places = list(_placed(drawn))
+    rows = 1 + max((p.row for p in places), default=0)
+    width, height = max(6.0, max((p.left for p in places), default=0.0) + _SIZE + 2 * _GAP), _HEAD + _ROW * rows
+    figure.set_size_inches(width, height)
+    axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
+    axes.set_xlim(0, width)
+    axes.set_ylim(-height, 0)
+    axes.axis("off")
+    _legend(axes, drawn, title)
+    most = max((s for p in places for t in p.column.tiles for s in t.shape), default=2)
+    for place in places:
+        _column(axes, drawn, place, math.log2(max(most, 2)))
+    _blocks(axes, places)
+    for row in range(rows):
+        for i, name in enumerate(("weights", "activations")):
+            at = _top(row) - 1.06 * i - 0.03 - _SIZE / 2
+            axes.text(_GAP, at, name, fontsize=6.4, rotation=90, ha="center", va="center", color="#555555")
+    return _rendered(figure, suffix)
+
+
+def _matplotlib() -> Any:
+    """matplotlib's Figure: without pyplot, which keeps figures and looks for a screen."""
+    try:
+        return import_module("matplotlib.figure").Figure
+    except ImportError as error:
+        raise ShardplanError("a drawing needs matplotlib, which is not installed: pip install 'shardplan[draw]'") from error
+
+
+def _rendered(figure: Any, suffix: str) -> bytes:
+    out = io.BytesIO()
+    undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": {}}[suffix]
+    with import_module("matplotlib").rc_context({"svg.hashsalt": "shardplan"}):
+        figure.savefig(out, format=suffix, metadata=undated)
+    return out.getvalue()
+
+
+def _placed(drawn: Drawing) -> Iterator[_Place]:
+    """Columns from left to right, in rows; a repeat is not broken where it fits in a row."""
+    chunks = list(_chunks(drawn))
+    total = sum(len(columns) for columns, _ in chunks)
+    wide = math.ceil(total / math.ceil(total / _PER_ROW)) + 1 if total else 1  # rows of about one length
+    row, left, count = 0, _MARGIN, 0
+    for columns, times in chunks:
+        for i, column in enumerate(columns):
+            whole = len(columns) if i == 0 else 1
+            if count and (count >= wide or whole <= wide < count + whole):
+                row, left, count = row + 1, _MARGIN, 0
+            repeated = times * (times > 1)
+            yield _Place(column, row, left, repeated * (i == 0), repeated * (i == len(columns) - 1))
+            left, count = left + _SIZE + _GAP, count + 1
+
+
+def _chunks(drawn: Drawing) -> Iterator[tuple[tuple[Column, ...], int]]:
+    """What is to stay in one row, and how often it comes: a repeat, or the columns of one block."""
+    for run in drawn.runs:
+        if run.times > 1:
+            yield run.columns, run.times
+        else:
+            for _, columns in itertools.groupby(run.columns, key=lambda c: c.block):
+                yield tuple(columns), 1
+
+
+# -- parts of the picture ----------------------------------------------------------------------------------------------
+
+
+def _legend(axes: Axes, drawn: Drawing, title: str) -> None:
+    axes.text(_MARGIN, -0.2, title, fontsize=9, weight="bold", va="center")
+    x = _MARGIN
+    for i, (name, size) in enumerate(drawn.axes):
+        color, width = _line(i)
+        axes.plot([x, x + 0.3], [-0.47, -0.47], color=color, lw=width, solid_capstyle="butt")
+        text = f"cut over {name} ({size})"
+        axes.text(x + 0.36, -0.47, text, fontsize=7, va="center")
+        x += 0.55 + 0.062 * len(text)
+    axes.text(
+        _MARGIN, -0.68, "colour: one device's part; grey: whole on every device; red: how a tensor comes to the op",
+        fontsize=6.4, va="center", color="#444444",
+    )  # fmt: skip
+
+
+def _column(axes: Axes, drawn: Drawing, place: _Place, most: float) -> None:
+    top = _top(place.row)
+    middle = place.left + _SIZE / 2
+    axes.text(middle, top + 0.02, place.column.label, fontsize=min(6.4, 90 / len(place.column.label)), ha="center", va="bottom")
+    for i, tile in enumerate(place.column.tiles):
+        above = top - 1.06 * i
+        _tile(axes, drawn, tile, place.left, above - 0.03, most)
+        axes.text(middle, above - 0.86, _shape(drawn, tile), fontsize=4.7, ha="center", va="top")
+        _moves(axes, middle, above - 0.945, tile.moves, "")
+    _moves(axes, middle, top - 2.12, place.column.gives, "gives: ")
+
+
+def _top(row: int) -> float:
+    """Where a row's rectangles begin."""
+    return -_HEAD - 0.42 - _ROW * row
+
+
+def _moves(axes: Axes, x: float, y: float, moves: Sequence[str], before: str) -> None:
+    """Equal ones in a row share a line."""
+    lines = [kind if n == 1 else f"{n} x {kind}" for kind, same in itertools.groupby(moves) if (n := len(list(same)))]
+    if lines:
+        axes.text(x, y, before + "\n".join(lines), fontsize=5.2, ha="center", va="top", color="#b3181f", linespacing=0.95)
+
+
+def _blocks(axes: Axes, places: Sequence[_Place]) -> None:
+    """Names of blocks over their columns, and brackets round what repeats."""
+    start = places[0] if places else None
+    opened = start
+    for place, after in zip(places, [*places[1:], None], strict=True):
+        assert start is not None
+        top = _top(place.row)
+        opened = place if place.opens else opened
+        if place.closes and opened is not None:
+            left = opened.left if opened.row == place.row else _MARGIN
+            _bracket(axes, left - 0.07, place.left + _SIZE + 0.07, top, place.closes)
+        same = after is not None and (after.column.block, after.row) == (place.column.block, place.row)
+        if not same or place.closes or (after is not None and after.opens):
+            middle = (start.left + place.left + _SIZE) / 2
+            axes.text(middle, top + 0.15, place.column.block, fontsize=6.4, ha="center", va="bottom", color="#555555")
+            start = after if after is not None else start
+
+
+def _bracket(axes: Axes, left: float, right: float, top: float, times: int) -> None:
+    bottom = top - 2.27
+    axes.fill_between([left, right], bottom, top + 0.29, color="#f6f3ea", lw=0, zorder=-2)
+    axes.text(right - 0.02, top + 0.3, f"x{times}", fontsize=9, weight="bold", ha="right", va="bottom")
+
+
+def _tile(axes: Axes, drawn: Drawing, tile: Tile, left: float, top: float, most: float) -> None:
+    vertical, horizontal = tile.shown if len(tile.shown) == 2 else (None, *tile.shown[:1]) if tile.shown else (None, None)
+    height, width = _side(tile, vertical, most), _side(tile, horizontal, most)
+    x, y = left + (_SIZE - width) / 2, top - _SIZE + (_SIZE - height) / 2
+    down, across = _parts(drawn, tile.kept, vertical), _parts(drawn, tile.kept, horizontal)
+    for i, a in enumerate(down):
+        for j, b in enumerate(across):
+            axes.fill(
+                [x + width * (j + dx) / len(across) for dx in (0, 1, 1, 0)],
+                [y + height * (1 - (i + dy) / len(down)) for dy in (0, 0, 1, 1)],
+                color=_color(drawn, tile.kept, {**a, **b}),
+                lw=0,
+            )
+    for j in range(1, len(across)):
+        _cut(axes, _changes(across[j - 1], across[j]), width / len(across), [x + width * j / len(across)] * 2, [y, y + height])
+    for i in range(1, len(down)):
+        _cut(axes, _changes(down[i - 1], down[i]), height / len(down), [x, x + width], [y + height * (1 - i / len(down))] * 2)
+    axes.plot([x, x + width, x + width, x, x], [y, y, y + height, y + height, y], color="#777777", lw=0.5)
+
+
+def _cut(axes: Axes, axis: int, part: float, x: Sequence[float], y: Sequence[float]) -> None:
+    """A line between parts so many inches wide, of which it hides little."""
+    color, width = _line(axis)
+    axes.plot(x, y, color=color, lw=min(width, 0.2 * 72 * part), solid_capstyle="butt")
+
+
+def _side(tile: Tile, dim: int | None, most: float) -> float:
+    """Inches: the logarithm of the dim."""
+    return _SIZE * (_LEAST if dim is None else _LEAST + (1 - _LEAST) * math.log2(max(tile.shape[dim], 1)) / most)
+
+
+def _parts(drawn: Drawing, cuts: Cuts, dim: int | None) -> list[dict[int, int]]:
+    """The parts along a dim, each with its place along every axis that cuts the dim: slower axes alone where there are many."""
+    parts: list[dict[int, int]] = [{}]
+    for axis in cuts[dim] if dim is not None else ():
+        finer = [part | {axis: i} for part in parts for i in range(drawn.axes[axis][1])]
+        if len(finer) > _MOST:
+            break
+        parts = finer
+    return parts
+
+
+def _changes(a: dict[int, int], b: dict[int, int]) -> int:
+    """The axis whose cut lies between two parts that touch: the major one of those that change."""
+    return next(axis for axis in a if a[axis] != b[axis])
+
+
+def _color(drawn: Drawing, cuts: Cuts, part: dict[int, int]) -> tuple[float, float, float]:
+    """That of the first device that holds the part; the paler, the more devices hold it."""
+    sizes = [size for _, size in drawn.axes]
+    cutting = {axis for fs in cuts for axis in fs}
+    first = sum(part.get(axis, 0) * math.prod(sizes[axis + 1 :]) for axis in range(len(sizes)))
+    total = math.prod(sizes)
+    share = math.log(math.prod(sizes[a] for a in cutting)) / math.log(total) if total > 1 else 0.0
+    r, g, b = colorsys.hls_to_rgb(first / max(total, 1), 0.76, 0.62)
+    return tuple(w + (c - w) * share for c, w in zip((r, g, b), _WHOLE, strict=True))  # type: ignore[return-value]
+
+
+def _line(axis: int) -> tuple[str, float]:
+    """Colour and width (points) of a cut over this axis: the slower, the thicker."""
+    return _LINES[axis % len(_LINES)], _WIDTHS[min(axis, len(_WIDTHS) - 1)]
+
+
+def _shape(drawn: Drawing, tile: Tile) -> str:
+    """The dims, each with the number of parts that it is kept in."""
+    parts = [math.prod(drawn.axes[axis][1] for axis in axes) for axes in tile.kept]
+    return " x ".join(f"{n}/{k}" if k > 1 else f"{n}" for n, k in zip(tile.shape, parts, strict=True))

@@ -1,0 +1,241 @@
+"""What a drawing of a plan shows: the weight and the activation of each layer, how each is cut over the levels, repeats folded.
+
+As in Tofu's Figure 11: one column for each op of the forward pass that multiplies, or looks up in a weight, in the order of the
+program. `shardplan.report.draw` puts it on paper.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from shardplan.cost import compute
+from shardplan.ir import Layout, Tensor
+from shardplan.search.coarsen import FREE
+
+if TYPE_CHECKING:
+    from shardplan.plans import Plan
+    from shardplan.search.extract import Use
+    from shardplan.search.graph import Graph, Node
+
+Cuts = tuple[tuple[int, ...], ...]
+"""For each dim the axes that cut it, major first: numbers in `Drawing.axes`."""
+
+_LONGEST = 128
+"""Repeats of at most so many columns are looked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One tensor: how it is kept, how the op reads it, and the collectives in between.
+
+    ``shown`` are the one or two dims that it is drawn by, vertical first.
+    """
+
+    kind: Literal["weight", "activation"]
+    shape: tuple[int, ...]
+    kept: Cuts
+    read: Cuts
+    moves: tuple[str, ...]
+    shown: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One op: what it reads, a weight first, and the collectives that make what is stored out of what it gives.
+
+    ``block`` and ``label`` are the last words of the weight's path, else of the op's scope; ``numbers`` are those in the path.
+    ``trips``: how often a loop around it runs it.
+    """
+
+    block: str
+    label: str
+    numbers: tuple[int, ...]
+    tiles: tuple[Tile, ...]
+    gives: tuple[str, ...]
+    trips: int = 1
+
+    @property
+    def looks(self) -> tuple[str, tuple[Tile, ...], tuple[str, ...]]:
+        """What it is drawn as but for numbers in its name: columns of equal looks may be folded."""
+        return re.sub(r"\d+", "", f"{self.block}/{self.label}"), self.tiles, self.gives
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Columns that come ``times`` times, in a row or in a loop, each time with these looks."""
+
+    columns: tuple[Column, ...]
+    times: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """A whole plan: ``axes`` are (name, size), slowest first."""
+
+    axes: tuple[tuple[str, int], ...]
+    runs: tuple[Run, ...]
+
+
+def drawing(plan: Plan) -> Drawing:
+    """What a plan looks like."""
+    graph = plan.extractor.problem.graph
+    origins = _origins(graph, plan.extractor.problem.coarse.free)
+    columns = [c for node in graph.nodes if (c := _column(plan, node, origins)) is not None]
+    return Drawing(tuple(plan.axes.items()), folded(columns))
+
+
+# -- columns -----------------------------------------------------------------------------------------------------------
+
+
+def _origins(graph: Graph, free: frozenset[int]) -> Mapping[int, int]:
+    """For each tensor that is one weight (an input that the step feeds back; any input, where none is), cast, sliced by a loop
+    or laid out anew, the number of that input.
+    """
+    state = {i for i in graph.feedback if i is not None} or set(range(len(graph.inputs)))
+    found = {t: i for i, t in enumerate(graph.inputs) if i in state and len(graph.tensors[t].shape) > 1}
+    entered: dict[int, list[int]] = {}
+    for link in graph.links:
+        if link.target in graph.boundary:
+            entered.setdefault(link.target, []).append(link.source)
+    changed = True
+    while changed:  # bodies inside bodies
+        before = len(found)
+        for target, sources in entered.items():
+            if len(sources) == 1 and sources[0] in found:  # a carry is entered twice
+                found.setdefault(target, found[sources[0]])
+        for node in graph.nodes:
+            alive = {t for t in node.inputs if t >= 0 and t not in free}
+            if len(alive) == 1 and len(node.outputs) == 1:
+                (t,) = alive
+                if t in found and graph.tensors[t].size == graph.tensors[node.outputs[0]].size:
+                    found.setdefault(node.outputs[0], found[t])
+        changed = len(found) != before
+    return found
+
+
+def _column(plan: Plan, node: Node, origins: Mapping[int, int]) -> Column | None:
+    """The column of an op; None for one that is not drawn: elementwise, backward, or of fewer than two tensors."""
+    problem, use = plan.extractor.problem, plan.decisions.uses.get(node.id)
+    description = node.signature.description
+    if use is None or node.backward or node.signature.elementwise or description is None:
+        return None
+    slots = [i for i, t in enumerate(node.inputs) if t >= 0 and problem.coarse.of[t] != FREE]
+    weights = [i for i in slots if node.inputs[i] in origins]
+    contracts = compute.is_contraction(description)
+    if len(slots) < 2 or not (contracts or (weights and node.inputs[weights[0]] != node.outputs[0])):
+        return None
+    weight = weights[-1] if weights else None
+    if weight is None and not contracts:
+        return None
+    order = sorted(slots, key=lambda i: (i != weight, -i if weight is None else i))[:2]
+    tiles = tuple(_tile(plan, node, use, i, origins if i == weight else {}) for i in order)
+    path = node.op.scope if weight is None else problem.graph.input_paths[origins[node.inputs[weight]]]
+    block, label = _names(path, None if weight is not None else node.op.primitive.replace("_general", ""))
+    numbers = tuple(map(int, re.findall(r"\d+", path)))
+    return Column(block, label, numbers, tiles, _gives(plan, node, use), max(1, round(node.weight)))
+
+
+def _tile(plan: Plan, node: Node, use: Use, slot: int, origins: Mapping[int, int]) -> Tile:
+    graph, t = plan.extractor.problem.graph, node.inputs[slot]
+    tensor, stored = graph.tensors[t], plan.decisions.layouts[t]
+    assert stored is not None
+    kept = _at_rest(plan, tensor, stored, origins.get(t))
+    need = use.needs[slot] or stored
+    kind = "weight" if t in origins else "activation"
+    used = {d for d, (a, b) in enumerate(zip(kept.dims, need.dims, strict=True)) if a or b}
+    return Tile(kind, tensor.shape, kept.dims, need.dims, _moves(plan, tensor, kept, need), _shown(tensor.shape, used, kind))
+
+
+def _at_rest(plan: Plan, tensor: Tensor, stored: Layout, origin: int | None) -> Layout:
+    """How a weight lies between steps, where that can be said of what the op reads: a cast of it, or a slice of a stack."""
+    if origin is None:
+        return stored
+    graph = plan.extractor.problem.graph
+    kept, shape = plan.decisions.layouts[graph.inputs[origin]], graph.tensors[graph.inputs[origin]].shape
+    extra = len(shape) - len(tensor.shape)
+    if kept is None or extra < 0 or shape[extra:] != tensor.shape or any(kept.dims[:extra]):
+        return stored
+    return Layout(kept.dims[extra:])
+
+
+def _gives(plan: Plan, node: Node, use: Use) -> tuple[str, ...]:
+    tensor = plan.extractor.problem.graph.tensors[node.outputs[0]]
+    stored = use.stored[0] or Layout(((),) * len(tensor.shape))
+    return _moves(plan, tensor, use.gives[0], stored)
+
+
+def _moves(plan: Plan, tensor: Tensor, before: Layout, after: Layout) -> tuple[str, ...]:
+    steps = plan.extractor.program(tensor.shape, tensor.nbytes, before, after) if before != after else ()
+    return tuple(s.kind.replace("_", "-") for s in steps if s.kind != "slice")
+
+
+def _shown(shape: tuple[int, ...], used: set[int], kind: str) -> tuple[int, ...]:
+    """The two dims that say most: those that are cut, then an activation's first and last, or the largest."""
+    last = len(shape) - 1
+
+    def rank(d: int) -> tuple[bool, bool, int, int]:
+        return d not in used, kind == "weight" or d not in (0, last), -shape[d], -d
+
+    return tuple(sorted(sorted(range(len(shape)), key=rank)[:2]))
+
+
+_NO_NAMES = frozenset({"params", "kernel", "weight", "w"})
+"""Words of a path that every weight has."""
+
+
+def _names(path: str, op: str | None) -> tuple[str, str]:
+    """(block, label) by the last words of a path whose first is the argument; an ``op`` without a weight has a scope for one."""
+    words = [w for w in path.split("/")[op is None :] if w not in _NO_NAMES and not w.isdigit() and not re.search(r"[(>]", w)]
+    words = [w for w, _ in itertools.groupby(words)]
+    label = op if op is not None else words.pop() if words else path
+    return words[-1] if words else "", label
+
+
+# -- repeats -----------------------------------------------------------------------------------------------------------
+
+
+def folded(columns: Sequence[Column]) -> tuple[Run, ...]:
+    """Columns with their repeats folded: the repeat that saves most first, then what is left and right of it.
+
+    Of equal savings the one whose columns bear the fewest different numbers, so that a run begins where a block does.
+
+    >>> a, b = Column("", "a", (), (), ()), Column("", "b", (), (), ())
+    >>> [(len(run.columns), run.times) for run in folded([a, b, a, b, a])]
+    [(2, 2), (1, 1)]
+    """
+    ids: dict[object, int] = {}
+    runs: list[Run] = []
+    for trips, body in itertools.groupby(columns, key=lambda c: c.trips):
+        inside = list(body)
+        for run in _folded(inside, [ids.setdefault(c.looks, len(ids)) for c in inside]):
+            runs.append(Run(run.columns, run.times * trips))
+    return tuple(runs)
+
+
+def _folded(columns: Sequence[Column], looks: Sequence[int]) -> list[Run]:
+    best = _best_repeat(columns, looks)
+    if best is None:
+        return [Run(tuple(columns))] if columns else []
+    start, period, times = best
+    end = start + period * times
+    left, right = _folded(columns[:start], looks[:start]), _folded(columns[end:], looks[end:])
+    return [*left, Run(tuple(columns[start : start + period]), times), *right]
+
+
+def _best_repeat(columns: Sequence[Column], looks: Sequence[int]) -> tuple[int, int, int] | None:
+    """(start, columns of one repeat, times) of the repeat that saves most columns."""
+    best: tuple[tuple[int, ...], tuple[int, int, int]] | None = None
+    for period in range(1, min(_LONGEST, len(looks) // 2) + 1):
+        run = 0
+        for i in range(len(looks) - period - 1, -1, -1):
+            run = run + 1 if looks[i] == looks[i + period] else 0  # so many columns from i on equal those a period later
+            times = run // period + 1
+            if times > 1:
+                numbers = len({c.numbers for c in columns[i : i + period]})
+                key = ((times - 1) * period, -numbers, -period, -i)
+                best = max(best, (key, (i, period, times))) if best is not None else (key, (i, period, times))
+    return best[1] if best is not None else None

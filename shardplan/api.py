@@ -24,8 +24,8 @@ from shardplan.search import memory
 from shardplan.search.coarsen import FREE, coarsen
 from shardplan.search.extract import Extractor
 from shardplan.search.graph import Graph, flatten
-from shardplan.search.pins import held_by_pins, pinned_domains
-from shardplan.search.problem import Objective, Problem
+from shardplan.search.pins import held_by_pins, pinned_domains, smallest_conflict
+from shardplan.search.problem import Domain, Objective, Problem
 from shardplan.search.solve import Observer, Outcome, Solution, in_seconds
 from shardplan.search.solve import search as solve
 from shardplan.sizes import parse_bytes
@@ -163,13 +163,13 @@ def _searched(graph: Graph, cluster: Cluster, limits: _Limits) -> tuple[Problem,
     coarse = coarsen(graph)
     deadline = time.monotonic() + limits.time_budget_s if limits.time_budget_s is not None else None
     best: tuple[Problem, Outcome] | None = None
-    for over in factor_choices(cluster, graph):
-        problem = Problem(graph, coarse, cluster, over, objective=limits.objective)
+    problems = [Problem(graph, coarse, cluster, over, objective=limits.objective) for over in factor_choices(cluster, graph)]
+    for problem, domains in _pinned(problems, limits.pins):
         outcome = solve(
             problem,
             limit=limits.memory,
             donated=limits.donated,
-            domains=pinned_domains(problem, limits.pins),
+            domains=domains,
             deadline=deadline,
             observer=limits.observer,
         )
@@ -180,6 +180,24 @@ def _searched(graph: Graph, cluster: Cluster, limits: _Limits) -> tuple[Problem,
     if not outcome.best.fits(limits.memory):
         raise _too_small(problem, outcome.smallest or outcome.best, limits)
     return best if limits.objective == "time" else in_seconds(*best, limits.donated)
+
+
+def _pinned(problems: Sequence[Problem], pins: Mapping[str, tuple[Any, ...]]) -> list[tuple[Problem, tuple[Domain, ...]]]:
+    """The factorings that the pins can hold on, each with its domains: a part of a level is an axis of one of them alone.
+
+    Raises:
+        PinError: where there is none: what is wrong with the pins on the levels themselves.
+    """
+    found: list[tuple[Problem, tuple[Domain, ...]]] = []
+    refusals: list[PinError] = []
+    for problem in problems:
+        try:
+            found.append((problem, pinned_domains(problem, pins)))
+        except PinError as error:
+            refusals.append(error)
+    if not found:
+        raise refusals[0]
+    return found
 
 
 def _better(a: Outcome, b: Outcome, limit: int) -> bool:
@@ -223,12 +241,20 @@ def factor_choices(cluster: Cluster, graph: Graph) -> tuple[tuple[Factor, ...], 
 
 def _too_small(problem: Problem, smallest: Solution, limits: _Limits) -> MemoryLimitError:
     """The error for a step that fits in no way, with the smallest there is and the pins that keep it from being smaller."""
+    live = memory.liveness(problem, limits.donated)
+
+    def may_fit(some: Sequence[str]) -> bool:
+        domains = pinned_domains(problem, {glob: limits.pins[glob] for glob in some})
+        return memory.floor_bytes(problem, live, domains) <= limits.memory
+
+    guilty = smallest_conflict(tuple(limits.pins), may_fit) if may_fit(()) else ()
     held = sorted(held_by_pins(problem, limits.pins).items(), key=lambda row: (-row[1], row[0]))
     return MemoryLimitError(
         limits.memory,
         smallest.peak_bytes,
         detail=_largest(problem, smallest),
-        pins={f"{glob!r} = {spec_text(limits.pins[glob])}": int(nbytes) for glob, nbytes in held},
+        together=bool(guilty),
+        pins={f"{glob!r} = {spec_text(limits.pins[glob])}": int(nbytes) for glob, nbytes in held if not guilty or glob in guilty},
     )
 
 

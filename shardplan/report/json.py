@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from shardplan.ir import spec_text
+from shardplan.report.idle import idle_axes
 from shardplan.report.text import collective_rows
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         **figures(plan),
         "cluster": plan.cluster.name,
         "unknown_trips": list(plan.extractor.problem.graph.unknown_trips),
+        "idle_axes": idle_axes(plan),
         "collectives": collective_rows(plan),
         "baselines": [asdict(b) for b in plan.baselines],
     }

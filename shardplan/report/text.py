@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardplan.collectives.dsl import shortened
 from shardplan.ir import spec_text
+from shardplan.report.idle import idle_axes
 from shardplan.report.paths import grouped
 from shardplan.report.tables import rate, seconds, size, table
 
@@ -46,6 +47,7 @@ def _head(plan: Plan, title: str) -> str:
         ("planned in", f"{seconds(plan.search_s)}, after {seconds(plan.trace_s)} of tracing"),
     ]
     rows += [("note", f"{n} of unknown trip count, priced as one iteration: {where}") for n, where in _unknown(plan)]
+    rows += [("note", why) for why in idle_axes(plan).values()]
     return "\n".join(f"{name:<11} {text}" for name, text in rows)
 
 

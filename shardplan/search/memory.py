@@ -152,10 +152,7 @@ def local_bytes(problem: Problem, v: int, state: int) -> float:
 def profile(problem: Problem, live: Liveness, assignment: Assignment, keep: frozenset[int]) -> NDArray[np.float64]:
     """[length]: bytes on one device at every point; ``keep`` are the backward views that reuse the forward copy."""
     parts = np.array([*(local_bytes(problem, v, s) for v, s in enumerate(assignment)), 1.0])
-    held = live.nbytes * parts[live.variable]
-    change = np.zeros(live.length + 1)
-    np.add.at(change, live.birth, held)
-    np.add.at(change, live.death + 1, -held)
+    change = _changes(live, parts)
     for v, nbytes, first, last in live.copies:
         if assignment[v] != assignment[problem.coarse.variables[v].of]:
             change[first] += nbytes * parts[v]
@@ -165,6 +162,27 @@ def profile(problem: Problem, live: Liveness, assignment: Assignment, keep: froz
             change[first + 1] += nbytes * parts[v]
             change[last] -= nbytes * parts[v]
     return np.cumsum(change)[:-1]
+
+
+def _changes(live: Liveness, parts: NDArray[np.float64]) -> NDArray[np.float64]:
+    """[length + 1]: what stored values take and give back at every point, ``parts`` the share of each variable on a device."""
+    held = live.nbytes * parts[live.variable]
+    change = np.zeros(live.length + 1)
+    np.add.at(change, live.birth, held)
+    np.add.at(change, live.death + 1, -held)
+    return change
+
+
+def floor_bytes(problem: Problem, live: Liveness, domains: Sequence[Domain]) -> int:
+    """Bytes of a device that no assignment of these domains stays below: every value at its smallest, nothing copied."""
+    memo: dict[tuple[int, Domain], float] = {}
+    least: list[float] = []
+    for variable, domain in zip(problem.coarse.variables, domains, strict=True):
+        key = len(variable.shape), domain
+        if key not in memo:
+            memo[key] = float(problem.resharder.space(key[0]).local[list(domain)].min())
+        least.append(memo[key])
+    return int(np.cumsum(_changes(live, np.array([*least, 1.0]))).max())
 
 
 def price_terms(problem: Problem, live: Liveness, points: Sequence[int], price: float, domains: Sequence[Domain]) -> list[Term]:

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -20,13 +20,14 @@ from shardplan.mesh import Cluster, factors
 from shardplan.objects import trace_step
 from shardplan.plans import Plan
 from shardplan.positions import leaves_of, positions
-from shardplan.search import memory
+from shardplan.search import anytime, memory
+from shardplan.search.anytime import Observer
 from shardplan.search.coarsen import FREE, coarsen
 from shardplan.search.extract import Extractor
 from shardplan.search.graph import Graph, flatten
 from shardplan.search.pins import held_by_pins, pinned_domains, smallest_conflict
 from shardplan.search.problem import Domain, Objective, Problem
-from shardplan.search.solve import Observer, Outcome, Solution, in_seconds
+from shardplan.search.solve import Outcome, Solution, in_seconds
 from shardplan.search.solve import search as solve
 from shardplan.sizes import parse_bytes
 
@@ -55,7 +56,10 @@ def plan(
     ``"70GiB"``, by default the device's memory. ``pins`` maps globs of argument paths to the PartitionSpec that they must have,
     over factor names. ``objective`` "bytes" is Tofu's: the fewest bytes on the wire where every op is cut and every tensor is
     split that can be (`shardplan.search.premise`); its plan is priced in seconds like any other. ``donate_argnums`` may be
-    negative, as everywhere in Python. ``time_budget_s`` stops the search of three and more levels from improving further.
+    negative, as everywhere in Python. ``time_budget_s`` is for all of planning, tracing included: when it is over, the plan is
+    the best so far, and ``plan.stopped`` says so. Tracing, coarsening and the tables of a first plan are never cut short, so a
+    budget below what they take gives that first plan. An interrupt (Ctrl-C) during the search gives the best so far likewise, if
+    there is a plan within the memory limit by then; else it is raised. ``observer`` is told what is being done and how far it is.
     ``replicate`` names primitives without a description that may run whole on every device. ``seed`` is there for searches that
     draw; none does yet, so it changes nothing.
 
@@ -70,11 +74,15 @@ def plan(
     loaded, user_mesh = resolve_cluster(cluster)
     limit = parse_bytes(memory_limit) if memory_limit is not None else loaded.device.memory_bytes
     began = time.perf_counter()
+    deadline = anytime.now_s() + time_budget_s if time_budget_s is not None else None
+    observer = observer or (lambda _what, _part: None)
+    observer("tracing", 0.0)
     traced = trace_step(step, args, donated)
     traced_at = time.perf_counter()
     replicate = _known_primitives(replicate, traced.program)
     leaves = frozenset(leaves_of(traced.in_tree, donated))
-    limits = _Limits(limit, leaves, _entries(pins or {}), time_budget_s, observer or (lambda _what, _part: None), measure)
+    limits = _Limits(limit, leaves, _entries(pins or {}), deadline, observer, measure)
+    observer("describing", 0.0)
     problem, outcome = _searched(flatten(traced.program, replicate=replicate), loaded, limits)
     extractor = Extractor(problem)
     return Plan(
@@ -89,6 +97,7 @@ def plan(
         objective=objective,
         lower_bound_s=outcome.bound_s,
         exact=outcome.exact,
+        stopped=outcome.stopped,
         trace_s=traced_at - began,
         search_s=time.perf_counter() - traced_at,
         donate_argnums=donated,
@@ -146,12 +155,12 @@ def _entries(pins: Mapping[str, PartitionSpec]) -> dict[str, tuple[Any, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class _Limits:
-    """What a search is held to: bytes a device, donated leaves, pins as entries, seconds; and what it makes least."""
+    """What a search is held to: bytes a device, donated leaves, pins as entries, the end of its time; and what it makes least."""
 
     memory: int
     donated: frozenset[int]
     pins: Mapping[str, tuple[Any, ...]]
-    time_budget_s: float | None
+    deadline: float | None
     observer: Observer
     objective: Objective
 
@@ -160,25 +169,35 @@ def _searched(graph: Graph, cluster: Cluster, limits: _Limits) -> tuple[Problem,
     """The best outcome over all factorings that are worth a try, with its problem; raises where it does not fit."""
     for source in graph.unknown_trips:
         _log.warning("the while loop at %s has no known trip count: it is priced as one iteration", source)
+    limits.observer("coarsening", 0.05)
     coarse = coarsen(graph)
-    deadline = time.monotonic() + limits.time_budget_s if limits.time_budget_s is not None else None
     best: tuple[Problem, Outcome] | None = None
     problems = [Problem(graph, coarse, cluster, over, objective=limits.objective) for over in factor_choices(cluster, graph)]
-    for problem, domains in _pinned(problems, limits.pins):
-        outcome = solve(
-            problem,
-            limit=limits.memory,
-            donated=limits.donated,
-            domains=domains,
-            deadline=deadline,
-            observer=limits.observer,
-        )
+    tried = _pinned(problems, limits.pins)
+    for n, (problem, domains) in enumerate(tried):
+        try:
+            outcome = solve(
+                problem,
+                limit=limits.memory,
+                donated=limits.donated,
+                domains=domains,
+                deadline=limits.deadline,
+                observer=lambda what, part, n=n: limits.observer(what, 0.1 + 0.9 * (n + part) / len(tried)),
+            )
+        except KeyboardInterrupt:
+            if best is None or not best[1].best.fits(limits.memory):
+                raise
+            best = best[0], replace(best[1], stopped="interrupted", exact=False)
+            break
         if best is None or _better(outcome, best[1], limits.memory):
             best = (problem, outcome)
+        if outcome.stopped:
+            best = best[0], replace(best[1], stopped=outcome.stopped, exact=False)
+            break
     assert best is not None
     problem, outcome = best
     if not outcome.best.fits(limits.memory):
-        raise _too_small(problem, outcome.smallest or outcome.best, limits)
+        raise _too_small(problem, outcome.smallest or outcome.best, limits, stopped=bool(outcome.stopped))
     return best if limits.objective == "time" else in_seconds(*best, limits.donated)
 
 
@@ -239,7 +258,7 @@ def factor_choices(cluster: Cluster, graph: Graph) -> tuple[tuple[Factor, ...], 
     return (whole, factors(cluster, splits)) if splits else (whole,)
 
 
-def _too_small(problem: Problem, smallest: Solution, limits: _Limits) -> MemoryLimitError:
+def _too_small(problem: Problem, smallest: Solution, limits: _Limits, *, stopped: bool) -> MemoryLimitError:
     """The error for a step that fits in no way, with the smallest there is and the pins that keep it from being smaller."""
     live = memory.liveness(problem, limits.donated)
 
@@ -254,6 +273,7 @@ def _too_small(problem: Problem, smallest: Solution, limits: _Limits) -> MemoryL
         smallest.peak_bytes,
         detail=_largest(problem, smallest),
         together=bool(guilty),
+        unfinished=stopped,
         pins={f"{glob!r} = {spec_text(limits.pins[glob])}": int(nbytes) for glob, nbytes in held if not guilty or glob in guilty},
     )
 

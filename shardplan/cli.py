@@ -245,6 +245,10 @@ def _planned(
             time_budget_s=options.time_budget,
             observer=progress,
         )
+    if made.stopped == "interrupted":
+        if options.run is not _plan:  # what comes next would take longer than the search
+            raise KeyboardInterrupt
+        print("shardplan: interrupted: this is the best plan until then", file=sys.stderr)
     return made, step, args
 
 

@@ -21,6 +21,7 @@ from shardplan.objects import trace_step
 from shardplan.plans import FORMAT, Baseline, Plan, auto
 from shardplan.positions import leaves_of
 from shardplan.search import coarsen, flatten, memory
+from shardplan.search.anytime import Stopped
 from shardplan.search.extract import Extractor
 from shardplan.search.premise import everything_cut
 from shardplan.search.problem import Problem
@@ -55,6 +56,7 @@ class PlanFile:
     trace_s: float
     search_s: float
     explain: Mapping[str, str]
+    stopped: Stopped
 
     def plan(self, step: Callable[..., Any], traced: Traced, mesh: Mesh | None = None) -> Plan:
         """The plan, for a step traced with the file's ``donate_argnums``; on the user's own mesh, if one is given.
@@ -83,6 +85,7 @@ class PlanFile:
             objective=self.objective,
             lower_bound_s=self.lower_bound_s,
             exact=self.exact,
+            stopped=self.stopped,
             rivals=Rivals(Solver(problem, live)),
             scored=self.baselines,
             trace_s=self.trace_s,
@@ -202,7 +205,16 @@ def _parsed(name: str, content: dict[str, Any]) -> PlanFile:
         trace_s=float(content["trace_s"]),
         search_s=float(content["search_s"]),
         explain={str(path): str(text) for path, text in content["explain"].items()},
+        stopped=_stopped(content["stopped"]),
     )
+
+
+def _stopped(text: Any) -> Stopped:
+    match text:
+        case "" | "time budget" | "interrupted":
+            return text
+        case _:
+            raise ValueError(f"stopped={text!r}")
 
 
 def _layout(entry: Any) -> Layout:

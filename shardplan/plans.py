@@ -27,6 +27,7 @@ from shardplan.positions import leaves_of, positions, tuple_of
 from shardplan.report.explain import explain, explain_all
 from shardplan.report.json import figures
 from shardplan.runner import Leaves, Runner, check_tree, shape_text
+from shardplan.search.anytime import Stopped
 from shardplan.search.extract import Decisions, Extractor
 from shardplan.search.solve import Rivals, Solution
 from shardplan.trace import Traced
@@ -74,7 +75,8 @@ class Plan:
     Seconds are predicted for one step and bytes for one device. ``lower_bound_s`` bounds every plan's seconds where memory has
     no limit, and is their optimum where ``exact``. ``time_model`` says how ``step_time_s`` adds up ("sum": compute plus
     communication, no overlap). ``memory_limit`` is in bytes; ``trace_s`` and ``search_s`` were measured. ``rivals`` solves the
-    baselines when they are first asked for; ``scored`` are those that a plan's file lists.
+    baselines when they are first asked for; ``scored`` are those that a plan's file lists. ``stopped`` says what ended the search
+    early ("time budget", "interrupted"; else empty): the plan is the best until then, its baselines those that were solved.
     """
 
     cluster: Cluster
@@ -95,6 +97,7 @@ class Plan:
     replicate: tuple[str, ...] = ()
     pins: Mapping[str, PartitionSpec] = field(default_factory=dict[str, PartitionSpec])
     time_budget_s: float | None = None
+    stopped: Stopped = ""
     user_mesh: Mesh | None = field(default=None, repr=False)
     scored: tuple[Baseline, ...] | None = None
     time_model: Literal["sum", "overlap"] = "sum"

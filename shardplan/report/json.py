@@ -25,6 +25,7 @@ def figures(plan: Plan) -> dict[str, Any]:
         "memory_limit": plan.memory_limit,
         "lower_bound_s": plan.lower_bound_s,
         "exact": plan.exact,
+        "stopped": plan.stopped,
         "trace_s": plan.trace_s,
         "search_s": plan.search_s,
         "operators": plan.operators,

@@ -15,6 +15,11 @@ from shardplan.report.tables import rate, seconds, size, table
 if TYPE_CHECKING:
     from shardplan.plans import Baseline, Plan
 
+_STOPPED = {
+    "time budget": "the time budget ended the search: this is the best plan until then, more time may find a better one",
+    "interrupted": "the search was interrupted: this is the best plan until then, a whole search may find a better one",
+}
+
 _REST = 12
 """So many rows of collectives are shown; the others are summed up."""
 
@@ -46,6 +51,7 @@ def _head(plan: Plan, title: str) -> str:
         ("traffic", f"{size(plan.communication_bytes)} on the wire, per device and step"),
         ("planned in", f"{seconds(plan.search_s)}, after {seconds(plan.trace_s)} of tracing"),
     ]
+    rows += [("note", _STOPPED[plan.stopped])] if plan.stopped else []
     rows += [("note", f"{n} of unknown trip count, priced as one iteration: {where}") for n, where in _unknown(plan)]
     rows += [("note", why) for why in idle_axes(plan).values()]
     return "\n".join(f"{name:<11} {text}" for name, text in rows)

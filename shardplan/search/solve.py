@@ -7,12 +7,12 @@ pairs of levels to a fixpoint (Tofu, section 5.2, made joint). Memory is priced 
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from shardplan.search import memory
+from shardplan.search.anytime import Incumbent, Observer, OutOfTimeError, Stopped, Watch
 from shardplan.search.baselines import LeftOut, Restriction, examined
 from shardplan.search.eliminate import Eliminator, Order, find_order
 from shardplan.search.heuristics import heuristics
@@ -30,8 +30,10 @@ RIVAL_ENTRIES = 1_000_000
 SEEDS = 3
 """So many of the fastest baselines, and of the fastest that fit, start the search where it is not exact."""
 
-Observer = Callable[[str, float], None]
-"""Told what is being done and how far it is (0 to 1)."""
+LONG_ENTRIES = 50_000_000
+"""From so many predicted table entries in all on, a joint solve takes seconds: something simpler is found first, in case it is
+interrupted.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,21 +57,29 @@ class Solution:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The best solution, the baselines, a lower bound on any solution's seconds without a memory limit, and how it was found."""
+    """The best solution, the baselines, a lower bound on any solution's seconds without a memory limit, and how it was found.
+
+    ``stopped`` says what ended the search early: then ``best`` is the best so far, not ``exact``, and the baselines are those
+    that were solved by then.
+    """
 
     best: Solution
     rivals: Rivals
     bound_s: float
     exact: bool
     smallest: Solution | None
+    stopped: Stopped = ""
 
 
 class Solver:
-    """Solves one problem again and again: for restrictions, prices and levels. ``limits`` hold where a call gives none."""
+    """Solves one problem again and again: for restrictions, prices and levels. ``limits`` hold where a call gives none.
 
-    def __init__(self, problem: Problem, live: memory.Liveness, limits: Limits | None = None) -> None:
-        self.problem, self.live, self.limits = problem, live, limits
-        self.eliminator = Eliminator(problem.store)
+    A ``watch`` sees every solution, and may end the work.
+    """
+
+    def __init__(self, problem: Problem, live: memory.Liveness, limits: Limits | None = None, watch: Watch | None = None) -> None:
+        self.problem, self.live, self.limits, self.watch = problem, live, limits, watch
+        self.eliminator = Eliminator(problem.store) if watch is None else Eliminator(problem.store, watch.check)
         self._orders: dict[tuple[int, ...], Order] = {}
 
     def order(self, domains: Sequence[Domain]) -> Order:
@@ -119,7 +129,10 @@ class Solver:
             again = {v: float("inf") for v in self.problem.backward_views if v not in keep}
             seconds = self.problem.seconds(states, again, limits)
         peak = int(memory.profile(self.problem, self.live, states, keep).max())
-        return Solution(name, states, keep, regather, seconds, peak, limits)
+        solution = Solution(name, states, keep, regather, seconds, peak, limits)
+        if self.watch is not None:
+            self.watch.take(solution)
+        return solution
 
     def unlimited(self, solution: Solution) -> Solution:
         """The same layouts with every op cut the best way: never slower."""
@@ -141,30 +154,50 @@ class Rivals:
 
     def __init__(self, solver: Solver) -> None:
         self._solver = solver
+        self._solved: list[Solution] = []
+        self._next = 0
+        self._closed = False
 
     @cached_property
     def _examined(self) -> tuple[Restriction | LeftOut, ...]:
         return examined(self._solver.problem)
 
+    @cached_property
+    def _restrictions(self) -> tuple[Restriction, ...]:
+        return (*(r for r in self._examined if not isinstance(r, LeftOut)), *heuristics(self._solver.problem))
+
     @property
     def left_out(self) -> tuple[LeftOut, ...]:
-        """The baselines that do not exist here."""
-        return tuple(r for r in self._examined if isinstance(r, LeftOut))
+        """The baselines that do not exist here; in a search that was stopped, those that it did not come to, too."""
+        missing = [r for r in self._examined if isinstance(r, LeftOut)]
+        unsolved = self._restrictions[self._next :] if self._closed else ()
+        return (*missing, *(LeftOut(r.name, "the search was stopped before it came to them") for r in unsolved))
 
-    @cached_property
+    @property
     def solutions(self) -> tuple[Solution, ...]:
         """Every baseline that exists, at its best; level by level where its tables are large."""
-        found: list[Solution] = []
-        for r in (*self._examined, *heuristics(self._solver.problem)):
-            if isinstance(r, LeftOut):
-                continue
-            if self._solver.order(r.domains).largest <= RIVAL_ENTRIES:
-                solution, priced = self._solver.minimum(r.name, r.domains, regather=r.regather, limits=r.limits)
-            else:
-                solution, priced = _by_levels(self._solver, r)
-            if priced < float("inf"):
-                found.append(replace(solution, name=r.name))
-        return tuple(found)
+        for _ in self.solving():
+            pass
+        return tuple(self._solved)
+
+    def solving(self) -> Iterator[float]:
+        """Solves those that are left one by one, and says before each which part of all is solved."""
+        while not self._closed and self._next < len(self._restrictions):
+            yield self._next / len(self._restrictions)
+            solution = self._solve(self._restrictions[self._next])
+            self._solved += [] if solution is None else [solution]
+            self._next += 1
+
+    def close(self) -> None:
+        """Those that are not solved yet never will be."""
+        self._closed = True
+
+    def _solve(self, r: Restriction) -> Solution | None:
+        if self._solver.order(r.domains).largest <= RIVAL_ENTRIES:
+            solution, priced = self._solver.minimum(r.name, r.domains, regather=r.regather, limits=r.limits)
+        else:
+            solution, priced = _by_levels(self._solver, r)
+        return replace(solution, name=r.name) if priced < float("inf") else None
 
 
 def search(
@@ -176,44 +209,74 @@ def search(
     deadline: float | None,
     observer: Observer,
 ) -> Outcome:
-    """Solves within ``limit`` bytes a device. ``domains`` hold the pins. ``deadline`` is a `time.monotonic` instant.
+    """Solves within ``limit`` bytes a device. ``domains`` hold the pins. ``deadline`` is an instant of `anytime.now_s`.
+
+    At the deadline, or when it is interrupted, it returns the best so far. The deadline waits until there is any solution (its
+    tables cannot be made in part); an interrupt that comes before one keeps to the limit is raised.
 
     With the objective "bytes" Tofu's premise holds, which the baselines do not share: they seed nothing.
     """
     live = memory.liveness(problem, donated)
-    if problem.objective == "bytes":
-        solver = Solver(problem, live, everything_cut(problem))
-        pinned, domains = domains, everything_split(problem, domains)
-    else:
-        pinned = domains
-        solver = Solver(problem, live)
+    incumbent = Incumbent(limit)
+    watch = Watch(incumbent, domains, deadline, observer)
+    solver = Solver(problem, live, everything_cut(problem) if problem.objective == "bytes" else None, watch)
     rivals = Rivals(solver)
-    joint_fits = len(problem.sizes) <= 2 and solver.order(domains).largest <= JOINT_ENTRIES
+    try:
+        outcome = _searched(solver, rivals, limit, domains, watch)
+        observer("done", 1.0)
+        return outcome
+    except OutOfTimeError:
+        stopped: Stopped = "time budget"
+    except KeyboardInterrupt:
+        if not incumbent.fits:
+            raise
+        stopped = "interrupted"
+    finally:
+        watch.close()
+    rivals.close()
+    assert incumbent.best is not None
+    best = replace(incumbent.best, name="plan")
+    return Outcome(best, rivals, problem.floor_seconds(), False, best, stopped)
+
+
+def _searched(solver: Solver, rivals: Rivals, limit: int, pinned: Sequence[Domain], watch: Watch) -> Outcome:
+    """The whole search, of which ``watch`` keeps the best so far."""
+    problem = solver.problem
+    domains = everything_split(problem, pinned) if problem.objective == "bytes" else pinned
+    order = solver.order(domains)
+    joint_fits = len(problem.sizes) <= 2 and order.largest <= JOINT_ENTRIES
+    watch.tell("tables", 0.05)
+    if watch.deadline is not None or (joint_fits and order.total > LONG_ENTRIES):
+        # in case there is no time for more: everything in the layout that uses the fewest factors, then level by level
+        solver.minimum("first", [(s,) for s in problem.narrowest(domains)])
+        watch.tell("levels", 0.1)
+        if joint_fits:
+            recurse(solver, pinned)
 
     def seeds() -> list[Solution]:
         if problem.objective == "bytes":
             return []
-        observer("baselines", 0.1)
+        for part in rivals.solving():
+            watch.tell("baselines", 0.1 + 0.3 * part)
         agreeing = [s for s in rivals.solutions if all(at in d for at, d in zip(s.states, domains, strict=True))]
         fastest = sorted(agreeing, key=lambda s: s.seconds)
         fitting = [s for s in fastest if s.fits(limit)]
         return [solver.unlimited(s) for s in dict.fromkeys([*fastest[:SEEDS], *fitting[:SEEDS]])]
 
     inside = [] if joint_fits else seeds()
-    observer("search", 0.5)
-    best, bound, exact = _best(solver, domains, pinned, inside, joint_fits, deadline)
+    watch.tell("search", 0.4)
+    best, bound, exact = _best(solver, domains, pinned, inside, joint_fits, watch)
     candidates = [best, *inside]
     smallest: Solution | None = None
     if not best.fits(limit):
-        observer("memory", 0.7)
+        watch.tell("memory", 0.7)
         inside = inside or seeds()
-        more, smallest = _within(solver, domains, limit, best, joint_fits, inside, deadline)
+        more, smallest = _within(solver, domains, limit, best, joint_fits, inside, watch)
         candidates += [*inside, *more]
     fitting = [s for s in candidates if s.fits(limit)]
     smallest = min([*candidates, *([smallest] if smallest else [])], key=lambda s: s.peak_bytes)
     chosen = min(fitting, key=lambda s: s.seconds) if fitting else smallest
     assert all(s in d for s, d in zip(chosen.states, pinned, strict=True)), "a pin is not held"
-    observer("done", 1.0)
     return Outcome(replace(chosen, name="plan"), rivals, bound, exact, smallest)
 
 
@@ -230,7 +293,10 @@ def in_seconds(problem: Problem, outcome: Outcome, donated: frozenset[int]) -> t
         return solver.rate(s.name, s.states, {v: float("inf") for v in timed.backward_views if v not in s.keep}, s.regather)
 
     smallest = priced(outcome.smallest) if outcome.smallest is not None else None
-    found = replace(outcome, best=priced(outcome.best), rivals=Rivals(Solver(timed, live)), smallest=smallest)
+    rivals = Rivals(Solver(timed, live))
+    if outcome.stopped:
+        rivals.close()
+    found = replace(outcome, best=priced(outcome.best), rivals=rivals, smallest=smallest)
     return timed, replace(found, bound_s=timed.floor_seconds(), exact=False)
 
 
@@ -240,7 +306,7 @@ def _best(
     pinned: Sequence[Domain],
     seeds: Sequence[Solution],
     joint_fits: bool,
-    deadline: float | None,
+    watch: Watch,
 ) -> tuple[Solution, float, bool]:
     """(the best solution in these domains, a lower bound, whether it is exact); ``pinned`` is what the recursion starts from."""
     if joint_fits:
@@ -248,7 +314,7 @@ def _best(
         return solution, priced, True
     recursed = recurse(solver, pinned).solution
     found = min([recursed, *seeds], key=lambda s: s.seconds)
-    polished = [_polish(solver, domains, s, deadline) for s in dict.fromkeys([recursed, found])]
+    polished = [_polish(solver, domains, s, watch) for s in dict.fromkeys([recursed, found])]
     best = min(polished, key=lambda s: s.seconds)
     return best, solver.problem.floor_seconds(), False
 
@@ -257,7 +323,7 @@ def _polish(
     solver: Solver,
     domains: Sequence[Domain],
     start: Solution,
-    deadline: float | None,
+    watch: Watch | None = None,
     *,
     points: Sequence[int] = (),
     price: float = 0.0,
@@ -267,7 +333,9 @@ def _polish(
     m = len(problem.sizes)
     moves = [(f,) for f in range(m)] + (list(itertools.combinations(range(m), 2)) if m > 1 else [])
     waiting = list(moves)
-    while waiting and (deadline is None or time.monotonic() < deadline):
+    while waiting:
+        if watch is not None:
+            watch.tell("memory" if points else "polish", 0.7 if points else 0.6)
         move = waiting.pop(0)
         step = [problem.with_factors(v, best.states[v], move, d, later=False) for v, d in enumerate(domains)]
         order = solver.order(step)
@@ -302,7 +370,7 @@ def _within(
     start: Solution,
     joint_fits: bool,
     seeds: Sequence[Solution],
-    deadline: float | None,
+    watch: Watch,
 ) -> tuple[list[Solution], Solution | None]:
     """(solutions found on the way to the limit, the smallest): one price on the bytes at every peak met so far, by bisection."""
 
@@ -310,12 +378,13 @@ def _within(
         if joint_fits:
             return solver.minimum("plan", domains, points=points, price=price)[0]
         seed = min([start, *seeds], key=lambda s: s.seconds + price * max(0, s.peak_bytes - limit))
-        return _polish(solver, domains, seed, deadline, points=points, price=price)
+        return _polish(solver, domains, seed, watch, points=points, price=price)
 
     points = [solver.peak_point(start)]
     found: list[Solution] = []
     low, high = 0.0, max(start.seconds, 1e-6) / max(start.peak_bytes, 1)
-    for _ in range(24):
+    for tried in range(24):
+        watch.tell("memory", 0.7 + 0.2 * tried / 24)
         solution = at(high)
         found.append(solution)
         peak = solver.peak_point(solution)
@@ -325,13 +394,12 @@ def _within(
             points.append(peak)
         else:
             low, high = high, high * 8
-        if high > 1e3 or (deadline is not None and time.monotonic() > deadline):
+        if high > 1e3:
             break
     if not found[-1].fits(limit):
         return found, min(found, key=lambda s: s.peak_bytes)
-    for _ in range(7):
-        if deadline is not None and time.monotonic() > deadline:
-            break
+    for tried in range(7):
+        watch.tell("memory", 0.9 + 0.1 * tried / 7)
         middle = (low * high) ** 0.5 if low else high / 8
         solution = at(middle)
         found.append(solution)

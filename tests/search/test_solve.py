@@ -66,7 +66,7 @@ def test_polish_lowers_the_cost_of_what_it_starts_from() -> None:
     solver = Solver(problem, memory.liveness(problem))
     for r in baselines(problem):
         start, _ = solver.minimum(r.name, r.domains, regather=r.regather, limits=r.limits)
-        polished = solve._polish(solver, problem.domains, start, None)  # pyright: ignore[reportPrivateUsage]
+        polished = solve._polish(solver, problem.domains, start)  # pyright: ignore[reportPrivateUsage]
         assert polished.seconds <= start.seconds
 
 

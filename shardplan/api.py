@@ -75,15 +75,13 @@ def plan(
     limit = parse_bytes(memory_limit) if memory_limit is not None else loaded.device.memory_bytes
     began = time.perf_counter()
     deadline = anytime.now_s() + time_budget_s if time_budget_s is not None else None
-    observer = observer or (lambda _what, _part: None)
-    observer("tracing", 0.0)
+    (observer := observer or _silent)("tracing", 0.0)
     traced = trace_step(step, args, donated)
     traced_at = time.perf_counter()
     replicate = _known_primitives(replicate, traced.program)
     leaves = frozenset(leaves_of(traced.in_tree, donated))
     limits = _Limits(limit, leaves, _entries(pins or {}), deadline, observer, measure)
-    observer("describing", 0.0)
-    problem, outcome = _searched(flatten(traced.program, replicate=replicate), loaded, limits)
+    problem, outcome = _searched(traced.program, replicate, loaded, limits)
     extractor = Extractor(problem)
     return Plan(
         cluster=loaded,
@@ -107,6 +105,10 @@ def plan(
         user_mesh=user_mesh,
         rivals=outcome.rivals,
     )
+
+
+def _silent(_what: str, _part: float) -> None:
+    """Nobody watches."""
 
 
 def _check(objective: str, search: str, time_budget_s: float | None) -> Objective:
@@ -165,8 +167,10 @@ class _Limits:
     objective: Objective
 
 
-def _searched(graph: Graph, cluster: Cluster, limits: _Limits) -> tuple[Problem, Outcome]:
+def _searched(program: Program, replicate: Sequence[str], cluster: Cluster, limits: _Limits) -> tuple[Problem, Outcome]:
     """The best outcome over all factorings that are worth a try, with its problem; raises where it does not fit."""
+    limits.observer("describing", 0.0)
+    graph = flatten(program, replicate=replicate)
     for source in graph.unknown_trips:
         _log.warning("the while loop at %s has no known trip count: it is priced as one iteration", source)
     limits.observer("coarsening", 0.05)

@@ -236,6 +236,18 @@ def test_a_budget_under_a_limit_gives_a_plan_within_it_or_says_that_there_was_no
     assert seconds == sorted(seconds, reverse=True)
 
 
+def test_a_single_joint_solve_is_left_between_two_eliminations() -> None:
+    problem = steps.problem(*MLP[:1], *MLP[1], on=Cluster.load("2x2"))
+    watch = anytime.Watch(anytime.Incumbent(2**60), problem.domains)
+    solver = Solver(problem, memory.liveness(problem), watch=watch)
+    solver.minimum("first", [(s,) for s in problem.narrowest(problem.domains)])
+    watch.deadline = anytime.now_s()
+    with pytest.raises(anytime.OutOfTimeError):
+        solver.minimum("x", problem.domains)
+    watch.close()
+    assert solver.minimum("x", problem.domains)[1] > 0, "what is solved for a report later has no deadline"
+
+
 def test_the_second_factoring_is_left_out_when_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = within(3, monkeypatch, cluster="6")
     assert plan.stopped == "time budget"

@@ -54,7 +54,7 @@ def plan(
     count (``"dgx-h100:4"``), a TOML file, a shape (``"2x4"``, of H100s) or a `jax.sharding.Mesh`, whose axes and devices are
     kept: GPUs that a preset knows get its figures, all other devices those of H100s. ``memory_limit`` is in bytes or like
     ``"70GiB"``, by default the device's memory. ``pins`` maps globs of argument paths to the PartitionSpec that they must have,
-    over factor names. ``objective`` "bytes" is Tofu's: the fewest bytes on the wire where every op is cut and every tensor is
+    over the names of factors or levels. ``objective`` "bytes" is Tofu's: the fewest bytes on the wire where every op is cut and every tensor is
     split that can be (`shardplan.search.premise`); its plan is priced in seconds like any other. ``donate_argnums`` may be
     negative, as everywhere in Python. ``time_budget_s`` is for all of planning, tracing included: when it is over, the plan is
     the best so far, and ``plan.stopped`` says so. Tracing, coarsening and the tables of a first plan are never cut short, so a
@@ -69,12 +69,11 @@ def plan(
         UndescribedPrimitiveError: for a primitive without a description.
     """
     del seed
-    measure = _check(objective, search, time_budget_s)
+    measure, deadline = _check(objective, search, time_budget_s)
     donated = positions(donate_argnums, len(args), "donate_argnums")
     loaded, user_mesh = resolve_cluster(cluster)
     limit = parse_bytes(memory_limit) if memory_limit is not None else loaded.device.memory_bytes
     began = time.perf_counter()
-    deadline = anytime.now_s() + time_budget_s if time_budget_s is not None else None
     (observer := observer or _silent)("tracing", 0.0)
     traced = trace_step(step, args, donated)
     traced_at = time.perf_counter()
@@ -111,7 +110,8 @@ def _silent(_what: str, _part: float) -> None:
     """Nobody watches."""
 
 
-def _check(objective: str, search: str, time_budget_s: float | None) -> Objective:
+def _check(objective: str, search: str, time_budget_s: float | None) -> tuple[Objective, float | None]:
+    """(what to make least, when the time is over), of options that can be."""
     if objective not in ("time", "bytes"):
         raise ShardplanError(f"objective={objective!r} is not there: use objective='time', or 'bytes' for Tofu's")
     if search != "auto":
@@ -120,7 +120,8 @@ def _check(objective: str, search: str, time_budget_s: float | None) -> Objectiv
         raise ShardplanError(
             f"time_budget_s={time_budget_s!r} leaves no time to plan: give a positive number of seconds, or None"
         )
-    return "bytes" if objective == "bytes" else "time"
+    deadline = anytime.now_s() + time_budget_s if time_budget_s is not None else None
+    return "bytes" if objective == "bytes" else "time", deadline
 
 
 def _known_primitives(names: Sequence[str], program: Program) -> tuple[str, ...]:

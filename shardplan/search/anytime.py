@@ -67,7 +67,7 @@ class Watch:
     _open: bool = True
 
     def check(self) -> None:
-        """Raises `OutOfTimeError` if the deadline has passed and something is found; a plan over the limit is better than none."""
+        """Raises `OutOfTimeError` if the deadline has passed and anything is found, be it over the limit."""
         over = self.deadline is not None and now_s() >= self.deadline
         if over and self._open and self.incumbent.best is not None:
             raise OutOfTimeError

@@ -54,8 +54,8 @@ def plan(
     count (``"dgx-h100:4"``), a TOML file, a shape (``"2x4"``, of H100s) or a `jax.sharding.Mesh`, whose axes and devices are
     kept: GPUs that a preset knows get its figures, all other devices those of H100s. ``memory_limit`` is in bytes or like
     ``"70GiB"``, by default the device's memory. ``pins`` maps globs of argument paths to the PartitionSpec that they must have,
-    over the names of factors or levels. ``objective`` "bytes" is Tofu's: the fewest bytes on the wire where every op is cut and every tensor is
-    split that can be (`shardplan.search.premise`); its plan is priced in seconds like any other. ``donate_argnums`` may be
+    over the names of factors or levels. ``objective`` "bytes" is Tofu's: the fewest bytes on the wire where every op is cut and
+    every tensor is split that can be (`shardplan.search.premise`); its plan is priced in seconds like any other. ``donate_argnums`` may be
     negative, as everywhere in Python. ``time_budget_s`` is for all of planning, tracing included: when it is over, the plan is
     the best so far, and ``plan.stopped`` says so. Tracing, coarsening and the tables of a first plan are never cut short, so a
     budget below what they take gives that first plan. An interrupt (Ctrl-C) during the search gives the best so far likewise, if

@@ -1,23 +1,26 @@
 """Peak memory of one device by liveness, and the prices that push a plan under a limit.
 
 Each tensor that is stored in memory lives from the op that makes it to its last reader; resharded copies are values with
-lifetimes of their own,
-and a weight's forward copy that the backward pass reads too lives in between. Elementwise results that only elementwise ops of
-the same
-pass read are fused away. A donated input's buffer becomes the output that replaces it.
+lifetimes of their own, and a weight's forward copy that the backward pass reads too lives in between. Elementwise results that
+only elementwise ops read are fused away: those that the same pass reads, and those light enough to be computed again where the
+other pass reads them, from values that are kept as well. What an op holds while it runs is in `shardplan.search.buffers`. A
+donated input's buffer becomes the output that replaces it.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shardplan.search.buffers import buffers, peak_tables
 from shardplan.search.coarsen import FREE
-from shardplan.search.problem import Domain, Problem
+from shardplan.search.problem import Domain, Limits, Problem
 from shardplan.search.tables import Term, picoseconds
+from shardplan.tdl import light
 
 Assignment = Sequence[int]
 """For each variable its state."""
@@ -66,7 +69,7 @@ def liveness(problem: Problem, donated: frozenset[int] = frozenset()) -> Livenes
     for t in graph.outputs:
         if t >= 0:
             death[t] = end
-    fused = _fused(problem)
+    fused = _fused(problem, death)
     rows = [
         (graph.tensors[t].nbytes, coarse.of[t], b, death.get(t, b))
         for t, b in sorted(birth.items())
@@ -98,27 +101,33 @@ def _through_links(problem: Problem, birth: dict[int, int], death: dict[int, int
             )
 
 
-def _fused(problem: Problem) -> frozenset[int]:
-    graph = problem.graph
+def _fused(problem: Problem, death: dict[int, int]) -> frozenset[int]:
+    """The values that are never stored; what they are made of lives until they are read, which ``death`` is changed to say."""
+    graph, of = problem.graph, problem.coarse.of
     readers: dict[int, list[int]] = {}
     for node in graph.nodes:
         for t in node.inputs:
             if t >= 0:
                 readers.setdefault(t, []).append(node.id)
     ends = {*graph.outputs, *graph.inputs} | {t for link in graph.links for t in (link.source, link.target)}
+    again = {n.signature.id: n.signature.description is not None and light(n.signature.description) for n in graph.nodes}
     fused: set[int] = set()
-    for node in graph.nodes:
-        light = node.signature.elementwise or all(
-            graph.tensors[o].size > sum(graph.tensors[t].size for t in node.inputs if t >= 0) for o in node.outputs
-        )
-        if not light:
+    for node in reversed(graph.nodes):
+        alive = [t for t in dict.fromkeys(node.inputs) if t >= 0 and of[t] != FREE]
+        cheap = again[node.signature.id]
+        spread = cheap and all(graph.tensors[o].size > sum(graph.tensors[t].size for t in alive) for o in node.outputs)
+        if not (node.signature.elementwise or spread):
             continue
         for t in node.outputs:
-            if t in ends:
-                continue
             using = [graph.nodes[r] for r in readers.get(t, ())]
-            if all(u.backward == node.backward and (u.signature.elementwise or _reduces(u.signature.call)) for u in using):
+            if t in ends or not all(u.signature.elementwise or _reduces(u.signature.call) for u in using):
+                continue
+            last = death.get(t, node.id)
+            same = all(u.backward == node.backward for u in using)
+            # a heavy one is computed once; a light one again in the other pass, if what it is made of is there anyway
+            if (same and (cheap or len(using) <= 1)) or (cheap and all(death.get(u, 0) >= last for u in alive)):
                 fused.add(t)
+                death.update({u: max(death.get(u, 0), last) for u in alive})
     return frozenset(fused)
 
 
@@ -149,7 +158,9 @@ def local_bytes(problem: Problem, v: int, state: int) -> float:
     return float(problem.resharder.space(len(problem.coarse.variables[v].shape)).local[state])
 
 
-def profile(problem: Problem, live: Liveness, assignment: Assignment, keep: frozenset[int]) -> NDArray[np.float64]:
+def profile(
+    problem: Problem, live: Liveness, assignment: Assignment, keep: frozenset[int], limits: Limits | None = None
+) -> NDArray[np.float64]:
     """[length]: bytes on one device at every point; ``keep`` are the backward views that reuse the forward copy."""
     parts = np.array([*(local_bytes(problem, v, s) for v, s in enumerate(assignment)), 1.0])
     change = _changes(live, parts)
@@ -161,7 +172,7 @@ def profile(problem: Problem, live: Liveness, assignment: Assignment, keep: froz
         if v in keep and assignment[v] != assignment[problem.coarse.variables[v].of]:
             change[first + 1] += nbytes * parts[v]
             change[last] -= nbytes * parts[v]
-    return np.cumsum(change)[:-1]
+    return np.cumsum(change)[:-1] + buffers(problem, assignment, limits)
 
 
 def _changes(live: Liveness, parts: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -185,7 +196,14 @@ def floor_bytes(problem: Problem, live: Liveness, domains: Sequence[Domain]) -> 
     return int(np.cumsum(_changes(live, np.array([*least, 1.0]))).max())
 
 
-def price_terms(problem: Problem, live: Liveness, points: Sequence[int], price: float, domains: Sequence[Domain]) -> list[Term]:
+def price_terms(
+    problem: Problem,
+    live: Liveness,
+    points: Sequence[int],
+    price: float,
+    domains: Sequence[Domain],
+    limits: Limits | None = None,
+) -> list[Term]:
     """Unary and pair terms that charge ``price`` seconds a byte at each of the points."""
     terms: list[Term] = []
     weight = np.zeros(len(problem.coarse.variables))
@@ -208,6 +226,8 @@ def price_terms(problem: Problem, live: Liveness, points: Sequence[int], price: 
                 * np.array([[a != b for b in domains[v]] for a in domains[of]], float)
             )
             terms.append(_interned(problem, (of, v), picoseconds(costs)))
+    for scope, held in peak_tables(problem, Counter(points), domains, limits):
+        terms.append(_interned(problem, scope, picoseconds(price * held)))
     return terms
 
 

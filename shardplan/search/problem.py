@@ -49,6 +49,7 @@ class Problem:
         self.resharder = Resharder(network, self.sizes)
         self.store = Store()
         self.pricer = Pricer(self.resharder, cluster.device if objective == "time" else None)
+        self.buffers: dict[object, float] = {}
         self._terms: dict[tuple[object, ...], tuple[int, int]] = {}
         self._halos: dict[tuple[int, tuple[int, ...]], tuple[Step, ...]] = {}
         self._agreeing: dict[tuple[int, int | None, tuple[int, ...], Domain, bool], Domain] = {}

@@ -105,7 +105,7 @@ class Solver:
         keep_s = self._keep_prices(regather, points, price)
         terms = self.problem.terms(domains, keep_s, limits)
         if points:
-            terms += memory.price_terms(self.problem, self.live, points, price, domains)
+            terms += memory.price_terms(self.problem, self.live, points, price, domains, limits)
         sizes = [len(d) for d in domains]
         total, chosen = self.eliminator.solve(terms, sizes, order or self.order(domains))
         states = tuple(d[i] for d, i in zip(domains, chosen, strict=True))
@@ -128,7 +128,7 @@ class Solver:
         if seconds is None:
             again = {v: float("inf") for v in self.problem.backward_views if v not in keep}
             seconds = self.problem.seconds(states, again, limits)
-        peak = int(memory.profile(self.problem, self.live, states, keep).max())
+        peak = int(memory.profile(self.problem, self.live, states, keep, limits).max())
         solution = Solution(name, states, keep, regather, seconds, peak, limits)
         if self.watch is not None:
             self.watch.take(solution)
@@ -141,7 +141,7 @@ class Solver:
 
     def peak_point(self, solution: Solution) -> int:
         """Where the solution's memory peaks."""
-        return int(memory.profile(self.problem, self.live, solution.states, solution.keep).argmax())
+        return int(memory.profile(self.problem, self.live, solution.states, solution.keep, solution.limits).argmax())
 
     def _keep_prices(self, regather: bool, points: Sequence[int], price: float) -> dict[int, float]:
         if regather:

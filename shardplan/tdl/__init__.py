@@ -7,6 +7,7 @@ operands a partial sum may pass, `shrink` gives the op that is left for one work
 
 from shardplan.tdl import rules as _rules
 from shardplan.tdl.describe import Call, Description, LoopInfo, describe, described, named_call, op, rule
+from shardplan.tdl.effort import light
 from shardplan.tdl.index import Affine, Data, Exact, FloorDiv, Full, IndexExpr, Interval, Loop, Mod, interval
 from shardplan.tdl.language import DATA, And, ArgMax, ArgMin, Max, Min, Opaque, Or, Prod, Sum, TensorRef, apply, equals, where
 from shardplan.tdl.shrink import shrink
@@ -46,6 +47,7 @@ __all__ = [
     "described",
     "equals",
     "interval",
+    "light",
     "linear_sets",
     "named_call",
     "op",

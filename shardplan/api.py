@@ -50,18 +50,18 @@ def plan(
 ) -> Plan:
     """Plans how ``step(*args)`` runs on a cluster.
 
-    ``args`` are arrays or `jax.ShapeDtypeStruct` trees; nothing is allocated. ``cluster`` is a `Cluster`, a preset with its node
-    count (``"dgx-h100:4"``), a TOML file, a shape (``"2x4"``, of H100s) or a `jax.sharding.Mesh`, whose axes and devices are
-    kept: GPUs that a preset knows get its figures, all other devices those of H100s. ``memory_limit`` is in bytes or like
+    ``args`` are arrays or `jax.ShapeDtypeStruct` trees; nothing is allocated. ``cluster`` is a `Cluster`, a preset with its
+    node count (``"dgx-h100:4"``), a TOML file, a shape (``"2x4"``, of H100s) or a `jax.sharding.Mesh`, whose axes and devices
+    are kept: GPUs that a preset knows get its figures, all other devices those of H100s. ``memory_limit`` is in bytes or like
     ``"70GiB"``, by default the device's memory. ``pins`` maps globs of argument paths to the PartitionSpec that they must have,
     over the names of factors or levels. ``objective`` "bytes" is Tofu's: the fewest bytes on the wire where every op is cut and
-    every tensor is split that can be (`shardplan.search.premise`); its plan is priced in seconds like any other. ``donate_argnums`` may be
-    negative, as everywhere in Python. ``time_budget_s`` is for all of planning, tracing included: when it is over, the plan is
-    the best so far, and ``plan.stopped`` says so. Tracing, coarsening and the tables of a first plan are never cut short, so a
-    budget below what they take gives that first plan. An interrupt (Ctrl-C) during the search gives the best so far likewise, if
-    there is a plan within the memory limit by then; else it is raised. ``observer`` is told what is being done and how far it is.
-    ``replicate`` names primitives without a description that may run whole on every device. ``seed`` is there for searches that
-    draw; none does yet, so it changes nothing.
+    every tensor is split that can be (`shardplan.search.premise`); its plan is priced in seconds like any other.
+    ``donate_argnums`` may be negative, as everywhere in Python. ``time_budget_s`` is for all of planning, tracing included:
+    when it is over, the plan is the best so far, and ``plan.stopped`` says so. Tracing, coarsening and the tables of a first
+    plan are never cut short, so a budget below what they take gives that first plan. An interrupt (Ctrl-C) during the search
+    gives the best so far likewise, if there is a plan within the memory limit by then; else it is raised. ``observer`` is told
+    what is being done and how far it is. ``replicate`` names primitives without a description that may run whole on every
+    device. ``seed`` is there for searches that draw; none does yet, so it changes nothing.
 
     Raises:
         MemoryLimitError: if no plan fits.

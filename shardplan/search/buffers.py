@@ -33,7 +33,7 @@ def buffers(problem: Problem, assignment: Sequence[int], limits: Limits | None =
 
 
 def buffer_table(problem: Problem, node: Node, own: Sequence[Domain], limits: Limits | None = None) -> NDArray[np.float64]:
-    """[*domain sizes]: the buffers of an op for every choice of layouts of its variables, in the strategy that is fastest there."""
+    """[*domain sizes]: the buffers of an op for every choice of layouts of its variables, in the strategy fastest there."""
     _, slots, free = problem.slots(node)
     cuts, late = (limits or {}).get(node.id), problem.deferring.get(node.id)
     base, columns = problem.pricer.strategy_costs(node.signature, slots, free, tuple(own), cuts, late=late)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from shardplan.search import memory
+from shardplan.search import memory, repair
 from shardplan.search.anytime import Incumbent, Observer, OutOfTimeError, Stopped, Watch
 from shardplan.search.baselines import LeftOut, Restriction, examined
 from shardplan.search.eliminate import Eliminator, Order, find_order
@@ -273,6 +273,13 @@ def _searched(solver: Solver, rivals: Rivals, limit: int, pinned: Sequence[Domai
         inside = inside or seeds()
         more, smallest = _within(solver, domains, limit, best, joint_fits, inside, watch)
         candidates += [*inside, *more]
+        if not any(s.fits(limit) for s in candidates):
+            # the same way whatever the limit is, so that the limit that the error names is met
+            _, least = _within(solver, domains, 0, best, joint_fits, inside, watch)
+            smallest = repair.smaller(solver, domains, min(least, smallest, key=lambda s: s.peak_bytes))
+            candidates.append(smallest)
+        repaired = repair.faster(solver, domains, limit, candidates)
+        candidates += [repaired] if repaired is not None else []
     fitting = [s for s in candidates if s.fits(limit)]
     smallest = min([*candidates, *([smallest] if smallest else [])], key=lambda s: s.peak_bytes)
     chosen = min(fitting, key=lambda s: s.seconds) if fitting else smallest
@@ -371,7 +378,7 @@ def _within(
     joint_fits: bool,
     seeds: Sequence[Solution],
     watch: Watch,
-) -> tuple[list[Solution], Solution | None]:
+) -> tuple[list[Solution], Solution]:
     """(solutions found on the way to the limit, the smallest): one price on the bytes at every peak met so far, by bisection."""
 
     def at(price: float) -> Solution:

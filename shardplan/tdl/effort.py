@@ -15,7 +15,8 @@ _LIGHT = frozenset({
 def light(description: Description) -> bool:
     """Whether an element of every result takes but a few sums, products, comparisons and choices of elements.
 
-    No reduction, and no division, root or transcendental: broadcasts are light, a matrix product is not. XLA's fusion duplicates such ops into their readers, and no others (its `InstructionFusion.IsExpensive`).
+    No reduction, and no division, root or transcendental: broadcasts are light, a matrix product is not. XLA's fusion duplicates
+    such ops into their readers, and no others (its `InstructionFusion.IsExpensive`).
     """
     return all(_light(tree) for tree in description.trees)
 

@@ -29,6 +29,7 @@ from shardplan.search.pins import held_by_pins, pinned_domains, smallest_conflic
 from shardplan.search.problem import Domain, Objective, Problem
 from shardplan.search.solve import Outcome, Solution, in_seconds
 from shardplan.search.solve import search as solve
+from shardplan.search.variables import OneChoice, one_choice_of
 from shardplan.sizes import parse_bytes
 
 _log = logging.getLogger("shardplan")
@@ -47,6 +48,7 @@ def plan(
     time_budget_s: float | None = None,
     observer: Observer | None = None,
     replicate: Sequence[str] = (),
+    one_choice: str = "timesteps",
 ) -> Plan:
     """Plans how ``step(*args)`` runs on a cluster.
 
@@ -61,7 +63,9 @@ def plan(
     plan are never cut short, so a budget below what they take gives that first plan. An interrupt (Ctrl-C) during the search
     gives the best so far likewise, if there is a plan within the memory limit by then; else it is raised. ``observer`` is told
     what is being done and how far it is. ``replicate`` names primitives without a description that may run whole on every
-    device. ``seed`` is there for searches that draw; none does yet, so it changes nothing.
+    device. ``one_choice`` says what shares one choice of layouts and cuts though it could have several: "timesteps", the steps
+    of an unrolled recurrence (from three on; as Tofu does); "layers", equal layers of an unrolled model too; or "none".
+    ``seed`` is there for searches that draw; none does yet, so it changes nothing.
 
     Raises:
         MemoryLimitError: if no plan fits.
@@ -69,7 +73,7 @@ def plan(
         UndescribedPrimitiveError: for a primitive without a description.
     """
     del seed
-    measure, deadline = _check(objective, search, time_budget_s)
+    measure, deadline, shared = _check(objective, search, time_budget_s, one_choice)
     donated = positions(donate_argnums, len(args), "donate_argnums")
     loaded, user_mesh = resolve_cluster(cluster)
     limit = parse_bytes(memory_limit) if memory_limit is not None else loaded.device.memory_bytes
@@ -79,7 +83,7 @@ def plan(
     traced_at = time.perf_counter()
     replicate = _known_primitives(replicate, traced.program)
     leaves = frozenset(leaves_of(traced.in_tree, donated))
-    limits = _Limits(limit, leaves, _entries(pins or {}), deadline, observer, measure)
+    limits = _Limits(limit, leaves, _entries(pins or {}), deadline, observer, measure, shared)
     problem, outcome = _searched(traced.program, replicate, loaded, limits)
     extractor = Extractor(problem)
     return Plan(
@@ -110,8 +114,10 @@ def _silent(_what: str, _part: float) -> None:
     """Nobody watches."""
 
 
-def _check(objective: str, search: str, time_budget_s: float | None) -> tuple[Objective, float | None]:
-    """(what to make least, when the time is over), of options that can be."""
+def _check(
+    objective: str, search: str, time_budget_s: float | None, one_choice: str
+) -> tuple[Objective, float | None, OneChoice]:
+    """(what to make least, when the time is over, what shares one choice), of options that can be."""
     if objective not in ("time", "bytes"):
         raise ShardplanError(f"objective={objective!r} is not there: use objective='time', or 'bytes' for Tofu's")
     if search != "auto":
@@ -121,7 +127,11 @@ def _check(objective: str, search: str, time_budget_s: float | None) -> tuple[Ob
             f"time_budget_s={time_budget_s!r} leaves no time to plan: give a positive number of seconds, or None"
         )
     deadline = anytime.now_s() + time_budget_s if time_budget_s is not None else None
-    return "bytes" if objective == "bytes" else "time", deadline
+    try:
+        shared = one_choice_of(one_choice)
+    except ValueError as error:
+        raise ShardplanError(str(error)) from None
+    return "bytes" if objective == "bytes" else "time", deadline, shared
 
 
 def _known_primitives(names: Sequence[str], program: Program) -> tuple[str, ...]:
@@ -166,6 +176,7 @@ class _Limits:
     deadline: float | None
     observer: Observer
     objective: Objective
+    one_choice: OneChoice
 
 
 def _searched(program: Program, replicate: Sequence[str], cluster: Cluster, limits: _Limits) -> tuple[Problem, Outcome]:
@@ -175,7 +186,7 @@ def _searched(program: Program, replicate: Sequence[str], cluster: Cluster, limi
     for source in graph.unknown_trips:
         _log.warning("the while loop at %s has no known trip count: it is priced as one iteration", source)
     limits.observer("coarsening", 0.05)
-    coarse = coarsen(graph)
+    coarse = coarsen(graph, limits.one_choice)
     best: tuple[Problem, Outcome] | None = None
     problems = [Problem(graph, coarse, cluster, over, objective=limits.objective) for over in factor_choices(cluster, graph)]
     tried = _pinned(problems, limits.pins)

@@ -26,6 +26,7 @@ from shardplan.search.extract import Extractor
 from shardplan.search.premise import everything_cut
 from shardplan.search.problem import Problem
 from shardplan.search.solve import Rivals, Solver
+from shardplan.search.variables import OneChoice, one_choice_of
 from shardplan.trace import Traced
 
 
@@ -57,6 +58,7 @@ class PlanFile:
     search_s: float
     explain: Mapping[str, str]
     stopped: Stopped
+    one_choice: OneChoice
 
     def plan(self, step: Callable[..., Any], traced: Traced, mesh: Mesh | None = None) -> Plan:
         """The plan, for a step traced with the file's ``donate_argnums``; on the user's own mesh, if one is given.
@@ -109,7 +111,7 @@ class PlanFile:
 
     def _problem(self, traced: Traced) -> Problem:
         graph = flatten(traced.program, replicate=self.replicate)
-        problem = Problem(graph, coarsen(graph), self.cluster, self.factors)
+        problem = Problem(graph, coarsen(graph, self.one_choice), self.cluster, self.factors)
         own, wanted = [len(a.dims) for a in self.layouts], [len(v.shape) for v in problem.coarse.variables]
         if own != wanted:
             odd = next((i for i, (a, b) in enumerate(zip(own, wanted, strict=False)) if a != b), None)
@@ -206,6 +208,7 @@ def _parsed(name: str, content: dict[str, Any]) -> PlanFile:
         search_s=float(content["search_s"]),
         explain={str(path): str(text) for path, text in content["explain"].items()},
         stopped=_stopped(content["stopped"]),
+        one_choice=one_choice_of(content["one_choice"]),
     )
 
 

@@ -374,6 +374,7 @@ class Plan:
             "variables": [[list(map(list, layout.dims)), list(layout.partial)] for layout in layouts],
             "keep": sorted(self.solution.keep),
             "regather": self.solution.regather,
+            "one_choice": problem.coarse.one_choice,
             "donate_argnums": list(self.donate_argnums),
             "replicate": list(self.replicate),
             "pins": {glob: [list(e) if isinstance(e, tuple) else e for e in spec] for glob, spec in self.pins.items()},

@@ -78,6 +78,7 @@ def bound_text(plan: Plan) -> str:
         return "no lower bound is known"
     gap = plan.step_time_s / plan.lower_bound_s - 1
     pins = " with these pins" if plan.pins else ""
+    pins += {"layers": " with one choice for equal layers", "none": "", "timesteps": ""}[plan.extractor.problem.coarse.one_choice]
     without = f"{pins} and without the memory limit" if plan.exact and gap > 1e-6 else ""
     if plan.exact and gap <= 1e-6:
         return f"the optimum of the cost model{pins}: no layout of this mesh is faster"

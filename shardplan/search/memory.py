@@ -237,4 +237,7 @@ def _interned(problem: Problem, scope: tuple[int, ...], costs: NDArray[np.int64]
 
 def keep_price(live: Liveness, points: Sequence[int], price: float) -> dict[int, float]:
     """Seconds that keeping each forward copy for the backward pass costs, per whole copy."""
-    return {v: price * nbytes * times for v, nbytes, first, last in live.kept if (times := sum(first < p < last for p in points))}
+    found: dict[int, list[float]] = {}
+    for v, nbytes, first, last in live.kept:
+        found.setdefault(v, []).append(price * nbytes * sum(first < p < last for p in points))
+    return {v: sum(rows) / len(rows) for v, rows in found.items() if any(rows)}

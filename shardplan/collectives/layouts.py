@@ -71,6 +71,32 @@ class LayoutSpace:
             found = self._layouts[state] = Layout(dims if dims[-1] else dims[:-1], partial)
         return found
 
+    def of_roles(self, roles: NDArray[np.int64]) -> NDArray[np.int64]:
+        """[N]: the states in which the factors have these roles [N, factors]: a dim, -1 for none, -2 for partial."""
+        return self._by_roles[(roles + 2) @ (self.rank + 2) ** np.arange(len(self.sizes) - 1, -1, -1)]
+
+    @cached_property
+    def roles(self) -> NDArray[np.int64]:
+        """[S, factors]: the dim that each factor splits, -1 for none, -2 for partial (the buffer is the last dim)."""
+        found = np.full((len(self.states), len(self.sizes)), -1, np.int64)
+        for s, (dims, partial) in enumerate(self.states):
+            for d, fs in enumerate(dims):
+                for f in fs:
+                    found[s, f] = d
+            for f in partial:
+                found[s, f] = -2
+        return found
+
+    def alike(self, groups: Sequence[Sequence[int]]) -> NDArray[np.bool_]:
+        """[S]: whether in a state the factors of each group split the same dim, or none, or are all partial."""
+        return np.all([self.roles[:, f] == self.roles[:, g[0]] for g in groups for f in g], axis=0)
+
+    @cached_property
+    def _by_roles(self) -> NDArray[np.int64]:
+        """[(rank + 2) ** factors]: the state of every combination of roles, the first factor's the major digit."""
+        grid = itertools.product(range(-2, self.rank), repeat=len(self.sizes))
+        return np.array([self.index[_state_of(roles, self.rank)] for roles in grid], np.int64)
+
     @cached_property
     def stored(self) -> tuple[int, ...]:
         """The states that a tensor may be stored in: nothing partial, no buffer, each dim's factors slowest first."""
@@ -122,6 +148,11 @@ class LayoutSpace:
         which = np.array([best[k][2] for k in keys], np.int64)
         of = {name: np.flatnonzero(which == c) for c, name in enumerate(names) if name[0] != "slice"}
         return Edges(source, target, which, np.array([best[k][1] for k in keys]), tuple(names), of)
+
+
+def _state_of(roles: Sequence[int], rank: int) -> State:
+    dims = tuple(tuple(f for f, r in enumerate(roles) if r == d) for d in range(rank + 1))
+    return dims, tuple(f for f, r in enumerate(roles) if r == -2)
 
 
 def _states(factors: int, rank: int) -> Iterator[State]:

@@ -98,8 +98,14 @@ def seconds(device: Device, flop: float, nbytes: float, dtype: str, *, matrix: b
 
     ``matrix`` ops run at the dtype's peak, others at the vector rate, which no elementwise op of ours is bound by.
     """
+    return float(seconds_each(device, np.array(flop), np.array(nbytes), dtype, matrix=matrix))
+
+
+def seconds_each(
+    device: Device, flop: NDArray[np.float64], nbytes: NDArray[np.float64], dtype: str, *, matrix: bool
+) -> NDArray[np.float64]:
+    """`seconds` of many ops of one kind."""
     peak = device.flops_per_s.get(dtype) or device.flops_per_s.get("float32") or max(device.flops_per_s.values())
     arithmetic = flop / (peak * device.flops_efficiency) if matrix else 0.0
-    return max(arithmetic, nbytes / (device.memory_bytes_per_s * device.memory_efficiency)) + (
-        device.launch_s if nbytes or matrix else 0.0
-    )
+    slower = np.maximum(arithmetic, nbytes / (device.memory_bytes_per_s * device.memory_efficiency))
+    return slower + np.where((nbytes != 0) | matrix, device.launch_s, 0.0)

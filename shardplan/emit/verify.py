@@ -1,8 +1,9 @@
 """The proof of a plan: the sharded step beside the single-device step, and what was predicted beside what was compiled.
 
 Both run a few steps with their state fed back. Equal means, for every leaf of the result after every step: |sharded - single| is
-at most ten times the largest change that five seeded perturbations of the arguments by one unit in the last place cause, plus
-1e-6 of the leaf's maximum. Integers, booleans and random keys are equal exactly.
+at most ten times the largest change that five seeded perturbations of the arguments by one unit in the last place cause (of the
+type that the step reads them in, see `shardplan.emit.perturb`), plus 1e-6 of the leaf's maximum. Integers, booleans and random
+keys are equal exactly.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 
 from shardplan import _jax
 from shardplan.emit.hlo import Measured, measure
+from shardplan.emit.perturb import narrowed, narrows, neighbours
 from shardplan.errors import ShardplanError
 from shardplan.objects import Pure, apart
 
@@ -114,18 +116,13 @@ def verify(
     loop = _Loop(tree, plan.traced.program.feedback, steps)
     tell("the single-device step", 0.1)
     first = devices[0] if devices is not None else jax.devices()[0]
-    one = _Single(jax.jit(Pure(step, plan.donate_argnums)), first, loop)
+    pure = Pure(step, plan.donate_argnums)
+    one = _Single(jax.jit(pure), first, loop)
     single = one.run(host)
     tell("the sharded step", 0.3)
     sharded = _Sharded(plan, step, devices, backend, drop, loop)
     found = sharded.run(host)
-    changes = [[0.0] * len(leaf) for leaf in single]
-    for n in range(PERTURBATIONS):
-        tell("perturbed steps", 0.6 + 0.05 * n)
-        nudged = one.run(_nudged_all(host, n))
-        changes = [
-            [max(c, _error(a, b)) for c, a, b in zip(*row, strict=True)] for row in zip(changes, nudged, single, strict=True)
-        ]
+    changes = _changes(_Perturbed(pure, first, loop) if narrows(plan.traced.program) else one, host, single, tell)
     tell("bytes", 0.9)
     measured, peak = sharded.compiled(host)
     judged = _judge(plan.traced.program.output_paths, single, found, changes)
@@ -208,16 +205,30 @@ class _Single:
     def __init__(self, run: Callable[..., Any], device: Any, loop: _Loop) -> None:
         self._run, self._device, self._loop = run, device, loop
 
-    def run(self, host: Sequence[Any]) -> list[list[np.ndarray]]:
+    def run(self, host: Sequence[Any], seed: int = 0) -> list[list[np.ndarray]]:
         flat = [jax.device_put(_array(x), self._device) for x in host]
         after: list[list[np.ndarray]] = []
         for _ in range(self._loop.steps):
-            outs = jax.tree.leaves(self._run(*jax.tree.unflatten(self._loop.tree, flat)))
+            outs = jax.tree.leaves(self._step(seed, *jax.tree.unflatten(self._loop.tree, flat)))
             after.append([_numbers(x) for x in outs])
             for x, i in zip(outs, self._loop.feedback, strict=True):
                 if i is not None:
                     flat[i] = x
         return after
+
+    def _step(self, seed: int, *args: Any) -> Any:
+        """Nothing is drawn here: ``seed`` is for the step whose narrow copies are moved."""
+        return self._run(*args)
+
+
+class _Perturbed(_Single):
+    """The step with the narrow copies of its arguments moved, compiled once for all seeds."""
+
+    def __init__(self, step: Callable[..., Any], device: Any, loop: _Loop) -> None:
+        super().__init__(jax.jit(lambda seed, *args: narrowed(step, seed)(*args)), device, loop)
+
+    def _step(self, seed: int, *args: Any) -> Any:
+        return self._run(np.uint32(seed), *args)
 
 
 class _Sharded:
@@ -268,6 +279,20 @@ class _Sharded:
         return _measured(self._jitted, jax.tree.unflatten(self._loop.tree, self.put(host)))
 
 
+def _changes(
+    perturbed: _Single, host: Sequence[Any], single: Sequence[Sequence[np.ndarray]], tell: Callable[[str, float], None]
+) -> list[list[float]]:
+    """The largest change that a perturbation causes, of each leaf after each step."""
+    changes = [[0.0] * len(leaf) for leaf in single]
+    for n in range(PERTURBATIONS):
+        tell("perturbed steps", 0.6 + 0.05 * n)
+        nudged = perturbed.run(_nudged(host, n), n)
+        changes = [
+            [max(c, _error(a, b)) for c, a, b in zip(*row, strict=True)] for row in zip(changes, nudged, single, strict=True)
+        ]
+    return changes
+
+
 def _measured(jitted: Any, args: Sequence[Any]) -> tuple[Measured, int]:
     compiled = jitted.lower(*args).compile()
     held = compiled.memory_analysis()
@@ -297,19 +322,9 @@ def _numbers(x: Any) -> np.ndarray:
     return np.array(jax.random.key_data(x)) if _is_key(x) else np.array(x)
 
 
-def _nudged_all(host: Sequence[Any], seed: int) -> list[Any]:
+def _nudged(host: Sequence[Any], seed: int) -> list[Any]:
     rng = np.random.default_rng(seed)
-    return [_nudged(x, rng) for x in host]
-
-
-def _nudged(x: Any, rng: np.random.Generator) -> Any:
-    """Each float moved to one of its neighbours, up or down at random."""
-    if isinstance(x, _Key) or not isinstance(x, np.ndarray) or not jnp.issubdtype(x.dtype, jnp.inexact):
-        return x
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return (_nudged(x.real, rng) + 1j * _nudged(x.imag, rng)).astype(x.dtype)
-    towards = np.where(rng.integers(2, size=x.shape) == 1, np.inf, -np.inf).astype(x.dtype)
-    return np.nextafter(x, towards).astype(x.dtype)
+    return [neighbours(x, rng) if isinstance(x, np.ndarray) else x for x in host]
 
 
 def _wide(x: np.ndarray) -> np.ndarray:

@@ -65,6 +65,7 @@ class Watch:
     deadline: float | None = None
     observer: Observer = field(default=lambda _what, _part: None)
     _open: bool = True
+    _told: float = 0.0
 
     def check(self) -> None:
         """Raises `OutOfTimeError` if the deadline has passed and anything is found, be it over the limit."""
@@ -73,9 +74,11 @@ class Watch:
             raise OutOfTimeError
 
     def tell(self, what: str, part: float) -> None:
-        """Tells the observer what is being done, and checks the time."""
-        self.observer(what, part)
-        self.check()
+        """Tells the observer what is being done and how far it is, never less far than before, and checks the time."""
+        if self._open:
+            self._told = max(self._told, part)
+            self.observer(what, self._told)
+            self.check()
 
     def take(self, solution: Solution) -> None:
         """Remembers a solution if it is the best yet; none that breaks a pin, none that cannot run."""

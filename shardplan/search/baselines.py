@@ -19,8 +19,8 @@ from shardplan.search.examples import Examples, follow
 from shardplan.search.graph import Node
 from shardplan.search.megatron import sides
 from shardplan.search.options import Cuts
-from shardplan.search.pricing import Domain
-from shardplan.search.problem import Limits, Problem
+from shardplan.search.pricing import Domain, Limits
+from shardplan.search.problem import Problem
 from shardplan.tdl import Description, cut
 from shardplan.tdl.index import loops_of
 
@@ -34,13 +34,15 @@ _NONE = frozenset[int]()
 class Restriction:
     """A named restriction: a domain for each variable, and for each op the loops that it may cut.
 
-    ``regather``: no forward copy of a weight is kept for the backward pass.
+    ``regather``: no forward copy of a weight is kept for the backward pass. ``parts`` are the groups of factors that it treats
+    alike, one after the other.
     """
 
     name: str
     domains: tuple[Domain, ...]
     limits: Limits
     regather: bool = False
+    parts: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,14 @@ class _Recipe:
     shard: tuple[int, ...] = ()
     tensor: tuple[int, ...] = ()
     sequence: bool = False
+
+    @property
+    def parts(self) -> tuple[tuple[int, ...], ...]:
+        """The groups of factors that are treated alike."""
+        roles: dict[tuple[bool, ...], list[int]] = {}
+        for f in sorted({*self.data, *self.zero, *self.shard, *self.tensor}):
+            roles.setdefault(tuple(f in of for of in (self.data, self.zero, self.shard, self.tensor)), []).append(f)
+        return tuple(map(tuple, roles.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +100,15 @@ def baselines(problem: Problem) -> tuple[Restriction, ...]:
     return tuple(f for f in examined(problem) if isinstance(f, Restriction))
 
 
-def examined(problem: Problem) -> tuple[Restriction | LeftOut, ...]:
-    """Every baseline, or why there is none."""
+def examined(problem: Problem, *, parts: int = 0) -> tuple[Restriction | LeftOut, ...]:
+    """Every baseline of at least so many parts, or why there is none."""
+    recipes = [r for r in _recipes(problem.sizes) if len(r.parts) >= parts]
     graph = problem.graph
     state = {i for i in graph.feedback if i is not None}
     given = [t for i, t in enumerate(graph.inputs) if i not in state and problem.coarse.of[t] != FREE]
     examples, known = follow(graph, given), sides(graph, problem.coarse)
     habits = _Habits(examples, known, _loops(problem, examples, known))
-    return tuple(_make(problem, habits, recipe) for recipe in _recipes(problem.sizes))
+    return tuple(_make(problem, habits, recipe) for recipe in recipes)
 
 
 def _recipes(sizes: Sequence[int]) -> list[_Recipe]:
@@ -162,7 +173,7 @@ def _make(problem: Problem, habits: _Habits, recipe: _Recipe) -> Restriction | L
             if key not in memo:
                 memo[key] = _keep(problem, variable.id, domain, rule.allows) or domain
             domains[variable.id] = memo[key]
-    return Restriction(recipe.name, tuple(domains), _limits(problem, habits, recipe), regather=bool(recipe.shard))
+    return Restriction(recipe.name, tuple(domains), _limits(problem, habits, recipe), bool(recipe.shard), recipe.parts)
 
 
 def _limits(problem: Problem, habits: _Habits, recipe: _Recipe) -> Limits:
@@ -176,7 +187,7 @@ def _limits(problem: Problem, habits: _Habits, recipe: _Recipe) -> Limits:
             assert signature.description is not None
             memo[key] = _cuts(signature.description, loops, recipe, problem.sizes)
         found[n] = memo[key]
-    return found
+    return Limits(found)
 
 
 def _cuts(description: Description, loops: _Loops, recipe: _Recipe, sizes: Sequence[int]) -> Cuts:

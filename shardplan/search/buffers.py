@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from shardplan.search.graph import Node
 from shardplan.search.options import nbytes
-from shardplan.search.pricing import Domain
-from shardplan.search.problem import Limits, Problem
+from shardplan.search.pricing import Domain, Limits
+from shardplan.search.problem import Problem
 
 
 def buffers(problem: Problem, assignment: Sequence[int], limits: Limits | None = None) -> NDArray[np.float64]:
@@ -24,7 +24,13 @@ def buffers(problem: Problem, assignment: Sequence[int], limits: Limits | None =
     for n in problem.coarse.joins:
         node = problem.graph.nodes[n]
         scope, slots, _ = problem.slots(node)
-        key = (node.signature.id, slots, tuple(assignment[v] for v in scope), (limits or {}).get(n), problem.deferring.get(n))
+        key = (
+            node.signature.id,
+            slots,
+            tuple(assignment[v] for v in scope),
+            limits.of(n) if limits else None,
+            problem.deferring.get(n),
+        )
         held = known.get(key)
         if held is None:
             held = known[key] = float(buffer_table(problem, node, [(s,) for s in key[2]], limits).flat[0]) if scope else 0.0
@@ -35,11 +41,11 @@ def buffers(problem: Problem, assignment: Sequence[int], limits: Limits | None =
 def buffer_table(problem: Problem, node: Node, own: Sequence[Domain], limits: Limits | None = None) -> NDArray[np.float64]:
     """[*domain sizes]: the buffers of an op for every choice of layouts of its variables, in the strategy fastest there."""
     _, slots, free = problem.slots(node)
-    cuts, late = (limits or {}).get(node.id), problem.deferring.get(node.id)
-    base, columns = problem.pricer.strategy_costs(node.signature, slots, free, tuple(own), cuts, late=late)
+    allowed, late = limits.of(node.id) if limits else None, problem.deferring.get(node.id)
+    base, columns = problem.pricer.strategy_costs(node.signature, slots, free, tuple(own), allowed, late=late)
     total = _added(base, columns)
     best = total.argmin(axis=0)
-    rows = problem.options(node, cuts)
+    rows = problem.options(node, allowed)
     held = np.zeros(best.shape)
     call = node.signature.call
     for slot in slots:

@@ -7,6 +7,7 @@ tables in the same arrangement is memoised, so repeated layers cost one lookup.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import math
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from shardplan.errors import SearchWidthError
-from shardplan.search.tables import BIG, Store, Term
+from shardplan.search.tables import BIG, Costs, Store, Term
 
 LARGEST_TABLE = 200_000_000
 """Entries of the largest table that is ever made (1.6 GB)."""
@@ -155,14 +156,16 @@ class Eliminator:
         if found is None:
             if math.prod(sizes) > LARGEST_TABLE:
                 raise SearchWidthError(len(sizes), math.prod(sizes))
-            total = np.zeros(sizes, np.int64)
+            arranged: list[Costs] = []
             for table, axes in key:
                 costs = self.store.tables[table]
                 order = sorted(range(len(axes)), key=axes.__getitem__)
                 shape = [1] * len(sizes)
                 for i in order:
                     shape[axes[i]] = sizes[axes[i]]
-                total += costs.transpose(order).reshape(shape)
+                arranged.append(costs.transpose(order).reshape(shape))
+            total = functools.reduce(np.add, sorted(arranged, key=np.size))  # small ones first: few sums are large
+            total = np.broadcast_to(total, sizes)
             table, low = self.store.intern(np.minimum(total.min(axis=0), BIG))
             self._keys.append(key)  # first: an interrupt in between leaves nothing wrong
             found = self._memo[key] = (table, low, len(self._keys) - 1)

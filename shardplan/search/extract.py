@@ -13,7 +13,7 @@ from shardplan.cost.network import wire_bytes
 from shardplan.ir import Layout
 from shardplan.search.coarsen import FREE
 from shardplan.search.graph import Node
-from shardplan.search.options import Cuts
+from shardplan.search.pricing import Allowed
 from shardplan.search.problem import Problem
 from shardplan.search.solve import Solution
 
@@ -99,7 +99,7 @@ class Extractor:
         compute_s = 0.0
         for n in coarse.joins:
             node = problem.graph.nodes[n]
-            use = self._use(node, states, (solution.limits or {}).get(n))
+            use = self._use(node, states, solution.limits.of(n) if solution.limits else None)
             if use is None:
                 continue
             uses[n] = use
@@ -120,19 +120,19 @@ class Extractor:
             self._programs[key] = self.problem.resharder.program(shape, nbytes, space.of(before), space.of(after))
         return self._programs[key]
 
-    def _use(self, node: Node, states: tuple[int, ...], cuts: Cuts | None) -> Use | None:
+    def _use(self, node: Node, states: tuple[int, ...], allowed: Allowed | None) -> Use | None:
         problem, coarse = self.problem, self.problem.coarse
         scope, slots, free = problem.slots(node)
         if not scope:
             return None
         own = tuple((states[v],) for v in scope)
         late = problem.deferring.get(node.id)
-        key = (node.signature.id, slots, own, cuts, late)
+        key = (node.signature.id, slots, own, allowed, late)
         found = self._uses.get(key)
         if found is not None:
             return found
-        options = problem.options(node, cuts)
-        base, columns = problem.pricer.strategy_costs(node.signature, slots, free, own, cuts, late=late)
+        options = problem.options(node, allowed)
+        base, columns = problem.pricer.strategy_costs(node.signature, slots, free, own, allowed, late=late)
         total = base + sum(c[:, 0] for c in columns)
         best = int(np.argmin(total))
         second = float(np.min(np.delete(total, best))) if len(total) > 1 else float("inf")

@@ -12,8 +12,8 @@ import numpy as np
 
 from shardplan.search.baselines import Restriction
 from shardplan.search.premise import everything_cut, everything_split
-from shardplan.search.pricing import Domain
-from shardplan.search.problem import Limits, Problem
+from shardplan.search.pricing import Domain, Limits
+from shardplan.search.problem import Problem
 from shardplan.search.tables import BIG, Term
 
 

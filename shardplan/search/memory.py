@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from shardplan.search.buffers import buffers, peak_tables
 from shardplan.search.coarsen import FREE
-from shardplan.search.problem import Domain, Limits, Problem
+from shardplan.search.pricing import Domain, Limits
+from shardplan.search.problem import Problem
 from shardplan.search.tables import Term, picoseconds
 from shardplan.tdl import light
 

@@ -9,21 +9,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shardplan.collectives.layouts import LayoutSpace
 from shardplan.collectives.reshard import Resharder
 from shardplan.cost import compute
-from shardplan.ir import Partial, Replicated, Split
+from shardplan.ir import Partial, Placement, Replicated, Split
 from shardplan.mesh import Device
 from shardplan.search.graph import Signature
 from shardplan.tdl import Call, Strategy, cut, linear_sets
-
-Roles = tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]
-"""For each dim the factors that split it, and the factors over which the tensor is partial."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +61,23 @@ Cuts = tuple[frozenset[int], ...]
 def limited(rows: Options, cuts: Cuts) -> Options:
     """Only the strategies that cut as they may on the most factors; partial sums are handed on as they like."""
     obeyed = [sum(v < -1 or v in may for v, may in zip(loops, cuts, strict=True)) for loops in rows.loops]
-    keep = [i for i, n in enumerate(obeyed) if n == max(obeyed)]
-    if len(keep) == len(obeyed):
+    most = max(obeyed)
+    return _picked(rows, [i for i, n in enumerate(obeyed) if n == most])
+
+
+Groups = tuple[tuple[int, ...], ...]
+"""Factors that are treated alike, group by group."""
+
+
+def treated_alike(rows: Options, groups: Groups) -> Options:
+    """Only the strategies that do the same with all factors of a group."""
+    loops = np.array(rows.loops, np.int64).reshape(len(rows.loops), -1)
+    keep = np.flatnonzero(np.all([loops[:, f] == loops[:, g[0]] for g in groups for f in g], axis=0))
+    return _picked(rows, keep.tolist())
+
+
+def _picked(rows: Options, keep: Sequence[int]) -> Options:
+    if len(keep) == len(rows.loops):
         return rows
     loops = tuple(rows.loops[i] for i in keep)
     return Options(loops, rows.needs[keep], rows.gives[keep], rows.compute_s[keep], rows.halo_s[keep], rows.terms[keep])
@@ -90,55 +103,179 @@ def nbytes(shape: tuple[int, ...], dtype: str) -> int:
 
 
 def options(signature: Signature, resharder: Resharder, device: Device | None, *, late: Late | None = None) -> Options:
-    """All composite strategies of a signature; if it is ``late``, those too that hand partial sums on. No device: no compute."""
-    call, description = signature.call, signature.description
-    inside = [resharder.space(len(s)) for s in call.operands]
-    outside = [resharder.space(len(s)) for s in call.results]
-    loops = () if description is None else tuple(v for v, info in enumerate(description.loops) if not info.whole)
-    memo: dict[tuple[int, int], Strategy | None] = {}
+    """All composite strategies of a signature; if it is ``late``, those too that hand partial sums on. No device: no compute.
 
-    handed = linear_sets(description) if late is not None and description is not None else ()
-    through = [-2 - j for j, operands in enumerate(handed) if late is not None and _may_pass(frozenset(operands), late)]
-
-    def strategy(loop: int, ways: int) -> Strategy | None:
-        assert description is not None
-        if loop < -1:
-            return _handed_on(call, handed[-2 - loop], ways)
-        if (loop, ways) not in memo:
-            memo[loop, ways] = cut(description, loop, ways, pad=True)
-        return memo[loop, ways]
-
-    usable = [[-1, *(v for v in loops if strategy(v, k) is not None), *through] for k in resharder.sizes]
-    rows: list[tuple[tuple[int, ...], list[int], list[int], float, float, bool]] = []
-    work = _work(signature)
-    for assignment in itertools.product(*usable):
-        row = _composite(call, resharder, assignment, strategy)
-        if row is None:
-            continue
-        operands, results, halo = row
-        needs = [space.index[(*dims, ()), partial] for space, (dims, partial) in zip(inside, operands, strict=True)]
-        gives = [space.index[(*dims, ()), partial] for space, (dims, partial) in zip(outside, results, strict=True)]
-        seconds = 0.0
-        if work.counts and device is not None:
-            moved = sum(b * s.local[i] for b, s, i in zip(work.operand_bytes, inside, needs, strict=True))
-            moved += sum(b * s.local[i] for b, s, i in zip(work.result_bytes, outside, gives, strict=True))
-            part = _part(signature, resharder, assignment)
-            seconds = compute.seconds(device, work.flops * part, float(moved), work.dtype, matrix=work.matrix)
-        even = all(v < 0 or _terms_apart(call, strategy(v, k), k, late) for v, k in _cut_loops(assignment, resharder.sizes))
-        rows.append((assignment, needs, gives, seconds, halo, even))
+    The loops of the factors vary like the digits of a number, the fastest factor's first.
+    """
+    call = signature.call
+    cuts = _Cuts(signature, resharder, late)
+    over = _over(cuts.codes)
+    which, inverse = np.unique(cuts.codes << len(resharder.sizes) | over, return_inverse=True)
+    made = [cuts.made(int(w) >> len(resharder.sizes), int(w) & (1 << len(resharder.sizes)) - 1) for w in which]
+    at = inverse.reshape(over.shape)
+    inside = len(call.operands)
+    places = np.array([m.places for m in made], np.int64).reshape(len(made), inside + len(call.results))
+    legal = np.all(np.array([m.legal for m in made], np.bool_)[at], axis=1) & ~_clash(cuts.codes, places[at])
+    at, over, codes = at[legal], over[legal], cuts.codes[legal]
+    bits = _bits(over.shape[1])
+    first = (over & (2 * bits - 1)) == bits  # each loop's slowest factor stands for all of its factors
+    roles = places[at]  # [strategies, factors, operands and results]
+    needs = _states([resharder.space(len(s)) for s in call.operands], roles[..., :inside])
+    gives = _states([resharder.space(len(s)) for s in call.results], roles[..., inside:])
+    halo_s = np.sum(_numbers(m.halo_s for m in made)[at], axis=1, where=first)
+    if any(m.pairs for m in made):
+        halo_s += [_pairs_s(call, resharder, [(m, o) for m, o, f in rows if f]) for rows in _rows(made, at, over, first)]
+    part = np.prod(_numbers(m.part for m in made)[at], axis=1, where=first)
     return Options(
-        tuple(r[0] for r in rows),
-        np.array([r[1] for r in rows], np.int64).reshape(len(rows), len(call.operands)),
-        np.array([r[2] for r in rows], np.int64).reshape(len(rows), len(call.results)),
-        np.array([r[3] for r in rows]),
-        np.array([r[4] for r in rows]),
-        np.array([r[5] for r in rows]),
+        tuple(map(tuple, cuts.loops[codes].tolist())),
+        needs,
+        gives,
+        _compute_s(signature, resharder, device, needs, gives, part),
+        halo_s,
+        np.all(_numbers(m.even for m in made)[at] > 0, axis=1),
     )
 
 
-def _cut_loops(assignment: tuple[int, ...], sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """(loop, into how many blocks) of the loops that an assignment cuts."""
-    return [(v, math.prod(k for k, at in zip(sizes, assignment, strict=True) if at == v)) for v in sorted(set(assignment) - {-1})]
+def _numbers(values: Iterable[float]) -> NDArray[np.float64]:
+    return np.array(list(values), np.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """One loop cut over one set of factors: the role of these in each operand and result (-2: partial, -1: none, else the dim),
+    the seconds of its halo, the part of the arithmetic that is left, whether its terms may stay apart.
+    """
+
+    legal: bool
+    places: tuple[int, ...]
+    halo_s: float = 0.0
+    part: float = 1.0
+    even: bool = True
+    strategy: Strategy | None = None
+
+    @property
+    def pairs(self) -> bool:
+        """Whether a reduction of pairs is left."""
+        places = () if self.strategy is None else self.strategy.results
+        return any(isinstance(p, Partial) and p.reducer in ("argmax", "argmin") for p in places)
+
+
+class _Cuts:
+    """The ways to cut a signature's loops. ``loops`` lists the loops with -1 and the linear sets, by code; ``codes`` is
+    [assignments, factors].
+    """
+
+    def __init__(self, signature: Signature, resharder: Resharder, late: Late | None) -> None:
+        self.call, self.description, self.resharder, self.late = signature.call, signature.description, resharder, late
+        known = self.description
+        own = () if known is None else tuple(v for v, info in enumerate(known.loops) if not info.whole)
+        self.handed = linear_sets(known) if late is not None and known is not None else ()
+        passed = [-2 - j for j, operands in enumerate(self.handed) if late is not None and _may_pass(frozenset(operands), late)]
+        self.loops: NDArray[np.int64] = np.array([-1, *own, *passed])
+        self._strategies: dict[tuple[int, int], Strategy | None] = {}
+        usable = [
+            [c for c, v in enumerate(self.loops.tolist()) if v < 0 or self._strategy(v, k) is not None] for k in resharder.sizes
+        ]
+        self.codes: NDArray[np.int64] = np.array(list(itertools.product(*usable)), np.int64)  # one empty row without factors
+
+    def made(self, code: int, mask: int) -> _Made:
+        """A loop cut over the factors of a mask."""
+        call, loop = self.call, int(self.loops[code])
+        count = len(call.operands) + len(call.results)
+        if loop == -1:
+            return _Made(True, (-1,) * count)
+        over = tuple(f for f in range(len(self.resharder.sizes)) if mask >> f & 1)
+        ways = math.prod(self.resharder.sizes[f] for f in over)
+        found = self._strategy(loop, ways)
+        if found is None:
+            return _Made(False, (-1,) * count)
+        halo_s = 0.0
+        for i, place in enumerate(found.operands):
+            if isinstance(place, Split) and place.halo != (0, 0):
+                halo_s += self.resharder.seconds("permute", over, halo_bytes(call, i, place))
+        part, even = 1.0, True
+        if loop >= 0:
+            assert self.description is not None
+            extent = self.description.loops[loop].extent
+            part, even = -(-extent // ways) / extent, _terms_apart(call, found, ways, self.late)
+        return _Made(True, tuple(_role(p) for p in (*found.operands, *found.results)), halo_s, part, even, found)
+
+    def _strategy(self, loop: int, ways: int) -> Strategy | None:
+        if (loop, ways) not in self._strategies:
+            assert self.description is not None
+            self._strategies[loop, ways] = (
+                _handed_on(self.call, self.handed[-2 - loop], ways) if loop < -1 else cut(self.description, loop, ways, pad=True)
+            )
+        return self._strategies[loop, ways]
+
+
+def _role(place: Placement) -> int:
+    match place:
+        case Split(dim):
+            return dim
+        case Partial():
+            return -2
+        case _:
+            return -1
+
+
+def _over(codes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[assignments, factors]: the factors that cut the same loop as this one, as a mask."""
+    same = codes[:, :, None] == codes[:, None, :]
+    return same.astype(np.int64) @ _bits(codes.shape[1])
+
+
+def _bits(count: int) -> NDArray[np.int64]:
+    return np.array([1 << f for f in range(count)], np.int64)
+
+
+def _clash(codes: NDArray[np.int64], roles: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """[assignments]: whether two loops split the same dim of some tensor."""
+    found = np.zeros(len(codes), np.bool_)
+    for f, g in itertools.combinations(range(codes.shape[1]), 2):
+        same = (roles[:, f] == roles[:, g]) & (roles[:, f] >= 0)
+        found |= same.any(axis=1) & (codes[:, f] != codes[:, g])
+    return found
+
+
+def _states(spaces: Sequence[LayoutSpace], roles: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[strategies, tensors]: the states in which the factors have these roles, [strategies, factors, tensors]."""
+    columns = [space.of_roles(roles[:, :, i]) for i, space in enumerate(spaces)]
+    return np.stack(columns, axis=1) if columns else np.zeros((len(roles), 0), np.int64)
+
+
+def _rows(
+    made: Sequence[_Made], at: NDArray[np.int64], over: NDArray[np.int64], first: NDArray[np.bool_]
+) -> Iterator[list[tuple[_Made, int, bool]]]:
+    for row in zip(at.tolist(), over.tolist(), first.tolist(), strict=True):
+        yield [(made[m], o, f) for m, o, f in zip(*row, strict=True)]
+
+
+def _pairs_s(call: Call, resharder: Resharder, cuts: Sequence[tuple[_Made, int]]) -> float:
+    """Seconds for the extremes of a reduction of pairs."""
+    over = [tuple(f for f in range(len(resharder.sizes)) if mask >> f & 1) for _, mask in cuts]
+    made = [(o, m.strategy) for o, (m, _) in zip(over, cuts, strict=True) if m.strategy is not None]
+    return sum(resharder.seconds("all_reduce", o, extra) for o, extra in pair_bytes(call, made))
+
+
+def _compute_s(
+    signature: Signature,
+    resharder: Resharder,
+    device: Device | None,
+    needs: NDArray[np.int64],
+    gives: NDArray[np.int64],
+    part: NDArray[np.float64],
+) -> NDArray[np.float64]:
+    """[strategies]: seconds of compute on one device, of which ``part`` is what it does of the arithmetic."""
+    work = _work(signature)
+    if not work.counts or device is None:
+        return np.zeros(len(part))
+    moved = np.zeros(len(part))
+    call = signature.call
+    for shapes, sizes, states in ((call.operands, work.operand_bytes, needs), (call.results, work.result_bytes, gives)):
+        for i, (shape, size) in enumerate(zip(shapes, sizes, strict=True)):
+            moved += size * resharder.space(len(shape)).local[states[:, i]]
+    return compute.seconds_each(device, work.flops * part, moved, work.dtype, matrix=work.matrix)
 
 
 def _may_pass(operands: frozenset[int], late: Late) -> bool:
@@ -165,59 +302,6 @@ def _handed_on(call: Call, operands: tuple[int, ...], ways: int) -> Strategy:
     """Partial sums in, partial sums out: every worker does the whole op on its terms."""
     needs = tuple(Partial("sum") if i in operands else Replicated() for i in range(len(call.operands)))
     return Strategy(-2, ways, needs, tuple(Partial("sum") for _ in call.results))
-
-
-def _part(signature: Signature, resharder: Resharder, assignment: tuple[int, ...]) -> float:
-    """The part of the op's arithmetic that one device does, padding included."""
-    part = 1.0
-    if signature.description is not None:
-        for v, ways in _cut_loops(assignment, resharder.sizes):
-            if v >= 0:
-                extent = signature.description.loops[v].extent
-                part *= -(-extent // ways) / extent
-    return part
-
-
-def _composite(
-    call: Call, resharder: Resharder, assignment: tuple[int, ...], strategy: Callable[[int, int], Strategy | None]
-) -> tuple[list[Roles], list[Roles], float] | None:
-    """Operand and result layouts and halo seconds of one assignment of loops to factors; None if two loops clash."""
-    chosen: dict[int, tuple[int, ...]] = {}
-    for f, v in enumerate(assignment):
-        if v != -1:
-            chosen[v] = (*chosen.get(v, ()), f)
-    operands: list[dict[int, tuple[int, ...]]] = [{} for _ in call.operands]
-    results: list[dict[int, tuple[int, ...]]] = [{} for _ in call.results]
-    partial_in: list[tuple[int, ...]] = [() for _ in call.operands]
-    partial_out: list[tuple[int, ...]] = [() for _ in call.results]
-    halo_s = 0.0
-    made: list[tuple[tuple[int, ...], Strategy]] = []
-    for v, over in chosen.items():
-        found = strategy(v, math.prod(resharder.sizes[f] for f in over))
-        if found is None:
-            return None
-        made.append((over, found))
-        for places, dims, partial in ((found.operands, operands, partial_in), (found.results, results, partial_out)):
-            for i, place in enumerate(places):
-                match place:
-                    case Split(dim, halo):
-                        if dim in dims[i]:
-                            return None
-                        dims[i][dim] = over
-                        if halo != (0, 0):
-                            halo_s += resharder.seconds("permute", over, halo_bytes(call, i, place))
-                    case Partial():
-                        partial[i] = tuple(sorted((*partial[i], *over)))
-                    case _:
-                        pass
-    halo_s += sum(resharder.seconds("all_reduce", over, extra) for over, extra in pair_bytes(call, made))
-    return _roles(operands, partial_in, call.operands), _roles(results, partial_out, call.results), halo_s
-
-
-def _roles(
-    dims: list[dict[int, tuple[int, ...]]], partial: list[tuple[int, ...]], shapes: tuple[tuple[int, ...], ...]
-) -> list[Roles]:
-    return [(tuple(d.get(n, ()) for n in range(len(s))), p) for d, p, s in zip(dims, partial, shapes, strict=True)]
 
 
 def pair_bytes(call: Call, made: Sequence[tuple[tuple[int, ...], Strategy]]) -> list[tuple[tuple[int, ...], float]]:

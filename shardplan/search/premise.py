@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from shardplan.search.graph import Signature
 from shardplan.search.options import Cuts
-from shardplan.search.pricing import Domain
-from shardplan.search.problem import Limits, Problem
+from shardplan.search.pricing import Domain, Limits
+from shardplan.search.problem import Problem
 from shardplan.tdl import cut
 
 
@@ -48,7 +48,7 @@ def everything_cut(problem: Problem, *, upto: int | None = None, reduce: bool = 
         if signature.id not in memo:
             memo[signature.id] = _cuts(signature, problem.sizes, count, reduce)
         found[n] = memo[signature.id]
-    return found
+    return Limits(found)
 
 
 def _cuts(signature: Signature, sizes: Sequence[int], count: int, reduce: bool) -> Cuts:

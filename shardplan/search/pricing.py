@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,12 +11,34 @@ from numpy.typing import NDArray
 from shardplan.collectives.reshard import Resharder
 from shardplan.mesh import Device
 from shardplan.search.graph import Signature
-from shardplan.search.options import Cuts, Late, Options, limited, nbytes, options
+from shardplan.search.options import Cuts, Groups, Late, Options, limited, nbytes, options, treated_alike
 
 Domain = tuple[int, ...]
 """The states (of the variable's `LayoutSpace`) that a variable may take."""
 
-_CHUNK = 4_000_000
+_CHUNK = 400_000
+"""Numbers that are added up at once: they stay in the cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """Which strategies of an op may be taken: those that cut as they may, and treat the factors of a group alike."""
+
+    cuts: Cuts | None = None
+    groups: Groups = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Which strategies may be taken: by node the loops that each factor may cut, and the factors that all nodes treat alike."""
+
+    cuts: Mapping[int, Cuts] = field(default_factory=dict[int, Cuts])
+    groups: Groups = ()
+
+    def of(self, node: int) -> Allowed | None:
+        """What one node may do; None: anything."""
+        cuts = self.cuts.get(node)
+        return Allowed(cuts, self.groups) if cuts is not None or self.groups else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,18 +55,22 @@ class Pricer:
 
     def __init__(self, resharder: Resharder, device: Device | None) -> None:
         self.resharder, self.device = resharder, device
-        self._options: dict[tuple[int, Cuts | None, Late | None], Options] = {}
+        self._options: dict[tuple[int, Allowed | None, Late | None], Options] = {}
         self._prices: dict[tuple[tuple[int, ...], int, Domain, bool], NDArray[np.float64]] = {}
 
-    def options(self, signature: Signature, cuts: Cuts | None = None, *, late: Late | None = None) -> Options:
-        """The composite strategies of a signature, or those that ``cuts`` allow; ``late``: with partial sums handed on."""
-        found = self._options.get((signature.id, cuts, late))
+    def options(self, signature: Signature, allowed: Allowed | None = None, *, late: Late | None = None) -> Options:
+        """The composite strategies of a signature, or those that are ``allowed``; ``late``: with partial sums handed on."""
+        found = self._options.get((signature.id, allowed, late))
         if found is None:
-            if cuts is None:
+            if allowed is None:
                 found = options(signature, self.resharder, self.device, late=late)
+            elif allowed.groups:
+                found = self.options(signature, Allowed(allowed.cuts) if allowed.cuts else None, late=late)
+                found = treated_alike(found, allowed.groups)
             else:
-                found = limited(self.options(signature, late=late), cuts)
-            self._options[signature.id, cuts, late] = found
+                assert allowed.cuts is not None
+                found = limited(self.options(signature, late=late), allowed.cuts)
+            self._options[signature.id, allowed, late] = found
         return found
 
     def prices(self, shape: tuple[int, ...], size: int, states: Domain, *, into: bool = False) -> NDArray[np.float64]:
@@ -60,7 +87,7 @@ class Pricer:
         slots: tuple[Slot, ...],
         free: tuple[int, ...],
         domains: tuple[Domain, ...],
-        cuts: Cuts | None = None,
+        allowed: Allowed | None = None,
         *,
         late: Late | None = None,
     ) -> tuple[NDArray[np.float64], list[NDArray[np.float64]]]:
@@ -68,7 +95,7 @@ class Pricer:
 
         ``free`` are the results that have no variable: scalars, which are reduced all the same where they are partial.
         """
-        rows = self.options(signature, cuts, late=late)
+        rows = self.options(signature, allowed, late=late)
         call = signature.call
         base = rows.compute_s + rows.halo_s
         columns = [np.zeros((len(base), len(d))) for d in domains]
@@ -98,12 +125,12 @@ class Pricer:
         slots: tuple[Slot, ...],
         free: tuple[int, ...],
         domains: tuple[Domain, ...],
-        cuts: Cuts | None = None,
+        allowed: Allowed | None = None,
         *,
         late: Late | None = None,
     ) -> NDArray[np.float64]:
         """[*domain sizes]: the cheapest strategy for every choice of layouts."""
-        base, columns = self.strategy_costs(signature, slots, free, domains, cuts, late=late)
+        base, columns = self.strategy_costs(signature, slots, free, domains, allowed, late=late)
         sizes = [len(d) for d in domains]
         total = np.full(sizes, np.inf)
         step = max(1, _CHUNK // int(np.prod(sizes)))

@@ -24,16 +24,13 @@ from shardplan.ir import Constant, Factor, Layout, Split
 from shardplan.mesh import Cluster
 from shardplan.search.coarsen import FREE, Coarse
 from shardplan.search.graph import Graph, Link, Node, Signature
-from shardplan.search.options import Cuts, Late, Options, halo_bytes, pair_bytes
-from shardplan.search.pricing import Domain, Pricer, Slot
+from shardplan.search.options import Groups, Late, Options, halo_bytes, pair_bytes
+from shardplan.search.pricing import Allowed, Domain, Limits, Pricer, Slot
 from shardplan.search.tables import Costs, Store, Term, picoseconds
 from shardplan.tdl import Strategy, cut
 
 Objective = Literal["time", "bytes"]
 """What a problem adds up: seconds of compute and communication, or bytes on the wire alone (as 1e-12 seconds each)."""
-
-Limits = Mapping[int, Cuts]
-"""For some nodes which loops each factor may cut."""
 
 
 class Problem:
@@ -122,20 +119,32 @@ class Problem:
         key = (len(self.coarse.variables[v].shape), state, tuple(free), domain, later)
         found = self._agreeing.get(key)
         if found is None:
-            space = self.resharder.space(key[0])
-
-            def roles(s: int) -> tuple[int, ...]:
-                dims = (*space.states[s][0], space.states[s][1])
-                return tuple(next((d for d, fs in enumerate(dims) if f in fs), -1) for f in range(len(self.sizes)))
-
-            want = roles(state) if state is not None else (-1,) * len(self.sizes)
-            rows = [(roles(s), s) for s in domain]
+            roles = self.resharder.space(key[0]).roles
+            want = roles[state] if state is not None else np.full(len(self.sizes), -1)
             fixed = [f for f in range(len(self.sizes)) if f not in free and (not later or f < min(free))]
             after = [f for f in range(len(self.sizes)) if later and f > max(free)]
-            agree = [(r, s) for r, s in rows if all(r[f] == want[f] for f in fixed)] or rows
-            fewest = min(sum(r[f] >= 0 for f in after) for r, _ in agree)
-            found = self._agreeing[key] = tuple(s for r, s in agree if sum(r[f] >= 0 for f in after) == fewest)
+            own = np.array(domain)
+            agree = own[(roles[own][:, fixed] == want[fixed]).all(axis=1)]
+            agree = agree if len(agree) else own
+            used = (roles[agree][:, after] != -1).sum(axis=1)
+            found = self._agreeing[key] = tuple(agree[used == used.min()].tolist())
         return found
+
+    def together(
+        self, domains: Sequence[Domain], groups: Groups, otherwise: Sequence[Domain] | None = None
+    ) -> tuple[Domain, ...]:
+        """Of each domain the states in which the factors of each group do the same; where there is none, ``otherwise``'s (by
+        default the whole domain).
+        """
+        memo: dict[tuple[int, Domain], Domain] = {}
+        for variable, domain in zip(self.coarse.variables, domains, strict=True):
+            key = len(variable.shape), domain
+            if key not in memo:
+                alike = self.resharder.space(key[0]).alike(groups)
+                memo[key] = tuple(s for s in domain if alike[s])
+        rest = domains if otherwise is None else otherwise
+        rows = zip(self.coarse.variables, domains, rest, strict=True)
+        return tuple(memo[len(v.shape), d] or other for v, d, other in rows)
 
     def keeps(self, v: int, states: Sequence[int], keep_s: float) -> bool:
         """Whether a backward view is made from the kept forward copy, at this price of keeping it."""
@@ -197,9 +206,9 @@ class Problem:
 
     # -- strategies ------------------------------------------------------------------------------------------------
 
-    def options(self, node: Node, cuts: Cuts | None = None) -> Options:
-        """The composite strategies of an op, or those that ``cuts`` allow."""
-        return self.pricer.options(node.signature, cuts, late=self.deferring.get(node.id))
+    def options(self, node: Node, allowed: Allowed | None = None) -> Options:
+        """The composite strategies of an op, or those that are ``allowed``."""
+        return self.pricer.options(node.signature, allowed, late=self.deferring.get(node.id))
 
     def prices(self, shape: tuple[int, ...], nbytes: int, states: Domain, *, into: bool = False) -> NDArray[np.float64]:
         """[len(states), S] of `Resharder.prices`, remembered."""
@@ -213,13 +222,13 @@ class Problem:
         """The summands of the problem on these domains.
 
         ``keep_s`` prices keeping a weight's forward copy for the backward pass, in seconds per whole copy (infinite: always
-        gathered again). ``limits`` says which loops some ops may cut.
+        gathered again). ``limits`` says which strategies may be taken.
         """
         result: list[Term] = []
         for v, costs in self.interior.items():
             result.append(self._term(("unary", *costs), (v,), domains, lambda ds, costs=costs: self._interior(costs, ds[0])))
         for n in self.coarse.joins:
-            term = self._join(self.graph.nodes[n], domains, (limits or {}).get(n))
+            term = self._join(self.graph.nodes[n], domains, limits.of(n) if limits else None)
             if term is not None:
                 result.extend(term)
         for link in self.graph.links:
@@ -241,7 +250,7 @@ class Problem:
             result.append(self._term(("unary", *costs), (v,), domains, lambda ds: self._interior(costs, ds[0])))
         joins, links, views = self._around.get(v, ((), (), ()))
         for n in joins:
-            result.extend(self._join(self.graph.nodes[n], domains, (limits or {}).get(n)) or ())
+            result.extend(self._join(self.graph.nodes[n], domains, limits.of(n) if limits else None) or ())
         for k in links:
             term = self._link(self.graph.links[k], domains)
             result.extend([term] if term is not None else [])
@@ -339,15 +348,15 @@ class Problem:
     def _join_slots(self) -> Mapping[int, tuple[tuple[int, ...], tuple[Slot, ...], tuple[int, ...]]]:
         return {n: self._slots(self.graph.nodes[n]) for n in self.coarse.joins}
 
-    def _join(self, node: Node, domains: Sequence[Domain], cuts: Cuts | None = None) -> list[Term] | None:
+    def _join(self, node: Node, domains: Sequence[Domain], allowed: Allowed | None = None) -> list[Term] | None:
         scope, slots, free = self._join_slots[node.id]
         if not scope:
             return None
         late = self.deferring.get(node.id)
-        key = ("op", node.signature.id, node.weight, slots, cuts, late)
+        key = ("op", node.signature.id, node.weight, slots, allowed, late)
 
         def build(own: tuple[Domain, ...]) -> Costs:
-            return picoseconds(self.pricer.op_table(node.signature, slots, free, own, cuts, late=late) * node.weight)
+            return picoseconds(self.pricer.op_table(node.signature, slots, free, own, allowed, late=late) * node.weight)
 
         return [self._term(key, scope, domains, build)]
 

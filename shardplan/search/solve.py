@@ -7,7 +7,7 @@ pairs of levels to a fixpoint (Tofu, section 5.2, made joint). Memory is priced 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -16,8 +16,10 @@ from shardplan.search.anytime import Incumbent, Observer, OutOfTimeError, Stoppe
 from shardplan.search.baselines import LeftOut, Restriction, examined
 from shardplan.search.eliminate import Eliminator, Order, find_order
 from shardplan.search.heuristics import heuristics
+from shardplan.search.options import Groups
 from shardplan.search.premise import everything_cut, everything_split
-from shardplan.search.problem import Domain, Limits, Problem
+from shardplan.search.pricing import Domain, Limits
+from shardplan.search.problem import Problem
 from shardplan.search.recursion import recurse
 from shardplan.search.tables import BIG
 
@@ -154,50 +156,69 @@ class Rivals:
 
     def __init__(self, solver: Solver) -> None:
         self._solver = solver
-        self._solved: list[Solution] = []
-        self._next = 0
+        self._found: dict[str, tuple[Solution, ...]] = {}
         self._closed = False
 
     @cached_property
     def _examined(self) -> tuple[Restriction | LeftOut, ...]:
         return examined(self._solver.problem)
 
-    @cached_property
-    def _restrictions(self) -> tuple[Restriction, ...]:
-        return (*(r for r in self._examined if not isinstance(r, LeftOut)), *heuristics(self._solver.problem))
-
     @property
     def left_out(self) -> tuple[LeftOut, ...]:
         """The baselines that do not exist here; in a search that was stopped, those that it did not come to, too."""
         missing = [r for r in self._examined if isinstance(r, LeftOut)]
-        unsolved = self._restrictions[self._next :] if self._closed else ()
+        unsolved = [r for r in self.restrictions if r.name not in self._found] if self._closed else []
         return (*missing, *(LeftOut(r.name, "the search was stopped before it came to them") for r in unsolved))
+
+    @cached_property
+    def restrictions(self) -> tuple[Restriction, ...]:
+        """The baselines that exist."""
+        found = [*self._examined, *heuristics(self._solver.problem)]
+        return tuple(self._joined(r) for r in found if isinstance(r, Restriction))
+
+    def outside(self, spaces: Mapping[Groups, Sequence[Domain]]) -> tuple[Solution, ...]:
+        """The baselines that are in none of these spaces, each of all layouts in which the factors of a group do the same."""
+        problem = self._solver.problem
+        if problem.sizes[2:] and spaces.keys() >= set(groupings(len(problem.sizes))):
+            some = examined(problem, parts=3)
+            found = [self._joined(r) for r in some if isinstance(r, Restriction)]
+        else:
+            found = [r for r in self.restrictions if r.limits.groups not in spaces]
+        return tuple(s for r in found for s in self._solved(r))
+
+    def _joined(self, r: Restriction) -> Restriction:
+        """With three factors and more a baseline does the same with the factors of each of its parts.
+
+        One that has no parts does so with all but the last. A value that it lays out in no such way is completed freely.
+        """
+        problem = self._solver.problem
+        if len(problem.sizes) <= 2:
+            return r
+        groups = r.parts if len(r.parts) > 1 else groupings(len(problem.sizes))[-1]
+        free = problem.together(problem.domains, groups)
+        return replace(r, domains=problem.together(r.domains, groups, free), limits=replace(r.limits, groups=groups))
 
     @property
     def solutions(self) -> tuple[Solution, ...]:
         """Every baseline that exists, at its best; level by level where its tables are large."""
-        for _ in self.solving():
-            pass
-        return tuple(self._solved)
-
-    def solving(self) -> Iterator[float]:
-        """Solves those that are left one by one, and says before each which part of all is solved."""
-        while not self._closed and self._next < len(self._restrictions):
-            yield self._next / len(self._restrictions)
-            solution = self._solve(self._restrictions[self._next])
-            self._solved += [] if solution is None else [solution]
-            self._next += 1
+        return tuple(s for r in self.restrictions for s in self._solved(r))
 
     def close(self) -> None:
         """Those that are not solved yet never will be."""
         self._closed = True
 
-    def _solve(self, r: Restriction) -> Solution | None:
-        if self._solver.order(r.domains).largest <= RIVAL_ENTRIES:
-            solution, priced = self._solver.minimum(r.name, r.domains, regather=r.regather, limits=r.limits)
-        else:
-            solution, priced = _by_levels(self._solver, r)
-        return replace(solution, name=r.name) if priced < float("inf") else None
+    def _solved(self, r: Restriction) -> tuple[Solution, ...]:
+        if r.name not in self._found:
+            if self._closed:
+                return ()
+            if self._solver.watch is not None:
+                self._solver.watch.tell("baselines", 0.1 + 0.3 * len(self._found) / len(self.restrictions))
+            if self._solver.order(r.domains).largest <= RIVAL_ENTRIES:
+                solution, priced = self._solver.minimum(r.name, r.domains, regather=r.regather, limits=r.limits)
+            else:
+                solution, priced = _by_levels(self._solver, r)
+            self._found[r.name] = (replace(solution, name=r.name),) if priced < float("inf") else ()
+        return self._found[r.name]
 
 
 def search(
@@ -253,24 +274,29 @@ def _searched(solver: Solver, rivals: Rivals, limit: int, pinned: Sequence[Domai
         if joint_fits:
             recurse(solver, pinned)
 
-    def seeds() -> list[Solution]:
+    def seeds(spaces: Mapping[Groups, Sequence[Domain]]) -> list[Solution]:
         if problem.objective == "bytes":
             return []
-        for part in rivals.solving():
-            watch.tell("baselines", 0.1 + 0.3 * part)
-        agreeing = [s for s in rivals.solutions if all(at in d for at, d in zip(s.states, domains, strict=True))]
+        agreeing = [s for s in rivals.outside(spaces) if all(at in d for at, d in zip(s.states, domains, strict=True))]
         fastest = sorted(agreeing, key=lambda s: s.seconds)
         fitting = [s for s in fastest if s.fits(limit)]
         return [solver.unlimited(s) for s in dict.fromkeys([*fastest[:SEEDS], *fitting[:SEEDS]])]
 
-    inside = [] if joint_fits else seeds()
+    spaces = {} if joint_fits else _spaces(solver, domains)
+    starts: list[Solution] = []
+    for groups, space in spaces.items():
+        watch.tell("levels", 0.1)
+        starts.append(solver.unlimited(solver.minimum("plan", space, limits=Limits(groups=groups))[0]))
+    if not joint_fits and not starts:
+        starts = [recurse(solver, pinned).solution]
+    inside = [] if joint_fits else [*starts, *seeds(spaces)]
     watch.tell("search", 0.4)
-    best, bound, exact = _best(solver, domains, pinned, inside, joint_fits, watch)
+    best, bound, exact = _best(solver, domains, inside, joint_fits, watch)
     candidates = [best, *inside]
     smallest: Solution | None = None
     if not best.fits(limit):
         watch.tell("memory", 0.7)
-        inside = inside or seeds()
+        inside = [*starts, *seeds({})]
         more, smallest = _within(solver, domains, limit, best, joint_fits, inside, watch)
         candidates += [*inside, *more]
         if not any(s.fits(limit) for s in candidates):
@@ -310,20 +336,31 @@ def in_seconds(problem: Problem, outcome: Outcome, donated: frozenset[int]) -> t
 def _best(
     solver: Solver,
     domains: Sequence[Domain],
-    pinned: Sequence[Domain],
     seeds: Sequence[Solution],
     joint_fits: bool,
     watch: Watch,
 ) -> tuple[Solution, float, bool]:
-    """(the best solution in these domains, a lower bound, whether it is exact); ``pinned`` is what the recursion starts from."""
+    """(the best solution in these domains, a lower bound, whether it is exact)."""
     if joint_fits:
         solution, priced = solver.minimum("plan", domains)
         return solution, priced, True
-    recursed = recurse(solver, pinned).solution
-    found = min([recursed, *seeds], key=lambda s: s.seconds)
-    polished = [_polish(solver, domains, s, watch) for s in dict.fromkeys([recursed, found])]
-    best = min(polished, key=lambda s: s.seconds)
-    return best, solver.problem.floor_seconds(), False
+    found = min(seeds, key=lambda s: s.seconds)
+    return _polish(solver, domains, found, watch), solver.problem.floor_seconds(), False
+
+
+def groupings(count: int) -> tuple[Groups, ...]:
+    """The ways to part the factors in two: slower ones, and faster ones."""
+    every = tuple(range(count))
+    return tuple((every[:i], every[i:]) for i in range(1, count))
+
+
+def _spaces(solver: Solver, domains: Sequence[Domain]) -> dict[Groups, tuple[Domain, ...]]:
+    """For three factors and more: the layouts that treat slower ones alike, and faster ones, where these solve jointly."""
+    problem = solver.problem
+    if len(problem.sizes) <= 2 or problem.objective == "bytes":
+        return {}
+    found = {groups: problem.together(domains, groups) for groups in groupings(len(problem.sizes))}
+    return {groups: space for groups, space in found.items() if solver.order(space).largest <= JOINT_ENTRIES}
 
 
 def _polish(
@@ -338,7 +375,7 @@ def _polish(
     """Chooses pairs of levels anew, the others held, until nothing improves; single levels where a pair is too wide."""
     problem, best, best_cost = solver.problem, start, float("inf")
     m = len(problem.sizes)
-    moves = [(f,) for f in range(m)] + (list(itertools.combinations(range(m), 2)) if m > 1 else [])
+    moves: list[tuple[int, ...]] = list(itertools.combinations(range(m), 2)) if m > 1 else [(0,)]
     waiting = list(moves)
     while waiting:
         if watch is not None:
@@ -347,6 +384,9 @@ def _polish(
         step = [problem.with_factors(v, best.states[v], move, d, later=False) for v, d in enumerate(domains)]
         order = solver.order(step)
         if order.largest > JOINT_ENTRIES:
+            single = [(f,) for f in move if len(move) > 1 and (f,) not in moves]
+            moves += single
+            waiting += single
             continue
         solution, cost = solver.minimum(start.name, step, points=points, price=price, order=order, regather=start.regather)
         if cost < best_cost * (1 - 1e-9) and (points or solution.seconds <= best.seconds):

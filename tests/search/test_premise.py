@@ -20,6 +20,7 @@ from shardplan.mesh import Cluster, factors
 from shardplan.search import Problem, coarsen, flatten, memory
 from shardplan.search.heuristics import heuristics
 from shardplan.search.premise import everything_cut, everything_split
+from shardplan.search.pricing import Limits
 from shardplan.search.recursion import recurse
 from shardplan.search.solve import Solution, Solver
 from shardplan.trace import trace
@@ -112,7 +113,7 @@ def test_steps_commute(sizes: list[int], data: st.DataObject) -> None:
 
     def total(order: int) -> float:
         states = tuple(space.index[(*dims[::order], ()), ()] for dims in layouts)
-        limits = {n: tuple(frozenset({v}) for v in loops[::order]) for n, loops in cuts.items()}
+        limits = Limits({n: tuple(frozenset({v}) for v in loops[::order]) for n, loops in cuts.items()})
         return sent(solver.rate("", states, {}, False, limits))
 
     assert total(1) == pytest.approx(total(-1), abs=TIES)
@@ -163,7 +164,7 @@ def test_icml18_never_leaves_a_sum_to_reduce() -> None:
     description = problem.graph.nodes[contraction].signature.description
     assert description is not None
     sums = {v for v, info in enumerate(description.loops) if info.reducer is not None}
-    by_name = {r.name: r.limits[contraction] for r in heuristics(problem)}
+    by_name = {r.name: r.limits.cuts[contraction] for r in heuristics(problem)}
     assert all(not sums & may for may in by_name["ICML18"])
     assert all(sums & may for may in by_name["EqualChop"])
 

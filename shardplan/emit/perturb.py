@@ -1,0 +1,147 @@
+"""Arguments moved by one unit in the last place, in the precision in which a step reads them.
+
+A float argument is moved to one of its neighbours. Where the step narrows an argument before it computes with it (parameters in
+float32, products in bfloat16), such a move seldom reaches the narrow copy, though that copy is what any other order of summation
+rounds otherwise. There the copy is moved by a unit of its own type as well, and the argument keeps its value: what the
+optimizer adds to stays exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from numpy.typing import NDArray
+
+from shardplan import _jax
+from shardplan.ir import Op, Program
+
+
+def neighbours(x: NDArray[Any], rng: np.random.Generator) -> NDArray[Any]:
+    """Each float moved to one of its neighbours, up or down at random; what is no float as it is."""
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return x
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return (neighbours(np.real(x), rng) + 1j * neighbours(np.imag(x), rng)).astype(x.dtype)
+    towards = np.where(rng.integers(2, size=x.shape) == 1, np.inf, -np.inf).astype(x.dtype)
+    return np.nextafter(x, towards).astype(x.dtype)
+
+
+def narrows(program: Program) -> bool:
+    """Whether a program, or a body in it, makes a float narrower."""
+
+    def narrower(op: Op) -> bool:
+        if op.primitive != "convert_element_type":
+            return False
+        equation = op.handle
+        return _is_narrower(equation.outvars[0].aval.dtype, equation.invars[0].aval.dtype)
+
+    return any(narrower(op) or any(narrows(body) for body in op.bodies) for op in program.ops)
+
+
+def narrowed(step: Callable[..., Any], seed: Any) -> Callable[..., Any]:
+    """The step with each narrow copy of an argument moved; ``seed`` (a uint32 scalar) says which way each number goes."""
+
+    def run(*args: Any) -> Any:
+        closed, shape = jax.make_jaxpr(step, return_shape=True)(*args)
+        flat = jax.tree.leaves(args)
+        outs = _Reader(lambda copy: moved(copy, seed)).run(closed.jaxpr, closed.consts, flat, [True] * len(flat))
+        return jax.tree.unflatten(jax.tree.structure(shape), outs)
+
+    return run
+
+
+def moved(x: Any, seed: Any) -> Any:
+    """Each number of a narrow float array one unit up or down, by a hash of its bits, its place and the seed.
+
+    Zeros, infinities and NaN stay, as does a number that has no finite neighbour on that side.
+    """
+    unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
+    bits = lax.bitcast_convert_type(x, unsigned)
+    mixed = bits.astype(jnp.uint32) * jnp.uint32(0x9E3779B1) + jnp.asarray(seed, jnp.uint32) * jnp.uint32(0x85EBCA6B)
+    for dim in range(x.ndim):
+        mixed = mixed + lax.broadcasted_iota(jnp.uint32, x.shape, dim) * jnp.uint32(0xC2B2AE35 + 2 * dim)
+        mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0x2C1B3C6D)
+    up = ((mixed ^ (mixed >> 13)) & 1).astype(bool)
+    near = lax.bitcast_convert_type(jnp.where(up, bits + unsigned(1), bits - unsigned(1)), x.dtype)
+    keep = (x == 0) | ~jnp.isfinite(x) | ~jnp.isfinite(near)
+    return jnp.where(keep, x, near)
+
+
+class _Reader:
+    """Evaluates a jaxpr and applies ``change`` to each narrow copy of an argument, inside calls, scans and remat too.
+
+    Inside a ``while`` and a ``cond`` arguments are read as they are.
+    """
+
+    def __init__(self, change: Callable[[Any], Any]) -> None:
+        self.change = change
+
+    def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], own: Sequence[bool]) -> list[Any]:
+        """``own`` marks which ``args`` are arguments of the step, or slices of them."""
+        values: dict[Any, Any] = {**dict(zip(jaxpr.constvars, consts, strict=True)), **dict(zip(jaxpr.invars, args, strict=True))}
+        mine = {v for v, is_own in zip(jaxpr.invars, own, strict=True) if is_own}
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, _jax.Literal) else values[atom]
+
+        for eqn in jaxpr.eqns:
+            inputs = [read(a) for a in eqn.invars]
+            marks = [not isinstance(a, _jax.Literal) and a in mine for a in eqn.invars]
+            outs = self.equation(eqn, inputs, marks)
+            values.update(zip(eqn.outvars, outs, strict=True))
+        return [read(a) for a in jaxpr.outvars]
+
+    def equation(self, eqn: Any, inputs: Sequence[Any], own: Sequence[bool]) -> list[Any]:
+        """The results of one equation."""
+        name, params = eqn.primitive.name, eqn.params
+        if any(own):
+            match name:
+                case "convert_element_type" if _is_narrower(eqn.outvars[0].aval.dtype, eqn.invars[0].aval.dtype):
+                    return [self.change(_bound(eqn, inputs)[0])]
+                case "jit" | "pjit":
+                    inner = params["jaxpr"]
+                    return self.run(inner.jaxpr, inner.consts, inputs, own)
+                case "remat2" | "checkpoint":
+                    body = jax.checkpoint(
+                        lambda *xs: self.run(params["jaxpr"], (), xs, own),
+                        prevent_cse=params["prevent_cse"],
+                        policy=params["policy"],
+                    )
+                    return body(*inputs)
+                case "scan":
+                    return self.scan(params, inputs, own)
+                case _:
+                    pass
+        return _bound(eqn, inputs)
+
+    def scan(self, params: Any, inputs: Sequence[Any], own: Sequence[bool]) -> list[Any]:
+        """A scan: its constants and the slices that it reads are arguments where the whole is; carries are not."""
+        inner, consts, carry = params["jaxpr"], params["num_consts"], params["num_carry"]
+        fixed, start, stacked = inputs[:consts], inputs[consts : consts + carry], inputs[consts + carry :]
+        marks = [*own[:consts], *[False] * carry, *own[consts + carry :]]
+
+        def body(state: Sequence[Any], slices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            results = self.run(inner.jaxpr, inner.consts, [*fixed, *state, *slices], marks)
+            after = [lax.convert_element_type(x, s.dtype) for x, s in zip(results, state, strict=False)]
+            return [_jax.weakly_typed(x) if s.weak_type else x for x, s in zip(after, state, strict=True)], results[carry:]
+
+        end, ys = lax.scan(
+            body, list(start), list(stacked), length=params["length"], reverse=params["reverse"], unroll=params.get("unroll", 1)
+        )
+        return [*end, *ys]
+
+
+def _is_narrower(new: Any, old: Any) -> bool:
+    floats = jnp.issubdtype(new, jnp.floating) and jnp.issubdtype(old, jnp.floating)
+    return floats and jnp.finfo(new).nmant < jnp.finfo(old).nmant
+
+
+def _bound(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
+    with eqn.ctx.manager:
+        made = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
+    return list(made) if eqn.primitive.multiple_results else [made]

@@ -84,21 +84,14 @@ def plan(
     replicate = _known_primitives(replicate, traced.program)
     leaves = frozenset(leaves_of(traced.in_tree, donated))
     limits = _Limits(limit, leaves, _entries(pins or {}), deadline, observer, measure, shared)
-    problem, outcome = _searched(traced.program, replicate, loaded, limits)
-    extractor = Extractor(problem)
+    found = _found(*_searched(traced.program, replicate, loaded, limits))
     return Plan(
+        **found,
         cluster=loaded,
-        factors=problem.factors,
         traced=traced,
-        extractor=extractor,
-        solution=outcome.best,
-        decisions=extractor.decide(outcome.best),
         step=step,
         memory_limit=limit,
         objective=objective,
-        lower_bound_s=outcome.bound_s,
-        exact=outcome.exact,
-        stopped=outcome.stopped,
         trace_s=traced_at - began,
         search_s=time.perf_counter() - traced_at,
         donate_argnums=donated,
@@ -106,8 +99,22 @@ def plan(
         pins=dict(pins or {}),
         time_budget_s=time_budget_s,
         user_mesh=user_mesh,
-        rivals=outcome.rivals,
     )
+
+
+def _found(problem: Problem, outcome: Outcome) -> dict[str, Any]:
+    """What a plan takes from the search."""
+    extractor = Extractor(problem)
+    return {
+        "factors": problem.factors,
+        "extractor": extractor,
+        "solution": outcome.best,
+        "decisions": extractor.decide(outcome.best),
+        "lower_bound_s": outcome.bound_s,
+        "exact": outcome.exact,
+        "stopped": outcome.stopped,
+        "rivals": outcome.rivals,
+    }
 
 
 def _silent(_what: str, _part: float) -> None:

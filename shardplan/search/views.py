@@ -18,7 +18,7 @@ needs no view.
 def add_views(
     graph: Graph, variables: list[Variable], of: list[int], weights: frozenset[int], one_choice: OneChoice = "timesteps"
 ) -> dict[tuple[int, int], int]:
-    """Gives a view to each tensor that several contractions read.
+    """Gives a view to each tensor that several contractions read; those of what shares one choice share one, too.
 
     None where it could gain little: where the stored layout serves nothing but these readers, or where the tensor is the
     largest that each of them touches, so that moving the others is cheaper. What that may lose is a copy made twice.
@@ -45,7 +45,6 @@ def add_views(
 
     equal: dict[tuple[int, frozenset[tuple[int, int, bool]]], list[int]] = {}
     alike: dict[tuple[int, frozenset[tuple[int, int, bool]]], list[int]] = {}
-
     least = {"none": len(graph.tensors) + 1, "timesteps": TIMESTEPS, "layers": 2}[one_choice]
     for t in sorted(readers):
         uses = readers[t]

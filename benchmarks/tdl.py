@@ -1,9 +1,11 @@
-"""Seconds of analysis: once for each distinct signature, and for a graph of 10,000 ops once its signatures are known.
+"""How often an op is analysed on symbols, and seconds: for the first time, and once its questions have been answered.
 
 ``python benchmarks/tdl.py [--ops 10000] [--repeats 5]``
 
-The chain repeats eight ops, so that nearly all of it is met before; the GPT is a real train step. *Describing* reads each op's
-rule and its index maps; *cutting* is the interval analysis of every loop, 2, 4 and 8 ways. Medians of the repeats.
+The chain repeats eight ops, so that nearly all of it is met before; the others are real train steps. *Analyses* are runs of a
+rule on symbols; *cuts* likewise of the interval analysis, for every loop, 2, 4 and 8 ways. *Numbers* is what it costs to analyse
+each signature on its own numbers, *first* with symbols and nothing known, *again* with all of it known. *Graph* is the whole of
+flattening the program, descriptions included. Medians of the repeats, seconds of the processor.
 """
 
 from __future__ import annotations
@@ -21,12 +23,16 @@ import jax.numpy as jnp
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from models import gpt
-from shardplan.search.graph import Signature, flatten
-from shardplan.tdl import cuts
+from models import gpt, rnn, wresnet
+from shardplan.search.graph import flatten
+from shardplan.tdl import Call, Description, cuts, describe
+from shardplan.tdl.describe import forget_analyses, rule_of
+from shardplan.tdl.description import read
+from shardplan.tdl.once import Tree
 from shardplan.trace import trace
 
 WAYS = (2, 4, 8)
+COLUMNS = ("program", "ops", "signatures", "analyses", "cuts", "graph first", "again", "numbers", "first", "again")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,15 +42,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=5)
     given = parser.parse_args(argv)
     jax.config.update("jax_platforms", "cpu")
-    print(f"{'program':<8} {'ops':>7} {'signatures':>11} {'describing':>11} {'cutting':>9} {'a signature':>12}")
-    for name, (step, args) in {"chain": chain(given.ops), "gpt": gpt.train_step(layers=12)}.items():
+    print("  ".join(f"{name:>11}" for name in COLUMNS))
+    programs = {
+        "chain": chain(given.ops),
+        "gpt 48": gpt.train_step(layers=48),
+        "wresnet 152": wresnet.train_step(depth=152),
+        "rnn": rnn.train_step(),
+    }
+    for name, (step, args) in programs.items():
         program = trace(step, *args).program
         graph = flatten(program)
-        signatures = list({node.signature.id: node.signature for node in graph.nodes}.values())
-        described = median(lambda program=program: flatten(program), given.repeats)
-        cutting = median(lambda signatures=signatures: analyse(signatures), given.repeats)
-        each = f"{cutting / len(signatures) * 1e3:.2f} ms"
-        print(f"{name:<8} {len(graph.nodes):>7} {len(signatures):>11} {described:>9.3f} s {cutting:>7.3f} s {each:>12}")
+        signatures = {node.signature.id: node.signature for node in graph.nodes}
+        calls = [s.call for s in signatures.values() if s.description is not None]
+        forget_analyses()
+        analyses, cutting = counted(lambda calls=calls: [describe(call) for call in calls])
+        cuts_made, _ = counted(lambda made=cutting: analyse(made))
+        seconds = [
+            median(lambda program=program: flatten(program), given.repeats, forget_analyses),
+            median(lambda program=program: flatten(program), given.repeats),
+            median(lambda calls=calls: analyse([on_numbers(call) for call in calls]), given.repeats),
+            median(lambda calls=calls: analyse([describe(call) for call in calls]), given.repeats, forget_analyses),
+            median(lambda calls=calls: analyse([describe(call) for call in calls]), given.repeats),
+        ]
+        row = [name, *map(str, (len(graph.nodes), len(signatures), analyses, cuts_made)), *(f"{s:.4f}" for s in seconds)]
+        print("  ".join(f"{cell:>11}" for cell in row), flush=True)
     return 0
 
 
@@ -60,18 +81,34 @@ def chain(ops: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return step, (jax.ShapeDtypeStruct((64, 64), jnp.float32),) * 2
 
 
-def analyse(signatures: Sequence[Signature]) -> int:
-    """All legal cuts of each signature."""
-    return sum(len(cuts(s.description, k)) for s in signatures if s.description is not None for k in WAYS)
+def on_numbers(call: Call) -> Description:
+    """The description as its own numbers give it."""
+    function = rule_of(call.primitive)
+    assert function is not None
+    return read(call, function)
 
 
-def median(run: Callable[[], object], repeats: int) -> float:
-    """Seconds of a run."""
+def analyse(descriptions: Sequence[Description | None]) -> int:
+    """All legal cuts."""
+    return sum(len(cuts(made, k)) for made in descriptions if made is not None for k in WAYS)
+
+
+def counted(run: Callable[[], Any]) -> tuple[int, Any]:
+    """How many symbolic analyses a run makes, and what it returns."""
+    before = Tree.runs
+    made = run()
+    return Tree.runs - before, made
+
+
+def median(run: Callable[[], object], repeats: int, before: Callable[[], None] | None = None) -> float:
+    """Seconds of a run, each after ``before``."""
     seconds: list[float] = []
     for _ in range(repeats):
-        began = time.perf_counter()
+        if before is not None:
+            before()
+        began = time.process_time()
         run()
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.process_time() - began)
     return statistics.median(seconds)
 
 

@@ -178,24 +178,26 @@ def _tdl(options: argparse.Namespace) -> Report:
     from shardplan.errors import nearest
     from shardplan.report import Progress
     from shardplan.report.tdl_text import coverage_text, primitive_text
-    from shardplan.tdl.coverage import coverage, sort_primitives
+    from shardplan.tdl.coverage import coverage, sort_one, sort_primitives
     from shardplan.tdl.describe import describe
     from shardplan.tdl.proof import CASES, Drawn
-    from shardplan.tdl.words import words
+    from shardplan.tdl.words import register_lines, words
 
     if options.primitive is None:
         examples = int(options.coverage) if options.examples is None else options.examples
         with Progress() as progress:
             found = coverage(examples=examples, observer=progress)
         return Report(coverage_text(found), found, not found["undescribed"] and not found["faults"])
-    known = {entry.name: entry for entry in sort_primitives()}
-    if options.primitive not in known:
-        raise ShardplanError(f"the installed JAX has no primitive {options.primitive!r}{nearest(options.primitive, list(known))}")
-    entry = known[options.primitive]
-    made = {"primitive": entry.name, "kind": entry.kind, "reason": entry.reason}
+    entry = sort_one(options.primitive)
+    if entry is None:
+        known = [entry.name for entry in sort_primitives()]
+        raise ShardplanError(f"the installed JAX has no primitive {options.primitive!r}{nearest(options.primitive, known)}")
+    made: dict[str, Any] = {"primitive": entry.name, "kind": entry.kind, "reason": entry.reason}
     if entry.name in CASES:
         description = describe(CASES[entry.name](Drawn(0)).call)
         made |= words(description) if description is not None else {}
+    if entry.kind == "kernel":
+        made["register"] = register_lines(entry.name)
     return Report(primitive_text(made), made)
 
 

@@ -52,8 +52,8 @@ class UndescribedPrimitiveError(ShardplanError):
         super().__init__(
             f"no description of the primitive {primitive!r}, used at {source}: "
             + (
-                _kernel_help(primitive, operands, results)
-                if ":" in primitive
+                _lines_to_write(primitive, operands, results)
+                if ":" in primitive or results
                 else f"describe it with @shardplan.tdl.rule({primitive!r}), "
             )
             + f"or allow it to run whole on every device with plan(..., replicate=({primitive!r},))"
@@ -62,7 +62,7 @@ class UndescribedPrimitiveError(ShardplanError):
         self.source = source
 
 
-def _kernel_help(primitive: str, operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]]) -> str:
+def _lines_to_write(primitive: str, operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]]) -> str:
     """The three lines to write, for these shapes: an op that is cut along the leading dim of its results, if they share one."""
     leading = {s[0] if s else 0 for s in results}
     shared = len(leading) == 1 and leading != {0} and any(s[:1] == results[0][:1] for s in operands)
@@ -77,9 +77,12 @@ def _kernel_help(primitive: str, operands: Sequence[tuple[int, ...]], results: S
     if primitive == "pallas_call:?":
         return "the kernel has no name to describe it by: give it one, pallas_call(..., name=), "
     run = "" if primitive.startswith("ffi_call:") else ", run=function_that_calls_it"
+    target, own = (
+        (repr(primitive), "") if ":" in primitive else ("the_primitive", "  # itself; without parameters it needs no run=")
+    )
     return (
         f"say what it reads (here {'only the leading dim is cut' if shared else 'nothing is cut'}):\n"
-        f"    @shardplan.register({primitive!r}{run})\n    def describe({', '.join(names)}):\n        return {body}\n"
+        f"    @shardplan.register({target}{run}){own}\n    def describe({', '.join(names)}):\n        return {body}\n"
     )
 
 

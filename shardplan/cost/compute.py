@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from shardplan.mesh import Device
 from shardplan.tdl import Description
-from shardplan.tdl.describe import children
+from shardplan.tdl.description import children
 from shardplan.tdl.index import Affine, Exact, IndexExpr, loops_of
 from shardplan.tdl.language import Access, Apply, Match, Reduce, Scalar
 

@@ -33,8 +33,10 @@ def _list(title: str, names: Sequence[str]) -> list[str]:
 def primitive_text(made: Mapping[str, Any]) -> str:
     """One primitive: its kind and, where it has one, its description with the strategies that follow."""
     lines = [f"{made['primitive']}: {made['kind']}" + (f" ({made['reason']})" if made["reason"] else "")]
+    if made.get("register"):
+        lines += ["", "for example:"] + [f"  {text}".rstrip() for text in made["register"]]
     if "description" not in made:
-        return lines[0]
+        return "\n".join(lines)
     shapes = ", ".join(f"x{i} {shape}" for i, shape in enumerate(made["operands"]))
     lines += ["", f"for example with {shapes or 'no operands'}:"]
     lines += [f"  {text}" for text in made["description"]]

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardplan.cost import compute
-from shardplan.errors import UndescribedPrimitiveError
+from shardplan.errors import DescriptionError, MisfitError, UndescribedPrimitiveError
 from shardplan.ir import Op, Program, Tensor
 from shardplan.tdl import Call, Description, describe
 from shardplan.tdl.describe import runs_apart
@@ -25,16 +25,18 @@ Where = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What distinct ops share: the call and its description (None: allowed to run whole on every device)."""
+    """What distinct ops share: the call and its description (None: allowed to run whole on every device).
+
+    ``apart``: each device makes this call on its own share.
+    """
 
     id: int
     call: Call
     description: Description | None
+    apart: bool = field(init=False)
 
-    @property
-    def apart(self) -> bool:
-        """Whether each device makes this call on its own share."""
-        return runs_apart(self.call.primitive, self.description)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "apart", runs_apart(self.call.primitive, self.description))
 
     @property
     def defers(self) -> bool:
@@ -106,7 +108,8 @@ class Graph:
 _SELDOM = 1e-3
 """The share of its cost that a branch keeps which is not the dearest: enough to choose its layouts by."""
 
-_BACKWARD = ("transpose(", "rematted_computation")
+_TRANSPOSED, _REPEATED = "transpose(", "rematted_computation"
+"""What stands in the scope of an op of the backward pass."""
 
 
 def flatten(program: Program, *, replicate: Sequence[str] = ()) -> Graph:
@@ -122,6 +125,8 @@ class _Flattener:
     def __init__(self, replicate: frozenset[str]) -> None:
         self.replicate = replicate
         self.tensors: list[Tensor] = []
+        self.kind_of: dict[tuple[tuple[int, ...], str], int] = {}
+        self.kinds: list[int] = []  # of each tensor: equal numbers for equal shapes and dtypes
         self.nodes: list[Node] = []
         self.links: list[Link] = []
         self.constants: set[int] = set()
@@ -150,21 +155,23 @@ class _Flattener:
         )
 
     def new(self, tensor: Tensor) -> int:
-        self.tensors.append(Tensor(len(self.tensors), tensor.shape, tensor.dtype, tensor.itemsize))
-        return len(self.tensors) - 1
+        number, kind = len(self.tensors), (tensor.shape, tensor.dtype)
+        self.tensors.append(tensor if tensor.id == number else Tensor(number, tensor.shape, tensor.dtype, tensor.itemsize))
+        self.kinds.append(self.kind_of.setdefault(kind, len(self.kind_of)))
+        return number
 
     def place(self, program: Program, where: Where, same: Mapping[int, int], weight: float, backward: bool) -> tuple[int, ...]:
         """Adds a program's tensors and ops; ``same`` gives local tensors that are tensors of the graph already."""
-        ids = tuple(same[t.id] if t.id in same else self.new(t) for t in program.tensors)
+        ids = tuple([same[t.id] if t.id in same else self.new(t) for t in program.tensors])
         self.bodies[where] = ids
         self.constants.update(ids[t] for t, _ in program.constants)
         for op in program.ops:
-            back = backward or any(mark in op.scope for mark in _BACKWARD)
+            back = backward or _TRANSPOSED in op.scope or _REPEATED in op.scope
             if op.bodies:
                 self.control(op, where, ids, weight, back)
                 continue
-            inputs = tuple(ids[i] if isinstance(i, int) else -1 for i in op.inputs)
-            outputs = tuple(ids[o] for o in op.outputs)
+            inputs = tuple([ids[i] if isinstance(i, int) else -1 for i in op.inputs])
+            outputs = tuple([ids[o] for o in op.outputs])
             signature = self.signature(op, inputs, outputs)
             self.nodes.append(Node(len(self.nodes), signature, inputs, outputs, weight, back, where, op))
         return ids
@@ -260,25 +267,43 @@ class _Flattener:
             self.links.append(Link(entry[b + i], outer, 0, weight))
 
     def signature(self, op: Op, inputs: Sequence[int], outputs: Sequence[int]) -> Signature:
-        shapes = tuple(self.tensors[i].shape if i >= 0 else () for i in inputs)
-        dtypes = tuple(self.tensors[i].dtype if i >= 0 else "" for i in inputs)
-        results = tuple((self.tensors[o].shape, self.tensors[o].dtype) for o in outputs)
-        params = tuple((k, v) for k, v in op.params.items() if not _is_body(v))
-        key: Any = (op.primitive, shapes, dtypes, results, params)
+        kinds = self.kinds
+        reads, makes = tuple([kinds[i] if i >= 0 else -1 for i in inputs]), tuple([kinds[o] for o in outputs])
+        params = tuple([(k, v) for k, v in op.params.items() if type(v) in _PLAIN or not _is_body(v)])
+        key: Any = (op.primitive, reads, makes, params)
         try:
             found = self.signatures.get(key)
         except TypeError:
-            key = (op.primitive, shapes, dtypes, results, repr(params))
+            key = (op.primitive, reads, makes, repr(params))
             found = self.signatures.get(key)
         if found is not None:
             return found
+        shapes = tuple(self.tensors[i].shape if i >= 0 else () for i in inputs)
+        dtypes = tuple(self.tensors[i].dtype if i >= 0 else "" for i in inputs)
+        results = tuple((self.tensors[o].shape, self.tensors[o].dtype) for o in outputs)
         call = Call(op.primitive, shapes, tuple(s for s, _ in results), op.params, dtypes, tuple(d for _, d in results))
-        description = describe(call)
+        description = _described(call, op)
         waived = self.replicate | HOST
         if description is None and waived.isdisjoint((op.primitive, op.primitive.split(":")[0])):
             raise UndescribedPrimitiveError(op.primitive, str(op.source), operands=shapes, results=call.results)
         self.signatures[key] = Signature(len(self.signatures), call, description)
         return self.signatures[key]
+
+
+def _described(call: Call, op: Op) -> Description | None:
+    try:
+        return describe(call)
+    except MisfitError as error:
+        batched = (
+            "; under jax.vmap a kernel has a batch dim more: describe it for any rank (lambda *i), with a run= that takes both, "
+            "or put the vmap into a jax.jit function and register that one"
+        )
+        raise MisfitError(f"{error} (used at {op.source}){batched if ':' in call.primitive else ''}") from error
+    except DescriptionError as error:
+        raise DescriptionError(f"{error} (used at {op.source})") from error
+
+
+_PLAIN = {int, bool, str, tuple, type(None)}
 
 
 def _is_body(param: Any) -> bool:

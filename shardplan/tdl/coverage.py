@@ -92,6 +92,12 @@ def sort_primitives() -> tuple[Sorted, ...]:
     return tuple(_sorted(name, module, known) for name, (module, _) in sorted(_jax.primitives().items()))
 
 
+def sort_one(name: str) -> Sorted | None:
+    """One primitive, also a kernel's of a module that is not loaded; None if JAX has none of that name."""
+    found = next((entry for entry in sort_primitives() if entry.name == name), None)
+    return found or (_sorted(name, "", set()) if name in _KERNEL else None)
+
+
 def _sorted(name: str, module: str, known: set[str]) -> Sorted:
     if name in _STRUCTURAL:
         return Sorted(name, "structural", "has a body that is seen through")

@@ -1,69 +1,19 @@
-"""Descriptions: what a primitive's rule says, read once into loops, accesses and linearity; and the registry of rules."""
+"""The registry of rules: which call goes by which name, and its description, each kind of call analysed once."""
 
 from __future__ import annotations
 
-import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
+from functools import wraps
+from typing import Any
 
 from shardplan.errors import DescriptionError, MisfitError
-from shardplan.ir import Reducer
 from shardplan.tdl import language as lang
-from shardplan.tdl.index import Affine, Data, Full, IndexExpr, Loop, loops_of
+from shardplan.tdl.description import Call, Description, Lambda, Origin, RuleFunction, instance, read
+from shardplan.tdl.once import Leaf, Lifted, Numbering, Tree, asked, fill, lifted
 from shardplan.tdl.special import MISCUT
-
-Lambda = Callable[..., Any]
-RuleFunction = Callable[..., "Lambda | tuple[Lambda, ...]"]
-Monomials = frozenset[tuple[int, ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One application of a primitive, as a rule sees it: shapes and dtypes of operands and results, and parameters.
-
-    ``scalars[i]`` is the value of operand i where it is a literal of the program, else None (left out: nothing is known). A
-    literal zero counts as no term, so that a partial sum passes through padding with zeros.
-    """
-
-    primitive: str
-    operands: tuple[tuple[int, ...], ...]
-    results: tuple[tuple[int, ...], ...]
-    params: Mapping[str, Any]
-    dtypes: tuple[str, ...] = ()
-    result_dtypes: tuple[str, ...] = ()
-    scalars: tuple[Any, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class LoopInfo:
-    """A loop: ``reducer`` None where it is parallel; ``whole`` where an opaque function runs over it and it may not be cut."""
-
-    name: str
-    extent: int
-    reducer: Reducer | None = None
-    whole: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Description:
-    """A primitive application in TDL.
-
-    ``results[r][d]`` is the loop that is dim d of result r. ``accesses`` lists (operand, index expressions) once each.
-    ``trees`` are the element expressions. ``monomials[r]`` says how result r depends on its operands: a sum of products of the
-    listed operands (an operand that passes through a nonlinear function is listed twice).
-    ``elementwise``: every operand is read at the result's own index (size-1 dims and scalars broadcast).
-    """
-
-    call: Call
-    loops: tuple[LoopInfo, ...]
-    results: tuple[tuple[int, ...], ...]
-    accesses: tuple[tuple[int, tuple[IndexExpr, ...]], ...]
-    trees: tuple[lang.Scalar, ...]
-    monomials: tuple[Monomials, ...]
-    elementwise: bool
-
+from shardplan.tdl.symbols import Extent, Trail
 
 _RULES: dict[str, RuleFunction] = {}
 
@@ -199,204 +149,80 @@ def _fits(name: str, body: Any) -> bool:
     return True
 
 
-def _takes(function: RuleFunction, count: int) -> bool:
-    try:
-        inspect.signature(function).bind(None, *[None] * count)
-    except TypeError:
-        return False
-    return True
-
-
 def op(function: Callable[..., Any]) -> Callable[[Call], Description]:
     """Tofu's ``@tdl.op``: ``function(*operands)`` returns the lambda; the result reads a `Call` into a `Description`."""
 
-    def read(call: Call) -> Description:
+    def of(call: Call) -> Description:
+        @wraps(function)
         def without_call(_: Call, *operands: lang.TensorRef) -> Lambda:
             return function(*operands)
 
-        return _read(call, without_call)
+        return read(call, without_call)
 
-    read.__doc__ = function.__doc__
-    return read
+    of.__doc__ = function.__doc__
+    return of
+
+
+_TREES: dict[Hashable, Tree] = {}
 
 
 def describe(call: Call) -> Description | None:
-    """The description of this application, or None where no rule covers the primitive."""
+    """The description of this application, or None where no rule covers the primitive.
+
+    A rule is read once for symbolic extents; on a call that answers its questions alike the numbers are put in.
+    """
     function = _RULES.get(call.primitive)
-    return None if function is None else _read(call, function)
+    if function is None:
+        return None
+    numbering, tape = Numbering(), list[int]()
+    key = (function, numbering.shapes((*call.operands, *call.results), tape), len(call.operands), call.primitive)
+    key = (*key, call.dtypes, call.result_dtypes, call.scalars)
+    tree = _TREES.get(key)
+    if tree is None:
+        tree = _TREES[key] = Tree()
+    leaf = tree.find(tape, asked(call.params, numbering))
+    if leaf is None:
+        trail = Trail([], {}, {})
+        leaf = tree.grow(trail, lambda: _symbolic(call, function, trail))
+        _share(leaf)
+        tape = [n.value for n in trail.tape]
+    return instance(call, leaf, tape, Origin(leaf, tuple(tape)))
 
 
-def _read(call: Call, function: RuleFunction) -> Description:
-    operands = [
-        lang.TensorRef(i, shape, call.dtypes[i] if i < len(call.dtypes) else "float32") for i, shape in enumerate(call.operands)
-    ]
-    if ":" in call.primitive and not _takes(function, len(operands)):
-        raise MisfitError(
-            f"{call.primitive} has {len(operands)} operands, described are", expression=str(inspect.signature(function))
-        )
-    with lang.Recorder() as recorder:
-        made = function(call, *operands)
-        lambdas = cast("tuple[Lambda, ...]", made if isinstance(made, tuple) else (made,))
-        for body in lambdas:
-            if not callable(body):
-                raise DescriptionError(f"{call.primitive}: a description returns a lambda for each result", expression=repr(body))
-        if len(lambdas) != len(call.results):
-            raise MisfitError(f"{call.primitive} has {len(call.results)} results, described are {len(lambdas)}")
-        results: list[tuple[int, ...]] = []
-        trees: list[lang.Scalar] = []
-        for body, shape in zip(lambdas, call.results, strict=True):
-            dims = _parallel(recorder, call, body, shape)
-            results.append(dims)
-            trees.append(_element(call, body, dims))
-    accesses = _accesses(trees)
-    _check(call, accesses)
-    extents = _extents(recorder, call, accesses)
-    whole = frozenset(v for tree in trees for v in _hidden(tree))
-    loops = tuple(
-        LoopInfo(n, e, r, i in whole) for i, (n, r, e) in enumerate(zip(recorder.names, recorder.kinds, extents, strict=True))
-    )
-    zeros = frozenset(i for i, v in enumerate(call.scalars) if isinstance(v, int | float) and v == 0)
-    booleans = tuple(t == "bool" for t in call.result_dtypes) or (False,) * len(trees)
-    monomials = tuple(_twice(t) if b else products(t, zeros) for t, b in zip(trees, booleans, strict=True))
-    plain = all(k is None for k in recorder.kinds) and len(set(results)) == 1 and not whole
-    elementwise = plain and all(_identity(ix, call.operands[o], results[0]) for o, ix in accesses)
-    return Description(call, loops, tuple(results), accesses, tuple(trees), monomials, elementwise)
+_CUTS: dict[Hashable, dict[Hashable, Tree]] = {}
 
 
-def _element(call: Call, body: Lambda, dims: tuple[int, ...]) -> lang.Scalar:
-    def failed(error: BaseException) -> DescriptionError:
-        line = (str(error).strip().splitlines() or ["no message"])[0]
-        return DescriptionError(
-            f"{call.primitive}: the description's lambda fails on symbolic indices", expression=f"{type(error).__name__}: {line}"
-        )
-
-    def made() -> Any:
-        try:
-            return body(*(Loop(Affine(((i, 1),))) for i in dims))
-        except (ArithmeticError, LookupError, AttributeError, ValueError) as error:
-            raise failed(error) from error
-
-    try:
-        return lang.scalar(made())
-    except TypeError as error:
-        says = "an element is built with + - * / and tdl's own functions (tdl.apply('exp', x) names any other)"
-        raise DescriptionError(f"{call.primitive}: {says}", expression=str(error).partition("\n")[0]) from error
+def forget_analyses() -> None:
+    """Forgets what was analysed so far: the next call of each kind is analysed as if it were the first."""
+    _TREES.clear()
+    _CUTS.clear()
 
 
-def _parallel(recorder: lang.Recorder, call: Call, body: Lambda, shape: tuple[int, ...]) -> tuple[int, ...]:
-    names = lang.lambda_names(body, len(shape))
-    if len(names) != len(shape):
-        raise MisfitError(f"{call.primitive} has a result of rank {len(shape)}, described with indices {names}")
-    dims: list[int] = []
-    for name, extent in zip(names, shape, strict=True):
-        if name in recorder.parallel:
-            loop = recorder.parallel[name]
-            if recorder.extents[loop] != extent:
-                raise DescriptionError(f"{call.primitive}: index {name} has extent {recorder.extents[loop]} and {extent}")
-        else:
-            loop = recorder.parallel[name] = recorder.loop(name, None, extent)
-        dims.append(loop)
-    return tuple(dims)
+def _share(leaf: Leaf) -> None:
+    """Descriptions without reductions that read alike (`exp` and `tanh`, float32 and bfloat16) share the analyses of their cuts.
+
+    A cut of a parallel loop depends on nothing but the extents, the operands' shapes and the indices. Those that are computed
+    from extents have no place to be shared by.
+    """
+    extents, accesses, _, (operands, loops, results, _, _) = leaf.made
+    if leaf.at or any(loop.reducer is not None for loop in loops) or fill(accesses) is not None:
+        return
+    shapes = tuple([tuple(map(_place, shape)) for shape in operands])
+    key = shapes, tuple(map(_place, extents)), results, accesses, len(leaf.tape)
+    leaf.known, leaf.more = {}, _CUTS.setdefault(key, leaf.more)
 
 
-def children(node: lang.Scalar) -> tuple[lang.Scalar, ...]:
-    """The nodes below this one."""
-    match node:
-        case lang.Apply(_, args, _) | lang.HiddenLoops(args, _) | lang.OpaqueResult(args):
-            return args
-        case lang.Reduce(_, _, body):
-            return (body,)
-        case lang.Match(element, _):
-            return (element,)
-        case _:
-            return ()
+def _place(n: Any) -> int:
+    return n.at if type(n) is Extent else ~n
 
 
-def _accesses(trees: list[lang.Scalar]) -> tuple[tuple[int, tuple[IndexExpr, ...]], ...]:
-    found: dict[tuple[int, tuple[IndexExpr, ...]], None] = {}
-    stack = list(reversed(trees))
-    while stack:
-        node = stack.pop()
-        if isinstance(node, lang.Access):
-            found[node.operand, node.indices] = None
-        stack.extend(reversed(children(node)))
-    return tuple(found)
-
-
-def _check(call: Call, accesses: tuple[tuple[int, tuple[IndexExpr, ...]], ...]) -> None:
-    for operand, _ in accesses:
-        if operand >= len(call.operands):
-            raise DescriptionError(f"{call.primitive} has {len(call.operands)} operands", expression=f"operand {operand}")
-
-
-def _extents(recorder: lang.Recorder, call: Call, accesses: tuple[tuple[int, tuple[IndexExpr, ...]], ...]) -> tuple[int, ...]:
-    """Parallel loops have the result's extent, reduction loops that of a dim which they index alone."""
-    extents = list(recorder.extents)
-    for operand, indices in accesses:
-        for dim, ix in enumerate(indices):
-            match ix:
-                case Affine(((loop, 1),), 0) if extents[loop] is None:
-                    extents[loop] = call.operands[operand][dim]
-                case _:
-                    pass
-    for name, extent in zip(recorder.names, extents, strict=True):
-        if extent is None:
-            raise DescriptionError(f"{call.primitive}: the extent of {name} cannot be read off an operand; give extents=")
-    return tuple(e for e in extents if e is not None)
-
-
-def _hidden(tree: lang.Scalar) -> frozenset[int]:
-    own = tree.loops if isinstance(tree, lang.HiddenLoops) else frozenset[int]()
-    for child in children(tree):
-        own |= _hidden(child)
-    return own
-
-
-def _identity(indices: tuple[IndexExpr, ...], shape: tuple[int, ...], result: tuple[int, ...]) -> bool:
-    if not indices:
-        return True
-    if len(indices) != len(result):
-        return False
-    return all(n == 1 or ix == Affine(((loop, 1),)) for ix, n, loop in zip(indices, shape, result, strict=True))
-
-
-def products(node: lang.Scalar, zeros: frozenset[int] = frozenset()) -> Monomials:
-    """The expression as a sum of products of operands; what is not linear counts an operand twice. Zero is the empty sum."""
-    match node:
-        case lang.Number(value):
-            return frozenset({()}) if value else frozenset()
-        case lang.Access(operand, _):
-            return frozenset() if operand in zeros else frozenset({(operand,)})
-        case lang.Apply("add", args, _):
-            return frozenset[tuple[int, ...]]().union(*(products(a, zeros) for a in args))
-        case lang.Apply("neg", (arg,), _):
-            return products(arg, zeros)
-        case lang.Apply("mul", (a, b), _):
-            return _product(products(a, zeros), products(b, zeros))
-        case lang.Apply("div", (a, b), _):
-            return _product(products(a, zeros), _twice(b))
-        case lang.Apply("where", (c, a, b), _):
-            return _product(products(a, zeros) | products(b, zeros), _twice(c))
-        case lang.Reduce("sum", _, body):
-            return products(body, zeros)
-        case _:
-            return _twice(node)
-
-
-def _product(left: Monomials, right: Monomials) -> Monomials:
-    return frozenset(tuple(sorted(x + y)) for x in left for y in right)
-
-
-def _twice(node: lang.Scalar) -> Monomials:
-    used = sorted({operand for operand, _ in _accesses([node])})
-    return frozenset({tuple(sorted(used + used))})
-
-
-def uses_full(ix: IndexExpr) -> bool:
-    """Whether the worker must hold the whole dim whatever is cut."""
-    return isinstance(ix, Full | Data)
-
-
-def reads(description: Description, loop: int) -> tuple[int, ...]:
-    """The operands whose index depends on a loop."""
-    return tuple(sorted({o for o, indices in description.accesses if any(loop in loops_of(i) for i in indices)}))
+def _symbolic(call: Call, function: RuleFunction, trail: Trail) -> tuple[Any, ...]:
+    """What a rule says of a call with symbols for its extents: all that a description holds, in a list what holds no number."""
+    numbering, numbers = Numbering(), list[int]()
+    numbering.shapes((*call.operands, *call.results), numbers)
+    for n in numbers:
+        trail.symbol(n)
+    operands, results = (lifted(shapes, numbering, trail) for shapes in (call.operands, call.results))
+    made = read(replace(call, operands=operands, results=results, params=Lifted(call.params, numbering, trail)), function)
+    extents = tuple([loop.extent for loop in made.loops])
+    return extents, made.accesses, made.trees, [operands, made.loops, made.results, made.monomials, made.elementwise]

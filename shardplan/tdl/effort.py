@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardplan.tdl.describe import Description, children
+from shardplan.tdl.description import Description, children
 from shardplan.tdl.language import Apply, HiddenLoops, OpaqueResult, Reduce, Scalar
 
 _LIGHT = frozenset({

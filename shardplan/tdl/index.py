@@ -247,7 +247,10 @@ def interval(expr: IndexExpr, extents: Mapping[int, int], cut: int, ways: int) -
                     n //= ways
                     step += c * n
                 reach = c * (n - 1)
-                lo, hi = lo + min(0, reach), hi + max(0, reach)
+                if reach < 0:
+                    lo += reach
+                else:
+                    hi += reach
             return Interval(step, lo, hi)
         case FloorDiv(inner, by):
             at = interval(inner, extents, cut, ways)

@@ -230,6 +230,7 @@ class Recorder:
         self.kinds: list[Reducer | None] = []
         self.extents: list[int | None] = []
         self.parallel: dict[str, int] = {}
+        self.open: list[str] = []  # the indices that the expression being built may use
 
     def __enter__(self) -> Recorder:
         _recorders.append(self)
@@ -296,8 +297,17 @@ def _reduction(reducer: Reducer, body: Callable[..., Any], extents: tuple[int, .
             "a reducer needs an index to reduce over", expression=f"{reducer} over {names} with extents {extents}"
         )
     recorder = current()
+    taken = [n for n in names if n in recorder.open]
+    if taken:
+        raise DescriptionError(
+            f"the index {taken[0]} of a reduction stands for another one around it already; give it a name of its own",
+            expression=f"{reducer} over {', '.join(names)} inside {', '.join(recorder.open)}",
+        )
     ids = tuple(recorder.loop(n, reducer, extents[i] if extents else None) for i, n in enumerate(names))
-    return Reduce(reducer, ids, scalar(body(*(Loop(Affine(((i, 1),))) for i in ids))))
+    recorder.open += names
+    made = scalar(body(*(Loop(Affine(((i, 1),))) for i in ids)))
+    del recorder.open[-len(names) :]
+    return Reduce(reducer, ids, made)
 
 
 def Sum(body: Callable[..., Any], extents: tuple[int, ...] | None = None) -> Scalar:  # noqa: N802 (Tofu's name)

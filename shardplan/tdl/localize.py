@@ -20,7 +20,8 @@ from jax import lax
 
 from shardplan import _jax
 from shardplan.ir import Partial, Placement, Split
-from shardplan.tdl.describe import Call, run_by_user
+from shardplan.tdl.describe import run_by_user
+from shardplan.tdl.description import Call
 from shardplan.tdl.rules.indexing import row_dims
 from shardplan.tdl.shrink import shrink
 from shardplan.tdl.strategies import Strategy

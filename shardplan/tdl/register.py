@@ -14,21 +14,14 @@ import numpy as np
 from shardplan import _jax
 from shardplan.errors import DescriptionError, nearest
 from shardplan.tdl import localize
-from shardplan.tdl.describe import (
-    Call,
-    Description,
-    Lambda,
-    describe,
-    named_call,
-    put_back,
-    recognised_by,
-    rule,
-    rule_of,
-)
+from shardplan.tdl.describe import describe, named_call, put_back, recognised_by, rule, rule_of
+from shardplan.tdl.description import Call, Description, Lambda, failed
 from shardplan.tdl.identity import same_function, same_kernel
 from shardplan.tdl.index import Affine, Data, Full, Loop, interval
 from shardplan.tdl.language import Recorder, TensorRef, lambda_names
+from shardplan.tdl.strategies import cuts
 from shardplan.tdl.verify import draw_array, verify
+from shardplan.users import users_code
 
 Function = Callable[..., Any]
 _FUNCTIONS = ("jit:", "custom_vjp_call:", "custom_jvp_call:")
@@ -40,8 +33,9 @@ def register(target: Any, *, example: Sequence[Any] | None = None, run: Function
     ``target`` is a primitive or its name, a ``custom_vjp``, ``custom_jvp`` or ``jit`` function, or ``"pallas_call:NAME"`` and
     ``"ffi_call:TARGET"``. The description is proven at once: every legal cut is run on ``example``'s shapes (arguments: arrays or
     `jax.ShapeDtypeStruct`, nested as the target takes them; the operands are their leaves). Without one, small float32 arrays
-    are tried. ``run(*operands)`` is what a worker runs where that is not the target itself: on its blocks, with their halo, and
-    with a primitive's parameters by keyword.
+    are tried. ``run(*operands)`` is what a worker runs where that is not the target itself: a kernel or a primitive on every
+    block (a primitive's parameters come by keyword), a function only on blocks with a halo, which it gets; it is proven where a
+    cut of the example has one.
 
     Differentiation puts the forward and the backward function in place of a ``custom_vjp`` function: register those too, as
     ``jit`` functions.
@@ -52,6 +46,10 @@ def register(target: Any, *, example: Sequence[Any] | None = None, run: Function
     name, own = _target(target)
     if own is None and name.startswith(_FUNCTIONS):
         raise DescriptionError("a function is registered as it is, not by its name, which others may have too", expression=name)
+    if example is not None and not isinstance(example, list | tuple):
+        raise DescriptionError(
+            f"the example of {name} is a list of its arguments, also of one", expression=f"example={type(example).__name__}"
+        )
     if name == "pallas_call:?":
         raise DescriptionError(
             "all kernels without a name share this one; give yours one: pallas_call(..., name=)", expression=name
@@ -67,6 +65,7 @@ def register(target: Any, *, example: Sequence[Any] | None = None, run: Function
 
         own_signature = inspect.signature(function)
         of_call = inspect.Parameter("call", inspect.Parameter.POSITIONAL_ONLY)
+        read.__wrapped__ = function  # type: ignore[attr-defined]
         read.__signature__ = own_signature.replace(parameters=[of_call, *own_signature.parameters.values()])  # type: ignore[attr-defined]
         names = (name, f"{name}{localize.HALO}")
         old = {n: rule_of(n) for n in names}
@@ -165,7 +164,8 @@ def _of_leaves(function: Function, tree: Any) -> Function:
 
 def _try(name: str, whole: Function, function: Function, *, halo: bool) -> None:
     """Proves a description on small arrays of the ranks that it reads; says so where the target does not take them."""
-    ranks = _ranks(function)
+    with users_code(lambda error: failed(name, function, error, lambdas=False)):
+        ranks = _ranks(function)
     example = [jax.ShapeDtypeStruct((_SMALL,) * rank, np.float32) for rank in ranks or ()]
     try:
         jax.eval_shape(whole, *example)
@@ -220,6 +220,8 @@ def _prove(name: str, whole: Function | None, example: Sequence[Any], *, halo: b
         shaped = jax.tree.leaves(jax.eval_shape(whole, *example))
     except (TypeError, ValueError) as error:
         remedy = "" if ":" in name else " (a primitive with parameters needs run=, which has values for them)"
+        if ":" in name and len(leaves) > sum(hasattr(x, "dtype") for x in jax.tree.leaves(tuple(example))):
+            remedy = " (a static argument is put in by a jax.jit function of the others: register that one)"
         raise DescriptionError(
             f"{name} does not take the example{remedy}", expression=str(error).strip().splitlines()[0]
         ) from error
@@ -249,11 +251,21 @@ def _prove(name: str, whole: Function | None, example: Sequence[Any], *, halo: b
             expression=str(fault),
         )
     _say_what_is_unproven(name, description)
+    if halo and ":" in name and not any(s.has_halo for k in (2, 3) for s in cuts(description, k)):
+        warnings.warn(
+            f"run= of {name} is neither used nor proven: a worker calls the function itself, except on blocks with a halo, and "
+            "no cut of the example has one",
+            stacklevel=4,
+        )
 
 
 def _say_what_is_unproven(name: str, description: Description) -> None:
     """A proof cuts 2 and 3 ways: of a loop that neither divides it says nothing."""
-    unproven = [f"{x.name} ({x.extent})" for x in description.loops if not x.whole and x.extent % 2 and x.extent % 3]
+    unproven = [
+        f"{x.name} ({x.extent})"
+        for x in description.loops
+        if not x.whole and not any(x.extent >= k and x.extent % k == 0 for k in (2, 3))
+    ]
     if unproven:
         warnings.warn(
             f"the description of {name} is not proven along {', '.join(unproven)}: no cut 2 or 3 ways divides that; "

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardplan.ir import Placement, Split
-from shardplan.tdl.describe import Call
+from shardplan.tdl.description import Call
 from shardplan.tdl.strategies import Strategy
 
 Shape = tuple[int, ...]

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 
 from shardplan.ir import Partial, Placement, Reducer, Replicated, Split
 from shardplan.tdl import language as lang
-from shardplan.tdl.describe import Description, children, products
+from shardplan.tdl.description import Description, children, products
 from shardplan.tdl.index import Affine, Interval, interval, loops_of
+from shardplan.tdl.once import Tree
+from shardplan.tdl.symbols import Trail, integer
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +40,34 @@ def cut(description: Description, loop: int, ways: int, *, pad: bool = False) ->
     With ``pad`` an extent that does not divide may be cut too, its last block padded, if all is read at the loop's own index.
     Legal: the extent divides, every operand is needed whole or as one even block of one dim (with a constant halo), and a
     reduction is the outermost nonlinear thing that happens to its terms.
+
+    Analysed once for symbolic extents and ways, and instantiated where the questions that it asked have the same answers.
     """
+    info, origin = description.loops[loop], description.origin
+    if info.whole or ways < 2:
+        return None
+    pad = pad and info.extent % ways > 0
+    if origin is None:
+        return _cut(description, loop, ways, pad)
+    tree = origin.leaf.more.get((loop, pad))
+    if tree is None:
+        tree = origin.leaf.more[loop, pad] = Tree()
+    tape = [*origin.tape, ways]
+    leaf = tree.find(tape)
+    if leaf is None:
+        symbols, symbolic = origin.symbolic()
+        trail = Trail([*symbols], origin.leaf.at, origin.leaf.known)
+        symbol = trail.symbol(ways, own=False)
+        leaf = tree.grow(trail, lambda: _cut(symbolic, loop, integer(symbol), pad))
+        tape = [n.value for n in trail.tape]
+    return leaf.filled(tape)
+
+
+def _cut(description: Description, loop: int, ways: int, pad: bool) -> Strategy | None:
+    """The analysis, on the numbers or the symbols that stand in the description."""
     info = description.loops[loop]
     uneven = bool(info.extent % ways)
-    if info.whole or ways < 2 or info.extent < ways or (uneven and not pad):
+    if info.extent < ways or (uneven and not pad):
         return None
     operands: list[Placement] = [Replicated() for _ in description.call.operands]
     regions = _padded_regions(description, loop) if uneven else _regions(description, loop, ways)
@@ -105,16 +131,21 @@ def _one_of_each(monomials: list[tuple[int, ...]], chosen: frozenset[int], barre
 def _regions(description: Description, loop: int, ways: int) -> dict[int, Placement] | None:
     """What each operand that the loop reaches must look like; None where some region is no placement."""
     extents = {i: info.extent for i, info in enumerate(description.loops)}
+    own = Affine(((loop, 1),))
+    along = interval(own, extents, loop, ways)
     swept: dict[tuple[int, int], Interval] = {}
     whole: set[tuple[int, int]] = set()
     for operand, indices in description.accesses:
         shape = description.call.operands[operand]
         for dim, ix in enumerate(indices):
             if shape[dim] == 1:
-                if loop in loops_of(ix) and ix != Affine(((loop, 1),)):
+                if loop in loops_of(ix) and ix != own:
                     return None  # not broadcast: its one element lies somewhere inside the worker's range
                 continue
-            at = interval(ix, extents, loop, ways)
+            if loop not in loops_of(ix):
+                whole.add((operand, dim))
+                continue
+            at = interval(ix, extents, loop, ways) if ix != own else along
             if at is None:
                 return None
             if at.step == 0:

@@ -17,7 +17,8 @@ import numpy as np
 
 from shardplan.ir import Partial, Placement, Reducer, Replicated, Split
 from shardplan.tdl import language as lang
-from shardplan.tdl.describe import Call, Description, children, describe
+from shardplan.tdl.describe import describe
+from shardplan.tdl.description import Call, Description, children
 from shardplan.tdl.localize import Edge, Local, edge_value, evaluate, localize
 from shardplan.tdl.strategies import Strategy, cuts, linear_sets
 

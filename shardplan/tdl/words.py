@@ -6,7 +6,7 @@ from typing import Any, assert_never
 
 from shardplan.ir import Partial, Placement, Replicated, Split
 from shardplan.tdl import language as lang
-from shardplan.tdl.describe import Description
+from shardplan.tdl.description import Description
 from shardplan.tdl.index import show
 from shardplan.tdl.strategies import Strategy, cuts, linear_sets
 
@@ -49,6 +49,33 @@ def sentence(description: Description, strategy: Strategy) -> str:
     reads = [f"x{i} {_placed(p)}" for i, p in enumerate(strategy.operands)]
     gives = ", ".join(_placed(p) for p in strategy.results)
     return f"cut {loop.name} ({loop.extent}) {strategy.ways} ways: reads {', '.join(reads) or 'nothing'}; the result is {gives}"
+
+
+_LINES = {
+    "pallas_call": (
+        "import shardplan",
+        "from shardplan import tdl",
+        "",
+        "# NAME as in pallas_call(..., name='NAME'); run: what calls the kernel, for a block of the operands too",
+        "@shardplan.register('pallas_call:NAME', run=function_that_calls_it, example=[jnp.ones((4, 6))])",
+        "def describe(x):",
+        "    return lambda i, j: tdl.Opaque()(x[i, :])[j]  # rows one by one; a loop in brackets stays whole",
+    ),
+    "ffi_call": (
+        "import shardplan",
+        "from shardplan import tdl",
+        "",
+        "# TARGET as in jax.ffi.ffi_call('TARGET', ...), which is made again for the shapes of a block",
+        "@shardplan.register('ffi_call:TARGET')",
+        "def describe(x):",
+        "    return lambda i, j: tdl.Opaque()(x[i, :])[j]  # rows one by one; a loop in brackets stays whole",
+    ),
+}
+
+
+def register_lines(kernel: str) -> list[str]:
+    """The lines by which a kernel is described, for one operand and result of two dims."""
+    return list(_LINES.get(kernel, ()))
 
 
 def _placed(placement: Placement) -> str:

@@ -8,14 +8,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental import pallas as pl
 from jax.extend.core import Primitive
 
+import shardplan
 from shardplan import tdl
-from shardplan.errors import DescriptionError
+from shardplan.errors import DescriptionError, MisfitError, UndescribedPrimitiveError
 from shardplan.ir import Split
+from shardplan.search.graph import flatten
 from shardplan.tdl.describe import forget
 from shardplan.tdl.localize import HALO, evaluate
 from shardplan.tdl.register import register
+from shardplan.trace import trace
 
 
 @jax.custom_vjp
@@ -122,12 +126,23 @@ def test_a_kernel_without_a_name_is_asked_for_one() -> None:
         (lambda q, k, v: lambda b, i, d: None, "built from operand elements and numbers: None"),
         (
             lambda q, k, v: lambda b, i, d: q[1 // 0, i, d],
-            r"the description's lambda fails on symbolic indices: ZeroDivisionError",
+            r"the description's lambda fails on symbolic indices: ZeroDivisionError: .*test_register.py:\d+\)",
+        ),
+        (lambda q, k, v: {}["q"], r"the description fails on symbolic operands: KeyError: 'q' \(.*test_register.py:\d+\)"),
+        (lambda q, k, v: lambda b, i, d: missing[b], "the description's lambda fails on symbolic indices: NameError"),  # noqa: F821  # pyright: ignore[reportUndefinedVariable]
+        (lambda q, k, v: lambda b, i, d: q[next(iter(())), i, d], "fails on symbolic indices: StopIteration: no message"),
+        (
+            lambda q, k, v: lambda b, i, d: tdl.Sum(lambda k: tdl.Sum(lambda k: q[b, i, k])),
+            "the index k of a reduction stands for another one around it already.*: sum over k inside b, i, d, k",
+        ),
+        (
+            lambda q, k, v: lambda b, i, d: tdl.Max(lambda i: q[b, i, d]),
+            "the index i of a reduction stands for another one .*: max over i inside b, i, d",
         ),
         (lambda q, k, v: lambda b, i, d: q[b.size, i, d], r"fails on symbolic indices: AttributeError"),
         (lambda q, k, v: None, "a description returns a lambda for each result: None"),
         (lambda q, k, v: (lambda b, i, d: q[b, i, d],) * 2, "has 1 results, described are 2"),
-        (lambda q, k: lambda b, i, d: q[b, i, d], "has 3 operands, described are"),
+        (lambda q, k: lambda b, i, d: q[b, i, d], r"has 3 operands, described are 2: \(q, k\)"),
     ],
 )
 def test_a_description_that_makes_no_sense_is_refused(function: Any, says: str) -> None:
@@ -139,6 +154,47 @@ def test_a_description_that_makes_no_sense_is_refused(function: Any, says: str) 
 def test_an_example_that_the_function_does_not_take_is_refused() -> None:
     with pytest.raises(DescriptionError, match=f"{NAME} does not take the example"):
         register(attention, example=EXAMPLE[:2])(lambda q, k: lambda b, i, d: q[b, i, d])
+
+
+def test_a_description_that_fails_before_its_lambda_is_refused_without_an_example() -> None:
+    with pytest.raises(DescriptionError, match=r"fails on symbolic operands: ZeroDivisionError: .*test_register.py:\d+\)"):
+        register(attention)(lambda q, k, v: 1 // 0)
+    assert NAME not in tdl.described()
+
+
+def test_reductions_beside_each_other_may_use_one_name() -> None:
+    made = tdl.op(lambda x: lambda i: tdl.Sum(lambda k: x[i, k]) + tdl.Sum(lambda k: 2 * x[i, k]))(
+        tdl.Call("sums", ((4, 6),), ((4,),), {})
+    )
+    assert [loop.name for loop in made.loops] == ["i", "k", "k"]
+
+
+def test_a_function_s_run_that_no_block_needs_is_said_to_be_unproven() -> None:
+    @jax.jit
+    def differences(x: Any) -> Any:
+        return 2 * x
+
+    with pytest.warns(UserWarning, match=r"run= of jit:differences is neither used nor proven: .* no cut of the example has one"):
+        register(differences, run=lambda x: 3 * x, example=[jax.ShapeDtypeStruct((4, 6), jnp.float32)])(
+            lambda x: lambda i, j: 2 * x[i, j]
+        )
+
+
+def test_an_example_that_is_no_list_is_refused() -> None:
+    with pytest.raises(
+        DescriptionError, match=r"the example of .* is a list of its arguments, also of one: example=ShapeDtypeStruct"
+    ):
+        register(attention, example=EXAMPLE[0])  # pyright: ignore[reportArgumentType]
+
+
+def test_a_static_argument_is_told_its_way() -> None:
+    def scaled(x: Any, how: str) -> Any:
+        return x if how == "whole" else 2 * x
+
+    differences = jax.custom_vjp(scaled, nondiff_argnums=(1,))
+    differences.defvjp(lambda x, how: (x, None), lambda how, saved, g: (g,))
+    with pytest.raises(DescriptionError, match=r"put in by a jax.jit function of the others: register that one"):
+        register(differences, example=[EXAMPLE[0], True])(lambda x, how: lambda *i: x[i])
 
 
 def test_without_an_example_small_arrays_are_tried() -> None:
@@ -154,7 +210,7 @@ def test_what_no_cut_of_the_example_divides_is_said_to_be_unproven() -> None:
     def differences(x: Any) -> Any:
         return x - x.mean(0)
 
-    for shape in ((5, 7), (1, 6)):
+    for shape in ((5, 7), (1, 6), (0, 6)):
         with pytest.warns(UserWarning, match=rf"is not proven along i \({shape[0]}\): no cut 2 or 3 ways divides"):
             register(differences, example=[jax.ShapeDtypeStruct(shape, jnp.float32)])(
                 lambda x: lambda i, j: tdl.Opaque()(x[i, :])[j]
@@ -193,3 +249,49 @@ def test_a_primitive_of_ones_own_keeps_its_parameters() -> None:
 
     call = tdl.Call("doubled", ((2,),), ((2,),), {"times": 3})
     assert [float(v) for v in evaluate(call, [jnp.ones(2)])[0]] == [3.0, 3.0]
+
+
+def test_a_primitive_of_ones_own_is_told_which_lines_to_write() -> None:
+    """They are run as they stand."""
+    mine = Primitive("doubled")
+    mine.def_impl(lambda x, y: x + y)
+    mine.def_abstract_eval(lambda x, y: x)
+    shape = jax.ShapeDtypeStruct((8, 4), jnp.float32)
+    program = trace(lambda w, x: w - mine.bind(w, x), shape, shape).program
+    with pytest.raises(UndescribedPrimitiveError) as told:
+        flatten(program)
+    lines = [line.strip() for line in str(told.value).splitlines()[1:4]]
+    assert lines[1:] == ["def describe(x0, x1):", "return lambda i0, i1: tdl.Opaque()(x0[i0, :], x1[i0, :])[i1]"]
+    known = {"shardplan": shardplan, "tdl": tdl, "the_primitive": mine, "function_that_calls_it": lambda x, y: x + y}
+    exec(f"{lines[0]}\n{lines[1]}\n    {lines[2]}", known)
+    assert [node.signature.call.primitive for node in flatten(program).nodes] == ["doubled", "sub"]
+
+
+def test_a_kernel_under_vmap_is_told_the_ways_out() -> None:
+    def double(x: Any) -> Any:
+        return pl.pallas_call(_double, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True, name="double")(x)
+
+    def ranks(x: Any) -> Any:
+        return double(x) if x.ndim == 2 else jax.vmap(double)(x)
+
+    example, shape = [jax.ShapeDtypeStruct((4, 6), jnp.float32)], jax.ShapeDtypeStruct((8, 4, 6), jnp.float32)
+    register("pallas_call:double", run=double, example=example)(lambda x: lambda i, j: 2.0 * x[i, j])
+    with pytest.raises(MisfitError, match=r"rank 3, described with indices .*used at .*test_register.py.*lambda \*i.*jax.jit"):
+        flatten(trace(jax.vmap(double), shape).program)
+
+    with pytest.warns(UserWarning, match="was registered for another function"):  # the first way
+        register("pallas_call:double", run=ranks, example=example)(lambda x: lambda *i: 2.0 * x[i])
+    assert len(flatten(trace(jax.vmap(double), shape).program).nodes) == 1
+    forget("pallas_call:double")
+
+    @jax.jit
+    def differences(x: Any) -> Any:  # the second
+        return jax.vmap(double)(x)
+
+    register(differences, example=[shape])(lambda x: lambda b, i, j: 2.0 * x[b, i, j])
+    (node,) = flatten(trace(lambda x: differences(x), shape).program).nodes
+    assert node.signature.call.primitive == "jit:differences"
+
+
+def _double(x: Any, y: Any) -> None:
+    y[...] = 2.0 * x[...]

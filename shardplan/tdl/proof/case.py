@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardplan import _jax
-from shardplan.tdl.describe import Call
+from shardplan.tdl.description import Call
 from shardplan.tdl.verify import Verified, draw_array, verify
 
 T = TypeVar("T")

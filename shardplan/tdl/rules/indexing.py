@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardplan.tdl.describe import Call, Lambda, rule
+from shardplan.tdl.describe import rule
+from shardplan.tdl.description import Call, Lambda
 from shardplan.tdl.language import DATA, Max, Min, Prod, Scalar, Sum, TensorRef, apply, equals, given, where
 from shardplan.tdl.rules.movement import held
+from shardplan.tdl.symbols import integer
 
 _ALL = slice(None)
 
@@ -32,7 +34,7 @@ def _fills(call: Call, dtype: str) -> bool:
 @rule("gather")
 def _gather(call: Call, x: TensorRef, indices: TensorRef, *_: TensorRef) -> Lambda:
     numbers = call.params["dimension_numbers"]
-    sizes = tuple(int(n) for n in call.params["slice_sizes"])
+    sizes = tuple(integer(n) for n in call.params["slice_sizes"])
     offset_dims, collapsed = tuple(numbers.offset_dims), set(numbers.collapsed_slice_dims)
     start_map = tuple(numbers.start_index_map)
     batching = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from shardplan.tdl.describe import Call, Lambda, rule
+from shardplan.tdl.describe import rule
+from shardplan.tdl.description import Call, Lambda
 from shardplan.tdl.language import Named, Opaque, Sum, TensorRef, given, transformed
 from shardplan.tdl.rules.movement import held
 

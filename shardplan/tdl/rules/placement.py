@@ -3,7 +3,8 @@
 # pyright: reportUnknownLambdaType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 from __future__ import annotations
 
-from shardplan.tdl.describe import Call, Lambda, rule
+from shardplan.tdl.describe import rule
+from shardplan.tdl.description import Call, Lambda
 from shardplan.tdl.language import Named, TensorRef
 
 

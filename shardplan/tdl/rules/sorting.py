@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardplan.tdl.describe import Call, Lambda, rule
+from shardplan.tdl.describe import rule
+from shardplan.tdl.description import Call, Lambda
 from shardplan.tdl.language import Opaque, TensorRef
 
 _ALL = slice(None)

@@ -1,0 +1,299 @@
+"""Descriptions: what a primitive's rule says, read into loops, accesses and linearity."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, cast
+
+from shardplan.errors import DescriptionError, MisfitError
+from shardplan.ir import Reducer
+from shardplan.tdl import language as lang
+from shardplan.tdl.index import Affine, Data, Full, IndexExpr, Loop, loops_of
+from shardplan.tdl.once import Leaf, fill
+from shardplan.tdl.symbols import Extent
+from shardplan.users import users_code
+
+Lambda = Callable[..., Any]
+RuleFunction = Callable[..., "Lambda | tuple[Lambda, ...]"]
+Monomials = frozenset[tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One application of a primitive, as a rule sees it: shapes and dtypes of operands and results, and parameters.
+
+    ``scalars[i]`` is the value of operand i where it is a literal of the program, else None (left out: nothing is known). A
+    literal zero counts as no term, so that a partial sum passes through padding with zeros.
+    """
+
+    primitive: str
+    operands: tuple[tuple[int, ...], ...]
+    results: tuple[tuple[int, ...], ...]
+    params: Mapping[str, Any]
+    dtypes: tuple[str, ...] = ()
+    result_dtypes: tuple[str, ...] = ()
+    scalars: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LoopInfo:
+    """A loop: ``reducer`` None where it is parallel; ``whole`` where an opaque function runs over it and it may not be cut."""
+
+    name: str
+    extent: int
+    reducer: Reducer | None = None
+    whole: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """A primitive application in TDL.
+
+    ``results[r][d]`` is the loop that is dim d of result r. ``accesses`` lists (operand, index expressions) once each.
+    ``trees`` are the element expressions. ``monomials[r]`` says how result r depends on its operands: a sum of products of the
+    listed operands (an operand that passes through a nonlinear function is listed twice).
+    ``elementwise``: every operand is read at the result's own index (size-1 dims and scalars broadcast).
+    """
+
+    call: Call
+    loops: tuple[LoopInfo, ...]
+    results: tuple[tuple[int, ...], ...]
+    accesses: tuple[tuple[int, tuple[IndexExpr, ...]], ...]
+    trees: tuple[lang.Scalar, ...]
+    monomials: tuple[Monomials, ...]
+    elementwise: bool
+    origin: Origin | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The symbolic analysis that a description is an instance of, and the numbers that were put into it."""
+
+    leaf: Leaf
+    tape: tuple[int, ...]
+    symbols: list[Extent] = field(default_factory=list[Extent])
+    descriptions: list[Description] = field(default_factory=list["Description"])
+
+    def symbolic(self) -> tuple[list[Extent], Description]:
+        """The tape as extents, and the description with them for numbers: both made when they are first asked for."""
+        if not self.descriptions:
+            self.symbols.extend(self.leaf.symbols(self.tape))
+            operands = self.leaf.made[-1][0]
+            call = Call("", operands if (make := fill(operands)) is None else make(self.symbols), (), {})
+            self.descriptions.append(instance(call, self.leaf, self.symbols, None))
+        return self.symbols, self.descriptions[0]
+
+
+def instance(call: Call, leaf: Leaf, tape: Sequence[Any], origin: Origin | None) -> Description:
+    """The description of a call that a symbolic analysis gives for the numbers, or the symbols, on this tape."""
+    extents, accesses, trees, (_, loops, *rest) = leaf.filled(tape)
+    named = tuple([LoopInfo(loop.name, n, loop.reducer, loop.whole) for loop, n in zip(loops, extents, strict=True)])
+    results, monomials, elementwise = rest
+    return Description(call, named, results, accesses, trees, monomials, elementwise, origin)
+
+
+def _takes(function: RuleFunction, count: int) -> bool:
+    try:
+        inspect.signature(function).bind(None, *[None] * count)
+    except TypeError:
+        return False
+    return True
+
+
+def read(call: Call, function: RuleFunction) -> Description:
+    """What a rule says of this call: loops, accesses and linearity."""
+    operands = [
+        lang.TensorRef(i, shape, call.dtypes[i] if i < len(call.dtypes) else "float32") for i, shape in enumerate(call.operands)
+    ]
+    if ":" in call.primitive and not _takes(function, len(operands)):
+        described = [str(p) for p in inspect.signature(function).parameters.values()][1:]
+        raise MisfitError(
+            f"{call.primitive} has {len(operands)} operands, described are {len(described)}",
+            expression=f"({', '.join(described)})",
+        )
+    results: list[tuple[int, ...]] = []
+    trees: list[lang.Scalar] = []
+    with lang.Recorder() as recorder, users_code(lambda error: failed(call.primitive, function, error, lambdas=bool(results))):
+        made = function(call, *operands)
+        lambdas = cast("tuple[Lambda, ...]", made if isinstance(made, tuple) else (made,))
+        for body in lambdas:
+            if not callable(body):
+                raise DescriptionError(f"{call.primitive}: a description returns a lambda for each result", expression=repr(body))
+        if len(lambdas) != len(call.results):
+            raise MisfitError(f"{call.primitive} has {len(call.results)} results, described are {len(lambdas)}")
+        for body, shape in zip(lambdas, call.results, strict=True):
+            dims = _parallel(recorder, call, body, shape)
+            recorder.open = [recorder.names[i] for i in dims]
+            results.append(dims)
+            trees.append(_element(call, body, dims))
+    accesses = _accesses(trees)
+    _check(call, accesses)
+    extents = _extents(recorder, call, accesses)
+    whole = frozenset(v for tree in trees for v in _hidden(tree))
+    loops = tuple(
+        LoopInfo(n, e, r, i in whole) for i, (n, r, e) in enumerate(zip(recorder.names, recorder.kinds, extents, strict=True))
+    )
+    zeros = frozenset(i for i, v in enumerate(call.scalars) if isinstance(v, int | float) and v == 0)
+    booleans = tuple(t == "bool" for t in call.result_dtypes) or (False,) * len(trees)
+    monomials = tuple(_twice(t) if b else products(t, zeros) for t, b in zip(trees, booleans, strict=True))
+    plain = all(k is None for k in recorder.kinds) and len(set(results)) == 1 and not whole
+    elementwise = plain and all(_identity(ix, call.operands[o], results[0]) for o, ix in accesses)
+    return Description(call, loops, tuple(results), accesses, tuple(trees), monomials, elementwise)
+
+
+def failed(primitive: str, function: Callable[..., Any], error: BaseException, *, lambdas: bool) -> DescriptionError:
+    """The error for what a description raises, or one of its ``lambdas``, with the line of its file that did."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    file = None if code is None else code.co_filename
+    lines = [at.tb_lineno for at in _frames(error) if at.tb_frame.f_code.co_filename == file]
+    message = (str(error).strip().splitlines() or ["no message"])[0]
+    what = "description's lambda fails on symbolic indices" if lambdas else "description fails on symbolic operands"
+    return DescriptionError(
+        f"{primitive}: the {what}",
+        expression=f"{type(error).__name__}: {message}" + (f" ({file}:{lines[-1]})" if lines else ""),
+    )
+
+
+def _frames(error: BaseException) -> Iterator[TracebackType]:
+    at = error.__traceback__
+    while at is not None:
+        yield at
+        at = at.tb_next
+
+
+def _element(call: Call, body: Lambda, dims: tuple[int, ...]) -> lang.Scalar:
+    try:
+        return lang.scalar(body(*(Loop(Affine(((i, 1),))) for i in dims)))
+    except TypeError as error:
+        says = "an element is built with + - * / and tdl's own functions (tdl.apply('exp', x) names any other)"
+        raise DescriptionError(f"{call.primitive}: {says}", expression=str(error).partition("\n")[0]) from error
+
+
+def _parallel(recorder: lang.Recorder, call: Call, body: Lambda, shape: tuple[int, ...]) -> tuple[int, ...]:
+    names = lang.lambda_names(body, len(shape))
+    if len(names) != len(shape):
+        raise MisfitError(f"{call.primitive} has a result of rank {len(shape)}, described with indices {names}")
+    dims: list[int] = []
+    for name, extent in zip(names, shape, strict=True):
+        if name in recorder.parallel:
+            loop = recorder.parallel[name]
+            if recorder.extents[loop] != extent:
+                raise DescriptionError(f"{call.primitive}: index {name} has extent {recorder.extents[loop]} and {extent}")
+        else:
+            loop = recorder.parallel[name] = recorder.loop(name, None, extent)
+        dims.append(loop)
+    return tuple(dims)
+
+
+def children(node: lang.Scalar) -> tuple[lang.Scalar, ...]:
+    """The nodes below this one."""
+    if isinstance(node, lang.Access | lang.Number):
+        return ()
+    if isinstance(node, lang.Apply | lang.HiddenLoops | lang.OpaqueResult):
+        return node.args
+    if isinstance(node, lang.Reduce):
+        return (node.body,)
+    return (node.element,) if isinstance(node, lang.Match) else ()
+
+
+def _accesses(trees: list[lang.Scalar]) -> tuple[tuple[int, tuple[IndexExpr, ...]], ...]:
+    found: list[tuple[int, tuple[IndexExpr, ...]]] = []
+    stack = list(reversed(trees))
+    while stack:
+        node = stack.pop()
+        if isinstance(node, lang.Access) and (node.operand, node.indices) not in found:
+            found.append((node.operand, node.indices))
+        stack.extend(reversed(children(node)))
+    return tuple(found)
+
+
+def _check(call: Call, accesses: tuple[tuple[int, tuple[IndexExpr, ...]], ...]) -> None:
+    for operand, _ in accesses:
+        if operand >= len(call.operands):
+            raise DescriptionError(f"{call.primitive} has {len(call.operands)} operands", expression=f"operand {operand}")
+
+
+def _extents(recorder: lang.Recorder, call: Call, accesses: tuple[tuple[int, tuple[IndexExpr, ...]], ...]) -> tuple[int, ...]:
+    """Parallel loops have the result's extent, reduction loops that of a dim which they index alone."""
+    extents = list(recorder.extents)
+    if all(n is not None for n in extents):
+        return cast("tuple[int, ...]", tuple(extents))
+    for operand, indices in accesses:
+        for dim, ix in enumerate(indices):
+            match ix:
+                case Affine(((loop, 1),), 0) if extents[loop] is None:
+                    extents[loop] = call.operands[operand][dim]
+                case _:
+                    pass
+    for name, extent in zip(recorder.names, extents, strict=True):
+        if extent is None:
+            raise DescriptionError(f"{call.primitive}: the extent of {name} cannot be read off an operand; give extents=")
+    return tuple(e for e in extents if e is not None)
+
+
+_NONE = frozenset[int]()
+
+
+def _hidden(tree: lang.Scalar) -> frozenset[int]:
+    if isinstance(tree, lang.Access | lang.Number):
+        return _NONE
+    own = tree.loops if isinstance(tree, lang.HiddenLoops) else _NONE
+    for child in children(tree):
+        own |= _hidden(child)
+    return own
+
+
+def _identity(indices: tuple[IndexExpr, ...], shape: tuple[int, ...], result: tuple[int, ...]) -> bool:
+    if not indices:
+        return True
+    if len(indices) != len(result):
+        return False
+    for ix, n, loop in zip(indices, shape, result, strict=True):
+        if not (isinstance(ix, Affine) and ix.terms == ((loop, 1),) and ix.const == 0) and n != 1:
+            return False
+    return True
+
+
+def products(node: lang.Scalar, zeros: frozenset[int] = frozenset()) -> Monomials:
+    """The expression as a sum of products of operands; what is not linear counts an operand twice. Zero is the empty sum."""
+    match node:
+        case lang.Number(value):
+            return frozenset({()}) if value else frozenset()
+        case lang.Access(operand, _):
+            return frozenset() if operand in zeros else frozenset({(operand,)})
+        case lang.Apply("add", args, _):
+            return frozenset[tuple[int, ...]]().union(*(products(a, zeros) for a in args))
+        case lang.Apply("neg", (arg,), _):
+            return products(arg, zeros)
+        case lang.Apply("mul", (a, b), _):
+            return _product(products(a, zeros), products(b, zeros))
+        case lang.Apply("div", (a, b), _):
+            return _product(products(a, zeros), _twice(b))
+        case lang.Apply("where", (c, a, b), _):
+            return _product(products(a, zeros) | products(b, zeros), _twice(c))
+        case lang.Reduce("sum", _, body):
+            return products(body, zeros)
+        case _:
+            return _twice(node)
+
+
+def _product(left: Monomials, right: Monomials) -> Monomials:
+    return frozenset(tuple(sorted(x + y)) for x in left for y in right)
+
+
+def _twice(node: lang.Scalar) -> Monomials:
+    used = sorted({operand for operand, _ in _accesses([node])})
+    return frozenset({tuple(sorted(used + used))})
+
+
+def uses_full(ix: IndexExpr) -> bool:
+    """Whether the worker must hold the whole dim whatever is cut."""
+    return isinstance(ix, Full | Data)
+
+
+def reads(description: Description, loop: int) -> tuple[int, ...]:
+    """The operands whose index depends on a loop."""
+    return tuple(sorted({o for o, indices in description.accesses if any(loop in loops_of(i) for i in indices)}))

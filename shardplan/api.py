@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -13,21 +13,23 @@ from jax.sharding import PartitionSpec
 from shardplan import _jax
 from shardplan.clusters import ClusterLike, resolve_cluster
 from shardplan.errors import MemoryLimitError, PinError, ShardplanError, nearest
-from shardplan.ir import Factor, Program, spec_text
+from shardplan.ir import Program, spec_text
 from shardplan.mesh import Cluster
 from shardplan.objects import trace_step
 from shardplan.plans import Plan
 from shardplan.positions import leaves_of, positions
-from shardplan.search import memory
+from shardplan.search import anytime, memory
+from shardplan.search.anytime import Observer
+from shardplan.search.choose import Wanted, best_of_factorings
 from shardplan.search.coarsen import FREE, coarsen
 from shardplan.search.extract import Extractor
-from shardplan.search.factorings import factor_choices, merged
-from shardplan.search.graph import Graph, flatten
+from shardplan.search.graph import flatten
 from shardplan.search.idle import idle
-from shardplan.search.pins import held_by_pins, pinned_domains
+from shardplan.search.pins import held_by_pins, pinned_domains, smallest_conflict
 from shardplan.search.problem import Objective, Problem
-from shardplan.search.solve import Observer, Outcome, Solution, in_seconds
-from shardplan.search.solve import search as solve
+from shardplan.search.solve import Outcome, in_seconds
+from shardplan.search.solver import Solution
+from shardplan.search.variables import OneChoice, one_choice_of
 from shardplan.sizes import parse_bytes
 
 _log = logging.getLogger("shardplan")
@@ -46,18 +48,24 @@ def plan(
     time_budget_s: float | None = None,
     observer: Observer | None = None,
     replicate: Sequence[str] = (),
+    one_choice: str = "timesteps",
 ) -> Plan:
     """Plans how ``step(*args)`` runs on a cluster.
 
-    ``args`` are arrays or `jax.ShapeDtypeStruct` trees; nothing is allocated. ``cluster`` is a `Cluster`, a preset with its node
-    count (``"dgx-h100:4"``), a TOML file, a shape (``"2x4"``, of H100s) or a `jax.sharding.Mesh`, whose axes and devices are
-    kept: GPUs that a preset knows get its figures, all other devices those of H100s. ``memory_limit`` is in bytes or like
+    ``args`` are arrays or `jax.ShapeDtypeStruct` trees; nothing is allocated. ``cluster`` is a `Cluster`, a preset with its
+    node count (``"dgx-h100:4"``), a TOML file, a shape (``"2x4"``, of H100s) or a `jax.sharding.Mesh`, whose axes and devices
+    are kept: GPUs that a preset knows get its figures, all other devices those of H100s. ``memory_limit`` is in bytes or like
     ``"70GiB"``, by default the device's memory. ``pins`` maps globs of argument paths to the PartitionSpec that they must have,
-    over factor names. ``objective`` "bytes" is Tofu's: the fewest bytes on the wire where every op is cut and every tensor is
-    split that can be (`shardplan.search.premise`); its plan is priced in seconds like any other. ``donate_argnums`` may be
-    negative, as everywhere in Python. ``time_budget_s`` stops the search of three and more levels from improving further.
-    ``replicate`` names primitives without a description that may run whole on every device. ``seed`` is there for searches that
-    draw; none does yet, so it changes nothing.
+    over the names of factors or levels. ``objective`` "bytes" is Tofu's: the fewest bytes on the wire where every op is cut and
+    every tensor is split that can be (`shardplan.search.premise`); its plan is priced in seconds like any other.
+    ``donate_argnums`` may be negative, as everywhere in Python. ``time_budget_s`` is for all of planning, tracing included:
+    when it is over, the plan is the best so far, and ``plan.stopped`` says so. Tracing, coarsening and the tables of a first
+    plan are never cut short, so a budget below what they take gives that first plan. An interrupt (Ctrl-C) during the search
+    gives the best so far likewise, if there is a plan within the memory limit by then; else it is raised. ``observer`` is told
+    what is being done and how far it is. ``replicate`` names primitives without a description that may run whole on every
+    device. ``one_choice`` says what shares one choice of layouts and cuts though it could have several: "timesteps", the steps
+    of an unrolled recurrence (from three on; as Tofu does); "layers", equal layers of an unrolled model too; or "none".
+    ``seed`` is there for searches that draw; none does yet, so it changes nothing.
 
     Raises:
         MemoryLimitError: if no plan fits.
@@ -65,32 +73,26 @@ def plan(
         UndescribedPrimitiveError: for a primitive without a description.
     """
     del seed
-    measure = _check(objective, search, time_budget_s)
+    measure, deadline, shared = _check(objective, search, time_budget_s, one_choice)
     donated = positions(donate_argnums, len(args), "donate_argnums")
     loaded, user_mesh = resolve_cluster(cluster)
     limit = parse_bytes(memory_limit) if memory_limit is not None else loaded.device.memory_bytes
     began = time.perf_counter()
+    observer = observer or _silent
+    observer("tracing", 0.0)
     traced = trace_step(step, args, donated)
     traced_at = time.perf_counter()
     replicate = _known_primitives(replicate, traced.program)
     leaves = frozenset(leaves_of(traced.in_tree, donated))
-    limits = _Limits(limit, leaves, _entries(pins or {}), time_budget_s, observer or (lambda _what, _part: None), measure)
-    problem, outcome = _searched(flatten(traced.program, replicate=replicate), loaded, limits)
-    for unused in idle(problem):
-        _log.warning("%s", unused.text)
-    extractor = Extractor(problem)
+    wanted = Wanted(limit, leaves, _entries(pins or {}), deadline, observer, measure)
+    found = _found(*_searched(traced.program, replicate, loaded, wanted, shared))
     return Plan(
+        **found,
         cluster=loaded,
-        factors=problem.factors,
         traced=traced,
-        extractor=extractor,
-        solution=outcome.best,
-        decisions=extractor.decide(outcome.best),
         step=step,
         memory_limit=limit,
         objective=objective,
-        bound=outcome.bound,
-        exact=outcome.exact,
         trace_s=traced_at - began,
         search_s=time.perf_counter() - traced_at,
         donate_argnums=donated,
@@ -98,11 +100,36 @@ def plan(
         pins=dict(pins or {}),
         time_budget_s=time_budget_s,
         user_mesh=user_mesh,
-        rivals=outcome.rivals,
     )
 
 
-def _check(objective: str, search: str, time_budget_s: float | None) -> Objective:
+def _found(problem: Problem, outcome: Outcome) -> dict[str, Any]:
+    """What a plan takes from the search. Warns of factors that fit no dim."""
+    extractor = Extractor(problem)
+    decisions = extractor.decide(outcome.best)
+    for unused in idle(problem, decisions):
+        if unused.reason != "faster":
+            _log.warning("%s", unused.text)
+    return {
+        "factors": problem.factors,
+        "extractor": extractor,
+        "solution": outcome.best,
+        "decisions": decisions,
+        "bound": outcome.bound,
+        "exact": outcome.exact,
+        "stopped": outcome.stopped,
+        "rivals": outcome.rivals,
+    }
+
+
+def _silent(_what: str, _part: float) -> None:
+    """Nobody watches."""
+
+
+def _check(
+    objective: str, search: str, time_budget_s: float | None, one_choice: str
+) -> tuple[Objective, float | None, OneChoice]:
+    """(what to make least, when the time is over, what shares one choice), of options that can be."""
     if objective not in ("time", "bytes"):
         raise ShardplanError(f"objective={objective!r} is not there: use objective='time', or 'bytes' for Tofu's")
     if search != "auto":
@@ -111,7 +138,12 @@ def _check(objective: str, search: str, time_budget_s: float | None) -> Objectiv
         raise ShardplanError(
             f"time_budget_s={time_budget_s!r} leaves no time to plan: give a positive number of seconds, or None"
         )
-    return "bytes" if objective == "bytes" else "time"
+    deadline = anytime.now_s() + time_budget_s if time_budget_s is not None else None
+    try:
+        shared = one_choice_of(one_choice)
+    except ValueError as error:
+        raise ShardplanError(str(error)) from None
+    return "bytes" if objective == "bytes" else "time", deadline, shared
 
 
 def _known_primitives(names: Sequence[str], program: Program) -> tuple[str, ...]:
@@ -146,78 +178,39 @@ def _entries(pins: Mapping[str, PartitionSpec]) -> dict[str, tuple[Any, ...]]:
     return {glob: tuple(spec) for glob, spec in pins.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class _Limits:
-    """What a search is held to: bytes a device, donated leaves, pins as entries, seconds; and what it makes least."""
-
-    memory: int
-    donated: frozenset[int]
-    pins: Mapping[str, tuple[Any, ...]]
-    time_budget_s: float | None
-    observer: Observer
-    objective: Objective
-
-
-def _searched(graph: Graph, cluster: Cluster, limits: _Limits) -> tuple[Problem, Outcome]:
-    """The best outcome over all factorings that are worth a try, with its problem; raises where it does not fit."""
+def _searched(
+    program: Program, replicate: Sequence[str], cluster: Cluster, wanted: Wanted, shared: OneChoice
+) -> tuple[Problem, Outcome]:
+    """The best outcome over all factorings, with its problem, in seconds; raises where it does not fit."""
+    wanted.observer("describing", 0.0)
+    graph = flatten(program, replicate=replicate)
     for source in graph.unknown_trips:
         _log.warning("the while loop at %s has no known trip count: it is priced as one iteration", source)
-    coarse = coarsen(graph)
-    deadline = time.monotonic() + limits.time_budget_s if limits.time_budget_s is not None else None
-
-    def solved(over: tuple[Factor, ...]) -> tuple[Problem, Outcome]:
-        problem = Problem(graph, coarse, cluster, over, objective=limits.objective)
-        outcome = solve(
-            problem,
-            limit=limits.memory,
-            donated=limits.donated,
-            domains=pinned_domains(problem, limits.pins),
-            deadline=deadline,
-            observer=limits.observer,
-        )
-        return problem, outcome
-
-    whole, *split = factor_choices(cluster, graph)
-    best = solved(whole)
-    for over in split:
-        if limits.pins and not _named(limits.pins, over):
-            continue  # the pins speak of whole levels
-        other = solved(over)
-        # a factor that nothing needs makes a mesh axis more, and pays latency
-        while not limits.pins and (fewer := merged(other[0], other[1].best.states)) is not None:
-            again = solved(fewer)
-            if _better(other[1], again[1], limits.memory):
-                break
-            other = again
-        if _better(other[1], best[1], limits.memory):
-            best = other
-    problem, outcome = best
-    if not outcome.best.fits(limits.memory):
-        raise _too_small(problem, outcome.smallest or outcome.best, limits)
-    return best if limits.objective == "time" else in_seconds(*best, limits.donated)
+    wanted.observer("coarsening", 0.05)
+    later = replace(wanted, observer=lambda what, part: wanted.observer(what, 0.1 + 0.9 * part))
+    problem, outcome = best_of_factorings(graph, coarsen(graph, shared), cluster, later)
+    if not outcome.best.fits(wanted.memory):
+        raise _too_small(problem, outcome.smallest or outcome.best, wanted, stopped=bool(outcome.stopped))
+    return (problem, outcome) if wanted.objective == "time" else in_seconds(problem, outcome, wanted.donated)
 
 
-def _named(pins: Mapping[str, tuple[Any, ...]], over: Sequence[Factor]) -> bool:
-    """Whether each axis that the pins name is one of these factors."""
-    axes = {a for spec in pins.values() for e in spec if e is not None for a in ((e,) if isinstance(e, str) else e)}
-    return axes <= {f.name for f in over}
-
-
-def _better(a: Outcome, b: Outcome, limit: int) -> bool:
-    """A plan that fits before one that does not, then the faster (the smaller, where neither fits)."""
-    if a.best.fits(limit) != b.best.fits(limit):
-        return a.best.fits(limit)
-    return a.best.seconds < b.best.seconds if a.best.fits(limit) else a.best.peak_bytes < b.best.peak_bytes
-
-
-def _too_small(problem: Problem, smallest: Solution, limits: _Limits) -> MemoryLimitError:
+def _too_small(problem: Problem, smallest: Solution, wanted: Wanted, *, stopped: bool) -> MemoryLimitError:
     """The error for a step that fits in no way, with the smallest there is and the pins that keep it from being smaller."""
-    held = sorted(held_by_pins(problem, limits.pins).items(), key=lambda row: (-row[1], row[0]))
+    live = memory.liveness(problem, wanted.donated)
+
+    def may_fit(some: Sequence[str]) -> bool:
+        domains = pinned_domains(problem, {glob: wanted.pins[glob] for glob in some})
+        return memory.floor_bytes(problem, live, domains) <= wanted.memory
+
+    guilty = smallest_conflict(tuple(wanted.pins), may_fit) if may_fit(()) else ()
+    held = sorted(held_by_pins(problem, wanted.pins).items(), key=lambda row: (-row[1], row[0]))
     return MemoryLimitError(
-        limits.memory,
+        wanted.memory,
         smallest.peak_bytes,
         detail=_largest(problem, smallest),
-        pins={f"{glob!r} = {spec_text(limits.pins[glob])}": int(nbytes) for glob, nbytes in held},
+        together=bool(guilty),
+        unfinished=stopped,
+        pins={f"{glob!r} = {spec_text(wanted.pins[glob])}": int(nbytes) for glob, nbytes in held if not guilty or glob in guilty},
     )
 
 

@@ -251,14 +251,19 @@ def _planned(
             donate_argnums=tuple(options.donate),
             replicate=tuple(options.replicate),
             time_budget_s=options.time_budget,
+            one_choice=options.one_choice or "timesteps",
             observer=progress,
         )
+    if made.stopped == "interrupted":
+        if options.run is not _plan:  # what comes next would take longer than the search
+            raise KeyboardInterrupt
+        print("shardplan: interrupted: this is the best plan until then", file=sys.stderr)
     return made, step, args
 
 
 def _nothing_for_a_new_plan(options: argparse.Namespace, file: str) -> None:
     """Refuses what a plan that is read from a file would not heed."""
-    for name in ("memory", "pin", "donate", "replicate", "time_budget"):
+    for name in ("memory", "pin", "donate", "replicate", "time_budget", "one_choice"):
         if getattr(options, name):
             raise ShardplanError(
                 f"--{name.replace('_', '-')} is for a new plan: {file} was made with its own; leave out one of both"
@@ -395,6 +400,7 @@ def _takes_target(one: argparse.ArgumentParser) -> None:
     )
     one.add_argument("--replicate", action="append", default=[], metavar="PRIMITIVE", help="may run whole on every device")
     one.add_argument("--time-budget", type=float, metavar="SECONDS")
+    one.add_argument("--one-choice", metavar="none|timesteps|layers", help="what shares one choice (timesteps)")
 
 
 def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], Report], what: str) -> argparse.ArgumentParser:

@@ -105,28 +105,49 @@ class MisfitError(DescriptionError):
 
 
 class PinError(ShardplanError):
-    """A pin that names no argument, no axis, or does not divide."""
+    """A pin that names no argument, no axis, or does not divide; or pins that contradict each other.
+
+    ``pins`` are the globs of the fewest pins that cannot hold together: lifting any one of them is enough.
+    """
+
+    def __init__(self, message: str, *, pins: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.pins = tuple(pins)
 
 
 class MemoryLimitError(ShardplanError):
     """No plan fits in the memory limit. ``limit_bytes`` was asked for, ``smallest_bytes`` is the least that a plan needs.
 
-    ``pins`` are those in the way, each with the bytes of a device that it holds beyond what it would take otherwise.
+    ``pins`` are those in the way, each with the bytes of a device that it holds beyond what it would take otherwise; with
+    ``together`` they alone are too much, and any fewer of them are not known to be. ``unfinished``: the time budget ended the
+    search, so that more time may find a smaller plan.
     """
 
-    def __init__(self, limit_bytes: int, smallest_bytes: int, *, detail: str = "", pins: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self,
+        limit_bytes: int,
+        smallest_bytes: int,
+        *,
+        detail: str = "",
+        pins: Mapping[str, int] | None = None,
+        together: bool = False,
+        unfinished: bool = False,
+    ) -> None:
         enough = -(-smallest_bytes // 2**20) + 1
         held = ", ".join(f"{pin} ({_size(nbytes)} more than its smallest layout)" for pin, nbytes in (pins or {}).items())
         super().__init__(
-            f"no plan fits in {_size(limit_bytes)} a device: the smallest found needs {_size(smallest_bytes)}"
+            ("no plan was found in the time budget that" if unfinished else "no plan")
+            + f" fits in {_size(limit_bytes)} a device: the smallest found needs {_size(smallest_bytes)}"
             + (f" ({detail})" if detail else "")
-            + (f"; pins in the way: {held}" if held else "")
+            + (f"; pins {'that alone exceed it' if together else 'in the way'}: {held}" if held else "")
+            + ("; give it more time (time_budget_s)" if unfinished else "")
             + f"; raise the memory limit to {enough}MiB, use more devices, or remat"
             + (", or lift pins" if held else "")
         )
         self.limit_bytes = limit_bytes
         self.smallest_bytes = smallest_bytes
         self.pins = dict(pins or {})
+        self.unfinished = unfinished
 
 
 class SearchWidthError(ShardplanError):

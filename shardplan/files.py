@@ -21,11 +21,14 @@ from shardplan.objects import trace_step
 from shardplan.plans import FORMAT, Baseline, Plan, auto
 from shardplan.positions import leaves_of
 from shardplan.search import coarsen, flatten, memory
+from shardplan.search.anytime import Stopped
 from shardplan.search.bound import Known
 from shardplan.search.extract import Extractor
 from shardplan.search.premise import everything_cut
 from shardplan.search.problem import Problem
-from shardplan.search.solve import Rivals, Solver
+from shardplan.search.rivals import Rivals
+from shardplan.search.solver import Solver
+from shardplan.search.variables import OneChoice, one_choice_of
 from shardplan.trace import Traced
 
 
@@ -57,6 +60,8 @@ class PlanFile:
     trace_s: float
     search_s: float
     explain: Mapping[str, str]
+    stopped: Stopped
+    one_choice: OneChoice
 
     def plan(self, step: Callable[..., Any], traced: Traced, mesh: Mesh | None = None) -> Plan:
         """The plan, for a step traced with the file's ``donate_argnums``; on the user's own mesh, if one is given.
@@ -85,6 +90,7 @@ class PlanFile:
             objective=self.objective,
             bound=Known(self.lower_bound_s, self.unlimited_s),
             exact=self.exact,
+            stopped=self.stopped,
             rivals=Rivals(Solver(problem, live)),
             scored=self.baselines,
             trace_s=self.trace_s,
@@ -108,7 +114,7 @@ class PlanFile:
 
     def _problem(self, traced: Traced) -> Problem:
         graph = flatten(traced.program, replicate=self.replicate)
-        problem = Problem(graph, coarsen(graph), self.cluster, self.factors)
+        problem = Problem(graph, coarsen(graph, self.one_choice), self.cluster, self.factors)
         own, wanted = [len(a.dims) for a in self.layouts], [len(v.shape) for v in problem.coarse.variables]
         if own != wanted:
             odd = next((i for i, (a, b) in enumerate(zip(own, wanted, strict=False)) if a != b), None)
@@ -205,7 +211,17 @@ def _parsed(name: str, content: dict[str, Any]) -> PlanFile:
         trace_s=float(content["trace_s"]),
         search_s=float(content["search_s"]),
         explain={str(path): str(text) for path, text in content["explain"].items()},
+        stopped=_stopped(content["stopped"]),
+        one_choice=one_choice_of(content["one_choice"]),
     )
+
+
+def _stopped(text: Any) -> Stopped:
+    match text:
+        case "" | "time budget" | "interrupted":
+            return text
+        case _:
+            raise ValueError(f"stopped={text!r}")
 
 
 def _layout(entry: Any) -> Layout:

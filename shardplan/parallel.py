@@ -203,7 +203,10 @@ class Parallel:
         given = self._given
 
         def planned() -> Plan:
-            return make_plan(pure, *args, cluster=given.cluster, donate_argnums=call.donated, **given.options)
+            made = make_plan(pure, *args, cluster=given.cluster, donate_argnums=call.donated, **given.options)
+            if made.stopped == "interrupted":  # who interrupts a call wants it to end, not to run by half a search
+                raise KeyboardInterrupt
+            return made
 
         if given.cache_dir is None:
             return planned()

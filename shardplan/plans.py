@@ -29,9 +29,11 @@ from shardplan.report.drawing import drawing
 from shardplan.report.explain import explain, explain_all
 from shardplan.report.json import figures
 from shardplan.runner import Leaves, Runner, check_tree, shape_text
+from shardplan.search.anytime import Stopped
 from shardplan.search.bound import Bound, Known
 from shardplan.search.extract import Decisions, Extractor
-from shardplan.search.solve import Rivals, Solution
+from shardplan.search.rivals import Rivals
+from shardplan.search.solver import Solution
 from shardplan.trace import Traced
 
 FORMAT = 3
@@ -77,7 +79,9 @@ class Plan:
     Seconds are predicted for one step and bytes for one device. ``bound`` finds ``lower_bound_s``; where ``exact``, its
     ``unlimited_s`` is the optimum of all plans where memory has no limit. ``time_model`` says how ``step_time_s`` adds up
     ("sum": compute plus communication, no overlap). ``memory_limit`` is in bytes; ``trace_s`` and ``search_s`` were measured.
-    ``rivals`` solves the baselines when they are first asked for; ``scored`` are those that a plan's file lists.
+    ``rivals`` solves the baselines when they are first asked for; ``scored`` are those that a plan's file lists. ``stopped`` says
+    what ended the search early ("time budget", "interrupted"; else empty): the plan is the best until then, its baselines those
+    that were solved.
     """
 
     cluster: Cluster
@@ -98,6 +102,7 @@ class Plan:
     replicate: tuple[str, ...] = ()
     pins: Mapping[str, PartitionSpec] = field(default_factory=dict[str, PartitionSpec])
     time_budget_s: float | None = None
+    stopped: Stopped = ""
     user_mesh: Mesh | None = field(default=None, repr=False)
     scored: tuple[Baseline, ...] | None = None
     time_model: Literal["sum", "overlap"] = "sum"
@@ -384,6 +389,7 @@ class Plan:
             "variables": [[list(map(list, layout.dims)), list(layout.partial)] for layout in layouts],
             "keep": sorted(self.solution.keep),
             "regather": self.solution.regather,
+            "one_choice": problem.coarse.one_choice,
             "donate_argnums": list(self.donate_argnums),
             "replicate": list(self.replicate),
             "pins": {glob: [list(e) if isinstance(e, tuple) else e for e in spec] for glob, spec in self.pins.items()},

@@ -315,6 +315,8 @@ NOT_FROZEN = {
     "emit.specs._Frame": "the values of a program while it is evaluated",
     "mesh.topology.Tier": "made by a topology alone",
     "mesh.topology.Topology": "works out sizes at first use",
+    "search.anytime.Incumbent": "the best so far",
+    "search.anytime.Watch": "is closed when the search is over",
     "search.eliminate.Eliminator": "keeps eliminations of interned tables",
     "search.extract.Extractor": "keeps programs that were looked up",
     "search.tables.Store": "interns tables",

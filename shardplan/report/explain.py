@@ -58,7 +58,7 @@ def explain_all(plan: Plan) -> dict[str, str]:
     none under a time budget.
     """
     sizes = [(nbytes, odd.size) for shape, _, nbytes in argument_shapes(plan).values() for odd in uneven(shape, plan.axes)]
-    largest = {max(sizes)[1]} if sizes and plan.time_budget_s is None else set[int]()
+    largest = {max(sizes)[1]} if sizes and plan.time_budget_s is None and not plan.stopped else set[int]()
     why = _why(plan, frozenset(largest))
     return {"": why.whole()} | {path: why.argument(path) for path in plan.specs_by_path}
 

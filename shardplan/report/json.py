@@ -27,6 +27,7 @@ def figures(plan: Plan) -> dict[str, Any]:
         "gap": plan.gap,
         "unlimited_s": plan.bound.unlimited_s,
         "exact": plan.exact,
+        "stopped": plan.stopped,
         "trace_s": plan.trace_s,
         "search_s": plan.search_s,
         "operators": plan.operators,
@@ -43,7 +44,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     return {
         **figures(plan),
         "cluster": plan.cluster.name,
-        "idle_axes": [asdict(unused) for unused in idle(plan.extractor.problem)],
+        "idle_axes": {unused.name: unused.text for unused in idle(plan.extractor.problem, plan.decisions)},
         "unknown_trips": list(plan.extractor.problem.graph.unknown_trips),
         "collectives": collective_rows(plan),
         "baselines": [asdict(b) for b in plan.baselines],

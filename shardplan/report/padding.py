@@ -73,7 +73,7 @@ def padded_seconds(plan: Plan, old: int, new: int) -> float | None:
     if not _whole(plan.traced.program, program):
         return None
     graph = flatten(program, replicate=plan.replicate)
-    problem = Problem(graph, coarsen(graph), plan.cluster, plan.factors)
+    problem = Problem(graph, coarsen(graph, plan.extractor.problem.coarse.one_choice), plan.cluster, plan.factors)
     outcome = search(
         problem,
         limit=plan.memory_limit,

@@ -15,6 +15,11 @@ from shardplan.search.idle import idle
 if TYPE_CHECKING:
     from shardplan.plans import Baseline, Plan
 
+_STOPPED = {
+    "time budget": "the time budget ended the search: this is the best plan until then, more time may find a better one",
+    "interrupted": "the search was interrupted: this is the best plan until then, a whole search may find a better one",
+}
+
 _REST = 12
 """So many rows of collectives are shown; the others are summed up."""
 
@@ -46,8 +51,9 @@ def _head(plan: Plan, title: str) -> str:
         ("traffic", f"{size(plan.communication_bytes)} on the wire, per device and step"),
         ("planned in", f"{seconds(plan.search_s)}, after {seconds(plan.trace_s)} of tracing"),
     ]
+    rows += [("note", _STOPPED[plan.stopped])] if plan.stopped else []
     rows += [("note", f"{n} of unknown trip count, priced as one iteration: {where}") for n, where in _unknown(plan)]
-    rows += [("note", unused.text) for unused in idle(plan.extractor.problem)]
+    rows += [("note", unused.text) for unused in idle(plan.extractor.problem, plan.decisions)]
     return "\n".join(f"{name:<11} {text}" for name, text in rows)
 
 
@@ -71,6 +77,7 @@ def bound_text(plan: Plan) -> str:
     if plan.lower_bound_s <= 0:
         return "no lower bound is known"
     pins = " with these pins" if plan.pins else ""
+    pins += {"layers": " with one choice for equal layers", "none": "", "timesteps": ""}[plan.extractor.problem.coarse.one_choice]
     unlimited_s = plan.bound.unlimited_s
     if unlimited_s is not None and plan.step_time_s <= unlimited_s * (1 + 1e-6):
         return f"the optimum of the cost model{pins}: no layout of this mesh is faster"

@@ -9,7 +9,8 @@ from shardplan.search.coarsen import Coarse, Variable, coarsen
 from shardplan.search.extract import Decisions, Extractor, Use
 from shardplan.search.graph import Graph, Node, flatten
 from shardplan.search.problem import Domain, Problem
-from shardplan.search.solve import Outcome, Solution, search
+from shardplan.search.solve import Outcome, search
+from shardplan.search.solver import Solution
 
 __all__ = [
     "Coarse",

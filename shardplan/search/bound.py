@@ -387,11 +387,12 @@ class Bound:
         chosen: Held,
         limit: int,
         unlimited_s: float | None,
+        work: float = WORK,
     ) -> None:
-        """``free`` is the best solution without a memory limit, ``chosen`` the best within it."""
+        """``free`` is the best solution without a memory limit, ``chosen`` the best within it, ``work`` as in `ascend`."""
         self.unlimited_s = unlimited_s
         self._problem, self._live, self._domains = problem, live, domains
-        self._free, self._chosen, self._limit = free, chosen, limit
+        self._free, self._chosen, self._limit, self._work = free, chosen, limit, work
 
     @cached_property
     def seconds(self) -> float:
@@ -401,7 +402,7 @@ class Bound:
 
     def _without_limit(self) -> float:
         given = stars(self._problem, self._domains, worst_s=_WORST * self._chosen.seconds)
-        return ascend(Ascent(given), known_s=self._free.seconds)
+        return ascend(Ascent(given), known_s=self._free.seconds, work=self._work)
 
     def _at_limit(self) -> float:
         """At the best price on bytes, looked for from the one at which the unlimited plan is worth as much as the chosen."""
@@ -423,7 +424,7 @@ class Bound:
                     limit=self._limit,
                 )
                 ascent = Ascent(given, last)
-                found[power] = ascend(ascent, known_s=self._chosen.seconds, work=WORK / _PRICES)
+                found[power] = ascend(ascent, known_s=self._chosen.seconds, work=self._work / _PRICES)
                 last = ascent.moved
             return found[power]
 

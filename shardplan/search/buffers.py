@@ -123,7 +123,9 @@ class Buffers:
             size = whole * np.broadcast_to(local[at][:, None], moved.shape)
             if slot.result and slot.index in kind.replaced:
                 size = size + whole * local[states][None, :]
-            if not slot.result:  # a slice of what is there takes no room of its own
+            elif slot.result:  # a reduction that leaves it as large is done in place
+                moved &= local[at][:, None] != local[states][None, :]
+            else:  # a slice of what is there takes no room of its own
                 moved &= self._problem.prices(shape, whole, domains[slot.variable])[:, at].T > 0
             held[slot.variable] += np.where(moved, size, 0.0)
         return held

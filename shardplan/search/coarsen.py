@@ -12,9 +12,10 @@ pass and one for the backward pass, which is the forward one kept or a second ga
 from __future__ import annotations
 
 from shardplan.search.graph import Graph, Node
+from shardplan.search.layers import share_layers
 from shardplan.search.marks import Marks, mark
 from shardplan.search.pairs import pair
-from shardplan.search.variables import FREE, Coarse, Sets, Variable
+from shardplan.search.variables import FREE, Coarse, OneChoice, Sets, Variable
 from shardplan.search.views import add_views
 from shardplan.tdl import linear_sets
 from shardplan.tdl.language import Apply
@@ -22,8 +23,8 @@ from shardplan.tdl.language import Apply
 __all__ = ["FREE", "Coarse", "Variable", "coarsen"]
 
 
-def coarsen(graph: Graph) -> Coarse:
-    """Groups the tensors of a graph into variables."""
+def coarsen(graph: Graph, one_choice: OneChoice = "timesteps") -> Coarse:
+    """Groups the tensors of a graph into variables; ``one_choice`` says what of it shares one layout though it need not."""
     marks = mark(graph)
     sets = Sets(len(graph.tensors))
     for link in graph.links:
@@ -35,8 +36,10 @@ def coarsen(graph: Graph) -> Coarse:
     for node in graph.nodes:
         if node.signature.elementwise:
             _merge(graph, node, sets, marks)
-    pair(graph, sets, marks)
-    return _variables(graph, sets, marks)
+    pair(graph, sets, marks, timesteps=one_choice != "none")
+    if one_choice == "layers":
+        share_layers(graph, sets, marks)
+    return _variables(graph, sets, marks, one_choice)
 
 
 def _merge(graph: Graph, node: Node, sets: Sets, marks: Marks) -> None:
@@ -67,7 +70,7 @@ def _additive(node: Node) -> bool:
     return len(used) > 1 and used in linear_sets(description) and not chooses
 
 
-def _variables(graph: Graph, sets: Sets, marks: Marks) -> Coarse:
+def _variables(graph: Graph, sets: Sets, marks: Marks, one_choice: OneChoice) -> Coarse:
     members: dict[int, list[int]] = {}
     live = _live(graph)
     for t in sorted(live):
@@ -86,8 +89,8 @@ def _variables(graph: Graph, sets: Sets, marks: Marks) -> Coarse:
         for node in graph.nodes
         if not node.signature.elementwise or len({of[t] for t in (*node.inputs, *node.outputs) if t >= 0 and of[t] != FREE}) > 1
     )
-    read = add_views(graph, variables, of, marks.weights)
-    return Coarse(tuple(variables), tuple(of), read, joins, marks.free, marks.weights, marks.parameters, marks.zero)
+    read = add_views(graph, variables, of, marks.weights, one_choice)
+    return Coarse(tuple(variables), tuple(of), read, joins, marks.free, marks.weights, marks.parameters, marks.zero, one_choice)
 
 
 def _live(graph: Graph) -> set[int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -97,9 +97,10 @@ _Key = tuple[tuple[int, tuple[int, ...]], ...]
 
 @dataclass(slots=True)
 class Eliminator:
-    """Runs eliminations over one store of tables, remembering each distinct one."""
+    """Runs eliminations over one store of tables, remembering each distinct one; ``check`` is called between any two of them."""
 
     store: Store
+    check: Callable[[], None] = lambda: None
     _memo: dict[_Key, tuple[int, int, int]] = field(default_factory=dict[_Key, tuple[int, int, int]])
     _keys: list[_Key] = field(default_factory=list[_Key])
     _choices: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict[tuple[int, tuple[int, ...]], int])
@@ -124,6 +125,7 @@ class Eliminator:
                 waiting[min(scope, key=rank.__getitem__)].append((scope, table))
         done: list[tuple[int, tuple[int, ...], int]] = []
         for v in order.variables:
+            self.check()
             mine = waiting[v]
             if not mine:
                 continue
@@ -165,8 +167,8 @@ class Eliminator:
             total = functools.reduce(np.add, sorted(arranged, key=np.size))  # small ones first: few sums are large
             total = np.broadcast_to(total, sizes)
             table, low = self.store.intern(np.minimum(total.min(axis=0), BIG))
-            found = self._memo[key] = (table, low, len(self._keys))
-            self._keys.append(key)
+            self._keys.append(key)  # first: an interrupt in between leaves nothing wrong
+            found = self._memo[key] = (table, low, len(self._keys) - 1)
         return found
 
     def _choice(self, elimination: int, others: tuple[int, ...]) -> int:

@@ -15,7 +15,7 @@ from shardplan.search.coarsen import FREE
 from shardplan.search.graph import Node
 from shardplan.search.pricing import Allowed
 from shardplan.search.problem import Problem
-from shardplan.search.solve import Solution
+from shardplan.search.solver import Solution
 
 
 @dataclass(frozen=True, slots=True)

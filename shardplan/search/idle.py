@@ -1,59 +1,87 @@
-"""Factors that divide no dim of any argument, such as a prime number of devices: what is kept is whole over them."""
+"""Factors over which a plan cuts nothing: the devices along them all do the same work."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
 
 from shardplan.ir import Tensor
+from shardplan.search.extract import Decisions
 from shardplan.search.problem import Problem
+
+Reason = Literal["faster", "indivisible", "padded"]
+"""Why a factor is idle: any cut would cost more than it saves; there is nothing to cut; only ops on padded copies are cut."""
 
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """A factor over which no argument can be split.
-
-    ``path`` and ``shape`` are the largest argument; ``counts`` the sizes of the level next to ``level_size``, below and above,
-    that divide one of its dims.
-    """
+    """A factor over which nothing, or no argument, is cut. ``advice`` says what would let it be, where dims do not divide."""
 
     name: str
     size: int
-    level: str
-    level_size: int
-    path: str
-    shape: tuple[int, ...]
-    counts: tuple[int, ...]
+    reason: Reason
+    advice: str = ""
 
     @property
     def text(self) -> str:
         """What it means, and what to do."""
-        of = "" if self.size == self.level_size else f" (a part of {self.level}={self.level_size})"
-        other = f"; {' or '.join(map(str, self.counts))} in place of {self.level_size} divide it" if self.counts else ""
-        return (
-            f"no dim of any argument divides by {self.name}={self.size}{of}: each is whole on all devices along it, and ops "
-            f"are cut only where a padded copy pays. The largest is {self.path} {list(self.shape)}{other}, or pad a dim of it "
-            f"to a multiple of {self.size}"
-        )
+        factor = f"{self.name}={self.size}"
+        if self.reason == "faster":
+            return f"nothing is cut over {factor}: its devices all do the same, which is faster than any exchange"
+        if self.reason == "padded":
+            return (
+                f"no dim of any argument divides by {factor}: each is whole on all its devices, and ops cut padded copies; "
+                f"{self.advice}"
+            )
+        return f"no dim of the step divides by {factor}, nor is it worth padding one: its devices all do the same; {self.advice}"
 
 
-def idle(problem: Problem) -> tuple[Idle, ...]:
-    """The idle factors of a problem; none where there are no arrays to split."""
-    graph = problem.graph
-    arrays = [(graph.tensors[t], path) for t, path in zip(graph.inputs, graph.input_paths, strict=True)]
-    arrays = [(tensor, path) for tensor, path in arrays if tensor.size > 1]
-    if not arrays:
-        return ()
-    largest, path = max(arrays, key=lambda row: row[0].nbytes)
+def idle(problem: Problem, decisions: Decisions) -> tuple[Idle, ...]:
+    """The idle factors of a plan.
+
+    A device count that fits no dim (a prime one, mostly) is planned all the same; this says what came of it.
+    """
+    layouts = [*decisions.layouts, *decisions.views.values()]
+    busy = {f for layout in layouts if layout is not None for f in layout.used}
+    busy |= {f for use in decisions.uses.values() for f, loop in enumerate(use.loops) if loop >= 0}
+    possible = _possible(problem) if len(busy) < len(problem.factors) else set[int]()
+    arguments = [tensor for t in problem.graph.inputs if (tensor := problem.graph.tensors[t]).size > 1]
     found: list[Idle] = []
-    for factor in problem.factors:
-        if not any(_divides(factor.size, tensor) for tensor, _ in arrays):
-            level = problem.cluster.levels[factor.level]
-            found.append(Idle(factor.name, factor.size, level.name, level.size, path, largest.shape, _near(level.size, largest)))
+    for f, factor in enumerate(problem.factors):
+        if f not in busy and f in possible:
+            found.append(Idle(factor.name, factor.size, "faster"))
+        elif f not in busy or (arguments and not any(_divides(factor.size, tensor) for tensor in arguments)):
+            found.append(Idle(factor.name, factor.size, "padded" if f in busy else "indivisible", _advice(problem, f)))
     return tuple(found)
 
 
-def _divides(count: int, tensor: Tensor) -> bool:
-    return any(n % count == 0 for n in tensor.shape)
+def _possible(problem: Problem) -> set[int]:
+    """The factors over which some op can be cut with its operands and results in layouts that arrays of their shapes may have."""
+    found: set[int] = set()
+    for n in problem.coarse.joins:
+        call, rows = problem.graph.nodes[n].signature.call, problem.options(problem.graph.nodes[n])
+        fine = np.ones(len(rows.loops), bool)
+        for shapes, states in ((call.operands, rows.needs), (call.results, rows.gives)):
+            for i, shape in enumerate(shapes):
+                fine &= problem.resharder.legal(shape, pad=True)[states[:, i]]
+        found.update(f for cuts, may in zip(rows.loops, fine, strict=True) if may for f, loop in enumerate(cuts) if loop >= 0)
+    return found
+
+
+def _advice(problem: Problem, f: int) -> str:
+    """Other sizes of the factor's level that divide a dim of the largest argument, or other dims."""
+    factor, level = problem.factors[f], problem.cluster.levels[problem.factors[f].level]
+    graph = problem.graph
+    named = [(graph.tensors[t], path) for t, path in zip(graph.inputs, graph.input_paths, strict=True)]
+    pad = f"change the dims to multiples of {factor.size}"
+    if not named:
+        return pad
+    largest, path = max(named, key=lambda row: row[0].nbytes)
+    counts = _near(level.size, largest)
+    other = f"; {' or '.join(map(str, counts))} in place of {level.name}={level.size} divide it" if counts else ""
+    return f"{pad}; the largest argument is {path} {list(largest.shape)}{other}"
 
 
 def _near(count: int, tensor: Tensor) -> tuple[int, ...]:
@@ -61,3 +89,7 @@ def _near(count: int, tensor: Tensor) -> tuple[int, ...]:
     below = next((k for k in range(count - 1, 1, -1) if _divides(k, tensor)), None)
     above = next((k for k in range(count + 1, 2 * count + 1) if _divides(k, tensor)), None)
     return tuple(k for k in (below, above) if k is not None)
+
+
+def _divides(count: int, tensor: Tensor) -> bool:
+    return any(n % count == 0 for n in tensor.shape)

@@ -1,10 +1,10 @@
 """Peak memory of one device by liveness, and the prices that push a plan under a limit.
 
 Each tensor that is stored in memory lives from the op that makes it to its last reader; resharded copies are values with
-lifetimes of their own,
-and a weight's forward copy that the backward pass reads too lives in between. Elementwise results that only elementwise ops of
-the same
-pass read are fused away. A donated input's buffer becomes the output that replaces it.
+lifetimes of their own, and a weight's forward copy that the backward pass reads too lives in between. Elementwise results that
+only elementwise ops read are fused away: those that the same pass reads, and those light enough to be computed again where the
+other pass reads them, from values that are kept as well. What an op holds while it runs is in `shardplan.search.buffers`. A
+donated input's buffer becomes the output that replaces it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from shardplan.search.loops import Loops, loops_of
 from shardplan.search.pricing import Domain, Limits
 from shardplan.search.problem import Problem
 from shardplan.search.tables import Term, picoseconds
+from shardplan.tdl import light
 
 Assignment = Sequence[int]
 """For each variable its state."""
@@ -97,7 +98,7 @@ def liveness(problem: Problem, donated: frozenset[int] = frozenset()) -> Livenes
     for t in graph.outputs:
         if t >= 0:
             death[t] = end
-    fused = _fused(problem)
+    fused = _fused(problem, death)
     rows = [
         (graph.tensors[t].nbytes, coarse.of[t], b, death.get(t, b), t)
         for t, b in sorted(birth.items())
@@ -139,23 +140,29 @@ def _through_links(graph: Graph, loops: Loops, birth: dict[int, int], death: dic
             death[link.source] = max(death.get(link.source, 0), birth.get(link.target, 0))
 
 
-def _fused(problem: Problem) -> frozenset[int]:
-    graph = problem.graph
+def _fused(problem: Problem, death: dict[int, int]) -> frozenset[int]:
+    """The values that are never stored; what they are made of lives until they are read, which ``death`` is changed to say."""
+    graph, of = problem.graph, problem.coarse.of
     readers = _readers(graph)
     ends = {*graph.outputs, *graph.inputs} | {t for link in graph.links for t in (link.source, link.target)}
+    again = {n.signature.id: n.signature.description is not None and light(n.signature.description) for n in graph.nodes}
     fused: set[int] = set()
-    for node in graph.nodes:
-        light = node.signature.elementwise or all(
-            graph.tensors[o].size > sum(graph.tensors[t].size for t in node.inputs if t >= 0) for o in node.outputs
-        )
-        if not light:
+    for node in reversed(graph.nodes):
+        alive = [t for t in dict.fromkeys(node.inputs) if t >= 0 and of[t] != FREE]
+        cheap = again[node.signature.id]
+        spread = cheap and all(graph.tensors[o].size > sum(graph.tensors[t].size for t in alive) for o in node.outputs)
+        if not (node.signature.elementwise or spread):
             continue
         for t in node.outputs:
-            if t in ends:
-                continue
             using = [graph.nodes[r] for r in readers.get(t, ())]
-            if all(u.backward == node.backward and (u.signature.elementwise or _reduces(u.signature.call)) for u in using):
+            if t in ends or not all(u.signature.elementwise or _reduces(u.signature.call) for u in using):
+                continue
+            last = death.get(t, node.id)
+            same = all(u.backward == node.backward for u in using)
+            # a heavy one is computed once; a light one again in the other pass, if what it is made of is there anyway
+            if (same and (cheap or len(using) <= 1)) or (cheap and all(death.get(u, 0) >= last for u in alive)):
                 fused.add(t)
+                death.update({u: max(death.get(u, 0), last) for u in alive})
     return frozenset(fused)
 
 
@@ -230,10 +237,7 @@ def profile(
 ) -> NDArray[np.float64]:
     """[length]: bytes on one device at every point; ``keep`` are the backward views that reuse the forward copy."""
     parts = np.array([*(local_bytes(problem, v, s) for v, s in enumerate(assignment)), 1.0])
-    held = live.nbytes * parts[live.variable]
-    change = np.zeros(live.length + 1)
-    np.add.at(change, live.birth, held)
-    np.add.at(change, live.death + 1, -held)
+    change = _changes(live, parts)
     for v, nbytes, first, last in live.copies:
         if assignment[v] != assignment[problem.coarse.variables[v].of]:
             change[first] += nbytes * parts[v]
@@ -254,6 +258,27 @@ def profile(
     held = np.cumsum(change)[:-1]
     np.add.at(held, *live.buffers.held(assignment, limits))
     return held
+
+
+def _changes(live: Liveness, parts: NDArray[np.float64]) -> NDArray[np.float64]:
+    """[length + 1]: what stored values take and give back at every point, ``parts`` the share of each variable on a device."""
+    held = live.nbytes * parts[live.variable]
+    change = np.zeros(live.length + 1)
+    np.add.at(change, live.birth, held)
+    np.add.at(change, live.death + 1, -held)
+    return change
+
+
+def floor_bytes(problem: Problem, live: Liveness, domains: Sequence[Domain]) -> int:
+    """Bytes of a device that no assignment of these domains stays below: every value at its smallest, nothing copied."""
+    memo: dict[tuple[int, Domain], float] = {}
+    least: list[float] = []
+    for variable, domain in zip(problem.coarse.variables, domains, strict=True):
+        key = len(variable.shape), domain
+        if key not in memo:
+            memo[key] = float(problem.resharder.space(key[0]).local[list(domain)].min())
+        least.append(memo[key])
+    return int(np.cumsum(_changes(live, np.array([*least, 1.0]))).max())
 
 
 def price_terms(
@@ -309,4 +334,7 @@ def _interned(problem: Problem, scope: tuple[int, ...], costs: NDArray[np.int64]
 
 def keep_price(live: Liveness, points: Sequence[int], price: float) -> dict[int, float]:
     """Seconds that keeping each forward copy for the backward pass costs, per whole copy."""
-    return {v: price * nbytes * times for v, nbytes, first, last in live.kept if (times := sum(first < p < last for p in points))}
+    found: dict[int, list[float]] = {}
+    for v, nbytes, first, last in live.kept:
+        found.setdefault(v, []).append(price * nbytes * sum(first < p < last for p in points))
+    return {v: sum(rows) / len(rows) for v, rows in found.items() if any(rows)}

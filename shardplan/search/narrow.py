@@ -14,7 +14,7 @@ from shardplan.search.bound import Ascent, narrowed, stars
 from shardplan.search.pricing import Domain
 
 if TYPE_CHECKING:
-    from shardplan.search.solve import Solution, Solver
+    from shardplan.search.solver import Solution, Solver
 
 ROUNDS = (6, 4, 10, 20, 20, 20, 20)
 """Sweeps before each look at what is left."""

@@ -15,19 +15,19 @@ TIMESTEPS = 3
 _AGAIN = "rematted_computation"
 
 
-def pair(graph: Graph, sets: Sets, marks: Marks) -> None:
+def pair(graph: Graph, sets: Sets, marks: Marks, *, timesteps: bool = True) -> None:
     """Merges each activation with its gradient and with what is computed again for it, and the pieces that one op takes a
     tensor apart into.
 
     A forward contraction reads (x, w) and makes y; a backward one reads w too: what else it reads is y's gradient, what it makes
-    is x's. The gradient of a weight stays apart from it.
+    is x's. The gradient of a weight stays apart from it. With ``timesteps`` those of an unrolled recurrence share one choice.
     """
     loose = [not any(t.id in kind for kind in (marks.apart, marks.weights, marks.free)) for t in graph.tensors]
     value = same_values(graph)
     for t, v in enumerate(value):
         if v != t and loose[t] and loose[v] and graph.tensors[t].shape == graph.tensors[v].shape:
             sets.union(t, v)
-    _timesteps(graph, sets, loose, value, marks)
+    _timesteps(graph, sets, loose, value, marks, TIMESTEPS if timesteps else len(graph.nodes) + 1)
     loose = [mine and t not in marks.deferred for t, mine in enumerate(loose)]
     forward: dict[int, list[Node]] = {}
     after = _moved(graph, marks.free)
@@ -59,8 +59,10 @@ def pair(graph: Graph, sets: Sets, marks: Marks) -> None:
                 _same_layout(graph, sets, loose, after, other, node.outputs[0])
 
 
-def _timesteps(graph: Graph, sets: Sets, loose: list[bool], value: list[int], marks: Marks) -> None:
+def _timesteps(graph: Graph, sets: Sets, loose: list[bool], value: list[int], marks: Marks, least: int) -> None:
     """Merges what equal ops make of one weight, and what they read beside it: the steps of an unrolled recurrence.
+
+    From ``least`` such uses on.
 
     Each step could be cut in its own way; Tofu gives that up too, for a graph that is a chain.
     """
@@ -73,7 +75,7 @@ def _timesteps(graph: Graph, sets: Sets, loose: list[bool], value: list[int], ma
             if t >= 0 and value[t] in marks.weights:
                 uses.setdefault((value[t], node.signature.id, slot), []).append(node)
     for nodes in uses.values():
-        if len(nodes) >= TIMESTEPS:
+        if len(nodes) >= least:
             first = nodes[0]
             for node in nodes[1:]:
                 for a, b in zip((*first.inputs, *first.outputs), (*node.inputs, *node.outputs), strict=True):

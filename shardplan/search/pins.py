@@ -1,9 +1,10 @@
-"""Pins: arguments that must lie as the user says, as restrictions of the problem's domains."""
+"""Pins: arguments that must lie as the user says, as restrictions of the domains, and the fewest that cannot all hold."""
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from shardplan.errors import PinError, nearest
 from shardplan.ir import Entry, Layout, spec_text
@@ -12,20 +13,72 @@ from shardplan.search.coarsen import FREE
 from shardplan.search.problem import Domain, Problem
 
 Pins = Mapping[str, Sequence[Entry]]
-"""Glob of argument paths -> the entries of the PartitionSpec that they must have, over the names of the factors."""
+"""Glob of argument paths -> the entries of the PartitionSpec that they must have, over the names of the factors or levels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What one pin asks of one argument: its variable's state. ``pin`` is its glob, ``said`` the pin as the user wrote it."""
+
+    pin: str
+    said: str
+    path: str
+    variable: int
+    state: int
 
 
 def pinned_domains(problem: Problem, pins: Pins) -> tuple[Domain, ...]:
     """The problem's domains with the pins in them.
 
     Raises:
-        PinError: for a pin that matches nothing, names no axis, does not divide, or contradicts another.
+        PinError: for a pin that matches nothing, names no axis or does not divide, and for pins that contradict each other: it
+            names the fewest of them.
     """
+    claims = [claim for pattern, entries in pins.items() for claim in _claims(problem, pattern, entries)]
+    fewest = smallest_conflict(tuple(pins), lambda some: _agree([c for c in claims if c.pin in some]))
+    if fewest:
+        raise _contradiction(problem, [c for c in claims if c.pin in fewest], fewest)
     domains = list(problem.domains)
-    for pattern, entries in pins.items():
-        for i in _matched(problem, pattern):
-            _pin(problem, domains, i, _named(pattern, entries), entries)
+    for claim in claims:
+        domains[claim.variable] = (claim.state,)
     return tuple(domains)
+
+
+def smallest_conflict(items: Sequence[str], holds: Callable[[Sequence[str]], bool]) -> tuple[str, ...]:
+    """Of items that cannot all hold some that cannot either, though any fewer of them can; none where all can.
+
+    A deletion filter: one call of ``holds`` an item, which must stay true when items are left out.
+
+    >>> smallest_conflict("abcd", lambda some: not {"b", "d"} <= set(some))
+    ('b', 'd')
+    """
+    if holds(items):
+        return ()
+    kept = tuple(items)
+    for item in items:
+        fewer = tuple(i for i in kept if i != item)
+        if not holds(fewer):
+            kept = fewer
+    return kept
+
+
+def _agree(claims: Sequence[Claim]) -> bool:
+    asked: dict[int, int] = {}
+    return all(asked.setdefault(c.variable, c.state) == c.state for c in claims)
+
+
+def _contradiction(problem: Problem, claims: Sequence[Claim], pins: tuple[str, ...]) -> PinError:
+    """The error for pins that contradict each other, on the first two arguments on which they do."""
+    first, second = next(
+        (a, b) for a in claims for b in claims if a.pin != b.pin and a.variable == b.variable and a.state != b.state
+    )
+    if first.path == second.path:
+        where = f"both match {first.path}"
+    else:
+        where = f"the one matches {first.path}, the other {second.path}, and these two share one layout"
+    return PinError(
+        f"{first.said} contradicts {second.said}: {where}; drop one of them, or narrow its glob", pins=(first.pin, second.pin)
+    )
 
 
 def held_by_pins(problem: Problem, pins: Pins) -> dict[str, float]:
@@ -38,7 +91,7 @@ def held_by_pins(problem: Problem, pins: Pins) -> dict[str, float]:
             if v == FREE:
                 continue
             tensor = problem.graph.tensors[t]
-            layout = _layout(problem, problem.graph.input_paths[i], tensor.shape, _named(pattern, entries), entries)
+            layout = _layout(problem, problem.graph.input_paths[i], tensor.shape, pattern, entries)
             own = memory.local_bytes(problem, v, problem.resharder.space(len(tensor.shape)).of(layout))
             least = min(memory.local_bytes(problem, v, s) for s in problem.domains[v])
             found[pattern] = found.get(pattern, 0.0) + (own - least) * tensor.nbytes
@@ -49,7 +102,7 @@ def _matched(problem: Problem, pattern: str) -> list[int]:
     paths = problem.graph.input_paths
     hits = [i for i, path in enumerate(paths) if fnmatch.fnmatchcase(path, pattern)]
     if not hits:
-        raise PinError(f"the pin {pattern!r} matches no argument{nearest(pattern, paths)}")
+        raise PinError(f"the pin {pattern!r} matches no argument{nearest(pattern, paths)}", pins=(pattern,))
     return hits
 
 
@@ -57,45 +110,65 @@ def _named(pattern: str, entries: Sequence[Entry]) -> str:
     return f"the pin {pattern!r} = {spec_text(entries)}"
 
 
-def _pin(problem: Problem, domains: list[Domain], i: int, pin: str, entries: Sequence[Entry]) -> None:
-    """Restricts the domain of argument ``i``."""
+def _refusal(pattern: str, entries: Sequence[Entry], why: str) -> PinError:
+    return PinError(f"{_named(pattern, entries)} {why}", pins=(pattern,))
+
+
+def _claims(problem: Problem, pattern: str, entries: Sequence[Entry]) -> list[Claim]:
+    """What a pin asks of each argument that it matches and that has a layout."""
+    found = [_claim(problem, pattern, entries, i) for i in _matched(problem, pattern)]
+    return [claim for claim in found if claim is not None]
+
+
+def _claim(problem: Problem, pattern: str, entries: Sequence[Entry], i: int) -> Claim | None:
     t, path = problem.graph.inputs[i], problem.graph.input_paths[i]
     shape = problem.graph.tensors[t].shape
-    layout = _layout(problem, path, shape, pin, entries)
+    layout = _layout(problem, path, shape, pattern, entries)
     v = problem.coarse.of[t]
     if v == FREE:
         if any(layout.dims):
-            raise PinError(f"{pin} splits {path}, a scalar")
-        return
+            raise _refusal(pattern, entries, f"splits {path}, a scalar")
+        return None
     space = problem.resharder.space(len(shape))
     state = space.of(layout)
     for d, (n, parts) in enumerate(zip(shape, space.splits[state], strict=False)):
         if n % int(parts):
             up = -(-n // int(parts)) * int(parts)
-            raise PinError(f"{pin} cuts dim {d} of {path} {shape} {parts} ways, which does not divide {n}; {up} would")
-    if state not in domains[v]:
-        raise PinError(f"{pin} on {path} contradicts another pin on an array that shares its layout")
-    domains[v] = (state,)
+            why = f"cuts dim {d} of {path} {shape} {parts} ways, which does not divide {n}; {up} would"
+            raise _refusal(pattern, entries, why)
+    assert state in problem.domains[v], "a layout that divides is one of the domain"
+    return Claim(pattern, _named(pattern, entries), path, v, state)
 
 
-def _layout(problem: Problem, path: str, shape: tuple[int, ...], pin: str, entries: Sequence[Entry]) -> Layout:
-    names = {f.name: i for i, f in enumerate(problem.factors)}
+def _layout(problem: Problem, path: str, shape: tuple[int, ...], pattern: str, entries: Sequence[Entry]) -> Layout:
+    names = _axes(problem)
     idle = {level.name for level in problem.cluster.levels if level.size == 1}  # nothing is cut over them
     if len(entries) > len(shape):
-        raise PinError(f"{pin} has {len(entries)} entries, {path} has rank {len(shape)}")
+        raise _refusal(pattern, entries, f"has {len(entries)} entries, {path} has rank {len(shape)}")
     dims: list[tuple[int, ...]] = []
     for entry in (*entries, *[None] * (len(shape) - len(entries))):
         axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
         for axis in axes:
             if axis not in names and axis not in idle:
                 known = ", ".join(names)
-                raise PinError(f"{pin} names the axis {axis!r}; the plan's axes are {known}{nearest(axis, list(names))}")
-        dims.append(tuple(names[a] for a in axes if a not in idle))
+                raise _refusal(
+                    pattern, entries, f"names the axis {axis!r}; the plan's axes are {known}{nearest(axis, list(names))}"
+                )
+        dims.append(tuple(f for a in axes if a not in idle for f in names[a]))
     for axes in dims:
         if list(axes) != sorted(axes):
             right = tuple(problem.factors[f].name for f in sorted(axes))
-            raise PinError(f"{pin} has the axes of one dim in an order that is not planned: slowest first, {right!r}")
+            raise _refusal(pattern, entries, f"has the axes of one dim in an order that is not planned: slowest first, {right!r}")
     flat = [f for d in dims for f in d]
     if len(set(flat)) != len(flat):
-        raise PinError(f"{pin} uses an axis twice")
+        raise _refusal(pattern, entries, "uses an axis twice")
     return Layout(tuple(dims))
+
+
+def _axes(problem: Problem) -> dict[str, tuple[int, ...]]:
+    """The factors that each name stands for: a factor's its own, a level's all that the level is split into, major first."""
+    found: dict[str, tuple[int, ...]] = {}
+    for i, factor in enumerate(problem.factors):
+        level = problem.cluster.levels[factor.level].name
+        found[level] = (*found.get(level, ()), i)
+    return found | {factor.name: (i,) for i, factor in enumerate(problem.factors)}

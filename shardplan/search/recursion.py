@@ -12,7 +12,7 @@ from shardplan.search.premise import everything_cut, everything_split
 from shardplan.search.pricing import Domain
 
 if TYPE_CHECKING:
-    from shardplan.search.solve import Solution, Solver
+    from shardplan.search.solver import Solution, Solver
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Into the memory limit by single steps: one price on bytes finds only the plans on the convex hull of seconds and bytes.
 
 Where the next plan on the hull is much slower than one that holds a little too much, a few layouts of the latter are changed: at
-its peak whatever gives the most bytes for the least seconds, until it fits. Then whatever is faster and still fits.
+its peak whatever gives the most bytes for the least seconds, until it fits. What is faster and still fits, `exchange` finds then.
 """
 
 from __future__ import annotations
@@ -9,17 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shardplan.search import memory
+from shardplan.search.exchange import costs
 from shardplan.search.pricing import Domain
+from shardplan.search.solver import Solution, Solver
 from shardplan.search.tables import BIG
-
-if TYPE_CHECKING:
-    from shardplan.search.solve import Solution, Solver
 
 STEPS = 40
 """So many changes at most."""
@@ -44,7 +41,7 @@ def repaired(solver: Solver, domains: Sequence[Domain], start: Solution, limit: 
     current = start
     for _ in range(STEPS):
         if current.fits(limit):
-            return _refilled(solver, domains, start, current, limit)
+            return current
         over = current.peak_bytes - limit
         moves = list(_moves(solver, domains, current, over))
         if not moves:
@@ -68,9 +65,10 @@ def _moves(solver: Solver, domains: Sequence[Domain], current: Solution, over: i
         own = float(owns[v])
         if held[v] * own < _LEAST * over:
             break
-        costs = _costs(solver, domains, current, v)
-        now = costs[domains[v].index(current.states[v])]
-        for state, seconds in zip(domains[v], costs.tolist(), strict=True):
+        priced = costs(solver, domains, current, (v,))
+        seconds_of = np.where(priced >= BIG, np.inf, priced / 1e12)
+        now = seconds_of[domains[v].index(current.states[v])]
+        for state, seconds in zip(domains[v], seconds_of.tolist(), strict=True):
             saved = held[v] * (own - memory.local_bytes(problem, v, state))
             if saved > 0 and math.isfinite(seconds):
                 yield _Move(v, state, seconds - now, saved)
@@ -91,18 +89,6 @@ def _gathering_s(solver: Solver, current: Solution, v: int) -> float:
     return float(again - kept) * problem.view_weight[v]
 
 
-def _costs(solver: Solver, domains: Sequence[Domain], current: Solution, v: int) -> NDArray[np.float64]:
-    """[D]: the seconds of all terms of a variable in each of its states, all others held."""
-    problem = solver.problem
-    held: list[Domain] = [(s,) for s in current.states]
-    held[v] = domains[v]
-    total = np.zeros(len(domains[v]))
-    for term in problem.terms_of(v, held, _again(solver, current.keep), solver.limits):
-        table = problem.store.tables[term.table].reshape(-1)
-        total += np.where(table >= BIG, np.inf, (table + term.constant) / 1e12)
-    return total
-
-
 def _again(solver: Solver, keep: frozenset[int]) -> dict[int, float]:
     """Prices that have all other copies gathered again."""
     return {v: math.inf for v in solver.problem.backward_views if v not in keep}
@@ -115,21 +101,3 @@ def _moved(solver: Solver, current: Solution, move: _Move) -> Solution:
     else:
         states[move.variable] = move.state
     return solver.rate("plan", tuple(states), _again(solver, keep), current.regather)
-
-
-def _refilled(solver: Solver, domains: Sequence[Domain], start: Solution, current: Solution, limit: int) -> Solution:
-    """Once over the variables that were changed: the fastest state of each with which the rest fits."""
-    for v, domain in enumerate(domains):
-        if current.states[v] == start.states[v]:
-            continue
-        costs = _costs(solver, domains, current, v)
-        now = costs[domain.index(current.states[v])]
-        order: list[int] = np.argsort(costs, kind="stable").tolist()
-        for i in order:
-            if costs[i] >= now * (1 - 1e-9):
-                break
-            other = _moved(solver, current, _Move(v, domain[i], 0.0, 0.0))
-            if other.fits(limit) and other.seconds < current.seconds:
-                current = other
-                break
-    return current

@@ -41,9 +41,9 @@ class Store:
         key = (shifted.shape, hashlib.blake2b(shifted.tobytes(), digest_size=16).digest())
         found = self._ids.get(key)
         if found is None:
-            found = self._ids[key] = len(self.tables)
             shifted.setflags(write=False)
-            self.tables.append(shifted)
+            self.tables.append(shifted)  # first: an interrupt in between leaves nothing wrong
+            found = self._ids[key] = len(self.tables) - 1
         return found, low
 
 

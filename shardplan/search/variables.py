@@ -5,6 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+OneChoice = Literal["none", "timesteps", "layers"]
+"""What shares one layout though it could have several: nothing, the steps of an unrolled recurrence, or equal layers too."""
+
+
+def one_choice_of(value: object) -> OneChoice:
+    """The value as what it must be.
+
+    Raises:
+        ValueError: for any other.
+    """
+    known: tuple[OneChoice, ...] = ("none", "timesteps", "layers")
+    for one in known:
+        if value == one:
+            return one
+    raise ValueError(f"one_choice={value!r} is not there: use 'none', 'timesteps' or 'layers'")
+
+
 FREE = -1
 """In place of a variable: a scalar, or a value that depends on no input and is made anew wherever it is read."""
 
@@ -41,6 +58,7 @@ class Coarse:
     weights: frozenset[int]
     parameters: frozenset[int]
     zero: frozenset[int] = frozenset()
+    one_choice: OneChoice = "timesteps"
 
 
 class Sets:

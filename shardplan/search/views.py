@@ -7,7 +7,7 @@ from typing import Literal
 
 from shardplan.search.graph import Graph, Node
 from shardplan.search.pairs import TIMESTEPS
-from shardplan.search.variables import FREE, Variable
+from shardplan.search.variables import FREE, OneChoice, Variable
 
 _PIECES = 6
 """A group of at most this many tensors (a query, key and value with their gradients) has a layout made for its readers, and
@@ -15,8 +15,10 @@ needs no view.
 """
 
 
-def add_views(graph: Graph, variables: list[Variable], of: list[int], weights: frozenset[int]) -> dict[tuple[int, int], int]:
-    """Gives a view to each tensor that several contractions read.
+def add_views(
+    graph: Graph, variables: list[Variable], of: list[int], weights: frozenset[int], one_choice: OneChoice = "timesteps"
+) -> dict[tuple[int, int], int]:
+    """Gives a view to each tensor that several contractions read; those of what shares one choice share one, too.
 
     None where it could gain little: where the stored layout serves nothing but these readers, or where the tensor is the
     largest that each of them touches, so that moving the others is cheaper. What that may lose is a copy made twice.
@@ -41,8 +43,9 @@ def add_views(graph: Graph, variables: list[Variable], of: list[int], weights: f
             read[node.id, slot] = variable.id
         return variable.id
 
+    equal: dict[tuple[int, frozenset[tuple[int, int, bool]]], list[int]] = {}
     alike: dict[tuple[int, frozenset[tuple[int, int, bool]]], list[int]] = {}
-
+    least = {"none": len(graph.tensors) + 1, "timesteps": TIMESTEPS, "layers": 2}[one_choice]
     for t in sorted(readers):
         uses = readers[t]
         if len({node.id for node, _ in uses}) < 2:
@@ -50,16 +53,20 @@ def add_views(graph: Graph, variables: list[Variable], of: list[int], weights: f
         forward = [u for u in uses if not u[0].backward]
         backward = [u for u in uses if u[0].backward]
         if t in weights and forward and backward:
-            first = add([t], forward, "view")
-            add([t], backward, "backward", first)
+            # the copies of the weights of equal layers share one choice, as these do
+            mine = frozenset((node.signature.id, slot, node.backward) for node, slot in uses)
+            equal.setdefault((of[t] if one_choice == "layers" else -1 - t, mine), []).append(t)
         elif len(touched.get(of[t], ())) > _PIECES and not all(_largest(graph, node, t) for node, _ in uses):
             key = of[t], frozenset((node.signature.id, slot, node.backward) for node, slot in uses)
             # the first and the last timestep may have fewer readers
-            most = next((k for k, ts in alike.items() if k[0] == of[t] and len(ts) >= TIMESTEPS and key[1] <= k[1]), key)
+            most = next((k for k, ts in alike.items() if k[0] == of[t] and len(ts) >= least and key[1] <= k[1]), key)
             alike.setdefault(most, []).append(t)
+    for ts in equal.values():
+        forward, backward = ([u for t in ts for u in readers[t] if u[0].backward == late] for late in (False, True))
+        add(ts, backward, "backward", add(ts, forward, "view"))
     for ts in alike.values():
         # the copies of unrolled timesteps share one choice, as what they are copies of does
-        for group in [ts] if len(ts) >= TIMESTEPS else [[t] for t in ts]:
+        for group in [ts] if len(ts) >= least else [[t] for t in ts]:
             uses = [use for t in group for use in (*readers[t], *alone.get(t, ()))]  # a reduction reads the copy too
             add(group, uses, "view")
     return read

@@ -8,6 +8,7 @@ operands a partial sum may pass, `shrink` gives the op that is left for one work
 from shardplan.tdl import rules as _rules
 from shardplan.tdl.describe import describe, described, named_call, op, rule
 from shardplan.tdl.description import Call, Description, LoopInfo
+from shardplan.tdl.effort import light
 from shardplan.tdl.index import Affine, Data, Exact, FloorDiv, Full, IndexExpr, Interval, Loop, Mod, interval
 from shardplan.tdl.language import DATA, And, ArgMax, ArgMin, Max, Min, Opaque, Or, Prod, Sum, TensorRef, apply, equals, where
 from shardplan.tdl.shrink import shrink
@@ -47,6 +48,7 @@ __all__ = [
     "described",
     "equals",
     "interval",
+    "light",
     "linear_sets",
     "named_call",
     "op",

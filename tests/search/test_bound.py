@@ -17,7 +17,8 @@ from shardplan.mesh import Cluster
 from shardplan.report.text import bound_text
 from shardplan.search import Problem, ilp, memory
 from shardplan.search.bound import Ascent, Bound, Prices, ascend, stars
-from shardplan.search.solve import Rivals, Solution, Solver
+from shardplan.search.rivals import Rivals
+from shardplan.search.solver import Solution, Solver
 from tests.search import steps
 
 

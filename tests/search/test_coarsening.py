@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from models import gpt, mlp
 from shardplan.mesh import Cluster
 from shardplan.search import Problem, brute, memory
-from shardplan.search.solve import Solver
+from shardplan.search.solver import Solver
 from tests.search import steps
 
 

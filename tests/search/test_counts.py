@@ -114,12 +114,12 @@ def test_a_prime_that_divides_no_dim_is_said_with_what_would(caplog: pytest.LogC
     (said,) = [r.getMessage() for r in caplog.records]
     assert "no dim of any argument divides by gpu=7" in said
     assert "4 or 8 in place of 7" in said
-    assert "multiple of 7" in said
+    assert "multiples of 7" in said
     assert said in plan_text(plan)
-    assert [unused["size"] for unused in plan_json(plan)["idle_axes"]] == [7]
+    assert plan_json(plan)["idle_axes"] == {"gpu": said}
 
 
 def test_nothing_is_said_of_a_count_that_divides(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "shardplan"):
-        assert plan_json(planned("6", width=96, batch=96))["idle_axes"] == []
+        assert plan_json(planned("6", width=96, batch=96))["idle_axes"] == {}
     assert not caplog.records

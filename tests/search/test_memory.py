@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 import shardplan
 from models import gpt, mlp
 from shardplan.mesh import Cluster
-from shardplan.search import Problem, memory, solve
-from shardplan.search.solve import Solver
+from shardplan.search import Problem, memory
+from shardplan.search import limit as limits
+from shardplan.search.baselines import baselines
+from shardplan.search.buffers import Buffers
+from shardplan.search.pricing import Limits
+from shardplan.search.solver import Solver
 from tests.search import steps
 from tests.search.test_solve import searched
 
@@ -179,7 +185,7 @@ def test_what_prices_cannot_find_is_found_by_single_steps(monkeypatch: pytest.Mo
         return shardplan.plan(step, *args, cluster="gcp-a100:4", donate_argnums=0, memory_limit=limit)
 
     repaired = plan()
-    monkeypatch.setattr(solve, "REPAIRS", 0)
+    monkeypatch.setattr(limits, "REPAIRS", 0)
     priced = plan()
     assert max(repaired.peak_bytes, priced.peak_bytes) <= limit
     assert priced.step_time_s > 2 * repaired.step_time_s
@@ -262,3 +268,94 @@ def test_an_operand_that_is_gathered_for_its_op_is_held_while_it_runs() -> None:
     stored = (MATRIX + 64 * ROW) / 4
     assert held(problem, tuple(states)) == [stored + 64 * ROW / 4 + MATRIX, stored + 64 * ROW / 4]
     assert held(problem, replicated(problem))[0] == MATRIX + 2 * 64 * ROW, "nothing moves, nothing is held beside it"
+
+
+# -- buffers, and what is computed again -------------------------------------------------------------------------------
+
+
+def buffers(problem: Problem, states: Sequence[int], limits: Limits | None = None) -> NDArray[np.float64]:
+    """[points]: the bytes that ops hold beside what is stored."""
+    found = np.zeros(len(problem.graph.nodes) + 1)
+    np.add.at(found, *Buffers(problem, frozenset()).held(states, limits))
+    return found
+
+
+def test_a_partial_gradient_is_whole_until_it_is_scattered() -> None:
+    """The batch split four ways, the weight's gradient too: each device makes a whole term before the reduce-scatter."""
+
+    def step(w: jax.Array, x: jax.Array, g: jax.Array) -> jax.Array:
+        return x.T @ g
+
+    problem = steps.problem(step, steps.array(W, W), steps.array(N, W), steps.array(N, W), on=Cluster.load("4"))
+    states = list(replicated(problem))
+    rows = problem.resharder.space(2).index[((0,), (), ()), ()]
+    for v in problem.coarse.variables:
+        if v.shape in ((N, W), (W, N)):
+            states[v.id] = problem.resharder.space(2).index[((0,), (), ()) if v.shape[0] == N else ((), (0,), ()), ()]
+    (product,) = (n for n in problem.graph.nodes if n.op.primitive == "dot_general")
+    output = problem.coarse.of[product.outputs[0]]
+    states[output] = rows
+    assert buffers(problem, states)[product.id] == MATRIX
+    assert held(problem, tuple(states))[product.id] == MATRIX + 3 * ROW / 4 + MATRIX / 4 + MATRIX
+    states[output] = replicated(problem)[output]
+    assert buffers(problem, states)[product.id] == 0, "an all-reduce is done in place"
+
+
+def test_an_operand_that_is_gathered_for_one_op_is_there_twice() -> None:
+    problem = steps.problem(lambda w, x: jnp.max(x @ w, 1), steps.array(W, W), steps.array(N, W), on=Cluster.load("4"))
+    states = list(replicated(problem))
+    (product,) = (n for n in problem.graph.nodes if n.op.primitive == "dot_general")
+    weight, rows = problem.coarse.of[product.inputs[1]], problem.resharder.space(2).index[((0,), (), ()), ()]
+    for t in (product.inputs[0], product.outputs[0]):
+        states[problem.coarse.of[t]] = rows
+    states[weight] = rows
+    assert buffers(problem, states)[product.id] == MATRIX
+
+
+def test_what_is_light_to_make_is_made_again_in_the_backward_pass() -> None:
+    """``tanh`` is kept for its gradient; ``1 - tanh ** 2`` and ``x + b`` are not, from what is kept anyway."""
+
+    def step(w: jax.Array, b: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w + b) @ w))(w)
+
+    problem = steps.problem(step, steps.array(W, W), steps.array(1, W), steps.array(N, W), on=Cluster.load("4"))
+    live = memory.liveness(problem)
+    made = {n.outputs[0]: n for n in problem.graph.nodes}
+    activations = [t for t, n in made.items() if problem.graph.tensors[t].shape == (N, W)]
+    names = sorted(made[t].op.primitive for t in activations)
+    assert names.count("tanh") == 1
+    assert names.count("sub") + names.count("add") >= 2
+    stored = [k for k in range(len(live.nbytes)) if live.nbytes[k] == ROW and live.birth[k] > 0]
+    births = {problem.graph.nodes[live.birth[k]].op.primitive for k in stored}
+    assert "tanh" in births
+    assert not births & {"sub", "add"}
+
+
+def test_a_product_that_widens_is_stored() -> None:
+    """It makes more than it reads, but is no broadcast."""
+
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.tanh(x @ w) + 1.0)
+
+    problem = steps.problem(step, steps.array(4, 1024), steps.array(8, 4), on=Cluster.load("4"))
+    assert max(held(problem, replicated(problem))) >= 4 * (4 * 1024 + 8 * 4 + 8 * 1024)
+
+
+def test_prices_charge_the_buffers_too() -> None:
+    step, args = mlp.train_step(layers=2, width=256)
+    problem = steps.problem(step, *args, on=Cluster.load("2x2"))
+    live = memory.liveness(problem)
+    solver = Solver(problem, live)
+    met = 0
+    for r in baselines(problem):
+        solution, _ = solver.minimum(r.name, r.domains, regather=True, limits=r.limits)
+        extra = buffers(problem, solution.states, r.limits)
+        held_there = memory.profile(problem, live, solution.states, frozenset(), r.limits)
+        loose = float(live.nbytes[live.variable < 0].sum())
+        for point in np.flatnonzero(extra)[:5].tolist():
+            own = [(s,) for s in solution.states]
+            terms = memory.price_terms(problem, live, [point], 1e-9, own, r.limits)
+            charged = sum(t.constant + int(problem.store.tables[t.table].flat[0]) for t in terms) / 1000
+            assert charged == pytest.approx(held_there[point], abs=loose + len(terms))
+            met += 1
+    assert met > 3

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from models import gpt, mlp
 from shardplan.mesh import Cluster
 from shardplan.search import Extractor, Problem, brute, ilp, memory
-from shardplan.search.solve import Solution, Solver
+from shardplan.search.solver import Solution, Solver
 from tests.search import steps
 
 ROUNDING_S = 1e-12  # each table entry is rounded to a picosecond

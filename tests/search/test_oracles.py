@@ -12,7 +12,7 @@ from models import gpt, gpt_linen, llama, mlp, moe, rnn, unet, vit, wresnet
 from shardplan.mesh import Cluster
 from shardplan.search import Extractor, Problem, brute, ilp, memory, narrow
 from shardplan.search.bound import Ascent, ascend, narrowed, stars
-from shardplan.search.solve import Solver
+from shardplan.search.solver import Solver
 from tests.search import graphs, steps
 from tests.search.test_optimum import check, optimum
 from tests.search.test_solve import searched

@@ -22,7 +22,7 @@ from shardplan.search.heuristics import heuristics
 from shardplan.search.premise import everything_cut, everything_split
 from shardplan.search.pricing import Limits
 from shardplan.search.recursion import recurse
-from shardplan.search.solve import Solution, Solver
+from shardplan.search.solver import Solution, Solver
 from shardplan.trace import trace
 
 TIES = 200

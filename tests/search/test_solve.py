@@ -15,10 +15,11 @@ from jax.sharding import PartitionSpec as P
 import shardplan
 from models import gpt, mlp, wresnet
 from shardplan.mesh import Cluster
-from shardplan.search import Problem, memory, solve
+from shardplan.search import Problem, memory, polish, solve
 from shardplan.search.baselines import baselines
 from shardplan.search.recursion import recurse
-from shardplan.search.solve import Outcome, Solver
+from shardplan.search.solve import Outcome
+from shardplan.search.solver import Solver
 from tests.search import steps
 
 Factory = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -37,7 +38,8 @@ def searched(problem: Problem, **options: Any) -> Outcome:
 
 def no_joint(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if no two levels fitted together: recursion and polish alone."""
-    monkeypatch.setattr(solve, "JOINT_ENTRIES", 3000)
+    for module in (solve, polish):
+        monkeypatch.setattr(module, "JOINT_ENTRIES", 3000)
 
 
 @pytest.mark.parametrize("shape", ["2x2", "2x4", "2x2x2"])
@@ -66,7 +68,7 @@ def test_polish_lowers_the_cost_of_what_it_starts_from() -> None:
     solver = Solver(problem, memory.liveness(problem))
     for r in baselines(problem):
         start, _ = solver.minimum(r.name, r.domains, regather=r.regather, limits=r.limits)
-        polished = solve._polish(solver, problem.domains, start, None)  # pyright: ignore[reportPrivateUsage]
+        polished = polish.polish(solver, problem.domains, start)
         assert polished.seconds <= start.seconds
 
 

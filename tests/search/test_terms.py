@@ -13,7 +13,7 @@ from models import gpt
 from shardplan.mesh import Cluster
 from shardplan.search import Problem, memory
 from shardplan.search.eliminate import Eliminator, Order, find_order
-from shardplan.search.solve import Solver
+from shardplan.search.solver import Solver
 from shardplan.search.tables import BIG, Store, Term, picoseconds
 from tests.search import steps
 

@@ -11,7 +11,7 @@ from shardplan.mesh import Cluster
 from shardplan.search import Extractor, Problem, memory
 from shardplan.search.examples import follow
 from shardplan.search.recursion import recurse
-from shardplan.search.solve import Solution, Solver
+from shardplan.search.solver import Solution, Solver
 from tests.search import steps
 from tests.search.test_solve import searched
 

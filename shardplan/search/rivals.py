@@ -1,0 +1,123 @@
+"""The baselines as solutions, solved in the tables of the problem itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from shardplan.search.baselines import LeftOut, Restriction, examined
+from shardplan.search.heuristics import heuristics
+from shardplan.search.options import Groups
+from shardplan.search.pricing import Domain
+from shardplan.search.solver import Solution, Solver
+
+RIVAL_ENTRIES = 1_000_000
+"""Up to this many predicted table entries in one table a baseline is solved jointly: none is worth as much time as the plan."""
+
+SEEDS = 3
+"""So many of the fastest baselines, and of the fastest that fit, start the search where it is not exact."""
+
+
+class Rivals:
+    """The baselines of a problem, solved when they are first asked for: an exact optimum that fits needs none of them."""
+
+    def __init__(self, solver: Solver) -> None:
+        self._solver = solver
+        self._found: dict[str, tuple[Solution, ...]] = {}
+        self._closed = False
+
+    @cached_property
+    def _examined(self) -> tuple[Restriction | LeftOut, ...]:
+        return examined(self._solver.problem)
+
+    @property
+    def left_out(self) -> tuple[LeftOut, ...]:
+        """The baselines that do not exist here; in a search that was stopped, those that it did not come to, too."""
+        missing = [r for r in self._examined if isinstance(r, LeftOut)]
+        unsolved = [r for r in self.restrictions if r.name not in self._found] if self._closed else []
+        return (*missing, *(LeftOut(r.name, "the search was stopped before it came to them") for r in unsolved))
+
+    @cached_property
+    def restrictions(self) -> tuple[Restriction, ...]:
+        """The baselines that exist."""
+        found = [*self._examined, *heuristics(self._solver.problem)]
+        return tuple(self._joined(r) for r in found if isinstance(r, Restriction))
+
+    def outside(self, spaces: Mapping[Groups, Sequence[Domain]]) -> tuple[Solution, ...]:
+        """The baselines that are in none of these spaces, each of all layouts in which the factors of a group do the same."""
+        problem = self._solver.problem
+        if problem.sizes[2:] and spaces.keys() >= set(groupings(len(problem.sizes))):
+            some = examined(problem, parts=3)
+            found = [self._joined(r) for r in some if isinstance(r, Restriction)]
+        else:
+            found = [r for r in self.restrictions if r.limits.groups not in spaces]
+        return tuple(s for r in found for s in self._solved(r))
+
+    def _joined(self, r: Restriction) -> Restriction:
+        """With three factors and more a baseline does the same with the factors of each of its parts.
+
+        One that has no parts does so with all but the last. A value that it lays out in no such way is completed freely.
+        """
+        problem = self._solver.problem
+        if len(problem.sizes) <= 2:
+            return r
+        groups = r.parts if len(r.parts) > 1 else groupings(len(problem.sizes))[-1]
+        free = problem.together(problem.domains, groups)
+        return replace(r, domains=problem.together(r.domains, groups, free), limits=replace(r.limits, groups=groups))
+
+    @property
+    def solutions(self) -> tuple[Solution, ...]:
+        """Every baseline that exists, at its best; level by level where its tables are large."""
+        return tuple(s for r in self.restrictions for s in self._solved(r))
+
+    def seeds(
+        self, domains: Sequence[Domain], limit: int, spaces: Mapping[Groups, Sequence[Domain]] | None = None
+    ) -> list[Solution]:
+        """The fastest baselines in these domains but outside the spaces, and the fastest that fit (if none does, the smallest).
+
+        Their ops are cut the best way. Tofu's objective is not theirs: none then.
+        """
+        if self._solver.problem.objective == "bytes":
+            return []
+        agreeing = [s for s in self.outside(spaces or {}) if all(at in d for at, d in zip(s.states, domains, strict=True))]
+        fastest = sorted(agreeing, key=lambda s: s.seconds)
+        fitting = [s for s in fastest if s.fits(limit)] or sorted(agreeing, key=lambda s: s.peak_bytes)
+        return [self._solver.unlimited(s) for s in dict.fromkeys([*fastest[:SEEDS], *fitting[:SEEDS]])]
+
+    def close(self) -> None:
+        """Those that are not solved yet never will be."""
+        self._closed = True
+
+    def _solved(self, r: Restriction) -> tuple[Solution, ...]:
+        if r.name not in self._found:
+            if self._closed:
+                return ()
+            if self._solver.watch is not None:
+                self._solver.watch.tell("baselines", 0.1 + 0.3 * len(self._found) / len(self.restrictions))
+            if self._solver.order(r.domains).largest <= RIVAL_ENTRIES:
+                solution, priced = self._solver.minimum(r.name, r.domains, regather=r.regather, limits=r.limits)
+            else:
+                solution, priced = _by_levels(self._solver, r)
+            self._found[r.name] = (replace(solution, name=r.name),) if priced < float("inf") else ()
+        return self._found[r.name]
+
+
+def _by_levels(solver: Solver, r: Restriction) -> tuple[Solution, float]:
+    """A baseline where the joint solve is too wide: recursion and polish inside its restriction."""
+    problem = solver.problem
+    start = problem.narrowest(r.domains)
+    solution, cost = solver.minimum(r.name, [(s,) for s in start], regather=r.regather, limits=r.limits)
+    states = solution
+    for f in range(len(problem.sizes)):
+        step = [problem.with_factors(v, states.states[v], (f,), d, later=False) for v, d in enumerate(r.domains)]
+        found, priced = solver.minimum(r.name, step, regather=r.regather, limits=r.limits)
+        if priced <= cost:
+            states, cost = found, priced
+    return states, cost
+
+
+def groupings(count: int) -> tuple[Groups, ...]:
+    """The ways to part the factors in two: slower ones, and faster ones."""
+    every = tuple(range(count))
+    return tuple((every[:i], every[i:]) for i in range(1, count))

@@ -1,0 +1,110 @@
+"""Solves one problem again and again: its exact minimum in given domains, at given prices on bytes, under given limits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from shardplan.search import memory
+from shardplan.search.anytime import Watch
+from shardplan.search.eliminate import Eliminator, Order, find_order
+from shardplan.search.pricing import Domain, Limits
+from shardplan.search.problem import Problem
+from shardplan.search.tables import BIG
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """An assignment with its cost: ``keep`` are the backward views that reuse the forward copy; ``seconds`` leaves memory
+    prices out.
+    """
+
+    name: str
+    states: tuple[int, ...]
+    keep: frozenset[int]
+    regather: bool
+    seconds: float
+    peak_bytes: int
+    limits: Limits | None = field(default=None, compare=False, repr=False)
+
+    def fits(self, limit: int) -> bool:
+        """Whether a device's peak is within the limit."""
+        return self.peak_bytes <= limit
+
+
+class Solver:
+    """Solves one problem again and again: for restrictions, prices and levels. ``limits`` hold where a call gives none.
+
+    A ``watch`` sees every solution, and may end the work.
+    """
+
+    def __init__(self, problem: Problem, live: memory.Liveness, limits: Limits | None = None, watch: Watch | None = None) -> None:
+        self.problem, self.live, self.limits, self.watch = problem, live, limits, watch
+        self.eliminator = Eliminator(problem.store) if watch is None else Eliminator(problem.store, watch.check)
+        self._orders: dict[tuple[int, ...], Order] = {}
+
+    def order(self, domains: Sequence[Domain]) -> Order:
+        """The elimination order for domains of these sizes."""
+        sizes = tuple(len(d) for d in domains)
+        if sizes not in self._orders:
+            self._orders[sizes] = find_order(self.problem.scopes, sizes)
+        return self._orders[sizes]
+
+    def minimum(
+        self,
+        name: str,
+        domains: Sequence[Domain],
+        *,
+        regather: bool = False,
+        points: Sequence[int] = (),
+        price: float = 0.0,
+        order: Order | None = None,
+        limits: Limits | None = None,
+    ) -> tuple[Solution, float]:
+        """(the cheapest assignment in these domains, its cost with prices): cost infinite where none is feasible."""
+        limits = self.limits if limits is None else limits
+        keep_s = self._keep_prices(regather, points, price)
+        terms = self.problem.terms(domains, keep_s, limits)
+        if points:
+            terms += memory.price_terms(self.problem, self.live, points, price, domains, limits)
+        sizes = [len(d) for d in domains]
+        total, chosen = self.eliminator.solve(terms, sizes, order or self.order(domains))
+        states = tuple(d[i] for d, i in zip(domains, chosen, strict=True))
+        priced = float("inf") if total >= BIG else total / 1e12
+        return self.rate(name, states, keep_s, regather, limits, seconds=None if points else total / 1e12), priced
+
+    def rate(
+        self,
+        name: str,
+        states: tuple[int, ...],
+        keep_s: Mapping[int, float],
+        regather: bool,
+        limits: Limits | None = None,
+        *,
+        seconds: float | None = None,
+    ) -> Solution:
+        """A solution from its states: true seconds (those given, where they are known without prices), and its peak."""
+        limits = self.limits if limits is None else limits
+        keep = frozenset(v for v in self.problem.backward_views if self.problem.keeps(v, states, keep_s.get(v, 0.0)))
+        if seconds is None:
+            again = {v: float("inf") for v in self.problem.backward_views if v not in keep}
+            seconds = self.problem.seconds(states, again, limits)
+        peak = int(memory.profile(self.problem, self.live, states, keep, limits).max())
+        solution = Solution(name, states, keep, regather, seconds, peak, limits)
+        if self.watch is not None:
+            self.watch.take(solution)
+        return solution
+
+    def unlimited(self, solution: Solution) -> Solution:
+        """The same layouts with every op cut the best way: never slower."""
+        again = {v: float("inf") for v in self.problem.backward_views if v not in solution.keep}
+        return self.rate(solution.name, solution.states, again, solution.regather)
+
+    def peak_point(self, solution: Solution) -> int:
+        """Where the solution's memory peaks."""
+        return int(memory.profile(self.problem, self.live, solution.states, solution.keep, solution.limits).argmax())
+
+    def _keep_prices(self, regather: bool, points: Sequence[int], price: float) -> dict[int, float]:
+        if regather:
+            return {v: float("inf") for v in self.problem.backward_views}
+        return memory.keep_price(self.live, points, price) if points else {}

@@ -108,7 +108,7 @@ def _found(problem: Problem, outcome: Outcome) -> dict[str, Any]:
     extractor = Extractor(problem)
     decisions = extractor.decide(outcome.best)
     for unused in idle(problem, decisions):
-        if unused.reason != "faster":
+        if unused.advice:
             _log.warning("%s", unused.text)
     return {
         "factors": problem.factors,

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -126,20 +126,24 @@ class _Builder:
 
     def build(self, limit: int) -> Stars:
         problem = self.problem
-        unary = [np.zeros(len(d)) for d in self.domains]
+        unary, found = [np.zeros(len(d)) for d in self.domains], list[Star]()
         for v, (seconds, _) in problem.interior.items():
             unary[v] += seconds * self._local(v)
-        constant = self._price_memory(unary, limit)
-        found: list[Star] = []
+        constant = self._price_memory(unary, found, limit)
         for n in problem.coarse.joins:
             node = problem.graph.nodes[n]
             scope, slots, free = problem.slots(node)
             if scope:
                 own, late = tuple(self.domains[v] for v in scope), problem.deferring.get(n)
-                key = ("op", node.signature.id, slots, free, node.weight, late, own)
+                held_s = self.prices.points.count(n) * self.prices.seconds_per_byte
+                key = ("op", node.signature.id, slots, free, node.weight, late, own, held_s)
                 if key not in self._memo:
                     base, columns = problem.pricer.strategy_costs(node.signature, slots, free, own, late=late)
-                    self._memo[key] = self._finite(base * node.weight), tuple(self._finite(c * node.weight) for c in columns)
+                    weighed = [c * node.weight for c in columns]
+                    if held_s and self.live is not None:
+                        much = self.live.buffers.by_strategy(node, own)
+                        weighed = [c + held_s * m for c, m in zip(weighed, much, strict=True)]
+                    self._memo[key] = self._finite(base * node.weight), tuple(self._finite(c) for c in weighed)
                 found.append(Star(scope, *self._memo[key]))
         for link in problem.graph.links:
             self._link(link, unary, found)
@@ -157,8 +161,10 @@ class _Builder:
         space = self.problem.resharder.space(len(self.problem.coarse.variables[v].shape))
         return space.local[list(self.domains[v])]
 
-    def _price_memory(self, unary: list[Floats], limit: int) -> float:
-        """Charges what `memory.profile` counts at the points; the constant is what has no variable, less the limit's price."""
+    def _price_memory(self, unary: list[Floats], found: list[Star], limit: int) -> float:
+        """Charges no more than `memory.profile` counts at the points, and all of it but the buffers of ops (`build` does) and
+        copies kept between loops; the constant is what has no variable, less the limit's price.
+        """
         points, price = self.prices.points, self.prices.seconds_per_byte
         if not points or price == 0.0:
             return 0.0
@@ -175,7 +181,19 @@ class _Builder:
                 self.held[v] = self.held.get(v, 0.0) + price * nbytes * (first <= p <= last)
             for v, nbytes, first, last in live.kept:
                 self.kept[v] = self.kept.get(v, 0.0) + price * nbytes * (first < p < last)
+            for e in live.entering:
+                if e.birth <= p <= e.death:
+                    self._entering(e, unary, found)
         return constant
+
+    def _entering(self, e: memory.Entering, unary: list[Floats], found: list[Star]) -> None:
+        """What a copy costs that a loop reads in another layout."""
+        moved = e.moved(self.problem, self.domains[e.outer], self.domains[e.inner])
+        costs = self.prices.seconds_per_byte * e.nbytes * self._local(e.inner)[None, :] * moved
+        if e.outer == e.inner:
+            unary[e.outer] += np.diag(costs)
+        else:
+            found.append(_pair(e.outer, e.inner, costs))
 
     def _link(self, link: Link, unary: list[Floats], found: list[Star]) -> None:
         problem = self.problem
@@ -190,7 +208,7 @@ class _Builder:
         if a == b:
             unary[a] += np.diag(costs)
         else:
-            found.append(Star((a, b), np.zeros(len(after)), (np.ascontiguousarray(costs.T), np.arange(len(after)))))
+            found.append(_pair(a, b, costs))
 
     def _view(self, v: int) -> Star:
         """The hidden state of a view is its own state; of a backward one that, and whether the forward copy is kept."""
@@ -221,6 +239,12 @@ class _Builder:
         tensor = self.problem.graph.tensors[self.problem.coarse.variables[v].tensors[0]]
         costs = self.problem.prices(tensor.shape, tensor.nbytes, origin)[:, list(self.domains[v])]
         return np.ascontiguousarray(self._finite(costs * self.problem.view_weight[v]).T)
+
+
+def _pair(a: int, b: int, costs: NDArray[Any]) -> Star:
+    """A table [a, b] as a term whose hidden state is that of ``b``."""
+    columns: Floats = np.ascontiguousarray(costs.T)
+    return Star((a, b), np.zeros(len(columns)), (columns, np.arange(len(columns))))
 
 
 def _merged(stars: Sequence[Star]) -> Iterator[Star]:

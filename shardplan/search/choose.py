@@ -44,6 +44,13 @@ def best_of_factorings(graph: Graph, coarse: Coarse, cluster: Cluster, wanted: W
     problems = [Problem(graph, coarse, cluster, over, objective=wanted.objective) for over in factor_choices(cluster, graph)]
     tried = _pinned(problems, wanted.pins)
     best: Found | None = None
+    told = 0.0
+
+    def tell(what: str, part: float) -> None:
+        nonlocal told
+        told = max(told, part)
+        wanted.observer(what, told)
+
     for n, (problem, domains) in enumerate(tried):
 
         def solved(over: Problem, domains: Sequence[Domain], n: int = n) -> Outcome:
@@ -53,7 +60,7 @@ def best_of_factorings(graph: Graph, coarse: Coarse, cluster: Cluster, wanted: W
                 donated=wanted.donated,
                 domains=domains,
                 deadline=wanted.deadline,
-                observer=lambda what, part: wanted.observer(what, (n + part) / len(tried)),
+                observer=lambda what, part: tell(what, (n + part) / len(tried)),
             )
 
         try:

@@ -71,7 +71,7 @@ class Solver:
         total, chosen = self.eliminator.solve(terms, sizes, order or self.order(domains))
         states = tuple(d[i] for d, i in zip(domains, chosen, strict=True))
         priced = float("inf") if total >= BIG else total / 1e12
-        return self.rate(name, states, keep_s, regather, limits, seconds=None if points else total / 1e12), priced
+        return self.rate(name, states, keep_s, regather, limits, seconds=None if points else priced), priced
 
     def rate(
         self,

@@ -14,6 +14,7 @@ import pytest
 
 from models import mlp
 from shardplan.search import Problem, exchange, memory, solve
+from shardplan.search import limit as within
 from shardplan.search.solve import Outcome
 from shardplan.search.solver import Solver
 from tests.search import steps
@@ -114,6 +115,7 @@ def test_of_equal_parts_as_many_are_fast_as_fit(monkeypatch: pytest.MonkeyPatch)
     limits = [int(least.peak_bytes + part * (fastest.peak_bytes - least.peak_bytes)) for part in (0.3, 0.55, 0.8)]
     repaired = [searched(problem, problem.domains, limit).best for limit in limits]
     monkeypatch.setattr(exchange, "faster", lambda *_: None)
+    monkeypatch.setattr(within, "REPAIRS", 0)
     priced = [searched(problem, problem.domains, limit).best for limit in limits]
     for limit, a, b in zip(limits, repaired, priced, strict=True):
         assert a.peak_bytes <= limit

@@ -2,7 +2,8 @@
 
 A factor that cuts no loop runs the op whole on each of its devices, or hands partial sums on where the op is linear in them. Two
 factors may cut the same loop; two loops may not split the same dim. A loop whose extent does not divide may still be cut where
-every operand is read at the loop's own index: the last block is padded, at the price of its empty part.
+every operand is read at the loop's own index: the last block is padded, at the price of its empty part. What would be padded by more
+than `Resharder.legal` admits is no strategy: nothing leads into its layouts.
 """
 
 from __future__ import annotations
@@ -122,6 +123,8 @@ def options(signature: Signature, resharder: Resharder, device: Device | None, *
     roles = places[at]  # [strategies, factors, operands and results]
     needs = _states([resharder.space(len(s)) for s in call.operands], roles[..., :inside])
     gives = _states([resharder.space(len(s)) for s in call.results], roles[..., inside:])
+    held = _holdable(resharder, (*call.operands, *call.results), np.concatenate([needs, gives], axis=1))
+    at, over, codes, first, needs, gives = (rows[held] for rows in (at, over, codes, first, needs, gives))
     halo_s = np.sum(_numbers(m.halo_s for m in made)[at], axis=1, where=first)
     if any(m.pairs for m in made):
         halo_s += [_pairs_s(call, resharder, [(m, o) for m, o, f in rows if f]) for rows in _rows(made, at, over, first)]
@@ -242,6 +245,12 @@ def _states(spaces: Sequence[LayoutSpace], roles: NDArray[np.int64]) -> NDArray[
     """[strategies, tensors]: the states in which the factors have these roles, [strategies, factors, tensors]."""
     columns = [space.of_roles(roles[:, :, i]) for i, space in enumerate(spaces)]
     return np.stack(columns, axis=1) if columns else np.zeros((len(roles), 0), np.int64)
+
+
+def _holdable(resharder: Resharder, shapes: Sequence[tuple[int, ...]], states: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """[strategies]: whether no tensor is padded by more than it may be; running the op whole always is."""
+    legal = [resharder.legal(shape, pad=True)[states[:, i]] for i, shape in enumerate(shapes)]
+    return np.all(np.array(legal, np.bool_).reshape(len(shapes), len(states)), axis=0)
 
 
 def _rows(

@@ -64,12 +64,12 @@ class Pricer:
         if found is None:
             if allowed is None:
                 found = options(signature, self.resharder, self.device, late=late)
-            elif allowed.groups:
-                found = self.options(signature, Allowed(allowed.cuts) if allowed.cuts else None, late=late)
-                found = treated_alike(found, allowed.groups)
+            elif allowed.cuts is not None:
+                # among those that treat factors alike: those that cut the most may treat none so
+                alike = Allowed(groups=allowed.groups) if allowed.groups else None
+                found = limited(self.options(signature, alike, late=late), allowed.cuts)
             else:
-                assert allowed.cuts is not None
-                found = limited(self.options(signature, late=late), allowed.cuts)
+                found = treated_alike(self.options(signature, late=late), allowed.groups)
             self._options[signature.id, allowed, late] = found
         return found
 

@@ -386,7 +386,7 @@ class SpecsEmitter:
         return list(lax.while_loop(lambda state: jax.numpy.any(holds(state)) if batched else holds(state), iteration, start))
 
     def cond(self, frame: _Frame, op: Op) -> list[Any]:
-        """A conditional; every branch leaves its results in the layouts outside."""
+        """A conditional; every branch leaves its results in the layouts outside. JAX chooses among those for platforms."""
         values = [self.value(frame, i) for i in op.inputs[1:]]
 
         def branch(index: int, body: Program) -> Callable[..., list[Any]]:
@@ -398,8 +398,13 @@ class SpecsEmitter:
 
             return run
 
+        branches = [branch(b, body) for b, body in enumerate(op.bodies)]
+        platforms = op.params.get("branches_platforms")
+        if platforms is not None:  # a branch for another platform is not even lowered: it may have kernels of that one
+            named = {name: made for names, made in zip(platforms, branches, strict=True) for name in names or ("default",)}
+            return list(lax.platform_dependent(*values, **named))
         index = self.value(frame, op.inputs[0])
-        return list(lax.switch(index.astype("int32"), [branch(b, body) for b, body in enumerate(op.bodies)], *values))
+        return list(lax.switch(index.astype("int32"), branches, *values))
 
     def remat(self, frame: _Frame, op: Op) -> list[Any]:
         """Differentiated remat is its body behind a barrier, as JAX lowers it: what was saved is not what is computed again."""

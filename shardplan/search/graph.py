@@ -17,7 +17,7 @@ from shardplan.errors import DescriptionError, MisfitError, UndescribedPrimitive
 from shardplan.ir import Op, Program, Tensor
 from shardplan.tdl import Call, Description, describe
 from shardplan.tdl.describe import runs_apart
-from shardplan.tdl.special import HOST, UNBATCHED
+from shardplan.tdl.special import HOST, KERNELS, PLATFORM, UNBATCHED
 
 Where = tuple[tuple[int, int], ...]
 """The way to a body: (op id, body index) pairs from the outermost program inwards."""
@@ -196,7 +196,9 @@ class _Flattener:
                 raise UndescribedPrimitiveError(op.primitive, str(op.source))
 
     def cond(self, op: Op, where: Where, inputs: list[int], outputs: list[int], weight: float, backward: bool) -> None:
-        """The dearest branch carries the cost, the first of equals; the others must still have layouts."""
+        """The dearest branch carries the cost, the first of equals, of branches for platforms one that a device may take; the
+        others must still have layouts.
+        """
         starts: list[tuple[int, int]] = []
         for b, body in enumerate(op.bodies):
             starts.append((len(self.nodes), len(self.links)))
@@ -206,8 +208,10 @@ class _Flattener:
         starts.append((len(self.nodes), len(self.links)))
         ranges = list(itertools.pairwise(starts))
         work = [sum(self.work(n) for n in self.nodes[a:b]) for (a, _), (b, _) in ranges]
+        platforms = op.params.get("branches_platforms") or [None] * len(work)
+        dearest = max(range(len(work)), key=lambda b: (not KERNELS.issuperset(platforms[b] or ("any",)), work[b], -b))
         for branch, ((a, c), (b, d)) in enumerate(ranges):
-            if branch != work.index(max(work)):
+            if branch != dearest:
                 self.nodes[a:b] = [replace(n, weight=n.weight * _SELDOM) for n in self.nodes[a:b]]
                 self.links[c:d] = [replace(k, weight=k.weight * _SELDOM) for k in self.links[c:d]]
 
@@ -283,7 +287,7 @@ class _Flattener:
         results = tuple((self.tensors[o].shape, self.tensors[o].dtype) for o in outputs)
         call = Call(op.primitive, shapes, tuple(s for s, _ in results), op.params, dtypes, tuple(d for _, d in results))
         description = _described(call, op)
-        waived = self.replicate | HOST
+        waived = self.replicate | HOST | {PLATFORM}
         if description is None and waived.isdisjoint((op.primitive, op.primitive.split(":")[0])):
             raise UndescribedPrimitiveError(op.primitive, str(op.source), operands=shapes, results=call.results)
         self.signatures[key] = Signature(len(self.signatures), call, description)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from shardplan import _jax
 from shardplan.tdl.describe import described
+from shardplan.tdl.special import PLATFORM
 from shardplan.tdl.proof import CASES, Drawn, prove
 
 Kind = Literal["described", "opaque", "structural", "placement", "collective", "effect", "kernel", "undescribed"]
@@ -48,7 +49,7 @@ WHOLE_DIMS: dict[str, str] = {
 _STRUCTURAL = (
     "call call_hi_primitive call_hi_primitive_linearized closed_call composite cond core_call custom_jvp_call"
     " custom_jvp_call_jaxpr custom_lin custom_linear_solve custom_partitioning custom_transpose_call custom_vjp_call"
-    " custom_vjp_call_jaxpr custom_vmap_call eval_jaxpr jit linear_call platform_index remat2 remat_opt run_state scan shard_map"
+    " custom_vjp_call_jaxpr custom_vmap_call eval_jaxpr jit linear_call remat2 remat_opt run_state scan shard_map"
     " stage while"
 ).split()
 _PLACEMENT = ("layout_constraint preduced pvary reduced_vary_cast_p reshard sharding_constraint vary_unreduced_cast_p").split()
@@ -99,6 +100,8 @@ def sort_one(name: str) -> Sorted | None:
 
 
 def _sorted(name: str, module: str, known: set[str]) -> Sorted:
+    if name == PLATFORM:
+        return Sorted(name, "structural", "the number of the branch for the platform: the same on all devices of one kind")
     if name in _STRUCTURAL:
         return Sorted(name, "structural", "has a body that is seen through")
     if name in _PLACEMENT:

@@ -20,9 +20,10 @@ from shardplan.mesh import Cluster, factors
 from shardplan.search import Problem, coarsen, flatten, memory
 from shardplan.search.heuristics import heuristics
 from shardplan.search.premise import everything_cut, everything_split
-from shardplan.search.pricing import Limits
+from shardplan.search.pricing import Allowed, Limits
 from shardplan.search.recursion import recurse
 from shardplan.search.solver import Solution, Solver
+from shardplan.search.tables import BIG
 from shardplan.trace import trace
 
 TIES = 200
@@ -175,3 +176,38 @@ def test_a_pin_holds_under_the_premise_too() -> None:
         plan = shardplan.plan(lambda a, b: a @ b, like(64, 64), like(64, 64), cluster="2x2x2", objective="bytes", pins=pins)
         for path, spec in pins.items():
             assert plan.specs_by_path[path] == spec
+
+
+LAYOUT_FREE = {
+    "a mean of rows": lambda w, x: ((x - x.mean(0)) @ w).sum(),
+    "one row written": lambda w, x: jnp.zeros((8, 12)).at[3].set(w[2]) + x.sum(),
+    "a key that a loop carries": lambda w, x: jax.lax.scan(
+        lambda k, r: (jax.random.split(k)[0], r * jax.random.normal(k, r.shape)), jax.random.key(0), w * x.sum()
+    )[1],
+    "a loop over rows": lambda w, x: jax.lax.scan(lambda c, r: (c + r.sum(), r * 2), 0.0, x)[1] @ w,
+}
+
+
+@pytest.mark.parametrize("cluster", ["6", "2x3", "2x4", "12", "2x2x2", "2x3x2"])
+@pytest.mark.parametrize("name", LAYOUT_FREE)
+def test_no_op_is_cut_where_padding_would_be_illegal(name: str, cluster: str) -> None:
+    """A dim of 8 is not cut 6 ways, nor one of 12 eight ways: the premise cuts what can be cut, and nothing has no price."""
+    plan = shardplan.plan(LAYOUT_FREE[name], like(8, 12), like(16, 8), cluster=cluster, objective="bytes")
+    solution, problem = plan.solution, plan.extractor.problem
+    assert solution.seconds < BIG / 1e12
+    for n, use in plan.decisions.uses.items():
+        call = problem.graph.nodes[n].signature.call
+        placed = [*zip(call.operands, use.needs, strict=True), *zip(call.results, use.gives, strict=True)]
+        for shape, layout in placed:
+            if layout is not None:
+                space = problem.resharder.space(len(shape))
+                assert problem.resharder.legal(shape, pad=True)[space.of(layout)], (call.primitive, shape, layout)
+
+
+def test_limits_on_cuts_leave_those_that_treat_factors_alike() -> None:
+    """Each factor may cut one loop of its own: where both are to do the same, the op runs whole rather than in no way."""
+    solver = solver_of(lambda a, b: a @ b, (like(8, 8), like(8, 8)), "2x2")
+    (node,) = (solver.problem.graph.nodes[n] for n in solver.problem.coarse.joins)
+    rows = solver.problem.options(node, Allowed((frozenset({0}), frozenset({1})), ((0, 1),)))
+    assert rows.loops
+    assert all(a == b for a, b in rows.loops)

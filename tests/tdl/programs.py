@@ -222,7 +222,16 @@ def beam_search() -> Program:
     return search, (normal(16, 16), jnp.arange(1, 9, dtype=jnp.int32))
 
 
+def diagonals() -> Program:
+    """`jnp.diag` of a matrix chooses by platform how it is made."""
+
+    def loss(p: Any, x: Any) -> Any:
+        return jnp.sum(jnp.diag(p["w"] @ x.T @ x) ** 2) + jnp.sum(jnp.diag(jnp.diag(p["w"]) @ p["w"]) ** 2)
+
+    return trained(loss, {"w": normal(8, 8)}, normal(16, 8))
+
+
 PROGRAMS: tuple[Callable[[], Program], ...] = (
     attention_with_dropout, decoding_with_a_cache, experts_by_one_hot, experts_by_ragged_dot, lstm_unrolled, lstm_scanned, unet,
-    state_space_model, graph_network, batch_norm, fft_convolution, gaussian_process, beam_search,
+    state_space_model, graph_network, batch_norm, fft_convolution, gaussian_process, beam_search, diagonals,
 )  # fmt: skip

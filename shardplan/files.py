@@ -24,6 +24,7 @@ from shardplan.search import coarsen, flatten, memory
 from shardplan.search.anytime import Stopped
 from shardplan.search.bound import Known
 from shardplan.search.extract import Extractor
+from shardplan.search.pins import for_pins
 from shardplan.search.premise import everything_cut
 from shardplan.search.problem import Problem
 from shardplan.search.rivals import Rivals
@@ -115,6 +116,7 @@ class PlanFile:
     def _problem(self, traced: Traced) -> Problem:
         graph = flatten(traced.program, replicate=self.replicate)
         problem = Problem(graph, coarsen(graph, self.one_choice), self.cluster, self.factors)
+        problem = for_pins(problem, {glob: tuple(spec) for glob, spec in self.pins.items()})
         own, wanted = [len(a.dims) for a in self.layouts], [len(v.shape) for v in problem.coarse.variables]
         if own != wanted:
             odd = next((i for i, (a, b) in enumerate(zip(own, wanted, strict=False)) if a != b), None)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.tree_util import DictKey, GetAttrKey
 
@@ -167,10 +168,22 @@ def abstract(leaf: Any) -> jax.ShapeDtypeStruct | None:
         return None
     try:
         if not jax.numpy.issubdtype(dtype, jax.dtypes.extended):
+            if not _taken(np.dtype(dtype)):
+                return None
             dtype = jax.dtypes.canonicalize_dtype(dtype)
         return jax.ShapeDtypeStruct(tuple(shape), dtype, weak_type=weak)
     except TypeError:
         return None
+
+
+@functools.cache
+def _taken(dtype: np.dtype[Any]) -> bool:
+    """Whether JAX has arrays of a NumPy dtype; it has none of text, objects, dates or records."""
+    try:
+        jax.eval_shape(lambda x: x, np.zeros((), dtype))
+    except TypeError:
+        return False
+    return True
 
 
 def _abstract(step: Callable[..., Any], path: Sequence[Any], leaf: Any) -> Any:
@@ -178,6 +191,11 @@ def _abstract(step: Callable[..., Any], path: Sequence[Any], leaf: Any) -> Any:
     if found is None:
         names = _jax.argument_names(step, path[0].idx + 1)
         where = names[-1] + jax.tree_util.keystr(tuple(path[1:]))
+        if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
+            raise TraceError(
+                f"{where} is a {type(leaf).__name__} of dtype {leaf.dtype}, which JAX has no arrays of: convert it to one of its "
+                "dtypes, or close over it"
+            )
         raise TraceError(f"{where} is a {type(leaf).__name__}, not an array: make it static (static_argnums) or close over it")
     return found
 

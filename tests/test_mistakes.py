@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -58,6 +59,28 @@ def test_a_limit_may_be_a_float_and_a_primitive_a_word() -> None:
 def test_an_argument_that_is_no_array_is_named(value: Any) -> None:
     with pytest.raises(shardplan.TraceError, match=r"tree\['a'\] is a .*, not an array"):
         shardplan.plan(lambda tree: tree, {"a": value}, cluster="4")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [np.array(["a", "b"]), np.array(b"x"), np.array([1, None]), np.array(["2020-01-01"], "M8[D]"), np.zeros(3, [("a", "f4")])],
+    ids=lambda value: str(value.dtype),
+)
+def test_an_array_of_what_jax_has_no_arrays_of_is_named(value: Any) -> None:
+    with pytest.raises(
+        shardplan.TraceError, match=r"tree\['a'\] is a ndarray of dtype .*, which JAX has no arrays of: convert it"
+    ):
+        shardplan.plan(lambda tree: tree, {"a": value}, cluster="4")
+    plan = shardplan.plan(lambda tree: tree, {"a": np.ones(2)}, cluster="4")
+    run = plan.jit(lambda tree: tree, devices=jax.devices()[:4])
+    with pytest.raises(shardplan.ArgumentError, match=r"tree/a is ndarray, the plan was made for float32\[2\]"):
+        run({"a": value})
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int4", "float8_e4m3fn", "bool", "float64", "complex64", "key<fry>"])
+def test_an_array_of_any_dtype_of_jax_is_taken(dtype: str) -> None:
+    value = jax.random.key(0) if dtype.startswith("key") else np.zeros(4, jnp.dtype(dtype))
+    assert shardplan.plan(lambda x: x, value, cluster="4").specs_by_path["x"] is not None
 
 
 def test_a_folder_that_cannot_be_is_named(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from shardplan.ir import Op, Program
 from shardplan.search.coarsen import coarsen
 from shardplan.search.graph import flatten
-from shardplan.search.pins import pinned_domains
+from shardplan.search.pins import for_pins, pinned_domains
 from shardplan.search.problem import Problem
 from shardplan.search.solve import search
 
@@ -74,11 +74,13 @@ def padded_seconds(plan: Plan, old: int, new: int) -> float | None:
         return None
     graph = flatten(program, replicate=plan.replicate)
     problem = Problem(graph, coarsen(graph, plan.extractor.problem.coarse.one_choice), plan.cluster, plan.factors)
+    pins = {glob: tuple(spec) for glob, spec in plan.pins.items()}
+    problem = for_pins(problem, pins)
     outcome = search(
         problem,
         limit=plan.memory_limit,
         donated=frozenset(plan.donated_leaves),
-        domains=pinned_domains(problem, {glob: tuple(spec) for glob, spec in plan.pins.items()}),
+        domains=pinned_domains(problem, pins),
         deadline=None,
         observer=lambda _what, _part: None,
     )

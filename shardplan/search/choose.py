@@ -11,7 +11,7 @@ from shardplan.search.anytime import Observer, Stopped
 from shardplan.search.coarsen import Coarse
 from shardplan.search.factorings import factor_choices, merged
 from shardplan.search.graph import Graph
-from shardplan.search.pins import Pins, pinned_domains
+from shardplan.search.pins import Pins, for_pins, pinned_domains
 from shardplan.search.problem import Domain, Objective, Problem
 from shardplan.search.solve import Outcome, search
 
@@ -109,7 +109,8 @@ def _pinned(problems: Sequence[Problem], pins: Pins) -> list[tuple[Problem, tupl
     refusals: list[PinError] = []
     for problem in problems:
         try:
-            found.append((problem, pinned_domains(problem, pins)))
+            own = for_pins(problem, pins)
+            found.append((own, pinned_domains(own, pins)))
         except PinError as error:
             refusals.append(error)
     if not found:

@@ -23,9 +23,12 @@ from shardplan.tdl.language import Apply
 __all__ = ["FREE", "Coarse", "Variable", "coarsen"]
 
 
-def coarsen(graph: Graph, one_choice: OneChoice = "timesteps") -> Coarse:
-    """Groups the tensors of a graph into variables; ``one_choice`` says what of it shares one layout though it need not."""
-    marks = mark(graph)
+def coarsen(graph: Graph, one_choice: OneChoice = "timesteps", alone: frozenset[int] = frozenset()) -> Coarse:
+    """Groups the tensors of a graph into variables; ``one_choice`` says what of it shares one layout though it need not.
+
+    ``alone`` are arguments that share theirs with nothing but what replaces them: what reads them does so in its own layout.
+    """
+    marks = mark(graph, alone)
     sets = Sets(len(graph.tensors))
     for link in graph.links:
         if link.same:
@@ -89,7 +92,7 @@ def _variables(graph: Graph, sets: Sets, marks: Marks, one_choice: OneChoice) ->
         for node in graph.nodes
         if not node.signature.elementwise or len({of[t] for t in (*node.inputs, *node.outputs) if t >= 0 and of[t] != FREE}) > 1
     )
-    read = add_views(graph, variables, of, marks.weights, one_choice)
+    read = add_views(graph, variables, of, marks.weights, one_choice, marks.alone)
     return Coarse(tuple(variables), tuple(of), read, joins, marks.free, marks.weights, marks.parameters, marks.zero, one_choice)
 
 

@@ -38,7 +38,8 @@ def _kinds(graph: Graph, marks: Marks) -> Callable[[int], tuple[object, ...]]:
 
     def kind(t: int) -> tuple[object, ...]:
         roles = (t in group for group in (marks.free, marks.apart, marks.weights, marks.deferred))
-        return (graph.tensors[t].shape, graph.tensors[t].itemsize, ends.get(t, 0), *roles)
+        own = t if t in marks.alone else -1
+        return (graph.tensors[t].shape, graph.tensors[t].itemsize, ends.get(t, 0), own, *roles)
 
     return kind
 

@@ -16,6 +16,7 @@ class Marks:
     ``free`` depend on no input: every device has them. ``weights`` are inputs, or made from one input each; ``parameters`` are
     those of them that some op other than an elementwise one reads. ``apart`` keep a layout of their own; ``soft`` follow the
     layout of their reader; ``deferred`` may stay partial sums; ``zero`` are free and zero. ``uses`` counts each tensor's readers.
+    ``alone`` are those arguments among what is apart that were asked to be.
     """
 
     free: frozenset[int]
@@ -26,20 +27,25 @@ class Marks:
     deferred: frozenset[int]
     zero: frozenset[int]
     uses: tuple[int, ...]
+    alone: frozenset[int] = frozenset()
 
 
-def mark(graph: Graph) -> Marks:
-    """Follows a graph's tensors."""
+def mark(graph: Graph, alone: frozenset[int] = frozenset()) -> Marks:
+    """Follows a graph's tensors; the arguments ``alone`` are to be apart, and what replaces them."""
     free = _free(graph)
     weights = _weights(graph, free)
     parameters = _parameters(graph, weights)
-    apart = {*parameters, *(t for t in graph.boundary if t in weights)}
+    apart = {*parameters, *(t for t in graph.boundary if t in weights), *alone}
     for o, i in zip(graph.outputs, graph.feedback, strict=True):
-        if i is not None and o >= 0 and graph.inputs[i] in parameters:
+        if i is not None and o >= 0 and graph.inputs[i] in parameters | alone:
             apart.add(o)
+    if alone:
+        for link in reversed(graph.links):  # what leaves a body that runs once is the same tensor inside
+            if link.same and link.target in apart:
+                apart.add(link.source)
     found = deferrable(graph, free)
     late = found.late - apart - set(graph.outputs)
-    return Marks(free, weights, parameters, frozenset(apart), _soft(graph, free), late, found.zero, _uses(graph))
+    return Marks(free, weights, parameters, frozenset(apart), _soft(graph, free), late, found.zero, _uses(graph), alone)
 
 
 def _uses(graph: Graph) -> tuple[int, ...]:

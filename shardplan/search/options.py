@@ -2,8 +2,8 @@
 
 A factor that cuts no loop runs the op whole on each of its devices, or hands partial sums on where the op is linear in them. Two
 factors may cut the same loop; two loops may not split the same dim. A loop whose extent does not divide may still be cut where
-every operand is read at the loop's own index: the last block is padded, at the price of its empty part. What would be padded by more
-than `Resharder.legal` admits is no strategy: nothing leads into its layouts.
+every operand is read at the loop's own index: the last block is padded, at the price of its empty part. What would be padded by
+more than `Resharder.legal` admits is no strategy: nothing leads into its layouts.
 """
 
 from __future__ import annotations

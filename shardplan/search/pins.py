@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from shardplan.errors import PinError, nearest
 from shardplan.ir import Entry, Layout, spec_text
 from shardplan.search import memory
-from shardplan.search.coarsen import FREE
+from shardplan.search.coarsen import FREE, coarsen
 from shardplan.search.problem import Domain, Problem
 
 Pins = Mapping[str, Sequence[Entry]]
@@ -23,6 +23,7 @@ class Claim:
     pin: str
     said: str
     path: str
+    tensor: int
     variable: int
     state: int
 
@@ -34,7 +35,7 @@ def pinned_domains(problem: Problem, pins: Pins) -> tuple[Domain, ...]:
         PinError: for a pin that matches nothing, names no axis or does not divide, and for pins that contradict each other: it
             names the fewest of them.
     """
-    claims = [claim for pattern, entries in pins.items() for claim in _claims(problem, pattern, entries)]
+    claims = _all_claims(problem, pins)
     fewest = smallest_conflict(tuple(pins), lambda some: _agree([c for c in claims if c.pin in some]))
     if fewest:
         raise _contradiction(problem, [c for c in claims if c.pin in fewest], fewest)
@@ -42,6 +43,28 @@ def pinned_domains(problem: Problem, pins: Pins) -> tuple[Domain, ...]:
     for claim in claims:
         domains[claim.variable] = (claim.state,)
     return tuple(domains)
+
+
+def for_pins(problem: Problem, pins: Pins) -> Problem:
+    """The problem itself, or where it has one layout for arguments that are pinned differently, one in which each of these has
+    its own, and whatever reads it a copy or a layout of its own.
+
+    Raises:
+        PinError: for a pin that matches nothing, names no axis or does not divide.
+    """
+    asked: dict[int, set[int]] = {}
+    claims = _all_claims(problem, pins)
+    for claim in claims:
+        asked.setdefault(claim.variable, set()).add(claim.state)
+    alone = frozenset(claim.tensor for claim in claims if len(asked[claim.variable]) > 1)
+    if not alone:
+        return problem
+    coarse = coarsen(problem.graph, problem.coarse.one_choice, alone)
+    return Problem(problem.graph, coarse, problem.cluster, problem.factors, objective=problem.objective)
+
+
+def _all_claims(problem: Problem, pins: Pins) -> list[Claim]:
+    return [claim for pattern, entries in pins.items() for claim in _claims(problem, pattern, entries)]
 
 
 def smallest_conflict(items: Sequence[str], holds: Callable[[Sequence[str]], bool]) -> tuple[str, ...]:
@@ -137,7 +160,7 @@ def _claim(problem: Problem, pattern: str, entries: Sequence[Entry], i: int) -> 
             why = f"cuts dim {d} of {path} {shape} {parts} ways, which does not divide {n}; {up} would"
             raise _refusal(pattern, entries, why)
     assert state in problem.domains[v], "a layout that divides is one of the domain"
-    return Claim(pattern, _named(pattern, entries), path, v, state)
+    return Claim(pattern, _named(pattern, entries), path, t, v, state)
 
 
 def _layout(problem: Problem, path: str, shape: tuple[int, ...], pattern: str, entries: Sequence[Entry]) -> Layout:

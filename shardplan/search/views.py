@@ -16,24 +16,31 @@ needs no view.
 
 
 def add_views(
-    graph: Graph, variables: list[Variable], of: list[int], weights: frozenset[int], one_choice: OneChoice = "timesteps"
+    graph: Graph,
+    variables: list[Variable],
+    of: list[int],
+    weights: frozenset[int],
+    one_choice: OneChoice = "timesteps",
+    alone: frozenset[int] = frozenset(),
 ) -> dict[tuple[int, int], int]:
     """Gives a view to each tensor that several contractions read; those of what shares one choice share one, too.
 
     None where it could gain little: where the stored layout serves nothing but these readers, or where the tensor is the
-    largest that each of them touches, so that moving the others is cheaper. What that may lose is a copy made twice.
+    largest that each of them touches, so that moving the others is cheaper. What that may lose is a copy made twice. What
+    is ``alone`` lies where no reader asked for it: it has one wherever several ops read it, elementwise ones too.
     """
     touched = _touched(graph, of)
     readers: dict[int, list[tuple[Node, int]]] = {}
-    alone: dict[int, list[tuple[Node, int]]] = {}
+    single: dict[int, list[tuple[Node, int]]] = {}
     for node in graph.nodes:
         operands = {t for t in node.inputs if t >= 0 and of[t] != FREE}
         # a lookup or a convolution has two operands too; what puts many pieces together reads them as they are
-        if node.signature.elementwise or len(operands) > 3:
-            continue
+        skipped = node.signature.elementwise or len(operands) > 3
         for slot, t in enumerate(node.inputs):
-            if t in operands:
-                (readers if len(operands) > 1 else alone).setdefault(t, []).append((node, slot))
+            if t in alone or (t in operands and not skipped and len(operands) > 1):
+                readers.setdefault(t, []).append((node, slot))
+            elif t in operands and not skipped:
+                single.setdefault(t, []).append((node, slot))
     read: dict[tuple[int, int], int] = {}
 
     def add(ts: Sequence[int], uses: Iterable[tuple[Node, int]], kind: Literal["view", "backward"], sibling: int = FREE) -> int:
@@ -56,7 +63,7 @@ def add_views(
             # the copies of the weights of equal layers share one choice, as these do
             mine = frozenset((node.signature.id, slot, node.backward) for node, slot in uses)
             equal.setdefault((of[t] if one_choice == "layers" else -1 - t, mine), []).append(t)
-        elif len(touched.get(of[t], ())) > _PIECES and not all(_largest(graph, node, t) for node, _ in uses):
+        elif t in alone or (len(touched.get(of[t], ())) > _PIECES and not all(_largest(graph, node, t) for node, _ in uses)):
             key = of[t], frozenset((node.signature.id, slot, node.backward) for node, slot in uses)
             # the first and the last timestep may have fewer readers
             most = next((k for k, ts in alike.items() if k[0] == of[t] and len(ts) >= least and key[1] <= k[1]), key)
@@ -67,7 +74,7 @@ def add_views(
     for ts in alike.values():
         # the copies of unrolled timesteps share one choice, as what they are copies of does
         for group in [ts] if len(ts) >= least else [[t] for t in ts]:
-            uses = [use for t in group for use in (*readers[t], *alone.get(t, ()))]  # a reduction reads the copy too
+            uses = [use for t in group for use in (*readers[t], *single.get(t, ()))]  # a reduction reads the copy too
             add(group, uses, "view")
     return read
 

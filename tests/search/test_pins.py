@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,9 +16,10 @@ from jax.sharding import PartitionSpec as P
 
 import shardplan
 from models import mlp
+from shardplan.emit.verify import verify
 from shardplan.mesh import Cluster
 from shardplan.search import memory
-from shardplan.search.pins import pinned_domains, smallest_conflict
+from shardplan.search.pins import for_pins, pinned_domains, smallest_conflict
 from tests.search import steps
 
 STEP, ARGS = mlp.train_step(layers=2)
@@ -55,11 +58,72 @@ def test_only_the_two_pins_that_contradict_each_other_are_named() -> None:
         shardplan.plan(STEP, *ARGS, cluster="2x4", pins={k: v for k, v in pins.items() if k != lifted})
 
 
-def test_arguments_that_share_a_layout_are_both_named() -> None:
+def test_state_that_takes_turns_shares_one_layout_and_both_are_named() -> None:
+    """Each comes back in place of the other: no copy in between could have another layout."""
+    pins = {"a": P("gpu"), "b": P(None, "gpu"), "c": P()}
+    with pytest.raises(shardplan.PinError, match="the one matches a, the other b, and these two share one layout") as caught:
+        shardplan.plan(lambda a, b, c: (b, a, c * 2), *[jax.ShapeDtypeStruct((8, 8), "float32")] * 3, cluster="2x4", pins=pins)
+    assert caught.value.pins == ("a", "b")
+
+
+def product(a: Any, b: Any) -> Any:
+    return a + b, jnp.sin(a) * b, a @ b
+
+
+def gradient(a: Any, b: Any) -> Any:
+    return a - jax.grad(lambda a: jnp.sum(jax.checkpoint(lambda a: jnp.tanh(a * b) @ b)(a) ** 2))(a), b * 2
+
+
+def scanned(a: Any, b: Any) -> Any:
+    return jax.lax.scan(lambda c, r: (c + r * a.sum(), c * b), a, jnp.ones((3, 8, 8)))
+
+
+def chosen(a: Any, b: Any) -> Any:
+    return jax.lax.cond(a[0, 0] > 0, lambda: a + b, lambda: a * b)
+
+
+@pytest.mark.parametrize("objective", ["time", "bytes"])
+@pytest.mark.parametrize("step", [product, gradient, scanned, chosen], ids=lambda f: f.__name__)
+def test_arguments_that_meet_in_one_op_may_be_pinned_differently(step: Any, objective: str, eager: Any, tmp_path: Path) -> None:
+    """One of them is resharded on the way, at a price; saved and read again it is the same plan."""
+    args = (np.arange(64.0, dtype=np.float32).reshape(8, 8) / 64, np.ones((8, 8), np.float32) / 4)
+    pins = {"a": P("node", "gpu"), "b": P("gpu", "node")}
+    plan = shardplan.plan(step, *args, cluster=eager, pins=pins, objective=objective)
+    assert {path: plan.specs_by_path[path] for path in pins} == pins
+    assert plan.communication_bytes > 0
+    assert plan.lower_bound_s <= plan.step_time_s * (1 + 1e-9)
+    found = verify(plan, step, args)
+    assert found.passed
+    assert found.recompiles == 0
+    plan.save(tmp_path / "plan.json")
+    again = shardplan.load(tmp_path / "plan.json", step, *args)
+    assert (again.step_time_s, again.in_specs, again.out_specs) == (plan.step_time_s, plan.in_specs, plan.out_specs)
+
+
+def test_a_copy_is_made_once_for_all_that_read_it(eager: Any) -> None:
+    """Three elementwise ops that read the same two arguments move no more than one does."""
+    pins = {"a": P("node", "gpu"), "b": P("gpu", "node")}
+    like = jax.ShapeDtypeStruct((64, 64), "float32")
+    one = shardplan.plan(lambda a, b: a + b, like, like, cluster=eager, pins=pins)
+    three = shardplan.plan(
+        lambda a, b: {"sum": a + b, "product": a * b, "most": jnp.maximum(a, b)}, like, like, cluster=eager, pins=pins
+    )
+    assert three.communication_bytes == one.communication_bytes > 0
+
+
+@pytest.mark.parametrize("one_choice", ["none", "timesteps", "layers"])
+def test_moments_may_be_pinned_differently(one_choice: str) -> None:
     mu, nu = f"state/optimizer/0/mu/{KERNEL}", f"state/optimizer/0/nu/{KERNEL}"
-    error = refused({mu: P("gpu"), nu: P(None, "gpu"), "batch/*": P("node")})
-    assert error.pins == (mu, nu)
-    assert f"the one matches {mu}, the other {nu}, and these two share one layout" in str(error)
+    pins = {mu: P("gpu"), nu: P(None, "gpu"), "batch/*": P("node")}
+    plan = shardplan.plan(STEP, *ARGS, cluster="2x4", pins=pins, one_choice=one_choice)
+    assert plan.specs_by_path[mu] == P("gpu")
+    assert plan.specs_by_path[nu] == P(None, "gpu")
+
+
+def test_pins_that_agree_leave_the_problem_as_it_is() -> None:
+    problem = steps.problem(STEP, *ARGS, on=Cluster.load("2x4"))
+    agreeing = {f"state/optimizer/0/mu/{KERNEL}": ("gpu",), f"state/optimizer/0/nu/{KERNEL}": (("gpu",), None)}
+    assert for_pins(problem, agreeing) is problem
 
 
 def test_pins_that_agree_may_overlap() -> None:

@@ -124,7 +124,8 @@ def options(signature: Signature, resharder: Resharder, device: Device | None, *
     needs = _states([resharder.space(len(s)) for s in call.operands], roles[..., :inside])
     gives = _states([resharder.space(len(s)) for s in call.results], roles[..., inside:])
     held = _holdable(resharder, (*call.operands, *call.results), np.concatenate([needs, gives], axis=1))
-    at, over, codes, first, needs, gives = (rows[held] for rows in (at, over, codes, first, needs, gives))
+    at, over, codes, first = at[held], over[held], codes[held], first[held]
+    needs, gives = needs[held], gives[held]
     halo_s = np.sum(_numbers(m.halo_s for m in made)[at], axis=1, where=first)
     if any(m.pairs for m in made):
         halo_s += [_pairs_s(call, resharder, [(m, o) for m, o, f in rows if f]) for rows in _rows(made, at, over, first)]

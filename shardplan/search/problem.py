@@ -39,7 +39,8 @@ class Problem:
     def __init__(
         self, graph: Graph, coarse: Coarse, cluster: Cluster, factors: Sequence[Factor], *, objective: Objective = "time"
     ) -> None:
-        self.graph, self.coarse, self.cluster, self.objective = graph, coarse, cluster, objective
+        self.graph, self.coarse, self.cluster = graph, coarse, cluster
+        self.objective: Objective = objective
         self.factors = tuple(factors)
         self.sizes = tuple(f.size for f in factors)
         network = Network(cluster, self.factors) if objective == "time" else WireBytes(self.sizes)

@@ -16,7 +16,8 @@ from shardplan.cost import compute
 from shardplan.errors import DescriptionError, MisfitError, UndescribedPrimitiveError
 from shardplan.ir import Op, Program, Tensor
 from shardplan.tdl import Call, Description, describe
-from shardplan.tdl.describe import runs_apart
+from shardplan.tdl.describe import rule_of, runs_apart
+from shardplan.tdl.description import described_at
 from shardplan.tdl.special import HOST, KERNELS, PLATFORM, UNBATCHED
 
 Where = tuple[tuple[int, int], ...]
@@ -298,13 +299,22 @@ def _described(call: Call, op: Op) -> Description | None:
     try:
         return describe(call)
     except MisfitError as error:
+        where = _places(call, op, error)
         batched = (
             "; under jax.vmap a kernel has a batch dim more: describe it for any rank (lambda *i), with a run= that takes both, "
             "or put the vmap into a jax.jit function and register that one"
         )
-        raise MisfitError(f"{error} (used at {op.source}){batched if ':' in call.primitive else ''}") from error
+        raise MisfitError(f"{error}{where}{batched if ':' in call.primitive else ''}") from error
     except DescriptionError as error:
-        raise DescriptionError(f"{error} (used at {op.source})") from error
+        raise DescriptionError(f"{error}{_places(call, op, error)}") from error
+
+
+def _places(call: Call, op: Op, error: DescriptionError) -> str:
+    """Where an op is used, and where the user describes it unless the error says so."""
+    function = rule_of(call.primitive)
+    own = described_at(function) if function is not None and hasattr(function, "__signature__") else ""
+    said = not own or own.removeprefix("described at ").partition(":")[0] in str(error)
+    return f" (used at {op.source})" if said else f" (used at {op.source}, {own})"
 
 
 _PLAIN = {int, bool, str, tuple, type(None)}

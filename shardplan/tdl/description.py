@@ -108,7 +108,8 @@ def read(call: Call, function: RuleFunction) -> Description:
     operands = [
         lang.TensorRef(i, shape, call.dtypes[i] if i < len(call.dtypes) else "float32") for i, shape in enumerate(call.operands)
     ]
-    if ":" in call.primitive and not _takes(function, len(operands)):
+    registered = ":" in call.primitive or hasattr(function, "__signature__")
+    if registered and not _takes(function, len(operands)):
         described = [str(p) for p in inspect.signature(function).parameters.values()][1:]
         raise MisfitError(
             f"{call.primitive} has {len(operands)} operands, described are {len(described)}",
@@ -155,6 +156,12 @@ def failed(primitive: str, function: Callable[..., Any], error: BaseException, *
         f"{primitive}: the {what}",
         expression=f"{type(error).__name__}: {message}" + (f" ({file}:{lines[-1]})" if lines else ""),
     )
+
+
+def described_at(function: Callable[..., Any]) -> str:
+    """``described at file:line``; empty where the description's code is not known."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return "" if code is None else f"described at {code.co_filename}:{code.co_firstlineno}"
 
 
 def _frames(error: BaseException) -> Iterator[TracebackType]:

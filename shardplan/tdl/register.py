@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,7 +15,7 @@ from shardplan import _jax
 from shardplan.errors import DescriptionError, nearest
 from shardplan.tdl import localize
 from shardplan.tdl.describe import describe, named_call, put_back, recognised_by, rule, rule_of
-from shardplan.tdl.description import Call, Description, Lambda, failed
+from shardplan.tdl.description import Call, Description, Lambda, described_at, failed
 from shardplan.tdl.identity import same_function, same_kernel
 from shardplan.tdl.index import Affine, Data, Full, Loop, interval
 from shardplan.tdl.language import Recorder, TensorRef, lambda_names
@@ -77,10 +77,11 @@ def register(target: Any, *, example: Sequence[Any] | None = None, run: Function
             called = _of_leaves(whole, tree)
             undo = localize.run_as(name, called, beyond=None if run is None else _of_leaves(run, tree))
         try:
-            if example is not None:
-                _prove(name, whole, example, halo=own is not None and run is not None)
-            elif whole is not None:
-                _try(name, whole, function, halo=run is not None)
+            if example is None and whole is not None:
+                _takes_as_many(name, run or getattr(target, "impl", None), function)
+            tried = example if example is not None or whole is None else _small_example(name, whole, function)
+            if tried is not None:
+                _prove(name, whole, tried, halo=run is not None and (own is not None or example is None))
         except DescriptionError:
             undo()
             for n, before in old.items():
@@ -162,38 +163,82 @@ def _of_leaves(function: Function, tree: Any) -> Function:
     return lambda *leaves, **params: function(*(leaves if tree is None else jax.tree.unflatten(tree, leaves)), **params)
 
 
-def _try(name: str, whole: Function, function: Function, *, halo: bool) -> None:
-    """Proves a description on small arrays of the ranks that it reads; says so where the target does not take them."""
+def _takes_as_many(name: str, runs: Function | None, function: Function) -> None:
+    """What runs the call by operands (a function takes trees of them) takes no fewer than are described.
+
+    Raises:
+        DescriptionError: with how many it takes, where its signature says so.
+    """
+    described = list(inspect.signature(function).parameters)
+    try:
+        known = inspect.signature(runs) if runs is not None else None
+    except (TypeError, ValueError):
+        return
+    if known is None or _runs_on(known, len(described)):
+        return
+    raise DescriptionError(
+        f"{name} takes ({', '.join(known.parameters)}), described are {len(described)} operands",
+        expression=f"({', '.join(described)}), {described_at(function)}",
+    )
+
+
+def _runs_on(known: inspect.Signature, count: int) -> bool:
+    """Whether a function of this signature takes so many operands; others of its parameters may come by keyword."""
+    try:
+        known.bind_partial(*[None] * count)
+    except TypeError:
+        return False
+    return True
+
+
+def _small_example(name: str, whole: Function, function: Function) -> list[Any] | None:
+    """Small arrays of the ranks that a description reads; None, and a warning, where the target does not take them."""
     with users_code(lambda error: failed(name, function, error, lambdas=False)):
-        ranks = _ranks(function)
-    example = [jax.ShapeDtypeStruct((_SMALL,) * rank, np.float32) for rank in ranks or ()]
+        ranks = _ranks(name, function)
+    unknown = [p for p, rank in zip(inspect.signature(function).parameters, ranks, strict=True) if rank is None]
+    if unknown:
+        why = f"it does not say of which rank {', '.join(unknown)} {'is' if len(unknown) == 1 else 'are'}"
+        warnings.warn(f"the description of {name} is not proven: give an example= ({why})", stacklevel=3)
+        return None
+    example = [jax.ShapeDtypeStruct((_SMALL,) * rank, np.float32) for rank in ranks if rank is not None]
     try:
         jax.eval_shape(whole, *example)
     except (TypeError, ValueError, NotImplementedError, IndexError) as error:
         message = str(error).strip().splitlines()[0]
-        warnings.warn(f"the description of {name} is not proven: give an example= ({message})", stacklevel=4)
-        return
-    _prove(name, whole, example, halo=halo)
+        shapes = ", ".join(str(x.shape) for x in example)
+        why = f"float32 arrays of shape {shapes} are not taken: {type(error).__name__}: {message}"
+        warnings.warn(f"the description of {name} is not proven: give an example= ({why})", stacklevel=3)
+        return None
+    return example
 
 
 _SMALL = 6
 
 
-def _ranks(function: Function) -> tuple[int, ...] | None:
-    """The number of indices at which each operand is read; None where the description is for any rank."""
+def _ranks(name: str, function: Function) -> tuple[int | None, ...]:
+    """The number of indices at which each operand is read; None for one that is read at none.
+
+    Raises:
+        DescriptionError: for what returns no lambda.
+    """
     count = len(inspect.signature(function).parameters)
+    found: tuple[int | None, ...] = ()
     for rank in range(5):
         refs = [_Probe(i) for i in range(count)]
         with Recorder() as recorder:
             made = function(*refs)
             for body in made if isinstance(made, tuple) else (made,):
-                if callable(body):
-                    names = lambda_names(body, rank)
-                    body(*(Loop(Affine(((recorder.loop(n, None, _SMALL), 1),))) for n in names))
+                if not callable(body):
+                    what = f"operand {body.position}" if isinstance(body, _Probe) else repr(body)
+                    raise DescriptionError(
+                        f"{name}: a description returns a lambda for each result", expression=f"{what}, {described_at(function)}"
+                    )
+                names = lambda_names(body, rank)
+                body(*(Loop(Affine(((recorder.loop(n, None, _SMALL), 1),))) for n in names))
         found = tuple(ref.rank for ref in refs)
         if None not in found:
-            return cast("tuple[int, ...]", found)
-    return None
+            break
+    return found
 
 
 class _Probe:
@@ -255,7 +300,7 @@ def _prove(name: str, whole: Function | None, example: Sequence[Any], *, halo: b
         warnings.warn(
             f"run= of {name} is neither used nor proven: a worker calls the function itself, except on blocks with a halo, and "
             "no cut of the example has one",
-            stacklevel=4,
+            stacklevel=3,
         )
 
 

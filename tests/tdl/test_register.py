@@ -162,6 +162,48 @@ def test_a_description_that_fails_before_its_lambda_is_refused_without_an_exampl
     assert NAME not in tdl.described()
 
 
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        (lambda x: None, "a description returns a lambda for each result: None, described at"),
+        (lambda x: "x", "a description returns a lambda for each result: 'x', described at"),
+        (lambda x: x, "a description returns a lambda for each result: operand 0, described at"),
+        (lambda x: (lambda i: x[i], None), "a description returns a lambda for each result: None, described at"),
+        (lambda x, y: lambda i, j: x[i, j], r"doubled takes \(x\), described are 2 operands: \(x, y\), described at"),
+        (lambda x: lambda i, j: 2.0 * x[i], "doubled has a result of rank 1, described with indices"),
+    ],
+)
+def test_nonsense_about_a_primitive_of_ones_own_is_refused_without_an_example(function: Any, says: str) -> None:
+    doubled = Primitive("doubled")
+    doubled.def_impl(lambda x: 2 * x)
+    doubled.def_abstract_eval(lambda x: x)
+    with pytest.raises(DescriptionError, match=says) as caught:
+        register(doubled)(function)
+    assert "described at" not in says or "test_register.py:" in str(caught.value)
+    assert "doubled" not in tdl.described()
+
+
+def test_a_description_of_one_rank_meets_another_with_both_places_named() -> None:
+    """For arrays of rank 1 it holds, so it is registered; the op that it does not fit is named beside its own line."""
+    doubled = Primitive("doubled")
+    doubled.def_impl(lambda x: 2 * x)
+    doubled.def_abstract_eval(lambda x: x)
+    register(doubled)(lambda x: lambda i: 2.0 * x[i])
+    places = r"\(used at .*test_register.py:\d+ .*, described at .*test_register.py:\d+\)"
+    with pytest.raises(MisfitError, match=rf"doubled has a result of rank 2, described with indices \['i'\] {places}"):
+        flatten(trace(lambda x: doubled.bind(x), jax.ShapeDtypeStruct((4, 6), jnp.float32)).program)
+
+
+def test_why_a_description_is_not_proven_is_said_where_it_is_registered() -> None:
+    doubled = Primitive("doubled")
+    doubled.def_abstract_eval(lambda x, y, *, times: x)
+    with pytest.warns(UserWarning, match=r"\(it does not say of which rank y is\)") as told:
+        register(doubled)(lambda x, y: lambda i, j: 2.0 * x[i, j])
+    with pytest.warns(UserWarning, match=r"shape \(6, 6\), \(6,\) are not taken: TypeError: .*times") as more:
+        register(doubled)(lambda x, y: lambda i, j: 2.0 * x[i, j] + y[i])
+    assert {warning.filename for warning in (*told, *more)} == {__file__}
+
+
 def test_reductions_beside_each_other_may_use_one_name() -> None:
     made = tdl.op(lambda x: lambda i: tdl.Sum(lambda k: x[i, k]) + tdl.Sum(lambda k: 2 * x[i, k]))(
         tdl.Call("sums", ((4, 6),), ((4,),), {})

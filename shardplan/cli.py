@@ -252,6 +252,7 @@ def _planned(
             replicate=tuple(options.replicate),
             time_budget_s=options.time_budget,
             one_choice=options.one_choice or "timesteps",
+            remat=options.remat or "none",
             observer=progress,
         )
     if made.stopped == "interrupted":
@@ -263,7 +264,7 @@ def _planned(
 
 def _nothing_for_a_new_plan(options: argparse.Namespace, file: str) -> None:
     """Refuses what a plan that is read from a file would not heed."""
-    for name in ("memory", "pin", "donate", "replicate", "time_budget", "one_choice"):
+    for name in ("memory", "pin", "donate", "replicate", "time_budget", "one_choice", "remat"):
         if getattr(options, name):
             raise ShardplanError(
                 f"--{name.replace('_', '-')} is for a new plan: {file} was made with its own; leave out one of both"
@@ -401,6 +402,7 @@ def _takes_target(one: argparse.ArgumentParser) -> None:
     one.add_argument("--replicate", action="append", default=[], metavar="PRIMITIVE", help="may run whole on every device")
     one.add_argument("--time-budget", type=float, metavar="SECONDS")
     one.add_argument("--one-choice", metavar="none|timesteps|layers", help="what shares one choice (timesteps)")
+    one.add_argument("--remat", metavar="none|auto", help="auto: activations may be computed again in the backward pass (none)")
 
 
 def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], Report], what: str) -> argparse.ArgumentParser:

@@ -69,8 +69,8 @@ def padded_seconds(plan: Plan, old: int, new: int) -> float | None:
 
     None where nobody can tell: the step makes other sizes out of this one. The plan's pins hold. It takes as long as planning.
     """
-    program = _resized(plan.traced.program, old, new)
-    if not _whole(plan.traced.program, program):
+    program = _resized(plan.program, old, new)
+    if not _whole(plan.program, program):
         return None
     graph = flatten(program, replicate=plan.replicate)
     problem = Problem(graph, coarsen(graph, plan.extractor.problem.coarse.one_choice), plan.cluster, plan.factors)

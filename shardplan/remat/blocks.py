@@ -151,7 +151,7 @@ def _part(
 
 
 def block_again(program: Program, part: Part) -> Program:
-    """The program with this part computed again, behind a barrier that a value of the backward pass goes through, too."""
+    """The program with this part computed again, behind a barrier that values of the backward pass go through, too."""
     again = [op for op in program.ops if op.id in set(part.ops)]
     made = {t for op in again for t in op.outputs}
     last = max(i for i, op in enumerate(program.ops) if op.id in set(part.ops))
@@ -173,17 +173,14 @@ def block_again(program: Program, part: Part) -> Program:
 
 
 def _late(program: Program, place: int) -> tuple[int, ...]:
-    """A value of the backward pass that is there at this place: one that the op there reads, the largest, else the newest."""
-    maker = made_by(program)
+    """Values of the backward pass that were made since the last ops that were computed again, and that are read later.
 
-    def made_late(t: int) -> bool:
-        return t in maker and maker[t] < place and backward(program.ops[maker[t]])
-
-    here = [t for t in program.ops[place].tensors if made_late(t)]
-    if here:
-        return (max(here, key=lambda t: (program.tensors[t].nbytes, -t)),)
-    later = [t for op in program.ops[place:] for t in op.tensors if made_late(t)]
-    return (max(later, key=lambda t: maker[t]),) if later else ()
+    All of them, gradients of weights too: a compiler that puts those off keeps what they are made of, block after block.
+    """
+    since = max((i + 1 for i, op in enumerate(program.ops[:place]) if op.handle is None), default=0)
+    late = {t for op in program.ops[since:place] if backward(op) for t in op.outputs}
+    read = {t for op in program.ops[place:] for t in op.tensors} | set(program.outputs)
+    return tuple(sorted(late & read))
 
 
 def _remat(program: Program, again: Sequence[Op], wanted: Sequence[int], results: tuple[int, ...], late: tuple[int, ...]) -> Op:

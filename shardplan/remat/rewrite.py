@@ -13,7 +13,9 @@ from shardplan.remat.parts import Part, Where
 
 def rematerialised(program: Program, parts: Sequence[Part]) -> Program:
     """The program in which these parts are computed again in the backward pass."""
-    for part in parts:
+    loops = [part for part in parts if part.loop is not None]
+    blocks = [part for part in parts if part.loop is None]
+    for part in (*loops, *reversed(blocks)):  # in the order of the backward pass
         program = _inside(program, part.where, part)
     return program
 

@@ -18,8 +18,8 @@ from shardplan.objects import trace_step
 from shardplan.plans import Plan
 from shardplan.positions import leaves_of, positions
 from shardplan.search import anytime, memory
-from shardplan.search.anytime import Observer
 from shardplan.search.again import Planned, Searcher
+from shardplan.search.anytime import Observer
 from shardplan.search.choose import Wanted
 from shardplan.search.coarsen import FREE
 from shardplan.search.extract import Extractor

@@ -243,4 +243,3 @@ def pruned(program: Program) -> Program:
             live.update(op.tensors)
     kept.reverse()
     return replace(program, ops=tuple(kept), constants=tuple((t, v) for t, v in program.constants if t in live))
-

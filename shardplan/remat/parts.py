@@ -137,8 +137,9 @@ def program_at(program: Program, where: Where) -> Program:
 
 
 def inner(program: Program, where: Where = ()) -> Iterator[tuple[Where, Program]]:
-    """The program and all bodies in which a forward and a backward pass may stand, innermost first: not those of `jax.checkpoint`,
-    nor of the backward pass itself.
+    """The program and all bodies in which a forward and a backward pass may stand, innermost first.
+
+    Not those of `jax.checkpoint`, nor of the backward pass itself.
     """
     for op in program.ops:
         if op.bodies and "differentiated" not in op.params and not backward(op):

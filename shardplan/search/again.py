@@ -14,7 +14,7 @@ from shardplan.ir import Program
 from shardplan.mesh import Cluster
 from shardplan.remat import Part, Policy, Remat, Without, find, rematerialised
 from shardplan.search import anytime
-from shardplan.search.choose import Found, Wanted, better, best_of_factorings
+from shardplan.search.choose import Found, Wanted, best_of_factorings, better
 from shardplan.search.coarsen import coarsen
 from shardplan.search.graph import Graph, flatten
 from shardplan.search.variables import OneChoice
@@ -51,8 +51,11 @@ class Searcher:
         """The best of the step as it stands, and with parts of it computed again; nothing is where the limit costs nothing."""
         graph = flatten(program, replicate=self.replicate)
         plain = Planned(program, self._best(graph, self._part(0, 0.4, half=True)), Remat())
-        problem, outcome = plain.found
-        if outcome.best.fits(self.wanted.memory) and outcome.best.seconds <= outcome.bound.free_s * _NEAR and not outcome.stopped:
+        outcome = plain.found[1]
+        free = outcome.best.fits(self.wanted.memory) and outcome.best.seconds <= outcome.bound.free_s * _NEAR
+        if outcome.stopped == "interrupted":
+            return _said(plain, None, "the search was interrupted before")
+        if free and not outcome.stopped:
             return _said(plain, None, "the memory limit costs nothing")
         parts = _all_parts(program, graph)
         if not parts:
@@ -115,8 +118,11 @@ class Searcher:
         deadline = self.wanted.deadline
         if half and deadline is not None:
             deadline -= max(0.0, deadline - anytime.now_s()) / 2
-        tell = self.wanted.observer
-        return replace(self.wanted, deadline=deadline, observer=lambda what, part: tell(what, first + (end - first) * part))
+
+        def tell(what: str, part: float) -> None:
+            self.wanted.observer(what, first + (end - first) * part)
+
+        return replace(self.wanted, deadline=deadline, observer=tell)
 
 
 def _all_parts(program: Program, graph: Graph) -> dict[Policy, tuple[Part, ...]]:

@@ -331,7 +331,7 @@ class Plan:
         known = self.rivals.solutions
         for solution in known:
             if solution.name == name:
-                return replace(self, solution=solution, decisions=self.extractor.decide(solution))
+                return replace(self, solution=solution, decisions=self.extractor.decide(solution), exact=False)
         raise ShardplanError(f"no baseline {name!r} here: there are {', '.join(s.name for s in known) or 'none'}")
 
     def baseline_plans(self) -> dict[str, Plan]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from os import PathLike
@@ -77,7 +76,7 @@ class PlanFile:
         states = self._states(problem)
         live = memory.liveness(problem, frozenset(leaves_of(traced.in_tree, self.donate_argnums)))
         self._check_choices(problem)
-        again = {v: math.inf for v in problem.backward_views if v not in self.keep}
+        again = problem.regathered(self.keep)
         solution = Solver(problem, live).rate("plan", states, again, self.regather, self.limits)
         extractor = Extractor(problem)
         return Plan(

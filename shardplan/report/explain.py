@@ -239,7 +239,7 @@ class _Why:
     def _alternatives(self, v: int) -> list[_Other]:
         """Every other layout of a variable with the change in seconds, cheapest first."""
         problem, solution = self.plan.extractor.problem, self.plan.solution
-        kept = {b: math.inf for b in problem.backward_views if b not in solution.keep}
+        kept = problem.regathered(solution.keep)
         domains: list[tuple[int, ...]] = [(s,) for s in solution.states]
         domains[v] = problem.domains[v]
         total = np.zeros(len(domains[v]))

@@ -100,10 +100,6 @@ class Graph:
     carries: Mapping[int, tuple[int, int, int]]
     unknown_trips: tuple[str, ...]
 
-    def tensor_of(self, where: Where, local: int) -> int:
-        """The graph's tensor for tensor ``local`` of the program at ``where``."""
-        return self.bodies[where][local]
-
 
 _SELDOM = 1e-3
 """The share of its cost that a branch keeps which is not the dearest: enough to choose its layouts by."""

@@ -1,8 +1,8 @@
 """The flat graph that the search works on: every op of a program and of its bodies, with its description and how often it runs.
 
 Bodies are laid open: a tensor of a body has an id of its own, tied to the tensors outside by *links* (a reshard between two
-layouts, priced at the
-bytes that cross) or, where the body runs exactly once, by being the same tensor. From here on nothing knows primitive names.
+layouts, priced at the bytes that cross) or, where the body runs exactly once, by being the same tensor. From here on nothing
+knows primitive names.
 """
 
 from __future__ import annotations
@@ -42,6 +42,11 @@ class Signature:
     def defers(self) -> bool:
         """Whether terms of this op's sums may stay apart."""
         return not self.apart and self.call.primitive not in UNBATCHED
+
+    @property
+    def contracts(self) -> bool:
+        """Whether it multiplies and adds up: a product, a convolution."""
+        return self.description is not None and compute.is_contraction(self.description)
 
     @property
     def elementwise(self) -> bool:

@@ -2,10 +2,8 @@
 domain restrictions.
 
 An op's table is, for each choice of its operands' and results' layouts, the minimum over its strategies of compute plus
-resharding: operands into the
-layouts that the strategy requires, results (partial sums among them) into theirs, each priced whole as the best program. An op
-may be cut by a
-different loop on every factor.
+resharding: operands into the layouts that the strategy requires, results (partial sums among them) into theirs, each priced whole
+as the best program. An op may be cut by a different loop on every factor.
 """
 
 from __future__ import annotations

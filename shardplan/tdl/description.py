@@ -54,8 +54,8 @@ class Description:
 
     ``results[r][d]`` is the loop that is dim d of result r. ``accesses`` lists (operand, index expressions) once each.
     ``trees`` are the element expressions. ``monomials[r]`` says how result r depends on its operands: a sum of products of the
-    listed operands (an operand that passes through a nonlinear function is listed twice).
-    ``elementwise``: every operand is read at the result's own index (size-1 dims and scalars broadcast).
+    listed operands (an operand that passes through a nonlinear function is listed twice). ``elementwise``: every operand is read
+    at the result's own index (size-1 dims and scalars broadcast).
     """
 
     call: Call

@@ -10,12 +10,13 @@ donated input's buffer becomes the output that replaces it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shardplan.cost.compute import is_contraction
 from shardplan.search.buffers import Buffers
 from shardplan.search.coarsen import FREE
 from shardplan.search.graph import Graph
@@ -24,6 +25,9 @@ from shardplan.search.pricing import Domain, Limits
 from shardplan.search.problem import Problem
 from shardplan.search.tables import Term, picoseconds
 from shardplan.tdl import light
+
+_SUMS = ("add", "add_any")
+_MOVES = ("transpose", "reshape", "convert_element_type")
 
 Assignment = Sequence[int]
 """For each variable its state."""
@@ -153,6 +157,7 @@ def _fused(problem: Problem, death: dict[int, int]) -> frozenset[int]:
     readers = _readers(graph)
     ends = {*graph.outputs, *graph.inputs} | {t for link in graph.links for t in (link.source, link.target)}
     again = {n.signature.id: n.signature.description is not None and light(n.signature.description) for n in graph.nodes}
+    summed = _summed(graph, readers)
     fused: set[int] = set()
     for node in reversed(graph.nodes):
         alive = [t for t in dict.fromkeys(node.inputs) if t >= 0 and of[t] != FREE]
@@ -162,7 +167,7 @@ def _fused(problem: Problem, death: dict[int, int]) -> frozenset[int]:
             continue
         for t in node.outputs:
             using = [graph.nodes[r] for r in readers.get(t, ())]
-            if t in ends or not all(u.signature.elementwise or _reduces(u.signature.call) for u in using):
+            if t in ends or t in summed or not all(u.signature.elementwise or _reduces(u.signature.call) for u in using):
                 continue
             last = death.get(t, node.id)
             same = all(u.backward == node.backward for u in using)
@@ -171,6 +176,25 @@ def _fused(problem: Problem, death: dict[int, int]) -> frozenset[int]:
                 fused.add(t)
                 death.update({u: max(death.get(u, 0), last) for u in alive})
     return frozenset(fused)
+
+
+def _summed(graph: Graph, readers: Mapping[int, Sequence[int]]) -> set[int]:
+    """Sums of contractions' results alone (also transposed), each read once: the terms of a gradient.
+
+    A product is added in place to what was summed before (a GEMM's beta), so that the terms do not wait for each other.
+    """
+    contracts = {
+        n.signature.id: n.signature.description is not None and is_contraction(n.signature.description) for n in graph.nodes
+    }
+    terms: set[int] = set()
+    found: set[int] = set()
+    for node in graph.nodes:
+        added = node.op.primitive in _SUMS and terms.issuperset(node.inputs)
+        if added or contracts[node.signature.id] or (node.op.primitive in _MOVES and node.inputs[0] in terms):
+            terms.update(t for t in node.outputs if len(readers.get(t, ())) == 1)
+        if added:
+            found.update(node.outputs)
+    return found
 
 
 def _readers(graph: Graph) -> dict[int, list[int]]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from shardplan.search import memory
 from shardplan.search.anytime import Watch
 from shardplan.search.eliminate import Eliminator, Order, find_order
@@ -100,7 +103,14 @@ class Solver:
 
     def peak_point(self, solution: Solution) -> int:
         """Where the solution's memory peaks."""
-        return int(memory.profile(self.problem, self.live, solution.states, solution.keep, solution.limits).argmax())
+        return int(self._profile(solution).argmax())
+
+    def held(self, solution: Solution, points: Sequence[int]) -> NDArray[np.float64]:
+        """[points]: the bytes that a device holds there."""
+        return self._profile(solution)[list(points)]
+
+    def _profile(self, solution: Solution) -> NDArray[np.float64]:
+        return memory.profile(self.problem, self.live, solution.states, solution.keep, solution.limits)
 
     def _keep_prices(self, regather: bool, points: Sequence[int], price: float) -> dict[int, float]:
         if regather:

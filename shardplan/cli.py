@@ -210,14 +210,17 @@ def _planned(
     options: argparse.Namespace, *, concrete: bool = False, file: str | None = None
 ) -> tuple[Any, Callable[..., Any], tuple[Any, ...]]:
     """(plan, step, args) of a TARGET; the plan is read from a file where one is given."""
-    from shardplan.target import load_target, read_options, read_pins, simulate
+    from shardplan.target import load_target, read_options, read_pins, simulate, use_cpu
 
     if file is not None:
         _nothing_for_a_new_plan(options, file)
     pins = read_pins(options.pin)
     cluster = _cluster(options.cluster, file)
     # before the factory makes arrays: no device of this machine is touched
-    simulate(math.prod(level.size for level in cluster.levels) if concrete else 1)
+    if concrete:
+        simulate(math.prod(level.size for level in cluster.levels))
+    else:
+        use_cpu()
     step, args = load_target(options.target, read_options(options.set), concrete=concrete)
     if file is not None:
         return _loaded(file, step, args, cluster), step, args

@@ -8,6 +8,7 @@ knows primitive names.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,8 +16,9 @@ from typing import Any
 from shardplan.cost import compute
 from shardplan.errors import DescriptionError, MisfitError, UndescribedPrimitiveError
 from shardplan.ir import Op, Program, Tensor
-from shardplan.tdl import Call, Description, describe
+from shardplan.tdl import Call, Description, describe, linear_sets
 from shardplan.tdl.describe import runs_apart
+from shardplan.tdl.language import Apply
 from shardplan.tdl.special import HOST, UNBATCHED
 
 Where = tuple[tuple[int, int], ...]
@@ -42,6 +44,25 @@ class Signature:
     def defers(self) -> bool:
         """Whether terms of this op's sums may stay apart."""
         return not self.apart and self.call.primitive not in UNBATCHED
+
+    @property
+    def adds(self) -> bool:
+        """Whether its result is a sum (or difference) of all that it reads, element by element."""
+        if self.description is None or not self.elementwise:
+            return False
+        tree = self.description.trees[0]
+        chooses = isinstance(tree, Apply) and tree.how == "where"  # one of them, not their sum
+        used = tuple(sorted({o for m in self.description.monomials[0] for o in m}))
+        return len(used) > 1 and used in linear_sets(self.description) and not chooses
+
+    @property
+    def moves(self) -> bool:
+        """Whether it has the elements of its one operand in its result, in other places or in another dtype."""
+        call = self.call
+        if self.description is None or not len(call.operands) == len(call.results) == 1:
+            return False
+        same = math.prod(call.operands[0]) == math.prod(call.results[0])
+        return same and linear_sets(self.description) == ((0,),) and all(v.reducer is None for v in self.description.loops)
 
     @property
     def contracts(self) -> bool:

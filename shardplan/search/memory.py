@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.cost.compute import is_contraction
 from shardplan.search.buffers import Buffers
 from shardplan.search.coarsen import FREE
 from shardplan.search.graph import Graph
@@ -25,9 +24,6 @@ from shardplan.search.pricing import Domain, Limits
 from shardplan.search.problem import Problem
 from shardplan.search.tables import Term, picoseconds
 from shardplan.tdl import light
-
-_SUMS = ("add", "add_any")
-_MOVES = ("transpose", "reshape", "convert_element_type")
 
 Assignment = Sequence[int]
 """For each variable its state."""
@@ -183,14 +179,13 @@ def _summed(graph: Graph, readers: Mapping[int, Sequence[int]]) -> set[int]:
 
     A product is added in place to what was summed before (a GEMM's beta), so that the terms do not wait for each other.
     """
-    contracts = {
-        n.signature.id: n.signature.description is not None and is_contraction(n.signature.description) for n in graph.nodes
-    }
+    kinds = {n.signature.id: (n.signature.contracts, n.signature.adds, n.signature.moves) for n in graph.nodes}
     terms: set[int] = set()
     found: set[int] = set()
     for node in graph.nodes:
-        added = node.op.primitive in _SUMS and terms.issuperset(node.inputs)
-        if added or contracts[node.signature.id] or (node.op.primitive in _MOVES and node.inputs[0] in terms):
+        contracts, adds, moves = kinds[node.signature.id]
+        added = adds and terms.issuperset(node.inputs)
+        if added or contracts or (moves and node.inputs[0] in terms):
             terms.update(t for t in node.outputs if len(readers.get(t, ())) == 1)
         if added:
             found.update(node.outputs)

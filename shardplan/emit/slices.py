@@ -16,8 +16,11 @@ import numpy as np
 from jax import lax
 
 
-def cuttable(primitive: str, inputs: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
-    """The inputs with which an op gives the same results however it is partitioned."""
+def cuttable(primitive: str, inputs: Sequence[Any], params: Mapping[str, Any], *, constant: bool = False) -> list[Any]:
+    """The inputs with which an op gives the same results however it is partitioned.
+
+    ``constant``: the first depends on no argument of the step; of a constant each device makes its own share, nothing is sliced.
+    """
     found = list(inputs)
     match primitive:
         case "dynamic_slice":
@@ -29,7 +32,7 @@ def cuttable(primitive: str, inputs: Sequence[Any], params: Mapping[str, Any]) -
             last = [found[0].shape[d] - params["slice_sizes"][d] for d in dims]
             if np.iinfo(found[1].dtype).max >= max(last, default=0):
                 found[1] = jnp.clip(found[1], 0, np.asarray(last, found[1].dtype))
-        case _ if primitive.startswith("scatter"):
+        case _ if primitive.startswith("scatter") and not constant:
             found[0] = lax.optimization_barrier(found[0])
         case _:
             pass

@@ -19,6 +19,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardplan.emit.calls import reduced, share
+from shardplan.emit.slices import cuttable
 from shardplan.emit.stacked import map_terms, split_terms, stacked_shape, summed, term_factors
 from shardplan.ir import Constant, Layout, Op, Program, Reducer
 from shardplan.search.coarsen import FREE
@@ -276,7 +277,7 @@ class SpecsEmitter:
         """The op itself on these values."""
         eqn = op.handle
         with eqn.ctx.manager:
-            made = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
+            made = eqn.primitive.bind(*cuttable(op.primitive, inputs, eqn.params), **eqn.primitive.get_bind_params(eqn.params))
         return list(made) if eqn.primitive.multiple_results else [made]
 
     def shared(self, node: Node, use: Use, inputs: Sequence[Any]) -> list[Any]:

@@ -273,6 +273,6 @@ def test_a_primitive_without_description_is_named_with_its_line_and_may_be_repli
         return jnp.sum(unheard_of.bind(x) @ x)
 
     x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
-    with pytest.raises(shardplan.UndescribedPrimitiveError, match=r"unheard_of.*test_plan\.py.*replicate="):
+    with pytest.raises(shardplan.UndescribedPrimitiveError, match=r"(?s)unheard_of.*test_plan\.py.*replicate="):
         shardplan.plan(step, x, cluster="2")
     assert shardplan.plan(step, x, cluster="2", replicate=("unheard_of",)).step_time_s > 0

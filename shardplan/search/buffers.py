@@ -6,7 +6,8 @@ What is stored is accounted for by liveness; these come on top of it, at their o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,11 +57,15 @@ class Buffers:
         at: list[NDArray[np.int64]] = [np.zeros(0, np.int64)]
         found: list[NDArray[np.float64]] = [np.zeros(0)]
         for group in self._grouped[1]:
-            kind = group.kind if shared is None else replace(group.kind, allowed=shared)
-            rows, which = np.unique(chosen[group.scopes], axis=0, return_inverse=True)
-            each = np.array([self._bytes(kind, tuple(map(int, row))) for row in rows])
+            states_of = chosen[group.scopes]
+            key = shared, states_of.tobytes()
+            if key not in group.known:
+                kind = group.kind if shared is None else replace(group.kind, allowed=shared)
+                rows, which = np.unique(states_of, axis=0, return_inverse=True)
+                each = np.array([self._bytes(kind, tuple(map(int, row))) for row in rows])
+                group.known[key] = each[which.reshape(-1)]
             at.append(group.nodes)
-            found.append(each[which.reshape(-1)])
+            found.append(group.known[key])
         return np.concatenate(at), np.concatenate(found)
 
     def table(self, node: Node, limits: Limits | None, domains: Sequence[Domain]) -> tuple[tuple[int, ...], NDArray[np.float64]]:
@@ -137,8 +142,9 @@ class Buffers:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Ops of one kind, and their variables.  # [ops], [ops, variables]"""
+    """Ops of one kind, their variables, and what was found for states of them.  # [ops], [ops, variables], [ops]"""
 
     kind: _Kind
     nodes: NDArray[np.int64]
     scopes: NDArray[np.int64]
+    known: dict[tuple[Allowed | None, bytes], NDArray[np.float64]] = field(default_factory=dict[Any, Any])

@@ -1,8 +1,7 @@
 """Variable elimination: the exact minimum of a sum of tables.
 
-The order is found once from the scopes alone; the numbers are run again for each price, restriction or level. The elimination
-of a variable from equal
-tables in the same arrangement is memoised, so repeated layers cost one lookup.
+The order is found once from the scopes alone; the numbers are run again for each price, restriction or level. The elimination of
+a variable from equal tables in the same arrangement is memoised, so repeated layers cost one lookup.
 """
 
 from __future__ import annotations
@@ -91,6 +90,26 @@ def _order(scopes: Sequence[tuple[int, ...]], sizes: Sequence[int], *, fill: boo
     return Order(tuple(variables), tuple(neighbours), largest, total)
 
 
+_PIECE = 1 << 17  # entries that are added up at a time: they stay in a core's cache
+
+
+def _least(tables: Sequence[Costs], sizes: Sequence[int]) -> Costs:
+    """[*sizes[1:]]: the least sum of tables, that broadcast against each other, over their first axis."""
+    ordered = sorted(tables, key=np.size)  # small ones first: few sums are large
+    entries = math.prod(sizes)
+    if entries <= _PIECE:
+        return np.broadcast_to(functools.reduce(np.add, ordered), sizes).min(axis=0)
+    at = max(range(1, len(sizes)), key=lambda i: sizes[i])
+    step = max(1, _PIECE * sizes[at] // entries)
+    least = np.empty(sizes[1:], np.int64)
+    for start in range(0, sizes[at], step):
+        part = slice(start, start + step)
+        here = (*(slice(None),) * at, part)
+        total = functools.reduce(np.add, [t[here] if t.shape[at] > 1 else t for t in ordered])
+        total.min(axis=0, out=least[here[1:]])
+    return least
+
+
 _Key = tuple[tuple[int, tuple[int, ...]], ...]
 """Tables that meet in an elimination, each with the place of its axes: the eliminated variable is 0."""
 
@@ -164,9 +183,7 @@ class Eliminator:
                 for i in order:
                     shape[axes[i]] = sizes[axes[i]]
                 arranged.append(costs.transpose(order).reshape(shape))
-            total = functools.reduce(np.add, sorted(arranged, key=np.size))  # small ones first: few sums are large
-            total = np.broadcast_to(total, sizes)
-            table, low = self.store.intern(np.minimum(total.min(axis=0), BIG))
+            table, low = self.store.intern(np.minimum(_least(arranged, sizes), BIG))
             self._keys.append(key)  # first: an interrupt in between leaves nothing wrong
             found = self._memo[key] = (table, low, len(self._keys) - 1)
         return found

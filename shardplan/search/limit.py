@@ -15,6 +15,11 @@ from shardplan.search.solver import Solution, Solver
 REPAIRS = 3
 """So many solutions that hold too much are changed until they fit."""
 
+_RISES = 24  # so often the price on bytes is raised at most, eightfold where no new point is met,
+_DEAR = 1e3  # up to so many seconds a byte
+
+_CLOSER = 7  # so many prices between two are tried at most
+
 
 @dataclass(frozen=True, slots=True)
 class Descent:
@@ -49,45 +54,55 @@ class Descent:
         return [self.free, *self.starts, *self.rivals.seeds(self.domains, limit)]
 
     def _priced(self, limit: int) -> list[Solution]:
-        """One price on the bytes at every peak met so far, by bisection."""
+        """One price on the bytes at every peak met so far.
+
+        It rises until a solution fits. Then it is that at which this one and the last that does not fit cost the same: what is
+        cheaper than both there lies between them.
+        """
         solver, watch, begun = self.solver, self.watch, [] if self.joint else self._begun(limit)
 
         def at(price: float) -> Solution:
             if self.joint:
-                return solver.minimum("plan", self.domains, points=points, price=price)[0]
-            seed = min(begun, key=lambda s: s.seconds + price * max(0, s.peak_bytes - limit))
-            return polish(solver, self.domains, seed, watch, points=points, price=price)
-
-        points = [solver.peak_point(self.free)]
-        found: list[Solution] = []
-        low, high = 0.0, max(self.free.seconds, 1e-6) / max(self.free.peak_bytes, 1)
-        for tried in range(24):
-            watch.tell("memory", 0.7 + 0.2 * tried / 24)
-            solution = at(high)
-            found.append(solution)
-            peak = solver.peak_point(solution)
-            if solution.fits(limit):
-                break
-            if peak not in points:
-                points.append(peak)
+                found.append(solver.minimum("plan", self.domains, points=points, price=price)[0])
             else:
-                low, high = high, high * 8
-            if high > 1e3:
+                seed = min(begun, key=lambda s: s.seconds + price * max(0, s.peak_bytes - limit))
+                found.append(polish(solver, self.domains, seed, watch, points=points, price=price))
+            return found[-1]
+
+        points, found = [solver.peak_point(self.free)], list[Solution]()
+        price = max(self.free.seconds, 1e-6) / max(self.free.peak_bytes, 1)
+        over = self.free
+        for tried in range(_RISES):
+            watch.tell("memory", 0.7 + 0.2 * tried / _RISES)
+            if (solution := at(price)).fits(limit):
+                break
+            over = solution
+            if (peak := solver.peak_point(over)) not in points:
+                points.append(peak)
+            elif (price := price * 8) > _DEAR:
                 break
         if not found[-1].fits(limit):
             return found
-        for tried in range(7):
-            watch.tell("memory", 0.9 + 0.1 * tried / 7)
-            middle = (low * high) ** 0.5 if low else high / 8
-            solution = at(middle)
-            found.append(solution)
+        inside = found[-1]
+        for tried in range(_CLOSER):
+            watch.tell("memory", 0.9 + 0.05 * tried / _CLOSER)
+            saved = float((solver.held(over, points) - solver.held(inside, points)).sum())
+            if saved <= 0 or inside.seconds <= over.seconds:
+                break
+            price = (inside.seconds - over.seconds) / saved
+            solution = at(price)
+            less = float((solver.held(over, points) - solver.held(solution, points)).sum())
+            gained = over.seconds - solution.seconds + price * less
+            peak = solver.peak_point(solution)
+            new = not solution.fits(limit) and peak not in points
+            if new:
+                points.append(peak)
+            elif gained <= 1e-9 * over.seconds:
+                break
             if solution.fits(limit):
-                high = middle
+                inside = solution
             else:
-                peak = solver.peak_point(solution)
-                if peak not in points:
-                    points.append(peak)
-                low = middle
+                over = solution
         return found
 
     def _repaired(self, limit: int, found: Sequence[Solution]) -> list[Solution]:

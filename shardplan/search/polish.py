@@ -10,7 +10,7 @@ from shardplan.search.pricing import Domain
 from shardplan.search.solver import Solution, Solver
 
 JOINT_ENTRIES = 30_000_000
-"""Up to this many predicted table entries in one table factors are solved jointly."""
+"""Up to this many predicted table entries in one table factors are solved jointly, again and again where need be."""
 
 
 def polish(

@@ -22,6 +22,9 @@ from shardplan.search.recursion import recurse
 from shardplan.search.rivals import Rivals, groupings
 from shardplan.search.solver import Solution, Solver
 
+ONCE_ENTRIES = 100_000_000
+"""Likewise where it is done once: two levels without a memory limit."""
+
 LONG_ENTRIES = 50_000_000
 """From so many predicted table entries in all on, a joint solve takes seconds: something simpler is found first, in case it is
 interrupted.
@@ -90,7 +93,7 @@ def _searched(solver: Solver, rivals: Rivals, limit: int, pinned: Sequence[Domai
     problem = solver.problem
     domains = everything_split(problem, pinned) if problem.objective == "bytes" else pinned
     order = solver.order(domains)
-    joint = len(problem.sizes) <= 2 and order.largest <= JOINT_ENTRIES
+    joint = len(problem.sizes) <= 2 and order.largest <= ONCE_ENTRIES
     watch.tell("tables", 0.05)
     if watch.deadline is not None or (joint and order.total > LONG_ENTRIES):
         # in case there is no time for more: everything in the layout that uses the fewest factors, then level by level
@@ -111,7 +114,8 @@ def _searched(solver: Solver, rivals: Rivals, limit: int, pinned: Sequence[Domai
     smallest: Solution | None = None
     if not best.fits(limit):
         watch.tell("memory", 0.7)
-        candidates += (found := Descent(solver, rivals, domains, best, starts, joint, watch).within(limit))
+        again = joint and order.largest <= JOINT_ENTRIES
+        candidates += (found := Descent(solver, rivals, domains, best, starts, again, watch).within(limit))
         smallest = None if any(s.fits(limit) for s in candidates) else found[-1]
     fitting = [s for s in candidates if s.fits(limit)]
     chosen = min(fitting, key=lambda s: s.seconds) if fitting else smallest
@@ -133,7 +137,7 @@ def in_seconds(problem: Problem, outcome: Outcome, donated: frozenset[int]) -> t
     solver = Solver(timed, live, everything_cut(timed))
 
     def priced(s: Solution) -> Solution:
-        return solver.rate(s.name, s.states, {v: float("inf") for v in timed.backward_views if v not in s.keep}, s.regather)
+        return solver.rate(s.name, s.states, timed.regathered(s.keep), s.regather)
 
     smallest = priced(outcome.smallest) if outcome.smallest is not None else None
     rivals = Rivals(Solver(timed, live))

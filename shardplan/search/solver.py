@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from shardplan.search import memory
 from shardplan.search.anytime import Watch
 from shardplan.search.eliminate import Eliminator, Order, find_order
@@ -87,8 +90,7 @@ class Solver:
         limits = self.limits if limits is None else limits
         keep = frozenset(v for v in self.problem.backward_views if self.problem.keeps(v, states, keep_s.get(v, 0.0)))
         if seconds is None:
-            again = {v: float("inf") for v in self.problem.backward_views if v not in keep}
-            seconds = self.problem.seconds(states, again, limits)
+            seconds = self.problem.seconds(states, self.problem.regathered(keep), limits)
         peak = int(memory.profile(self.problem, self.live, states, keep, limits).max())
         solution = Solution(name, states, keep, regather, seconds, peak, limits)
         if self.watch is not None:
@@ -97,14 +99,20 @@ class Solver:
 
     def unlimited(self, solution: Solution) -> Solution:
         """The same layouts with every op cut the best way: never slower."""
-        again = {v: float("inf") for v in self.problem.backward_views if v not in solution.keep}
-        return self.rate(solution.name, solution.states, again, solution.regather)
+        return self.rate(solution.name, solution.states, self.problem.regathered(solution.keep), solution.regather)
 
     def peak_point(self, solution: Solution) -> int:
         """Where the solution's memory peaks."""
-        return int(memory.profile(self.problem, self.live, solution.states, solution.keep, solution.limits).argmax())
+        return int(self._profile(solution).argmax())
+
+    def held(self, solution: Solution, points: Sequence[int]) -> NDArray[np.float64]:
+        """[points]: the bytes that a device holds there."""
+        return self._profile(solution)[list(points)]
+
+    def _profile(self, solution: Solution) -> NDArray[np.float64]:
+        return memory.profile(self.problem, self.live, solution.states, solution.keep, solution.limits)
 
     def _keep_prices(self, regather: bool, points: Sequence[int], price: float) -> dict[int, float]:
         if regather:
-            return {v: float("inf") for v in self.problem.backward_views}
+            return self.problem.regathered(frozenset())
         return memory.keep_price(self.live, points, price) if points else {}

@@ -332,6 +332,24 @@ def test_what_is_light_to_make_is_made_again_in_the_backward_pass() -> None:
     assert not births & {"sub", "add"}
 
 
+def test_the_terms_of_a_gradient_do_not_wait_for_each_other() -> None:
+    """A weight that is read eight times: each product of its gradient is added to the sum before the next is made."""
+
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        def loss(w: jax.Array) -> jax.Array:
+            h = x
+            for _ in range(8):
+                h = jnp.tanh(h @ w)
+            return jnp.sum(h)
+
+        return jax.grad(loss)(w)
+
+    problem = steps.problem(step, steps.array(W, W), steps.array(2, W), on=Cluster.load("4"))
+    activation = 4 * 2 * W
+    # the weight, a sum, a product and the sum of both; its transpose
+    assert max(held(problem, replicated(problem))) <= 5 * MATRIX + 20 * activation
+
+
 def test_a_product_that_widens_is_stored() -> None:
     """It makes more than it reads, but is no broadcast."""
 

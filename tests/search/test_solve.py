@@ -40,6 +40,7 @@ def no_joint(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if no two levels fitted together: recursion and polish alone."""
     for module in (solve, polish):
         monkeypatch.setattr(module, "JOINT_ENTRIES", 3000)
+    monkeypatch.setattr(solve, "ONCE_ENTRIES", 3000)
 
 
 @pytest.mark.parametrize("shape", ["2x2", "2x4", "2x2x2"])

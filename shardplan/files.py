@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from os import PathLike
@@ -14,18 +13,20 @@ from jax.sharding import Mesh, PartitionSpec
 
 from shardplan.errors import ClusterError, DeviceError, PlanFileError
 from shardplan.fingerprint import arguments, different_arguments, fingerprint
-from shardplan.ir import Factor, Layout, spec_text
+from shardplan.ir import Factor, Layout, Program, spec_text
 from shardplan.mesh import Cluster
 from shardplan.mesh.factoring import check_cover
 from shardplan.objects import trace_step
 from shardplan.plans import FORMAT, Baseline, Plan, auto
 from shardplan.positions import leaves_of
+from shardplan.remat import Part, Policy, Remat, Without, rematerialised
 from shardplan.search import coarsen, flatten, memory
 from shardplan.search.anytime import Stopped
 from shardplan.search.bound import Known
 from shardplan.search.extract import Extractor
+from shardplan.search.options import Cuts
 from shardplan.search.pins import for_pins
-from shardplan.search.premise import everything_cut
+from shardplan.search.pricing import Limits
 from shardplan.search.problem import Problem
 from shardplan.search.rivals import Rivals
 from shardplan.search.solver import Solver
@@ -49,6 +50,7 @@ class PlanFile:
     layouts: tuple[Layout, ...]
     keep: frozenset[int]
     regather: bool
+    limits: Limits | None
     memory_limit: int
     objective: str
     donate_argnums: tuple[int, ...]
@@ -63,6 +65,7 @@ class PlanFile:
     explain: Mapping[str, str]
     stopped: Stopped
     one_choice: OneChoice
+    remat: Remat
 
     def plan(self, step: Callable[..., Any], traced: Traced, mesh: Mesh | None = None) -> Plan:
         """The plan, for a step traced with the file's ``donate_argnums``; on the user's own mesh, if one is given.
@@ -72,17 +75,20 @@ class PlanFile:
             DeviceError: if the mesh has other axes.
         """
         self._check(traced)
-        problem = self._problem(traced)
+        program = self._program(traced)
+        problem = self._problem(program)
         states = self._states(problem)
         live = memory.liveness(problem, frozenset(leaves_of(traced.in_tree, self.donate_argnums)))
-        solver = Solver(problem, live, everything_cut(problem) if self.objective == "bytes" else None)
-        again = {v: math.inf for v in problem.backward_views if v not in self.keep}
-        solution = solver.rate("plan", states, again, self.regather)
+        self._check_choices(problem)
+        again = problem.regathered(self.keep)
+        solution = Solver(problem, live).rate("plan", states, again, self.regather, self.limits)
         extractor = Extractor(problem)
         return Plan(
             cluster=self.cluster,
             factors=self.factors,
             traced=traced,
+            program=program,
+            remat=self.remat,
             extractor=extractor,
             solution=solution,
             decisions=extractor.decide(solution),
@@ -113,8 +119,15 @@ class PlanFile:
             f"{said or f'the arguments agree, the program does not ({counts})'}; plan this step anew"
         )
 
-    def _problem(self, traced: Traced) -> Problem:
-        graph = flatten(traced.program, replicate=self.replicate)
+    def _program(self, traced: Traced) -> Program:
+        """What the plan is for: the step, with what is computed again."""
+        try:
+            return rematerialised(traced.program, self.remat.parts)
+        except (KeyError, IndexError, ValueError, StopIteration) as error:
+            raise PlanFileError(f"{self.name}: what it computes again is not in this step; plan this step anew") from error
+
+    def _problem(self, program: Program) -> Problem:
+        graph = flatten(program, replicate=self.replicate)
         problem = Problem(graph, coarsen(graph, self.one_choice), self.cluster, self.factors)
         problem = for_pins(problem, {glob: tuple(spec) for glob, spec in self.pins.items()})
         own, wanted = [len(a.dims) for a in self.layouts], [len(v.shape) for v in problem.coarse.variables]
@@ -140,6 +153,30 @@ class PlanFile:
             if found[-1] not in problem.domains[v]:
                 raise PlanFileError(f"{self.name}: {what} does not divide it; plan this step anew")
         return tuple(found)
+
+    def _check_choices(self, problem: Problem) -> None:
+        """Refuses forward copies and limits that name what this step does not have."""
+        count = len(self.factors)
+
+        def need(holds: bool, what: str) -> None:
+            if not holds:
+                raise PlanFileError(f"{self.name}: {what}; plan this step anew")
+
+        for v in sorted(self.keep - set(problem.backward_views)):
+            need(False, f"keep names variable {v}, which is no copy for the backward pass")
+        if self.limits is None:
+            return
+        grouped = [f for group in self.limits.groups for f in group]
+        apart = len(set(grouped)) == len(grouped) and set(grouped) <= set(range(count)) and all(self.limits.groups)
+        need(apart, f"the groups {list(map(list, self.limits.groups))} of limits do not part the {count} factors")
+        joins = frozenset(problem.coarse.joins)
+        for n, cuts in self.limits.cuts.items():
+            need(n in joins, f"limits name op {n}, which has no cut of its own in this step")
+            need(len(cuts) == count, f"limits give op {n} loops for {len(cuts)} factors, the plan has {count}")
+            description = problem.graph.nodes[n].signature.description
+            loops = {-1, *range(len(description.loops) if description is not None else 0)}
+            odd = sorted(frozenset[int]().union(*cuts) - loops)
+            need(not odd, f"limits let op {n} cut loop {odd[:1]}, of loops {sorted(loops)} (-1: none)")
 
     def _mesh(self, mesh: Mesh | None) -> Mesh | None:
         if mesh is None:
@@ -201,6 +238,7 @@ def _parsed(name: str, content: dict[str, Any]) -> PlanFile:
         layouts=tuple(_layout(e) for e in content["variables"]),
         keep=frozenset(int(v) for v in content["keep"]),
         regather=bool(content["regather"]),
+        limits=_limits(content["limits"]),
         memory_limit=int(content["memory_limit"]),
         objective=str(content["objective"]),
         donate_argnums=tuple(int(i) for i in content["donate_argnums"]),
@@ -215,7 +253,27 @@ def _parsed(name: str, content: dict[str, Any]) -> PlanFile:
         explain={str(path): str(text) for path, text in content["explain"].items()},
         stopped=_stopped(content["stopped"]),
         one_choice=one_choice_of(content["one_choice"]),
+        remat=_remat(content["remat"], content["remat_parts"]),
     )
+
+
+def _remat(said: Any, parts: Any) -> Remat:
+    without = None if said["without"] is None else Without(**said["without"])
+    return Remat(tuple(_part(p) for p in parts), _policy(said["policy"]), without, str(said["note"]))
+
+
+def _part(row: Any) -> Part:
+    where = tuple((int(op), int(body)) for op, body in row["where"])
+    loop = None if row["loop"] is None else (int(row["loop"][0]), int(row["loop"][1]))
+    return Part(where, tuple(int(op) for op in row["ops"]), loop, int(row["saved_bytes"]))
+
+
+def _policy(text: Any) -> Policy:
+    match text:
+        case "all" | "light":
+            return text
+        case _:
+            raise ValueError(f"policy={text!r}")
 
 
 def _stopped(text: Any) -> Stopped:
@@ -229,6 +287,19 @@ def _stopped(text: Any) -> Stopped:
 def _layout(entry: Any) -> Layout:
     dims, partial = entry
     return Layout(tuple(tuple(int(f) for f in d) for d in dims), tuple(int(f) for f in partial))
+
+
+def _limits(entry: Any) -> Limits | None:
+    if entry is None:
+        return None
+    cuts: dict[int, Cuts] = {}
+    for row in entry["cuts"]:
+        loops = tuple(frozenset(int(v) for v in may) for may in row["loops"])
+        for n in map(int, row["nodes"]):
+            if n in cuts:
+                raise ValueError(f"limits say twice how op {n} may be cut")
+            cuts[n] = loops
+    return Limits(cuts, tuple(tuple(int(f) for f in group) for group in entry["groups"]))
 
 
 def _spec(entries: Any) -> PartitionSpec:

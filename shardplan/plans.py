@@ -19,11 +19,12 @@ from shardplan.emit.mutate import DroppingEmitter
 from shardplan.emit.specs import SpecsEmitter, partition_spec
 from shardplan.errors import ArgumentError, PlanFileError, ShardplanError
 from shardplan.fingerprint import arguments, difference, fingerprint
-from shardplan.ir import Factor
+from shardplan.ir import Factor, Program
 from shardplan.mesh import Cluster
 from shardplan.mesh.devices import build_mesh
 from shardplan.objects import apart, bare, has_objects, together, trace_step
 from shardplan.positions import leaves_of, positions, tuple_of
+from shardplan.remat import Remat
 from shardplan.report.draw import picture, picture_format
 from shardplan.report.drawing import drawing
 from shardplan.report.explain import explain, explain_all
@@ -32,11 +33,13 @@ from shardplan.runner import Leaves, Runner, check_tree, shape_text
 from shardplan.search.anytime import Stopped
 from shardplan.search.bound import Bound, Known
 from shardplan.search.extract import Decisions, Extractor
+from shardplan.search.options import Cuts
+from shardplan.search.pricing import Limits
 from shardplan.search.rivals import Rivals
 from shardplan.search.solver import Solution
 from shardplan.trace import Traced
 
-FORMAT = 3
+FORMAT = 5
 """Version of the plan file."""
 
 
@@ -87,6 +90,8 @@ class Plan:
     cluster: Cluster
     factors: tuple[Factor, ...]
     traced: Traced = field(repr=False)
+    program: Program = field(repr=False)
+    remat: Remat = field(repr=False)
     extractor: Extractor = field(repr=False)
     solution: Solution = field(repr=False)
     decisions: Decisions = field(repr=False)
@@ -290,7 +295,7 @@ class Plan:
             )
         self.check(step)
         mesh = self.mesh(devices)
-        what = (self.traced.program, self.extractor, self.decisions, mesh)
+        what = (self.program, self.extractor, self.decisions, mesh)
         emitter = SpecsEmitter(*what) if drop is None else DroppingEmitter(*what, dropped=drop)
         leaf_specs = [NamedSharding(mesh, s) for s in self.flat_in_specs]
         out_specs = [NamedSharding(mesh, self._spec(t)) for t in self.extractor.problem.graph.outputs]
@@ -329,7 +334,7 @@ class Plan:
         known = self.rivals.solutions
         for solution in known:
             if solution.name == name:
-                return replace(self, solution=solution, decisions=self.extractor.decide(solution))
+                return replace(self, solution=solution, decisions=self.extractor.decide(solution), exact=False)
         raise ShardplanError(f"no baseline {name!r} here: there are {', '.join(s.name for s in known) or 'none'}")
 
     def baseline_plans(self) -> dict[str, Plan]:
@@ -389,7 +394,9 @@ class Plan:
             "variables": [[list(map(list, layout.dims)), list(layout.partial)] for layout in layouts],
             "keep": sorted(self.solution.keep),
             "regather": self.solution.regather,
+            "limits": _limits(self.solution.limits),
             "one_choice": problem.coarse.one_choice,
+            "remat_parts": [asdict(part) for part in self.remat.parts],
             "donate_argnums": list(self.donate_argnums),
             "replicate": list(self.replicate),
             "pins": {glob: [list(e) if isinstance(e, tuple) else e for e in spec] for glob, spec in self.pins.items()},
@@ -411,6 +418,17 @@ class Plan:
         """
         suffix = picture_format(os.fspath(file))
         write_whole(Path(file), picture(drawing(self), title=_heading(title, self.cluster.name), suffix=suffix))
+
+
+def _limits(limits: Limits | None) -> dict[str, Any] | None:
+    """Limits as JSON values: each way to cut once, with the numbers of the ops that it holds for."""
+    if limits is None:
+        return None
+    nodes: dict[Cuts, list[int]] = {}
+    for n, cuts in sorted(limits.cuts.items()):
+        nodes.setdefault(cuts, []).append(n)
+    held = [{"loops": [sorted(may) for may in cuts], "nodes": own} for cuts, own in nodes.items()]
+    return {"groups": [list(group) for group in limits.groups], "cuts": held}
 
 
 def _heading(title: str, cluster: str) -> str:

@@ -15,6 +15,10 @@ needs no view.
 """
 
 
+_Uses = dict[int, list[tuple[Node, int]]]
+"""For each tensor the (op, slot) pairs that read it."""
+
+
 def add_views(
     graph: Graph,
     variables: list[Variable],
@@ -30,17 +34,7 @@ def add_views(
     is ``alone`` lies where no reader asked for it: it has one wherever several ops read it, elementwise ones too.
     """
     touched = _touched(graph, of)
-    readers: dict[int, list[tuple[Node, int]]] = {}
-    single: dict[int, list[tuple[Node, int]]] = {}
-    for node in graph.nodes:
-        operands = {t for t in node.inputs if t >= 0 and of[t] != FREE}
-        # a lookup or a convolution has two operands too; what puts many pieces together reads them as they are
-        skipped = node.signature.elementwise or len(operands) > 3
-        for slot, t in enumerate(node.inputs):
-            if t in alone or (t in operands and not skipped and len(operands) > 1):
-                readers.setdefault(t, []).append((node, slot))
-            elif t in operands and not skipped:
-                single.setdefault(t, []).append((node, slot))
+    readers, single = _readers(graph, of, alone)
     read: dict[tuple[int, int], int] = {}
 
     def add(ts: Sequence[int], uses: Iterable[tuple[Node, int]], kind: Literal["view", "backward"], sibling: int = FREE) -> int:
@@ -77,6 +71,22 @@ def add_views(
             uses = [use for t in group for use in (*readers[t], *single.get(t, ()))]  # a reduction reads the copy too
             add(group, uses, "view")
     return read
+
+
+def _readers(graph: Graph, of: list[int], alone: frozenset[int]) -> tuple[_Uses, _Uses]:
+    """For each tensor the contractions that read it, or what is ``alone`` every op; and what reads it and nothing else."""
+    readers: _Uses = {}
+    single: _Uses = {}
+    for node in graph.nodes:
+        operands = {t for t in node.inputs if t >= 0 and of[t] != FREE}
+        # a lookup or a convolution has two operands too; what puts many pieces together reads them as they are
+        skipped = node.signature.elementwise or len(operands) > 3
+        for slot, t in enumerate(node.inputs):
+            if t in alone or (t in operands and not skipped and len(operands) > 1):
+                readers.setdefault(t, []).append((node, slot))
+            elif t in operands and not skipped:
+                single.setdefault(t, []).append((node, slot))
+    return readers, single
 
 
 def _touched(graph: Graph, of: list[int]) -> dict[int, set[int]]:

@@ -77,9 +77,8 @@ def register(target: Any, *, example: Sequence[Any] | None = None, run: Function
             called = _of_leaves(whole, tree)
             undo = localize.run_as(name, called, beyond=None if run is None else _of_leaves(run, tree))
         try:
-            if example is None and whole is not None:
-                _takes_as_many(name, run or getattr(target, "impl", None), function)
-            tried = example if example is not None or whole is None else _small_example(name, whole, function)
+            known = run or getattr(target, "impl", None)
+            tried = example if example is not None or whole is None else _small_example(name, whole, known, function)
             if tried is not None:
                 _prove(name, whole, tried, halo=run is not None and (own is not None or example is None))
         except DescriptionError:
@@ -191,8 +190,12 @@ def _runs_on(known: inspect.Signature, count: int) -> bool:
     return True
 
 
-def _small_example(name: str, whole: Function, function: Function) -> list[Any] | None:
-    """Small arrays of the ranks that a description reads; None, and a warning, where the target does not take them."""
+def _small_example(name: str, whole: Function, known: Function | None, function: Function) -> list[Any] | None:
+    """Small arrays of the ranks that a description reads; None, and a warning, where the target does not take them.
+
+    ``known`` takes the operands one by one, so that its signature says how many.
+    """
+    _takes_as_many(name, known, function)
     with users_code(lambda error: failed(name, function, error, lambdas=False)):
         ranks = _ranks(name, function)
     unknown = [p for p, rank in zip(inspect.signature(function).parameters, ranks, strict=True) if rank is None]

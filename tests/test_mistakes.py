@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,37 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
 def test_an_option_that_cannot_be_is_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(shardplan.ShardplanError, match=says):
         shardplan.plan(step, W, **{"cluster": "2x4", **options})
+
+
+@pytest.mark.parametrize("given", ["a decorated step", "a plan", "a file"])
+def test_a_step_that_lacks_an_argument_is_said_where_it_is_called(given: str, tmp_path: Path) -> None:
+    def pair(w: Any, x: Any) -> Any:
+        return w + x
+
+    file = tmp_path / "plan.json"
+    shardplan.plan(step, W, cluster="2").save(file)
+    calls: dict[str, Callable[[], Any]] = {
+        "a decorated step": lambda: shardplan.parallelize("2")(pair)(jnp.ones(8)),
+        "a plan": lambda: shardplan.plan(pair, W, cluster="2"),
+        "a file": lambda: shardplan.load(file, pair, W),
+    }
+    with pytest.raises(
+        shardplan.TraceError, match=rf"missing 1 .*: 'x', at {re.escape(__file__)}:\d+ \(<lambda>\); jax.eval_shape"
+    ):
+        calls[given]()
+
+
+def test_a_step_that_is_no_function_is_said() -> None:
+    with pytest.raises(shardplan.TraceError, match="the step is None, a value of type NoneType: give the function"):
+        shardplan.plan(None, W, cluster="2")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("option", "says"), [("pinz", r"no option 'pinz' \(nearest: pins"), ("zz", r"no option 'zz' \(known: backend, cache_dir,")]
+)
+def test_an_option_of_the_decorator_that_does_not_exist_is_refused_at_once(option: str, says: str) -> None:
+    with pytest.raises(shardplan.ShardplanError, match=says):
+        shardplan.parallelize("2", **{option: {}})
 
 
 def test_a_limit_may_be_a_float_and_a_primitive_a_word() -> None:
@@ -96,6 +129,8 @@ def decorated():
 def odd(n=1):
     def inner(): pass
     return inner + n
+def lacks():
+    return (lambda a, b: a * b), shape
 def fine():
     return (lambda w: w * 2), shape
 """
@@ -134,6 +169,14 @@ def test_a_target_that_fails_is_said_in_one_line(
     monkeypatch.setenv("SHARDPLAN_TRACEBACK", "1")
     assert main(["plan", f"{code}:{factory}", "--cluster", "4"]) == 2
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_place_is_left_out_where_no_line_of_the_users_leads_there(code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a thread of its own the command line is called by libraries alone, as it is by its script."""
+    thread = threading.Thread(target=main, args=(["plan", f"{code}:lacks", "--cluster", "4"],))
+    thread.start()
+    thread.join()
+    assert "missing 1 required positional argument: 'b'; jax.eval_shape(step" in capsys.readouterr().err
 
 
 def test_an_interrupt_is_no_failure_of_the_users_code(code: str) -> None:

@@ -112,8 +112,8 @@ class Level:
 class Device:
     """One accelerator: peaks, memory, and the part of the peaks that kernels reach.
 
-    ``flops_per_s`` maps a dtype (one of `DTYPES`) to the dense peak; ``flops_efficiency`` and ``memory_efficiency`` are what large kernels
-    attain of it, ``launch_s`` the overhead of one kernel.
+    ``flops_per_s`` maps a dtype (one of `DTYPES`) to the dense peak; ``flops_efficiency`` and ``memory_efficiency`` are what
+    large kernels attain of it, ``launch_s`` the overhead of one kernel.
     """
 
     name: str

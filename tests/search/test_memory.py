@@ -173,7 +173,7 @@ def test_a_step_longer_than_any_table_says_that_it_does_not_fit() -> None:
     def step(w: jax.Array, x: jax.Array) -> jax.Array:
         return w - jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
 
-    with pytest.raises(shardplan.MemoryLimitError, match="needs .* TiB"):
+    with pytest.raises(shardplan.MemoryLimitError, match=r"needs .* TiB"):
         shardplan.plan(step, steps.array(many, 2 * many), steps.array(many, many), cluster="2x4")
 
 

@@ -39,7 +39,9 @@ ROWS = (
         "api",
         "parallel",
         "target",
+        "interrupts",
         "cli",
+        "__main__",
         "pytest_plugin",
     ),
 )

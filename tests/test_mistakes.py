@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
+import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardplan
+from shardplan import interrupts
+from shardplan.__main__ import main as entry
 from shardplan.cli import main
 from shardplan.target import load_target
 
@@ -189,6 +194,63 @@ def test_no_address_comes_into_a_message(code: str) -> None:
     with pytest.raises(shardplan.TargetError) as caught:
         load_target(f"{code}:odd", {"n": "abc"})
     assert " at 0x" not in str(caught.value)
+
+
+# -- interrupts --------------------------------------------------------------------------------------------------------
+
+INTERRUPTED = """
+import jax
+shape = (jax.ShapeDtypeStruct((64, 64), "float32"),)
+def stop(*_): raise KeyboardInterrupt
+def in_step(): return stop, shape
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["plan", "theirs.py:stop"], "before any plan fit: wait longer, or give a --time-budget"),
+        (["plan", "theirs.py:in_step"], "before any plan fit: wait longer, or give a --time-budget"),
+        (["verify", "theirs.py:in_step"], "before any plan fit: wait longer"),
+    ],
+)
+def test_an_interrupt_is_said_in_one_line(words: list[str], says: str, code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path(code).write_text(INTERRUPTED)
+    assert main([*words, "--cluster", "4"]) == 130
+    assert capsys.readouterr().err.startswith(f"shardplan: interrupted {says}")
+
+
+def test_an_interrupt_that_python_drops_is_heard_again(capsys: pytest.CaptureFixture[str]) -> None:
+    """As in a callback of the garbage collector, out of which no exception comes."""
+
+    def stop(_phase: str, _info: Any) -> None:
+        gc.callbacks.remove(stop)
+        raise KeyboardInterrupt
+
+    def work() -> None:
+        gc.callbacks.append(stop)
+        gc.collect()
+        for _ in range(1000):
+            time.sleep(0.01)
+
+    with interrupts.heard(), pytest.raises(KeyboardInterrupt):
+        work()
+    assert not capsys.readouterr().err
+
+
+def test_an_interrupt_while_loading_is_said_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Interrupting:
+        def find_spec(self, name: str, *_: Any) -> None:
+            if name == "shardplan.cli":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "shardplan.cli")
+    monkeypatch.setattr(sys, "meta_path", [Interrupting(), *sys.meta_path])
+    assert entry() == 130
+    said = capsys.readouterr().err
+    assert said == "shardplan: interrupted while it was loading: nothing was done\n"
 
 
 # -- options of the command line ---------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows.append(row)
         exact = "yes" if row["arguments"] == row["compiled_arguments"] else "no"
         sizes = f"{row['arguments'] / 2**30:14.2f} {exact:>6} {row['peak'] / 2**30:14.2f} {row['compiled_peak'] / 2**30:13.2f}"
-        print(f"{name:>15} {sizes} {row['peak'] / row['compiled_peak']:6.3f}", flush=True)
+        print(f"{name:>15} {sizes} {row['compiled_peak'] / row['peak']:6.3f}", flush=True)
     if given.json:
         given.json.write_text(json.dumps({"rows": rows}, indent=1))
     return 0

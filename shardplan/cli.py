@@ -16,21 +16,12 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from shardplan import interrupts
 from shardplan.errors import PlanFileError, ShardplanError, UndescribedPrimitiveError
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What a command says: as text, as JSON values, and whether its check passed."""
-
-    text: str
-    json: Any
-    passed: bool = True
+from shardplan.report.report import Report
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -148,13 +139,13 @@ def _explain(options: argparse.Namespace) -> Report:
 def _mesh_list(options: argparse.Namespace) -> Report:
     from shardplan.report import mesh_text
 
-    return _said(mesh_text.mesh_list())
+    return mesh_text.mesh_list()
 
 
 def _mesh_show(options: argparse.Namespace) -> Report:
     from shardplan.report import mesh_text
 
-    return _said(mesh_text.mesh_show(options.cluster))
+    return mesh_text.mesh_show(options.cluster)
 
 
 def _mesh_detect(options: argparse.Namespace) -> Report:
@@ -164,22 +155,20 @@ def _mesh_detect(options: argparse.Namespace) -> Report:
     found = detected()
     if options.output:
         _write(options.output, mesh_text.detected_toml(found))
-    return _said(mesh_text.mesh_detect(found))
+    return mesh_text.mesh_detect(found)
 
 
 def _mesh_matrices(options: argparse.Namespace) -> Report:
     from shardplan.report import mesh_text
 
-    return _said(mesh_text.mesh_matrices(options.cluster, options.axes, options.over, options.bytes, options.algorithm))
+    return mesh_text.mesh_matrices(options.cluster, options.axes, options.over, options.bytes, options.algorithm)
 
 
 def _reduce(options: argparse.Namespace) -> Report:
     from shardplan.report import mesh_text
 
-    return _said(
-        mesh_text.reduce_report(
-            options.cluster, options.axes, options.over, options.matrix, options.bytes, options.algorithm, options.max_size
-        )
+    return mesh_text.reduce_report(
+        options.cluster, options.axes, options.over, options.matrix, options.bytes, options.algorithm, options.max_size
     )
 
 
@@ -217,10 +206,6 @@ def _write(file: str, text: str) -> None:
         raise ShardplanError(f"cannot write {file}: {error.strerror}") from error
 
 
-def _said(found: Any) -> Report:
-    return Report(found.text, found.json)
-
-
 # -- what commands share -----------------------------------------------------------------------------------------------
 
 
@@ -241,14 +226,17 @@ def _planned(
 
 
 def _made(options: argparse.Namespace, *, concrete: bool, file: str | None) -> tuple[Any, Callable[..., Any], tuple[Any, ...]]:
-    from shardplan.target import load_target, read_options, read_pins, simulate
+    from shardplan.target import load_target, read_options, read_pins, simulate, use_cpu
 
     if file is not None:
         _nothing_for_a_new_plan(options, file)
     pins = read_pins(options.pin)
     cluster = _cluster(options.cluster, file)
     # before the factory makes arrays: no device of this machine is touched
-    simulate(math.prod(level.size for level in cluster.levels) if concrete else 1)
+    if concrete:
+        simulate(math.prod(level.size for level in cluster.levels))
+    else:
+        use_cpu()
     step, args = load_target(options.target, read_options(options.set), concrete=concrete)
     if file is not None:
         return _loaded(file, step, args, cluster), step, args
@@ -275,8 +263,9 @@ def _made(options: argparse.Namespace, *, concrete: bool, file: str | None) -> t
 
 def _nothing_for_a_new_plan(options: argparse.Namespace, file: str) -> None:
     """Refuses what a plan that is read from a file would not heed."""
-    for name in ("memory", "pin", "donate", "replicate", "time_budget", "one_choice"):
-        if getattr(options, name):
+    ruled = {"objective": "time", "search": "auto"}  # what holds where nothing is said; else nothing does
+    for name in ("memory", "pin", "donate", "replicate", "time_budget", "one_choice", *ruled):
+        if getattr(options, name) and getattr(options, name) != ruled.get(name):
             raise ShardplanError(
                 f"--{name.replace('_', '-')} is for a new plan: {file} was made with its own; leave out one of both"
             )
@@ -414,7 +403,7 @@ def _takes_target(one: argparse.ArgumentParser, *, required: bool = True) -> Non
         "--donate", action="append", default=[], type=int, metavar="N", help="an argument whose buffers the step may reuse"
     )
     one.add_argument("--replicate", action="append", default=[], metavar="PRIMITIVE", help="may run whole on every device")
-    one.add_argument("--time-budget", type=float, metavar="SECONDS")
+    one.add_argument("--time-budget", type=float, metavar="SECONDS", help="for all of planning: then the best plan until then")
     one.add_argument("--one-choice", metavar="none|timesteps|layers", help="what shares one choice (timesteps)")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from os import PathLike
@@ -24,7 +23,8 @@ from shardplan.search import coarsen, flatten, memory
 from shardplan.search.anytime import Stopped
 from shardplan.search.bound import Known
 from shardplan.search.extract import Extractor
-from shardplan.search.premise import everything_cut
+from shardplan.search.options import Cuts
+from shardplan.search.pricing import Limits
 from shardplan.search.problem import Problem
 from shardplan.search.rivals import Rivals
 from shardplan.search.solver import Solver
@@ -48,6 +48,7 @@ class PlanFile:
     layouts: tuple[Layout, ...]
     keep: frozenset[int]
     regather: bool
+    limits: Limits | None
     memory_limit: int
     objective: str
     donate_argnums: tuple[int, ...]
@@ -74,9 +75,9 @@ class PlanFile:
         problem = self._problem(traced)
         states = self._states(problem)
         live = memory.liveness(problem, frozenset(leaves_of(traced.in_tree, self.donate_argnums)))
-        solver = Solver(problem, live, everything_cut(problem) if self.objective == "bytes" else None)
-        again = {v: math.inf for v in problem.backward_views if v not in self.keep}
-        solution = solver.rate("plan", states, again, self.regather)
+        self._check_choices(problem)
+        again = problem.regathered(self.keep)
+        solution = Solver(problem, live).rate("plan", states, again, self.regather, self.limits)
         extractor = Extractor(problem)
         return Plan(
             cluster=self.cluster,
@@ -139,6 +140,30 @@ class PlanFile:
                 raise PlanFileError(f"{self.name}: {what} does not divide it; plan this step anew")
         return tuple(found)
 
+    def _check_choices(self, problem: Problem) -> None:
+        """Refuses forward copies and limits that name what this step does not have."""
+        count = len(self.factors)
+
+        def need(holds: bool, what: str) -> None:
+            if not holds:
+                raise PlanFileError(f"{self.name}: {what}; plan this step anew")
+
+        for v in sorted(self.keep - set(problem.backward_views)):
+            need(False, f"keep names variable {v}, which is no copy for the backward pass")
+        if self.limits is None:
+            return
+        grouped = [f for group in self.limits.groups for f in group]
+        apart = len(set(grouped)) == len(grouped) and set(grouped) <= set(range(count)) and all(self.limits.groups)
+        need(apart, f"the groups {list(map(list, self.limits.groups))} of limits do not part the {count} factors")
+        joins = frozenset(problem.coarse.joins)
+        for n, cuts in self.limits.cuts.items():
+            need(n in joins, f"limits name op {n}, which has no cut of its own in this step")
+            need(len(cuts) == count, f"limits give op {n} loops for {len(cuts)} factors, the plan has {count}")
+            description = problem.graph.nodes[n].signature.description
+            loops = {-1, *range(len(description.loops) if description is not None else 0)}
+            odd = sorted(frozenset[int]().union(*cuts) - loops)
+            need(not odd, f"limits let op {n} cut loop {odd[:1]}, of loops {sorted(loops)} (-1: none)")
+
     def _mesh(self, mesh: Mesh | None) -> Mesh | None:
         if mesh is None:
             return None
@@ -199,6 +224,7 @@ def _parsed(name: str, content: dict[str, Any]) -> PlanFile:
         layouts=tuple(_layout(e) for e in content["variables"]),
         keep=frozenset(int(v) for v in content["keep"]),
         regather=bool(content["regather"]),
+        limits=_limits(content["limits"]),
         memory_limit=int(content["memory_limit"]),
         objective=str(content["objective"]),
         donate_argnums=tuple(int(i) for i in content["donate_argnums"]),
@@ -227,6 +253,19 @@ def _stopped(text: Any) -> Stopped:
 def _layout(entry: Any) -> Layout:
     dims, partial = entry
     return Layout(tuple(tuple(int(f) for f in d) for d in dims), tuple(int(f) for f in partial))
+
+
+def _limits(entry: Any) -> Limits | None:
+    if entry is None:
+        return None
+    cuts: dict[int, Cuts] = {}
+    for row in entry["cuts"]:
+        loops = tuple(frozenset(int(v) for v in may) for may in row["loops"])
+        for n in map(int, row["nodes"]):
+            if n in cuts:
+                raise ValueError(f"limits say twice how op {n} may be cut")
+            cuts[n] = loops
+    return Limits(cuts, tuple(tuple(int(f) for f in group) for group in entry["groups"]))
 
 
 def _spec(entries: Any) -> PartitionSpec:

@@ -32,11 +32,13 @@ from shardplan.runner import Leaves, Runner, check_tree, shape_text
 from shardplan.search.anytime import Stopped
 from shardplan.search.bound import Bound, Known
 from shardplan.search.extract import Decisions, Extractor
+from shardplan.search.options import Cuts
+from shardplan.search.pricing import Limits
 from shardplan.search.rivals import Rivals
 from shardplan.search.solver import Solution
 from shardplan.trace import Traced
 
-FORMAT = 3
+FORMAT = 4
 """Version of the plan file."""
 
 
@@ -329,7 +331,7 @@ class Plan:
         known = self.rivals.solutions
         for solution in known:
             if solution.name == name:
-                return replace(self, solution=solution, decisions=self.extractor.decide(solution))
+                return replace(self, solution=solution, decisions=self.extractor.decide(solution), exact=False)
         raise ShardplanError(f"no baseline {name!r} here: there are {', '.join(s.name for s in known) or 'none'}")
 
     def baseline_plans(self) -> dict[str, Plan]:
@@ -389,6 +391,7 @@ class Plan:
             "variables": [[list(map(list, layout.dims)), list(layout.partial)] for layout in layouts],
             "keep": sorted(self.solution.keep),
             "regather": self.solution.regather,
+            "limits": _limits(self.solution.limits),
             "one_choice": problem.coarse.one_choice,
             "donate_argnums": list(self.donate_argnums),
             "replicate": list(self.replicate),
@@ -411,6 +414,17 @@ class Plan:
         """
         suffix = picture_format(os.fspath(file))
         write_whole(Path(file), picture(drawing(self), title=_heading(title, self.cluster.name), suffix=suffix))
+
+
+def _limits(limits: Limits | None) -> dict[str, Any] | None:
+    """Limits as JSON values: each way to cut once, with the numbers of the ops that it holds for."""
+    if limits is None:
+        return None
+    nodes: dict[Cuts, list[int]] = {}
+    for n, cuts in sorted(limits.cuts.items()):
+        nodes.setdefault(cuts, []).append(n)
+    held = [{"loops": [sorted(may) for may in cuts], "nodes": own} for cuts, own in nodes.items()]
+    return {"groups": [list(group) for group in limits.groups], "cuts": held}
 
 
 def _heading(title: str, cluster: str) -> str:

@@ -23,19 +23,22 @@ from shardplan.users import users_code
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
+def use_cpu(count: int = 1) -> None:
+    """From now on JAX has ``count`` simulated CPU devices, unless it is running already. Starts no backend."""
+    # JAX refuses these settings once a backend runs; then what is there has to do
+    with contextlib.suppress(RuntimeError):
+        jax.config.update("jax_platforms", "cpu")
+        if count > 1:
+            jax.config.update("jax_num_cpu_devices", count)
+
+
 def simulate(count: int) -> list[Any]:
     """``count`` simulated CPU devices. Where JAX is already running, the first of those that are there.
 
     Raises:
         DeviceError: if there are fewer.
     """
-    # JAX refuses these settings once a backend runs; then what is there has to do
-    with contextlib.suppress(RuntimeError):
-        jax.config.update("jax_platforms", "cpu")
-        if count > 1:
-            jax.config.update("jax_num_cpu_devices", count)
-    if count == 1:
-        return []  # nothing is run: no backend is started
+    use_cpu(count)
     found = jax.devices("cpu")
     if len(found) < count:
         raise DeviceError(f"{count} simulated devices are needed and JAX already runs with {len(found)}: start a new process")

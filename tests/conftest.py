@@ -54,6 +54,19 @@ def eager() -> Any:
 
 
 @pytest.fixture
+def slow_devices() -> Callable[[int], Any]:
+    """One level of so many slow devices with fast links."""
+    from shardplan.mesh import Cluster
+
+    def cluster(ways: int) -> Any:
+        base = Cluster.load(str(ways))
+        device = replace(base.device, flops_per_s={"float32": 1e6}, memory_bytes_per_s=1e6, launch_s=0.0)
+        return replace(base, name="slow", levels=tuple(replace(level, latency_s=1e-9) for level in base.levels), device=device)
+
+    return cluster
+
+
+@pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     """``golden("plan/gpt.txt", text)``: text equals that file of ``tests/golden``, or becomes it under ``--update-golden``."""
     update = request.config.getoption("--update-golden")

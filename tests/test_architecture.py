@@ -331,10 +331,7 @@ LONG = {
     "shardplan/tdl/rules/indexing.py:_scatter": "one description, its dims in the primitive's own order",
 }
 # Files of the search that ask what an op is called.
-KNOW_PRIMITIVES = {
-    "search.graph": "lays control flow open",
-    "search.coarsen": "a select is linear in its branches together, which a description does not say",
-}
+KNOW_PRIMITIVES = {"search.graph": "lays control flow open"}
 
 
 def _dataclasses(path: Path) -> Iterator[tuple[str, str]]:

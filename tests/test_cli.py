@@ -170,6 +170,12 @@ def test_a_saved_plan_is_explained_and_verified(run: Callable[..., Any], target:
     assert (code, "made for the cluster 2x2, not for 2x4" in err) == (2, True)
 
 
+def test_a_plan_of_one_device_is_verified_too(run: Callable[..., Any], target: str) -> None:
+    code, out, _ = run("verify", target, "--cluster", "1", "--json")
+    found = json.loads(out)
+    assert (code, found["equal"], found["predicted_bytes"], found["measured_bytes"]) == (0, True, 0, 0)
+
+
 def test_a_plan_is_drawn(run: Callable[..., Any], target: str) -> None:
     code, out, _ = run("plan", target, "--cluster", "2x2", "--draw", "plan.svg")
     assert (code, out.endswith("drawn in plan.svg\n")) == (0, True)

@@ -18,8 +18,15 @@ import shardplan
 from models import mlp
 from shardplan.files import read_plan_file
 from shardplan.plans import FORMAT
+from shardplan.search import memory
+from shardplan.search.solver import Solver
 
 Planned = tuple[shardplan.Plan, Any, Any]
+
+
+def solver(plan: shardplan.Plan) -> Solver:
+    problem = plan.extractor.problem
+    return Solver(problem, memory.liveness(problem, frozenset(plan.donated_leaves)))
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +79,61 @@ def test_a_plan_on_ones_own_mesh_takes_it_again(tmp_path: Path, devices: list[An
             shardplan.load(tmp_path / "plan.json", step, x, mesh=other)
 
 
+@pytest.fixture(scope="module")
+def three() -> Planned:
+    step, args = mlp.train_step(batch=64, width=64)
+    return shardplan.plan(step, *args, cluster="2x2x2", donate_argnums=0), step, args
+
+
+def test_a_saved_baseline_is_priced_and_cut_as_before(three: Planned, tmp_path: Path) -> None:
+    plan, step, args = three
+    dearer = list[str]()
+    for name, one in plan.baseline_plans().items():
+        one.save(tmp_path / "plan.json")
+        again = shardplan.load(tmp_path / "plan.json", step, *args)
+        assert (again.step_time_s, again.peak_bytes) == (one.step_time_s, one.peak_bytes), name
+        assert (again.decisions.uses, again.collectives) == (one.decisions.uses, one.collectives), name
+        assert again.solution.limits == one.solution.limits, name
+        freely = solver(plan).unlimited(one.solution).seconds
+        dearer += [name] if freely < one.step_time_s * (1 - 1e-6) else []
+    assert len(dearer) > 2, "limits say how these are cut: without them they would be faster"
+
+
+def test_a_saved_plan_for_bytes_is_cut_as_before(tmp_path: Path) -> None:
+    step, args = mlp.train_step(batch=64, width=64)
+    plan = shardplan.plan(step, *args, cluster="2x2", objective="bytes")
+    plan.save(tmp_path / "plan.json")
+    again = shardplan.load(tmp_path / "plan.json", step, *args)
+    assert (again.step_time_s, again.collectives) == (plan.step_time_s, plan.collectives)
+    assert solver(plan).unlimited(plan.solution).seconds < plan.step_time_s, "the premise costs time: the test would see it lost"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"groups": [[0, 3]]}, r"the groups \[\[0, 3\]\] of limits do not part the 3 factors"),
+        ({"groups": [[0], [0, 1]]}, "do not part the 3 factors"),
+        ({"groups": [[], [0, 1, 2]]}, "do not part the 3 factors"),
+        ({"cuts": [{"loops": [[-1]] * 3, "nodes": [99999]}]}, "limits name op 99999, which has no cut of its own"),
+        ({"cuts": [{"loops": [[-1]] * 2, "nodes": ["op"]}]}, "loops for 2 factors, the plan has 3"),
+        ({"cuts": [{"loops": [[-1], [77], []], "nodes": ["op"]}]}, r"cut loop \[77\], of loops \[-1, 0"),
+        ({"cuts": [{"loops": [[-1]] * 3, "nodes": ["op", "op"]}]}, "limits say twice how op"),
+        ({"cuts": None}, "not a plan: TypeError"),
+    ],
+    ids=["range", "twice", "empty", "node", "factors", "loop", "repeated", "none"],
+)
+def test_limits_that_do_not_fit_are_refused(three: Planned, tmp_path: Path, change: dict[str, Any], says: str) -> None:
+    plan, step, args = three
+    joins = plan.extractor.problem.coarse.joins
+    made = {"groups": [[0], [1, 2]], "cuts": [], **change}
+    for row in made["cuts"] or ():
+        row["nodes"] = [joins[0] if n == "op" else n for n in row["nodes"]]
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps({**plan.to_json(), "limits": made}))
+    with pytest.raises(shardplan.PlanFileError, match=rf"plan\.json: .*{says}"):
+        shardplan.load(file, step, *args)
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -115,8 +177,8 @@ def test_a_file_that_is_not_there_says_so(tmp_path: Path) -> None:
 
 
 READ = (
-    "fingerprint arguments operators cluster factors variables keep regather memory_limit objective donate_argnums replicate pins"
-    " baselines lower_bound_s unlimited_s exact trace_s search_s explain"
+    "fingerprint arguments operators cluster factors variables keep regather limits memory_limit objective donate_argnums"
+    " replicate pins baselines lower_bound_s unlimited_s exact trace_s search_s explain stopped one_choice"
 ).split()
 
 
@@ -136,11 +198,14 @@ def test_a_file_that_lacks_a_field_names_it(saved: dict[str, Any], tmp_path: Pat
         ({"factors": [["node", 2]]}, "not a plan: ValueError"),
         ({"cluster": "name = 3"}, "cluster"),
         ({"keep": 3}, "not a plan: TypeError"),
+        ({"keep": [99999]}, "keep names variable 99999, which is no copy for the backward pass"),
+        ({"stopped": "tired"}, "not a plan: ValueError: stopped='tired'"),
+        ({"one_choice": "all"}, "not a plan: ValueError: one_choice='all'"),
         ({"baselines": [{"name": "FSDP"}]}, "not a plan: TypeError"),
         ({"lower_bound_s": "soon"}, "not a plan: ValueError"),
         ({"explain": []}, "not a plan: AttributeError"),
     ],
-    ids=["variables", "devices", "factor", "cluster", "keep", "baselines", "bound", "explain"],
+    ids=["variables", "devices", "factor", "cluster", "keep", "kept", "stopped", "one_choice", "baselines", "bound", "explain"],
 )
 def test_a_tampered_plan_is_refused(planned: Planned, saved: dict[str, Any], tmp_path: Path, change: Any, says: str) -> None:
     _, step, args = planned

@@ -262,6 +262,7 @@ LINES: list[tuple[list[str], str]] = [
     (["plan", "-o", ""], "-o needs the name of a file"),
     (["verify", "--plan", "p.json", "--memory", "1KiB"], "--memory is for a new plan"),
     (["verify", "--plan", "p.json", "--pin", "w=gpu"], "--pin is for a new plan"),
+    (["verify", "--plan", "p.json", "--objective", "bytes"], "--objective is for a new plan"),
 ]
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardplan.emit.calls import reduced, share
+from shardplan.emit.slices import cuttable
 from shardplan.emit.stacked import map_terms, split_terms, stacked_shape, summed, term_factors
 from shardplan.ir import Constant, Layout, Op, Program, Reducer
 from shardplan.search.coarsen import FREE
@@ -180,19 +182,25 @@ class SpecsEmitter:
 
     def apply(self, frame: _Frame, op: Op, use: Use | None, inputs: Sequence[Any]) -> list[Any]:
         """An op's results, with a leading axis for each factor whose terms it makes or hands on."""
+        bind = partial(self.bind, op, constant=self._constant(frame, op))
         if use is None:
             own = [self._partial(frame, i) for i in op.inputs]
             over = tuple(sorted({f for fs in own for f in fs}))
-            return map_terms(lambda *xs: self.bind(op, xs), inputs, own, over) if over else self.bind(op, inputs)
+            return map_terms(lambda *xs: bind(xs), inputs, own, over) if over else bind(inputs)
         over = term_factors(use)
         if not over:
-            return self.bind(op, inputs)
+            return bind(inputs)
         values = list(inputs)
         own: list[tuple[int, ...]] = [() for _ in inputs]
         for i, need in enumerate(use.needs):
             if need is not None:
                 values[i], own[i] = split_terms(inputs[i], need, over, self.sizes, self.constrain)
-        return map_terms(lambda *xs: self.bind(op, xs), values, own, over)
+        return map_terms(lambda *xs: bind(xs), values, own, over)
+
+    def _constant(self, frame: _Frame, op: Op) -> bool:
+        """Whether the first operand depends on no argument."""
+        first = op.inputs[0] if op.inputs else None
+        return not isinstance(first, int) or self.of[frame.ids[first]] == FREE
 
     def _partial(self, frame: _Frame, operand: int | Constant) -> tuple[int, ...]:
         layout = self.layout(frame, operand) if isinstance(operand, int) else None
@@ -272,11 +280,13 @@ class SpecsEmitter:
         tensor_bytes = int(np.prod(value.shape)) * value.dtype.itemsize
         return self.move(self.constrain(value, give), tuple(value.shape), tensor_bytes, give, stored)
 
-    def bind(self, op: Op, inputs: Sequence[Any]) -> list[Any]:
-        """The op itself on these values."""
+    def bind(self, op: Op, inputs: Sequence[Any], *, constant: bool = False) -> list[Any]:
+        """The op itself on these values; ``constant`` as in `cuttable`."""
         eqn = op.handle
         with eqn.ctx.manager:
-            made = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
+            made = eqn.primitive.bind(
+                *cuttable(op.primitive, inputs, eqn.params, constant=constant), **eqn.primitive.get_bind_params(eqn.params)
+            )
         return list(made) if eqn.primitive.multiple_results else [made]
 
     def shared(self, node: Node, use: Use, inputs: Sequence[Any]) -> list[Any]:

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from shardplan.cost import compute
 from shardplan.ir import Layout, Tensor
 from shardplan.search.coarsen import FREE
 
@@ -125,7 +124,7 @@ def _column(plan: Plan, node: Node, origins: Mapping[int, int]) -> Column | None
         return None
     slots = [i for i, t in enumerate(node.inputs) if t >= 0 and problem.coarse.of[t] != FREE]
     weights = [i for i in slots if node.inputs[i] in origins]
-    contracts = compute.is_contraction(description)
+    contracts = node.signature.contracts
     if len(slots) < 2 or not (contracts or (weights and node.inputs[weights[0]] != node.outputs[0])):
         return None
     weight = weights[-1] if weights else None

@@ -223,11 +223,12 @@ class _Why:
             return ["no other layout divides its dims"]
         best = others[0]
         if best.more_s < -_NEAR:
-            why = (
-                "does not fit in memory with the rest"
-                if self.plan.peak_bytes <= self.plan.memory_limit and self.plan.exact
-                else "was not found"
-            )
+            if self.plan.solution.name != "plan":
+                why = f"would not be {self.plan.solution.name}"
+            elif self.plan.peak_bytes <= self.plan.memory_limit and self.plan.exact:
+                why = "does not fit in memory with the rest"
+            else:
+                why = "was not found"
             return [f"{self._layout(best.layout)} alone would save {seconds(-best.more_s)}, all else held: it {why}"]
         lines = [f"runner-up {self._layout(best.layout)}: {_more(best.more_s)} a step, all else held"]
         whole = next((o for o in others if not o.layout.used), None)
@@ -238,11 +239,11 @@ class _Why:
     def _alternatives(self, v: int) -> list[_Other]:
         """Every other layout of a variable with the change in seconds, cheapest first."""
         problem, solution = self.plan.extractor.problem, self.plan.solution
-        kept = {b: math.inf for b in problem.backward_views if b not in solution.keep}
+        kept = problem.regathered(solution.keep)
         domains: list[tuple[int, ...]] = [(s,) for s in solution.states]
         domains[v] = problem.domains[v]
         total = np.zeros(len(domains[v]))
-        for term in problem.terms_of(v, domains, kept):
+        for term in problem.terms_of(v, domains, kept, solution.limits):
             total = total + term.constant + problem.store.tables[term.table].reshape(-1)
         if solution.states[v] not in domains[v]:
             return []

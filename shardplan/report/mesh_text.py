@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from os import PathLike
 from typing import Any
 
@@ -20,17 +20,10 @@ from ..mesh.load import preset_names
 from ..mesh.matrix import Matrix, matrices, parse
 from ..mesh.topology import counts
 from . import tables
+from .report import Report
 
 Spec = str | PathLike[str] | Cluster
 _SHOWN = 20  # lines of a ranking in the text; JSON has all
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """One answer of the command line, for a person and for a program."""
-
-    text: str
-    json: dict[str, Any]
 
 
 def mesh_list() -> Report:

@@ -11,8 +11,8 @@ from shardplan.ir import Op, Program
 from shardplan.search.coarsen import coarsen
 from shardplan.search.graph import flatten
 from shardplan.search.pins import pinned_domains
-from shardplan.search.problem import Problem
-from shardplan.search.solve import search
+from shardplan.search.problem import Objective, Problem
+from shardplan.search.solve import in_seconds, search
 
 if TYPE_CHECKING:
     from shardplan.plans import Plan
@@ -67,22 +67,27 @@ def priced(size: int) -> bool:
 def padded_seconds(plan: Plan, old: int, new: int) -> float | None:
     """Step time of the best plan of the step with ``new`` in place of every ``old`` in its shapes; infinite where none fits.
 
-    None where nobody can tell: the step makes other sizes out of this one. The plan's pins hold. It takes as long as planning.
+    None where nobody can tell: the step makes other sizes out of this one. The plan's pins hold, and its objective. It takes as
+    long as planning.
     """
     program = _resized(plan.traced.program, old, new)
     if not _whole(plan.traced.program, program):
         return None
     graph = flatten(program, replicate=plan.replicate)
-    problem = Problem(graph, coarsen(graph, plan.extractor.problem.coarse.one_choice), plan.cluster, plan.factors)
+    coarse, donated = coarsen(graph, plan.extractor.problem.coarse.one_choice), frozenset(plan.donated_leaves)
+    objective: Objective = "bytes" if plan.objective == "bytes" else "time"
+    problem = Problem(graph, coarse, plan.cluster, plan.factors, objective=objective)
     outcome = search(
         problem,
         limit=plan.memory_limit,
-        donated=frozenset(plan.donated_leaves),
+        donated=donated,
         domains=pinned_domains(problem, {glob: tuple(spec) for glob, spec in plan.pins.items()}),
         deadline=None,
         observer=lambda _what, _part: None,
     )
-    return outcome.best.seconds if outcome.best.fits(plan.memory_limit) else math.inf
+    if not outcome.best.fits(plan.memory_limit):
+        return math.inf
+    return outcome.best.seconds if objective == "time" else in_seconds(problem, outcome, donated)[1].best.seconds
 
 
 def _resized(program: Program, old: int, new: int) -> Program:

@@ -1,8 +1,8 @@
 """The search: which way each op is cut and how each tensor lies, at the least predicted time within the memory limit.
 
 `flatten` lays a program's bodies open, `coarsen` groups its tensors into variables, a `Problem` prices every choice in tables,
-`search` finds the cheapest
-one (Tofu, section 5, made joint) and scores the baselines, and an `Extractor` spells the decisions out.
+`search` finds the cheapest one (Tofu, section 5, made joint) and has the baselines at hand, and an `Extractor` spells the
+decisions out.
 """
 
 from shardplan.search.coarsen import Coarse, Variable, coarsen

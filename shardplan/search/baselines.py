@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from shardplan.cost import compute
 from shardplan.search.coarsen import FREE, Variable
 from shardplan.search.examples import Examples, follow
 from shardplan.search.graph import Node
@@ -219,7 +218,7 @@ def _loops(problem: Problem, examples: Examples, sides: Sides) -> Mapping[int, _
 def _weight_loops(node: Node, sides: Sides) -> frozenset[int]:
     """The loops that index the dims of a product's weight that Megatron cuts; none where the op reads no such weight."""
     description = node.signature.description
-    if description is None or not any(t in sides for t in node.inputs) or not compute.is_contraction(description):
+    if description is None or not node.signature.contracts or not any(t in sides for t in node.inputs):
         return frozenset()
     loops: set[int] = set()
     for operand, indices in description.accesses:

@@ -15,16 +15,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.search import memory
-from shardplan.search.coarsen import FREE
 from shardplan.search.graph import Link
 from shardplan.search.pricing import Domain
 from shardplan.search.problem import Problem
+from shardplan.search.solver import Solution
 
 Floats = NDArray[np.float64]
 Column = NDArray[np.float64] | NDArray[np.int64]
@@ -56,30 +56,6 @@ class Star:
     scope: tuple[int, ...]
     base: Floats  # [S]
     columns: tuple[Column, ...]
-
-
-class Held(Protocol):
-    """What a bound needs of a solution."""
-
-    @property
-    def states(self) -> tuple[int, ...]:
-        """The state of each variable."""
-        ...
-
-    @property
-    def keep(self) -> frozenset[int]:
-        """The backward views that reuse the forward copy."""
-        ...
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of one step."""
-        ...
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most bytes that a device holds."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +134,7 @@ class _Builder:
 
     def _local(self, v: int) -> Floats:
         """[D]: the part of a variable's tensors that one device holds in each of its states."""
-        space = self.problem.resharder.space(len(self.problem.coarse.variables[v].shape))
-        return space.local[list(self.domains[v])]
+        return self.problem.local(v, self.domains[v])
 
     def _price_memory(self, unary: list[Floats], found: list[Star], limit: int) -> float:
         """Charges no more than `memory.profile` counts at the points, and all of it but the buffers of ops (`build` does) and
@@ -171,12 +146,11 @@ class _Builder:
         assert self.live is not None
         live, constant = self.live, 0.0
         for p in points:
-            at = (live.birth <= p) & (live.death >= p)
-            weight = np.zeros(len(unary))
-            np.add.at(weight, live.variable[at & (live.variable >= 0)], live.nbytes[at & (live.variable >= 0)])
-            for v in np.flatnonzero(weight):
-                unary[int(v)] += price * weight[v] * self._local(int(v))
-            constant += price * (float(live.nbytes[at & (live.variable < 0)].sum()) - limit)
+            *stored, rest = live.stored_at(p, len(unary)).tolist()
+            for v, nbytes in enumerate(stored):
+                if nbytes:
+                    unary[v] += price * nbytes * self._local(v)
+            constant += price * (rest - limit)
             for v, nbytes, first, last in live.copies:
                 self.held[v] = self.held.get(v, 0.0) + price * nbytes * (first <= p <= last)
             for v, nbytes, first, last in live.kept:
@@ -196,15 +170,11 @@ class _Builder:
             found.append(_pair(e.outer, e.inner, costs))
 
     def _link(self, link: Link, unary: list[Floats], found: list[Star]) -> None:
-        problem = self.problem
-        a, b = problem.coarse.of[link.source], problem.coarse.of[link.target]
-        if FREE in (a, b) or (a == b and link.lift == 0):
+        crossing = self.problem.crossing(link)
+        if crossing is None:
             return
-        source, target = problem.graph.tensors[link.source], problem.graph.tensors[link.target]
-        outer = target if link.lift < 0 else source
-        before = problem.lifted(self.domains[a], source.shape, link.lift < 0)
-        after = problem.lifted(self.domains[b], target.shape, link.lift > 0)
-        costs = self._finite(problem.prices(outer.shape, outer.nbytes, before)[:, list(after)] * link.weight)
+        a, b = crossing.source, crossing.target
+        costs = self._finite(self.problem.crossing_seconds(link, self.domains[a], self.domains[b]) * link.weight)
         if a == b:
             unary[a] += np.diag(costs)
         else:
@@ -221,7 +191,7 @@ class _Builder:
         )  # fmt: skip
         if key not in self._memo:
             again = self._made(v, self.domains[variable.of])
-            other = np.array([[a != b for a in self.domains[variable.of]] for b in mine], float) * self._local(v)[:, None]
+            other = np.not_equal.outer(np.array(mine), np.array(self.domains[variable.of])) * self._local(v)[:, None]
             held = self.held.get(v, 0.0) * other
             at = np.arange(len(mine))
             if variable.kind == "view":
@@ -407,8 +377,8 @@ class Bound:
         live: memory.Liveness,
         domains: Sequence[Domain],
         *,
-        free: Held,
-        chosen: Held,
+        free: Solution,
+        chosen: Solution,
         limit: int,
         unlimited_s: float | None,
         work: float = WORK,
@@ -458,8 +428,8 @@ class Bound:
             power += step
         return max(found.values())
 
-    def _peak(self, held: Held) -> int:
-        return int(memory.profile(self._problem, self._live, held.states, held.keep).argmax())
+    def _peak(self, held: Solution) -> int:
+        return int(memory.profile(self._problem, self._live, held.states, held.keep, held.limits).argmax())
 
 
 class Known:

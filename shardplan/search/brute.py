@@ -135,16 +135,13 @@ class Oracle:
         yield Summand(scope, price)
 
     def _link(self, link: Link) -> Iterator[Summand]:
-        problem = self.problem
-        a, b = problem.coarse.of[link.source], problem.coarse.of[link.target]
-        if FREE in (a, b) or (a == b and link.lift == 0):
+        crossing = self.problem.crossing(link)
+        if crossing is None:
             return
-        source, target = problem.graph.tensors[link.source], problem.graph.tensors[link.target]
-        outer = target if link.lift < 0 else source
+        a, b, outer = crossing.source, crossing.target, crossing.tensor
 
         def price(at: Sequence[int]) -> float:
-            (before,) = problem.lifted((at[0],), source.shape, link.lift < 0)
-            (after,) = problem.lifted((at[-1],), target.shape, link.lift > 0)
+            (before,), (after,) = self.problem.outside(link, (at[0],), (at[-1],))
             return self.reshard_seconds(outer.shape, outer.nbytes, before, after) * link.weight
 
         yield Summand((a, b) if a != b else (a,), price)

@@ -17,8 +17,6 @@ from shardplan.search.marks import Marks, mark
 from shardplan.search.pairs import pair
 from shardplan.search.variables import FREE, Coarse, OneChoice, Sets, Variable
 from shardplan.search.views import add_views
-from shardplan.tdl import linear_sets
-from shardplan.tdl.language import Apply
 
 __all__ = ["FREE", "Coarse", "Variable", "coarsen"]
 
@@ -56,18 +54,10 @@ def _merge(graph: Graph, node: Node, sets: Sets, marks: Marks) -> None:
     mine = [t for t in whole if t not in marks.apart and (t in marks.deferred) == (out in marks.deferred)]
     hard = [t for t in mine if t not in marks.soft and marks.uses[t] > 1]
     several = len([t for t in whole if t not in marks.soft]) > 1
-    additive = several and node.signature.description is not None and _additive(node)
+    additive = several and node.signature.adds
     for t in mine:
         if t not in hard or not additive:
             sets.union(t, out)
-
-
-def _additive(node: Node) -> bool:
-    description = node.signature.description
-    assert description is not None
-    used = tuple(sorted({o for m in description.monomials[0] for o in m}))
-    chooses = isinstance(description.trees[0], Apply) and description.trees[0].how == "where"  # one of them, not their sum
-    return len(used) > 1 and used in linear_sets(description) and not chooses
 
 
 def _variables(graph: Graph, sets: Sets, marks: Marks, one_choice: OneChoice) -> Coarse:

@@ -1,8 +1,7 @@
 """Variable elimination: the exact minimum of a sum of tables.
 
-The order is found once from the scopes alone; the numbers are run again for each price, restriction or level. The elimination
-of a variable from equal
-tables in the same arrangement is memoised, so repeated layers cost one lookup.
+The order is found once from the scopes alone; the numbers are run again for each price, restriction or level. The elimination of
+a variable from equal tables in the same arrangement is memoised, so repeated layers cost one lookup.
 """
 
 from __future__ import annotations

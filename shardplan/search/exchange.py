@@ -8,7 +8,6 @@ chosen anew as long as the plan gets faster (or, below every limit, smaller) and
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -61,8 +60,7 @@ class _Budget:
 
 
 def _rated(solver: Solver, like: Solution, states: Sequence[int], keep: frozenset[int]) -> Solution:
-    again = {v: math.inf for v in solver.problem.backward_views if v not in keep}
-    return solver.rate(like.name, tuple(states), again, like.regather, like.limits)
+    return solver.rate(like.name, tuple(states), solver.problem.regathered(keep), like.regather, like.limits)
 
 
 # -- between two solutions ---------------------------------------------------------------------------------------------
@@ -169,7 +167,7 @@ def costs(solver: Solver, domains: Sequence[Domain], now: Solution, variables: S
     own: list[Domain] = [(s,) for s in now.states]
     for v in variables:
         own[v] = domains[v]
-    again = {v: math.inf for v in solver.problem.backward_views if v not in now.keep}
+    again = solver.problem.regathered(now.keep)
     total = np.zeros([len(domains[v]) for v in variables], np.int64)
     for n, v in enumerate(variables):
         for term in solver.problem.terms_of(v, own, again, now.limits):
@@ -195,8 +193,9 @@ def _smallest_step(solver: Solver, domains: Sequence[Domain], now: Solution, lef
     problem, live = solver.problem, solver.live
     held = memory.profile(problem, live, now.states, now.keep, now.limits)
     peak = int(held.argmax())
-    at = (live.birth <= peak) & (live.death >= peak) & (live.variable >= 0)
-    here = {int(v) for v in live.variable[at]} | {v for v, _, first, last in live.copies if first <= peak <= last}
+    here = set(map(int, np.flatnonzero(live.stored_at(peak, len(domains))[:-1]))) | {
+        v for v, _, first, last in live.copies if first <= peak <= last
+    }
     node = problem.graph.nodes[peak] if peak < len(problem.graph.nodes) else None
     here |= set(problem.slots(node)[0]) if node is not None and node.id in set(problem.coarse.joins) else set[int]()
     trials = [(now.states, now.keep - {v}) for v, _, first, last in live.kept if v in now.keep and first < peak < last]

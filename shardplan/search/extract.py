@@ -31,7 +31,6 @@ class Use:
     gives: tuple[Layout, ...]
     stored: tuple[Layout | None, ...]
     compute_s: float
-    runner_up_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +134,6 @@ class Extractor:
         base, columns = problem.pricer.strategy_costs(node.signature, slots, free, own, allowed, late=late)
         total = base + sum(c[:, 0] for c in columns)
         best = int(np.argmin(total))
-        second = float(np.min(np.delete(total, best))) if len(total) > 1 else float("inf")
         call = node.signature.call
         read = {slot.index for slot in slots if not slot.result}
         needs = tuple(
@@ -147,9 +145,7 @@ class Extractor:
             None if coarse.of[t] == FREE else problem.resharder.space(len(s)).layout(states[coarse.of[t]])
             for t, s in zip(node.outputs, call.results, strict=True)
         )
-        found = self._uses[key] = Use(
-            options.loops[best], needs, gives, stored, float(options.compute_s[best]), second - float(total[best])
-        )
+        found = self._uses[key] = Use(options.loops[best], needs, gives, stored, float(options.compute_s[best]))
         return found
 
     def _operand_steps(self, node: Node, use: Use, states: tuple[int, ...], issued: list[Issued]) -> None:
@@ -197,16 +193,14 @@ class Extractor:
             self._add(issued, steps, times, t, problem.view_sources[v, t])
 
     def _link_steps(self, states: tuple[int, ...], issued: list[Issued]) -> None:
-        problem, of = self.problem, self.problem.coarse.of
+        problem = self.problem
         for link in problem.graph.links:
-            a, b = of[link.source], of[link.target]
-            if FREE in (a, b) or (a == b and link.lift == 0):
+            crossing = problem.crossing(link)
+            if crossing is None:
                 continue
-            source, target = problem.graph.tensors[link.source], problem.graph.tensors[link.target]
-            outer = target if link.lift < 0 else source
+            outer = crossing.tensor
             space = problem.resharder.space(len(outer.shape))
-            (before,) = problem.lifted((states[a],), source.shape, link.lift < 0)
-            (after,) = problem.lifted((states[b],), target.shape, link.lift > 0)
+            (before,), (after,) = problem.outside(link, (states[crossing.source],), (states[crossing.target],))
             steps = self.program(outer.shape, outer.nbytes, space.layout(before), space.layout(after))
             self._add(issued, steps, link.weight, outer.id, "loop")
 

@@ -41,7 +41,7 @@ def _work(graph: Graph) -> list[tuple[float, tuple[int, ...]]]:
     found: list[tuple[float, tuple[int, ...]]] = []
     for signature in {node.signature.id: node.signature for node in graph.nodes}.values():
         description = signature.description
-        if description is not None and compute.is_contraction(description):
+        if description is not None and signature.contracts:
             extents = tuple(info.extent for info in description.loops if not info.whole)
             if extents:
                 found.append((compute.flops(description) * weights[signature.id], extents))

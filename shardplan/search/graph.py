@@ -1,13 +1,14 @@
 """The flat graph that the search works on: every op of a program and of its bodies, with its description and how often it runs.
 
 Bodies are laid open: a tensor of a body has an id of its own, tied to the tensors outside by *links* (a reshard between two
-layouts, priced at the
-bytes that cross) or, where the body runs exactly once, by being the same tensor. From here on nothing knows primitive names.
+layouts, priced at the bytes that cross) or, where the body runs exactly once, by being the same tensor. From here on nothing
+knows primitive names.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,8 +16,9 @@ from typing import Any
 from shardplan.cost import compute
 from shardplan.errors import DescriptionError, MisfitError, UndescribedPrimitiveError
 from shardplan.ir import Op, Program, Tensor
-from shardplan.tdl import Call, Description, describe
+from shardplan.tdl import Call, Description, describe, linear_sets
 from shardplan.tdl.describe import runs_apart
+from shardplan.tdl.language import Apply
 from shardplan.tdl.special import HOST, UNBATCHED
 
 Where = tuple[tuple[int, int], ...]
@@ -42,6 +44,30 @@ class Signature:
     def defers(self) -> bool:
         """Whether terms of this op's sums may stay apart."""
         return not self.apart and self.call.primitive not in UNBATCHED
+
+    @property
+    def adds(self) -> bool:
+        """Whether its result is a sum (or difference) of all that it reads, element by element."""
+        if self.description is None or not self.elementwise:
+            return False
+        tree = self.description.trees[0]
+        chooses = isinstance(tree, Apply) and tree.how == "where"  # one of them, not their sum
+        used = tuple(sorted({o for m in self.description.monomials[0] for o in m}))
+        return len(used) > 1 and used in linear_sets(self.description) and not chooses
+
+    @property
+    def moves(self) -> bool:
+        """Whether it has the elements of its one operand in its result, in other places or in another dtype."""
+        call = self.call
+        if self.description is None or not len(call.operands) == len(call.results) == 1:
+            return False
+        same = math.prod(call.operands[0]) == math.prod(call.results[0])
+        return same and linear_sets(self.description) == ((0,),) and all(v.reducer is None for v in self.description.loops)
+
+    @property
+    def contracts(self) -> bool:
+        """Whether it multiplies and adds up: a product, a convolution."""
+        return self.description is not None and compute.is_contraction(self.description)
 
     @property
     def elementwise(self) -> bool:
@@ -99,10 +125,6 @@ class Graph:
     boundary: frozenset[int]
     carries: Mapping[int, tuple[int, int, int]]
     unknown_trips: tuple[str, ...]
-
-    def tensor_of(self, where: Where, local: int) -> int:
-        """The graph's tensor for tensor ``local`` of the program at ``where``."""
-        return self.bodies[where][local]
 
 
 _SELDOM = 1e-3

@@ -14,8 +14,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.cost import compute
-from shardplan.search.graph import Graph, Node
+from shardplan.search.graph import Graph
 from shardplan.search.marks import Marks
 from shardplan.search.variables import Sets
 
@@ -46,7 +45,7 @@ def _kinds(graph: Graph, marks: Marks) -> Callable[[int], tuple[object, ...]]:
 def repeats(graph: Graph) -> list[tuple[int, int]]:
     """(place of an op, distance to its like in the next block) of all blocks that follow each other; shortest blocks first."""
     keys = _keys(graph)
-    heavy = np.array([_contracts(n) for n in graph.nodes], bool)
+    heavy = np.array([n.signature.contracts for n in graph.nodes], bool)
     taken = np.zeros(len(keys), bool)
     found: list[tuple[int, int]] = []
     for p in _periods(keys):
@@ -58,11 +57,6 @@ def repeats(graph: Graph) -> list[tuple[int, int]]:
             taken[first : last + p] = True
             found += [(i, p) for i in range(first, last)]
     return found
-
-
-def _contracts(node: Node) -> bool:
-    description = node.signature.description
-    return description is not None and compute.is_contraction(description)
 
 
 def _keys(graph: Graph) -> NDArray[np.int64]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shardplan.cost import compute
 from shardplan.search.coarsen import Coarse
 from shardplan.search.graph import Graph, Node
 from shardplan.tdl.index import loops_of
@@ -32,7 +31,7 @@ def sides(graph: Graph, coarse: Coarse) -> Mapping[int, frozenset[int]]:
         alive = [t for t in dict.fromkeys(node.inputs) if t >= 0 and t not in coarse.free]
         read = [t for t in alive if t in coarse.weights]
         is_split = any(t in split or any(s in split for s in entered.get(t, ())) for t in alive if t not in read)
-        if len(read) == 1 and len(alive) == 2 and read[0] in roots and _is_product(node):
+        if len(read) == 1 and len(alive) == 2 and read[0] in roots and node.signature.contracts:
             root, deeper = roots[read[0]]
             rows, columns = _dims(node, read[0])
             if root not in chosen:
@@ -41,11 +40,6 @@ def sides(graph: Graph, coarse: Coarse) -> Mapping[int, frozenset[int]]:
         if is_split:
             split.update(node.outputs)
     return {t: frozenset(d - deeper for d in chosen[root]) for t, (root, deeper) in roots.items() if root in chosen}
-
-
-def _is_product(node: Node) -> bool:
-    description = node.signature.description
-    return description is not None and compute.is_contraction(description)
 
 
 def _dims(node: Node, weight: int) -> tuple[frozenset[int], frozenset[int]]:

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.cost.compute import is_contraction
 from shardplan.search.buffers import Buffers
 from shardplan.search.coarsen import FREE
 from shardplan.search.graph import Graph
@@ -25,9 +24,6 @@ from shardplan.search.pricing import Domain, Limits
 from shardplan.search.problem import Problem
 from shardplan.search.tables import Term, picoseconds
 from shardplan.tdl import light
-
-_SUMS = ("add", "add_any")
-_MOVES = ("transpose", "reshape", "convert_element_type")
 
 Assignment = Sequence[int]
 """For each variable its state."""
@@ -53,6 +49,13 @@ class Liveness:
     buffers: Buffers
     length: int
 
+    def stored_at(self, point: int, variables: int) -> NDArray[np.float64]:
+        """[variables + 1]: whole bytes of each variable's values that are stored at a point; last, what has no variable."""
+        at = (self.birth <= point) & (self.death >= point)
+        held = np.zeros(variables + 1)
+        np.add.at(held, self.variable[at], self.nbytes[at])
+        return held
+
 
 @dataclass(frozen=True, slots=True)
 class Entering:
@@ -72,7 +75,7 @@ class Entering:
         """[outer, inner]: whether the layouts differ."""
         shape = problem.coarse.variables[self.inner].shape
         lifted = problem.lifted(inner, shape, self.stacked)
-        return np.array(outer)[:, None] != np.array(lifted)[None, :]
+        return np.not_equal.outer(np.array(outer), np.array(lifted))
 
 
 def liveness(problem: Problem, donated: frozenset[int] = frozenset()) -> Liveness:
@@ -176,14 +179,13 @@ def _summed(graph: Graph, readers: Mapping[int, Sequence[int]]) -> set[int]:
 
     A product is added in place to what was summed before (a GEMM's beta), so that the terms do not wait for each other.
     """
-    contracts = {
-        n.signature.id: n.signature.description is not None and is_contraction(n.signature.description) for n in graph.nodes
-    }
+    kinds = {n.signature.id: (n.signature.contracts, n.signature.adds, n.signature.moves) for n in graph.nodes}
     terms: set[int] = set()
     found: set[int] = set()
     for node in graph.nodes:
-        added = node.op.primitive in _SUMS and terms.issuperset(node.inputs)
-        if added or contracts[node.signature.id] or (node.op.primitive in _MOVES and node.inputs[0] in terms):
+        contracts, adds, moves = kinds[node.signature.id]
+        added = adds and terms.issuperset(node.inputs)
+        if added or contracts or (moves and node.inputs[0] in terms):
             terms.update(t for t in node.outputs if len(readers.get(t, ())) == 1)
         if added:
             found.update(node.outputs)
@@ -253,7 +255,7 @@ def _around_loops(
 
 def local_bytes(problem: Problem, v: int, state: int) -> float:
     """The part of a variable's tensors that one device holds in this state."""
-    return float(problem.resharder.space(len(problem.coarse.variables[v].shape)).local[state])
+    return float(problem.local(v, (state,))[0])
 
 
 def profile(
@@ -300,7 +302,7 @@ def floor_bytes(problem: Problem, live: Liveness, domains: Sequence[Domain]) -> 
     for variable, domain in zip(problem.coarse.variables, domains, strict=True):
         key = len(variable.shape), domain
         if key not in memo:
-            memo[key] = float(problem.resharder.space(key[0]).local[list(domain)].min())
+            memo[key] = float(problem.local(variable.id, domain).min())
         least.append(memo[key])
     return int(np.cumsum(_changes(live, np.array([*least, 1.0]))).max())
 
@@ -315,30 +317,21 @@ def price_terms(
 ) -> list[Term]:
     """Terms that charge ``price`` seconds a byte at each of the points, for what is stored then and the buffers of the op."""
     terms: list[Term] = []
-    weight = np.zeros(len(problem.coarse.variables))
-    for p in points:
-        at = (live.birth <= p) & (live.death >= p) & (live.variable >= 0)
-        np.add.at(weight, live.variable[at], live.nbytes[at])
-    for v in np.flatnonzero(weight):
-        space = problem.resharder.space(len(problem.coarse.variables[v].shape))
-        terms.append(_interned(problem, (int(v),), picoseconds(price * weight[v] * space.local[list(domains[int(v)])])))
+    count = len(problem.coarse.variables)
+    stored = sum((live.stored_at(p, count)[:-1] for p in points), np.zeros(count))
+    for v in map(int, np.flatnonzero(stored)):
+        terms.append(_interned(problem, (v,), picoseconds(price * stored[v] * problem.local(v, domains[v]))))
     for v, nbytes, first, last in live.copies:
         times = sum(first <= p <= last for p in points)
         of = problem.coarse.variables[v].of
         if times:
-            space = problem.resharder.space(len(problem.coarse.variables[v].shape))
-            costs = (
-                price
-                * times
-                * nbytes
-                * space.local[list(domains[int(v)])][None, :]
-                * np.array([[a != b for b in domains[v]] for a in domains[of]], float)
-            )
+            other = np.not_equal.outer(np.array(domains[of]), np.array(domains[v]))
+            costs = price * times * nbytes * problem.local(v, domains[v])[None, :] * other
             terms.append(_interned(problem, (of, v), picoseconds(costs)))
     for e in live.entering:
         times = sum(e.birth <= p <= e.death for p in points)
         if times:
-            local = problem.resharder.space(len(problem.coarse.variables[e.inner].shape)).local[list(domains[e.inner])]
+            local = problem.local(e.inner, domains[e.inner])
             costs = price * times * e.nbytes * local[None, :] * e.moved(problem, domains[e.outer], domains[e.inner])
             same = e.outer == e.inner
             scope = (e.outer,) if same else (e.outer, e.inner)

@@ -93,7 +93,7 @@ def held_by_pins(problem: Problem, pins: Pins) -> dict[str, float]:
             tensor = problem.graph.tensors[t]
             layout = _layout(problem, problem.graph.input_paths[i], tensor.shape, pattern, entries)
             own = memory.local_bytes(problem, v, problem.resharder.space(len(tensor.shape)).of(layout))
-            least = min(memory.local_bytes(problem, v, s) for s in problem.domains[v])
+            least = float(problem.local(v, problem.domains[v]).min())
             found[pattern] = found.get(pattern, 0.0) + (own - least) * tensor.nbytes
     return {pattern: held for pattern, held in found.items() if held > 0}
 

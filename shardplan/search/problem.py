@@ -2,16 +2,15 @@
 domain restrictions.
 
 An op's table is, for each choice of its operands' and results' layouts, the minimum over its strategies of compute plus
-resharding: operands into the
-layouts that the strategy requires, results (partial sums among them) into theirs, each priced whole as the best program. An op
-may be cut by a
-different loop on every factor.
+resharding: operands into the layouts that the strategy requires, results (partial sums among them) into theirs, each priced whole
+as the best program. An op may be cut by a different loop on every factor.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 
 from shardplan.collectives.reshard import Resharder, Step
 from shardplan.cost import Network, WireBytes, compute
-from shardplan.ir import Constant, Factor, Layout, Split
+from shardplan.ir import Constant, Factor, Layout, Split, Tensor
 from shardplan.mesh import Cluster
 from shardplan.search.coarsen import FREE, Coarse
 from shardplan.search.graph import Graph, Link, Node, Signature
@@ -31,6 +30,15 @@ from shardplan.tdl import Strategy, cut
 
 Objective = Literal["time", "bytes"]
 """What a problem adds up: seconds of compute and communication, or bytes on the wire alone (as 1e-12 seconds each)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """A loop link that may reshard: from variable ``source`` to ``target``, ``tensor`` being the one outside the loop."""
+
+    source: int
+    target: int
+    tensor: Tensor
 
 
 class Problem:
@@ -75,9 +83,9 @@ class Problem:
         found: list[tuple[int, ...]] = [(v,) for v in self.interior]
         found += [scope for scope, _, _ in self._join_slots.values() if scope]
         for link in self.graph.links:
-            a, b = self.coarse.of[link.source], self.coarse.of[link.target]
-            if FREE not in (a, b) and (a != b or link.lift):
-                found.append((a, b) if a != b else (a,))
+            crossing = self.crossing(link)
+            if crossing is not None:
+                found.append(tuple(dict.fromkeys((crossing.source, crossing.target))))
         for v in self.coarse.variables:
             if v.kind != "stored":
                 found.append((v.of, v.id) if v.kind == "view" else (v.of, v.sibling, v.id))
@@ -144,6 +152,14 @@ class Problem:
         rest = domains if otherwise is None else otherwise
         rows = zip(self.coarse.variables, domains, rest, strict=True)
         return tuple(memo[len(v.shape), d] or other for v, d, other in rows)
+
+    def local(self, v: int, domain: Domain) -> NDArray[np.float64]:
+        """[domain]: the part of a variable's tensors that one device holds in each state."""
+        return self.resharder.space(len(self.coarse.variables[v].shape)).local[list(domain)]
+
+    def regathered(self, keep: frozenset[int]) -> dict[int, float]:
+        """Prices (``keep_s``) at which all backward views but those of ``keep`` are gathered again."""
+        return {v: math.inf for v in self.backward_views if v not in keep}
 
     def keeps(self, v: int, states: Sequence[int], keep_s: float) -> bool:
         """Whether a backward view is made from the kept forward copy, at this price of keeping it."""
@@ -350,20 +366,36 @@ class Problem:
         return [self._term(key, scope, domains, build)]
 
     def _link(self, link: Link, domains: Sequence[Domain]) -> Term | None:
-        a, b = self.coarse.of[link.source], self.coarse.of[link.target]
-        if FREE in (a, b) or (a == b and link.lift == 0):
+        crossing = self.crossing(link)
+        if crossing is None:
             return None
-        source, target = self.graph.tensors[link.source], self.graph.tensors[link.target]
-        outer = target if link.lift < 0 else source
-        key = ("link", source.shape, target.shape, outer.itemsize, link.lift, link.weight)
+        a, b = crossing.source, crossing.target
+        key = ("link", crossing.tensor.shape, crossing.tensor.itemsize, link.lift, link.weight)
 
         def build(own: tuple[Domain, ...]) -> Costs:
-            froms, tos = own if a != b else (own[0], own[0])
-            lifted = self.lifted(froms, source.shape, link.lift < 0), self.lifted(tos, target.shape, link.lift > 0)
-            costs = self.prices(outer.shape, outer.nbytes, lifted[0])[:, list(lifted[1])]
+            costs = self.crossing_seconds(link, own[0], own[-1])
             return picoseconds(costs * link.weight) if a != b else picoseconds(np.diag(costs) * link.weight)
 
         return self._term(key, (a, b) if a != b else (a,), domains, build)
+
+    def crossing(self, link: Link) -> Crossing | None:
+        """What a link may reshard; None where one end has no layout, or both have the same."""
+        a, b = self.coarse.of[link.source], self.coarse.of[link.target]
+        if FREE in (a, b) or (a == b and link.lift == 0):
+            return None
+        return Crossing(a, b, self.graph.tensors[link.target if link.lift < 0 else link.source])
+
+    def outside(self, link: Link, before: Domain, after: Domain) -> tuple[Domain, Domain]:
+        """States of a link's two ends as those of its tensor outside the loop, which may have a dim more."""
+        tensors = self.graph.tensors
+        first = self.lifted(before, tensors[link.source].shape, link.lift < 0)
+        return first, self.lifted(after, tensors[link.target].shape, link.lift > 0)
+
+    def crossing_seconds(self, link: Link, before: Domain, after: Domain) -> NDArray[np.float64]:
+        """[before, after]: the resharding on a link, once."""
+        tensor = self.graph.tensors[link.target if link.lift < 0 else link.source]
+        first, last = self.outside(link, before, after)
+        return self.prices(tensor.shape, tensor.nbytes, first)[:, list(last)]
 
     def lifted(self, states: Domain, shape: tuple[int, ...], lift: bool) -> Domain:
         """The same layouts of the stacked tensor: a leading dim more, not split."""

@@ -53,9 +53,7 @@ def repaired(solver: Solver, domains: Sequence[Domain], start: Solution, limit: 
 
 def _moves(solver: Solver, domains: Sequence[Domain], current: Solution, over: int) -> Iterator[_Move]:
     problem, live, peak = solver.problem, solver.live, solver.peak_point(current)
-    held = np.zeros(len(domains))
-    at = (live.birth <= peak) & (live.death >= peak) & (live.variable >= 0)
-    np.add.at(held, live.variable[at], live.nbytes[at])
+    held = live.stored_at(peak, len(domains))[:-1]
     for v, nbytes, first, last in live.copies:
         if first <= peak <= last and current.states[v] != current.states[problem.coarse.variables[v].of]:
             held[v] += nbytes
@@ -89,15 +87,10 @@ def _gathering_s(solver: Solver, current: Solution, v: int) -> float:
     return float(again - kept) * problem.view_weight[v]
 
 
-def _again(solver: Solver, keep: frozenset[int]) -> dict[int, float]:
-    """Prices that have all other copies gathered again."""
-    return {v: math.inf for v in solver.problem.backward_views if v not in keep}
-
-
 def _moved(solver: Solver, current: Solution, move: _Move) -> Solution:
     states, keep = list(current.states), current.keep
     if move.state is None:
         keep = keep - {move.variable}
     else:
         states[move.variable] = move.state
-    return solver.rate("plan", tuple(states), _again(solver, keep), current.regather)
+    return solver.rate("plan", tuple(states), solver.problem.regathered(keep), current.regather)

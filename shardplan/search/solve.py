@@ -137,7 +137,7 @@ def in_seconds(problem: Problem, outcome: Outcome, donated: frozenset[int]) -> t
     solver = Solver(timed, live, everything_cut(timed))
 
     def priced(s: Solution) -> Solution:
-        return solver.rate(s.name, s.states, {v: float("inf") for v in timed.backward_views if v not in s.keep}, s.regather)
+        return solver.rate(s.name, s.states, timed.regathered(s.keep), s.regather)
 
     smallest = priced(outcome.smallest) if outcome.smallest is not None else None
     rivals = Rivals(Solver(timed, live))

@@ -90,8 +90,7 @@ class Solver:
         limits = self.limits if limits is None else limits
         keep = frozenset(v for v in self.problem.backward_views if self.problem.keeps(v, states, keep_s.get(v, 0.0)))
         if seconds is None:
-            again = {v: float("inf") for v in self.problem.backward_views if v not in keep}
-            seconds = self.problem.seconds(states, again, limits)
+            seconds = self.problem.seconds(states, self.problem.regathered(keep), limits)
         peak = int(memory.profile(self.problem, self.live, states, keep, limits).max())
         solution = Solution(name, states, keep, regather, seconds, peak, limits)
         if self.watch is not None:
@@ -100,8 +99,7 @@ class Solver:
 
     def unlimited(self, solution: Solution) -> Solution:
         """The same layouts with every op cut the best way: never slower."""
-        again = {v: float("inf") for v in self.problem.backward_views if v not in solution.keep}
-        return self.rate(solution.name, solution.states, again, solution.regather)
+        return self.rate(solution.name, solution.states, self.problem.regathered(solution.keep), solution.regather)
 
     def peak_point(self, solution: Solution) -> int:
         """Where the solution's memory peaks."""
@@ -116,5 +114,5 @@ class Solver:
 
     def _keep_prices(self, regather: bool, points: Sequence[int], price: float) -> dict[int, float]:
         if regather:
-            return {v: float("inf") for v in self.problem.backward_views}
+            return self.problem.regathered(frozenset())
         return memory.keep_price(self.live, points, price) if points else {}

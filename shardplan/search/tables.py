@@ -1,8 +1,7 @@
 """Tables: integer costs over the layouts of a few variables, interned by content.
 
-Costs are int64 picoseconds; `BIG` stands for infinite. Each table is stored once with its minimum subtracted, so that
-isomorphic layers share
-tables and the elimination of equal tables is done once.
+Costs are int64 picoseconds; `BIG` stands for infinite. Each table is stored once with its minimum subtracted, so that isomorphic
+layers share tables and the elimination of equal tables is done once.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Any, cast
 from shardplan.errors import DescriptionError, MisfitError
 from shardplan.ir import Reducer
 from shardplan.tdl import language as lang
-from shardplan.tdl.index import Affine, Data, Full, IndexExpr, Loop, loops_of
+from shardplan.tdl.index import Affine, IndexExpr, Loop, loops_of
 from shardplan.tdl.once import Leaf, fill
 from shardplan.tdl.symbols import Extent
 from shardplan.users import users_code
@@ -54,8 +54,8 @@ class Description:
 
     ``results[r][d]`` is the loop that is dim d of result r. ``accesses`` lists (operand, index expressions) once each.
     ``trees`` are the element expressions. ``monomials[r]`` says how result r depends on its operands: a sum of products of the
-    listed operands (an operand that passes through a nonlinear function is listed twice).
-    ``elementwise``: every operand is read at the result's own index (size-1 dims and scalars broadcast).
+    listed operands (an operand that passes through a nonlinear function is listed twice). ``elementwise``: every operand is read
+    at the result's own index (size-1 dims and scalars broadcast).
     """
 
     call: Call
@@ -287,11 +287,6 @@ def _product(left: Monomials, right: Monomials) -> Monomials:
 def _twice(node: lang.Scalar) -> Monomials:
     used = sorted({operand for operand, _ in _accesses([node])})
     return frozenset({tuple(sorted(used + used))})
-
-
-def uses_full(ix: IndexExpr) -> bool:
-    """Whether the worker must hold the whole dim whatever is cut."""
-    return isinstance(ix, Full | Data)
 
 
 def reads(description: Description, loop: int) -> tuple[int, ...]:

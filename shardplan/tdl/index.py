@@ -1,9 +1,8 @@
 """Index expressions over loops, and the intervals that they sweep.
 
 An index of an operand dim is affine in the loops, with ``//`` and ``%`` by constants (reshape), or a full slice, or depends on
-data.
-`interval` is Tofu's symbolic interval analysis (paper section 4.2, eq. 1 and Figure 4), with one symbol: the worker ``w`` that
-computes block ``w`` of the loop that is cut. A region is ``[step*w + lo, step*w + hi]``.
+data. `interval` is Tofu's symbolic interval analysis (paper section 4.2, eq. 1 and Figure 4), with one symbol: the worker ``w``
+that computes block ``w`` of the loop that is cut. A region is ``[step*w + lo, step*w + hi]``.
 """
 
 from __future__ import annotations

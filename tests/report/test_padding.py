@@ -45,12 +45,16 @@ def loop(width: int) -> tuple[Any, tuple[Any, ...]]:
 PINNED = {"params/up": P(), "params/down": P()}
 
 
-@pytest.mark.parametrize(("factory", "pins"), [(dense, {}), (dense, PINNED), (loop, {})], ids=["free", "pinned", "loop"])
-def test_a_padded_price_is_that_of_the_padded_step(factory: Any, pins: dict[str, P]) -> None:
+@pytest.mark.parametrize(
+    ("factory", "options"),
+    [(dense, {}), (dense, {"pins": PINNED}), (loop, {}), (dense, {"objective": "bytes"})],
+    ids=["free", "pinned", "loop", "bytes"],
+)
+def test_a_padded_price_is_that_of_the_padded_step(factory: Any, options: dict[str, Any]) -> None:
     step, args = factory(2049)
-    plan = shardplan.plan(step, *args, cluster="8", pins=pins)
+    plan = shardplan.plan(step, *args, cluster="8", **options)
     wide, shapes = factory(2176)
-    assert padded_seconds(plan, 2049, 2176) == shardplan.plan(wide, *shapes, cluster="8", pins=pins).step_time_s
+    assert padded_seconds(plan, 2049, 2176) == shardplan.plan(wide, *shapes, cluster="8", **options).step_time_s
 
 
 def test_pins_hold_in_the_padded_plan() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -180,6 +181,22 @@ def test_a_dim_that_does_not_divide_names_the_size_that_would() -> None:
 def test_an_unknown_path_names_its_nearest(pinned: Any) -> None:
     with pytest.raises(ShardplanError, match="nearest: params/out"):
         pinned.explain("params/uot")
+
+
+def test_a_baseline_is_explained_by_what_it_is() -> None:
+    step, args = small()
+    plan = shardplan.plan(step, *args, cluster="2x4")
+    fsdp = plan.as_baseline("FSDP").explain("params/layers/1/kernel")
+    assert "P() alone would save" in fsdp
+    assert fsdp.count("it would not be FSDP") == 1
+    assert not any("would save" in plan.explain(path) for path in plan.specs_by_path), "of an optimum nothing would"
+
+
+def test_the_cuts_of_a_baseline_hold_in_what_its_layouts_would_cost() -> None:
+    step, args = small()
+    one = shardplan.plan(step, *args, cluster="2x4").as_baseline("ICML18")
+    free = replace(one, solution=replace(one.solution, limits=None))
+    assert any(one.explain(path) != free.explain(path) for path in one.specs_by_path)
 
 
 def test_explanations_are_saved_with_the_plan(pinned: Any) -> None:

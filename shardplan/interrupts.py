@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sys import UnraisableHookArgs
+    from types import FrameType
 
 _AGAIN_S = 0.01
 
@@ -26,10 +28,24 @@ def before(what: str) -> Iterator[None]:
 
 @contextmanager
 def heard() -> Iterator[None]:
-    """Interrupts that come where Python drops every exception are raised again a moment later.
+    """Interrupts that others drop are raised all the same.
 
-    JAX has a callback in the garbage collector; during tracing and the search it is often what runs when the signal comes.
+    Python drops every exception in some callbacks, one of which is JAX's in the garbage collector (during tracing and the search
+    it is often what runs when the signal comes): such an interrupt comes again a moment later. Modules in C, while they are
+    imported, make an `ImportError` of it.
     """
+    came: list[int] = []
+    with _dropped_again(), _noted(came):
+        try:
+            yield
+        except ImportError as error:
+            if came:
+                raise KeyboardInterrupt from error
+            raise
+
+
+@contextmanager
+def _dropped_again() -> Iterator[None]:
     others = sys.unraisablehook
 
     def hook(dropped: UnraisableHookArgs) -> None:
@@ -46,3 +62,22 @@ def heard() -> Iterator[None]:
         yield
     finally:
         sys.unraisablehook = others
+
+
+@contextmanager
+def _noted(came: list[int]) -> Iterator[None]:
+    """Adds to ``came`` the interrupts that come inside; only the main thread hears of any."""
+    usual = signal.getsignal(signal.SIGINT)
+    if not callable(usual) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def note(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        usual(number, frame)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import re
+import signal
 import sys
 import threading
 import time
@@ -84,8 +85,9 @@ def test_a_step_that_is_no_function_is_said() -> None:
     ("option", "says"), [("pinz", r"no option 'pinz' \(nearest: pins"), ("zz", r"no option 'zz' \(known: backend, cache_dir,")]
 )
 def test_an_option_of_the_decorator_that_does_not_exist_is_refused_at_once(option: str, says: str) -> None:
+    given: dict[str, Any] = {option: {}}
     with pytest.raises(shardplan.ShardplanError, match=says):
-        shardplan.parallelize("2", **{option: {}})
+        shardplan.parallelize("2", **given)
 
 
 def test_a_limit_may_be_a_float_and_a_primitive_a_word() -> None:
@@ -236,6 +238,22 @@ def test_an_interrupt_that_python_drops_is_heard_again(capsys: pytest.CaptureFix
     with interrupts.heard(), pytest.raises(KeyboardInterrupt):
         work()
     assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("interrupted", [True, False])
+def test_an_interrupt_that_a_module_made_an_import_error_of_is_one(interrupted: bool) -> None:
+    def work() -> None:
+        try:
+            if interrupted:
+                signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            pass
+        raise ImportError
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt if interrupted else ImportError), interrupts.heard():
+        work()
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_an_interrupt_while_loading_is_said_in_one_line(

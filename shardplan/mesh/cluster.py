@@ -29,7 +29,7 @@ LARGEST = 2**20
 LARGEST_PART = 2.0
 """Of a bandwidth or peak that may be reached: fits against assumed bandwidths end a little above one, never at 90."""
 NAME = re.compile(r"[\w.\-]+")
-DTYPES = (
+DTYPES: tuple[str, ...] = (
     "float32", "bfloat16", "float16", "float64", "complex64", "complex128", "bool",
     "float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz",
     "float8_e8m0fnu", "float6_e2m3fn", "float6_e3m2fn", "float4_e2m1fn",

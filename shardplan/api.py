@@ -14,16 +14,15 @@ from shardplan import _jax
 from shardplan.clusters import ClusterLike, resolve_cluster
 from shardplan.errors import MemoryLimitError, PinError, ShardplanError, nearest, size_text
 from shardplan.ir import Program, spec_text
-from shardplan.mesh import Cluster
 from shardplan.objects import trace_step
 from shardplan.plans import Plan
 from shardplan.positions import leaves_of, positions
 from shardplan.search import anytime, memory
+from shardplan.search.again import Planned, Searcher
 from shardplan.search.anytime import Observer
-from shardplan.search.choose import Wanted, best_of_factorings
-from shardplan.search.coarsen import FREE, coarsen
+from shardplan.search.choose import Wanted
+from shardplan.search.coarsen import FREE
 from shardplan.search.extract import Extractor
-from shardplan.search.graph import flatten
 from shardplan.search.idle import idle
 from shardplan.search.pins import held_by_pins, pinned_domains, smallest_conflict
 from shardplan.search.problem import Objective, Problem
@@ -49,6 +48,7 @@ def plan(
     observer: Observer | None = None,
     replicate: Sequence[str] = (),
     one_choice: str = "timesteps",
+    remat: str = "none",
 ) -> Plan:
     """Plans how ``step(*args)`` runs on a cluster.
 
@@ -65,6 +65,9 @@ def plan(
     what is being done and how far it is. ``replicate`` names primitives without a description that may run whole on every
     device. ``one_choice`` says what shares one choice of layouts and cuts though it could have several: "timesteps", the steps
     of an unrolled recurrence (from three on; as Tofu does); "layers", equal layers of an unrolled model too; or "none".
+    ``remat`` "auto" lets the plan compute activations again in the backward pass where the memory limit costs time, or where
+    nothing fits without: the bodies of scans, and blocks of straight-line code (`shardplan.remat`); ``plan.remat`` says what. It
+    plans several times. "none" leaves the step as it is; what is under `jax.checkpoint` stays so in any case.
     ``seed`` is there for searches that draw; none does yet, so it changes nothing.
 
     Raises:
@@ -73,7 +76,7 @@ def plan(
         UndescribedPrimitiveError: for a primitive without a description.
     """
     del seed
-    measure, deadline, shared = _check(objective, search, time_budget_s, one_choice)
+    measure, deadline, shared = _check(objective, search, time_budget_s, one_choice, remat)
     donated = positions(donate_argnums, len(args), "donate_argnums")
     loaded, user_mesh = resolve_cluster(cluster)
     limit = parse_bytes(memory_limit) if memory_limit is not None else loaded.device.memory_bytes
@@ -85,9 +88,11 @@ def plan(
     replicate = _known_primitives(replicate, traced.program)
     leaves = frozenset(leaves_of(traced.in_tree, donated))
     wanted = Wanted(limit, leaves, _entries(pins or {}), deadline, observer, measure)
-    found = _found(*_searched(traced.program, replicate, loaded, wanted, shared))
+    planned = _searched(traced.program, Searcher(replicate, shared, loaded, wanted), again=remat == "auto")
     return Plan(
-        **found,
+        **_found(*planned.found),
+        program=planned.program,
+        remat=planned.remat,
         cluster=loaded,
         traced=traced,
         step=step,
@@ -127,13 +132,15 @@ def _silent(_what: str, _part: float) -> None:
 
 
 def _check(
-    objective: str, search: str, time_budget_s: float | None, one_choice: str
+    objective: str, search: str, time_budget_s: float | None, one_choice: str, remat: str
 ) -> tuple[Objective, float | None, OneChoice]:
     """(what to make least, when the time is over, what shares one choice), of options that can be."""
     if objective not in ("time", "bytes"):
         raise ShardplanError(f"objective={objective!r} is not there: use objective='time', or 'bytes' for Tofu's")
     if search != "auto":
         raise ShardplanError(f"search={search!r} is not there: use search='auto'")
+    if remat not in ("none", "auto"):
+        raise ShardplanError(f"remat={remat!r} is not there: use remat='none', or 'auto' to compute activations again")
     if time_budget_s is not None and not (isinstance(time_budget_s, int | float) and time_budget_s > 0):
         raise ShardplanError(
             f"time_budget_s={time_budget_s!r} leaves no time to plan: give a positive number of seconds, or None"
@@ -178,23 +185,22 @@ def _entries(pins: Mapping[str, PartitionSpec]) -> dict[str, tuple[Any, ...]]:
     return {glob: tuple(spec) for glob, spec in pins.items()}
 
 
-def _searched(
-    program: Program, replicate: Sequence[str], cluster: Cluster, wanted: Wanted, shared: OneChoice
-) -> tuple[Problem, Outcome]:
-    """The best outcome over all factorings, with its problem, in seconds; raises where it does not fit."""
+def _searched(program: Program, searcher: Searcher, *, again: bool) -> Planned:
+    """The best outcome over all factorings, and over what may be computed ``again``, in seconds; raises where none fits."""
+    wanted = searcher.wanted
     wanted.observer("describing", 0.0)
-    graph = flatten(program, replicate=replicate)
-    for source in graph.unknown_trips:
+    later = replace(wanted, observer=lambda what, part: wanted.observer(what, 0.05 + 0.95 * part))
+    searcher = replace(searcher, wanted=later)
+    planned = searcher.auto(program) if again else searcher.plain(program)
+    problem, outcome = planned.found
+    for source in problem.graph.unknown_trips:
         _log.warning("the while loop at %s has no known trip count: it is priced as one iteration", source)
-    wanted.observer("coarsening", 0.05)
-    later = replace(wanted, observer=lambda what, part: wanted.observer(what, 0.1 + 0.9 * part))
-    problem, outcome = best_of_factorings(graph, coarsen(graph, shared), cluster, later)
     if not outcome.best.fits(wanted.memory):
-        raise _too_small(problem, outcome.smallest or outcome.best, wanted, stopped=bool(outcome.stopped))
-    return (problem, outcome) if wanted.objective == "time" else in_seconds(problem, outcome, wanted.donated)
+        raise _too_small(problem, outcome.smallest or outcome.best, wanted, stopped=bool(outcome.stopped), again=again)
+    return planned if wanted.objective == "time" else replace(planned, found=in_seconds(problem, outcome, wanted.donated))
 
 
-def _too_small(problem: Problem, smallest: Solution, wanted: Wanted, *, stopped: bool) -> MemoryLimitError:
+def _too_small(problem: Problem, smallest: Solution, wanted: Wanted, *, stopped: bool, again: bool) -> MemoryLimitError:
     """The error for a step that fits in no way, with the smallest there is and the pins that keep it from being smaller."""
     live = memory.liveness(problem, wanted.donated)
 
@@ -210,6 +216,7 @@ def _too_small(problem: Problem, smallest: Solution, wanted: Wanted, *, stopped:
         detail=_largest(problem, smallest),
         together=bool(guilty),
         unfinished=stopped,
+        rematerialised=again,
         pins={f"{glob!r} = {spec_text(wanted.pins[glob])}": int(nbytes) for glob, nbytes in held if not guilty or glob in guilty},
     )
 

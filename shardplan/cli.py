@@ -256,6 +256,7 @@ def _made(options: argparse.Namespace, *, concrete: bool, file: str | None) -> t
             replicate=tuple(options.replicate),
             time_budget_s=options.time_budget,
             one_choice=options.one_choice or "timesteps",
+            remat=options.remat or "none",
             observer=progress,
         )
     return made, step, args
@@ -264,7 +265,7 @@ def _made(options: argparse.Namespace, *, concrete: bool, file: str | None) -> t
 def _nothing_for_a_new_plan(options: argparse.Namespace, file: str) -> None:
     """Refuses what a plan that is read from a file would not heed."""
     ruled = {"objective": "time", "search": "auto"}  # what holds where nothing is said; else nothing does
-    for name in ("memory", "pin", "donate", "replicate", "time_budget", "one_choice", *ruled):
+    for name in ("memory", "pin", "donate", "replicate", "time_budget", "one_choice", "remat", *ruled):
         if getattr(options, name) and getattr(options, name) != ruled.get(name):
             raise ShardplanError(
                 f"--{name.replace('_', '-')} is for a new plan: {file} was made with its own; leave out one of both"
@@ -405,6 +406,7 @@ def _takes_target(one: argparse.ArgumentParser, *, required: bool = True) -> Non
     one.add_argument("--replicate", action="append", default=[], metavar="PRIMITIVE", help="may run whole on every device")
     one.add_argument("--time-budget", type=float, metavar="SECONDS", help="for all of planning: then the best plan until then")
     one.add_argument("--one-choice", metavar="none|timesteps|layers", help="what shares one choice (timesteps)")
+    one.add_argument("--remat", metavar="none|auto", help="auto: activations may be computed again in the backward pass (none)")
 
 
 def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], Report], what: str) -> argparse.ArgumentParser:

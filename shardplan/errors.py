@@ -120,7 +120,7 @@ class MemoryLimitError(ShardplanError):
 
     ``pins`` are those in the way, each with the bytes of a device that it holds beyond what it would take otherwise; with
     ``together`` they alone are too much, and any fewer of them are not known to be. ``unfinished``: the time budget ended the
-    search, so that more time may find a smaller plan.
+    search, so that more time may find a smaller plan. ``rematerialised``: activations were computed again where that helps.
     """
 
     def __init__(
@@ -132,21 +132,26 @@ class MemoryLimitError(ShardplanError):
         pins: Mapping[str, int] | None = None,
         together: bool = False,
         unfinished: bool = False,
+        rematerialised: bool = False,
     ) -> None:
         held = ", ".join(f"{pin} ({size_text(nbytes)} more than its smallest layout)" for pin, nbytes in (pins or {}).items())
         super().__init__(
             ("no plan was found in the time budget that" if unfinished else "no plan")
-            + f" fits in {size_text(limit_bytes)} a device: the smallest found needs {size_text(smallest_bytes)}"
+            + f" fits in {size_text(limit_bytes)} a device: the smallest found"
+            + (", activations computed again where that helps," if rematerialised else "")
+            + f" needs {size_text(smallest_bytes)}"
             + (f" ({detail})" if detail else "")
             + (f"; pins {'that alone exceed it' if together else 'in the way'}: {held}" if held else "")
             + ("; give it more time (time_budget_s)" if unfinished else "")
-            + f"; raise the memory limit to {_enough(smallest_bytes)}, use more devices, or remat"
+            + f"; raise the memory limit to {_enough(smallest_bytes)}, use more devices"
+            + (", or remat" if not rematerialised else "")
             + (", or lift pins" if held else "")
         )
         self.limit_bytes = limit_bytes
         self.smallest_bytes = smallest_bytes
         self.pins = dict(pins or {})
         self.unfinished = unfinished
+        self.rematerialised = rematerialised
 
 
 class SearchWidthError(ShardplanError):

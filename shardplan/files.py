@@ -13,12 +13,13 @@ from jax.sharding import Mesh, PartitionSpec
 
 from shardplan.errors import ClusterError, DeviceError, PlanFileError
 from shardplan.fingerprint import arguments, different_arguments, fingerprint
-from shardplan.ir import Factor, Layout, spec_text
+from shardplan.ir import Factor, Layout, Program, spec_text
 from shardplan.mesh import Cluster
 from shardplan.mesh.factoring import check_cover
 from shardplan.objects import trace_step
 from shardplan.plans import FORMAT, Baseline, Plan, auto
 from shardplan.positions import leaves_of
+from shardplan.remat import Part, Policy, Remat, Without, rematerialised
 from shardplan.search import coarsen, flatten, memory
 from shardplan.search.anytime import Stopped
 from shardplan.search.bound import Known
@@ -63,6 +64,7 @@ class PlanFile:
     explain: Mapping[str, str]
     stopped: Stopped
     one_choice: OneChoice
+    remat: Remat
 
     def plan(self, step: Callable[..., Any], traced: Traced, mesh: Mesh | None = None) -> Plan:
         """The plan, for a step traced with the file's ``donate_argnums``; on the user's own mesh, if one is given.
@@ -72,7 +74,8 @@ class PlanFile:
             DeviceError: if the mesh has other axes.
         """
         self._check(traced)
-        problem = self._problem(traced)
+        program = self._program(traced)
+        problem = self._problem(program)
         states = self._states(problem)
         live = memory.liveness(problem, frozenset(leaves_of(traced.in_tree, self.donate_argnums)))
         self._check_choices(problem)
@@ -83,6 +86,8 @@ class PlanFile:
             cluster=self.cluster,
             factors=self.factors,
             traced=traced,
+            program=program,
+            remat=self.remat,
             extractor=extractor,
             solution=solution,
             decisions=extractor.decide(solution),
@@ -113,8 +118,15 @@ class PlanFile:
             f"{said or f'the arguments agree, the program does not ({counts})'}; plan this step anew"
         )
 
-    def _problem(self, traced: Traced) -> Problem:
-        graph = flatten(traced.program, replicate=self.replicate)
+    def _program(self, traced: Traced) -> Program:
+        """What the plan is for: the step, with what is computed again."""
+        try:
+            return rematerialised(traced.program, self.remat.parts)
+        except (KeyError, IndexError, ValueError, StopIteration) as error:
+            raise PlanFileError(f"{self.name}: what it computes again is not in this step; plan this step anew") from error
+
+    def _problem(self, program: Program) -> Problem:
+        graph = flatten(program, replicate=self.replicate)
         problem = Problem(graph, coarsen(graph, self.one_choice), self.cluster, self.factors)
         own, wanted = [len(a.dims) for a in self.layouts], [len(v.shape) for v in problem.coarse.variables]
         if own != wanted:
@@ -239,7 +251,27 @@ def _parsed(name: str, content: dict[str, Any]) -> PlanFile:
         explain={str(path): str(text) for path, text in content["explain"].items()},
         stopped=_stopped(content["stopped"]),
         one_choice=one_choice_of(content["one_choice"]),
+        remat=_remat(content["remat"], content["remat_parts"]),
     )
+
+
+def _remat(said: Any, parts: Any) -> Remat:
+    without = None if said["without"] is None else Without(**said["without"])
+    return Remat(tuple(_part(p) for p in parts), _policy(said["policy"]), without, str(said["note"]))
+
+
+def _part(row: Any) -> Part:
+    where = tuple((int(op), int(body)) for op, body in row["where"])
+    loop = None if row["loop"] is None else (int(row["loop"][0]), int(row["loop"][1]))
+    return Part(where, tuple(int(op) for op in row["ops"]), loop, int(row["saved_bytes"]))
+
+
+def _policy(text: Any) -> Policy:
+    match text:
+        case "all" | "light":
+            return text
+        case _:
+            raise ValueError(f"policy={text!r}")
 
 
 def _stopped(text: Any) -> Stopped:

@@ -19,11 +19,12 @@ from shardplan.emit.mutate import DroppingEmitter
 from shardplan.emit.specs import SpecsEmitter, partition_spec
 from shardplan.errors import ArgumentError, PlanFileError, ShardplanError
 from shardplan.fingerprint import arguments, difference, fingerprint
-from shardplan.ir import Factor
+from shardplan.ir import Factor, Program
 from shardplan.mesh import Cluster
 from shardplan.mesh.devices import build_mesh
 from shardplan.objects import apart, bare, has_objects, together, trace_step
 from shardplan.positions import leaves_of, positions, tuple_of
+from shardplan.remat import Remat
 from shardplan.report.draw import picture, picture_format
 from shardplan.report.drawing import drawing
 from shardplan.report.explain import explain, explain_all
@@ -38,7 +39,7 @@ from shardplan.search.rivals import Rivals
 from shardplan.search.solver import Solution
 from shardplan.trace import Traced
 
-FORMAT = 4
+FORMAT = 5
 """Version of the plan file."""
 
 
@@ -89,6 +90,8 @@ class Plan:
     cluster: Cluster
     factors: tuple[Factor, ...]
     traced: Traced = field(repr=False)
+    program: Program = field(repr=False)
+    remat: Remat = field(repr=False)
     extractor: Extractor = field(repr=False)
     solution: Solution = field(repr=False)
     decisions: Decisions = field(repr=False)
@@ -292,7 +295,7 @@ class Plan:
             )
         self.check(step)
         mesh = self.mesh(devices)
-        what = (self.traced.program, self.extractor, self.decisions, mesh)
+        what = (self.program, self.extractor, self.decisions, mesh)
         emitter = SpecsEmitter(*what) if drop is None else DroppingEmitter(*what, dropped=drop)
         leaf_specs = [NamedSharding(mesh, s) for s in self.flat_in_specs]
         out_specs = [NamedSharding(mesh, self._spec(t)) for t in self.extractor.problem.graph.outputs]
@@ -393,6 +396,7 @@ class Plan:
             "regather": self.solution.regather,
             "limits": _limits(self.solution.limits),
             "one_choice": problem.coarse.one_choice,
+            "remat_parts": [asdict(part) for part in self.remat.parts],
             "donate_argnums": list(self.donate_argnums),
             "replicate": list(self.replicate),
             "pins": {glob: [list(e) if isinstance(e, tuple) else e for e in spec] for glob, spec in self.pins.items()},

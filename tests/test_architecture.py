@@ -23,6 +23,7 @@ ROWS = (
     ("tdl",),
     ("trace",),
     ("objects",),
+    ("remat",),
     ("cost",),
     ("collectives",),
     ("search",),

@@ -50,21 +50,21 @@ class DroppingEmitter(SpecsEmitter):
         self._now = (op, use) if use is not None and added else None
         super().plain(frame, op)
 
-    def bind(self, op: Op, inputs: Sequence[Any]) -> list[Any]:
+    def bind(self, op: Op, inputs: Sequence[Any], *, constant: bool = False) -> list[Any]:
         """The op; where its sum is left out, each device's own term."""
         if self._now is None or self._now[0] is not op:
-            return super().bind(op, inputs)
+            return super().bind(op, inputs, constant=constant)
         use, self._now = self._now[1], None
         needs = tuple(partition_spec(n, self.names) for n in use.needs)
         gives = tuple(partition_spec(Layout(g.dims), self.names) for g in use.gives)
         local = jax.shard_map(
-            lambda *xs: tuple(self._bare(op, xs)), mesh=self.mesh, in_specs=needs, out_specs=gives, check_vma=False
+            lambda *xs: tuple(self._bare(op, xs, constant)), mesh=self.mesh, in_specs=needs, out_specs=gives, check_vma=False
         )
         what = f"the sum of {op.primitive} at {op.source}"
         if not self._same_parameters(op, local, inputs):
             self.skipped.append(what)
-            return super().bind(op, inputs)
-        return list(local(*inputs)) if self._drops(what) else super().bind(op, inputs)
+            return super().bind(op, inputs, constant=constant)
+        return list(local(*inputs)) if self._drops(what) else super().bind(op, inputs, constant=constant)
 
     def _same_parameters(self, op: Op, local: Any, inputs: Sequence[Any]) -> bool:
         """Whether one device's share of the op is the op itself on its blocks; of any other the sum cannot be left out here."""
@@ -75,8 +75,8 @@ class DroppingEmitter(SpecsEmitter):
         whole = [v.aval.shape for v in op.handle.outvars]
         return [x.shape for x in results] == whole
 
-    def _bare(self, op: Op, inputs: Sequence[Any]) -> list[Any]:
-        return super().bind(op, inputs)
+    def _bare(self, op: Op, inputs: Sequence[Any], constant: bool) -> list[Any]:
+        return super().bind(op, inputs, constant=constant)
 
     def move(self, value: Any, shape: tuple[int, ...], nbytes: int, before: Layout, after: Layout) -> Any:
         """Resharding; left out, copies of the device's own block."""

@@ -414,9 +414,16 @@ class SpecsEmitter:
     def remat(self, frame: _Frame, op: Op) -> list[Any]:
         """Differentiated remat is its body behind a barrier, as JAX lowers it: what was saved is not what is computed again."""
         values = [self.value(frame, i) for i in op.inputs]
+        views = frame.views
         if op.params.get("differentiated") and op.params.get("prevent_cse"):
-            values = list(lax.optimization_barrier(tuple(values)))
-        return self.run(op.bodies[0], (*frame.where, (op.id, 0)), values, frame.views)
+            # resharded copies of what goes in go through the barrier as well: by them the body would read what was there before
+            entered = {frame.ids[i] for i in op.inputs if isinstance(i, int)}
+            copies = {key: x for key, x in frame.views.items() if key[1] in entered}
+            values, behind = lax.optimization_barrier((values, list(copies.values())))
+            views = {**frame.views, **dict(zip(copies, behind, strict=True))}
+        results = self.run(op.bodies[0], (*frame.where, (op.id, 0)), values, views)
+        frame.views.update({key: x for key, x in views.items() if key not in frame.views})
+        return results
 
 
 def _literal(value: Any) -> Any:

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from shardplan.ir import spec_text
+from shardplan.remat import Remat
 from shardplan.report.text import collective_rows
 from shardplan.search.idle import idle
 
@@ -31,11 +32,26 @@ def figures(plan: Plan) -> dict[str, Any]:
         "trace_s": plan.trace_s,
         "search_s": plan.search_s,
         "operators": plan.operators,
+        "remat": remat_json(plan.remat),
         "objective": plan.objective,
         "time_model": plan.time_model,
         "axes": dict(plan.axes),
         "matrix": plan.matrix,
         "in_specs": {path: spec_text(spec) for path, spec in plan.specs_by_path.items()},
+    }
+
+
+def remat_json(remat: Remat) -> dict[str, Any]:
+    """What is computed again: bytes of whole values; ``without`` is the best plan that computes nothing again."""
+    return {
+        "chosen": bool(remat.parts),
+        "policy": remat.policy,
+        "loops": remat.loops,
+        "blocks": remat.blocks,
+        "operators": remat.operators,
+        "saved_bytes": remat.saved_bytes,
+        "without": asdict(remat.without) if remat.without is not None else None,
+        "note": remat.note,
     }
 
 

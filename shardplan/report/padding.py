@@ -70,8 +70,8 @@ def padded_seconds(plan: Plan, old: int, new: int) -> float | None:
     None where nobody can tell: the step makes other sizes out of this one. The plan's pins hold, and its objective. It takes as
     long as planning.
     """
-    program = _resized(plan.traced.program, old, new)
-    if not _whole(plan.traced.program, program):
+    program = _resized(plan.program, old, new)
+    if not _whole(plan.program, program):
         return None
     graph = flatten(program, replicate=plan.replicate)
     coarse, donated = coarsen(graph, plan.extractor.problem.coarse.one_choice), frozenset(plan.donated_leaves)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardplan.collectives.dsl import shortened
 from shardplan.ir import spec_text
+from shardplan.remat import Remat
 from shardplan.report.paths import grouped
 from shardplan.report.tables import rate, seconds, size, table
 from shardplan.search.idle import idle
@@ -49,6 +50,7 @@ def _head(plan: Plan, title: str) -> str:
         ("", bound_text(plan)),
         ("memory", f"{size(plan.peak_bytes)} a device of {size(plan.memory_limit)} ({plan.peak_bytes / plan.memory_limit:.1%})"),
         ("traffic", f"{size(plan.communication_bytes)} on the wire, per device and step"),
+        *((("remat", remat_text(plan.remat)),) if plan.remat != Remat() else ()),
         ("planned in", f"{seconds(plan.search_s)}, after {seconds(plan.trace_s)} of tracing"),
     ]
     rows += [("note", _STOPPED[plan.stopped])] if plan.stopped else []
@@ -72,12 +74,29 @@ def _step_time(plan: Plan) -> str:
     return f"{seconds(plan.step_time_s)}: {spent}, {how}"
 
 
+def remat_text(remat: Remat) -> str:
+    """What is computed again in the backward pass, and what the plan would be without."""
+    if not remat.parts:
+        return f"nothing is computed again: {remat.note}"
+    counts = [(remat.loops, "loop body", "loop bodies"), (remat.blocks, "block", "blocks")]
+    what = " and ".join(f"{n} {one if n == 1 else many}" for n, one, many in counts if n)
+    but = ", contractions excepted" if remat.policy == "light" else ""
+    text = f"{what} computed again in the backward pass{but} ({remat.operators} operators): {size(remat.saved_bytes)} not kept"
+    without = remat.without
+    if without is None:
+        return text
+    if not without.fits:
+        return f"{text}; without, nothing fits (the smallest found {size(without.peak_bytes)} a device)"
+    return f"{text}; without, {seconds(without.step_time_s)} a step"
+
+
 def bound_text(plan: Plan) -> str:
     """How far from the best the plan may be."""
     if plan.lower_bound_s <= 0:
         return "no lower bound is known"
     pins = " with these pins" if plan.pins else ""
     pins += {"layers": " with one choice for equal layers", "none": "", "timesteps": ""}[plan.extractor.problem.coarse.one_choice]
+    pins += " with what is computed again" if plan.remat.parts else ""
     unlimited_s = plan.bound.unlimited_s
     if unlimited_s is not None and plan.step_time_s <= unlimited_s * (1 + 1e-6):
         return f"the optimum of the cost model{pins}: no layout of this mesh is faster"

@@ -388,6 +388,11 @@ class Bound:
         self._problem, self._live, self._domains = problem, live, domains
         self._free, self._chosen, self._limit, self._work = free, chosen, limit, work
 
+    @property
+    def free_s(self) -> float:
+        """Seconds of the best solution that was found without a memory limit."""
+        return self._free.seconds
+
     @cached_property
     def seconds(self) -> float:
         """The optimum where nothing else binds, else the better of it and of what dual ascent finds."""

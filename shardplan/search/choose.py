@@ -71,7 +71,7 @@ def best_of_factorings(graph: Graph, coarse: Coarse, cluster: Cluster, wanted: W
             if best is None or not best[1].best.fits(wanted.memory):
                 raise
             return _stopped_by(best, "interrupted")
-        if best is None or _better(found, best, wanted.memory):
+        if best is None or better(found, best, wanted.memory):
             best = found
         if found[1].stopped:
             return _stopped_by(best, found[1].stopped)
@@ -89,7 +89,7 @@ def _fewest_factors(found: Found, solved: _Solve, wanted: Wanted) -> Found:
             if not found[1].best.fits(wanted.memory):
                 raise
             return _stopped_by(found, "interrupted")
-        if _better(found, again, wanted.memory):
+        if better(found, again, wanted.memory):
             return _stopped_by(found, again[1].stopped) if again[1].stopped else found
         found = again
     return found
@@ -117,7 +117,7 @@ def _pinned(problems: Sequence[Problem], pins: Pins) -> list[tuple[Problem, tupl
     return found
 
 
-def _better(a: Found, b: Found, limit: int) -> bool:
+def better(a: Found, b: Found, limit: int) -> bool:
     """A plan that fits before one that does not, then the faster (the smaller, where neither fits)."""
     one, other = a[1].best, b[1].best
     if one.fits(limit) != other.fits(limit):

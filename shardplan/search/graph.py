@@ -211,6 +211,10 @@ class _Flattener:
             case "remat2" | "checkpoint":
                 body = op.bodies[0]
                 same = {t: g for t, g in zip(body.inputs, inputs, strict=True) if g >= 0}
+                made = {t for inner in body.ops for t in inner.outputs}
+                for t, g in zip(body.outputs, outputs, strict=True):
+                    if isinstance(t, int) and t in made:
+                        same.setdefault(t, g)  # what the body makes it makes outside
                 back = backward or bool(op.params.get("differentiated"))
                 inner = self.place(body, (*where, (op.id, 0)), same, weight, back)
                 self.ends(body, inner, outputs, weight, same=True)
@@ -241,9 +245,9 @@ class _Flattener:
 
     def ends(self, body: Program, inner: tuple[int, ...], outputs: Sequence[int], weight: float, *, same: bool) -> None:
         for local, outer in zip(body.outputs, outputs, strict=True):
-            if isinstance(local, int):
+            if isinstance(local, int) and inner[local] != outer:
                 self.links.append(Link(inner[local], outer, 0, weight, same))
-            else:
+            elif not isinstance(local, int):
                 self.constants.add(outer)
 
     def scan(self, op: Op, where: Where, inputs: list[int], outputs: list[int], weight: float, backward: bool) -> None:

@@ -1,0 +1,245 @@
+"""Scans: what the forward loop stacks up for the backward loop alone, the backward body computes again.
+
+It needs what the forward body reads: constants and slices are there anyway, and what is carried is stacked up in place of all
+else. With the policy "light" the results of contractions are stacked up, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from shardplan.ir import Op, Operand, Program, Tensor
+from shardplan.remat.parts import REPEATED, IsHeavy, Part, Policy, Where, backward, closure, made_by, readers, repeatable
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """A scan's parameters as they are read here."""
+
+    op: Op
+
+    @property
+    def body(self) -> Program:
+        """What runs in each iteration."""
+        return self.op.bodies[0]
+
+    @property
+    def consts(self) -> int:
+        """How many inputs are the same in each iteration: they come first."""
+        return int(self.op.params["num_consts"])
+
+    @property
+    def carry(self) -> int:
+        """How many are carried: they come next, and are the first results."""
+        return int(self.op.params["num_carry"])
+
+    @property
+    def length(self) -> int:
+        """Iterations."""
+        return int(self.op.params["length"])
+
+    def stacked(self, local: int) -> list[int]:
+        """The results that stack up this value of the body."""
+        return [o for o, t in zip(self.op.outputs[self.carry :], self.body.outputs[self.carry :], strict=True) if t == local]
+
+
+def find_loops(program: Program, where: Where, heavy: IsHeavy, policy: Policy) -> list[Part]:
+    """The scans of a program whose bodies are worth computing again: fewer bytes are stacked up."""
+    read, places = readers(program), {op.id: i for i, op in enumerate(program.ops)}
+    found: list[Part] = []
+    for op in program.ops:
+        if op.primitive != "scan" or backward(op):
+            continue
+        forward = Scan(op)
+        pairs = _handed_over(program, forward, read)
+        for reader in sorted({b for b, _ in pairs.values()}, key=lambda b: places[b]):
+            own = {local: nbytes for local, (b, nbytes) in pairs.items() if b == reader}
+            part = _part(forward, reader, own, where, heavy, policy)
+            if part is not None:
+                found.append(part)
+                break  # one backward loop each: a second one reads what is left on the stacks
+    return found
+
+
+def _handed_over(program: Program, forward: Scan, read: Mapping[int, list[int]]) -> dict[int, tuple[int, int]]:
+    """Values of the forward body that one backward loop alone reads, slice by slice: (its id, bytes of the stacks)."""
+    found: dict[int, tuple[int, int]] = {}
+    shared: set[int] = set()
+    ends = set(program.outputs)
+    for outer, local in zip(forward.op.outputs[forward.carry :], forward.body.outputs[forward.carry :], strict=True):
+        if not isinstance(local, int):
+            continue
+        by = [program.ops[i] for i in read.get(outer, [])]
+        alone = len(by) == 1 and outer not in ends and _reads_slices(by[0], outer, forward)
+        if not alone or (local in found and found[local][0] != by[0].id):
+            shared.add(local)
+            continue
+        found[local] = by[0].id, found.get(local, (0, 0))[1] + program.tensors[outer].nbytes
+    return {local: row for local, row in found.items() if local not in shared}
+
+
+def _reads_slices(op: Op, outer: int, forward: Scan) -> bool:
+    if op.primitive != "scan" or not backward(op) or Scan(op).length != forward.length:
+        return False
+    other = Scan(op)
+    return outer not in op.inputs[: other.consts + other.carry]
+
+
+def _part(forward: Scan, reader: int, own: Mapping[int, int], where: Where, heavy: IsHeavy, policy: Policy) -> Part | None:
+    body, inside = forward.body, (*where, (forward.op.id, 0))
+    maker = made_by(body)
+
+    def kept(t: int) -> bool:
+        op = body.ops[maker[t]] if t in maker else None
+        return op is None or not repeatable(op) or (policy == "light" and heavy(inside, op.id))
+
+    wanted = [t for t in own if not kept(t)]
+    if not wanted:
+        return None
+    places, entries = closure(body, wanted, kept)
+    more = [t for t in _stacked_too(forward, entries) if not forward.stacked(t)]
+    saved = sum(own[t] for t in wanted) - forward.length * sum(body.tensors[t].nbytes for t in more)
+    return Part(where, tuple(body.ops[i].id for i in places), (forward.op.id, reader), saved) if saved > 0 else None
+
+
+def _stacked_too(forward: Scan, entries: frozenset[int]) -> list[int]:
+    """Of what is read to compute again that which differs from iteration to iteration, and is no slice."""
+    place = {t: i for i, t in enumerate(forward.body.inputs)}
+    steady = {t for t, _ in forward.body.constants}
+    lasting = {t for t, i in place.items() if i < forward.consts or i >= forward.consts + forward.carry}
+    return sorted(entries - steady - lasting)
+
+
+def loop_again(program: Program, part: Part) -> Program:
+    """The program with this part computed again in its backward loop."""
+    assert part.loop is not None
+    ops = {op.id: op for op in program.ops}
+    forward, back = Scan(ops[part.loop[0]]), Scan(ops[part.loop[1]])
+    again = [op for op in forward.body.ops if op.id in set(part.ops)]
+    made = {t for op in again for t in op.outputs}
+    entries = frozenset(t for op in again for t in op.tensors) - made
+    tensors = list(program.tensors)
+    handed = {t for t, (by, _) in _handed_over(program, forward, readers(program)).items() if t in made and by == back.op.id}
+    slim, stacks = _slim(forward, handed, _stacked_too(forward, entries), tensors)
+    fed = _Feeder(forward, back, stacks, again, handed)
+    changed = {forward.op.id: slim, back.op.id: fed.op()}
+    return replace(program, tensors=tuple(tensors), ops=tuple(changed.get(op.id, op) for op in program.ops))
+
+
+def _slim(forward: Scan, handed: set[int], entries: Sequence[int], tensors: list[Tensor]) -> tuple[Op, dict[int, int]]:
+    """(the forward loop without the stacks of what is ``handed`` over no more, the stack of each of these ``entries``)."""
+    body, op = forward.body, forward.op
+    pairs = list(zip(op.outputs, body.outputs, strict=True))
+    stays = [(o, t) for i, (o, t) in enumerate(pairs) if i < forward.carry or t not in handed]
+    stacks: dict[int, int] = {}
+    for t in entries:
+        there = [o for o, local in stays[forward.carry :] if local == t]
+        if not there:
+            of = body.tensors[t]
+            tensors.append(Tensor(len(tensors), (forward.length, *of.shape), of.dtype, of.itemsize))
+            there = [tensors[-1].id]
+            stays.append((there[0], t))
+        stacks[t] = there[0]
+    slim = pruned(replace(body, outputs=tuple(t for _, t in stays)))
+    return replace(op, outputs=tuple(o for o, _ in stays), bodies=(slim,)), stacks
+
+
+class _Feeder:
+    """Puts ops of the forward body before those of the backward body."""
+
+    def __init__(self, forward: Scan, back: Scan, stacks: Mapping[int, int], again: Sequence[Op], handed: set[int]) -> None:
+        self.forward, self.back, self.stacks, self.again, self.handed = forward, back, stacks, again, handed
+        self.tensors = list(back.body.tensors)
+        entry, inputs = back.body.inputs, back.op.inputs
+        at = back.consts, back.consts + back.carry
+        self.consts: list[tuple[int, Operand]] = list(zip(entry[: at[0]], inputs[: at[0]], strict=True))
+        self.slices: list[tuple[int, Operand]] = list(zip(entry[at[1] :], inputs[at[1] :], strict=True))
+        self.constants = list(back.body.constants)
+        self.new: dict[int, int] = {}  # tensors of the forward body in the backward body
+
+    def op(self) -> Op:
+        """The backward loop."""
+        body, back = self.back.body, self.back
+        first = 1 + max((op.id for op in body.ops), default=-1)
+        ops: list[Op] = []
+        for n, op in enumerate(self.again):
+            inputs = tuple(self.of(i) if isinstance(i, int) else i for i in op.inputs)
+            outputs = tuple(self.made(t) for t in op.outputs)
+            ops.append(replace(op, id=first + n, inputs=inputs, outputs=outputs, scope=f"{REPEATED}/{op.scope}"))
+        later = self.replaced()
+        kept = [(t, o) for t, o in self.slices if t not in later]
+        carried = back.consts, back.consts + back.carry
+        new = Program(
+            tensors=tuple(self.tensors),
+            ops=(*ops, *(renamed(op, later) for op in body.ops)),
+            inputs=(*(t for t, _ in self.consts), *body.inputs[carried[0] : carried[1]], *(t for t, _ in kept)),
+            outputs=tuple(later.get(t, t) if isinstance(t, int) else t for t in body.outputs),
+            constants=tuple(self.constants),
+        )
+        outer = (*(o for _, o in self.consts), *back.op.inputs[carried[0] : carried[1]], *(o for _, o in kept))
+        params = {**back.op.params, "num_consts": len(self.consts)}
+        return replace(back.op, inputs=outer, bodies=(new,), params=params)
+
+    def replaced(self) -> dict[int, int]:
+        """Inputs of the backward body that are slices of what is now made in it."""
+        pairs = zip(self.forward.op.outputs[self.forward.carry :], self.forward.body.outputs[self.forward.carry :], strict=True)
+        of = {outer: self.new[local] for outer, local in pairs if isinstance(local, int) and local in self.handed}
+        return {t: of[o] for t, o in self.slices if isinstance(o, int) and o in of}
+
+    def made(self, local: int) -> int:
+        """A new tensor of the backward body for one of the forward body."""
+        self.new[local] = self.tensor(self.forward.body.tensors[local])
+        return self.new[local]
+
+    def of(self, local: int) -> int:
+        """The tensor of the backward body that is this one of the forward body; what comes from outside enters it."""
+        if local not in self.new:
+            self.new[local] = self.entered(local)
+        return self.new[local]
+
+    def entered(self, local: int) -> int:
+        """The input of the backward body for a value that the forward body reads, or stacks up."""
+        forward = self.forward
+        value = dict(forward.body.constants).get(local)
+        if value is not None:
+            t = self.tensor(forward.body.tensors[local])
+            self.constants.append((t, value))
+            return t
+        place = {t: i for i, t in enumerate(forward.body.inputs)}.get(local)
+        if local in self.stacks:
+            return self.input(self.slices, self.stacks[local], local)
+        assert place is not None
+        return self.input(self.consts if place < forward.consts else self.slices, forward.op.inputs[place], local)
+
+    def input(self, rows: list[tuple[int, Operand]], outer: Operand, local: int) -> int:
+        """The input that reads this operand: one that is there, or a new one."""
+        there = [t for t, o in rows if isinstance(o, int) and o == outer]
+        if there:
+            return there[0]
+        rows.append((self.tensor(self.forward.body.tensors[local]), outer))
+        return rows[-1][0]
+
+    def tensor(self, like: Tensor) -> int:
+        """A new tensor of the backward body."""
+        self.tensors.append(replace(like, id=len(self.tensors)))
+        return self.tensors[-1].id
+
+
+def renamed(op: Op, names: Mapping[int, int]) -> Op:
+    """The op with other operands."""
+    if not any(t in names for t in op.tensors):
+        return op
+    return replace(op, inputs=tuple(names.get(i, i) if isinstance(i, int) else i for i in op.inputs))
+
+
+def pruned(program: Program) -> Program:
+    """The program without ops that nothing depends on; those with effects stay."""
+    live = {t for t in program.outputs if isinstance(t, int)}
+    kept: list[Op] = []
+    for op in reversed(program.ops):
+        if any(t in live for t in op.outputs) or (op.handle is not None and op.handle.effects):
+            kept.append(op)
+            live.update(op.tensors)
+    kept.reverse()
+    return replace(program, ops=tuple(kept), constants=tuple((t, v) for t, v in program.constants if t in live))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import sys
 import sysconfig
 import traceback
@@ -29,14 +30,20 @@ def source_line(eqn: Any) -> str:
 
 
 def raised_at(error: BaseException) -> str:
-    """``file:line (function)`` of the last of the user's lines on the way to an error, libraries left out."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if not f.filename.startswith((*_INSTALLED, _HERE))] or list(frames)
-    return f"{own[-1].filename}:{own[-1].lineno} ({own[-1].name})" if own else "?"
+    """``file:line (function)`` of the last of the user's lines on the way to an error, libraries left out.
+
+    Where there is none the user's code was not reached: then it is the line that called us, or nothing where none did.
+    """
+    for frames in (traceback.extract_tb(error.__traceback__), traceback.extract_stack()):
+        own = [f for f in frames if not f.filename.startswith(_NOT_THE_USERS)]
+        if own:
+            return f"{own[-1].filename}:{own[-1].lineno} ({own[-1].name})"
+    return ""
 
 
-_HERE = str(Path(__file__).parent)
 _INSTALLED = tuple(sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}))
+_OTHERS = (*_INSTALLED, str(Path(__file__).parent), *(sysconfig.get_path(p) for p in ("stdlib", "scripts")))
+_NOT_THE_USERS = ("<frozen ", *(path + os.sep for path in _OTHERS))
 
 
 def itemsize(dtype: Any) -> int:

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from shardplan import _jax
 from shardplan.clusters import ClusterLike, resolve_cluster
-from shardplan.errors import MemoryLimitError, PinError, ShardplanError, nearest
+from shardplan.errors import MemoryLimitError, PinError, ShardplanError, nearest, size_text
 from shardplan.ir import Program, spec_text
 from shardplan.objects import trace_step
 from shardplan.plans import Plan
@@ -230,5 +230,5 @@ def _largest(problem: Problem, solution: Solution) -> str:
         part = 1.0 if v == FREE else memory.local_bytes(problem, v, solution.states[v])
         rows.append((graph.tensors[t].nbytes * part, path))
     held = sum(n for n, _ in rows)
-    top = ", ".join(f"{p} {n / 2**20:.2f} MiB" for n, p in sorted(rows, reverse=True)[:3])
-    return f"of it arguments {held / 2**20:.2f} MiB, the largest {top}"
+    top = ", ".join(f"{p} {size_text(n)}" for n, p in sorted(rows, reverse=True)[:3])
+    return f"of it arguments {size_text(held)}, the largest {top}"

@@ -1,7 +1,8 @@
 """The command line: `shardplan plan | verify | compare | score | explain | mesh | reduce | tdl | calibrate`.
 
 With ``--json`` one JSON object goes to stdout and nothing else does; progress and warnings go to stderr. Exit code 0: done, 1: a
-check failed, 2: the user's error, said in one line (with SHARDPLAN_TRACEBACK=1 in the environment, the whole way to it too).
+check failed, 2: the user's error, said in one line (with SHARDPLAN_TRACEBACK=1 in the environment, the whole way to it too), 130:
+interrupted by Ctrl-C, said in one line.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from shardplan import interrupts
 from shardplan.errors import PlanFileError, ShardplanError, UndescribedPrimitiveError
 from shardplan.report.report import Report
 
@@ -29,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = _parser().parse_args(argv)
         # a factory may print: nothing but the report belongs on stdout
-        with contextlib.redirect_stdout(sys.stderr):
+        with contextlib.redirect_stdout(sys.stderr), interrupts.heard():
             report: Report = options.run(options)
         print(json.dumps(report.json) if options.json else report.text)
         sys.stdout.flush()
@@ -39,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("SHARDPLAN_TRACEBACK"):
             traceback.print_exception(error)
         return 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        print(f"shardplan: interrupted {str(error) or 'before it was done'}", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -210,6 +213,19 @@ def _planned(
     options: argparse.Namespace, *, concrete: bool = False, file: str | None = None
 ) -> tuple[Any, Callable[..., Any], tuple[Any, ...]]:
     """(plan, step, args) of a TARGET; the plan is read from a file where one is given."""
+    rest = "any plan fit: wait longer, or give a --time-budget, after which the best plan so far is taken"
+    with interrupts.before(rest if file is None else f"the plan in {file} was read"):
+        made, step, args = _made(options, concrete=concrete, file=file)
+    if made.stopped == "interrupted" and file is None:
+        if options.run is not _plan:  # what comes next would take longer than the search
+            raise KeyboardInterrupt(
+                f"before {options.command} began: shardplan plan -o FILE saves the best plan so far, also with a --time-budget"
+            )
+        print("shardplan: interrupted: this is the best plan until then", file=sys.stderr)
+    return made, step, args
+
+
+def _made(options: argparse.Namespace, *, concrete: bool, file: str | None) -> tuple[Any, Callable[..., Any], tuple[Any, ...]]:
     from shardplan.target import load_target, read_options, read_pins, simulate, use_cpu
 
     if file is not None:
@@ -243,10 +259,6 @@ def _planned(
             remat=options.remat or "none",
             observer=progress,
         )
-    if made.stopped == "interrupted":
-        if options.run is not _plan:  # what comes next would take longer than the search
-            raise KeyboardInterrupt
-        print("shardplan: interrupted: this is the best plan until then", file=sys.stderr)
     return made, step, args
 
 
@@ -323,8 +335,8 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--measure", action="store_true", help="compile each and measure its bytes and memory")
 
     one = _command(commands, "score", _score, "price a sharding of your own")
-    _takes_target(one)
-    one.add_argument("--specs", metavar="FILE", required=True)
+    _takes_target(one, required=False)  # whatever it is given, it is not there yet
+    one.add_argument("--specs", metavar="FILE")
 
     one = _command(commands, "explain", _explain, "why a saved plan is as it is")
     one.add_argument("file", metavar="plan.json")
@@ -371,9 +383,12 @@ def _takes_axes(one: argparse.ArgumentParser, *, over_required: bool) -> None:
     one.add_argument("--algorithm", default="auto", choices=["auto", "ring", "tree"])
 
 
-def _takes_target(one: argparse.ArgumentParser) -> None:
+def _takes_target(one: argparse.ArgumentParser, *, required: bool = True) -> None:
     one.add_argument(
-        "target", metavar="TARGET", help="package.module:factory or file.py:factory; the factory returns (step, args)"
+        "target",
+        nargs=None if required else "?",
+        metavar="TARGET",
+        help="package.module:factory or file.py:factory; the factory returns (step, args)",
     )
     one.add_argument(
         "--cluster", metavar="CLUSTER", help='a preset with its nodes ("dgx-h100:4"), a TOML file or a shape ("2x4")'

@@ -134,17 +134,16 @@ class MemoryLimitError(ShardplanError):
         unfinished: bool = False,
         rematerialised: bool = False,
     ) -> None:
-        enough = -(-smallest_bytes // 2**20) + 1
-        held = ", ".join(f"{pin} ({_size(nbytes)} more than its smallest layout)" for pin, nbytes in (pins or {}).items())
+        held = ", ".join(f"{pin} ({size_text(nbytes)} more than its smallest layout)" for pin, nbytes in (pins or {}).items())
         super().__init__(
             ("no plan was found in the time budget that" if unfinished else "no plan")
-            + f" fits in {_size(limit_bytes)} a device: the smallest found"
+            + f" fits in {size_text(limit_bytes)} a device: the smallest found"
             + (", activations computed again where that helps," if rematerialised else "")
-            + f" needs {_size(smallest_bytes)}"
+            + f" needs {size_text(smallest_bytes)}"
             + (f" ({detail})" if detail else "")
             + (f"; pins {'that alone exceed it' if together else 'in the way'}: {held}" if held else "")
             + ("; give it more time (time_budget_s)" if unfinished else "")
-            + f"; raise the memory limit to {enough}MiB, use more devices"
+            + f"; raise the memory limit to {_enough(smallest_bytes)}, use more devices"
             + (", or remat" if not rematerialised else "")
             + (", or lift pins" if held else "")
         )
@@ -199,9 +198,16 @@ class TargetError(ShardplanError):
     """A command-line TARGET that does not import, or whose factory returns the wrong thing."""
 
 
-def _size(nbytes: float) -> str:
-    units = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+def size_text(nbytes: float) -> str:
+    """Bytes as errors say them: 1.50 GiB."""
+    units = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
     return next((f"{nbytes / unit:.2f} {name}" for unit, name in units if nbytes >= unit), f"{nbytes:.0f} bytes")
+
+
+def _enough(nbytes: int) -> str:
+    """A limit that so many bytes keep to, as options take it: rounded up, by a part in a thousand at most."""
+    unit, name = next((row for row in ((2**30, "GiB"), (2**20, "MiB")) if nbytes >= 1000 * row[0]), (2**10, "KiB"))
+    return f"{-(-nbytes // unit)}{name}"
 
 
 def nearest(name: str, known: Sequence[str], *, count: int = 3) -> str:

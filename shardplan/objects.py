@@ -145,8 +145,12 @@ def trace_step(step: Callable[..., Any], args: Sequence[Any], donated: Sequence[
     """Traces a step on arguments that may hold objects, whole or taken apart; what an object holds feeds back into it.
 
     Raises:
-        TraceError: if the step fails on these shapes.
+        TraceError: if the step is no function, or fails on these shapes.
     """
+    if not callable(step):
+        raise TraceError(
+            f"the step is {step!r}, a value of type {type(step).__name__}: give the function that makes a train step"
+        )
     args = jax.tree_util.tree_map_with_path(lambda path, x: _abstract(step, path, x), apart(tuple(args)))
     traced = trace(Pure(step, donated), *args, donate_argnums=donated)
     back = _feedback(step, traced)

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from shardplan.api import plan as make_plan
 from shardplan.clusters import ClusterLike, resolve_cluster
-from shardplan.errors import ArgumentError, PlanFileError, ShardplanError
+from shardplan.errors import ArgumentError, PlanFileError, ShardplanError, nearest
 from shardplan.files import read_plan_file
 from shardplan.fingerprint import fingerprint
 from shardplan.ir import spec_text
@@ -30,6 +30,14 @@ from shardplan.runner import Runner, check_tree
 from shardplan.sizes import parse_bytes
 
 _log = logging.getLogger("shardplan")
+
+
+_PLANNED = tuple(
+    name
+    for name, p in inspect.signature(make_plan).parameters.items()
+    if p.kind is inspect.Parameter.KEYWORD_ONLY and name not in ("cluster", "donate_argnums")
+)
+"""The options of `shardplan.plan` that the decorator hands on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +70,16 @@ def parallelize(
     nnx modules and optimizers among the arguments are updated in place, as under `nnx.jit`. Numbers of arguments count as the
     step has them, static ones included, and may be negative. ``cache_dir`` keeps plans by what the step traces to, the cluster
     and the options: another process with the same step finds them.
+
+    Raises:
+        ShardplanError: for an option that does not exist.
     """
+    for option in options:
+        if option not in _PLANNED:
+            known = sorted({*_PLANNED, *inspect.signature(parallelize).parameters} - {"options"})
+            raise ShardplanError(
+                f"parallelize has no option {option!r}{nearest(option, known) or ' (known: ' + ', '.join(known) + ')'}"
+            )
     names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
     given = _Settings(cluster, donate_argnums, static_argnums, names, devices, cache_dir, backend, options)
     return lambda step: Parallel(step, given)

@@ -82,9 +82,10 @@ def trace(step: Callable[..., Any], *args: Any, donate_argnums: Sequence[int] = 
 
 
 def _untraceable(error: BaseException) -> TraceError:
+    place = _jax.raised_at(error)
     return TraceError(
-        f"the step could not be traced on these shapes: {type(error).__name__}: {_first_line(error)}, at "
-        f"{_jax.raised_at(error)}; jax.eval_shape(step, *args) fails alike, and shows the whole way there"
+        f"the step could not be traced on these shapes: {type(error).__name__}: {_first_line(error)}"
+        f"{f', at {place}' if place else ''}; jax.eval_shape(step, *args) fails alike, and shows the whole way there"
     )
 
 

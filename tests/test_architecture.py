@@ -40,7 +40,9 @@ ROWS = (
         "api",
         "parallel",
         "target",
+        "interrupts",
         "cli",
+        "__main__",
         "pytest_plugin",
     ),
 )

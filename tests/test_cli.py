@@ -295,6 +295,7 @@ MISTAKES = [
     (["reduce", "--cluster", "2x4", "--axes", "2 4", "--over", "7", "--matrix", "2 1 / 1 4", "--bytes", "10"], "7"),
     (["tdl", "dot_genral"], "nearest: dot_general"),
     (["score", "small.py:train_step", "--cluster", "2x4", "--specs", "s.json"], "not there yet"),
+    (["score"], "not there yet"),
     (["calibrate"], "not there yet"),
     (["fly"], "invalid choice"),
     ([], "COMMAND"),

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import re
+import signal
+import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +20,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardplan
+from shardplan import interrupts
+from shardplan.__main__ import main as entry
 from shardplan.cli import main
 from shardplan.target import load_target
 
@@ -49,6 +57,38 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
 def test_an_option_that_cannot_be_is_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(shardplan.ShardplanError, match=says):
         shardplan.plan(step, W, **{"cluster": "2x4", **options})
+
+
+@pytest.mark.parametrize("given", ["a decorated step", "a plan", "a file"])
+def test_a_step_that_lacks_an_argument_is_said_where_it_is_called(given: str, tmp_path: Path) -> None:
+    def pair(w: Any, x: Any) -> Any:
+        return w + x
+
+    file = tmp_path / "plan.json"
+    shardplan.plan(step, W, cluster="2").save(file)
+    calls: dict[str, Callable[[], Any]] = {
+        "a decorated step": lambda: shardplan.parallelize("2")(pair)(jnp.ones(8)),
+        "a plan": lambda: shardplan.plan(pair, W, cluster="2"),
+        "a file": lambda: shardplan.load(file, pair, W),
+    }
+    with pytest.raises(
+        shardplan.TraceError, match=rf"missing 1 .*: 'x', at {re.escape(__file__)}:\d+ \(<lambda>\); jax.eval_shape"
+    ):
+        calls[given]()
+
+
+def test_a_step_that_is_no_function_is_said() -> None:
+    with pytest.raises(shardplan.TraceError, match="the step is None, a value of type NoneType: give the function"):
+        shardplan.plan(None, W, cluster="2")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("option", "says"), [("pinz", r"no option 'pinz' \(nearest: pins"), ("zz", r"no option 'zz' \(known: backend, cache_dir,")]
+)
+def test_an_option_of_the_decorator_that_does_not_exist_is_refused_at_once(option: str, says: str) -> None:
+    given: dict[str, Any] = {option: {}}
+    with pytest.raises(shardplan.ShardplanError, match=says):
+        shardplan.parallelize("2", **given)
 
 
 def test_a_limit_may_be_a_float_and_a_primitive_a_word() -> None:
@@ -119,6 +159,8 @@ def decorated():
 def odd(n=1):
     def inner(): pass
     return inner + n
+def lacks():
+    return (lambda a, b: a * b), shape
 def fine():
     return (lambda w: w * 2), shape
 """
@@ -159,6 +201,14 @@ def test_a_target_that_fails_is_said_in_one_line(
     assert "Traceback" in capsys.readouterr().err
 
 
+def test_a_place_is_left_out_where_no_line_of_the_users_leads_there(code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a thread of its own the command line is called by libraries alone, as it is by its script."""
+    thread = threading.Thread(target=main, args=(["plan", f"{code}:lacks", "--cluster", "4"],))
+    thread.start()
+    thread.join()
+    assert "missing 1 required positional argument: 'b'; jax.eval_shape(step" in capsys.readouterr().err
+
+
 def test_an_interrupt_is_no_failure_of_the_users_code(code: str) -> None:
     Path(code).write_text("def f(): raise KeyboardInterrupt\n")
     with pytest.raises(KeyboardInterrupt):
@@ -169,6 +219,79 @@ def test_no_address_comes_into_a_message(code: str) -> None:
     with pytest.raises(shardplan.TargetError) as caught:
         load_target(f"{code}:odd", {"n": "abc"})
     assert " at 0x" not in str(caught.value)
+
+
+# -- interrupts --------------------------------------------------------------------------------------------------------
+
+INTERRUPTED = """
+import jax
+shape = (jax.ShapeDtypeStruct((64, 64), "float32"),)
+def stop(*_): raise KeyboardInterrupt
+def in_step(): return stop, shape
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["plan", "theirs.py:stop"], "before any plan fit: wait longer, or give a --time-budget"),
+        (["plan", "theirs.py:in_step"], "before any plan fit: wait longer, or give a --time-budget"),
+        (["verify", "theirs.py:in_step"], "before any plan fit: wait longer"),
+    ],
+)
+def test_an_interrupt_is_said_in_one_line(words: list[str], says: str, code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path(code).write_text(INTERRUPTED)
+    assert main([*words, "--cluster", "4"]) == 130
+    assert capsys.readouterr().err.startswith(f"shardplan: interrupted {says}")
+
+
+def test_an_interrupt_that_python_drops_is_heard_again(capsys: pytest.CaptureFixture[str]) -> None:
+    """As in a callback of the garbage collector, out of which no exception comes."""
+
+    def stop(_phase: str, _info: Any) -> None:
+        gc.callbacks.remove(stop)
+        raise KeyboardInterrupt
+
+    def work() -> None:
+        gc.callbacks.append(stop)
+        gc.collect()
+        for _ in range(1000):
+            time.sleep(0.01)
+
+    with interrupts.heard(), pytest.raises(KeyboardInterrupt):
+        work()
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("interrupted", [True, False])
+def test_an_interrupt_that_a_module_made_an_import_error_of_is_one(interrupted: bool) -> None:
+    def work() -> None:
+        try:
+            if interrupted:
+                signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            pass
+        raise ImportError
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt if interrupted else ImportError), interrupts.heard():
+        work()
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_an_interrupt_while_loading_is_said_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Interrupting:
+        def find_spec(self, name: str, *_: Any) -> None:
+            if name == "shardplan.cli":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "shardplan.cli")
+    monkeypatch.setattr(sys, "meta_path", [Interrupting(), *sys.meta_path])
+    assert entry() == 130
+    said = capsys.readouterr().err
+    assert said == "shardplan: interrupted while it was loading: nothing was done\n"
 
 
 # -- options of the command line ---------------------------------------------------------------------------------------

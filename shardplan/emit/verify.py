@@ -24,6 +24,7 @@ from shardplan.objects import Pure, apart
 
 if TYPE_CHECKING:
     from shardplan.plans import Plan
+    from shardplan.trace import Traced
 
 PERTURBATIONS = 5
 ALLOWED = 10.0
@@ -57,20 +58,27 @@ class Verified:
     """What a verification found.
 
     ``compared`` counts the numbers of the single-device step that say something: those that are neither infinite nor NaN. Where
-    there is none, nothing is proven and ``equal`` is false. ``max_error`` is the largest error of any leaf as a part of that
-    leaf's maximum. ``recompiles`` counts compilations after the first step, ``moved`` lists the state that comes back in another
-    sharding than it went in: both should be none. Bytes are per device and step; ``measured_bytes`` undoes what only the CPU
-    compiler does (see `shardplan.emit.hlo.measure`).
+    there are ``numbers`` but none of these, nothing is proven and ``equal`` is false. ``max_error`` is the largest error of any
+    leaf as a part of that leaf's maximum. ``recompiles`` counts compilations after the first step, ``single_recompiles`` those of
+    the step under plain `jax.jit`, which are none of the plan's; ``retyped`` lists the arguments that make both compile again:
+    they come back weakly typed and went in otherwise, or the other way round. ``moved`` lists the state that comes back in
+    another sharding than it went in. ``zeros`` lists the integer and boolean arguments that were only shapes: they were all
+    zero, so that a fault that moves integers is not seen in them. Bytes are per device and step; ``measured_bytes`` undoes what
+    only the CPU compiler does (see `shardplan.emit.hlo.measure`).
     """
 
     equal: bool
     compared: int
+    numbers: int
     max_error: float
     steps: int
     worst: Worst
     unequal: tuple[str, ...]
     recompiles: int
+    single_recompiles: int
+    retyped: tuple[str, ...]
     moved: tuple[str, ...]
+    zeros: tuple[str, ...]
     predicted_bytes: float
     measured_bytes: float
     raw_measured_bytes: float
@@ -80,8 +88,8 @@ class Verified:
 
     @property
     def passed(self) -> bool:
-        """Equal, compiled once, and no state moved between steps."""
-        return self.equal and not self.recompiles and not self.moved
+        """Equal, compiled no more often than the single-device step, and no state moved between steps."""
+        return self.equal and self.recompiles <= self.single_recompiles and not self.moved
 
     @property
     def json(self) -> dict[str, Any]:
@@ -113,12 +121,13 @@ def verify(
     tell = observer or (lambda _what, _part: None)
     leaves, tree = jax.tree.flatten(apart(tuple(args)))
     host = [_host(x) for x in drawn(leaves)]
-    loop = _Loop(tree, plan.traced.program.feedback, steps)
+    loop = _Loop(tree, plan.traced.program.feedback, [shape.weak_type for shape in plan.traced.in_shapes], steps)
     tell("the single-device step", 0.1)
     first = devices[0] if devices is not None else jax.devices()[0]
     pure = Pure(step, plan.donate_argnums)
     one = _Single(jax.jit(pure), first, loop)
     single = one.run(host)
+    own_recompiles = one.recompiles
     tell("the sharded step", 0.3)
     sharded = _Sharded(plan, step, devices, backend, drop, loop)
     found = sharded.run(host)
@@ -127,14 +136,18 @@ def verify(
     measured, peak = sharded.compiled(host)
     judged = _judge(plan.traced.program.output_paths, single, found, changes)
     return Verified(
-        equal=not judged.unequal and judged.compared > 0,
+        equal=not judged.unequal and (judged.compared > 0 or not judged.numbers),
         compared=judged.compared,
+        numbers=judged.numbers,
         max_error=judged.max_error,
         steps=steps,
         worst=judged.worst,
         unequal=judged.unequal,
         recompiles=sharded.recompiles,
+        single_recompiles=own_recompiles,
+        retyped=tuple(_retyped(plan.traced)),
         moved=tuple(sharded.moved),
+        zeros=tuple(p for p, x in zip(plan.traced.program.input_paths, leaves, strict=True) if _drawn_as_zero(x)),
         predicted_bytes=float(plan.communication_bytes),
         measured_bytes=float(measured.wire_bytes),
         raw_measured_bytes=float(measured.raw_wire_bytes),
@@ -179,6 +192,23 @@ def _draw(shape: jax.ShapeDtypeStruct, rng: np.random.Generator, seed: int) -> A
     return jnp.zeros(shape.shape, shape.dtype)
 
 
+def _drawn_as_zero(leaf: Any) -> bool:
+    """Whether a leaf is a shape that holds integers or booleans, and any of them."""
+    return (
+        isinstance(leaf, jax.ShapeDtypeStruct)
+        and leaf.size > 0
+        and not (_is_key(leaf) or jnp.issubdtype(leaf.dtype, jnp.inexact))
+    )
+
+
+def _retyped(traced: Traced) -> list[str]:
+    """The arguments that come back weakly typed and went in otherwise, or the other way round: ``lr (weak to strong)``."""
+    pairs = zip(traced.out_shapes, traced.program.feedback, strict=True)
+    odd = sorted({i for out, i in pairs if i is not None and out.weak_type != traced.in_shapes[i].weak_type})
+    ways = {True: "weak to strong", False: "strong to weak"}
+    return [f"{traced.program.input_paths[i]} ({ways[traced.in_shapes[i].weak_type]})" for i in odd]
+
+
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 
@@ -192,24 +222,34 @@ class _Key:
 
 @dataclass(frozen=True, slots=True)
 class _Loop:
-    """How a step's results become its next arguments."""
+    """How a step's results become its next arguments. ``weak``: which leaves of these are weakly typed, as Python's numbers."""
 
     tree: Any
     feedback: tuple[int | None, ...]
+    weak: Sequence[bool]
     steps: int
+
+    def put(self, leaf: int, x: Any, where: Any) -> Any:
+        """A leaf on a device or in a sharding, as weakly typed as it was planned."""
+        placed = jax.device_put(_array(x), where)
+        return _jax.weakly_typed(placed) if self.weak[leaf] else placed
 
 
 class _Single:
-    """The step as it is, compiled once for one device."""
+    """The step as it is, compiled for one device; it notes what compiled again in the latest run."""
 
     def __init__(self, run: Callable[..., Any], device: Any, loop: _Loop) -> None:
         self._run, self._device, self._loop = run, device, loop
+        self.recompiles = 0
 
     def run(self, host: Sequence[Any], seed: int = 0) -> list[list[np.ndarray]]:
-        flat = [jax.device_put(_array(x), self._device) for x in host]
+        flat = [self._loop.put(i, x, self._device) for i, x in enumerate(host)]
         after: list[list[np.ndarray]] = []
-        for _ in range(self._loop.steps):
+        self.recompiles = 0
+        for n in range(self._loop.steps):
+            before = _jax.programs_compiled()
             outs = jax.tree.leaves(self._step(seed, *jax.tree.unflatten(self._loop.tree, flat)))
+            self.recompiles += (_jax.programs_compiled() - before) if n else 0
             after.append([_numbers(x) for x in outs])
             for x, i in zip(outs, self._loop.feedback, strict=True):
                 if i is not None:
@@ -240,19 +280,13 @@ class _Sharded:
         self._loop, self._paths = loop, plan.traced.program.output_paths
         self._mesh = plan.mesh(devices)
         self._shardings = jax.tree.leaves(plan.in_shardings(self._mesh))
-        self._weak = [shape.weak_type for shape in plan.traced.in_shapes]
         self._jitted = plan.jit(step, devices, backend, drop=drop)
         self._donated = set(plan.donated_leaves)
         self.recompiles = 0
         self.moved: list[str] = []
 
     def put(self, host: Sequence[Any]) -> list[Any]:
-        return [self._placed(i, x) for i, x in enumerate(host)]
-
-    def _placed(self, leaf: int, x: Any) -> Any:
-        """A leaf where the plan wants it, as weakly typed as it was planned: it comes back so."""
-        placed = jax.device_put(_array(x), self._shardings[leaf])
-        return _jax.weakly_typed(placed) if self._weak[leaf] else placed
+        return [self._loop.put(i, x, self._shardings[i]) for i, x in enumerate(host)]
 
     def run(self, host: Sequence[Any]) -> list[list[np.ndarray]]:
         flat = self.put(host)
@@ -271,7 +305,7 @@ class _Sharded:
                     self.moved.append(path)
                 flat[i] = x
             for i in self._donated - fed:
-                flat[i] = self._placed(i, host[i])
+                flat[i] = self._loop.put(i, host[i], self._shardings[i])
         return after
 
     def compiled(self, host: Sequence[Any]) -> tuple[Measured, int]:
@@ -349,6 +383,7 @@ def _error(a: np.ndarray, b: np.ndarray) -> float:
 class _Judged:
     unequal: tuple[str, ...]
     compared: int
+    numbers: int
     max_error: float
     worst: Worst
 
@@ -360,13 +395,14 @@ def _judge(
     changes: Sequence[Sequence[float]],
 ) -> _Judged:
     unequal: list[str] = []
-    largest, compared = 0.0, 0
+    largest, compared, numbers = 0.0, 0, 0
     worst, ratio = Worst("", 0, 0.0, 0.0), -1.0
     for n, (wanted, got, change) in enumerate(zip(single, found, changes, strict=True), 1):
         for path, a, b, c in zip(paths, wanted, got, change, strict=True):
             error = _error(b, a)
             exact = not jnp.issubdtype(a.dtype, jnp.inexact)
             sizes = np.abs(_wide(a))
+            numbers += a.size
             compared += a.size if exact else int(np.isfinite(sizes).sum())
             scale = float(np.max(sizes, initial=0.0, where=~np.isnan(sizes)))
             tolerance = 0.0 if exact else ALLOWED * c + FLOOR * scale
@@ -377,4 +413,4 @@ def _judge(
             part = error / tolerance if tolerance else float("inf") if error else 0.0
             if part > ratio:
                 worst, ratio = Worst(path, n, error, tolerance), part
-    return _Judged(tuple(unequal), compared, largest, worst)
+    return _Judged(tuple(unequal), compared, numbers, largest, worst)

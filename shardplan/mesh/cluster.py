@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from ..errors import ClusterError
+from ..errors import ClusterError, nearest
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,6 +29,14 @@ LARGEST = 2**20
 LARGEST_PART = 2.0
 """Of a bandwidth or peak that may be reached: fits against assumed bandwidths end a little above one, never at 90."""
 NAME = re.compile(r"[\w.\-]+")
+DTYPES: tuple[str, ...] = (
+    "float32", "bfloat16", "float16", "float64", "complex64", "complex128", "bool",
+    "float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz",
+    "float8_e8m0fnu", "float6_e2m3fn", "float6_e3m2fn", "float4_e2m1fn",
+    "int1", "int2", "int4", "int8", "int16", "int32", "int64",
+    "uint1", "uint2", "uint4", "uint8", "uint16", "uint32", "uint64",
+)  # fmt: skip
+"""The dtypes that a device may have a peak for: those of arrays in JAX."""
 KINDS: tuple[str, ...] = get_args(Kind)
 
 
@@ -104,8 +112,8 @@ class Level:
 class Device:
     """One accelerator: peaks, memory, and the part of the peaks that kernels reach.
 
-    ``flops_per_s`` maps a dtype to the dense peak; ``flops_efficiency`` and ``memory_efficiency`` are what large kernels
-    attain of it, ``launch_s`` the overhead of one kernel.
+    ``flops_per_s`` maps a dtype (one of `DTYPES`) to the dense peak; ``flops_efficiency`` and ``memory_efficiency`` are what
+    large kernels attain of it, ``launch_s`` the overhead of one kernel.
     """
 
     name: str
@@ -121,6 +129,9 @@ class Device:
         if not self.flops_per_s:
             raise ClusterError("needs at least one dtype, say float32", where=f"{where}: flops_per_s")
         for dtype, peak in self.flops_per_s.items():
+            if dtype not in DTYPES:
+                hint = nearest(dtype, DTYPES) or f" (known: {', '.join(DTYPES)})"
+                raise ClusterError(f"unknown dtype{hint}", where=f"{where}: flops_per_s.{dtype}")
             check_positive(peak, f"{where}: flops_per_s.{dtype}")
         check_positive(self.memory_bytes_per_s, f"{where}: memory_bytes_per_s")
         check_count(self.memory_bytes, f"{where}: memory_bytes")

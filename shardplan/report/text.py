@@ -220,18 +220,33 @@ def best_baseline(plan: Plan) -> Baseline | None:
 def verified_text(found: Mapping[str, Any]) -> str:
     """A verification (`Verified.json`)."""
     worst = found["worst"]
-    verdict = "equal" if found["equal"] else "NOT EQUAL" if found["compared"] else "NOT COMPARED (no number is finite)"
     lines = [
-        f"{verdict} to the single-device step after each of {found['steps']} steps",
+        f"{_verdict(found)} to the single-device step after each of {found['steps']} steps",
         f"  largest error {found['max_error']:.2g} of its array's maximum",
         f"  closest to its tolerance: {worst['path']} in step {worst['step']}: "
         f"{worst['error']:.3g} of {worst['tolerance']:.3g} allowed",
     ]
     if found["unequal"]:
-        shown = ", ".join(found["unequal"][:4]) + (f" and {len(found['unequal']) - 4} more" if len(found["unequal"]) > 4 else "")
-        lines.append(f"  beyond it: {shown}")
-    moved = f"{len(found['moved'])} arrays come back in another sharding" if found["moved"] else "state comes back where it was"
-    lines.append(f"  {found['recompiles']} compilations after the first step; {moved}")
+        lines.append(f"  beyond it: {_some(found['unequal'])}")
+    count = len(found["moved"])
+    moved = (
+        f"{count} array{'s come' if count > 1 else ' comes'} back in another sharding"
+        if count
+        else "state comes back where it was"
+    )
+    lines.append(f"  {_compiled_again(found)}; {moved}")
+    if found["recompiles"] and found["retyped"]:
+        lines.append(
+            f"  compiled again because of {_some(found['retyped'])}: Python numbers, and arrays made of them, are weakly typed, "
+            "until they meet others; give them a dtype, jnp.asarray(x, dtype)"
+        )
+    if found["zeros"]:
+        count = len(found["zeros"])
+        were = "arguments were" if count > 1 else "argument was"
+        lines.append(
+            f"  note: {count} integer {were} only shapes, so all zero ({_some(found['zeros'])}): "
+            "faults that move integers show with real arrays (concrete=True)"
+        )
     rows = [
         [
             kind,
@@ -248,6 +263,24 @@ def verified_text(found: Mapping[str, Any]) -> str:
     rows.append(["peak memory", "", "", *_pair(found["predicted_peak_bytes"], found["measured_peak_bytes"])])
     heads = ["per device and step", "planned", "compiled", "predicted", "measured", "ratio"]
     return "\n".join(lines) + "\n\n" + table(heads, rows, align="lrrrrr")
+
+
+def _verdict(found: Mapping[str, Any]) -> str:
+    if found["equal"]:
+        return "equal" if found["numbers"] else "equal (every array is empty)"
+    return "NOT EQUAL" if found["compared"] else "NOT COMPARED (no number is finite)"
+
+
+def _compiled_again(found: Mapping[str, Any]) -> str:
+    """How often the step compiled after its first run, and how often it does so without a plan."""
+    count, own = found["recompiles"], found["single_recompiles"]
+    without = "" if not (count and own) else ", as without a plan" if count == own else f", {own} without a plan"
+    return f"{count} compilation{'' if count == 1 else 's'} after the first step{without}"
+
+
+def _some(paths: Sequence[str]) -> str:
+    """The first four, and how many there are besides."""
+    return ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
 
 
 def _pair(predicted: float, measured: float) -> list[str]:

@@ -11,12 +11,14 @@ from shardplan.search.polish import polish
 from shardplan.search.pricing import Domain
 from shardplan.search.rivals import Rivals
 from shardplan.search.solver import Solution, Solver
+from shardplan.search.tables import BIG
 
 REPAIRS = 3
 """So many solutions that hold too much are changed until they fit."""
 
 _RISES = 24  # so often the price on bytes is raised at most, eightfold where no new point is met,
 _DEAR = 1e3  # up to so many seconds a byte
+_LONGEST_S = BIG / 1e12  # no step takes longer, as far as the tables know: beyond it is infinite
 
 _CLOSER = 7  # so many prices between two are tried at most
 
@@ -70,7 +72,7 @@ class Descent:
             return found[-1]
 
         points, found = [solver.peak_point(self.free)], list[Solution]()
-        price = max(self.free.seconds, 1e-6) / max(self.free.peak_bytes, 1)
+        price = min(max(self.free.seconds, 1e-6), _LONGEST_S) / max(self.free.peak_bytes, 1)
         over = self.free
         for tried in range(_RISES):
             watch.tell("memory", 0.7 + 0.2 * tried / _RISES)
@@ -87,7 +89,7 @@ class Descent:
         for tried in range(_CLOSER):
             watch.tell("memory", 0.9 + 0.05 * tried / _CLOSER)
             saved = float((solver.held(over, points) - solver.held(inside, points)).sum())
-            if saved <= 0 or inside.seconds <= over.seconds:
+            if saved <= 0 or not over.seconds < inside.seconds < _LONGEST_S:
                 break
             price = (inside.seconds - over.seconds) / saved
             solution = at(price)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import shardplan
 from shardplan.emit import verify as module
 from shardplan.emit.mutate import DroppingEmitter
-from shardplan.emit.verify import drawn, verify
+from shardplan.emit.verify import _Loop, _Single, drawn, verify
 from shardplan.errors import DeviceError, ShardplanError
 from shardplan.report.text import verified_text
 
@@ -176,3 +177,48 @@ def test_a_step_without_a_finite_number_proves_nothing(devices: list[Any]) -> No
     found = verify(shardplan.plan(step, *args, cluster="2x4"), step, args, devices=devices)
     assert (found.compared, found.equal, found.passed) == (0, False, False)
     assert "NOT COMPARED" in verified_text(found.json)
+
+
+def test_what_jit_compiles_again_too_is_not_held_against_the_plan(devices: list[Any]) -> None:
+    """A Python number that comes back with a type: the second step is another one, with a plan or without."""
+
+    def step(rate: Any, x: jax.Array) -> Any:
+        return jnp.float32(rate) * 0.5, x * rate
+
+    args = 0.5, jnp.ones((8, 16))
+    found = verify(shardplan.plan(step, *args, cluster="2"), step, args, devices=devices)
+    assert (found.recompiles, found.single_recompiles, found.passed) == (1, 1, True)
+    assert found.retyped == ("rate (weak to strong)",)
+    assert not replace(found, single_recompiles=0).passed
+    assert "because of rate (weak to strong)" in verified_text(found.json)
+
+
+def test_the_single_device_step_has_the_types_that_were_planned(devices: list[Any]) -> None:
+    """A weakly typed array does not widen what it meets; a strongly typed one would."""
+
+    def step(weak: jax.Array, x: jax.Array) -> jax.Array:
+        return weak * x
+
+    args = jnp.full((8, 16), 1.0), jnp.ones((8, 16), "bfloat16")
+    made = shardplan.plan(step, *args, cluster="2")
+    (row,) = _Single(jax.jit(step), devices[0], _Loop(made.traced.in_tree, (None,), [True, False], 1)).run(
+        [np.array(x) for x in args]
+    )
+    assert [x.dtype for x in row] == [made.traced.out_shapes[0].dtype] == ["bfloat16"]
+
+
+def test_a_step_of_empty_arrays_has_nothing_to_compare_and_passes(devices: list[Any]) -> None:
+    args = (jnp.ones((0, 16)),)
+    found = verify(shardplan.plan(lambda x: x * 2, *args, cluster="2"), lambda x: x * 2, args, devices=devices)
+    assert (found.numbers, found.compared, found.passed) == (0, 0, True)
+
+
+def test_integers_that_were_only_shapes_are_named(devices: list[Any]) -> None:
+    def step(w: jax.Array, tokens: jax.Array, mask: jax.Array, empty: jax.Array) -> jax.Array:
+        return w + w[tokens].sum() * mask.sum() + empty.sum()
+
+    shapes = [jax.ShapeDtypeStruct(s, d) for s, d in (((8, 4), "float32"), ((8,), "int32"), ((4,), "bool"), ((0,), "int32"))]
+    plan = shardplan.plan(step, *shapes, cluster="2")
+    assert verify(plan, step, shapes, steps=1, devices=devices).zeros == ("tokens", "mask")
+    real = [jnp.zeros(x.shape, x.dtype) for x in shapes]
+    assert verify(plan, step, real, steps=1, devices=devices).zeros == ()

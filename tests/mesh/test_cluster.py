@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import pickle
 import re
 from dataclasses import replace
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from shardplan.collectives import parse
 from shardplan.errors import ClusterError
 from shardplan.mesh import Cluster, Device, Interconnect, Level, preset_names
-from shardplan.mesh.cluster import Kind
+from shardplan.mesh.cluster import DTYPES, Kind
 
 GOOD = Cluster.load("dgx-h100:4").to_toml()
 positive = st.floats(min_value=1e-12, max_value=1e18, allow_nan=False)
@@ -38,7 +39,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
         speeds = [draw(s) for s in (positive, positive, parts, parts)]
         level = Level(name, size, speeds[0], speeds[1], kind, rails, speeds[2], speeds[3], also)
         levels.append(level)
-    peaks = draw(st.dictionaries(names, positive, min_size=1, max_size=3))
+    peaks = draw(st.dictionaries(st.sampled_from(DTYPES), positive, min_size=1, max_size=3))
     device = Device(draw(names), peaks, draw(positive), draw(st.integers(1, 2**40)), draw(positive), draw(parts), draw(parts))
     return Cluster(draw(names), tuple(levels), device)
 
@@ -133,6 +134,8 @@ def test_equal_clusters_and_only_those_have_equal_fingerprints():
         ("[device]", "[devices]", "devices", "nearest: device"),
         ("memory_bytes_per_s = 3350000000000.0", "memory_bytes_per_s = 0.0", "device.memory_bytes_per_s", "above 0"),
         ('"float64" = 66900000000000.0', '"float64" = "fast"', "device.flops_per_s.float64", "number"),
+        ('"float32" = ', '"flot32" = ', "device.flops_per_s.flot32", "unknown dtype (nearest: float32"),
+        ('"float32" = ', '"x" = ', "device.flops_per_s.x", "unknown dtype (known: float32, bfloat16"),
         ("rails = 1\n", "rails = 1\nalso = 3\n", "levels[1].also", "table"),
     ],
 )
@@ -199,3 +202,9 @@ def test_every_name_of_a_level_can_be_read_back_from_a_program():
         named = replace(cluster, levels=(replace(cluster.levels[0], name=name), cluster.levels[1]))
         text = f"({name}, InsideGroup, AllReduce) ({name}, Parallel(root), AllReduce)"
         assert parse(text, named.level_names).text(named.level_names) == text
+
+
+def test_a_peak_may_be_given_for_every_dtype_of_jax():
+    dtypes = importlib.import_module("jax._src.dtypes")  # the one list of them that JAX keeps
+
+    assert {str(dtype) for dtype in dtypes._jax_types} <= set(DTYPES)

@@ -68,12 +68,16 @@ def test_the_words_of_a_plan_are_the_golden_ones(pinned: Any, golden: Golden) ->
 VERIFIED = {
     "equal": False,
     "compared": 1000,
+    "numbers": 1000,
     "max_error": 0.0213,
     "steps": 3,
     "worst": {"path": "0/params/kernel", "step": 2, "error": 0.00123, "tolerance": 0.0001},
     "unequal": ["0/params/kernel", "0/params/bias", "1", "0/a", "0/b"],
     "recompiles": 1,
+    "single_recompiles": 0,
+    "retyped": [],
     "moved": ["0/params/bias"],
+    "zeros": ["batch/tokens"],
     "predicted_bytes": 1.5e6,
     "measured_bytes": 1.6e6,
     "raw_measured_bytes": 3.2e6,
@@ -88,6 +92,23 @@ VERIFIED = {
 
 def test_the_text_of_a_verification_is_the_golden_one(golden: Golden) -> None:
     golden("report/verified.txt", verified_text(VERIFIED) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"recompiles": 2}, "  2 compilations after the first step; "),
+        ({"recompiles": 1, "single_recompiles": 1}, "  1 compilation after the first step, as without a plan; "),
+        ({"recompiles": 3, "single_recompiles": 1}, "  3 compilations after the first step, 1 without a plan; "),
+        ({"recompiles": 0, "single_recompiles": 1}, "  0 compilations after the first step; "),
+        ({"retyped": ["lr (weak to strong)"]}, "  compiled again because of lr (weak to strong): Python numbers"),
+        ({"equal": True, "unequal": [], "compared": 0, "numbers": 0}, "equal (every array is empty) to the single"),
+        ({"unequal": [], "compared": 0}, "NOT COMPARED (no number is finite) to the single"),
+        ({"zeros": list("abcdef")}, "6 integer arguments were only shapes, so all zero (a, b, c, d and 2 more): "),
+    ],
+)
+def test_a_verification_says_why(given: dict[str, Any], says: str) -> None:
+    assert says in "\n" + verified_text(VERIFIED | given)
 
 
 def test_the_text_of_a_comparison_is_the_golden_one(golden: Golden) -> None:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
 import shardplan
@@ -150,6 +151,30 @@ def test_the_error_says_which_limit_to_write_and_what_takes_the_memory() -> None
     plan = shardplan.plan(step, *args, cluster="4", memory_limit=text, donate_argnums=0)
     assert plan.peak_bytes <= plan.memory_limit
     assert "state/" in str(caught.value)
+
+
+def test_the_error_says_all_sizes_in_units_that_fit_them() -> None:
+    step = lambda w, x: jnp.tanh(x @ w)  # noqa: E731
+    with pytest.raises(shardplan.MemoryLimitError) as caught:
+        shardplan.plan(step, steps.array(64, 64), steps.array(16, 64), cluster="2", memory_limit="2KiB", pins={"w": P()})
+    said = str(caught.value)
+    assert "of it arguments 18.00 KiB, the largest w 16.00 KiB, x 2.00 KiB" in said
+    needed = caught.value.smallest_bytes
+    assert f"raise the memory limit to {-(-needed // 1024)}KiB" in said
+    large = str(shardplan.MemoryLimitError(2**30, 7168 * 2**30))
+    assert "fits in 1.00 GiB a device: the smallest found needs 7.00 TiB;" in large
+    assert "raise the memory limit to 7168GiB," in large
+
+
+def test_a_step_longer_than_any_table_says_that_it_does_not_fit() -> None:
+    """Its seconds are infinite to the tables, the price of a byte is not: nothing is multiplied that is no number."""
+    many = 2**20
+
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        return w - jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+
+    with pytest.raises(shardplan.MemoryLimitError, match=r"needs .* TiB"):
+        shardplan.plan(step, steps.array(many, 2 * many), steps.array(many, many), cluster="2x4")
 
 
 def test_every_limit_between_smallest_and_free_is_met() -> None:

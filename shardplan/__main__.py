@@ -1,0 +1,23 @@
+"""The command ``shardplan``, and ``python -m shardplan``: it loads the command line, and answers Ctrl-C already then."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> int:
+    """Runs one command and returns its exit code."""
+    try:
+        from shardplan import interrupts
+
+        with interrupts.heard():
+            from shardplan.cli import main as command
+
+        return command()
+    except KeyboardInterrupt:
+        sys.stderr.write("shardplan: interrupted while it was loading: nothing was done\n")
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

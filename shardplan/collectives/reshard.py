@@ -94,8 +94,13 @@ class Resharder:
         return self._spaces[rank]
 
     def legal(self, shape: Sequence[int], *, pad: bool) -> NDArray[np.bool_]:
-        """[S]: the states whose split dims divide evenly, or (``pad``) waste at most an eighth in their padded last block."""
+        """[S]: the states whose split dims divide evenly, or (``pad``) waste at most an eighth in their padded last block.
+
+        What has no elements is not split.
+        """
         splits = self.space(len(shape)).splits
+        if 0 in shape:
+            return np.all(splits == 1, axis=1)
         sizes = np.array([*shape, 0])
         if pad:
             return np.all((-(-sizes // splits) * splits - sizes) * PADDING <= sizes, axis=1)

@@ -297,7 +297,9 @@ class SpecsEmitter:
             if description is not None
             else None
         )
-        return self.bind(node.op, inputs) if made is None else list(made(*inputs))
+        if made is None:
+            return self.bind(node.op, inputs)
+        return list(made(*cuttable(node.op.primitive, inputs, node.op.handle.params)))
 
     def reduced(self, x: Any, extreme: Any, reducer: Reducer, axes: tuple[str, ...]) -> Any:
         """The sum (or other reduction) of what each device holds of such a call's result."""

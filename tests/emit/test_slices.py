@@ -71,6 +71,28 @@ def test_a_step_that_slices_or_scatters_has_the_same_numbers(name: str, ways: in
     np.testing.assert_allclose(np.asarray(found), np.asarray(jax.jit(step)(*args)), rtol=1e-5, atol=1e-6)
 
 
+def apart(x: jax.Array, starts: jax.Array) -> jax.Array:
+    """Each device slices its own columns; the rows of what it finds are cut once more."""
+    return lax.map(lambda s: lax.dynamic_slice(x, (s, 0), (12, 48)) * 2, starts)
+
+
+@pytest.mark.parametrize("cluster", ["2x4", "2x2x2"])
+def test_a_slice_that_each_device_makes_of_its_own_share_has_the_same_numbers(cluster: str) -> None:
+    x, starts = jnp.arange(24.0 * 48).reshape(24, 48), jnp.array([0, 5, 12, 13, 40, -3])
+    plan = shardplan.plan(apart, x, starts, cluster=cluster, pins={"x": P("node", "gpu")})
+    found = plan.jit(apart)(*plan.put((x, starts)))
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(jax.jit(apart)(x, starts)))
+
+
+def test_what_has_no_elements_is_not_split(slow_devices: Callable[..., Any]) -> None:
+    def step(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.concatenate([x[:0] @ y.T, jnp.zeros((0, 24))])
+
+    args = jnp.ones((24, 48)), jnp.ones((24, 48))
+    plan = shardplan.plan(step, *args, cluster=slow_devices(4))
+    assert np.asarray(plan.jit(step)(*plan.put(args))).shape == (0, 24)
+
+
 def test_starts_of_windows_are_clamped_where_the_op_clamps_them() -> None:
     jaxpr = jax.make_jaxpr(windows)(ROW, jnp.array([20, -3, 4])).jaxpr
     (gather,) = [e for e in jaxpr.eqns if e.primitive.name == "gather"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -77,6 +77,8 @@ def plan(
     """
     del seed
     measure, deadline, shared = _check(objective, search, time_budget_s, one_choice, remat)
+    if observer is not None and not callable(observer):
+        raise ShardplanError(f"observer={observer!r} cannot be called: give a function of (what, part), or None")
     donated = positions(donate_argnums, len(args), "donate_argnums")
     loaded, user_mesh = resolve_cluster(cluster)
     limit = parse_bytes(memory_limit) if memory_limit is not None else loaded.device.memory_bytes
@@ -155,6 +157,8 @@ def _check(
 
 def _known_primitives(names: Sequence[str], program: Program) -> tuple[str, ...]:
     """The names, each of which is that of a primitive of this step or of the installed JAX."""
+    if not isinstance(names, Iterable) or not all(isinstance(name, str) for name in names):
+        raise ShardplanError(f"replicate={names!r}: give names of primitives, or () for none")
     names = (names,) if isinstance(names, str) else tuple(names)
     used = set(_primitives(program))
     for name in names:
@@ -179,9 +183,11 @@ def _entries(pins: Mapping[str, PartitionSpec]) -> dict[str, tuple[Any, ...]]:
             raise PinError(f"the pin {glob!r} is no glob of argument paths: write it as text, for example 'params/*'")
         if not isinstance(spec, PartitionSpec):
             raise PinError(f"the pin {glob!r} is {spec!r}: give a jax.sharding.PartitionSpec over the plan's axes")
-        odd = next((e for e in spec if not (e is None or isinstance(e, str | tuple))), None)
-        if odd is not None:
-            raise PinError(f"the pin {glob!r} = {spec} says {odd}: each entry is None, an axis or a tuple of axes")
+        if spec.unreduced or spec.reduced:
+            raise PinError(f"the pin {glob!r} = {spec} says what is reduced: an argument is whole, give axes alone")
+        odd = [e for e in spec if not (e is None or all(isinstance(a, str) for a in (e if isinstance(e, tuple) else (e,))))]
+        if odd:
+            raise PinError(f"the pin {glob!r} = {spec} says {odd[0]}: each entry is None, an axis or a tuple of axes")
     return {glob: tuple(spec) for glob, spec in pins.items()}
 
 

@@ -16,6 +16,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -350,7 +351,10 @@ def _parser() -> argparse.ArgumentParser:
         "--coverage", action="store_true", help="all primitives of the installed JAX, each description run on a drawn case"
     )
     one.add_argument(
-        "--examples", type=int, metavar="N", help="drawn cases of each description to run (1 with --coverage, else none)"
+        "--examples",
+        type=partial(_count, least=0),
+        metavar="N",
+        help="drawn cases of each description to run (1 with --coverage, else none)",
     )
 
     one = _command(commands, "calibrate", _calibrate, "measure this machine for the cost model")
@@ -422,13 +426,13 @@ def _bytes(text: str) -> int:
     return parse_bytes(text, what="--bytes")
 
 
-def _count(text: str) -> int:
+def _count(text: str, *, least: int = 1) -> int:
     try:
         value = int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not positive")
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{value} is not positive" if least else f"{value} is negative")
     return value
 
 

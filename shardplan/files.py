@@ -226,6 +226,8 @@ def read_plan_file(file: str | PathLike[str]) -> PlanFile:
 
 def _parsed(name: str, content: dict[str, Any]) -> PlanFile:
     cluster = Cluster.from_toml(content["cluster"], source=f"{name}: cluster")
+    if content["cluster_fingerprint"] != cluster.fingerprint():
+        raise ValueError(f"cluster_fingerprint={content['cluster_fingerprint']!r} is not that of the cluster in it")
     over = tuple(Factor(str(n), int(s), int(level), int(stride)) for n, s, level, stride in content["factors"])
     check_cover(cluster, over)
     return PlanFile(
@@ -237,17 +239,17 @@ def _parsed(name: str, content: dict[str, Any]) -> PlanFile:
         factors=over,
         layouts=tuple(_layout(e) for e in content["variables"]),
         keep=frozenset(int(v) for v in content["keep"]),
-        regather=bool(content["regather"]),
+        regather=_truth(content, "regather"),
         limits=_limits(content["limits"]),
         memory_limit=int(content["memory_limit"]),
-        objective=str(content["objective"]),
-        donate_argnums=tuple(int(i) for i in content["donate_argnums"]),
-        replicate=tuple(str(p) for p in content["replicate"]),
+        objective=_objective(content["objective"]),
+        donate_argnums=_positions(content["donate_argnums"]),
+        replicate=_names(content["replicate"]),
         pins={str(glob): _spec(entries) for glob, entries in content["pins"].items()},
         baselines=tuple(Baseline(**b) for b in content["baselines"]),
         lower_bound_s=float(content["lower_bound_s"]),
         unlimited_s=None if content["unlimited_s"] is None else float(content["unlimited_s"]),
-        exact=bool(content["exact"]),
+        exact=_truth(content, "exact"),
         trace_s=float(content["trace_s"]),
         search_s=float(content["search_s"]),
         explain={str(path): str(text) for path, text in content["explain"].items()},
@@ -255,6 +257,30 @@ def _parsed(name: str, content: dict[str, Any]) -> PlanFile:
         one_choice=one_choice_of(content["one_choice"]),
         remat=_remat(content["remat"], content["remat_parts"]),
     )
+
+
+def _truth(content: Mapping[str, Any], key: str) -> bool:
+    if not isinstance(content[key], bool):
+        raise ValueError(f"{key}={content[key]!r} is neither true nor false")
+    return content[key]
+
+
+def _objective(text: Any) -> str:
+    if text not in ("time", "bytes"):
+        raise ValueError(f"objective={text!r}")
+    return text
+
+
+def _positions(numbers: Any) -> tuple[int, ...]:
+    if not isinstance(numbers, list) or not all(type(n) is int and n >= 0 for n in numbers):
+        raise ValueError(f"donate_argnums={numbers!r}")
+    return tuple(numbers)
+
+
+def _names(names: Any) -> tuple[str, ...]:
+    if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
+        raise ValueError(f"replicate={names!r}")
+    return tuple(names)
 
 
 def _remat(said: Any, parts: Any) -> Remat:

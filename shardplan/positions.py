@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -20,9 +20,10 @@ def positions(numbers: Sequence[int] | int, count: int, what: str) -> tuple[int,
         ShardplanError: for a number that names no argument.
     """
     found: set[int] = set()
-    for n in (numbers,) if isinstance(numbers, int) else numbers:
-        if not isinstance(n, int):
-            raise ShardplanError(f"{what}={numbers!r}: give whole numbers, those of arguments")
+    listed = (numbers,) if isinstance(numbers, int) else numbers
+    if not isinstance(listed, Iterable) or not all(isinstance(n, int) for n in listed):
+        raise ShardplanError(f"{what}={numbers!r}: give whole numbers, those of arguments, or () for none")
+    for n in listed:
         if not -count <= n < count:
             there = f"they are numbered 0 to {count - 1}, or -1 to -{count} from the end" if count else "it takes none"
             raise ShardplanError(f"{what}={n} names no argument: the step takes {count}; {there}")

@@ -166,7 +166,7 @@ def read_pins(pairs: Sequence[str]) -> dict[str, PartitionSpec]:
     found: dict[str, PartitionSpec] = {}
     for pair in pairs:
         pattern, equals, text = pair.partition("=")
-        if not equals or not pattern:
+        if not equals or not pattern or not text.strip():
             raise PinError(f"--pin {pair}: write it as 'GLOB=SPEC', for example '*kernel=P(None, \"gpu\")'")
         spec = read_spec(text)
         if found.get(pattern, spec) != spec:

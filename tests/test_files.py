@@ -204,8 +204,13 @@ def test_a_file_that_lacks_a_field_names_it(saved: dict[str, Any], tmp_path: Pat
         ({"baselines": [{"name": "FSDP"}]}, "not a plan: TypeError"),
         ({"lower_bound_s": "soon"}, "not a plan: ValueError"),
         ({"explain": []}, "not a plan: AttributeError"),
+        ({"objective": "x"}, "not a plan: ValueError: objective='x'"),
+        ({"donate_argnums": [-1]}, r"not a plan: ValueError: donate_argnums=\[-1\]"),
+        ({"replicate": "sort"}, "not a plan: ValueError: replicate='sort'"),
+        ({"regather": None}, "not a plan: ValueError: regather=None"),
+        ({"exact": "x"}, "not a plan: ValueError: exact='x'"),
+        ({"cluster_fingerprint": "x"}, "not that of the cluster in it"),
     ],
-    ids=["variables", "devices", "factor", "cluster", "keep", "kept", "stopped", "one_choice", "baselines", "bound", "explain"],
 )
 def test_a_tampered_plan_is_refused(planned: Planned, saved: dict[str, Any], tmp_path: Path, change: Any, says: str) -> None:
     _, step, args = planned

@@ -17,7 +17,7 @@ from ..errors import ClusterError, nearest
 from .cluster import Cluster, Device, Interconnect, Level
 
 PRESETS = Path(__file__).parent / "presets"
-_SHAPE = re.compile(r"\d+(x\d+)*")
+_SHAPE = re.compile(r"[0-9]+(x[0-9]+)*")
 _PRESET = re.compile(r"(?P<name>[A-Za-z][\w.\-]*?)(:(?P<count>[^:/\\]*))?")
 _FORMS = "a preset (NAME or NAME:NODES), the path of a TOML file, or a shape like 2x4"
 _SHAPE_NAMES = ("pod", "rack", "node", "gpu")

@@ -154,18 +154,6 @@ class MemoryLimitError(ShardplanError):
         self.rematerialised = rematerialised
 
 
-class SearchWidthError(ShardplanError):
-    """A graph in which too many layouts depend on each other at once for an exact elimination."""
-
-    def __init__(self, width: int, entries: int) -> None:
-        super().__init__(
-            f"the step is too entangled to plan exactly: {width} layouts depend on each other, a table of {entries} entries; "
-            "write repeated layers or timesteps as jax.lax.scan, or pin the layouts of large arguments (pins=)"
-        )
-        self.width = width
-        self.entries = entries
-
-
 class PlanFileError(ShardplanError):
     """A plan file that cannot be read, or that belongs to another model, other shapes or another cluster."""
 

@@ -117,7 +117,7 @@ class _Builder:
                     base, columns = problem.pricer.strategy_costs(node.signature, slots, free, own, late=late)
                     weighed = [c * node.weight for c in columns]
                     if held_s and self.live is not None:
-                        much = self.live.buffers.by_strategy(node, own)
+                        much = self.live.buffers.by_strategy(node, self.domains)
                         weighed = [c + held_s * m for c, m in zip(weighed, much, strict=True)]
                     self._memo[key] = self._finite(base * node.weight), tuple(self._finite(c) for c in weighed)
                 found.append(Star(scope, *self._memo[key]))
@@ -381,12 +381,16 @@ class Bound:
         chosen: Solution,
         limit: int,
         unlimited_s: float | None,
+        known_s: float = 0.0,
         work: float = WORK,
     ) -> None:
-        """``free`` is the best solution without a memory limit, ``chosen`` the best within it, ``work`` as in `ascend`."""
+        """``free`` is the best solution without a memory limit, ``chosen`` the best within it, ``work`` as in `ascend`.
+
+        ``known_s`` is a bound that is known without looking.
+        """
         self.unlimited_s = unlimited_s
         self._problem, self._live, self._domains = problem, live, domains
-        self._free, self._chosen, self._limit, self._work = free, chosen, limit, work
+        self._free, self._chosen, self._limit, self._known_s, self._work = free, chosen, limit, known_s, work
 
     @property
     def free_s(self) -> float:
@@ -401,7 +405,7 @@ class Bound:
 
     def _without_limit(self) -> float:
         given = stars(self._problem, self._domains, worst_s=_WORST * self._chosen.seconds)
-        return ascend(Ascent(given), known_s=self._free.seconds, work=self._work)
+        return max(self._known_s, ascend(Ascent(given), known_s=self._free.seconds, work=self._work))
 
     def _at_limit(self) -> float:
         """At the best price on bytes, looked for from the one at which the unlimited plan is worth as much as the chosen."""

@@ -73,9 +73,10 @@ class Buffers:
         kind, scope = self._kind(node, limits)
         return scope, self._table(kind, tuple(domains[v] for v in scope))
 
-    def by_strategy(self, node: Node, own: Sequence[Domain]) -> list[NDArray[np.float64]]:
-        """For each of an op's variables [strategies, its domain in ``own``]: bytes, whichever strategy is the fastest."""
-        return self._held(self._kind(node, None)[0], tuple(own))
+    def by_strategy(self, node: Node, domains: Sequence[Domain], limits: Limits | None = None) -> list[NDArray[np.float64]]:
+        """For each of an op's variables [strategies, its domain]: bytes, whichever strategy is the fastest."""
+        kind, scope = self._kind(node, limits)
+        return self._held(kind, tuple(domains[v] for v in scope))
 
     def _groups(self, limits: Limits | None) -> list[_Group]:
         members: dict[tuple[object, ...], tuple[_Kind, list[int], list[tuple[int, ...]]]] = {}

@@ -9,16 +9,12 @@ from __future__ import annotations
 import functools
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from shardplan.errors import SearchWidthError
 from shardplan.search.tables import BIG, Costs, Store, Term
-
-LARGEST_TABLE = 200_000_000
-"""Entries of the largest table that is ever made (1.6 GB)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +106,27 @@ def _least(tables: Sequence[Costs], sizes: Sequence[int]) -> Costs:
     return least
 
 
+Scoped = tuple[tuple[int, ...], int]
+"""The variables of a table, in the order of its axes, and its number in the store."""
+
 _Key = tuple[tuple[int, tuple[int, ...]], ...]
 """Tables that meet in an elimination, each with the place of its axes: the eliminated variable is 0."""
+
+
+def met(v: int, tables: Sequence[Scoped], rank: Mapping[int, int]) -> tuple[tuple[int, ...], _Key]:
+    """(the other variables of a variable's tables, the first to go first; the tables in that arrangement)."""
+    scope = tuple(sorted({u for s, _ in tables for u in s if u != v}, key=rank.__getitem__))
+    axis = {u: i for i, u in enumerate((v, *scope))}
+    return scope, tuple(sorted((table, tuple(axis[u] for u in s)) for s, table in tables))
+
+
+def arranged_as(costs: Costs, axes: Sequence[int], sizes: Sequence[int]) -> Costs:
+    """A table whose axes have these places among all axes, so that it broadcasts against others."""
+    order = sorted(range(len(axes)), key=axes.__getitem__)
+    shape = [1] * len(sizes)
+    for i in order:
+        shape[axes[i]] = sizes[axes[i]]
+    return costs.transpose(order).reshape(shape)
 
 
 @dataclass(slots=True)
@@ -131,8 +146,28 @@ class Eliminator:
         """(minimum, an optimal assignment): ties go to the lowest index. The minimum is at least `BIG` where nothing is
         feasible.
         """
-        waiting: list[list[tuple[tuple[int, ...], int]]] = [[] for _ in sizes]
         rank = {v: i for i, v in enumerate(order.variables)}
+        total, waiting = self.waiting(terms, sizes, rank)
+        done: list[tuple[int, tuple[int, ...], int]] = []
+        for v in order.variables:
+            self.check()
+            mine = waiting[v]
+            if not mine:
+                continue
+            scope, key = met(v, mine, rank)
+            table, low, elimination = self._eliminate(key, [sizes[v], *(sizes[u] for u in scope)])
+            total = min(total + low, BIG)
+            done.append((v, scope, elimination))
+            if scope:
+                waiting[scope[0]].append((scope, table))
+        assignment = [0] * len(sizes)
+        for v, scope, elimination in reversed(done):
+            assignment[v] = self._choice(elimination, tuple(assignment[u] for u in scope))
+        return total, assignment
+
+    def waiting(self, terms: Sequence[Term], sizes: Sequence[int], rank: Mapping[int, int]) -> tuple[int, list[list[Scoped]]]:
+        """(the sum of constants, for each variable the tables of which it is the first to go by ``rank``)."""
+        waiting: list[list[Scoped]] = [[] for _ in sizes]
         total = 0
         for term in terms:
             total += term.constant
@@ -142,24 +177,13 @@ class Eliminator:
                 total += low
             if scope:
                 waiting[min(scope, key=rank.__getitem__)].append((scope, table))
-        done: list[tuple[int, tuple[int, ...], int]] = []
-        for v in order.variables:
-            self.check()
-            mine = waiting[v]
-            if not mine:
-                continue
-            scope = sorted({u for s, _ in mine for u in s if u != v}, key=rank.__getitem__)
-            axis = {u: i for i, u in enumerate((v, *scope))}
-            key = tuple(sorted((table, tuple(axis[u] for u in s)) for s, table in mine))
-            table, low, elimination = self._eliminate(key, [sizes[v], *(sizes[u] for u in scope)])
-            total = min(total + low, BIG)
-            done.append((v, tuple(scope), elimination))
-            if scope:
-                waiting[scope[0]].append((tuple(scope), table))
-        assignment = [0] * len(sizes)
-        for v, scope, elimination in reversed(done):
-            assignment[v] = self._choice(elimination, tuple(assignment[u] for u in scope))
-        return total, assignment
+        return total, waiting
+
+    def left(self, v: int, tables: Sequence[Scoped], sizes: Sequence[int], rank: Mapping[int, int]) -> tuple[Scoped, int]:
+        """(the table that is left once a variable is eliminated from these, which is interned; its minimum)."""
+        scope, key = met(v, tables, rank)
+        table, low, _ = self._eliminate(key, [sizes[v], *(sizes[u] for u in scope)])
+        return (scope, table), low
 
     def _squeeze(self, scope: tuple[int, ...], table: int, sizes: Sequence[int]) -> tuple[tuple[int, ...], int, int]:
         keep = tuple(v for v in scope if sizes[v] > 1)
@@ -173,16 +197,7 @@ class Eliminator:
         """(the table that is left, its minimum, which elimination it was)."""
         found = self._memo.get(key)
         if found is None:
-            if math.prod(sizes) > LARGEST_TABLE:
-                raise SearchWidthError(len(sizes), math.prod(sizes))
-            arranged: list[Costs] = []
-            for table, axes in key:
-                costs = self.store.tables[table]
-                order = sorted(range(len(axes)), key=axes.__getitem__)
-                shape = [1] * len(sizes)
-                for i in order:
-                    shape[axes[i]] = sizes[axes[i]]
-                arranged.append(costs.transpose(order).reshape(shape))
+            arranged = [arranged_as(self.store.tables[table], axes, sizes) for table, axes in key]
             table, low = self.store.intern(np.minimum(_least(arranged, sizes), BIG))
             self._keys.append(key)  # first: an interrupt in between leaves nothing wrong
             found = self._memo[key] = (table, low, len(self._keys) - 1)

@@ -175,7 +175,7 @@ class Extractor:
             if after is not None or give.partial:
                 target = after if after is not None else Layout(((),) * len(tensor.shape))
                 add(self.program(tensor.shape, tensor.nbytes, give, target), r, True)
-        add(problem.halo_steps(node.signature, use.loops), 0, False)
+        add(problem.pricer.halo_steps(node.signature, use.loops), 0, False)
         return tuple(found)
 
     def _wire(self, step: Step) -> float:

@@ -337,8 +337,13 @@ def price_terms(
             scope = (e.outer,) if same else (e.outer, e.inner)
             terms.append(_interned(problem, scope, picoseconds(np.diag(costs) if same else costs)))
     joins = set(problem.coarse.joins)
+    opened = problem.opened(domains)
     for p in points:
-        if p in joins:
+        if p in opened:
+            scope = problem.slots(problem.graph.nodes[p])[0]
+            for v, nbytes in zip(scope, live.buffers.by_strategy(problem.graph.nodes[p], domains, limits), strict=True):
+                terms.append(_interned(problem, (opened[p], v), picoseconds(price * nbytes)))
+        elif p in joins:
             scope, nbytes = live.buffers.table(problem.graph.nodes[p], limits, domains)
             if scope and nbytes.any():
                 terms.append(_interned(problem, scope, picoseconds(price * nbytes)))

@@ -10,7 +10,7 @@ from shardplan.search.pricing import Domain
 from shardplan.search.solver import Solution, Solver
 
 JOINT_ENTRIES = 30_000_000
-"""Up to this many predicted table entries in one table factors are solved jointly, again and again where need be."""
+"""Up to this many predicted entries in one table pairs of factors are solved jointly, again and again where need be."""
 
 
 def polish(
@@ -33,8 +33,8 @@ def polish(
         move = waiting.pop(0)
         step = [problem.with_factors(v, best.states[v], move, d, later=False) for v, d in enumerate(domains)]
         order = solver.order(step)
-        if order.largest > JOINT_ENTRIES:
-            single = [(f,) for f in move if len(move) > 1 and (f,) not in moves]
+        if order.largest > JOINT_ENTRIES and len(move) > 1:
+            single = [(f,) for f in move if (f,) not in moves]
             moves += single
             waiting += single
             continue

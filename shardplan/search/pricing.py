@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.collectives.reshard import Resharder
+from shardplan.collectives.reshard import Resharder, Step
+from shardplan.ir import Layout, Split
 from shardplan.mesh import Device
 from shardplan.search.graph import Signature
-from shardplan.search.options import Cuts, Groups, Late, Options, limited, nbytes, options, treated_alike
+from shardplan.search.options import (
+    Cuts,
+    Groups,
+    Late,
+    Options,
+    halo_bytes,
+    limited,
+    nbytes,
+    options,
+    pair_bytes,
+    treated_alike,
+)
+from shardplan.tdl import Strategy, cut
 
 Domain = tuple[int, ...]
 """The states (of the variable's `LayoutSpace`) that a variable may take."""
@@ -56,6 +70,7 @@ class Pricer:
     def __init__(self, resharder: Resharder, device: Device | None) -> None:
         self.resharder, self.device = resharder, device
         self._options: dict[tuple[int, Allowed | None, Late | None], Options] = {}
+        self._halos: dict[tuple[int, tuple[int, ...]], tuple[Step, ...]] = {}
         self._prices: dict[tuple[tuple[int, ...], int, Domain, bool], NDArray[np.float64]] = {}
 
     def options(self, signature: Signature, allowed: Allowed | None = None, *, late: Late | None = None) -> Options:
@@ -143,3 +158,30 @@ class Pricer:
                 costs = costs + column[part].reshape(-1, *shape)
             np.minimum(total, costs.min(axis=0), out=total)
         return total
+
+    def halo_steps(self, signature: Signature, loops: Sequence[int]) -> tuple[Step, ...]:
+        """The exchanges that a composite strategy makes inside the op: with neighbours, and of extremes."""
+        key = (signature.id, tuple(loops))
+        if key not in self._halos:
+            self._halos[key] = self._halo_steps(signature, loops)
+        return self._halos[key]
+
+    def _halo_steps(self, signature: Signature, loops: Sequence[int]) -> tuple[Step, ...]:
+        steps: list[Step] = []
+        if signature.description is None:
+            return ()
+        made: list[tuple[tuple[int, ...], Strategy]] = []
+        for v in sorted({v for v in loops if v >= 0}):
+            over = tuple(f for f, at in enumerate(loops) if at == v)
+            found = cut(signature.description, v, math.prod(self.resharder.sizes[f] for f in over), pad=True)
+            assert found is not None
+            made.append((over, found))
+            for i, place in enumerate(found.operands):
+                if isinstance(place, Split) and place.halo != (0, 0):
+                    slab = halo_bytes(signature.call, i, place)
+                    empty = Layout(((),) * len(signature.call.operands[i]))
+                    steps.append(Step("permute", over, slab, empty, empty, self.resharder.seconds("permute", over, slab)))
+        for over, extra in pair_bytes(signature.call, made):
+            empty = Layout(((),) * len(signature.call.results[0]))
+            steps.append(Step("all_reduce", over, extra, empty, empty, self.resharder.seconds("all_reduce", over, extra)))
+        return tuple(steps)

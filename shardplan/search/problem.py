@@ -17,16 +17,15 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.collectives.reshard import Resharder, Step
+from shardplan.collectives.reshard import Resharder
 from shardplan.cost import Network, WireBytes, compute
-from shardplan.ir import Constant, Factor, Layout, Split, Tensor
+from shardplan.ir import Constant, Factor, Tensor
 from shardplan.mesh import Cluster
 from shardplan.search.coarsen import FREE, Coarse
-from shardplan.search.graph import Graph, Link, Node, Signature
-from shardplan.search.options import Groups, Late, Options, halo_bytes, pair_bytes
+from shardplan.search.graph import Graph, Link, Node
+from shardplan.search.options import Groups, Late, Options
 from shardplan.search.pricing import Allowed, Domain, Limits, Pricer, Slot
-from shardplan.search.tables import Costs, Store, Term, picoseconds
-from shardplan.tdl import Strategy, cut
+from shardplan.search.tables import BIG, Costs, Store, Term, picoseconds
 
 Objective = Literal["time", "bytes"]
 """What a problem adds up: seconds of compute and communication, or bytes on the wire alone (as 1e-12 seconds each)."""
@@ -39,6 +38,10 @@ class Crossing:
     source: int
     target: int
     tensor: Tensor
+
+
+OPEN_ENTRIES = 1 << 17
+"""An op's table of more entries than this is not written down: its strategy becomes a variable beside its layouts."""
 
 
 class Problem:
@@ -56,7 +59,8 @@ class Problem:
         self.store = Store()
         self.pricer = Pricer(self.resharder, cluster.device if objective == "time" else None)
         self._terms: dict[tuple[object, ...], tuple[int, int]] = {}
-        self._halos: dict[tuple[int, tuple[int, ...]], tuple[Step, ...]] = {}
+        self._stars: dict[tuple[object, ...], list[tuple[int, int]]] = {}
+        self._least: dict[tuple[object, ...], Costs] = {}
         self._agreeing: dict[tuple[int, int | None, tuple[int, ...], Domain, bool], Domain] = {}
 
     # -- domains ---------------------------------------------------------------------------------------------------
@@ -80,9 +84,13 @@ class Problem:
 
     @cached_property
     def scopes(self) -> tuple[tuple[int, ...], ...]:
-        """The variables of each term; the same for every restriction."""
+        """The variables of each term; the same for every restriction on which no op is `opened`."""
+        return (*self._other_scopes, *(scope for scope, _, _ in self._join_slots.values() if scope))
+
+    @cached_property
+    def _other_scopes(self) -> tuple[tuple[int, ...], ...]:
+        """Those of the terms that are not of ops."""
         found: list[tuple[int, ...]] = [(v,) for v in self.interior]
-        found += [scope for scope, _, _ in self._join_slots.values() if scope]
         for link in self.graph.links:
             crossing = self.crossing(link)
             if crossing is not None:
@@ -91,6 +99,39 @@ class Problem:
             if v.kind != "stored":
                 found.append((v.of, v.id) if v.kind == "view" else (v.of, v.sibling, v.id))
         return tuple(found)
+
+    def opened(self, domains: Sequence[Domain]) -> Mapping[int, int]:
+        """The ops whose tables would be too large on these domains, each with the variable that stands for its strategy.
+
+        These variables come after those of the layouts, one for each join.
+        """
+        first = len(self.coarse.variables)
+        return {
+            n: first + i
+            for i, (n, (scope, _, _)) in enumerate(self._join_slots.items())
+            if math.prod(len(domains[v]) for v in scope) > OPEN_ENTRIES
+        }
+
+    def open_sizes(self, domains: Sequence[Domain], limits: Limits | None = None) -> list[int]:
+        """How many states each variable has, those of strategies included (one where an op is not `opened`)."""
+        sizes = [len(d) for d in domains]
+        opened = self.opened(domains)
+        if opened:
+            sizes += [1] * len(self._join_slots)
+        for n, variable in opened.items():
+            node = self.graph.nodes[n]
+            sizes[variable] = len(self.options(node, limits.of(n) if limits else None).loops)
+        return sizes
+
+    def open_scopes(self, domains: Sequence[Domain]) -> list[tuple[int, ...]]:
+        """The variables of each of `terms` on these domains."""
+        opened = self.opened(domains)
+        if not opened:
+            return list(self.scopes)
+        closed = {n: scope for n, (scope, _, _) in self._join_slots.items() if n not in opened}
+        found = [scope for scope in closed.values() if scope]
+        found += [(strategy, v) for n, strategy in opened.items() for v in self._join_slots[n][0]]
+        return [*self._other_scopes, *found]
 
     @cached_property
     def deferring(self) -> Mapping[int, Late]:
@@ -183,33 +224,6 @@ class Problem:
             found.setdefault((v, self.graph.nodes[n].inputs[slot]), self.graph.nodes[n].op.source)
         return found
 
-    def halo_steps(self, signature: Signature, loops: Sequence[int]) -> tuple[Step, ...]:
-        """The exchanges that a composite strategy makes inside the op: with neighbours, and of extremes."""
-        key = (signature.id, tuple(loops))
-        if key not in self._halos:
-            self._halos[key] = self._halo_steps(signature, loops)
-        return self._halos[key]
-
-    def _halo_steps(self, signature: Signature, loops: Sequence[int]) -> tuple[Step, ...]:
-        steps: list[Step] = []
-        if signature.description is None:
-            return ()
-        made: list[tuple[tuple[int, ...], Strategy]] = []
-        for v in sorted({v for v in loops if v >= 0}):
-            over = tuple(f for f, at in enumerate(loops) if at == v)
-            found = cut(signature.description, v, math.prod(self.sizes[f] for f in over), pad=True)
-            assert found is not None
-            made.append((over, found))
-            for i, place in enumerate(found.operands):
-                if isinstance(place, Split) and place.halo != (0, 0):
-                    slab = halo_bytes(signature.call, i, place)
-                    empty = Layout(((),) * len(signature.call.operands[i]))
-                    steps.append(Step("permute", over, slab, empty, empty, self.resharder.seconds("permute", over, slab)))
-        for over, extra in pair_bytes(signature.call, made):
-            empty = Layout(((),) * len(signature.call.results[0]))
-            steps.append(Step("all_reduce", over, extra, empty, empty, self.resharder.seconds("all_reduce", over, extra)))
-        return tuple(steps)
-
     # -- strategies ------------------------------------------------------------------------------------------------
 
     def options(self, node: Node, allowed: Allowed | None = None) -> Options:
@@ -225,7 +239,7 @@ class Problem:
     def terms(
         self, domains: Sequence[Domain], keep_s: Mapping[int, float] | None = None, limits: Limits | None = None
     ) -> list[Term]:
-        """The summands of the problem on these domains.
+        """The summands of the problem on these domains, over variables of `open_sizes`.
 
         ``keep_s`` prices keeping a weight's forward copy for the backward pass, in seconds per whole copy (infinite: always
         gathered again). ``limits`` says which strategies may be taken.
@@ -233,10 +247,9 @@ class Problem:
         result: list[Term] = []
         for v, costs in self.interior.items():
             result.append(self._term(("unary", *costs), (v,), domains, lambda ds, costs=costs: self._interior(costs, ds[0])))
+        opened = self.opened(domains)
         for n in self.coarse.joins:
-            term = self._join(self.graph.nodes[n], domains, limits.of(n) if limits else None)
-            if term is not None:
-                result.extend(term)
+            result.extend(self._join(self.graph.nodes[n], domains, limits.of(n) if limits else None, opened.get(n)))
         for link in self.graph.links:
             term = self._link(link, domains)
             if term is not None:
@@ -247,22 +260,43 @@ class Problem:
         return result
 
     def terms_of(
-        self, v: int, domains: Sequence[Domain], keep_s: Mapping[int, float] | None = None, limits: Limits | None = None
+        self,
+        v: int,
+        domains: Sequence[Domain],
+        keep_s: Mapping[int, float] | None = None,
+        limits: Limits | None = None,
+        *,
+        ops: bool = True,
     ) -> list[Term]:
-        """Those of `terms` that variable ``v`` is in."""
+        """Those of `terms` that variable ``v`` is in, each op's as one table; or without those of ops."""
         result: list[Term] = []
         if v in self.interior:
             costs = self.interior[v]
             result.append(self._term(("unary", *costs), (v,), domains, lambda ds: self._interior(costs, ds[0])))
         joins, links, views = self._around.get(v, ((), (), ()))
-        for n in joins:
-            result.extend(self._join(self.graph.nodes[n], domains, limits.of(n) if limits else None) or ())
+        for n in joins if ops else ():
+            result.extend(self._join(self.graph.nodes[n], domains, limits.of(n) if limits else None))
         for k in links:
             term = self._link(self.graph.links[k], domains)
             result.extend([term] if term is not None else [])
         for view in views:
             result.append(self._view(view, domains, (keep_s or {}).get(view, 0.0)))
         return result
+
+    def least_of_ops(self, v: int, domains: Sequence[Domain], limits: Limits | None = None) -> Costs:
+        """[states of v]: the least that each op around it costs, all else at its best for that op, in all."""
+        total = np.zeros(len(domains[v]), np.int64)
+        for n in self._around.get(v, ((), (), ()))[0]:
+            scope, slots, free = self._join_slots[n]
+            node, own = self.graph.nodes[n], tuple(domains[u] for u in scope)
+            allowed, late, at = limits.of(n) if limits else None, self.deferring.get(n), scope.index(v)
+            key = ("least", node.signature.id, node.weight, slots, allowed, late, own, at)
+            if key not in self._least:
+                base, columns = self.pricer.strategy_costs(node.signature, slots, free, own, allowed, late=late)
+                rest = sum((c.min(axis=1) for i, c in enumerate(columns) if i != at), base)
+                self._least[key] = picoseconds((rest[:, None] + columns[at]).min(axis=0) * node.weight)
+            total = np.minimum(total + self._least[key], BIG)
+        return total
 
     @cached_property
     def _around(self) -> Mapping[int, tuple[list[int], list[int], list[int]]]:
@@ -354,17 +388,28 @@ class Problem:
     def _join_slots(self) -> Mapping[int, tuple[tuple[int, ...], tuple[Slot, ...], tuple[int, ...]]]:
         return {n: self._slots(self.graph.nodes[n]) for n in self.coarse.joins}
 
-    def _join(self, node: Node, domains: Sequence[Domain], allowed: Allowed | None = None) -> list[Term] | None:
+    def _join(
+        self, node: Node, domains: Sequence[Domain], allowed: Allowed | None = None, strategy: int | None = None
+    ) -> list[Term]:
+        """An op's table; with a variable for its strategy one of that and each layout."""
         scope, slots, free = self._join_slots[node.id]
         if not scope:
-            return None
+            return []
         late = self.deferring.get(node.id)
-        key = ("op", node.signature.id, node.weight, slots, allowed, late)
+        key = (node.signature.id, node.weight, slots, allowed, late)
+        if strategy is None:
 
-        def build(own: tuple[Domain, ...]) -> Costs:
-            return picoseconds(self.pricer.op_table(node.signature, slots, free, own, allowed, late=late) * node.weight)
+            def build(own: tuple[Domain, ...]) -> Costs:
+                return picoseconds(self.pricer.op_table(node.signature, slots, free, own, allowed, late=late) * node.weight)
 
-        return [self._term(key, scope, domains, build)]
+            return [self._term(("op", *key), scope, domains, build)]
+        own = tuple(domains[v] for v in scope)
+        memo = ("strategies", *key, own)
+        if memo not in self._stars:
+            base, columns = self.pricer.strategy_costs(node.signature, slots, free, own, allowed, late=late)
+            columns[0] = columns[0] + base[:, None]
+            self._stars[memo] = [self.store.intern(picoseconds(c * node.weight)) for c in columns]
+        return [Term((strategy, v), *column) for v, column in zip(scope, self._stars[memo], strict=True)]
 
     def _link(self, link: Link, domains: Sequence[Domain]) -> Term | None:
         crossing = self.crossing(link)

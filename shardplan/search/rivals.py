@@ -94,7 +94,7 @@ class Rivals:
             if self._closed:
                 return ()
             if self._solver.watch is not None:
-                self._solver.watch.tell("baselines", 0.1 + 0.3 * len(self._found) / len(self.restrictions))
+                self._solver.watch.tell("baselines", 0.1 + 0.3 * len(self._found) / len(self._examined))
             if self._solver.order(r.domains).largest <= RIVAL_ENTRIES:
                 solution, priced = self._solver.minimum(r.name, r.domains, regather=r.regather, limits=r.limits)
             else:

@@ -22,9 +22,6 @@ from shardplan.search.recursion import recurse
 from shardplan.search.rivals import Rivals, groupings
 from shardplan.search.solver import Solution, Solver
 
-ONCE_ENTRIES = 100_000_000
-"""Likewise where it is done once: two levels without a memory limit."""
-
 LONG_ENTRIES = 50_000_000
 """From so many predicted table entries in all on, a joint solve takes seconds: something simpler is found first, in case it is
 interrupted.
@@ -93,28 +90,27 @@ def _searched(solver: Solver, rivals: Rivals, limit: int, pinned: Sequence[Domai
     problem = solver.problem
     domains = everything_split(problem, pinned) if problem.objective == "bytes" else pinned
     order = solver.order(domains)
-    joint = len(problem.sizes) <= 2 and order.largest <= ONCE_ENTRIES
+    joint = len(problem.sizes) <= 2
     watch.tell("tables", 0.05)
     if watch.deadline is not None or (joint and order.total > LONG_ENTRIES):
         # in case there is no time for more: everything in the layout that uses the fewest factors, then level by level
         solver.minimum("first", [(s,) for s in problem.narrowest(domains)])
         watch.tell("levels", 0.1)
-        if joint:
+        if len(problem.sizes) == 2:
             recurse(solver, pinned)
-    starts, inside = [], []
-    if not joint:
+    starts, inside = list[Solution](), list[Solution]()
+    best, known_s = solver.bounded("plan", domains) if joint else (None, 0.0)
+    exact = best is not None and known_s >= best.seconds
+    if best is None or not exact:
         starts, spaces = _starts(solver, domains, pinned, watch)
-        inside = [*starts, *rivals.seeds(domains, limit, spaces)]
-    watch.tell("search", 0.4)
-    if joint:
-        best = solver.minimum("plan", domains)[0]
-    else:
+        inside = [*starts, *rivals.seeds(domains, limit, spaces), *([best] if best is not None else [])]
+        watch.tell("search", 0.4)
         best = polish(solver, domains, min(inside, key=lambda s: s.seconds), watch)
     candidates = [best, *inside]
     smallest: Solution | None = None
     if not best.fits(limit):
         watch.tell("memory", 0.7)
-        again = joint and order.largest <= JOINT_ENTRIES
+        again = exact and order.largest <= JOINT_ENTRIES
         candidates += (found := Descent(solver, rivals, domains, best, starts, again, watch).within(limit))
         smallest = None if any(s.fits(limit) for s in candidates) else found[-1]
     fitting = [s for s in candidates if s.fits(limit)]
@@ -122,9 +118,16 @@ def _searched(solver: Solver, rivals: Rivals, limit: int, pinned: Sequence[Domai
     assert chosen is not None
     assert all(s in d for s, d in zip(chosen.states, pinned, strict=True)), "a pin is not held"
     bound = Bound(
-        problem, solver.live, domains, free=best, chosen=chosen, limit=limit, unlimited_s=best.seconds if joint else None
+        problem,
+        solver.live,
+        domains,
+        free=best,
+        chosen=chosen,
+        limit=limit,
+        unlimited_s=best.seconds if exact else None,
+        known_s=known_s,
     )
-    return Outcome(replace(chosen, name="plan"), rivals, bound, joint, smallest)
+    return Outcome(replace(chosen, name="plan"), rivals, bound, exact, smallest)
 
 
 def in_seconds(problem: Problem, outcome: Outcome, donated: frozenset[int]) -> tuple[Problem, Outcome]:

@@ -1,4 +1,4 @@
-"""Solves one problem again and again: its exact minimum in given domains, at given prices on bytes, under given limits."""
+"""Solves one problem again and again: its minimum in given domains, at given prices on bytes, under given limits."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from shardplan.search import memory
 from shardplan.search.anytime import Watch
+from shardplan.search.beam import Found, best
 from shardplan.search.eliminate import Eliminator, Order, find_order
 from shardplan.search.pricing import Domain, Limits
 from shardplan.search.problem import Problem
@@ -50,7 +51,7 @@ class Solver:
         """The elimination order for domains of these sizes."""
         sizes = tuple(len(d) for d in domains)
         if sizes not in self._orders:
-            self._orders[sizes] = find_order(self.problem.scopes, sizes)
+            self._orders[sizes] = find_order(self.problem.open_scopes(domains), self.problem.open_sizes(domains))
         return self._orders[sizes]
 
     def minimum(
@@ -64,17 +65,38 @@ class Solver:
         order: Order | None = None,
         limits: Limits | None = None,
     ) -> tuple[Solution, float]:
-        """(the cheapest assignment in these domains, its cost with prices): cost infinite where none is feasible."""
+        """(the cheapest assignment in these domains that is found, its cost with prices): infinite where none is feasible."""
         limits = self.limits if limits is None else limits
         keep_s = self._keep_prices(regather, points, price)
+        states, found = self._solved(domains, keep_s, points, price, order, limits)
+        priced = float("inf") if found.cost >= BIG else found.cost / 1e12
+        return self.rate(name, states, keep_s, regather, limits, seconds=None if points else priced), priced
+
+    def bounded(self, name: str, domains: Sequence[Domain]) -> tuple[Solution, float]:
+        """(the cheapest assignment in these domains that is found, the seconds that each costs at least): the same for the
+        optimum.
+        """
+        states, found = self._solved(domains, {}, (), 0.0, None, self.limits)
+        solution = self.rate(
+            name, states, {}, False, self.limits, seconds=float("inf") if found.cost >= BIG else found.cost / 1e12
+        )
+        return solution, found.bound / 1e12
+
+    def _solved(
+        self,
+        domains: Sequence[Domain],
+        keep_s: Mapping[int, float],
+        points: Sequence[int],
+        price: float,
+        order: Order | None,
+        limits: Limits | None,
+    ) -> tuple[tuple[int, ...], Found]:
         terms = self.problem.terms(domains, keep_s, limits)
         if points:
             terms += memory.price_terms(self.problem, self.live, points, price, domains, limits)
-        sizes = [len(d) for d in domains]
-        total, chosen = self.eliminator.solve(terms, sizes, order or self.order(domains))
-        states = tuple(d[i] for d, i in zip(domains, chosen, strict=True))
-        priced = float("inf") if total >= BIG else total / 1e12
-        return self.rate(name, states, keep_s, regather, limits, seconds=None if points else priced), priced
+        sizes = self.problem.open_sizes(domains, limits)
+        found = best(self.eliminator, terms, sizes, order or self.order(domains))
+        return tuple(d[i] for d, i in zip(domains, found.assignment, strict=False)), found
 
     def rate(
         self,

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import shardplan
 from models import gpt, mlp, wresnet
 from shardplan.mesh import Cluster
-from shardplan.search import Problem, memory, polish, solve
+from shardplan.search import Problem, beam, memory, polish, solve
 from shardplan.search.baselines import baselines
 from shardplan.search.recursion import recurse
 from shardplan.search.solve import Outcome
@@ -37,10 +37,12 @@ def searched(problem: Problem, **options: Any) -> Outcome:
 
 
 def no_joint(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if no two levels fitted together: recursion and polish alone."""
+    """As if no two levels fitted together, and no beam found anything: recursion and polish alone."""
     for module in (solve, polish):
         monkeypatch.setattr(module, "JOINT_ENTRIES", 3000)
-    monkeypatch.setattr(solve, "ONCE_ENTRIES", 3000)
+    monkeypatch.setattr(beam, "EXACT_ENTRIES", 3000)
+    monkeypatch.setattr(beam, "PART_ENTRIES", 50)
+    monkeypatch.setattr(beam, "BEAM", 1)
 
 
 @pytest.mark.parametrize("shape", ["2x2", "2x4", "2x2x2"])
@@ -83,9 +85,10 @@ def test_two_runs_make_the_same_plan(shape: str) -> None:
     assert once() == once()
 
 
-def test_one_device_has_nothing_to_plan() -> None:
+@pytest.mark.parametrize("options", [{}, {"time_budget_s": 60.0}, {"remat": "auto"}], ids=str)
+def test_one_device_has_nothing_to_plan(options: dict[str, Any]) -> None:
     step, args = mlp.train_step()
-    plan = shardplan.plan(step, *args, cluster="1")
+    plan = shardplan.plan(step, *args, cluster="1", **options)
     assert plan.communication_bytes == 0
     assert all(not any(spec) for spec in plan.flat_in_specs)
 

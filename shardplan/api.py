@@ -23,6 +23,7 @@ from shardplan.search.anytime import Observer
 from shardplan.search.choose import Wanted
 from shardplan.search.coarsen import FREE
 from shardplan.search.extract import Extractor
+from shardplan.search.garbage import uncollected
 from shardplan.search.idle import idle
 from shardplan.search.pins import held_by_pins, pinned_domains, smallest_conflict
 from shardplan.search.problem import Objective, Problem
@@ -90,7 +91,8 @@ def plan(
     replicate = _known_primitives(replicate, traced.program)
     leaves = frozenset(leaves_of(traced.in_tree, donated))
     wanted = Wanted(limit, leaves, _entries(pins or {}), deadline, observer, measure)
-    planned = _searched(traced.program, Searcher(replicate, shared, loaded, wanted), again=remat == "auto")
+    with uncollected():
+        planned = _searched(traced.program, Searcher(replicate, shared, loaded, wanted), again=remat == "auto")
     return Plan(
         **_found(*planned.found),
         program=planned.program,

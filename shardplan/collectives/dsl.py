@@ -23,7 +23,7 @@ from functools import lru_cache
 from typing import assert_never
 
 from ..errors import ReductionError, nearest
-from .states import COLLECTIVES, Clash, Collective, Context, Goal, Space
+from .states import COLLECTIVES, Clash, Collective, Context, Goal, Space, State
 
 Shape = tuple[int, ...]
 _REMEDY = "`shardplan reduce` lists the programs that are right"
@@ -140,14 +140,15 @@ def advance(space: Space, collective: Collective, among: Sequence[Sequence[int]]
 
     Strict information increase: a step in which a group learns nothing is refused as well.
     """
-    states = list(context)
+    states = list[State]()
     for number, group in enumerate(among):
-        before = tuple(context[d] for d in group)
+        before = tuple([context[d] for d in group])
         after = space.apply(collective, before)
         if isinstance(after, Clash):
             return Refusal(number, after)
         if after == before:  # also where nobody holds anything
             return Refusal(number, Clash(collective, "nothing new", tuple(range(len(group)))))
+        states = states or list(context)
         for device, state in zip(group, after, strict=True):
             states[device] = state
     return tuple(states)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, assert_never, get_args
+from typing import Any, Literal, assert_never, get_args
 
 Collective = Literal["AllReduce", "ReduceScatter", "AllGather", "Reduce", "Broadcast"]
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
@@ -71,6 +71,9 @@ class Space:
     k: int
     _chunks: dict[State, int] = field(default_factory=dict[State, int], init=False, repr=False, compare=False)
     _masks: dict[int, int] = field(default_factory=dict[int, int], init=False, repr=False, compare=False)
+    _applied: dict[tuple[Collective, Context], Context | Clash] = field(
+        default_factory=lambda: dict[Any, Any](), init=False, repr=False, compare=False
+    )
 
     @property
     def full(self) -> State:
@@ -117,6 +120,13 @@ class Space:
 
     def apply(self, collective: Collective, states: Sequence[State]) -> Context | Clash:
         """The states of a group's members after a collective among them, or the precondition of Figure 8 that fails."""
+        key = collective, tuple(states)
+        found = self._applied.get(key)
+        if found is None:
+            found = self._applied[key] = self._apply(collective, states)
+        return found
+
+    def _apply(self, collective: Collective, states: Sequence[State]) -> Context | Clash:
         match collective:
             case "AllReduce" | "ReduceScatter" | "Reduce":
                 return self._reduce(collective, states)

@@ -18,7 +18,8 @@ from .states import Context, Goal, Space
 
 Order = tuple[int, ...]
 _ADDING = ("AllReduce", "ReduceScatter", "Reduce")
-Move = tuple[Instruction, tuple[tuple[int, ...], ...]]
+Groups = tuple[tuple[int, ...], ...]
+Move = tuple[Instruction, Groups]
 
 
 def synthesize(depth: int, max_size: int = 5, goal: Goal = "all_reduce", order: Order | None = None) -> tuple[Reduction, ...]:
@@ -52,7 +53,9 @@ class Walks:
         self.start = self.space.initial(goal, chunks)
         self.end = self.space.target(goal, chunks)
         # an instruction's collective, and its groups on this shape
-        self.moves = tuple((step, groups(shape, step)) for step in instructions(len(shape)) if groups(shape, step))
+        found = ((step, groups(shape, step)) for step in instructions(len(shape)))
+        patterns: dict[Groups, Groups] = {}
+        self.moves = tuple((step, patterns.setdefault(among, among)) for step, among in found if among)
         self._next: dict[Context, tuple[tuple[Instruction, Context], ...]] = {}
         self._walks: dict[tuple[Context, int], tuple[tuple[Instruction, ...], ...]] = {}
         # a Reduce leaves members empty: it ends no program; a scatter ends only a scattered goal
@@ -77,13 +80,13 @@ class Walks:
     def _expand(self, context: Context, moves: Sequence[Move]) -> Iterator[tuple[Instruction, Context]]:
         clashing = None  # groups whose data cannot be added, by AllReduce, ReduceScatter or Reduce
         for step, among in moves:
-            if clashing == (step.slice, step.form) and step.collective in _ADDING:
+            if clashing is among and step.collective in _ADDING:
                 continue
             after = advance(self.space, step.collective, among, context)
             if not isinstance(after, Refusal):
                 yield step, after
             elif after.clash.premise in ("chunks differ", "twice"):
-                clashing = (step.slice, step.form)
+                clashing = among
 
     def _from(self, context: Context, size: int) -> tuple[tuple[Instruction, ...], ...]:
         if context == self.end:

@@ -34,6 +34,13 @@ _CHUNK = 400_000
 """Numbers that are added up at once: they stay in the cache."""
 
 
+_MANY = 400_000
+"""From so many prices on, strategies are looked for first that are nowhere cheaper than one of these:"""
+
+_GOOD = 4
+"""So many that cost the least where they cost the most."""
+
+
 @dataclass(frozen=True, slots=True)
 class Allowed:
     """Which strategies of an op may be taken: those that cut as they may, and treat the factors of a group alike."""
@@ -147,6 +154,9 @@ class Pricer:
         """[*domain sizes]: the cheapest strategy for every choice of layouts."""
         base, columns = self.strategy_costs(signature, slots, free, domains, allowed, late=late)
         sizes = [len(d) for d in domains]
+        if len(base) * math.prod(sizes) > _MANY:
+            kept = useful(base, columns)
+            base, columns = base[kept], [c[kept] for c in columns]
         total = np.full(sizes, np.inf)
         step = max(1, _CHUNK // int(np.prod(sizes)))
         for start in range(0, len(base), step):
@@ -185,3 +195,21 @@ class Pricer:
             empty = Layout(((),) * len(signature.call.results[0]))
             steps.append(Step("all_reduce", over, extra, empty, empty, self.resharder.seconds("all_reduce", over, extra)))
         return tuple(steps)
+
+
+def useful(base: NDArray[np.float64], columns: Sequence[NDArray[np.float64]]) -> NDArray[np.int64]:
+    """Strategies enough for every choice of layouts: each left out costs no less than one of the good ones, whatever they are."""
+    finite = [np.isfinite(c) for c in columns]
+    most = base + sum(np.where(f, c, 1e9).max(axis=1) for c, f in zip(columns, finite, strict=True))
+    beaten = np.zeros(len(base), np.bool_)
+    for good in np.argsort(most, kind="stable")[:_GOOD]:
+        if not beaten[good]:
+            more = base[good] - base  # by how much it costs more than each at most
+            for c, f in zip(columns, finite, strict=True):
+                apart = np.where(f, c[good] - np.where(f, c, 0.0), -np.inf)  # than what is infinite nothing costs more
+                with np.errstate(invalid="ignore"):  # what is nowhere finite is left in
+                    more = more + apart.max(axis=1)
+            worse = more <= 0
+            worse[good] = False
+            beaten |= worse
+    return np.flatnonzero(~beaten)

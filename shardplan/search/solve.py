@@ -1,7 +1,8 @@
 """The search: the cheapest assignment within the memory limit, and every baseline scored in the same tables.
 
-Two levels are solved jointly and exactly where the tables allow; more over groups of slower and of faster levels (else by
-recursion over the levels, slowest first), and polish of pairs of levels to a fixpoint (Tofu, section 5.2, made joint).
+Two levels are solved jointly: exactly where the tables allow, else by a beam that mostly proves its optimum. More are solved over
+groups of slower and of faster levels (else by recursion over the levels, slowest first), then pairs of levels are polished to a
+fixpoint (Tofu, section 5.2, made joint).
 """
 
 from __future__ import annotations
@@ -89,10 +90,10 @@ def _searched(solver: Solver, rivals: Rivals, limit: int, pinned: Sequence[Domai
     """The whole search, of which ``watch`` keeps the best so far."""
     problem = solver.problem
     domains = everything_split(problem, pinned) if problem.objective == "bytes" else pinned
-    order = solver.order(domains)
     joint = len(problem.sizes) <= 2
+    order = solver.order(domains) if joint else None
     watch.tell("tables", 0.05)
-    if watch.deadline is not None or (joint and order.total > LONG_ENTRIES):
+    if watch.deadline is not None or (order is not None and order.total > LONG_ENTRIES):
         # in case there is no time for more: everything in the layout that uses the fewest factors, then level by level
         solver.minimum("first", [(s,) for s in problem.narrowest(domains)])
         watch.tell("levels", 0.1)
@@ -110,7 +111,7 @@ def _searched(solver: Solver, rivals: Rivals, limit: int, pinned: Sequence[Domai
     smallest: Solution | None = None
     if not best.fits(limit):
         watch.tell("memory", 0.7)
-        again = exact and order.largest <= JOINT_ENTRIES
+        again = exact and order is not None and order.largest <= JOINT_ENTRIES
         candidates += (found := Descent(solver, rivals, domains, best, starts, again, watch).within(limit))
         smallest = None if any(s.fits(limit) for s in candidates) else found[-1]
     fitting = [s for s in candidates if s.fits(limit)]

@@ -13,6 +13,7 @@ from models import gpt
 from shardplan.mesh import Cluster
 from shardplan.search import Problem, memory
 from shardplan.search.eliminate import Eliminator, Order, find_order
+from shardplan.search.pricing import useful
 from shardplan.search.solver import Solver
 from shardplan.search.tables import BIG, Store, Term, picoseconds
 from tests.search import steps
@@ -64,6 +65,36 @@ def test_every_order_finds_the_same_minimum(drawn: Drawn, data: st.DataObject) -
     other = Order(shuffled, (), order.largest, order.total)
     one, two = (Eliminator(store).solve(interned, sizes, o)[0] for o in (order, other))
     assert min(one, BIG) == min(two, BIG)
+
+
+@st.composite
+def strategies(draw: st.DrawFn) -> tuple[np.ndarray, list[np.ndarray]]:
+    """What strategies cost by themselves, and for each of a few variables in each of its states: infinite now and then."""
+    count, seed = draw(st.integers(1, 12)), draw(st.integers(0, 2**32 - 1))
+    random = np.random.default_rng(seed)
+    columns = [random.integers(0, 6, (count, n)) * 1.0 for n in draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))]
+    for column in columns:
+        column[random.random(column.shape) < 0.15] = np.inf
+    return random.integers(0, 4, count) * 1.0, columns
+
+
+def _cheapest(base: np.ndarray, columns: list[np.ndarray]) -> np.ndarray:
+    total = base
+    for column in columns:
+        total = total[..., None] + column.reshape(len(base), *[1] * (total.ndim - 1), -1)
+    return total.min(axis=0)
+
+
+@given(drawn=strategies())
+def test_strategies_left_out_are_nowhere_the_cheapest(drawn: tuple[np.ndarray, list[np.ndarray]]) -> None:
+    base, columns = drawn
+    kept = useful(base, columns)
+    assert np.array_equal(_cheapest(base, columns), _cheapest(base[kept], [c[kept] for c in columns]))
+
+
+def test_strategies_that_another_beats_are_left_out() -> None:
+    columns = [np.array([[0.0, 1.0], [2.0, 1.0], [np.inf, 0.0]])]
+    assert useful(np.array([1.0, 1.0, 1.5]), columns).tolist() == [0, 2]
 
 
 @given(drawn=sums_of_tables())

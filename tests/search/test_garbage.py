@@ -1,0 +1,35 @@
+"""The garbage collector is kept out of the search, and only there."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import shardplan
+
+W = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+
+
+@pytest.fixture(autouse=True)
+def collected() -> Iterator[None]:
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_the_search_collects_nothing_and_leaves_the_collector_as_it_was(before: bool) -> None:
+    (gc.enable if before else gc.disable)()
+    seen: dict[str, bool] = {}
+    shardplan.plan(lambda w: w * 2, W, cluster="2", observer=lambda what, _: seen.update({what: gc.isenabled()}))
+    assert seen["tracing"] == before == gc.isenabled()
+    assert not seen["tables"]
+
+
+def test_an_error_leaves_the_collector_as_it_was() -> None:
+    with pytest.raises(shardplan.MemoryLimitError):
+        shardplan.plan(lambda w: w * 2, W, cluster="2", memory_limit=10)
+    assert gc.isenabled()

@@ -24,10 +24,10 @@ BEAM = 1024
 """So many partial assignments go on."""
 
 PART_ENTRIES = 1 << 20
-"""Up to this many entries in one table a variable is eliminated from all of its tables at once."""
+"""In a beam a variable is eliminated from all of its tables at once up to so many entries in one."""
 
 EXACT_ENTRIES = 100_000_000
-"""Up to this many entries in one table (0.8 GB) a variable is eliminated from all of them where the beam proves nothing."""
+"""Up to this many entries in one table (0.8 GB) no beam is needed: what repeats is eliminated once, a beam goes over all of it."""
 
 Places = NDArray[np.intp]
 
@@ -51,11 +51,9 @@ class _Bucket:
 
 
 def best(eliminator: Eliminator, terms: Sequence[Term], sizes: Sequence[int], order: Order) -> Found:
-    """The minimum of a sum of terms: exact where the tables allow or the beam proves it, else the best that is found."""
-    if order.largest > PART_ENTRIES:
-        found = beam(eliminator, terms, sizes, order, entries=PART_ENTRIES, width=BEAM)
-        if found.bound == found.cost or order.largest > EXACT_ENTRIES:
-            return found
+    """The minimum of a sum of terms: exact where the tables allow, else the best that the beam finds."""
+    if order.largest > EXACT_ENTRIES:
+        return beam(eliminator, terms, sizes, order, entries=PART_ENTRIES, width=BEAM)
     total, assignment = eliminator.solve(terms, sizes, order)
     return Found(total, assignment, total)
 

@@ -15,7 +15,7 @@ import shardplan
 from shardplan.mesh import Cluster
 from shardplan.search import memory
 from shardplan.search import problem as problems
-from shardplan.search.beam import beam, best
+from shardplan.search.beam import BEAM, PART_ENTRIES, beam, best
 from shardplan.search.eliminate import Eliminator, find_order
 from shardplan.search.pricing import Limits
 from shardplan.search.solver import Solver
@@ -86,7 +86,8 @@ def test_where_tables_allow_the_minimum_is_exact_and_beyond_it_is_bounded() -> N
     assert order.largest > 10_000_000
     terms, sizes = problem.terms(problem.domains), problem.open_sizes(problem.domains)
     minimum, _ = solver.eliminator.solve(terms, sizes, order)
-    found = best(Eliminator(problem.store), terms, sizes, order)
+    assert best(Eliminator(problem.store), terms, sizes, order).cost == minimum
+    found = beam(Eliminator(problem.store), terms, sizes, order, entries=PART_ENTRIES, width=BEAM)
     assert found.cost == found.bound == minimum, "the beam proves it"
     narrow = beam(Eliminator(problem.store), terms, sizes, order, entries=1000, width=2)
     assert narrow.bound <= minimum <= narrow.cost < 1.3 * minimum

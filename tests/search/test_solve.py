@@ -40,7 +40,7 @@ def no_joint(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if no two levels fitted together, and no beam found anything: recursion and polish alone."""
     for module in (solve, polish):
         monkeypatch.setattr(module, "JOINT_ENTRIES", 3000)
-    monkeypatch.setattr(beam, "EXACT_ENTRIES", 3000)
+    monkeypatch.setattr(beam, "EXACT_ENTRIES", 400)
     monkeypatch.setattr(beam, "PART_ENTRIES", 50)
     monkeypatch.setattr(beam, "BEAM", 1)
 

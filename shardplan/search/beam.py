@@ -27,7 +27,7 @@ PART_ENTRIES = 1 << 20
 """In a beam a variable is eliminated from all of its tables at once up to so many entries in one."""
 
 EXACT_ENTRIES = 100_000_000
-"""Up to this many entries in one table (0.8 GB) no beam is needed: what repeats is eliminated once, a beam goes over all of it."""
+"""Up to this many entries in one table (0.8 GB) no beam is needed: what repeats is eliminated once, a beam sees it all."""
 
 Places = NDArray[np.intp]
 

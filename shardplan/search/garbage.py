@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def uncollected() -> Generator[None]:
     """No collection inside: what the search drops is in no cycles, and each collection would walk all that JAX has loaded."""
     was = gc.isenabled()
     gc.disable()

@@ -41,7 +41,7 @@ def solve(
 ) -> Answer:
     """The optimum over these domains (by default all layouts). ``relax`` drops integrality: only the bound counts then."""
     own = problem.domains if domains is None else domains
-    sizes = [len(d) for d in own]
+    sizes = problem.open_sizes(own)
     tables, constant = _merged(problem, own)
     first = [0, *itertools.accumulate(sizes)]
     cost, upper = [np.zeros(first[-1])], [np.ones(first[-1])]
@@ -90,7 +90,7 @@ def solve(
         return Answer(int(result.status), str(result.message), None, bound_ps, ())
     chosen = [int(np.argmax(result.x[first[v] : first[v + 1]])) for v in range(len(sizes))]
     total = constant + sum(int(table[tuple(chosen[v] for v in scope)]) for scope, table in tables.items())
-    states = tuple(d[i] for d, i in zip(own, chosen, strict=True))
+    states = tuple(d[i] for d, i in zip(own, chosen, strict=False))  # those of strategies come after
     return Answer(int(result.status), str(result.message), total, bound_ps, states)
 
 

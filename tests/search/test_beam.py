@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardplan
+from models import mlp
 from shardplan.mesh import Cluster
-from shardplan.search import memory
+from shardplan.search import ilp, memory
 from shardplan.search import problem as problems
 from shardplan.search.beam import BEAM, PART_ENTRIES, beam, best
 from shardplan.search.eliminate import Eliminator, find_order
@@ -161,3 +162,14 @@ def test_a_price_on_bytes_is_charged_to_ops_with_a_variable_for_their_strategy(m
     ]
     assert held == sorted(held, reverse=True)
     assert held[-1] < held[0]
+
+
+def test_the_integer_program_takes_variables_for_strategies(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, args = mlp.train_step(layers=1)
+    problem = steps.problem(step, *args, on=Cluster.load("4"))
+    closed = ilp.solve(problem).picoseconds
+    monkeypatch.setattr(problems, "OPEN_ENTRIES", 0)
+    opened = ilp.solve(problem)
+    assert closed is not None and opened.picoseconds is not None
+    assert abs(opened.picoseconds - closed) <= 3 * len(problem.coarse.joins), "each term is rounded by itself"
+    assert len(opened.states) == len(problem.domains)

@@ -41,10 +41,14 @@ class Incumbent:
 
     def offer(self, solution: Solution) -> bool:
         """Whether the solution is better than all before it, and so the best now."""
-        if self.best is not None and not self._better(solution, self.best):
+        if self.best is not None and (self._slower(solution, self.best) or not self._better(solution, self.best)):
             return False
         self.best = solution
         return True
+
+    def _slower(self, a: Solution, b: Solution) -> bool:
+        """Whether ``a`` cannot be better whatever it holds, which is work to find out."""
+        return b.fits(self.limit) and a.seconds >= b.seconds
 
     def _better(self, a: Solution, b: Solution) -> bool:
         if a.fits(self.limit) != b.fits(self.limit):

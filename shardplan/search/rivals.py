@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -82,8 +83,9 @@ class Rivals:
             return []
         agreeing = [s for s in self.outside(spaces or {}) if all(at in d for at, d in zip(s.states, domains, strict=True))]
         fastest = sorted(agreeing, key=lambda s: s.seconds)
-        fitting = [s for s in fastest if s.fits(limit)] or sorted(agreeing, key=lambda s: s.peak_bytes)
-        return [self._solver.unlimited(s) for s in dict.fromkeys([*fastest[:SEEDS], *fitting[:SEEDS]])]
+        fitting = list(itertools.islice((s for s in fastest if s.fits(limit)), SEEDS))
+        fitting = fitting or sorted(agreeing, key=lambda s: s.peak_bytes)[:SEEDS]
+        return [self._solver.unlimited(s) for s in dict.fromkeys([*fastest[:SEEDS], *fitting])]
 
     def close(self) -> None:
         """Those that are not solved yet never will be."""
@@ -94,7 +96,7 @@ class Rivals:
             if self._closed:
                 return ()
             if self._solver.watch is not None:
-                self._solver.watch.tell("baselines", 0.1 + 0.3 * len(self._found) / len(self._examined))
+                self._solver.watch.tell("baselines", 0.4 - 0.3 * 0.8 ** len(self._found))
             if self._solver.order(r.domains).largest <= RIVAL_ENTRIES:
                 solution, priced = self._solver.minimum(r.name, r.domains, regather=r.regather, limits=r.limits)
             else:

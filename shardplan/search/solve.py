@@ -114,8 +114,7 @@ def _searched(solver: Solver, rivals: Rivals, limit: int, pinned: Sequence[Domai
         again = exact and order is not None and order.largest <= JOINT_ENTRIES
         candidates += (found := Descent(solver, rivals, domains, best, starts, again, watch).within(limit))
         smallest = None if any(s.fits(limit) for s in candidates) else found[-1]
-    fitting = [s for s in candidates if s.fits(limit)]
-    chosen = min(fitting, key=lambda s: s.seconds) if fitting else smallest
+    chosen = next((s for s in sorted(candidates, key=lambda s: s.seconds) if s.fits(limit)), smallest)
     assert chosen is not None
     assert all(s in d for s, d in zip(chosen.states, pinned, strict=True)), "a pin is not held"
     bound = Bound(

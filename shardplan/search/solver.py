@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,18 @@ from shardplan.search.problem import Problem
 from shardplan.search.tables import BIG
 
 
+class Peak:
+    """The most bytes that a device holds, worked out when they are first asked for: of most solutions nobody asks."""
+
+    def __init__(self, work: Callable[[], int]) -> None:
+        self._work = work
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Of one device."""
+        return self._work()
+
+
 @dataclass(frozen=True, slots=True)
 class Solution:
     """An assignment with its cost: ``keep`` are the backward views that reuse the forward copy; ``seconds`` leaves memory
@@ -28,8 +41,13 @@ class Solution:
     keep: frozenset[int]
     regather: bool
     seconds: float
-    peak_bytes: int
+    peak: Peak = field(compare=False, repr=False)
     limits: Limits | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that a device holds."""
+        return self.peak.nbytes
 
     def fits(self, limit: int) -> bool:
         """Whether a device's peak is within the limit."""
@@ -113,7 +131,7 @@ class Solver:
         keep = frozenset(v for v in self.problem.backward_views if self.problem.keeps(v, states, keep_s.get(v, 0.0)))
         if seconds is None:
             seconds = self.problem.seconds(states, self.problem.regathered(keep), limits)
-        peak = int(memory.profile(self.problem, self.live, states, keep, limits).max())
+        peak = Peak(lambda: int(memory.profile(self.problem, self.live, states, keep, limits).max()))
         solution = Solution(name, states, keep, regather, seconds, peak, limits)
         if self.watch is not None:
             self.watch.take(solution)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from shardplan.report.text import bound_text
 from shardplan.search import Problem, ilp, memory
 from shardplan.search.bound import Ascent, Bound, Prices, ascend, stars
 from shardplan.search.rivals import Rivals
-from shardplan.search.solver import Solution, Solver
+from shardplan.search.solver import Peak, Solution, Solver
 from tests.search import steps
 
 
@@ -106,8 +107,8 @@ def test_a_bound_within_a_memory_limit_lies_below_every_plan_that_fits() -> None
     raised = 0
     for limit in sorted({peak for _, peak, _ in rows if peak < free_peak}):
         best_s, best_peak, states = min(row for row in rows if row[1] <= limit)
-        free = Solution("free", free_states, frozenset(), False, free_s, free_peak)
-        chosen = Solution("chosen", states, frozenset(), False, best_s, best_peak)
+        free = Solution("free", free_states, frozenset(), False, free_s, Peak(partial(int, free_peak)))
+        chosen = Solution("chosen", states, frozenset(), False, best_s, Peak(partial(int, best_peak)))
         bound = Bound(problem, live, problem.domains, free=free, chosen=chosen, limit=limit, unlimited_s=free_s).seconds
         assert free_s <= bound <= best_s * (1 + 1e-9)
         raised += bound > free_s * 1.01

@@ -180,7 +180,7 @@ def _integer_program(plan: Any, limit: float) -> Row:
     if _entries(problem, own) > LARGEST:
         ascent = Ascent(stars(problem, own, worst_s=4 * plan.step_time_s))
         ascend(ascent, known_s=plan.step_time_s, work=2e10, enough=1e-7)
-        own, which = narrowed(ascent, own, plan.step_time_s * (1 + 1e-9) + 1e-12 * len(problem.scopes)), "narrowed"
+        own, which = narrowed(ascent, own, plan.step_time_s * (1 + 1e-9) + 2 * problem.rounding_s), "narrowed"
     size = _entries(problem, own)
     found: Row = {"states": which, "entries": size, "ilp_status": "too large"}
     if size <= 50 * LARGEST:

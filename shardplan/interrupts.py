@@ -30,8 +30,8 @@ def before(what: str) -> Iterator[None]:
 def heard() -> Iterator[None]:
     """Interrupts that others drop are raised all the same.
 
-    Python drops every exception in some callbacks, one of which is JAX's in the garbage collector (during tracing and the search
-    it is often what runs when the signal comes): such an interrupt comes again a moment later. Modules in C, while they are
+    Python drops every exception in some callbacks, one of which is JAX's in the garbage collector (during tracing it is
+    often what runs when the signal comes): such an interrupt comes again a moment later. Modules in C, while they are
     imported, make an `ImportError` of it.
     """
     came: list[int] = []

@@ -151,7 +151,7 @@ def advance(space: Space, collective: Collective, among: Sequence[Sequence[int]]
         states = states or list(context)
         for device, state in zip(group, after, strict=True):
             states[device] = state
-    return tuple(states)
+    return tuple(states or context)
 
 
 def replay(

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from ..errors import ClusterError, nearest
 
@@ -207,7 +207,7 @@ class Cluster:
 
     def fingerprint(self) -> str:
         """A short digest of everything that prices depend on: equal clusters have equal fingerprints."""
-        content = {"name": self.name, "levels": [asdict(level) for level in self.levels], "device": asdict(self.device)}
+        content = _plain({"name": self.name, "levels": [asdict(level) for level in self.levels], "device": asdict(self.device)})
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
     @staticmethod
@@ -241,6 +241,19 @@ def check_at_least(value: float, least: float, where: str) -> None:
     """Refuse what is not a finite number of at least ``least``."""
     if not _is_number(value) or not math.isfinite(value) or value < least:
         raise ClusterError(f"must be a finite number of at least {least:g}, got {value!r}", where=where)
+
+
+def _plain(value: Any) -> Any:
+    """Numbers as floats: 100 and 100.0 are the same figure."""
+    match value:
+        case dict():
+            return {k: _plain(v) for k, v in cast(dict[str, Any], value).items()}
+        case list() | tuple():
+            return [_plain(v) for v in cast(list[Any], value)]
+        case bool() | None | str():
+            return value
+        case _:
+            return float(value)
 
 
 def check_part(value: float, where: str) -> None:

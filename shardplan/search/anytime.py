@@ -29,10 +29,14 @@ class OutOfTimeError(Exception):
 
 @dataclass(slots=True)
 class Incumbent:
-    """The best solution so far: of those that keep to ``limit`` bytes the fastest, until there is one the smallest."""
+    """The best solution so far: of those that keep to ``limit`` bytes the fastest, until there is one the smallest.
+
+    ``least_s`` are seconds that every solution is known to take.
+    """
 
     limit: int
     best: Solution | None = None
+    least_s: float = 0.0
 
     @property
     def fits(self) -> bool:

@@ -34,7 +34,10 @@ Places = NDArray[np.intp]
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """An assignment, its cost, and what every assignment costs at least; both at least `BIG` where none is feasible."""
+    """An assignment, its cost, and what every assignment costs at least: the same where the optimum is proved.
+
+    The cost is `BIG` where none was found, the bound too where there is none. The assignment says nothing then.
+    """
 
     cost: int
     assignment: list[int]
@@ -164,7 +167,7 @@ def _back(eliminator: Eliminator, sizes: Sequence[int], buckets: Sequence[_Bucke
         for scope, table in bucket.tables:
             each = each + tables[table][tuple(own if u == v else states[u][:, None] for u in scope)]
         matter = [u for u in (*states, v) if needed[u] < i]
-        rows, chosen, dropped = _most_promising(each, states, v, matter, sizes, width if i > widest else 1)
+        rows, chosen, dropped = most_promising(each, states, v, matter, sizes, width if i > widest else 1)
         bound = min(bound, dropped)
         if not len(rows):
             return Found(BIG, [0] * len(sizes), bound)
@@ -177,7 +180,7 @@ def _back(eliminator: Eliminator, sizes: Sequence[int], buckets: Sequence[_Bucke
     return Found(int(costs[0]), assignment, min(bound, int(costs[0])))
 
 
-def _most_promising(
+def most_promising(
     each: Costs, states: Mapping[int, Places], v: int, matter: Sequence[int], sizes: Sequence[int], width: int
 ) -> tuple[Places, Places, int]:
     """(which partial assignments go on, with which state of ``v``, the least that one of the others costs); ``each`` is [B, D].
@@ -185,11 +188,11 @@ def _most_promising(
     Of those that agree in all that matters from here on only the best goes on, and no other can be better.
     """
     costs = each.ravel()
-    few = min(len(costs), 4 * width)
+    few = 4 * width
     order, rest = np.arange(len(costs)), BIG
-    if few < len(costs):
-        order = np.argpartition(costs, few)
-        order, rest = order[:few], int(costs[order[few]])
+    if few < len(costs):  # of equals the first: which ones a partition keeps depends on the processor
+        rest = int(np.partition(costs, few)[few])
+        order = np.concatenate([np.flatnonzero(costs < rest), np.flatnonzero(costs == rest)])[:few]
     order = order[np.argsort(costs[order], kind="stable")]
     order = order[costs[order] < BIG]
     rows, own = np.divmod(order, each.shape[1])

@@ -43,8 +43,6 @@ _WORST = 4.0  # what cannot be is charged so many times the cost of the plan: th
 
 _PRICES = 6  # so many prices on bytes are tried
 
-_ROUNDED_S = 1e-12  # tables are rounded to picoseconds: by so much an assignment may be cheaper for each of its terms
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Star:
@@ -108,9 +106,9 @@ class _Builder:
         constant = self._price_memory(unary, found, limit)
         for n in problem.coarse.joins:
             node = problem.graph.nodes[n]
-            scope, slots, free = problem.slots(node)
+            scope, slots, free = problem.ops.slots(node)
             if scope:
-                own, late = tuple(self.domains[v] for v in scope), problem.deferring.get(n)
+                own, late = tuple(self.domains[v] for v in scope), problem.ops.deferring.get(n)
                 held_s = self.prices.points.count(n) * self.prices.seconds_per_byte
                 key = ("op", node.signature.id, slots, free, node.weight, late, own, held_s)
                 if key not in self._memo:
@@ -126,8 +124,8 @@ class _Builder:
         for variable in problem.coarse.variables:
             if variable.kind != "stored":
                 found.append(self._view(variable.id))
-        rounding = _ROUNDED_S * (len(found) + len(unary))
-        return Stars(tuple(unary), tuple(_merged(found)), constant - rounding)
+        # the tables that a plan is priced with are rounded: by so much it may be cheaper
+        return Stars(tuple(unary), tuple(_merged(found)), constant - self.problem.rounding_s)
 
     def _finite(self, costs: Floats) -> Floats:
         return np.minimum(costs, self.worst_s)

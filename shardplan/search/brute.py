@@ -105,7 +105,7 @@ class Oracle:
         scope = tuple(dict.fromkeys([*(v for _, v in operands), *(v for _, v in results if v != FREE)]))
         if not scope:
             return
-        options = problem.options(node)
+        options = problem.ops.options(node)
 
         def partial(shape: tuple[int, ...], at: int) -> bool:
             return bool(problem.resharder.space(len(shape)).states[at][1])

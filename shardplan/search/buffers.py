@@ -89,9 +89,9 @@ class Buffers:
         return [_Group(k, np.array(nodes, np.int64), np.array(scopes, np.int64)) for k, nodes, scopes in members.values()]
 
     def _kind(self, node: Node, limits: Limits | None) -> tuple[_Kind, tuple[int, ...]]:
-        scope, slots, free = self._problem.slots(node)
+        scope, slots, free = self._problem.ops.slots(node)
         replaced = tuple(r for r, t in enumerate(node.outputs) if t in self._replaced)
-        late = self._problem.deferring.get(node.id)
+        late = self._problem.ops.deferring.get(node.id)
         return _Kind(node.signature, slots, free, limits.of(node.id) if limits else None, late, replaced), scope
 
     def _bytes(self, kind: _Kind, states: tuple[int, ...]) -> float:

@@ -197,7 +197,7 @@ def _smallest_step(solver: Solver, domains: Sequence[Domain], now: Solution, lef
         v for v, _, first, last in live.copies if first <= peak <= last
     }
     node = problem.graph.nodes[peak] if peak < len(problem.graph.nodes) else None
-    here |= set(problem.slots(node)[0]) if node is not None and node.id in set(problem.coarse.joins) else set[int]()
+    here |= set(problem.ops.slots(node)[0]) if node is not None and node.id in set(problem.coarse.joins) else set[int]()
     trials = [(now.states, now.keep - {v}) for v, _, first, last in live.kept if v in now.keep and first < peak < last]
     for v in sorted(here):
         for state in _smallest(solver, domains, v):

@@ -121,16 +121,16 @@ class Extractor:
 
     def _use(self, node: Node, states: tuple[int, ...], allowed: Allowed | None) -> Use | None:
         problem, coarse = self.problem, self.problem.coarse
-        scope, slots, free = problem.slots(node)
+        scope, slots, free = problem.ops.slots(node)
         if not scope:
             return None
         own = tuple((states[v],) for v in scope)
-        late = problem.deferring.get(node.id)
+        late = problem.ops.deferring.get(node.id)
         key = (node.signature.id, slots, own, allowed, late)
         found = self._uses.get(key)
         if found is not None:
             return found
-        options = problem.options(node, allowed)
+        options = problem.ops.options(node, allowed)
         base, columns = problem.pricer.strategy_costs(node.signature, slots, free, own, allowed, late=late)
         total = base + sum(c[:, 0] for c in columns)
         best = int(np.argmin(total))

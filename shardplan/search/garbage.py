@@ -11,8 +11,8 @@ from contextlib import contextmanager
 def uncollected() -> Generator[None]:
     """No collection inside: what the search drops is in no cycles, and each collection would walk all that JAX has loaded."""
     was = gc.isenabled()
-    gc.disable()
-    try:
+    try:  # an interrupt may be raised as soon as it is off
+        gc.disable()
         yield
     finally:
         if was:

@@ -60,7 +60,7 @@ def _largest_first(problem: Problem, domains: Sequence[Domain], limits: Limits) 
     weight = [sum(graph.tensors[t].nbytes for t in v.tensors) for v in problem.coarse.variables]
     for v in sorted(range(len(held)), key=lambda v: (-weight[v], v)):
         if len(held[v]) > 1:
-            cost = problem.least_of_ops(v, held, limits)
+            cost = problem.ops.least(v, held, limits)
             for term in problem.terms_of(v, held, limits=limits, ops=False):
                 cost = np.minimum(cost + _least(problem, term, v), BIG)
             held[v] = (held[v][int(np.argmin(cost))],)

@@ -41,7 +41,7 @@ def solve(
 ) -> Answer:
     """The optimum over these domains (by default all layouts). ``relax`` drops integrality: only the bound counts then."""
     own = problem.domains if domains is None else domains
-    sizes = problem.open_sizes(own)
+    sizes = problem.ops.sizes(own)
     tables, constant = _merged(problem, own)
     first = [0, *itertools.accumulate(sizes)]
     cost, upper = [np.zeros(first[-1])], [np.ones(first[-1])]

@@ -315,7 +315,11 @@ def price_terms(
     domains: Sequence[Domain],
     limits: Limits | None = None,
 ) -> list[Term]:
-    """Terms that charge ``price`` seconds a byte at each of the points, for what is stored then and the buffers of the op."""
+    """Terms that charge ``price`` seconds a byte at each of the points, for what is stored then and the buffers of the op.
+
+    An op with a variable for its strategy may take a slower one with smaller buffers, all others take the fastest, as `profile`
+    does: priced costs of the two are not to be compared.
+    """
     terms: list[Term] = []
     count = len(problem.coarse.variables)
     stored = sum((live.stored_at(p, count)[:-1] for p in points), np.zeros(count))
@@ -337,10 +341,10 @@ def price_terms(
             scope = (e.outer,) if same else (e.outer, e.inner)
             terms.append(_interned(problem, scope, picoseconds(np.diag(costs) if same else costs)))
     joins = set(problem.coarse.joins)
-    opened = problem.opened(domains)
+    opened = problem.ops.opened(domains)
     for p in points:
         if p in opened:
-            scope = problem.slots(problem.graph.nodes[p])[0]
+            scope = problem.ops.slots(problem.graph.nodes[p])[0]
             for v, nbytes in zip(scope, live.buffers.by_strategy(problem.graph.nodes[p], domains, limits), strict=True):
                 terms.append(_interned(problem, (opened[p], v), picoseconds(price * nbytes)))
         elif p in joins:

@@ -33,7 +33,7 @@ def optimum(solver: Solver, domains: Sequence[Domain], known: Solution, *, entri
             turn += 1
         states = tuple(d[i] for d, i in zip(domains, ascent.decoded(), strict=True))
         known = min(known, solver.rate("plan", states, {}, False), key=lambda s: s.seconds)
-        left = narrowed(ascent, domains, known.seconds + 1e-12 * len(problem.scopes))
+        left = narrowed(ascent, domains, known.seconds + 2 * problem.rounding_s)
         order = solver.order(left)
         if order.largest <= entries and order.total <= 10 * entries:
             return solver.minimum("plan", left, order=order)[0], True

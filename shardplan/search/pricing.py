@@ -25,6 +25,7 @@ from shardplan.search.options import (
     pair_bytes,
     treated_alike,
 )
+from shardplan.search.tables import BIG, Costs, picoseconds
 from shardplan.tdl import Strategy, cut
 
 Domain = tuple[int, ...]
@@ -35,10 +36,13 @@ _CHUNK = 400_000
 
 
 _MANY = 400_000
-"""From so many prices on, strategies are looked for first that are nowhere cheaper than one of these:"""
+"""From so many prices on in an op's table, strategies that are nowhere the cheapest are left out first."""
 
 _GOOD = 4
-"""So many that cost the least where they cost the most."""
+"""With so many strategies, those that cost the least where they cost the most, all others are compared for that."""
+
+_NEVER = BIG << 8
+"""More than an op that cannot be costs in all its tables."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,33 +145,21 @@ class Pricer:
                 base = base + prices[0][rows.gives[:, r]]
         return base, columns
 
-    def op_table(
+    def strategy_tables(
         self,
         signature: Signature,
         slots: tuple[Slot, ...],
         free: tuple[int, ...],
         domains: tuple[Domain, ...],
+        weight: float,
         allowed: Allowed | None = None,
         *,
         late: Late | None = None,
-    ) -> NDArray[np.float64]:
-        """[*domain sizes]: the cheapest strategy for every choice of layouts."""
+    ) -> list[Costs]:
+        """`strategy_costs`, ``weight`` times, as picoseconds: for each variable [strategies, domain], compute in the first."""
         base, columns = self.strategy_costs(signature, slots, free, domains, allowed, late=late)
-        sizes = [len(d) for d in domains]
-        if len(base) * math.prod(sizes) > _MANY:
-            kept = useful(base, columns)
-            base, columns = base[kept], [c[kept] for c in columns]
-        total = np.full(sizes, np.inf)
-        step = max(1, _CHUNK // int(np.prod(sizes)))
-        for start in range(0, len(base), step):
-            part = slice(start, start + step)
-            costs = base[part].reshape(-1, *[1] * len(sizes))
-            for axis, column in enumerate(columns):
-                shape = [1] * len(sizes)
-                shape[axis] = sizes[axis]
-                costs = costs + column[part].reshape(-1, *shape)
-            np.minimum(total, costs.min(axis=0), out=total)
-        return total
+        first, *others = [picoseconds(c * weight) for c in columns]
+        return [np.minimum(first + picoseconds(base * weight)[:, None], BIG), *others]
 
     def halo_steps(self, signature: Signature, loops: Sequence[int]) -> tuple[Step, ...]:
         """The exchanges that a composite strategy makes inside the op: with neighbours, and of extremes."""
@@ -197,18 +189,36 @@ class Pricer:
         return tuple(steps)
 
 
-def useful(base: NDArray[np.float64], columns: Sequence[NDArray[np.float64]]) -> NDArray[np.int64]:
-    """Strategies enough for every choice of layouts: each left out costs no less than one of the good ones, whatever they are."""
-    finite = [np.isfinite(c) for c in columns]
-    most = base + sum(np.where(f, c, 1e9).max(axis=1) for c, f in zip(columns, finite, strict=True))
-    beaten = np.zeros(len(base), np.bool_)
+def table_of(columns: Sequence[Costs]) -> Costs:
+    """[*domain sizes]: the cheapest strategy for every choice of layouts, from `Pricer.strategy_tables`."""
+    sizes = [c.shape[1] for c in columns]
+    if len(columns[0]) * math.prod(sizes) > _MANY:
+        kept = useful(columns)
+        columns = [c[kept] for c in columns]
+    total = np.full(sizes, BIG)
+    step = max(1, _CHUNK // math.prod(sizes))
+    for start in range(0, len(columns[0]), step):
+        costs = np.zeros((), np.int64)
+        for axis, column in enumerate(columns):
+            shape = [-1, *[1] * len(sizes)]
+            shape[axis + 1] = sizes[axis]
+            costs = costs + column[start : start + step].reshape(shape)
+        np.minimum(total, costs.min(axis=0), out=total)
+    return total
+
+
+def useful(columns: Sequence[Costs]) -> NDArray[np.int64]:
+    """Strategies enough for every choice of layouts: each left out costs no less than one of the good ones, whatever they are.
+
+    Among those that cost less than `BIG`, that is: of others any may be left out.
+    """
+    most = sum(c.max(axis=1) for c in columns)
+    beaten = np.zeros(len(columns[0]), np.bool_)
     for good in np.argsort(most, kind="stable")[:_GOOD]:
         if not beaten[good]:
-            more = base[good] - base  # by how much it costs more than each at most
-            for c, f in zip(columns, finite, strict=True):
-                apart = np.where(f, c[good] - np.where(f, c, 0.0), -np.inf)  # than what is infinite nothing costs more
-                with np.errstate(invalid="ignore"):  # what is nowhere finite is left in
-                    more = more + apart.max(axis=1)
+            more = np.zeros(len(beaten), np.int64)  # by how much it costs more than each at most
+            for c in columns:
+                more += np.where(c < BIG, c[good] - c, -_NEVER).max(axis=1)  # than what cannot be nothing costs more
             worse = more <= 0
             worse[good] = False
             beaten |= worse

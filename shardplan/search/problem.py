@@ -19,16 +19,20 @@ from numpy.typing import NDArray
 
 from shardplan.collectives.reshard import Resharder
 from shardplan.cost import Network, WireBytes, compute
-from shardplan.ir import Constant, Factor, Tensor
+from shardplan.ir import Factor, Tensor
 from shardplan.mesh import Cluster
 from shardplan.search.coarsen import FREE, Coarse
-from shardplan.search.graph import Graph, Link, Node
-from shardplan.search.options import Groups, Late, Options
-from shardplan.search.pricing import Allowed, Domain, Limits, Pricer, Slot
-from shardplan.search.tables import BIG, Costs, Store, Term, picoseconds
+from shardplan.search.graph import Graph, Link
+from shardplan.search.ops import Ops
+from shardplan.search.options import Groups
+from shardplan.search.pricing import Domain, Limits, Pricer
+from shardplan.search.tables import Costs, Store, Term, picoseconds
 
 Objective = Literal["time", "bytes"]
 """What a problem adds up: seconds of compute and communication, or bytes on the wire alone (as 1e-12 seconds each)."""
+
+
+_ROUNDED_S = 0.5e-12  # a number in a table is off by so much at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +42,6 @@ class Crossing:
     source: int
     target: int
     tensor: Tensor
-
-
-OPEN_ENTRIES = 1 << 17
-"""An op's table of more entries than this is not written down: its strategy becomes a variable beside its layouts."""
 
 
 class Problem:
@@ -58,9 +58,8 @@ class Problem:
         self.resharder = Resharder(network, self.sizes)
         self.store = Store()
         self.pricer = Pricer(self.resharder, cluster.device if objective == "time" else None)
+        self.ops = Ops(graph, coarse, self.pricer, self.store)
         self._terms: dict[tuple[object, ...], tuple[int, int]] = {}
-        self._stars: dict[tuple[object, ...], list[tuple[int, int]]] = {}
-        self._least: dict[tuple[object, ...], Costs] = {}
         self._agreeing: dict[tuple[int, int | None, tuple[int, ...], Domain, bool], Domain] = {}
 
     # -- domains ---------------------------------------------------------------------------------------------------
@@ -84,8 +83,17 @@ class Problem:
 
     @cached_property
     def scopes(self) -> tuple[tuple[int, ...], ...]:
-        """The variables of each term; the same for every restriction on which no op is `opened`."""
-        return (*self._other_scopes, *(scope for scope, _, _ in self._join_slots.values() if scope))
+        """The variables of each term; the same for every restriction on which no op is opened."""
+        return (*self._other_scopes, *self.ops.scopes())
+
+    def scopes_on(self, domains: Sequence[Domain]) -> list[tuple[int, ...]]:
+        """The variables of each of `terms` on these domains."""
+        return [*self._other_scopes, *self.ops.scopes(domains)]
+
+    @cached_property
+    def rounding_s(self) -> float:
+        """Seconds by which a sum of rounded terms is off at most."""
+        return _ROUNDED_S * sum(len(scope) + 1 for scope in self.scopes)
 
     @cached_property
     def _other_scopes(self) -> tuple[tuple[int, ...], ...]:
@@ -99,52 +107,6 @@ class Problem:
             if v.kind != "stored":
                 found.append((v.of, v.id) if v.kind == "view" else (v.of, v.sibling, v.id))
         return tuple(found)
-
-    def opened(self, domains: Sequence[Domain]) -> Mapping[int, int]:
-        """The ops whose tables would be too large on these domains, each with the variable that stands for its strategy.
-
-        These variables come after those of the layouts, one for each join.
-        """
-        first = len(self.coarse.variables)
-        return {
-            n: first + i
-            for i, (n, (scope, _, _)) in enumerate(self._join_slots.items())
-            if math.prod(len(domains[v]) for v in scope) > OPEN_ENTRIES
-        }
-
-    def open_sizes(self, domains: Sequence[Domain], limits: Limits | None = None) -> list[int]:
-        """How many states each variable has, those of strategies included (one where an op is not `opened`)."""
-        sizes = [len(d) for d in domains]
-        opened = self.opened(domains)
-        if opened:
-            sizes += [1] * len(self._join_slots)
-        for n, variable in opened.items():
-            node = self.graph.nodes[n]
-            sizes[variable] = len(self.options(node, limits.of(n) if limits else None).loops)
-        return sizes
-
-    def open_scopes(self, domains: Sequence[Domain]) -> list[tuple[int, ...]]:
-        """The variables of each of `terms` on these domains."""
-        opened = self.opened(domains)
-        if not opened:
-            return list(self.scopes)
-        closed = {n: scope for n, (scope, _, _) in self._join_slots.items() if n not in opened}
-        found = [scope for scope in closed.values() if scope]
-        found += [(strategy, v) for n, strategy in opened.items() for v in self._join_slots[n][0]]
-        return [*self._other_scopes, *found]
-
-    @cached_property
-    def deferring(self) -> Mapping[int, Late]:
-        """The joins that read or make something that may stay partial, with their operands that have no layout."""
-        late = {t for v in self.coarse.variables if v.deferred for t in v.tensors}
-        nodes = (self.graph.nodes[n] for n in self.coarse.joins)
-        return {n.id: self._late(n) for n in nodes if n.signature.defers and not late.isdisjoint((*n.inputs, *n.outputs))}
-
-    def _late(self, node: Node) -> Late:
-        free = {i for i, t in enumerate(node.inputs) if t < 0 or self.coarse.of[t] == FREE}
-        zero = {i for i in free if node.inputs[i] in self.coarse.zero}
-        zero |= {i for i in free if isinstance(c := node.op.inputs[i], Constant) and not c.value}
-        return Late(frozenset(free), frozenset(free - zero))
 
     @cached_property
     def backward_views(self) -> tuple[int, ...]:
@@ -226,10 +188,6 @@ class Problem:
 
     # -- strategies ------------------------------------------------------------------------------------------------
 
-    def options(self, node: Node, allowed: Allowed | None = None) -> Options:
-        """The composite strategies of an op, or those that are ``allowed``."""
-        return self.pricer.options(node.signature, allowed, late=self.deferring.get(node.id))
-
     def prices(self, shape: tuple[int, ...], nbytes: int, states: Domain, *, into: bool = False) -> NDArray[np.float64]:
         """[len(states), S] of `Resharder.prices`, remembered."""
         return self.pricer.prices(shape, nbytes, states, into=into)
@@ -239,7 +197,7 @@ class Problem:
     def terms(
         self, domains: Sequence[Domain], keep_s: Mapping[int, float] | None = None, limits: Limits | None = None
     ) -> list[Term]:
-        """The summands of the problem on these domains, over variables of `open_sizes`.
+        """The summands of the problem on these domains, over variables of `Ops.sizes`.
 
         ``keep_s`` prices keeping a weight's forward copy for the backward pass, in seconds per whole copy (infinite: always
         gathered again). ``limits`` says which strategies may be taken.
@@ -247,9 +205,7 @@ class Problem:
         result: list[Term] = []
         for v, costs in self.interior.items():
             result.append(self._term(("unary", *costs), (v,), domains, lambda ds, costs=costs: self._interior(costs, ds[0])))
-        opened = self.opened(domains)
-        for n in self.coarse.joins:
-            result.extend(self._join(self.graph.nodes[n], domains, limits.of(n) if limits else None, opened.get(n)))
+        result.extend(self.ops.terms(domains, limits))
         for link in self.graph.links:
             term = self._link(link, domains)
             if term is not None:
@@ -273,9 +229,9 @@ class Problem:
         if v in self.interior:
             costs = self.interior[v]
             result.append(self._term(("unary", *costs), (v,), domains, lambda ds: self._interior(costs, ds[0])))
-        joins, links, views = self._around.get(v, ((), (), ()))
-        for n in joins if ops else ():
-            result.extend(self._join(self.graph.nodes[n], domains, limits.of(n) if limits else None))
+        links, views = self._around.get(v, ((), ()))
+        for n in self.ops.around.get(v, ()) if ops else ():
+            result.extend(self.ops.terms_of(n, domains, limits))
         for k in links:
             term = self._link(self.graph.links[k], domains)
             result.extend([term] if term is not None else [])
@@ -283,43 +239,20 @@ class Problem:
             result.append(self._view(view, domains, (keep_s or {}).get(view, 0.0)))
         return result
 
-    def least_of_ops(self, v: int, domains: Sequence[Domain], limits: Limits | None = None) -> Costs:
-        """[states of v]: the least that each op around it costs, all else at its best for that op, in all."""
-        total = np.zeros(len(domains[v]), np.int64)
-        for n in self._around.get(v, ((), (), ()))[0]:
-            scope, slots, free = self._join_slots[n]
-            node, own = self.graph.nodes[n], tuple(domains[u] for u in scope)
-            allowed, late, at = limits.of(n) if limits else None, self.deferring.get(n), scope.index(v)
-            key = ("least", node.signature.id, node.weight, slots, allowed, late, own, at)
-            if key not in self._least:
-                base, columns = self.pricer.strategy_costs(node.signature, slots, free, own, allowed, late=late)
-                rest = sum((c.min(axis=1) for i, c in enumerate(columns) if i != at), base)
-                self._least[key] = picoseconds((rest[:, None] + columns[at]).min(axis=0) * node.weight)
-            total = np.minimum(total + self._least[key], BIG)
-        return total
-
     @cached_property
-    def _around(self) -> Mapping[int, tuple[list[int], list[int], list[int]]]:
-        """For each variable the joins, links and views whose terms it is in."""
-        found: dict[int, tuple[list[int], list[int], list[int]]] = {}
+    def _around(self) -> Mapping[int, tuple[list[int], list[int]]]:
+        """For each variable the links and views whose terms it is in."""
+        found: dict[int, tuple[list[int], list[int]]] = {}
 
         def note(vs: set[int], kind: int, at: int) -> None:
             for v in sorted(vs - {FREE}):
-                found.setdefault(v, ([], [], []))[kind].append(at)
+                found.setdefault(v, ([], []))[kind].append(at)
 
-        for n in self.coarse.joins:
-            node = self.graph.nodes[n]
-            reads = {
-                self.coarse.read.get((n, i), self.coarse.of[t])
-                for i, t in enumerate(node.inputs)
-                if t >= 0 and self.coarse.of[t] != FREE
-            }
-            note(reads | {self.coarse.of[t] for t in node.outputs}, 0, n)
         for k, link in enumerate(self.graph.links):
-            note({self.coarse.of[link.source], self.coarse.of[link.target]}, 1, k)
+            note({self.coarse.of[link.source], self.coarse.of[link.target]}, 0, k)
         for variable in self.coarse.variables:
             if variable.kind != "stored":
-                note({variable.id, variable.of, *([variable.sibling] if variable.kind == "backward" else [])}, 2, variable.id)
+                note({variable.id, variable.of, *([variable.sibling] if variable.kind == "backward" else [])}, 1, variable.id)
         return found
 
     def _term(
@@ -367,49 +300,6 @@ class Problem:
     def _interior(self, costs: tuple[float, tuple[int, ...]], domain: Domain) -> Costs:
         seconds, shape = costs
         return picoseconds(seconds * self.resharder.space(len(shape)).local[list(domain)])
-
-    def slots(self, node: Node) -> tuple[tuple[int, ...], tuple[Slot, ...], tuple[int, ...]]:
-        """(an op's variables, where each operand and result stands among them, the results that have none)."""
-        return self._join_slots[node.id]
-
-    def _slots(self, node: Node) -> tuple[tuple[int, ...], tuple[Slot, ...], tuple[int, ...]]:
-        rows: list[tuple[int, int, bool]] = []
-        for i, t in enumerate(node.inputs):
-            if t >= 0 and self.coarse.of[t] != FREE:
-                rows.append((self.coarse.read.get((node.id, i), self.coarse.of[t]), i, False))
-        for r, t in enumerate(node.outputs):
-            if self.coarse.of[t] != FREE:
-                rows.append((self.coarse.of[t], r, True))
-        scope = tuple(dict.fromkeys(v for v, _, _ in rows))
-        free = tuple(r for r, t in enumerate(node.outputs) if self.coarse.of[t] == FREE)
-        return scope, tuple(Slot(scope.index(v), i, r) for v, i, r in rows), free
-
-    @cached_property
-    def _join_slots(self) -> Mapping[int, tuple[tuple[int, ...], tuple[Slot, ...], tuple[int, ...]]]:
-        return {n: self._slots(self.graph.nodes[n]) for n in self.coarse.joins}
-
-    def _join(
-        self, node: Node, domains: Sequence[Domain], allowed: Allowed | None = None, strategy: int | None = None
-    ) -> list[Term]:
-        """An op's table; with a variable for its strategy one of that and each layout."""
-        scope, slots, free = self._join_slots[node.id]
-        if not scope:
-            return []
-        late = self.deferring.get(node.id)
-        key = (node.signature.id, node.weight, slots, allowed, late)
-        if strategy is None:
-
-            def build(own: tuple[Domain, ...]) -> Costs:
-                return picoseconds(self.pricer.op_table(node.signature, slots, free, own, allowed, late=late) * node.weight)
-
-            return [self._term(("op", *key), scope, domains, build)]
-        own = tuple(domains[v] for v in scope)
-        memo = ("strategies", *key, own)
-        if memo not in self._stars:
-            base, columns = self.pricer.strategy_costs(node.signature, slots, free, own, allowed, late=late)
-            columns[0] = columns[0] + base[:, None]
-            self._stars[memo] = [self.store.intern(picoseconds(c * node.weight)) for c in columns]
-        return [Term((strategy, v), *column) for v, column in zip(scope, self._stars[memo], strict=True)]
 
     def _link(self, link: Link, domains: Sequence[Domain]) -> Term | None:
         crossing = self.crossing(link)

@@ -7,6 +7,7 @@ fixpoint (Tofu, section 5.2, made joint).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -82,37 +83,42 @@ def search(
     rivals.close()
     assert incumbent.best is not None
     best = replace(incumbent.best, name="plan")
-    bound = Bound(problem, live, domains, free=best, chosen=best, limit=limit, unlimited_s=None, work=WORK / 20)
+    bound = Bound(
+        problem, live, domains, free=best, chosen=best, limit=limit, unlimited_s=None, known_s=incumbent.least_s, work=WORK / 20
+    )
     return Outcome(best, rivals, bound, False, best, stopped)
+
+
+@dataclass(frozen=True, slots=True)
+class _Free:
+    """What is found where memory has no limit: the best, what every plan costs at least, where another search may begin, and
+    other plans. ``wide``: the joint tables are too large to be solved again and again.
+    """
+
+    best: Solution
+    known_s: float
+    starts: Sequence[Solution]
+    others: Sequence[Solution]
+    wide: bool
+
+    @property
+    def exact(self) -> bool:
+        """Whether the best is proved to be the optimum."""
+        return self.known_s >= self.best.seconds
 
 
 def _searched(solver: Solver, rivals: Rivals, limit: int, pinned: Sequence[Domain], watch: Watch) -> Outcome:
     """The whole search, of which ``watch`` keeps the best so far."""
     problem = solver.problem
     domains = everything_split(problem, pinned) if problem.objective == "bytes" else pinned
-    joint = len(problem.sizes) <= 2
-    order = solver.order(domains) if joint else None
-    watch.tell("tables", 0.05)
-    if watch.deadline is not None or (order is not None and order.total > LONG_ENTRIES):
-        # in case there is no time for more: everything in the layout that uses the fewest factors, then level by level
-        solver.minimum("first", [(s,) for s in problem.narrowest(domains)])
-        watch.tell("levels", 0.1)
-        if len(problem.sizes) == 2:
-            recurse(solver, pinned)
-    starts, inside = list[Solution](), list[Solution]()
-    best, known_s = solver.bounded("plan", domains) if joint else (None, 0.0)
-    exact = best is not None and known_s >= best.seconds
-    if best is None or not exact:
-        starts, spaces = _starts(solver, domains, pinned, watch)
-        inside = [*starts, *rivals.seeds(domains, limit, spaces), *([best] if best is not None else [])]
-        watch.tell("search", 0.4)
-        best = polish(solver, domains, min(inside, key=lambda s: s.seconds), watch)
-    candidates = [best, *inside]
+    free = _unlimited(solver, rivals, limit, domains, pinned, watch)
+    best = free.best
+    candidates = [best, *free.others]
     smallest: Solution | None = None
     if not best.fits(limit):
         watch.tell("memory", 0.7)
-        again = exact and order is not None and order.largest <= JOINT_ENTRIES
-        candidates += (found := Descent(solver, rivals, domains, best, starts, again, watch).within(limit))
+        again = free.exact and not free.wide
+        candidates += (found := Descent(solver, rivals, domains, best, free.starts, again, watch).within(limit))
         smallest = None if any(s.fits(limit) for s in candidates) else found[-1]
     chosen = next((s for s in sorted(candidates, key=lambda s: s.seconds) if s.fits(limit)), smallest)
     assert chosen is not None
@@ -124,10 +130,46 @@ def _searched(solver: Solver, rivals: Rivals, limit: int, pinned: Sequence[Domai
         free=best,
         chosen=chosen,
         limit=limit,
-        unlimited_s=best.seconds if exact else None,
-        known_s=known_s,
+        unlimited_s=best.seconds if free.exact else None,
+        known_s=free.known_s,
     )
-    return Outcome(replace(chosen, name="plan"), rivals, bound, exact, smallest)
+    return Outcome(replace(chosen, name="plan"), rivals, bound, free.exact, smallest)
+
+
+def _unlimited(
+    solver: Solver, rivals: Rivals, limit: int, domains: Sequence[Domain], pinned: Sequence[Domain], watch: Watch
+) -> _Free:
+    """The search where memory has no limit; ``limit`` says which baselines seed it, too."""
+    count = len(solver.problem.sizes)
+    order = solver.order(domains) if count <= 2 else None
+    watch.tell("tables", 0.05)
+    if watch.deadline is not None or (order is not None and order.total > LONG_ENTRIES):
+        # in case there is no time for more: everything in the layout that uses the fewest factors, then level by level
+        _first(solver, domains)
+        watch.tell("levels", 0.1)
+        if count == 2:
+            recurse(solver, pinned)
+    joint: list[Solution] = []
+    known_s, wide = 0.0, order is None or order.largest > JOINT_ENTRIES
+    if order is not None:
+        best, known_s = solver.bounded("plan", domains)
+        watch.incumbent.least_s = known_s
+        if known_s >= best.seconds:
+            watch.tell("search", 0.4)
+            return _Free(best, known_s, (), (), wide)
+        joint = [best]
+    starts, spaces = _starts(solver, domains, pinned, watch)
+    others = [*starts, *rivals.seeds(domains, limit, spaces), *joint]
+    if all(math.isinf(s.seconds) for s in others):
+        others.append(_first(solver, domains))
+    watch.tell("search", 0.4)
+    best = polish(solver, domains, min(others, key=lambda s: s.seconds), watch)
+    return _Free(best, known_s, starts, others, wide)
+
+
+def _first(solver: Solver, domains: Sequence[Domain]) -> Solution:
+    """Everything in the layout that uses the fewest factors."""
+    return solver.minimum("first", [(s,) for s in solver.problem.narrowest(domains)])[0]
 
 
 def in_seconds(problem: Problem, outcome: Outcome, donated: frozenset[int]) -> tuple[Problem, Outcome]:

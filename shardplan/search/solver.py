@@ -69,7 +69,7 @@ class Solver:
         """The elimination order for domains of these sizes."""
         sizes = tuple(len(d) for d in domains)
         if sizes not in self._orders:
-            self._orders[sizes] = find_order(self.problem.open_scopes(domains), self.problem.open_sizes(domains))
+            self._orders[sizes] = find_order(self.problem.scopes_on(domains), self.problem.ops.sizes(domains))
         return self._orders[sizes]
 
     def minimum(
@@ -91,8 +91,9 @@ class Solver:
         return self.rate(name, states, keep_s, regather, limits, seconds=None if points else priced), priced
 
     def bounded(self, name: str, domains: Sequence[Domain]) -> tuple[Solution, float]:
-        """(the cheapest assignment in these domains that is found, the seconds that each costs at least): the same for the
-        optimum.
+        """(the cheapest assignment in these domains that is found, seconds that each costs at least).
+
+        Both are equal where it is proved to be the optimum; its seconds are infinite where none was found.
         """
         states, found = self._solved(domains, {}, (), 0.0, None, self.limits)
         solution = self.rate(
@@ -112,7 +113,7 @@ class Solver:
         terms = self.problem.terms(domains, keep_s, limits)
         if points:
             terms += memory.price_terms(self.problem, self.live, points, price, domains, limits)
-        sizes = self.problem.open_sizes(domains, limits)
+        sizes = self.problem.ops.sizes(domains, limits)
         found = best(self.eliminator, terms, sizes, order or self.order(domains))
         return tuple(d[i] for d, i in zip(domains, found.assignment, strict=False)), found
 

@@ -97,6 +97,14 @@ def test_a_path_a_string_and_a_cluster_all_load(tmp_path: Path, monkeypatch: pyt
     assert Cluster.load("plain") == Cluster.load("mine.toml") == Cluster.load("dgx-h100:4")
 
 
+def test_whole_numbers_and_floats_are_the_same_figures():
+    cluster = Cluster.load("2x4")
+    whole = replace(cluster, levels=tuple(replace(level, bandwidth_bytes_per_s=100 * 10**9) for level in cluster.levels))
+    again = Cluster.from_toml(whole.to_toml())
+    assert again == whole
+    assert again.fingerprint() == whole.fingerprint() != cluster.fingerprint()
+
+
 def test_equal_clusters_and_only_those_have_equal_fingerprints():
     cluster = Cluster.load("2x4")
     seen = {cluster.fingerprint(), Cluster.load("4x2").fingerprint(), Cluster.load("dgx-a100:2").fingerprint()}

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import shardplan
+from shardplan.search.garbage import uncollected
 
 W = jax.ShapeDtypeStruct((64, 64), jnp.float32)
 
@@ -32,4 +33,17 @@ def test_the_search_collects_nothing_and_leaves_the_collector_as_it_was(before: 
 def test_an_error_leaves_the_collector_as_it_was() -> None:
     with pytest.raises(shardplan.MemoryLimitError):
         shardplan.plan(lambda w: w * 2, W, cluster="2", memory_limit=10)
+    assert gc.isenabled()
+
+
+def test_an_interrupt_as_it_is_switched_off_leaves_the_collector_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    disable = gc.disable
+
+    def interrupted() -> None:
+        disable()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gc, "disable", interrupted)
+    with pytest.raises(KeyboardInterrupt), uncollected():
+        pass
     assert gc.isenabled()

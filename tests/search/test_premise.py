@@ -208,6 +208,6 @@ def test_limits_on_cuts_leave_those_that_treat_factors_alike() -> None:
     """Each factor may cut one loop of its own: where both are to do the same, the op runs whole rather than in no way."""
     solver = solver_of(lambda a, b: a @ b, (like(8, 8), like(8, 8)), "2x2")
     (node,) = (solver.problem.graph.nodes[n] for n in solver.problem.coarse.joins)
-    rows = solver.problem.options(node, Allowed((frozenset({0}), frozenset({1})), ((0, 1),)))
+    rows = solver.problem.ops.options(node, Allowed((frozenset({0}), frozenset({1})), ((0, 1),)))
     assert rows.loops
     assert all(a == b for a, b in rows.loops)

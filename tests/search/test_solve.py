@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -15,11 +16,12 @@ from jax.sharding import PartitionSpec as P
 import shardplan
 from models import gpt, mlp, wresnet
 from shardplan.mesh import Cluster
-from shardplan.search import Problem, beam, memory, polish, solve
+from shardplan.search import Problem, memory, polish, solve
 from shardplan.search.baselines import baselines
+from shardplan.search.pricing import Domain
 from shardplan.search.recursion import recurse
 from shardplan.search.solve import Outcome
-from shardplan.search.solver import Solver
+from shardplan.search.solver import Solution, Solver
 from tests.search import steps
 
 Factory = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -38,11 +40,14 @@ def searched(problem: Problem, **options: Any) -> Outcome:
 
 def no_joint(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if no two levels fitted together, and no beam found anything: recursion and polish alone."""
+
+    def nothing(solver: Solver, name: str, domains: Sequence[Domain]) -> tuple[Solution, float]:
+        first = solver.minimum(name, [(s,) for s in solver.problem.narrowest(domains)])[0]
+        return replace(first, seconds=math.inf), 0.0
+
     for module in (solve, polish):
         monkeypatch.setattr(module, "JOINT_ENTRIES", 3000)
-    monkeypatch.setattr(beam, "EXACT_ENTRIES", 400)
-    monkeypatch.setattr(beam, "PART_ENTRIES", 50)
-    monkeypatch.setattr(beam, "BEAM", 1)
+    monkeypatch.setattr(Solver, "bounded", nothing)
 
 
 @pytest.mark.parametrize("shape", ["2x2", "2x4", "2x2x2"])

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from models import gpt
 from shardplan.mesh import Cluster
-from shardplan.search import Problem, memory
+from shardplan.search import Problem, memory, pricing
 from shardplan.search.eliminate import Eliminator, Order, find_order
-from shardplan.search.pricing import useful
+from shardplan.search.pricing import table_of, useful
 from shardplan.search.solver import Solver
 from shardplan.search.tables import BIG, Store, Term, picoseconds
 from tests.search import steps
@@ -68,33 +68,40 @@ def test_every_order_finds_the_same_minimum(drawn: Drawn, data: st.DataObject) -
 
 
 @st.composite
-def strategies(draw: st.DrawFn) -> tuple[np.ndarray, list[np.ndarray]]:
-    """What strategies cost by themselves, and for each of a few variables in each of its states: infinite now and then."""
+def strategies(draw: st.DrawFn) -> list[np.ndarray]:
+    """What strategies cost for each of a few variables in each of its states: infinite now and then."""
     count, seed = draw(st.integers(1, 12)), draw(st.integers(0, 2**32 - 1))
     random = np.random.default_rng(seed)
-    columns = [random.integers(0, 6, (count, n)) * 1.0 for n in draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))]
+    columns = [random.integers(0, 6, (count, n)) for n in draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))]
     for column in columns:
-        column[random.random(column.shape) < 0.15] = np.inf
-    return random.integers(0, 4, count) * 1.0, columns
+        column[random.random(column.shape) < 0.15] = BIG
+    return columns
 
 
-def _cheapest(base: np.ndarray, columns: list[np.ndarray]) -> np.ndarray:
-    total = base
+def _cheapest(columns: list[np.ndarray]) -> np.ndarray:
+    total = np.zeros(len(columns[0]), np.int64)
     for column in columns:
-        total = total[..., None] + column.reshape(len(base), *[1] * (total.ndim - 1), -1)
-    return total.min(axis=0)
+        total = total[..., None] + column.reshape(len(column), *[1] * (total.ndim - 1), -1)
+    return np.minimum(total.min(axis=0), BIG)
 
 
-@given(drawn=strategies())
-def test_strategies_left_out_are_nowhere_the_cheapest(drawn: tuple[np.ndarray, list[np.ndarray]]) -> None:
-    base, columns = drawn
-    kept = useful(base, columns)
-    assert np.array_equal(_cheapest(base, columns), _cheapest(base[kept], [c[kept] for c in columns]))
+@given(columns=strategies())
+def test_strategies_left_out_are_nowhere_the_cheapest(columns: list[np.ndarray]) -> None:
+    kept = useful(columns)
+    assert np.array_equal(_cheapest(columns), _cheapest([c[kept] for c in columns]))
+
+
+@given(columns=strategies(), chunk=st.sampled_from([1, 7, 400_000]), many=st.sampled_from([0, 400_000]))
+def test_a_table_holds_the_cheapest_strategy_for_every_choice(columns: list[np.ndarray], chunk: int, many: int) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(pricing, "_CHUNK", chunk)
+        patched.setattr(pricing, "_MANY", many)
+        assert np.array_equal(table_of(columns), _cheapest(columns))
 
 
 def test_strategies_that_another_beats_are_left_out() -> None:
-    columns = [np.array([[0.0, 1.0], [2.0, 1.0], [np.inf, 0.0]])]
-    assert useful(np.array([1.0, 1.0, 1.5]), columns).tolist() == [0, 2]
+    assert useful([np.array([[1, 2], [3, 2], [BIG, 1]])]).tolist() == [0, 2]
+    assert useful([np.array([[1, 2], [BIG, BIG]])]).tolist() == [0]
 
 
 @given(drawn=sums_of_tables())

@@ -145,7 +145,8 @@ def _check(
         raise ShardplanError(f"search={search!r} is not there: use search='auto'")
     if remat not in ("none", "auto"):
         raise ShardplanError(f"remat={remat!r} is not there: use remat='none', or 'auto' to compute activations again")
-    if time_budget_s is not None and not (isinstance(time_budget_s, int | float) and time_budget_s > 0):
+    number = isinstance(time_budget_s, int | float) and not isinstance(time_budget_s, bool)
+    if time_budget_s is not None and not (number and time_budget_s > 0):
         raise ShardplanError(
             f"time_budget_s={time_budget_s!r} leaves no time to plan: give a positive number of seconds, or None"
         )

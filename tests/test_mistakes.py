@@ -48,6 +48,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"pins": {"w": P(("gpu", 3))}}, "says .'gpu', 3.: each entry is None, an axis"),
     ({"pins": {"w": P(("gpu", None))}}, "each entry is None, an axis"),
     ({"pins": {"w": P("gpu", unreduced=frozenset({"node"}))}}, "says what is reduced"),
+    ({"time_budget_s": True}, "time_budget_s=True"),
     ({"time_budget_s": "3"}, "time_budget_s='3'"),
     ({"donate_argnums": "0"}, "give whole numbers"),
     ({"donate_argnums": None}, "donate_argnums=None: give whole numbers"),

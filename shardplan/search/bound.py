@@ -80,7 +80,7 @@ def stars(
     worst_s: float,
     live: memory.Liveness | None = None,
     prices: Prices = Prices(),
-    limit: int = 0,
+    limit: float = 0,
 ) -> Stars:
     """The summands of a problem. What cannot be costs ``worst_s``, which is sound: it is no more than it costs.
 
@@ -98,7 +98,7 @@ class _Builder:
         self.kept: dict[int, float] = {}  # likewise for each backward view that keeps the forward copy
         self._memo: dict[tuple[object, ...], tuple[Floats, tuple[Column, ...]]] = {}
 
-    def build(self, limit: int) -> Stars:
+    def build(self, limit: float) -> Stars:
         problem = self.problem
         unary, found = [np.zeros(len(d)) for d in self.domains], list[Star]()
         for v, (seconds, _) in problem.interior.items():
@@ -134,7 +134,7 @@ class _Builder:
         """[D]: the part of a variable's tensors that one device holds in each of its states."""
         return self.problem.local(v, self.domains[v])
 
-    def _price_memory(self, unary: list[Floats], found: list[Star], limit: int) -> float:
+    def _price_memory(self, unary: list[Floats], found: list[Star], limit: float) -> float:
         """Charges no more than `memory.profile` counts at the points, and all of it but the buffers of ops (`build` does) and
         copies kept between loops; the constant is what has no variable, less the limit's price.
         """
@@ -422,7 +422,7 @@ class Bound:
                     worst_s=_WORST * self._chosen.seconds,
                     live=self._live,
                     prices=Prices(points, start * 2.0**power),
-                    limit=self._limit,
+                    limit=self._limit + memory.SLACK,
                 )
                 ascent = Ascent(given, last)
                 found[power] = ascend(ascent, known_s=self._chosen.seconds, work=self._work / _PRICES)

@@ -69,9 +69,9 @@ class Buffers:
         return np.concatenate(at), np.concatenate(found)
 
     def table(self, node: Node, limits: Limits | None, domains: Sequence[Domain]) -> tuple[tuple[int, ...], NDArray[np.float64]]:
-        """(an op's variables, bytes [*their domains]) with the fastest strategy for each choice of layouts."""
+        """(an op's variables with a choice, bytes [*their domains]) with the fastest strategy for each choice of layouts."""
         kind, scope = self._kind(node, limits)
-        return scope, self._table(kind, tuple(domains[v] for v in scope))
+        return tuple(v for v in scope if len(domains[v]) > 1), self._table(kind, tuple(domains[v] for v in scope))
 
     def by_strategy(self, node: Node, domains: Sequence[Domain], limits: Limits | None = None) -> list[NDArray[np.float64]]:
         """For each of an op's variables [strategies, its domain]: bytes, whichever strategy is the fastest."""
@@ -97,23 +97,28 @@ class Buffers:
     def _bytes(self, kind: _Kind, states: tuple[int, ...]) -> float:
         key = (*kind.key, states)
         if key not in self._known:
-            self._known[key] = float(self._table(kind, tuple((s,) for s in states)).reshape(-1)[0])
+            self._known[key] = float(self._table(kind, tuple((s,) for s in states)))
         return self._known[key]
 
     def _table(self, kind: _Kind, domains: tuple[Domain, ...]) -> NDArray[np.float64]:
         pricer = self._problem.pricer
         base, costs = pricer.strategy_costs(kind.signature, kind.slots, kind.free, domains, kind.allowed, late=kind.late)
         held = self._held(kind, domains)
-        sizes = [len(d) for d in domains]
+        base = sum((c[:, 0] for c, d in zip(costs, domains, strict=True) if len(d) == 1), base)
+        known = sum((h[:, 0] for h, d in zip(held, domains, strict=True) if len(d) == 1), np.zeros(len(base)))
+        open_ = [i for i, d in enumerate(domains) if len(d) > 1]
+        if not open_:
+            return known[base.argmin()]
+        sizes = [len(domains[i]) for i in open_]
         least, found = np.full(sizes, np.inf), np.zeros(sizes)
         step = max(1, _CHUNK // int(np.prod(sizes)))
         for start in range(0, len(base), step):
             part = slice(start, start + step)
-            price, size = base[part].reshape(-1, *[1] * len(sizes)), np.zeros(())
-            for axis, (cost, much) in enumerate(zip(costs, held, strict=True)):
+            price, size = (x[part].reshape(-1, *[1] * len(sizes)) for x in (base, known))
+            for axis, i in enumerate(open_):
                 shape = [-1, *[1] * len(sizes)]
                 shape[axis + 1] = sizes[axis]
-                price, size = price + cost[part].reshape(shape), size + much[part].reshape(shape)
+                price, size = price + costs[i][part].reshape(shape), size + held[i][part].reshape(shape)
             best = price.argmin(axis=0)[None]
             price, size = (np.take_along_axis(np.broadcast_to(x, price.shape), best, axis=0)[0] for x in (price, size))
             found, least = np.where(price < least, size, found), np.minimum(price, least)

@@ -10,6 +10,7 @@ donated input's buffer becomes the output that replaces it.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,9 @@ from shardplan.search.pricing import Domain, Limits
 from shardplan.search.problem import Problem
 from shardplan.search.tables import Term, picoseconds
 from shardplan.tdl import light
+
+SLACK = 0.01
+"""Of a byte: sums of parts of tensors are that exact."""
 
 Assignment = Sequence[int]
 """For each variable its state."""
@@ -286,6 +290,11 @@ def profile(
     return held
 
 
+def whole_bytes(nbytes: float) -> int:
+    """A device's bytes, rounded up: a third of a tensor is seldom a whole number. ``SLACK`` of one is rounding of the sum."""
+    return math.ceil(nbytes - SLACK)
+
+
 def _changes(live: Liveness, parts: NDArray[np.float64]) -> NDArray[np.float64]:
     """[length + 1]: what stored values take and give back at every point, ``parts`` the share of each variable on a device."""
     held = live.nbytes * parts[live.variable]
@@ -349,7 +358,7 @@ def price_terms(
                 terms.append(_interned(problem, (opened[p], v), picoseconds(price * nbytes)))
         elif p in joins:
             scope, nbytes = live.buffers.table(problem.graph.nodes[p], limits, domains)
-            if scope and nbytes.any():
+            if nbytes.any():
                 terms.append(_interned(problem, scope, picoseconds(price * nbytes)))
     return terms
 

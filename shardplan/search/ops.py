@@ -23,6 +23,9 @@ from shardplan.search.tables import BIG, Costs, Store, Term
 OPEN_ENTRIES = 1 << 17
 """An op's table of more entries than this is not written down."""
 
+MOST_AXES = 30
+"""A table of an op with more variables leaves out those of one state: NumPy's arrays have 64 axes at most, for some uses 32."""
+
 Slots = tuple[tuple[int, ...], tuple[Slot, ...], tuple[int, ...]]
 """An op's variables, where each operand and result stands among them, the results that have none."""
 
@@ -108,12 +111,15 @@ class Ops:
             return []
         key = (*self._key(n, domains, limits), strategy is None)
         found = self._tables.get(key)
+        shown = scope if len(scope) <= MOST_AXES else tuple(v for v in scope if len(domains[v]) > 1)
         if found is None:
             columns = self._columns(n, domains, limits)
-            tables = columns if strategy is not None else [table_of(columns)]
-            found = self._tables[key] = [self._store.intern(t) for t in tables]
+            if strategy is None:
+                known = [c for v, c in zip(scope, columns, strict=True) if v not in shown]
+                columns = [table_of([c for v, c in zip(scope, columns, strict=True) if v in shown], known)]
+            found = self._tables[key] = [self._store.intern(t) for t in columns]
         if strategy is None:
-            return [Term(scope, *found[0])]
+            return [Term(shown, *found[0])]
         return [Term((strategy, v), *column) for v, column in zip(scope, found, strict=True)]
 
     def least(self, v: int, domains: Sequence[Domain], limits: Limits | None = None) -> Costs:

@@ -189,9 +189,17 @@ class Pricer:
         return tuple(steps)
 
 
-def table_of(columns: Sequence[Costs]) -> Costs:
-    """[*domain sizes]: the cheapest strategy for every choice of layouts, from `Pricer.strategy_tables`."""
+def table_of(columns: Sequence[Costs], known: Sequence[Costs] = ()) -> Costs:
+    """[*domain sizes]: the cheapest strategy for every choice of layouts, from `Pricer.strategy_tables`.
+
+    ``known`` are columns of one state, which get no axis.
+    """
     sizes = [c.shape[1] for c in columns]
+    if known:
+        fixed = sum((c[:, 0] for c in known), np.zeros(len(known[0]), np.int64))
+        if not columns:
+            return np.minimum(fixed.min(), BIG)
+        columns = [np.minimum(columns[0] + fixed[:, None], BIG), *columns[1:]]
     if len(columns[0]) * math.prod(sizes) > _MANY:
         kept = useful(columns)
         columns = [c[kept] for c in columns]

@@ -176,7 +176,7 @@ class Problem:
     def seconds(self, states: Sequence[int], keep_s: Mapping[int, float], limits: Limits | None = None) -> float:
         """The cost of one assignment."""
         terms = self.terms([(s,) for s in states], keep_s, limits)
-        return sum(t.constant + int(self.store.tables[t.table].flat[0]) for t in terms) / 1e12
+        return sum(t.constant + self.store.tables[t.table].item() for t in terms) / 1e12
 
     @cached_property
     def view_sources(self) -> Mapping[tuple[int, int], str]:

@@ -93,4 +93,4 @@ def _moved(solver: Solver, current: Solution, move: _Move) -> Solution:
         keep = keep - {move.variable}
     else:
         states[move.variable] = move.state
-    return solver.rate("plan", tuple(states), solver.problem.regathered(keep), current.regather)
+    return solver.rate("plan", tuple(states), solver.problem.regathered(keep), current.regather, current.limits)

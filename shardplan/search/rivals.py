@@ -77,7 +77,7 @@ class Rivals:
     ) -> list[Solution]:
         """The fastest baselines in these domains but outside the spaces, and the fastest that fit (if none does, the smallest).
 
-        Their ops are cut the best way. Tofu's objective is not theirs: none then.
+        As they are, and with their ops cut the best way, which may hold more. Tofu's objective is not theirs: none then.
         """
         if self._solver.problem.objective == "bytes":
             return []
@@ -85,7 +85,8 @@ class Rivals:
         fastest = sorted(agreeing, key=lambda s: s.seconds)
         fitting = list(itertools.islice((s for s in fastest if s.fits(limit)), SEEDS))
         fitting = fitting or sorted(agreeing, key=lambda s: s.peak_bytes)[:SEEDS]
-        return [self._solver.unlimited(s) for s in dict.fromkeys([*fastest[:SEEDS], *fitting])]
+        few = list(dict.fromkeys([*fastest[:SEEDS], *fitting]))
+        return [*(self._solver.unlimited(s) for s in few), *few]
 
     def close(self) -> None:
         """Those that are not solved yet never will be."""

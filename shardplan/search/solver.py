@@ -132,7 +132,7 @@ class Solver:
         keep = frozenset(v for v in self.problem.backward_views if self.problem.keeps(v, states, keep_s.get(v, 0.0)))
         if seconds is None:
             seconds = self.problem.seconds(states, self.problem.regathered(keep), limits)
-        peak = Peak(lambda: int(memory.profile(self.problem, self.live, states, keep, limits).max()))
+        peak = Peak(lambda: memory.whole_bytes(memory.profile(self.problem, self.live, states, keep, limits).max()))
         solution = Solution(name, states, keep, regather, seconds, peak, limits)
         if self.watch is not None:
             self.watch.take(solution)

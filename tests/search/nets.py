@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 Step = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -51,3 +52,30 @@ def tables(count: int, *, batch: int = 4096) -> Step:
         "weights": [_array(sum(widths) + 16, 512), _array(512, 512)],
     }
     return _descend(loss), (parameters, _array(batch, count, dtype=jnp.int32), _array(batch, 16))
+
+
+def pieces(count: int) -> Step:
+    """One table that is kept as so many pieces, each of its own height."""
+
+    def loss(tables: list[jax.Array], x: jax.Array) -> jax.Array:
+        return jnp.mean((x @ jnp.concatenate(tables, 0).T) ** 2)
+
+    return _descend(loss), ([_array(8 * (1 + k % 7), 64) for k in range(count)], _array(256, 64))
+
+
+def residual(*widths: int, batch: int = 1024, width: int = 192) -> Step:
+    """Residual layers, of which the state has moments too."""
+
+    def loss(layers: list[tuple[jax.Array, jax.Array]], x: jax.Array, y: jax.Array) -> jax.Array:
+        for a, b in layers:
+            x = x + jnp.tanh(x @ a) @ b
+        return jnp.mean((x - y) ** 2)
+
+    def step(state: Any, x: jax.Array, y: jax.Array) -> Any:
+        layers, moments = state
+        value, found = jax.value_and_grad(loss)(layers, x, y)
+        updates, moments = optax.adam(1e-3).update(found, moments, layers)
+        return (optax.apply_updates(layers, updates), moments), value
+
+    layers = [(_array(width, w), _array(w, width)) for w in widths]
+    return step, ((layers, jax.eval_shape(optax.adam(1e-3).init, layers)), _array(batch, width), _array(batch, width))

@@ -6,6 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -115,6 +116,17 @@ def test_an_op_with_many_operands_is_planned(cluster: str) -> None:
     if cluster != "8":  # where the fastest plan is not among the smallest
         limited = shardplan.plan(step, *args, cluster=cluster, donate_argnums=0, memory_limit=int(0.9 * plan.peak_bytes))
         assert limited.peak_bytes <= 0.9 * plan.peak_bytes
+
+
+@pytest.mark.parametrize("count", [40, 70])
+@pytest.mark.parametrize("options", [{}, {"memory_limit": "800KiB"}, {"objective": "bytes"}], ids=str)
+def test_an_op_with_more_operands_than_an_array_has_axes_is_planned(count: int, options: dict[str, Any], tmp_path: Path) -> None:
+    step, args = nets.pieces(count)
+    plan = shardplan.plan(step, *args, cluster="2x4", **options)
+    assert plan.lower_bound_s <= plan.step_time_s
+    assert plan.baselines
+    plan.save(tmp_path / "plan.json")
+    assert shardplan.load(tmp_path / "plan.json", step, *args).step_time_s == plan.step_time_s
 
 
 def test_a_saved_plan_of_ops_with_many_operands_takes_as_long_as_before(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from shardplan.search.baselines import baselines
 from shardplan.search.buffers import Buffers
 from shardplan.search.pricing import Limits
 from shardplan.search.solver import Solver
-from tests.search import steps
+from tests.search import nets, steps
 from tests.search.test_solve import searched
 
 N, W = 64, 32
@@ -403,3 +403,30 @@ def test_prices_charge_the_buffers_too() -> None:
             assert charged == pytest.approx(held_there[point], abs=loose + len(terms))
             met += 1
     assert met > 3
+
+
+@pytest.mark.parametrize("cluster", ["2x2", "4x2"])
+def test_a_limit_that_a_baseline_keeps_to_is_kept_to_no_slower(cluster: str) -> None:
+    """Its ops cut the fastest way hold more than as they are: both are candidates."""
+    step, args = nets.residual(64)
+    with pytest.raises(shardplan.MemoryLimitError) as refused:
+        shardplan.plan(step, *args, cluster=cluster, memory_limit=1)
+    baselines = shardplan.plan(step, *args, cluster=cluster).baselines
+    assert refused.value.smallest_bytes <= min(b.peak_bytes for b in baselines)
+    for limit in sorted({b.peak_bytes for b in baselines}):
+        plan = shardplan.plan(step, *args, cluster=cluster, memory_limit=limit)
+        assert plan.peak_bytes <= limit
+        assert plan.step_time_s <= min(b.step_time_s for b in plan.baselines if b.fits)
+
+
+def test_parts_of_a_byte_are_rounded_up_and_the_bound_holds() -> None:
+    step, args = nets.residual(64, 64, batch=128, width=128)
+    with pytest.raises(shardplan.MemoryLimitError) as refused:
+        shardplan.plan(step, *args, cluster="3", memory_limit=1)
+    smallest = refused.value.smallest_bytes
+    for limit in (smallest, smallest + 1, 2 * smallest):
+        plan = shardplan.plan(step, *args, cluster="3", memory_limit=limit)
+        assert plan.lower_bound_s <= plan.step_time_s
+        assert plan.peak_bytes <= limit
+    assert memory.whole_bytes(10.001) == 10 == memory.whole_bytes(9.999)
+    assert memory.whole_bytes(10.02) == 11

@@ -141,7 +141,9 @@ class Plan:
 
     @property
     def lower_bound_s(self) -> float:
-        """No plan of this mesh within the pins and the memory limit takes fewer seconds; found when it is first asked for."""
+        """No plan of this mesh within the pins and the memory limit takes fewer seconds, what shares a choice of layouts being
+        settled (``one_choice``); found when it is first asked for.
+        """
         return self.bound.seconds
 
     @property

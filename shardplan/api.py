@@ -69,7 +69,7 @@ def plan(
     ``remat`` "auto" lets the plan compute activations again in the backward pass where the memory limit costs time, or where
     nothing fits without: the bodies of scans, and blocks of straight-line code (`shardplan.remat`); ``plan.remat`` says what. It
     plans several times. "none" leaves the step as it is; what is under `jax.checkpoint` stays so in any case.
-    ``seed`` is there for searches that draw; none does yet, so it changes nothing.
+    No search draws yet, so ``seed`` changes nothing.
 
     Raises:
         MemoryLimitError: if no plan fits.
@@ -78,13 +78,11 @@ def plan(
     """
     del seed
     measure, deadline, shared = _check(objective, search, time_budget_s, one_choice, remat)
-    if observer is not None and not callable(observer):
-        raise ShardplanError(f"observer={observer!r} cannot be called: give a function of (what, part), or None")
+    observer = _told(observer)
     donated = positions(donate_argnums, len(args), "donate_argnums")
     loaded, user_mesh = resolve_cluster(cluster)
     limit = parse_bytes(memory_limit) if memory_limit is not None else loaded.device.memory_bytes
     began = time.perf_counter()
-    observer = observer or _silent
     observer("tracing", 0.0)
     traced = trace_step(step, args, donated)
     traced_at = time.perf_counter()
@@ -129,6 +127,13 @@ def _found(problem: Problem, outcome: Outcome) -> dict[str, Any]:
         "stopped": outcome.stopped,
         "rivals": outcome.rivals,
     }
+
+
+def _told(observer: Observer | None) -> Observer:
+    """Who is told what is being done; nobody by default."""
+    if observer is not None and not callable(observer):
+        raise ShardplanError(f"observer={observer!r} cannot be called: give a function of (what, part), or None")
+    return observer or _silent
 
 
 def _silent(_what: str, _part: float) -> None:

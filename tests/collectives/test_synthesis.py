@@ -65,8 +65,9 @@ def test_the_sizes_of_larger_levels_do_not_matter_either(shape: tuple[int, ...])
 
 
 def test_every_program_reaches_its_target_state():
+    target = Space(12).target()
     for program in synthesize(3, 4):
-        replay(program, (2, 3, 2))
+        assert replay(program, (2, 3, 2))[-1] == target
 
 
 def test_a_program_less_one_step_or_with_one_step_changed_is_refused():

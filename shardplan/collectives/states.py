@@ -15,12 +15,14 @@ integer operations.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, assert_never, get_args
 
 Collective = Literal["AllReduce", "ReduceScatter", "AllGather", "Reduce", "Broadcast"]
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
+_ADDING: tuple[Collective, ...] = ("AllReduce", "ReduceScatter", "Reduce")
+"""They add up what the members of a group hold, where they can."""
 Goal = Literal["all_reduce", "reduce_scatter", "all_gather"]
 State = int
 Context = tuple[State, ...]
@@ -74,6 +76,9 @@ class Space:
     _applied: dict[tuple[Collective, Context], Context | Clash] = field(
         default_factory=lambda: dict[Any, Any](), init=False, repr=False, compare=False
     )
+    _outcomes: dict[Context, dict[Collective, Context]] = field(
+        default_factory=lambda: dict[Any, Any](), init=False, repr=False, compare=False
+    )
 
     @property
     def full(self) -> State:
@@ -124,6 +129,19 @@ class Space:
         found = self._applied.get(key)
         if found is None:
             found = self._applied[key] = self._apply(collective, states)
+        return found
+
+    def outcomes(self, states: Context) -> Mapping[Collective, Context]:
+        """`apply` of every collective that is right here and from which somebody learns something."""
+        found = self._outcomes.get(states)
+        if found is None:
+            found = self._outcomes[states] = {}
+            adds = not isinstance(self._reduce("AllReduce", states), Clash)
+            for collective in COLLECTIVES:
+                if adds or collective not in _ADDING:
+                    after = self._apply(collective, states)
+                    if not isinstance(after, Clash) and after != states:
+                        found[collective] = after
         return found
 
     def _apply(self, collective: Collective, states: Sequence[State]) -> Context | Clash:

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 
-from .dsl import Instruction, Reduction, Refusal, Shape, advance, groups, instructions
-from .states import Context, Goal, Space
+from .dsl import Instruction, Reduction, Shape, groups, instructions
+from .states import COLLECTIVES, Collective, Context, Goal, Space
 
 Order = tuple[int, ...]
-_ADDING = ("AllReduce", "ReduceScatter", "Reduce")
 Groups = tuple[tuple[int, ...], ...]
 Move = tuple[Instruction, Groups]
 
@@ -78,15 +77,31 @@ class Walks:
         return known
 
     def _expand(self, context: Context, moves: Sequence[Move]) -> Iterator[tuple[Instruction, Context]]:
-        clashing = None  # groups whose data cannot be added, by AllReduce, ReduceScatter or Reduce
+        met: Groups = ()
+        found: Mapping[Collective, Context] = {}
         for step, among in moves:
-            if clashing is among and step.collective in _ADDING:
-                continue
-            after = advance(self.space, step.collective, among, context)
-            if not isinstance(after, Refusal):
-                yield step, after
-            elif after.clash.premise in ("chunks differ", "twice"):
-                clashing = among
+            if among is not met:  # the collectives over one pattern follow each other
+                met, found = among, self._outcomes(context, among)
+            if step.collective in found:
+                yield step, found[step.collective]
+
+    def _outcomes(self, context: Context, among: Groups) -> Mapping[Collective, Context]:
+        """The context after each collective among these groups that is right in all of them: `advance`, for all at once."""
+        each: list[Mapping[Collective, Context]] = []
+        right: Iterable[Collective] = COLLECTIVES
+        for group in among:
+            each.append(self.space.outcomes(tuple([context[d] for d in group])))
+            right = [c for c in right if c in each[-1]]
+            if not right:
+                return {}
+        found: dict[Collective, Context] = {}
+        for collective in right:
+            states = list(context)
+            for group, outcomes in zip(among, each, strict=True):
+                for device, state in zip(group, outcomes[collective], strict=True):
+                    states[device] = state
+            found[collective] = tuple(states)
+        return found
 
     def _from(self, context: Context, size: int) -> tuple[tuple[Instruction, ...], ...]:
         if context == self.end:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -67,6 +68,23 @@ class Buffers:
             at.append(group.nodes)
             found.append(group.known[key])
         return np.concatenate(at), np.concatenate(found)
+
+    @cached_property
+    def most(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """(ops, bytes that none of them holds more of in any layouts)."""
+        nbytes_of = [0.0] * len(self._problem.coarse.joins)
+        for i, n in enumerate(self._problem.coarse.joins):
+            node = self._problem.graph.nodes[n]
+            call = node.signature.call
+            for slot in self._problem.ops.slots(node)[1]:
+                shape, dtype = (
+                    (call.results[slot.index], call.result_dtypes[slot.index])
+                    if slot.result
+                    else (call.operands[slot.index], call.dtypes[slot.index])
+                )
+                twice = slot.result and node.outputs[slot.index] in self._replaced
+                nbytes_of[i] += nbytes(shape, dtype) * (2 if twice else 1)
+        return np.array(self._problem.coarse.joins, np.int64), np.array(nbytes_of)
 
     def table(self, node: Node, limits: Limits | None, domains: Sequence[Domain]) -> tuple[tuple[int, ...], NDArray[np.float64]]:
         """(an op's variables with a choice, bytes [*their domains]) with the fastest strategy for each choice of layouts."""

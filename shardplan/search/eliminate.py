@@ -95,14 +95,14 @@ def _least(tables: Sequence[Costs], sizes: Sequence[int]) -> Costs:
     entries = math.prod(sizes)
     if entries <= _PIECE:
         return np.broadcast_to(functools.reduce(np.add, ordered), sizes).min(axis=0)
-    at = max(range(1, len(sizes)), key=lambda i: sizes[i])
-    step = max(1, _PIECE * sizes[at] // entries)
-    least = np.empty(sizes[1:], np.int64)
-    for start in range(0, sizes[at], step):
+    # one state after the other, all blocks of memory as they lie
+    least = np.array(np.broadcast_to(functools.reduce(np.add, [t[0] for t in ordered]), sizes[1:]), order="K")
+    step = max(1, _PIECE * sizes[0] * sizes[1] // entries)
+    for start in range(0, sizes[1], step):
         part = slice(start, start + step)
-        here = (*(slice(None),) * at, part)
-        total = functools.reduce(np.add, [t[here] if t.shape[at] > 1 else t for t in ordered])
-        total.min(axis=0, out=least[here[1:]])
+        here = [t[:, part] if t.shape[1] > 1 else t for t in ordered]
+        for state in range(1, sizes[0]):
+            np.minimum(least[part], functools.reduce(np.add, [t[state] for t in here]), out=least[part])
     return least
 
 

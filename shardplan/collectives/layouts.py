@@ -46,6 +46,7 @@ class LayoutSpace:
         self.states: tuple[State, ...] = tuple(sorted(set(_states(len(self.sizes), rank))))
         self.index: dict[State, int] = {s: i for i, s in enumerate(self.states)}
         self._layouts: dict[int, Layout] = {}
+        self._renamed: dict[tuple[int, ...], NDArray[np.int64]] = {}
         self.local = np.array([1.0 / self._product(f for d in dims for f in d) for dims, _ in self.states])
 
     def _product(self, factors: Iterator[int]) -> float:
@@ -124,30 +125,91 @@ class LayoutSpace:
 
     @cached_property
     def edges(self) -> Edges:
-        """The collectives between states; of several between the same two, the one over the fewest factors."""
+        """The collectives between states; of several between the same two, the one over the fewest factors.
+
+        Those from states that differ in the names of dims alone are found once.
+        """
+        led = [self.leader(s, (0,) * self.rank) for s in range(len(self.states))]
         numbers: dict[Name, int] = {}
-        names: list[Name] = []
-        best: dict[tuple[int, int], tuple[int, float, int]] = {}
-        for i, state in enumerate(self.states):
-            for kind, over, target in _moves(state, self.rank, self.sizes):
-                j = self.index.get(target)
-                if j is None or j == i:
-                    continue
-                name = (kind, over)
-                which = numbers.get(name)
-                if which is None:
-                    which = numbers[name] = len(names)
-                    names.append(name)
-                fraction = self.local[j] if kind == "all_gather" else 0.0 if kind == "slice" else self.local[i]
-                found = (len(over), float(fraction), which)
-                old = best.get((i, j))
-                if old is None or found[:2] < old[:2]:
-                    best[i, j] = found
-        keys = sorted(best)
-        source, target = np.array(keys, dtype=np.int64).reshape(-1, 2).T
-        which = np.array([best[k][2] for k in keys], np.int64)
-        of = {name: np.flatnonzero(which == c) for c, name in enumerate(names) if name[0] != "slice"}
-        return Edges(source, target, which, np.array([best[k][1] for k in keys]), tuple(names), of)
+        first: dict[int, int] = {}
+        rows: list[tuple[int, int, float]] = []  # (target, which, fraction) of the edges from each leader
+        for leader in dict.fromkeys(leader for leader, _ in led):
+            first[leader] = len(rows)
+            found = self._edges_from(leader).items()
+            rows += [(target, numbers.setdefault(name, len(numbers)), fraction) for target, (fraction, name) in found]
+        ends = dict(zip(first, (*list(first.values())[1:], len(rows)), strict=True))
+        count = np.array([ends[leader] - first[leader] for leader, _ in led], np.int64)
+        source = np.repeat(np.arange(len(led)), count)
+        at = np.arange(len(source)) + np.repeat([first[leader] for leader, _ in led] - np.cumsum(count) + count, count)
+        targets, whiches, fractions = (np.array(c) for c in zip(*rows, strict=True)) if rows else (np.zeros(0, np.int64),) * 3
+        named = np.array([(-2, -1, *names, self.rank) for _, names in led], np.int64)
+        target = targets[at]
+        target = self._coded(named[source[:, None], self.roles[target] + 2], self._places[target])
+        order = np.lexsort((target, source))
+        which = whiches[at][order]
+        of = {name: np.flatnonzero(which == c) for name, c in numbers.items() if name[0] != "slice"}
+        return Edges(source[order], target[order], which, fractions[at][order], tuple(numbers), of)
+
+    def _edges_from(self, i: int) -> dict[int, tuple[float, Name]]:
+        """For each state that one collective leads to from this one: the part of the tensor that is moved, which collective."""
+        best: dict[int, tuple[float, Name]] = {}
+        for kind, over, target in _moves(self.states[i], self.rank, self.sizes):
+            j = self.index.get(target)
+            if j is None or j == i:
+                continue
+            fraction = float(self.local[j]) if kind == "all_gather" else 0.0 if kind == "slice" else float(self.local[i])
+            old = best.get(j)
+            if old is None or (len(over), fraction) < (len(old[1][1]), old[0]):
+                best[j] = fraction, (kind, over)
+        return best
+
+    # -- dims by other names ---------------------------------------------------------------------------------------
+
+    def leader(self, state: int, classes: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+        """(the state that stands for all those which differ from this one in the names of dims of one class alone, the name in
+        this one of each of its dims).
+        """
+        dims, partial = self.states[state]
+        names = list(range(self.rank))
+        for c in set(classes):
+            own = [d for d in names if classes[d] == c]
+            for d, name in zip(own, sorted(own, key=lambda e: dims[e], reverse=True), strict=True):
+                names[d] = name
+        return self.index[(*(dims[d] for d in names), dims[-1]), partial], tuple(names)
+
+    def renamed(self, names: tuple[int, ...]) -> NDArray[np.int64]:
+        """[S]: what each state becomes when its dim d is called ``names[d]``."""
+        found = self._renamed.get(names)
+        if found is None:
+            new = np.array((-2, -1, *names, self.rank), np.int64)
+            found = self._renamed[names] = self._coded(new[self.roles + 2], self._places)
+        return found
+
+    @cached_property
+    def _places(self) -> NDArray[np.int64]:
+        """[S, factors]: the place of each factor among those of its dim."""
+        found = np.zeros((len(self.states), len(self.sizes)), np.int64)
+        for s, (dims, _) in enumerate(self.states):
+            for fs in dims:
+                for place, f in enumerate(fs):
+                    found[s, f] = place
+        return found
+
+    @cached_property
+    def _codes(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(numbers that tell states apart by roles and places, in ascending order, their states)."""
+        codes = self._code(self.roles, self._places)
+        order = np.argsort(codes)
+        return codes[order], order
+
+    def _code(self, roles: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.int64]:
+        count = len(self.sizes)
+        return ((roles + 2) * count + places) @ ((self.rank + 3) * count) ** np.arange(count, dtype=np.int64)
+
+    def _coded(self, roles: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.int64]:
+        """[...]: the states with these roles and places, [..., factors]."""
+        codes, states = self._codes
+        return states[np.searchsorted(codes, self._code(roles, places))]
 
 
 def _state_of(roles: Sequence[int], rank: int) -> State:

@@ -12,6 +12,7 @@ program's of `shardplan.collectives.envelope`, which the step then names.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -83,7 +84,10 @@ class Resharder:
         self._spaces: dict[int, LayoutSpace] = {}
         self._ways: dict[Name, Ways] = {}
         self._masks: dict[tuple[int, ...], bytes] = {}
-        self._rows: dict[_Moves, dict[int, tuple[NDArray[np.float64], NDArray[np.int32]]]] = {}
+        self._classes: dict[tuple[int, bytes], tuple[int, ...]] = {}
+        self._led: dict[tuple[int, tuple[int, ...]], dict[int, tuple[int, tuple[int, ...]]]] = {}
+        self._leading: dict[_Moves, dict[int, tuple[NDArray[np.float64], NDArray[np.int32]]]] = {}
+        self._rows: dict[_Moves, dict[int, NDArray[np.float64]]] = {}
         self._sweeps: dict[_Moves, tuple[NDArray[np.float64], NDArray[np.int32]]] = {}
         self._graphs: dict[_Moves, csr_matrix] = {}
 
@@ -137,9 +141,11 @@ class Resharder:
         key = self._key(shape, nbytes, into)
         if len(self.sizes) <= 2:
             return self._swept(key)[0][list(states)]
-        self._fill(key, states)
-        rows = self._rows[key]
-        return np.stack([rows[s][0] for s in states])
+        rows = self._rows.setdefault(key, {})
+        missing = [s for s in dict.fromkeys(states) if s not in rows]
+        if missing:
+            self._fill(key, missing)
+        return np.stack([rows[s] for s in states])
 
     def _key(self, shape: Sequence[int], nbytes: float, into: bool) -> _Moves:
         shape = tuple(shape)
@@ -152,16 +158,39 @@ class Resharder:
         if len(self.sizes) <= 2:
             distance, before = self._swept(key)
             return distance[state], before[state]
-        if state not in self._rows.get(key, {}):
+        leader, names = self._leader(key, state)
+        if leader not in self._leading.get(key, {}):
             self._fill(key, (state,))
-        return self._rows[key][state]
+        distance, before = self._leading[key][leader]
+        space = self.space(key[0])
+        new, old = space.renamed(names), space.renamed(_inverse(names))
+        return distance[old], np.where(before >= 0, new[before * (before >= 0)], before)[old]
 
     def _fill(self, key: _Moves, states: Sequence[int]) -> None:
-        rows = self._rows.setdefault(key, {})
-        missing = [s for s in dict.fromkeys(states) if s not in rows]
+        """The rows of these states: those that differ in the names of equal dims alone are found once."""
+        led = [self._leader(key, s) for s in states]
+        leading = self._leading.setdefault(key, {})
+        missing = [s for s in dict.fromkeys(leader for leader, _ in led) if s not in leading]
         if missing:
             distances, before = dijkstra(self._graph(key), indices=np.array(missing), return_predecessors=True)
-            rows.update(zip(missing, zip(distances, before, strict=True), strict=True))
+            leading.update(zip(missing, zip(distances, before, strict=True), strict=True))
+        space, rows = self.space(key[0]), self._rows.setdefault(key, {})
+        for s, (leader, names) in zip(states, led, strict=True):
+            row = leading[leader][0]
+            rows[s] = row if s == leader else row[space.renamed(_inverse(names))]
+
+    def _leader(self, key: _Moves, state: int) -> tuple[int, tuple[int, ...]]:
+        """`LayoutSpace.leader`, of the dims that may be split alike."""
+        classes = self._classes.get(key[:2])
+        if classes is None:
+            space, mask = self.space(key[0]), np.frombuffer(key[1], np.bool_)
+            alone = [(space.splits > 1).sum(axis=1) == (space.splits[:, d] > 1) for d in range(key[0])]
+            kinds = [mask[alone[d] & (space.splits[:, d] > 1)].tobytes() for d in range(key[0])]
+            classes = self._classes[key[:2]] = tuple(kinds.index(kind) for kind in kinds)
+        led = self._led.setdefault((key[0], classes), {})
+        if state not in led:
+            led[state] = self.space(key[0]).leader(state, classes)
+        return led[state]
 
     def _swept(self, key: _Moves) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
         """`_row` for every state at once, which is cheap where there are few of them."""
@@ -206,3 +235,8 @@ class Resharder:
             took, chosen = (0.0, "") if kind == "slice" else self._way(kind, over).best(moved)
             steps.append(Step(kind, over, moved, space.layout(a), space.layout(b), took, chosen))
         return tuple(steps)
+
+
+@functools.cache
+def _inverse(names: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(names.index(d) for d in range(len(names)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,10 @@ GOLDEN = Path(__file__).parent / "golden"
 # Before the first computation, or it has no effect. Sixteen compile as fast as eight; a test on eight takes the first eight.
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 16)
+
+# A shell's background jobs ignore Ctrl-C, which some tests send.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Draws are the same in every run, and no example is failed for being slow.
 hypothesis.settings.register_profile("shardplan", deadline=None, derandomize=True, print_blob=False)

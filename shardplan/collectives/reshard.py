@@ -90,6 +90,7 @@ class Resharder:
         self._rows: dict[_Moves, dict[int, NDArray[np.float64]]] = {}
         self._sweeps: dict[_Moves, tuple[NDArray[np.float64], NDArray[np.int32]]] = {}
         self._graphs: dict[_Moves, csr_matrix] = {}
+        self._sloped: dict[int, tuple[NDArray[np.float64], NDArray[np.float64]]] = {}
 
     def space(self, rank: int) -> LayoutSpace:
         """The layouts of tensors of a rank."""
@@ -208,14 +209,27 @@ class Resharder:
 
     def _edges(self, space: LayoutSpace, mask: NDArray[np.bool_], nbytes: float) -> csr_matrix:
         edges = space.edges
-        cost = np.full(len(edges.source), _SLICE_S)
-        for (kind, over), at in edges.of.items():
-            rows = self._way(kind, over).ranked
-            cost[at] = np.min(rows[:, 0] + rows[:, 1] * (edges.fraction[at, None] * nbytes), axis=1)
+        latency_s, slope = self._lines(space)
+        cost = np.min(latency_s + slope * nbytes, axis=0)
         keep = mask[edges.source] & mask[edges.target]
         n = len(space.states)
         starts = np.concatenate([[0], np.cumsum(np.bincount(edges.source[keep], minlength=n))])
         return csr_matrix((cost[keep], edges.target[keep], starts), shape=(n, n))
+
+    def _lines(self, space: LayoutSpace) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """[alternatives, E], [alternatives, E]: latency and seconds per byte of the whole tensor of the ways to go each edge."""
+        found = self._sloped.get(space.rank)
+        if found is None:
+            edges = space.edges
+            ways = {name: self._way(*name).ranked for name in edges.of}
+            latency_s = np.full((max(map(len, ways.values()), default=1), len(edges.source)), _SLICE_S)
+            slope = np.zeros_like(latency_s)
+            for name, at in edges.of.items():
+                rows = ways[name][np.minimum(np.arange(len(latency_s)), len(ways[name]) - 1)]  # the last one again
+                latency_s[:, at] = rows[:, :1]
+                slope[:, at] = rows[:, 1:] * edges.fraction[at]
+            found = self._sloped[space.rank] = latency_s, slope
+        return found
 
     def program(self, shape: Sequence[int], nbytes: float, before: int, after: int) -> tuple[Step, ...]:
         """The cheapest program from one state to another."""

@@ -145,7 +145,7 @@ class Extractor:
             None if coarse.of[t] == FREE else problem.resharder.space(len(s)).layout(states[coarse.of[t]])
             for t, s in zip(node.outputs, call.results, strict=True)
         )
-        found = self._uses[key] = Use(options.loops[best], needs, gives, stored, float(options.compute_s[best]))
+        found = self._uses[key] = Use(tuple(options.loops[best].tolist()), needs, gives, stored, float(options.compute_s[best]))
         return found
 
     def _operand_steps(self, node: Node, use: Use, states: tuple[int, ...], issued: list[Issued]) -> None:

@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,13 +30,13 @@ from shardplan.tdl import Call, Strategy, cut, linear_sets
 class Options:
     """The composite strategies of one signature, a row each.
 
-    ``loops[s][f]`` is the loop that factor f cuts (-1: none; -2 - j: partial sums of the j-th linear set of operands are handed
+    ``loops[s, f]`` is the loop that factor f cuts (-1: none; -2 - j: partial sums of the j-th linear set of operands are handed
     on). ``needs[s, i]`` is the state that operand i must be in, ``gives[s, r]`` the one that result r is in; ``compute_s[s]`` is
     compute, ``halo_s[s]`` the exchange with neighbours. ``terms[s]``: each factor's terms are made of even blocks, so that they
     may stay apart.
     """
 
-    loops: tuple[tuple[int, ...], ...]
+    loops: NDArray[np.int64]
     needs: NDArray[np.int64]
     gives: NDArray[np.int64]
     compute_s: NDArray[np.float64]
@@ -61,9 +62,9 @@ Cuts = tuple[frozenset[int], ...]
 
 def limited(rows: Options, cuts: Cuts) -> Options:
     """Only the strategies that cut as they may on the most factors; partial sums are handed on as they like."""
-    obeyed = [sum(v < -1 or v in may for v, may in zip(loops, cuts, strict=True)) for loops in rows.loops]
-    most = max(obeyed)
-    return _picked(rows, [i for i, n in enumerate(obeyed) if n == most])
+    columns = [(loops < -1) | np.isin(loops, list(may)) for loops, may in zip(rows.loops.T, cuts, strict=True)]
+    obeyed = np.sum(columns, axis=0) if columns else np.zeros(len(rows.loops), np.int64)
+    return _picked(rows, obeyed == obeyed.max())
 
 
 Groups = tuple[tuple[int, ...], ...]
@@ -72,16 +73,16 @@ Groups = tuple[tuple[int, ...], ...]
 
 def treated_alike(rows: Options, groups: Groups) -> Options:
     """Only the strategies that do the same with all factors of a group."""
-    loops = np.array(rows.loops, np.int64).reshape(len(rows.loops), -1)
-    keep = np.flatnonzero(np.all([loops[:, f] == loops[:, g[0]] for g in groups for f in g], axis=0))
-    return _picked(rows, keep.tolist())
+    pairs = [(f, g[0]) for g in groups for f in g[1:]]
+    return _picked(rows, (rows.loops[:, [f for f, _ in pairs]] == rows.loops[:, [g for _, g in pairs]]).all(axis=1))
 
 
-def _picked(rows: Options, keep: Sequence[int]) -> Options:
-    if len(keep) == len(rows.loops):
+def _picked(rows: Options, keep: NDArray[np.bool_]) -> Options:
+    if keep.all():
         return rows
-    loops = tuple(rows.loops[i] for i in keep)
-    return Options(loops, rows.needs[keep], rows.gives[keep], rows.compute_s[keep], rows.halo_s[keep], rows.terms[keep])
+    return Options(
+        rows.loops[keep], rows.needs[keep], rows.gives[keep], rows.compute_s[keep], rows.halo_s[keep], rows.terms[keep]
+    )
 
 
 _SIZES = {"": 0, "bool": 1, "bfloat16": 2, "int4": 1, "uint4": 1, "int2": 1, "uint2": 1}
@@ -110,9 +111,10 @@ def options(signature: Signature, resharder: Resharder, device: Device | None, *
     """
     call = signature.call
     cuts = _Cuts(signature, resharder, late)
-    over = _over(cuts.codes)
-    which, inverse = np.unique(cuts.codes << len(resharder.sizes) | over, return_inverse=True)
-    made = [cuts.made(int(w) >> len(resharder.sizes), int(w) & (1 << len(resharder.sizes)) - 1) for w in which]
+    over, ways_of = _over(cuts.codes), _products(resharder.sizes)
+    ways, way = np.unique(ways_of, return_inverse=True)
+    which, inverse = np.unique(cuts.codes * len(ways) + way[over], return_inverse=True)
+    made = [cuts.made(int(w) // len(ways), int(ways[w % len(ways)])) for w in which]
     at = inverse.reshape(over.shape)
     inside = len(call.operands)
     places = np.array([m.places for m in made], np.int64).reshape(len(made), inside + len(call.results))
@@ -126,12 +128,14 @@ def options(signature: Signature, resharder: Resharder, device: Device | None, *
     held = _holdable(resharder, (*call.operands, *call.results), np.concatenate([needs, gives], axis=1))
     at, over, codes, first = at[held], over[held], codes[held], first[held]
     needs, gives = needs[held], gives[held]
-    halo_s = np.sum(_numbers(m.halo_s for m in made)[at], axis=1, where=first)
+    halo_s = np.zeros(len(at))
+    if any(m.halos for m in made):
+        halo_s += np.sum(_halos_s(call, resharder, made)[at, over], axis=1, where=first)
     if any(m.pairs for m in made):
         halo_s += [_pairs_s(call, resharder, [(m, o) for m, o, f in rows if f]) for rows in _rows(made, at, over, first)]
     part = np.prod(_numbers(m.part for m in made)[at], axis=1, where=first)
     return Options(
-        tuple(map(tuple, cuts.loops[codes].tolist())),
+        cuts.loops[codes],
         needs,
         gives,
         _compute_s(signature, resharder, device, needs, gives, part),
@@ -146,16 +150,21 @@ def _numbers(values: Iterable[float]) -> NDArray[np.float64]:
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """One loop cut over one set of factors: the role of these in each operand and result (-2: partial, -1: none, else the dim),
-    the seconds of its halo, the part of the arithmetic that is left, whether its terms may stay apart.
+    """One loop cut in so many ways: the role of its factors in each operand and result (-2: partial, -1: none, else the dim), the
+    part of the arithmetic that is left, whether its terms may stay apart.
     """
 
     legal: bool
     places: tuple[int, ...]
-    halo_s: float = 0.0
     part: float = 1.0
     even: bool = True
     strategy: Strategy | None = None
+
+    @property
+    def halos(self) -> list[tuple[int, Split]]:
+        """The operands that are read beyond their blocks."""
+        places = () if self.strategy is None else self.strategy.operands
+        return [(i, p) for i, p in enumerate(places) if isinstance(p, Split) and p.halo != (0, 0)]
 
     @property
     def pairs(self) -> bool:
@@ -180,29 +189,23 @@ class _Cuts:
         usable = [
             [c for c, v in enumerate(self.loops.tolist()) if v < 0 or self._strategy(v, k) is not None] for k in resharder.sizes
         ]
-        self.codes: NDArray[np.int64] = np.array(list(itertools.product(*usable)), np.int64)  # one empty row without factors
+        self.codes = _assignments(tuple(map(tuple, usable)))
 
-    def made(self, code: int, mask: int) -> _Made:
-        """A loop cut over the factors of a mask."""
+    def made(self, code: int, ways: int) -> _Made:
+        """A loop cut over factors of so many ways in all."""
         call, loop = self.call, int(self.loops[code])
         count = len(call.operands) + len(call.results)
         if loop == -1:
             return _Made(True, (-1,) * count)
-        over = tuple(f for f in range(len(self.resharder.sizes)) if mask >> f & 1)
-        ways = math.prod(self.resharder.sizes[f] for f in over)
         found = self._strategy(loop, ways)
         if found is None:
             return _Made(False, (-1,) * count)
-        halo_s = 0.0
-        for i, place in enumerate(found.operands):
-            if isinstance(place, Split) and place.halo != (0, 0):
-                halo_s += self.resharder.seconds("permute", over, halo_bytes(call, i, place))
         part, even = 1.0, True
         if loop >= 0:
             assert self.description is not None
             extent = self.description.loops[loop].extent
             part, even = -(-extent // ways) / extent, _terms_apart(call, found, ways, self.late)
-        return _Made(True, tuple(_role(p) for p in (*found.operands, *found.results)), halo_s, part, even, found)
+        return _Made(True, tuple(_role(p) for p in (*found.operands, *found.results)), part, even, found)
 
     def _strategy(self, loop: int, ways: int) -> Strategy | None:
         if (loop, ways) not in self._strategies:
@@ -221,6 +224,30 @@ def _role(place: Placement) -> int:
             return -2
         case _:
             return -1
+
+
+@lru_cache(maxsize=1024)
+def _assignments(usable: tuple[tuple[int, ...], ...]) -> NDArray[np.int64]:
+    """[assignments, factors]: a code for each factor, one empty row where there are no factors."""
+    found = np.array(list(itertools.product(*usable)), np.int64)
+    found.setflags(write=False)
+    return found
+
+
+def _products(sizes: Sequence[int]) -> NDArray[np.int64]:
+    """[masks]: the product of the sizes of a mask's factors."""
+    return np.array([math.prod(k for f, k in enumerate(sizes) if mask >> f & 1) for mask in range(1 << len(sizes))], np.int64)
+
+
+def _halos_s(call: Call, resharder: Resharder, made: Sequence[_Made]) -> NDArray[np.float64]:
+    """[made, masks]: seconds of what each cut exchanges with neighbours over the factors of a mask."""
+    found = np.zeros((len(made), 1 << len(resharder.sizes)))
+    for row, m in zip(found, made, strict=True):
+        for i, place in m.halos:
+            for mask in range(1, len(row)):
+                over = tuple(f for f in range(len(resharder.sizes)) if mask >> f & 1)
+                row[mask] += resharder.seconds("permute", over, halo_bytes(call, i, place))
+    return found
 
 
 def _over(codes: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -209,5 +209,5 @@ def test_limits_on_cuts_leave_those_that_treat_factors_alike() -> None:
     solver = solver_of(lambda a, b: a @ b, (like(8, 8), like(8, 8)), "2x2")
     (node,) = (solver.problem.graph.nodes[n] for n in solver.problem.coarse.joins)
     rows = solver.problem.ops.options(node, Allowed((frozenset({0}), frozenset({1})), ((0, 1),)))
-    assert rows.loops
-    assert all(a == b for a, b in rows.loops)
+    assert len(rows.loops)
+    assert all(a == b for a, b in rows.loops.tolist())

@@ -141,6 +141,16 @@ class Problem:
             found = self._agreeing[key] = tuple(agree[used == used.min()].tolist())
         return found
 
+    def near(self, v: int, state: int, domain: Domain) -> Domain:
+        """The states of ``domain`` that differ from ``state`` on one factor at most."""
+        key = (len(self.coarse.variables[v].shape), state, (), domain, False)
+        found = self._agreeing.get(key)
+        if found is None:
+            roles = self.resharder.space(key[0]).roles
+            own = np.array(domain)
+            found = self._agreeing[key] = tuple(own[(roles[own] != roles[state]).sum(axis=1) <= 1].tolist())
+        return found
+
     def together(
         self, domains: Sequence[Domain], groups: Groups, otherwise: Sequence[Domain] | None = None
     ) -> tuple[Domain, ...]:

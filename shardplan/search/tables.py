@@ -6,7 +6,6 @@ layers share tables and the elimination of equal tables is done once.
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -29,7 +28,7 @@ class Store:
     """All distinct tables of one planning run."""
 
     tables: list[Costs] = field(default_factory=list[Costs])
-    _ids: dict[tuple[tuple[int, ...], bytes], int] = field(default_factory=dict[tuple[tuple[int, ...], bytes], int])
+    _ids: dict[tuple[tuple[int, ...], int], list[int]] = field(default_factory=dict[tuple[tuple[int, ...], int], list[int]])
 
     def intern(self, costs: Costs) -> tuple[int, int]:
         """(id, minimum): the table with its minimum subtracted, infinite entries left infinite."""
@@ -37,13 +36,14 @@ class Store:
         shifted = np.ascontiguousarray(costs - low)
         if low < BIG:
             shifted[costs >= BIG] = BIG
-        key = (shifted.shape, hashlib.blake2b(shifted.tobytes(), digest_size=16).digest())
-        found = self._ids.get(key)
-        if found is None:
-            shifted.setflags(write=False)
-            self.tables.append(shifted)  # first: an interrupt in between leaves nothing wrong
-            found = self._ids[key] = len(self.tables) - 1
-        return found, low
+        alike = self._ids.setdefault((shifted.shape, hash(shifted.tobytes())), [])
+        for found in alike:
+            if np.array_equal(self.tables[found], shifted):
+                return found, low
+        shifted.setflags(write=False)
+        self.tables.append(shifted)  # first: an interrupt in between leaves nothing wrong
+        alike.append(len(self.tables) - 1)
+        return alike[-1], low
 
 
 @dataclass(frozen=True, slots=True)

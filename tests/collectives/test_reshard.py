@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.sparse.csgraph import dijkstra
 
 from shardplan.collectives import best_reduction, parse, program_seconds, table
+from shardplan.collectives.layouts import LayoutSpace
 from shardplan.collectives.ranking import entries, names_of
 from shardplan.collectives.reshard import Resharder, Step
 from shardplan.collectives.states import Goal
@@ -161,6 +163,26 @@ def test_more_bytes_are_never_cheaper(move: tuple[str, tuple[int, ...], int, int
     cluster, shape, before, after = move
     small, large = (resharder(cluster).prices(shape, n, (before,))[0, after] for n in (4000, 8000))
     assert small <= large
+
+
+@pytest.mark.parametrize("shape", [(8, 8, 8), (8, 9, 16), (8, 1, 16, 8), (4, 24), (0, 8)], ids=str)
+@pytest.mark.parametrize("into", [False, True])
+def test_what_differs_in_the_names_of_dims_alone_is_priced_as_if_it_did_not(shape: tuple[int, ...], into: bool) -> None:
+    own = resharder("2x2x2")
+    every = range(len(own.space(len(shape)).states))
+    graph = own._graph(own._key(shape, 1e6, into))  # pyright: ignore[reportPrivateUsage]
+    np.testing.assert_allclose(own.prices(shape, 1e6, every, into=into), dijkstra(graph), rtol=1e-12)
+
+
+@pytest.mark.parametrize("sizes", [(2,), (2, 4), (2, 2, 2), (2, 3, 2), (2, 2, 2, 2)], ids=str)
+def test_every_collective_from_a_state_is_an_edge(sizes: tuple[int, ...]) -> None:
+    space = LayoutSpace(sizes, 3)
+    edges = space.edges
+    for s in range(len(space.states)):
+        at = np.flatnonzero(edges.source == s)
+        found = {int(edges.target[e]): (float(edges.fraction[e]), edges.names[int(edges.which[e])]) for e in at}
+        assert found == space._edges_from(s)  # pyright: ignore[reportPrivateUsage]
+    assert list(zip(edges.source, edges.target, strict=True)) == sorted(zip(edges.source, edges.target, strict=True))
 
 
 def test_only_the_minormost_factor_leaves_by_a_plain_gather() -> None:

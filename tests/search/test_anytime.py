@@ -29,15 +29,15 @@ def planned(factory: Any = MLP, **options: Any) -> shardplan.Plan:
 
 
 class Stop:
-    """An observer that interrupts at its n-th call, and notes what it was told."""
+    """An observer that interrupts at its n-th call, or where a stage begins, and notes what it was told."""
 
-    def __init__(self, at: int, how: Callable[[], None]) -> None:
+    def __init__(self, at: int | str, how: Callable[[], None]) -> None:
         self.at, self.how = at, how
         self.told: list[tuple[str, float]] = []
 
     def __call__(self, what: str, part: float) -> None:
         self.told.append((what, part))
-        if len(self.told) == self.at:
+        if self.at in (len(self.told), what):
             self.how()
 
 
@@ -119,7 +119,7 @@ def test_what_was_not_solved_is_said_and_what_was_is_right() -> None:
 
 
 def test_an_interrupted_plan_can_be_saved_and_read(tmp_path: Any) -> None:
-    plan = planned(observer=Stop(12, raised))
+    plan = planned(observer=Stop("polish", raised))
     plan.save(tmp_path / "plan.json")
     again = shardplan.load(tmp_path / "plan.json", MLP[0], *MLP[1])
     assert again.stopped == "interrupted"
@@ -264,7 +264,7 @@ def test_a_plan_for_bytes_can_be_stopped_too(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_first_interrupt_prints_the_plan_so_far(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    stop = Stop(12, raised)
+    stop = Stop("polish", raised)
     monkeypatch.setattr("shardplan.report.Progress.__call__", lambda _self, what, part=None: stop(what, part or 0.0))
     line = ["plan", "models.mlp:train_step", "--cluster", "2x2x2", "--set", "width=256"]
     assert main(line) == 0
@@ -277,13 +277,13 @@ def test_the_first_interrupt_prints_the_plan_so_far(monkeypatch: pytest.MonkeyPa
 
 
 def test_verify_does_not_go_on_after_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
-    stop = Stop(12, raised)
+    stop = Stop("polish", raised)
     monkeypatch.setattr("shardplan.report.Progress.__call__", lambda _self, what, part=None: stop(what, part or 0.0))
     line = ["compare", "models.mlp:train_step", "--cluster", "2x2x2", "--set", "width=256"]
     assert main(line) == 130
 
 
 def test_a_decorated_step_does_not_run_by_half_a_search() -> None:
-    run = shardplan.parallelize("2x2x2", observer=Stop(12, raised))(MLP[0])
+    run = shardplan.parallelize("2x2x2", observer=Stop("polish", raised))(MLP[0])
     with pytest.raises(KeyboardInterrupt):
         run.prepare(*MLP[1])

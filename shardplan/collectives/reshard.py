@@ -83,6 +83,7 @@ class Resharder:
         self.sizes = tuple(sizes)
         self._spaces: dict[int, LayoutSpace] = {}
         self._ways: dict[Name, Ways] = {}
+        self._legal: dict[tuple[tuple[int, ...], bool], NDArray[np.bool_]] = {}
         self._masks: dict[tuple[int, ...], bytes] = {}
         self._classes: dict[tuple[int, bytes], tuple[int, ...]] = {}
         self._led: dict[tuple[int, tuple[int, ...]], dict[int, tuple[int, tuple[int, ...]]]] = {}
@@ -103,13 +104,19 @@ class Resharder:
 
         What has no elements is not split.
         """
-        splits = self.space(len(shape)).splits
-        if 0 in shape:
-            return np.all(splits == 1, axis=1)
-        sizes = np.array([*shape, 0])
-        if pad:
-            return np.all((-(-sizes // splits) * splits - sizes) * PADDING <= sizes, axis=1)
-        return np.all(sizes % splits == 0, axis=1)
+        key = tuple(shape), pad
+        found = self._legal.get(key)
+        if found is None:
+            splits, sizes = self.space(len(shape)).splits, np.array([*shape, 0])
+            if 0 in shape:
+                found = np.all(splits == 1, axis=1)
+            elif pad:
+                found = np.all((-(-sizes // splits) * splits - sizes) * PADDING <= sizes, axis=1)
+            else:
+                found = np.all(sizes % splits == 0, axis=1)
+            found.setflags(write=False)
+            self._legal[key] = found
+        return found
 
     def seconds(self, kind: str, over: tuple[int, ...], nbytes: float) -> float:
         """One collective's time: the best of its algorithms and programs."""

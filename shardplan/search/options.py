@@ -62,7 +62,7 @@ Cuts = tuple[frozenset[int], ...]
 
 def limited(rows: Options, cuts: Cuts) -> Options:
     """Only the strategies that cut as they may on the most factors; partial sums are handed on as they like."""
-    columns = [(loops < -1) | np.isin(loops, list(may)) for loops, may in zip(rows.loops.T, cuts, strict=True)]
+    columns = [np.any([loops < -1, *(loops == v for v in may)], axis=0) for loops, may in zip(rows.loops.T, cuts, strict=True)]
     obeyed = np.sum(columns, axis=0) if columns else np.zeros(len(rows.loops), np.int64)
     return _picked(rows, obeyed == obeyed.max())
 

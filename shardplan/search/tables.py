@@ -19,8 +19,7 @@ BIG = 1 << 50
 
 def picoseconds(seconds: NDArray[np.float64]) -> Costs:
     """Seconds as integer picoseconds, infinities as `BIG`."""
-    with np.errstate(invalid="ignore"):
-        return np.where(np.isfinite(seconds), np.rint(np.minimum(seconds, 1e3) * 1e12), BIG).astype(np.int64)
+    return np.where(np.isfinite(seconds), np.rint(np.fmin(seconds, 1e3) * 1e12).astype(np.int64), BIG)
 
 
 @dataclass(slots=True)

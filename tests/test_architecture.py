@@ -322,6 +322,7 @@ NOT_FROZEN = {
     "search.anytime.Watch": "is closed when the search is over",
     "search.eliminate.Eliminator": "keeps eliminations of interned tables",
     "search.extract.Extractor": "keeps programs that were looked up",
+    "search.polish._Polish": "the best so far",
     "search.tables.Store": "interns tables",
     "tdl.proof.indexing._Lookup": "lives inside one proof case",
 }

@@ -131,24 +131,21 @@ class LayoutSpace:
         """
         led = [self.leader(s, (0,) * self.rank) for s in range(len(self.states))]
         numbers: dict[Name, int] = {}
-        first: dict[int, int] = {}
-        rows: list[tuple[int, int, float]] = []  # (target, which, fraction) of the edges from each leader
+        rows: list[tuple[int, int, float]] = []  # (target, which, fraction) of each edge from a leader
+        spans: dict[int, range] = {}
         for leader in dict.fromkeys(leader for leader, _ in led):
-            first[leader] = len(rows)
             found = self._edges_from(leader).items()
+            spans[leader] = range(len(rows), len(rows) + len(found))
             rows += [(target, numbers.setdefault(name, len(numbers)), fraction) for target, (fraction, name) in found]
-        ends = dict(zip(first, (*list(first.values())[1:], len(rows)), strict=True))
-        count = np.array([ends[leader] - first[leader] for leader, _ in led], np.int64)
-        source = np.repeat(np.arange(len(led)), count)
-        at = np.arange(len(source)) + np.repeat([first[leader] for leader, _ in led] - np.cumsum(count) + count, count)
-        targets, whiches, fractions = (np.array(c) for c in zip(*rows, strict=True)) if rows else (np.zeros(0, np.int64),) * 3
-        named = np.array([(-2, -1, *names, self.rank) for _, names in led], np.int64)
-        target = targets[at]
-        target = self._coded(named[source[:, None], self.roles[target] + 2], self._places[target])
+        source = np.repeat(np.arange(len(led)), [len(spans[leader]) for leader, _ in led])
+        every = np.array(rows, np.float64).reshape(-1, 3)[[row for leader, _ in led for row in spans[leader]]]
+        target, which, fraction = every[:, 0].astype(np.int64), every[:, 1].astype(np.int64), every[:, 2]
+        called = np.array([(-2, -1, *names, self.rank) for _, names in led], np.int64)  # each leader's roles in each state
+        target = self._coded(called[source[:, None], self.roles[target] + 2], self._places[target])
         order = np.lexsort((target, source))
-        which = whiches[at][order]
+        which = which[order]
         of = {name: np.flatnonzero(which == c) for name, c in numbers.items() if name[0] != "slice"}
-        return Edges(source[order], target[order], which, fractions[at][order], tuple(numbers), of)
+        return Edges(source[order], target[order], which, fraction[order], tuple(numbers), of)
 
     def _edges_from(self, i: int) -> dict[int, tuple[float, Name]]:
         """For each state that one collective leads to from this one: the part of the tensor that is moved, which collective."""

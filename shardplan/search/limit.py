@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardplan.search import exchange, repair
+from shardplan.search import exchange, memory, repair
 from shardplan.search.anytime import Watch
 from shardplan.search.polish import polish
 from shardplan.search.pricing import Domain
@@ -16,8 +16,9 @@ from shardplan.search.tables import BIG
 REPAIRS = 3
 """So many solutions that hold too much are changed until they fit."""
 
-_RISES = 24  # so often the price on bytes is raised at most, eightfold where no new point is met,
-_DEAR = 1e3  # up to so many seconds a byte
+_RISES = 24  # so often the price on bytes is raised at most, eightfold where no new point is met or the last one brought little,
+_LOWER = 0.98  # that is, the peak is above this part of what it was,
+_DEAR = 0.25  # as long as all that peaks costs less than this part of the longest step
 _LONGEST_S = BIG / 1e12  # no step takes longer, as far as the tables know: beyond it is infinite
 
 _CLOSER = 7  # so many prices between two are tried at most
@@ -40,6 +41,8 @@ class Descent:
 
     def within(self, limit: int) -> list[Solution]:
         """What was found for a limit; where all of it holds too much, the last is what `smallest` gives."""
+        if limit < memory.floor_bytes(self.solver.problem, self.solver.live, self.domains):
+            return [*self._begun(limit), self.smallest()]  # there is no such plan
         found = [*self._begun(limit), *self._priced(limit)]
         found += self._repaired(limit, found)
         if not any(s.fits(limit) for s in found):
@@ -78,10 +81,12 @@ class Descent:
             watch.tell("memory", 0.7 + 0.2 * tried / _RISES)
             if (solution := at(price)).fits(limit):
                 break
+            known = (peak := solver.peak_point(solution)) in points
+            points += [] if known else [peak]
+            if known or solution.peak_bytes > _LOWER * over.peak_bytes:
+                price *= 8
             over = solution
-            if (peak := solver.peak_point(over)) not in points:
-                points.append(peak)
-            elif (price := price * 8) > _DEAR:
+            if price * self.free.peak_bytes > _DEAR * _LONGEST_S:
                 break
         if not found[-1].fits(limit):
             return found

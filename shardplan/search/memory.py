@@ -271,12 +271,22 @@ def profile(
     return held
 
 
-def most_bytes(problem: Problem, live: Liveness, assignment: Assignment, keep: frozenset[int]) -> int:
-    """No less than the peak of `profile`, found in less time: every op is taken to hold its operands and results whole."""
+def peak(
+    problem: Problem, live: Liveness, assignment: Assignment, keep: frozenset[int], limits: Limits | None, limit: int = -1
+) -> tuple[int, bool]:
+    """(the peak of `profile`, True), or (bytes within ``limit`` that it does not exceed, False) where these take less work.
+
+    That is where no op exceeds it though all hold their operands and results whole.
+    """
     held = _stored(problem, live, assignment, keep)
-    nodes, nbytes = live.buffers.most
-    held[nodes] += nbytes
-    return whole_bytes(held.max())
+    if limit >= 0:
+        most = held.copy()
+        nodes, nbytes = live.buffers.most
+        most[nodes] += nbytes
+        if whole_bytes(most.max()) <= limit:
+            return whole_bytes(most.max()), False
+    np.add.at(held, *live.buffers.held(assignment, limits))
+    return whole_bytes(held.max()), True
 
 
 def _stored(problem: Problem, live: Liveness, assignment: Assignment, keep: frozenset[int]) -> NDArray[np.float64]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,24 +21,25 @@ from shardplan.search.tables import BIG
 class Peak:
     """The most bytes that a device holds, worked out when they are first asked for: of most solutions nobody asks.
 
-    ``most`` is a number that they do not exceed, which takes less work.
+    ``work`` is `memory.peak` of a limit.
     """
 
-    def __init__(self, work: Callable[[], int], most: Callable[[], int]) -> None:
-        self._work, self._most = work, most
+    def __init__(self, work: Callable[[int], tuple[int, bool]]) -> None:
+        self._work = work
+        self._found: tuple[int, bool] | None = None
 
-    @cached_property
+    @property
     def nbytes(self) -> int:
         """Of one device."""
-        return self._work()
-
-    @cached_property
-    def _at_most(self) -> int:
-        return self._most()
+        if self._found is None or not self._found[1]:
+            self._found = self._work(-1)
+        return self._found[0]
 
     def within(self, limit: int) -> bool:
         """Whether they are no more than that."""
-        return self._at_most <= limit or self.nbytes <= limit
+        if self._found is None or (not self._found[1] and self._found[0] > limit):
+            self._found = self._work(limit)
+        return self._found[0] <= limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +144,7 @@ class Solver:
         keep = frozenset(v for v in self.problem.backward_views if self.problem.keeps(v, states, keep_s.get(v, 0.0)))
         if seconds is None:
             seconds = self.problem.seconds(states, self.problem.regathered(keep), limits)
-        peak = Peak(
-            lambda: memory.whole_bytes(memory.profile(self.problem, self.live, states, keep, limits).max()),
-            lambda: memory.most_bytes(self.problem, self.live, states, keep),
-        )
+        peak = Peak(partial(memory.peak, self.problem, self.live, states, keep, limits))
         solution = Solution(name, states, keep, regather, seconds, peak, limits)
         if self.watch is not None:
             self.watch.take(solution)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,7 +23,7 @@ from shardplan.search import limit as limits
 from shardplan.search.baselines import baselines
 from shardplan.search.buffers import Buffers
 from shardplan.search.pricing import Limits
-from shardplan.search.solver import Solver
+from shardplan.search.solver import Peak, Solver
 from tests.search import nets, steps
 from tests.search.test_solve import searched
 
@@ -199,6 +201,30 @@ def test_prices_charge_what_the_profile_counts() -> None:
         terms = memory.price_terms(problem, live, [point], 1e-9, [(s,) for s in solution.states])
         charged = sum(t.constant + int(problem.store.tables[t.table].flat[0]) for t in terms) / 1000
         assert charged == pytest.approx(held_there[point], abs=loose + len(terms))
+
+
+@pytest.mark.parametrize(
+    "factory", [mlp.train_step(width=512, batch=64), gpt.train_step(layers=1, scan=True)], ids=["mlp", "gpt"]
+)
+def test_what_surely_fits_fits(factory: Any) -> None:
+    problem = steps.problem(factory[0], *factory[1], on=Cluster.load("2x4"))
+    solver = Solver(problem, memory.liveness(problem, frozenset({0})))
+    quick = 0
+    for r in baselines(problem):
+        solution, _ = solver.minimum(r.name, r.domains, regather=r.regather, limits=r.limits)
+        of = (problem, solver.live, solution.states, solution.keep, solution.limits)
+        peak, exact = memory.peak(*of)
+        assert exact
+        assert peak == memory.whole_bytes(memory.profile(*of).max())
+        for limit in (0, peak - 1, peak, peak + 1, 2 * peak, 8 * peak):
+            most, exact = memory.peak(*of, limit)
+            assert peak <= most if exact else peak <= most <= limit
+            quick += not exact
+            again = replace(solution, peak=Peak(partial(memory.peak, *of)))
+            assert again.fits(limit) == (limit >= peak)
+            assert again.peak_bytes == peak
+            assert again.fits(limit) == (limit >= peak)
+    assert quick
 
 
 def test_what_prices_cannot_find_is_found_by_single_steps(monkeypatch: pytest.MonkeyPatch) -> None:

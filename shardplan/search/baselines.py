@@ -99,15 +99,15 @@ def baselines(problem: Problem) -> tuple[Restriction, ...]:
     return tuple(f for f in examined(problem) if isinstance(f, Restriction))
 
 
-def examined(problem: Problem, *, parts: int = 0) -> tuple[Restriction | LeftOut, ...]:
-    """Every baseline of at least so many parts, or why there is none."""
+def examined(problem: Problem, *, parts: int = 0, limited: bool = True) -> tuple[Restriction | LeftOut, ...]:
+    """Every baseline of at least so many parts, or why there is none; if not ``limited``, its ops may be cut in any way."""
     recipes = [r for r in _recipes(problem.sizes) if len(r.parts) >= parts]
     graph = problem.graph
     state = {i for i in graph.feedback if i is not None}
     given = [t for i, t in enumerate(graph.inputs) if i not in state and problem.coarse.of[t] != FREE]
     examples, known = follow(graph, given), sides(graph, problem.coarse)
     habits = _Habits(examples, known, _loops(problem, examples, known))
-    return tuple(_make(problem, habits, recipe) for recipe in recipes)
+    return tuple(_make(problem, habits, recipe, limited=limited) for recipe in recipes)
 
 
 def _recipes(sizes: Sequence[int]) -> list[_Recipe]:
@@ -140,7 +140,7 @@ def _parts(sizes: Sequence[int], *groups: tuple[int, ...]) -> str:
     return f" ({' | '.join('x'.join(str(sizes[f]) for f in part) for part in groups)})"
 
 
-def _make(problem: Problem, habits: _Habits, recipe: _Recipe) -> Restriction | LeftOut:
+def _make(problem: Problem, habits: _Habits, recipe: _Recipe, *, limited: bool) -> Restriction | LeftOut:
     graph, coarse = problem.graph, problem.coarse
     domains = list(problem.domains)
     state = {i for i in graph.feedback if i is not None}
@@ -172,7 +172,8 @@ def _make(problem: Problem, habits: _Habits, recipe: _Recipe) -> Restriction | L
             if key not in memo:
                 memo[key] = _keep(problem, variable.id, domain, rule.allows) or domain
             domains[variable.id] = memo[key]
-    return Restriction(recipe.name, tuple(domains), _limits(problem, habits, recipe), bool(recipe.shard), recipe.parts)
+    limits = _limits(problem, habits, recipe) if limited else Limits()
+    return Restriction(recipe.name, tuple(domains), limits, bool(recipe.shard), recipe.parts)
 
 
 def _limits(problem: Problem, habits: _Habits, recipe: _Recipe) -> Limits:

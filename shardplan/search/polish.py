@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardplan.search.anytime import Watch
 from shardplan.search.pricing import Domain
+from shardplan.search.problem import Problem
 from shardplan.search.solver import Solution, Solver
 
 JOINT_ENTRIES = 30_000_000
@@ -27,6 +28,7 @@ class _Polish:
     points: Sequence[int]
     price: float
     cost: float
+    also: Sequence[Domain]
 
     def tried(self, step: Sequence[Domain]) -> bool | None:
         """Whether the best of these domains is better than what was; None if they are too wide for tables."""
@@ -46,16 +48,10 @@ class _Polish:
 
     def singles(self) -> bool:
         """Every variable may change on one factor, each on whichever: whether there is more to gain than that."""
-        found = self.tried(list(self._near()))
-        if not found:
-            return found is None
+        found = first = self.tried(near(self.solver.problem, self.domains, self.best, self.also))
         while found:
-            found = self.tried(list(self._near()))
-        return True
-
-    def _near(self) -> Iterator[Domain]:
-        for v, domain in enumerate(self.domains):
-            yield self.solver.problem.near(v, self.best.states[v], domain)
+            found = self.tried(near(self.solver.problem, self.domains, self.best))
+        return first is not False
 
     def pairs(self) -> None:
         """Every variable may change on two factors, one pair after the other; on single ones where a pair is too wide."""
@@ -75,6 +71,20 @@ class _Polish:
                 waiting = [m for m in moves if m != move]
 
 
+def near(problem: Problem, domains: Sequence[Domain], of: Solution, also: Sequence[Domain] = ()) -> list[Domain]:
+    """For each variable the layouts that differ from a solution's on one factor at most, and those of ``also``."""
+    found = [problem.near(v, of.states[v], domain) for v, domain in enumerate(domains)]
+    if not also:
+        return found
+    memo: dict[tuple[Domain, Domain, Domain], Domain] = {}
+    rows = list(zip(domains, found, also, strict=True))
+    for row in rows:
+        if row not in memo:
+            wanted = {*row[1], *row[2]}
+            memo[row] = tuple(s for s in row[0] if s in wanted)
+    return [memo[row] for row in rows]
+
+
 def polish(
     solver: Solver,
     domains: Sequence[Domain],
@@ -83,12 +93,14 @@ def polish(
     *,
     points: Sequence[int] = (),
     price: float = 0.0,
+    also: Sequence[Domain] = (),
 ) -> Solution:
     """Chooses pairs of levels anew, the others held, until nothing improves.
 
-    With three levels and more, single ones first: where no change of these is better, pairs are not tried.
+    With three levels and more, single ones first, and among the layouts of ``also``: where nothing of this is better, pairs are
+    not tried.
     """
-    work = _Polish(solver, domains, start, watch, points, price, float("inf") if points else start.seconds)
+    work = _Polish(solver, domains, start, watch, points, price, float("inf") if points else start.seconds, also)
     if len(solver.problem.sizes) < 3 or work.singles():
         work.pairs()
     return work.best

@@ -47,13 +47,25 @@ class Rivals:
 
     def outside(self, spaces: Mapping[Groups, Sequence[Domain]]) -> tuple[Solution, ...]:
         """The baselines that are in none of these spaces, each of all layouts in which the factors of a group do the same."""
-        problem = self._solver.problem
-        if problem.sizes[2:] and spaces.keys() >= set(groupings(len(problem.sizes))):
-            some = examined(problem, parts=3)
-            found = [self._joined(r) for r in some if isinstance(r, Restriction)]
-        else:
-            found = [r for r in self.restrictions if r.limits.groups not in spaces]
+        found = [r for r in self.restrictions if r.limits.groups not in spaces]
         return tuple(s for r in found for s in self._solved(r))
+
+    def reach(self, domains: Sequence[Domain], spaces: Mapping[Groups, Sequence[Domain]]) -> tuple[Domain, ...] | None:
+        """For each variable the layouts in these domains that any baseline outside the spaces gives it.
+
+        The best of all assignments of these is no slower than any of these baselines. None where the spaces are not all layouts
+        that part the factors in two: then there are too many.
+        """
+        problem = self._solver.problem
+        if not problem.sizes[2:] or not spaces.keys() >= set(groupings(len(problem.sizes))):
+            return None
+        found = [set[int]() for _ in domains]
+        for r in examined(problem, parts=3, limited=False):
+            if isinstance(r, Restriction):
+                agreeing = [set(mine) & set(own) for mine, own in zip(self._joined(r).domains, domains, strict=True)]
+                if all(agreeing):
+                    found = [a | b for a, b in zip(found, agreeing, strict=True)]
+        return tuple(tuple(s for s in domain if s in mine) for domain, mine in zip(domains, found, strict=True))
 
     def _joined(self, r: Restriction) -> Restriction:
         """With three factors and more a baseline does the same with the factors of each of its parts.

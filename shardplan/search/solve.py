@@ -16,7 +16,7 @@ from shardplan.search.anytime import Incumbent, Observer, OutOfTimeError, Stoppe
 from shardplan.search.bound import WORK, Bound
 from shardplan.search.limit import Descent
 from shardplan.search.options import Groups
-from shardplan.search.polish import JOINT_ENTRIES, polish
+from shardplan.search.polish import JOINT_ENTRIES, near, polish
 from shardplan.search.premise import everything_cut, everything_split
 from shardplan.search.pricing import Domain, Limits
 from shardplan.search.problem import Problem
@@ -159,12 +159,20 @@ def _unlimited(
             return _Free(best, known_s, (), (), wide)
         joint = [best]
     starts, spaces = _starts(solver, domains, pinned, watch)
-    others = [*starts, *rivals.seeds(domains, limit, spaces), *joint]
+    others = [*starts, *joint]
+    reach = rivals.reach(domains, spaces)
+    if reach is None or solver.order(near(solver.problem, domains, _fastest(others), reach)).largest > JOINT_ENTRIES:
+        reach = None
+        others += rivals.seeds(domains, limit, spaces)
     if all(math.isinf(s.seconds) for s in others):
         others.append(_first(solver, domains))
     watch.tell("search", 0.4)
-    best = polish(solver, domains, min(others, key=lambda s: s.seconds), watch)
+    best = polish(solver, domains, _fastest(others), watch, also=reach or ())
     return _Free(best, known_s, starts, others, wide)
+
+
+def _fastest(of: Sequence[Solution]) -> Solution:
+    return min(of, key=lambda s: s.seconds)
 
 
 def _first(solver: Solver, domains: Sequence[Domain]) -> Solution:

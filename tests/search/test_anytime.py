@@ -105,13 +105,14 @@ def test_an_interrupt_at_any_stage_gives_the_best_so_far(how: Callable[[], None]
 
 
 def test_what_was_not_solved_is_said_and_what_was_is_right() -> None:
+    limit = tight()
     watched = Stop(-1, never)
-    planned(observer=watched)
-    second = [n for n, (what, _) in enumerate(watched.told, start=1) if what == "baselines"][1]
-    plan = planned(observer=Stop(second, raised))
+    planned(memory_limit=limit, observer=watched)
+    last = [n for n, (what, _) in enumerate(watched.told, start=1) if what == "baselines"][-1]
+    plan = planned(memory_limit=limit, observer=Stop(last, raised))
     unsolved = [r.name for r in plan.rivals.left_out if "stopped" in r.reason]
     assert unsolved
-    whole = {b.name: b for b in planned().baselines}
+    whole = {b.name: b for b in planned(memory_limit=limit).baselines}
     solved = {b.name: b for b in plan.baselines}
     assert solved
     assert not set(solved) & set(unsolved)

@@ -20,6 +20,7 @@ from shardplan.search import Problem, memory, polish, solve
 from shardplan.search.baselines import baselines
 from shardplan.search.pricing import Domain
 from shardplan.search.recursion import recurse
+from shardplan.search.rivals import Rivals, groupings
 from shardplan.search.solve import Outcome
 from shardplan.search.solver import Solution, Solver
 from tests.search import steps
@@ -178,3 +179,26 @@ def test_a_padded_vocabulary_is_split_inside_the_step() -> None:
     }
     assert split == {((), (), (0,))}
     assert uneven.in_specs[0]["head"] in (P("gpu"), P())
+
+
+@pytest.mark.parametrize(
+    "factory", [mlp.train_step(width=2048, batch=512), gpt.train_step(layers=1, batch=16)], ids=["mlp", "gpt"]
+)
+def test_what_begins_anywhere_reaches_the_baselines_of_three_parts(factory: Factory) -> None:
+    problem = steps.problem(factory[0], *factory[1], on=Cluster.load("2x2x2"))
+    solver = Solver(problem, memory.liveness(problem))
+    rivals = Rivals(solver)
+    reach = rivals.reach(problem.domains, {groups: () for groups in groupings(3)})
+    assert reach is not None
+    assert any(reach)
+    first, _ = solver.minimum("first", [(s,) for s in problem.narrowest(problem.domains)])
+    step = polish.near(problem, problem.domains, first, reach)
+    assert all(a in d for a, d in zip(first.states, step, strict=True))
+    found, _ = solver.minimum("found", step)
+    three = [r for r in rivals.restrictions if len(r.parts) > 2]
+    assert three
+    for r in three:
+        solution, _ = solver.minimum(r.name, r.domains, regather=r.regather, limits=r.limits)
+        assert all(s in d for s, d in zip(solution.states, step, strict=True))
+        assert found.seconds <= solution.seconds
+    assert rivals.reach(problem.domains, {}) is None

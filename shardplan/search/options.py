@@ -111,15 +111,12 @@ def options(signature: Signature, resharder: Resharder, device: Device | None, *
     """
     call = signature.call
     cuts = _Cuts(signature, resharder, late)
-    over, ways_of = _over(cuts.codes), _products(resharder.sizes)
-    ways, way = np.unique(ways_of, return_inverse=True)
-    which, inverse = np.unique(cuts.codes * len(ways) + way[over], return_inverse=True)
-    made = [cuts.made(int(w) // len(ways), int(ways[w % len(ways)])) for w in which]
-    at = inverse.reshape(over.shape)
+    over, at = cuts.tried.over, cuts.tried.at
+    made = [cuts.made(code, ways) for code, ways in cuts.tried.cuts]
     inside = len(call.operands)
     places = np.array([m.places for m in made], np.int64).reshape(len(made), inside + len(call.results))
-    legal = np.all(np.array([m.legal for m in made], np.bool_)[at], axis=1) & ~_clash(cuts.codes, places[at])
-    at, over, codes = at[legal], over[legal], cuts.codes[legal]
+    legal = np.all(np.array([m.legal for m in made], np.bool_)[at], axis=1) & ~_clash(cuts.tried.codes, places[at])
+    at, over, codes = at[legal], over[legal], cuts.tried.codes[legal]
     bits = _bits(over.shape[1])
     first = (over & (2 * bits - 1)) == bits  # each loop's slowest factor stands for all of its factors
     roles = places[at]  # [strategies, factors, operands and results]
@@ -174,8 +171,8 @@ class _Made:
 
 
 class _Cuts:
-    """The ways to cut a signature's loops. ``loops`` lists the loops with -1 and the linear sets, by code; ``codes`` is
-    [assignments, factors].
+    """The ways to cut a signature's loops. ``loops`` lists the loops with -1 and the linear sets, by code, ``tried`` what each
+    factor may cut.
     """
 
     def __init__(self, signature: Signature, resharder: Resharder, late: Late | None) -> None:
@@ -189,7 +186,7 @@ class _Cuts:
         usable = [
             [c for c, v in enumerate(self.loops.tolist()) if v < 0 or self._strategy(v, k) is not None] for k in resharder.sizes
         ]
-        self.codes = _assignments(tuple(map(tuple, usable)))
+        self.tried = _tried(tuple(map(tuple, usable)), resharder.sizes)
 
     def made(self, code: int, ways: int) -> _Made:
         """A loop cut over factors of so many ways in all."""
@@ -226,17 +223,27 @@ def _role(place: Placement) -> int:
             return -1
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Tried:
+    """Every assignment of loops, by code, to factors: [assignments, factors], one empty row where there are no factors.
+
+    ``over`` are the factors that cut the same loop, as a mask, ``cuts[at]`` that loop's code with the ways that it is cut in.
+    """
+
+    codes: NDArray[np.int64]
+    over: NDArray[np.int64]
+    at: NDArray[np.int64]
+    cuts: tuple[tuple[int, int], ...]
+
+
 @lru_cache(maxsize=1024)
-def _assignments(usable: tuple[tuple[int, ...], ...]) -> NDArray[np.int64]:
-    """[assignments, factors]: a code for each factor, one empty row where there are no factors."""
-    found = np.array(list(itertools.product(*usable)), np.int64)
-    found.setflags(write=False)
-    return found
-
-
-def _products(sizes: Sequence[int]) -> NDArray[np.int64]:
-    """[masks]: the product of the sizes of a mask's factors."""
-    return np.array([math.prod(k for f, k in enumerate(sizes) if mask >> f & 1) for mask in range(1 << len(sizes))], np.int64)
+def _tried(usable: tuple[tuple[int, ...], ...], sizes: tuple[int, ...]) -> _Tried:
+    codes = np.array(list(itertools.product(*usable)), np.int64)
+    over = (codes[:, :, None] == codes[:, None, :]).astype(np.int64) @ _bits(codes.shape[1])
+    ways = [math.prod(k for f, k in enumerate(sizes) if mask >> f & 1) for mask in range(1 << len(sizes))]
+    most = max(ways) + 1
+    which, at = np.unique(codes * most + np.array(ways, np.int64)[over], return_inverse=True)
+    return _Tried(codes, over, at.reshape(over.shape), tuple((int(w) // most, int(w) % most) for w in which))
 
 
 def _halos_s(call: Call, resharder: Resharder, made: Sequence[_Made]) -> NDArray[np.float64]:
@@ -248,12 +255,6 @@ def _halos_s(call: Call, resharder: Resharder, made: Sequence[_Made]) -> NDArray
                 over = tuple(f for f in range(len(resharder.sizes)) if mask >> f & 1)
                 row[mask] += resharder.seconds("permute", over, halo_bytes(call, i, place))
     return found
-
-
-def _over(codes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[assignments, factors]: the factors that cut the same loop as this one, as a mask."""
-    same = codes[:, :, None] == codes[:, None, :]
-    return same.astype(np.int64) @ _bits(codes.shape[1])
 
 
 def _bits(count: int) -> NDArray[np.int64]:

@@ -188,7 +188,7 @@ def test_what_begins_anywhere_reaches_the_baselines_of_three_parts(factory: Fact
     problem = steps.problem(factory[0], *factory[1], on=Cluster.load("2x2x2"))
     solver = Solver(problem, memory.liveness(problem))
     rivals = Rivals(solver)
-    reach = rivals.reach(problem.domains, {groups: () for groups in groupings(3)})
+    reach = rivals.reach(problem.domains, dict.fromkeys(groupings(3), ()))
     assert reach is not None
     assert any(reach)
     first, _ = solver.minimum("first", [(s,) for s in problem.narrowest(problem.domains)])

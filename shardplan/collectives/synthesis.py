@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from operator import itemgetter
 
 from .dsl import Instruction, Reduction, Shape, groups, instructions
 from .states import COLLECTIVES, Collective, Context, Goal, Space
 
 Order = tuple[int, ...]
 Groups = tuple[tuple[int, ...], ...]
-Move = tuple[Instruction, Groups]
+_Pattern = tuple[tuple[tuple[int, ...], Callable[[Context], Context]], ...]
+"""Groups of devices, each with what picks their states from a context."""
+Move = tuple[Instruction, _Pattern]
 
 
 def synthesize(depth: int, max_size: int = 5, goal: Goal = "all_reduce", order: Order | None = None) -> tuple[Reduction, ...]:
@@ -42,6 +45,11 @@ def _synthesize(shape: Shape, max_size: int, goal: Goal, order: Order | None) ->
     return tuple(Reduction(steps, len(shape)) for size in range(1, max_size + 1) for steps in walks.of_size(size))
 
 
+def _pattern(among: Groups) -> _Pattern:
+    found: list[tuple[tuple[int, ...], Callable[[Context], Context]]] = [(group, itemgetter(*group)) for group in among]
+    return tuple(found)
+
+
 class Walks:
     """The graph of contexts of a shape, built as it is walked. # contexts are shared by all walks that meet in them"""
 
@@ -53,8 +61,8 @@ class Walks:
         self.end = self.space.target(goal, chunks)
         # an instruction's collective, and its groups on this shape
         found = ((step, groups(shape, step)) for step in instructions(len(shape)))
-        patterns: dict[Groups, Groups] = {}
-        self.moves = tuple((step, patterns.setdefault(among, among)) for step, among in found if among)
+        patterns: dict[Groups, _Pattern] = {}
+        self.moves = tuple((step, patterns.setdefault(among, _pattern(among))) for step, among in found if among)
         self._next: dict[Context, tuple[tuple[Instruction, Context], ...]] = {}
         self._walks: dict[tuple[Context, int], tuple[tuple[Instruction, ...], ...]] = {}
         # a Reduce leaves members empty: it ends no program; a scatter ends only a scattered goal
@@ -77,7 +85,7 @@ class Walks:
         return known
 
     def _expand(self, context: Context, moves: Sequence[Move]) -> Iterator[tuple[Instruction, Context]]:
-        met: Groups = ()
+        met: _Pattern = ()
         found: Mapping[Collective, Context] = {}
         for step, among in moves:
             if among is not met:  # the collectives over one pattern follow each other
@@ -85,19 +93,20 @@ class Walks:
             if step.collective in found:
                 yield step, found[step.collective]
 
-    def _outcomes(self, context: Context, among: Groups) -> Mapping[Collective, Context]:
+    def _outcomes(self, context: Context, among: _Pattern) -> Mapping[Collective, Context]:
         """The context after each collective among these groups that is right in all of them: `advance`, for all at once."""
         each: list[Mapping[Collective, Context]] = []
         right: Iterable[Collective] = COLLECTIVES
-        for group in among:
-            each.append(self.space.outcomes(tuple([context[d] for d in group])))
-            right = [c for c in right if c in each[-1]]
+        for _, members in among:
+            outcomes = self.space.outcomes(members(context))
+            right = [c for c in right if c in outcomes]
             if not right:
                 return {}
+            each.append(outcomes)
         found: dict[Collective, Context] = {}
         for collective in right:
             states = list(context)
-            for group, outcomes in zip(among, each, strict=True):
+            for (group, _), outcomes in zip(among, each, strict=True):
                 for device, state in zip(group, outcomes[collective], strict=True):
                     states[device] = state
             found[collective] = tuple(states)

@@ -47,18 +47,13 @@ class LayoutSpace:
         self.index: dict[State, int] = {s: i for i, s in enumerate(self.states)}
         self._layouts: dict[int, Layout] = {}
         self._renamed: dict[tuple[int, ...], NDArray[np.int64]] = {}
-        self.local = np.array([1.0 / self._product(f for d in dims for f in d) for dims, _ in self.states])
-
-    def _product(self, factors: Iterator[int]) -> float:
-        result = 1.0
-        for f in factors:
-            result *= self.sizes[f]
-        return result
+        self.local = 1.0 / self.splits.prod(axis=1)
 
     @cached_property
     def splits(self) -> NDArray[np.int64]:
         """[S, rank + 1]: into how many parts each state splits each dim (the buffer last)."""
-        return np.array([[int(self._product(iter(d))) for d in dims] for dims, _ in self.states], dtype=np.int64)
+        sizes = np.array(self.sizes, np.int64)
+        return np.stack([np.where(self.roles == d, sizes, 1).prod(axis=1) for d in range(self.rank + 1)], axis=1)
 
     def of(self, layout: Layout) -> int:
         """The state of a layout."""
@@ -79,14 +74,16 @@ class LayoutSpace:
     @cached_property
     def roles(self) -> NDArray[np.int64]:
         """[S, factors]: the dim that each factor splits, -1 for none, -2 for partial (the buffer is the last dim)."""
-        found = np.full((len(self.states), len(self.sizes)), -1, np.int64)
-        for s, (dims, partial) in enumerate(self.states):
+        found: list[list[int]] = []
+        for dims, partial in self.states:
+            row = [-1] * len(self.sizes)
             for d, fs in enumerate(dims):
                 for f in fs:
-                    found[s, f] = d
+                    row[f] = d
             for f in partial:
-                found[s, f] = -2
-        return found
+                row[f] = -2
+            found.append(row)
+        return np.array(found, np.int64).reshape(len(found), len(self.sizes))
 
     def alike(self, groups: Sequence[Sequence[int]]) -> NDArray[np.bool_]:
         """[S]: whether in a state the factors of each group split the same dim, or none, or are all partial."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
+
 from shardplan.ir import Constant
 from shardplan.search.graph import Graph, Node
 from shardplan.search.marks import Marks
@@ -106,7 +108,7 @@ def same_values(graph: Graph) -> list[int]:
             value[t] = slices.setdefault(value[source], t)
     seen: dict[object, tuple[int, ...]] = {}
     for node in graph.nodes:
-        literals = tuple(repr(i.value) for i in node.op.inputs if isinstance(i, Constant))
+        literals = tuple((i.dtype, np.asarray(i.value).tobytes()) for i in node.op.inputs if isinstance(i, Constant))
         key = (node.signature.id, literals, tuple(value[value[t]] if t >= 0 else -1 for t in node.inputs))
         first = seen.setdefault(key, node.outputs)
         for t, v in zip(node.outputs, first, strict=True):

@@ -160,13 +160,13 @@ class LayoutSpace:
     # -- dims by other names ---------------------------------------------------------------------------------------
 
     def leader(self, state: int, classes: Sequence[int]) -> tuple[int, tuple[int, ...]]:
-        """(the state that stands for all those which differ from this one in the names of dims of one class alone, the name in
-        this one of each of its dims).
+        """(the state that stands for all those which differ from this one in the names of dims alone, the name in this one of
+        each of its dims). ``classes[d]``: dims of equal numbers may change names.
         """
         dims, partial = self.states[state]
         names = list(range(self.rank))
-        for c in set(classes):
-            own = [d for d in names if classes[d] == c]
+        for c in sorted(set(classes)):
+            own = [d for d in range(self.rank) if classes[d] == c]
             for d, name in zip(own, sorted(own, key=lambda e: dims[e], reverse=True), strict=True):
                 names[d] = name
         return self.index[(*(dims[d] for d in names), dims[-1]), partial], tuple(names)
@@ -176,7 +176,9 @@ class LayoutSpace:
         found = self._renamed.get(names)
         if found is None:
             new = np.array((-2, -1, *names, self.rank), np.int64)
-            found = self._renamed[names] = self._coded(new[self.roles + 2], self._places)
+            found = self._coded(new[self.roles + 2], self._places)
+            found.setflags(write=False)
+            self._renamed[names] = found
         return found
 
     @cached_property

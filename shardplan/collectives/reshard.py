@@ -85,11 +85,14 @@ class Resharder:
         self._ways: dict[Name, Ways] = {}
         self._legal: dict[tuple[tuple[int, ...], bool], NDArray[np.bool_]] = {}
         self._masks: dict[tuple[int, ...], bytes] = {}
+        # of a rank and its legal states, which dims may be split alike; of these, each state's leader
         self._classes: dict[tuple[int, bytes], tuple[int, ...]] = {}
         self._led: dict[tuple[int, tuple[int, ...]], dict[int, tuple[int, tuple[int, ...]]]] = {}
+        # rows of leaders, with predecessors, and of all states
         self._leading: dict[_Moves, dict[int, tuple[NDArray[np.float64], NDArray[np.int32]]]] = {}
         self._rows: dict[_Moves, dict[int, NDArray[np.float64]]] = {}
         self._sweeps: dict[_Moves, tuple[NDArray[np.float64], NDArray[np.int32]]] = {}
+        # the lines of all edges of a rank, and graphs of what they cost
         self._graphs: dict[_Moves, csr_matrix] = {}
         self._sloped: dict[int, tuple[NDArray[np.float64], NDArray[np.float64]]] = {}
 

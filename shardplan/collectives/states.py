@@ -133,16 +133,17 @@ class Space:
 
     def outcomes(self, states: Context) -> Mapping[Collective, Context]:
         """`apply` of every collective that is right here and from which somebody learns something."""
-        found = self._outcomes.get(states)
-        if found is None:
-            found = self._outcomes[states] = {}
+        known = self._outcomes.get(states)
+        if known is None:
+            found: dict[Collective, Context] = {}
             adds = not isinstance(self._reduce("AllReduce", states), Clash)
             for collective in COLLECTIVES:
                 if adds or collective not in _ADDING:
                     after = self._apply(collective, states)
                     if not isinstance(after, Clash) and after != states:
                         found[collective] = after
-        return found
+            known = self._outcomes[states] = found  # last: an interrupt in between leaves nothing by halves
+        return known
 
     def _apply(self, collective: Collective, states: Sequence[State]) -> Context | Clash:
         match collective:

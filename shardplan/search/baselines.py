@@ -100,7 +100,7 @@ def baselines(problem: Problem) -> tuple[Restriction, ...]:
 
 
 def examined(problem: Problem, *, parts: int = 0, limited: bool = True) -> tuple[Restriction | LeftOut, ...]:
-    """Every baseline of at least so many parts, or why there is none; if not ``limited``, its ops may be cut in any way."""
+    """Every baseline of at least so many parts, or why there is none; if not ``limited``, for its layouts alone."""
     recipes = [r for r in _recipes(problem.sizes) if len(r.parts) >= parts]
     graph = problem.graph
     state = {i for i in graph.feedback if i is not None}

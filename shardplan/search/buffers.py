@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.search.graph import Node, Signature
-from shardplan.search.options import Late, nbytes
+from shardplan.search.options import Late
 from shardplan.search.pricing import Allowed, Domain, Limits, Slot
 from shardplan.search.problem import Problem
 
@@ -71,20 +71,15 @@ class Buffers:
 
     @cached_property
     def most(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """(ops, bytes that none of them holds more of in any layouts)."""
-        nbytes_of = [0.0] * len(self._problem.coarse.joins)
-        for i, n in enumerate(self._problem.coarse.joins):
+        """[ops], [ops]: the ops, and bytes that each holds no more of in any layouts."""
+        joins = self._problem.coarse.joins
+        found = np.zeros(len(joins))
+        for i, n in enumerate(joins):
             node = self._problem.graph.nodes[n]
-            call = node.signature.call
             for slot in self._problem.ops.slots(node)[1]:
-                shape, dtype = (
-                    (call.results[slot.index], call.result_dtypes[slot.index])
-                    if slot.result
-                    else (call.operands[slot.index], call.dtypes[slot.index])
-                )
                 twice = slot.result and node.outputs[slot.index] in self._replaced
-                nbytes_of[i] += nbytes(shape, dtype) * (2 if twice else 1)
-        return np.array(self._problem.coarse.joins, np.int64), np.array(nbytes_of)
+                found[i] += slot.tensor(node.signature.call)[1] * (2 if twice else 1)
+        return np.array(joins, np.int64), found
 
     def table(self, node: Node, limits: Limits | None, domains: Sequence[Domain]) -> tuple[tuple[int, ...], NDArray[np.float64]]:
         """(an op's variables with a choice, bytes [*their domains]) with the fastest strategy for each choice of layouts."""
@@ -148,8 +143,7 @@ class Buffers:
         call, resharder = kind.signature.call, self._problem.resharder
         held = [np.zeros((len(rows.compute_s), len(d))) for d in domains]
         for slot in kind.slots:
-            shape = (call.results if slot.result else call.operands)[slot.index]
-            whole = nbytes(shape, (call.result_dtypes if slot.result else call.dtypes)[slot.index])
+            shape, whole = slot.tensor(call)
             local, states = resharder.space(len(shape)).local, np.array(domains[slot.variable])
             at = (rows.gives if slot.result else rows.needs)[:, slot.index]
             moved = at[:, None] != states[None, :]

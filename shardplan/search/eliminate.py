@@ -95,7 +95,7 @@ def _least(tables: Sequence[Costs], sizes: Sequence[int]) -> Costs:
     entries = math.prod(sizes)
     if entries <= _PIECE:
         return np.broadcast_to(functools.reduce(np.add, ordered), sizes).min(axis=0)
-    # one state after the other, all blocks of memory as they lie
+    # one state after the other, each in the order in which its numbers lie: striding through memory is slower
     least = np.array(np.broadcast_to(functools.reduce(np.add, [t[0] for t in ordered]), sizes[1:]), order="K")
     step = max(1, _PIECE * sizes[0] * sizes[1] // entries)
     for start in range(0, sizes[1], step):

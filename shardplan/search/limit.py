@@ -16,10 +16,13 @@ from shardplan.search.tables import BIG
 REPAIRS = 3
 """So many solutions that hold too much are changed until they fit."""
 
-_RISES = 24  # so often the price on bytes is raised at most, eightfold where no new point is met or the last one brought little,
-_LOWER = 0.98  # that is, the peak is above this part of what it was,
-_DEAR = 0.25  # as long as all that peaks costs less than this part of the longest step
+_RISES = 24  # so often the price on bytes is tried at most, eightfold where no new point is met or the last one brought little
+
+_LOWER = 0.98  # it brought little if the peak is still above this part of what it was
+
 _LONGEST_S = BIG / 1e12  # no step takes longer, as far as the tables know: beyond it is infinite
+
+_DEAR = 16  # so many times that all that peaks may cost: no entry of a table is dearer than one, but many small ones add up
 
 _CLOSER = 7  # so many prices between two are tried at most
 
@@ -42,7 +45,7 @@ class Descent:
     def within(self, limit: int) -> list[Solution]:
         """What was found for a limit; where all of it holds too much, the last is what `smallest` gives."""
         if limit < memory.floor_bytes(self.solver.problem, self.solver.live, self.domains):
-            return [*self._begun(limit), self.smallest()]  # there is no such plan
+            return [self.smallest()]  # there is no plan below that
         found = [*self._begun(limit), *self._priced(limit)]
         found += self._repaired(limit, found)
         if not any(s.fits(limit) for s in found):
@@ -81,8 +84,10 @@ class Descent:
             watch.tell("memory", 0.7 + 0.2 * tried / _RISES)
             if (solution := at(price)).fits(limit):
                 break
-            known = (peak := solver.peak_point(solution)) in points
-            points += [] if known else [peak]
+            peak = solver.peak_point(solution)
+            known = peak in points
+            if not known:
+                points.append(peak)
             if known or solution.peak_bytes > _LOWER * over.peak_bytes:
                 price *= 8
             over = solution

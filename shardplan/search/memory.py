@@ -272,19 +272,24 @@ def profile(
 
 
 def peak(
-    problem: Problem, live: Liveness, assignment: Assignment, keep: frozenset[int], limits: Limits | None, limit: int = -1
+    problem: Problem,
+    live: Liveness,
+    assignment: Assignment,
+    keep: frozenset[int],
+    limits: Limits | None,
+    limit: int | None = None,
 ) -> tuple[int, bool]:
     """(the peak of `profile`, True), or (bytes within ``limit`` that it does not exceed, False) where these take less work.
 
     That is where no op exceeds it though all hold their operands and results whole.
     """
     held = _stored(problem, live, assignment, keep)
-    if limit >= 0:
-        most = held.copy()
+    if limit is not None:
+        surely = held.copy()
         nodes, nbytes = live.buffers.most
-        most[nodes] += nbytes
-        if whole_bytes(most.max()) <= limit:
-            return whole_bytes(most.max()), False
+        surely[nodes] += nbytes
+        if (most := whole_bytes(surely.max())) <= limit:
+            return most, False
     np.add.at(held, *live.buffers.held(assignment, limits))
     return whole_bytes(held.max()), True
 

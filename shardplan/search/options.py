@@ -26,7 +26,7 @@ from shardplan.search.graph import Signature
 from shardplan.tdl import Call, Strategy, cut, linear_sets
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Options:
     """The composite strategies of one signature, a row each.
 
@@ -236,24 +236,28 @@ class _Tried:
     cuts: tuple[tuple[int, int], ...]
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=64)
 def _tried(usable: tuple[tuple[int, ...], ...], sizes: tuple[int, ...]) -> _Tried:
     codes = np.array(list(itertools.product(*usable)), np.int64)
     over = (codes[:, :, None] == codes[:, None, :]).astype(np.int64) @ _bits(codes.shape[1])
     ways = [math.prod(k for f, k in enumerate(sizes) if mask >> f & 1) for mask in range(1 << len(sizes))]
     most = max(ways) + 1
     which, at = np.unique(codes * most + np.array(ways, np.int64)[over], return_inverse=True)
-    return _Tried(codes, over, at.reshape(over.shape), tuple((int(w) // most, int(w) % most) for w in which))
+    found = _Tried(codes, over, at.reshape(over.shape), tuple((int(w) // most, int(w) % most) for w in which))
+    for numbers in (found.codes, found.over, found.at):
+        numbers.setflags(write=False)
+    return found
 
 
 def _halos_s(call: Call, resharder: Resharder, made: Sequence[_Made]) -> NDArray[np.float64]:
-    """[made, masks]: seconds of what each cut exchanges with neighbours over the factors of a mask."""
+    """[made, masks]: seconds of what each cut exchanges with neighbours over the factors of a mask, where these make its ways."""
     found = np.zeros((len(made), 1 << len(resharder.sizes)))
     for row, m in zip(found, made, strict=True):
         for i, place in m.halos:
             for mask in range(1, len(row)):
                 over = tuple(f for f in range(len(resharder.sizes)) if mask >> f & 1)
-                row[mask] += resharder.seconds("permute", over, halo_bytes(call, i, place))
+                if m.strategy is not None and math.prod(resharder.sizes[f] for f in over) == m.strategy.ways:
+                    row[mask] += resharder.seconds("permute", over, halo_bytes(call, i, place))
     return found
 
 

@@ -1,4 +1,4 @@
-"""Polish: single factors, then pairs of factors chosen anew while the others are held, to a fixpoint."""
+"""Polish: every variable chosen anew near where it is, to a fixpoint: on one factor, and if that gained, on pairs of factors."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from shardplan.search.problem import Problem
 from shardplan.search.solver import Solution, Solver
 
 JOINT_ENTRIES = 30_000_000
-"""Up to this many predicted entries in one table pairs of factors are solved jointly, again and again where need be."""
+"""Up to this many predicted entries in one table variables are solved jointly, again and again where need be."""
 
 _NEAR = 1 - 1e-9  # what gains less than the rest gains nothing
 
 
 @dataclass(slots=True)
 class _Polish:
-    """The best so far, with its priced cost (of the start where there are no prices its seconds, else not known: infinite)."""
+    """The best so far. ``cost`` is what it costs with the price on bytes: infinite until something was solved at that price."""
 
     solver: Solver
     domains: Sequence[Domain]
@@ -28,7 +28,6 @@ class _Polish:
     points: Sequence[int]
     price: float
     cost: float
-    also: Sequence[Domain]
 
     def tried(self, step: Sequence[Domain]) -> bool | None:
         """Whether the best of these domains is better than what was; None if they are too wide for tables."""
@@ -40,22 +39,25 @@ class _Polish:
         solution, cost = self.solver.minimum(
             self.best.name, step, points=self.points, price=self.price, order=order, regather=self.best.regather
         )
-        if not (cost < self.cost * _NEAR and (self.points or solution.seconds <= self.best.seconds)):
+        if cost >= self.cost * _NEAR or not (self.points or solution.seconds <= self.best.seconds):
             return False
         better = self.cost < float("inf") or solution.states != self.best.states
         self.best, self.cost = solution, cost
         return better
 
-    def singles(self) -> bool:
-        """Every variable may change on one factor, each on whichever: whether there is more to gain than that."""
-        found = first = self.tried(near(self.solver.problem, self.domains, self.best, self.also))
+    def singles(self, also: Sequence[Domain] = ()) -> bool | None:
+        """Every variable may change on one factor, each on whichever, or (once) to any of ``also``: as `tried`."""
+        found = first = self.tried(near(self.solver.problem, self.domains, self.best, also))
         while found:
             found = self.tried(near(self.solver.problem, self.domains, self.best))
-        return first is not False
+        return first
 
-    def pairs(self) -> None:
-        """Every variable may change on two factors, one pair after the other; on single ones where a pair is too wide."""
-        problem = self.solver.problem
+    def pairs(self) -> bool:
+        """Every variable may change on two factors, one pair after the other; on single ones where a pair is too wide.
+
+        Whether that was better.
+        """
+        problem, gained = self.solver.problem, False
         m = len(problem.sizes)
         moves: list[tuple[int, ...]] = list(itertools.combinations(range(m), 2)) if m > 1 else [(0,)]
         waiting = list(moves)
@@ -68,7 +70,9 @@ class _Polish:
                 moves += single
                 waiting += single
             elif found:
+                gained = True
                 waiting = [m for m in moves if m != move]
+        return gained
 
 
 def near(problem: Problem, domains: Sequence[Domain], of: Solution, also: Sequence[Domain] = ()) -> list[Domain]:
@@ -95,12 +99,17 @@ def polish(
     price: float = 0.0,
     also: Sequence[Domain] = (),
 ) -> Solution:
-    """Chooses pairs of levels anew, the others held, until nothing improves.
+    """Chooses pairs of factors anew, the others held, until nothing improves.
 
-    With three levels and more, single ones first, and among the layouts of ``also``: where nothing of this is better, pairs are
-    not tried.
+    With three factors and more, every variable on single ones first, or to the layouts of ``also`` (with which the domains must
+    not be too wide): the result is no worse than the best of these. Where that gains nothing, pairs are not tried.
     """
-    work = _Polish(solver, domains, start, watch, points, price, float("inf") if points else start.seconds, also)
-    if len(solver.problem.sizes) < 3 or work.singles():
+    work = _Polish(solver, domains, start, watch, points, price, float("inf") if points else start.seconds)
+    if len(solver.problem.sizes) < 3:
         work.pairs()
+        return work.best
+    found = work.singles(also)
+    assert found is not None or not also, "the layouts to be reached are too many"
+    while found is not False and work.pairs():
+        found = work.singles()
     return work.best

@@ -26,7 +26,7 @@ from shardplan.search.options import (
     treated_alike,
 )
 from shardplan.search.tables import BIG, Costs, picoseconds
-from shardplan.tdl import Strategy, cut
+from shardplan.tdl import Call, Strategy, cut
 
 Domain = tuple[int, ...]
 """The states (of the variable's `LayoutSpace`) that a variable may take."""
@@ -73,6 +73,11 @@ class Slot:
     variable: int
     index: int
     result: bool
+
+    def tensor(self, call: Call) -> tuple[tuple[int, ...], int]:
+        """The shape of what stands there, and its bytes."""
+        shapes, dtypes = (call.results, call.result_dtypes) if self.result else (call.operands, call.dtypes)
+        return shapes[self.index], nbytes(shapes[self.index], dtypes[self.index])
 
 
 class Pricer:
@@ -126,9 +131,8 @@ class Pricer:
         base = rows.compute_s + rows.halo_s
         columns = [np.zeros((len(base), len(d))) for d in domains]
         for slot in slots:
-            shape = (call.results if slot.result else call.operands)[slot.index]
-            dtype = (call.result_dtypes if slot.result else call.dtypes)[slot.index]
-            prices = self.prices(shape, nbytes(shape, dtype), domains[slot.variable], into=slot.result)
+            shape, size = slot.tensor(call)
+            prices = self.prices(shape, size, domains[slot.variable], into=slot.result)
             states = (rows.gives if slot.result else rows.needs)[:, slot.index]
             costs = prices[:, states].T
             if late is not None and slot.result and not rows.terms.all():

@@ -61,6 +61,7 @@ class Problem:
         self.ops = Ops(graph, coarse, self.pricer, self.store)
         self._terms: dict[tuple[object, ...], tuple[int, int]] = {}
         self._agreeing: dict[tuple[int, int | None, tuple[int, ...], Domain, bool], Domain] = {}
+        self._near: dict[tuple[int, int, Domain], Domain] = {}
 
     # -- domains ---------------------------------------------------------------------------------------------------
 
@@ -142,13 +143,14 @@ class Problem:
         return found
 
     def near(self, v: int, state: int, domain: Domain) -> Domain:
-        """The states of ``domain`` that differ from ``state`` on one factor at most."""
-        key = (len(self.coarse.variables[v].shape), state, (), domain, False)
-        found = self._agreeing.get(key)
+        """The states of ``domain`` that differ from ``state``, one of them, on one factor at most."""
+        key = (len(self.coarse.variables[v].shape), state, domain)
+        found = self._near.get(key)
         if found is None:
             roles = self.resharder.space(key[0]).roles
             own = np.array(domain)
-            found = self._agreeing[key] = tuple(own[(roles[own] != roles[state]).sum(axis=1) <= 1].tolist())
+            found = self._near[key] = tuple(own[(roles[own] != roles[state]).sum(axis=1) <= 1].tolist())
+        assert found, "a state is near itself"
         return found
 
     def together(

@@ -1,8 +1,8 @@
 """The search: the cheapest assignment within the memory limit, and every baseline scored in the same tables.
 
 Two levels are solved jointly: exactly where the tables allow, else by a beam that mostly proves its optimum. More are solved over
-groups of slower and of faster levels (else by recursion over the levels, slowest first), then pairs of levels are polished to a
-fixpoint (Tofu, section 5.2, made joint).
+groups of slower and of faster levels (else by recursion over the levels, slowest first), then every layout is polished on one
+level, and if that gained, on pairs of levels, to a fixpoint (Tofu, section 5.2, made joint).
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def _searched(solver: Solver, rivals: Rivals, limit: int, pinned: Sequence[Domai
 def _unlimited(
     solver: Solver, rivals: Rivals, limit: int, domains: Sequence[Domain], pinned: Sequence[Domain], watch: Watch
 ) -> _Free:
-    """The search where memory has no limit; ``limit`` says which baselines seed it, too."""
+    """The search where memory has no limit; ``limit`` says which baselines seed it, too, where no polish reaches them."""
     count = len(solver.problem.sizes)
     order = solver.order(domains) if count <= 2 else None
     watch.tell("tables", 0.05)
@@ -160,14 +160,14 @@ def _unlimited(
         joint = [best]
     starts, spaces = _starts(solver, domains, pinned, watch)
     others = [*starts, *joint]
-    reach = rivals.reach(domains, spaces)
-    if reach is None or solver.order(near(solver.problem, domains, _fastest(others), reach)).largest > JOINT_ENTRIES:
-        reach = None
-        others += rivals.seeds(domains, limit, spaces)
     if all(math.isinf(s.seconds) for s in others):
         others.append(_first(solver, domains))
+    reach = rivals.reach(domains, spaces)
+    if reach is None or solver.order(near(solver.problem, domains, _fastest(others), reach)).largest > JOINT_ENTRIES:
+        reach = ()
+        others += rivals.seeds(domains, limit, spaces)
     watch.tell("search", 0.4)
-    best = polish(solver, domains, _fastest(others), watch, also=reach or ())
+    best = polish(solver, domains, _fastest(others), watch, also=reach)
     return _Free(best, known_s, starts, others, wide)
 
 

@@ -21,10 +21,10 @@ from shardplan.search.tables import BIG
 class Peak:
     """The most bytes that a device holds, worked out when they are first asked for: of most solutions nobody asks.
 
-    ``work`` is `memory.peak` of a limit.
+    ``work`` is `memory.peak` of a limit, ``_found`` what it gave: bytes, and whether these are the most or only no fewer.
     """
 
-    def __init__(self, work: Callable[[int], tuple[int, bool]]) -> None:
+    def __init__(self, work: Callable[[int | None], tuple[int, bool]]) -> None:
         self._work = work
         self._found: tuple[int, bool] | None = None
 
@@ -32,7 +32,7 @@ class Peak:
     def nbytes(self) -> int:
         """Of one device."""
         if self._found is None or not self._found[1]:
-            self._found = self._work(-1)
+            self._found = self._work(None)
         return self._found[0]
 
     def within(self, limit: int) -> bool:

@@ -18,7 +18,7 @@ BIG = 1 << 50
 
 
 def picoseconds(seconds: NDArray[np.float64]) -> Costs:
-    """Seconds as integer picoseconds, infinities as `BIG`."""
+    """Seconds as integer picoseconds; infinities, and what is no number, as `BIG`."""
     return np.where(np.isfinite(seconds), np.rint(np.fmin(seconds, 1e3) * 1e12).astype(np.int64), BIG)
 
 

@@ -171,7 +171,12 @@ def test_what_differs_in_the_names_of_dims_alone_is_priced_as_if_it_did_not(shap
     own = resharder("2x2x2")
     every = range(len(own.space(len(shape)).states))
     graph = own._graph(own._key(shape, 1e6, into))  # pyright: ignore[reportPrivateUsage]
-    np.testing.assert_allclose(own.prices(shape, 1e6, every, into=into), dijkstra(graph), rtol=1e-12)
+    prices = own.prices(shape, 1e6, every, into=into)
+    np.testing.assert_allclose(prices, dijkstra(graph), rtol=1e-12)
+    for before, after in itertools.islice(zip(*np.nonzero(np.isfinite(prices)), strict=True), 0, None, 97):
+        ends = (int(after), int(before)) if into else (int(before), int(after))
+        steps = own.program(shape, 1e6, *ends)
+        assert sum(s.seconds for s in steps) == pytest.approx(prices[before, after], abs=1e-11)
 
 
 @pytest.mark.parametrize("sizes", [(2,), (2, 4), (2, 2, 2), (2, 3, 2), (2, 2, 2, 2)], ids=str)

@@ -22,6 +22,7 @@ from tests.search import steps
 GPT = gpt.train_step(layers=1, width=64, batch=16)
 MLP = mlp.train_step(layers=2, width=256)
 FOREVER = 1e9
+WRITERS = tuple(f"{name}.py" for name in ("tables", "eliminate", "problem", "pricing", "options", "reshard", "layouts", "ops"))
 
 
 def planned(factory: Any = MLP, **options: Any) -> shardplan.Plan:
@@ -85,7 +86,7 @@ def test_an_interrupt_at_any_stage_gives_the_best_so_far(how: Callable[[], None]
     seen: dict[str, set[bool]] = {}
     last = float("inf")
     calls = range(1, len(whole.told) + 1)
-    for at in itertools.chain((1, 2, 3, 5), calls[5 : -2 : max(9, len(calls) // 6)], calls[-2:]):
+    for at in calls if len(calls) < 20 else (1, 2, 3, 5, *calls[5 : -2 : max(9, len(calls) // 6)], *calls[-2:]):
         stop = Stop(at, how)
         try:
             plan = planned(factory, memory_limit=limit, observer=stop)
@@ -101,6 +102,7 @@ def test_an_interrupt_at_any_stage_gives_the_best_so_far(how: Callable[[], None]
         last = plan.step_time_s
     assert all(seen[stage] == {False} for stage in ("tracing", "describing", "coarsening")), "nothing is found by then"
     assert seen["done"] == {True}
+    assert len(calls) >= 20 or seen.keys() == {what for what, _ in whole.told}
     assert last == best.step_time_s
 
 
@@ -138,7 +140,7 @@ def test_an_interrupt_between_any_two_lines_leaves_the_tables_right(nth: int) ->
     count = itertools.count(1)
 
     def trace(frame: FrameType, event: str, arg: object) -> Any:
-        if not frame.f_code.co_filename.endswith(("tables.py", "eliminate.py", "problem.py", "pricing.py")):
+        if not frame.f_code.co_filename.endswith(WRITERS):
             return None
         if event == "line" and next(count) == nth:
             raise KeyboardInterrupt
@@ -154,6 +156,33 @@ def test_an_interrupt_between_any_two_lines_leaves_the_tables_right(nth: int) ->
     assert next(count) > nth, "the search has that many lines"
     again, cost = solver.minimum("x", problem.domains)
     assert (again.states, cost) == (wanted[0].states, wanted[1])
+
+
+def test_reduction_programs_that_were_interrupted_are_found_again_in_whole() -> None:
+    """What groups of devices can do is remembered as long as the process lives."""
+    from shardplan.collectives.states import Space
+
+    wanted = dict(Space(2).outcomes(Space(2).initial()))
+    assert len(wanted) > 1
+    for nth in range(1, 40):
+        space, count = Space(2), itertools.count(1)
+
+        def trace(frame: FrameType, event: str, arg: object, nth: int = nth, count: Any = count) -> Any:
+            if not frame.f_code.co_filename.endswith("states.py"):
+                return None
+            if event == "line" and next(count) == nth:
+                raise KeyboardInterrupt
+            return trace
+
+        context = space.initial()
+        sys.settrace(trace)
+        try:
+            space.outcomes(context)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        assert space.outcomes(context) == wanted
 
 
 def test_a_store_that_was_interrupted_gives_no_table_another_ones_number() -> None:

@@ -218,13 +218,52 @@ def test_what_surely_fits_fits(factory: Any) -> None:
         assert peak == memory.whole_bytes(memory.profile(*of).max())
         for limit in (0, peak - 1, peak, peak + 1, 2 * peak, 8 * peak):
             most, exact = memory.peak(*of, limit)
-            assert peak <= most if exact else peak <= most <= limit
+            assert most == peak if exact else peak <= most <= limit
             quick += not exact
             again = replace(solution, peak=Peak(partial(memory.peak, *of)))
             assert again.fits(limit) == (limit >= peak)
             assert again.peak_bytes == peak
             assert again.fits(limit) == (limit >= peak)
     assert quick
+
+
+def test_a_slower_machine_has_the_same_smallest_plan() -> None:
+    """However long the step takes: prices on bytes go with it."""
+    step, args = gpt.train_step(layers=1, width=256, batch=32)
+    on = Cluster.load("dgx-h100:4")
+
+    def slower(times: float) -> Cluster:
+        device = replace(
+            on.device,
+            flops_per_s={k: v / times for k, v in on.device.flops_per_s.items()},
+            memory_bytes_per_s=on.device.memory_bytes_per_s / times,
+            launch_s=on.device.launch_s * times,
+        )
+        links = [
+            replace(at, bandwidth_bytes_per_s=at.bandwidth_bytes_per_s / times, latency_s=at.latency_s * times)
+            for at in on.levels
+        ]
+        return replace(on, device=device, levels=tuple(links))
+
+    found: list[int] = []
+    for times in (1, 5_000, 20_000):
+        with pytest.raises(shardplan.MemoryLimitError) as caught:
+            shardplan.plan(step, *args, cluster=slower(times), donate_argnums=0, memory_limit=1000)
+        found.append(caught.value.smallest_bytes)
+    assert max(found) <= 1.01 * min(found)
+
+
+def test_a_limit_that_nothing_can_keep_to_names_the_same_bytes_as_one_that_nothing_is_found_for() -> None:
+    step, args = mlp.train_step(layers=2, width=256)
+    problem = steps.problem(step, *args, on=Cluster.load("2x2x2"), donate=(0,))
+    floor = memory.floor_bytes(problem, memory.liveness(problem, frozenset({0})), problem.domains)
+    smallest: list[int] = []
+    for limit in (1, floor - 1, floor, floor + 1):
+        with pytest.raises(shardplan.MemoryLimitError) as caught:
+            shardplan.plan(step, *args, cluster="2x2x2", donate_argnums=0, memory_limit=limit)
+        smallest.append(caught.value.smallest_bytes)
+    assert len(set(smallest)) == 1
+    assert shardplan.plan(step, *args, cluster="2x2x2", donate_argnums=0, memory_limit=smallest[0]).peak_bytes <= smallest[0]
 
 
 def test_what_prices_cannot_find_is_found_by_single_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,10 +82,47 @@ def test_polish_ends_where_nothing_near_is_cheaper(shape: str) -> None:
         polished = polish.polish(solver, problem.domains, start)
         assert polished.seconds <= start.seconds
         gained += polished.seconds < start.seconds
-        for f in range(len(problem.sizes)):  # of every variable, as one of its factors
-            near = [problem.with_factors(v, polished.states[v], (f,), d, later=False) for v, d in enumerate(problem.domains)]
-            assert solver.minimum("near", near, regather=start.regather)[1] >= polished.seconds * (1 - 1e-9)
+        nearby = polish.near(problem, problem.domains, polished)
+        assert solver.minimum("near", nearby, regather=start.regather)[1] >= polished.seconds * (1 - 1e-9)
     assert gained
+
+
+def test_polish_at_a_price_on_bytes_ends_where_nothing_near_is_cheaper_at_it() -> None:
+    step, args = mlp.train_step(layers=2, batch=512, width=1024)
+    problem = steps.problem(step, *args, on=Cluster.load("2x2x2"))
+    solver = Solver(problem, memory.liveness(problem))
+    start, _ = solver.minimum("first", [(s,) for s in problem.narrowest(problem.domains)])
+    fastest = polish.polish(solver, problem.domains, start)
+    priced = {"points": [solver.peak_point(fastest)], "price": 5 * fastest.seconds / fastest.peak_bytes}
+    polished = polish.polish(solver, problem.domains, start, **priced)
+
+    def cost(domains: Sequence[Domain]) -> float:
+        return solver.minimum("x", domains, **priced)[1]
+
+    own = cost([(s,) for s in polished.states])
+    assert cost(polish.near(problem, problem.domains, polished)) >= own * (1 - 1e-9)
+    assert own < cost([(s,) for s in fastest.states])
+    assert solver.held(polished, priced["points"]) < solver.held(fastest, priced["points"])
+
+
+@pytest.mark.parametrize("seeded", [False, True])
+def test_a_search_over_three_levels_ends_below_every_baseline(seeded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where what reaches the baselines of three parts is too wide for tables: they seed it then."""
+    step, args = gpt.train_step(layers=1, batch=16)
+    problem = steps.problem(step, *args, on=Cluster.load("2x2x2"))
+    solver = Solver(problem, memory.liveness(problem))
+    spaces = [problem.together(problem.domains, groups) for groups in groupings(3)]
+    if seeded:
+        monkeypatch.setattr(solve, "JOINT_ENTRIES", max(solver.order(space).largest for space in spaces))
+        monkeypatch.setattr(Rivals, "reach", lambda _self, domains, _spaces: domains)
+    asked: list[bool] = []
+    seeds = Rivals.seeds
+    monkeypatch.setattr(Rivals, "seeds", lambda *of: [asked.append(True), seeds(*of)][1])
+    outcome = searched(problem)
+    assert bool(asked) == seeded
+    assert len(outcome.rivals.solutions) > 8
+    for b in outcome.rivals.solutions:
+        assert outcome.best.seconds <= b.seconds
 
 
 @pytest.mark.parametrize("shape", ["2x4", "2x2x2"])

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from shardplan import _jax
 from shardplan.clusters import ClusterLike, resolve_cluster
-from shardplan.errors import MemoryLimitError, PinError, ShardplanError, nearest, size_text
+from shardplan.errors import ClusterError, MemoryLimitError, PinError, ShardplanError, nearest, size_text
 from shardplan.ir import Program, spec_text
 from shardplan.objects import trace_step
 from shardplan.plans import Plan
@@ -29,6 +29,7 @@ from shardplan.search.pins import held_by_pins, pinned_domains, smallest_conflic
 from shardplan.search.problem import Objective, Problem
 from shardplan.search.solve import Outcome, in_seconds
 from shardplan.search.solver import Solution
+from shardplan.search.tables import LONGEST_S
 from shardplan.search.variables import OneChoice, one_choice_of
 from shardplan.sizes import parse_bytes
 
@@ -211,7 +212,19 @@ def _searched(program: Program, searcher: Searcher, *, again: bool) -> Planned:
         _log.warning("the while loop at %s has no known trip count: it is priced as one iteration", source)
     if not outcome.best.fits(wanted.memory):
         raise _too_small(problem, outcome.smallest or outcome.best, wanted, stopped=bool(outcome.stopped), again=again)
+    if outcome.best.seconds >= LONGEST_S:
+        raise _endless(problem)
     return planned if wanted.objective == "time" else replace(planned, found=in_seconds(problem, outcome, wanted.donated))
+
+
+def _endless(problem: Problem) -> ShardplanError:
+    """The error for a step that takes longer than tables can tell in every layout that was tried."""
+    if problem.objective == "bytes":
+        return ShardplanError("no layout splits the step as objective='bytes' asks, or it sends a petabyte: use objective='time'")
+    return ClusterError(
+        f"on {problem.cluster.name or 'this cluster'} the step takes {LONGEST_S:,.0f} s or more in every layout, and such times "
+        "are not told apart: look at the units of the cluster's figures (bytes and flops per second), or plan a smaller step"
+    )
 
 
 def _too_small(problem: Problem, smallest: Solution, wanted: Wanted, *, stopped: bool, again: bool) -> MemoryLimitError:

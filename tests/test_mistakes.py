@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import shardplan
 from shardplan import interrupts
 from shardplan.__main__ import main as entry
 from shardplan.cli import main
+from shardplan.mesh import Cluster
 from shardplan.target import load_target
 
 W = jax.ShapeDtypeStruct((64, 64), jnp.float32)
@@ -349,3 +351,12 @@ def test_a_plan_without_explanations_says_so(code: str, capsys: pytest.CaptureFi
     Path("p.json").write_text(json.dumps({**json.loads(Path("p.json").read_text()), "explain": {}}))
     assert main(["explain", "p.json", "w"]) == 2
     assert "has no explanations in it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shape", ["8", "2x4"])
+def test_a_cluster_in_the_wrong_units_is_said_and_no_plan_of_infinite_seconds_is_made(shape: str) -> None:
+    cluster = Cluster.load(shape)
+    figures = {k: v / 1e12 for k, v in cluster.device.flops_per_s.items()}  # teraflops in place of flops
+    slow = replace(cluster, device=replace(cluster.device, flops_per_s=figures, memory_bytes_per_s=1e-6))
+    with pytest.raises(shardplan.ShardplanError, match=r"takes 1,000 s or more in every layout.*units of"):
+        shardplan.plan(lambda w, x: x @ w, W, W, cluster=slow)

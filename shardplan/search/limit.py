@@ -11,7 +11,7 @@ from shardplan.search.polish import polish
 from shardplan.search.pricing import Domain
 from shardplan.search.rivals import Rivals
 from shardplan.search.solver import Solution, Solver
-from shardplan.search.tables import BIG
+from shardplan.search.tables import LONGEST_S
 
 REPAIRS = 3
 """So many solutions that hold too much are changed until they fit."""
@@ -19,8 +19,6 @@ REPAIRS = 3
 _RISES = 24  # so often the price on bytes is tried at most, eightfold where no new point is met or the last one brought little
 
 _LOWER = 0.98  # it brought little if the peak is still above this part of what it was
-
-_LONGEST_S = BIG / 1e12  # no step takes longer, as far as the tables know: beyond it is infinite
 
 _DEAR = 16  # so many times that all that peaks may cost: no entry of a table is dearer than one, but many small ones add up
 
@@ -78,7 +76,7 @@ class Descent:
             return found[-1]
 
         points, found = [solver.peak_point(self.free)], list[Solution]()
-        price = min(max(self.free.seconds, 1e-6), _LONGEST_S) / max(self.free.peak_bytes, 1)
+        price = min(max(self.free.seconds, 1e-6), LONGEST_S) / max(self.free.peak_bytes, 1)
         over = self.free
         for tried in range(_RISES):
             watch.tell("memory", 0.7 + 0.2 * tried / _RISES)
@@ -91,7 +89,7 @@ class Descent:
             if known or solution.peak_bytes > _LOWER * over.peak_bytes:
                 price *= 8
             over = solution
-            if price * self.free.peak_bytes > _DEAR * _LONGEST_S:
+            if price * self.free.peak_bytes > _DEAR * LONGEST_S:
                 break
         if not found[-1].fits(limit):
             return found
@@ -99,7 +97,7 @@ class Descent:
         for tried in range(_CLOSER):
             watch.tell("memory", 0.9 + 0.05 * tried / _CLOSER)
             saved = float((solver.held(over, points) - solver.held(inside, points)).sum())
-            if saved <= 0 or not over.seconds < inside.seconds < _LONGEST_S:
+            if saved <= 0 or not over.seconds < inside.seconds < LONGEST_S:
                 break
             price = (inside.seconds - over.seconds) / saved
             solution = at(price)

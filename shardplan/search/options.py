@@ -61,10 +61,15 @@ Cuts = tuple[frozenset[int], ...]
 
 
 def limited(rows: Options, cuts: Cuts) -> Options:
-    """Only the strategies that cut as they may on the most factors; partial sums are handed on as they like."""
-    columns = [np.any([loops < -1, *(loops == v for v in may)], axis=0) for loops, may in zip(rows.loops.T, cuts, strict=True)]
+    """Only the strategies that cut as they may on the most factors; partial sums are handed on as they like.
+
+    Of those that hand none on likewise: there may be none to hand on.
+    """
+    handed = rows.loops < -1
+    columns = [h | np.any([loops == v for v in may], axis=0) for h, loops, may in zip(handed.T, rows.loops.T, cuts, strict=True)]
     obeyed = np.sum(columns, axis=0) if columns else np.zeros(len(rows.loops), np.int64)
-    return _picked(rows, obeyed == obeyed.max())
+    alone = ~handed.any(axis=1)
+    return _picked(rows, (obeyed == obeyed.max()) | (alone & (obeyed == obeyed[alone].max(initial=-1))))
 
 
 Groups = tuple[tuple[int, ...], ...]

@@ -16,10 +16,13 @@ Costs = NDArray[np.int64]
 BIG = 1 << 50
 """Infinite: larger than any sum of finite costs, small enough that sums of it do not overflow."""
 
+LONGEST_S = 1e3
+"""No entry of a table is more: steps that take longer are not told apart."""
+
 
 def picoseconds(seconds: NDArray[np.float64]) -> Costs:
     """Seconds as integer picoseconds; infinities, and what is no number, as `BIG`."""
-    return np.where(np.isfinite(seconds), np.rint(np.fmin(seconds, 1e3) * 1e12).astype(np.int64), BIG)
+    return np.where(np.isfinite(seconds), np.rint(np.fmin(seconds, LONGEST_S) * 1e12).astype(np.int64), BIG)
 
 
 @dataclass(slots=True)

@@ -25,6 +25,7 @@ from shardplan.search.recursion import recurse
 from shardplan.search.solver import Solution, Solver
 from shardplan.search.tables import BIG
 from shardplan.trace import trace
+from tests.search.steps import array
 
 TIES = 200
 """Bytes by which equals are told apart: one for each step of a program."""
@@ -211,3 +212,17 @@ def test_limits_on_cuts_leave_those_that_treat_factors_alike() -> None:
     rows = solver.problem.ops.options(node, Allowed((frozenset({0}), frozenset({1})), ((0, 1),)))
     assert len(rows.loops)
     assert all(a == b for a, b in rows.loops.tolist())
+
+
+def test_what_nothing_can_cut_is_run_whole_though_it_could_hand_partial_sums_on() -> None:
+    def loss(weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        looped = jax.lax.scan(lambda c, _: (jnp.tanh(c @ weights["a"]), None), x, None, length=2)[0]
+        return (looped**2).sum() + ((x @ weights["b"]) ** 2).sum()
+
+    def step(weights: dict[str, jax.Array], x: jax.Array) -> dict[str, jax.Array]:
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights, x))
+
+    args = {"a": array(7, 7), "b": array(7, 1)}, array(8, 7)
+    plan = shardplan.plan(step, *args, cluster="2x2x2", objective="bytes")
+    assert 0 < plan.step_time_s < 1
+    assert [bool(spec) for spec in plan.flat_in_specs] == [False, False, True]

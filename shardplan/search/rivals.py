@@ -17,7 +17,7 @@ RIVAL_ENTRIES = 1_000_000
 """Up to this many predicted table entries in one table a baseline is solved jointly: none is worth as much time as the plan."""
 
 SEEDS = 3
-"""So many of the fastest baselines, and of the fastest that fit, start the search where it is not exact."""
+"""So many of the fastest baselines, and of the fastest that fit, start a search that is not exact and does not reach them."""
 
 
 class Rivals:

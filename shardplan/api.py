@@ -69,13 +69,13 @@ def plan(
     of an unrolled recurrence (from three on; as Tofu does); "layers", equal layers of an unrolled model too; or "none".
     ``remat`` "auto" lets the plan compute activations again in the backward pass where the memory limit costs time, or where
     nothing fits without: the bodies of scans, and blocks of straight-line code (`shardplan.remat`); ``plan.remat`` says what. It
-    plans several times. "none" leaves the step as it is; what is under `jax.checkpoint` stays so in any case.
-    No search draws yet, so ``seed`` changes nothing.
+    plans several times. "none" leaves the step as it is; what is under `jax.checkpoint` stays so. ``seed`` changes nothing yet.
 
     Raises:
         MemoryLimitError: if no plan fits.
         PinError: for a pin that matches nothing, names no axis or does not divide.
         UndescribedPrimitiveError: for a primitive without a description.
+        ClusterError: for a cluster that cannot be, or on which the step takes 1,000 s or more.
     """
     del seed
     measure, deadline, shared = _check(objective, search, time_budget_s, one_choice, remat)

@@ -178,6 +178,7 @@ class _Builder:
         self.sizes: dict[Any, int] = {}
 
     def tensor(self, aval: Any) -> int:
+        """The number of a new tensor."""
         dtype = aval.dtype
         size = self.sizes.get(dtype)
         if size is None:
@@ -186,6 +187,7 @@ class _Builder:
         return len(self.tensors) - 1
 
     def program(self, jaxpr: Any, consts: Sequence[Any]) -> Program:
+        """A jaxpr as a program."""
         env: dict[Any, Operand] = {}
         inputs = []
         for var in jaxpr.invars:
@@ -197,12 +199,14 @@ class _Builder:
         return _prune(Program(tuple(self.tensors), tuple(self.ops), tuple(inputs), outputs, tuple(self.constants)))
 
     def bind_constants(self, env: dict[Any, Operand], jaxpr: Any, consts: Sequence[Any]) -> None:
+        """Gives closed-over arrays numbers."""
         for var, value in zip(jaxpr.constvars, consts, strict=True):
             t = self.tensor(var.aval)
             env[var] = t
             self.constants.append((t, value))
 
     def read(self, env: Mapping[Any, Operand], atom: Any) -> Operand:
+        """The tensor or scalar that an atom is."""
         if isinstance(atom, _jax.Literal):
             value = atom.val
             if np.ndim(value):
@@ -213,6 +217,7 @@ class _Builder:
         return env[atom]
 
     def run(self, jaxpr: Any, env: dict[Any, Operand], scope: str, caller: _Source | None = None) -> None:
+        """Adds the equations of a jaxpr, calls seen through."""
         for eqn in jaxpr.eqns:
             name = eqn.primitive.name
             inputs = tuple(self.read(env, a) for a in eqn.invars)
@@ -242,6 +247,7 @@ class _Builder:
         scope: str,
         caller: _Source | None,
     ) -> None:
+        """Adds one primitive's application."""
         outputs = []
         for var in results:
             t = self.tensor(var.aval)
@@ -272,6 +278,7 @@ class _Builder:
         scope: str,
         caller: _Source | None,
     ) -> None:
+        """Adds the equations of what is called in the place of the call."""
         consts: Sequence[Any] = ()
         if hasattr(inner, "consts"):
             inner, consts = inner.jaxpr, inner.consts

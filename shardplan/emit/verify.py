@@ -243,6 +243,7 @@ class _Single:
         self.recompiles = 0
 
     def run(self, host: Sequence[Any], seed: int = 0) -> list[list[np.ndarray]]:
+        """What the loop returns after each step, on one device."""
         flat = [self._loop.put(i, x, self._device) for i, x in enumerate(host)]
         after: list[list[np.ndarray]] = []
         self.recompiles = 0
@@ -286,9 +287,11 @@ class _Sharded:
         self.moved: list[str] = []
 
     def put(self, host: Sequence[Any]) -> list[Any]:
+        """The arguments where the plan lays them."""
         return [self._loop.put(i, x, self._shardings[i]) for i, x in enumerate(host)]
 
     def run(self, host: Sequence[Any]) -> list[list[np.ndarray]]:
+        """What the loop returns after each step, sharded."""
         flat = self.put(host)
         after: list[list[np.ndarray]] = []
         fed = {i for i in self._loop.feedback if i is not None}

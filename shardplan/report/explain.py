@@ -112,6 +112,7 @@ class _Why:
     # -- the whole plan ------------------------------------------------------------------------------------------------
 
     def whole(self) -> str:
+        """Of the plan: its time, its memory, and what it beats."""
         plan = self.plan
         mesh = " x ".join(f"{name}={k}" for name, k in plan.axes.items())
         spent = f"compute {seconds(plan.compute_s)}, communication {seconds(plan.communication_s)}"
@@ -153,6 +154,7 @@ class _Why:
     # -- one argument --------------------------------------------------------------------------------------------------
 
     def argument(self, path: str, pattern: str | None = None, alike: int = 1) -> str:
+        """Of one argument (or of all that ``pattern`` stands for): how it lies, and why."""
         plan = self.plan
         shape, dtype, nbytes = self.shapes[path]
         spec = plan.specs_by_path[path]

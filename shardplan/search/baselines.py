@@ -244,6 +244,7 @@ class _Rule:
     side: frozenset[int] | None = None
 
     def allows(self, dims: Dims) -> bool:
+        """Whether a value may lie so."""
         used = _used(dims)
         if not self.data and not self.tensor:
             return not used

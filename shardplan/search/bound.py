@@ -99,6 +99,7 @@ class _Builder:
         self._memo: dict[tuple[object, ...], tuple[Floats, tuple[Column, ...]]] = {}
 
     def build(self, limit: float) -> Stars:
+        """All stars; with prices, ``limit`` bytes are given back."""
         problem = self.problem
         unary, found = [np.zeros(len(d)) for d in self.domains], list[Star]()
         for v, (seconds, _) in problem.interior.items():

@@ -167,6 +167,7 @@ class _Fine(Oracle):
         self.fused = fused
 
     def summands(self) -> Iterator[Summand]:
+        """Every part of the cost, each tensor having a layout of its own."""
         problem = self.problem
         for n in problem.coarse.joins:
             yield from self._op(problem.graph.nodes[n], light_s=self.fused.get(n))

@@ -160,6 +160,7 @@ class _Flattener:
         self.unknown: list[str] = []
 
     def graph(self, program: Program) -> Graph:
+        """The whole program laid flat."""
         ids = self.place(program, (), {}, 1.0, False)
         outputs = tuple(ids[o] if isinstance(o, int) else -1 for o in program.outputs)
         return Graph(
@@ -178,6 +179,7 @@ class _Flattener:
         )
 
     def new(self, tensor: Tensor) -> int:
+        """The number of a new tensor."""
         number, kind = len(self.tensors), (tensor.shape, tensor.dtype)
         self.tensors.append(tensor if tensor.id == number else Tensor(number, tensor.shape, tensor.dtype, tensor.itemsize))
         self.kinds.append(self.kind_of.setdefault(kind, len(self.kind_of)))
@@ -200,6 +202,7 @@ class _Flattener:
         return ids
 
     def control(self, op: Op, where: Where, ids: tuple[int, ...], weight: float, backward: bool) -> None:
+        """Lays the bodies of one op open."""
         inputs = [ids[i] if isinstance(i, int) else -1 for i in op.inputs]
         outputs = [ids[o] for o in op.outputs]
         match op.primitive:
@@ -249,6 +252,7 @@ class _Flattener:
         return node.weight * (flop + sum(self.tensors[t].size for t in node.outputs))
 
     def ends(self, body: Program, inner: tuple[int, ...], outputs: Sequence[int], weight: float, *, same: bool) -> None:
+        """Links what a body returns to what the op gives outside."""
         for local, outer in zip(body.outputs, outputs, strict=True):
             if isinstance(local, int) and inner[local] != outer:
                 self.links.append(Link(inner[local], outer, 0, weight, same))
@@ -256,6 +260,7 @@ class _Flattener:
                 self.constants.add(outer)
 
     def scan(self, op: Op, where: Where, inputs: list[int], outputs: list[int], weight: float, backward: bool) -> None:
+        """A scan's body, once, with links for constants, carries and slices."""
         body = op.bodies[0]
         consts, carry = int(op.params["num_consts"]), int(op.params["num_carry"])
         trips = float(op.trips or 1)
@@ -279,6 +284,7 @@ class _Flattener:
                 self.constants.add(outer)
 
     def while_(self, op: Op, where: Where, inputs: list[int], outputs: list[int], weight: float, backward: bool) -> None:
+        """A while loop's body and test, once, with links for constants and carries."""
         test, body = op.bodies
         a, b = int(op.params["cond_nconsts"]), int(op.params["body_nconsts"])
         if op.trips is None:
@@ -298,6 +304,7 @@ class _Flattener:
             self.links.append(Link(entry[b + i], outer, 0, weight))
 
     def signature(self, op: Op, inputs: Sequence[int], outputs: Sequence[int]) -> Signature:
+        """What an op is, equal for equal ops on equal shapes."""
         kinds = self.kinds
         reads, makes = tuple([kinds[i] if i >= 0 else -1 for i in inputs]), tuple([kinds[o] for o in outputs])
         params = tuple([(k, v) for k, v in op.params.items() if type(v) in _PLAIN or not _is_body(v)])

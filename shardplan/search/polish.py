@@ -18,7 +18,7 @@ JOINT_ENTRIES = 30_000_000
 """Up to this many predicted entries in one table variables are solved jointly, again and again where need be."""
 
 FEW_ENTRIES = 3_000_000
-"""Up to so many predicted entries in all, pairs of factors are tried in any case: that is a few hundredths of a second."""
+"""Up to so many predicted entries in all, pairs of factors are tried in any case: the tables are small."""
 
 _NEAR = 1 - 1e-9  # what gains less than the rest gains nothing
 
@@ -52,7 +52,7 @@ class _Polish:
         return better
 
     def small(self) -> bool:
-        """Whether pairs of factors are chosen anew in no time."""
+        """Whether the tables of a pair of factors are small."""
         step = [
             self.solver.problem.with_factors(v, self.best.states[v], (0, 1), d, later=False) for v, d in enumerate(self.domains)
         ]

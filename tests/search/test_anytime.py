@@ -54,6 +54,27 @@ def never() -> None:
     raise AssertionError("not asked to stop")
 
 
+def interrupted(nth: int, files: tuple[str, ...], work: Callable[[], object]) -> bool:
+    """Does some work with an interrupt at the nth line of these files that it comes to: whether it came that far."""
+    count = itertools.count(1)
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        if not frame.f_code.co_filename.endswith(files):
+            return None
+        if event == "line" and next(count) == nth:
+            raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        work()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
 def tight(factory: Any = MLP) -> int:
     """A limit that the fastest plan does not keep to."""
     return int(planned(factory).peak_bytes * 0.8)
@@ -137,23 +158,7 @@ def test_an_interrupt_between_any_two_lines_leaves_the_tables_right(nth: int) ->
     wanted = Solver(steps.problem(*MLP[:1], *MLP[1], on=Cluster.load("2x2")), memory.liveness(problem)).minimum(
         "x", problem.domains
     )
-    count = itertools.count(1)
-
-    def trace(frame: FrameType, event: str, arg: object) -> Any:
-        if not frame.f_code.co_filename.endswith(WRITERS):
-            return None
-        if event == "line" and next(count) == nth:
-            raise KeyboardInterrupt
-        return trace
-
-    sys.settrace(trace)
-    try:
-        solver.minimum("x", problem.domains)
-    except KeyboardInterrupt:
-        pass
-    finally:
-        sys.settrace(None)
-    assert next(count) > nth, "the search has that many lines"
+    assert interrupted(nth, WRITERS, lambda: solver.minimum("x", problem.domains)), "the search has that many lines"
     again, cost = solver.minimum("x", problem.domains)
     assert (again.states, cost) == (wanted[0].states, wanted[1])
 
@@ -165,23 +170,9 @@ def test_reduction_programs_that_were_interrupted_are_found_again_in_whole() -> 
     wanted = dict(Space(2).outcomes(Space(2).initial()))
     assert len(wanted) > 1
     for nth in range(1, 40):
-        space, count = Space(2), itertools.count(1)
-
-        def trace(frame: FrameType, event: str, arg: object, nth: int = nth, count: Any = count) -> Any:
-            if not frame.f_code.co_filename.endswith("states.py"):
-                return None
-            if event == "line" and next(count) == nth:
-                raise KeyboardInterrupt
-            return trace
-
+        space = Space(2)
         context = space.initial()
-        sys.settrace(trace)
-        try:
-            space.outcomes(context)
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.settrace(None)
+        interrupted(nth, ("states.py",), lambda space=space, context=context: space.outcomes(context))
         assert space.outcomes(context) == wanted
 
 
@@ -192,23 +183,8 @@ def test_a_store_that_was_interrupted_gives_no_table_another_ones_number() -> No
     from shardplan.search.tables import Store
 
     for nth in range(1, 40):
-        store, count = Store(), itertools.count(1)
-
-        def trace(frame: FrameType, event: str, arg: object, nth: int = nth, count: Any = count) -> Any:
-            if not frame.f_code.co_filename.endswith("tables.py"):
-                return None
-            if event == "line" and next(count) == nth:
-                raise KeyboardInterrupt
-            return trace
-
-        sys.settrace(trace)
-        try:
-            for n in range(3):
-                store.intern(np.arange(4, dtype=np.int64) * n)
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.settrace(None)
+        store = Store()
+        interrupted(nth, ("tables.py",), lambda store=store: [store.intern(np.arange(4, dtype=np.int64) * n) for n in range(3)])
         for n in range(3):
             found, _ = store.intern(np.arange(4, dtype=np.int64) * n)
             assert store.tables[found].tolist() == [0, n, 2 * n, 3 * n]

@@ -87,36 +87,45 @@ class _Graph:
 @lru_cache(maxsize=8)
 def _graph(depth: int, goal: Goal) -> _Graph:
     walks = shared_walks((2,) * depth, goal)
-    whole: frozenset[int] = frozenset() if goal != "all_gather" else frozenset(range(depth))
+    whole = 0 if goal != "all_gather" else (1 << depth) - 1
     number = {walks.start: 0, walks.end: 1}
     scattered = {walks.start: (whole,) * walks.space.k}
-    priced: dict[tuple[Instruction, frozenset[int]], int] = {}
+    known: dict[tuple[Instruction, Parts], tuple[int, Parts]] = {}
+    priced: dict[tuple[Instruction, int], int] = {}
     edges: list[tuple[int, int, int]] = []
     layer = [walks.start]
     for left in range(MAX_SIZE, 0, -1):
         following: list[Context] = []
         for context in layer:
+            parts = scattered[context]
             for step, after in walks.successors(context) if left > 1 else walks.closing(context):
-                moved, parts = _after(walks, step, scattered[context])
+                found = known.get((step, parts))
+                if found is None:
+                    found = known[step, parts] = _after(walks, step, parts)
                 if after not in scattered:
-                    scattered[after] = parts
+                    scattered[after] = found[1]
                     number.setdefault(after, len(number))
                     if after != walks.end:
                         following.append(after)
-                edges.append((number[context], number[after], priced.setdefault((step, moved), len(priced))))
+                edges.append((number[context], number[after], priced.setdefault((step, found[0]), len(priced))))
         layer = following
     source, target, what = np.array(edges, np.int64).T
-    return _Graph(len(number), 1, source, target, what, tuple(priced))
+    levels = range(depth)
+    return _Graph(
+        len(number), 1, source, target, what, tuple((step, frozenset(i for i in levels if m >> i & 1)) for step, m in priced)
+    )
 
 
-Parts = tuple[frozenset[int], ...]  # for each device the levels over which its part of the data is scattered
+Parts = tuple[int, ...]
+"""For each device the levels over which its part of the data is scattered, as a bitset."""
 
 
-def _after(walks: Walks, step: Instruction, parts: Parts) -> tuple[frozenset[int], Parts]:
+def _after(walks: Walks, step: Instruction, parts: Parts) -> tuple[int, Parts]:
     """The levels over which the most that a group of a step moves is scattered, and those of every device's part after it."""
-    crossed = frozenset(range(*step.span(len(walks.shape))))
+    low, high = step.span(len(walks.shape))
+    crossed = (1 << high) - (1 << low)
     held = list(parts)
-    moved: list[frozenset[int]] = []
+    moved: list[int] = []
     for group in groups(walks.shape, step):
         before = after = parts[group[0]]
         match step.collective:
@@ -124,15 +133,15 @@ def _after(walks: Walks, step: Instruction, parts: Parts) -> tuple[frozenset[int
                 assert not before & crossed, "a level is scattered over once"
                 after = before | crossed
             case "AllGather":
-                assert crossed <= before, "what is gathered was scattered"
-                before = after = before - crossed
+                assert not crossed & ~before, "what is gathered was scattered"
+                before = after = before & ~crossed
             case _:
                 pass
         moved.append(before)
         for device in group:
             held[device] = after
-    most = min(moved, key=len)
-    assert all(most <= other for other in moved), "one of the groups moves the most whatever the sizes"
+    most = min(moved, key=int.bit_count)
+    assert not any(most & ~other for other in moved), "one of the groups moves the most whatever the sizes"
     return most, tuple(held)
 
 

@@ -10,15 +10,13 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shardplan.collectives.moves import BUFFER, ORDERED, Name, State, moves_from, name_of
 from shardplan.ir import Layout
-
-State = tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]
-Name = tuple[str, tuple[int, ...]]
-"""A collective's kind and the factors that it runs over."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,10 +41,11 @@ class LayoutSpace:
     def __init__(self, sizes: Sequence[int], rank: int) -> None:
         self.sizes = tuple(sizes)
         self.rank = rank
-        self.states: tuple[State, ...] = tuple(sorted(set(_states(len(self.sizes), rank))))
+        self.states: tuple[State, ...] = tuple(sorted(_states(len(self.sizes), rank)))
         self.index: dict[State, int] = {s: i for i, s in enumerate(self.states)}
         self._layouts: dict[int, Layout] = {}
         self._renamed: dict[tuple[int, ...], NDArray[np.int64]] = {}
+        self._leaders: dict[tuple[int, ...], tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
         self.local = 1.0 / self.splits.prod(axis=1)
 
     @cached_property
@@ -71,19 +70,31 @@ class LayoutSpace:
         """[N]: the states in which the factors have these roles [N, factors]: a dim, -1 for none, -2 for partial."""
         return self._by_roles[(roles + 2) @ (self.rank + 2) ** np.arange(len(self.sizes) - 1, -1, -1)]
 
-    @cached_property
+    @property
     def roles(self) -> NDArray[np.int64]:
         """[S, factors]: the dim that each factor splits, -1 for none, -2 for partial (the buffer is the last dim)."""
-        found: list[list[int]] = []
+        return self._splitting[0]
+
+    @property
+    def _places(self) -> NDArray[np.int64]:
+        """[S, factors]: the place of each factor among those of its dim."""
+        return self._splitting[1]
+
+    @cached_property
+    def _splitting(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        roles: list[list[int]] = []
+        places: list[list[int]] = []
         for dims, partial in self.states:
-            row = [-1] * len(self.sizes)
+            row, place = [-1] * len(self.sizes), [0] * len(self.sizes)
             for d, fs in enumerate(dims):
-                for f in fs:
-                    row[f] = d
+                for at, f in enumerate(fs):
+                    row[f], place[f] = d, at
             for f in partial:
                 row[f] = -2
-            found.append(row)
-        return np.array(found, np.int64).reshape(len(found), len(self.sizes))
+            roles.append(row)
+            places.append(place)
+        shape = len(self.states), len(self.sizes)
+        return np.array(roles, np.int64).reshape(shape), np.array(places, np.int64).reshape(shape)
 
     def alike(self, groups: Sequence[Sequence[int]]) -> NDArray[np.bool_]:
         """[S]: whether in a state the factors of each group split the same dim, or none, or are all partial."""
@@ -126,50 +137,64 @@ class LayoutSpace:
 
         Those from states that differ in the names of dims alone are found once.
         """
-        led = [self.leader(s, (0,) * self.rank) for s in range(len(self.states))]
-        numbers: dict[Name, int] = {}
-        rows: list[tuple[int, int, float]] = []  # (target, which, fraction) of each edge from a leader
-        spans: dict[int, range] = {}
-        for leader in dict.fromkeys(leader for leader, _ in led):
-            found = self._edges_from(leader).items()
-            spans[leader] = range(len(rows), len(rows) + len(found))
-            rows += [(target, numbers.setdefault(name, len(numbers)), fraction) for target, (fraction, name) in found]
-        source = np.repeat(np.arange(len(led)), [len(spans[leader]) for leader, _ in led])
-        every = np.array(rows, np.float64).reshape(-1, 3)[[row for leader, _ in led for row in spans[leader]]]
-        target, which, fraction = every[:, 0].astype(np.int64), every[:, 1].astype(np.int64), every[:, 2]
-        called = np.array([(-2, -1, *names, self.rank) for _, names in led], np.int64)  # each leader's roles in each state
-        target = self._coded(called[source[:, None], self.roles[target] + 2], self._places[target])
-        order = np.lexsort((target, source))
-        which = which[order]
-        of = {name: np.flatnonzero(which == c) for name, c in numbers.items() if name[0] != "slice"}
-        return Edges(source[order], target[order], which, fraction[order], tuple(numbers), of)
+        led, called = self.leaders((0,) * self.rank)
+        mine = sorted(set(led.tolist()))
+        at = np.searchsorted(mine, led)
+        roles, places, codes, fraction, of = self._moves([self.states[leader] for leader in mine])
+        counts = np.bincount(of, minlength=len(mine))
+        source, row = _repeated(np.arange(len(led)), counts[at])
+        row += (np.cumsum(counts) - counts)[at][source]
+        # each leader's roles in each state
+        called = np.hstack([np.tile([-2, -1], (len(led), 1)), called, np.full((len(led), 1), self.rank)])
+        target = self._coded(called[source[:, None], roles[row] + 2], places[row])
+        order = np.argsort(source * len(led) + target)
+        row = row[order]
+        codes = codes[row]
+        known = np.flatnonzero(np.bincount(codes))
+        names = tuple(name_of(code, len(self.sizes)) for code in known.tolist())
+        which = np.searchsorted(known, codes)
+        edges = np.split(np.argsort(which, kind="stable"), np.cumsum(np.bincount(which)))
+        by_name = {name: own for name, own in zip(names, edges, strict=False) if name[0] != "slice"}
+        return Edges(source, target[order], which, fraction[row], names, by_name)
 
-    def _edges_from(self, i: int) -> dict[int, tuple[float, Name]]:
-        """For each state that one collective leads to from this one: the part of the tensor that is moved, which collective."""
-        best: dict[int, tuple[float, Name]] = {}
-        for kind, over, target in _moves(self.states[i], self.rank, self.sizes):
-            j = self.index.get(target)
-            if j is None or j == i:
-                continue
-            fraction = float(self.local[j]) if kind == "all_gather" else 0.0 if kind == "slice" else float(self.local[i])
-            old = best.get(j)
-            if old is None or (len(over), fraction) < (len(old[1][1]), old[0]):
-                best[j] = fraction, (kind, over)
-        return best
+    def _moves(self, leaders: Sequence[State]) -> tuple[NDArray[Any], ...]:
+        """The collectives from leaders: roles and places [M, factors] of where they lead to, codes, fractions, and which leader's
+        each is, in ascending order.
+        """
+        split = [tuple(d for d in dims[:-1] if d) for dims, _ in leaders]
+        found = [moves_from(self.sizes, ((*own, dims[-1]), left)) for own, (dims, left) in zip(split, leaders, strict=True)]
+        of, _ = _repeated(np.arange(len(found)), np.array([len(m.codes) for m in found], np.int64))
+        roles, places, fresh, codes, fraction = (
+            np.concatenate([getattr(m, name) for m in found]) for name in ("roles", "places", "fresh", "codes", "fraction")
+        )
+        first = np.array([len(own) for own in split], np.int64)[of]  # the dim that stands for all that are not split
+        row, offset = _repeated(np.arange(len(of)), np.where(fresh, self.rank - first, 1))
+        roles = roles[row]
+        roles += np.where(fresh[row, None] & (roles == first[row, None]), offset[:, None], 0)
+        roles[roles == BUFFER] = self.rank
+        return roles, places[row], codes[row], fraction[row], of[row]
 
     # -- dims by other names ---------------------------------------------------------------------------------------
 
-    def leader(self, state: int, classes: Sequence[int]) -> tuple[int, tuple[int, ...]]:
-        """(the state that stands for all those which differ from this one in the names of dims alone, the name in this one of
-        each of its dims). ``classes[d]``: dims of equal numbers may change names.
+    def leaders(self, classes: tuple[int, ...]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """([S]: the state that stands for all those which differ from each in the names of dims alone, [S, rank]: the name in
+        that one of each of its dims). ``classes[d]``: dims of equal numbers may change names.
         """
-        dims, partial = self.states[state]
-        names = list(range(self.rank))
-        for c in sorted(set(classes)):
-            own = [d for d in range(self.rank) if classes[d] == c]
-            for d, name in zip(own, sorted(own, key=lambda e: dims[e], reverse=True), strict=True):
-                names[d] = name
-        return self.index[(*(dims[d] for d in names), dims[-1]), partial], tuple(names)
+        found = self._leaders.get(classes)
+        if found is None:
+            count = len(self.sizes)
+            keys = np.zeros((len(self.states), self.rank + 3), np.int64)  # in the order of what splits each dim; -1, -2 last
+            for f, (roles, places) in enumerate(zip(self.roles.T, self._places.T, strict=True)):
+                keys[np.arange(len(keys)), roles] += (f + 1) * (count + 1) ** (count - 1 - places)
+            keys = keys[:, : self.rank]
+            own = np.broadcast_to(np.array(classes, np.int64), keys.shape)
+            names = np.empty_like(keys)
+            names[:, np.argsort(classes, kind="stable")] = np.lexsort((-keys, own))
+            called = np.tile([*range(self.rank + 1), -2, -1], (len(keys), 1))
+            np.put_along_axis(called, names, np.arange(self.rank)[None, :], axis=1)
+            found = self._coded(np.take_along_axis(called, self.roles, axis=1), self._places), names
+            self._leaders[classes] = found
+        return found
 
     def renamed(self, names: tuple[int, ...]) -> NDArray[np.int64]:
         """[S]: what each state becomes when its dim d is called ``names[d]``."""
@@ -179,16 +204,6 @@ class LayoutSpace:
             found = self._coded(new[self.roles + 2], self._places)
             found.setflags(write=False)
             self._renamed[names] = found
-        return found
-
-    @cached_property
-    def _places(self) -> NDArray[np.int64]:
-        """[S, factors]: the place of each factor among those of its dim."""
-        found = np.zeros((len(self.states), len(self.sizes)), np.int64)
-        for s, (dims, _) in enumerate(self.states):
-            for fs in dims:
-                for place, f in enumerate(fs):
-                    found[s, f] = place
         return found
 
     @cached_property
@@ -213,78 +228,24 @@ def _state_of(roles: Sequence[int], rank: int) -> State:
     return dims, tuple(f for f, r in enumerate(roles) if r == -2)
 
 
+def _repeated(what: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(each as often as its count says, the number of each among its own)."""
+    found = np.repeat(what, counts)
+    return found, np.arange(len(found)) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
 def _states(factors: int, rank: int) -> Iterator[State]:
     # roles: -2 partial, -1 replicated, a dim, the buffer (rank)
-    ordered = factors <= 3
     for roles in itertools.product(range(-2, rank + 1), repeat=factors):
-        partial = tuple(f for f, r in enumerate(roles) if r == -2)
-        buckets = [tuple(f for f, r in enumerate(roles) if r == d) for d in range(rank + 1)]
-        orders = [list(itertools.permutations(b)) if ordered and d < rank else [b] for d, b in enumerate(buckets)]
-        for dims in itertools.product(*orders):
-            yield dims, partial
-
-
-def _subsets(items: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    for n in range(1, len(items) + 1):
-        yield from itertools.combinations(items, n)
-
-
-Move = tuple[str, tuple[int, ...], State]
-"""A collective: its kind, the factors that it runs over, and the state that it leads to."""
-
-
-def _put(state: State, changes: dict[int, tuple[int, ...]], left: tuple[int, ...] | None = None) -> State:
-    dims, partial = list(state[0]), state[1]
-    for d, factors in changes.items():
-        dims[d] = factors
-    return tuple(dims), partial if left is None else left
-
-
-def _moves(state: State, rank: int, sizes: Sequence[int]) -> Iterator[Move]:
-    """Every single collective from a state."""
-    dims, partial = state
-    used = {f for d in dims for f in d} | set(partial)
-    free = [f for f in range(len(sizes)) if f not in used]
-    for d, fs in enumerate(dims):
-        yield from _leaving(state, d, rank)
-        if d < rank:
-            for f in free:
-                yield "slice", (), _put(state, {d: (*fs, f)})
-            yield from _permuted(state, d, rank, free, sizes)
-    for over in _subsets(partial):
-        left = tuple(f for f in partial if f not in over)
-        yield "all_reduce", over, _put(state, {}, left)
-        for d in range(rank + 1):
-            if d < rank or not dims[d]:
-                yield "reduce_scatter", over, _put(state, {d: dims[d] + over}, left)
-
-
-def _leaving(state: State, d: int, rank: int) -> Iterator[Move]:
-    """The minormost factors of a dim gathered, or moved to another dim."""
-    dims, _ = state
-    for n in range(1, len(dims[d]) + 1):
-        kept, gone = dims[d][:-n], dims[d][-n:]
-        yield "all_gather", tuple(sorted(gone)), _put(state, {d: kept})
-        if d < rank:
-            for e in range(rank):
-                if e != d:
-                    yield "all_to_all", tuple(sorted(gone)), _put(state, {d: kept, e: dims[e] + gone})
-
-
-def _permuted(state: State, d: int, rank: int, free: Sequence[int], sizes: Sequence[int]) -> Iterator[Move]:
-    """Other devices hold the same blocks: factors of a dim in another order, or exchanged for ones of the same size."""
-    dims, _ = state
-    fs = dims[d]
-    for order in itertools.permutations(fs):
-        if order != fs:
-            yield "permute", tuple(sorted(fs)), _put(state, {d: order})
-    for i, f in enumerate(fs):
-        mine = (fs[:i], fs[i + 1 :])
-        for g in free:
-            if sizes[f] == sizes[g]:
-                yield "permute", tuple(sorted((f, g))), _put(state, {d: (*mine[0], g, *mine[1])})
-        for e in range(d + 1, rank):
-            for j, g in enumerate(dims[e]):
-                if sizes[f] == sizes[g]:
-                    change = {d: (*mine[0], g, *mine[1]), e: (*dims[e][:j], f, *dims[e][j + 1 :])}
-                    yield "permute", tuple(sorted((f, g))), _put(state, change)
+        dims: list[tuple[int, ...]] = [()] * (rank + 1)
+        partial: tuple[int, ...] = ()
+        for f, r in enumerate(roles):
+            if r >= 0:
+                dims[r] += (f,)
+            elif r == -2:
+                partial += (f,)
+        if factors > ORDERED or all(len(d) < 2 for d in dims[:-1]):
+            yield tuple(dims), partial
+        else:
+            for orders in itertools.product(*[itertools.permutations(d) for d in dims[:-1]]):
+                yield (*orders, dims[-1]), partial

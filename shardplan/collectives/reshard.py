@@ -24,7 +24,8 @@ from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import dijkstra
 
 from shardplan.collectives.envelope import envelope
-from shardplan.collectives.layouts import LayoutSpace, Name
+from shardplan.collectives.layouts import LayoutSpace
+from shardplan.collectives.moves import Name
 from shardplan.collectives.ranking import entries, names_of
 from shardplan.collectives.states import Goal
 from shardplan.cost.network import Collective, Network
@@ -85,9 +86,8 @@ class Resharder:
         self._ways: dict[Name, Ways] = {}
         self._legal: dict[tuple[tuple[int, ...], bool], NDArray[np.bool_]] = {}
         self._masks: dict[tuple[int, ...], bytes] = {}
-        # of a rank and its legal states, which dims may be split alike; of these, each state's leader
-        self._classes: dict[tuple[int, bytes], tuple[int, ...]] = {}
-        self._led: dict[tuple[int, tuple[int, ...]], dict[int, tuple[int, tuple[int, ...]]]] = {}
+        # of a rank and its legal states: each state's leader
+        self._led: dict[tuple[int, bytes], tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
         # rows of leaders, with predecessors, and of all states
         self._leading: dict[_Moves, dict[int, tuple[NDArray[np.float64], NDArray[np.int32]]]] = {}
         self._rows: dict[_Moves, dict[int, NDArray[np.float64]]] = {}
@@ -169,7 +169,8 @@ class Resharder:
         if len(self.sizes) <= 2:
             distance, before = self._swept(key)
             return distance[state], before[state]
-        leader, names = self._leader(key, state)
+        leaders, names_in = self._leaders(key)
+        leader, names = int(leaders[state]), tuple(names_in[state].tolist())
         if leader not in self._leading.get(key, {}):
             self._fill(key, (state,))
         distance, before = self._leading[key][leader]
@@ -179,29 +180,27 @@ class Resharder:
 
     def _fill(self, key: _Moves, states: Sequence[int]) -> None:
         """The rows of these states: those that differ in the names of equal dims alone are found once."""
-        led = [self._leader(key, s) for s in states]
+        leaders, names_in = self._leaders(key)
+        led, names = leaders[list(states)].tolist(), names_in[list(states)].tolist()
         leading = self._leading.setdefault(key, {})
-        missing = [s for s in dict.fromkeys(leader for leader, _ in led) if s not in leading]
+        missing = [s for s in dict.fromkeys(led) if s not in leading]
         if missing:
             distances, before = dijkstra(self._graph(key), indices=np.array(missing), return_predecessors=True)
             leading.update(zip(missing, zip(distances, before, strict=True), strict=True))
         space, rows = self.space(key[0]), self._rows.setdefault(key, {})
-        for s, (leader, names) in zip(states, led, strict=True):
+        for s, leader, called in zip(states, led, names, strict=True):
             row = leading[leader][0]
-            rows[s] = row if s == leader else row[space.renamed(_inverse(names))]
+            rows[s] = row if s == leader else row[space.renamed(_inverse(tuple(called)))]
 
-    def _leader(self, key: _Moves, state: int) -> tuple[int, tuple[int, ...]]:
-        """`LayoutSpace.leader`, of the dims that may be split alike."""
-        classes = self._classes.get(key[:2])
-        if classes is None:
+    def _leaders(self, key: _Moves) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """`LayoutSpace.leaders`, of the dims that may be split alike."""
+        found = self._led.get(key[:2])
+        if found is None:
             space, mask = self.space(key[0]), np.frombuffer(key[1], np.bool_)
             alone = [(space.splits > 1).sum(axis=1) == (space.splits[:, d] > 1) for d in range(key[0])]
             kinds = [mask[alone[d] & (space.splits[:, d] > 1)].tobytes() for d in range(key[0])]
-            classes = self._classes[key[:2]] = tuple(kinds.index(kind) for kind in kinds)
-        led = self._led.setdefault((key[0], classes), {})
-        if state not in led:
-            led[state] = self.space(key[0]).leader(state, classes)
-        return led[state]
+            found = self._led[key[:2]] = space.leaders(tuple(kinds.index(kind) for kind in kinds))
+        return found
 
     def _swept(self, key: _Moves) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
         """`_row` for every state at once, which is cheap where there are few of them."""

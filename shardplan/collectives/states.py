@@ -22,7 +22,11 @@ from typing import Any, Literal, assert_never, get_args
 Collective = Literal["AllReduce", "ReduceScatter", "AllGather", "Reduce", "Broadcast"]
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 _ADDING: tuple[Collective, ...] = ("AllReduce", "ReduceScatter", "Reduce")
-"""They add up what the members of a group hold, where they can."""
+"""They add up what the members of a group hold, who all hold the same chunks."""
+_SPREADING: tuple[Collective, ...] = ("AllGather", "Broadcast")
+"""They need no such thing."""
+_COPYING: tuple[Collective, ...] = ("Broadcast",)
+"""Nor that no two members have anything in common."""
 Goal = Literal["all_reduce", "reduce_scatter", "all_gather"]
 State = int
 Context = tuple[State, ...]
@@ -71,6 +75,7 @@ class Space:
     """States of ``k`` devices."""
 
     k: int
+    _rows: tuple[State, ...] = field(init=False, repr=False, compare=False)
     _chunks: dict[State, int] = field(default_factory=dict[State, int], init=False, repr=False, compare=False)
     _masks: dict[int, int] = field(default_factory=dict[int, int], init=False, repr=False, compare=False)
     _applied: dict[tuple[Collective, Context], Context | Clash] = field(
@@ -79,6 +84,9 @@ class Space:
     _outcomes: dict[Context, dict[Collective, Context]] = field(
         default_factory=lambda: dict[Any, Any](), init=False, repr=False, compare=False
     )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_rows", tuple(((1 << self.k) - 1) << (r * self.k) for r in range(self.k)))
 
     @property
     def full(self) -> State:
@@ -109,8 +117,10 @@ class Space:
         """The chunks that a state holds anything of, as a bitset of rows."""
         known = self._chunks.get(state)
         if known is None:
-            row = (1 << self.k) - 1
-            known = sum(1 << r for r in range(self.k) if state >> (r * self.k) & row)
+            known = 0
+            for r, row in enumerate(self._rows):
+                if state & row:
+                    known |= 1 << r
             self._chunks[state] = known
         return known
 
@@ -136,12 +146,15 @@ class Space:
         known = self._outcomes.get(states)
         if known is None:
             found: dict[Collective, Context] = {}
-            adds = not isinstance(self._reduce("AllReduce", states), Clash)
-            for collective in COLLECTIVES:
-                if adds or collective not in _ADDING:
-                    after = self._apply(collective, states)
-                    if not isinstance(after, Clash) and after != states:
-                        found[collective] = after
+            count = total = 0
+            for state in states:
+                count, total = count + state.bit_count(), total | state
+            apart = count == total.bit_count()
+            adds = apart and not isinstance(self._reduce("AllReduce", states), Clash)
+            for collective in _ADDING if adds else _SPREADING if apart else _COPYING:
+                after = self._apply(collective, states)
+                if not isinstance(after, Clash) and after != states:
+                    found[collective] = after
             known = self._outcomes[states] = found  # last: an interrupt in between leaves nothing by halves
         return known
 

@@ -21,7 +21,8 @@ Order = tuple[int, ...]
 Groups = tuple[tuple[int, ...], ...]
 _Pattern = tuple[tuple[tuple[int, ...], Callable[[Context], Context]], ...]
 """Groups of devices, each with what picks their states from a context."""
-Move = tuple[Instruction, _Pattern]
+_Moves = Sequence[tuple[_Pattern, tuple[Instruction, ...]]]
+"""Patterns with the instructions that run over them."""
 
 
 def synthesize(depth: int, max_size: int = 5, goal: Goal = "all_reduce", order: Order | None = None) -> tuple[Reduction, ...]:
@@ -50,6 +51,26 @@ def _pattern(among: Groups) -> _Pattern:
     return tuple(found)
 
 
+class _Ends:
+    """What a context has that one step over a pattern may lead from to the end; most contexts have it for no pattern."""
+
+    def __init__(self, end: Context, among: Groups) -> None:
+        inside = {d for group in among for d in group}
+        self._outside = [(d, state) for d, state in enumerate(end) if d not in inside]
+        # what is added up, gathered or scattered is parts of one whole, what is copied the first member's
+        self._groups = [
+            (members, (end[group[0]], sum(end[d] for d in group)), end[group[0]]) for group, members in _pattern(among)
+        ]
+
+    def near(self, context: Context) -> bool:
+        """Whether one step may lead from here to the end."""
+        for members, wholes, first in self._groups:
+            states = members(context)
+            if states[0] != first and sum(states) not in wholes:
+                return False
+        return all(context[d] == state for d, state in self._outside)
+
+
 class Walks:
     """The graph of contexts of a shape, built as it is walked. # contexts are shared by all walks that meet in them"""
 
@@ -62,12 +83,15 @@ class Walks:
         # an instruction's collective, and its groups on this shape
         found = ((step, groups(shape, step)) for step in instructions(len(shape)))
         patterns: dict[Groups, _Pattern] = {}
-        self.moves = tuple((step, patterns.setdefault(among, _pattern(among))) for step, among in found if among)
+        rows = ((patterns.setdefault(among, _pattern(among)), step) for step, among in found if among)
+        self._moves: _Moves = [(among, tuple(s for _, s in same)) for among, same in itertools.groupby(rows, itemgetter(0))]
         self._next: dict[Context, tuple[tuple[Instruction, Context], ...]] = {}
         self._walks: dict[tuple[Context, int], tuple[tuple[Instruction, ...], ...]] = {}
         # a Reduce leaves members empty: it ends no program; a scatter ends only a scattered goal
         last = {"all_reduce": ("AllReduce", "AllGather", "Broadcast"), "all_gather": ("AllGather", "Broadcast")}
-        self._last = last.get(goal, ("ReduceScatter", "AllReduce", "AllGather", "Broadcast"))
+        ending = last.get(goal, ("ReduceScatter", "AllReduce", "AllGather", "Broadcast"))
+        steps = ((among, tuple(s for s in steps if s.collective in ending)) for among, steps in self._moves)
+        self._last = [(among, steps, _Ends(self.end, tuple(group for group, _ in among))) for among, steps in steps]
 
     def of_size(self, size: int) -> Iterator[tuple[Instruction, ...]]:
         """The walks of exactly this many steps."""
@@ -81,17 +105,15 @@ class Walks:
         """Every step that is right in a context, and the context after it."""
         known = self._next.get(context)
         if known is None:
-            known = self._next[context] = tuple(self._expand(context, self.moves))
+            known = self._next[context] = tuple(self._expand(context, self._moves))
         return known
 
-    def _expand(self, context: Context, moves: Sequence[Move]) -> Iterator[tuple[Instruction, Context]]:
-        met: _Pattern = ()
-        found: Mapping[Collective, Context] = {}
-        for step, among in moves:
-            if among is not met:  # the collectives over one pattern follow each other
-                met, found = among, self._outcomes(context, among)
-            if step.collective in found:
-                yield step, found[step.collective]
+    def _expand(self, context: Context, moves: _Moves) -> Iterator[tuple[Instruction, Context]]:
+        for among, steps in moves:
+            found = self._outcomes(context, among)
+            for step in steps:
+                if step.collective in found:
+                    yield step, found[step.collective]
 
     def _outcomes(self, context: Context, among: _Pattern) -> Mapping[Collective, Context]:
         """The context after each collective among these groups that is right in all of them: `advance`, for all at once."""
@@ -125,7 +147,7 @@ class Walks:
     def _one_step(self, context: Context) -> Iterator[tuple[Instruction, ...]]:
         if context in self._next:
             return ((step,) for step, after in self._next[context] if after == self.end)
-        moves = [m for m in self.moves if m[0].collective in self._last]
+        moves = [(among, steps) for among, steps, ends in self._last if ends.near(context)]
         return ((step,) for step, after in self._expand(context, moves) if after == self.end)
 
     def _more_steps(self, context: Context, size: int) -> Iterator[tuple[Instruction, ...]]:

@@ -138,7 +138,7 @@ class LayoutSpace:
         Those from states that differ in the names of dims alone are found once.
         """
         led, called = self.leaders((0,) * self.rank)
-        mine = sorted(set(led.tolist()))
+        mine: list[int] = sorted(set(led.tolist()))
         at = np.searchsorted(mine, led)
         roles, places, codes, fraction, of = self._moves([self.states[leader] for leader in mine])
         counts = np.bincount(of, minlength=len(mine))

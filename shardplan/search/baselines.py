@@ -9,21 +9,23 @@ with the best version of each, and each moves the bytes that its name stands for
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from shardplan.search.coarsen import FREE, Variable
 from shardplan.search.examples import Examples, follow
 from shardplan.search.graph import Node
 from shardplan.search.megatron import sides
-from shardplan.search.options import Cuts
+from shardplan.search.options import Cuts, Groups
 from shardplan.search.pricing import Domain, Limits
 from shardplan.search.problem import Problem
 from shardplan.tdl import Description, cut
 from shardplan.tdl.index import loops_of
 
-Dims = tuple[tuple[int, ...], ...]
 Sides = Mapping[int, frozenset[int]]
 
 _NONE = frozenset[int]()
@@ -99,14 +101,29 @@ def baselines(problem: Problem) -> tuple[Restriction, ...]:
     return tuple(f for f in examined(problem) if isinstance(f, Restriction))
 
 
-def examined(problem: Problem, *, parts: int = 0, limited: bool = True) -> tuple[Restriction | LeftOut, ...]:
-    """Every baseline of at least so many parts, or why there is none; if not ``limited``, for its layouts alone."""
-    recipes = [r for r in _recipes(problem.sizes) if len(r.parts) >= parts]
+def groupings(count: int) -> tuple[Groups, ...]:
+    """The ways to part the factors in two: slower ones, and faster ones."""
+    every = tuple(range(count))
+    return tuple((every[:i], every[i:]) for i in range(1, count))
+
+
+def alike(parts: Groups, count: int) -> Groups:
+    """The factors that a baseline of these parts treats alike: one that has no parts does so with all but the last."""
+    return parts if len(parts) > 1 else groupings(count)[-1]
+
+
+def examined(problem: Problem, *, beside: Collection[Groups] = (), limited: bool = True) -> tuple[Restriction | LeftOut, ...]:
+    """Every baseline that treats factors alike in another way than ``beside``, or why there is none.
+
+    If not ``limited``, for its layouts alone.
+    """
+    count = len(problem.sizes)
+    recipes = [r for r in _recipes(problem.sizes) if not beside or alike(r.parts, count) not in beside]
     graph = problem.graph
     state = {i for i in graph.feedback if i is not None}
     given = [t for i, t in enumerate(graph.inputs) if i not in state and problem.coarse.of[t] != FREE]
     examples, known = follow(graph, given), sides(graph, problem.coarse)
-    habits = _Habits(examples, known, _loops(problem, examples, known))
+    habits = _Habits(examples, known, _loops(problem, examples, known) if limited else {})
     return tuple(_make(problem, habits, recipe, limited=limited) for recipe in recipes)
 
 
@@ -146,21 +163,27 @@ def _make(problem: Problem, habits: _Habits, recipe: _Recipe, *, limited: bool) 
     state = {i for i in graph.feedback if i is not None}
     said: set[int] = set()
     split_batch = False
+    held: dict[tuple[int, Domain, _Held], Domain] = {}
     for i, t in enumerate(graph.inputs):
         v = coarse.of[t]
         if v == FREE:
             continue
         said.add(v)
+        domain = domains[v]
         if i in state:
-            found = _state(problem, v, domains[v], recipe, habits.sides.get(t), parameter=t in coarse.parameters)
-            if not found:
+            kind = _Held(_is_matrix(problem, v), t in coarse.parameters, habits.sides.get(t))
+            key = (len(coarse.variables[v].shape), domain, kind)
+            if key not in held:
+                held[key] = _picked(domain, kind.allows(_roles(problem, v, domain), recipe, problem.sizes))
+            if not held[key]:
                 ways, path = math.prod(problem.sizes[f] for f in recipe.tensor), graph.input_paths[i]
                 return LeftOut(recipe.name, f"{path} {graph.tensors[t].shape} divides by {ways} along no dim that it may")
-            domains[v] = found
+            domains[v] = held[key]
         else:
-            batch = _keep(problem, v, domains[v], lambda dims: _batch(dims, recipe.data))
+            roles = _roles(problem, v, domain)
+            batch = _picked(domain, np.all(roles == np.where(_mask(recipe.data, roles), 0, -1), axis=1))
             split_batch = split_batch or bool(batch and recipe.data)
-            domains[v] = batch or _keep(problem, v, domains[v], lambda dims: not any(dims))
+            domains[v] = batch or _picked(domain, np.all(roles < 0, axis=1))
     if recipe.data and not split_batch:
         ways = math.prod(problem.sizes[f] for f in recipe.data)
         return LeftOut(recipe.name, f"no leading dim of the data divides by {ways}")
@@ -168,10 +191,10 @@ def _make(problem: Problem, habits: _Habits, recipe: _Recipe, *, limited: bool) 
     for variable in coarse.variables:
         if variable.id not in said:
             domain, rule = domains[variable.id], _rule(problem, habits, recipe, variable)
-            key = (len(variable.shape), domain, rule)
-            if key not in memo:
-                memo[key] = _keep(problem, variable.id, domain, rule.allows) or domain
-            domains[variable.id] = memo[key]
+            lying = (len(variable.shape), domain, rule)
+            if lying not in memo:
+                memo[lying] = _picked(domain, rule.allows(_roles(problem, variable.id, domain))) or domain
+            domains[variable.id] = memo[lying]
     limits = _limits(problem, habits, recipe) if limited else Limits()
     return Restriction(recipe.name, tuple(domains), limits, bool(recipe.shard), recipe.parts)
 
@@ -243,20 +266,20 @@ class _Rule:
     weight: Literal["", "matrix", "other"] = ""
     side: frozenset[int] | None = None
 
-    def allows(self, dims: Dims) -> bool:
-        """Whether a value may lie so."""
-        used = _used(dims)
+    def allows(self, roles: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """[S]: whether a value may lie so, from `LayoutSpace.roles` [S, factors]."""
+        split, found = roles >= 0, np.ones(len(roles), np.bool_)
+        over, data = _mask(self.tensor, roles), _mask(self.data, roles)
         if not self.data and not self.tensor:
-            return not used
-        if self.weight == "matrix":
-            return used == self.tensor and _along(dims, self.tensor, self.side)
+            return np.all(~split, axis=1)
         if self.weight:
-            return used <= self.tensor
-        if any(self.tensor & set(dims[d]) for d in self.barred):
-            return False
-        if self.batch is None:
-            return True
-        return all(self.data & set(fs) == (self.data if d == self.batch else _NONE) for d, fs in enumerate(dims))
+            found = np.all(~split[:, ~over], axis=1)
+            return found & _along(roles, over, self.side) if self.weight == "matrix" else found
+        if self.barred:
+            found &= ~np.isin(roles[:, over], list(self.barred)).any(axis=1)
+        if self.batch is not None:
+            found &= (roles[:, data] == self.batch).all(axis=1)
+        return found
 
 
 def _rule(problem: Problem, habits: _Habits, recipe: _Recipe, variable: Variable) -> _Rule:
@@ -273,51 +296,58 @@ def _rule(problem: Problem, habits: _Habits, recipe: _Recipe, variable: Variable
     return _Rule(data, tensor, batch, barred)
 
 
-def _keep(problem: Problem, v: int, domain: Domain, wanted: Callable[[Dims], bool]) -> Domain:
-    space = problem.resharder.space(len(problem.coarse.variables[v].shape))
-    return tuple(s for s in domain if wanted(space.states[s][0][:-1]))
+def _roles(problem: Problem, v: int, domain: Domain) -> NDArray[np.int64]:
+    """`LayoutSpace.roles` of these states."""
+    return problem.resharder.space(len(problem.coarse.variables[v].shape)).roles[list(domain)]
 
 
-def _batch(dims: Dims, over: tuple[int, ...]) -> bool:
-    return dims[0] == over and not any(dims[1:])
+def _picked(domain: Domain, wanted: NDArray[np.bool_]) -> Domain:
+    return tuple(s for s, is_wanted in zip(domain, wanted.tolist(), strict=True) if is_wanted)
 
 
 def _is_matrix(problem: Problem, v: int) -> bool:
     return len([d for d in problem.coarse.variables[v].shape if d > 1]) >= 2
 
 
-def _state(problem: Problem, v: int, domain: Domain, recipe: _Recipe, side: frozenset[int] | None, *, parameter: bool) -> Domain:
-    """Layouts of a parameter or of optimizer state: over ``shard`` (and ``zero``) and, a matrix in use, ``tensor``.
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What a parameter or optimizer state is to a recipe: whether it is a matrix, whether a parameter, which side may be cut."""
 
-    Exactly that, each of the two groups along one dim, as one would write it by hand; else the nearest that divides. Vectors, and
-    the moments of a matrix, may be split over ``tensor`` or not. Empty where a matrix divides by no tensor factor.
-    """
-    space = problem.resharder.space(len(problem.coarse.variables[v].shape))
-    over = {*recipe.shard, *(recipe.zero if not parameter else ())}
-    along = set(recipe.tensor) if parameter and _is_matrix(problem, v) else set[int]()
-    loose = set(recipe.tensor) - along
+    matrix: bool
+    parameter: bool
+    side: frozenset[int] | None
 
-    def used(s: int) -> set[int]:
-        return set(_used(space.states[s][0]))
+    def allows(self, roles: NDArray[np.int64], recipe: _Recipe, sizes: Sequence[int]) -> NDArray[np.bool_]:
+        """[S]: whether it may lie so: over ``shard`` (and ``zero``) and, a matrix in use, ``tensor``.
 
-    def sided(s: int) -> bool:
-        return not along or _along(space.states[s][0], along, side)
+        Exactly that, each of the two groups along one dim, as one would write it by hand; else the nearest that divides. Vectors,
+        and the moments of a matrix, may be split over ``tensor`` or not. Nowhere where a matrix divides by no tensor factor.
+        """
+        split = roles >= 0
+        tensor = _mask(recipe.tensor, roles)
+        over = _mask(recipe.shard if self.parameter else (*recipe.shard, *recipe.zero), roles)
+        along = tensor if self.parameter and self.matrix else np.zeros_like(tensor)
+        loose = tensor & ~along
+        sided = _along(roles, along, self.side) if along.any() else np.ones(len(roles), np.bool_)
+        exact = sided & ((split & ~loose) == over | along).all(axis=1)
+        if over.any():
+            exact &= _along(roles, over, None)
+        if along.any() and not exact.any():
+            return sided & ((split & ~loose) == along).all(axis=1)
+        if exact.any() or along.any():
+            return exact
+        possible = ~(split & ~(over | loose)).any(axis=1)
+        parts = np.where(split & over, np.array(sizes), 1).prod(axis=1)
+        return possible & (parts == parts[possible].max(initial=1))
 
-    def by_hand(s: int) -> bool:
-        return sided(s) and (not over or _along(space.states[s][0], over, None))
 
-    exact = tuple(s for s in domain if used(s) - loose == over | along and by_hand(s))
-    if exact or along:
-        return exact or tuple(s for s in domain if used(s) - loose == along and sided(s))
-    parts = {s: math.prod(problem.sizes[f] for f in used(s) & over) for s in domain if used(s) <= over | loose}
-    most = max(parts.values(), default=1)
-    return tuple(s for s, n in parts.items() if n == most)
+def _mask(of: Sequence[int] | Set[int], roles: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """[factors]: which of them these are."""
+    return np.array([f in of for f in range(roles.shape[1])], np.bool_)
 
 
-def _used(dims: Dims) -> Set[int]:
-    return {f for d in dims for f in d}
-
-
-def _along(dims: Dims, factors: Set[int], side: frozenset[int] | None) -> bool:
-    """Whether one dim (of ``side``, where that is known) is split over all these factors."""
-    return any(factors <= set(fs) and (side is None or d in side) for d, fs in enumerate(dims))
+def _along(roles: NDArray[np.int64], factors: NDArray[np.bool_], side: frozenset[int] | None) -> NDArray[np.bool_]:
+    """[S]: whether one dim (of ``side``, where that is known) is split over all these factors, one at least."""
+    own = roles[:, factors]
+    found = (own == own[:, :1]).all(axis=1) & (own[:, 0] >= 0)
+    return found if side is None else found & np.isin(own[:, 0], list(side))

@@ -41,7 +41,7 @@ def follow(graph: Graph, inputs: Sequence[int]) -> Examples:
         batch[t] = 0 if rank else None
         data[t] = set(range(rank - features))
     changed = True
-    while changed:  # once for straight programs, again for what loops carry around
+    while changed:  # again for what loops carry around
         changed = False
         for node in graph.nodes:
             for t, dim, is_batch in _through(node, batch, data):
@@ -51,6 +51,7 @@ def follow(graph: Graph, inputs: Sequence[int]) -> Examples:
                 if 0 <= dim - link.lift < len(graph.tensors[link.target].shape):
                     is_batch = batch[link.source] == dim
                     changed |= _mark(link.target, dim - link.lift, is_batch, batch, data)
+        changed &= bool(graph.links)  # ops follow those that they read
     return Examples(tuple(batch), tuple(frozenset(d) for d in data))
 
 

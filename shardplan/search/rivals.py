@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from shardplan.search.baselines import LeftOut, Restriction, examined
+from shardplan.search.baselines import LeftOut, Restriction, alike, examined
 from shardplan.search.heuristics import heuristics
 from shardplan.search.options import Groups
 from shardplan.search.pricing import Domain
@@ -50,17 +50,13 @@ class Rivals:
         found = [r for r in self.restrictions if r.limits.groups not in spaces]
         return tuple(s for r in found for s in self._solved(r))
 
-    def reach(self, domains: Sequence[Domain], spaces: Mapping[Groups, Sequence[Domain]]) -> tuple[Domain, ...] | None:
+    def reach(self, domains: Sequence[Domain], spaces: Collection[Groups]) -> tuple[Domain, ...]:
         """For each variable the layouts in these domains that any baseline outside the spaces gives it.
 
-        The best of all assignments of these is no slower than any of these baselines. None where the spaces are not all layouts
-        that part the factors in two: then there are too many.
+        The best of all assignments of these is no slower than any of these baselines.
         """
-        problem = self._solver.problem
-        if not problem.sizes[2:] or not spaces.keys() >= set(groupings(len(problem.sizes))):
-            return None
         found = [set[int]() for _ in domains]
-        for r in examined(problem, parts=3, limited=False):
+        for r in examined(self._solver.problem, beside=spaces, limited=False):
             if isinstance(r, Restriction):
                 agreeing = [set(mine) & set(own) for mine, own in zip(self._joined(r).domains, domains, strict=True)]
                 if all(agreeing):
@@ -75,7 +71,7 @@ class Rivals:
         problem = self._solver.problem
         if len(problem.sizes) <= 2:
             return r
-        groups = r.parts if len(r.parts) > 1 else groupings(len(problem.sizes))[-1]
+        groups = alike(r.parts, len(problem.sizes))
         free = problem.together(problem.domains, groups)
         return replace(r, domains=problem.together(r.domains, groups, free), limits=replace(r.limits, groups=groups))
 
@@ -130,9 +126,3 @@ def _by_levels(solver: Solver, r: Restriction) -> tuple[Solution, float]:
         if priced <= cost:
             states, cost = found, priced
     return states, cost
-
-
-def groupings(count: int) -> tuple[Groups, ...]:
-    """The ways to part the factors in two: slower ones, and faster ones."""
-    every = tuple(range(count))
-    return tuple((every[:i], every[i:]) for i in range(1, count))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from shardplan.search import memory
 from shardplan.search.anytime import Incumbent, Observer, OutOfTimeError, Stopped, Watch
+from shardplan.search.baselines import groupings
 from shardplan.search.bound import WORK, Bound
 from shardplan.search.limit import Descent
 from shardplan.search.options import Groups
@@ -21,7 +22,7 @@ from shardplan.search.premise import everything_cut, everything_split
 from shardplan.search.pricing import Domain, Limits
 from shardplan.search.problem import Problem
 from shardplan.search.recursion import recurse
-from shardplan.search.rivals import Rivals, groupings
+from shardplan.search.rivals import Rivals
 from shardplan.search.solver import Solution, Solver
 
 LONG_ENTRIES = 50_000_000
@@ -91,14 +92,14 @@ def search(
 
 @dataclass(frozen=True, slots=True)
 class _Free:
-    """What is found where memory has no limit: the best, what every plan costs at least, where another search may begin, and
-    other plans. ``wide``: the joint tables are too large to be solved again and again.
+    """What is found where memory has no limit: the best, what every plan costs at least, other plans, and (``levels``) where
+    another search may begin. ``wide``: the joint tables are too large to be solved again and again.
     """
 
     best: Solution
     known_s: float
-    starts: Sequence[Solution]
     others: Sequence[Solution]
+    levels: _Levels | None
     wide: bool
 
     @property
@@ -118,7 +119,8 @@ def _searched(solver: Solver, rivals: Rivals, limit: int, pinned: Sequence[Domai
     if not best.fits(limit):
         watch.tell("memory", 0.7)
         again = free.exact and not free.wide
-        candidates += (found := Descent(solver, rivals, domains, best, free.starts, again, watch).within(limit))
+        starts = free.levels.every() if free.levels is not None else []
+        candidates += (found := Descent(solver, rivals, domains, best, starts, again, watch).within(limit))
         smallest = None if any(s.fits(limit) for s in candidates) else found[-1]
     chosen = next((s for s in sorted(candidates, key=lambda s: s.seconds) if s.fits(limit)), smallest)
     assert chosen is not None
@@ -156,19 +158,40 @@ def _unlimited(
         watch.incumbent.least_s = known_s
         if known_s >= best.seconds:
             watch.tell("search", 0.4)
-            return _Free(best, known_s, (), (), wide)
+            return _Free(best, known_s, (), None, wide)
         joint = [best]
-    starts, spaces = _starts(solver, domains, pinned, watch)
-    others = [*starts, *joint]
-    if all(math.isinf(s.seconds) for s in others):
-        others.append(_first(solver, domains))
-    reach = rivals.reach(domains, spaces)
-    if reach is None or solver.order(near(solver.problem, domains, _fastest(others), reach)).largest > JOINT_ENTRIES:
-        reach = ()
-        others += rivals.seeds(domains, limit, spaces)
+    levels = _Levels(solver, domains, pinned, watch)
+    best = _reached(solver, rivals, levels, watch)
+    if best is None:
+        others = [*levels.every(), *joint]
+        if all(math.isinf(s.seconds) for s in others):
+            others.append(_first(solver, domains))
+        others += rivals.seeds(domains, limit, levels.spaces)
+        watch.tell("search", 0.4)
+        best = polish(solver, domains, _fastest(others), watch)
+    else:
+        others = levels.solved
+    return _Free(best, known_s, others, levels, wide)
+
+
+def _reached(solver: Solver, rivals: Rivals, levels: _Levels, watch: Watch) -> Solution | None:
+    """With three factors and more: the best over one grouping, polished so that no baseline is better.
+
+    Only where that gained anything the other groupings are solved, too. None where the tables of that would be too large.
+    """
+    if not levels.spaces:
+        return None
+    groups = list(levels.spaces)[-1]
+    start, domains = levels.of(groups), levels.domains
+    reach = rivals.reach(domains, (groups,))
+    if solver.order(near(solver.problem, domains, start, reach)).largest > JOINT_ENTRIES:
+        return None
     watch.tell("search", 0.4)
-    best = polish(solver, domains, _fastest(others), watch, also=reach)
-    return _Free(best, known_s, starts, others, wide)
+    best = polish(solver, domains, start, watch, also=reach)
+    if best.states == start.states:
+        return best
+    other = _fastest(levels.every())
+    return best if other.seconds >= best.seconds else polish(solver, domains, other, watch)
 
 
 def _fastest(of: Sequence[Solution]) -> Solution:
@@ -201,16 +224,35 @@ def in_seconds(problem: Problem, outcome: Outcome, donated: frozenset[int]) -> t
     return timed, Outcome(best, rivals, bound, False, smallest, outcome.stopped)
 
 
-def _starts(
-    solver: Solver, domains: Sequence[Domain], pinned: Sequence[Domain], watch: Watch
-) -> tuple[list[Solution], dict[Groups, tuple[Domain, ...]]]:
-    """(the best over each grouping of the factors that solves jointly, else of the recursion; these groupings' layouts)."""
-    spaces = _spaces(solver, domains)
-    starts: list[Solution] = []
-    for groups, space in spaces.items():
-        watch.tell("levels", 0.1)
-        starts.append(solver.unlimited(solver.minimum("plan", space, limits=Limits(groups=groups))[0]))
-    return starts or [recurse(solver, pinned).solution], spaces
+class _Levels:
+    """The best over each grouping of the factors that solves jointly, found when it is first asked for.
+
+    ``spaces`` are these groupings' layouts; where there are none, recursion over the levels takes their place.
+    """
+
+    def __init__(self, solver: Solver, domains: Sequence[Domain], pinned: Sequence[Domain], watch: Watch) -> None:
+        self.domains, self.spaces = domains, _spaces(solver, domains)
+        self._solver, self._pinned, self._watch = solver, pinned, watch
+        self._found: dict[Groups, Solution] = {}
+
+    def of(self, groups: Groups) -> Solution:
+        """The best in which the factors of each group do the same, its ops then cut the best way."""
+        if groups not in self._found:
+            self._watch.tell("levels", 0.1)
+            found, _ = self._solver.minimum("plan", self.spaces[groups], limits=Limits(groups=groups))
+            self._found[groups] = self._solver.unlimited(found)
+        return self._found[groups]
+
+    @property
+    def solved(self) -> list[Solution]:
+        """Those that were asked for."""
+        return list(self._found.values())
+
+    def every(self) -> list[Solution]:
+        """All of them."""
+        if not self.spaces and not self._found:
+            self._found[()] = recurse(self._solver, self._pinned).solution
+        return [self.of(groups) for groups in self.spaces] or self.solved
 
 
 def _spaces(solver: Solver, domains: Sequence[Domain]) -> dict[Groups, tuple[Domain, ...]]:

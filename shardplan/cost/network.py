@@ -29,6 +29,9 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
+_FEW = 1 << 14  # so many counters are kept whether they count anything or not
+
+
 @dataclass(frozen=True, slots=True)
 class _Round:
     """Messages that travel at once: from, to, the group of each, bytes each for one byte of operand, the round's latency."""
@@ -114,7 +117,7 @@ class Network:
 
     def _slopes(self, r: _Round, over: Sequence[int], *, tree: bool) -> Floats:
         """Seconds per byte by level: its busiest link, or a group that drives too few of a link's rails.  # [levels]"""
-        message, link = self.topology.routes(r.source, r.target)
+        message, link = self._routes(r.source, r.target)
         weight = r.weight[message]
         level = self.topology.link_level
         tiers = self.topology.cluster.levels
@@ -127,11 +130,20 @@ class Network:
             if drivers >= tier.rails:
                 continue
             mine = level[link] == index
-            key = link[mine] * (int(r.group.max()) + 1) + r.group[message[mine]]
-            _, slot = np.unique(key, return_inverse=True)
+            groups = int(r.group.max()) + 1
+            slot = link[mine] * groups + r.group[message[mine]]
+            if len(speed) * groups > _FEW:
+                _, slot = np.unique(slot, return_inverse=True)
             load = float(np.bincount(slot, weights=weight[mine]).max(initial=0.0))
             worst[index] = max(worst[index], load * tier.rails / (drivers * tier.bandwidth_bytes_per_s * efficiency[index]))
         return worst
+
+    def _routes(self, source: Ints, target: Ints) -> tuple[Ints, Ints]:
+        """`Topology.routes`: several collectives send along the same."""
+        key = ("routes", source.tobytes(), target.tobytes())
+        if key not in self.memo:
+            self.memo[key] = self.topology.routes(source, target)
+        return self.memo[key]
 
     def _even_all_to_all(self, members: Ints, over: Sequence[int]) -> tuple[float, float]:
         """The line of `_all_to_all` without its n * n messages, where all children of a level are alike: no level is a ring."""

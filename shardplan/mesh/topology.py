@@ -106,12 +106,12 @@ class Topology:
             links.append(link)
 
         for index, (tier, below) in enumerate(zip(self.tiers, self._below, strict=True)):
-            passing = np.flatnonzero(meet < index)  # climbs or descends through this level
-            crossing = np.flatnonzero(meet == index)  # between two children of this level
             a, b = source // below, target // below
-            if tier.clockwise is not None:
-                crossing = _around_ring(tier, crossing, a, b, take)
-            via = np.concatenate([passing, crossing])
+            if tier.clockwise is None:
+                via = np.flatnonzero(meet <= index)
+            else:  # between two children of this level, or up or down through it
+                crossing = _around_ring(tier, np.flatnonzero(meet == index), a, b, take)
+                via = np.concatenate([np.flatnonzero(meet < index), crossing])
             if tier.up is not None and tier.down is not None:
                 take(via, tier.up + tier.port(a[via]))
                 take(via, tier.down + tier.port(b[via]))
@@ -126,13 +126,11 @@ class Topology:
     def latencies(self, source: Ints, target: Ints) -> Floats:
         """Seconds before the first byte of each message arrives: the latency of the level where the two meet."""
         meet = self.meeting_level(source, target)
-        result = np.zeros(len(source))
+        result = np.array([*(tier.level.latency_s for tier in self.tiers), 0.0])[meet]
         for index, (tier, below) in enumerate(zip(self.tiers, self._below, strict=True)):
-            at = np.flatnonzero(meet == index)
-            hops = np.ones(len(at))
-            result[at] = tier.level.latency_s
-            if tier.clockwise is None or not len(at):
+            if tier.clockwise is None:
                 continue
+            at = np.flatnonzero(meet == index)
             forward = (target[at] // below - source[at] // below) % tier.level.size
             hops = np.minimum(forward, tier.level.size - forward)
             other = tier.level.also

@@ -31,7 +31,7 @@ from shardplan.tdl import Call, Strategy, cut
 Domain = tuple[int, ...]
 """The states (of the variable's `LayoutSpace`) that a variable may take."""
 
-_CHUNK = 400_000
+_CHUNK = 100_000
 """Numbers that are added up at once: they stay in the cache."""
 
 
@@ -207,16 +207,15 @@ def table_of(columns: Sequence[Costs], known: Sequence[Costs] = ()) -> Costs:
     if len(columns[0]) * math.prod(sizes) > _MANY:
         kept = useful(columns)
         columns = [c[kept] for c in columns]
-    total = np.full(sizes, BIG)
-    step = max(1, _CHUNK // math.prod(sizes))
+    total = np.full((sizes[0], math.prod(sizes[1:])), BIG)
+    step = max(1, _CHUNK // total.size)
     for start in range(0, len(columns[0]), step):
-        costs = np.zeros((), np.int64)
-        for axis, column in enumerate(columns):
-            shape = [-1, *[1] * len(sizes)]
-            shape[axis + 1] = sizes[axis]
-            costs = costs + column[start : start + step].reshape(shape)
-        np.minimum(total, costs.min(axis=0), out=total)
-    return total
+        first, *others = [c[start : start + step] for c in columns]
+        rest = np.zeros((len(first), 1), np.int64)
+        for c in reversed(others):  # so that long rows are added up
+            rest = (c[:, :, None] + rest[:, None, :]).reshape(len(c), -1)
+        np.minimum(total, (first[:, :, None] + rest[:, None, :]).min(axis=0), out=total)
+    return total.reshape(sizes)
 
 
 def useful(columns: Sequence[Costs]) -> NDArray[np.int64]:

@@ -191,7 +191,7 @@ def _reached(solver: Solver, rivals: Rivals, levels: _Levels, watch: Watch) -> S
     if best.states == start.states:
         return best
     other = _fastest(levels.every())
-    return best if other.seconds >= best.seconds else polish(solver, domains, other, watch)
+    return best if other is start else _fastest([best, polish(solver, domains, other, watch)])
 
 
 def _fastest(of: Sequence[Solution]) -> Solution:

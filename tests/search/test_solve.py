@@ -17,10 +17,10 @@ import shardplan
 from models import gpt, mlp, wresnet
 from shardplan.mesh import Cluster
 from shardplan.search import Problem, memory, polish, solve
-from shardplan.search.baselines import baselines
-from shardplan.search.pricing import Domain
+from shardplan.search.baselines import baselines, groupings
+from shardplan.search.pricing import Domain, Limits
 from shardplan.search.recursion import recurse
-from shardplan.search.rivals import Rivals, groupings
+from shardplan.search.rivals import Rivals
 from shardplan.search.solve import Outcome
 from shardplan.search.solver import Solution, Solver
 from tests.search import steps
@@ -125,6 +125,25 @@ def test_a_search_over_three_levels_ends_below_every_baseline(seeded: bool, monk
         assert outcome.best.seconds <= b.seconds
 
 
+@pytest.mark.parametrize(("shape", "solved"), [("2x2x2", 1), ("4x4x4", 2)])
+def test_other_groupings_of_levels_are_solved_where_polishing_the_first_gained(shape: str, solved: int) -> None:
+    step, args = gpt.train_step(layers=1, batch=64, width=1024, sequence=512)
+    problem = steps.problem(step, *args, on=Cluster.load(shape))
+    told: list[str] = []
+    outcome = searched(problem, observer=lambda what, _: told.append(what))
+    assert told.count("levels") == solved
+    solver = Solver(problem, memory.liveness(problem))
+    rivals = Rivals(solver)
+    polished: list[float] = []
+    for groups in groupings(3):
+        start = solver.minimum("plan", problem.together(problem.domains, groups), limits=Limits(groups=groups))[0]
+        reach = rivals.reach(problem.domains, (groups,))
+        polished.append(polish.polish(solver, problem.domains, solver.unlimited(start), also=reach).seconds)
+    assert outcome.best.seconds <= min(polished) * (1 + 1e-3)
+    assert outcome.best.seconds <= polished[-1]
+    assert (outcome.best.seconds < polished[-1]) == (solved > 1)
+
+
 @pytest.mark.parametrize("shape", ["2x4", "2x2x2"])
 def test_two_runs_make_the_same_plan(shape: str) -> None:
     def once() -> dict[str, Any]:
@@ -221,21 +240,19 @@ def test_a_padded_vocabulary_is_split_inside_the_step() -> None:
 @pytest.mark.parametrize(
     "factory", [mlp.train_step(width=2048, batch=512), gpt.train_step(layers=1, batch=16)], ids=["mlp", "gpt"]
 )
-def test_what_begins_anywhere_reaches_the_baselines_of_three_parts(factory: Factory) -> None:
+def test_what_begins_anywhere_reaches_the_baselines_outside_a_space(factory: Factory) -> None:
     problem = steps.problem(factory[0], *factory[1], on=Cluster.load("2x2x2"))
     solver = Solver(problem, memory.liveness(problem))
     rivals = Rivals(solver)
-    reach = rivals.reach(problem.domains, dict.fromkeys(groupings(3), ()))
-    assert reach is not None
+    reach = rivals.reach(problem.domains, groupings(3)[-1:])
     assert any(reach)
     first, _ = solver.minimum("first", [(s,) for s in problem.narrowest(problem.domains)])
     step = polish.near(problem, problem.domains, first, reach)
     assert all(a in d for a, d in zip(first.states, step, strict=True))
     found, _ = solver.minimum("found", step)
-    three = [r for r in rivals.restrictions if len(r.parts) > 2]
-    assert three
-    for r in three:
+    outside = [r for r in rivals.restrictions if r.limits.groups != groupings(3)[-1]]
+    assert {r.limits.groups for r in outside} == {groupings(3)[0], ((0,), (1,), (2,))}
+    for r in outside:
         solution, _ = solver.minimum(r.name, r.domains, regather=r.regather, limits=r.limits)
         assert all(s in d for s, d in zip(solution.states, step, strict=True))
         assert found.seconds <= solution.seconds
-    assert rivals.reach(problem.domains, {}) is None

@@ -68,7 +68,10 @@ class LayoutSpace:
 
     def of_roles(self, roles: NDArray[np.int64]) -> NDArray[np.int64]:
         """[N]: the states in which the factors have these roles [N, factors]: a dim, -1 for none, -2 for partial."""
-        return self._by_roles[(roles + 2) @ (self.rank + 2) ** np.arange(len(self.sizes) - 1, -1, -1)]
+        code = np.zeros(len(roles), np.int64)
+        for column in roles.T:
+            code = code * (self.rank + 2) + column + 2
+        return self._by_roles[code]
 
     @property
     def roles(self) -> NDArray[np.int64]:
@@ -103,8 +106,12 @@ class LayoutSpace:
     @cached_property
     def _by_roles(self) -> NDArray[np.int64]:
         """[(rank + 2) ** factors]: the state of every combination of roles, the first factor's the major digit."""
-        grid = itertools.product(range(-2, self.rank), repeat=len(self.sizes))
-        return np.array([self.index[_state_of(roles, self.rank)] for roles in grid], np.int64)
+        count = len(self.sizes)
+        roles = np.indices((self.rank + 2,) * count, np.int64).reshape(count, (self.rank + 2) ** count).T - 2
+        places = np.zeros_like(roles)
+        for f in range(count):
+            places[:, f] = ((roles[:, :f] == roles[:, f : f + 1]) & (roles[:, f : f + 1] >= 0)).sum(axis=1)
+        return self._coded(roles, places)
 
     @cached_property
     def stored(self) -> tuple[int, ...]:
@@ -221,11 +228,6 @@ class LayoutSpace:
         """[...]: the states with these roles and places, [..., factors]."""
         codes, states = self._codes
         return states[np.searchsorted(codes, self._code(roles, places))]
-
-
-def _state_of(roles: Sequence[int], rank: int) -> State:
-    dims = tuple(tuple(f for f, r in enumerate(roles) if r == d) for d in range(rank + 1))
-    return dims, tuple(f for f, r in enumerate(roles) if r == -2)
 
 
 def _repeated(what: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -109,27 +109,26 @@ def nbytes(shape: tuple[int, ...], dtype: str) -> int:
     return math.prod(shape) * itemsize(dtype)
 
 
-def options(signature: Signature, resharder: Resharder, device: Device | None, *, late: Late | None = None) -> Options:
+def options(
+    signature: Signature, resharder: Resharder, device: Device | None, *, late: Late | None = None, memo: Memo | None = None
+) -> Options:
     """All composite strategies of a signature; if it is ``late``, those too that hand partial sums on. No device: no compute.
 
-    The loops of the factors vary like the digits of a number, the fastest factor's first.
+    The loops of the factors vary like the digits of a number, the fastest factor's first. ``memo`` keeps what signatures whose
+    loops cut them alike share, on this resharder.
     """
     call = signature.call
     cuts = _Cuts(signature, resharder, late)
-    over, at = cuts.tried.over, cuts.tried.at
     made = [cuts.made(code, ways) for code, ways in cuts.tried.cuts]
-    inside = len(call.operands)
-    places = np.array([m.places for m in made], np.int64).reshape(len(made), inside + len(call.results))
-    legal = np.all(np.array([m.legal for m in made], np.bool_)[at], axis=1) & ~_clash(cuts.tried.codes, places[at])
-    at, over, codes = at[legal], over[legal], cuts.tried.codes[legal]
-    bits = _bits(over.shape[1])
-    first = (over & (2 * bits - 1)) == bits  # each loop's slowest factor stands for all of its factors
-    roles = places[at]  # [strategies, factors, operands and results]
-    needs = _states([resharder.space(len(s)) for s in call.operands], roles[..., :inside])
-    gives = _states([resharder.space(len(s)) for s in call.results], roles[..., inside:])
-    held = _holdable(resharder, (*call.operands, *call.results), np.concatenate([needs, gives], axis=1))
-    at, over, codes, first = at[held], over[held], codes[held], first[held]
-    needs, gives = needs[held], gives[held]
+    shapes = (*call.operands, *call.results)
+    key = cuts.tried, tuple(map(len, shapes)), tuple((m.legal, m.places) for m in made)
+    memo = {} if memo is None else memo
+    if key not in memo:
+        memo[key] = _combined(cuts.tried, [resharder.space(len(s)) for s in shapes], made)
+    every = memo[key]
+    held = _holdable(resharder, shapes, every.states)
+    at, over, codes, first = every.at[held], every.over[held], every.codes[held], every.first[held]
+    needs, gives = np.split(every.states[held], [len(call.operands)], axis=1)
     halo_s = np.zeros(len(at))
     if any(m.halos for m in made):
         halo_s += np.sum(_halos_s(call, resharder, made)[at, over], axis=1, where=first)
@@ -144,6 +143,29 @@ def options(signature: Signature, resharder: Resharder, device: Device | None, *
         halo_s,
         np.all(_numbers(m.even for m in made)[at] > 0, axis=1),
     )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Combined:
+    """Composite strategies, a row each: as `_Tried`, and which factors are the slowest of their loop ([strategies, factors]); the
+    states of all operands and results [strategies, tensors].
+    """
+
+    codes: NDArray[np.int64]
+    over: NDArray[np.int64]
+    at: NDArray[np.int64]
+    first: NDArray[np.bool_]
+    states: NDArray[np.int64]
+
+
+def _combined(tried: _Tried, spaces: Sequence[LayoutSpace], made: Sequence[_Made]) -> _Combined:
+    """The assignments of loops to factors in which every cut is legal, and no two split the same dim of a tensor."""
+    places = np.array([m.places for m in made], np.int64).reshape(len(made), len(spaces))
+    legal = np.all(np.array([m.legal for m in made], np.bool_)[tried.at], axis=1) & ~_clash(tried.codes, places[tried.at])
+    at, over, codes = tried.at[legal], tried.over[legal], tried.codes[legal]
+    bits = _bits(over.shape[1])
+    first = (over & (2 * bits - 1)) == bits  # each loop's slowest factor stands for all of its factors
+    return _Combined(codes, over, at, first, _states(spaces, places, at))
 
 
 def _numbers(values: Iterable[float]) -> NDArray[np.float64]:
@@ -228,6 +250,10 @@ def _role(place: Placement) -> int:
             return -1
 
 
+Memo = dict[tuple["_Tried", tuple[int, ...], tuple[tuple[bool, tuple[int, ...]], ...]], "_Combined"]
+"""Composite strategies by what was tried, the ranks of the tensors, and how each cut lays them."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Tried:
     """Every assignment of loops, by code, to factors: [assignments, factors], one empty row where there are no factors.
@@ -279,10 +305,16 @@ def _clash(codes: NDArray[np.int64], roles: NDArray[np.int64]) -> NDArray[np.boo
     return found
 
 
-def _states(spaces: Sequence[LayoutSpace], roles: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[strategies, tensors]: the states in which the factors have these roles, [strategies, factors, tensors]."""
-    columns = [space.of_roles(roles[:, :, i]) for i, space in enumerate(spaces)]
-    return np.stack(columns, axis=1) if columns else np.zeros((len(roles), 0), np.int64)
+def _states(spaces: Sequence[LayoutSpace], places: NDArray[np.int64], at: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[strategies, tensors]: the states where each factor has the role that its cut, ``at`` [strategies, factors], gives it."""
+    found: dict[tuple[int, bytes], NDArray[np.int64]] = {}
+    columns: list[NDArray[np.int64]] = []
+    for space, roles in zip(spaces, places.T, strict=True):
+        key = space.rank, roles.tobytes()
+        if key not in found:
+            found[key] = space.of_roles(roles[at])
+        columns.append(found[key])
+    return np.stack(columns, axis=1) if columns else np.zeros((len(at), 0), np.int64)
 
 
 def _holdable(resharder: Resharder, shapes: Sequence[tuple[int, ...]], states: NDArray[np.int64]) -> NDArray[np.bool_]:

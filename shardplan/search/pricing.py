@@ -17,6 +17,7 @@ from shardplan.search.options import (
     Cuts,
     Groups,
     Late,
+    Memo,
     Options,
     halo_bytes,
     limited,
@@ -85,6 +86,7 @@ class Pricer:
 
     def __init__(self, resharder: Resharder, device: Device | None) -> None:
         self.resharder, self.device = resharder, device
+        self._combined: Memo = {}
         self._options: dict[tuple[int, Allowed | None, Late | None], Options] = {}
         self._halos: dict[tuple[int, tuple[int, ...]], tuple[Step, ...]] = {}
         self._prices: dict[tuple[tuple[int, ...], int, Domain, bool], NDArray[np.float64]] = {}
@@ -94,7 +96,7 @@ class Pricer:
         found = self._options.get((signature.id, allowed, late))
         if found is None:
             if allowed is None:
-                found = options(signature, self.resharder, self.device, late=late)
+                found = options(signature, self.resharder, self.device, late=late, memo=self._combined)
             elif allowed.cuts is not None:
                 # among those that treat factors alike: those that cut the most may treat none so
                 alike = Allowed(groups=allowed.groups) if allowed.groups else None

@@ -47,7 +47,7 @@ def cut(description: Description, loop: int, ways: int, *, pad: bool = False) ->
     if info.whole or ways < 2:
         return None
     pad = pad and info.extent % ways > 0
-    if origin is None:
+    if origin is None or description.elementwise:  # there is little to analyse
         return _cut(description, loop, ways, pad)
     tree = origin.leaf.more.get((loop, pad))
     if tree is None:
@@ -70,7 +70,8 @@ def _cut(description: Description, loop: int, ways: int, pad: bool) -> Strategy 
     if info.extent < ways or (uneven and not pad):
         return None
     operands: list[Placement] = [Replicated() for _ in description.call.operands]
-    regions = _padded_regions(description, loop) if uneven else _regions(description, loop, ways)
+    alone = uneven or description.elementwise
+    regions = _regions_alone(description, loop) if alone else _regions(description, loop, ways)
     if regions is None:
         return None
     for operand, placement in regions.items():
@@ -168,8 +169,8 @@ def _regions(description: Description, loop: int, ways: int) -> dict[int, Placem
     return placements
 
 
-def _padded_regions(description: Description, loop: int) -> dict[int, Placement] | None:
-    """Where the extent does not divide: the dims that the loop indexes alone and in step; None if it is read in any other way."""
+def _regions_alone(description: Description, loop: int) -> dict[int, Placement] | None:
+    """The dims that the loop indexes alone and in step, so that its extent need not divide; None if it is read in any other way."""
     placements: dict[int, Placement] = {}
     for operand, indices in description.accesses:
         dims = [dim for dim, ix in enumerate(indices) if loop in loops_of(ix) and description.call.operands[operand][dim] != 1]

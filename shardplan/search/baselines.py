@@ -8,10 +8,10 @@ with the best version of each, and each moves the bytes that its name stands for
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,10 +81,12 @@ class _Loops:
 
 @dataclass(frozen=True, slots=True)
 class _Habits:
-    """What people look at: which dims come with the data, and which side of a matrix to cut."""
+    """What people look at: of each argument its variable and what it is to them (None: data), of all other variables those of the
+    same rank and domain that are the same to them, of each op its loops.
+    """
 
-    examples: Examples
-    sides: Sides
+    arguments: Sequence[tuple[int, int, _Held | None]]
+    values: Mapping[tuple[int, Domain, _Value], Sequence[int]]
     loops: Mapping[int, _Loops]
 
 
@@ -119,12 +121,26 @@ def examined(problem: Problem, *, beside: Collection[Groups] = (), limited: bool
     """
     count = len(problem.sizes)
     recipes = [r for r in _recipes(problem.sizes) if not beside or alike(r.parts, count) not in beside]
-    graph = problem.graph
-    state = {i for i in graph.feedback if i is not None}
-    given = [t for i, t in enumerate(graph.inputs) if i not in state and problem.coarse.of[t] != FREE]
-    examples, known = follow(graph, given), sides(graph, problem.coarse)
-    habits = _Habits(examples, known, _loops(problem, examples, known) if limited else {})
+    habits = _habits(problem, limited=limited)
     return tuple(_make(problem, habits, recipe, limited=limited) for recipe in recipes)
+
+
+def _habits(problem: Problem, *, limited: bool) -> _Habits:
+    graph, coarse = problem.graph, problem.coarse
+    state = {i for i in graph.feedback if i is not None}
+    given = [(i, t) for i, t in enumerate(graph.inputs) if coarse.of[t] != FREE]
+    examples, known = follow(graph, [t for i, t in given if i not in state]), sides(graph, coarse)
+    arguments: list[tuple[int, int, _Held | None]] = []
+    for i, t in given:
+        held = _Held(_is_matrix(problem, coarse.of[t]), t in coarse.parameters, known.get(t)) if i in state else None
+        arguments.append((i, coarse.of[t], held))
+    said = {v for _, v, _ in arguments}
+    values: dict[tuple[int, Domain, _Value], list[int]] = {}
+    for variable, domain in zip(coarse.variables, problem.domains, strict=True):
+        if variable.id not in said:
+            key = len(variable.shape), domain, _value(problem, examples, known, variable)
+            values.setdefault(key, []).append(variable.id)
+    return _Habits(arguments, values, _loops(problem, examples, known) if limited else {})
 
 
 def _recipes(sizes: Sequence[int]) -> list[_Recipe]:
@@ -158,43 +174,31 @@ def _parts(sizes: Sequence[int], *groups: tuple[int, ...]) -> str:
 
 
 def _make(problem: Problem, habits: _Habits, recipe: _Recipe, *, limited: bool) -> Restriction | LeftOut:
-    graph, coarse = problem.graph, problem.coarse
     domains = list(problem.domains)
-    state = {i for i in graph.feedback if i is not None}
-    said: set[int] = set()
     split_batch = False
-    held: dict[tuple[int, Domain, _Held], Domain] = {}
-    for i, t in enumerate(graph.inputs):
-        v = coarse.of[t]
-        if v == FREE:
-            continue
-        said.add(v)
-        domain = domains[v]
-        if i in state:
-            kind = _Held(_is_matrix(problem, v), t in coarse.parameters, habits.sides.get(t))
-            key = (len(coarse.variables[v].shape), domain, kind)
-            if key not in held:
-                held[key] = _picked(domain, kind.allows(_roles(problem, v, domain), recipe, problem.sizes))
-            if not held[key]:
-                ways, path = math.prod(problem.sizes[f] for f in recipe.tensor), graph.input_paths[i]
-                return LeftOut(recipe.name, f"{path} {graph.tensors[t].shape} divides by {ways} along no dim that it may")
-            domains[v] = held[key]
-        else:
-            roles = _roles(problem, v, domain)
+    memo: dict[tuple[int, Domain, _Held], Domain] = {}
+    for i, v, held in habits.arguments:
+        shape, domain = problem.coarse.variables[v].shape, domains[v]
+        if held is None:
+            roles = _roles(problem, len(shape), domain)
             batch = _picked(domain, np.all(roles == np.where(_mask(recipe.data, roles), 0, -1), axis=1))
             split_batch = split_batch or bool(batch and recipe.data)
             domains[v] = batch or _picked(domain, np.all(roles < 0, axis=1))
+            continue
+        key = len(shape), domain, held
+        if key not in memo:
+            memo[key] = _picked(domain, held.allows(_roles(problem, len(shape), domain), recipe, problem.sizes))
+        if not memo[key]:
+            ways, path = math.prod(problem.sizes[f] for f in recipe.tensor), problem.graph.input_paths[i]
+            return LeftOut(recipe.name, f"{path} {shape} divides by {ways} along no dim that it may")
+        domains[v] = memo[key]
     if recipe.data and not split_batch:
         ways = math.prod(problem.sizes[f] for f in recipe.data)
         return LeftOut(recipe.name, f"no leading dim of the data divides by {ways}")
-    memo: dict[tuple[int, Domain, _Rule], Domain] = {}
-    for variable in coarse.variables:
-        if variable.id not in said:
-            domain, rule = domains[variable.id], _rule(problem, habits, recipe, variable)
-            lying = (len(variable.shape), domain, rule)
-            if lying not in memo:
-                memo[lying] = _picked(domain, rule.allows(_roles(problem, variable.id, domain))) or domain
-            domains[variable.id] = memo[lying]
+    for (rank, domain, value), own in habits.values.items():
+        found = _picked(domain, value.allows(_roles(problem, rank, domain), recipe)) or domain
+        for v in own:
+            domains[v] = found
     limits = _limits(problem, habits, recipe) if limited else Limits()
     return Restriction(recipe.name, tuple(domains), limits, bool(recipe.shard), recipe.parts)
 
@@ -252,57 +256,53 @@ def _weight_loops(node: Node, sides: Sides) -> frozenset[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rule:
-    """Which layouts a value inside the step may have.
-
-    None of ``barred``'s dims over ``tensor``; ``data`` on dim ``batch`` alone, where it has one. Of a weight's copy (``weight``)
-    a matrix lies over all of ``tensor`` on one of its ``side``'s dims, anything else over ``tensor`` at most.
+class _Value:
+    """What a value inside the step is to a recipe: its batch dim, all its dims that come with the data, whether it is a copy of a
+    weight, and of one that is a matrix the side that may be cut.
     """
 
-    data: frozenset[int]
-    tensor: frozenset[int]
     batch: int | None = None
-    barred: frozenset[int] = frozenset()
-    weight: Literal["", "matrix", "other"] = ""
+    data: frozenset[int] = frozenset()
+    weight: bool = False
+    matrix: bool = False
     side: frozenset[int] | None = None
 
-    def allows(self, roles: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """[S]: whether a value may lie so, from `LayoutSpace.roles` [S, factors]."""
-        split, found = roles >= 0, np.ones(len(roles), np.bool_)
-        over, data = _mask(self.tensor, roles), _mask(self.data, roles)
-        if not self.data and not self.tensor:
+    def allows(self, roles: NDArray[np.int64], recipe: _Recipe) -> NDArray[np.bool_]:
+        """[S]: whether it may lie so, from `LayoutSpace.roles` [S, factors].
+
+        None of the data's dims over ``tensor`` (its batch alone, with ``sequence``); ``data`` on the batch dim, where it has one.
+        Of a weight's copy a matrix lies over all of ``tensor`` along its side, anything else over ``tensor`` at most.
+        """
+        split = roles >= 0
+        tensor, data = _mask(recipe.tensor, roles), _mask(recipe.data, roles)
+        if not recipe.data and not recipe.tensor:
             return np.all(~split, axis=1)
         if self.weight:
-            found = np.all(~split[:, ~over], axis=1)
-            return found & _along(roles, over, self.side) if self.weight == "matrix" else found
-        if self.barred:
-            found &= ~np.isin(roles[:, over], list(self.barred)).any(axis=1)
+            found = np.all(~split[:, ~tensor], axis=1)
+            return found & _along(roles, tensor, self.side) if self.matrix and recipe.tensor else found
+        found = np.ones(len(roles), np.bool_)
+        for d in self.data & {self.batch} if recipe.sequence else self.data:
+            found &= np.all(roles[:, tensor] != d, axis=1)
         if self.batch is not None:
-            found &= (roles[:, data] == self.batch).all(axis=1)
+            found &= np.all(roles[:, data] == self.batch, axis=1)
         return found
 
 
-def _rule(problem: Problem, habits: _Habits, recipe: _Recipe, variable: Variable) -> _Rule:
-    data, tensor = frozenset(recipe.data), frozenset(recipe.tensor)
+def _value(problem: Problem, examples: Examples, known: Sides, variable: Variable) -> _Value:
     first = variable.tensors[0]
-    if variable.kind != "stored" and first in problem.coarse.weights and not habits.examples.data[first]:
-        matrix = bool(tensor) and _is_matrix(problem, variable.of)
-        return _Rule(data, tensor, weight="matrix" if matrix else "other", side=habits.sides.get(first) if matrix else None)
-    examples = habits.examples
+    if variable.kind != "stored" and first in problem.coarse.weights and not examples.data[first]:
+        return _Value(weight=True, matrix=_is_matrix(problem, variable.of), side=known.get(first))
     batch = next((examples.batch[t] for t in variable.tensors if examples.batch[t] is not None), None)
-    barred = frozenset[int]().union(*(examples.data[t] for t in variable.tensors))
-    if recipe.sequence:
-        barred &= frozenset({batch})
-    return _Rule(data, tensor, batch, barred)
+    return _Value(batch, frozenset[int]().union(*(examples.data[t] for t in variable.tensors)))
 
 
-def _roles(problem: Problem, v: int, domain: Domain) -> NDArray[np.int64]:
+def _roles(problem: Problem, rank: int, domain: Domain) -> NDArray[np.int64]:
     """`LayoutSpace.roles` of these states."""
-    return problem.resharder.space(len(problem.coarse.variables[v].shape)).roles[list(domain)]
+    return problem.resharder.space(rank).roles[list(domain)]
 
 
 def _picked(domain: Domain, wanted: NDArray[np.bool_]) -> Domain:
-    return tuple(s for s, is_wanted in zip(domain, wanted.tolist(), strict=True) if is_wanted)
+    return tuple(itertools.compress(domain, wanted.tolist()))
 
 
 def _is_matrix(problem: Problem, v: int) -> bool:
@@ -350,4 +350,4 @@ def _along(roles: NDArray[np.int64], factors: NDArray[np.bool_], side: frozenset
     """[S]: whether one dim (of ``side``, where that is known) is split over all these factors, one at least."""
     own = roles[:, factors]
     found = (own == own[:, :1]).all(axis=1) & (own[:, 0] >= 0)
-    return found if side is None else found & np.isin(own[:, 0], list(side))
+    return found if side is None else found & np.any([own[:, 0] == d for d in side], axis=0)

@@ -8,6 +8,7 @@ as the best program. An op may be cut by a different loop on every factor.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -62,6 +63,7 @@ class Problem:
         self._terms: dict[tuple[object, ...], tuple[int, int]] = {}
         self._agreeing: dict[tuple[int, int | None, tuple[int, ...], Domain, bool], Domain] = {}
         self._near: dict[tuple[int, int, Domain], Domain] = {}
+        self._together: dict[tuple[int, Domain, Groups], Domain] = {}
 
     # -- domains ---------------------------------------------------------------------------------------------------
 
@@ -159,15 +161,14 @@ class Problem:
         """Of each domain the states in which the factors of each group do the same; where there is none, ``otherwise``'s (by
         default the whole domain).
         """
-        memo: dict[tuple[int, Domain], Domain] = {}
-        for variable, domain in zip(self.coarse.variables, domains, strict=True):
-            key = len(variable.shape), domain
-            if key not in memo:
-                alike = self.resharder.space(key[0]).alike(groups)
-                memo[key] = tuple(s for s in domain if alike[s])
-        rest = domains if otherwise is None else otherwise
-        rows = zip(self.coarse.variables, domains, rest, strict=True)
-        return tuple(memo[len(v.shape), d] or other for v, d, other in rows)
+        found: list[Domain] = []
+        for variable, domain, rest in zip(self.coarse.variables, domains, otherwise or domains, strict=True):
+            key = len(variable.shape), domain, groups
+            if key not in self._together:
+                alike = self.resharder.space(key[0]).alike(groups)[list(domain)]
+                self._together[key] = tuple(itertools.compress(domain, alike.tolist()))
+            found.append(self._together[key] or rest)
+        return tuple(found)
 
     def local(self, v: int, domain: Domain) -> NDArray[np.float64]:
         """[domain]: the part of a variable's tensors that one device holds in each state."""

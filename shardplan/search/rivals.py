@@ -55,13 +55,16 @@ class Rivals:
 
         The best of all assignments of these is no slower than any of these baselines.
         """
-        found = [set[int]() for _ in domains]
+        memo: dict[tuple[Domain, Domain], frozenset[int]] = {}
+        rows: list[list[frozenset[int]]] = []
         for r in examined(self._solver.problem, beside=spaces, limited=False):
             if isinstance(r, Restriction):
-                agreeing = [set(mine) & set(own) for mine, own in zip(self._joined(r).domains, domains, strict=True)]
-                if all(agreeing):
-                    found = [a | b for a, b in zip(found, agreeing, strict=True)]
-        return tuple(tuple(s for s in domain if s in mine) for domain, mine in zip(domains, found, strict=True))
+                pairs = list(zip(self._joined(r).domains, domains, strict=True))
+                memo.update((pair, frozenset(pair[0]).intersection(pair[1])) for pair in pairs if pair not in memo)
+                rows.append([memo[pair] for pair in pairs])
+        agreeing = [row for row in rows if all(row)]
+        every = [frozenset[int]().union(*each) for each in zip(*agreeing, strict=True)] or [frozenset[int]()] * len(domains)
+        return tuple(tuple(s for s in domain if s in mine) for domain, mine in zip(domains, every, strict=True))
 
     def _joined(self, r: Restriction) -> Restriction:
         """With three factors and more a baseline does the same with the factors of each of its parts.

@@ -170,7 +170,7 @@ def _regions(description: Description, loop: int, ways: int) -> dict[int, Placem
 
 
 def _regions_alone(description: Description, loop: int) -> dict[int, Placement] | None:
-    """The dims that the loop indexes alone and in step, so that its extent need not divide; None if it is read in any other way."""
+    """The dims that a loop indexes alone and in step, so that its extent need not divide; None if it is read in any other way."""
     placements: dict[int, Placement] = {}
     for operand, indices in description.accesses:
         dims = [dim for dim, ix in enumerate(indices) if loop in loops_of(ix) and description.call.operands[operand][dim] != 1]

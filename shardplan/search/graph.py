@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from shardplan.cost import compute
@@ -30,50 +31,47 @@ Where = tuple[tuple[int, int], ...]
 class Signature:
     """What distinct ops share: the call and its description (None: allowed to run whole on every device).
 
-    ``apart``: each device makes this call on its own share.
+    ``apart``: each device makes this call on its own share. ``elementwise``: every operand is read at the result's own index;
+    ``adds``: its result is a sum (or difference) of all that it reads, element by element. ``moves``: it has the elements of its
+    one operand in its result, in other places or in another dtype. ``contracts``: it multiplies and adds up: a product, a
+    convolution.
     """
 
     id: int
     call: Call
     description: Description | None
     apart: bool = field(init=False)
+    elementwise: bool = field(init=False)
+    adds: bool = field(init=False)
+    moves: bool = field(init=False)
+    contracts: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "apart", runs_apart(self.call.primitive, self.description))
+        known = self.description
+        set_ = partial(object.__setattr__, self)  # once, since passes over all ops ask again and again
+        set_("apart", runs_apart(self.call.primitive, known))
+        set_("elementwise", known is not None and known.elementwise)
+        set_("adds", known is not None and known.elementwise and _adds(known))
+        set_("moves", known is not None and _moves(self.call, known))
+        set_("contracts", known is not None and compute.is_contraction(known))
 
     @property
     def defers(self) -> bool:
         """Whether terms of this op's sums may stay apart."""
         return not self.apart and self.call.primitive not in UNBATCHED
 
-    @property
-    def adds(self) -> bool:
-        """Whether its result is a sum (or difference) of all that it reads, element by element."""
-        if self.description is None or not self.elementwise:
-            return False
-        tree = self.description.trees[0]
-        chooses = isinstance(tree, Apply) and tree.how == "where"  # one of them, not their sum
-        used = tuple(sorted({o for m in self.description.monomials[0] for o in m}))
-        return len(used) > 1 and used in linear_sets(self.description) and not chooses
 
-    @property
-    def moves(self) -> bool:
-        """Whether it has the elements of its one operand in its result, in other places or in another dtype."""
-        call = self.call
-        if self.description is None or not len(call.operands) == len(call.results) == 1:
-            return False
-        same = math.prod(call.operands[0]) == math.prod(call.results[0])
-        return same and linear_sets(self.description) == ((0,),) and all(v.reducer is None for v in self.description.loops)
+def _adds(description: Description) -> bool:
+    tree = description.trees[0]
+    chooses = isinstance(tree, Apply) and tree.how == "where"  # one of them, not their sum
+    used = tuple(sorted({o for m in description.monomials[0] for o in m}))
+    return len(used) > 1 and used in linear_sets(description) and not chooses
 
-    @property
-    def contracts(self) -> bool:
-        """Whether it multiplies and adds up: a product, a convolution."""
-        return self.description is not None and compute.is_contraction(self.description)
 
-    @property
-    def elementwise(self) -> bool:
-        """Whether every operand is read at the result's own index."""
-        return self.description is not None and self.description.elementwise
+def _moves(call: Call, description: Description) -> bool:
+    if not len(call.operands) == len(call.results) == 1 or any(v.reducer is not None for v in description.loops):
+        return False
+    return math.prod(call.operands[0]) == math.prod(call.results[0]) and linear_sets(description) == ((0,),)
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,7 +156,8 @@ def _fused(problem: Problem, death: dict[int, int]) -> frozenset[int]:
     graph, of = problem.graph, problem.coarse.of
     readers = _readers(graph)
     ends = {*graph.outputs, *graph.inputs} | {t for link in graph.links for t in (link.source, link.target)}
-    again = {n.signature.id: n.signature.description is not None and light(n.signature.description) for n in graph.nodes}
+    every = {n.signature.id: n.signature.description for n in graph.nodes}
+    again = {s: description is not None and light(description) for s, description in every.items()}
     summed = _summed(graph, readers)
     fused: set[int] = set()
     for node in reversed(graph.nodes):
@@ -183,13 +184,11 @@ def _summed(graph: Graph, readers: Mapping[int, Sequence[int]]) -> set[int]:
 
     A product is added in place to what was summed before (a GEMM's beta), so that the terms do not wait for each other.
     """
-    kinds = {n.signature.id: (n.signature.contracts, n.signature.adds, n.signature.moves) for n in graph.nodes}
     terms: set[int] = set()
     found: set[int] = set()
     for node in graph.nodes:
-        contracts, adds, moves = kinds[node.signature.id]
-        added = adds and terms.issuperset(node.inputs)
-        if added or contracts or (moves and node.inputs[0] in terms):
+        added = node.signature.adds and terms.issuperset(node.inputs)
+        if added or node.signature.contracts or (node.signature.moves and node.inputs[0] in terms):
             terms.update(t for t in node.outputs if len(readers.get(t, ())) == 1)
         if added:
             found.update(node.outputs)

@@ -138,12 +138,15 @@ def _ends(graph: Graph, after: Mapping[int, int], free: frozenset[int]) -> dict[
     for link in graph.links:
         into.setdefault(link.source, []).append(link.target)
 
+    none = frozenset[int]()
+
     def known(t: int) -> frozenset[int]:
-        return found.get(t, frozenset[int]()).union(*(found.get(u, ()) for u in into.get(t, ())))
+        own = found.get(t, none)
+        return own.union(*(found.get(u, none) for u in into[t])) if t in into else own
 
     for node in reversed(graph.nodes):
         if node.signature.elementwise or any(t in after for t in node.inputs):
-            reached = frozenset[int]().union(*(known(t) for t in node.outputs))
+            reached = none.union(*(known(t) for t in node.outputs))
             if reached:
                 size = graph.tensors[node.outputs[0]].size
                 for t in node.inputs:

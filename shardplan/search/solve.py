@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from shardplan.search import memory
 from shardplan.search.anytime import Incumbent, Observer, OutOfTimeError, Stopped, Watch
@@ -119,7 +120,7 @@ def _searched(solver: Solver, rivals: Rivals, limit: int, pinned: Sequence[Domai
     if not best.fits(limit):
         watch.tell("memory", 0.7)
         again = free.exact and not free.wide
-        starts = free.levels.every() if free.levels is not None else []
+        starts = free.levels.every if free.levels is not None else []
         candidates += (found := Descent(solver, rivals, domains, best, starts, again, watch).within(limit))
         smallest = None if any(s.fits(limit) for s in candidates) else found[-1]
     chosen = next((s for s in sorted(candidates, key=lambda s: s.seconds) if s.fits(limit)), smallest)
@@ -163,14 +164,14 @@ def _unlimited(
     levels = _Levels(solver, domains, pinned, watch)
     best = _reached(solver, rivals, levels, watch)
     if best is None:
-        others = [*levels.every(), *joint]
+        others = [*levels.every, *joint]
         if all(math.isinf(s.seconds) for s in others):
             others.append(_first(solver, domains))
         others += rivals.seeds(domains, limit, levels.spaces)
         watch.tell("search", 0.4)
         best = polish(solver, domains, _fastest(others), watch)
     else:
-        others = levels.solved
+        others = []
     return _Free(best, known_s, others, levels, wide)
 
 
@@ -189,9 +190,9 @@ def _reached(solver: Solver, rivals: Rivals, levels: _Levels, watch: Watch) -> S
     watch.tell("search", 0.4)
     best = polish(solver, domains, start, watch, also=reach)
     if best.states == start.states:
-        return best
-    other = _fastest(levels.every())
-    return best if other is start else _fastest([best, polish(solver, domains, other, watch)])
+        return solver.unlimited(best) if best is start else best
+    other = _fastest(levels.every)
+    return best if other.states == start.states else _fastest([best, polish(solver, domains, other, watch)])
 
 
 def _fastest(of: Sequence[Solution]) -> Solution:
@@ -236,23 +237,17 @@ class _Levels:
         self._found: dict[Groups, Solution] = {}
 
     def of(self, groups: Groups) -> Solution:
-        """The best in which the factors of each group do the same, its ops then cut the best way."""
+        """The best in which the factors of each group do the same, in layouts and in ops."""
         if groups not in self._found:
             self._watch.tell("levels", 0.1)
-            found, _ = self._solver.minimum("plan", self.spaces[groups], limits=Limits(groups=groups))
-            self._found[groups] = self._solver.unlimited(found)
+            self._found[groups], _ = self._solver.minimum("plan", self.spaces[groups], limits=Limits(groups=groups))
         return self._found[groups]
 
-    @property
-    def solved(self) -> list[Solution]:
-        """Those that were asked for."""
-        return list(self._found.values())
-
+    @cached_property
     def every(self) -> list[Solution]:
-        """All of them."""
-        if not self.spaces and not self._found:
-            self._found[()] = recurse(self._solver, self._pinned).solution
-        return [self.of(groups) for groups in self.spaces] or self.solved
+        """All of them, their ops cut the best way."""
+        found = [self._solver.unlimited(self.of(groups)) for groups in self.spaces]
+        return found or [recurse(self._solver, self._pinned).solution]
 
 
 def _spaces(solver: Solver, domains: Sequence[Domain]) -> dict[Groups, tuple[Domain, ...]]:

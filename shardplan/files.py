@@ -147,7 +147,7 @@ class PlanFile:
             spec = spec_text(layout.entries([f.name for f in self.factors]))
             what = f"the layout {spec} of {named.get(v, 'a value')} of shape {variable.shape}"
             try:
-                found.append(problem.resharder.space(len(variable.shape)).of(layout))
+                found.append(problem.resharder.state(variable.shape, layout))
             except (KeyError, IndexError) as error:
                 raise PlanFileError(f"{self.name}: {what} is not possible; plan this step anew") from error
             if found[-1] not in problem.domains[v]:

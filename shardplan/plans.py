@@ -382,8 +382,7 @@ class Plan:
         """The plan as JSON values: `shardplan.load` reads it back."""
         problem = self.extractor.problem
         layouts = [
-            problem.resharder.space(len(v.shape)).layout(s)
-            for v, s in zip(problem.coarse.variables, self.solution.states, strict=True)
+            problem.resharder.layout(v.shape, s) for v, s in zip(problem.coarse.variables, self.solution.states, strict=True)
         ]
         return {
             **figures(self),

@@ -73,7 +73,12 @@ class Ways:
 
 
 _Moves = tuple[int, bytes, float, bool]
-"""What prices of moves depend on: rank, legal states, bytes of the whole tensor, direction."""
+"""What prices of moves depend on: rank (of the space), legal states, bytes of the whole tensor, direction."""
+
+
+def split_dims(shape: Sequence[int]) -> list[int]:
+    """The dims of a tensor that can be split: those of more than one element, or none."""
+    return [d for d, n in enumerate(shape) if n != 1]
 
 
 class Resharder:
@@ -83,6 +88,7 @@ class Resharder:
         self.network = network
         self.sizes = tuple(sizes)
         self._spaces: dict[int, LayoutSpace] = {}
+        self._layouts: dict[tuple[tuple[int, ...], int, int], Layout] = {}
         self._ways: dict[Name, Ways] = {}
         self._legal: dict[tuple[tuple[int, ...], bool], NDArray[np.bool_]] = {}
         self._masks: dict[tuple[int, ...], bytes] = {}
@@ -96,11 +102,39 @@ class Resharder:
         self._graphs: dict[_Moves, csr_matrix] = {}
         self._sloped: dict[int, tuple[NDArray[np.float64], NDArray[np.float64]]] = {}
 
-    def space(self, rank: int) -> LayoutSpace:
-        """The layouts of tensors of a rank."""
+    def space(self, shape: Sequence[int]) -> LayoutSpace:
+        """The layouts of tensors of a shape. Dims of one element are never split: in the space there are none."""
+        return self._space(len(split_dims(shape)))
+
+    def _space(self, rank: int) -> LayoutSpace:
         if rank not in self._spaces:
             self._spaces[rank] = LayoutSpace(self.sizes, rank)
         return self._spaces[rank]
+
+    def layout(self, shape: Sequence[int], state: int) -> Layout:
+        """A state of a shape's space as a layout of all its dims (the buffer shows as one dim more)."""
+        own = split_dims(shape)
+        found = self._space(len(own)).layout(state)
+        if len(own) == len(shape):
+            return found
+        key = tuple(own), len(shape), state
+        if key not in self._layouts:
+            dims: list[tuple[int, ...]] = [()] * len(shape)
+            for d, factors in zip(own, found.dims, strict=False):
+                dims[d] = factors
+            self._layouts[key] = Layout((*dims, *found.dims[len(own) :]), found.partial)
+        return self._layouts[key]
+
+    def state(self, shape: Sequence[int], layout: Layout) -> int:
+        """The state of a layout.
+
+        Raises:
+            KeyError: if there is no such layout.
+        """
+        own = split_dims(shape)
+        if any(layout.dims[d] for d in range(len(shape)) if d not in own):
+            raise KeyError(layout)
+        return self._space(len(own)).of(Layout(tuple(layout.dims[d] for d in own), layout.partial))
 
     def legal(self, shape: Sequence[int], *, pad: bool) -> NDArray[np.bool_]:
         """[S]: the states whose split dims divide evenly, or (``pad``) waste at most an eighth in their padded last block.
@@ -110,7 +144,7 @@ class Resharder:
         key = tuple(shape), pad
         found = self._legal.get(key)
         if found is None:
-            splits, sizes = self.space(len(shape)).splits, np.array([*shape, 0])
+            splits, sizes = self.space(shape).splits, np.array([*(shape[d] for d in split_dims(shape)), 0])
             if 0 in shape:
                 found = np.all(splits == 1, axis=1)
             elif pad:
@@ -162,7 +196,7 @@ class Resharder:
         shape = tuple(shape)
         if shape not in self._masks:
             self._masks[shape] = self.legal(shape, pad=True).tobytes()
-        return len(shape), self._masks[shape], nbytes, into
+        return len(split_dims(shape)), self._masks[shape], nbytes, into
 
     def _row(self, key: _Moves, state: int) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
         """[S], [S]: the seconds between one state and every other, and the state before each on the way."""
@@ -174,7 +208,7 @@ class Resharder:
         if leader not in self._leading.get(key, {}):
             self._fill(key, (state,))
         distance, before = self._leading[key][leader]
-        space = self.space(key[0])
+        space = self._space(key[0])
         new, old = space.renamed(names), space.renamed(_inverse(names))
         return distance[old], np.where(before >= 0, new[before * (before >= 0)], before)[old]
 
@@ -187,7 +221,7 @@ class Resharder:
         if missing:
             distances, before = dijkstra(self._graph(key), indices=np.array(missing), return_predecessors=True)
             leading.update(zip(missing, zip(distances, before, strict=True), strict=True))
-        space, rows = self.space(key[0]), self._rows.setdefault(key, {})
+        space, rows = self._space(key[0]), self._rows.setdefault(key, {})
         for s, leader, called in zip(states, led, names, strict=True):
             row = leading[leader][0]
             rows[s] = row if s == leader else row[space.renamed(_inverse(tuple(called)))]
@@ -196,7 +230,7 @@ class Resharder:
         """`LayoutSpace.leaders`, of the dims that may be split alike."""
         found = self._led.get(key[:2])
         if found is None:
-            space, mask = self.space(key[0]), np.frombuffer(key[1], np.bool_)
+            space, mask = self._space(key[0]), np.frombuffer(key[1], np.bool_)
             alone = [(space.splits > 1).sum(axis=1) == (space.splits[:, d] > 1) for d in range(key[0])]
             kinds = [mask[alone[d] & (space.splits[:, d] > 1)].tobytes() for d in range(key[0])]
             found = self._led[key[:2]] = space.leaders(tuple(kinds.index(kind) for kind in kinds))
@@ -212,7 +246,7 @@ class Resharder:
     def _graph(self, key: _Moves) -> csr_matrix:
         if key not in self._graphs:
             rank, mask, nbytes, into = key
-            graph = self._edges(self.space(rank), np.frombuffer(mask, np.bool_), nbytes)
+            graph = self._edges(self._space(rank), np.frombuffer(mask, np.bool_), nbytes)
             self._graphs[key] = graph.T.tocsr() if into else graph
         return self._graphs[key]
 
@@ -246,7 +280,7 @@ class Resharder:
             return ()
         distance, previous = self._row(self._key(shape, nbytes, False), before)
         assert np.isfinite(distance[after]), "no program leads there"
-        space = self.space(len(shape))
+        space = self.space(shape)
         path = [after]
         while path[-1] != before:
             path.append(int(previous[path[-1]]))
@@ -256,7 +290,7 @@ class Resharder:
             (kind, over), fraction = space.edge(a, b)
             moved = fraction * nbytes
             took, chosen = (0.0, "") if kind == "slice" else self._way(kind, over).best(moved)
-            steps.append(Step(kind, over, moved, space.layout(a), space.layout(b), took, chosen))
+            steps.append(Step(kind, over, moved, self.layout(shape, a), self.layout(shape, b), took, chosen))
         return tuple(steps)
 
 

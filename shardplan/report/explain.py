@@ -160,7 +160,7 @@ class _Why:
         spec = plan.specs_by_path[path]
         t = self.tensors[path]
         v = plan.extractor.problem.coarse.of[t]
-        part = 1.0 if v == FREE else plan.extractor.problem.resharder.space(len(shape)).local[plan.solution.states[v]]
+        part = 1.0 if v == FREE else plan.extractor.problem.resharder.space(shape).local[plan.solution.states[v]]
         lines = [f"{pattern or path}  {dtype}{list(shape)}  {spec_text(spec)}"]
         if alike > 1:
             lines.append(f"{alike} arrays alike; what follows is for {path}")
@@ -250,9 +250,9 @@ class _Why:
         if solution.states[v] not in domains[v]:
             return []
         own = total[domains[v].index(solution.states[v])]
-        space = problem.resharder.space(len(problem.coarse.variables[v].shape))
+        shape = problem.coarse.variables[v].shape
         found = [
-            _Other(space.layout(s), float(c - own) / 1e12)
+            _Other(problem.resharder.layout(shape, s), float(c - own) / 1e12)
             for s, c in zip(domains[v], total, strict=True)
             if s != solution.states[v]
         ]

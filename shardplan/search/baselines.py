@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from shardplan.collectives.reshard import split_dims
 from shardplan.search.coarsen import FREE, Variable
 from shardplan.search.examples import Examples, follow
 from shardplan.search.graph import Node
@@ -130,15 +131,16 @@ def _habits(problem: Problem, *, limited: bool) -> _Habits:
     state = {i for i in graph.feedback if i is not None}
     given = [(i, t) for i, t in enumerate(graph.inputs) if coarse.of[t] != FREE]
     examples, known = follow(graph, [t for i, t in given if i not in state]), sides(graph, coarse)
+    cut_sides = {t: _split(problem, t, dims) for t, dims in known.items()}
     arguments: list[tuple[int, int, _Held | None]] = []
     for i, t in given:
-        held = _Held(_is_matrix(problem, coarse.of[t]), t in coarse.parameters, known.get(t)) if i in state else None
+        held = _Held(_is_matrix(problem, coarse.of[t]), t in coarse.parameters, cut_sides.get(t)) if i in state else None
         arguments.append((i, coarse.of[t], held))
     said = {v for _, v, _ in arguments}
     values: dict[tuple[int, Domain, _Value], list[int]] = {}
     for variable, domain in zip(coarse.variables, problem.domains, strict=True):
         if variable.id not in said:
-            key = len(variable.shape), domain, _value(problem, examples, known, variable)
+            key = problem.space(variable.id).rank, domain, _value(problem, examples, cut_sides, variable)
             values.setdefault(key, []).append(variable.id)
     return _Habits(arguments, values, _loops(problem, examples, known) if limited else {})
 
@@ -178,16 +180,18 @@ def _make(problem: Problem, habits: _Habits, recipe: _Recipe, *, limited: bool) 
     split_batch = False
     memo: dict[tuple[int, Domain, _Held], Domain] = {}
     for i, v, held in habits.arguments:
-        shape, domain = problem.coarse.variables[v].shape, domains[v]
+        shape, domain, space = problem.coarse.variables[v].shape, domains[v], problem.space(v)
         if held is None:
-            roles = _roles(problem, len(shape), domain)
-            batch = _picked(domain, np.all(roles == np.where(_mask(recipe.data, roles), 0, -1), axis=1))
+            roles = space.roles[list(domain)]
+            leading = next(iter(_split(problem, problem.graph.inputs[i], {0})), None)
+            at = np.where(_mask(recipe.data, roles), -1 if leading is None else leading, -1)
+            batch = _picked(domain, np.all(roles == at, axis=1)) if leading is not None or not recipe.data else ()
             split_batch = split_batch or bool(batch and recipe.data)
             domains[v] = batch or _picked(domain, np.all(roles < 0, axis=1))
             continue
-        key = len(shape), domain, held
+        key = space.rank, domain, held
         if key not in memo:
-            memo[key] = _picked(domain, held.allows(_roles(problem, len(shape), domain), recipe, problem.sizes))
+            memo[key] = _picked(domain, held.allows(space.roles[list(domain)], recipe, problem.sizes))
         if not memo[key]:
             ways, path = math.prod(problem.sizes[f] for f in recipe.tensor), problem.graph.input_paths[i]
             return LeftOut(recipe.name, f"{path} {shape} divides by {ways} along no dim that it may")
@@ -195,8 +199,9 @@ def _make(problem: Problem, habits: _Habits, recipe: _Recipe, *, limited: bool) 
     if recipe.data and not split_batch:
         ways = math.prod(problem.sizes[f] for f in recipe.data)
         return LeftOut(recipe.name, f"no leading dim of the data divides by {ways}")
-    for (rank, domain, value), own in habits.values.items():
-        found = _picked(domain, value.allows(_roles(problem, rank, domain), recipe)) or domain
+    for (_, domain, value), own in habits.values.items():
+        roles = problem.space(own[0]).roles[list(domain)]
+        found = _picked(domain, value.allows(roles, recipe)) or domain
         for v in own:
             domains[v] = found
     limits = _limits(problem, habits, recipe) if limited else Limits()
@@ -292,13 +297,18 @@ def _value(problem: Problem, examples: Examples, known: Sides, variable: Variabl
     first = variable.tensors[0]
     if variable.kind != "stored" and first in problem.coarse.weights and not examples.data[first]:
         return _Value(weight=True, matrix=_is_matrix(problem, variable.of), side=known.get(first))
-    batch = next((examples.batch[t] for t in variable.tensors if examples.batch[t] is not None), None)
-    return _Value(batch, frozenset[int]().union(*(examples.data[t] for t in variable.tensors)))
+    batch: frozenset[int] = frozenset()
+    data: frozenset[int] = frozenset()
+    for t in variable.tensors:
+        leads = examples.batch[t]
+        batch = batch or _split(problem, t, frozenset() if leads is None else {leads})
+        data |= _split(problem, t, examples.data[t])
+    return _Value(next(iter(batch), None), data)
 
 
-def _roles(problem: Problem, rank: int, domain: Domain) -> NDArray[np.int64]:
-    """`LayoutSpace.roles` of these states."""
-    return problem.resharder.space(rank).roles[list(domain)]
+def _split(problem: Problem, t: int, dims: Set[int]) -> frozenset[int]:
+    """Dims of a tensor as those of its space, which has none for what cannot be split."""
+    return frozenset(i for i, d in enumerate(split_dims(problem.graph.tensors[t].shape)) if d in dims)
 
 
 def _picked(domain: Domain, wanted: NDArray[np.bool_]) -> Domain:

@@ -84,7 +84,7 @@ class Oracle:
         if key not in self._programs:
             resharder = self.problem.resharder
             legal = resharder.legal(shape, pad=True)
-            states = resharder.space(len(shape)).states
+            states = resharder.space(shape).states
             leads = set(states[after][1]) <= set(states[before][1])  # nothing becomes a partial sum
             if legal[before] and legal[after] and leads:
                 steps = resharder.program(shape, size, before, after)
@@ -94,7 +94,7 @@ class Oracle:
         return self._programs[key]
 
     def _part(self, shape: tuple[int, ...], state: int) -> float:
-        return float(self.problem.resharder.space(len(shape)).local[state])
+        return float(self.problem.resharder.space(shape).local[state])
 
     def _op(self, node: Node, *, light_s: float | None = None) -> Iterator[Summand]:
         """An op at its best strategy; ``light_s``, the seconds of one that is fused, replaces its compute."""
@@ -108,7 +108,7 @@ class Oracle:
         options = problem.ops.options(node)
 
         def partial(shape: tuple[int, ...], at: int) -> bool:
-            return bool(problem.resharder.space(len(shape)).states[at][1])
+            return bool(problem.resharder.space(shape).states[at][1])
 
         def price(at: Sequence[int]) -> float:
             state = dict(zip(scope, at, strict=True))
@@ -124,10 +124,10 @@ class Oracle:
                     total += self.reshard_seconds(shape, nbytes(shape, call.dtypes[i]), state[v], int(options.needs[s, i]))
                 for r, v in results:
                     shape, gives = call.results[r], int(options.gives[s, r])
-                    space = problem.resharder.space(len(shape))
+                    space = problem.resharder.space(shape)
                     if v == FREE and not space.states[gives][1]:
                         continue
-                    wanted = space.index[((),) * (len(shape) + 1), ()] if v == FREE else state[v]
+                    wanted = problem.resharder.state(shape, Layout(((),) * len(shape))) if v == FREE else state[v]
                     total += self.reshard_seconds(shape, nbytes(shape, call.result_dtypes[r]), gives, wanted)
                 best = min(best, total)
             return best * node.weight

@@ -144,7 +144,7 @@ class Buffers:
         held = [np.zeros((len(rows.compute_s), len(d))) for d in domains]
         for slot in kind.slots:
             shape, whole = slot.tensor(call)
-            local, states = resharder.space(len(shape)).local, np.array(domains[slot.variable])
+            local, states = resharder.space(shape).local, np.array(domains[slot.variable])
             at = (rows.gives if slot.result else rows.needs)[:, slot.index]
             moved = at[:, None] != states[None, :]
             size = whole * np.broadcast_to(local[at][:, None], moved.shape)

@@ -216,7 +216,7 @@ def _smallest_step(solver: Solver, domains: Sequence[Domain], now: Solution, lef
 
 def _smallest(solver: Solver, domains: Sequence[Domain], v: int) -> list[int]:
     """The states of a variable of which a device holds the least."""
-    local = solver.problem.resharder.space(len(solver.problem.coarse.variables[v].shape)).local
+    local = solver.problem.resharder.space(solver.problem.coarse.variables[v].shape).local
     return sorted(domains[v], key=lambda s: (local[s], s))[:4]
 
 

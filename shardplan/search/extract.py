@@ -92,7 +92,7 @@ class Extractor:
         states = solution.states
         layouts: list[Layout | None] = []
         for t, v in zip(problem.graph.tensors, coarse.of, strict=True):
-            layouts.append(None if v == FREE else problem.resharder.space(len(t.shape)).layout(states[v]))
+            layouts.append(None if v == FREE else problem.resharder.layout(t.shape, states[v]))
         issued: list[Issued] = []
         uses: dict[int, Use] = {}
         compute_s = 0.0
@@ -105,18 +105,19 @@ class Extractor:
             compute_s += use.compute_s * node.weight
             self._operand_steps(node, use, states, issued)
         for v, (seconds, shape) in problem.interior.items():
-            compute_s += seconds * float(problem.resharder.space(len(shape)).local[states[v]])
+            compute_s += seconds * float(problem.resharder.space(shape).local[states[v]])
         self._view_steps(solution, issued)
         self._link_steps(states, issued)
-        views = {v.id: problem.resharder.space(len(v.shape)).layout(states[v.id]) for v in coarse.variables if v.kind != "stored"}
+        views = {v.id: problem.resharder.layout(v.shape, states[v.id]) for v in coarse.variables if v.kind != "stored"}
         return Decisions(tuple(layouts), uses, views, solution.keep, tuple(issued), compute_s)
 
     def program(self, shape: tuple[int, ...], nbytes: int, before: Layout, after: Layout) -> tuple[Step, ...]:
         """The cheapest program between two layouts."""
         key = (shape, nbytes, before, after)
         if key not in self._programs:
-            space = self.problem.resharder.space(len(shape))
-            self._programs[key] = self.problem.resharder.program(shape, nbytes, space.of(before), space.of(after))
+            resharder = self.problem.resharder
+            ends = resharder.state(shape, before), resharder.state(shape, after)
+            self._programs[key] = resharder.program(shape, nbytes, *ends)
         return self._programs[key]
 
     def _use(self, node: Node, states: tuple[int, ...], allowed: Allowed | None) -> Use | None:
@@ -137,12 +138,11 @@ class Extractor:
         call = node.signature.call
         read = {slot.index for slot in slots if not slot.result}
         needs = tuple(
-            problem.resharder.space(len(s)).layout(int(options.needs[best, i])) if i in read else None
-            for i, s in enumerate(call.operands)
+            problem.resharder.layout(s, int(options.needs[best, i])) if i in read else None for i, s in enumerate(call.operands)
         )
-        gives = tuple(problem.resharder.space(len(s)).layout(int(options.gives[best, r])) for r, s in enumerate(call.results))
+        gives = tuple(problem.resharder.layout(s, int(options.gives[best, r])) for r, s in enumerate(call.results))
         stored = tuple(
-            None if coarse.of[t] == FREE else problem.resharder.space(len(s)).layout(states[coarse.of[t]])
+            None if coarse.of[t] == FREE else problem.resharder.layout(s, states[coarse.of[t]])
             for t, s in zip(node.outputs, call.results, strict=True)
         )
         found = self._uses[key] = Use(tuple(options.loops[best].tolist()), needs, gives, stored, float(options.compute_s[best]))
@@ -168,7 +168,7 @@ class Extractor:
             if need is not None:
                 t = node.inputs[i]
                 tensor = problem.graph.tensors[t]
-                before = problem.resharder.space(len(tensor.shape)).layout(states[coarse.read.get((node.id, i), coarse.of[t])])
+                before = problem.resharder.layout(tensor.shape, states[coarse.read.get((node.id, i), coarse.of[t])])
                 add(self.program(tensor.shape, tensor.nbytes, before, need), i, False)
         for r, (give, after) in enumerate(zip(use.gives, use.stored, strict=True)):
             tensor = problem.graph.tensors[node.outputs[r]]
@@ -187,9 +187,9 @@ class Extractor:
         for (v, t), times in problem.copies.items():
             variable = problem.coarse.variables[v]
             tensor = problem.graph.tensors[t]
-            space = problem.resharder.space(len(tensor.shape))
             origin = variable.sibling if v in solution.keep else variable.of
-            steps = self.program(tensor.shape, tensor.nbytes, space.layout(states[origin]), space.layout(states[v]))
+            before, after = (problem.resharder.layout(tensor.shape, states[u]) for u in (origin, v))
+            steps = self.program(tensor.shape, tensor.nbytes, before, after)
             self._add(issued, steps, times, t, problem.view_sources[v, t])
 
     def _link_steps(self, states: tuple[int, ...], issued: list[Issued]) -> None:
@@ -199,9 +199,9 @@ class Extractor:
             if crossing is None:
                 continue
             outer = crossing.tensor
-            space = problem.resharder.space(len(outer.shape))
             (before,), (after,) = problem.outside(link, (states[crossing.source],), (states[crossing.target],))
-            steps = self.program(outer.shape, outer.nbytes, space.layout(before), space.layout(after))
+            ends = (problem.resharder.layout(outer.shape, state) for state in (before, after))
+            steps = self.program(outer.shape, outer.nbytes, *ends)
             self._add(issued, steps, link.weight, outer.id, "loop")
 
     def _add(self, issued: list[Issued], steps: tuple[Step, ...], times: float, tensor: int, source: str) -> None:

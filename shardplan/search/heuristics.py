@@ -35,12 +35,14 @@ Dims = tuple[tuple[int, ...], ...]
 
 def _each(problem: Problem, domains: Sequence[Domain], choose: Callable[[dict[int, Dims]], Domain]) -> tuple[Domain, ...]:
     memo: dict[tuple[int, Domain], Domain] = {}
+    found: list[Domain] = []
     for variable, domain in zip(problem.coarse.variables, domains, strict=True):
-        key = len(variable.shape), domain
+        space = problem.space(variable.id)
+        key = space.rank, domain
         if key not in memo:
-            states = problem.resharder.space(key[0]).states
-            memo[key] = choose({s: states[s][0] for s in domain})
-    return tuple(memo[len(v.shape), d] for v, d in zip(problem.coarse.variables, domains, strict=True))
+            memo[key] = choose({s: space.states[s][0] for s in domain})
+        found.append(memo[key])
+    return tuple(found)
 
 
 def _by_rows(states: dict[int, Dims]) -> Domain:

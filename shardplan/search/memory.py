@@ -77,8 +77,8 @@ class Entering:
 
     def moved(self, problem: Problem, outer: Domain, inner: Domain) -> NDArray[np.bool_]:
         """[outer, inner]: whether the layouts differ."""
-        shape = problem.coarse.variables[self.inner].shape
-        lifted = problem.lifted(inner, shape, self.stacked)
+        shapes = [problem.coarse.variables[v].shape for v in (self.inner, self.outer)]
+        lifted = problem.lifted(inner, *shapes) if self.stacked else inner
         return np.not_equal.outer(np.array(outer), np.array(lifted))
 
 
@@ -336,7 +336,7 @@ def floor_bytes(problem: Problem, live: Liveness, domains: Sequence[Domain]) -> 
     memo: dict[tuple[int, Domain], float] = {}
     least: list[float] = []
     for variable, domain in zip(problem.coarse.variables, domains, strict=True):
-        key = len(variable.shape), domain
+        key = problem.space(variable.id).rank, domain
         if key not in memo:
             memo[key] = float(problem.local(variable.id, domain).min())
         least.append(memo[key])

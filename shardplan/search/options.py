@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.collectives.layouts import LayoutSpace
-from shardplan.collectives.reshard import Resharder
+from shardplan.collectives.reshard import Resharder, split_dims
 from shardplan.cost import compute
 from shardplan.ir import Partial, Placement, Replicated, Split
 from shardplan.mesh import Device
@@ -121,10 +121,11 @@ def options(
     cuts = _Cuts(signature, resharder, late)
     made = [cuts.made(code, ways) for code, ways in cuts.tried.cuts]
     shapes = (*call.operands, *call.results)
-    key = cuts.tried, tuple(map(len, shapes)), tuple((m.legal, m.places) for m in made)
+    spaces = [resharder.space(s) for s in shapes]
+    key = cuts.tried, tuple(space.rank for space in spaces), tuple((m.legal, m.places) for m in made)
     memo = {} if memo is None else memo
     if key not in memo:
-        memo[key] = _combined(cuts.tried, [resharder.space(len(s)) for s in shapes], made)
+        memo[key] = _combined(cuts.tried, spaces, made)
     every = memo[key]
     held = _holdable(resharder, shapes, every.states)
     at, over, codes, first = every.at[held], every.over[held], every.codes[held], every.first[held]
@@ -174,8 +175,8 @@ def _numbers(values: Iterable[float]) -> NDArray[np.float64]:
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """One loop cut in so many ways: the role of its factors in each operand and result (-2: partial, -1: none, else the dim), the
-    part of the arithmetic that is left, whether its terms may stay apart.
+    """One loop cut in so many ways: the role of its factors in each operand and result (-2: partial, -1: none, else the dim of
+    its space), the part of the arithmetic that is left, whether its terms may stay apart.
     """
 
     legal: bool
@@ -204,6 +205,7 @@ class _Cuts:
 
     def __init__(self, signature: Signature, resharder: Resharder, late: Late | None) -> None:
         self.call, self.description, self.resharder, self.late = signature.call, signature.description, resharder, late
+        self.dims = [split_dims(shape) for shape in (*self.call.operands, *self.call.results)]
         known = self.description
         own = () if known is None else tuple(v for v, info in enumerate(known.loops) if not info.whole)
         self.handed = linear_sets(known) if late is not None and known is not None else ()
@@ -229,7 +231,8 @@ class _Cuts:
             assert self.description is not None
             extent = self.description.loops[loop].extent
             part, even = -(-extent // ways) / extent, _terms_apart(call, found, ways, self.late)
-        return _Made(True, tuple(_role(p) for p in (*found.operands, *found.results)), part, even, found)
+        placed = zip((*found.operands, *found.results), self.dims, strict=True)
+        return _Made(True, tuple(_role(place, dims) for place, dims in placed), part, even, found)
 
     def _strategy(self, loop: int, ways: int) -> Strategy | None:
         if (loop, ways) not in self._strategies:
@@ -240,10 +243,10 @@ class _Cuts:
         return self._strategies[loop, ways]
 
 
-def _role(place: Placement) -> int:
+def _role(place: Placement, dims: Sequence[int]) -> int:
     match place:
         case Split(dim):
-            return dim
+            return dims.index(dim)
         case Partial():
             return -2
         case _:
@@ -353,7 +356,7 @@ def _compute_s(
     call = signature.call
     for shapes, sizes, states in ((call.operands, work.operand_bytes, needs), (call.results, work.result_bytes, gives)):
         for i, (shape, size) in enumerate(zip(shapes, sizes, strict=True)):
-            moved += size * resharder.space(len(shape)).local[states[:, i]]
+            moved += size * resharder.space(shape).local[states[:, i]]
     return compute.seconds_each(device, work.flops * part, moved, work.dtype, matrix=work.matrix)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -115,7 +116,7 @@ def held_by_pins(problem: Problem, pins: Pins) -> dict[str, float]:
                 continue
             tensor = problem.graph.tensors[t]
             layout = _layout(problem, problem.graph.input_paths[i], tensor.shape, pattern, entries)
-            own = memory.local_bytes(problem, v, problem.resharder.space(len(tensor.shape)).of(layout))
+            own = memory.local_bytes(problem, v, problem.resharder.state(tensor.shape, layout))
             least = float(problem.local(v, problem.domains[v]).min())
             found[pattern] = found.get(pattern, 0.0) + (own - least) * tensor.nbytes
     return {pattern: held for pattern, held in found.items() if held > 0}
@@ -152,13 +153,13 @@ def _claim(problem: Problem, pattern: str, entries: Sequence[Entry], i: int) -> 
         if any(layout.dims):
             raise _refusal(pattern, entries, f"splits {path}, a scalar")
         return None
-    space = problem.resharder.space(len(shape))
-    state = space.of(layout)
-    for d, (n, parts) in enumerate(zip(shape, space.splits[state], strict=False)):
-        if n % int(parts):
-            up = -(-n // int(parts)) * int(parts)
+    for d, (n, over) in enumerate(zip(shape, layout.dims, strict=True)):
+        parts = math.prod(problem.sizes[f] for f in over)
+        if n % parts:
+            up = -(-n // parts) * parts
             why = f"cuts dim {d} of {path} {shape} {parts} ways, which does not divide {n}; {up} would"
             raise _refusal(pattern, entries, why)
+    state = problem.resharder.state(shape, layout)
     assert state in problem.domains[v], "a layout that divides is one of the domain"
     return Claim(pattern, _named(pattern, entries), path, t, v, state)
 

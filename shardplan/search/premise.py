@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from shardplan.collectives.moves import State
 from shardplan.search.graph import Signature
 from shardplan.search.options import Cuts
 from shardplan.search.pricing import Domain, Limits
@@ -19,21 +20,23 @@ def everything_split(problem: Problem, domains: Sequence[Domain], *, upto: int |
     """Of each domain the states that split a tensor into the most parts, over the first ``upto`` factors alone."""
     count = len(problem.sizes) if upto is None else upto
     memo: dict[tuple[int, Domain], Domain] = {}
+    found: list[Domain] = []
     for variable, domain in zip(problem.coarse.variables, domains, strict=True):
-        key = len(variable.shape), domain
+        space = problem.space(variable.id)
+        key = space.rank, domain
         if key not in memo:
-            memo[key] = _most_split(problem, *key, count)
-    return tuple(memo[len(v.shape), d] for v, d in zip(problem.coarse.variables, domains, strict=True))
+            memo[key] = _most_split(space.states, problem.sizes, domain, count)
+        found.append(memo[key])
+    return tuple(found)
 
 
-def _most_split(problem: Problem, rank: int, domain: Domain, count: int) -> Domain:
-    states = problem.resharder.space(rank).states
+def _most_split(states: Sequence[State], sizes: Sequence[int], domain: Domain, count: int) -> Domain:
     parts: dict[int, int] = {}
     for s in domain:
         dims, partial = states[s]
         used = [f for d in dims for f in d]
         if not partial and all(f < count for f in used):
-            parts[s] = math.prod(problem.sizes[f] for f in used)
+            parts[s] = math.prod(sizes[f] for f in used)
     most = max(parts.values(), default=0)
     return tuple(s for s, n in parts.items() if n == most) or domain
 

@@ -18,6 +18,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from shardplan.collectives.layouts import LayoutSpace
 from shardplan.collectives.reshard import Resharder
 from shardplan.cost import Network, WireBytes, compute
 from shardplan.ir import Factor, Tensor
@@ -79,10 +80,14 @@ class Problem:
             key = (variable.shape, variable.id in ends, variable.deferred)
             if key not in memo:
                 legal = self.resharder.legal(variable.shape, pad=not key[1])
-                space = self.resharder.space(len(variable.shape))
+                space = self.resharder.space(variable.shape)
                 memo[key] = tuple(s for s in (space.deferred if variable.deferred else space.stored) if legal[s])
             found.append(memo[key])
         return tuple(found)
+
+    def space(self, v: int) -> LayoutSpace:
+        """The layouts of a variable's tensors."""
+        return self.resharder.space(self.coarse.variables[v].shape)
 
     @cached_property
     def scopes(self) -> tuple[tuple[int, ...], ...]:
@@ -120,7 +125,7 @@ class Problem:
         """In each domain the state that uses the fewest factors."""
 
         def used(v: int, s: int) -> int:
-            dims, partial = self.resharder.space(len(self.coarse.variables[v].shape)).states[s]
+            dims, partial = self.space(v).states[s]
             return sum(len(d) for d in (*dims, partial))
 
         return tuple(min(d, key=lambda s, v=v: (used(v, s), s)) for v, d in enumerate(domains))
@@ -130,10 +135,10 @@ class Problem:
 
         With ``later``, factors after the free ones are not used yet; where the domain has no such state, the closest ones stay.
         """
-        key = (len(self.coarse.variables[v].shape), state, tuple(free), domain, later)
+        key = (self.space(v).rank, state, tuple(free), domain, later)
         found = self._agreeing.get(key)
         if found is None:
-            roles = self.resharder.space(key[0]).roles
+            roles = self.space(v).roles
             want = roles[state] if state is not None else np.full(len(self.sizes), -1)
             fixed = [f for f in range(len(self.sizes)) if f not in free and (not later or f < min(free))]
             after = [f for f in range(len(self.sizes)) if later and f > max(free)]
@@ -146,10 +151,10 @@ class Problem:
 
     def near(self, v: int, state: int, domain: Domain) -> Domain:
         """The states of ``domain`` that differ from ``state``, one of them, on one factor at most."""
-        key = (len(self.coarse.variables[v].shape), state, domain)
+        key = (self.space(v).rank, state, domain)
         found = self._near.get(key)
         if found is None:
-            roles = self.resharder.space(key[0]).roles
+            roles = self.space(v).roles
             own = np.array(domain)
             found = self._near[key] = tuple(own[(roles[own] != roles[state]).sum(axis=1) <= 1].tolist())
         assert found, "a state is near itself"
@@ -163,16 +168,17 @@ class Problem:
         """
         found: list[Domain] = []
         for variable, domain, rest in zip(self.coarse.variables, domains, otherwise or domains, strict=True):
-            key = len(variable.shape), domain, groups
+            space = self.space(variable.id)
+            key = space.rank, domain, groups
             if key not in self._together:
-                alike = self.resharder.space(key[0]).alike(groups)[list(domain)]
+                alike = space.alike(groups)[list(domain)]
                 self._together[key] = tuple(itertools.compress(domain, alike.tolist()))
             found.append(self._together[key] or rest)
         return tuple(found)
 
     def local(self, v: int, domain: Domain) -> NDArray[np.float64]:
         """[domain]: the part of a variable's tensors that one device holds in each state."""
-        return self.resharder.space(len(self.coarse.variables[v].shape)).local[list(domain)]
+        return self.space(v).local[list(domain)]
 
     def regathered(self, keep: frozenset[int]) -> dict[int, float]:
         """Prices (``keep_s``) at which all backward views but those of ``keep`` are gathered again."""
@@ -312,7 +318,7 @@ class Problem:
 
     def _interior(self, costs: tuple[float, tuple[int, ...]], domain: Domain) -> Costs:
         seconds, shape = costs
-        return picoseconds(seconds * self.resharder.space(len(shape)).local[list(domain)])
+        return picoseconds(seconds * self.resharder.space(shape).local[list(domain)])
 
     def _link(self, link: Link, domains: Sequence[Domain]) -> Term | None:
         crossing = self.crossing(link)
@@ -337,8 +343,11 @@ class Problem:
     def outside(self, link: Link, before: Domain, after: Domain) -> tuple[Domain, Domain]:
         """States of a link's two ends as those of its tensor outside the loop, which may have a dim more."""
         tensors = self.graph.tensors
-        first = self.lifted(before, tensors[link.source].shape, link.lift < 0)
-        return first, self.lifted(after, tensors[link.target].shape, link.lift > 0)
+        source, target = tensors[link.source].shape, tensors[link.target].shape
+        return (
+            self.lifted(before, source, target) if link.lift < 0 else before,
+            self.lifted(after, target, source) if link.lift > 0 else after,
+        )
 
     def crossing_seconds(self, link: Link, before: Domain, after: Domain) -> NDArray[np.float64]:
         """[before, after]: the resharding on a link, once."""
@@ -346,11 +355,11 @@ class Problem:
         first, last = self.outside(link, before, after)
         return self.prices(tensor.shape, tensor.nbytes, first)[:, list(last)]
 
-    def lifted(self, states: Domain, shape: tuple[int, ...], lift: bool) -> Domain:
+    def lifted(self, states: Domain, shape: tuple[int, ...], stacked: tuple[int, ...]) -> Domain:
         """The same layouts of the stacked tensor: a leading dim more, not split."""
-        if not lift:
+        space, above = self.resharder.space(shape), self.resharder.space(stacked)
+        if space is above:
             return states
-        space, above = self.resharder.space(len(shape)), self.resharder.space(len(shape) + 1)
         return tuple(above.index[((), *space.states[s][0]), space.states[s][1]] for s in states)
 
     def _view(self, v: int, domains: Sequence[Domain], keep_s: float) -> Term:
@@ -382,7 +391,7 @@ class Problem:
         """[first, mine]: the backward view made from the forward one, which must be kept until then."""
         tensor = self.graph.tensors[self.coarse.variables[v].tensors[0]]
         costs = self.prices(tensor.shape, tensor.nbytes, first)[:, list(mine)]
-        return costs + (keep_s * self.resharder.space(len(tensor.shape)).local[list(first)][:, None] if keep_s else 0.0)
+        return costs + (keep_s * self.resharder.space(tensor.shape).local[list(first)][:, None] if keep_s else 0.0)
 
     @cached_property
     def view_weight(self) -> Mapping[int, float]:

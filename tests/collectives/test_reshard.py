@@ -42,7 +42,7 @@ def moves(draw: st.DrawFn, *, stored: bool = False) -> tuple[str, tuple[int, ...
     """A cluster, a shape, and two states that divide it."""
     cluster = draw(st.sampled_from(sorted(SHAPES)))
     shape = SHAPES[cluster]
-    space, legal = resharder(cluster).space(len(shape)), resharder(cluster).legal(shape, pad=False)
+    space, legal = resharder(cluster).space(shape), resharder(cluster).legal(shape, pad=False)
     states = [s for s in range(len(space.states)) if legal[s] and not space.states[s][0][-1]]
     into = [s for s in states if s in space.stored] if stored else states
     return cluster, shape, draw(st.sampled_from(states)), draw(st.sampled_from(into))
@@ -105,7 +105,7 @@ def test_every_step_finds_what_it_needs_in_its_group(move: tuple[str, tuple[int,
 @given(move=moves())
 def test_steps_follow_each_other_from_the_layout_to_the_target(move: tuple[str, tuple[int, ...], int, int]) -> None:
     cluster, shape, before, after = move
-    space = resharder(cluster).space(len(shape))
+    space = resharder(cluster).space(shape)
     steps = program(cluster, shape, before, after)
     if steps is None:
         assert set(space.layout(after).partial) - set(space.layout(before).partial)
@@ -170,7 +170,7 @@ def test_more_bytes_are_never_cheaper(move: tuple[str, tuple[int, ...], int, int
 @pytest.mark.parametrize("into", [False, True])
 def test_what_differs_in_the_names_of_dims_alone_is_priced_as_if_it_did_not(shape: tuple[int, ...], into: bool) -> None:
     own = resharder("2x2x2")
-    every = range(len(own.space(len(shape)).states))
+    every = range(len(own.space(shape).states))
     graph = own._graph(own._key(shape, 1e6, into))  # pyright: ignore[reportPrivateUsage]
     prices = own.prices(shape, 1e6, every, into=into)
     np.testing.assert_allclose(prices, dijkstra(graph), rtol=1e-12)
@@ -207,7 +207,7 @@ def test_every_collective_from_a_state_is_an_edge(sizes: tuple[int, ...]) -> Non
 def test_only_the_minormost_factor_leaves_by_a_plain_gather() -> None:
     """On factors (n, g): P(('n', 'g')) -> P('n') is one all-gather over g; -> P('g') has no such way."""
     own = resharder("2x4")
-    space = own.space(1)
+    space = own.space((8,))
     both = space.of(Layout(((0, 1),)))
     ways = {f: [(s.kind, s.over) for s in own.program((1024,), 2**30, both, space.of(Layout(((f,),))))] for f in (0, 1)}
     assert ways[0] == [("all_gather", (1,))]
@@ -217,7 +217,7 @@ def test_only_the_minormost_factor_leaves_by_a_plain_gather() -> None:
 def test_a_large_gradient_is_reduced_in_parts() -> None:
     """Over two levels: scattered in the node, reduced between nodes, gathered in the node (P2, section 3)."""
     own = resharder("gcp-a100:4")  # one NIC a node
-    space = own.space(2)
+    space = own.space((8, 8))
     steps = own.program((4096, 4096), 2**26, space.of(Layout(((), ()), (0, 1))), space.of(Layout(((), ()))))
     assert [(s.kind, s.over) for s in steps] == [("reduce_scatter", (1,)), ("all_reduce", (0,)), ("all_gather", (1,))]
 
@@ -231,7 +231,7 @@ def test_a_sum_pays_for_the_best_program_of_its_bytes(cluster: str, shape: tuple
     """The way from a partial sum to the whole is the best that synthesis finds; only what its language cannot say is better."""
     own = resharder(cluster)
     nbytes = 4 * int(np.prod(shape))
-    space = own.space(len(shape))
+    space = own.space(shape)
     whole = space.of(Layout(((),) * len(shape)))
     for over in _subsets(range(len(own.sizes))):
         steps = own.program(shape, nbytes, space.of(Layout(((),) * len(shape), over)), whole)
@@ -245,7 +245,7 @@ def test_shards_too_are_made_and_gathered_by_the_best_program(cluster: str, goal
     own = resharder(cluster)
     every = tuple(range(len(own.sizes)))
     shape = (int(np.prod(own.sizes)), 1024)
-    space = own.space(2)
+    space = own.space((8, 8))
     scattered, other = space.of(Layout((every, ()))), space.of(Layout(((), ()), every if goal == "reduce_scatter" else ()))
     ends = (other, scattered) if goal == "reduce_scatter" else (scattered, other)
     for nbytes in (64, 2**14, 2**20, 2**30):
@@ -257,7 +257,7 @@ def test_shards_too_are_made_and_gathered_by_the_best_program(cluster: str, goal
 
 def test_a_step_names_the_program_that_it_is_priced_as() -> None:
     own = resharder("gcp-a100:4")
-    space = own.space(1)
+    space = own.space((8,))
     (few,) = own.program((4,), 16, space.of(Layout(((),), (0, 1))), space.of(Layout(((),))))
     assert (few.kind, few.over) == ("all_reduce", (0, 1))
     assert few.program == "(root, InsideGroup, Reduce) (root, InsideGroup, Broadcast)"

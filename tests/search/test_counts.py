@@ -76,7 +76,7 @@ def test_factors_that_no_layout_keeps_apart_are_made_one() -> None:
     problem = Problem(made.graph, made.coarse, cluster, factors(cluster, {"gpu": (4, 2)}))
 
     def state(dims: tuple[tuple[int, ...], ...]) -> int:
-        return problem.resharder.space(2).of(Layout(dims))
+        return problem.resharder.space((8, 8)).of(Layout(dims))
 
     count = len(problem.coarse.variables)
     assert merged(problem, [state(((1, 2), (0,)))] * count) == factors(cluster)

@@ -122,7 +122,7 @@ def test_an_exchange_with_neighbours_is_part_of_the_optimum() -> None:
 
     on = steps.cluster("4", gbps=(1.0,))
     problem = steps.problem(step, steps.array(1, 512, 8), steps.array(5, 8, 8), on=on)
-    split = problem.resharder.space(3).index[((), (0,), (), ()), ()]
+    split = problem.resharder.space((8, 8, 8)).index[((), (0,), (), ()), ()]
     long = tuple((split,) if v.shape[1] == 512 else d for d, v in zip(problem.domains, problem.coarse.variables, strict=True))
     solution, _ = check(problem, long)
     issued = Extractor(problem).decide(solution).issued
@@ -134,9 +134,7 @@ def test_small_problems_are_worth_splitting() -> None:
     """The problems above would prove little if whole tensors on every device were the answer to all of them."""
     problem = steps.problem(_diamond, {k: steps.array(8, 8) for k in "abc"}, steps.array(8, 8), on=steps.cluster())
     solution, _ = optimum(problem)
-    layouts = [
-        problem.resharder.space(len(v.shape)).layout(s) for v, s in zip(problem.coarse.variables, solution.states, strict=True)
-    ]
+    layouts = [problem.resharder.layout(v.shape, s) for v, s in zip(problem.coarse.variables, solution.states, strict=True)]
     assert any(layout.used for layout in layouts)
     assert Extractor(problem).decide(solution).issued
 
@@ -150,10 +148,7 @@ def test_the_optimum_of_one_level_is_that_of_the_integer_program(step: Callable[
     assert answer.status == 0, answer.message
     solution, seconds = optimum(problem)
     assert answer.picoseconds == round(seconds * 1e12)
-    assert any(
-        problem.resharder.space(len(v.shape)).layout(s).used
-        for v, s in zip(problem.coarse.variables, solution.states, strict=True)
-    )
+    assert any(problem.resharder.layout(v.shape, s).used for v, s in zip(problem.coarse.variables, solution.states, strict=True))
 
 
 def test_the_relaxed_integer_program_bounds_the_optimum() -> None:

@@ -58,7 +58,7 @@ def test_a_product_on_four_workers_is_partitioned_as_in_figure_6() -> None:
     problem = solver.problem
     grid = []
     for variable in problem.coarse.variables:
-        space = problem.resharder.space(len(variable.shape))
+        space = problem.resharder.space(variable.shape)
         grid.append(space.index[((0,), (1,), ()), ()])
     figure = solver.rate("figure 6", tuple(grid), {}, False)
     stepped = recurse(solver, problem.domains)
@@ -106,7 +106,7 @@ def test_steps_commute(sizes: list[int], data: st.DataObject) -> None:
     """
     solver = solver_of(product, [like(a, b) for a, b in itertools.pairwise(sizes)], "2x2")
     problem = solver.problem
-    space = problem.resharder.space(2)
+    space = problem.resharder.space((8, 8))
     cuts, layouts = {}, []
     for n in problem.coarse.joins:
         cuts[n] = data.draw(st.permutations(range(3)))[:2]
@@ -147,7 +147,7 @@ def test_equal_chop_splits_one_dim_and_all_row_the_first_that_divides() -> None:
     found = {r.name: r for r in heuristics(problem)}
 
     def dims(name: str) -> list[set[tuple[bool, ...]]]:
-        spaces = [problem.resharder.space(len(v.shape)) for v in problem.coarse.variables]
+        spaces = [problem.resharder.space(v.shape) for v in problem.coarse.variables]
         domains = found[name].domains
         return [
             {tuple(bool(fs) for fs in space.states[s][0][:-1]) for s in domain}
@@ -201,8 +201,8 @@ def test_no_op_is_cut_where_padding_would_be_illegal(name: str, cluster: str) ->
         placed = [*zip(call.operands, use.needs, strict=True), *zip(call.results, use.gives, strict=True)]
         for shape, layout in placed:
             if layout is not None:
-                space = problem.resharder.space(len(shape))
-                assert problem.resharder.legal(shape, pad=True)[space.of(layout)], (call.primitive, shape, layout)
+                legal = problem.resharder.legal(shape, pad=True)
+                assert legal[problem.resharder.state(shape, layout)], (call.primitive, shape, layout)
 
 
 def test_limits_on_cuts_leave_those_that_treat_factors_alike() -> None:

@@ -23,10 +23,6 @@ Collective = Literal["AllReduce", "ReduceScatter", "AllGather", "Reduce", "Broad
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 _ADDING: tuple[Collective, ...] = ("AllReduce", "ReduceScatter", "Reduce")
 """They add up what the members of a group hold, who all hold the same chunks."""
-_SPREADING: tuple[Collective, ...] = ("AllGather", "Broadcast")
-"""They need no such thing."""
-_COPYING: tuple[Collective, ...] = ("Broadcast",)
-"""Nor that no two members have anything in common."""
 Goal = Literal["all_reduce", "reduce_scatter", "all_gather"]
 State = int
 Context = tuple[State, ...]
@@ -146,17 +142,26 @@ class Space:
         known = self._outcomes.get(states)
         if known is None:
             found: dict[Collective, Context] = {}
-            count = total = 0
-            for state in states:
-                count, total = count + state.bit_count(), total | state
-            apart = count == total.bit_count()
-            adds = apart and not isinstance(self._reduce("AllReduce", states), Clash)
-            for collective in _ADDING if adds else _SPREADING if apart else _COPYING:
+            for collective in self._possible(states):
                 after = self._apply(collective, states)
                 if not isinstance(after, Clash) and after != states:
                     found[collective] = after
             known = self._outcomes[states] = found  # last: an interrupt in between leaves nothing by halves
         return known
+
+    def _possible(self, states: Context) -> tuple[Collective, ...]:
+        """The collectives whose preconditions may hold: most do not, which takes a few integer operations to see."""
+        held = [self.chunks(state) for state in states]
+        size = contributions = 0
+        for state in states:
+            size, contributions = size + state.bit_count(), contributions | state
+        if size == contributions.bit_count():  # nothing is there twice
+            if held.count(held[0]) == len(held):
+                return _ADDING
+            counts = [chunks.bit_count() for chunks in held]
+            if counts.count(counts[0]) == len(counts):
+                return ("AllGather",)
+        return ("Broadcast",) if contributions == states[0] else ()
 
     def _apply(self, collective: Collective, states: Sequence[State]) -> Context | Clash:
         match collective:

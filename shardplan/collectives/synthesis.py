@@ -111,7 +111,7 @@ class Walks:
     def _expand(self, context: Context, moves: _Moves) -> Iterator[tuple[Instruction, Context]]:
         for among, steps in moves:
             found = self._outcomes(context, among)
-            for step in steps:
+            for step in steps if found else ():
                 if step.collective in found:
                     yield step, found[step.collective]
 

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.cost import compute
+from shardplan.ir import Layout
 from shardplan.search.coarsen import FREE, Coarse, Variable
 from shardplan.search.graph import Graph, Link, Node
 from shardplan.search.options import nbytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -131,7 +132,7 @@ class Pricer:
         rows = self.options(signature, allowed, late=late)
         call = signature.call
         base = rows.compute_s + rows.halo_s
-        columns = [np.zeros((len(base), len(d))) for d in domains]
+        columns: list[NDArray[np.float64] | None] = [None] * len(domains)
         for slot in slots:
             shape, size = slot.tensor(call)
             prices = self.prices(shape, size, domains[slot.variable], into=slot.result)
@@ -141,7 +142,8 @@ class Pricer:
                 # terms that cannot be made one by one are added up at once
                 partial = [bool(self.resharder.space(shape).states[s][1]) for s in domains[slot.variable]]
                 costs = np.where(~rows.terms[:, None] & np.array(partial), np.inf, costs)
-            columns[slot.variable] = columns[slot.variable] + costs
+            before = columns[slot.variable]
+            columns[slot.variable] = costs if before is None else before + costs
         for r in free:
             shape = call.results[r]
             space = self.resharder.space(shape)
@@ -149,7 +151,7 @@ class Pricer:
                 whole = self.resharder.state(shape, Layout(((),) * len(shape)))
                 prices = self.prices(shape, nbytes(shape, call.result_dtypes[r]), (whole,), into=True)
                 base = base + prices[0][rows.gives[:, r]]
-        return base, columns
+        return base, [c for c in columns if c is not None]
 
     def strategy_tables(
         self,
@@ -164,8 +166,10 @@ class Pricer:
     ) -> list[Costs]:
         """`strategy_costs`, ``weight`` times, as picoseconds: for each variable [strategies, domain], compute in the first."""
         base, columns = self.strategy_costs(signature, slots, free, domains, allowed, late=late)
-        first, *others = [picoseconds(c * weight) for c in columns]
-        return [np.minimum(first + picoseconds(base * weight)[:, None], BIG), *others]
+        costs = picoseconds(np.concatenate([base[:, None], *columns], axis=1) * weight)
+        ends = list(itertools.accumulate(map(len, domains), initial=1))
+        first, *others = (costs[:, a:b] for a, b in itertools.pairwise(ends))
+        return [np.minimum(first + costs[:, :1], BIG), *others]
 
     def halo_steps(self, signature: Signature, loops: Sequence[int]) -> tuple[Step, ...]:
         """The exchanges that a composite strategy makes inside the op: with neighbours, and of extremes."""

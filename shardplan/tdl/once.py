@@ -14,12 +14,12 @@ from operator import itemgetter
 from typing import Any, cast
 
 from shardplan.errors import DescriptionError
-from shardplan.ir import Split
+from shardplan.ir import Partial, Replicated, Split
 from shardplan.tdl.index import Affine
 from shardplan.tdl.symbols import Extent, Step, Trail, running
 
 Fill = Callable[[Sequence[Any]], Any]
-_ATOMS = {int, str, bool, float, list, type(None), frozenset}
+_ATOMS = {int, str, bool, float, list, type(None), frozenset, Replicated, Partial}
 _FIELDS: dict[type, tuple[str, ...]] = {}
 
 

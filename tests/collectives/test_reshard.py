@@ -204,6 +204,25 @@ def test_every_collective_from_a_state_is_an_edge(sizes: tuple[int, ...]) -> Non
     assert list(zip(edges.source, edges.target, strict=True)) == sorted(zip(edges.source, edges.target, strict=True))
 
 
+def test_dims_of_one_element_are_none_of_a_layout_space() -> None:
+    own = resharder("2x4")
+    flat, shape = (8, 16), (8, 1, 16, 1)
+    assert own.space(shape) is own.space(flat)
+    every = range(len(own.space(shape).states))
+    np.testing.assert_array_equal(own.prices(shape, 512.0, every), own.prices(flat, 512.0, every))
+    for state in every:
+        dims, partial = own.layout(flat, state).dims, own.layout(flat, state).partial
+        layout = own.layout(shape, state)
+        assert layout == Layout((dims[0], (), dims[1], (), *dims[2:]), partial)
+        if len(dims) == 2:
+            assert own.state(shape, layout) == own.state(flat, own.layout(flat, state)) == state
+    with pytest.raises(KeyError):
+        own.state(shape, Layout(((), (0,), (), ())))
+    split = own.state(flat, Layout(((), (0,))))
+    (step,) = own.program(shape, 512, split, own.state(flat, Layout(((), ()))))
+    assert (step.before, step.after) == (Layout(((), (), (0,), ())), Layout(((), (), (), ())))
+
+
 def test_only_the_minormost_factor_leaves_by_a_plain_gather() -> None:
     """On factors (n, g): P(('n', 'g')) -> P('n') is one all-gather over g; -> P('g') has no such way."""
     own = resharder("2x4")

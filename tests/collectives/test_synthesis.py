@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
 from shardplan.collectives import Reduction, ReductionError, replay, synthesize
 from shardplan.collectives.dsl import Refusal, advance, groups, instructions
-from shardplan.collectives.states import COLLECTIVES, Goal, Space
-from shardplan.collectives.synthesis import _synthesize, chunk_order
+from shardplan.collectives.states import COLLECTIVES, Clash, Goal, Space
+from shardplan.collectives.synthesis import Walks, _synthesize, chunk_order
 
 
 def unpruned(shape: tuple[int, ...], size: int, goal: Goal = "all_reduce") -> set[Reduction]:
@@ -43,6 +44,29 @@ def test_pruning_loses_no_long_program():
     assert set(_synthesize((2, 2), 4, "all_reduce", None)) == unpruned((2, 2), 4)
     for goal in ("reduce_scatter", "all_gather"):
         assert set(_synthesize((2, 2), 4, goal, None)) == unpruned((2, 2), 4, goal)
+
+
+@pytest.mark.parametrize("goal", get_args(Goal))
+@pytest.mark.parametrize("shape", [(2, 2), (3, 2), (2, 2, 2)], ids=str)
+def test_what_is_seen_at_a_glance_leaves_nothing_out(shape: tuple[int, ...], goal: Goal):
+    """Neither a collective that is right for a group, nor a step that ends a program."""
+    walks = Walks(shape, goal)
+    every = {g for m in instructions(len(shape)) for g in groups(shape, m)}
+    layer, contexts, ended = [walks.start], {walks.start: None}, 0
+    for _ in range(3):
+        layer = [after for context in layer for _, after in walks.successors(context) if after not in contexts]
+        contexts.update(dict.fromkeys(layer))
+    for context in contexts:
+        for group in every:
+            states = tuple(context[d] for d in group)
+            right = {c: walks.space.apply(c, states) for c in COLLECTIVES}
+            told = {c: after for c, after in right.items() if not isinstance(after, Clash) and after != states}
+            assert walks.space.outcomes(states) == told
+        fresh = Walks(shape, goal)  # has no successors to look the last step up in
+        closing = {step for step, _ in fresh.closing(context)}
+        assert closing == {step for step, after in walks.successors(context) if after == walks.end} or context == walks.end
+        ended += len(closing)
+    assert ended
 
 
 def test_counts_by_depth_and_size():

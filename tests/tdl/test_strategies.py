@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from jax import lax
 from shardplan import tdl
 from shardplan.ir import Partial, Replicated, Split
 from shardplan.tdl.proof.case import traced
+from shardplan.tdl.strategies import _regions, _regions_alone
 
 R = Replicated()
 
@@ -62,6 +64,20 @@ def test_a_reshape_into_heads_is_cut_along_them() -> None:
         (Split(1), Split(1)),
         (Split(2), Split(2)),
     }
+
+
+@pytest.mark.parametrize("shapes", [((4, 6), (4, 6)), ((4, 6), (1, 6)), ((4, 6), ()), ((2, 1, 8), (2, 5, 8))], ids=str)
+def test_elementwise_ops_are_cut_as_the_analysis_of_intervals_says(shapes: tuple[tuple[int, ...], ...]) -> None:
+    result = tuple(max(n) for n in itertools.zip_longest(*shapes, fillvalue=1)) if all(shapes) else shapes[0]
+    description = tdl.describe(tdl.Call("mul", shapes, (result,), {}, ("float32",) * 2, ("float32",)))
+    assert description is not None
+    assert description.elementwise
+    legal = 0
+    for loop, ways in itertools.product(range(len(result)), (2, 3, 4, 8)):
+        if result[loop] % ways == 0:
+            assert _regions_alone(description, loop) == _regions(description, loop, ways)
+            legal += tdl.cut(description, loop, ways) is not None
+    assert legal
 
 
 def test_experts_are_cut() -> None:

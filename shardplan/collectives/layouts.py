@@ -7,7 +7,7 @@ it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -23,8 +23,7 @@ from shardplan.ir import Layout
 class Edges:
     """Collectives between states, in ascending order of (source, target); all arrays are [E].
 
-    ``which`` is a collective's place in ``names``, ``of[name]`` are the edges of a collective; ``fraction`` is the part of the
-    tensor's bytes that an edge moves.
+    ``which`` is a collective's place in ``names``, ``fraction`` the part of the tensor's bytes that an edge moves.
     """
 
     source: NDArray[np.int64]
@@ -32,7 +31,6 @@ class Edges:
     which: NDArray[np.int64]
     fraction: NDArray[np.float64]
     names: tuple[Name, ...]
-    of: Mapping[Name, NDArray[np.int64]]
 
 
 class LayoutSpace:
@@ -159,10 +157,7 @@ class LayoutSpace:
         codes = codes[row]
         known = np.flatnonzero(np.bincount(codes))
         names = tuple(name_of(code, len(self.sizes)) for code in known.tolist())
-        which = np.searchsorted(known, codes)
-        edges = np.split(np.argsort(which, kind="stable"), np.cumsum(np.bincount(which)))
-        by_name = {name: own for name, own in zip(names, edges, strict=False) if name[0] != "slice"}
-        return Edges(source, target[order], which, fraction[row], names, by_name)
+        return Edges(source, target[order], np.searchsorted(known, codes), fraction[row], names)
 
     def _moves(self, leaders: Sequence[State]) -> tuple[NDArray[Any], ...]:
         """The collectives from leaders: roles and places [M, factors] of where they lead to, codes, fractions, and which leader's

@@ -100,7 +100,7 @@ class Resharder:
         self._sweeps: dict[_Moves, tuple[NDArray[np.float64], NDArray[np.int32]]] = {}
         # the lines of all edges of a rank, and graphs of what they cost
         self._graphs: dict[_Moves, csr_matrix] = {}
-        self._sloped: dict[int, tuple[NDArray[np.float64], NDArray[np.float64]]] = {}
+        self._sloped: dict[int, tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]] = {}
 
     def space(self, shape: Sequence[int]) -> LayoutSpace:
         """The layouts of tensors of a shape. Dims of one element are never split: in the space there are none."""
@@ -221,10 +221,10 @@ class Resharder:
         if missing:
             distances, before = dijkstra(self._graph(key), indices=np.array(missing), return_predecessors=True)
             leading.update(zip(missing, zip(distances, before, strict=True), strict=True))
-        space, rows = self._space(key[0]), self._rows.setdefault(key, {})
-        for s, leader, called in zip(states, led, names, strict=True):
-            row = leading[leader][0]
-            rows[s] = row if s == leader else row[space.renamed(_inverse(tuple(called)))]
+        space = self._space(key[0])
+        own = np.stack([leading[leader][0] for leader in led])
+        old = np.stack([space.renamed(_inverse(tuple(called))) for called in names])
+        self._rows.setdefault(key, {}).update(zip(states, np.take_along_axis(own, old, axis=1), strict=True))
 
     def _leaders(self, key: _Moves) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """`LayoutSpace.leaders`, of the dims that may be split alike."""
@@ -252,26 +252,31 @@ class Resharder:
 
     def _edges(self, space: LayoutSpace, mask: NDArray[np.bool_], nbytes: float) -> csr_matrix:
         edges = space.edges
-        latency_s, slope = self._lines(space)
-        cost = np.min(latency_s + slope * nbytes, axis=0)
+        latency_s, slope, kind = self._lines(space)
+        cost = np.min(latency_s + slope * nbytes, axis=0)[kind]
         keep = mask[edges.source] & mask[edges.target]
         n = len(space.states)
         starts = np.concatenate([[0], np.cumsum(np.bincount(edges.source[keep], minlength=n))])
         return csr_matrix((cost[keep], edges.target[keep], starts), shape=(n, n))
 
-    def _lines(self, space: LayoutSpace) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """[alternatives, E], [alternatives, E]: latency and seconds per byte of the whole tensor of the ways to go each edge."""
+    def _lines(self, space: LayoutSpace) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
+        """[alternatives, kinds], [alternatives, kinds]: latency and seconds per byte of the whole tensor of the ways to go each
+        kind of edge, one that is the same collective of the same part of it; [E]: the kind of each.
+        """
         found = self._sloped.get(space.rank)
         if found is None:
             edges = space.edges
-            ways = {name: self._way(*name).ranked for name in edges.of}
-            latency_s = np.full((max(map(len, ways.values()), default=1), len(edges.source)), _SLICE_S)
-            slope = np.zeros_like(latency_s)
-            for name, at in edges.of.items():
-                rows = ways[name][np.minimum(np.arange(len(latency_s)), len(ways[name]) - 1)]  # the last one again
-                latency_s[:, at] = rows[:, :1]
-                slope[:, at] = rows[:, 1:] * edges.fraction[at]
-            found = self._sloped[space.rank] = latency_s, slope
+            parts, part = np.unique(edges.fraction, return_inverse=True)
+            kind = edges.which * len(parts) + part
+            known = np.flatnonzero(np.bincount(kind))
+            ways = [np.array([(_SLICE_S, 0.0)]) if name[0] == "slice" else self._way(*name).ranked for name in edges.names]
+            alternatives = np.arange(max(map(len, ways), default=1))
+            latency_s, slope = np.zeros((2, len(alternatives), len(known)))
+            for column, code in enumerate(known.tolist()):
+                which, at = divmod(code, len(parts))
+                own = ways[which][np.minimum(alternatives, len(ways[which]) - 1)]  # the last one again
+                latency_s[:, column], slope[:, column] = own[:, 0], own[:, 1] * parts[at]
+            found = self._sloped[space.rank] = latency_s, slope, np.searchsorted(known, kind)
         return found
 
     def program(self, shape: Sequence[int], nbytes: float, before: int, after: int) -> tuple[Step, ...]:

@@ -169,7 +169,8 @@ _TREES: dict[Hashable, Tree] = {}
 def describe(call: Call) -> Description | None:
     """The description of this application, or None where no rule covers the primitive.
 
-    A rule is read once for symbolic extents; on a call that answers its questions alike the numbers are put in.
+    A rule that is read more than seldom is read once for symbolic extents; on a call that answers its questions alike the
+    numbers are put in.
     """
     function = _RULES.get(call.primitive)
     if function is None:
@@ -180,6 +181,8 @@ def describe(call: Call) -> Description | None:
     tree = _TREES.get(key)
     if tree is None:
         tree = _TREES[key] = Tree()
+    if tree.seldom():
+        return read(call, function)
     leaf = tree.find(tape, asked(call.params, numbering))
     if leaf is None:
         trail = Trail([], {}, {})

@@ -18,6 +18,9 @@ from shardplan.ir import Partial, Replicated, Split
 from shardplan.tdl.index import Affine
 from shardplan.tdl.symbols import Extent, Step, Trail, running
 
+FEW = 4
+"""So many times an analysis is run on numbers: on symbols it takes several times as long, and then next to no time."""
+
 Fill = Callable[[Sequence[Any]], Any]
 _ATOMS = {int, str, bool, float, list, type(None), frozenset, Replicated, Partial}
 _FIELDS: dict[type, tuple[str, ...]] = {}
@@ -93,11 +96,17 @@ class _Node:
 class Tree:
     """All ways through one analysis. ``runs`` counts how often it was run on symbols."""
 
-    __slots__ = ("root",)
+    __slots__ = ("_asked", "root")
     runs = 0
 
     def __init__(self) -> None:
         self.root: _Node | None = None
+        self._asked = 0
+
+    def seldom(self) -> bool:
+        """Whether it was asked for so few times, with this one, that to run it on the numbers takes less time."""
+        self._asked += 1
+        return self.root is None and self._asked <= FEW
 
     def find(self, tape: list[int], read: Callable[[str, list[int]], Hashable] | None = None) -> Leaf | None:
         """The leaf that these numbers lead to; the tape then holds all that is computed on the way.

@@ -41,7 +41,8 @@ def cut(description: Description, loop: int, ways: int, *, pad: bool = False) ->
     Legal: the extent divides, every operand is needed whole or as one even block of one dim (with a constant halo), and a
     reduction is the outermost nonlinear thing that happens to its terms.
 
-    Analysed once for symbolic extents and ways, and instantiated where the questions that it asked have the same answers.
+    Analysed once for symbolic extents and ways, unless that is seldom asked for, and instantiated where the questions that it
+    asked have the same answers.
     """
     info, origin = description.loops[loop], description.origin
     if info.whole or ways < 2:
@@ -52,6 +53,8 @@ def cut(description: Description, loop: int, ways: int, *, pad: bool = False) ->
     tree = origin.leaf.more.get((loop, pad))
     if tree is None:
         tree = origin.leaf.more[loop, pad] = Tree()
+    if tree.seldom():
+        return _cut(description, loop, ways, pad)
     tape = [*origin.tape, ways]
     leaf = tree.find(tape)
     if leaf is None:

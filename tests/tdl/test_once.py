@@ -16,8 +16,9 @@ import pytest
 from shardplan import tdl
 from shardplan.errors import DescriptionError
 from shardplan.search.graph import flatten
+from shardplan.tdl import once
 from shardplan.tdl.coverage import sort_primitives
-from shardplan.tdl.describe import describe, forget, rule, rule_of
+from shardplan.tdl.describe import describe, forget, forget_analyses, rule, rule_of
 from shardplan.tdl.description import Call, Description, read
 from shardplan.tdl.index import Affine, FloorDiv, Mod
 from shardplan.tdl.once import Leaf, Tree
@@ -26,6 +27,12 @@ from shardplan.tdl.symbols import Extent, Trail
 from shardplan.trace import trace
 
 NAMES = [entry.name for entry in sort_primitives() if entry.name in CASES]
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On symbols from the first time on."""
+    monkeypatch.setattr(once, "FEW", 0)
 
 
 # Code that decides by numbers in all the ways that rules do.
@@ -178,6 +185,29 @@ def test_each_analysis_is_made_once() -> None:
 
 
 PRODUCT = (((1,), (0,)), ((), ()))
+
+
+def test_what_is_asked_for_often_is_analysed_on_symbols(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut(rows: int, ways: int) -> tdl.Strategy | None:
+        made = describe(Call("cumsum", ((rows, 7, rows),), ((rows, 7, rows),), {"axis": 1, "reverse": False}))
+        assert made is not None
+        return tdl.cut(made, 2, ways)
+
+    asked = [(8, 2), (12, 4), (16, 8), (24, 8), (40, 4), (48, 8)]
+    found: dict[int, list[tdl.Strategy | None]] = {}
+    more: dict[int, list[int]] = {}
+    for few in (0, 1, 2):
+        monkeypatch.setattr(once, "FEW", few)
+        forget_analyses()
+        found[few], more[few] = [], []
+        for rows, ways in asked:
+            before = Tree.runs
+            found[few].append(cut(rows, ways))
+            more[few].append(Tree.runs - before)
+    # what was read on numbers is cut on numbers; then it is read on symbols, and its cuts are counted from there
+    assert more == {0: [2, 0, 0, 0, 0, 0], 1: [0, 1, 1, 0, 0, 0], 2: [0, 0, 1, 0, 1, 0]}
+    assert found[0] == found[1] == found[2]
+    assert None not in found[0]
 
 
 def test_how_a_reshape_merges_its_dims_is_its_structure() -> None:

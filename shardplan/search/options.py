@@ -232,7 +232,7 @@ class _Cuts:
             extent = self.description.loops[loop].extent
             part, even = -(-extent // ways) / extent, _terms_apart(call, found, ways, self.late)
         placed = zip((*found.operands, *found.results), self.dims, strict=True)
-        return _Made(True, tuple(_role(place, dims) for place, dims in placed), part, even, found)
+        return _Made(True, tuple([_role(place, dims) for place, dims in placed]), part, even, found)
 
     def _strategy(self, loop: int, ways: int) -> Strategy | None:
         if (loop, ways) not in self._strategies:
@@ -244,13 +244,9 @@ class _Cuts:
 
 
 def _role(place: Placement, dims: Sequence[int]) -> int:
-    match place:
-        case Split(dim):
-            return dims.index(dim)
-        case Partial():
-            return -2
-        case _:
-            return -1
+    if isinstance(place, Split):
+        return dims.index(place.dim)
+    return -2 if isinstance(place, Partial) else -1
 
 
 Memo = dict[tuple["_Tried", tuple[int, ...], tuple[tuple[bool, tuple[int, ...]], ...]], "_Combined"]
@@ -424,4 +420,4 @@ def _work(signature: Signature) -> _Work:
         return _Work(0.0, size, out, dtype, False, True)
     # moving the same elements about, or spreading a smaller tensor, is fused into the reader
     moves = all(info.reducer is None for info in description.loops) and len([s for s in size if s > 8]) <= 1
-    return _Work(compute.flops(description), size, out, dtype, compute.is_contraction(description), not moves)
+    return _Work(compute.flops(description), size, out, dtype, signature.contracts, not moves)

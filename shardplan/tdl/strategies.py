@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from shardplan.ir import Partial, Placement, Reducer, Replicated, Split
 from shardplan.tdl import language as lang
 from shardplan.tdl.description import Description, children, products
-from shardplan.tdl.index import Affine, Interval, interval, loops_of
+from shardplan.tdl.index import Affine, IndexExpr, Interval, interval, loops_of
 from shardplan.tdl.once import Tree
 from shardplan.tdl.symbols import Trail, integer
 
@@ -142,14 +142,16 @@ def _regions(description: Description, loop: int, ways: int) -> dict[int, Placem
     for operand, indices in description.accesses:
         shape = description.call.operands[operand]
         for dim, ix in enumerate(indices):
+            if not _reads(ix, loop):
+                if shape[dim] != 1:
+                    whole.add((operand, dim))
+                continue
+            alone = ix == own
             if shape[dim] == 1:
-                if loop in loops_of(ix) and ix != own:
+                if not alone:
                     return None  # not broadcast: its one element lies somewhere inside the worker's range
                 continue
-            if loop not in loops_of(ix):
-                whole.add((operand, dim))
-                continue
-            at = interval(ix, extents, loop, ways) if ix != own else along
+            at = along if alone else interval(ix, extents, loop, ways)
             if at is None:
                 return None
             if at.step == 0:
@@ -176,16 +178,21 @@ def _regions_alone(description: Description, loop: int) -> dict[int, Placement] 
     """The dims that a loop indexes alone and in step, so that its extent need not divide; None if it is read in any other way."""
     placements: dict[int, Placement] = {}
     for operand, indices in description.accesses:
-        dims = [dim for dim, ix in enumerate(indices) if loop in loops_of(ix) and description.call.operands[operand][dim] != 1]
+        shape = description.call.operands[operand]
+        dims = [dim for dim, ix in enumerate(indices) if shape[dim] != 1 and _reads(ix, loop)]
         for dim in dims:
             if indices[dim] != Affine(((loop, 1),)) or placements.get(operand, Split(dim)) != Split(dim):
                 return None
-            if description.call.operands[operand][dim] != description.loops[loop].extent:
+            if shape[dim] != description.loops[loop].extent:
                 return None
             placements[operand] = Split(dim)
         if len(dims) > 1 or (not dims and operand in placements):
             return None
     return placements
+
+
+def _reads(index: IndexExpr, loop: int) -> bool:
+    return loop in [v for v, _ in index.terms] if type(index) is Affine else loop in loops_of(index)
 
 
 _IDEMPOTENT = ("max", "min", "and", "or")

@@ -1,8 +1,8 @@
 """The search: the cheapest assignment within the memory limit, and every baseline scored in the same tables.
 
 Two levels are solved jointly: exactly where the tables allow, else by a beam that mostly proves its optimum. More are solved over
-groups of slower and of faster levels (else by recursion over the levels, slowest first), then every layout is polished on one
-level, and if that gained, on pairs of levels, to a fixpoint (Tofu, section 5.2, made joint).
+a group of slower and one of faster levels (else by recursion over the levels, slowest first), then every layout is polished on one
+level, and if that gained, on pairs of levels, to a fixpoint, and from other groupings too (Tofu, section 5.2, made joint).
 """
 
 from __future__ import annotations
@@ -178,14 +178,15 @@ def _unlimited(
 def _reached(solver: Solver, rivals: Rivals, levels: _Levels, watch: Watch) -> Solution | None:
     """With three factors and more: the best over one grouping, polished so that no baseline is better.
 
-    Only where that gained anything the other groupings are solved, too. None where the tables of that would be too large.
+    Only where that gained anything the other groupings are solved, too. None where the tables of that would be too large, or
+    where no assignment of the grouping is possible.
     """
     if not levels.spaces:
         return None
     groups = list(levels.spaces)[-1]
     start, domains = levels.of(groups), levels.domains
     reach = rivals.reach(domains, (groups,))
-    if solver.order(near(solver.problem, domains, start, reach)).largest > JOINT_ENTRIES:
+    if math.isinf(start.seconds) or solver.order(near(solver.problem, domains, start, reach)).largest > JOINT_ENTRIES:
         return None
     watch.tell("search", 0.4)
     best = polish(solver, domains, start, watch, also=reach)

@@ -1,8 +1,8 @@
 """The search: the cheapest assignment within the memory limit, and every baseline scored in the same tables.
 
 Two levels are solved jointly: exactly where the tables allow, else by a beam that mostly proves its optimum. More are solved over
-a group of slower and one of faster levels (else by recursion over the levels, slowest first), then every layout is polished on one
-level, and if that gained, on pairs of levels, to a fixpoint, and from other groupings too (Tofu, section 5.2, made joint).
+a group of slower and one of faster levels (else by recursion, slowest level first). Then every layout is polished on one level,
+and if that gained, on pairs of levels, to a fixpoint, and from other groupings too (Tofu, section 5.2, made joint).
 """
 
 from __future__ import annotations

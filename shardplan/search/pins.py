@@ -153,6 +153,8 @@ def _claim(problem: Problem, pattern: str, entries: Sequence[Entry], i: int) -> 
         if any(layout.dims):
             raise _refusal(pattern, entries, f"splits {path}, a scalar")
         return None
+    if 0 in shape and any(layout.dims):
+        raise _refusal(pattern, entries, f"splits {path} {shape}, which has no elements")
     for d, (n, over) in enumerate(zip(shape, layout.dims, strict=True)):
         parts = math.prod(problem.sizes[f] for f in over)
         if n % parts:

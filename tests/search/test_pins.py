@@ -143,6 +143,24 @@ def test_a_pin_that_is_wrong_by_itself_is_the_conflict(pin: str, says: str) -> N
     assert says in str(error)
 
 
+@pytest.mark.parametrize(
+    ("shape", "pin", "says"),
+    [
+        ((0, 64), P("gpu"), r"splits x \(0, 64\), which has no elements"),
+        ((0, 64), P(None, "gpu"), "which has no elements"),
+        ((1, 64), P("gpu"), "cuts dim 0 of x .* 2 ways, which does not divide 1; 2 would"),
+        ((1, 1), P(None, "gpu"), "a scalar"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_split_is_not_split_by_a_pin(shape: tuple[int, ...], pin: P, says: str) -> None:
+    x = jax.ShapeDtypeStruct(shape, jnp.float32)
+    with pytest.raises(shardplan.PinError, match=says):
+        shardplan.plan(lambda x: x + 1, x, cluster="2x2x2", pins={"x": pin})
+    whole = shardplan.plan(lambda x: x + 1, x, cluster="2x2x2", pins={"x": P()})
+    assert whole.specs_by_path["x"] == P()
+
+
 # -- levels that are split ---------------------------------------------------------------------------------------------
 
 

@@ -73,7 +73,7 @@ def plan(
 
     Raises:
         MemoryLimitError: if no plan fits.
-        PinError: for a pin that matches nothing, names no axis or does not divide.
+        PinError: for a pin that matches nothing, names no axis, does not divide, or splits what has no elements.
         UndescribedPrimitiveError: for a primitive without a description.
         ClusterError: for a cluster that cannot be, or on which the step takes 1,000 s or more.
     """
@@ -88,8 +88,7 @@ def plan(
     traced = trace_step(step, args, donated)
     traced_at = time.perf_counter()
     replicate = _known_primitives(replicate, traced.program)
-    leaves = frozenset(leaves_of(traced.in_tree, donated))
-    wanted = Wanted(limit, leaves, _entries(pins or {}), deadline, observer, measure)
+    wanted = Wanted(limit, frozenset(leaves_of(traced.in_tree, donated)), _entries(pins or {}), deadline, observer, measure)
     with uncollected():
         planned = _searched(traced.program, Searcher(replicate, shared, loaded, wanted), again=remat == "auto")
     return Plan(

@@ -39,6 +39,7 @@ def verify_plan() -> Callable[..., Any]:
     """
 
     def check(step: Callable[..., Any], *args: Any, cluster: Any, **options: Any) -> Any:
+        """Plans and verifies a step, or fails the test with what differs."""
         import shardplan
         from shardplan.emit.verify import verify
         from shardplan.report.text import verified_text

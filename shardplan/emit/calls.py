@@ -47,6 +47,7 @@ def share(
     call = description.call
 
     def local(*operands: Any) -> tuple[Any, ...]:
+        """The call on a device's share; its results must have the shapes that were promised."""
         results = _run(call, made, operands, primitive)
         small = [tuple(s) for s in _local_shapes(call, made)]
         got = [x.shape for x in results[: len(small)]]

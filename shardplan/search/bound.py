@@ -415,6 +415,7 @@ class Bound:
         last: list[list[Floats]] | None = None
 
         def at(power: int) -> float:
+            """The bound at one price on bytes, this power of two times the first."""
             nonlocal last
             if power not in found:
                 given = stars(

@@ -112,6 +112,7 @@ class Oracle:
             return bool(problem.resharder.space(shape).states[at][1])
 
         def price(at: Sequence[int]) -> float:
+            """Seconds of the op in these states, everything that it reads and makes resharded."""
             state = dict(zip(scope, at, strict=True))
             best = math.inf
             for s in range(len(options.loops)):

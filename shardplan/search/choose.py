@@ -54,6 +54,7 @@ def best_of_factorings(graph: Graph, coarse: Coarse, cluster: Cluster, wanted: W
     for n, (problem, domains) in enumerate(tried):
 
         def solved(over: Problem, domains: Sequence[Domain], n: int = n) -> Outcome:
+            """The search over these factors, with its share of the progress."""
             return search(
                 over,
                 limit=wanted.memory,

@@ -403,6 +403,7 @@ def _gather(call: Call, local: Local) -> Local:
     mine = size // local.strategy.ways
 
     def masked(bind: Bind, operands: Sequence[Any], worker: Any) -> tuple[Any, ...]:
+        """The gather on a worker's rows: what others own is zero, what is lost is filled by one worker alone."""
         table, indices, *rest = operands
         indices = jnp.asarray(indices).astype(jnp.int32)
         row = indices[..., component]

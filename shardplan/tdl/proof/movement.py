@@ -32,6 +32,7 @@ def _reshape(name: str, draw: Draw) -> Case:
     factors = [draw.choose((2, 2, 3, 4)) for _ in range(draw.choose((2, 3, 4)))]
 
     def grouped() -> tuple[int, ...]:
+        """The factors, perhaps shuffled, multiplied up to dims."""
         dims: list[int] = []
         for f in shuffled(draw, factors) if draw.choose((True, False, False)) else factors:
             if dims and draw.choose((True, False)):

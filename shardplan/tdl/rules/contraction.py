@@ -20,9 +20,11 @@ def _dot_general(call: Call, x: TensorRef, y: TensorRef, *_: TensorRef) -> Lambd
     free_y = [d for d in range(len(y.shape)) if d not in {*sum_y, *batch_y}]
 
     def element(*i: Any) -> Scalar:
+        """A row's product with a column, of one batch."""
         batch, left, right = i[: len(batch_x)], i[len(batch_x) : len(batch_x) + len(free_x)], i[len(batch_x) + len(free_x) :]
 
         def term(*k: Any) -> Scalar:
+            """A product that is added up."""
             at_x = {
                 **dict(zip(batch_x, batch, strict=True)),
                 **dict(zip(free_x, left, strict=True)),
@@ -53,9 +55,11 @@ def _convolution(call: Call, x: TensorRef, kernel: TensorRef) -> Lambda:
     steps = list(zip(p["window_strides"], p["rhs_dilation"], p["padding"], p["lhs_dilation"], strict=True))
 
     def element(*i: Any) -> Scalar:
+        """One place of one feature of one image."""
         b, o, *place = (i[d] for d in out_dims)
 
         def term(c: Any, *w: Any) -> Scalar:
+            """A product under one place of the kernel, of one channel."""
             at_x, at_k = [0] * len(x.shape), [0] * len(kernel.shape)
             at_x[x_dims[0]] = b if batches == 1 else (o // per_group) * (x.shape[x_dims[0]] // batches) + b
             at_x[x_dims[1]] = c if features == 1 else (o // per_group) * extents[0] + c
@@ -83,6 +87,7 @@ def _ragged_dot(call: Call, x: TensorRef, y: TensorRef, sizes: TensorRef) -> Lam
     all_ = slice(None)
 
     def element(*i: Any) -> Scalar:
+        """A row's product with a column, of one batch and group."""
         groups, i = (i[:1], i[1:]) if mode_contracting else ((), i)
         batch, left, right = i[: len(batch_x)], i[len(batch_x) : len(batch_x) + len(free_x)], i[len(batch_x) + len(free_x) :]
         at_x: dict[int, Any] = {**dict(zip(batch_x, batch, strict=True)), **dict(zip(free_x, left, strict=True))}
@@ -119,6 +124,7 @@ def _scaled_dot(call: Call, x: TensorRef, y: TensorRef, x_scale: TensorRef, y_sc
     free_y = [d for d in range(len(y.shape)) if d not in {*sum_y, *batch_y}]
 
     def element(*i: Any) -> Scalar:
+        """A row's product with a column, of one batch."""
         batch, left, right = i[: len(batch_x)], i[len(batch_x) : len(batch_x) + len(free_x)], i[len(batch_x) + len(free_x) :]
 
         def term(*k: Any) -> Scalar:

@@ -43,6 +43,7 @@ def _gather(call: Call, x: TensorRef, indices: TensorRef, *_: TensorRef) -> Lamb
     rows = [d for d in start_map if sizes[d] == 1 and x.shape[d] > 1] if summable(x.dtype) else []
 
     def element(*i: Any) -> Scalar:
+        """What is looked up for one place of the result."""
         batch = tuple(loop for d, loop in enumerate(i) if d not in offset_dims)
         offsets = dict(zip(windows, (i[d] for d in offset_dims), strict=True))
 
@@ -50,6 +51,7 @@ def _gather(call: Call, x: TensorRef, indices: TensorRef, *_: TensorRef) -> Lamb
             return indices[(*batch, component)]
 
         def term(*row: Any) -> Scalar:
+            """One row that it may be looked up in, if it is that one."""
             at_row = dict(zip(rows, row, strict=True))
             at: list[Any] = []
             for d in range(len(x.shape)):
@@ -102,9 +104,11 @@ def _scatter(call: Call, x: TensorRef, indices: TensorRef, updates: TensorRef) -
     combine = _COMBINERS.get(call.primitive)
 
     def element(*i: Any) -> Scalar:
+        """The operand's element with all that is scattered to it."""
         whole = [i[d] for d in range(len(x.shape)) if not _known(d)]
 
         def term(*s: Any, otherwise: Any = 0.0) -> Scalar:
+            """What one update adds there, if it goes there."""
             place: dict[int, Any] = dict(zip(ways, s or [_ALL] * len(ways), strict=True))
             place.update({n: i[d] for d, n in batching.items()})
             at: dict[int, Any] = {scattered[n]: loop for n, loop in place.items()}

@@ -32,6 +32,7 @@ def _reshape(call: Call, x: TensorRef, *_: TensorRef) -> Lambda:
     groups = _groups(x.shape, new)
 
     def element(*i: Any) -> Scalar:
+        """The operand's element at the same place of the flat order."""
         index: list[Any] = [0] * len(x.shape)
         for old_dims, new_dims in groups:
             flat = sum(i[d] * prod(new[e] for e in new_dims if e > d) for d in new_dims)

@@ -147,6 +147,7 @@ def _select_and_scatter_add(call: Call, source: TensorRef, x: TensorRef) -> Lamb
     strides, low = tuple(map(integer, p["window_strides"])), tuple(integer(lo) for lo, _ in p["padding"])
 
     def element(*i: Any) -> Scalar:
+        """What the windows that cover an element give to it."""
         far = [loop for loop, n, lo in zip(i, window, low, strict=True) if lo >= n]  # windows that lie in the padding
 
         def term(*w: Any) -> Scalar:

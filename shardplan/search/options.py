@@ -23,7 +23,7 @@ from shardplan.cost import compute
 from shardplan.ir import Partial, Placement, Replicated, Split
 from shardplan.mesh import Device
 from shardplan.search.graph import Signature
-from shardplan.tdl import Call, Strategy, cut, linear_sets
+from shardplan.tdl import Call, Strategy, cut, in_step, linear_sets
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -212,6 +212,7 @@ class _Cuts:
         passed = [-2 - j for j, operands in enumerate(self.handed) if late is not None and _may_pass(frozenset(operands), late)]
         self.loops: NDArray[np.int64] = np.array([-1, *own, *passed])
         self._strategies: dict[tuple[int, int], Strategy | None] = {}
+        self._alike: dict[int, Strategy | None] = {}  # of the loops whose cuts differ in their ways alone
         usable = [
             [c for c, v in enumerate(self.loops.tolist()) if v < 0 or self._strategy(v, k) is not None] for k in resharder.sizes
         ]
@@ -236,11 +237,22 @@ class _Cuts:
 
     def _strategy(self, loop: int, ways: int) -> Strategy | None:
         if (loop, ways) not in self._strategies:
-            assert self.description is not None
-            self._strategies[loop, ways] = (
-                _handed_on(self.call, self.handed[-2 - loop], ways) if loop < -1 else cut(self.description, loop, ways, pad=True)
-            )
+            self._strategies[loop, ways] = self._found(loop, ways)
         return self._strategies[loop, ways]
+
+    def _found(self, loop: int, ways: int) -> Strategy | None:
+        assert self.description is not None
+        if loop < -1:
+            return _handed_on(self.call, self.handed[-2 - loop], ways)
+        if self.description.loops[loop].extent < ways:
+            return None
+        if loop not in self._alike:
+            found = cut(self.description, loop, ways, pad=True)
+            if not in_step(self.description, loop):
+                return found
+            self._alike[loop] = found
+        found = self._alike[loop]
+        return None if found is None else Strategy(loop, ways, found.operands, found.results)
 
 
 def _role(place: Placement, dims: Sequence[int]) -> int:

@@ -66,6 +66,20 @@ def cut(description: Description, loop: int, ways: int, *, pad: bool = False) ->
     return leaf.filled(tape)
 
 
+def in_step(description: Description, loop: int) -> bool:
+    """Whether everything reads a loop at its own index alone, so that each legal `cut` of it, padded or not, is the same cut but for
+    its ways.
+    """
+    own = Affine(((loop, 1),))
+    shapes = description.call.operands
+    once = all(
+        ix == own or shapes[operand][dim] != 1 or not _reads(ix, loop)
+        for operand, indices in description.accesses
+        for dim, ix in enumerate(indices)
+    )
+    return once and _regions_alone(description, loop) is not None
+
+
 def _cut(description: Description, loop: int, ways: int, pad: bool) -> Strategy | None:
     """The analysis, on the numbers or the symbols that stand in the description."""
     info = description.loops[loop]
@@ -176,19 +190,17 @@ def _regions(description: Description, loop: int, ways: int) -> dict[int, Placem
 
 def _regions_alone(description: Description, loop: int) -> dict[int, Placement] | None:
     """The dims that a loop indexes alone and in step, so that its extent need not divide; None if it is read in any other way."""
+    own, extent = Affine(((loop, 1),)), description.loops[loop].extent
     placements: dict[int, Placement] = {}
     for operand, indices in description.accesses:
         shape = description.call.operands[operand]
         dims = [dim for dim, ix in enumerate(indices) if shape[dim] != 1 and _reads(ix, loop)]
-        for dim in dims:
-            if indices[dim] != Affine(((loop, 1),)) or placements.get(operand, Split(dim)) != Split(dim):
-                return None
-            if shape[dim] != description.loops[loop].extent:
-                return None
-            placements[operand] = Split(dim)
-        if len(dims) > 1 or (not dims and operand in placements):
+        if any(indices[dim] != own or shape[dim] != extent for dim in dims) or len(dims) > 1:
             return None
-    return placements
+        here = Split(dims[0]) if dims else Replicated()
+        if placements.setdefault(operand, here) != here:
+            return None  # another access reads another dim, or all of it
+    return {operand: place for operand, place in placements.items() if isinstance(place, Split)}
 
 
 def _reads(index: IndexExpr, loop: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -78,6 +79,39 @@ def test_elementwise_ops_are_cut_as_the_analysis_of_intervals_says(shapes: tuple
             assert _regions_alone(description, loop) == _regions(description, loop, ways)
             legal += tdl.cut(description, loop, ways) is not None
     assert legal
+
+
+IN_STEP = {
+    "dot_general": (lambda x, w: x @ w, ((12, 24), (24, 16)), (True, True, True)),
+    "mul": (lambda x, y: x * y, ((12, 24), (1, 24)), (True, True)),
+    "reduce_sum": (lambda x: x.sum(axis=1), ((12, 24),), (True, True)),
+    "reshape": (lambda x: x.reshape(12, 24), ((12, 4, 6),), (True, False)),
+    "rev": (lambda x: x[:, ::-1], ((12, 24),), (True, False)),
+    "slice": (lambda x: x[:, ::2], ((12, 24),), (True, False)),
+}
+
+
+@pytest.mark.parametrize("primitive", IN_STEP)
+def test_loops_in_step_are_cut_alike_whatever_the_ways(primitive: str) -> None:
+    function, shapes, expected = IN_STEP[primitive]
+    description = tdl.describe(traced(primitive, function, *[jnp.zeros(s) for s in shapes]).call)
+    assert description is not None
+    assert tuple(tdl.in_step(description, loop) for loop in range(len(expected))) == expected
+    for loop in (loop for loop, alike in enumerate(expected) if alike):
+        found = [tdl.cut(description, loop, ways, pad=True) for ways in (2, 3, 5, 7, 12)]
+        assert len({(s.operands, s.results) for s in found if s is not None}) == 1
+        assert None not in found
+
+
+def test_what_is_read_whole_too_is_not_padded_in_whichever_order_it_is_read() -> None:
+    made = tdl.describe(traced("neg", lambda x: -x, jnp.zeros(6)).call)
+    assert made is not None
+    own, whole = (0, (tdl.Affine(((0, 1),)),)), (0, (tdl.Affine(((1, 1),)),))
+    for accesses in ((own, whole), (whole, own)):
+        both = dataclasses.replace(made, accesses=accesses, elementwise=False, origin=None)
+        assert tdl.cut(both, 0, 4, pad=True) is None
+        assert not tdl.in_step(both, 0)
+    assert tdl.cut(made, 0, 4, pad=True) is not None
 
 
 def test_experts_are_cut() -> None:

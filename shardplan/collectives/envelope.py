@@ -109,11 +109,23 @@ def _graph(depth: int, goal: Goal) -> _Graph:
                         following.append(after)
                 edges.append((number[context], number[after], priced.setdefault((step, found[0]), len(priced))))
         layer = following
-    source, target, what = np.array(edges, np.int64).T
+    source, target, what = np.array(edges, np.int64)[_on_walks(edges, len(number))].T
+    used, what = np.unique(what, return_inverse=True)
+    rows = list(priced)
     levels = range(depth)
-    return _Graph(
-        len(number), 1, source, target, what, tuple((step, frozenset(i for i in levels if m >> i & 1)) for step, m in priced)
-    )
+    found = ((rows[w][0], frozenset(i for i in levels if rows[w][1] >> i & 1)) for w in used.tolist())
+    return _Graph(len(number), 1, source, target, what, tuple(found))
+
+
+def _on_walks(edges: Sequence[tuple[int, int, int]], contexts: int) -> Ints:
+    """The edges of walks of at most `MAX_SIZE` steps from context 0 to context 1."""
+    source, target, _ = np.array(edges, np.int64).T
+    done, left = np.full((2, contexts), MAX_SIZE)
+    done[0] = left[1] = 0
+    for _ in range(MAX_SIZE):
+        np.minimum.at(done, target, done[source] + 1)
+        np.minimum.at(left, source, left[target] + 1)
+    return np.flatnonzero(done[source] + left[target] < MAX_SIZE)
 
 
 Parts = tuple[int, ...]

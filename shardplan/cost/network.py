@@ -107,9 +107,21 @@ class Network:
     def _line(self, kind: Collective, members: Ints, over: Sequence[int], shape: str) -> tuple[float, float]:
         if shape == "all_to_all" and all(level.kind != "ring" for level in self.cluster.levels):
             return self._even_all_to_all(members, over)
-        rounds = _ROUNDS[shape](self, kind, members, over)
-        slopes = [self._slope(r, over, tree=shape == "tree") for r in rounds]
-        return sum(r.latency_s for r in rounds), sum(slopes)
+        if shape == "ring":
+            return self._ring_line(kind, members, over)
+        return self._sum(_ROUNDS[shape](self, kind, members, over), over, tree=shape == "tree")
+
+    def _ring_line(self, kind: Collective, members: Ints, over: Sequence[int]) -> tuple[float, float]:
+        """All that go around a ring once take as long as each other, and half as long as an all-reduce."""
+        key = ("ring", members.tobytes(), frozenset(over))
+        if key not in self.memo:
+            self.memo[key] = self._sum(_ring(self, "all_gather", members, over), over, tree=False)
+        latency_s, slope = self.memo[key]
+        return (2 * latency_s, 2 * slope) if kind == "all_reduce" else (latency_s, slope)
+
+    def _sum(self, rounds: Sequence[_Round], over: Sequence[int], *, tree: bool) -> tuple[float, float]:
+        """The line of rounds that follow one another."""
+        return sum(r.latency_s for r in rounds), sum(self._slope(r, over, tree=tree) for r in rounds)
 
     def _slope(self, r: _Round, over: Sequence[int], *, tree: bool) -> float:
         """Seconds per byte of operand: those of the busiest level."""

@@ -30,6 +30,21 @@ def test_the_search_collects_nothing_and_leaves_the_collector_as_it_was(before: 
     assert not seen["tables"]
 
 
+def test_what_the_search_keeps_is_old_and_what_was_frozen_stays_frozen() -> None:
+    with uncollected():
+        kept = [[n] for n in range(1000)]
+    young = {id(found) for found in (*gc.get_objects(0), *gc.get_objects(1))}
+    assert not any(id(made) in young for made in kept)
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        with uncollected():
+            pass
+        assert gc.get_freeze_count() == frozen
+    finally:
+        gc.unfreeze()
+
+
 def test_an_error_leaves_the_collector_as_it_was() -> None:
     with pytest.raises(shardplan.MemoryLimitError):
         shardplan.plan(lambda w: w * 2, W, cluster="2", memory_limit=10)

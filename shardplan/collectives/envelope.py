@@ -109,12 +109,11 @@ def _graph(depth: int, goal: Goal) -> _Graph:
                         following.append(after)
                 edges.append((number[context], number[after], priced.setdefault((step, found[0]), len(priced))))
         layer = following
-    source, target, what = np.array(edges, np.int64)[_on_walks(edges, len(number))].T
-    used, what = np.unique(what, return_inverse=True)
+    kept = np.array(edges, np.int64)[_on_walks(edges, len(number))]
+    levels, used = range(depth), np.flatnonzero(np.bincount(kept[:, 2]))
     rows = list(priced)
-    levels = range(depth)
-    found = ((rows[w][0], frozenset(i for i in levels if rows[w][1] >> i & 1)) for w in used.tolist())
-    return _Graph(len(number), 1, source, target, what, tuple(found))
+    found = ((rows[at][0], frozenset(i for i in levels if rows[at][1] >> i & 1)) for at in used.tolist())
+    return _Graph(len(number), 1, kept[:, 0], kept[:, 1], np.searchsorted(used, kept[:, 2]), tuple(found))
 
 
 def _on_walks(edges: Sequence[tuple[int, int, int]], contexts: int) -> Ints:

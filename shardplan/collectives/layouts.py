@@ -7,7 +7,7 @@ it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -39,12 +39,39 @@ class LayoutSpace:
     def __init__(self, sizes: Sequence[int], rank: int) -> None:
         self.sizes = tuple(sizes)
         self.rank = rank
-        self.states: tuple[State, ...] = tuple(sorted(_states(len(self.sizes), rank)))
-        self.index: dict[State, int] = {s: i for i, s in enumerate(self.states)}
+        # the dim that each factor splits in each state, -1 for none, -2 for partial (the buffer is the last dim), and the place
+        # of each factor among those of its dim: [S, factors]
+        self.roles, self._places = _every(len(self.sizes), rank)
         self._layouts: dict[int, Layout] = {}
         self._renamed: dict[tuple[int, ...], NDArray[np.int64]] = {}
         self._leaders: dict[tuple[int, ...], tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
         self.local = 1.0 / self.splits.prod(axis=1)
+
+    def __len__(self) -> int:
+        return len(self.roles)
+
+    def state(self, number: int) -> State:
+        """A state by its number: the factors that split each dim (the buffer last), in order, and those of partial sums."""
+        dims: list[list[int]] = [[] for _ in range(self.rank + 1)]
+        partial: list[int] = []
+        roles: list[int] = self.roles[number].tolist()
+        order: list[int] = np.argsort(self._places[number], kind="stable").tolist()
+        for f in order:
+            if roles[f] >= 0:
+                dims[roles[f]].append(f)
+            elif roles[f] == -2:
+                partial.append(f)
+        return tuple(map(tuple, dims)), tuple(partial)
+
+    @cached_property
+    def index(self) -> dict[State, int]:
+        """The number of each state."""
+        return {self.state(i): i for i in range(len(self))}
+
+    @cached_property
+    def partial(self) -> NDArray[np.bool_]:
+        """[S]: whether anything is partial."""
+        return (self.roles == -2).any(axis=1)
 
     @cached_property
     def splits(self) -> NDArray[np.int64]:
@@ -60,7 +87,7 @@ class LayoutSpace:
         """The layout of a state (its buffer dim shows as one dim more)."""
         found = self._layouts.get(state)
         if found is None:
-            dims, partial = self.states[state]
+            dims, partial = self.state(state)
             found = self._layouts[state] = Layout(dims if dims[-1] else dims[:-1], partial)
         return found
 
@@ -70,32 +97,6 @@ class LayoutSpace:
         for column in roles.T:
             code = code * (self.rank + 2) + column + 2
         return self._by_roles[code]
-
-    @property
-    def roles(self) -> NDArray[np.int64]:
-        """[S, factors]: the dim that each factor splits, -1 for none, -2 for partial (the buffer is the last dim)."""
-        return self._splitting[0]
-
-    @property
-    def _places(self) -> NDArray[np.int64]:
-        """[S, factors]: the place of each factor among those of its dim."""
-        return self._splitting[1]
-
-    @cached_property
-    def _splitting(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        roles: list[list[int]] = []
-        places: list[list[int]] = []
-        for dims, partial in self.states:
-            row, place = [-1] * len(self.sizes), [0] * len(self.sizes)
-            for d, fs in enumerate(dims):
-                for at, f in enumerate(fs):
-                    row[f], place[f] = d, at
-            for f in partial:
-                row[f] = -2
-            roles.append(row)
-            places.append(place)
-        shape = len(self.states), len(self.sizes)
-        return np.array(roles, np.int64).reshape(shape), np.array(places, np.int64).reshape(shape)
 
     def alike(self, groups: Sequence[Sequence[int]]) -> NDArray[np.bool_]:
         """[S]: whether in a state the factors of each group split the same dim, or none, or are all partial."""
@@ -112,23 +113,22 @@ class LayoutSpace:
         return self._coded(roles, places)
 
     @cached_property
+    def _lasting(self) -> NDArray[np.bool_]:
+        """[S]: whether there is no buffer, and each dim's factors are slowest first."""
+        found = (self.roles != self.rank).all(axis=1)
+        for f, g in itertools.combinations(range(len(self.sizes)), 2):
+            found &= (self.roles[:, f] != self.roles[:, g]) | (self._places[:, f] <= self._places[:, g])
+        return found
+
+    @cached_property
     def stored(self) -> tuple[int, ...]:
         """The states that a tensor may be stored in: nothing partial, no buffer, each dim's factors slowest first."""
-        return tuple(
-            i
-            for i, (dims, partial) in enumerate(self.states)
-            if not partial and not dims[-1] and all(d == tuple(sorted(d)) for d in dims)
-        )
+        return tuple(np.flatnonzero(self._lasting & ~self.partial).tolist())
 
     @cached_property
     def deferred(self) -> tuple[int, ...]:
         """Those of a tensor that may stay partial too: the stored ones, and partial ones likewise."""
-        late = (
-            i
-            for i, (dims, partial) in enumerate(self.states)
-            if partial and not dims[-1] and all(d == tuple(sorted(d)) for d in dims)
-        )
-        return (*self.stored, *late)
+        return (*self.stored, *np.flatnonzero(self._lasting & self.partial).tolist())
 
     def edge(self, before: int, after: int) -> tuple[tuple[str, tuple[int, ...]], float]:
         """The collective of an edge and the bytes that it moves, as a fraction of the tensor's."""
@@ -145,7 +145,7 @@ class LayoutSpace:
         led, called = self.leaders((0,) * self.rank)
         mine: list[int] = sorted(set(led.tolist()))
         at = np.searchsorted(mine, led)
-        roles, places, codes, fraction, of = self._moves([self.states[leader] for leader in mine])
+        roles, places, codes, fraction, of = self._moves([self.state(leader) for leader in mine])
         counts = np.bincount(of, minlength=len(mine))
         source, row = _repeated(np.arange(len(led)), counts[at])
         row += (np.cumsum(counts) - counts)[at][source]
@@ -184,11 +184,7 @@ class LayoutSpace:
         """
         found = self._leaders.get(classes)
         if found is None:
-            count = len(self.sizes)
-            keys = np.zeros((len(self.states), self.rank + 3), np.int64)  # in the order of what splits each dim; -1, -2 last
-            for f, (roles, places) in enumerate(zip(self.roles.T, self._places.T, strict=True)):
-                keys[np.arange(len(keys)), roles] += (f + 1) * (count + 1) ** (count - 1 - places)
-            keys = keys[:, : self.rank]
+            keys = _keys(self.roles, self._places, self.rank)[:, : self.rank]
             own = np.broadcast_to(np.array(classes, np.int64), keys.shape)
             names = np.empty_like(keys)
             names[:, np.argsort(classes, kind="stable")] = np.lexsort((-keys, own))
@@ -231,18 +227,29 @@ def _repeated(what: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArr
     return found, np.arange(len(found)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
-def _states(factors: int, rank: int) -> Iterator[State]:
-    # roles: -2 partial, -1 replicated, a dim, the buffer (rank)
-    for roles in itertools.product(range(-2, rank + 1), repeat=factors):
-        dims: list[tuple[int, ...]] = [()] * (rank + 1)
-        partial: tuple[int, ...] = ()
-        for f, r in enumerate(roles):
-            if r >= 0:
-                dims[r] += (f,)
-            elif r == -2:
-                partial += (f,)
-        if factors > ORDERED or all(len(d) < 2 for d in dims[:-1]):
-            yield tuple(dims), partial
-        else:
-            for orders in itertools.product(*[itertools.permutations(d) for d in dims[:-1]]):
-                yield (*orders, dims[-1]), partial
+def _keys(roles: NDArray[np.int64], places: NDArray[np.int64], rank: int) -> NDArray[np.int64]:
+    """[S, rank + 3]: numbers in the order of what splits each dim; of the buffer, of no dim and of partial sums last."""
+    count = roles.shape[1]
+    keys = np.zeros((len(roles), rank + 3), np.int64)
+    for f, (role, place) in enumerate(zip(roles.T, places.T, strict=True)):
+        keys[np.arange(len(keys)), role] += (f + 1) * (count + 1) ** (count - 1 - place)
+    return keys
+
+
+def _every(factors: int, rank: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The roles and places of all states, in the order of what splits their dims, and then of what is partial."""
+    roles = np.indices((rank + 3,) * factors, np.int64).reshape(factors, (rank + 3) ** factors).T - 2
+    same = roles[:, :, None] == roles[:, None, :]
+    own, dims = np.arange(factors), (roles >= 0) & (roles < rank)
+    found: list[NDArray[np.int64]] = []
+    for order in itertools.permutations(own) if factors <= ORDERED else [own]:
+        turn = np.argsort(order)  # of each factor, where a dim has several; the other roles know no order
+        before = np.where(dims[:, :, None], turn[:, None] > turn, own[:, None] > own)
+        found.append((same & before).sum(axis=2))
+    places = np.concatenate(found)
+    roles = np.tile(roles, (len(found), 1))
+    keys = _keys(roles, places, rank)[:, : rank + 2]
+    order = np.lexsort(keys.T[::-1])
+    fresh = np.append(True, (keys[order[1:]] != keys[order[:-1]]).any(axis=1))  # the same by several orders
+    places[roles < 0] = 0
+    return roles[order[fresh]], places[order[fresh]]

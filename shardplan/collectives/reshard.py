@@ -255,7 +255,7 @@ class Resharder:
         latency_s, slope, kind = self._lines(space)
         cost = np.min(latency_s + slope * nbytes, axis=0)[kind]
         keep = mask[edges.source] & mask[edges.target]
-        n = len(space.states)
+        n = len(space)
         starts = np.concatenate([[0], np.cumsum(np.bincount(edges.source[keep], minlength=n))])
         return csr_matrix((cost[keep], edges.target[keep], starts), shape=(n, n))
 

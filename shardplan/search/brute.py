@@ -85,8 +85,8 @@ class Oracle:
         if key not in self._programs:
             resharder = self.problem.resharder
             legal = resharder.legal(shape, pad=True)
-            states = resharder.space(shape).states
-            leads = set(states[after][1]) <= set(states[before][1])  # nothing becomes a partial sum
+            space = resharder.space(shape)
+            leads = set(space.state(after)[1]) <= set(space.state(before)[1])  # nothing becomes a partial sum
             if legal[before] and legal[after] and leads:
                 steps = resharder.program(shape, size, before, after)
                 self._programs[key] = sum(step.seconds + _STEP_S for step in steps)
@@ -109,7 +109,7 @@ class Oracle:
         options = problem.ops.options(node)
 
         def partial(shape: tuple[int, ...], at: int) -> bool:
-            return bool(problem.resharder.space(shape).states[at][1])
+            return bool(problem.resharder.space(shape).partial[at])
 
         def price(at: Sequence[int]) -> float:
             """Seconds of the op in these states, everything that it reads and makes resharded."""
@@ -127,7 +127,7 @@ class Oracle:
                 for r, v in results:
                     shape, gives = call.results[r], int(options.gives[s, r])
                     space = problem.resharder.space(shape)
-                    if v == FREE and not space.states[gives][1]:
+                    if v == FREE and not space.partial[gives]:
                         continue
                     wanted = problem.resharder.state(shape, Layout(((),) * len(shape))) if v == FREE else state[v]
                     total += self.reshard_seconds(shape, nbytes(shape, call.result_dtypes[r]), gives, wanted)
@@ -232,14 +232,15 @@ def _fused_seconds(problem: Problem) -> dict[int, float]:
     joined = set(coarse.joins)
     ends = set(graph.outputs) | {link.source for link in graph.links}
     made = set(graph.inputs) | {link.target for link in graph.links}
-    for n in joined:
-        ends.update(graph.nodes[n].inputs)
-        made.update(graph.nodes[n].outputs)
+    for node in graph.nodes:
+        if node.id in joined or node.signature.resizes:
+            ends.update(node.inputs)
+            made.update(node.outputs)
     device = problem.cluster.device
     found: dict[int, float] = {}
     for node in graph.nodes:
         v = coarse.of[node.outputs[0]]
-        if node.id in joined or v == FREE:
+        if node.id in joined or v == FREE or node.signature.resizes:
             continue
         moved = [t for t in set(node.inputs) if t in made and coarse.of[t] == v] + [t for t in node.outputs if t in ends]
         size = sum(graph.tensors[t].nbytes for t in moved)

@@ -35,7 +35,7 @@ def coarsen(graph: Graph, one_choice: OneChoice = "timesteps", alone: frozenset[
         if i is not None and o >= 0:
             sets.union(o, graph.inputs[i])
     for node in graph.nodes:
-        if node.signature.elementwise:
+        if node.signature.elementwise or node.signature.resizes:
             _merge(graph, node, sets, marks)
     pair(graph, sets, marks, timesteps=one_choice != "none")
     if one_choice == "layers":
@@ -48,7 +48,8 @@ def _merge(graph: Graph, node: Node, sets: Sets, marks: Marks) -> None:
     if out in marks.free:
         return
     shape = graph.tensors[out].shape
-    whole = [t for t in dict.fromkeys(node.inputs) if t >= 0 and t not in marks.free and graph.tensors[t].shape == shape]
+    alike = [t for t in dict.fromkeys(node.inputs) if t >= 0 and (graph.tensors[t].shape == shape or node.signature.resizes)]
+    whole = [t for t in alike if t not in marks.free]
     for other in node.outputs[1:]:
         if out not in marks.apart and other not in marks.apart:
             sets.union(out, other)
@@ -80,7 +81,8 @@ def _variables(graph: Graph, sets: Sets, marks: Marks, one_choice: OneChoice) ->
     joins = tuple(
         node.id
         for node in graph.nodes
-        if not node.signature.elementwise or len({of[t] for t in (*node.inputs, *node.outputs) if t >= 0 and of[t] != FREE}) > 1
+        if not (node.signature.elementwise or node.signature.resizes)
+        or len({of[t] for t in (*node.inputs, *node.outputs) if t >= 0 and of[t] != FREE}) > 1
     )
     read = add_views(graph, variables, of, marks.weights, one_choice, marks.alone)
     return Coarse(tuple(variables), tuple(of), read, joins, marks.free, marks.weights, marks.parameters, marks.zero, one_choice)

@@ -86,7 +86,7 @@ def merged(problem: Problem, states: Sequence[int]) -> tuple[Factor, ...] | None
 
     Two factors may be one only where every tensor that uses either uses both, the major one just before the minor one.
     """
-    layouts = [problem.resharder.space(v.shape).states[s] for v, s in zip(problem.coarse.variables, states, strict=True)]
+    layouts = [problem.resharder.space(v.shape).state(s) for v, s in zip(problem.coarse.variables, states, strict=True)]
     for i, (a, b) in enumerate(zip(problem.factors, problem.factors[1:], strict=False)):
         if a.level == b.level and a.stride == b.stride * b.size and all(_together(i, layout) for layout in layouts):
             level = problem.cluster.levels[a.level]

@@ -20,6 +20,7 @@ from shardplan.ir import Op, Program, Tensor
 from shardplan.tdl import Call, Description, describe, linear_sets
 from shardplan.tdl.describe import rule_of, runs_apart
 from shardplan.tdl.description import described_at
+from shardplan.tdl.index import Affine
 from shardplan.tdl.language import Apply
 from shardplan.tdl.special import HOST, KERNELS, PLATFORM, UNBATCHED
 
@@ -33,8 +34,8 @@ class Signature:
 
     ``apart``: each device makes this call on its own share. ``elementwise``: every operand is read at the result's own index;
     ``adds``: its result is a sum (or difference) of all that it reads, element by element. ``moves``: it has the elements of its
-    one operand in its result, in other places or in another dtype. ``contracts``: it multiplies and adds up: a product, a
-    convolution.
+    one operand in its result, in other places or in another dtype; ``resizes``: in the same ones but for dims of one element.
+    ``contracts``: it multiplies and adds up: a product, a convolution.
     """
 
     id: int
@@ -44,6 +45,7 @@ class Signature:
     elementwise: bool = field(init=False)
     adds: bool = field(init=False)
     moves: bool = field(init=False)
+    resizes: bool = field(init=False)
     contracts: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -53,6 +55,7 @@ class Signature:
         set_("elementwise", known is not None and known.elementwise)
         set_("adds", known is not None and known.elementwise and _adds(known))
         set_("moves", known is not None and _moves(self.call, known))
+        set_("resizes", known is not None and self.moves and _resizes(self.call, known))
         set_("contracts", known is not None and compute.is_contraction(known))
 
     @property
@@ -72,6 +75,15 @@ def _moves(call: Call, description: Description) -> bool:
     if not len(call.operands) == len(call.results) == 1 or any(v.reducer is not None for v in description.loops):
         return False
     return math.prod(call.operands[0]) == math.prod(call.results[0]) and linear_sets(description) == ((0,),)
+
+
+def _resizes(call: Call, description: Description) -> bool:
+    """Of an op that moves elements: whether the dims of more than one element are the same, in the same order."""
+    own, made = ([d for d, n in enumerate(shape) if n != 1] for shape in (call.operands[0], call.results[0]))
+    if [call.operands[0][d] for d in own] != [call.results[0][d] for d in made]:
+        return False
+    at = [Affine(((description.results[0][d], 1),)) for d in made]
+    return all([indices[d] for d in own] == at for _, indices in description.accesses)
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ def _each(problem: Problem, domains: Sequence[Domain], choose: Callable[[dict[in
         space = problem.space(variable.id)
         key = space.rank, domain
         if key not in memo:
-            memo[key] = choose({s: space.states[s][0] for s in domain})
+            memo[key] = choose({s: space.state(s)[0] for s in domain})
         found.append(memo[key])
     return tuple(found)
 

@@ -5,10 +5,11 @@ Under it communication alone is worth minimising, and the recursion over the fac
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
-from shardplan.collectives.moves import State
+import numpy as np
+
+from shardplan.collectives.layouts import LayoutSpace
 from shardplan.search.graph import Signature
 from shardplan.search.options import Cuts
 from shardplan.search.pricing import Domain, Limits
@@ -25,20 +26,17 @@ def everything_split(problem: Problem, domains: Sequence[Domain], *, upto: int |
         space = problem.space(variable.id)
         key = space.rank, domain
         if key not in memo:
-            memo[key] = _most_split(space.states, problem.sizes, domain, count)
+            memo[key] = _most_split(space, domain, count)
         found.append(memo[key])
     return tuple(found)
 
 
-def _most_split(states: Sequence[State], sizes: Sequence[int], domain: Domain, count: int) -> Domain:
-    parts: dict[int, int] = {}
-    for s in domain:
-        dims, partial = states[s]
-        used = [f for d in dims for f in d]
-        if not partial and all(f < count for f in used):
-            parts[s] = math.prod(sizes[f] for f in used)
-    most = max(parts.values(), default=0)
-    return tuple(s for s, n in parts.items() if n == most) or domain
+def _most_split(space: LayoutSpace, domain: Domain, count: int) -> Domain:
+    rows = np.array(domain, np.int64)
+    used = space.roles[rows] != -1
+    parts = np.where(used, np.array(space.sizes, np.int64), 1).prod(axis=1)
+    parts[space.partial[rows] | used[:, count:].any(axis=1)] = 0
+    return tuple(rows[parts == parts.max(initial=0)].tolist()) if parts.any() else domain
 
 
 def everything_cut(problem: Problem, *, upto: int | None = None, reduce: bool = True) -> Limits:

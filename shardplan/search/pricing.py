@@ -140,14 +140,14 @@ class Pricer:
             costs = prices[:, states].T
             if late is not None and slot.result and not rows.terms.all():
                 # terms that cannot be made one by one are added up at once
-                partial = [bool(self.resharder.space(shape).states[s][1]) for s in domains[slot.variable]]
-                costs = np.where(~rows.terms[:, None] & np.array(partial), np.inf, costs)
+                partial = self.resharder.space(shape).partial[list(domains[slot.variable])]
+                costs = np.where(~rows.terms[:, None] & partial, np.inf, costs)
             before = columns[slot.variable]
             columns[slot.variable] = costs if before is None else before + costs
         for r in free:
             shape = call.results[r]
             space = self.resharder.space(shape)
-            if any(space.states[int(s)][1] for s in rows.gives[:, r].tolist()):
+            if space.partial[rows.gives[:, r]].any():
                 whole = self.resharder.state(shape, Layout(((),) * len(shape)))
                 prices = self.prices(shape, nbytes(shape, call.result_dtypes[r]), (whole,), into=True)
                 base = base + prices[0][rows.gives[:, r]]

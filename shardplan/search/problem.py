@@ -123,12 +123,8 @@ class Problem:
 
     def narrowest(self, domains: Sequence[Domain]) -> tuple[int, ...]:
         """In each domain the state that uses the fewest factors."""
-
-        def used(v: int, s: int) -> int:
-            dims, partial = self.space(v).states[s]
-            return sum(len(d) for d in (*dims, partial))
-
-        return tuple(min(d, key=lambda s, v=v: (used(v, s), s)) for v, d in enumerate(domains))
+        used = [(self.space(v).roles[list(d)] != -1).sum(axis=1) for v, d in enumerate(domains)]
+        return tuple(min(zip(n.tolist(), d, strict=True))[1] for n, d in zip(used, domains, strict=True))
 
     def with_factors(self, v: int, state: int | None, free: Sequence[int], domain: Domain, *, later: bool) -> Domain:
         """The states of ``domain`` that agree with ``state`` on all factors but ``free`` ones.
@@ -293,18 +289,16 @@ class Problem:
         """For each variable the seconds of its interior elementwise ops on one device that holds all, and its shape."""
         if self.objective != "time":
             return {}
-        joined = set(self.coarse.joins)
-        outside: set[int] = set(self.graph.inputs) | {o for n in joined for o in self.graph.nodes[n].outputs}
-        outside.update(link.target for link in self.graph.links)
-        read = (
-            {t for n in joined for t in self.graph.nodes[n].inputs}
-            | set(self.graph.outputs)
-            | {k.source for k in self.graph.links}
-        )
+        graph, joins = self.graph, set(self.coarse.joins)
+        # what only resizes costs nothing, but what it reads is stored
+        apart = [node for node in graph.nodes if node.id in joins or node.signature.resizes]
+        outside: set[int] = set(graph.inputs) | {o for node in apart for o in node.outputs}
+        outside.update(link.target for link in graph.links)
+        read = {t for node in apart for t in node.inputs} | set(graph.outputs) | {k.source for k in graph.links}
         total: dict[int, float] = {}
         device = self.cluster.device
-        for node in self.graph.nodes:
-            if node.id in joined:
+        for node in graph.nodes:
+            if node.id in joins or node.signature.resizes:
                 continue
             v = self.coarse.of[node.outputs[0]]
             if v == FREE:
@@ -360,7 +354,8 @@ class Problem:
         space, above = self.resharder.space(shape), self.resharder.space(stacked)
         if space is above:
             return states
-        return tuple(above.index[((), *space.states[s][0]), space.states[s][1]] for s in states)
+        found = [space.state(s) for s in states]
+        return tuple(above.index[((), *dims), partial] for dims, partial in found)
 
     def _view(self, v: int, domains: Sequence[Domain], keep_s: float) -> Term:
         variable = self.coarse.variables[v]

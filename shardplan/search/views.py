@@ -95,7 +95,7 @@ def _touched(graph: Graph, of: list[int]) -> dict[int, set[int]]:
     """
     touched: dict[int, set[int]] = {}
     for node in graph.nodes:
-        if not node.signature.elementwise:
+        if not (node.signature.elementwise or node.signature.resizes):
             for t in (*node.inputs, *node.outputs):
                 if t >= 0:
                     touched.setdefault(of[t], set()).add(t)

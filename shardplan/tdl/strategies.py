@@ -67,9 +67,7 @@ def cut(description: Description, loop: int, ways: int, *, pad: bool = False) ->
 
 
 def in_step(description: Description, loop: int) -> bool:
-    """Whether everything reads a loop at its own index alone, so that each legal `cut` of it, padded or not, is the same cut but for
-    its ways.
-    """
+    """Whether everything reads a loop at its own index alone: its legal cuts, padded or not, then differ in their ways alone."""
     own = Affine(((loop, 1),))
     shapes = description.call.operands
     once = all(

@@ -43,7 +43,7 @@ def moves(draw: st.DrawFn, *, stored: bool = False) -> tuple[str, tuple[int, ...
     cluster = draw(st.sampled_from(sorted(SHAPES)))
     shape = SHAPES[cluster]
     space, legal = resharder(cluster).space(shape), resharder(cluster).legal(shape, pad=False)
-    states = [s for s in range(len(space.states)) if legal[s] and not space.states[s][0][-1]]
+    states = [s for s in range(len(space)) if legal[s] and not space.state(s)[0][-1]]
     into = [s for s in states if s in space.stored] if stored else states
     return cluster, shape, draw(st.sampled_from(states)), draw(st.sampled_from(into))
 
@@ -170,7 +170,7 @@ def test_more_bytes_are_never_cheaper(move: tuple[str, tuple[int, ...], int, int
 @pytest.mark.parametrize("into", [False, True])
 def test_what_differs_in_the_names_of_dims_alone_is_priced_as_if_it_did_not(shape: tuple[int, ...], into: bool) -> None:
     own = resharder("2x2x2")
-    every = range(len(own.space(shape).states))
+    every = range(len(own.space(shape)))
     graph = own._graph(own._key(shape, 1e6, into))  # pyright: ignore[reportPrivateUsage]
     prices = own.prices(shape, 1e6, every, into=into)
     np.testing.assert_allclose(prices, dijkstra(graph), rtol=1e-12)
@@ -183,7 +183,7 @@ def test_what_differs_in_the_names_of_dims_alone_is_priced_as_if_it_did_not(shap
 def _collectives_from(space: LayoutSpace, state: int) -> dict[int, tuple[float, Name]]:
     """For each state that one collective leads to: the part of the tensor that moves, the collective over the fewest factors."""
     best: dict[int, tuple[float, Name]] = {}
-    for kind, over, layout in every_move(space.states[state], space.rank, space.sizes):
+    for kind, over, layout in every_move(space.state(state), space.rank, space.sizes):
         target = space.index.get(layout)
         if target is None or target == state:
             continue
@@ -197,7 +197,7 @@ def _collectives_from(space: LayoutSpace, state: int) -> dict[int, tuple[float, 
 def test_every_collective_from_a_state_is_an_edge(sizes: tuple[int, ...]) -> None:
     space = LayoutSpace(sizes, 3)
     edges = space.edges
-    for s in range(len(space.states)):
+    for s in range(len(space)):
         at = np.flatnonzero(edges.source == s)
         found = {int(edges.target[e]): (float(edges.fraction[e]), edges.names[int(edges.which[e])]) for e in at}
         assert found == _collectives_from(space, s)
@@ -208,7 +208,7 @@ def test_dims_of_one_element_are_none_of_a_layout_space() -> None:
     own = resharder("2x4")
     flat, shape = (8, 16), (8, 1, 16, 1)
     assert own.space(shape) is own.space(flat)
-    every = range(len(own.space(shape).states))
+    every = range(len(own.space(shape)))
     np.testing.assert_array_equal(own.prices(shape, 512.0, every), own.prices(flat, 512.0, every))
     for state in every:
         dims, partial = own.layout(flat, state).dims, own.layout(flat, state).partial

@@ -150,7 +150,7 @@ def test_equal_chop_splits_one_dim_and_all_row_the_first_that_divides() -> None:
         spaces = [problem.resharder.space(v.shape) for v in problem.coarse.variables]
         domains = found[name].domains
         return [
-            {tuple(bool(fs) for fs in space.states[s][0][:-1]) for s in domain}
+            {tuple(bool(fs) for fs in space.state(s)[0][:-1]) for s in domain}
             for space, domain in zip(spaces, domains, strict=True)
         ]
 

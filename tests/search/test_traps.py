@@ -35,7 +35,7 @@ def _over(problem: Problem, v: int, states: Sequence[int]) -> int:
     """The layout that splits a variable in all of these ways, the slowest factor first; without the last where it is too much."""
     space = problem.resharder.space(problem.coarse.variables[v].shape)
     for n in range(len(states), 0, -1):
-        roles = [space.states[s] for s in states[:n]]
+        roles = [space.state(s) for s in states[:n]]
         dims = tuple(tuple(f for one, _ in roles for f in one[d]) for d in range(len(roles[0][0])))
         found = space.index[dims, tuple(sorted(f for _, partial in roles for f in partial))]
         if found in problem.domains[v]:

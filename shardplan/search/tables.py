@@ -38,7 +38,7 @@ class Store:
         shifted = np.ascontiguousarray(costs - low)
         if low < BIG:
             shifted[costs >= BIG] = BIG
-        alike = self._ids.setdefault((shifted.shape, hash(shifted.tobytes())), [])
+        alike = self._ids.setdefault((shifted.shape, int(shifted.sum())), [])  # few others have both
         for found in alike:
             if np.array_equal(self.tables[found], shifted):
                 return found, low

@@ -189,7 +189,9 @@ class Resharder:
         rows = self._rows.setdefault(key, {})
         missing = [s for s in dict.fromkeys(states) if s not in rows]
         if missing:
-            self._fill(key, missing)
+            filled = self._fill(key, missing)
+            if len(missing) == len(states):
+                return filled
         return np.stack([rows[s] for s in states])
 
     def _key(self, shape: Sequence[int], nbytes: float, into: bool) -> _Moves:
@@ -212,19 +214,23 @@ class Resharder:
         new, old = space.renamed(names), space.renamed(_inverse(names))
         return distance[old], np.where(before >= 0, new[before * (before >= 0)], before)[old]
 
-    def _fill(self, key: _Moves, states: Sequence[int]) -> None:
-        """The rows of these states: those that differ in the names of equal dims alone are found once."""
+    def _fill(self, key: _Moves, states: Sequence[int]) -> NDArray[np.float64]:
+        """[len(states), S]: the rows of these states, now kept; those that differ in the names of equal dims are found once."""
         leaders, names_in = self._leaders(key)
-        led, names = leaders[list(states)].tolist(), names_in[list(states)].tolist()
+        led: list[int] = leaders[list(states)].tolist()
         leading = self._leading.setdefault(key, {})
         missing = [s for s in dict.fromkeys(led) if s not in leading]
         if missing:
             distances, before = dijkstra(self._graph(key), indices=np.array(missing), return_predecessors=True)
             leading.update(zip(missing, zip(distances, before, strict=True), strict=True))
-        space = self._space(key[0])
-        own = np.stack([leading[leader][0] for leader in led])
-        old = np.stack([space.renamed(_inverse(tuple(called))) for called in names])
-        self._rows.setdefault(key, {}).update(zip(states, np.take_along_axis(own, old, axis=1), strict=True))
+        found = np.array([leading[leader][0] for leader in led])
+        other = [i for i, (state, leader) in enumerate(zip(states, led, strict=True)) if state != leader]
+        if other:
+            space, names = self._space(key[0]), names_in[[states[i] for i in other]].tolist()
+            old = np.array([space.renamed(_inverse(tuple(called))) for called in names])
+            found[other] = np.take_along_axis(found[other], old, axis=1)
+        self._rows.setdefault(key, {}).update(zip(states, found, strict=True))
+        return found
 
     def _leaders(self, key: _Moves) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """`LayoutSpace.leaders`, of the dims that may be split alike."""

@@ -37,8 +37,8 @@ _CHUNK = 100_000
 """Numbers that are added up at once: they stay in the cache."""
 
 
-_MANY = 400_000
-"""From so many prices on in an op's table, strategies that are nowhere the cheapest are left out first."""
+_MANY = 1_000_000
+"""From so many sums on in an op's table, strategies that are nowhere the cheapest are left out first, state by state."""
 
 _GOOD = 4
 """With so many strategies, those that cost the least where they cost the most, all others are compared for that."""
@@ -210,33 +210,51 @@ def table_of(columns: Sequence[Costs], known: Sequence[Costs] = ()) -> Costs:
         if not columns:
             return np.minimum(fixed.min(), BIG)
         columns = [np.minimum(columns[0] + fixed[:, None], BIG), *columns[1:]]
-    if len(columns[0]) * math.prod(sizes) > _MANY:
-        kept = useful(columns)
-        columns = [c[kept] for c in columns]
-    total = np.full((sizes[0], math.prod(sizes[1:])), BIG)
-    step = max(1, _CHUNK // total.size)
+    if len(columns) == 1 or len(columns[0]) * math.prod(sizes) <= _MANY:
+        return _cheapest(columns)
+    axis, kept = useful(columns)
+    own, (second, *others) = columns[axis], [c for i, c in enumerate(columns) if i != axis]
+    rows = [np.flatnonzero(row) for row in kept.T]
+    found = [_cheapest([second[k] + own[k, i, None], *[c[k] for c in others]]) for i, k in enumerate(rows)]
+    return np.moveaxis(np.stack(found), 0, axis)
+
+
+def _cheapest(columns: Sequence[Costs]) -> Costs:
+    """[*domain sizes]: the least sum of a strategy's costs, at most `BIG`."""
+    sizes = [c.shape[1] for c in columns]
+    entries = math.prod(sizes)
+    step = max(1, _CHUNK // entries)
+    total: Costs | None = None
     for start in range(0, len(columns[0]), step):
         first, *others = [c[start : start + step] for c in columns]
-        rest = np.zeros((len(first), 1), np.int64)
+        rest = others.pop() if others else np.zeros((len(first), 1), np.int64)
         for c in reversed(others):  # so that long rows are added up
             rest = (c[:, :, None] + rest[:, None, :]).reshape(len(c), -1)
-        np.minimum(total, (first[:, :, None] + rest[:, None, :]).min(axis=0), out=total)
-    return total.reshape(sizes)
+        least = (first[:, :, None] + rest[:, None, :]).min(axis=0)
+        total = least if total is None else np.minimum(total, least, out=total)
+    assert total is not None, "there is always a strategy: the op run whole"
+    return np.minimum(total, BIG, out=total).reshape(sizes)
 
 
-def useful(columns: Sequence[Costs]) -> NDArray[np.int64]:
-    """Strategies enough for every choice of layouts: each left out costs no less than one of the good ones, whatever they are.
+def useful(columns: Sequence[Costs]) -> tuple[int, NDArray[np.bool_]]:
+    """(a column; [strategies, its domain]: the strategies that are enough where its variable has this state).
 
-    Among those that cost less than `BIG`, that is: of others any may be left out.
+    Each left out costs no less there than one of the good ones, whatever the others' states are, or cannot be. The column is the
+    one that leaves the fewest sums to be made.
     """
-    most = sum(c.max(axis=1) for c in columns)
-    beaten = np.zeros(len(columns[0]), np.bool_)
-    for good in np.argsort(most, kind="stable")[:_GOOD]:
-        if not beaten[good]:
-            more = np.zeros(len(beaten), np.int64)  # by how much it costs more than each at most
-            for c in columns:
-                more += np.where(c < BIG, c[good] - c, -_NEVER).max(axis=1)  # than what cannot be nothing costs more
-            worse = more <= 0
-            worse[good] = False
-            beaten |= worse
-    return np.flatnonzero(~beaten)
+    good = np.argsort(sum(c.max(axis=1) for c in columns), kind="stable")[:_GOOD]
+    entries = math.prod(c.shape[1] for c in columns)
+    more: list[NDArray[np.int64]] = []  # by how much each good one costs more in each state: [good, strategies, domain]
+    for c in columns:
+        more.append(c[good][:, None] - c)
+        more[-1][:, c >= BIG] = -_NEVER  # than what cannot be nothing costs more
+    most = [m.max(axis=2) for m in more]
+    found: list[tuple[int, int, NDArray[np.bool_]]] = []
+    for axis, (c, own) in enumerate(zip(columns, more, strict=True)):
+        beaten = own <= (most[axis] - sum(most))[:, :, None]
+        for place, g in enumerate(good.tolist()):
+            beaten[place:, g] = False  # a good one by those before it alone
+        kept = ~beaten.any(axis=0)
+        found.append((np.count_nonzero(kept) * (entries // c.shape[1]), axis, kept))
+    _, axis, kept = min(found, key=lambda f: f[:2])
+    return axis, kept

@@ -87,8 +87,10 @@ def _cheapest(columns: list[np.ndarray]) -> np.ndarray:
 
 @given(columns=strategies())
 def test_strategies_left_out_are_nowhere_the_cheapest(columns: list[np.ndarray]) -> None:
-    kept = useful(columns)
-    assert np.array_equal(_cheapest(columns), _cheapest([c[kept] for c in columns]))
+    axis, kept = useful(columns)
+    for state, rows in enumerate(kept.T):
+        here = [c[:, [state]] if i == axis else c for i, c in enumerate(columns)]
+        assert np.array_equal(_cheapest(here), _cheapest([c[rows] for c in here]))
 
 
 @given(columns=strategies(), chunk=st.sampled_from([1, 7, 400_000]), many=st.sampled_from([0, 400_000]))
@@ -100,8 +102,17 @@ def test_a_table_holds_the_cheapest_strategy_for_every_choice(columns: list[np.n
 
 
 def test_strategies_that_another_beats_are_left_out() -> None:
-    assert useful([np.array([[1, 2], [3, 2], [BIG, 1]])]).tolist() == [0, 2]
-    assert useful([np.array([[1, 2], [BIG, BIG]])]).tolist() == [0]
+    _, kept = useful([np.array([[1, 2], [3, 2], [BIG, 1]])])
+    assert kept.tolist() == [[True, True], [False, False], [False, True]]
+    _, kept = useful([np.array([[1, 2], [BIG, BIG]])])
+    assert kept.tolist() == [[True, True], [False, False]]
+
+
+def test_the_column_that_leaves_the_fewest_sums_is_gone_through() -> None:
+    alike, apart = np.array([[5, 5], [5, 5], [5, 5]]), np.array([[0, 9], [9, 0], [9, 9]])
+    for columns, best in (([alike, apart], 1), ([apart, alike], 0)):
+        axis, kept = useful(columns)
+        assert (axis, np.count_nonzero(kept)) == (best, 3)
 
 
 @given(drawn=sums_of_tables())

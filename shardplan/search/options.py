@@ -176,7 +176,8 @@ def _numbers(values: Iterable[float]) -> NDArray[np.float64]:
 @dataclass(frozen=True, slots=True)
 class _Made:
     """One loop cut in so many ways: the role of its factors in each operand and result (-2: partial, -1: none, else the dim of
-    its space), the part of the arithmetic that is left, whether its terms may stay apart.
+    its space), the part of the arithmetic that is left, whether its terms may stay apart; the operands that are read beyond
+    their blocks (``halos``), and whether a reduction of pairs is left.
     """
 
     legal: bool
@@ -184,18 +185,8 @@ class _Made:
     part: float = 1.0
     even: bool = True
     strategy: Strategy | None = None
-
-    @property
-    def halos(self) -> list[tuple[int, Split]]:
-        """The operands that are read beyond their blocks."""
-        places = () if self.strategy is None else self.strategy.operands
-        return [(i, p) for i, p in enumerate(places) if isinstance(p, Split) and p.halo != (0, 0)]
-
-    @property
-    def pairs(self) -> bool:
-        """Whether a reduction of pairs is left."""
-        places = () if self.strategy is None else self.strategy.results
-        return any(isinstance(p, Partial) and p.reducer in ("argmax", "argmin") for p in places)
+    halos: tuple[tuple[int, Split], ...] = ()
+    pairs: bool = False
 
 
 class _Cuts:
@@ -212,7 +203,9 @@ class _Cuts:
         passed = [-2 - j for j, operands in enumerate(self.handed) if late is not None and _may_pass(frozenset(operands), late)]
         self.loops: NDArray[np.int64] = np.array([-1, *own, *passed])
         self._strategies: dict[tuple[int, int], Strategy | None] = {}
-        self._alike: dict[int, Strategy | None] = {}  # of the loops whose cuts differ in their ways alone
+        # of the loops whose cuts differ in their ways alone
+        self._alike: dict[int, Strategy | None] = {}
+        self._read: dict[tuple[int, int], tuple[tuple[int, ...], tuple[tuple[int, Split], ...], bool]] = {}
         usable = [
             [c for c, v in enumerate(self.loops.tolist()) if v < 0 or self._strategy(v, k) is not None] for k in resharder.sizes
         ]
@@ -232,8 +225,18 @@ class _Cuts:
             assert self.description is not None
             extent = self.description.loops[loop].extent
             part, even = -(-extent // ways) / extent, _terms_apart(call, found, ways, self.late)
+        key = loop, 0 if loop in self._alike else ways
+        if key not in self._read:
+            self._read[key] = self._places(found)
+        places, halos, pairs = self._read[key]
+        return _Made(True, places, part, even, found, halos, pairs)
+
+    def _places(self, found: Strategy) -> tuple[tuple[int, ...], tuple[tuple[int, Split], ...], bool]:
+        """Of a cut: the roles of its factors, halos, and whether a reduction of pairs is left."""
         placed = zip((*found.operands, *found.results), self.dims, strict=True)
-        return _Made(True, tuple([_role(place, dims) for place, dims in placed]), part, even, found)
+        halos = [(i, p) for i, p in enumerate(found.operands) if isinstance(p, Split) and p.halo != (0, 0)]
+        pairs = any(isinstance(p, Partial) and p.reducer in ("argmax", "argmin") for p in found.results)
+        return tuple([_role(place, dims) for place, dims in placed]), tuple(halos), pairs
 
     def _strategy(self, loop: int, ways: int) -> Strategy | None:
         if (loop, ways) not in self._strategies:

@@ -92,6 +92,13 @@ class Network:
 
     def groups(self, over: Sequence[int], *, first: Sequence[int] = ()) -> Ints:
         """The devices of every group, each in device order.  # [groups, members]"""
+        key = ("groups", frozenset(over), frozenset(first))
+        if key not in self.memo:
+            self.memo[key] = self._groups(over, first)
+            self.memo[key].setflags(write=False)
+        return self.memo[key]
+
+    def _groups(self, over: Sequence[int], first: Sequence[int]) -> Ints:
         at = self._coordinates
         inside = sorted(set(over))
         outside = [i for i in range(len(self.factors)) if i not in inside]
@@ -133,8 +140,7 @@ class Network:
         weight = r.weight[message]
         level = self.topology.link_level
         tiers = self.topology.cluster.levels
-        efficiency = np.array([t.tree_efficiency if tree else t.ring_efficiency for t in tiers])
-        speed = self.topology.bandwidth * efficiency[level]
+        efficiency, speed = self._speeds(tree)
         worst = np.zeros(len(tiers))
         np.maximum.at(worst, level, np.bincount(link, weights=weight, minlength=len(speed)) / speed)
         for index, tier in enumerate(tiers):
@@ -149,6 +155,15 @@ class Network:
             load = float(np.bincount(slot, weights=weight[mine]).max(initial=0.0))
             worst[index] = max(worst[index], load * tier.rails / (drivers * tier.bandwidth_bytes_per_s * efficiency[index]))
         return worst
+
+    def _speeds(self, tree: bool) -> tuple[Floats, Floats]:
+        """The part of its bandwidth that an algorithm gets out of each level, and bytes a second of each link."""
+        key = ("speeds", tree)
+        if key not in self.memo:
+            tiers = self.topology.cluster.levels
+            efficiency = np.array([t.tree_efficiency if tree else t.ring_efficiency for t in tiers])
+            self.memo[key] = efficiency, self.topology.bandwidth * efficiency[self.topology.link_level]
+        return self.memo[key]
 
     def _routes(self, source: Ints, target: Ints) -> tuple[Ints, Ints]:
         """`Topology.routes`: several collectives send along the same."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from shardplan.errors import DescriptionError, MisfitError
 from shardplan.tdl import language as lang
-from shardplan.tdl.description import Call, Description, Lambda, Origin, RuleFunction, instance, read
+from shardplan.tdl.description import Call, Description, Lambda, LoopInfo, Origin, RuleFunction, instance, read
 from shardplan.tdl.once import Leaf, Lifted, Numbering, Tree, asked, fill, lifted
 from shardplan.tdl.special import MISCUT
 from shardplan.tdl.symbols import Extent, Trail
@@ -164,17 +164,44 @@ def op(function: Callable[..., Any]) -> Callable[[Call], Description]:
 
 
 _TREES: dict[Hashable, Tree] = {}
+_PATTERNS: dict[Hashable, Description] = {}
+_ELEMENTWISE = "shardplan.tdl.rules.elementwise"
 
 
 def describe(call: Call) -> Description | None:
     """The description of this application, or None where no rule covers the primitive.
 
     A rule that is read more than seldom is read once for symbolic extents; on a call that answers its questions alike the
-    numbers are put in.
+    numbers are put in. Our own rules of elementwise ops ask nothing of them: they are read once for each pattern of dims.
     """
     function = _RULES.get(call.primitive)
     if function is None:
         return None
+    alike = _pattern(call, function)
+    known = _PATTERNS.get(alike)
+    if known is not None:
+        loops = tuple([LoopInfo(loop.name, n, None, False) for loop, n in zip(known.loops, call.results[0], strict=True)])
+        return Description(call, loops, known.results, known.accesses, known.trees, known.monomials, True)
+    found = _read(call, function)
+    if alike is not None and found.elementwise:
+        _PATTERNS[alike] = found
+    return found
+
+
+def _pattern(call: Call, function: RuleFunction) -> Hashable:
+    """All that our own rule of an elementwise op sees of a call: of extents whether they are 0, 1 or more. None of others."""
+    if function.__module__ != _ELEMENTWISE:
+        return None
+    shapes = tuple([tuple([n if n < 2 else 2 for n in shape]) for shape in (*call.operands, *call.results)])
+    params: tuple[Hashable, ...] = tuple([(name, type(value).__name__, value) for name, value in call.params.items()])
+    try:
+        hash(params)
+    except TypeError:
+        return None
+    return function, call.primitive, shapes, call.dtypes, call.result_dtypes, call.scalars, params
+
+
+def _read(call: Call, function: RuleFunction) -> Description:
     numbering, tape = Numbering(), list[int]()
     key = (function, numbering.shapes((*call.operands, *call.results), tape), len(call.operands), call.primitive)
     key = (*key, call.dtypes, call.result_dtypes, call.scalars)
@@ -198,6 +225,7 @@ _CUTS: dict[Hashable, dict[Hashable, Tree]] = {}
 def forget_analyses() -> None:
     """Forgets what was analysed so far: the next call of each kind is analysed as if it were the first."""
     _TREES.clear()
+    _PATTERNS.clear()
     _CUTS.clear()
 
 

@@ -184,6 +184,28 @@ def test_each_analysis_is_made_once() -> None:
     assert Tree.runs == before
 
 
+@pytest.mark.parametrize(
+    ("primitive", "one", "other", "params"),
+    [
+        ("add", ((4, 6), (4, 6)), ((9, 2), (9, 2)), {}),
+        ("mul", ((4, 1), (4, 6)), ((5, 1), (5, 5)), {}),
+        ("mul", ((), (4, 6)), ((), (3, 3)), {}),
+        ("select_n", ((4, 6),) * 3, ((8, 2),) * 3, {}),
+        ("convert_element_type", ((4, 6),), ((8, 8),), {"new_dtype": "float32"}),
+        ("integer_pow", ((4, 6),), ((8, 8),), {"y": 2}),
+    ],
+)
+def test_elementwise_calls_of_one_pattern_are_read_once(
+    primitive: str, one: tuple[tuple[int, ...], ...], other: tuple[tuple[int, ...], ...], params: dict[str, Any]
+) -> None:
+    function = rule_of(primitive)
+    assert function is not None
+    for operands in (one, other, ((1, 1),) * len(one), ((0, 2),) * len(one)):
+        result = tuple(max(ns, key=lambda n: (n != 1, n)) for ns in zip(*[s for s in operands if s], strict=True))
+        call = Call(primitive, operands, (result,), params, ("float32",) * len(operands), ("float32",))
+        assert describe(call) == read(call, function)
+
+
 PRODUCT = (((1,), (0,)), ((), ()))
 
 

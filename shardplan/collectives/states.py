@@ -151,11 +151,12 @@ class Space:
 
     def _possible(self, states: Context) -> tuple[Collective, ...]:
         """The collectives whose preconditions may hold: most do not, which takes a few integer operations to see."""
-        held = [self.chunks(state) for state in states]
         size = contributions = 0
         for state in states:
-            size, contributions = size + state.bit_count(), contributions | state
+            size += state.bit_count()
+            contributions |= state
         if size == contributions.bit_count():  # nothing is there twice
+            held = [self.chunks(state) for state in states]
             if held.count(held[0]) == len(held):
                 return _ADDING
             counts = [chunks.bit_count() for chunks in held]

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from operator import itemgetter
 
 from .dsl import Instruction, Reduction, Shape, groups, instructions
-from .states import COLLECTIVES, Collective, Context, Goal, Space
+from .states import Collective, Context, Goal, Space
 
 Order = tuple[int, ...]
 Groups = tuple[tuple[int, ...], ...]
@@ -118,10 +118,10 @@ class Walks:
     def _outcomes(self, context: Context, among: _Pattern) -> Mapping[Collective, Context]:
         """The context after each collective among these groups that is right in all of them: `advance`, for all at once."""
         each: list[Mapping[Collective, Context]] = []
-        right: Iterable[Collective] = COLLECTIVES
+        right: list[Collective] = []
         for _, members in among:
             outcomes = self.space.outcomes(members(context))
-            right = [c for c in right if c in outcomes]
+            right = [c for c in right if c in outcomes] if each else list(outcomes)
             if not right:
                 return {}
             each.append(outcomes)

@@ -93,6 +93,11 @@ def _least(tables: Sequence[Costs], sizes: Sequence[int]) -> Costs:
     """[*sizes[1:]]: the least sum of tables, that broadcast against each other, over their first axis."""
     ordered = sorted(tables, key=np.size)  # small ones first: few sums are large
     entries = math.prod(sizes)
+    if entries > _PIECE // 8:  # the largest one's axes last: long runs of its numbers meet the same one of the others
+        axes = [0, *sorted(range(1, len(sizes)), key=lambda axis: ordered[-1].shape[axis] > 1)]
+        if axes != sorted(axes):
+            turned = _least([t.transpose(axes) for t in ordered], [sizes[axis] for axis in axes])
+            return turned.transpose(np.argsort(axes)[1:] - 1)
     if entries <= _PIECE:
         return np.broadcast_to(functools.reduce(np.add, ordered), sizes).min(axis=0)
     # one state after the other, each in the order in which its numbers lie: striding through memory is slower

@@ -181,9 +181,9 @@ def _reached(solver: Solver, rivals: Rivals, levels: _Levels, watch: Watch) -> S
     Only where that gained anything the other groupings are solved, too. None where the tables of that would be too large, or
     where no assignment of the grouping is possible.
     """
-    if not levels.spaces:
+    groups = levels.last
+    if groups is None:
         return None
-    groups = list(levels.spaces)[-1]
     start, domains = levels.of(groups), levels.domains
     reach = rivals.reach(domains, (groups,))
     if math.isinf(start.seconds) or solver.order(near(solver.problem, domains, start, reach)).largest > JOINT_ENTRIES:
@@ -229,19 +229,42 @@ def in_seconds(problem: Problem, outcome: Outcome, donated: frozenset[int]) -> t
 class _Levels:
     """The best over each grouping of the factors that solves jointly, found when it is first asked for.
 
-    ``spaces`` are these groupings' layouts; where there are none, recursion over the levels takes their place.
+    With two factors and fewer there are none: recursion over the levels takes their place.
     """
 
     def __init__(self, solver: Solver, domains: Sequence[Domain], pinned: Sequence[Domain], watch: Watch) -> None:
-        self.domains, self.spaces = domains, _spaces(solver, domains)
+        problem = solver.problem
+        self.domains = domains
+        self._groupings = groupings(len(problem.sizes)) if len(problem.sizes) > 2 and problem.objective != "bytes" else ()
         self._solver, self._pinned, self._watch = solver, pinned, watch
+        self._spaces: dict[Groups, tuple[Domain, ...] | None] = {}
         self._found: dict[Groups, Solution] = {}
+
+    def _space(self, groups: Groups) -> tuple[Domain, ...] | None:
+        """The layouts that treat the factors of each group alike; None where these do not solve jointly."""
+        if groups not in self._spaces:
+            space = self._solver.problem.together(self.domains, groups)
+            self._spaces[groups] = space if self._solver.order(space).largest <= JOINT_ENTRIES else None
+        return self._spaces[groups]
+
+    @property
+    def last(self) -> Groups | None:
+        """The grouping with the most slower factors alike."""
+        return next((groups for groups in reversed(self._groupings) if self._space(groups) is not None), None)
+
+    @cached_property
+    def spaces(self) -> dict[Groups, tuple[Domain, ...]]:
+        """The layouts of every grouping."""
+        found = {groups: self._space(groups) for groups in self._groupings}
+        return {groups: space for groups, space in found.items() if space is not None}
 
     def of(self, groups: Groups) -> Solution:
         """The best in which the factors of each group do the same, in layouts and in ops."""
         if groups not in self._found:
             self._watch.tell("levels", 0.1)
-            self._found[groups], _ = self._solver.minimum("plan", self.spaces[groups], limits=Limits(groups=groups))
+            space = self._space(groups)
+            assert space is not None, "this grouping does not solve jointly"
+            self._found[groups], _ = self._solver.minimum("plan", space, limits=Limits(groups=groups))
         return self._found[groups]
 
     @cached_property
@@ -249,12 +272,3 @@ class _Levels:
         """All of them, their ops cut the best way."""
         found = [self._solver.unlimited(self.of(groups)) for groups in self.spaces]
         return found or [recurse(self._solver, self._pinned).solution]
-
-
-def _spaces(solver: Solver, domains: Sequence[Domain]) -> dict[Groups, tuple[Domain, ...]]:
-    """For three factors and more: the layouts that treat slower ones alike, and faster ones, where these solve jointly."""
-    problem = solver.problem
-    if len(problem.sizes) <= 2 or problem.objective == "bytes":
-        return {}
-    found = {groups: problem.together(domains, groups) for groups in groupings(len(problem.sizes))}
-    return {groups: space for groups, space in found.items() if solver.order(space).largest <= JOINT_ENTRIES}

@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,6 +93,7 @@ def _picked(rows: Options, keep: NDArray[np.bool_]) -> Options:
 _SIZES = {"": 0, "bool": 1, "bfloat16": 2, "int4": 1, "uint4": 1, "int2": 1, "uint2": 1}
 
 
+@cache
 def itemsize(dtype: str) -> int:
     """Bytes of one element of a dtype by name; none of a literal."""
     if dtype in _SIZES:

@@ -9,6 +9,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from shardplan.search.anytime import Watch
 from shardplan.search.pricing import Domain
 from shardplan.search.problem import Problem
@@ -89,7 +91,10 @@ class _Polish:
 
 
 def near(problem: Problem, domains: Sequence[Domain], of: Solution, also: Sequence[Domain] = ()) -> list[Domain]:
-    """For each variable the layouts that differ from a solution's on one factor at most, and those of ``also``."""
+    """For each variable the layouts that differ from a solution's on one factor at most, and those of ``also``.
+
+    With these, what stands behind a transposition has those of its other end where they are fewer: nothing is lost by that.
+    """
     found = [problem.near(v, of.states[v], domain) for v, domain in enumerate(domains)]
     if not also:
         return found
@@ -99,7 +104,17 @@ def near(problem: Problem, domains: Sequence[Domain], of: Solution, also: Sequen
         if row not in memo:
             wanted = {*row[1], *row[2]}
             memo[row] = tuple(s for s in row[0] if s in wanted)
-    return [memo[row] for row in rows]
+    found = [memo[row] for row in rows]
+    for v, (n, other) in problem.ops.turned.items():
+        node = problem.graph.nodes[n]
+        rows_of = problem.ops.options(node)
+        made, read = rows_of.gives[:, 0], rows_of.needs[:, 0]
+        mine, others = (made, read) if problem.coarse.of[node.outputs[0]] == v else (read, made)
+        wanted = {of.states[v], *mine[np.isin(others, found[other])].tolist()}
+        turned = tuple(s for s in domains[v] if s in wanted)
+        if len(turned) < len(found[v]):
+            found[v] = turned
+    return found
 
 
 def polish(

@@ -7,10 +7,11 @@ whole result that is one term of the reduction.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from shardplan.ir import Partial, Placement, Reducer, Replicated, Split
 from shardplan.tdl import language as lang
-from shardplan.tdl.description import Description, children, products
+from shardplan.tdl.description import Description, Monomials, children, products
 from shardplan.tdl.index import Affine, IndexExpr, Interval, interval, loops_of
 from shardplan.tdl.once import Tree
 from shardplan.tdl.symbols import Trail, integer
@@ -68,6 +69,8 @@ def cut(description: Description, loop: int, ways: int, *, pad: bool = False) ->
 
 def in_step(description: Description, loop: int) -> bool:
     """Whether everything reads a loop at its own index alone: its legal cuts, padded or not, then differ in their ways alone."""
+    if description.elementwise:
+        return True
     own = Affine(((loop, 1),))
     shapes = description.call.operands
     once = all(
@@ -121,10 +124,15 @@ def linear_sets(description: Description) -> tuple[tuple[int, ...], ...]:
     A result then is a partial sum of the same kind. An op with several results must be linear in all of them. The empty set says
     that the results are zero whatever comes in: they may be called partial for nothing.
     """
-    monomials = sorted(m for result in description.monomials for m in result)
+    return _linear_sets(description.monomials)
+
+
+@lru_cache(maxsize=1 << 12)
+def _linear_sets(results: tuple[Monomials, ...]) -> tuple[tuple[int, ...], ...]:
+    monomials = sorted(m for result in results for m in result)
     if not monomials:
         return ((),)
-    if not all(description.monomials):
+    if not all(results):
         return ()
     nonlinear = frozenset(o for m in monomials for o in m if m.count(o) > 1)
     return tuple(sorted(_one_of_each(monomials, frozenset(), nonlinear)))

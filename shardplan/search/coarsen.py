@@ -1,9 +1,10 @@
 """Coarsening: which tensors share one layout (Tofu, section 5.1), and which uses share one resharded copy.
 
-A *variable* is the layout of a group of tensors. Elementwise ops merge their operands and results, so that forward chains merge
-with their backward ones through the products of a gradient. What stays apart: a sum of two values that live on elsewhere (the
-residual stream stays a chain), what may stay a partial sum from what may not, and a stored parameter from its moments, its update
-and its reduced gradient (which are one group), so that optimizer state can be split apart from its parameter (ZeRO-1).
+A *variable* is the layout of a group of tensors. Elementwise ops, and ops that only put dims of one element in or leave them out,
+merge their operands and results, so that forward chains merge with their backward ones through the products of a gradient. What
+stays apart: a sum of two values that live on elsewhere (the residual stream stays a chain), what may stay a partial sum from what
+may not, and a stored parameter from its moments, its update and its reduced gradient (which are one group), so that optimizer
+state can be split apart from its parameter (ZeRO-1).
 
 A *view* is a variable too: the layout of a resharded copy that several contractions read. A weight has one view for the forward
 pass and one for the backward pass, which is the forward one kept or a second gather.

@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -174,8 +175,7 @@ def _numbers(values: Iterable[float]) -> NDArray[np.float64]:
     return np.array(list(values), np.float64)
 
 
-@dataclass(frozen=True, slots=True)
-class _Made:
+class _Made(NamedTuple):
     """One loop cut in so many ways: the role of its factors in each operand and result (-2: partial, -1: none, else the dim of
     its space), the part of the arithmetic that is left, whether its terms may stay apart; the operands that are read beyond
     their blocks (``halos``), and whether a reduction of pairs is left.
@@ -207,10 +207,11 @@ class _Cuts:
         # of the loops whose cuts differ in their ways alone
         self._alike: dict[int, Strategy | None] = {}
         self._read: dict[tuple[int, int], tuple[tuple[int, ...], tuple[tuple[int, Split], ...], bool]] = {}
-        usable = [
-            [c for c, v in enumerate(self.loops.tolist()) if v < 0 or self._strategy(v, k) is not None] for k in resharder.sizes
-        ]
-        self.tried = _tried(tuple(map(tuple, usable)), resharder.sizes)
+        loops: list[int] = self.loops.tolist()
+        usable = {
+            k: tuple([c for c, v in enumerate(loops) if v < 0 or self._strategy(v, k) is not None]) for k in dict.fromkeys(resharder.sizes)
+        }
+        self.tried = _tried(tuple([usable[k] for k in resharder.sizes]), resharder.sizes)
 
     def made(self, code: int, ways: int) -> _Made:
         """A loop cut over factors of so many ways in all."""

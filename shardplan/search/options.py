@@ -209,7 +209,8 @@ class _Cuts:
         self._read: dict[tuple[int, int], tuple[tuple[int, ...], tuple[tuple[int, Split], ...], bool]] = {}
         loops: list[int] = self.loops.tolist()
         usable = {
-            k: tuple([c for c, v in enumerate(loops) if v < 0 or self._strategy(v, k) is not None]) for k in dict.fromkeys(resharder.sizes)
+            k: tuple([code for code, v in enumerate(loops) if v < 0 or self._strategy(v, k) is not None])
+            for k in dict.fromkeys(resharder.sizes)
         }
         self.tried = _tried(tuple([usable[k] for k in resharder.sizes]), resharder.sizes)
 

@@ -46,7 +46,8 @@ def _order(scopes: Sequence[tuple[int, ...]], sizes: Sequence[int], *, fill: boo
             near[v].update(open_)
     for v, s in enumerate(near):
         s.discard(v)
-    logs = [float(np.log(max(1, s))) for s in sizes]
+    known = {s: float(np.log(max(1, s))) for s in set(sizes)}
+    logs = [known[s] for s in sizes]
 
     def score(v: int) -> float:
         size = logs[v] + sum(logs[u] for u in near[v])
@@ -56,7 +57,8 @@ def _order(scopes: Sequence[tuple[int, ...]], sizes: Sequence[int], *, fill: boo
         missing = sum(len(near[v]) - 1 - len(near[v] & near[u]) for u in around)
         return missing * 100.0 + size
 
-    heap = [(score(v), v) for v in range(len(sizes)) if sizes[v] > 1]
+    now = [score(v) for v in range(len(sizes))]
+    heap = [(now[v], v) for v in range(len(sizes)) if sizes[v] > 1]
     heapq.heapify(heap)
     done = [False] * len(sizes)
     variables: list[int] = []
@@ -64,12 +66,13 @@ def _order(scopes: Sequence[tuple[int, ...]], sizes: Sequence[int], *, fill: boo
     largest = total = 0
     while heap:
         value, v = heapq.heappop(heap)
-        if done[v]:
+        if done[v] or (not fill and value != now[v]):
             continue
-        now = score(v)
-        if now > value + 1e-9:
-            heapq.heappush(heap, (now, v))
-            continue
+        if fill:  # what is missing changes further away, too
+            now[v] = score(v)
+            if now[v] > value + 1e-9:
+                heapq.heappush(heap, (now[v], v))
+                continue
         done[v] = True
         around = near[v]
         variables.append(v)
@@ -82,7 +85,8 @@ def _order(scopes: Sequence[tuple[int, ...]], sizes: Sequence[int], *, fill: boo
             near[u].discard(v)
         if not fill or len(around) < 12:
             for u in around:
-                heapq.heappush(heap, (score(u), u))
+                now[u] = score(u)
+                heapq.heappush(heap, (now[u], u))
     return Order(tuple(variables), tuple(neighbours), largest, total)
 
 

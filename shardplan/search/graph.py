@@ -59,6 +59,15 @@ class Signature:
         set_("contracts", known is not None and compute.is_contraction(known))
 
     @property
+    def turns(self) -> bool:
+        """Whether each dim of the result is a dim of the one operand, in some order."""
+        known = self.description
+        if known is None or not self.moves or self.call.dtypes != self.call.result_dtypes or len(known.accesses) > 1:
+            return False
+        own = [Affine(((loop, 1),)) for loop in known.results[0]]
+        return all(set(own) == set(indices) for _, indices in known.accesses)
+
+    @property
     def defers(self) -> bool:
         """Whether terms of this op's sums may stay apart."""
         return not self.apart and self.call.primitive not in UNBATCHED

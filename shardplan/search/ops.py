@@ -39,6 +39,7 @@ class Ops:
         self._graph, self._coarse, self._pricer, self._store = graph, coarse, pricer, store
         self._slots = {n: self._slots_of(graph.nodes[n]) for n in coarse.joins}
         self._tables: dict[tuple[object, ...], _Columns] = {}
+        self._opened: dict[tuple[int, tuple[int, ...]], Mapping[int, int]] = {}
         self._least: dict[tuple[object, ...], Costs] = {}
 
     def slots(self, node: Node) -> Slots:
@@ -77,7 +78,7 @@ class Ops:
         copied = {v.of for v in coarse.variables if v.kind != "stored"}
         found: dict[int, tuple[int, int]] = {}
         for n, (scope, _, _) in self._slots.items():
-            if graph.nodes[n].signature.call.primitive == "transpose" and len(scope) == 2:
+            if len(scope) == 2 and graph.nodes[n].signature.turns:
                 for v, other in (scope, scope[::-1]):
                     variable = coarse.variables[v]
                     alone = variable.kind == "stored" and v not in copied and ends.isdisjoint(variable.tensors)
@@ -92,12 +93,15 @@ class Ops:
 
         These variables come after those of the layouts, one for each op. Where all layouts are known no op is opened.
         """
-        first, most = len(self._coarse.variables), max(1, OPEN_ENTRIES)
-        return {
-            n: first + i
-            for i, (n, (scope, _, _)) in enumerate(self._slots.items())
-            if math.prod(len(domains[v]) for v in scope) > most
-        }
+        first, most, sizes = len(self._coarse.variables), max(1, OPEN_ENTRIES), tuple(map(len, domains))
+        found = self._opened.get((most, sizes))
+        if found is None:
+            found = self._opened[most, sizes] = {
+                n: first + i
+                for i, (n, (scope, _, _)) in enumerate(self._slots.items())
+                if math.prod([sizes[v] for v in scope]) > most
+            }
+        return found
 
     def sizes(self, domains: Sequence[Domain], limits: Limits | None = None) -> list[int]:
         """How many states each variable has, those of strategies included (one where an op is not `opened`)."""

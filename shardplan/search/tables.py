@@ -36,7 +36,7 @@ class Store:
         """(id, minimum): the table with its minimum subtracted, infinite entries left infinite."""
         low = min(int(costs.min()), BIG)
         shifted = np.ascontiguousarray(costs - low)
-        if low < BIG:
+        if low < BIG <= costs.max():
             shifted[costs >= BIG] = BIG
         alike = self._ids.setdefault((shifted.shape, int(shifted.sum())), [])  # few others have both
         for found in alike:

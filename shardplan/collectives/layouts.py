@@ -43,6 +43,7 @@ class LayoutSpace:
         # of each factor among those of its dim: [S, factors]
         self.roles, self._places = _every(len(self.sizes), rank)
         self._layouts: dict[int, Layout] = {}
+        self._numbers: dict[State, int] = {}
         self._renamed: dict[tuple[int, ...], NDArray[np.int64]] = {}
         self._leaders: dict[tuple[int, ...], tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
         self.local = 1.0 / self.splits.prod(axis=1)
@@ -63,10 +64,25 @@ class LayoutSpace:
                 partial.append(f)
         return tuple(map(tuple, dims)), tuple(partial)
 
-    @cached_property
-    def index(self) -> dict[State, int]:
-        """The number of each state."""
-        return {self.state(i): i for i in range(len(self))}
+    def number(self, state: State) -> int:
+        """The number of a state.
+
+        Raises:
+            KeyError: if there is no such state.
+        """
+        found = self._numbers.get(state)
+        if found is None:
+            if not {f for factors in (*state[0], state[1]) for f in factors} <= set(range(len(self.sizes))):
+                raise KeyError(state)
+            roles, places = np.full(len(self.sizes), -1), np.zeros(len(self.sizes), np.int64)
+            for d, factors in enumerate(state[0]):
+                roles[list(factors)], places[list(factors)] = d, range(len(factors))
+            roles[list(state[1])] = -2
+            found = int(self._coded(roles[None], places[None])[0])
+            if self.state(found) != state:
+                raise KeyError(state)
+            self._numbers[state] = found
+        return found
 
     @cached_property
     def partial(self) -> NDArray[np.bool_]:
@@ -80,8 +96,8 @@ class LayoutSpace:
         return np.stack([np.where(self.roles == d, sizes, 1).prod(axis=1) for d in range(self.rank + 1)], axis=1)
 
     def of(self, layout: Layout) -> int:
-        """The state of a layout."""
-        return self.index[(*layout.dims, ()), tuple(sorted(layout.partial))]
+        """The state of a layout, which must have one."""
+        return self.number(((*layout.dims, ()), tuple(sorted(layout.partial))))
 
     def layout(self, state: int) -> Layout:
         """The layout of a state (its buffer dim shows as one dim more)."""
@@ -218,7 +234,7 @@ class LayoutSpace:
     def _coded(self, roles: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.int64]:
         """[...]: the states with these roles and places, [..., factors]."""
         codes, states = self._codes
-        return states[np.searchsorted(codes, self._code(roles, places))]
+        return states.take(np.searchsorted(codes, self._code(roles, places)), mode="clip")
 
 
 def _repeated(what: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

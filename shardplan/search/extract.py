@@ -113,6 +113,8 @@ class Extractor:
 
     def program(self, shape: tuple[int, ...], nbytes: int, before: Layout, after: Layout) -> tuple[Step, ...]:
         """The cheapest program between two layouts."""
+        if before == after:
+            return ()
         key = (shape, nbytes, before, after)
         if key not in self._programs:
             resharder = self.problem.resharder
@@ -175,7 +177,8 @@ class Extractor:
             if after is not None or give.partial:
                 target = after if after is not None else Layout(((),) * len(tensor.shape))
                 add(self.program(tensor.shape, tensor.nbytes, give, target), r, True)
-        add(problem.pricer.halo_steps(node.signature, use.loops), 0, False)
+        if problem.ops.options(node).halo_s.any():
+            add(problem.pricer.halo_steps(node.signature, use.loops), 0, False)
         return tuple(found)
 
     def _wire(self, step: Step) -> float:

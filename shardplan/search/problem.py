@@ -355,7 +355,7 @@ class Problem:
         if space is above:
             return states
         found = [space.state(s) for s in states]
-        return tuple(above.index[((), *dims), partial] for dims, partial in found)
+        return tuple(above.number((((), *dims), partial)) for dims, partial in found)
 
     def _view(self, v: int, domains: Sequence[Domain], keep_s: float) -> Term:
         variable = self.coarse.variables[v]

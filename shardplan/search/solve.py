@@ -186,12 +186,13 @@ def _reached(solver: Solver, rivals: Rivals, levels: _Levels, watch: Watch) -> S
         return None
     start, domains = levels.of(groups), levels.domains
     reach = rivals.reach(domains, (groups,))
-    if math.isinf(start.seconds) or solver.order(near(solver.problem, domains, start, reach)).largest > JOINT_ENTRIES:
+    step = near(solver.problem, domains, start, reach)
+    if math.isinf(start.seconds) or solver.order(step).largest > JOINT_ENTRIES:
         return None
     watch.tell("search", 0.4)
     best = polish(solver, domains, start, watch, also=reach)
     if best.states == start.states:
-        return solver.unlimited(best) if best is start else best
+        return solver.unlimited(best, step) if best is start else best
     other = _fastest(levels.every)
     return best if other.states == start.states else _fastest([best, polish(solver, domains, other, watch)])
 

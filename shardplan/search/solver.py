@@ -150,9 +150,17 @@ class Solver:
             self.watch.take(solution)
         return solution
 
-    def unlimited(self, solution: Solution) -> Solution:
-        """The same layouts with every op cut the best way: never slower."""
-        return self.rate(solution.name, solution.states, self.problem.regathered(solution.keep), solution.regather)
+    def unlimited(self, solution: Solution, within: Sequence[Domain] | None = None) -> Solution:
+        """The same layouts with every op cut the best way: never slower. ``within`` are domains whose tables are known."""
+        keep_s = self.problem.regathered(solution.keep)
+        seconds = None if within is None or self.problem.ops.opened(within) else self._looked_up(solution.states, within, keep_s)
+        return self.rate(solution.name, solution.states, keep_s, solution.regather, seconds=seconds)
+
+    def _looked_up(self, states: Sequence[int], domains: Sequence[Domain], keep_s: Mapping[int, float]) -> float:
+        at = [domain.index(s) for domain, s in zip(domains, states, strict=True)]
+        tables = self.problem.store.tables
+        terms = self.problem.terms(domains, keep_s, self.limits)
+        return sum(t.constant + int(tables[t.table][tuple([at[v] for v in t.scope])]) for t in terms) / 1e12
 
     def peak_point(self, solution: Solution) -> int:
         """Where the solution's memory peaks."""

@@ -79,6 +79,17 @@ def _group(at: tuple[int, ...], over: tuple[int, ...], sizes: tuple[int, ...]) -
     return list(itertools.product(*(range(k) if f in over else (at[f],) for f, k in enumerate(sizes))))
 
 
+@pytest.mark.parametrize("sizes", [(), (4,), (2, 4), (2, 2, 2)])
+def test_states_and_their_numbers(sizes: tuple[int, ...]) -> None:
+    space = LayoutSpace(sizes, 2)
+    every = [space.state(i) for i in range(len(space))]
+    assert every == sorted(set(every))
+    assert [space.number(state) for state in every] == list(range(len(space)))
+    for wrong in ((((0, 0), (), ()), ()), (((0,), (), ()), (0,)), (((9,), (), ()), ()), (((), (), (), ()), (8,))):
+        with pytest.raises(KeyError):
+            space.number(wrong)
+
+
 @settings(max_examples=300)
 @given(move=moves())
 def test_every_step_finds_what_it_needs_in_its_group(move: tuple[str, tuple[int, ...], int, int]) -> None:

@@ -42,7 +42,7 @@ def held(problem: Problem, states: tuple[int, ...], donated: frozenset[int] = fr
 
 
 def replicated(problem: Problem) -> tuple[int, ...]:
-    return tuple(problem.resharder.space(v.shape).index[((),) * (len(v.shape) + 1), ()] for v in problem.coarse.variables)
+    return tuple(problem.resharder.space(v.shape).number((((),) * (len(v.shape) + 1), ())) for v in problem.coarse.variables)
 
 
 def test_a_chain_holds_its_arguments_and_two_activations() -> None:
@@ -81,7 +81,7 @@ def test_split_values_take_their_part() -> None:
     states = list(replicated(problem))
     for v in problem.coarse.variables:
         if v.shape == (N, W):
-            states[v.id] = problem.resharder.space((8, 8)).index[((0,), (), ()), ()]
+            states[v.id] = problem.resharder.space((8, 8)).number((((0,), (), ()), ()))
     one = ROW / 4
     assert held(problem, tuple(states)) == [MATRIX + 2 * one, MATRIX + 3 * one, MATRIX + 3 * one, MATRIX + 2 * one]
 
@@ -106,7 +106,7 @@ def test_a_gathered_copy_lives_from_its_first_reader_to_its_last() -> None:
     assert [v.kind for v in views] == ["view", "backward"]
     forward, backward = views
     states = list(replicated(problem))
-    states[forward.of] = problem.resharder.space((8, 8)).index[((0,), (), ()), ()]
+    states[forward.of] = problem.resharder.space((8, 8)).number((((0,), (), ()), ()))
     live = memory.liveness(problem)
     reads = {v.id: sorted({n for (n, _), at in problem.coarse.read.items() if at == v.id}) for v in views}
     assert {v: (first, last) for v, _, first, last in live.copies if v in reads} == {v: (r[0], r[-1]) for v, r in reads.items()}
@@ -338,7 +338,7 @@ def test_a_stack_that_is_gathered_before_a_loop_is_held_whole_beside_its_parts()
     whole = replicated(problem)
     split, held_whole = list(whole), held(problem, whole)
     (stack,) = [v.id for v in problem.coarse.variables if v.shape == (5, W, W)]
-    split[stack] = problem.resharder.space((8, 8, 8)).index[((), (0,), (), ()), ()]
+    split[stack] = problem.resharder.space((8, 8, 8)).number((((), (0,), (), ()), ()))
     gathered = held(problem, tuple(split))
     loop = [n.id for n in problem.graph.nodes if n.where]
     assert loop
@@ -355,7 +355,7 @@ def test_an_operand_that_is_gathered_for_its_op_is_held_while_it_runs() -> None:
     problem = steps.problem(product, steps.array(W, W), steps.array(64 * N, W), on=Cluster.load("4"))
     states = list(replicated(problem))
     for v in problem.coarse.variables:
-        states[v.id] = problem.resharder.space((8, 8)).index[((0,), (), ()), ()]
+        states[v.id] = problem.resharder.space((8, 8)).number((((0,), (), ()), ()))
     stored = (MATRIX + 64 * ROW) / 4
     assert held(problem, tuple(states)) == [stored + 64 * ROW / 4 + MATRIX, stored + 64 * ROW / 4]
     assert held(problem, replicated(problem))[0] == MATRIX + 2 * 64 * ROW, "nothing moves, nothing is held beside it"
@@ -379,10 +379,10 @@ def test_a_partial_gradient_is_whole_until_it_is_scattered() -> None:
 
     problem = steps.problem(step, steps.array(W, W), steps.array(N, W), steps.array(N, W), on=Cluster.load("4"))
     states = list(replicated(problem))
-    rows = problem.resharder.space((8, 8)).index[((0,), (), ()), ()]
+    rows = problem.resharder.space((8, 8)).number((((0,), (), ()), ()))
     for v in problem.coarse.variables:
         if v.shape in ((N, W), (W, N)):
-            states[v.id] = problem.resharder.space((8, 8)).index[((0,), (), ()) if v.shape[0] == N else ((), (0,), ()), ()]
+            states[v.id] = problem.resharder.space((8, 8)).number((((0,), (), ()) if v.shape[0] == N else ((), (0,), ()), ()))
     (product,) = (n for n in problem.graph.nodes if n.op.primitive == "dot_general")
     output = problem.coarse.of[product.outputs[0]]
     states[output] = rows
@@ -396,7 +396,7 @@ def test_an_operand_that_is_gathered_for_one_op_is_there_twice() -> None:
     problem = steps.problem(lambda w, x: jnp.max(x @ w, 1), steps.array(W, W), steps.array(N, W), on=Cluster.load("4"))
     states = list(replicated(problem))
     (product,) = (n for n in problem.graph.nodes if n.op.primitive == "dot_general")
-    weight, rows = problem.coarse.of[product.inputs[1]], problem.resharder.space((8, 8)).index[((0,), (), ()), ()]
+    weight, rows = problem.coarse.of[product.inputs[1]], problem.resharder.space((8, 8)).number((((0,), (), ()), ()))
     for t in (product.inputs[0], product.outputs[0]):
         states[problem.coarse.of[t]] = rows
     states[weight] = rows

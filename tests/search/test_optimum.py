@@ -122,7 +122,7 @@ def test_an_exchange_with_neighbours_is_part_of_the_optimum() -> None:
 
     on = steps.cluster("4", gbps=(1.0,))
     problem = steps.problem(step, steps.array(1, 512, 8), steps.array(5, 8, 8), on=on)
-    split = problem.resharder.space((8, 8, 8)).index[((), (0,), (), ()), ()]
+    split = problem.resharder.space((8, 8, 8)).number((((), (0,), (), ()), ()))
     long = tuple((split,) if v.shape[1] == 512 else d for d, v in zip(problem.domains, problem.coarse.variables, strict=True))
     solution, _ = check(problem, long)
     issued = Extractor(problem).decide(solution).issued

@@ -59,7 +59,7 @@ def test_a_product_on_four_workers_is_partitioned_as_in_figure_6() -> None:
     grid = []
     for variable in problem.coarse.variables:
         space = problem.resharder.space(variable.shape)
-        grid.append(space.index[((0,), (1,), ()), ()])
+        grid.append(space.number((((0,), (1,), ()), ())))
     figure = solver.rate("figure 6", tuple(grid), {}, False)
     stepped = recurse(solver, problem.domains)
     assert sent(stepped.solution) == pytest.approx(sent(figure), abs=TIES)
@@ -114,7 +114,7 @@ def test_steps_commute(sizes: list[int], data: st.DataObject) -> None:
         layouts.append(tuple(data.draw(st.permutations([(0,), (1,)]))))
 
     def total(order: int) -> float:
-        states = tuple(space.index[(*dims[::order], ()), ()] for dims in layouts)
+        states = tuple(space.number(((*dims[::order], ()), ())) for dims in layouts)
         limits = Limits({n: tuple(frozenset({v}) for v in loops[::order]) for n, loops in cuts.items()})
         return sent(solver.rate("", states, {}, False, limits))
 

@@ -37,7 +37,7 @@ def _over(problem: Problem, v: int, states: Sequence[int]) -> int:
     for n in range(len(states), 0, -1):
         roles = [space.state(s) for s in states[:n]]
         dims = tuple(tuple(f for one, _ in roles for f in one[d]) for d in range(len(roles[0][0])))
-        found = space.index[dims, tuple(sorted(f for _, partial in roles for f in partial))]
+        found = space.number((dims, tuple(sorted(f for _, partial in roles for f in partial))))
         if found in problem.domains[v]:
             return found
     raise AssertionError("the first level's own answer is a layout")

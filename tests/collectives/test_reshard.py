@@ -195,8 +195,11 @@ def _collectives_from(space: LayoutSpace, state: int) -> dict[int, tuple[float, 
     """For each state that one collective leads to: the part of the tensor that moves, the collective over the fewest factors."""
     best: dict[int, tuple[float, Name]] = {}
     for kind, over, layout in every_move(space.state(state), space.rank, space.sizes):
-        target = space.index.get(layout)
-        if target is None or target == state:
+        try:
+            target = space.number(layout)
+        except KeyError:  # no layout, but where any order is one
+            continue
+        if target == state:
             continue
         moved = 0.0 if kind == "slice" else float(space.local[target if kind == "all_gather" else state])
         if target not in best or (len(over), moved) < (len(best[target][1][1]), best[target][0]):

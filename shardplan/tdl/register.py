@@ -15,7 +15,7 @@ from shardplan import _jax
 from shardplan.errors import DescriptionError, nearest
 from shardplan.tdl import localize
 from shardplan.tdl.describe import describe, named_call, put_back, recognised_by, rule, rule_of
-from shardplan.tdl.description import Call, Description, Lambda, described_at, failed
+from shardplan.tdl.description import Call, Description, Lambda, RuleFunction, described_at, failed
 from shardplan.tdl.identity import same_function, same_kernel
 from shardplan.tdl.index import Affine, Data, Full, Loop, interval
 from shardplan.tdl.language import Recorder, TensorRef, lambda_names
@@ -60,16 +60,10 @@ def register(target: Any, *, example: Sequence[Any] | None = None, run: Function
         )
 
     def accept(function: Function) -> Function:
-        def read(call: Call, *operands: TensorRef) -> Lambda | tuple[Lambda, ...]:
-            return function(*operands)
-
-        own_signature = inspect.signature(function)
-        of_call = inspect.Parameter("call", inspect.Parameter.POSITIONAL_ONLY)
-        read.__wrapped__ = function  # type: ignore[attr-defined]
-        read.__signature__ = own_signature.replace(parameters=[of_call, *own_signature.parameters.values()])  # type: ignore[attr-defined]
+        """Registers a description, proves it on the example, and takes it back where the proof fails."""
         names = (name, f"{name}{localize.HALO}")
         old = {n: rule_of(n) for n in names}
-        rule(*names)(read)
+        rule(*names)(_as_rule(function))
         whole = own or run if ":" in name else run or own  # a primitive alone would not know its parameters in the proof
         undo, called = _nothing, None
         if whole is not None:
@@ -92,6 +86,19 @@ def register(target: Any, *, example: Sequence[Any] | None = None, run: Function
         return function
 
     return accept
+
+
+def _as_rule(function: Function) -> RuleFunction:
+    """A user's description as a rule, which is given the call first and says so in its signature."""
+
+    def read(call: Call, *operands: TensorRef) -> Lambda | tuple[Lambda, ...]:
+        return function(*operands)
+
+    own = inspect.signature(function)
+    of_call = inspect.Parameter("call", inspect.Parameter.POSITIONAL_ONLY)
+    read.__wrapped__ = function  # type: ignore[attr-defined]
+    read.__signature__ = own.replace(parameters=[of_call, *own.parameters.values()])  # type: ignore[attr-defined]
+    return read
 
 
 def _nothing() -> None:

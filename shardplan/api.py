@@ -56,18 +56,18 @@ def plan(
 
     ``args`` are arrays or `jax.ShapeDtypeStruct` trees; nothing is allocated. ``cluster`` is a `Cluster`, a preset with its
     node count (``"dgx-h100:4"``), a TOML file, a shape (``"2x4"``, of H100s) or a `jax.sharding.Mesh`, whose axes and devices
-    are kept: GPUs of a preset get its figures, others those of H100s. ``memory_limit`` is in bytes or like ``"70GiB"``, by
-    default the device's memory. ``pins`` maps globs of argument paths to the PartitionSpec that they must have, over the names
-    of factors or levels. ``objective`` "bytes" is Tofu's: the fewest bytes on the wire where all is cut and split that can be
-    (`shardplan.search.premise`); its plan is priced in seconds too. ``donate_argnums`` may be negative. ``time_budget_s`` is
-    for all of planning, tracing included: then the plan is the best so far, and ``plan.stopped`` says so. A first plan, with
-    its tracing and tables, is made in any case. An interrupt (Ctrl-C) of the search gives the best so far likewise, if one fits
-    by then; else it is raised. ``observer`` is told how far it is. ``replicate`` names primitives without a description that
-    may run whole everywhere. ``one_choice`` says what shares one choice though it could have several: "timesteps", the steps of
-    an unrolled recurrence; "layers", equal layers of an unrolled model too; or "none". ``remat`` "auto" lets the plan compute
-    activations again in the backward pass where the memory limit costs time, or where nothing fits without: the bodies of
-    scans, and blocks of straight-line code (`shardplan.remat`); ``plan.remat`` says what. It takes longer. "none" leaves the
-    step as it is; what is under `jax.checkpoint` stays so. ``seed`` changes nothing yet.
+    are kept: GPUs that a preset knows get its figures, other devices those of H100s. ``memory_limit`` is in bytes or like
+    ``"70GiB"``, by default the device's memory. ``pins`` maps globs of argument paths to the PartitionSpec that they must have,
+    over the names of factors or levels. ``objective`` "bytes" is Tofu's: the fewest bytes on the wire where all is cut and split
+    that can be (`shardplan.search.premise`); its plan is priced in seconds too. ``donate_argnums`` may be negative.
+    ``time_budget_s`` is for all of planning, tracing included: when it is over, the plan is the best so far, and
+    ``plan.stopped`` says so; a first plan, with its tables, is made in any case. An interrupt (Ctrl-C) of the search gives the
+    best so far likewise, if one fits by then; else it is raised. ``observer`` is told how far it is. ``replicate`` names
+    primitives without a description that may run whole everywhere. ``one_choice`` says what shares one choice though it could
+    have several: "timesteps", three steps and more of an unrolled recurrence; "layers", equal layers of an unrolled model too;
+    or "none". ``remat`` "auto" lets the plan compute activations again in the backward pass where the memory limit costs time,
+    or where nothing fits without: bodies of scans, and blocks of straight-line code (`shardplan.remat`); ``plan.remat`` says
+    what. It takes longer. "none" leaves the step as it is; what is under `jax.checkpoint` stays so. ``seed`` changes nothing yet.
 
     Raises:
         MemoryLimitError: if no plan fits.

@@ -98,7 +98,7 @@ def _graph(depth: int, goal: Goal) -> _Graph:
         following: list[Context] = []
         for context in layer:
             parts = scattered[context]
-            for step, after in walks.successors(context) if left > 1 else walks.closing(context):
+            for step, after in walks.promising(context) if left > 1 else walks.closing(context):
                 found = known.get((step, parts))
                 if found is None:
                     found = known[step, parts] = _after(walks, step, parts)
@@ -117,7 +117,7 @@ def _graph(depth: int, goal: Goal) -> _Graph:
 
 
 def _on_walks(edges: Sequence[tuple[int, int, int]], contexts: int) -> Ints:
-    """The edges of walks of at most `MAX_SIZE` steps from context 0 to context 1."""
+    """[kept]: indices into ``edges``, of those on walks of at most `MAX_SIZE` steps from context 0 to context 1."""
     source, target, _ = np.array(edges, np.int64).T
     done, left = np.full((2, contexts), MAX_SIZE)
     done[0] = left[1] = 0

@@ -78,7 +78,8 @@ class LayoutSpace:
             for d, factors in enumerate(state[0]):
                 roles[list(factors)], places[list(factors)] = d, range(len(factors))
             roles[list(state[1])] = -2
-            found = int(self._coded(roles[None], places[None])[0])
+            codes, states = self._codes
+            found = int(states.take(np.searchsorted(codes, self._code(roles, places)), mode="clip"))
             if self.state(found) != state:
                 raise KeyError(state)
             self._numbers[state] = found
@@ -96,7 +97,11 @@ class LayoutSpace:
         return np.stack([np.where(self.roles == d, sizes, 1).prod(axis=1) for d in range(self.rank + 1)], axis=1)
 
     def of(self, layout: Layout) -> int:
-        """The state of a layout, which must have one."""
+        """The state of a layout.
+
+        Raises:
+            KeyError: if it has none.
+        """
         return self.number(((*layout.dims, ()), tuple(sorted(layout.partial))))
 
     def layout(self, state: int) -> Layout:
@@ -234,7 +239,7 @@ class LayoutSpace:
     def _coded(self, roles: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.int64]:
         """[...]: the states with these roles and places, [..., factors]."""
         codes, states = self._codes
-        return states.take(np.searchsorted(codes, self._code(roles, places)), mode="clip")
+        return states[np.searchsorted(codes, self._code(roles, places))]
 
 
 def _repeated(what: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -244,7 +249,7 @@ def _repeated(what: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArr
 
 
 def _keys(roles: NDArray[np.int64], places: NDArray[np.int64], rank: int) -> NDArray[np.int64]:
-    """[S, rank + 3]: numbers in the order of what splits each dim; of the buffer, of no dim and of partial sums last."""
+    """[S, rank + 3]: numbers in the order of what splits each dim; then what splits the buffer, is partial, and does nothing."""
     count = roles.shape[1]
     keys = np.zeros((len(roles), rank + 3), np.int64)
     for f, (role, place) in enumerate(zip(roles.T, places.T, strict=True)):
@@ -253,7 +258,10 @@ def _keys(roles: NDArray[np.int64], places: NDArray[np.int64], rank: int) -> NDA
 
 
 def _every(factors: int, rank: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The roles and places of all states, in the order of what splits their dims, and then of what is partial."""
+    """[S, factors] twice: the roles and places of all states, in the order of what splits their dims, then of what is partial.
+
+    Of more factors than `ORDERED`, those of a dim are in their own order only.
+    """
     roles = np.indices((rank + 3,) * factors, np.int64).reshape(factors, (rank + 3) ** factors).T - 2
     same = roles[:, :, None] == roles[:, None, :]
     own, dims = np.arange(factors), (roles >= 0) & (roles < rank)

@@ -229,6 +229,7 @@ class Resharder:
             space, names = self._space(key[0]), names_in[[states[i] for i in other]].tolist()
             old = np.array([space.renamed(_inverse(tuple(called))) for called in names])
             found[other] = np.take_along_axis(found[other], old, axis=1)
+        found.setflags(write=False)  # what is kept
         self._rows.setdefault(key, {}).update(zip(states, found, strict=True))
         return found
 

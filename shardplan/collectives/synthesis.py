@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from operator import itemgetter
 
-from .dsl import Instruction, Reduction, Shape, groups, instructions
-from .states import Collective, Context, Goal, Space
+from .dsl import Instruction, Master, Reduction, Shape, groups, instructions
+from .states import Collective, Context, Goal, Space, State
 
 Order = tuple[int, ...]
 Groups = tuple[tuple[int, ...], ...]
@@ -49,6 +49,20 @@ def _synthesize(shape: Shape, max_size: int, goal: Goal, order: Order | None) ->
 def _pattern(among: Groups) -> _Pattern:
     found: list[tuple[tuple[int, ...], Callable[[Context], Context]]] = [(group, itemgetter(*group)) for group in among]
     return tuple(found)
+
+
+def _apart(shape: Shape, step: Instruction) -> int:
+    """How far the devices that take part are from one another: 1, or where only masters do, so many as are below one."""
+    _, high = step.span(len(shape))
+    return math.prod(shape[high:]) if isinstance(step.form, Master) else 1
+
+
+def _known(context: Context) -> State:
+    """What is known to one of these devices at least."""
+    known = 0
+    for state in context:
+        known |= state
+    return known
 
 
 class _Ends:
@@ -85,6 +99,7 @@ class Walks:
         patterns: dict[Groups, _Pattern] = {}
         rows = ((patterns.setdefault(among, _pattern(among)), step) for step, among in found if among)
         self._moves: _Moves = [(among, tuple(s for _, s in same)) for among, same in itertools.groupby(rows, itemgetter(0))]
+        self._apart = [_apart(shape, steps[0]) for _, steps in self._moves]
         self._next: dict[Context, tuple[tuple[Instruction, Context], ...]] = {}
         self._walks: dict[tuple[Context, int], tuple[tuple[Instruction, ...], ...]] = {}
         # a Reduce leaves members empty: it ends no program; a scatter ends only a scattered goal
@@ -107,6 +122,22 @@ class Walks:
         if known is None:
             known = self._next[context] = tuple(self._expand(context, self._moves))
         return known
+
+    def promising(self, context: Context) -> Iterator[tuple[Instruction, Context]]:
+        """`successors`, less those from which no walk leads to the end, of an all-reduce or all-gather over up to three levels.
+
+        Masters add up and gather what they have only where all that anybody knows is known to one of them: else, what the others
+        know besides can be added to theirs no more. (Of a hierarchy of up to three levels; a test expands it whole.)
+        """
+        everything = _known(context)
+
+        def allowed(steps: tuple[Instruction, ...], apart: int) -> tuple[Instruction, ...]:
+            if apart == 1 or _known(context[::apart]) == everything:
+                return steps
+            return tuple([step for step in steps if step.collective == "Broadcast"])
+
+        moves = [(among, allowed(steps, apart)) for (among, steps), apart in zip(self._moves, self._apart, strict=True)]
+        return self._expand(context, moves)
 
     def _expand(self, context: Context, moves: _Moves) -> Iterator[tuple[Instruction, Context]]:
         for among, steps in moves:

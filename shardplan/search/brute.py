@@ -16,12 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.cost import compute
-from shardplan.ir import Layout
+from shardplan.ir import Layout, Placement, Split
 from shardplan.search.coarsen import FREE, Coarse, Variable
 from shardplan.search.graph import Graph, Link, Node
 from shardplan.search.options import nbytes
 from shardplan.search.pricing import Domain
 from shardplan.search.problem import Problem
+from shardplan.tdl import cut
 
 MOST_ASSIGNMENTS = 200_000_000
 """More than these are not tried."""
@@ -229,24 +230,41 @@ def _must_be_one(graph: Graph) -> list[int]:
 def _fused_seconds(problem: Problem) -> dict[int, float]:
     """Seconds, on one device that holds all, of each op that is fused into a group: those of `Problem.interior`, op by op."""
     graph, coarse = problem.graph, problem.coarse
-    joined = set(coarse.joins)
+    joined = {*coarse.joins, *(node.id for node in graph.nodes if _only_resizes(node))}
     ends = set(graph.outputs) | {link.source for link in graph.links}
     made = set(graph.inputs) | {link.target for link in graph.links}
     for node in graph.nodes:
-        if node.id in joined or node.signature.resizes:
+        if node.id in joined:
             ends.update(node.inputs)
             made.update(node.outputs)
     device = problem.cluster.device
     found: dict[int, float] = {}
     for node in graph.nodes:
         v = coarse.of[node.outputs[0]]
-        if node.id in joined or v == FREE or node.signature.resizes:
+        if node.id in joined or v == FREE:
             continue
         moved = [t for t in set(node.inputs) if t in made and coarse.of[t] == v] + [t for t in node.outputs if t in ends]
         size = sum(graph.tensors[t].nbytes for t in moved)
         whole_s = compute.seconds(device, 0.0, size, "float32", matrix=False) - device.launch_s if size else 0.0
         found[node.id] = whole_s  # once: the weight of the op multiplies all of its price
     return found
+
+
+def _only_resizes(node: Node) -> bool:
+    """Whether an op does no more than put dims of one element in or leave them out: cut anywhere, the same block is left."""
+    call, known = node.signature.call, node.signature.description
+    if known is None or known.elementwise or compute.flops(known) or len(call.dtypes) != 1 or call.dtypes != call.result_dtypes:
+        return False
+    (read,), (made,) = call.operands, call.results
+    if [n for n in read if n != 1] != [n for n in made if n != 1]:
+        return False
+    cuts = [cut(known, loop, 2, pad=True) for loop, info in enumerate(known.loops) if info.extent > 1]
+    return all(c is not None and _nth(read, c.operands[0]) == _nth(made, c.results[0]) for c in cuts)
+
+
+def _nth(shape: Sequence[int], place: Placement) -> int:
+    """Which of the dims of more than one element is split, from 1 on; 0 for none."""
+    return sum(n != 1 for n in shape[: place.dim + 1]) if isinstance(place, Split) else 0
 
 
 def cheapest(summands: Sequence[Summand], domains: Sequence[Domain]) -> Found:

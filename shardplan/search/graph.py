@@ -34,8 +34,8 @@ class Signature:
 
     ``apart``: each device makes this call on its own share. ``elementwise``: every operand is read at the result's own index;
     ``adds``: its result is a sum (or difference) of all that it reads, element by element. ``moves``: it has the elements of its
-    one operand in its result, in other places or in another dtype; ``resizes``: in the same ones but for dims of one element.
-    ``contracts``: it multiplies and adds up: a product, a convolution.
+    one operand in its result, in other places or in another dtype, or negated; ``resizes``: it only puts dims of one element in
+    or leaves them out. ``contracts``: it multiplies and adds up: a product, a convolution.
     """
 
     id: int
@@ -55,7 +55,7 @@ class Signature:
         set_("elementwise", known is not None and known.elementwise)
         set_("adds", known is not None and known.elementwise and _adds(known))
         set_("moves", known is not None and _moves(self.call, known))
-        set_("resizes", known is not None and self.moves and _resizes(self.call, known))
+        set_("resizes", known is not None and self.moves and not self.elementwise and _resizes(self.call, known))
         set_("contracts", known is not None and compute.is_contraction(known))
 
     @property
@@ -87,7 +87,9 @@ def _moves(call: Call, description: Description) -> bool:
 
 
 def _resizes(call: Call, description: Description) -> bool:
-    """Of an op that moves elements: whether the dims of more than one element are the same, in the same order."""
+    """Of an op that moves elements: whether dtype and dims of more than one element are the same, these in the same order."""
+    if call.dtypes != call.result_dtypes:
+        return False
     own, made = ([d for d, n in enumerate(shape) if n != 1] for shape in (call.operands[0], call.results[0]))
     if [call.operands[0][d] for d in own] != [call.results[0][d] for d in made]:
         return False

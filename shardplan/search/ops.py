@@ -66,26 +66,6 @@ class Ops:
                 found.setdefault(v, []).append(n)
         return found
 
-    @cached_property
-    def turned(self) -> Mapping[int, tuple[int, int]]:
-        """Variables of one op and one transposition alone: the transposition, and the variable at its other end.
-
-        To lay such a tensor out as the other end is, turned, costs no more than any other way: a transposition itself is free,
-        and what is moved on one side of it may as well be moved on the other.
-        """
-        graph, coarse = self._graph, self._coarse
-        ends = {*graph.inputs, *graph.outputs, *(t for link in graph.links for t in (link.source, link.target))}
-        copied = {v.of for v in coarse.variables if v.kind != "stored"}
-        found: dict[int, tuple[int, int]] = {}
-        for n, (scope, _, _) in self._slots.items():
-            if len(scope) == 2 and graph.nodes[n].signature.turns:
-                for v, other in (scope, scope[::-1]):
-                    variable = coarse.variables[v]
-                    alone = variable.kind == "stored" and v not in copied and ends.isdisjoint(variable.tensors)
-                    if alone and len(self.around[v]) == 2:
-                        found[v] = n, other
-        return found
-
     # -- strategies as variables -----------------------------------------------------------------------------------
 
     def opened(self, domains: Sequence[Domain]) -> Mapping[int, int]:

@@ -175,10 +175,19 @@ def _numbers(values: Iterable[float]) -> NDArray[np.float64]:
     return np.array(list(values), np.float64)
 
 
+class _Roles(NamedTuple):
+    """Of a cut: the role of its factors in each operand and result (-2: partial, -1: none, else the dim of its space), the
+    operands that are read beyond their blocks, and whether a reduction of pairs is left.
+    """
+
+    places: tuple[int, ...]
+    halos: tuple[tuple[int, Split], ...]
+    pairs: bool
+
+
 class _Made(NamedTuple):
-    """One loop cut in so many ways: the role of its factors in each operand and result (-2: partial, -1: none, else the dim of
-    its space), the part of the arithmetic that is left, whether its terms may stay apart; the operands that are read beyond
-    their blocks (``halos``), and whether a reduction of pairs is left.
+    """One loop cut in so many ways: whether it may be, the `_Roles`, the part of the arithmetic that is left, whether its terms
+    may stay apart, and the cut itself.
     """
 
     legal: bool
@@ -206,7 +215,7 @@ class _Cuts:
         self._strategies: dict[tuple[int, int], Strategy | None] = {}
         # of the loops whose cuts differ in their ways alone
         self._alike: dict[int, Strategy | None] = {}
-        self._read: dict[tuple[int, int], tuple[tuple[int, ...], tuple[tuple[int, Split], ...], bool]] = {}
+        self._read: dict[tuple[int, int], _Roles] = {}
         loops: list[int] = self.loops.tolist()
         usable = {
             k: tuple([code for code, v in enumerate(loops) if v < 0 or self._strategy(v, k) is not None])
@@ -230,16 +239,15 @@ class _Cuts:
             part, even = -(-extent // ways) / extent, _terms_apart(call, found, ways, self.late)
         key = loop, 0 if loop in self._alike else ways
         if key not in self._read:
-            self._read[key] = self._places(found)
-        places, halos, pairs = self._read[key]
-        return _Made(True, places, part, even, found, halos, pairs)
+            self._read[key] = self._roles(found)
+        read = self._read[key]
+        return _Made(True, read.places, part, even, found, read.halos, read.pairs)
 
-    def _places(self, found: Strategy) -> tuple[tuple[int, ...], tuple[tuple[int, Split], ...], bool]:
-        """Of a cut: the roles of its factors, halos, and whether a reduction of pairs is left."""
+    def _roles(self, found: Strategy) -> _Roles:
         placed = zip((*found.operands, *found.results), self.dims, strict=True)
         halos = [(i, p) for i, p in enumerate(found.operands) if isinstance(p, Split) and p.halo != (0, 0)]
         pairs = any(isinstance(p, Partial) and p.reducer in ("argmax", "argmin") for p in found.results)
-        return tuple([_role(place, dims) for place, dims in placed]), tuple(halos), pairs
+        return _Roles(tuple([_role(place, dims) for place, dims in placed]), tuple(halos), pairs)
 
     def _strategy(self, loop: int, ways: int) -> Strategy | None:
         if (loop, ways) not in self._strategies:

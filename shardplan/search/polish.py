@@ -104,11 +104,15 @@ def near(problem: Problem, domains: Sequence[Domain], of: Solution, also: Sequen
         if row not in memo:
             wanted = {*row[1], *row[2]}
             memo[row] = tuple(s for s in row[0] if s in wanted)
-    found = [memo[row] for row in rows]
-    for v, (n, other) in problem.ops.turned.items():
+    return _behind_transpositions(problem, domains, of, [memo[row] for row in rows])
+
+
+def _behind_transpositions(problem: Problem, domains: Sequence[Domain], of: Solution, found: list[Domain]) -> list[Domain]:
+    """``found``, but what is `Problem.turned` has the layouts of its other end, and that of ``of``, where these are fewer."""
+    for v, (n, other) in problem.turned.items():
         node = problem.graph.nodes[n]
-        rows_of = problem.ops.options(node)
-        made, read = rows_of.gives[:, 0], rows_of.needs[:, 0]
+        rows = problem.ops.options(node)
+        made, read = rows.gives[:, 0], rows.needs[:, 0]
         mine, others = (made, read) if problem.coarse.of[node.outputs[0]] == v else (read, made)
         wanted = {of.states[v], *mine[np.isin(others, found[other])].tolist()}
         turned = tuple(s for s in domains[v] if s in wanted)

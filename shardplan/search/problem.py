@@ -286,7 +286,7 @@ class Problem:
 
     @cached_property
     def interior(self) -> Mapping[int, tuple[float, tuple[int, ...]]]:
-        """For each variable the seconds of its interior elementwise ops on one device that holds all, and its shape."""
+        """For each variable the seconds of the elementwise ops inside it on one device that holds all, and its shape."""
         if self.objective != "time":
             return {}
         graph, joins = self.graph, set(self.coarse.joins)
@@ -309,6 +309,35 @@ class Problem:
                 seconds = compute.seconds(device, 0.0, moved, "float32", matrix=False) - device.launch_s
                 total[v] = total.get(v, 0.0) + seconds * node.weight
         return {v: (s, self.coarse.variables[v].shape) for v, s in sorted(total.items())}
+
+    @cached_property
+    def turned(self) -> Mapping[int, tuple[int, int]]:
+        """Variables of one op and one transposition alone: the transposition, and the variable at its other end.
+
+        To lay such a tensor out as the other end is, turned, costs no more than any other way: a transposition itself is free,
+        and what is moved on one side of it may as well be moved on the other. That is so where nothing elementwise is computed
+        inside the variable, its op runs no more often than the transposition, and it may be partial where the other end may.
+        """
+        graph, coarse, around = self.graph, self.coarse, self.ops.around
+        ends = {*graph.inputs, *graph.outputs, *(t for link in graph.links for t in (link.source, link.target))}
+        copied = {v.of for v in coarse.variables if v.kind != "stored"}
+
+        def behind(n: int, v: int, other: int) -> bool:
+            variable, weights = coarse.variables[v], [graph.nodes[m].weight for m in around[v] if m != n]
+            if variable.kind != "stored" or v in copied or v in self.interior or not ends.isdisjoint(variable.tensors):
+                return False
+            return (
+                variable.deferred == coarse.variables[other].deferred
+                and len(weights) == 1
+                and weights[0] <= graph.nodes[n].weight
+            )
+
+        found: dict[int, tuple[int, int]] = {}
+        for n in coarse.joins:
+            scope, _, _ = self.ops.slots(graph.nodes[n])
+            if len(scope) == 2 and graph.nodes[n].signature.turns:
+                found |= {v: (n, other) for v, other in (scope, scope[::-1]) if behind(n, v, other)}
+        return found
 
     def _interior(self, costs: tuple[float, tuple[int, ...]], domain: Domain) -> Costs:
         seconds, shape = costs

@@ -181,7 +181,7 @@ def _reached(solver: Solver, rivals: Rivals, levels: _Levels, watch: Watch) -> S
     Only where that gained anything the other groupings are solved, too. None where the tables of that would be too large, or
     where no assignment of the grouping is possible.
     """
-    groups = levels.last
+    groups = levels.coarsest()
     if groups is None:
         return None
     start, domains = levels.of(groups), levels.domains
@@ -248,9 +248,8 @@ class _Levels:
             self._spaces[groups] = space if self._solver.order(space).largest <= JOINT_ENTRIES else None
         return self._spaces[groups]
 
-    @property
-    def last(self) -> Groups | None:
-        """The grouping with the most slower factors alike."""
+    def coarsest(self) -> Groups | None:
+        """Of those that solve jointly the one that treats the most slower factors alike."""
         return next((groups for groups in reversed(self._groupings) if self._space(groups) is not None), None)
 
     @cached_property

@@ -151,7 +151,11 @@ class Solver:
         return solution
 
     def unlimited(self, solution: Solution, within: Sequence[Domain] | None = None) -> Solution:
-        """The same layouts with every op cut the best way: never slower. ``within`` are domains whose tables are known."""
+        """The same layouts with every op cut the best way: never slower.
+
+        ``within`` are domains with these layouts among them on which ops have their tables: there they are looked up, if no op is
+        `Ops.opened`.
+        """
         keep_s = self.problem.regathered(solution.keep)
         seconds = None if within is None or self.problem.ops.opened(within) else self._looked_up(solution.states, within, keep_s)
         return self.rate(solution.name, solution.states, keep_s, solution.regather, seconds=seconds)

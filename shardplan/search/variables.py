@@ -46,8 +46,9 @@ class Variable:
 class Coarse:
     """The graph's variables: ``of[t]`` for the stored layout of tensor t, ``read[node, slot]`` where a use reads a view.
 
-    ``joins`` are the nodes that need a table of their own; all others are elementwise inside one variable. ``free`` are the
-    tensors that depend on no input, ``zero`` those of them known to be zero; ``weights`` those made from inputs alone, op by op.
+    ``joins`` are the nodes that need a table of their own; all others are inside one variable: elementwise, or they only put dims
+    of one element in or leave them out. ``free`` are the tensors that depend on no input, ``zero`` those of them known to be
+    zero; ``weights`` those made from inputs alone, op by op.
     """
 
     variables: tuple[Variable, ...]

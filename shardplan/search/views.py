@@ -90,8 +90,8 @@ def _readers(graph: Graph, of: list[int], alone: frozenset[int]) -> tuple[_Uses,
 
 
 def _touched(graph: Graph, of: list[int]) -> dict[int, set[int]]:
-    """For each variable, its tensors that an op other than an elementwise one reads or makes, or that enter or leave the
-    program.
+    """For each variable, its tensors that enter or leave the program, or that an op reads or makes which is neither elementwise
+    nor only puts dims of one element in or leaves them out.
     """
     touched: dict[int, set[int]] = {}
     for node in graph.nodes:

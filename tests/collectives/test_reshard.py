@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from scipy.sparse.csgraph import dijkstra
 
 from shardplan.collectives import best_reduction, parse, program_seconds, table
-from shardplan.collectives.layouts import LayoutSpace
+from shardplan.collectives.layouts import ORDERED, LayoutSpace, State
 from shardplan.collectives.moves import Name, every_move
 from shardplan.collectives.ranking import entries, names_of
 from shardplan.collectives.reshard import Resharder, Step
@@ -79,11 +80,20 @@ def _group(at: tuple[int, ...], over: tuple[int, ...], sizes: tuple[int, ...]) -
     return list(itertools.product(*(range(k) if f in over else (at[f],) for f, k in enumerate(sizes))))
 
 
-@pytest.mark.parametrize("sizes", [(), (4,), (2, 4), (2, 2, 2)])
-def test_states_and_their_numbers(sizes: tuple[int, ...]) -> None:
-    space = LayoutSpace(sizes, 2)
+def _states(factors: int, rank: int) -> Iterator[State]:
+    for roles in itertools.product([*range(rank), "buffer", "none", "partial"], repeat=factors):
+        split = [[f for f in range(factors) if roles[f] == d] for d in range(rank)]
+        orders = (itertools.permutations(d) if factors <= ORDERED else [tuple(d)] for d in split)
+        buffer, partial = (tuple(f for f in range(factors) if roles[f] == name) for name in ("buffer", "partial"))
+        yield from (((*dims, buffer), partial) for dims in itertools.product(*orders))
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2, 3])
+@pytest.mark.parametrize("sizes", [(), (4,), (2, 4), (2, 2, 2), (2, 2, 2, 2)])
+def test_states_and_their_numbers(sizes: tuple[int, ...], rank: int) -> None:
+    space = LayoutSpace(sizes, rank)
     every = [space.state(i) for i in range(len(space))]
-    assert every == sorted(set(every))
+    assert every == sorted(_states(len(sizes), rank))
     assert [space.number(state) for state in every] == list(range(len(space)))
     for wrong in ((((0, 0), (), ()), ()), (((0,), (), ()), (0,)), (((9,), (), ()), ()), (((), (), (), ()), (8,))):
         with pytest.raises(KeyError):

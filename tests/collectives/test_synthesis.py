@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 from typing import get_args
 
+import networkx as nx
 import pytest
 
 from shardplan.collectives import Reduction, ReductionError, replay, synthesize
@@ -67,6 +68,27 @@ def test_what_is_seen_at_a_glance_leaves_nothing_out(shape: tuple[int, ...], goa
         assert closing == {step for step, after in walks.successors(context) if after == walks.end} or context == walks.end
         ended += len(closing)
     assert ended
+
+
+@pytest.mark.parametrize("goal", ["all_reduce", "all_gather"])
+@pytest.mark.parametrize("shape", [(2,), (2, 2), (3, 2), (2, 3), (2, 2, 2)], ids=str)
+def test_what_is_promising_is_all_that_leads_to_the_end(shape: tuple[int, ...], goal: Goal):
+    """All contexts there are, after however many steps: the proof of what `Walks.promising` says."""
+    walks = Walks(shape, goal)
+    graph = nx.DiGraph()
+    layer = [walks.start]
+    while layer:
+        steps = [(context, after) for context in layer for _, after in walks.successors(context)]
+        layer = [after for after in dict.fromkeys(after for _, after in steps) if after not in graph and after != walks.start]
+        graph.add_edges_from(steps)
+    leading = {walks.end} | nx.ancestors(graph, walks.end)
+    left_out = 0
+    for context in leading - {walks.end}:
+        every, promising = set(walks.successors(context)), set(walks.promising(context))
+        assert promising <= every
+        assert not [after for _, after in every - promising if after in leading]
+        left_out += len(every - promising)
+    assert left_out or len(shape) == 1  # of one level all are masters
 
 
 def test_counts_by_depth_and_size():

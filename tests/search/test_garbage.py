@@ -62,3 +62,20 @@ def test_an_interrupt_as_it_is_switched_off_leaves_the_collector_as_it_was(monke
     with pytest.raises(KeyboardInterrupt), uncollected():
         pass
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize("at", ["freeze", "unfreeze"])
+def test_an_interrupt_at_its_end_leaves_the_collector_as_it_was_and_nothing_frozen(
+    monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    asked = getattr(gc, at)
+
+    def interrupted() -> None:
+        asked()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gc, at, interrupted)
+    with pytest.raises(KeyboardInterrupt), uncollected():
+        pass
+    assert gc.isenabled()
+    assert not gc.get_freeze_count()

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
+from functools import wraps
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from shardplan.errors import DescriptionError
 from shardplan.search.graph import flatten
 from shardplan.tdl import once
 from shardplan.tdl.coverage import sort_primitives
-from shardplan.tdl.describe import describe, forget, forget_analyses, rule, rule_of
+from shardplan.tdl.describe import _RULES, describe, forget, forget_analyses, rule, rule_of
 from shardplan.tdl.description import Call, Description, read
 from shardplan.tdl.index import Affine, FloorDiv, Mod
 from shardplan.tdl.once import Leaf, Tree
@@ -196,14 +197,30 @@ def test_each_analysis_is_made_once() -> None:
     ],
 )
 def test_elementwise_calls_of_one_pattern_are_read_once(
-    primitive: str, one: tuple[tuple[int, ...], ...], other: tuple[tuple[int, ...], ...], params: dict[str, Any]
+    primitive: str,
+    one: tuple[tuple[int, ...], ...],
+    other: tuple[tuple[int, ...], ...],
+    params: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     function = rule_of(primitive)
     assert function is not None
-    for operands in (one, other, ((1, 1),) * len(one), ((0, 2),) * len(one)):
+    runs: list[str] = []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        runs.append(primitive)
+        return function(*args, **kwargs)
+
+    monkeypatch.setitem(_RULES, primitive, wraps(function)(counted))
+    monkeypatch.setattr(once, "FEW", 9)  # on numbers
+    forget_analyses()
+    for operands, times in ((one, 1), (other, 1), (one, 1), (((1, 1),) * len(one), 2), (((0, 2),) * len(one), 3)):
         result = tuple(max(ns, key=lambda n: (n != 1, n)) for ns in zip(*[s for s in operands if s], strict=True))
         call = Call(primitive, operands, (result,), params, ("float32",) * len(operands), ("float32",))
-        assert describe(call) == read(call, function)
+        found = describe(call)
+        assert len(runs) == times
+        assert found == read(call, function)
+    forget_analyses()
 
 
 PRODUCT = (((1,), (0,)), ((), ()))

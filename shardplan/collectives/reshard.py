@@ -72,6 +72,15 @@ class Ways:
         return float(self.lines[which, 0] + self.lines[which, 1] * nbytes), self.programs[which]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rows:
+    """Edges row by row: which of all edges they are [K], their columns [K], and where each row starts [S + 1]."""
+
+    which: NDArray[np.int64]
+    columns: NDArray[np.int32]
+    starts: NDArray[np.int32]
+
+
 _Moves = tuple[int, bytes, float, bool]
 """What prices of moves depend on: rank (of the space), legal states, bytes of the whole tensor, direction."""
 
@@ -100,6 +109,7 @@ class Resharder:
         self._sweeps: dict[_Moves, tuple[NDArray[np.float64], NDArray[np.int32]]] = {}
         # the lines of all edges of a rank, and graphs of what they cost
         self._graphs: dict[_Moves, csr_matrix] = {}
+        self._legal_edges: dict[tuple[int, bytes, bool], _Rows] = {}
         self._sloped: dict[int, tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]] = {}
 
     def space(self, shape: Sequence[int]) -> LayoutSpace:
@@ -251,20 +261,27 @@ class Resharder:
         return found
 
     def _graph(self, key: _Moves) -> csr_matrix:
+        """[S, S]: what each edge between legal states costs, from row to column, or (``into``) from column to row."""
         if key not in self._graphs:
-            rank, mask, nbytes, into = key
-            graph = self._edges(self._space(rank), np.frombuffer(mask, np.bool_), nbytes)
-            self._graphs[key] = graph.T.tocsr() if into else graph
+            rank, _, nbytes, _ = key
+            latency_s, slope, kind = self._lines(self._space(rank))
+            edges = self._between(key)
+            cost = np.min(latency_s + slope * nbytes, axis=0)[kind[edges.which]]
+            n = len(edges.starts) - 1
+            self._graphs[key] = csr_matrix((cost, edges.columns, edges.starts), shape=(n, n))
         return self._graphs[key]
 
-    def _edges(self, space: LayoutSpace, mask: NDArray[np.bool_], nbytes: float) -> csr_matrix:
-        edges = space.edges
-        latency_s, slope, kind = self._lines(space)
-        cost = np.min(latency_s + slope * nbytes, axis=0)[kind]
-        keep = mask[edges.source] & mask[edges.target]
-        n = len(space)
-        starts = np.concatenate([[0], np.cumsum(np.bincount(edges.source[keep], minlength=n))])
-        return csr_matrix((cost[keep], edges.target[keep], starts), shape=(n, n))
+    def _between(self, key: _Moves) -> _Rows:
+        rank, legal, _, into = key
+        if (rank, legal, into) not in self._legal_edges:
+            edges, mask = self._space(rank).edges, np.frombuffer(legal, np.bool_)
+            rows, columns = (edges.target, edges.source) if into else (edges.source, edges.target)
+            kept = np.flatnonzero(mask[rows] & mask[columns])
+            kept = kept[np.argsort(rows[kept], kind="stable")]
+            starts = np.concatenate([[0], np.cumsum(np.bincount(rows[kept], minlength=len(mask)))])
+            # as the graph library wants its indices
+            self._legal_edges[rank, legal, into] = _Rows(kept, columns[kept].astype(np.int32), starts.astype(np.int32))
+        return self._legal_edges[rank, legal, into]
 
     def _lines(self, space: LayoutSpace) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
         """[alternatives, kinds], [alternatives, kinds]: latency and seconds per byte of the whole tensor of the ways to go each

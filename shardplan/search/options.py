@@ -24,7 +24,7 @@ from shardplan.cost import compute
 from shardplan.ir import Partial, Placement, Replicated, Split
 from shardplan.mesh import Device
 from shardplan.search.graph import Signature
-from shardplan.tdl import Call, Strategy, cut, in_step, linear_sets
+from shardplan.tdl import Call, Strategy, cut, cut_in_step, in_step, linear_sets
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -261,10 +261,10 @@ class _Cuts:
         if self.description.loops[loop].extent < ways:
             return None
         if loop not in self._alike:
-            found = cut(self.description, loop, ways, pad=True)
-            if not in_step(self.description, loop):
-                return found
-            self._alike[loop] = found
+            regions = in_step(self.description, loop)
+            if regions is None:
+                return cut(self.description, loop, ways, pad=True)
+            self._alike[loop] = cut_in_step(self.description, loop, ways, regions)
         found = self._alike[loop]
         return None if found is None else Strategy(loop, ways, found.operands, found.results)
 
@@ -446,4 +446,5 @@ def _work(signature: Signature) -> _Work:
         return _Work(0.0, size, out, dtype, False, True)
     # moving the same elements about, or spreading a smaller tensor, is fused into the reader
     moves = all(info.reducer is None for info in description.loops) and len([s for s in size if s > 8]) <= 1
-    return _Work(compute.flops(description), size, out, dtype, signature.contracts, not moves)
+    flops = compute.flops(description) if signature.contracts else 0.0  # others wait for memory
+    return _Work(flops, size, out, dtype, signature.contracts, not moves)

@@ -12,7 +12,7 @@ from shardplan.tdl.effort import light
 from shardplan.tdl.index import Affine, Data, Exact, FloorDiv, Full, IndexExpr, Interval, Loop, Mod, interval
 from shardplan.tdl.language import DATA, And, ArgMax, ArgMin, Max, Min, Opaque, Or, Prod, Sum, TensorRef, apply, equals, where
 from shardplan.tdl.shrink import shrink
-from shardplan.tdl.strategies import Strategy, cut, cuts, in_step, linear_sets
+from shardplan.tdl.strategies import Strategy, cut, cut_in_step, cuts, in_step, linear_sets
 
 assert _rules
 
@@ -43,6 +43,7 @@ __all__ = [
     "TensorRef",
     "apply",
     "cut",
+    "cut_in_step",
     "cuts",
     "describe",
     "described",

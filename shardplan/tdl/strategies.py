@@ -6,6 +6,7 @@ whole result that is one term of the reduction.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -15,6 +16,9 @@ from shardplan.tdl.description import Description, Monomials, children, products
 from shardplan.tdl.index import Affine, IndexExpr, Interval, interval, loops_of
 from shardplan.tdl.once import Tree
 from shardplan.tdl.symbols import Trail, integer
+
+Regions = Mapping[int, Placement]
+"""What each operand that a loop reaches must look like."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,18 +71,26 @@ def cut(description: Description, loop: int, ways: int, *, pad: bool = False) ->
     return leaf.filled(tape)
 
 
-def in_step(description: Description, loop: int) -> bool:
-    """Whether everything reads a loop at its own index alone: its legal cuts, padded or not, then differ in their ways alone."""
-    if description.elementwise:
-        return True
-    own = Affine(((loop, 1),))
-    shapes = description.call.operands
-    once = all(
-        ix == own or shapes[operand][dim] != 1 or not _reads(ix, loop)
-        for operand, indices in description.accesses
-        for dim, ix in enumerate(indices)
-    )
-    return once and _regions_alone(description, loop) is not None
+def in_step(description: Description, loop: int) -> Regions | None:
+    """What a cut reads where everything reads a loop at its own index alone, for `cut_in_step`; None elsewhere.
+
+    Legal cuts of such a loop, padded or not, differ in their ways alone.
+    """
+    if description.loops[loop].whole:
+        return None
+    if not description.elementwise:
+        own = Affine(((loop, 1),))
+        shapes = description.call.operands
+        for operand, indices in description.accesses:
+            for dim, ix in enumerate(indices):
+                if shapes[operand][dim] == 1 and ix != own and _reads(ix, loop):
+                    return None
+    return _regions_alone(description, loop)
+
+
+def cut_in_step(description: Description, loop: int, ways: int, regions: Regions) -> Strategy | None:
+    """`cut` with ``pad`` of a loop that is `in_step`, where that gave these regions; None where no cut is legal."""
+    return _placed(description, loop, ways, regions) if 1 < ways <= description.loops[loop].extent else None
 
 
 def _cut(description: Description, loop: int, ways: int, pad: bool) -> Strategy | None:
@@ -87,11 +99,15 @@ def _cut(description: Description, loop: int, ways: int, pad: bool) -> Strategy 
     uneven = bool(info.extent % ways)
     if info.extent < ways or (uneven and not pad):
         return None
-    operands: list[Placement] = [Replicated() for _ in description.call.operands]
     alone = uneven or description.elementwise
     regions = _regions_alone(description, loop) if alone else _regions(description, loop, ways)
-    if regions is None:
-        return None
+    return None if regions is None else _placed(description, loop, ways, regions)
+
+
+def _placed(description: Description, loop: int, ways: int, regions: Regions) -> Strategy | None:
+    """The cut that reads these regions, with the placements of all other operands and of the results."""
+    info = description.loops[loop]
+    operands: list[Placement] = [Replicated() for _ in description.call.operands]
     for operand, placement in regions.items():
         operands[operand] = placement
     if info.reducer is None:
@@ -152,7 +168,7 @@ def _one_of_each(monomials: list[tuple[int, ...]], chosen: frozenset[int], barre
     return {tuple(sorted(chosen))}
 
 
-def _regions(description: Description, loop: int, ways: int) -> dict[int, Placement] | None:
+def _regions(description: Description, loop: int, ways: int) -> Regions | None:
     """What each operand that the loop reaches must look like; None where some region is no placement."""
     extents = {i: info.extent for i, info in enumerate(description.loops)}
     own = Affine(((loop, 1),))
@@ -194,7 +210,7 @@ def _regions(description: Description, loop: int, ways: int) -> dict[int, Placem
     return placements
 
 
-def _regions_alone(description: Description, loop: int) -> dict[int, Placement] | None:
+def _regions_alone(description: Description, loop: int) -> Regions | None:
     """The dims that a loop indexes alone and in step, so that its extent need not divide; None if it is read in any other way."""
     own, extent = Affine(((loop, 1),)), description.loops[loop].extent
     placements: dict[int, Placement] = {}

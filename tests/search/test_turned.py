@@ -46,17 +46,21 @@ def trained(w: jax.Array, x: jax.Array) -> jax.Array:
     return w - 0.1 * jax.grad(lambda w: jnp.tanh(jnp.tanh(x @ w).T @ x).sum())(w)
 
 
-def often(w: jax.Array, x: jax.Array) -> jax.Array:
-    """What is turned once is read in every turn of a loop."""
-    made = (x @ w).T
-    return jax.lax.scan(lambda c, _: (c + made @ x, None), jnp.zeros((W.shape[1], X.shape[1])), length=5)[0]
+def seldom(w: jax.Array, x: jax.Array) -> jax.Array:
+    """What is made in any case is turned in one case."""
+    made = x @ w
+    return jax.lax.cond(
+        x[0, 0] > 0, lambda: made.T @ x, lambda: jnp.ones((W.shape[1], X.shape[0])) @ x @ jnp.ones(X.shape[1:] * 2)
+    )
 
 
-def test_what_is_computed_or_read_more_often_behind_a_transposition_keeps_all_layouts() -> None:
-    for step in (turns, often):
-        problem = steps.problem(step, W, X, on=Cluster.load("2x2x2"))
-        turned = {problem.coarse.variables[v].shape for v in problem.turned}
-        assert turned == {(X.shape[0], W.shape[1])}  # and not the product's transposition
+MADE, TURNED = (X.shape[0], W.shape[1]), (W.shape[1], X.shape[0])
+
+
+@pytest.mark.parametrize(("step", "turned"), [(turns, MADE), (seldom, TURNED)])
+def test_what_is_computed_there_or_made_more_often_keeps_all_layouts(step: Callable[..., Any], turned: tuple[int, ...]) -> None:
+    problem = steps.problem(step, W, X, on=Cluster.load("2x2x2"))
+    assert {problem.coarse.variables[v].shape for v in problem.turned} == {turned}
 
 
 @pytest.mark.parametrize("step", [trained, turns, inside])

@@ -82,6 +82,12 @@ def test_elementwise_ops_are_cut_as_the_analysis_of_intervals_says(shapes: tuple
 
 
 IN_STEP = {
+    # an image of one row: batch, row, column, channels made and read, and the kernel's rows and columns
+    "conv_general_dilated": (
+        lambda x, k: _conv(x, k),
+        ((12, 1, 24, 12), (3, 3, 12, 12)),
+        (True, False, False, True, True, False, False),
+    ),
     "dot_general": (lambda x, w: x @ w, ((12, 24), (24, 16)), (True, True, True)),
     "mul": (lambda x, y: x * y, ((12, 24), (1, 24)), (True, True)),
     "reduce_sum": (lambda x: x.sum(axis=1), ((12, 24),), (True, True)),

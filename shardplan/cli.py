@@ -63,6 +63,10 @@ def _plan(options: argparse.Namespace) -> Report:
         raise ShardplanError("-o needs the name of a file")
     if options.draw is not None:
         picture_format(options.draw)  # before the search, not after it
+        if options.output and Path(options.output).resolve() == Path(options.draw).resolve():
+            raise ShardplanError(
+                f"-o and --draw both name {options.draw!r}: the picture would overwrite the plan; give it another name"
+            )
     made, _, _ = _planned(options)
     text = plan_text(made, title=options.target)
     if options.output:

@@ -134,12 +134,15 @@ class MemoryLimitError(ShardplanError):
         unfinished: bool = False,
         rematerialised: bool = False,
     ) -> None:
+        limit, least = size_text(limit_bytes), size_text(smallest_bytes)
+        if limit == least:  # they differ by less than that says
+            limit, least = f"{limit_bytes:,} bytes", f"{smallest_bytes:,} bytes"
         held = ", ".join(f"{pin} ({size_text(nbytes)} more than its smallest layout)" for pin, nbytes in (pins or {}).items())
         super().__init__(
             ("no plan was found in the time budget that" if unfinished else "no plan")
-            + f" fits in {size_text(limit_bytes)} a device: the smallest found"
+            + f" fits in {limit} a device: the smallest found"
             + (", activations computed again where that helps," if rematerialised else "")
-            + f" needs {size_text(smallest_bytes)}"
+            + f" needs {least}"
             + (f" ({detail})" if detail else "")
             + (f"; pins {'that alone exceed it' if together else 'in the way'}: {held}" if held else "")
             + ("; give it more time (time_budget_s)" if unfinished else "")

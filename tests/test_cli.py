@@ -182,6 +182,13 @@ def test_a_plan_is_drawn(run: Callable[..., Any], target: str) -> None:
     assert "cut over node (2)" in Path("plan.svg").read_text()
 
 
+def test_a_step_without_products_is_drawn_as_one(run: Callable[..., Any], target: str) -> None:
+    Path("plain.py").write_text("import jax.numpy as jnp\ndef train_step():\n    return (lambda x: x + 1), (jnp.ones((8, 8)),)\n")
+    code, _, _ = run("plan", "plain.py:train_step", "--cluster", "2x2", "--draw", "plan.svg")
+    assert code == 0
+    assert "no product" in Path("plan.svg").read_text()
+
+
 def test_an_equal_step_is_said_to_be_equal(run: Callable[..., Any], target: str) -> None:
     code, out, _ = run("verify", target, "--cluster", "2x2", "--pin", "batch/*=P(('node', 'gpu'))")
     assert code == 0
@@ -272,6 +279,7 @@ MISTAKES = [
     (["plan", "small.py:train_step", "--cluster", "2x4", "--memory", "20 parsecs"], "is not a size"),
     (["plan", "small.py:train_step", "--cluster", "2x4", "--memory", "4KiB"], "no plan fits"),
     (["plan", "small.py:train_step", "--cluster", "2x4", "--pin", "state/params/uo=P('gpu')"], "matches no argument"),
+    (["plan", "small.py:train_step", "--cluster", "2x4", "--pin", "ZZZ=P('gpu')"], "there are state/"),
     (["plan", "small.py:train_step", "--cluster", "2x4", "--pin", "state/params/up=P(3)"], "is no PartitionSpec"),
     (["plan", "small.py:train_step", "--cluster", "2x4", "--pin", "state/params/up"], "write it as 'GLOB=SPEC'"),
     (["plan", "small.py:train_step", "--cluster", "2x4", "--objective", "speed"], "invalid choice"),
@@ -279,6 +287,7 @@ MISTAKES = [
     (["plan", "small.py:train_step", "--cluster", "2x4", "-o", "no/such/place.json"], "cannot write"),
     (["plan", "small.py:train_step", "--cluster", "2x4", "--draw", "plan.jpeg"], "'plan.jpeg': a drawing is written as .png"),
     (["plan", "small.py:train_step", "--cluster", "2x4", "--draw", "no/such/plan.png"], "cannot write"),
+    (["plan", "small.py:train_step", "--cluster", "2x4", "-o", "plan.png", "--draw", "./plan.png"], "would overwrite the plan"),
     (["verify", "small.py:train_step", "--cluster", "8x8"], "64"),
     (["verify", "small.py:train_step", "--cluster", "2x4", "--steps", "0"], "not positive"),
     (["verify", "small.py:train_step", "--cluster", "2x4", "--backend", "magic"], "invalid choice"),

@@ -80,7 +80,9 @@ def picture(drawn: Drawing, *, title: str, suffix: str) -> bytes:
     for place in places:
         _column(axes, drawn, place, math.log2(max(most, 2)))
     _blocks(axes, places)
-    for row in range(rows):
+    if not places:
+        axes.text(width / 2, _top(0), "no product, convolution or lookup to draw", fontsize=9, ha="center", va="top")
+    for row in range(rows if places else 0):
         for i, name in enumerate(("weights", "activations")):
             at = _top(row) - 1.06 * i - 0.03 - _SIZE / 2
             axes.text(_GAP, at, name, fontsize=6.4, rotation=90, ha="center", va="center", color="#555555")
@@ -173,9 +175,8 @@ def _moves(axes: Axes, x: float, y: float, moves: Sequence[str], before: str) ->
 
 def _blocks(axes: Axes, places: Sequence[_Place]) -> None:
     """Names of blocks over their columns, and brackets round what repeats."""
-    start = places[0] if places else None
-    opened = start
-    for place, after in zip(places, [*places[1:], None], strict=True):
+    start = opened = places[0] if places else None
+    for place, after in itertools.zip_longest(places, places[1:]):
         assert start is not None
         top = _top(place.row)
         opened = place if place.opens else opened

@@ -204,9 +204,12 @@ def baselines_text(plan: Plan) -> str:
     ]
     shown = table(["plan", "step time", "ratio", "on the wire", "memory", "fits"], cells, align="lrrrrl")
     reasons: dict[str, list[str]] = {}
-    for missing in plan.rivals.left_out:
-        reasons.setdefault(missing.reason, []).append(missing.name)
-    return "\n".join([shown, *(f"not possible: {', '.join(names)} ({reason})" for reason, names in reasons.items())])
+    for row in plan.rivals.left_out:
+        reasons.setdefault(row.reason, []).append(row.name)
+    missing = (f"not possible: {', '.join(names)} ({reason})" for reason, names in reasons.items())
+    free = ["these keep no pins, and may be faster for that"] if plan.pins else []
+    free += ["these may leave whole what the objective splits, and send less for that"] if plan.objective == "bytes" else []
+    return "\n".join([shown, *missing, *free])
 
 
 def best_baseline(plan: Plan) -> Baseline | None:

@@ -126,7 +126,8 @@ def _matched(problem: Problem, pattern: str) -> list[int]:
     paths = problem.graph.input_paths
     hits = [i for i, path in enumerate(paths) if fnmatch.fnmatchcase(path, pattern)]
     if not hits:
-        raise PinError(f"the pin {pattern!r} matches no argument{nearest(pattern, paths)}", pins=(pattern,))
+        some = nearest(pattern, paths) or f"; there are {', '.join(paths[:3])}{', ...' if len(paths) > 3 else ''}"
+        raise PinError(f"the pin {pattern!r} matches no argument{some}", pins=(pattern,))
     return hits
 
 

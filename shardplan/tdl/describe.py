@@ -69,11 +69,23 @@ def runs_apart(primitive: str, description: Description | None) -> bool:
     """Whether each device makes this call on its own share.
 
     Those that a user has registered or that go by a name, those that XLA cuts wrongly, and those with loops that run inside an
-    opaque function (a transform, a factorisation) or reduce pairs: for many of these XLA would gather the whole operand.
+    opaque function (a transform, a factorisation) or reduce pairs, and convolutions in groups: for many of these XLA would gather
+    the whole operand.
     """
     if ":" in primitive or primitive in _RUN_BY_USER or primitive in MISCUT:
         return True
-    return description is not None and any(loop.whole or loop.reducer in _PAIRS for loop in description.loops)
+    return description is not None and (
+        _in_groups(description.call) or any(loop.whole or loop.reducer in _PAIRS for loop in description.loops)
+    )
+
+
+def _in_groups(call: Call) -> bool:
+    """Whether this is a convolution in groups of several channels (or images, in its gradient): XLA gathers whole operands."""
+    if call.primitive != "conv_general_dilated":
+        return False
+    batch, channels = call.params["dimension_numbers"].lhs_spec[:2]
+    images, features = call.params["batch_group_count"], call.params["feature_group_count"]
+    return 1 < images < call.operands[0][batch] or 1 < features < call.operands[0][channels]
 
 
 Same = Callable[[Any, Sequence[Any]], bool]

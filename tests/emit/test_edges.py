@@ -35,6 +35,12 @@ def convolved(stride: int = 1, padding: Any = "SAME", **dilation: Any) -> Callab
     return lambda x: lax.conv_general_dilated(x[:, None], kernel, (stride, stride), padding, **dilation)
 
 
+def grouped(x: jax.Array) -> jax.Array:
+    """Two groups of two channels."""
+    kernel = jax.random.normal(jax.random.key(1), (4, 2, 3, 3))
+    return lax.conv_general_dilated(jnp.stack([x, 2 * x, x + 1, -x], 1), kernel, (1, 1), "SAME", feature_group_count=2)
+
+
 NAME = "select_and_scatter_add"
 UNEVEN = ((0, 0), (2, 1), (1, 2))
 HIGHEST, LOWEST = (jnp.inf, lax.min), (-jnp.inf, lax.max)
@@ -65,6 +71,8 @@ STEPS = {
     "convolution, dilated": convolved(padding=((2, 2), (2, 2)), rhs_dilation=(2, 2)),
     "convolution of a dilated operand": convolved(padding=((1, 2), (1, 2)), lhs_dilation=(2, 2)),
     "gradient of a convolution": gradient(convolved()),
+    "convolution in groups": grouped,
+    "gradient of a convolution in groups": gradient(grouped),
     **{f.__name__: lambda x, f=f: f(x / 200.0, axis=2) for f in (lax.cumsum, lax.cumprod, lax.cummax, lax.cumlogsumexp)},
     "cumsum from the end": lambda x: lax.cumsum(x, axis=1, reverse=True),
     "padding": lambda x: lax.pad(x, jnp.float32(7.0), ((0, 0, 0), (1, -1, 0), (2, 1, 1))),

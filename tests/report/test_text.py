@@ -121,6 +121,15 @@ def test_the_text_of_a_comparison_is_the_golden_one(golden: Golden) -> None:
     golden("report/comparison.txt", comparison_text(rows) + "\n\n" + comparison_text([*measured, rows[2]]) + "\n")
 
 
+def test_what_baselines_do_not_keep_is_said(pinned: Any) -> None:
+    assert "these keep no pins" in plan_text(pinned)
+    x = jnp.ones((64, 64))
+    for objective, said in (("time", False), ("bytes", True)):
+        free = plan_text(shardplan.plan(lambda x: x @ x, x, cluster="2x2", objective=objective))
+        assert ("may leave whole what the objective splits" in free) == said
+        assert "keep no pins" not in free
+
+
 def test_json_and_text_agree(pinned: Any) -> None:
     made = plan_json(pinned)
     assert made["collectives"]

@@ -164,6 +164,8 @@ def test_the_error_says_all_sizes_in_units_that_fit_them() -> None:
     needed = caught.value.smallest_bytes
     assert f"raise the memory limit to {-(-needed // 1024)}KiB" in said
     large = str(shardplan.MemoryLimitError(2**30, 7168 * 2**30))
+    near = str(shardplan.MemoryLimitError(2**30, 2**30 + 1))
+    assert "fits in 1,073,741,824 bytes a device: the smallest found needs 1,073,741,825 bytes" in near
     assert "fits in 1.00 GiB a device: the smallest found needs 7.00 TiB;" in large
     assert "raise the memory limit to 7168GiB," in large
 

@@ -19,12 +19,11 @@ from numpy.typing import NDArray
 from shardplan.collectives.reshard import split_dims
 from shardplan.search.coarsen import FREE, Variable
 from shardplan.search.examples import Examples, follow
-from shardplan.search.graph import Node
+from shardplan.search.graph import Node, Signature
 from shardplan.search.megatron import sides
 from shardplan.search.options import Cuts, Groups
 from shardplan.search.pricing import Domain, Limits
 from shardplan.search.problem import Problem
-from shardplan.tdl import Description, cut
 from shardplan.tdl.index import loops_of
 
 Sides = Mapping[int, frozenset[int]]
@@ -216,17 +215,17 @@ def _limits(problem: Problem, habits: _Habits, recipe: _Recipe) -> Limits:
         signature = problem.graph.nodes[n].signature
         key = (signature.id, loops)
         if key not in memo:
-            assert signature.description is not None
-            memo[key] = _cuts(signature.description, loops, recipe, problem.sizes)
+            memo[key] = _cuts(signature, loops, recipe, problem.sizes)
         found[n] = memo[key]
     return Limits(found)
 
 
-def _cuts(description: Description, loops: _Loops, recipe: _Recipe, sizes: Sequence[int]) -> Cuts:
-    every = frozenset(range(len(description.loops))) | {-1}
+def _cuts(signature: Signature, loops: _Loops, recipe: _Recipe, sizes: Sequence[int]) -> Cuts:
+    assert signature.description is not None
+    every = frozenset(range(len(signature.description.loops))) | {-1}
 
     def legal(of: frozenset[int], ways: int) -> frozenset[int]:
-        return frozenset(v for v in of if cut(description, v, ways, pad=True) is not None)
+        return frozenset(v for v in of if signature.cut(v, ways) is not None)
 
     def may(f: int, ways: int) -> frozenset[int]:
         if f in recipe.data:

@@ -17,7 +17,7 @@ from typing import Any
 from shardplan.cost import compute
 from shardplan.errors import DescriptionError, MisfitError, UndescribedPrimitiveError
 from shardplan.ir import Op, Program, Tensor
-from shardplan.tdl import Call, Description, describe, linear_sets
+from shardplan.tdl import Call, Description, Strategy, cut, describe, linear_sets
 from shardplan.tdl.describe import rule_of, runs_apart
 from shardplan.tdl.description import described_at
 from shardplan.tdl.index import Affine
@@ -57,6 +57,10 @@ class Signature:
         set_("moves", known is not None and _moves(self.call, known))
         set_("resizes", known is not None and self.moves and not self.elementwise and _resizes(self.call, known))
         set_("contracts", known is not None and compute.is_contraction(known))
+
+    def cut(self, loop: int, ways: int) -> Strategy | None:
+        """`tdl.cut`, the last block padded where the loop does not divide; what is ``apart`` has to."""
+        return None if self.description is None else cut(self.description, loop, ways, pad=not self.apart)
 
     @property
     def turns(self) -> bool:

@@ -24,7 +24,7 @@ from shardplan.cost import compute
 from shardplan.ir import Partial, Placement, Replicated, Split
 from shardplan.mesh import Device
 from shardplan.search.graph import Signature
-from shardplan.tdl import Call, Strategy, cut, cut_in_step, in_step, linear_sets
+from shardplan.tdl import Call, Strategy, cut_in_step, in_step, linear_sets
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -205,7 +205,8 @@ class _Cuts:
     """
 
     def __init__(self, signature: Signature, resharder: Resharder, late: Late | None) -> None:
-        self.call, self.description, self.resharder, self.late = signature.call, signature.description, resharder, late
+        self.signature, self.resharder, self.late = signature, resharder, late
+        self.call, self.description = signature.call, signature.description
         self.dims = [split_dims(shape) for shape in (*self.call.operands, *self.call.results)]
         known = self.description
         own = () if known is None else tuple(v for v, info in enumerate(known.loops) if not info.whole)
@@ -258,12 +259,13 @@ class _Cuts:
         assert self.description is not None
         if loop < -1:
             return _handed_on(self.call, self.handed[-2 - loop], ways)
-        if self.description.loops[loop].extent < ways:
+        extent = self.description.loops[loop].extent
+        if extent < ways or (self.signature.apart and extent % ways):  # a device's own share is not padded
             return None
         if loop not in self._alike:
             regions = in_step(self.description, loop)
             if regions is None:
-                return cut(self.description, loop, ways, pad=True)
+                return self.signature.cut(loop, ways)
             self._alike[loop] = cut_in_step(self.description, loop, ways, regions)
         found = self._alike[loop]
         return None if found is None else Strategy(loop, ways, found.operands, found.results)

@@ -14,7 +14,6 @@ from shardplan.search.graph import Signature
 from shardplan.search.options import Cuts
 from shardplan.search.pricing import Domain, Limits
 from shardplan.search.problem import Problem
-from shardplan.tdl import cut
 
 
 def everything_split(problem: Problem, domains: Sequence[Domain], *, upto: int | None = None) -> tuple[Domain, ...]:
@@ -59,6 +58,6 @@ def _cuts(signature: Signature, sizes: Sequence[int], count: int, reduce: bool) 
     def may(f: int) -> frozenset[int]:
         if f >= count or description is None:
             return frozenset({-1})
-        return frozenset(v for v in loops if cut(description, v, sizes[f], pad=True) is not None) or frozenset({-1})
+        return frozenset(v for v in loops if signature.cut(v, sizes[f]) is not None) or frozenset({-1})
 
     return tuple(may(f) for f in range(len(sizes)))

@@ -28,7 +28,7 @@ from shardplan.search.options import (
     treated_alike,
 )
 from shardplan.search.tables import BIG, Costs, picoseconds
-from shardplan.tdl import Call, Strategy, cut
+from shardplan.tdl import Call, Strategy
 
 Domain = tuple[int, ...]
 """The states (of the variable's `LayoutSpace`) that a variable may take."""
@@ -185,7 +185,7 @@ class Pricer:
         made: list[tuple[tuple[int, ...], Strategy]] = []
         for v in sorted({v for v in loops if v >= 0}):
             over = tuple(f for f, at in enumerate(loops) if at == v)
-            found = cut(signature.description, v, math.prod(self.resharder.sizes[f] for f in over), pad=True)
+            found = signature.cut(v, math.prod(self.resharder.sizes[f] for f in over))
             assert found is not None
             made.append((over, found))
             for i, place in enumerate(found.operands):

@@ -38,3 +38,22 @@ def test_shares_are_as_large_as_predicted_and_right(groups: int, stride: int, de
     program, _ = measured_program(plan, step, devices=devices)
     assert program.wire_bytes <= plan.communication_bytes
     assert verify(plan, step, args, devices=devices).passed
+
+
+def test_a_share_is_not_padded(devices: list[Any]) -> None:
+    """Seven groups over two devices: the call would run whole, and what it reads would be gathered."""
+
+    def step(kernel: jax.Array, x: jax.Array) -> jax.Array:
+        return lax.conv_general_dilated(x, kernel, (1, 1), "SAME", feature_group_count=7, dimension_numbers=LAYOUT)
+
+    args = draw(3, 3, 4, 28), draw(9, 28, 28, 28)
+    plan = shardplan.plan(step, *args, cluster="2x4")
+    graph = plan.extractor.problem.graph
+    for node in graph.nodes:
+        use = plan.decisions.uses.get(node.id)
+        assert node.signature.apart
+        for loop, info in enumerate(node.signature.description.loops if node.signature.description else ()):
+            assert node.signature.cut(loop, 2) is None or info.extent % 2 == 0
+            assert use is None or loop not in use.loops or info.extent % 2 == 0
+    program, _ = measured_program(plan, step, devices=devices)
+    assert program.wire_bytes <= plan.communication_bytes

@@ -18,7 +18,7 @@ from shardplan.cost import compute
 from shardplan.errors import DescriptionError, MisfitError, UndescribedPrimitiveError
 from shardplan.ir import Op, Program, Tensor
 from shardplan.tdl import Call, Description, Strategy, cut, describe, linear_sets
-from shardplan.tdl.describe import rule_of, runs_apart
+from shardplan.tdl.describe import rule_of, runs_apart, uncut
 from shardplan.tdl.description import described_at
 from shardplan.tdl.index import Affine
 from shardplan.tdl.language import Apply
@@ -32,16 +32,18 @@ Where = tuple[tuple[int, int], ...]
 class Signature:
     """What distinct ops share: the call and its description (None: allowed to run whole on every device).
 
-    ``apart``: each device makes this call on its own share. ``elementwise``: every operand is read at the result's own index;
-    ``adds``: its result is a sum (or difference) of all that it reads, element by element. ``moves``: it has the elements of its
-    one operand in its result, in other places or in another dtype, or negated; ``resizes``: it only puts dims of one element in
-    or leaves them out. ``contracts``: it multiplies and adds up: a product, a convolution.
+    ``apart``: each device makes this call on its own share; ``pads``: it may be cut where it does not divide. ``elementwise``:
+    every operand is read at the result's own index; ``adds``: its result is a sum (or difference) of all that it reads, element
+    by element. ``moves``: it has the elements of its one operand in its result, in other places or in another dtype, or negated;
+    ``resizes``: it only puts dims of one element in or leaves them out. ``contracts``: it multiplies and adds up: a product, a
+    convolution.
     """
 
     id: int
     call: Call
     description: Description | None
     apart: bool = field(init=False)
+    pads: bool = field(init=False)
     elementwise: bool = field(init=False)
     adds: bool = field(init=False)
     moves: bool = field(init=False)
@@ -52,6 +54,7 @@ class Signature:
         known = self.description
         set_ = partial(object.__setattr__, self)  # once, since passes over all ops ask again and again
         set_("apart", runs_apart(self.call.primitive, known))
+        set_("pads", not uncut(self.call.primitive, known))
         set_("elementwise", known is not None and known.elementwise)
         set_("adds", known is not None and known.elementwise and _adds(known))
         set_("moves", known is not None and _moves(self.call, known))
@@ -59,8 +62,8 @@ class Signature:
         set_("contracts", known is not None and compute.is_contraction(known))
 
     def cut(self, loop: int, ways: int) -> Strategy | None:
-        """`tdl.cut`, the last block padded where the loop does not divide; what is ``apart`` has to."""
-        return None if self.description is None else cut(self.description, loop, ways, pad=not self.apart)
+        """`tdl.cut`, the last block padded where the loop does not divide and the op is no `uncut` one."""
+        return None if self.description is None else cut(self.description, loop, ways, pad=self.pads)
 
     @property
     def turns(self) -> bool:

@@ -260,7 +260,7 @@ class _Cuts:
         if loop < -1:
             return _handed_on(self.call, self.handed[-2 - loop], ways)
         extent = self.description.loops[loop].extent
-        if extent < ways or (self.signature.apart and extent % ways):  # a device's own share is not padded
+        if extent < ways or (extent % ways and not self.signature.pads):
             return None
         if loop not in self._alike:
             regions = in_step(self.description, loop)

@@ -12,6 +12,8 @@ from jax import lax
 
 import shardplan
 from shardplan.emit.verify import measured_program, verify
+from shardplan.search import flatten
+from shardplan.trace import trace
 
 LAYOUT = ("NHWC", "HWIO", "NHWC")
 
@@ -57,3 +59,36 @@ def test_a_share_is_not_padded(devices: list[Any]) -> None:
             assert use is None or loop not in use.loops or info.extent % 2 == 0
     program, _ = measured_program(plan, step, devices=devices)
     assert program.wire_bytes <= plan.communication_bytes
+
+
+def grouped(x: jax.Array) -> jax.Array:
+    return lax.conv_general_dilated(x, jnp.ones((3, 3, 2, 4)), (1, 1), "SAME", feature_group_count=2, dimension_numbers=LAYOUT)
+
+
+def pooled(x: jax.Array) -> jax.Array:
+    return lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 1, 1, 1), "SAME")
+
+
+PADDED = {
+    "fft": (lambda x: jnp.fft.fft(x).real, False),
+    "sort": (lambda x: jnp.sort(x, axis=1), False),
+    "cumsum": (lambda x: jnp.cumsum(x, axis=1), False),
+    "conv_general_dilated": (grouped, False),
+    "select_and_scatter_add": (jax.grad(lambda x: pooled(x).sum()), False),
+    "concatenate": (lambda x: jnp.concatenate([x, x], axis=1), True),
+    "stack": (lambda x: jnp.stack([x, x], axis=1), True),
+    "split": (lambda x: jnp.split(x, 2, axis=1)[0], True),
+    "random_bits": (lambda x: jax.random.uniform(jax.random.key(0), x.shape), True),
+}
+
+
+@pytest.mark.parametrize("primitive", PADDED)
+def test_what_xla_cannot_cut_is_padded_nowhere(primitive: str) -> None:
+    function, pads = PADDED[primitive]
+    graph = flatten(trace(lambda x: function(x) + x[:1, :1, :1, :1].sum(), draw(9, 8, 8, 4)).program)
+    found = [node.signature for node in graph.nodes if node.signature.call.primitive == primitive]
+    assert found
+    for signature in found:
+        assert signature.pads == pads
+        assert (signature.cut(0, 2) is not None) == pads
+        assert signature.cut(0, 3) is not None

@@ -124,6 +124,19 @@ def test_what_is_read_whole_too_is_not_padded_in_whichever_order_it_is_read() ->
     assert tdl.cut(made, 0, 4, pad=True) is not None
 
 
+@pytest.mark.parametrize(("size", "legal"), [(2, False), (4, True), (1, False)])
+def test_a_single_window_is_not_cut(size: int, legal: bool) -> None:
+    """Which of its elements the source goes to depends on where it lies: a block of it would take it for a window of its own."""
+    params = {"window_dimensions": (1, 1), "window_strides": (1, 2), "padding": ((0, 0), (0, 0))}
+    call = tdl.Call(
+        "select_and_scatter", ((4, size), (4, -(-size // 2)), ()), ((4, size),), params, ("float32",) * 3, ("float32",)
+    )
+    description = tdl.describe(call)
+    assert description is not None
+    assert tdl.cut(description, 0, 2) is not None
+    assert (tdl.cut(description, 1, 2) is not None) == legal
+
+
 def test_experts_are_cut() -> None:
     found = strategies("dot_general", lambda x, w: jnp.einsum("ecm,emh->ech", x, w), (4, 6, 8), (4, 8, 2))
     assert (Split(0), Split(0), Split(0)) in found

@@ -166,7 +166,10 @@ def _select_and_scatter(call: Call, x: TensorRef, source: TensorRef, start: Tens
     """By functions of the user's: a dim may be cut where each window lies in one block, with the block's own source."""
     p = call.params
     apart = [
-        integer(n) <= integer(s) and not any(map(integer, pad)) and size == sources * integer(s)
+        integer(n) <= integer(s)
+        and not any(map(integer, pad))
+        and size == sources * integer(s)
+        and (integer(s) == 1 or sources > 1)  # one window's source says nothing of where the window lies
         for n, s, pad, size, sources in zip(
             p["window_dimensions"], p["window_strides"], p["padding"], x.shape, source.shape, strict=True
         )

@@ -171,6 +171,11 @@ class Program:
     output_paths: tuple[str, ...] = ()
     feedback: tuple[int | None, ...] = ()
 
+    @property
+    def returned(self) -> frozenset[int]:
+        """The tensors among the outputs; constants may be of a type that knows no hash."""
+        return frozenset(o for o in self.outputs if isinstance(o, int))
+
     def count_ops(self) -> int:
         """Number of ops, those in bodies included once."""
         return len(self.ops) + sum(body.count_ops() for op in self.ops for body in op.bodies)

@@ -16,7 +16,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardplan import _jax
 from shardplan.emit.mutate import DroppingEmitter
-from shardplan.emit.specs import SpecsEmitter, partition_spec
+from shardplan.emit.specs import SpecsEmitter
+from shardplan.emit.stacked import partition_spec
 from shardplan.errors import ArgumentError, PlanFileError, ShardplanError
 from shardplan.fingerprint import arguments, difference, fingerprint
 from shardplan.ir import Factor, Program

@@ -6,6 +6,8 @@ neighbours, and what is partial is reduced at once.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +17,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from shardplan.emit.slices import cuttable
+from shardplan.emit.stacked import partition_spec
 from shardplan.errors import DescriptionError
-from shardplan.ir import Partial, Reducer, Split
+from shardplan.ir import Layout, Partial, Reducer, Split
 from shardplan.tdl import Call, Description, Strategy, cut, describe
 from shardplan.tdl.localize import edge_value, evaluate, localize
 
@@ -24,41 +28,68 @@ Reduce = Callable[[Any, Any, Reducer, tuple[str, ...]], Any]
 
 
 @dataclass(frozen=True, slots=True)
+class Share:
+    """What each device does of a call: ``loops`` says for each mesh axis the loop that it cuts (-1: none; under that: it hands
+    terms on). ``needs`` and ``gives`` are the layouts of operands (None: as the cuts have it) and results, these before they are
+    reduced; ``kept`` says for each result over which axes its terms stay apart.
+    """
+
+    loops: tuple[int, ...]
+    needs: tuple[Layout | None, ...]
+    gives: tuple[Layout, ...]
+    kept: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class _Cut:
-    """One loop cut over some mesh axes, major first."""
+    """One loop cut over some mesh axes, major first. ``terms`` are the operands of which each device holds its own term."""
 
     loop: int
     axes: tuple[str, ...]
     strategy: Strategy
+    terms: frozenset[int]
 
 
-def share(
-    description: Description, loops: Sequence[int], mesh: Mesh, reduce: Reduce, *, primitive: Any = None
-) -> Callable[..., tuple[Any, ...]] | None:
-    """The function of whole operands that runs the call cut as ``loops`` says (one for each mesh axis, -1 for none).
+def divides(description: Description, share: Share, sizes: Sequence[int]) -> bool:
+    """Whether every loop that is cut divides, so that the call can be made on shares."""
+    ways: dict[int, int] = {}
+    for loop, size in zip(share.loops, sizes, strict=True):
+        if loop >= 0:
+            ways[loop] = ways.get(loop, 1) * size
+    return all(description.loops[v].extent % k == 0 for v, k in ways.items())
 
+
+def on_shares(
+    description: Description, share: Share, mesh: Mesh, reduce: Reduce, *, primitive: Any = None
+) -> Callable[..., tuple[Any, ...]]:
+    """The function of whole operands that makes the call on each device's share; it `divides`.
+
+    An operand that is partial, and a result whose terms are kept, has a leading dim for each of these axes (`emit.stacked`).
     ``primitive`` is the program's own, which JAX need not know by its name.
-
-    None where nothing is cut, or where a loop does not divide: then the call runs whole.
     """
-    made = _cuts(description, loops, mesh)
-    if not made:
-        return None
+    names = mesh.axis_names
+    made = _cuts(description, share, mesh)
     call = description.call
+    handed = tuple(name for name, at in zip(names, share.loops, strict=True) if at < -1)
+    leading = tuple(0 if need is None else len(need.partial) for need in share.needs)
+    small = [tuple(s) for s in _local_shapes(call, made)]
 
     def local(*operands: Any) -> tuple[Any, ...]:
         """The call on a device's share; its results must have the shapes that were promised."""
-        results = _run(call, made, operands, primitive)
-        small = [tuple(s) for s in _local_shapes(call, made)]
+        own = [lax.squeeze(x, range(n)) if n else x for x, n in zip(operands, leading, strict=True)]
+        results = _run(call, made, own, primitive)
         got = [x.shape for x in results[: len(small)]]
         if got != small:
             raise DescriptionError(
                 f"{call.primitive} on a block gives results of {got}, described are {small}; mend it or its run="
             )
-        return tuple(_reduced(results, r, made, reduce) for r in range(len(small)))
+        return tuple(_left(results, r, made, handed, reduce, [names[f] for f in share.kept[r]]) for r in range(len(small)))
 
-    ins = tuple(_spec(len(s), [(c.strategy.operands[i], c.axes) for c in made]) for i, s in enumerate(call.operands))
-    outs = tuple(_spec(len(s), [(c.strategy.results[r], c.axes) for c in made]) for r, s in enumerate(call.results))
+    ins = tuple(
+        _spec(len(s), [(c.strategy.operands[i], c.axes) for c in made]) if need is None else partition_spec(need, names)
+        for i, (s, need) in enumerate(zip(call.operands, share.needs, strict=True))
+    )
+    outs = tuple(partition_spec(Layout(g.dims, kept), names) for g, kept in zip(share.gives, share.kept, strict=True))
     return jax.shard_map(local, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False)
 
 
@@ -69,10 +100,17 @@ def reduced(x: Any, extreme: Any, reducer: Reducer, axes: tuple[str, ...]) -> An
             return _first_place(x, extreme, reducer, axes)
         case "sum":
             return lax.psum(x, axes)
-        case "max" | "or":
-            return lax.pmax(x.astype("int8"), axes).astype(bool) if x.dtype == bool else lax.pmax(x, axes)
-        case "min" | "and":
-            return lax.pmin(x.astype("int8"), axes).astype(bool) if x.dtype == bool else lax.pmin(x, axes)
+        case "max" | "or" if x.dtype == bool:
+            return lax.pmax(x.astype("int8"), axes).astype(bool)
+        case "min" | "and" if x.dtype == bool:
+            return lax.pmin(x.astype("int8"), axes).astype(bool)
+        case "max":
+            return lax.pmax(x, axes)
+        case "min":
+            return lax.pmin(x, axes)
+        case "and" | "or":
+            combine = jnp.bitwise_and if reducer == "and" else jnp.bitwise_or
+            return functools.reduce(combine, lax.all_gather(x, axes))
         case "prod":
             return jnp.prod(lax.all_gather(x, axes), axis=0, dtype=x.dtype)
 
@@ -92,24 +130,23 @@ def _first_place(place: Any, extreme: Any, reducer: Reducer, axes: tuple[str, ..
     return jnp.where(first < 0, first + last, first).astype(place.dtype)
 
 
-def _cuts(description: Description, loops: Sequence[int], mesh: Mesh) -> tuple[_Cut, ...]:
+def _cuts(description: Description, share: Share, mesh: Mesh) -> tuple[_Cut, ...]:
+    """The cuts, the last loop's first: a loop of which one element is left may be gone from what is left to cut."""
     found: list[_Cut] = []
-    for v in sorted(set(loops) - {-1}):
-        axes = tuple(name for name, at in zip(mesh.axis_names, loops, strict=True) if at == v)
-        ways = 1
-        for name in axes:
-            ways *= mesh.shape[name]
-        strategy = cut(description, v, ways)
-        if strategy is None:
-            return ()
-        found.append(_Cut(v, axes, strategy))
+    for v in sorted({v for v in share.loops if v >= 0}, reverse=True):
+        over = tuple(f for f, at in enumerate(share.loops) if at == v)
+        axes = tuple(mesh.axis_names[f] for f in over)
+        strategy = cut(description, v, math.prod(mesh.shape[name] for name in axes))
+        assert strategy is not None, "only what divides is cut"
+        terms = frozenset(i for i, need in enumerate(share.needs) if need is not None and not {*over}.isdisjoint(need.partial))
+        found.append(_Cut(v, axes, strategy, terms))
     return tuple(found)
 
 
 def _run(call: Call, made: Sequence[_Cut], operands: Sequence[Any], primitive: Any) -> tuple[Any, ...]:
     """A device's results from its blocks: the outermost cut, and within what it leaves the others."""
     if not made:
-        return evaluate(call, operands, primitive=primitive)
+        return evaluate(call, cuttable(call.primitive, operands, call.params), primitive=primitive)
     (first, *rest) = made
     description = describe(call)
     assert description is not None
@@ -118,15 +155,18 @@ def _run(call: Call, made: Sequence[_Cut], operands: Sequence[Any], primitive: A
     share = localize(call, strategy)
     worker = lax.axis_index(first.axes)
     edges = [None if e == "zero" else edge_value(e, x.dtype, operands) for e, x in zip(share.edges, operands, strict=False)]
-    given = [_given(x, p, first, worker, e) for x, p, e in zip(operands, strategy.operands, edges, strict=True)]
+    given = [
+        _given(x, p, first, worker, e, own=i in first.terms)
+        for i, (x, p, e) in enumerate(zip(operands, strategy.operands, edges, strict=True))
+    ]
     return share.run(lambda ops: _run(share.call, rest, ops, primitive), given, worker)
 
 
-def _given(x: Any, placement: Any, made: _Cut, worker: Any, edge: Any) -> Any:
+def _given(x: Any, placement: Any, made: _Cut, worker: Any, edge: Any, *, own: bool) -> Any:
     match placement:
         case Split(dim, (lo, hi)) if lo or hi:
             return _with_halo(x, dim, lo, hi, made, worker, edge)
-        case Partial():
+        case Partial() if not own:
             return jnp.where(worker == 0, x, jnp.zeros((), x.dtype))
         case _:
             return x
@@ -150,15 +190,16 @@ def _with_halo(x: Any, dim: int, lo: int, hi: int, made: _Cut, worker: Any, edge
     return jnp.concatenate(parts, dim)
 
 
-def _reduced(results: Sequence[Any], result: int, made: Sequence[_Cut], reduce: Reduce) -> Any:
+def _left(
+    results: Sequence[Any], result: int, made: Sequence[_Cut], handed: Sequence[str], reduce: Reduce, kept: Sequence[str]
+) -> Any:
+    """A result reduced over all axes but those ``kept``, for each of which it gets a leading dim."""
     x, extreme = results[result], results[-1]  # a reduction of pairs gives the extremes as one result more
-    for c in made:
-        match c.strategy.results[result]:
-            case Partial(reducer):
-                x = reduce(x, extreme, reducer, c.axes)
-            case _:
-                pass
-    return x
+    sums = [(c.strategy.results[result].reducer, c.axes) for c in made if isinstance(c.strategy.results[result], Partial)]
+    for reducer, axes in [*sums, ("sum", tuple(handed))]:
+        gone = tuple(name for name in axes if name not in kept)
+        x = reduce(x, extreme, reducer, gone) if gone else x
+    return lax.expand_dims(x, range(len(kept)))
 
 
 def _local_shapes(call: Call, made: Sequence[_Cut]) -> list[tuple[int, ...]]:

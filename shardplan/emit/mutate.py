@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from shardplan.emit.specs import SpecsEmitter, partition_spec
-from shardplan.emit.stacked import term_factors
+from shardplan.emit.specs import SpecsEmitter
+from shardplan.emit.stacked import partition_spec, term_factors
 from shardplan.ir import Layout, Op, Program, Reducer
 from shardplan.search.extract import Decisions, Extractor, Use
 

@@ -19,21 +19,13 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardplan.emit.calls import reduced, share
+from shardplan.emit.calls import Share, divides, on_shares, reduced
 from shardplan.emit.slices import cuttable
-from shardplan.emit.stacked import map_terms, split_terms, stacked_shape, summed, term_factors
+from shardplan.emit.stacked import map_terms, partition_spec, stacked_shape, summed, term_factors
 from shardplan.ir import Constant, Layout, Op, Program, Reducer
 from shardplan.search.coarsen import FREE
 from shardplan.search.extract import Decisions, Extractor, Use
 from shardplan.search.graph import Node, Where
-
-
-def partition_spec(layout: Layout | None, names: Sequence[str]) -> PartitionSpec:
-    """A layout as a `PartitionSpec` over axes named like the factors; trailing whole dims are left out.
-
-    A partial sum is an array of its terms: a leading dim for each factor that it is partial over.
-    """
-    return PartitionSpec() if layout is None else PartitionSpec(*(names[f] for f in layout.partial), *layout.entries(names))
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +114,11 @@ class SpecsEmitter:
                     inputs.append(self.force(frame, i, value, layout if same else None))  # type: ignore[arg-type]
                 else:
                     inputs.append(_literal(value))
-            outputs = self.bind(later.op, inputs)
-            frame.made[key] = self.constrain(outputs[later.result], layout)
+            node = self.nodes[frame.where, later.op.id]
+            if not node.signature.aligned:
+                frame.made[key] = self.whole(node, inputs)[later.result]
+            else:
+                frame.made[key] = self.constrain(self.bind(later.op, inputs)[later.result], layout)
         return frame.made[key]
 
     def _shape(self, frame: _Frame, local: int) -> tuple[int, ...]:
@@ -169,33 +164,41 @@ class SpecsEmitter:
                 inputs.append(found)
             else:
                 inputs.append(self.operand(frame, node, use, slot, i))
-        if use is not None and node.signature.apart:
-            outputs = self.shared(node, use, inputs)
+        share = self.share(node, use)
+        if share is not None:
+            outputs = self.shared(node, share, inputs)
+        elif use is None and not node.signature.aligned:
+            outputs = self.whole(node, inputs)
         else:
             outputs = self.apply(frame, op, use, inputs)
         for r, (t, value) in enumerate(zip(op.outputs, outputs, strict=True)):
             if use is not None:
-                value = self.result(use, r, value)
+                value = self.result(use, share, r, value)
             elif use is None and frame.ids[t] in self.held:
                 value = self.constrain(value, self.layout(frame, t))
             frame.values[t] = value
 
-    def apply(self, frame: _Frame, op: Op, use: Use | None, inputs: Sequence[Any]) -> list[Any]:
-        """An op's results, with a leading axis for each factor whose terms it makes or hands on."""
-        bind = partial(self.bind, op, constant=self._constant(frame, op))
-        if use is None:
-            own = [self._partial(frame, i) for i in op.inputs]
-            over = tuple(sorted({f for fs in own for f in fs}))
-            return map_terms(lambda *xs: bind(xs), inputs, own, over) if over else bind(inputs)
+    def share(self, node: Node, use: Use | None) -> Share | None:
+        """What each device does of an op on its own share; None where XLA's partitioner is left to cut it.
+
+        So run the cuts that the partitioner would get wrong, and all that make or hand on terms which stay apart.
+        """
+        signature = node.signature
+        if use is None or signature.description is None:
+            return None
         over = term_factors(use)
-        if not over:
-            return bind(inputs)
-        values = list(inputs)
-        own: list[tuple[int, ...]] = [() for _ in inputs]
-        for i, need in enumerate(use.needs):
-            if need is not None:
-                values[i], own[i] = split_terms(inputs[i], need, over, self.sizes, self.constrain)
-        return map_terms(lambda *xs: bind(xs), values, own, over)
+        if signature.shared.isdisjoint(use.loops) and (not over or signature.elementwise):
+            return None
+        kept = tuple(() if stored is None else tuple(f for f in over if f in stored.partial) for stored in use.stored)
+        share = Share(use.loops, use.needs, use.gives, kept)
+        return share if divides(signature.description, share, self.sizes) else None
+
+    def apply(self, frame: _Frame, op: Op, use: Use | None, inputs: Sequence[Any]) -> list[Any]:
+        """An op's results, with a leading axis for each factor whose terms it hands on."""
+        bind = partial(self.bind, op, constant=self._constant(frame, op))
+        own = [self._partial(frame, i) for i in op.inputs] if use is None else [() if n is None else n.partial for n in use.needs]
+        over = tuple(sorted({f for fs in own for f in fs}))
+        return map_terms(lambda *xs: bind(xs), inputs, own, over) if over else bind(inputs)
 
     def _constant(self, frame: _Frame, op: Op) -> bool:
         """Whether the first operand depends on no argument."""
@@ -267,10 +270,10 @@ class SpecsEmitter:
         left = replace(before, partial=after.partial)
         return self.constrain(self.constrain(summed(value, terms, after.partial), left), after)
 
-    def result(self, use: Use, r: int, value: Any) -> Any:
-        """A result reduced and moved into its stored layout."""
+    def result(self, use: Use, share: Share | None, r: int, value: Any) -> Any:
+        """A result reduced and moved into its stored layout; ``share``: how the op was run on each device's share."""
         give, stored = use.gives[r], use.stored[r]
-        terms = term_factors(use)
+        terms = term_factors(use) if share is None else share.kept[r]
         if stored is None:
             return summed(value, terms, ())
         if give == stored:
@@ -289,17 +292,20 @@ class SpecsEmitter:
             )
         return list(made) if eqn.primitive.multiple_results else [made]
 
-    def shared(self, node: Node, use: Use, inputs: Sequence[Any]) -> list[Any]:
-        """A call that each device makes on its own share, where its strategy cuts it."""
-        description = node.signature.description
-        made = (
-            share(description, use.loops, self.mesh, self.reduced, primitive=node.op.handle.primitive)
-            if description is not None
-            else None
+    def whole(self, node: Node, inputs: Sequence[Any]) -> list[Any]:
+        """An op that each device makes whole, from whole operands: nothing is left to the partitioner."""
+        made = jax.shard_map(
+            lambda *xs: tuple(self.bind(node.op, xs)), mesh=self.mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(),
+            check_vma=False,
         )
-        if made is None:
-            return self.bind(node.op, inputs)
-        return list(made(*cuttable(node.op.primitive, inputs, node.op.handle.params)))
+        return list(made(*inputs))
+
+    def shared(self, node: Node, share: Share, inputs: Sequence[Any]) -> list[Any]:
+        """A call that each device makes on its own share."""
+        op, description = node.op, node.signature.description
+        assert description is not None
+        call = on_shares(description, share, self.mesh, self.reduced, primitive=op.handle.primitive)
+        return list(call(*cuttable(op.primitive, inputs, op.handle.params)))
 
     def reduced(self, x: Any, extreme: Any, reducer: Reducer, axes: tuple[str, ...]) -> Any:
         """The sum (or other reduction) of what each device holds of such a call's result."""

@@ -56,7 +56,7 @@ def find_blocks(program: Program, where: Where, heavy: IsHeavy, policy: Policy, 
 
 
 def _runs(program: Program, none: frozenset[int]) -> list[_Run]:
-    read, outputs = readers(program), set(program.outputs)
+    read, outputs = readers(program), program.returned
     spans: list[tuple[int, int]] = []
     for i, op in enumerate(program.ops):
         if backward(op):
@@ -179,7 +179,7 @@ def _late(program: Program, place: int) -> tuple[int, ...]:
     """
     since = max((i + 1 for i, op in enumerate(program.ops[:place]) if op.handle is None), default=0)
     late = {t for op in program.ops[since:place] if backward(op) for t in op.outputs}
-    read = {t for op in program.ops[place:] for t in op.tensors} | set(program.outputs)
+    read = {t for op in program.ops[place:] for t in op.tensors} | program.returned
     return tuple(sorted(late & read))
 
 

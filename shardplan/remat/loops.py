@@ -66,7 +66,7 @@ def _handed_over(program: Program, forward: Scan, read: Mapping[int, list[int]])
     """Values of the forward body that one backward loop alone reads, slice by slice: (its id, bytes of the stacks)."""
     found: dict[int, tuple[int, int]] = {}
     shared: set[int] = set()
-    ends = set(program.outputs)
+    ends = program.returned
     for outer, local in zip(forward.op.outputs[forward.carry :], forward.body.outputs[forward.carry :], strict=True):
         if not isinstance(local, int):
             continue

@@ -17,12 +17,12 @@ from typing import Any
 from shardplan.cost import compute
 from shardplan.errors import DescriptionError, MisfitError, UndescribedPrimitiveError
 from shardplan.ir import Op, Program, Tensor
-from shardplan.tdl import Call, Description, Strategy, cut, describe, linear_sets
-from shardplan.tdl.describe import rule_of, runs_apart, uncut
+from shardplan.tdl import Call, Description, Strategy, cut, describe, in_step, linear_sets
+from shardplan.tdl.describe import is_run_by_user, rule_of
 from shardplan.tdl.description import described_at
 from shardplan.tdl.index import Affine
 from shardplan.tdl.language import Apply
-from shardplan.tdl.special import HOST, KERNELS, PLATFORM, UNBATCHED
+from shardplan.tdl.xla_quirks import HOST, KERNELS, PLATFORM, adds_up_at_once, fenced_loops, shared_loops
 
 Where = tuple[tuple[int, int], ...]
 """The way to a body: (op id, body index) pairs from the outermost program inwards."""
@@ -32,9 +32,9 @@ Where = tuple[tuple[int, int], ...]
 class Signature:
     """What distinct ops share: the call and its description (None: allowed to run whole on every device).
 
-    ``apart``: each device makes this call on its own share; ``pads``: it may be cut where it does not divide. ``elementwise``:
-    every operand is read at the result's own index; ``adds``: its result is a sum (or difference) of all that it reads, element
-    by element. ``moves``: it has the elements of its one operand in its result, in other places or in another dtype, or negated;
+    ``shared`` are the loops that each device cuts on its own share where they divide, ``fenced`` those of them that are cut in no
+    other way, and never padded; ``defers``: terms of its sums may stay apart. ``elementwise``: every operand is read at the
+    result's own index; ``adds``: its result is a sum (or difference) of all that it reads, element by element. ``moves``: it has the elements of its one operand in its result, in other places or in another dtype, or negated;
     ``resizes``: it only puts dims of one element in or leaves them out. ``contracts``: it multiplies and adds up: a product, a
     convolution.
     """
@@ -42,8 +42,9 @@ class Signature:
     id: int
     call: Call
     description: Description | None
-    apart: bool = field(init=False)
-    pads: bool = field(init=False)
+    shared: frozenset[int] = field(init=False)
+    fenced: frozenset[int] = field(init=False)
+    defers: bool = field(init=False)
     elementwise: bool = field(init=False)
     adds: bool = field(init=False)
     moves: bool = field(init=False)
@@ -53,8 +54,10 @@ class Signature:
     def __post_init__(self) -> None:
         known = self.description
         set_ = partial(object.__setattr__, self)  # once, since passes over all ops ask again and again
-        set_("apart", runs_apart(self.call.primitive, known))
-        set_("pads", not uncut(self.call.primitive, known))
+        own = is_run_by_user(self.call.primitive)
+        set_("shared", shared_loops(self.call, known, run_by_user=own))
+        set_("fenced", fenced_loops(self.call, known, run_by_user=own))
+        set_("defers", not adds_up_at_once(self.call, known, run_by_user=own))
         set_("elementwise", known is not None and known.elementwise)
         set_("adds", known is not None and known.elementwise and _adds(known))
         set_("moves", known is not None and _moves(self.call, known))
@@ -62,8 +65,14 @@ class Signature:
         set_("contracts", known is not None and compute.is_contraction(known))
 
     def cut(self, loop: int, ways: int) -> Strategy | None:
-        """`tdl.cut`, the last block padded where the loop does not divide and the op is no `uncut` one."""
-        return None if self.description is None else cut(self.description, loop, ways, pad=self.pads)
+        """`tdl.cut`, the last block padded where the loop does not divide and is not fenced."""
+        return None if self.description is None else cut(self.description, loop, ways, pad=loop not in self.fenced)
+
+    @property
+    def aligned(self) -> bool:
+        """Whether every operand is read at its loops' own indices alone, from end to end."""
+        known = self.description
+        return known is None or all(in_step(known, loop) is not None for loop in range(len(known.loops)))
 
     @property
     def turns(self) -> bool:
@@ -73,11 +82,6 @@ class Signature:
             return False
         own = [Affine(((loop, 1),)) for loop in known.results[0]]
         return all(set(own) == set(indices) for _, indices in known.accesses)
-
-    @property
-    def defers(self) -> bool:
-        """Whether terms of this op's sums may stay apart."""
-        return not self.apart and self.call.primitive not in UNBATCHED
 
 
 def _adds(description: Description) -> bool:
@@ -137,7 +141,7 @@ class Link:
 class Graph:
     """The whole program, flat.
 
-    ``bodies`` gives for each body the graph's tensor of each of its own; ``carries`` for a scan's carry inside its body the value
+    ``bodies`` gives for each body the graph's tensor of each of its own, ``begins`` the first node behind its start; ``carries`` for a scan's carry inside its body the value
     that it starts from, the one that it is replaced by, and what it is after the loop; ``boundary`` are the tensors that enter a
     body.
     """
@@ -154,6 +158,7 @@ class Graph:
     boundary: frozenset[int]
     carries: Mapping[int, tuple[int, int, int]]
     unknown_trips: tuple[str, ...]
+    begins: Mapping[Where, int] = field(default_factory=dict[Where, int])
 
 
 _SELDOM = 1e-3
@@ -184,6 +189,7 @@ class _Flattener:
         self.boundary: set[int] = set()
         self.carries: dict[int, tuple[int, int, int]] = {}
         self.bodies: dict[Where, tuple[int, ...]] = {}
+        self.begins: dict[Where, int] = {}
         self.signatures: dict[Any, Signature] = {}
         self.unknown: list[str] = []
 
@@ -204,6 +210,7 @@ class _Flattener:
             frozenset(self.boundary),
             self.carries,
             tuple(self.unknown),
+            self.begins,
         )
 
     def new(self, tensor: Tensor) -> int:
@@ -217,6 +224,7 @@ class _Flattener:
         """Adds a program's tensors and ops; ``same`` gives local tensors that are tensors of the graph already."""
         ids = tuple([same[t.id] if t.id in same else self.new(t) for t in program.tensors])
         self.bodies[where] = ids
+        self.begins[where] = len(self.nodes)
         self.constants.update(ids[t] for t, _ in program.constants)
         for op in program.ops:
             back = backward or _TRANSPOSED in op.scope or _REPEATED in op.scope

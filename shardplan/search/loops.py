@@ -51,8 +51,9 @@ def loops_of(graph: Graph) -> Loops:
     for where, tensors in sorted(graph.bodies.items(), key=lambda row: (len(row[0]), [-body for _, body in row[0]])):
         new = [t for t in tensors if t not in of]
         loop = inside.get(where[:-1])
-        if where in spans and any(t in graph.boundary for t in new):
-            first, last = spans[where]
+        if any(t in graph.boundary for t in new):
+            begin = graph.begins.get(where, 0)
+            first, last = spans.get(where, (begin, begin))  # a body without ops runs before the node behind it
             earlier = [other.last + 1 for around, other in beside if around is loop and other.last < first]
             around, loop = loop, Loop(first, last, max(earlier, default=loop.first if loop is not None else 0))
             beside.append((around, loop))

@@ -124,7 +124,7 @@ def options(
     made = [cuts.made(code, ways) for code, ways in cuts.tried.cuts]
     shapes = (*call.operands, *call.results)
     spaces = [resharder.space(s) for s in shapes]
-    key = cuts.tried, tuple(space.rank for space in spaces), tuple((m.legal, m.places) for m in made)
+    key = cuts.tried, tuple(space.rank for space in spaces), tuple((m.legal, m.places, m.divides, m.fenced) for m in made)
     memo = {} if memo is None else memo
     if key not in memo:
         memo[key] = _combined(cuts.tried, spaces, made)
@@ -144,7 +144,7 @@ def options(
         gives,
         _compute_s(signature, resharder, device, needs, gives, part),
         halo_s,
-        np.all(_numbers(m.even for m in made)[at] > 0, axis=1),
+        _terms(made, at),
     )
 
 
@@ -165,14 +165,26 @@ def _combined(tried: _Tried, spaces: Sequence[LayoutSpace], made: Sequence[_Made
     """The assignments of loops to factors in which every cut is legal, and no two split the same dim of a tensor."""
     places = np.array([m.places for m in made], np.int64).reshape(len(made), len(spaces))
     legal = np.all(np.array([m.legal for m in made], np.bool_)[tried.at], axis=1) & ~_clash(tried.codes, places[tried.at])
+    # each device's own share is cut by nothing that does not divide
+    legal &= ~(_any(m.fenced for m in made)[tried.at].any(axis=1) & _any(not m.divides for m in made)[tried.at].any(axis=1))
     at, over, codes = tried.at[legal], tried.over[legal], tried.codes[legal]
     bits = _bits(over.shape[1])
     first = (over & (2 * bits - 1)) == bits  # each loop's slowest factor stands for all of its factors
     return _Combined(codes, over, at, first, _states(spaces, places, at))
 
 
+def _any(values: Iterable[bool]) -> NDArray[np.bool_]:
+    return np.array(list(values), np.bool_)
+
+
 def _numbers(values: Iterable[float]) -> NDArray[np.float64]:
     return np.array(list(values), np.float64)
+
+
+def _terms(made: Sequence[_Made], at: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """[strategies]: `Options.terms`. Each device makes its own term on its share, which is cut by nothing that does not divide."""
+    even, divides = (_any(flags)[at].all(axis=1) for flags in ((m.even for m in made), (m.divides for m in made)))
+    return even & (divides | ~_any(-2 in m.places and m.strategy is not None and m.strategy.loop >= 0 for m in made)[at].any(axis=1))
 
 
 class _Roles(NamedTuple):
@@ -187,7 +199,7 @@ class _Roles(NamedTuple):
 
 class _Made(NamedTuple):
     """One loop cut in so many ways: whether it may be, the `_Roles`, the part of the arithmetic that is left, whether its terms
-    may stay apart, and the cut itself.
+    may stay apart, the cut itself, whether it divides, and whether only each device itself can make it.
     """
 
     legal: bool
@@ -197,6 +209,8 @@ class _Made(NamedTuple):
     strategy: Strategy | None = None
     halos: tuple[tuple[int, Split], ...] = ()
     pairs: bool = False
+    divides: bool = True
+    fenced: bool = False
 
 
 class _Cuts:
@@ -233,16 +247,17 @@ class _Cuts:
         found = self._strategy(loop, ways)
         if found is None:
             return _Made(False, (-1,) * count)
-        part, even = 1.0, True
+        part, even, divides = 1.0, True, True
         if loop >= 0:
             assert self.description is not None
             extent = self.description.loops[loop].extent
+            divides = extent % ways == 0
             part, even = -(-extent // ways) / extent, _terms_apart(call, found, ways, self.late)
         key = loop, 0 if loop in self._alike else ways
         if key not in self._read:
             self._read[key] = self._roles(found)
         read = self._read[key]
-        return _Made(True, read.places, part, even, found, read.halos, read.pairs)
+        return _Made(True, read.places, part, even, found, read.halos, read.pairs, divides, loop in self.signature.fenced)
 
     def _roles(self, found: Strategy) -> _Roles:
         placed = zip((*found.operands, *found.results), self.dims, strict=True)
@@ -260,7 +275,7 @@ class _Cuts:
         if loop < -1:
             return _handed_on(self.call, self.handed[-2 - loop], ways)
         extent = self.description.loops[loop].extent
-        if extent < ways or (extent % ways and not self.signature.pads):
+        if extent < ways or (extent % ways and loop in self.signature.fenced):
             return None
         if loop not in self._alike:
             regions = in_step(self.description, loop)

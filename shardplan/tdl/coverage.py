@@ -14,7 +14,7 @@ from typing import Any, Literal
 from shardplan import _jax
 from shardplan.tdl.describe import described
 from shardplan.tdl.proof import CASES, Drawn, prove
-from shardplan.tdl.special import PLATFORM
+from shardplan.tdl.xla_quirks import PLATFORM
 
 Kind = Literal["described", "opaque", "structural", "placement", "collective", "effect", "kernel", "undescribed"]
 

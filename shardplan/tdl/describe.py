@@ -12,7 +12,6 @@ from shardplan.errors import DescriptionError, MisfitError
 from shardplan.tdl import language as lang
 from shardplan.tdl.description import Call, Description, Lambda, LoopInfo, Origin, RuleFunction, children, instance, read
 from shardplan.tdl.once import Leaf, Lifted, Numbering, Tree, asked, fill, lifted
-from shardplan.tdl.special import MISCUT
 from shardplan.tdl.symbols import Extent, Trail
 
 _RULES: dict[str, RuleFunction] = {}
@@ -57,7 +56,6 @@ def rule_of(primitive: str) -> RuleFunction | None:
 
 
 _RUN_BY_USER: set[str] = set()
-_PAIRS = ("argmax", "argmin")
 
 
 def run_by_user(primitive: str) -> None:
@@ -65,49 +63,9 @@ def run_by_user(primitive: str) -> None:
     _RUN_BY_USER.add(primitive)
 
 
-def runs_apart(primitive: str, description: Description | None) -> bool:
-    """Whether each device makes this call on its own share, where it divides.
-
-    Those that are `uncut`, and those with loops that stay whole or reduce pairs: for many of these XLA would gather the whole
-    operand.
-    """
-    if uncut(primitive, description):
-        return True
-    return description is not None and any(loop.whole or loop.reducer in _PAIRS for loop in description.loops)
-
-
-def uncut(primitive: str, description: Description | None) -> bool:
-    """Whether XLA's partitioner cannot cut this call, so that what does not divide into shares runs whole.
-
-    Those that a user has registered or that go by a name, those that XLA cuts wrongly, those with an opaque function (a
-    transform, a factorisation), and convolutions in groups.
-    """
-    if ":" in primitive or primitive in _RUN_BY_USER or primitive in MISCUT:
-        return True
-    if description is None:
-        return False
-    whole = any(loop.whole for loop in description.loops)
-    return _in_groups(description.call) or (whole and any(_is_opaque(tree) for tree in description.trees))
-
-
-def _is_opaque(tree: lang.Scalar) -> bool:
-    """Whether some function is handed whole dims; an `Opaque` that is handed nothing only marks loops."""
-    match tree:
-        case lang.HiddenLoops(args) | lang.OpaqueResult(args) if args:
-            return True
-        case lang.Apply("where", _, "transformed"):
-            return True
-        case _:
-            return any(_is_opaque(child) for child in children(tree))
-
-
-def _in_groups(call: Call) -> bool:
-    """Whether this is a convolution in groups of several channels (or images, in its gradient): XLA gathers whole operands."""
-    if call.primitive != "conv_general_dilated":
-        return False
-    batch, channels = call.params["dimension_numbers"].lhs_spec[:2]
-    images, features = call.params["batch_group_count"], call.params["feature_group_count"]
-    return 1 < images < call.operands[0][batch] or 1 < features < call.operands[0][channels]
+def is_run_by_user(primitive: str) -> bool:
+    """Whether a user has said how this primitive is run."""
+    return primitive in _RUN_BY_USER
 
 
 Same = Callable[[Any, Sequence[Any]], bool]

@@ -1,0 +1,119 @@
+"""What is known of ops beside their index maps: which run on the host, and which cuts XLA's partitioner gets wrong.
+
+A cut that is *fenced* is not left to the partitioner: each device runs it on its own share (`shardplan.emit.calls`), and only
+where it divides. What is fenced comes from running every cut of every primitive (`tests/emit/proof`) with the jaxlib of
+`PROVEN_WITH`; docs/accuracy.md has the table.
+"""
+
+from __future__ import annotations
+
+from shardplan.tdl import language as lang
+from shardplan.tdl.description import Call, Description, children
+from shardplan.tdl.index import loops_of
+from shardplan.tdl.strategies import in_step
+
+PROVEN_WITH = "0.10.2"
+"""The jaxlib with which the emission of every primitive was last proven."""
+
+HOST = frozenset({"debug_callback", "debug_print", "io_callback", "pure_callback"})
+"""Kept whole without being asked: XLA gathers what they read, and what they return is on every device."""
+
+PLATFORM = "platform_index"
+"""Which branch of `jax.lax.platform_dependent` is for the platform: made of nothing, and the same on all devices of one kind."""
+
+KERNELS = frozenset({"mosaic"})
+"""Platforms that JAX lowers the insides of kernels for, and never a step: a branch for these alone does not run."""
+
+_PAIRS = ("argmax", "argmin")
+_BITWISE = ("and", "or")
+
+_WINDOWS = frozenset({"reduce_window", "select_and_scatter_add"})
+"""The partitioner fills with zeros what max pooling's gradient compares beyond a block, and counts a start that is no identity
+once more at the edges."""
+
+_SCATTERS = frozenset({"scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"})
+"""The padding of updates that are cut unevenly lands in row 0."""
+
+_MISALIGNED = frozenset({"pad", "slice"})
+"""Under constraints inside a program the partitioner makes programs of strided slices and inner padding that its own verifier
+refuses, where a loop is read beside its own index."""
+
+_GROUPED_UNDER_VMAP = frozenset({"conv_general_dilated"})
+"""Under `vmap` these become a grouped form, whose operands the partitioner gathers: their terms are added up at once."""
+
+
+def fenced_loops(call: Call, description: Description | None, *, run_by_user: bool) -> frozenset[int]:
+    """The loops of a call that only each device itself cuts, on its own share; they are never padded.
+
+    All loops of calls that the partitioner cannot cut at all (`uncuttable`) and of scatters. Of a convolution the loops over
+    space: the partitioner adds up its gradients over axes that cut nothing, and misplaces halos under strides and dilations. Of
+    slices and padding the loops along which they move elements. Of reductions of integers by and/or those that are reduced: it
+    has no collective for them.
+    """
+    if description is None:
+        return frozenset()
+    if run_by_user or uncuttable(call, description) or call.primitive in _SCATTERS:
+        return frozenset(range(len(description.loops)))
+    if call.primitive == "conv_general_dilated":
+        return _loops_over_space(call, description)
+    if call.primitive in _MISALIGNED:
+        return frozenset(v for v in range(len(description.loops)) if in_step(description, v) is None)
+    bitwise = call.dtypes and call.dtypes[0] != "bool"
+    return frozenset(v for v, loop in enumerate(description.loops) if bitwise and loop.reducer in _BITWISE)
+
+
+def shared_loops(call: Call, description: Description | None, *, run_by_user: bool) -> frozenset[int]:
+    """The loops of a call that each device cuts on its own share where they divide.
+
+    Those that are fenced, and all loops of calls that keep a loop whole or reduce pairs, whose operands XLA would gather.
+    """
+    if description is not None and any(loop.whole or loop.reducer in _PAIRS for loop in description.loops):
+        return frozenset(range(len(description.loops)))
+    return fenced_loops(call, description, run_by_user=run_by_user)
+
+
+def uncuttable(call: Call, description: Description | None) -> bool:
+    """Whether the partitioner cannot cut this call: named calls, windows, opaque functions, convolutions in groups."""
+    if ":" in call.primitive or call.primitive in _WINDOWS:
+        return True
+    if description is None:
+        return False
+    whole = any(loop.whole for loop in description.loops)
+    return _in_groups(description.call) or (whole and any(_is_opaque(tree) for tree in description.trees))
+
+
+def adds_up_at_once(call: Call, description: Description | None, *, run_by_user: bool) -> bool:
+    """Whether this call's terms are added up where they are made, and it hands none on."""
+    if run_by_user or uncuttable(call, description) or call.primitive in _GROUPED_UNDER_VMAP:
+        return True
+    return description is not None and any(loop.whole or loop.reducer in _PAIRS for loop in description.loops)
+
+
+def _loops_over_space(call: Call, description: Description) -> frozenset[int]:
+    numbers = call.params["dimension_numbers"]
+    places = {description.results[0][d] for d in numbers.out_spec[2:]}
+    windows: set[int] = set()
+    for operand, indices in description.accesses:
+        if operand == 1:
+            windows.update(v for d in numbers.rhs_spec[2:] for v in loops_of(indices[d]))
+    return frozenset(places | windows)
+
+
+def _is_opaque(tree: lang.Scalar) -> bool:
+    """Whether some function is handed whole dims; an `Opaque` that is handed nothing only marks loops."""
+    match tree:
+        case lang.HiddenLoops(args) | lang.OpaqueResult(args) if args:
+            return True
+        case lang.Apply("where", _, "transformed"):
+            return True
+        case _:
+            return any(_is_opaque(child) for child in children(tree))
+
+
+def _in_groups(call: Call) -> bool:
+    """Whether this is a convolution in groups of several channels (or images, in its gradient): XLA gathers whole operands."""
+    if call.primitive != "conv_general_dilated":
+        return False
+    batch, channels = call.params["dimension_numbers"].lhs_spec[:2]
+    images, features = call.params["batch_group_count"], call.params["feature_group_count"]
+    return 1 < images < call.operands[0][batch] or 1 < features < call.operands[0][channels]

@@ -62,6 +62,15 @@ class UndescribedPrimitiveError(ShardplanError):
         self.source = source
 
 
+class UncompiledPrimitiveError(ShardplanError):
+    """A primitive that XLA compiles for one device alone. ``primitive`` is its name, ``source`` the user's source line."""
+
+    def __init__(self, primitive: str, source: str, remedy: str) -> None:
+        super().__init__(f"XLA compiles no program for several devices with {primitive!r}, used at {source}: {remedy}")
+        self.primitive = primitive
+        self.source = source
+
+
 def _lines_to_write(primitive: str, operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]]) -> str:
     """The three lines to write, for these shapes: an op that is cut along the leading dim of its results, if they share one."""
     leading = {s[0] if s else 0 for s in results}

@@ -406,11 +406,14 @@ def _may_pass(operands: frozenset[int], late: Late) -> bool:
 def _terms_apart(call: Call, strategy: Strategy | None, ways: int, late: Late | None) -> bool:
     """Whether a cut's terms can be made one by one.
 
-    Every operand that it splits falls into even blocks without halo, and none that has no layout is split or is itself a term.
+    They are terms of a sum, every operand that it splits falls into even blocks without halo, and none that has no layout is
+    split or is itself a term.
     """
     assert strategy is not None
     if late is None:
         return True
+    if any(isinstance(place, Partial) and place.reducer != "sum" for place in strategy.results):
+        return False
     for i, place in enumerate(strategy.operands):
         if isinstance(place, Partial) and i in late.nonzero:
             return False

@@ -51,6 +51,33 @@ class Verified:
     faults: tuple[Fault, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What a call gives whole, and how near its cuts must come: ``sizes`` are the largest numbers that each result's sums may
+    meet, ``close`` says which results only move data and must be equal to the last bit.
+    """
+
+    whole: tuple[Any, ...]
+    tolerance: float
+    sizes: tuple[float, ...]
+    close: tuple[bool, ...]
+
+    def differences(self, results: Sequence[Any], *, exact: bool = True) -> list[tuple[int, str]]:
+        """(result, how it differs) for each that does; ``exact`` is false where sums of terms came between."""
+        rows = zip(results, self.whole, self.sizes, self.close, strict=True)
+        found = [_difference(got, want, 0.0 if same and exact else self.tolerance, size) for got, want, size, same in rows]
+        return [(n, message) for n, message in enumerate(found) if message]
+
+
+def expected(call: Call, operands: Sequence[Any], description: Description) -> Expected:
+    """Runs the call whole on these operands."""
+    whole = tuple(_host(x) for x in evaluate(call, operands))
+    tolerance = max((_TOLERANCE.get(t, 0.0) for t in (*call.dtypes, *call.result_dtypes)), default=0.0)
+    sums = any(linear_sets(description)) or any(loop.reducer == "sum" for loop in description.loops)
+    close = tuple(_closeness(tree) for tree in description.trees)
+    return Expected(whole, tolerance, tuple(_sizes(call, operands, whole, sums)), close)
+
+
 def verify(
     call: Call,
     operands: Sequence[Any],
@@ -68,18 +95,12 @@ def verify(
     assert description is not None, f"{call.primitive} is not described"
     rng = np.random.default_rng(seed)
     operands = [_host(x) for x in operands]
-    whole = [_host(x) for x in evaluate(call, operands)]
-    tolerance = max((_TOLERANCE.get(t, 0.0) for t in (*call.dtypes, *call.result_dtypes)), default=0.0)
+    whole = expected(call, operands, description)
     sets = [s for s in linear_sets(description) if s]
-    sizes = _sizes(call, operands, whole, bool(sets) or any(loop.reducer == "sum" for loop in description.loops))
-    close = [_closeness(tree) for tree in description.trees]
     faults: list[Fault] = []
 
     def check(results: Sequence[Any], strategies: tuple[Strategy, ...], exact: bool = True) -> None:
-        for n, (got, want) in enumerate(zip(results, whole, strict=True)):
-            message = _difference(got, want, 0.0 if close[n] and exact else tolerance, sizes[n])
-            if message:
-                faults.append(Fault(call, strategies, n, message))
+        faults.extend(Fault(call, strategies, n, message) for n, message in whole.differences(results, exact=exact))
 
     legal = [s for k in ways for s in cuts(description, k)]
     for strategy in legal:
@@ -163,10 +184,10 @@ def regions(x: Any, placement: Placement, ways: int, edge: Edge, operands: Seque
         case Replicated():
             return [x] * ways
         case Partial():
-            return _terms(x, ways, rng)
+            return terms(x, ways, rng)
 
 
-def _terms(x: Any, ways: int, rng: np.random.Generator) -> list[Any]:
+def terms(x: Any, ways: int, rng: np.random.Generator) -> list[Any]:
     """Terms whose sum is ``x`` to the last bit: any integers; floats doubled on one worker and taken off by the others."""
     if jnp.issubdtype(x.dtype, jnp.integer):
         terms = [draw_array(x.shape, str(x.dtype), rng) for _ in range(ways - 1)]

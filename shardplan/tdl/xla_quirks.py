@@ -24,6 +24,14 @@ PLATFORM = "platform_index"
 KERNELS = frozenset({"mosaic"})
 """Platforms that JAX lowers the insides of kernels for, and never a step: a branch for these alone does not run."""
 
+_KEYS = "use keys of another kind, such as jax.random.key(seed, impl='threefry2x32')"
+UNCOMPILED = {
+    "mulhi": "multiply in a wider type and shift",
+    "philox2x32": _KEYS,
+    "philox4x32": _KEYS,
+}
+"""What XLA compiles for one device alone ("Unable to convert MHLO to StableHLO", however it is sharded), with what to do."""
+
 _PAIRS = ("argmax", "argmin")
 _BITWISE = ("and", "or")
 
@@ -38,8 +46,9 @@ _MISALIGNED = frozenset({"pad", "slice"})
 """Under constraints inside a program the partitioner makes programs of strided slices and inner padding that its own verifier
 refuses, where a loop is read beside its own index."""
 
-_GROUPED_UNDER_VMAP = frozenset({"conv_general_dilated"})
-"""Under `vmap` these become a grouped form, whose operands the partitioner gathers: their terms are added up at once."""
+_UNBATCHED = frozenset({"conv_general_dilated", "tie"})
+"""Under `vmap` a convolution becomes a grouped one, whose operands the partitioner gathers, and a tie has no rule: their terms are
+added up at once."""
 
 
 def fenced_loops(call: Call, description: Description | None, *, run_by_user: bool) -> frozenset[int]:
@@ -84,7 +93,7 @@ def uncuttable(call: Call, description: Description | None) -> bool:
 
 def adds_up_at_once(call: Call, description: Description | None, *, run_by_user: bool) -> bool:
     """Whether this call's terms are added up where they are made, and it hands none on."""
-    if run_by_user or uncuttable(call, description) or call.primitive in _GROUPED_UNDER_VMAP:
+    if run_by_user or uncuttable(call, description) or call.primitive in _UNBATCHED:
         return True
     return description is not None and any(loop.whole or loop.reducer in _PAIRS for loop in description.loops)
 

@@ -53,8 +53,9 @@ def test_a_share_is_not_padded(devices: list[Any]) -> None:
     graph = plan.extractor.problem.graph
     for node in graph.nodes:
         use = plan.decisions.uses.get(node.id)
-        assert node.signature.apart
-        for loop, info in enumerate(node.signature.description.loops if node.signature.description else ()):
+        loops = node.signature.description.loops if node.signature.description else ()
+        assert node.signature.fenced == set(range(len(loops)))
+        for loop, info in enumerate(loops):
             assert node.signature.cut(loop, 2) is None or info.extent % 2 == 0
             assert use is None or loop not in use.loops or info.extent % 2 == 0
     program, _ = measured_program(plan, step, devices=devices)
@@ -89,6 +90,6 @@ def test_what_xla_cannot_cut_is_padded_nowhere(primitive: str) -> None:
     found = [node.signature for node in graph.nodes if node.signature.call.primitive == primitive]
     assert found
     for signature in found:
-        assert signature.pads == pads
+        assert (0 not in signature.fenced) == pads
         assert (signature.cut(0, 2) is not None) == pads
         assert signature.cut(0, 3) is not None

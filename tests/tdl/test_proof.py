@@ -28,6 +28,10 @@ class Hypothesis:
     def rng(self) -> np.random.Generator:
         return self.generator
 
+    @property
+    def odd(self) -> bool:
+        return False
+
     def choose(self, options: Sequence[Any]) -> Any:
         return options[0] if len(options) == 1 else self.data.draw(st.sampled_from(options))
 

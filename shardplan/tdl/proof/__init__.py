@@ -5,8 +5,8 @@ function to the file of its family.
 """
 
 from shardplan.tdl.proof import contraction, elementwise, indexing, linalg, movement, randomness, reduction, sorting
-from shardplan.tdl.proof.case import CASES, Case, Draw, Drawn, prove
+from shardplan.tdl.proof.case import CASES, Case, Draw, Drawn, applications, prove
 
 assert all((contraction, elementwise, indexing, linalg, movement, randomness, reduction, sorting))
 
-__all__ = ["CASES", "Case", "Draw", "Drawn", "prove"]
+__all__ = ["CASES", "Case", "Draw", "Drawn", "applications", "prove"]

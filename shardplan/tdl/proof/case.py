@@ -17,6 +17,8 @@ from shardplan.tdl.verify import Verified, draw_array, verify
 
 T = TypeVar("T")
 SIZES = (2, 4, 6, 12)
+ODD = {1: 1, 2: 8, 3: 9, 4: 9, 6: 11, 12: 15}
+"""What an odd draw has in place of each size."""
 FLOATS = ("float32", "float32", "bfloat16")
 
 
@@ -28,16 +30,26 @@ class Draw(Protocol):
         """For the operands' elements."""
         ...
 
+    @property
+    def odd(self) -> bool:
+        """Whether dims are to divide seldom."""
+        ...
+
     def choose(self, options: Sequence[T]) -> T:
         """One of the options."""
         ...
 
 
 class Drawn:
-    """Choices from a seed."""
+    """Choices from a seed; with ``odd`` dims that divide seldom, but waste little where they are padded."""
 
-    def __init__(self, seed: int) -> None:
-        self._rng = np.random.default_rng(seed)
+    def __init__(self, seed: int, *, odd: bool = False) -> None:
+        self._rng, self._odd = np.random.default_rng(seed), odd
+
+    @property
+    def odd(self) -> bool:
+        """Whether dims are to divide seldom."""
+        return self._odd
 
     @property
     def rng(self) -> np.random.Generator:
@@ -93,19 +105,31 @@ def traced(primitive: str, function: Callable[..., Any], *operands: Any) -> Case
     raise AssertionError(f"{primitive} does not occur in {closed}")
 
 
+def applications(function: Callable[..., Any], *operands: Any) -> list[Case]:
+    """Every application of a primitive in a traced function, calls seen through, with the operands that it meets there."""
+    closed = jax.make_jaxpr(function)(*operands)
+    found = _walk(closed.jaxpr, closed.consts, jax.tree.leaves(operands))
+    return [Case(_call(eqn.primitive.name, values, results, eqn.params), tuple(values)) for eqn, values, results in found]
+
+
 def array(draw: Draw, shape: Sequence[int], dtype: str = "float32", *, low: int = -4, high: int = 5) -> Any:
     """A random operand."""
     return draw_array(tuple(shape), dtype, draw.rng, low=low, high=high)
 
 
 def shape(draw: Draw, rank: int | None = None, *, sizes: Sequence[int] = SIZES, largest: int = 600) -> tuple[int, ...]:
-    """A shape of small dims that 2 and 3 divide often."""
+    """A shape of small dims that 2 and 3 divide often, or seldom."""
     rank = draw.choose((1, 2, 2, 3)) if rank is None else rank
     dims: list[int] = []
     for _ in range(rank):
         fits = [n for n in sizes if int(np.prod(dims)) * n <= largest]
         dims.append(draw.choose(fits or [1]))
-    return tuple(dims)
+    return tuple(extent(draw, n) for n in dims)
+
+
+def extent(draw: Draw, size: int) -> int:
+    """A dim of this size, or in an odd draw one that divides less often."""
+    return ODD.get(size, size) if draw.odd else size
 
 
 def some(draw: Draw, options: Sequence[T], *, least: int = 0) -> tuple[T, ...]:

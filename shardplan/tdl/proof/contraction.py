@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardplan.tdl.proof.case import FLOATS, Case, Draw, array, bound, case, shape, shuffled, traced
+from shardplan.tdl.proof.case import FLOATS, Case, Draw, array, bound, case, extent, shape, shuffled, traced
 
 
 def _mixed(draw: Draw, *groups: tuple[str, tuple[int, ...]]) -> tuple[tuple[int, ...], dict[str, tuple[int, ...]]]:
@@ -85,9 +85,10 @@ def _convolution(name: str, draw: Draw) -> Case:
     numbers = _convolution_numbers(draw, spatial)
     groups = draw.choose((("plain", 1), ("plain", 1), ("feature", 2), ("feature", 4), ("batch", 2)))
     features, batches = (groups[1], 1) if groups[0] == "feature" else (1, groups[1])
-    batch, channels, out = draw.choose((2, 6)) * batches, draw.choose((1, 2, 3)) * features, 6 * max(batches, features // 2)
+    batch, channels, out = extent(draw, draw.choose((2, 6))) * batches, draw.choose((1, 2, 3)) * features, 6 * max(batches, features // 2)
     out = out if out % (features * batches) == 0 else features * batches
-    size, window = (draw.choose((6, 12)),) * spatial, tuple(draw.choose((1, 2, 3)) for _ in range(spatial))
+    out = extent(draw, out) if features * batches == 1 else out
+    size, window = (extent(draw, draw.choose((6, 12))),) * spatial, tuple(draw.choose((1, 2, 3)) for _ in range(spatial))
     stride = tuple(draw.choose((1, 1, 2, 3)) for _ in range(spatial))
     apart, wide = (tuple(draw.choose((1, 1, 2)) for _ in range(spatial)) for _ in range(2))
     padding: list[tuple[int, int]] = []

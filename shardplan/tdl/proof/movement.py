@@ -28,7 +28,7 @@ def _broadcast(name: str, draw: Draw) -> Case:
 
 @case("reshape")
 def _reshape(name: str, draw: Draw) -> Case:
-    """Two ways to group the same factors, with dims of size 1 strewn in."""
+    """Two ways to group the same factors, with dims of size 1 strewn in, at times from dims in another order."""
     factors = [draw.choose((2, 2, 3, 4)) for _ in range(draw.choose((2, 3, 4)))]
 
     def grouped() -> tuple[int, ...]:
@@ -45,7 +45,8 @@ def _reshape(name: str, draw: Draw) -> Case:
 
     old, new = grouped(), grouped()
     assert prod(old) == prod(new)
-    return bound(name, _any(draw, old), new_sizes=new, dimensions=None, sharding=None)
+    order = shuffled(draw, range(len(old))) if draw.choose((True, False, False)) else None
+    return bound(name, _any(draw, old), new_sizes=new, dimensions=order, sharding=None)
 
 
 @case("transpose")

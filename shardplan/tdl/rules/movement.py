@@ -27,20 +27,25 @@ def _broadcast(call: Call, x: TensorRef, *_: TensorRef) -> Lambda:
 
 @rule("reshape")
 def _reshape(call: Call, x: TensorRef, *_: TensorRef) -> Lambda:
-    """Dims are grouped where running products meet; inside a group the flat index is split by ``//`` and ``%``."""
+    """Dims are grouped where running products meet; inside a group the flat index is split by ``//`` and ``%``.
+
+    The operand's dims are first brought into the order of ``dimensions``, if there is one.
+    """
     new = call.results[0]
-    groups = _groups(x.shape, new)
+    order = tuple(call.params.get("dimensions") or range(len(x.shape)))
+    old = tuple(x.shape[d] for d in order)
+    groups = _groups(old, new)
 
     def element(*i: Any) -> Scalar:
         """The operand's element at the same place of the flat order."""
         index: list[Any] = [0] * len(x.shape)
         for old_dims, new_dims in groups:
             flat = sum(i[d] * prod(new[e] for e in new_dims if e > d) for d in new_dims)
-            stride = prod(x.shape[d] for d in old_dims)
+            stride = prod(old[d] for d in old_dims)
             for n, d in enumerate(old_dims):
-                stride //= x.shape[d]
+                stride //= old[d]
                 rows = flat // stride
-                index[d] = rows if n == 0 else rows % x.shape[d]
+                index[order[d]] = rows if n == 0 else rows % old[d]
         return x[tuple(index)]
 
     return element

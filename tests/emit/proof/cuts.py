@@ -1,0 +1,162 @@
+"""One op and one of its composite strategies, emitted: what `SpecsEmitter` makes of decisions that no search chose.
+
+The strategy is forced, operands and results lie as the seed says: in the layouts that the strategy needs and gives, in others (so
+that they are moved), or as terms of a sum that are handed on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from shardplan.emit.specs import SpecsEmitter
+from shardplan.ir import Layout
+from shardplan.mesh import Cluster, factors
+from shardplan.search.coarsen import coarsen
+from shardplan.search.extract import Decisions, Extractor, Use
+from shardplan.search.graph import Node, flatten
+from shardplan.search.options import Late, Options, options
+from shardplan.search.problem import Problem
+from shardplan.tdl import describe
+from shardplan.tdl.localize import evaluate
+from shardplan.tdl.proof import Case
+from shardplan.tdl.verify import Expected, expected, terms
+from shardplan.trace import trace
+
+MESHES = ("2x2", "2x4", "3x2", "2x2x2")
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """One strategy of one op, ready to run: ``arguments`` are its operands, those that are partial as arrays of their terms.
+
+    ``kept[r]`` counts the leading dims of result r, which are terms to be added up. ``name`` says which strategy it is.
+    """
+
+    name: str
+    emitter: SpecsEmitter
+    arguments: tuple[Any, ...]
+    kept: tuple[int, ...]
+    exact: bool
+    expected: Expected
+    loops: tuple[int, ...]
+    primitive: str
+    uneven: bool
+
+    def faults(self, results: Sequence[Any]) -> list[str]:
+        """How the results differ from those of the whole op."""
+        whole = [_added(x, n) for x, n in zip(results, self.kept, strict=True)]
+        return [f"{self.name}: result {r} {how}" for r, how in self.expected.differences(whole, exact=self.exact)]
+
+
+class Cuts:
+    """All composite strategies of a call on one mesh."""
+
+    def __init__(self, case: Case, shape: str) -> None:
+        self.case, self.shape = case, shape
+        program = trace(lambda *xs: evaluate(case.call, xs), *case.operands).program
+        cluster = Cluster.load(shape)
+        graph = flatten(program)
+        self.problem = Problem(graph, coarsen(graph), cluster, factors(cluster))
+        self.extractor = Extractor(self.problem)
+        self.program = program
+        self.node = _node(graph.nodes, case)
+
+    @property
+    def options(self) -> Options:
+        """Every strategy that a plan may choose, those that hand terms on among them."""
+        signature = self.node.signature
+        scalars = frozenset(i for i, s in enumerate(signature.call.operands) if math.prod(s) == 1)
+        late = Late(scalars, scalars) if signature.defers else None
+        return options(signature, self.problem.resharder, None, late=late)
+
+    def emitted(self, rows: Options, row: int, mesh: Mesh, rng: np.random.Generator) -> Emitted:
+        """One of the strategies."""
+        call, resharder = self.node.signature.call, self.problem.resharder
+        needs = [resharder.layout(s, int(n)) for s, n in zip(call.operands, rows.needs[row], strict=True)]
+        gives = [resharder.layout(s, int(n)) for s, n in zip(call.results, rows.gives[row], strict=True)]
+        loops = tuple(rows.loops[row].tolist())
+        layouts: list[Layout | None] = [None] * len(self.problem.graph.tensors)
+        given: list[Layout | None] = []
+        for t, shape, need in zip(self.node.inputs, call.operands, needs, strict=True):
+            scalar = t < 0 or math.prod(shape) == 1
+            given.append(None if scalar else need)
+            layouts[t] = None if scalar else need if need.partial or rng.random() < 0.5 else self._any(shape, rng)
+        keep = self.node.signature.defers and bool(rows.terms[row]) and rng.random() < 0.5
+        stored = [self._stored(s, g, rng, keep=keep) for s, g in zip(call.results, gives, strict=True)]
+        for t, layout in zip(self.node.outputs, stored, strict=True):
+            layouts[t] = layout
+        use = Use(loops, tuple(given), tuple(gives), tuple(stored), 0.0)
+        decisions = Decisions(tuple(layouts), {self.node.id: use}, {}, frozenset(), (), 0.0)
+        emitter = SpecsEmitter(self.program, self.extractor, decisions, mesh)
+        handed = [layouts[t] for t in self.problem.graph.inputs]
+        arguments = tuple(_stacked(x, at, self.problem.sizes, rng) for x, at in zip(self.case.operands, handed, strict=True))
+        summed = any(g.partial for g in gives) or any(n.partial for n in needs)
+        known = describe(self.case.call)
+        assert known is not None
+        return Emitted(
+            f"{self.shape} {_text(self.case)} loops {loops} from {_specs(handed)} to {_specs(stored)}",
+            emitter,
+            arguments,
+            tuple(0 if (at := layouts[t]) is None else len(at.partial) for t in self.problem.graph.outputs),
+            not summed,
+            expected(call, self.case.operands, known),
+            loops,
+            call.primitive,
+            any(known.loops[v].extent % self._ways(loops, v) for v in loops if v >= 0),
+        )
+
+    def _ways(self, loops: Sequence[int], loop: int) -> int:
+        return math.prod(k for k, v in zip(self.problem.sizes, loops, strict=True) if v == loop)
+
+    def _any(self, shape: tuple[int, ...], rng: np.random.Generator) -> Layout:
+        """Any layout that a tensor inside a step may be stored in."""
+        resharder = self.problem.resharder
+        legal = resharder.legal(shape, pad=True)
+        states = [s for s in resharder.space(shape).stored if legal[s]]
+        return resharder.layout(shape, int(rng.choice(states)))
+
+    def _stored(self, shape: tuple[int, ...], give: Layout, rng: np.random.Generator, *, keep: bool) -> Layout | None:
+        if math.prod(shape) == 1:
+            return None
+        if give.partial and keep:
+            left = tuple(f for f in give.partial if rng.random() < 0.7) or give.partial[:1]
+            return Layout(give.dims, left)
+        return Layout(give.dims) if rng.random() < 0.5 else self._any(shape, rng)
+
+
+def _node(nodes: Sequence[Node], case: Case) -> Node:
+    return next(n for n in nodes if n.op.primitive == case.call.primitive)
+
+
+def _stacked(x: Any, layout: Layout | None, sizes: Sequence[int], rng: np.random.Generator) -> Any:
+    """An operand as the array of its terms, where its layout is partial."""
+    if layout is None or not layout.partial:
+        return x
+    ways = [sizes[f] for f in layout.partial]
+    return np.stack(terms(np.asarray(x), math.prod(ways), rng)).reshape(*ways, *np.shape(x))
+
+
+def _added(x: Any, leading: int) -> Any:
+    """A result whose ``leading`` dims are terms of a sum."""
+    if not leading:
+        return x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x)
+    x = np.asarray(x)
+    wide = x.astype(np.float32) if x.dtype.itemsize == 2 and jnp.issubdtype(x.dtype, jnp.floating) else x
+    return np.sum(wide, axis=tuple(range(leading)), dtype=wide.dtype).astype(x.dtype)
+
+
+def _text(case: Case) -> str:
+    params = {k: v for k, v in case.call.params.items() if v is not None and k not in ("sharding", "out_sharding", "accuracy")}
+    return f"{case.call.primitive} {case.call.operands} -> {case.call.results} {str(params)[:300]}"
+
+
+def _specs(layouts: Sequence[Layout | None]) -> str:
+    return ", ".join("scalar" if at is None else f"{at.dims}{f' partial {at.partial}' if at.partial else ''}" for at in layouts)

@@ -1,0 +1,173 @@
+"""Running emitted strategies: many compiled as one program, taken apart where something in it cannot be compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from shardplan.errors import DescriptionError
+from shardplan.mesh import Cluster
+from shardplan.tdl import Description, describe
+from shardplan.tdl.localize import evaluate
+from shardplan.tdl.proof import CASES, Case, Drawn, applications
+from tests.emit.proof.cuts import Cuts, Emitted
+
+TOGETHER = 48
+"""So many strategies are compiled as one program."""
+
+
+@dataclass(frozen=True, order=True)
+class Draw:
+    """A case of a primitive by its seed, on one mesh; with ``gradient`` the ops of its vector-Jacobian product instead."""
+
+    primitive: str
+    seed: int
+    mesh: str
+    odd: bool = False
+    gradient: bool = False
+
+
+@dataclass(frozen=True)
+class Task:
+    """Draws to run together, at most so many strategies of each op; with ``only`` just the strategy of that number."""
+
+    draws: tuple[Draw, ...]
+    most: int
+    only: int | None = None
+
+
+@dataclass
+class Tally:
+    """What was run: cuts of one loop, of several, operands or results that are partial, and those that were uneven."""
+
+    cases: int = 0
+    cuts: int = 0
+    pairs: int = 0
+    partial: int = 0
+    uneven: int = 0
+    idle: int = 0
+    primitives: dict[str, int] = field(default_factory=dict[str, int])
+    faults: list[str] = field(default_factory=list[str])
+
+    def add(self, other: Tally) -> None:
+        """Takes in what another one counted."""
+        for name in ("cases", "cuts", "pairs", "partial", "uneven", "idle"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for primitive, n in other.primitives.items():
+            self.primitives[primitive] = self.primitives.get(primitive, 0) + n
+        self.faults += other.faults
+
+
+def cases_of(draw: Draw) -> list[Case]:
+    """The call that is drawn, or every described op of its gradient. A case that cannot be drawn with odd dims gives none."""
+    try:
+        case = CASES[draw.primitive](Drawn(draw.seed, odd=draw.odd))
+    except (ValueError, TypeError, AssertionError, IndexError):
+        if draw.odd:
+            return []
+        raise
+    return _of_gradient(case) if draw.gradient else [case]
+
+
+def strategies(draw: Draw, most: int) -> list[Emitted]:
+    """At most so many strategies of each op of a draw, by its seed."""
+    mesh = mesh_of(draw.mesh)
+    found: list[Emitted] = []
+    for n, case in enumerate(cases_of(draw)):
+        rng = np.random.default_rng([draw.seed, n])
+        cuts = Cuts(case, draw.mesh)
+        rows = cuts.options
+        chosen = rng.permutation(len(rows.loops))[:most].tolist()
+        found += [cuts.emitted(rows, row, mesh, rng) for row in sorted(chosen)]
+    return found
+
+
+def mesh_of(shape: str) -> Mesh:
+    """The first simulated devices as a mesh of this shape."""
+    sizes = [int(n) for n in shape.split("x")]
+    names = [level.name for level in Cluster.load(shape).levels]
+    return Mesh(np.array(jax.devices()[: int(np.prod(sizes))]).reshape(sizes), names)
+
+
+def run(task: Task, tell: Callable[[Emitted], None]) -> Tally:
+    """Runs the strategies of a task. ``tell`` hears of each that is about to run alone: it may end the process."""
+    tally = Tally()
+    every = [e for draw in task.draws for e in strategies(draw, task.most)]
+    every = every if task.only is None else every[task.only : task.only + 1]
+    for shape in dict.fromkeys(d.mesh for d in task.draws):
+        mine = [e for e in every if e.name.startswith(f"{shape} ")]
+        for start in range(0, len(mine), TOGETHER):
+            tally.faults += _faults(mine[start : start + TOGETHER], tell)
+    for e in every:
+        _count(tally, e)
+    return tally
+
+
+def _faults(some: Sequence[Emitted], tell: Callable[[Emitted], None]) -> list[str]:
+    """The faults of strategies that are compiled together, or in halves where that raises."""
+    if len(some) == 1:
+        tell(some[0])
+    try:
+        results = jax.jit(lambda args: [e.emitter(*own) for e, own in zip(some, args, strict=True)])([e.arguments for e in some])
+        return [fault for e, own in zip(some, results, strict=True) for fault in e.faults(own)]
+    except Exception as error:  # noqa: BLE001  whatever the compiler or an emitter raises is what is looked for
+        if len(some) == 1:
+            return [f"{some[0].name}: {type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"]
+    half = len(some) // 2
+    return _faults(some[:half], tell) + _faults(some[half:], tell)
+
+
+def _count(tally: Tally, e: Emitted) -> None:
+    cut = sorted({v for v in e.loops if v >= 0})
+    tally.cases += 1
+    tally.cuts += len(cut) == 1
+    tally.pairs += len(cut) > 1
+    tally.partial += any(v < -1 for v in e.loops) or any(e.kept)
+    tally.idle += -1 in e.loops and bool(cut)
+    tally.uneven += e.uneven
+    tally.primitives[e.primitive] = tally.primitives.get(e.primitive, 0) + 1
+
+
+def _of_gradient(case: Case) -> list[Case]:
+    """Every described op that is no elementwise one of a call's vector-Jacobian product, each once."""
+    inexact = [i for i, x in enumerate(case.operands) if jnp.issubdtype(np.asarray(x).dtype, jnp.floating)] if _plain(case) else []
+    if not inexact:
+        return []
+
+    def function(*floats: Any) -> Any:
+        operands = list(case.operands)
+        for i, x in zip(inexact, floats, strict=True):
+            operands[i] = x
+        return [y for y in evaluate(case.call, operands) if jnp.issubdtype(y.dtype, jnp.floating)]
+
+    floats = [case.operands[i] for i in inexact]
+    try:
+        results = jax.eval_shape(function, *floats)
+        rng = np.random.default_rng(0)
+        cotangents = [np.asarray(rng.standard_normal(y.shape), y.dtype) for y in results]
+        found = applications(lambda ct, *xs: jax.vjp(function, *xs)[1](ct), cotangents, *floats) if results else []
+    except (NotImplementedError, ValueError, TypeError):
+        return []  # it has no gradient
+    kept: dict[str, Case] = {}
+    for made in found:
+        known = _described(made)
+        if known is not None and not known.elementwise:
+            kept.setdefault(f"{made.call.primitive} {made.call.operands} {made.call.params}", made)
+    return list(kept.values())
+
+
+def _described(case: Case) -> Description | None:
+    try:
+        return describe(case.call)
+    except DescriptionError:
+        return None
+
+
+def _plain(case: Case) -> bool:
+    return all(not str(getattr(x, "dtype", "")).startswith("key") for x in case.operands)

@@ -1,0 +1,27 @@
+"""A process that runs strategies of draws, and may die of one."""
+
+from __future__ import annotations
+
+import sys
+
+from tests.emit.proof.runs import Emitted, Tally, Task, run
+from tests.processes import serve
+
+
+def main() -> None:
+    """Answers tasks until there are no more."""
+    serve(answered, kept=4)
+
+
+def answered(task: Task) -> Tally:
+    """What came of a task. The name of a strategy that runs alone is the last thing written before it may end the process."""
+
+    def tell(about: Emitted) -> None:
+        sys.stderr.write(f"\nalone: {about.name}\n")
+        sys.stderr.flush()
+
+    return run(task, tell)
+
+
+if __name__ == "__main__":
+    main()

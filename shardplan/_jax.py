@@ -126,6 +126,15 @@ def weakly_typed(x: Any) -> Any:
         return x
 
 
+def row_major(x: Any) -> Any:
+    """The value in row-major order in memory, whatever the compiler would choose; experimental API, left out where it is gone."""
+    try:
+        layout = importlib.import_module("jax.experimental.layout")
+        return layout.with_layout_constraint(x, layout.Layout(tuple(range(x.ndim))))
+    except (ImportError, AttributeError):
+        return x
+
+
 @cache
 def _compiled() -> list[str]:
     """One entry for each program that this process compiles from the first call on; a listener cannot be taken away again."""

@@ -36,7 +36,7 @@ class Worker:
     def __init__(self, module: str, *, limit_s: float, life: int) -> None:
         self._module, self._limit_s, self._life = module, limit_s, life
         self._process: subprocess.Popen[bytes] | None = None
-        self._errors = tempfile.TemporaryFile()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  closed by `close`
         self._done = 0
 
     def ask(self, task: Any) -> Any:
@@ -98,7 +98,7 @@ class Worker:
 
 
 def run_all(tasks: Iterable[T], run: Callable[[Worker, T], None], start: Callable[[], Worker], jobs: int) -> None:
-    """Runs each task with one of so many workers; ``run`` is called from several threads, but never twice at once for a worker."""
+    """Runs each task with one of so many workers; ``run`` is called from several threads, but never at once for a worker."""
     pending = iter(tasks)
     lock = threading.Lock()
 

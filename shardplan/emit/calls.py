@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from shardplan.emit.slices import cuttable
+from shardplan.emit.slices import cuttable, in_order
 from shardplan.emit.stacked import partition_spec
 from shardplan.errors import DescriptionError
 from shardplan.ir import Layout, Partial, Reducer, Split
@@ -146,7 +146,8 @@ def _cuts(description: Description, share: Share, mesh: Mesh) -> tuple[_Cut, ...
 def _run(call: Call, made: Sequence[_Cut], operands: Sequence[Any], primitive: Any) -> tuple[Any, ...]:
     """A device's results from its blocks: the outermost cut, and within what it leaves the others."""
     if not made:
-        return evaluate(call, cuttable(call.primitive, operands, call.params), primitive=primitive)
+        results = evaluate(call, cuttable(call.primitive, operands, call.params), primitive=primitive)
+        return tuple(in_order(call.primitive, results))
     (first, *rest) = made
     description = describe(call)
     assert description is not None
@@ -195,7 +196,8 @@ def _left(
 ) -> Any:
     """A result reduced over all axes but those ``kept``, for each of which it gets a leading dim."""
     x, extreme = results[result], results[-1]  # a reduction of pairs gives the extremes as one result more
-    sums = [(c.strategy.results[result].reducer, c.axes) for c in made if isinstance(c.strategy.results[result], Partial)]
+    places = [(c.strategy.results[result], c.axes) for c in made]
+    sums: list[tuple[Reducer, tuple[str, ...]]] = [(p.reducer, axes) for p, axes in places if isinstance(p, Partial)]
     for reducer, axes in [*sums, ("sum", tuple(handed))]:
         gone = tuple(name for name in axes if name not in kept)
         x = reduce(x, extreme, reducer, gone) if gone else x

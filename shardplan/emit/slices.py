@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from shardplan import _jax
+
 
 def cuttable(primitive: str, inputs: Sequence[Any], params: Mapping[str, Any], *, constant: bool = False) -> list[Any]:
     """The inputs with which an op gives the same results however it is partitioned.
@@ -23,6 +25,8 @@ def cuttable(primitive: str, inputs: Sequence[Any], params: Mapping[str, Any], *
     """
     found = list(inputs)
     match primitive:
+        case "fft":
+            found[0] = _jax.row_major(found[0])
         case "dynamic_slice":
             found[1:] = _clamped(found[1:], found[0].shape, params["slice_sizes"])
         case "dynamic_update_slice":
@@ -37,6 +41,14 @@ def cuttable(primitive: str, inputs: Sequence[Any], params: Mapping[str, Any], *
         case _:
             pass
     return found
+
+
+def in_order(primitive: str, results: Sequence[Any]) -> list[Any]:
+    """The results of an op, in row-major order in memory where XLA's CPU compiler knows no other.
+
+    Its transforms refuse to run in another order, and nothing keeps the compiler from choosing one for them.
+    """
+    return [_jax.row_major(x) for x in results] if primitive == "fft" else list(results)
 
 
 def _clamped(starts: Sequence[Any], shape: Sequence[int], sizes: Sequence[int]) -> list[Any]:

@@ -20,7 +20,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardplan.emit.calls import Share, divides, on_shares, reduced
-from shardplan.emit.slices import cuttable
+from shardplan.emit.slices import cuttable, in_order
 from shardplan.emit.stacked import map_terms, partition_spec, stacked_shape, summed, term_factors
 from shardplan.ir import Constant, Layout, Op, Program, Reducer
 from shardplan.search.coarsen import FREE
@@ -290,12 +290,15 @@ class SpecsEmitter:
             made = eqn.primitive.bind(
                 *cuttable(op.primitive, inputs, eqn.params, constant=constant), **eqn.primitive.get_bind_params(eqn.params)
             )
-        return list(made) if eqn.primitive.multiple_results else [made]
+        return in_order(op.primitive, made if eqn.primitive.multiple_results else [made])
 
     def whole(self, node: Node, inputs: Sequence[Any]) -> list[Any]:
         """An op that each device makes whole, from whole operands: nothing is left to the partitioner."""
         made = jax.shard_map(
-            lambda *xs: tuple(self.bind(node.op, xs)), mesh=self.mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(),
+            lambda *xs: tuple(self.bind(node.op, xs)),
+            mesh=self.mesh,
+            in_specs=PartitionSpec(),
+            out_specs=PartitionSpec(),
             check_vma=False,
         )
         return list(made(*inputs))

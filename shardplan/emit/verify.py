@@ -54,6 +54,18 @@ class Worst:
 
 
 @dataclass(frozen=True, slots=True)
+class Largest:
+    """The leaf with the largest error as a part of its array's maximum. ``noise`` is the same part of what one unit in the last
+    place of the inputs changes in it: where that is large, the step itself does not determine the array.
+    """
+
+    path: str
+    step: int
+    error: float
+    noise: float
+
+
+@dataclass(frozen=True, slots=True)
 class Verified:
     """What a verification found.
 
@@ -72,6 +84,7 @@ class Verified:
     numbers: int
     max_error: float
     steps: int
+    largest: Largest
     worst: Worst
     unequal: tuple[str, ...]
     recompiles: int
@@ -141,6 +154,7 @@ def verify(
         numbers=judged.numbers,
         max_error=judged.max_error,
         steps=steps,
+        largest=judged.largest,
         worst=judged.worst,
         unequal=judged.unequal,
         recompiles=sharded.recompiles,
@@ -388,6 +402,7 @@ class _Judged:
     compared: int
     numbers: int
     max_error: float
+    largest: Largest
     worst: Worst
 
 
@@ -398,7 +413,7 @@ def _judge(
     changes: Sequence[Sequence[float]],
 ) -> _Judged:
     unequal: list[str] = []
-    largest, compared, numbers = 0.0, 0, 0
+    largest, compared, numbers = Largest("", 0, 0.0, 0.0), 0, 0
     worst, ratio = Worst("", 0, 0.0, 0.0), -1.0
     for n, (wanted, got, change) in enumerate(zip(single, found, changes, strict=True), 1):
         for path, a, b, c in zip(paths, wanted, got, change, strict=True):
@@ -412,8 +427,9 @@ def _judge(
             if error > tolerance and path not in unequal:
                 unequal.append(path)
             if error:
-                largest = max(largest, error / scale if scale else float("inf"))
+                relative, noise = (e / scale if scale else float("inf") if e else 0.0 for e in (error, c))
+                largest = max(largest, Largest(path, n, relative, noise), key=lambda found: found.error)
             part = error / tolerance if tolerance else float("inf") if error else 0.0
             if part > ratio:
                 worst, ratio = Worst(path, n, error, tolerance), part
-    return _Judged(tuple(unequal), compared, numbers, largest, worst)
+    return _Judged(tuple(unequal), compared, numbers, largest.error, largest, worst)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardplan.collectives.reshard import Step
 from shardplan.cost.network import wire_bytes
@@ -111,6 +112,10 @@ class Extractor:
         views = {v.id: problem.resharder.layout(v.shape, states[v.id]) for v in coarse.variables if v.kind != "stored"}
         return Decisions(tuple(layouts), uses, views, solution.keep, tuple(issued), compute_s)
 
+    def chosen(self, seconds: NDArray[np.float64]) -> int:
+        """Which of an op's strategies is taken, of which each costs so much: the cheapest."""
+        return int(np.argmin(seconds))
+
     def program(self, shape: tuple[int, ...], nbytes: int, before: Layout, after: Layout) -> tuple[Step, ...]:
         """The cheapest program between two layouts."""
         if before == after:
@@ -136,7 +141,7 @@ class Extractor:
         options = problem.ops.options(node, allowed)
         base, columns = problem.pricer.strategy_costs(node.signature, slots, free, own, allowed, late=late)
         total = base + sum(c[:, 0] for c in columns)
-        best = int(np.argmin(total))
+        best = self.chosen(total)
         call = node.signature.call
         read = {slot.index for slot in slots if not slot.result}
         needs = tuple(

@@ -34,9 +34,9 @@ class Signature:
 
     ``shared`` are the loops that each device cuts on its own share where they divide, ``fenced`` those of them that are cut in no
     other way, and never padded; ``defers``: terms of its sums may stay apart. ``elementwise``: every operand is read at the
-    result's own index; ``adds``: its result is a sum (or difference) of all that it reads, element by element. ``moves``: it has the elements of its one operand in its result, in other places or in another dtype, or negated;
-    ``resizes``: it only puts dims of one element in or leaves them out. ``contracts``: it multiplies and adds up: a product, a
-    convolution.
+    result's own index; ``adds``: its result is a sum (or difference) of all that it reads, element by element. ``moves``: it has
+    the elements of its one operand in its result, in other places or in another dtype, or negated; ``resizes``: it only puts dims
+    of one element in or leaves them out. ``contracts``: it multiplies and adds up: a product, a convolution.
     """
 
     id: int
@@ -141,9 +141,9 @@ class Link:
 class Graph:
     """The whole program, flat.
 
-    ``bodies`` gives for each body the graph's tensor of each of its own, ``begins`` the first node behind its start; ``carries`` for a scan's carry inside its body the value
-    that it starts from, the one that it is replaced by, and what it is after the loop; ``boundary`` are the tensors that enter a
-    body.
+    ``bodies`` gives for each body the graph's tensor of each of its own, ``begins`` the first node behind its start; ``carries``
+    for a scan's carry inside its body the value that it starts from, the one that it is replaced by, and what it is after the
+    loop; ``boundary`` are the tensors that enter a body.
     """
 
     tensors: tuple[Tensor, ...]

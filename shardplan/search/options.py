@@ -182,9 +182,10 @@ def _numbers(values: Iterable[float]) -> NDArray[np.float64]:
 
 
 def _terms(made: Sequence[_Made], at: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """[strategies]: `Options.terms`. Each device makes its own term on its share, which is cut by nothing that does not divide."""
-    even, divides = (_any(flags)[at].all(axis=1) for flags in ((m.even for m in made), (m.divides for m in made)))
-    return even & (divides | ~_any(-2 in m.places and m.strategy is not None and m.strategy.loop >= 0 for m in made)[at].any(axis=1))
+    """[strategies]: `Options.terms`. Each device makes its own term on its share: nothing that cuts it may fail to divide."""
+    even, divides = _any(m.even for m in made)[at], _any(m.divides for m in made)[at]
+    adds = _any(-2 in m.places and m.strategy is not None and m.strategy.loop >= 0 for m in made)[at]
+    return np.all(even, axis=1) & (np.all(divides, axis=1) | ~np.any(adds, axis=1))
 
 
 class _Roles(NamedTuple):
@@ -292,8 +293,8 @@ def _role(place: Placement, dims: Sequence[int]) -> int:
     return -2 if isinstance(place, Partial) else -1
 
 
-Memo = dict[tuple["_Tried", tuple[int, ...], tuple[tuple[bool, tuple[int, ...]], ...]], "_Combined"]
-"""Composite strategies by what was tried, the ranks of the tensors, and how each cut lays them."""
+Memo = dict[tuple["_Tried", tuple[int, ...], tuple[tuple[bool, tuple[int, ...], bool, bool], ...]], "_Combined"]
+"""Composite strategies by what was tried, the ranks of the tensors, and how each cut lays them, divides and is fenced."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

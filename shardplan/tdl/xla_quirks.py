@@ -47,8 +47,8 @@ _MISALIGNED = frozenset({"pad", "slice"})
 refuses, where a loop is read beside its own index."""
 
 _UNBATCHED = frozenset({"conv_general_dilated", "tie"})
-"""Under `vmap` a convolution becomes a grouped one, whose operands the partitioner gathers, and a tie has no rule: their terms are
-added up at once."""
+"""Under `vmap` a convolution becomes a grouped one, whose operands the partitioner gathers, and a tie has no rule: their terms
+are added up at once."""
 
 
 def fenced_loops(call: Call, description: Description | None, *, run_by_user: bool) -> frozenset[int]:
@@ -100,12 +100,12 @@ def adds_up_at_once(call: Call, description: Description | None, *, run_by_user:
 
 def _loops_over_space(call: Call, description: Description) -> frozenset[int]:
     numbers = call.params["dimension_numbers"]
-    places = {description.results[0][d] for d in numbers.out_spec[2:]}
-    windows: set[int] = set()
+    out, kernel = (tuple(map(int, spec[2:])) for spec in (numbers.out_spec, numbers.rhs_spec))
+    found = {description.results[0][d] for d in out}
     for operand, indices in description.accesses:
         if operand == 1:
-            windows.update(v for d in numbers.rhs_spec[2:] for v in loops_of(indices[d]))
-    return frozenset(places | windows)
+            found.update(v for d in kernel for v in loops_of(indices[d]))
+    return frozenset(found)
 
 
 def _is_opaque(tree: lang.Scalar) -> bool:

@@ -223,3 +223,20 @@ def test_a_file_with_parts_of_another_step_is_refused(tmp_path: Path) -> None:
     replace(plan, remat=replace(plan.remat, parts=(odd,))).save(tmp_path / "plan.json")
     with pytest.raises(PlanFileError, match="computes again is not in this step"):
         shardplan.load(tmp_path / "plan.json", step, *args)
+
+
+def test_a_step_that_returns_a_number_of_numpy() -> None:
+    """A constant result need not be hashable."""
+
+    def net(w: jax.Array, x: jax.Array) -> jax.Array:
+        for _ in range(4):
+            x = jnp.tanh(x @ w)
+        return (x**2).mean()
+
+    def step(w: jax.Array, x: jax.Array) -> Any:
+        return w - jax.grad(net)(w, x), np.float32(3)
+
+    args = jnp.ones((64, 64)), jnp.ones((64, 64))
+    limit = int(shardplan.plan(step, *args, cluster="2x4").peak_bytes * 0.7)
+    plan = shardplan.plan(step, *args, cluster="2x4", memory_limit=limit, remat="auto")
+    assert float(plan.jit(step)(*plan.put(args))[1]) == 3.0

@@ -85,7 +85,11 @@ def _convolution(name: str, draw: Draw) -> Case:
     numbers = _convolution_numbers(draw, spatial)
     groups = draw.choose((("plain", 1), ("plain", 1), ("feature", 2), ("feature", 4), ("batch", 2)))
     features, batches = (groups[1], 1) if groups[0] == "feature" else (1, groups[1])
-    batch, channels, out = extent(draw, draw.choose((2, 6))) * batches, draw.choose((1, 2, 3)) * features, 6 * max(batches, features // 2)
+    batch, channels, out = (
+        extent(draw, draw.choose((2, 6))) * batches,
+        draw.choose((1, 2, 3)) * features,
+        6 * max(batches, features // 2),
+    )
     out = out if out % (features * batches) == 0 else features * batches
     out = extent(draw, out) if features * batches == 1 else out
     size, window = (extent(draw, draw.choose((6, 12))),) * spatial, tuple(draw.choose((1, 2, 3)) for _ in range(spatial))

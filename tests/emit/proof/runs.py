@@ -136,7 +136,9 @@ def _count(tally: Tally, e: Emitted) -> None:
 
 def _of_gradient(case: Case) -> list[Case]:
     """Every described op that is no elementwise one of a call's vector-Jacobian product, each once."""
-    inexact = [i for i, x in enumerate(case.operands) if jnp.issubdtype(np.asarray(x).dtype, jnp.floating)] if _plain(case) else []
+    inexact = (
+        [i for i, x in enumerate(case.operands) if jnp.issubdtype(np.asarray(x).dtype, jnp.floating)] if _plain(case) else []
+    )
     if not inexact:
         return []
 

@@ -24,7 +24,7 @@ def primitives() -> tuple[str, ...]:
 
 
 def tasks(names: Sequence[str], first: int, rounds: int) -> Iterator[Task]:
-    """A task for each primitive and round: even and odd dims, the op itself and the ops of its gradient, on one mesh after another."""
+    """A task for each primitive and round: even and odd dims, the op and the ops of its gradient, on one mesh after another."""
     for seed in range(first, first + rounds):
         for n, name in enumerate(names):
             mesh = MESHES[(seed + n) % len(MESHES)]
@@ -64,7 +64,8 @@ def _answer(worker: Worker, task: Task) -> Tally:
     for n in range(task.most * 8):
         alone = worker.ask(replace(task, only=n))
         if isinstance(alone, Lost):
-            total.add(Tally(cases=1, faults=[f"{task.draws[0]} strategy {n}: {'hung' if alone.hung else 'aborted'}, {alone.detail}"]))
+            end = "hung" if alone.hung else "aborted"
+            total.add(Tally(cases=1, faults=[f"{', '.join(map(str, task.draws))} strategy {n}: {end}, {alone.detail}"]))
         elif not alone.cases:
             break
         else:

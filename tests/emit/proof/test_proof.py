@@ -13,16 +13,21 @@ from tests.emit.proof.cuts import MESHES, Cuts
 from tests.emit.proof.runs import Draw, Task, mesh_of, run
 from tests.emit.proof.sweep import primitives, sweep, tasks
 
-FENCED = ("conv_general_dilated", "gather", "scatter-add", "scatter-max", "pad", "slice", "reduce_or", "reshape", "dot_general")
+FENCED = (
+    "conv_general_dilated dot_general gather pad reduce_and reduce_or reduce_sum reshape scatter scatter-add scatter-max slice"
+).split()
 """What was found wrong once, or is in every step, is in every sample."""
-GROUPS = 6
+REMEMBERED = [Draw("conv_general_dilated", 7, "2x2x2", False, gradient) for gradient in (False, True)]
+"""Draws that the partitioner got wrong."""
+GROUPS = 4
 
 
 def sample(group: int) -> Iterator[Task]:
-    """A sixth of a sample: what is `FENCED` three times, of all others every third once."""
-    others = [name for name in primitives() if name not in FENCED][::3]
-    yield from list(tasks(FENCED, 0, 3))[group::GROUPS]
-    yield from list(tasks(others, 0, 1))[group::GROUPS]
+    """A quarter of a sample: what is `FENCED`, and of all others every fourth primitive once."""
+    others = [name for name in primitives() if name not in FENCED][::4]
+    yield from ([Task(tuple(REMEMBERED), 12)] if group == 0 else [])
+    yield from list(tasks(FENCED, 1, 2))[group::GROUPS]
+    yield from list(tasks(others, 1, 1))[group::GROUPS]
 
 
 @pytest.mark.parametrize("group", range(GROUPS))
@@ -30,7 +35,7 @@ def test_a_sample_of_all_strategies(group: int) -> None:
     found = sweep(sample(group), jobs=1, budget_s=600.0)
     assert not found.faults, "\n".join(found.faults)
     assert found.cases > 100
-    assert min(found.cuts, found.pairs, found.idle, found.partial, found.uneven) > 10
+    assert min(found.cuts, found.pairs, found.idle, found.partial, found.uneven) > 5
 
 
 @pytest.mark.slow
@@ -62,4 +67,4 @@ def test_equal_seeds_give_equal_strategies(mesh: str) -> None:
     told: list[str] = []
     first, second = (run(task, lambda e: told.append(e.name)) for _ in range(2))
     assert first == second
-    assert first.cases == 4
+    assert first.cases

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,8 +33,10 @@ class Lost:
 class Worker:
     """A process that runs ``module``, which calls `serve`; a new one is started after every ``life`` tasks."""
 
-    def __init__(self, module: str, *, limit_s: float, life: int) -> None:
+    def __init__(self, module: str, *, limit_s: float, life: int, environment: Mapping[str, str] | None = None) -> None:
         self._module, self._limit_s, self._life = module, limit_s, life
+        own = {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": str(ROOT)}
+        self._environment = {**os.environ, **own, **(environment or {})}
         self._process: subprocess.Popen[bytes] | None = None
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  closed by `close`
         self._done = 0
@@ -80,10 +82,9 @@ class Worker:
         if self._process is None:
             self._errors.seek(0)
             self._errors.truncate()
-            environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": str(ROOT)}
             self._process = subprocess.Popen(
                 [sys.executable, "-m", self._module],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, cwd=ROOT, env=environment,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, cwd=ROOT, env=self._environment,
             )  # fmt: skip
         self._done += 1
         return self._process
@@ -97,7 +98,10 @@ class Worker:
         return (fatal or lines or ["nothing written"])[-1][:300]
 
 
-def run_all(tasks: Iterable[T], run: Callable[[Worker, T], None], start: Callable[[], Worker], jobs: int) -> None:
+W = TypeVar("W", bound=Worker)
+
+
+def run_all(tasks: Iterable[T], run: Callable[[W, T], None], start: Callable[[], W], jobs: int) -> None:
     """Runs each task with one of so many workers; ``run`` is called from several threads, but never at once for a worker."""
     pending = iter(tasks)
     lock = threading.Lock()

@@ -70,19 +70,17 @@ class Verified:
     """What a verification found.
 
     ``compared`` counts the numbers of the single-device step that say something: those that are neither infinite nor NaN. Where
-    there are ``numbers`` but none of these, nothing is proven and ``equal`` is false. ``max_error`` is the largest error of any
-    leaf as a part of that leaf's maximum. ``recompiles`` counts compilations after the first step, ``single_recompiles`` those of
-    the step under plain `jax.jit`, which are none of the plan's; ``retyped`` lists the arguments that make both compile again:
-    they come back weakly typed and went in otherwise, or the other way round. ``moved`` lists the state that comes back in
-    another sharding than it went in. ``zeros`` lists the integer and boolean arguments that were only shapes: they were all
-    zero, so that a fault that moves integers is not seen in them. Bytes are per device and step; ``measured_bytes`` undoes what
-    only the CPU compiler does (see `shardplan.emit.hlo.measure`).
+    there are ``numbers`` but none of these, nothing is proven and ``equal`` is false. ``recompiles`` counts compilations after
+    the first step, ``single_recompiles`` those of the step under plain `jax.jit`, which are none of the plan's; ``retyped`` lists
+    the arguments that make both compile again: they come back weakly typed and went in otherwise, or the other way round.
+    ``moved`` lists the state that comes back in another sharding than it went in. ``zeros`` lists the integer and boolean
+    arguments that were only shapes: they were all zero, so that a fault that moves integers is not seen in them. Bytes are per
+    device and step; ``measured_bytes`` undoes what only the CPU compiler does (see `shardplan.emit.hlo.measure`).
     """
 
     equal: bool
     compared: int
     numbers: int
-    max_error: float
     steps: int
     largest: Largest
     worst: Worst
@@ -100,6 +98,11 @@ class Verified:
     collectives: Mapping[str, Bytes]
 
     @property
+    def max_error(self) -> float:
+        """The largest error of any leaf as a part of that leaf's maximum."""
+        return self.largest.error
+
+    @property
     def passed(self) -> bool:
         """Equal, compiled no more often than the single-device step, and no state moved between steps."""
         return self.equal and self.recompiles <= self.single_recompiles and not self.moved
@@ -107,7 +110,7 @@ class Verified:
     @property
     def json(self) -> dict[str, Any]:
         """As JSON values."""
-        return asdict(self) | {"passed": self.passed}
+        return asdict(self) | {"passed": self.passed, "max_error": self.max_error}
 
 
 def verify(
@@ -152,7 +155,6 @@ def verify(
         equal=not judged.unequal and (judged.compared > 0 or not judged.numbers),
         compared=judged.compared,
         numbers=judged.numbers,
-        max_error=judged.max_error,
         steps=steps,
         largest=judged.largest,
         worst=judged.worst,
@@ -401,7 +403,6 @@ class _Judged:
     unequal: tuple[str, ...]
     compared: int
     numbers: int
-    max_error: float
     largest: Largest
     worst: Worst
 
@@ -432,4 +433,4 @@ def _judge(
             part = error / tolerance if tolerance else float("inf") if error else 0.0
             if part > ratio:
                 worst, ratio = Worst(path, n, error, tolerance), part
-    return _Judged(tuple(unequal), compared, numbers, largest.error, largest, worst)
+    return _Judged(tuple(unequal), compared, numbers, largest, worst)

@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import shardplan
@@ -192,3 +193,16 @@ def test_a_baseline_that_is_left_out_says_why() -> None:
     step, args = mlp.train_step(batch=8, width=30, inputs=30, classes=10)
     reasons = {r.name: r.reason for r in shardplan.plan(step, *args, cluster="8").rivals.left_out}
     assert "kernel (30, 30) divides by 8 along no dim" in reasons["tensor parallel"]
+
+
+@pytest.mark.parametrize("cluster", ["2x4", "8"])
+def test_data_that_lies_like_state_leaves_no_baseline_without_layouts(cluster: str) -> None:
+    """A mask of the parameter's shape shares its layout, which ZeRO-1 splits and the data alone would not."""
+
+    def step(w: jax.Array, mask: jax.Array, x: jax.Array) -> Any:
+        loss = lambda w: jnp.mean(jnp.where(mask > 0, w, 0.1 * w) ** 2) + jnp.mean((x * 2) ** 2)  # noqa: E731
+        return w - 0.1 * jax.grad(loss)(w), loss(w)
+
+    problem = steps.problem(step, steps.array(1, 8), steps.array(1, 8), steps.array(8, 1), on=Cluster.load(cluster))
+    for restriction in baselines(problem):
+        assert all(restriction.domains), restriction.name

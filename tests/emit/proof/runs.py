@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,14 +114,21 @@ def _faults(some: Sequence[Emitted], tell: Callable[[Emitted], None]) -> list[st
     """The faults of strategies that are compiled together, or in halves where that raises."""
     if len(some) == 1:
         tell(some[0])
-    try:
-        results = jax.jit(lambda args: [e.emitter(*own) for e, own in zip(some, args, strict=True)])([e.arguments for e in some])
-        return [fault for e, own in zip(some, results, strict=True) for fault in e.faults(own)]
-    except Exception as error:  # noqa: BLE001  whatever the compiler or an emitter raises is what is looked for
-        if len(some) == 1:
-            return [f"{some[0].name}: {type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"]
+    with ThreadPoolExecutor(1) as thread:  # whatever the compiler or an emitter raises is what is looked for
+        future = thread.submit(_together, some)
+        error = future.exception()
+    if error is None:
+        return [fault for e, own in zip(some, future.result(), strict=True) for fault in e.faults(own)]
+    if len(some) == 1:
+        return [f"{some[0].name}: {type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"]
     half = len(some) // 2
     return _faults(some[:half], tell) + _faults(some[half:], tell)
+
+
+def _together(some: Sequence[Emitted]) -> list[list[Any]]:
+    """The results of each strategy, all of them compiled as one program."""
+    program = jax.jit(lambda args: [e.emitter(*own) for e, own in zip(some, args, strict=True)])
+    return program([e.arguments for e in some])
 
 
 def _count(tally: Tally, e: Emitted) -> None:

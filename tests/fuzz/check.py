@@ -1,0 +1,145 @@
+"""A step under a plan beside the same step under plain `jax.jit`: two steps with state fed back, leaf by leaf."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+import shardplan
+from shardplan.emit.verify import Verified, verify
+from tests.machines import machine
+
+STEPS = 2
+NOISES = 4
+Step = Callable[..., Any]
+Status = Literal["equal", "wrong", "crashed", "aborted", "hung", "refused", "invalid"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What became of a program. ``communicates``: its plan sends something. ``silent``: no number of it is finite.
+
+    ``crashed``: an error of the planner or the compiler; ``aborted``: the process died; ``hung``: it took too long; ``refused``:
+    pins or the memory limit cannot be kept; ``invalid``: the step fails under plain `jax.jit` too, which is the fuzzer's fault.
+    """
+
+    status: Status
+    detail: str = ""
+    communicates: bool = False
+    silent: bool = False
+
+    @property
+    def failed(self) -> bool:
+        """Whether this says that something is broken."""
+        return self.status not in ("equal", "refused")
+
+
+def examine(
+    step: Step,
+    args: Sequence[Any],
+    *,
+    cluster: str,
+    pins: Mapping[str, Sequence[Any]] | None = None,
+    memory_part: float | None = None,
+    remat: str = "none",
+    objective: str = "time",
+    donate: bool = False,
+    noisy: Callable[[int], Step] | None = None,
+    drop: int | None = None,
+) -> Finding:
+    """Plans a step and compares. ``noisy`` gives the step with its floats moved by a unit, for what `verify` finds unequal.
+
+    ``memory_part``: the memory limit, as a part of the peak of the plan without one. ``drop`` leaves out the exchange of that
+    number, which should be found. Errors of the planner are raised.
+    """
+    options: dict[str, Any] = {"cluster": machine(cluster), "objective": objective}
+    options["pins"] = {path: PartitionSpec(*entries) for path, entries in (pins or {}).items()}
+    options["donate_argnums"] = (0,) if donate else ()
+    try:
+        if memory_part is not None:
+            options["memory_limit"] = int(shardplan.plan(step, *args, **options).peak_bytes * memory_part)
+        plan = shardplan.plan(step, *args, remat=remat, **options)
+    except (shardplan.PinError, shardplan.MemoryLimitError) as error:
+        return Finding("refused", _line(error))
+    except shardplan.ShardplanError as error:
+        if objective == "bytes" and "objective='bytes'" in str(error):
+            return Finding("refused", _line(error))
+        raise
+    devices = jax.devices()[: machine(cluster).size]
+    found = verify(plan, step, args, steps=STEPS, devices=devices, drop=drop)
+    sends = plan.communication_bytes > 0
+    if found.equal or not found.compared:
+        return Finding("equal", communicates=sends, silent=not found.compared and found.numbers > 0)
+    run, placed = plan.jit(step, devices, drop=drop), plan.put(_copies(args), mesh=plan.mesh(devices))
+    if noisy is not None and not _beyond_rounding(_run(run, placed, plan), plan, step, args, noisy):
+        return Finding("equal", "differs by rounding", communicates=sends)
+    return Finding("wrong", _worst(found), communicates=sends)
+
+
+def _worst(found: Verified) -> str:
+    worst = found.worst
+    where = f"leaf {worst.path} after step {worst.step}: off by {worst.error:.2g}, {worst.tolerance:.2g} allowed"
+    return f"{where}; {len(found.unequal)} unequal"
+
+
+def _line(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0][:200]
+
+
+# -- rounding inside the step ------------------------------------------------------------------------------------------
+
+
+def _beyond_rounding(
+    found: Sequence[np.ndarray], plan: Any, step: Step, args: Sequence[Any], noisy: Callable[[int], Step]
+) -> bool:
+    """Whether a leaf differs by more than ten times what moving every float inside the step by one unit does."""
+    wanted = _run(jax.jit(step), _copies(args), plan)
+    others = [_run(jax.jit(noisy(n)), _copies(args), plan) for n in range(NOISES)]
+    leaves = zip(wanted, found, *others, strict=True)
+    return any(_gap(a, b) > 10 * max(_gap(a, c) for c in moved) + _floor(a) for a, b, *moved in leaves)
+
+
+def _copies(args: Sequence[Any]) -> tuple[Any, ...]:
+    """The arguments again, for a step that takes their memory."""
+    return tuple(jax.tree.map(lambda x: x.copy(), tuple(args)))
+
+
+def _run(step: Step, args: Sequence[Any], plan: Any) -> list[np.ndarray]:
+    """All leaves after each step, with the state fed back that the plan knows."""
+    feedback = plan.traced.program.feedback
+    leaves, tree = jax.tree.flatten(tuple(args))
+    after: list[np.ndarray] = []
+    for _ in range(STEPS):
+        outs = jax.tree.leaves(step(*jax.tree.unflatten(tree, leaves)))
+        after += [_host(x) for x in outs]
+        for x, i in zip(outs, feedback, strict=True):
+            if i is not None:
+                leaves[i] = x
+    return after
+
+
+def _host(x: Any) -> np.ndarray:
+    return np.array(jax.random.key_data(x)) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.array(x)
+
+
+def _gap(a: np.ndarray, b: np.ndarray) -> float:
+    """The largest difference; of numbers that only one has finite, infinite."""
+    x, y = (v.astype(np.complex128 if np.iscomplexobj(v) else np.float64) for v in (a, b))
+    with np.errstate(invalid="ignore"):
+        gap = np.where((x == y) | (np.isnan(x) & np.isnan(y)), 0.0, np.abs(x - y))
+    return float(np.nan_to_num(gap, nan=np.inf).max(initial=0.0))
+
+
+def _floor(a: np.ndarray) -> float:
+    """What a leaf may differ by in any case: a millionth of its maximum, of narrow floats one unit of theirs."""
+    if not jnp.issubdtype(a.dtype, jnp.inexact):
+        return 0.0
+    part = max(1e-6, float(jnp.finfo(a.dtype).eps)) if a.dtype.itemsize < 4 else 1e-6
+    sizes = np.abs(a.astype(np.complex128))
+    return part * float(np.max(sizes, initial=0.0, where=np.isfinite(sizes)))

@@ -1,0 +1,71 @@
+"""A process that examines programs one after another, and may die of one.
+
+A task is a seed or a program, the answer to it a `Finding`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import jax
+
+from tests.fuzz.check import Finding, examine
+from tests.fuzz.generate import program
+from tests.fuzz.program import Program, make
+from tests.processes import serve
+
+KEPT = 12
+"""Programs until compiled code is thrown away."""
+T = TypeVar("T")
+
+
+def judged(made: Program) -> Finding:
+    """What becomes of a program in this process; an error is a finding as well."""
+    error = _error(lambda: examined(made))
+    if not isinstance(error, BaseException):
+        return error
+    broken = _error(lambda: jax.block_until_ready(_plain(made)))
+    return Finding("invalid", _named(broken)) if isinstance(broken, BaseException) else Finding("crashed", _named(error))
+
+
+def examined(made: Program) -> Finding:
+    """What becomes of a program where nothing raises."""
+    step, args = make(made)
+    return examine(step, args, **made.options, noisy=lambda seed: make(made, seed)[0])
+
+
+def _plain(made: Program) -> Any:
+    step, args = make(made)
+    return jax.jit(step)(*args)
+
+
+def _error(run: Callable[[], T]) -> T | BaseException:
+    """The result, or whatever was raised: the step under test may raise anything."""
+    with ThreadPoolExecutor(1) as thread:
+        future = thread.submit(run)
+        error = future.exception()
+        return future.result() if error is None else error
+
+
+def _named(error: BaseException) -> str:
+    """The error's type and first line, and the innermost line of the planner that it passed."""
+    where = ""
+    trace = error.__traceback__
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if f"{os.sep}shardplan{os.sep}" in file:
+            where = f" ({file.rsplit(f'{os.sep}shardplan{os.sep}', 1)[1]}:{trace.tb_lineno})"
+        trace = trace.tb_next
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}{where}"
+
+
+def main() -> None:
+    """Answers tasks until there are no more."""
+    serve(lambda task: judged(program(task) if isinstance(task, int) else task), kept=KEPT)
+
+
+if __name__ == "__main__":
+    main()

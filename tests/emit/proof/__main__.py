@@ -30,8 +30,8 @@ def main() -> int:
     total = sweep(tasks(names, options.first, options.rounds), jobs=options.jobs, budget_s=options.budget, tell=tell)
     print(
         f"jaxlib {jaxlib.version.__version__}: {len(total.primitives)} primitives, {total.cases} cases: {total.cuts} with one "
-        f"loop cut, {total.pairs} with several, {total.idle} of them with an idle axis; {total.uneven} uneven, {total.partial} with partial "
-        f"sums kept or handed on; {len(total.faults)} wrong; {time.monotonic() - began:.0f} s"
+        f"loop cut, {total.pairs} with several, {total.idle} of them with an idle axis; {total.uneven} uneven, "
+        f"{total.partial} with partial sums kept or handed on; {len(total.faults)} wrong; {time.monotonic() - began:.0f} s"
     )
     return int(bool(total.faults))
 

@@ -1,0 +1,37 @@
+"""Every model on a machine where even small steps are cut runs as on one device."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax
+import pytest
+
+import shardplan
+from shardplan.emit.verify import verify
+from tests.machines import machine
+from tests.models.test_factories import TINY, factory
+
+MACHINES = ("2x4:slow", "2x2x2:slow", "3x2:slow")
+DEVICES = {"2x4:slow": 8, "2x2x2:slow": 8, "3x2:slow": 6}
+
+
+def check(name: str, on: str, options: dict[str, Any], steps: int) -> None:
+    step, args = factory(name)(**options, concrete=True)
+    plan = shardplan.plan(step, *args, cluster=machine(on), donate_argnums=0)
+    assert plan.communication_bytes > 0, "nothing is cut that has to be reduced"
+    found = verify(plan, step, args, steps=steps, devices=jax.devices()[: DEVICES[on]])
+    assert found.passed, found
+
+
+@pytest.mark.parametrize(("name", "on"), list(zip(TINY, itertools.cycle(MACHINES), strict=False)))
+def test_a_tiny_model_is_right_where_it_is_cut(name: str, on: str) -> None:
+    check(name, on, TINY[name], 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on", MACHINES)
+@pytest.mark.parametrize("name", TINY)
+def test_a_model_is_right_where_it_is_cut(name: str, on: str) -> None:
+    check(name, on, {}, 3)

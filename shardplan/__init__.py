@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         ShardplanError,
         TargetError,
         TraceError,
+        UncompiledPrimitiveError,
         UndescribedPrimitiveError,
     )
     from shardplan.files import load
@@ -51,6 +52,7 @@ __all__ = [
     "ShardplanError",
     "TargetError",
     "TraceError",
+    "UncompiledPrimitiveError",
     "UndescribedPrimitiveError",
     "all_reduce",
     "load",

@@ -12,7 +12,15 @@ from jax.sharding import PartitionSpec
 
 from shardplan import _jax
 from shardplan.clusters import ClusterLike, resolve_cluster
-from shardplan.errors import ClusterError, MemoryLimitError, PinError, ShardplanError, nearest, size_text
+from shardplan.errors import (
+    ClusterError,
+    MemoryLimitError,
+    PinError,
+    ShardplanError,
+    UncompiledPrimitiveError,
+    nearest,
+    size_text,
+)
 from shardplan.ir import Program, spec_text
 from shardplan.objects import trace_step
 from shardplan.plans import Plan
@@ -32,6 +40,7 @@ from shardplan.search.solver import Solution
 from shardplan.search.tables import LONGEST_S
 from shardplan.search.variables import OneChoice, one_choice_of
 from shardplan.sizes import parse_bytes
+from shardplan.tdl.xla_quirks import UNCOMPILED
 
 _log = logging.getLogger("shardplan")
 
@@ -73,6 +82,7 @@ def plan(
         MemoryLimitError: if no plan fits.
         PinError: for a pin that matches nothing, names no axis, does not divide, or splits what has no elements.
         UndescribedPrimitiveError: for a primitive without a description.
+        UncompiledPrimitiveError: for one that XLA compiles for a single device alone, on several.
         ClusterError: for a cluster that cannot be, or on which the step takes 1,000 s or more.
     """
     del seed
@@ -86,6 +96,8 @@ def plan(
     traced = trace_step(step, args, donated)
     traced_at = time.perf_counter()
     replicate = _known_primitives(replicate, traced.program)
+    if loaded.size > 1:
+        _check_compiled(traced.program)
     wanted = Wanted(limit, frozenset(leaves_of(traced.in_tree, donated)), _entries(pins or {}), deadline, observer, measure)
     with uncollected():
         planned = _searched(traced.program, Searcher(replicate, shared, loaded, wanted), again=remat == "auto")
@@ -171,6 +183,15 @@ def _known_primitives(names: Sequence[str], program: Program) -> tuple[str, ...]
         if name not in used and name not in _jax.primitives():
             raise ShardplanError(f"replicate names {name!r}, which is no primitive{nearest(name, sorted(used))}")
     return names
+
+
+def _check_compiled(program: Program) -> None:
+    """Passes where XLA compiles every op of a program for several devices."""
+    for op in program.ops:
+        if op.primitive in UNCOMPILED:
+            raise UncompiledPrimitiveError(op.primitive, str(op.source), UNCOMPILED[op.primitive])
+        for body in op.bodies:
+            _check_compiled(body)
 
 
 def _primitives(program: Program) -> Iterator[str]:

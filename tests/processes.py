@@ -46,14 +46,15 @@ class Worker:
         process = self._started()
         assert process.stdin is not None
         assert process.stdout is not None
-        pickle.dump(task, process.stdin)
-        process.stdin.flush()
+        with _broken_pipes():  # it died idle: there is no answer to read
+            pickle.dump(task, process.stdin)
+            process.stdin.flush()
         if not select.select([process.stdout], [], [], self._limit_s)[0]:
             self.stop()
             return Lost(True, f"over {self._limit_s:.0f} s")
         try:
             return pickle.load(process.stdout)
-        except EOFError:
+        except (EOFError, pickle.UnpicklingError):
             code = process.wait()
             detail = self._last_words()
             self.stop()
@@ -61,7 +62,7 @@ class Worker:
 
     def stop(self) -> None:
         """Ends the process."""
-        process, self._process = self._process, None
+        process, self._process, self._done = self._process, None, 0
         if process is None:
             return
         process.kill()
@@ -77,7 +78,7 @@ class Worker:
         self._errors.close()
 
     def _started(self) -> subprocess.Popen[bytes]:
-        if self._process is not None and self._done % self._life == 0:
+        if self._done == self._life:
             self.stop()
         if self._process is None:
             self._errors.seek(0)
@@ -121,6 +122,13 @@ def run_all(tasks: Iterable[T], run: Callable[[W, T], None], start: Callable[[],
     with ThreadPoolExecutor(jobs) as threads:
         for future in [threads.submit(work) for _ in range(jobs)]:
             future.result()
+
+
+def outcome(run: Callable[[], T]) -> T | BaseException:
+    """What ``run`` returns or raises: whatever a planner or a compiler raises is what is looked for here."""
+    with ThreadPoolExecutor(1) as thread:
+        future = thread.submit(run)
+        return future.exception() or future.result()
 
 
 def serve(answer: Callable[[Any], Any], *, kept: int) -> None:

@@ -1,7 +1,8 @@
-"""Calls that XLA cannot partition (kernels, and functions with a description of the user's own): each device runs its share.
+"""Ops that each device runs on its own share: those that XLA's partitioner gets wrong or cannot cut, and those whose partial sums
+stay apart.
 
-The share is the one of which the description was proven: `shardplan.tdl.localize` says what a worker runs, halos come from the
-neighbours, and what is partial is reduced at once.
+`shardplan.tdl.localize` says what a device runs. Halos come from the neighbours. Partial results are reduced here, except over
+the axes that are kept.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from shardplan.emit.slices import cuttable, in_order
+from shardplan.emit.slices import cuttable, in_row_major_order
 from shardplan.emit.stacked import partition_spec
 from shardplan.errors import DescriptionError
 from shardplan.ir import Layout, Partial, Reducer, Split
@@ -29,9 +30,11 @@ Reduce = Callable[[Any, Any, Reducer, tuple[str, ...]], Any]
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What each device does of a call: ``loops`` says for each mesh axis the loop that it cuts (-1: none; under that: it hands
-    terms on). ``needs`` and ``gives`` are the layouts of operands (None: as the cuts have it) and results, these before they are
-    reduced; ``kept`` says for each result over which axes its terms stay apart.
+    """How an op is run on shares.
+
+    ``loops[f]`` is the loop that axis f cuts (-1: none; below -1: the axis hands terms on). ``needs`` are the operands' layouts
+    (None: as the cuts say), ``gives`` the results' before they are reduced, ``kept[r]`` the axes over which the terms of result r
+    stay apart.
     """
 
     loops: tuple[int, ...]
@@ -147,7 +150,7 @@ def _run(call: Call, made: Sequence[_Cut], operands: Sequence[Any], primitive: A
     """A device's results from its blocks: the outermost cut, and within what it leaves the others."""
     if not made:
         results = evaluate(call, cuttable(call.primitive, operands, call.params), primitive=primitive)
-        return tuple(in_order(call.primitive, results))
+        return tuple(in_row_major_order(call.primitive, results))
     (first, *rest) = made
     description = describe(call)
     assert description is not None

@@ -4,6 +4,8 @@ XLA makes one dynamic slice of two that are nested, with the sum of their starts
 and would be clamped, and a partitioned program has such pairs that its author never wrote: the partitioner slices each device's
 share out of a dynamic slice, and a scatter of one row reads the row that it may have to keep from a slice of its operand. So
 starts are clamped here, which changes nothing, and a scatter's operand is fenced.
+
+The CPU's compiler runs a transform only in row-major order; its operand and result are held in it.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ def cuttable(primitive: str, inputs: Sequence[Any], params: Mapping[str, Any], *
     return found
 
 
-def in_order(primitive: str, results: Sequence[Any]) -> list[Any]:
+def in_row_major_order(primitive: str, results: Sequence[Any]) -> list[Any]:
     """The results of an op, in row-major order in memory where XLA's CPU compiler knows no other.
 
     Its transforms refuse to run in another order, and nothing keeps the compiler from choosing one for them.

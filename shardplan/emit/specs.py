@@ -20,7 +20,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardplan.emit.calls import Share, divides, on_shares, reduced
-from shardplan.emit.slices import cuttable, in_order
+from shardplan.emit.slices import cuttable, in_row_major_order
 from shardplan.emit.stacked import map_terms, partition_spec, stacked_shape, summed, term_factors
 from shardplan.ir import Constant, Layout, Op, Program, Reducer
 from shardplan.search.coarsen import FREE
@@ -104,6 +104,8 @@ class SpecsEmitter:
 
     def force(self, frame: _Frame, local: int, later: _Later, layout: Layout | None) -> Any:
         """A free value, made anew for each layout that reads it."""
+        node = self.nodes[frame.where, later.op.id]
+        layout = layout if node.signature.aligned else None  # made whole on every device
         key = (local, layout)
         if key not in frame.made:
             inputs = []
@@ -114,11 +116,8 @@ class SpecsEmitter:
                     inputs.append(self.force(frame, i, value, layout if same else None))  # type: ignore[arg-type]
                 else:
                     inputs.append(_literal(value))
-            node = self.nodes[frame.where, later.op.id]
-            if not node.signature.aligned:
-                frame.made[key] = self.whole(node, inputs)[later.result]
-            else:
-                frame.made[key] = self.constrain(self.bind(later.op, inputs)[later.result], layout)
+            made = self.bind(later.op, inputs) if node.signature.aligned else self.whole(node, inputs)
+            frame.made[key] = self.constrain(made[later.result], layout)
         return frame.made[key]
 
     def _shape(self, frame: _Frame, local: int) -> tuple[int, ...]:
@@ -168,6 +167,7 @@ class SpecsEmitter:
         if share is not None:
             outputs = self.shared(node, share, inputs)
         elif use is None and not node.signature.aligned:
+            assert not any(self._partial(frame, i) for i in op.inputs), "only what reads at its own index hands terms on"
             outputs = self.whole(node, inputs)
         else:
             outputs = self.apply(frame, op, use, inputs)
@@ -191,13 +191,18 @@ class SpecsEmitter:
             return None
         kept = tuple(() if stored is None else tuple(f for f in over if f in stored.partial) for stored in use.stored)
         share = Share(use.loops, use.needs, use.gives, kept)
-        return share if divides(signature.description, share, self.sizes) else None
+        if divides(signature.description, share, self.sizes):
+            return share
+        assert all(use.loops[f] < -1 for f in over), "terms are made on shares alone"
+        assert signature.fenced.isdisjoint(use.loops), "what is fenced is cut only where it divides"
+        return None
 
     def apply(self, frame: _Frame, op: Op, use: Use | None, inputs: Sequence[Any]) -> list[Any]:
         """An op's results, with a leading axis for each factor whose terms it hands on."""
         bind = partial(self.bind, op, constant=self._constant(frame, op))
         own = [self._partial(frame, i) for i in op.inputs] if use is None else [() if n is None else n.partial for n in use.needs]
         over = tuple(sorted({f for fs in own for f in fs}))
+        assert use is None or over == term_factors(use), "what is not run on shares hands on all terms that it reads"
         return map_terms(lambda *xs: bind(xs), inputs, own, over) if over else bind(inputs)
 
     def _constant(self, frame: _Frame, op: Op) -> bool:
@@ -290,7 +295,7 @@ class SpecsEmitter:
             made = eqn.primitive.bind(
                 *cuttable(op.primitive, inputs, eqn.params, constant=constant), **eqn.primitive.get_bind_params(eqn.params)
             )
-        return in_order(op.primitive, made if eqn.primitive.multiple_results else [made])
+        return in_row_major_order(op.primitive, made if eqn.primitive.multiple_results else [made])
 
     def whole(self, node: Node, inputs: Sequence[Any]) -> list[Any]:
         """An op that each device makes whole, from whole operands: nothing is left to the partitioner."""
@@ -308,7 +313,7 @@ class SpecsEmitter:
         op, description = node.op, node.signature.description
         assert description is not None
         call = on_shares(description, share, self.mesh, self.reduced, primitive=op.handle.primitive)
-        return list(call(*cuttable(op.primitive, inputs, op.handle.params)))
+        return list(call(*inputs))
 
     def reduced(self, x: Any, extreme: Any, reducer: Reducer, axes: tuple[str, ...]) -> Any:
         """The sum (or other reduction) of what each device holds of such a call's result."""

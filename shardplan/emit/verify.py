@@ -56,13 +56,15 @@ class Worst:
 @dataclass(frozen=True, slots=True)
 class Largest:
     """The leaf with the largest error as a part of its array's maximum. ``noise`` is the same part of what one unit in the last
-    place of the inputs changes in it: where that is large, the step itself does not determine the array.
+    place of the inputs changes in it: where that is large, the step itself does not determine the array. An array that is not
+    ``inexact`` (integers, booleans, keys) must be the same.
     """
 
     path: str
     step: int
     error: float
     noise: float
+    inexact: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,8 @@ class Verified:
     """What a verification found.
 
     ``compared`` counts the numbers of the single-device step that say something: those that are neither infinite nor NaN. Where
-    there are ``numbers`` but none of these, nothing is proven and ``equal`` is false. ``recompiles`` counts compilations after
+    there are ``numbers`` but none of these, nothing is proven and ``equal`` is false. ``largest`` is the
+    leaf with the largest error, ``worst`` the one nearest to its tolerance. ``recompiles`` counts compilations after
     the first step, ``single_recompiles`` those of the step under plain `jax.jit`, which are none of the plan's; ``retyped`` lists
     the arguments that make both compile again: they come back weakly typed and went in otherwise, or the other way round.
     ``moved`` lists the state that comes back in another sharding than it went in. ``zeros`` lists the integer and boolean
@@ -429,7 +432,7 @@ def _judge(
                 unequal.append(path)
             if error:
                 relative, noise = (e / scale if scale else float("inf") if e else 0.0 for e in (error, c))
-                largest = max(largest, Largest(path, n, relative, noise), key=lambda found: found.error)
+                largest = max(largest, Largest(path, n, relative, noise, not exact), key=lambda found: found.error)
             part = error / tolerance if tolerance else float("inf") if error else 0.0
             if part > ratio:
                 worst, ratio = Worst(path, n, error, tolerance), part

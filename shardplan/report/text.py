@@ -272,10 +272,12 @@ def _largest_error(largest: Mapping[str, Any]) -> str:
     """The largest error, beside what rounding alone does there."""
     if not largest["error"]:
         return "  no number differs"
+    if not largest["inexact"]:
+        return f"  largest error: in {largest['path']}, in step {largest['step']}, which is exact and must be the same"
     return (
         f"  largest error: {largest['error']:.2g} of the largest number in {largest['path']}, in step {largest['step']}\n"
-        f"    on one device, inputs moved by one unit in the last place change that array by {largest['noise']:.2g}, and ten "
-        "times as much is allowed"
+        f"    on one device, inputs moved by one unit in the last place change that array by {largest['noise']:.2g}; allowed "
+        "are ten times as much, plus 1e-06"
     )
 
 

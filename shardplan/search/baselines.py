@@ -188,7 +188,10 @@ def _make(problem: Problem, habits: _Habits, recipe: _Recipe, *, limited: bool) 
             split_batch = split_batch or bool(batch and recipe.data)
             domains[v] = batch or _picked(domain, np.all(roles < 0, axis=1))
             if not domains[v]:
-                return LeftOut(recipe.name, f"{problem.graph.input_paths[i]} {shape} lies like state, and the data otherwise")
+                return LeftOut(
+                    recipe.name,
+                    f"{problem.graph.input_paths[i]} {shape} shares its layout with state, which this splits in another way",
+                )
             continue
         key = space.rank, domain, held
         if key not in memo:

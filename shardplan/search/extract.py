@@ -113,7 +113,7 @@ class Extractor:
         return Decisions(tuple(layouts), uses, views, solution.keep, tuple(issued), compute_s)
 
     def chosen(self, seconds: NDArray[np.float64]) -> int:
-        """Which of an op's strategies is taken, of which each costs so much: the cheapest."""
+        """The strategy to take, given the seconds of each: the cheapest."""
         return int(np.argmin(seconds))
 
     def program(self, shape: tuple[int, ...], nbytes: int, before: Layout, after: Layout) -> tuple[Step, ...]:

@@ -15,14 +15,14 @@ from functools import partial
 from typing import Any
 
 from shardplan.cost import compute
-from shardplan.errors import DescriptionError, MisfitError, UncompiledPrimitiveError, UndescribedPrimitiveError
+from shardplan.errors import DescriptionError, MisfitError, UndescribedPrimitiveError
 from shardplan.ir import Op, Program, Tensor
 from shardplan.tdl import Call, Description, Strategy, cut, describe, in_step, linear_sets
 from shardplan.tdl.describe import is_run_by_user, rule_of
 from shardplan.tdl.description import described_at
 from shardplan.tdl.index import Affine
 from shardplan.tdl.language import Apply
-from shardplan.tdl.xla_quirks import HOST, KERNELS, PLATFORM, UNCOMPILED, adds_up_at_once, fenced_loops, shared_loops
+from shardplan.tdl.xla_quirks import HOST, KERNELS, PLATFORM, adds_up_at_once, fenced_loops, shared_loops
 
 Where = tuple[tuple[int, int], ...]
 """The way to a body: (op id, body index) pairs from the outermost program inwards."""
@@ -173,7 +173,6 @@ def flatten(program: Program, *, replicate: Sequence[str] = ()) -> Graph:
 
     Raises:
         UndescribedPrimitiveError: for a primitive without description that ``replicate`` does not name.
-        UncompiledPrimitiveError: for one that XLA compiles for a single device alone.
     """
     return _Flattener(frozenset(replicate)).graph(program)
 
@@ -353,8 +352,6 @@ class _Flattener:
             found = self.signatures.get(key)
         if found is not None:
             return found
-        if op.primitive in UNCOMPILED:
-            raise UncompiledPrimitiveError(op.primitive, str(op.source), UNCOMPILED[op.primitive])
         shapes = tuple(self.tensors[i].shape if i >= 0 else () for i in inputs)
         dtypes = tuple(self.tensors[i].dtype if i >= 0 else "" for i in inputs)
         results = tuple((self.tensors[o].shape, self.tensors[o].dtype) for o in outputs)

@@ -33,8 +33,8 @@ class Options:
 
     ``loops[s, f]`` is the loop that factor f cuts (-1: none; -2 - j: partial sums of the j-th linear set of operands are handed
     on). ``needs[s, i]`` is the state that operand i must be in, ``gives[s, r]`` the one that result r is in; ``compute_s[s]`` is
-    compute, ``halo_s[s]`` the exchange with neighbours. ``terms[s]``: each factor's terms are made of even blocks, so that they
-    may stay apart.
+    compute, ``halo_s[s]`` the exchange with neighbours. ``terms[s]``: the terms of its sums may
+    stay apart: every cut that makes one divides evenly and has no halo.
     """
 
     loops: NDArray[np.int64]
@@ -165,15 +165,15 @@ def _combined(tried: _Tried, spaces: Sequence[LayoutSpace], made: Sequence[_Made
     """The assignments of loops to factors in which every cut is legal, and no two split the same dim of a tensor."""
     places = np.array([m.places for m in made], np.int64).reshape(len(made), len(spaces))
     legal = np.all(np.array([m.legal for m in made], np.bool_)[tried.at], axis=1) & ~_clash(tried.codes, places[tried.at])
-    # each device's own share is cut by nothing that does not divide
-    legal &= ~(_any(m.fenced for m in made)[tried.at].any(axis=1) & _any(not m.divides for m in made)[tried.at].any(axis=1))
+    # an op that runs on shares is never padded, along any loop
+    legal &= ~(_flags(m.fenced for m in made)[tried.at].any(axis=1) & _flags(not m.divides for m in made)[tried.at].any(axis=1))
     at, over, codes = tried.at[legal], tried.over[legal], tried.codes[legal]
     bits = _bits(over.shape[1])
     first = (over & (2 * bits - 1)) == bits  # each loop's slowest factor stands for all of its factors
     return _Combined(codes, over, at, first, _states(spaces, places, at))
 
 
-def _any(values: Iterable[bool]) -> NDArray[np.bool_]:
+def _flags(values: Iterable[bool]) -> NDArray[np.bool_]:
     return np.array(list(values), np.bool_)
 
 
@@ -183,8 +183,8 @@ def _numbers(values: Iterable[float]) -> NDArray[np.float64]:
 
 def _terms(made: Sequence[_Made], at: NDArray[np.int64]) -> NDArray[np.bool_]:
     """[strategies]: `Options.terms`. Each device makes its own term on its share: nothing that cuts it may fail to divide."""
-    even, divides = _any(m.even for m in made)[at], _any(m.divides for m in made)[at]
-    adds = _any(-2 in m.places and m.strategy is not None and m.strategy.loop >= 0 for m in made)[at]
+    even, divides = _flags(m.even for m in made)[at], _flags(m.divides for m in made)[at]
+    adds = _flags(-2 in m.places and m.strategy is not None and m.strategy.loop >= 0 for m in made)[at]
     return np.all(even, axis=1) & (np.all(divides, axis=1) | ~np.any(adds, axis=1))
 
 

@@ -54,10 +54,11 @@ are added up at once."""
 def fenced_loops(call: Call, description: Description | None, *, run_by_user: bool) -> frozenset[int]:
     """The loops of a call that only each device itself cuts, on its own share; they are never padded.
 
-    All loops of calls that the partitioner cannot cut at all (`uncuttable`) and of scatters. Of a convolution the loops over
-    space: the partitioner adds up its gradients over axes that cut nothing, and misplaces halos under strides and dilations. Of
-    slices and padding the loops along which they move elements. Of reductions of integers by and/or those that are reduced: it
-    has no collective for them.
+    - Calls that the partitioner cannot cut at all (`uncuttable`), and scatters: every loop.
+    - Convolutions: the loops over space, where it adds up gradients over axes that cut nothing, and misplaces halos under
+      strides and dilations.
+    - Slices and padding: the loops along which elements move.
+    - Integers reduced by and/or: the reduced loops, for which it has no collective.
     """
     if description is None:
         return frozenset()
@@ -92,7 +93,7 @@ def uncuttable(call: Call, description: Description | None) -> bool:
 
 
 def adds_up_at_once(call: Call, description: Description | None, *, run_by_user: bool) -> bool:
-    """Whether this call's terms are added up where they are made, and it hands none on."""
+    """Whether partial sums may neither be kept nor passed on by this call."""
     if run_by_user or uncuttable(call, description) or call.primitive in _UNBATCHED:
         return True
     return description is not None and any(loop.whole or loop.reducer in _PAIRS for loop in description.loops)

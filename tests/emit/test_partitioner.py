@@ -124,6 +124,16 @@ def loop_without_ops() -> Step:
     return lambda x, xs: lax.scan(lambda c, y: (c, c), x, xs), (normal(0, 8, 4), normal(1, 3, 8, 4))
 
 
+def clipped_lookups() -> Step:
+    at = np.arange(64)[::-1].copy()
+
+    def step(x: jax.Array, w: jax.Array, y: jax.Array, v: jax.Array) -> jax.Array:
+        return jnp.take(x @ w, at, axis=0, mode="clip") + jnp.take(y @ v, at, axis=0, mode="clip")
+
+    return step, (normal(0, 64, 512), normal(1, 512, 64), normal(2, 64, 512), normal(3, 512, 64))
+
+
+SUMS = P(None, ("node", "gpu"))
 CASES: dict[str, tuple[Callable[[], Step], str, dict[str, P]]] = {
     "a large image on H100s": (two_convolutions, "2x4", {}),
     "patches of images cut in space": (patches, "2x4:slow", {"x": P(None, None, "gpu")}),
@@ -135,9 +145,14 @@ CASES: dict[str, tuple[Callable[[], Step], str, dict[str, P]]] = {
     "updates that divide by no axis": (largest_by_row, "3x2:eager", {}),
     "unique numbers": (unique_of_nine, "2x4:crawl", {}),
     "the gradient of a running maximum": (running_maximum, "2x4:crawl", {}),
+    "lookups in products that wait": (clipped_lookups, "2x4", {"x": SUMS, "y": SUMS}),
     "bits of integers": (bits, "8", {"x": P("gpu")}),
     "a loop without ops": (loop_without_ops, "2x4", {}),
 }
+
+
+UNCUT = ("a loop without ops", "the gradient of a lookup of 4,095 tokens")
+"""Where there is nothing to cut, or nothing that divides."""
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -145,6 +160,7 @@ def test_the_step_is_right_however_it_is_cut(name: str) -> None:
     make, cluster, pins = CASES[name]
     step, args = make()
     plan = shardplan.plan(step, *args, cluster=machine(cluster), pins=pins)
+    assert name in UNCUT or any(loop != -1 for use in plan.decisions.uses.values() for loop in use.loops)
     got = plan.jit(step)(*plan.put(args))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(jax.jit(step)(*args)), strict=True):
         scale = float(np.abs(np.asarray(b, float)).max()) or 1.0

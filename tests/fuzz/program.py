@@ -174,8 +174,8 @@ def _group(program: Program) -> tuple[str, list[str]]:
 
 def _nudged(program: Program, names: Iterable[str], noise: bool) -> list[str]:
     """The lines that move those of the arguments."""
-    values = program.values
-    return [f"{name} = nudge({name}, {i})" for i, name in enumerate(names) if noise and _moves(values[name])]
+    values, places = program.values, {a.name: i for i, a in enumerate(program.arguments)}
+    return [f"{name} = nudge({name}, {places[name]})" for name in names if noise and _moves(values[name])]
 
 
 def _lines(program: Program, noise: bool) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.fuzz.draw import Drawer
 from tests.fuzz.templates import template
+from tests.fuzz.templates_contraction import scaled, weight
 
 
 def _rows(d: Drawer, name: str, axis: int, rank: int = 2) -> str:
@@ -37,6 +38,19 @@ def two_lookups(d: Drawer, name: str) -> None:
     other = d.index(shape, places) if d.chance(0.5) else d.index(shape[-1:], places)
     text = d.choice(["{0}[{1}] + {2}[{3}]", "jnp.take({0}, {1}, axis=0) + jnp.take({2}, {3}, axis=0)"])
     d.add(name, text, d.argument((rows, width)), tokens, d.argument((places, width)), other)
+
+
+@template(1.5)
+def lookups_of_products(d: Drawer, name: str) -> None:
+    """Lookups that depend on no argument, in products whose terms may wait for each other."""
+    x = d.value("float", 2, 2)
+    rows, columns = d.values[x].shape
+    width, dtype = d.size(2), d.values[x].dtype
+    w, other = weight(d, (columns, width), dtype), weight(d, (columns, width), dtype)
+    at = [d.below(rows + 2) for _ in range(d.size(2))]
+    mode = d.choice(['mode="clip"', 'mode="fill", fill_value=0', 'mode="wrap"'])
+    text = f"(jnp.take({{0}} @ {{1}}, np.array({at}), axis=0, {mode}) + jnp.take({{0}} @ {{2}}, np.array({at}), axis=0, {mode}))"
+    d.add(name, f"{text} * {scaled(columns)}", x, w, other)
 
 
 @template()

@@ -33,7 +33,9 @@ def assert_equal(seeds: Iterable[int]) -> None:
         small = reduced(failures[:SHRUNK], JOBS)
         tests = [as_test(x.program, f"seed_{x.seed}") for x in small]
         pytest.fail("\n\n".join(["\n".join(line(f.seed, f.finding) for f in failures), *tests]), pytrace=False)
-    assert sum(f.communicates for f in found.values()) >= 0.8 * len(found)
+    compared = [f for f in found.values() if f.status == "equal" and not f.silent]
+    assert len(compared) >= 0.85 * len(found), "too many are refused, or have no finite number"
+    assert sum(f.communicates for f in compared) >= 0.8 * len(compared)
 
 
 def test_random_programs_compute_under_a_plan_what_they_compute_under_plain_jit() -> None:

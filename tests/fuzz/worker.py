@@ -6,28 +6,25 @@ A task is a seed or a program, the answer to it a `Finding`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 
 from tests.fuzz.check import Finding, examine
 from tests.fuzz.generate import program
 from tests.fuzz.program import Program, make
-from tests.processes import serve
+from tests.processes import outcome, serve
 
 KEPT = 12
 """Programs until compiled code is thrown away."""
-T = TypeVar("T")
 
 
 def judged(made: Program) -> Finding:
     """What becomes of a program in this process; an error is a finding as well."""
-    error = _error(lambda: examined(made))
+    error = outcome(lambda: examined(made))
     if not isinstance(error, BaseException):
         return error
-    broken = _error(lambda: jax.block_until_ready(_plain(made)))
+    broken = outcome(lambda: jax.block_until_ready(_plain(made)))
     return Finding("invalid", _named(broken)) if isinstance(broken, BaseException) else Finding("crashed", _named(error))
 
 
@@ -40,14 +37,6 @@ def examined(made: Program) -> Finding:
 def _plain(made: Program) -> Any:
     step, args = make(made)
     return jax.jit(step)(*args)
-
-
-def _error(run: Callable[[], T]) -> T | BaseException:
-    """The result, or whatever was raised: the step under test may raise anything."""
-    with ThreadPoolExecutor(1) as thread:
-        future = thread.submit(run)
-        error = future.exception()
-        return future.result() if error is None else error
 
 
 def _named(error: BaseException) -> str:

@@ -71,7 +71,7 @@ VERIFIED = {
     "numbers": 1000,
     "max_error": 0.0213,
     "steps": 3,
-    "largest": {"path": "0/params/bias", "step": 3, "error": 0.0213, "noise": 0.0011},
+    "largest": {"path": "0/params/bias", "step": 3, "error": 0.0213, "noise": 0.0011, "inexact": True},
     "worst": {"path": "0/params/kernel", "step": 2, "error": 0.00123, "tolerance": 0.0001},
     "unequal": ["0/params/kernel", "0/params/bias", "1", "0/a", "0/b"],
     "recompiles": 1,
@@ -98,7 +98,11 @@ def test_the_text_of_a_verification_is_the_golden_one(golden: Golden) -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"max_error": 0.0, "largest": {"path": "", "step": 0, "error": 0.0, "noise": 0.0}}, "  no number differs\n"),
+        (
+            {"max_error": 0.0, "largest": {"path": "", "step": 0, "error": 0.0, "noise": 0.0, "inexact": True}},
+            "  no number differs\n",
+        ),
+        ({"largest": {"path": "n", "step": 1, "error": 0.5, "noise": 0.0, "inexact": False}}, "in n, in step 1, which is exact"),
         ({"recompiles": 2}, "  2 compilations after the first step; "),
         ({"recompiles": 1, "single_recompiles": 1}, "  1 compilation after the first step, as without a plan; "),
         ({"recompiles": 3, "single_recompiles": 1}, "  3 compilations after the first step, 1 without a plan; "),

@@ -49,6 +49,7 @@ class Emitted:
     loops: tuple[int, ...]
     primitive: str
     uneven: bool
+    classes: tuple[str, ...]
 
     def faults(self, results: Sequence[Any]) -> list[str]:
         """How the results differ from those of the whole op."""
@@ -111,6 +112,7 @@ class Cuts:
             loops,
             call.primitive,
             any(known.loops[v].extent % self._ways(loops, v) for v in loops if v >= 0),
+            _classes(self.case),
         )
 
     def _ways(self, loops: Sequence[int], loop: int) -> int:
@@ -151,6 +153,19 @@ def _added(x: Any, leading: int) -> Any:
     x = np.asarray(x)
     wide = x.astype(np.float32) if x.dtype.itemsize == 2 and jnp.issubdtype(x.dtype, jnp.floating) else x
     return np.sum(wide, axis=tuple(range(leading)), dtype=wide.dtype).astype(x.dtype)
+
+
+def _classes(case: Case) -> tuple[str, ...]:
+    """The classes of a call's parameters on which the partitioner has been seen to depend."""
+    params = case.call.params
+    found = [case.call.dtypes[0]] if case.call.dtypes else []
+    found += [str(params["mode"]).rsplit(".", 1)[-1]] if "mode" in params else []
+    for name in ("window_strides", "lhs_dilation", "rhs_dilation", "strides"):
+        found += [name] if any(int(n) > 1 for n in params.get(name) or ()) else []
+    for name in ("feature_group_count", "batch_group_count"):
+        found += [name] if int(params.get(name, 1)) > 1 else []
+    found += ["inner padding"] if any(int(gap) for _, _, gap in params.get("padding_config", ())) else []
+    return tuple(found)
 
 
 def _text(case: Case) -> str:

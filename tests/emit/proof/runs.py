@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,10 +14,12 @@ from jax.sharding import Mesh
 
 from shardplan.errors import DescriptionError
 from shardplan.mesh import Cluster
+from shardplan.search.options import Options
 from shardplan.tdl import Description, describe
 from shardplan.tdl.localize import evaluate
 from shardplan.tdl.proof import CASES, Case, Drawn, applications
 from tests.emit.proof.cuts import Cuts, Emitted
+from tests.processes import outcome
 
 TOGETHER = 48
 """So many strategies are compiled as one program."""
@@ -45,7 +47,9 @@ class Task:
 
 @dataclass
 class Tally:
-    """What was run: cuts of one loop, of several, operands or results that are partial, and those that were uneven."""
+    """What was run: cuts of one loop, of several, operands or results that are partial, those that were uneven; the classes of
+    parameters that were met; draws that gave no call (``undrawn``), and tasks for which there was no time (``skipped``).
+    """
 
     cases: int = 0
     cuts: int = 0
@@ -53,16 +57,28 @@ class Tally:
     partial: int = 0
     uneven: int = 0
     idle: int = 0
-    primitives: dict[str, int] = field(default_factory=dict[str, int])
+    skipped: int = 0
+    primitives: Counter[str] = field(default_factory=Counter[str])
+    classes: Counter[str] = field(default_factory=Counter[str])
+    undrawn: Counter[str] = field(default_factory=Counter[str])
     faults: list[str] = field(default_factory=list[str])
 
     def add(self, other: Tally) -> None:
         """Takes in what another one counted."""
-        for name in ("cases", "cuts", "pairs", "partial", "uneven", "idle"):
+        for name in (
+            "cases",
+            "cuts",
+            "pairs",
+            "partial",
+            "uneven",
+            "idle",
+            "skipped",
+            "primitives",
+            "classes",
+            "undrawn",
+            "faults",
+        ):
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        for primitive, n in other.primitives.items():
-            self.primitives[primitive] = self.primitives.get(primitive, 0) + n
-        self.faults += other.faults
 
 
 def cases_of(draw: Draw) -> list[Case]:
@@ -84,9 +100,20 @@ def strategies(draw: Draw, most: int) -> list[Emitted]:
         rng = np.random.default_rng([draw.seed, n])
         cuts = Cuts(case, draw.mesh)
         rows = cuts.options
-        chosen = rng.permutation(len(rows.loops))[:most].tolist()
-        found += [cuts.emitted(rows, row, mesh, rng) for row in sorted(chosen)]
+        found += [cuts.emitted(rows, row, mesh, rng) for row in sorted(_chosen(rows, most, rng))]
     return found
+
+
+def _chosen(rows: Options, most: int, rng: np.random.Generator) -> list[int]:
+    """Strategies by which each loop, or set of operands handed on, is met on each axis if so many suffice; then any."""
+    left, chosen = rng.permutation(len(rows.loops)).tolist(), list[int]()
+    seen: set[tuple[int, int]] = set()
+    while left and len(chosen) < most:
+        fresh = [len({*enumerate(rows.loops[row].tolist())} - seen) for row in left]
+        row = left.pop(int(np.argmax(fresh)))
+        seen.update(enumerate(rows.loops[row].tolist()))
+        chosen.append(row)
+    return chosen
 
 
 def mesh_of(shape: str) -> Mesh:
@@ -99,7 +126,14 @@ def mesh_of(shape: str) -> Mesh:
 def run(task: Task, tell: Callable[[Emitted], None]) -> Tally:
     """Runs the strategies of a task. ``tell`` hears of each that is about to run alone: it may end the process."""
     tally = Tally()
-    every = [e for draw in task.draws for e in strategies(draw, task.most)]
+    every: list[Emitted] = []
+    for draw in task.draws:
+        made = outcome(lambda draw=draw: strategies(draw, task.most))
+        if isinstance(made, BaseException):
+            tally.faults.append(f"{draw}: {_first_line(made)}")
+        else:
+            every += made
+            tally.undrawn.update([] if made else [f"{draw.primitive}{' gradient' if draw.gradient else ''}"])
     every = every if task.only is None else every[task.only : task.only + 1]
     for shape in dict.fromkeys(d.mesh for d in task.draws):
         mine = [e for e in every if e.name.startswith(f"{shape} ")]
@@ -114,15 +148,17 @@ def _faults(some: Sequence[Emitted], tell: Callable[[Emitted], None]) -> list[st
     """The faults of strategies that are compiled together, or in halves where that raises."""
     if len(some) == 1:
         tell(some[0])
-    with ThreadPoolExecutor(1) as thread:  # whatever the compiler or an emitter raises is what is looked for
-        future = thread.submit(_together, some)
-        error = future.exception()
-    if error is None:
-        return [fault for e, own in zip(some, future.result(), strict=True) for fault in e.faults(own)]
+    results = outcome(lambda: _together(some))
+    if not isinstance(results, BaseException):
+        return [fault for e, own in zip(some, results, strict=True) for fault in e.faults(own)]
     if len(some) == 1:
-        return [f"{some[0].name}: {type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"]
+        return [f"{some[0].name}: {_first_line(results)}"]
     half = len(some) // 2
     return _faults(some[:half], tell) + _faults(some[half:], tell)
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
 
 
 def _together(some: Sequence[Emitted]) -> list[list[Any]]:
@@ -139,7 +175,8 @@ def _count(tally: Tally, e: Emitted) -> None:
     tally.partial += any(v < -1 for v in e.loops) or any(e.kept)
     tally.idle += -1 in e.loops and bool(cut)
     tally.uneven += e.uneven
-    tally.primitives[e.primitive] = tally.primitives.get(e.primitive, 0) + 1
+    tally.primitives[e.primitive] += 1
+    tally.classes.update(f"{e.primitive} {kind}" for kind in e.classes)
 
 
 def _of_gradient(case: Case) -> list[Case]:

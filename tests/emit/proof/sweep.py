@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,10 @@ from tests.emit.proof.cuts import MESHES
 from tests.emit.proof.runs import Draw, Tally, Task
 from tests.processes import Lost, Worker, run_all
 
+FENCED = (
+    "conv_general_dilated dot_general gather pad reduce_and reduce_or reduce_sum reshape scatter scatter-add scatter-max slice"
+).split()
+"""What was found wrong once, has many kinds of parameters, or is in every step."""
 STRATEGIES = 12
 """At most so many strategies of each op that is drawn."""
 LIMIT_S = 400.0
@@ -32,6 +37,12 @@ def tasks(names: Sequence[str], first: int, rounds: int) -> Iterator[Task]:
             yield Task(tuple(draws), STRATEGIES)
 
 
+def whole(names: Sequence[str], first: int, rounds: int) -> Iterator[Task]:
+    """The tasks of the whole proof: so many rounds, of what is `FENCED` four times as many."""
+    yield from tasks(names, first, rounds)
+    yield from tasks([name for name in names if name in FENCED], first + rounds, 3 * rounds)
+
+
 def sweep(
     work: Iterator[Task] | Sequence[Task], *, jobs: int, budget_s: float, tell: Callable[[Tally], None] | None = None
 ) -> Tally:
@@ -39,9 +50,7 @@ def sweep(
     total, lock, end = Tally(), threading.Lock(), time.monotonic() + budget_s
 
     def run(worker: Worker, task: Task) -> None:
-        if time.monotonic() > end:
-            return
-        found = _answer(worker, task)
+        found = Tally(skipped=1) if time.monotonic() > end else _answer(worker, task)
         with lock:
             total.add(found)
             if tell is not None:
@@ -61,7 +70,7 @@ def _answer(worker: Worker, task: Task) -> Tally:
         for draw in task.draws:
             total.add(_answer(worker, replace(task, draws=(draw,))))
         return total
-    for n in range(task.most * 8):
+    for n in itertools.count():
         alone = worker.ask(replace(task, only=n))
         if isinstance(alone, Lost):
             end = "hung" if alone.hung else "aborted"

@@ -25,7 +25,16 @@ from shardplan.ir import Layout, Partial, Reducer, Split
 from shardplan.tdl import Call, Description, Strategy, cut, describe
 from shardplan.tdl.localize import edge_value, evaluate, localize
 
-Reduce = Callable[[Any, Any, Reducer, tuple[str, ...]], Any]
+Reduce = Callable[[Any, Any, Reducer, tuple[str, ...], int | None], Any]
+"""`reduced`, or what stands in its place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """A sum of terms over some axes: an all-reduce, or a reduce-scatter over a dim of the result."""
+
+    over: tuple[int, ...]
+    dim: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +42,15 @@ class Share:
     """How an op is run on shares.
 
     ``loops[f]`` is the loop that axis f cuts (-1: none; below -1: the axis hands terms on). ``needs`` are the operands' layouts
-    (None: as the cuts say), ``gives`` the results' before they are reduced, ``kept[r]`` the axes over which the terms of result r
-    stay apart.
+    (None: as the cuts say), ``kept[r]`` the axes over which the terms of result r stay apart, ``sums[r]`` the planned sums over
+    the others (none: all-reduces), ``left[r]`` the dims of its layout after these.
     """
 
     loops: tuple[int, ...]
     needs: tuple[Layout | None, ...]
-    gives: tuple[Layout, ...]
     kept: tuple[tuple[int, ...], ...]
+    sums: tuple[tuple[Sum, ...], ...]
+    left: tuple[Layout, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,19 +96,24 @@ def on_shares(
             raise DescriptionError(
                 f"{call.primitive} on a block gives results of {got}, described are {small}; mend it or its run="
             )
-        return tuple(_left(results, r, made, handed, reduce, [names[f] for f in share.kept[r]]) for r in range(len(small)))
+        return tuple(_left(results, r, made, handed, reduce, share, names) for r in range(len(small)))
 
     ins = tuple(
         _spec(len(s), [(c.strategy.operands[i], c.axes) for c in made]) if need is None else partition_spec(need, names)
         for i, (s, need) in enumerate(zip(call.operands, share.needs, strict=True))
     )
-    outs = tuple(partition_spec(Layout(g.dims, kept), names) for g, kept in zip(share.gives, share.kept, strict=True))
+    outs = tuple(partition_spec(Layout(at.dims, kept), names) for at, kept in zip(share.left, share.kept, strict=True))
     return jax.shard_map(local, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False)
 
 
-def reduced(x: Any, extreme: Any, reducer: Reducer, axes: tuple[str, ...]) -> Any:
-    """The reduction of what each device along ``axes`` holds; of places, with the ``extreme`` that each found."""
+def reduced(x: Any, extreme: Any, reducer: Reducer, axes: tuple[str, ...], dim: int | None = None) -> Any:
+    """The reduction of what each device along ``axes`` holds; of places, with the ``extreme`` that each found.
+
+    With ``dim`` each device gets its block of that dim of a sum.
+    """
     match reducer:
+        case "sum" if dim is not None:
+            return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
         case "argmax" | "argmin":
             return _first_place(x, extreme, reducer, axes)
         case "sum":
@@ -195,15 +210,25 @@ def _with_halo(x: Any, dim: int, lo: int, hi: int, made: _Cut, worker: Any, edge
 
 
 def _left(
-    results: Sequence[Any], result: int, made: Sequence[_Cut], handed: Sequence[str], reduce: Reduce, kept: Sequence[str]
+    results: Sequence[Any],
+    result: int,
+    made: Sequence[_Cut],
+    handed: tuple[str, ...],
+    reduce: Reduce,
+    share: Share,
+    names: Sequence[str],
 ) -> Any:
-    """A result reduced over all axes but those ``kept``, for each of which it gets a leading dim."""
+    """A result reduced as planned over all axes but those that are kept, for each of which it gets a leading dim."""
     x, extreme = results[result], results[-1]  # a reduction of pairs gives the extremes as one result more
-    places = [(c.strategy.results[result], c.axes) for c in made]
-    sums: list[tuple[Reducer, tuple[str, ...]]] = [(p.reducer, axes) for p, axes in places if isinstance(p, Partial)]
-    for reducer, axes in [*sums, ("sum", tuple(handed))]:
-        gone = tuple(name for name in axes if name not in kept)
-        x = reduce(x, extreme, reducer, gone) if gone else x
+    kept = [names[f] for f in share.kept[result]]
+    for planned in share.sums[result]:
+        x = reduce(x, extreme, "sum", tuple(names[f] for f in planned.over), planned.dim)
+    if not share.sums[result]:
+        places = [(c.strategy.results[result], c.axes) for c in made]
+        terms: list[tuple[Reducer, tuple[str, ...]]] = [(p.reducer, axes) for p, axes in places if isinstance(p, Partial)]
+        for reducer, axes in [*terms, ("sum", handed)]:
+            gone = tuple(name for name in axes if name not in kept)
+            x = reduce(x, extreme, reducer, gone, None) if gone else x
     return lax.expand_dims(x, range(len(kept)))
 
 

@@ -7,12 +7,14 @@ come from other devices is made of copies of the device's own block.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from shardplan.emit.specs import SpecsEmitter
@@ -110,10 +112,14 @@ class DroppingEmitter(SpecsEmitter):
         )
         return super().collected(alone(self.constrain(value, own)), after.partial, whole, after)
 
-    def reduced(self, x: Any, extreme: Any, reducer: Reducer, axes: tuple[str, ...]) -> Any:
-        """The reduction of a call's terms; left out, each device's own."""
-        dropped = self._drops(f"the {reducer} over {axes} of a call's terms")
-        return x if dropped else super().reduced(x, extreme, reducer, axes)
+    def reduced(self, x: Any, extreme: Any, reducer: Reducer, axes: tuple[str, ...], dim: int | None) -> Any:
+        """The reduction of a call's terms; left out, each device's own, or its block of that."""
+        if not self._drops(f"the {reducer} over {axes} of a call's terms"):
+            return super().reduced(x, extreme, reducer, axes, dim)
+        if dim is None:
+            return x
+        size = x.shape[dim] // math.prod(self.mesh.shape[name] for name in axes)
+        return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, dim)
 
     def _drops(self, what: str) -> bool:
         self.exchanges.append(what)

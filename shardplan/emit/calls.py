@@ -25,8 +25,15 @@ from shardplan.ir import Layout, Partial, Reducer, Split
 from shardplan.tdl import Call, Description, Strategy, cut, describe
 from shardplan.tdl.localize import edge_value, evaluate, localize
 
-Reduce = Callable[[Any, Any, Reducer, tuple[str, ...], int | None], Any]
-"""`reduced`, or what stands in its place."""
+Pairs = list[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanges:
+    """How devices talk: ``reduce`` is `reduced` and ``permute`` is `lax.ppermute`, or what stands in their place."""
+
+    reduce: Callable[[Any, Any, Reducer, tuple[str, ...], int | None], Any]
+    permute: Callable[[Any, tuple[str, ...], Pairs], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +80,7 @@ def divides(description: Description, share: Share, sizes: Sequence[int]) -> boo
 
 
 def on_shares(
-    description: Description, share: Share, mesh: Mesh, reduce: Reduce, *, primitive: Any = None
+    description: Description, share: Share, mesh: Mesh, exchanges: Exchanges, *, primitive: Any = None
 ) -> Callable[..., tuple[Any, ...]]:
     """The function of whole operands that makes the call on each device's share; it `divides`.
 
@@ -90,13 +97,13 @@ def on_shares(
     def local(*operands: Any) -> tuple[Any, ...]:
         """The call on a device's share; its results must have the shapes that were promised."""
         own = [lax.squeeze(x, range(n)) if n else x for x, n in zip(operands, leading, strict=True)]
-        results = _run(call, made, own, primitive)
+        results = _run(call, made, own, exchanges, primitive)
         got = [x.shape for x in results[: len(small)]]
         if got != small:
             raise DescriptionError(
                 f"{call.primitive} on a block gives results of {got}, described are {small}; mend it or its run="
             )
-        return tuple(_left(results, r, made, handed, reduce, share, names) for r in range(len(small)))
+        return tuple(_left(results, r, made, handed, exchanges, share, names) for r in range(len(small)))
 
     ins = tuple(
         _spec(len(s), [(c.strategy.operands[i], c.axes) for c in made]) if need is None else partition_spec(need, names)
@@ -161,7 +168,7 @@ def _cuts(description: Description, share: Share, mesh: Mesh) -> tuple[_Cut, ...
     return tuple(found)
 
 
-def _run(call: Call, made: Sequence[_Cut], operands: Sequence[Any], primitive: Any) -> tuple[Any, ...]:
+def _run(call: Call, made: Sequence[_Cut], operands: Sequence[Any], exchanges: Exchanges, primitive: Any) -> tuple[Any, ...]:
     """A device's results from its blocks: the outermost cut, and within what it leaves the others."""
     if not made:
         results = evaluate(call, cuttable(call.primitive, operands, call.params), primitive=primitive)
@@ -175,23 +182,23 @@ def _run(call: Call, made: Sequence[_Cut], operands: Sequence[Any], primitive: A
     worker = lax.axis_index(first.axes)
     edges = [None if e == "zero" else edge_value(e, x.dtype, operands) for e, x in zip(share.edges, operands, strict=False)]
     given = [
-        _given(x, p, first, worker, e, own=i in first.terms)
+        _given(x, p, first, worker, e, exchanges, own=i in first.terms)
         for i, (x, p, e) in enumerate(zip(operands, strategy.operands, edges, strict=True))
     ]
-    return share.run(lambda ops: _run(share.call, rest, ops, primitive), given, worker)
+    return share.run(lambda ops: _run(share.call, rest, ops, exchanges, primitive), given, worker)
 
 
-def _given(x: Any, placement: Any, made: _Cut, worker: Any, edge: Any, *, own: bool) -> Any:
+def _given(x: Any, placement: Any, made: _Cut, worker: Any, edge: Any, exchanges: Exchanges, *, own: bool) -> Any:
     match placement:
         case Split(dim, (lo, hi)) if lo or hi:
-            return _with_halo(x, dim, lo, hi, made, worker, edge)
+            return _with_halo(x, dim, lo, hi, made, worker, edge, exchanges)
         case Partial() if not own:
             return jnp.where(worker == 0, x, jnp.zeros((), x.dtype))
         case _:
             return x
 
 
-def _with_halo(x: Any, dim: int, lo: int, hi: int, made: _Cut, worker: Any, edge: Any) -> Any:
+def _with_halo(x: Any, dim: int, lo: int, hi: int, made: _Cut, worker: Any, edge: Any, exchanges: Exchanges) -> Any:
     """The block with the neighbours' edges; beyond the ends zeros (as nobody sends any), or the value ``edge``."""
     ways = made.strategy.ways
 
@@ -202,10 +209,10 @@ def _with_halo(x: Any, dim: int, lo: int, hi: int, made: _Cut, worker: Any, edge
     parts = [x]
     if lo:
         last = lax.slice_in_dim(x, size - lo, size, axis=dim)
-        parts.insert(0, ended(lax.ppermute(last, made.axes, [(w, w + 1) for w in range(ways - 1)]), 0))
+        parts.insert(0, ended(exchanges.permute(last, made.axes, [(w, w + 1) for w in range(ways - 1)]), 0))
     if hi:
         first = lax.slice_in_dim(x, 0, hi, axis=dim)
-        parts.append(ended(lax.ppermute(first, made.axes, [(w + 1, w) for w in range(ways - 1)]), ways - 1))
+        parts.append(ended(exchanges.permute(first, made.axes, [(w + 1, w) for w in range(ways - 1)]), ways - 1))
     return jnp.concatenate(parts, dim)
 
 
@@ -214,7 +221,7 @@ def _left(
     result: int,
     made: Sequence[_Cut],
     handed: tuple[str, ...],
-    reduce: Reduce,
+    exchanges: Exchanges,
     share: Share,
     names: Sequence[str],
 ) -> Any:
@@ -222,13 +229,13 @@ def _left(
     x, extreme = results[result], results[-1]  # a reduction of pairs gives the extremes as one result more
     kept = [names[f] for f in share.kept[result]]
     for planned in share.sums[result]:
-        x = reduce(x, extreme, "sum", tuple(names[f] for f in planned.over), planned.dim)
+        x = exchanges.reduce(x, extreme, "sum", tuple(names[f] for f in planned.over), planned.dim)
     if not share.sums[result]:
         places = [(c.strategy.results[result], c.axes) for c in made]
         terms: list[tuple[Reducer, tuple[str, ...]]] = [(p.reducer, axes) for p, axes in places if isinstance(p, Partial)]
         for reducer, axes in [*terms, ("sum", handed)]:
             gone = tuple(name for name in axes if name not in kept)
-            x = reduce(x, extreme, reducer, gone, None) if gone else x
+            x = exchanges.reduce(x, extreme, reducer, gone, None) if gone else x
     return lax.expand_dims(x, range(len(kept)))
 
 

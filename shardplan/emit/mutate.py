@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from shardplan.emit.calls import Pairs
 from shardplan.emit.specs import SpecsEmitter
 from shardplan.emit.stacked import partition_spec, term_factors
 from shardplan.ir import Layout, Op, Program, Reducer
@@ -120,6 +121,10 @@ class DroppingEmitter(SpecsEmitter):
             return x
         size = x.shape[dim] // math.prod(self.mesh.shape[name] for name in axes)
         return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, dim)
+
+    def permuted(self, x: Any, axes: tuple[str, ...], pairs: Pairs) -> Any:
+        """A neighbour's edge; left out, the device's own."""
+        return x if self._drops(f"the halo over {axes}") else super().permuted(x, axes, pairs)
 
     def _drops(self, what: str) -> bool:
         self.exchanges.append(what)

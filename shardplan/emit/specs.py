@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardplan.collectives.reshard import Step
-from shardplan.emit.calls import Share, Sum, divides, on_shares, reduced
+from shardplan.emit.calls import Exchanges, Pairs, Share, Sum, divides, on_shares, reduced
 from shardplan.emit.slices import cuttable, in_row_major_order
 from shardplan.emit.stacked import map_terms, partition_spec, stacked_shape, summed, term_factors
 from shardplan.ir import Constant, Layout, Op, Program, Reducer
@@ -339,12 +339,16 @@ class SpecsEmitter:
         """A call that each device makes on its own share."""
         op, description = node.op, node.signature.description
         assert description is not None
-        call = on_shares(description, share, self.mesh, self.reduced, primitive=op.handle.primitive)
+        call = on_shares(description, share, self.mesh, Exchanges(self.reduced, self.permuted), primitive=op.handle.primitive)
         return list(call(*inputs))
 
     def reduced(self, x: Any, extreme: Any, reducer: Reducer, axes: tuple[str, ...], dim: int | None) -> Any:
         """The sum (or other reduction) of what each device holds of such a call's result."""
         return reduced(x, extreme, reducer, axes, dim)
+
+    def permuted(self, x: Any, axes: tuple[str, ...], pairs: Pairs) -> Any:
+        """What a neighbour sends of such a call's operand."""
+        return lax.ppermute(x, axes, pairs)
 
     # -- control flow ------------------------------------------------------------------------------------------------
 

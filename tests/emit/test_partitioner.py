@@ -19,6 +19,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import shardplan
+from shardplan.emit.mutate import DroppingEmitter
+from shardplan.emit.verify import verify
 from tests.machines import machine
 
 IMAGES = ("NHWC", "HWIO", "NHWC")
@@ -174,3 +176,20 @@ def test_lookups_wait_for_each_other() -> None:
     plan = shardplan.plan(step, *args, cluster=machine(cluster), pins=pins)
     late = [t.partial for t in plan.decisions.layouts if t is not None and t.partial]
     assert late, "no value stays partial"
+
+
+def test_leaving_out_any_one_exchange_of_shares_is_noticed() -> None:
+    """Halos and sums of convolutions cut in space."""
+
+    def step(k: jax.Array, x: jax.Array) -> Any:
+        loss = lambda k: jnp.mean(lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=IMAGES) ** 2)  # noqa: E731
+        return k - 0.1 * jax.grad(loss)(k)
+
+    args = normal(1, 3, 3, 4, 8), normal(0, 2, 8, 16, 4)
+    plan = shardplan.plan(step, *args, cluster=machine("2x4:slow"), pins={"x": P(None, None, "gpu")})
+    emitter = DroppingEmitter(plan.traced.program, plan.extractor, plan.decisions, plan.mesh(), dropped=-1)
+    jax.eval_shape(emitter, *args)
+    halos = [n for n, what in enumerate(emitter.exchanges) if "halo" in what]
+    assert len(halos) >= 2
+    caught = [not verify(plan, step, args, drop=n, steps=1).equal for n in range(len(emitter.exchanges))]
+    assert all(caught), [what for what, seen in zip(emitter.exchanges, caught, strict=True) if not seen]

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 import shardplan
 from shardplan.emit.verify import Verified, verify
 from tests.machines import machine
+from tests.scattered import scattered
 
 STEPS = 2
 NOISES = 4
@@ -50,12 +51,14 @@ def examine(
     remat: str = "none",
     objective: str = "time",
     donate: bool = False,
+    layouts: int | None = None,
     noisy: Callable[[int], Step] | None = None,
     drop: int | None = None,
 ) -> Finding:
     """Plans a step and compares. ``noisy`` gives the step with its floats moved by a unit, for what `verify` finds unequal.
 
-    ``memory_part``: the memory limit, as a part of the peak of the plan without one. ``drop`` leaves out the exchange of that
+    ``memory_part``: the memory limit, as a part of the peak of the plan without one. ``layouts`` is the seed of layouts that are
+    run in place of the planned ones (`tests.scattered`). ``drop`` leaves out the exchange of that
     number, which should be found. Errors of the planner are raised.
     """
     options: dict[str, Any] = {"cluster": machine(cluster), "objective": objective}
@@ -71,6 +74,7 @@ def examine(
         if objective == "bytes" and "objective='bytes'" in str(error):
             return Finding("refused", _line(error))
         raise
+    plan = plan if layouts is None else scattered(plan, layouts) or plan
     devices = jax.devices()[: machine(cluster).size]
     found = verify(plan, step, args, steps=STEPS, devices=devices, drop=drop)
     sends = plan.communication_bytes > 0

@@ -95,6 +95,8 @@ def _options(rng: np.random.Generator, made: Program) -> Program:
         made = replace(made, memory_part=round(float(rng.uniform(0.85, 1.0)), 2), remat=str(rng.choice(["none", "auto"])))
     if rng.random() < 0.08:
         made = replace(made, objective="bytes")
+    elif made.memory_part is None and rng.random() < 0.2:
+        made = replace(made, layouts=int(rng.integers(100)))
     return replace(made, donate=bool(rng.random() < 0.15) and bool(made.state or made.form != "plain"))
 
 

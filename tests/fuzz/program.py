@@ -93,7 +93,8 @@ class Program:
 
     ``state`` pairs an argument with what replaces it in the next step (of plain functions; trained arguments are replaced by
     their updates). ``returned`` names what else is returned or, if it is trained on, goes into the loss. ``memory_part`` is the
-    memory limit, as a part of the peak of the plan without one.
+    memory limit, as a part of the peak of the plan without one; ``layouts`` the seed of layouts drawn at random in place of the
+    planned ones.
     """
 
     arguments: tuple[Argument, ...]
@@ -107,6 +108,7 @@ class Program:
     remat: str = "none"
     objective: str = "time"
     donate: bool = False
+    layouts: int | None = None
 
     @property
     def values(self) -> dict[str, Value]:
@@ -120,7 +122,8 @@ class Program:
         if self.pins:
             named = {place(self)[name]: entries for name, entries in self.pins}
             found["pins"] = named
-        for name, default in (("memory_part", None), ("remat", "none"), ("objective", "time"), ("donate", False)):
+        defaults = {"memory_part": None, "remat": "none", "objective": "time", "donate": False, "layouts": None}
+        for name, default in defaults.items():
             if getattr(self, name) != default:
                 found[name] = getattr(self, name)
         return found

@@ -104,7 +104,7 @@ def earlier_results(program: Program) -> Iterator[Program]:
 
 def fewer_options(program: Program) -> Iterator[Program]:
     """Without a memory limit, pins, training and the like; on another cluster."""
-    plain = replace(program, pins=(), memory_part=None, remat="none", objective="time", donate=False, state=())
+    plain = replace(program, pins=(), memory_part=None, remat="none", objective="time", donate=False, state=(), layouts=None)
     untrained = replace(program, form="plain", arguments=tuple(replace(a, trained=False) for a in program.arguments))
     yield replace(plain, form="plain", arguments=untrained.arguments)
     yield plain
@@ -116,6 +116,7 @@ def fewer_options(program: Program) -> Iterator[Program]:
     yield replace(program, memory_part=None, remat="none")
     yield replace(program, objective="time")
     yield replace(program, donate=False)
+    yield replace(program, layouts=None)
     yield replace(program, state=())
 
 

@@ -181,32 +181,40 @@ def _count(tally: Tally, e: Emitted) -> None:
 
 def _of_gradient(case: Case) -> list[Case]:
     """Every described op that is no elementwise one of a call's vector-Jacobian product, each once."""
-    inexact = (
-        [i for i, x in enumerate(case.operands) if jnp.issubdtype(np.asarray(x).dtype, jnp.floating)] if _plain(case) else []
-    )
-    if not inexact:
+    step = gradient(case)
+    if step is None:
         return []
+    kept: dict[str, Case] = {}
+    for made in applications(*step):
+        known = _described(made)
+        if known is not None and not known.elementwise:
+            kept.setdefault(f"{made.call.primitive} {made.call.operands} {made.call.params}", made)
+    return list(kept.values())
+
+
+def gradient(case: Case) -> tuple[Any, ...] | None:
+    """(a call's vector-Jacobian product as a function, its arguments); None where it has none."""
+    if not _plain(case):
+        return None
+    inexact = [i for i, x in enumerate(case.operands) if jnp.issubdtype(np.asarray(x).dtype, jnp.inexact)]
 
     def function(*floats: Any) -> Any:
         operands = list(case.operands)
         for i, x in zip(inexact, floats, strict=True):
             operands[i] = x
-        return [y for y in evaluate(case.call, operands) if jnp.issubdtype(y.dtype, jnp.floating)]
+        return [y for y in evaluate(case.call, operands) if jnp.issubdtype(y.dtype, jnp.inexact)]
+
+    def product(cotangents: Any, *floats: Any) -> Any:
+        return jax.vjp(function, *floats)[1](cotangents)
 
     floats = [case.operands[i] for i in inexact]
+    rng = np.random.default_rng(0)
     try:
-        results = jax.eval_shape(function, *floats)
-        rng = np.random.default_rng(0)
-        cotangents = [np.asarray(rng.standard_normal(y.shape), y.dtype) for y in results]
-        found = applications(lambda ct, *xs: jax.vjp(function, *xs)[1](ct), cotangents, *floats) if results else []
+        cotangents = [np.asarray(rng.standard_normal(y.shape), y.dtype) for y in jax.eval_shape(function, *floats)]
+        jax.eval_shape(product, cotangents, *floats)
     except (NotImplementedError, ValueError, TypeError):
-        return []  # it has no gradient
-    kept: dict[str, Case] = {}
-    for made in found:
-        known = _described(made)
-        if known is not None and not known.elementwise:
-            kept.setdefault(f"{made.call.primitive} {made.call.operands} {made.call.params}", made)
-    return list(kept.values())
+        return None  # JAX has no rule for it
+    return (product, cotangents, *floats) if cotangents and floats else None
 
 
 def _described(case: Case) -> Description | None:

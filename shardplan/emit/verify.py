@@ -1,9 +1,7 @@
 """The proof of a plan: the sharded step beside the single-device step, and what was predicted beside what was compiled.
 
-Both run a few steps with their state fed back. Equal means, for every leaf of the result after every step: |sharded - single| is
-at most ten times the largest change that five seeded perturbations of the arguments by one unit in the last place cause (of the
-type that the step reads them in, see `shardplan.emit.perturb`), plus 1e-6 of the leaf's maximum. Integers, booleans and random
-keys are equal exactly.
+Both run a few steps with their state fed back. `shardplan.emit.judge` says what equal means, given five seeded perturbations of
+the arguments by one unit in the last place (of the type that the step reads them in, see `shardplan.emit.perturb`).
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ import numpy as np
 
 from shardplan import _jax
 from shardplan.emit.hlo import Measured, measure
+from shardplan.emit.judge import Change, Largest, Worst, judge
 from shardplan.emit.perturb import narrowed, narrows, neighbours
 from shardplan.errors import ShardplanError
 from shardplan.objects import Pure, apart
@@ -27,10 +26,6 @@ if TYPE_CHECKING:
     from shardplan.trace import Traced
 
 PERTURBATIONS = 5
-ALLOWED = 10.0
-"""Times the largest change that a perturbation causes."""
-FLOOR = 1e-6
-"""Of the leaf's maximum, allowed in any case."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,30 +36,6 @@ class Bytes:
     measured: float
     predicted_count: float
     measured_count: float
-
-
-@dataclass(frozen=True, slots=True)
-class Worst:
-    """The leaf of the result that came closest to its tolerance, or went furthest beyond it; ``step`` counts from one."""
-
-    path: str
-    step: int
-    error: float
-    tolerance: float
-
-
-@dataclass(frozen=True, slots=True)
-class Largest:
-    """The leaf with the largest error as a part of its array's maximum. ``noise`` is the same part of what one unit in the last
-    place of the inputs changes in it: where that is large, the step itself does not determine the array. An array that is not
-    ``inexact`` (integers, booleans, keys) must be the same.
-    """
-
-    path: str
-    step: int
-    error: float
-    noise: float
-    inexact: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +124,7 @@ def verify(
     changes = _changes(_Perturbed(pure, first, loop) if narrows(plan.traced.program) else one, host, single, tell)
     tell("bytes", 0.9)
     measured, peak = sharded.compiled(host)
-    judged = _judge(plan.traced.program.output_paths, single, found, changes)
+    judged = judge(plan.traced.program.output_paths, single, found, changes)
     return Verified(
         equal=not judged.unequal and (judged.compared > 0 or not judged.numbers),
         compared=judged.compared,
@@ -337,15 +308,13 @@ class _Sharded:
 
 def _changes(
     perturbed: _Single, host: Sequence[Any], single: Sequence[Sequence[np.ndarray]], tell: Callable[[str, float], None]
-) -> list[list[float]]:
-    """The largest change that a perturbation causes, of each leaf after each step."""
-    changes = [[0.0] * len(leaf) for leaf in single]
+) -> list[list[Change]]:
+    """What perturbations change in each leaf after each step."""
+    changes = [[Change()] * len(leaf) for leaf in single]
     for n in range(PERTURBATIONS):
         tell("perturbed steps", 0.6 + 0.05 * n)
         nudged = perturbed.run(_nudged(host, n), n)
-        changes = [
-            [max(c, _error(a, b)) for c, a, b in zip(*row, strict=True)] for row in zip(changes, nudged, single, strict=True)
-        ]
+        changes = [[c.with_run(a, b) for c, a, b in zip(*row, strict=True)] for row in zip(changes, single, nudged, strict=True)]
     return changes
 
 
@@ -381,59 +350,3 @@ def _numbers(x: Any) -> np.ndarray:
 def _nudged(host: Sequence[Any], seed: int) -> list[Any]:
     rng = np.random.default_rng(seed)
     return [neighbours(x, rng) if isinstance(x, np.ndarray) else x for x in host]
-
-
-def _wide(x: np.ndarray) -> np.ndarray:
-    return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
-
-
-def _error(a: np.ndarray, b: np.ndarray) -> float:
-    """The largest difference; infinite where only one of them is finite."""
-    if a.size == 0:
-        return 0.0
-    if not jnp.issubdtype(a.dtype, jnp.inexact):
-        return 0.0 if np.array_equal(a, b) else float(np.max(np.abs(a.astype(np.float64) - b.astype(np.float64))))
-    x, y = _wide(a), _wide(b)
-    same = (x == y) | (np.isnan(x) & np.isnan(y))
-    with np.errstate(invalid="ignore", over="ignore"):
-        gap = np.where(same, 0.0, np.abs(x - y))
-    worst = float(np.max(gap))
-    return worst if np.isfinite(worst) else float("inf")
-
-
-@dataclass(frozen=True, slots=True)
-class _Judged:
-    unequal: tuple[str, ...]
-    compared: int
-    numbers: int
-    largest: Largest
-    worst: Worst
-
-
-def _judge(
-    paths: Sequence[str],
-    single: Sequence[Sequence[np.ndarray]],
-    found: Sequence[Sequence[np.ndarray]],
-    changes: Sequence[Sequence[float]],
-) -> _Judged:
-    unequal: list[str] = []
-    largest, compared, numbers = Largest("", 0, 0.0, 0.0), 0, 0
-    worst, ratio = Worst("", 0, 0.0, 0.0), -1.0
-    for n, (wanted, got, change) in enumerate(zip(single, found, changes, strict=True), 1):
-        for path, a, b, c in zip(paths, wanted, got, change, strict=True):
-            error = _error(b, a)
-            exact = not jnp.issubdtype(a.dtype, jnp.inexact)
-            sizes = np.abs(_wide(a))
-            numbers += a.size
-            compared += a.size if exact else int(np.isfinite(sizes).sum())
-            scale = float(np.max(sizes, initial=0.0, where=~np.isnan(sizes)))
-            tolerance = 0.0 if exact else ALLOWED * c + FLOOR * scale
-            if error > tolerance and path not in unequal:
-                unequal.append(path)
-            if error:
-                relative, noise = (e / scale if scale else float("inf") if e else 0.0 for e in (error, c))
-                largest = max(largest, Largest(path, n, relative, noise, not exact), key=lambda found: found.error)
-            part = error / tolerance if tolerance else float("inf") if error else 0.0
-            if part > ratio:
-                worst, ratio = Worst(path, n, error, tolerance), part
-    return _Judged(tuple(unequal), compared, numbers, largest, worst)

@@ -33,7 +33,8 @@ UNCOMPILED = {
 """What XLA compiles for one device alone ("Unable to convert MHLO to StableHLO", however it is sharded), with what to do."""
 
 _PAIRS = ("argmax", "argmin")
-_BITWISE = ("and", "or")
+_AND_OR = ("and", "or")
+_EXTREMES = ("max", "min")
 
 _WINDOWS = frozenset({"reduce_window", "select_and_scatter_add"})
 """The partitioner fills with zeros what max pooling's gradient compares beyond a block, and counts a start that is no identity
@@ -58,7 +59,8 @@ def fenced_loops(call: Call, description: Description | None, *, run_by_user: bo
     - Convolutions: the loops over space, where it adds up gradients over axes that cut nothing, and misplaces halos under
       strides and dilations.
     - Slices and padding: the loops along which elements move.
-    - Integers reduced by and/or: the reduced loops, for which it has no collective.
+    - Integers reduced by and/or: the reduced loops, for which it has no collective. Numbers reduced by max/min likewise: it
+      loses NaN.
     """
     if description is None:
         return frozenset()
@@ -68,8 +70,9 @@ def fenced_loops(call: Call, description: Description | None, *, run_by_user: bo
         return _loops_over_space(call, description)
     if call.primitive in _MISALIGNED:
         return frozenset(v for v in range(len(description.loops)) if in_step(description, v) is None)
-    bitwise = call.dtypes and call.dtypes[0] != "bool"
-    return frozenset(v for v, loop in enumerate(description.loops) if bitwise and loop.reducer in _BITWISE)
+    reducers = _AND_OR if call.dtypes and call.dtypes[0] != "bool" else ()
+    reducers += _EXTREMES if call.dtypes and "float" in call.dtypes[0] else ()
+    return frozenset(v for v, loop in enumerate(description.loops) if loop.reducer in reducers)
 
 
 def shared_loops(call: Call, description: Description | None, *, run_by_user: bool) -> frozenset[int]:

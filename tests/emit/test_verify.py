@@ -13,11 +13,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardplan
-from shardplan.emit import verify as module
+from shardplan.emit.judge import Change, difference, judge
 from shardplan.emit.mutate import DroppingEmitter
 from shardplan.emit.verify import _Loop, _Single, drawn, verify
 from shardplan.errors import DeviceError, ShardplanError
 from shardplan.report.text import verified_text
+from tests.machines import machine
 
 PINS = {"batch/*": P(("node", "gpu")), "state/params/*": P("gpu")}
 
@@ -121,12 +122,36 @@ def test_too_few_devices_and_no_steps_are_refused(planned: Any) -> None:
 
 
 def test_differences_of_integers_and_of_what_is_not_finite() -> None:
-    error = module._error
+    error = difference
     assert error(np.array([1, 2]), np.array([1, 2])) == 0
+    assert error(np.array([2**60]), np.array([2**60 + 1])) >= 1
     assert error(np.array([1, 2]), np.array([1, 4])) == 2
     assert error(np.array([np.nan, np.inf]), np.array([np.nan, np.inf])) == 0
     assert error(np.array([np.nan]), np.array([1.0])) == np.inf
     assert error(np.array([], np.float32), np.array([], np.float32)) == 0
+
+
+def test_an_infinity_hides_no_other_number() -> None:
+    """Scores of which some are masked: the check still notices a sum that is left out."""
+
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.where(jnp.arange(24) < 20, (x @ w).sum(0), -jnp.inf)
+
+    rng = np.random.default_rng(0)
+    args = tuple(jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((8, 24), (16, 8)))
+    plan = shardplan.plan(step, *args, cluster=machine("2x4:eager"), pins={"x": P("gpu")})
+    assert verify(plan, step, args, steps=1).equal
+    assert not verify(plan, step, args, steps=1, drop=0).equal
+
+
+def test_what_a_perturbation_makes_infinite_may_be_infinite() -> None:
+    one = np.array([1.0, 2.0, 3.0])
+    lost = np.array([1.0, np.inf, 3.5])
+    change = Change().with_run(one, lost)
+    assert change.size == 0.5
+    assert judge(["a"], [[one]], [[lost]], [[change]]).unequal == ()
+    assert judge(["a"], [[one]], [[np.array([1.0, np.nan, 9.5])]], [[change]]).unequal == ("a",)
+    assert judge(["a"], [[one]], [[np.array([np.inf, 2.0, 3.0])]], [[change]]).unequal == ("a",)
 
 
 GPT = {"layers": 1, "width": 256, "sequence": 64, "batch": 32}

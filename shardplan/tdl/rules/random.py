@@ -64,8 +64,11 @@ def _iota_2x32(call: Call, *_: TensorRef) -> tuple[Lambda, ...]:
 
 @rule("random_gamma")
 def _gamma(call: Call, keys: TensorRef, alpha: TensorRef) -> Lambda:
-    """Each element is drawn from its own key."""
-    return lambda *i: apply("random_gamma", at(keys, i), at(alpha, i))
+    """Each element is drawn from its own key, or all of a key's elements from the keys that it is split into."""
+    rank = len(keys.shape)
+    if rank == len(alpha.shape):
+        return lambda *i: apply("random_gamma", at(keys, i), at(alpha, i))
+    return lambda *i: Opaque()(keys[i[:rank]], alpha[(*i[:rank], *[_ALL] * (len(i) - rank))])[i[rank:]]
 
 
 @rule("rng_bit_generator")

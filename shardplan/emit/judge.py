@@ -1,0 +1,129 @@
+"""Whether two runs of a step are equal: what rounding may change, and what a run differs by.
+
+Equal means, for every leaf after every step: |sharded - single| is at most ten times the largest change that perturbations of the
+arguments cause, plus 1e-6 of the leaf's largest finite number. Infinities and NaN stand in the same places, but for places where
+a perturbation makes them come or go. Integers, booleans and random keys are equal exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+ALLOWED = 10.0
+"""Times the largest change that a perturbation causes."""
+FLOOR = 1e-6
+"""Of the leaf's largest finite number, allowed in any case."""
+
+
+@dataclass(frozen=True, slots=True)
+class Worst:
+    """The leaf of the result that came closest to its tolerance, or went furthest beyond it; ``step`` counts from one."""
+
+    path: str
+    step: int
+    error: float
+    tolerance: float
+
+
+@dataclass(frozen=True, slots=True)
+class Largest:
+    """The leaf with the largest error as a part of its array's maximum. ``noise`` is the same part of what one unit in the last
+    place of the inputs changes in it: where that is large, the step itself does not determine the array. An array that is not
+    ``inexact`` (integers, booleans, keys) must be the same.
+    """
+
+    path: str
+    step: int
+    error: float
+    noise: float
+    inexact: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What perturbations change in a leaf: by how much at most, among places where it stays finite, and (``unsettled``, None for
+    none) the places where infinities or NaN come or go.
+    """
+
+    size: float = 0.0
+    unsettled: NDArray[np.bool_] | None = None
+
+    def with_run(self, single: NDArray[Any], nudged: NDArray[Any]) -> Change:
+        """With one more perturbed run of the leaf."""
+        odd = _differs_in_kind(single, nudged)
+        unsettled = self.unsettled if not odd.any() else odd if self.unsettled is None else self.unsettled | odd
+        return Change(max(self.size, difference(single, nudged, unsettled)), unsettled)
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """The paths of leaves that are not equal, how many numbers were compared of how many, and the leaves to report."""
+
+    unequal: tuple[str, ...]
+    compared: int
+    numbers: int
+    largest: Largest
+    worst: Worst
+
+
+def difference(a: NDArray[Any], b: NDArray[Any], left_out: NDArray[np.bool_] | None = None) -> float:
+    """The largest difference outside the places that are left out; infinite where only one is finite, or another infinity."""
+    if not jnp.issubdtype(a.dtype, jnp.inexact):
+        return 0.0 if np.array_equal(a, b) else max(1.0, float(np.max(np.abs(a.astype(np.float64) - b.astype(np.float64)))))
+    x, y = wide(a), wide(b)
+    same = (x == y) | (np.isnan(x) & np.isnan(y))
+    same = same if left_out is None else same | left_out
+    with np.errstate(invalid="ignore", over="ignore"):
+        gap = np.where(same, 0.0, np.abs(x - y))
+    worst = float(np.max(gap, initial=0.0))
+    return worst if np.isfinite(worst) else float("inf")
+
+
+def wide(x: NDArray[Any]) -> NDArray[Any]:
+    """The numbers in double precision."""
+    return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
+
+
+def _differs_in_kind(a: NDArray[Any], b: NDArray[Any]) -> NDArray[np.bool_]:
+    """Where only one is finite, or both are infinities or NaN that differ."""
+    if not jnp.issubdtype(a.dtype, jnp.inexact):
+        return np.zeros(a.shape, np.bool_)
+    x, y = wide(a), wide(b)
+    same = (x == y) | (np.isnan(x) & np.isnan(y)) | (np.isfinite(x) & np.isfinite(y))
+    return ~same
+
+
+def judge(
+    paths: Sequence[str],
+    single: Sequence[Sequence[NDArray[Any]]],
+    found: Sequence[Sequence[NDArray[Any]]],
+    changes: Sequence[Sequence[Change]],
+) -> Judged:
+    """Compares the leaves after each step, given what perturbations change in each."""
+    unequal: list[str] = []
+    largest, compared, numbers = Largest("", 0, 0.0, 0.0), 0, 0
+    worst, ratio = Worst("", 0, 0.0, 0.0), -1.0
+    for n, (wanted, got, change) in enumerate(zip(single, found, changes, strict=True), 1):
+        for path, a, b, c in zip(paths, wanted, got, change, strict=True):
+            error = difference(b, a, c.unsettled)
+            exact = not jnp.issubdtype(a.dtype, jnp.inexact)
+            sizes = np.abs(wide(a))
+            numbers += a.size
+            compared += a.size if exact else int(np.isfinite(sizes).sum())
+            scale = float(np.max(sizes, initial=0.0, where=np.isfinite(sizes)))
+            tolerance = 0.0 if exact else ALLOWED * c.size + FLOOR * scale
+            if error > tolerance and path not in unequal:
+                unequal.append(path)
+            if error:
+                relative, noise = (e / scale if scale else float("inf") if e else 0.0 for e in (error, c.size))
+                largest = max(largest, Largest(path, n, relative, noise, not exact), key=lambda found: found.error)
+            part = error / tolerance if tolerance else float("inf") if error else 0.0
+            if part > ratio:
+                worst, ratio = Worst(path, n, error, tolerance), part
+    return Judged(tuple(unequal), compared, numbers, largest, worst)

@@ -14,6 +14,9 @@ from typing import Any, Literal
 Reducer = Literal["sum", "prod", "max", "min", "and", "or", "argmax", "argmin"]
 """How terms make a whole. The last two reduce pairs: a place, and the extreme that was found there."""
 
+PAIRS: tuple[Reducer, ...] = ("argmax", "argmin")
+"""The reducers of pairs."""
+
 
 @dataclass(frozen=True, slots=True)
 class Split:

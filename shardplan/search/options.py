@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from shardplan.collectives.layouts import LayoutSpace
 from shardplan.collectives.reshard import Resharder, split_dims
 from shardplan.cost import compute
-from shardplan.ir import Partial, Placement, Replicated, Split
+from shardplan.ir import PAIRS, Partial, Placement, Replicated, Split
 from shardplan.mesh import Device
 from shardplan.search.graph import Signature
 from shardplan.tdl import Call, Strategy, cut_in_step, in_step, linear_sets
@@ -263,7 +263,7 @@ class _Cuts:
     def _roles(self, found: Strategy) -> _Roles:
         placed = zip((*found.operands, *found.results), self.dims, strict=True)
         halos = [(i, p) for i, p in enumerate(found.operands) if isinstance(p, Split) and p.halo != (0, 0)]
-        pairs = any(isinstance(p, Partial) and p.reducer in ("argmax", "argmin") for p in found.results)
+        pairs = any(isinstance(p, Partial) and p.reducer in PAIRS for p in found.results)
         return _Roles(tuple([_role(place, dims) for place, dims in placed]), tuple(halos), pairs)
 
     def _strategy(self, loop: int, ways: int) -> Strategy | None:
@@ -434,7 +434,7 @@ def pair_bytes(call: Call, made: Sequence[tuple[tuple[int, ...], Strategy]]) -> 
     found: list[tuple[tuple[int, ...], float]] = []
     for over, strategy in made:
         for r, place in enumerate(strategy.results):
-            if isinstance(place, Partial) and place.reducer in ("argmax", "argmin"):
+            if isinstance(place, Partial) and place.reducer in PAIRS:
                 split = math.prod(s.ways for _, s in made if isinstance(s.results[r], Split))
                 found.append((over, nbytes(call.results[r], call.dtypes[0]) / split))
     return found

@@ -7,6 +7,7 @@ where it divides. What is fenced comes from running every cut of every primitive
 
 from __future__ import annotations
 
+from shardplan.ir import PAIRS
 from shardplan.tdl import language as lang
 from shardplan.tdl.description import Call, Description, children
 from shardplan.tdl.index import loops_of
@@ -32,7 +33,6 @@ UNCOMPILED = {
 }
 """What XLA compiles for one device alone ("Unable to convert MHLO to StableHLO", however it is sharded), with what to do."""
 
-_PAIRS = ("argmax", "argmin")
 _AND_OR = ("and", "or")
 _EXTREMES = ("max", "min")
 
@@ -80,7 +80,7 @@ def shared_loops(call: Call, description: Description | None, *, run_by_user: bo
 
     Those that are fenced, and all loops of calls that keep a loop whole or reduce pairs, whose operands XLA would gather.
     """
-    if description is not None and any(loop.whole or loop.reducer in _PAIRS for loop in description.loops):
+    if description is not None and _keeps_whole(description):
         return frozenset(range(len(description.loops)))
     return fenced_loops(call, description, run_by_user=run_by_user)
 
@@ -99,7 +99,12 @@ def adds_up_at_once(call: Call, description: Description | None, *, run_by_user:
     """Whether partial sums may neither be kept nor passed on by this call."""
     if run_by_user or uncuttable(call, description) or call.primitive in _UNBATCHED:
         return True
-    return description is not None and any(loop.whole or loop.reducer in _PAIRS for loop in description.loops)
+    return description is not None and _keeps_whole(description)
+
+
+def _keeps_whole(description: Description) -> bool:
+    """Whether a call keeps a loop whole, or reduces pairs."""
+    return any(loop.whole or loop.reducer in PAIRS for loop in description.loops)
 
 
 def _loops_over_space(call: Call, description: Description) -> frozenset[int]:

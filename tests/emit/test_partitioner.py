@@ -2,8 +2,8 @@
 
 Each was wrong with plain `jax.jit` under the same shardings, or under constraints inside the step, in the release that is tested
 (`shardplan.tdl.xla_quirks`): gradients of convolutions added up over axes that cut nothing, halos misplaced under strides and
-dilations, padding of updates written into row 0, lookups of terms with the whole table's indices, programs that its own verifier
-refuses.
+dilations, padding of updates written into row 0, NaN lost, lookups of terms with the whole table's indices, programs that its own
+verifier refuses.
 """
 
 from __future__ import annotations

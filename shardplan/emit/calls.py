@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from shardplan.emit.extremes import as_floats, as_integers
 from shardplan.emit.slices import cuttable, in_row_major_order
 from shardplan.emit.stacked import partition_spec
 from shardplan.errors import DescriptionError
@@ -130,7 +131,8 @@ def reduced(x: Any, extreme: Any, reducer: Reducer, axes: tuple[str, ...], dim: 
         case "min" | "and" if x.dtype == bool:
             return lax.pmin(x.astype("int8"), axes).astype(bool)
         case "max" | "min" if jnp.issubdtype(x.dtype, jnp.floating):
-            return _extreme(x, reducer, axes)
+            best = lax.pmax if reducer == "max" else lax.pmin
+            return as_floats(best(as_integers(x, reducer), axes), x.dtype)
         case "max":
             return lax.pmax(x, axes)
         case "min":
@@ -140,25 +142,6 @@ def reduced(x: Any, extreme: Any, reducer: Reducer, axes: tuple[str, ...], dim: 
             return functools.reduce(combine, lax.all_gather(x, axes))
         case "prod":
             return jnp.prod(lax.all_gather(x, axes), axis=0, dtype=x.dtype)
-
-
-def _extreme(x: Any, reducer: Reducer, axes: tuple[str, ...]) -> Any:
-    """The largest or smallest float, or NaN where any device has one.
-
-    Compilers and libraries lose NaN in such collectives, so integers in the same order are sent: those of 16 bits as 32.
-    """
-    best, sign = (lax.pmax, 1.0) if reducer == "max" else (lax.pmin, -1.0)  # NaN beyond all numbers
-    wide = x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
-    number = jnp.int64 if wide.dtype.itemsize == 8 else jnp.int32
-    last = jnp.asarray(jnp.iinfo(number).max, number)
-
-    def turned(bits: Any) -> Any:
-        """Bits as a number in the floats' order, and back: of negative ones all but the sign are turned round."""
-        return jnp.where(bits < 0, bits ^ last, bits)
-
-    placed = jnp.where(jnp.isnan(wide), jnp.copysign(jnp.asarray(jnp.nan, wide.dtype), sign), wide)
-    found = turned(best(turned(lax.bitcast_convert_type(placed, number)), axes))
-    return lax.bitcast_convert_type(found, wide.dtype).astype(x.dtype)
 
 
 def _first_place(place: Any, extreme: Any, reducer: Reducer, axes: tuple[str, ...]) -> Any:

@@ -22,12 +22,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardplan.collectives.reshard import Step
 from shardplan.emit.calls import Exchanges, Pairs, Share, Sum, divides, on_shares, reduced
+from shardplan.emit.extremes import as_floats, as_integers
 from shardplan.emit.slices import cuttable, in_row_major_order
 from shardplan.emit.stacked import map_terms, partition_spec, stacked_shape, summed, term_factors
 from shardplan.ir import Constant, Layout, Op, Program, Reducer
 from shardplan.search.coarsen import FREE
 from shardplan.search.extract import Decisions, Extractor, Use
 from shardplan.search.graph import Node, Where
+from shardplan.tdl.xla_quirks import loses_nan
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +227,10 @@ class SpecsEmitter:
     def apply(self, frame: _Frame, op: Op, use: Use | None, inputs: Sequence[Any]) -> list[Any]:
         """An op's results, with a leading axis for each factor whose terms it hands on."""
         bind = partial(self.bind, op, constant=self._constant(frame, op))
+        if use is not None and loses_nan(self.nodes[frame.where, op.id].signature.call, any(g.partial for g in use.gives)):
+            (x,) = inputs
+            (found,) = bind([as_integers(x, "max" if op.primitive == "reduce_max" else "min")])
+            return [as_floats(found, x.dtype)]
         own = [self._partial(frame, i) for i in op.inputs] if use is None else [() if n is None else n.partial for n in use.needs]
         over = tuple(sorted({f for fs in own for f in fs}))
         assert use is None or over == term_factors(use), "what is not run on shares hands on all terms that it reads"

@@ -35,6 +35,7 @@ UNCOMPILED = {
 
 _AND_OR = ("and", "or")
 _EXTREMES = ("max", "min")
+_REDUCTIONS = ("reduce_max", "reduce_min")
 
 _WINDOWS = frozenset({"reduce_window", "select_and_scatter_add"})
 """The partitioner fills with zeros what max pooling's gradient compares beyond a block, and counts a start that is no identity
@@ -46,6 +47,8 @@ _SCATTERS = frozenset({"scatter", "scatter-add", "scatter-sub", "scatter-mul", "
 _MISALIGNED = frozenset({"pad", "slice"})
 """Under constraints inside a program the partitioner makes programs of strided slices and inner padding that its own verifier
 refuses, where a loop is read beside its own index."""
+
+_WINDOW_EXTREMES = ("reduce_window_max", "reduce_window_min")
 
 _UNBATCHED = frozenset({"conv_general_dilated", "tie"})
 """Under `vmap` a convolution becomes a grouped one, whose operands the partitioner gathers, and a tie has no rule: their terms
@@ -59,8 +62,8 @@ def fenced_loops(call: Call, description: Description | None, *, run_by_user: bo
     - Convolutions: the loops over space, where it adds up gradients over axes that cut nothing, and misplaces halos under
       strides and dilations.
     - Slices and padding: the loops along which elements move.
-    - Integers reduced by and/or: the reduced loops, for which it has no collective. Numbers reduced by max/min likewise: it
-      loses NaN.
+    - Integers reduced by and/or: the reduced loops, for which it has no collective. Windows of floats reduced by max/min
+      likewise: it loses NaN (as it does in plain reductions, see `loses_nan`).
     """
     if description is None:
         return frozenset()
@@ -71,8 +74,13 @@ def fenced_loops(call: Call, description: Description | None, *, run_by_user: bo
     if call.primitive in _MISALIGNED:
         return frozenset(v for v in range(len(description.loops)) if in_step(description, v) is None)
     reducers = _AND_OR if call.dtypes and call.dtypes[0] != "bool" else ()
-    reducers += _EXTREMES if call.dtypes and "float" in call.dtypes[0] else ()
+    reducers += _EXTREMES if loses_nan(call, True) and call.primitive not in _REDUCTIONS else ()
     return frozenset(v for v, loop in enumerate(description.loops) if loop.reducer in reducers)
+
+
+def loses_nan(call: Call, partial: bool) -> bool:
+    """Whether NaN could be lost where terms of this call are ``partial`` and reduced by the partitioner."""
+    return partial and bool(call.dtypes) and "float" in call.dtypes[0] and call.primitive in (*_REDUCTIONS, *_WINDOW_EXTREMES)
 
 
 def shared_loops(call: Call, description: Description | None, *, run_by_user: bool) -> frozenset[int]:

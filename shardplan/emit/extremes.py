@@ -1,0 +1,33 @@
+"""Floats as integers in the same order, so that a maximum or minimum over devices keeps NaN.
+
+Compilers and libraries lose NaN where they reduce floats by max or min across devices; integers have none to lose.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from jax import lax
+
+
+def as_integers(x: Any, reducer: Literal["max", "min"]) -> Any:
+    """Integers in the order of the floats; NaN lies beyond all numbers, on the reducer's side. Those of 16 bits become 32."""
+    wide = x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
+    nan = jnp.copysign(jnp.asarray(jnp.nan, wide.dtype), 1.0 if reducer == "max" else -1.0)
+    return _turned(lax.bitcast_convert_type(jnp.where(jnp.isnan(wide), nan, wide), _integer(wide.dtype)))
+
+
+def as_floats(numbers: Any, dtype: Any) -> Any:
+    """The floats of a dtype that `as_integers` made these of."""
+    wide = jnp.float64 if numbers.dtype.itemsize == 8 else jnp.float32
+    return lax.bitcast_convert_type(_turned(numbers), wide).astype(dtype)
+
+
+def _integer(dtype: Any) -> Any:
+    return jnp.int64 if jnp.dtype(dtype).itemsize == 8 else jnp.int32
+
+
+def _turned(bits: Any) -> Any:
+    """Bits as a number in the floats' order, and back: of negative ones all but the sign are turned round."""
+    return jnp.where(bits < 0, bits ^ jnp.asarray(jnp.iinfo(bits.dtype).max, bits.dtype), bits)

@@ -9,7 +9,6 @@ terms (`emit.stacked`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,9 +19,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardplan.collectives.reshard import Step
-from shardplan.emit.calls import Exchanges, Pairs, Share, Sum, divides, on_shares, reduced
+from shardplan.emit.calls import Exchanges, Pairs, Share, on_shares, reduced
 from shardplan.emit.extremes import as_floats, as_integers
+from shardplan.emit.shares import share_of
 from shardplan.emit.slices import cuttable, in_row_major_order
 from shardplan.emit.stacked import map_terms, partition_spec, stacked_shape, summed, term_factors
 from shardplan.ir import Constant, Layout, Op, Program, Reducer
@@ -167,7 +166,7 @@ class SpecsEmitter:
                 inputs.append(found)
             else:
                 inputs.append(self.operand(frame, node, use, slot, i))
-        share = self.share(node, use)
+        share = share_of(node, use, self.extractor)
         if share is not None:
             outputs = self.shared(node, share, inputs)
         elif use is None and not node.signature.aligned:
@@ -181,48 +180,6 @@ class SpecsEmitter:
             elif use is None and frame.ids[t] in self.held:
                 value = self.constrain(value, self.layout(frame, t))
             frame.values[t] = value
-
-    def share(self, node: Node, use: Use | None) -> Share | None:
-        """What each device does of an op on its own share; None where XLA's partitioner is left to cut it.
-
-        So run the cuts that the partitioner would get wrong, and all that make or hand on terms which stay apart.
-        """
-        signature = node.signature
-        if use is None or signature.description is None:
-            return None
-        over = term_factors(use)
-        if signature.shared.isdisjoint(use.loops) and (not over or signature.elementwise):
-            return None
-        kept = tuple(() if stored is None else tuple(f for f in over if f in stored.partial) for stored in use.stored)
-        steps = [() if kept[r] else self.sums(node, use, r) for r in range(len(kept))]
-        sums = tuple(tuple(Sum(step.over, _scattered(step)) for step in own) for own in steps)
-        left = tuple(own[-1].after if own else Layout(give.dims) for own, give in zip(steps, use.gives, strict=True))
-        share = Share(use.loops, use.needs, kept, sums, left)
-        if divides(signature.description, share, self.sizes):
-            return share
-        assert all(use.loops[f] < -1 for f in over), "terms are made on shares alone"
-        assert signature.fenced.isdisjoint(use.loops), "what is fenced is cut only where it divides"
-        return None
-
-    def sums(self, node: Node, use: Use, r: int) -> tuple[Step, ...]:
-        """The planned all-reduces and reduce-scatters that leave nothing partial of result r, if they come first and divide."""
-        give, stored, description = use.gives[r], use.stored[r], node.signature.description
-        assert description is not None
-        reducers = {description.loops[v].reducer for v in use.loops if v >= 0} - {None}
-        if stored is None or not give.partial or reducers - {"sum"}:
-            return ()
-        tensor = self.problem.graph.tensors[node.outputs[r]]
-        found: list[Step] = []
-        for step in self.extractor.program(tensor.shape, tensor.nbytes, give, stored):
-            if step.kind not in ("all_reduce", "reduce_scatter") or not self._even(tensor.shape, step.after):
-                break
-            found.append(step)
-        return tuple(found) if found and not found[-1].after.partial else ()
-
-    def _even(self, shape: tuple[int, ...], layout: Layout) -> bool:
-        """Whether a layout is of a stored tensor (no buffer dim), all of whose blocks are alike."""
-        ways = [math.prod(self.sizes[f] for f in factors) for factors in layout.dims]
-        return len(ways) == len(shape) and all(n % k == 0 for n, k in zip(shape, ways, strict=True))
 
     def apply(self, frame: _Frame, op: Op, use: Use | None, inputs: Sequence[Any]) -> list[Any]:
         """An op's results, with a leading axis for each factor whose terms it hands on."""
@@ -482,12 +439,6 @@ class SpecsEmitter:
         results = self.run(op.bodies[0], (*frame.where, (op.id, 0)), values, views)
         frame.views.update({key: x for key, x in views.items() if key not in frame.views})
         return results
-
-
-def _scattered(step: Step) -> int | None:
-    """The dim over which a sum is scattered."""
-    grown = [d for d, (a, b) in enumerate(zip(step.before.dims, step.after.dims, strict=True)) if a != b]
-    return grown[0] if grown else None
 
 
 def _literal(value: Any) -> Any:

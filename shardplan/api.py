@@ -95,9 +95,7 @@ def plan(
     observer("tracing", 0.0)
     traced = trace_step(step, args, donated)
     traced_at = time.perf_counter()
-    replicate = _known_primitives(replicate, traced.program)
-    if loaded.size > 1:
-        _check_compiled(traced.program)
+    replicate = _checked_primitives(replicate, traced.program, loaded.size)
     wanted = Wanted(limit, frozenset(leaves_of(traced.in_tree, donated)), _entries(pins or {}), deadline, observer, measure)
     with uncollected():
         planned = _searched(traced.program, Searcher(replicate, shared, loaded, wanted), again=remat == "auto")
@@ -173,8 +171,10 @@ def _check(
     return "bytes" if objective == "bytes" else "time", deadline, shared
 
 
-def _known_primitives(names: Sequence[str], program: Program) -> tuple[str, ...]:
-    """The names, each of which is that of a primitive of this step or of the installed JAX."""
+def _checked_primitives(names: Sequence[str], program: Program, devices: int) -> tuple[str, ...]:
+    """The names, each of a primitive of this step or of JAX; refuses a step that XLA compiles for one device alone."""
+    if devices > 1:
+        _check_compiled(program)
     if not isinstance(names, Iterable) or not all(isinstance(name, str) for name in names):
         raise ShardplanError(f"replicate={names!r}: give names of primitives, or () for none")
     names = (names,) if isinstance(names, str) else tuple(names)

@@ -360,3 +360,17 @@ def test_a_cluster_in_the_wrong_units_is_said_and_no_plan_of_infinite_seconds_is
     slow = replace(cluster, device=replace(cluster.device, flops_per_s=figures, memory_bytes_per_s=1e-6))
     with pytest.raises(shardplan.ShardplanError, match=r"takes 1,000 s or more in every layout.*units of"):
         shardplan.plan(lambda w, x: x @ w, W, W, cluster=slow)
+
+
+def test_what_xla_compiles_for_one_device_alone_is_refused_on_several() -> None:
+    """A product's high words: planned for one device, refused by name and line on more."""
+
+    def step(x: jax.Array) -> jax.Array:
+        return jax.lax.mulhi(x, x)
+
+    x = jnp.arange(8, dtype=jnp.uint32)
+    assert shardplan.plan(step, x, cluster="1").communication_bytes == 0
+    with pytest.raises(
+        shardplan.UncompiledPrimitiveError, match=r"'mulhi', used at .*test_mistakes.py.*multiply in a wider type"
+    ):
+        shardplan.plan(step, x, cluster="2x4")

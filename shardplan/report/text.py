@@ -277,8 +277,13 @@ def _largest_error(largest: Mapping[str, Any]) -> str:
     return (
         f"  largest error: {largest['error']:.2g} of the largest number in {largest['path']}, in step {largest['step']}\n"
         f"    on one device, inputs moved by one unit in the last place change that array by {largest['noise']:.2g}; allowed "
-        "are ten times as much, plus 1e-06"
+        f"are ten times as much, plus 1e-06{_undetermined(largest['noise'])}"
     )
+
+
+def _undetermined(noise: float) -> str:
+    """What the user should know of an array that is mostly rounding, for one a gradient that is zero on paper."""
+    return "" if noise < 0.1 else "\n    the step does not determine that array: it is rounding for the most part"
 
 
 def _verdict(found: Mapping[str, Any]) -> str:

@@ -65,7 +65,7 @@ def measured(row: str) -> dict[str, Any]:
 
     import shardplan
     from models import llama
-    from shardplan.search.memory import local_bytes
+    from shardplan.search.memory.liveness import local_bytes
 
     shape, _, block = row.partition("/")
     sequence, batch = map(int, shape.split("x"))

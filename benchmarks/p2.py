@@ -22,7 +22,14 @@ from scipy.stats import spearmanr
 
 from shardplan.collectives import parse as parse_program
 from shardplan.collectives import search, synthesize
-from shardplan.collectives.ranking import Entries, Table, entries, names_of, shape_of, table
+from shardplan.collectives.ranking import (
+    Entries,
+    Table,
+    entries,
+    names_of,
+    shape_of,
+    table,
+)
 from shardplan.collectives.synthesis import _synthesize, shared_walks
 from shardplan.cost import Network
 from shardplan.cost.network import Algorithm

@@ -24,12 +24,12 @@ import jax.numpy as jnp
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from models import gpt, rnn, wresnet
-from shardplan.search.graph import flatten
+from shardplan.frontend.trace import trace
+from shardplan.graph.flatten import flatten
 from shardplan.tdl import Call, Description, cuts, describe
 from shardplan.tdl.describe import forget_analyses, rule_of
 from shardplan.tdl.description import read
 from shardplan.tdl.once import FEW, Tree
-from shardplan.trace import trace
 
 WAYS = (2, 4, 8)
 COLUMNS = ("program", "ops", "signatures", "analyses", "cuts", "graph first", "again", "numbers", "first", "again")

@@ -11,7 +11,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardplan.api import plan
     from shardplan.collectives.lower import all_reduce
     from shardplan.errors import (
         ArgumentError,
@@ -29,10 +28,11 @@ if TYPE_CHECKING:
         UncompiledPrimitiveError,
         UndescribedPrimitiveError,
     )
-    from shardplan.files import load
     from shardplan.mesh import Cluster
-    from shardplan.parallel import parallelize
-    from shardplan.plans import Plan
+    from shardplan.plans.files import load
+    from shardplan.plans.plan import Plan
+    from shardplan.shell.api import plan
+    from shardplan.shell.parallel import parallelize
     from shardplan.tdl.register import register
 
 __version__ = "0.1.0"
@@ -65,9 +65,9 @@ _HOMES = {
     "Cluster": "mesh",
     "Plan": "plans",
     "all_reduce": "collectives.lower",
-    "load": "files",
-    "parallelize": "parallel",
-    "plan": "api",
+    "load": "plans.files",
+    "parallelize": "shell.parallel",
+    "plan": "shell.api",
     "register": "tdl.register",
 }
 

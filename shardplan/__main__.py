@@ -8,10 +8,10 @@ import sys
 def main() -> int:
     """Runs one command and returns its exit code."""
     try:
-        from shardplan import interrupts
+        from shardplan.shell import interrupts
 
         with interrupts.heard():
-            from shardplan.cli import main as command
+            from shardplan.shell.cli import main as command
 
         return command()
     except KeyboardInterrupt:

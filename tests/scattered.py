@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.plans import Plan
-from shardplan.search.extract import Extractor
-from shardplan.search.solver import Solution
-from shardplan.search.tables import BIG
+from shardplan.plans.plan import Plan
+from shardplan.search.problem.extract import Extractor
+from shardplan.search.problem.solution import Solution
+from shardplan.search.problem.tables import BIG
 
 
 class _AnyStrategy(Extractor):

@@ -15,7 +15,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.collectives.moves import BUFFER, ORDERED, Name, State, moves_from, name_of
+from shardplan.collectives.moves import (
+    BUFFER,
+    ORDERED,
+    Name,
+    State,
+    moves_from,
+    name_of,
+)
 from shardplan.ir import Layout
 
 

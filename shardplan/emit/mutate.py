@@ -21,7 +21,7 @@ from shardplan.emit.calls import Pairs
 from shardplan.emit.specs import SpecsEmitter
 from shardplan.emit.stacked import partition_spec, term_factors
 from shardplan.ir import Layout, Op, Program, Reducer
-from shardplan.search.extract import Decisions, Extractor, Use
+from shardplan.search.problem.extract import Decisions, Extractor, Use
 
 
 class DroppingEmitter(SpecsEmitter):

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from shardplan.collectives.reshard import Step
 from shardplan.emit.calls import Share, Sum, divides
 from shardplan.emit.stacked import term_factors
+from shardplan.graph.flatten import Node
 from shardplan.ir import Layout
-from shardplan.search.extract import Extractor, Use
-from shardplan.search.graph import Node
+from shardplan.search.problem.extract import Extractor, Use
 
 
 def share_of(node: Node, use: Use | None, extractor: Extractor) -> Share | None:

@@ -24,10 +24,10 @@ from shardplan.emit.extremes import as_floats, as_integers
 from shardplan.emit.shares import share_of
 from shardplan.emit.slices import cuttable, in_row_major_order
 from shardplan.emit.stacked import map_terms, partition_spec, stacked_shape, summed, term_factors
+from shardplan.graph.flatten import Node, Where
 from shardplan.ir import Constant, Layout, Op, Program, Reducer
-from shardplan.search.coarsen import FREE
-from shardplan.search.extract import Decisions, Extractor, Use
-from shardplan.search.graph import Node, Where
+from shardplan.search.coarsening.coarsen import FREE
+from shardplan.search.problem.extract import Decisions, Extractor, Use
 from shardplan.tdl.xla_quirks import loses_nan
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from shardplan.ir import Layout
-from shardplan.search.extract import Use
+from shardplan.search.problem.extract import Use
 
 
 def partition_spec(layout: Layout | None, names: Sequence[str]) -> PartitionSpec:

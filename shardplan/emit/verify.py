@@ -19,11 +19,11 @@ from shardplan.emit.hlo import Measured, measure
 from shardplan.emit.judge import Change, Largest, Worst, judge
 from shardplan.emit.perturb import narrowed, narrows, neighbours
 from shardplan.errors import ShardplanError
-from shardplan.objects import Pure, apart
+from shardplan.frontend.nnx_state import Pure, apart
 
 if TYPE_CHECKING:
-    from shardplan.plans import Plan
-    from shardplan.trace import Traced
+    from shardplan.frontend.trace import Traced
+    from shardplan.plans.plan import Plan
 
 PERTURBATIONS = 5
 

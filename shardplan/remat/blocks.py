@@ -15,7 +15,19 @@ from numpy.typing import NDArray
 
 from shardplan.ir import Constant, Op, Operand, Program, Tensor
 from shardplan.remat.loops import renamed
-from shardplan.remat.parts import REPEATED, IsHeavy, Part, Policy, Where, backward, closure, free, made_by, readers, repeatable
+from shardplan.remat.parts import (
+    REPEATED,
+    IsHeavy,
+    Part,
+    Policy,
+    Where,
+    backward,
+    closure,
+    free,
+    made_by,
+    readers,
+    repeatable,
+)
 
 BLOCKS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """So many blocks are tried for each run."""

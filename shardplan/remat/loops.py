@@ -10,7 +10,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardplan.ir import Op, Operand, Program, Tensor
-from shardplan.remat.parts import REPEATED, IsHeavy, Part, Policy, Where, backward, closure, made_by, readers, repeatable
+from shardplan.remat.parts import (
+    REPEATED,
+    IsHeavy,
+    Part,
+    Policy,
+    Where,
+    backward,
+    closure,
+    made_by,
+    readers,
+    repeatable,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from shardplan.ir import Layout, Tensor
-from shardplan.search.coarsen import FREE
+from shardplan.search.coarsening.coarsen import FREE
 
 if TYPE_CHECKING:
-    from shardplan.plans import Plan
-    from shardplan.search.extract import Use
-    from shardplan.search.graph import Graph, Node
+    from shardplan.graph.flatten import Graph, Node
+    from shardplan.plans.plan import Plan
+    from shardplan.search.problem.extract import Use
 
 Cuts = tuple[tuple[int, ...], ...]
 """For each dim the axes that cut it, major first: numbers in `Drawing.axes`."""

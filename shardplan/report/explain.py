@@ -21,11 +21,11 @@ from shardplan.report.padding import padded_seconds, priced, uneven
 from shardplan.report.paths import grouped
 from shardplan.report.tables import seconds, size
 from shardplan.report.text import argument_shapes, best_baseline, bound_text, collective_rows, collectives_text
-from shardplan.search.coarsen import FREE
+from shardplan.search.coarsening.coarsen import FREE
 
 if TYPE_CHECKING:
-    from shardplan.plans import Plan
-    from shardplan.search.graph import Node
+    from shardplan.graph.flatten import Node
+    from shardplan.plans.plan import Plan
 
 _LINES = 3
 """So many source lines and dearest collectives are named."""

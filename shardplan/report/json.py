@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from shardplan.ir import spec_text
 from shardplan.remat import Remat
 from shardplan.report.text import collective_rows
-from shardplan.search.idle import idle
+from shardplan.search.strategy.unused_axes import idle
 
 if TYPE_CHECKING:
-    from shardplan.plans import Plan
+    from shardplan.plans.plan import Plan
 
 
 def figures(plan: Plan) -> dict[str, Any]:

@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from shardplan.graph.flatten import flatten
 from shardplan.ir import Op, Program
-from shardplan.search.coarsen import coarsen
-from shardplan.search.graph import flatten
-from shardplan.search.pins import for_pins, pinned_domains
-from shardplan.search.problem import Objective, Problem
-from shardplan.search.solve import in_seconds, search
+from shardplan.search.coarsening.coarsen import coarsen
+from shardplan.search.problem.problem import Objective, Problem
+from shardplan.search.strategy.pins import for_pins, pinned_domains
+from shardplan.search.strategy.solve import in_seconds, search
 
 if TYPE_CHECKING:
-    from shardplan.plans import Plan
+    from shardplan.plans.plan import Plan
 
 _TILE = 128
 """Matrix units work on tiles of this many elements: a large dim is padded to a multiple of it too."""

@@ -11,10 +11,10 @@ from shardplan.ir import spec_text
 from shardplan.remat import Remat
 from shardplan.report.paths import grouped
 from shardplan.report.tables import rate, seconds, size, table
-from shardplan.search.idle import idle
+from shardplan.search.strategy.unused_axes import idle
 
 if TYPE_CHECKING:
-    from shardplan.plans import Baseline, Plan
+    from shardplan.plans.plan import Baseline, Plan
 
 _STOPPED = {
     "time budget": "the time budget ended the search: this is the best plan until then, more time may find a better one",

@@ -9,10 +9,43 @@ from shardplan.tdl import rules as _rules
 from shardplan.tdl.describe import describe, described, named_call, op, rule
 from shardplan.tdl.description import Call, Description, LoopInfo
 from shardplan.tdl.effort import light
-from shardplan.tdl.index import Affine, Data, Exact, FloorDiv, Full, IndexExpr, Interval, Loop, Mod, interval
-from shardplan.tdl.language import DATA, And, ArgMax, ArgMin, Max, Min, Opaque, Or, Prod, Sum, TensorRef, apply, equals, where
+from shardplan.tdl.index import (
+    Affine,
+    Data,
+    Exact,
+    FloorDiv,
+    Full,
+    IndexExpr,
+    Interval,
+    Loop,
+    Mod,
+    interval,
+)
+from shardplan.tdl.language import (
+    DATA,
+    And,
+    ArgMax,
+    ArgMin,
+    Max,
+    Min,
+    Opaque,
+    Or,
+    Prod,
+    Sum,
+    TensorRef,
+    apply,
+    equals,
+    where,
+)
 from shardplan.tdl.shrink import shrink
-from shardplan.tdl.strategies import Strategy, cut, cut_in_step, cuts, in_step, linear_sets
+from shardplan.tdl.strategies import (
+    Strategy,
+    cut,
+    cut_in_step,
+    cuts,
+    in_step,
+    linear_sets,
+)
 
 assert _rules
 

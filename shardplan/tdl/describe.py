@@ -10,8 +10,25 @@ from typing import Any
 
 from shardplan.errors import DescriptionError, MisfitError
 from shardplan.tdl import language as lang
-from shardplan.tdl.description import Call, Description, Lambda, LoopInfo, Origin, RuleFunction, instance, read
-from shardplan.tdl.once import Leaf, Lifted, Numbering, Tree, asked, fill, lifted
+from shardplan.tdl.description import (
+    Call,
+    Description,
+    Lambda,
+    LoopInfo,
+    Origin,
+    RuleFunction,
+    instance,
+    read,
+)
+from shardplan.tdl.once import (
+    Leaf,
+    Lifted,
+    Numbering,
+    Tree,
+    asked,
+    fill,
+    lifted,
+)
 from shardplan.tdl.symbols import Extent, Trail
 
 _RULES: dict[str, RuleFunction] = {}

@@ -14,7 +14,7 @@ from shardplan.tdl import language as lang
 from shardplan.tdl.index import Affine, IndexExpr, Loop, loops_of
 from shardplan.tdl.once import Leaf, fill
 from shardplan.tdl.symbols import Extent
-from shardplan.users import users_code
+from shardplan.user_code import users_code
 
 Lambda = Callable[..., Any]
 RuleFunction = Callable[..., "Lambda | tuple[Lambda, ...]"]

@@ -18,7 +18,7 @@ from jax.interpreters import partial_eval
 from shardplan import _jax
 from shardplan.errors import DescriptionError
 from shardplan.tdl.describe import kernel_name
-from shardplan.users import users_code
+from shardplan.user_code import users_code
 
 _CUSTOM = ("custom_jvp_call", "custom_vjp_call")
 

@@ -14,14 +14,28 @@ import numpy as np
 from shardplan import _jax
 from shardplan.errors import DescriptionError, nearest
 from shardplan.tdl import localize
-from shardplan.tdl.describe import describe, named_call, put_back, recognised_by, rule, rule_of
-from shardplan.tdl.description import Call, Description, Lambda, RuleFunction, described_at, failed
+from shardplan.tdl.describe import (
+    describe,
+    named_call,
+    put_back,
+    recognised_by,
+    rule,
+    rule_of,
+)
+from shardplan.tdl.description import (
+    Call,
+    Description,
+    Lambda,
+    RuleFunction,
+    described_at,
+    failed,
+)
 from shardplan.tdl.identity import same_function, same_kernel
 from shardplan.tdl.index import Affine, Data, Full, Loop, interval
 from shardplan.tdl.language import Recorder, TensorRef, lambda_names
 from shardplan.tdl.strategies import cuts
 from shardplan.tdl.verify import draw_array, verify
-from shardplan.users import users_code
+from shardplan.user_code import users_code
 
 Function = Callable[..., Any]
 _FUNCTIONS = ("jit:", "custom_vjp_call:", "custom_jvp_call:")

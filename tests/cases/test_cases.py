@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 import shardplan
-from shardplan.plans import Plan
-from shardplan.search import brute
+from shardplan.plans.plan import Plan
 from tests.cases.steps import CASES
+from tests.oracles import brute
 from tests.search.steps import uncoarsened_seconds
 
 CLUSTER = Path(__file__).parent / "one-switch.toml"

@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardplan.collectives import best_reduction, parse, program_seconds, replay, search, synthesize, table
+from shardplan.collectives import (
+    best_reduction,
+    parse,
+    program_seconds,
+    replay,
+    search,
+    synthesize,
+    table,
+)
 from shardplan.collectives.ranking import entries, payloads, shape_of
 from shardplan.collectives.states import Space
 from shardplan.cost import Network

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from models import gpt, gpt_linen, mlp, unet, vit, wresnet
 from shardplan.cost import compute
+from shardplan.frontend.trace import trace
+from shardplan.graph import Node, flatten
 from shardplan.mesh import Cluster
-from shardplan.search import Node, flatten
-from shardplan.trace import trace
 
 
 def counted(step: Callable[..., Any], *args: Any) -> float:

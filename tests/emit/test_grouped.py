@@ -12,8 +12,8 @@ from jax import lax
 
 import shardplan
 from shardplan.emit.verify import measured_program, verify
-from shardplan.search import flatten
-from shardplan.trace import trace
+from shardplan.frontend.trace import trace
+from shardplan.graph import flatten
 
 LAYOUT = ("NHWC", "HWIO", "NHWC")
 

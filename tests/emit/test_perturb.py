@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from shardplan.emit.perturb import moved, narrowed, narrows, neighbours
-from shardplan.trace import trace
+from shardplan.frontend.trace import trace
 
 
 def units(x: Any, y: Any) -> np.ndarray:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import shardplan
 from models import gpt, llama, mlp
 from shardplan.errors import ShardplanError
-from shardplan.plans import Plan
+from shardplan.plans.plan import Plan
 from shardplan.report.draw import FORMATS, picture
 from shardplan.report.drawing import Column, Drawing, Run, drawing, folded
 

@@ -11,7 +11,14 @@ from shardplan.collectives import parse
 from shardplan.errors import ClusterError
 from shardplan.mesh import Cluster, preset_names
 from shardplan.mesh.detect import Detected
-from shardplan.report.mesh_text import mesh_detect, mesh_list, mesh_matrices, mesh_show, reduce_report, words
+from shardplan.report.mesh_text import (
+    mesh_detect,
+    mesh_list,
+    mesh_matrices,
+    mesh_show,
+    reduce_report,
+    words,
+)
 
 
 def test_list_names_every_preset():

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardplan.mesh import Cluster
-from shardplan.search import Problem
-from shardplan.search.coarsen import FREE
+from shardplan.search.coarsening.coarsen import FREE
+from shardplan.search.problem.problem import Problem
 from tests.search import steps
 
 FEWEST, MOST = 6, 12

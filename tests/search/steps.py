@@ -13,12 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
+from shardplan.frontend.trace import trace
+from shardplan.graph import flatten
 from shardplan.mesh import Cluster, factors
-from shardplan.search import Problem, brute, coarsen, flatten
-from shardplan.search.eliminate import Eliminator, find_order
-from shardplan.search.pricing import Domain
-from shardplan.search.tables import Store, Term, picoseconds
-from shardplan.trace import trace
+from shardplan.search.coarsening import coarsen
+from shardplan.search.inference.eliminate import Eliminator, find_order
+from shardplan.search.problem.pricing import Domain
+from shardplan.search.problem.problem import Problem
+from shardplan.search.problem.tables import Store, Term, picoseconds
+from tests.oracles import brute
 
 Shape = tuple[int, int]
 SIZES = (4, 6, 8)

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from shardplan.tdl.coverage import OPAQUE, UNCUT, WHOLE_DIMS, coverage, prove_one, sort_primitives
+from shardplan.tdl.coverage import (
+    OPAQUE,
+    UNCUT,
+    WHOLE_DIMS,
+    coverage,
+    prove_one,
+    sort_primitives,
+)
 from shardplan.tdl.describe import described
 from shardplan.tdl.proof import CASES
 

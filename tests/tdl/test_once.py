@@ -16,16 +16,23 @@ import pytest
 
 from shardplan import tdl
 from shardplan.errors import DescriptionError
-from shardplan.search.graph import flatten
+from shardplan.frontend.trace import trace
+from shardplan.graph.flatten import flatten
 from shardplan.tdl import once
 from shardplan.tdl.coverage import sort_primitives
-from shardplan.tdl.describe import _RULES, describe, forget, forget_analyses, rule, rule_of
+from shardplan.tdl.describe import (
+    _RULES,
+    describe,
+    forget,
+    forget_analyses,
+    rule,
+    rule_of,
+)
 from shardplan.tdl.description import Call, Description, read
 from shardplan.tdl.index import Affine, FloorDiv, Mod
 from shardplan.tdl.once import Leaf, Tree
 from shardplan.tdl.proof import CASES, Drawn
 from shardplan.tdl.symbols import Extent, Trail
-from shardplan.trace import trace
 
 NAMES = [entry.name for entry in sort_primitives() if entry.name in CASES]
 

@@ -14,12 +14,12 @@ from jax.extend.core import Primitive
 import shardplan
 from shardplan import tdl
 from shardplan.errors import DescriptionError, MisfitError, UndescribedPrimitiveError
+from shardplan.frontend.trace import trace
+from shardplan.graph.flatten import flatten
 from shardplan.ir import Split
-from shardplan.search.graph import flatten
 from shardplan.tdl.describe import forget
 from shardplan.tdl.localize import HALO, evaluate
 from shardplan.tdl.register import register
-from shardplan.trace import trace
 
 
 @jax.custom_vjp

@@ -4,8 +4,24 @@ A generator draws shapes (from a small pool, so that compiled ops are reused), d
 function to the file of its family.
 """
 
-from shardplan.tdl.proof import contraction, elementwise, indexing, linalg, movement, randomness, reduction, sorting
-from shardplan.tdl.proof.case import CASES, Case, Draw, Drawn, applications, prove
+from shardplan.tdl.proof import (
+    contraction,
+    elementwise,
+    indexing,
+    linalg,
+    movement,
+    randomness,
+    reduction,
+    sorting,
+)
+from shardplan.tdl.proof.case import (
+    CASES,
+    Case,
+    Draw,
+    Drawn,
+    applications,
+    prove,
+)
 
 assert all((contraction, elementwise, indexing, linalg, movement, randomness, reduction, sorting))
 

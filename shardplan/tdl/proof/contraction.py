@@ -11,7 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardplan.tdl.proof.case import FLOATS, Case, Draw, array, bound, case, extent, shape, shuffled, traced
+from shardplan.tdl.proof.case import (
+    FLOATS,
+    Case,
+    Draw,
+    array,
+    bound,
+    case,
+    extent,
+    shape,
+    shuffled,
+    traced,
+)
 
 
 def _mixed(draw: Draw, *groups: tuple[str, tuple[int, ...]]) -> tuple[tuple[int, ...], dict[str, tuple[int, ...]]]:

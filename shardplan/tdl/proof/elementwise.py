@@ -8,7 +8,16 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from shardplan.tdl.proof.case import FLOATS, Case, Draw, array, bound, case, shuffled, some
+from shardplan.tdl.proof.case import (
+    FLOATS,
+    Case,
+    Draw,
+    array,
+    bound,
+    case,
+    shuffled,
+    some,
+)
 
 _INTEGERS = ("int32", "uint8", "int16")
 

@@ -9,7 +9,15 @@ from typing import Any
 import numpy as np
 from jax import lax
 
-from shardplan.tdl.proof.case import Case, Draw, array, case, shape, shuffled, traced
+from shardplan.tdl.proof.case import (
+    Case,
+    Draw,
+    array,
+    case,
+    shape,
+    shuffled,
+    traced,
+)
 
 _MODES = ("fill", "clip", "promise_in_bounds")
 

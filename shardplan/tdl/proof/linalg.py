@@ -10,7 +10,14 @@ import numpy as np
 from jax import lax
 
 from shardplan import _jax
-from shardplan.tdl.proof.case import Case, Draw, array, bound, case, traced
+from shardplan.tdl.proof.case import (
+    Case,
+    Draw,
+    array,
+    bound,
+    case,
+    traced,
+)
 
 _BATCHES = ((2,), (6,), (2, 3))
 

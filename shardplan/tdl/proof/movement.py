@@ -9,7 +9,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardplan.tdl.proof.case import Case, Draw, array, bound, case, shape, shuffled, some, traced
+from shardplan.tdl.proof.case import (
+    Case,
+    Draw,
+    array,
+    bound,
+    case,
+    shape,
+    shuffled,
+    some,
+    traced,
+)
 
 _DTYPES = ("float32", "int32", "bool", "bfloat16")
 

@@ -8,7 +8,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardplan.tdl.proof.case import Case, Draw, array, bound, case, shape, traced
+from shardplan.tdl.proof.case import (
+    Case,
+    Draw,
+    array,
+    bound,
+    case,
+    shape,
+    traced,
+)
 
 _SHAPES = ((4, 6), (12,))
 

@@ -11,7 +11,17 @@ import numpy as np
 from jax import lax
 
 from shardplan import _jax
-from shardplan.tdl.proof.case import FLOATS, Case, Draw, array, bound, case, shape, some, traced
+from shardplan.tdl.proof.case import (
+    FLOATS,
+    Case,
+    Draw,
+    array,
+    bound,
+    case,
+    shape,
+    some,
+    traced,
+)
 
 
 @case("reduce_sum", "reduce_prod", "reduce_max", "reduce_min")

@@ -5,7 +5,15 @@ from __future__ import annotations
 
 from jax import lax
 
-from shardplan.tdl.proof.case import Case, Draw, array, bound, case, shape, traced
+from shardplan.tdl.proof.case import (
+    Case,
+    Draw,
+    array,
+    bound,
+    case,
+    shape,
+    traced,
+)
 
 
 @case("sort")

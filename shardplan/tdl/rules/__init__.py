@@ -1,5 +1,15 @@
 """The descriptions, one file a family of primitives. Importing this package registers them all."""
 
-from shardplan.tdl.rules import contraction, elementwise, indexing, linalg, movement, placement, random, reduction, sorting
+from shardplan.tdl.rules import (
+    contraction,
+    elementwise,
+    indexing,
+    linalg,
+    movement,
+    placement,
+    random,
+    reduction,
+    sorting,
+)
 
 __all__ = ["contraction", "elementwise", "indexing", "linalg", "movement", "placement", "random", "reduction", "sorting"]

@@ -11,7 +11,19 @@ from typing import Any
 
 from shardplan.tdl.describe import rule
 from shardplan.tdl.description import Call, Lambda
-from shardplan.tdl.language import DATA, Max, Min, Prod, Scalar, Sum, TensorRef, apply, equals, given, where
+from shardplan.tdl.language import (
+    DATA,
+    Max,
+    Min,
+    Prod,
+    Scalar,
+    Sum,
+    TensorRef,
+    apply,
+    equals,
+    given,
+    where,
+)
 from shardplan.tdl.rules.movement import held
 from shardplan.tdl.symbols import integer
 

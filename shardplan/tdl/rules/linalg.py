@@ -8,7 +8,14 @@ from typing import Any
 
 from shardplan.tdl.describe import rule
 from shardplan.tdl.description import Call, Lambda
-from shardplan.tdl.language import Named, Opaque, Sum, TensorRef, given, transformed
+from shardplan.tdl.language import (
+    Named,
+    Opaque,
+    Sum,
+    TensorRef,
+    given,
+    transformed,
+)
 from shardplan.tdl.rules.movement import held
 
 _ALL = slice(None)

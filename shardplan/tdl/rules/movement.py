@@ -8,7 +8,14 @@ from typing import Any
 
 from shardplan.tdl.describe import rule
 from shardplan.tdl.description import Call, Lambda
-from shardplan.tdl.language import Named, Opaque, Scalar, TensorRef, given, where
+from shardplan.tdl.language import (
+    Named,
+    Opaque,
+    Scalar,
+    TensorRef,
+    given,
+    where,
+)
 from shardplan.tdl.symbols import integer
 
 _ALL = slice(None)

@@ -9,7 +9,14 @@ from typing import Any
 from shardplan.tdl import language as lang
 from shardplan.tdl.describe import rule
 from shardplan.tdl.description import Call, Lambda
-from shardplan.tdl.language import Opaque, Scalar, TensorRef, apply, given, transformed
+from shardplan.tdl.language import (
+    Opaque,
+    Scalar,
+    TensorRef,
+    apply,
+    given,
+    transformed,
+)
 from shardplan.tdl.rules.movement import held
 from shardplan.tdl.symbols import integer
 

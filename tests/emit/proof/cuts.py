@@ -17,18 +17,18 @@ import numpy as np
 from jax.sharding import Mesh
 
 from shardplan.emit.specs import SpecsEmitter
+from shardplan.frontend.trace import trace
+from shardplan.graph.flatten import Node, flatten
 from shardplan.ir import Layout
 from shardplan.mesh import Cluster, factors
-from shardplan.search.coarsen import coarsen
-from shardplan.search.extract import Decisions, Extractor, Use
-from shardplan.search.graph import Node, flatten
-from shardplan.search.options import Late, Options, options
-from shardplan.search.problem import Problem
+from shardplan.search.coarsening.coarsen import coarsen
+from shardplan.search.problem.extract import Decisions, Extractor, Use
+from shardplan.search.problem.problem import Problem
+from shardplan.search.problem.strategies import Late, Options, options
 from shardplan.tdl import describe
 from shardplan.tdl.localize import evaluate
 from shardplan.tdl.proof import Case
 from shardplan.tdl.verify import Expected, expected, terms
-from shardplan.trace import trace
 
 MESHES = ("2x2", "2x4", "3x2", "2x2x2")
 

@@ -1,0 +1,320 @@
+"""A step and its arguments go in, a `Program` comes out.
+
+The step is traced by ``jax.jit(step).trace`` on shapes alone. Call-like primitives (``jit``, ``custom_jvp_call``,
+``custom_vjp_call``, ``closed_call``) are seen through, so that the program is flat, unless a description is registered for the
+function: then the call is one op. ``scan``, ``while``, ``cond`` and ``remat2`` stay ops with bodies. Dead ops are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import jax
+import numpy as np
+
+from shardplan import _jax
+from shardplan.errors import TraceError
+from shardplan.ir import Constant, Op, Operand, Program, Tensor
+from shardplan.tdl import named_call
+from shardplan.user_code import users_code
+
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
+    "custom_lin": "call_jaxpr",
+}
+# Each result is its operand: an op for each pair, so that all of them may be cut at once, each in its own way.
+_APART = ("optimization_barrier",)
+_BODIES: dict[str, tuple[str, ...]] = {
+    "scan": ("jaxpr",),
+    "while": ("cond_jaxpr", "body_jaxpr"),
+    "remat2": ("jaxpr",),
+    "checkpoint": ("jaxpr",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """A step's `Program` and what its two ends need: the trees of its arguments and of its result, and their shapes."""
+
+    program: Program
+    in_tree: Any
+    out_tree: Any
+    in_shapes: tuple[Any, ...]
+    out_shapes: tuple[jax.ShapeDtypeStruct, ...]
+
+
+def trace(step: Callable[..., Any], *args: Any, donate_argnums: Sequence[int] = ()) -> Traced:
+    """Traces ``step(*args)``; leaves of ``args`` are arrays, `jax.ShapeDtypeStruct` or Python scalars. Nothing is allocated.
+
+    Raises:
+        TraceError: if the step fails on these shapes; the step's own error is its cause.
+    """
+    names = _jax.argument_names(step, len(args))
+    flat, in_tree = jax.tree_util.tree_flatten_with_path(args)
+    with users_code(_untraceable):
+        traced = jax.jit(step).trace(*jax.tree.map(_abstract, args))
+    closed = traced.jaxpr
+    out_flat, out_tree = jax.tree_util.tree_flatten_with_path(traced.out_info)
+    input_paths = tuple(_path(path, names) for path, _ in flat)
+    output_paths = tuple(_path(path, ()) for path, _ in out_flat)
+    builder = _Builder()
+    program = builder.program(closed.jaxpr, closed.consts)
+    shapes = tuple(jax.ShapeDtypeStruct(info.shape, info.dtype, weak_type=info.weak_type) for _, info in out_flat)
+    program = Program(
+        tensors=program.tensors,
+        ops=program.ops,
+        inputs=program.inputs,
+        outputs=program.outputs,
+        constants=program.constants,
+        input_paths=input_paths,
+        output_paths=output_paths,
+        feedback=_feedback(program, [p for p, _ in flat], [p for p, _ in out_flat], frozenset(donate_argnums)),
+    )
+    return Traced(program, in_tree, out_tree, tuple(_abstract(leaf) for _, leaf in flat), shapes)
+
+
+def _untraceable(error: BaseException) -> TraceError:
+    place = _jax.raised_at(error)
+    return TraceError(
+        f"the step could not be traced on these shapes: {type(error).__name__}: {_first_line(error)}"
+        f"{f', at {place}' if place else ''}; jax.eval_shape(step, *args) fails alike, and shows the whole way there"
+    )
+
+
+def _abstract(leaf: Any) -> Any:
+    if isinstance(leaf, jax.ShapeDtypeStruct) or not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        return leaf
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False))
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else "no message"
+
+
+def _path(path: Sequence[Any], names: Sequence[str]) -> str:
+    """``params/layers/0/kernel``: the argument's name, then the keys; a variable's own ``.value`` is left out."""
+    words = path_words(path)
+    if names and words:
+        words[0] = names[int(words[0])]
+    return "/".join(words) or "result"
+
+
+def path_words(path: Sequence[Any]) -> list[str]:
+    """The keys of a path as text; the attribute that a variable or an object keeps its value in is left out."""
+    hidden = (jax.tree_util.GetAttrKey("value"), jax.tree_util.GetAttrKey("raw_value"))
+    return [jax.tree_util.keystr((key,), simple=True) for key in path if key not in hidden]
+
+
+def _feedback(program: Program, ins: Sequence[Any], outs: Sequence[Any], donated: frozenset[int]) -> tuple[int | None, ...]:
+    """For each output the input whose state it replaces: the same path below its argument, the same shape and dtype."""
+    below: dict[tuple[str, ...], list[int]] = {}
+    for i, path in enumerate(ins):
+        below.setdefault(_relative(path, 1), []).append(i)
+    taken: set[int] = set()
+    result: list[int | None] = []
+    for o, path in enumerate(outs):
+        tensor = program.outputs[o]
+        match: int | None = None
+        if isinstance(tensor, int):
+            kind = (program.tensors[tensor].shape, program.tensors[tensor].dtype)
+            for strip in (1, 2, 0):
+                if strip > len(path):
+                    continue
+                rest = _relative(path, strip)
+                fits = [
+                    i
+                    for i in below.get(rest, ())
+                    if i not in taken
+                    and (program.tensors[program.inputs[i]].shape, program.tensors[program.inputs[i]].dtype) == kind
+                ]
+                if not rest:  # a bare array: only a donated argument, or the one in the same place of the result
+                    fits = [i for i in fits if ins[i][0].idx in donated or (strip and path[0] == _key(ins[i][0].idx))]
+                fits.sort(key=lambda i: (ins[i][0].idx not in donated, bool(strip) and path[0] != _key(ins[i][0].idx), i))
+                if fits:
+                    match = fits[0]
+                    taken.add(match)
+                    break
+        result.append(match)
+    return tuple(result)
+
+
+def _key(index: int) -> Any:
+    return jax.tree_util.SequenceKey(index)
+
+
+def _relative(path: Sequence[Any], strip: int) -> tuple[str, ...]:
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path[strip:])
+
+
+class _Source:
+    """A source line that is looked up when it is shown; where JAX knows none, that of the call around it."""
+
+    __slots__ = ("caller", "eqn")
+
+    def __init__(self, eqn: Any, caller: _Source | None) -> None:
+        self.eqn, self.caller = eqn, caller
+
+    def __str__(self) -> str:
+        line = _jax.source_line(self.eqn)
+        return line if line != "?" or self.caller is None else str(self.caller)
+
+
+class _Builder:
+    """Flattens one jaxpr (a body has a builder of its own)."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self.ops: list[Op] = []
+        self.constants: list[tuple[int, Any]] = []
+        self.sizes: dict[Any, int] = {}
+
+    def tensor(self, aval: Any) -> int:
+        """The number of a new tensor."""
+        dtype = aval.dtype
+        size = self.sizes.get(dtype)
+        if size is None:
+            size = self.sizes[dtype] = _jax.itemsize(dtype)
+        self.tensors.append(Tensor(len(self.tensors), tuple(aval.shape), dtype.name, size))
+        return len(self.tensors) - 1
+
+    def program(self, jaxpr: Any, consts: Sequence[Any]) -> Program:
+        """A jaxpr as a program."""
+        env: dict[Any, Operand] = {}
+        inputs = []
+        for var in jaxpr.invars:
+            env[var] = self.tensor(var.aval)
+            inputs.append(env[var])
+        self.bind_constants(env, jaxpr, consts)
+        self.run(jaxpr, env, "")
+        outputs = tuple(self.read(env, v) for v in jaxpr.outvars)
+        return _prune(Program(tuple(self.tensors), tuple(self.ops), tuple(inputs), outputs, tuple(self.constants)))
+
+    def bind_constants(self, env: dict[Any, Operand], jaxpr: Any, consts: Sequence[Any]) -> None:
+        """Gives closed-over arrays numbers."""
+        for var, value in zip(jaxpr.constvars, consts, strict=True):
+            t = self.tensor(var.aval)
+            env[var] = t
+            self.constants.append((t, value))
+
+    def read(self, env: Mapping[Any, Operand], atom: Any) -> Operand:
+        """The tensor or scalar that an atom is."""
+        if isinstance(atom, _jax.Literal):
+            value = atom.val
+            if np.ndim(value):
+                t = self.tensor(atom.aval)
+                self.constants.append((t, value))
+                return t
+            return Constant(value, cast(Any, atom.aval).dtype.name)
+        return env[atom]
+
+    def run(self, jaxpr: Any, env: dict[Any, Operand], scope: str, caller: _Source | None = None) -> None:
+        """Adds the equations of a jaxpr, calls seen through."""
+        for eqn in jaxpr.eqns:
+            name = eqn.primitive.name
+            inputs = tuple(self.read(env, a) for a in eqn.invars)
+            named = named_call(name, eqn.params, [a.aval for a in eqn.invars])
+            key = _CALLS.get(name)
+            if named is None and key is not None and key in eqn.params:
+                self.inline(eqn, eqn.params[key], inputs, env, scope, caller)
+                continue
+            if named is None and name == "custom_linear_solve":  # differentiated already: what is left is its solver
+                lengths, own = eqn.params["const_lengths"], eqn.params["jaxprs"].solve
+                first = lengths.matvec + lengths.vecmat
+                self.inline(eqn, own, inputs[first : first + lengths.solve] + inputs[sum(lengths) :], env, scope, caller)
+                continue
+            if name in _APART:
+                for operand, var in zip(inputs, eqn.outvars, strict=True):
+                    self.op(eqn, name, (operand,), (var,), env, scope, caller)
+                continue
+            self.op(eqn, named or name, inputs, eqn.outvars, env, scope, caller)
+
+    def op(
+        self,
+        eqn: Any,
+        name: str,
+        inputs: tuple[Operand, ...],
+        results: Sequence[Any],
+        env: dict[Any, Operand],
+        scope: str,
+        caller: _Source | None,
+    ) -> None:
+        """Adds one primitive's application."""
+        outputs = []
+        for var in results:
+            t = self.tensor(var.aval)
+            env[var] = t
+            outputs.append(t)
+        stack = str(eqn.source_info.name_stack)
+        self.ops.append(
+            Op(
+                id=len(self.ops),
+                primitive=name,
+                inputs=inputs,
+                outputs=tuple(outputs),
+                params=eqn.params,
+                source=cast(str, _Source(eqn, caller)),
+                scope=f"{scope}/{stack}" if scope and stack else scope or stack,
+                bodies=_bodies(eqn),
+                trips=_trips(eqn),
+                handle=eqn,
+            )
+        )
+
+    def inline(
+        self,
+        eqn: Any,
+        inner: Any,
+        inputs: tuple[Operand, ...],
+        env: dict[Any, Operand],
+        scope: str,
+        caller: _Source | None,
+    ) -> None:
+        """Adds the equations of what is called in the place of the call."""
+        consts: Sequence[Any] = ()
+        if hasattr(inner, "consts"):
+            inner, consts = inner.jaxpr, inner.consts
+        below: dict[Any, Operand] = dict(zip(inner.invars, inputs, strict=True))
+        self.bind_constants(below, inner, consts)
+        stack = str(eqn.source_info.name_stack)
+        self.run(inner, below, f"{scope}/{stack}" if scope and stack else scope or stack, _Source(eqn, caller))
+        for var, atom in zip(eqn.outvars, inner.outvars, strict=True):
+            env[var] = self.read(below, atom)
+
+
+def _bodies(eqn: Any) -> tuple[Program, ...]:
+    name = eqn.primitive.name
+    if name == "cond":
+        found = eqn.params["branches"]
+    elif name in _BODIES:
+        found = tuple(eqn.params[k] for k in _BODIES[name])
+    else:
+        return ()
+    return tuple(_Builder().program(b.jaxpr, b.consts) if hasattr(b, "consts") else _Builder().program(b, ()) for b in found)
+
+
+def _trips(eqn: Any) -> int | None:
+    if eqn.primitive.name == "scan":
+        return int(eqn.params["length"])
+    return None if eqn.primitive.name == "while" else 1
+
+
+def _prune(program: Program) -> Program:
+    """The program without the ops that nothing depends on; ops with effects stay."""
+    live = {t for t in program.outputs if isinstance(t, int)}
+    kept: list[Op] = []
+    for op in reversed(program.ops):
+        if any(t in live for t in op.outputs) or op.handle.effects:
+            kept.append(op)
+            live.update(op.tensors)
+    kept.reverse()
+    constants = tuple((t, v) for t, v in program.constants if t in live)
+    return Program(program.tensors, tuple(kept), program.inputs, program.outputs, constants)

@@ -1,0 +1,8 @@
+"""The flat graph: every op of a program and of its bodies, with its description and how often it runs.
+
+`flatten` lays bodies open, `loops` finds which nodes repeat, `partials` finds which values may stay partial sums.
+"""
+
+from shardplan.graph.flatten import Graph, Link, Node, Signature, Where, flatten
+
+__all__ = ["Graph", "Link", "Node", "Signature", "Where", "flatten"]

@@ -1,0 +1,129 @@
+"""Which values may stay partial sums for a while: those that an addition, or the carry of a loop, adds up before they are read.
+
+A gradient that is summed over microbatches or timesteps, or over the readers of an activation, then is reduced once and not for
+every term. What passes a partial sum on is linear in it, by its description, and no narrower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+
+from shardplan.graph.flatten import Graph, Node, Signature
+from shardplan.ir import Constant
+from shardplan.tdl import linear_sets
+
+
+@dataclass(frozen=True, slots=True)
+class Deferrable:
+    """``late``: the tensors whose layouts may be partial, on a way from a sum that is cut to an addition of several such, or to a
+    carry. ``zero``: those that depend on no input and are known to be zero, which may be called partial for nothing.
+    """
+
+    late: frozenset[int]
+    zero: frozenset[int]
+
+
+def deferrable(graph: Graph, free: Set[int]) -> Deferrable:
+    """Looks for them; ``free`` are the tensors that depend on no input."""
+    search = _Search(graph, free)
+    return Deferrable(search.useful(), frozenset(search.zero))
+
+
+class _Search:
+    """``zero`` are values known to be zero; ``terms`` gives for each value that could be partial the sums that it is made of."""
+
+    def __init__(self, graph: Graph, free: Set[int]) -> None:
+        self.graph, self.free = graph, free
+        self.same: dict[int, list[int]] = {}
+        for link in reversed(graph.links):  # what leaves an outer body is known before what leaves the bodies inside
+            if link.same:
+                onward = [link.target, *self.same.get(link.target, ())]
+                self.same.setdefault(link.source, []).extend(onward)
+        self._sets: dict[int, tuple[frozenset[int], ...]] = {}
+        self.zero: set[int] = set()
+        self._note_zeros()
+        self.carries = {t for t, (start, _, _) in graph.carries.items() if start in self.zero}
+        self.terms = self._terms()
+
+    def useful(self) -> frozenset[int]:
+        """The tensors on the ways, found backwards from where terms are added up."""
+        found: set[int] = set(self.carries)
+        found.update(self.graph.carries[t][1] for t in self.carries)
+        for node in reversed(self.graph.nodes):
+            outs = [t for t in node.outputs if t in self.terms]
+            found.update(t for t in outs if any(u in found for u in self.same.get(t, ())))
+            mine = self._passed(node, self.terms) if outs else []
+            if mine and (self._adds_up(mine, outs) or any(t in found for t in outs)):
+                found.update(mine, outs)
+        carried: set[tuple[int, int]] = set()
+        for t in self.carries:
+            _, end, after = self.graph.carries[t]
+            carried.update(((end, t), (t, after)))
+        # what goes into or out of a body by another door is whole
+        doors = {k.source for k in self.graph.links if not k.same and (k.source, k.target) not in carried}
+        return frozenset(found - doors)
+
+    def _adds_up(self, read: Sequence[int], made: Sequence[int]) -> bool:
+        """Whether several sums as large as the result come together: pieces of it side by side are no fewer bytes to reduce."""
+        if len({self.terms[t] for t in read}) < 2:
+            return False
+        size = self.graph.tensors[made[0]].size
+        whole = [t for t in frozenset[int]().union(*(self.terms[t] for t in read)) if self.graph.tensors[t].size >= size]
+        return len(whole) > 1
+
+    def _terms(self) -> dict[int, frozenset[int]]:
+        """For each tensor that could be partial the sums in it, found forwards.
+
+        A carry is assumed to be one until its body turns out not to hand one on.
+        """
+        while True:
+            found = {t: frozenset({t}) for t in self.carries}
+            for node in self.graph.nodes:
+                made = frozenset(node.outputs) if _sums(node.signature) else frozenset[int]()
+                made = made.union(*(found[t] for t in self._passed(node, found)))
+                for t in node.outputs if made else ():
+                    if t not in self.free:
+                        found.update(dict.fromkeys((t, *self.same.get(t, ())), made))
+            wrong = {t for t in self.carries if self.graph.carries[t][1] not in found}
+            if not wrong:
+                return found
+            self.carries -= wrong
+
+    def _passed(self, node: Node, known: Mapping[int, object]) -> list[int]:
+        """The operands that an op passes on as partial sums: all that it reads (but numbers and zeros), or none."""
+        alive = {i for i, t in enumerate(node.inputs) if t >= 0 and t not in self.free}
+        if not alive or not all(node.inputs[i] in known for i in alive) or self._narrows(node):
+            return []
+        others = {i for i in range(len(node.inputs)) if i not in alive and self._is_zero(node, i)}
+        if any(alive <= s <= alive | others for s in self._linear(node.signature)):
+            return sorted({node.inputs[i] for i in alive})
+        return []
+
+    def _narrows(self, node: Node) -> bool:
+        sizes = [self.graph.tensors[t].itemsize for t in node.inputs if t >= 0 and t not in self.free]
+        return min(self.graph.tensors[t].itemsize for t in node.outputs) < max(sizes, default=0)
+
+    def _linear(self, signature: Signature) -> tuple[frozenset[int], ...]:
+        if signature.id not in self._sets:
+            description = signature.description
+            sets: Sequence[tuple[int, ...]] = () if description is None or not signature.defers else linear_sets(description)
+            self._sets[signature.id] = tuple(frozenset(s) for s in sets if s)
+        return self._sets[signature.id]
+
+    def _note_zeros(self) -> None:
+        for node in self.graph.nodes:
+            alone = all(t in self.free for t in node.outputs)
+            if alone and any(all(self._is_zero(node, i) for i in s) for s in self._linear(node.signature)):
+                self.zero.update(node.outputs)
+
+    def _is_zero(self, node: Node, operand: int) -> bool:
+        given = node.op.inputs[operand]
+        return not given.value if isinstance(given, Constant) else node.inputs[operand] in self.zero
+
+
+def _sums(signature: Signature) -> bool:
+    description = signature.description
+    if description is None or not signature.defers:
+        return False
+    return any(info.reducer == "sum" and info.extent > 1 for info in description.loops)

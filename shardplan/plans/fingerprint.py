@@ -1,0 +1,100 @@
+"""What makes two traced steps the same, and where two of them first differ."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from shardplan.frontend.trace import Traced
+from shardplan.ir import Constant, Op, Program
+from shardplan.plans.canonical import Tokens, array_token, context
+
+
+def fingerprint(traced: Traced) -> str:
+    """A hash of the program, all that changes its numbers: ops with their parameters, shapes, dtypes and wiring, the arrays that
+    it closes over, and the argument paths. Two processes find the same.
+    """
+    hasher = hashlib.blake2b(digest_size=16)
+    for line in _lines(traced.program, Tokens()):
+        hasher.update(line.encode())
+    return hasher.hexdigest()
+
+
+def arguments(traced: Traced) -> dict[str, str]:
+    """Each argument's path and what it is: ``{"params/up": "float32[512, 2048]"}``."""
+    program = traced.program
+    tensors = [program.tensors[t] for t in program.inputs]
+    return {path: f"{t.dtype}{list(t.shape)}" for path, t in zip(program.input_paths, tensors, strict=True)}
+
+
+def different_arguments(planned: dict[str, str], found: dict[str, str]) -> str:
+    """The first argument in which two steps differ, as a sentence; ``""`` where all agree."""
+    for path in dict.fromkeys([*planned, *found]):
+        if path not in found:
+            return f"{path}, {planned[path]}, is not there"
+        if path not in planned:
+            return f"{path}, {found[path]}, was not there"
+        if planned[path] != found[path]:
+            return f"{path} was {planned[path]} and is {found[path]}"
+    return ""
+
+
+def difference(planned: Traced, found: Traced) -> str:
+    """Where two steps first differ, arrays that they close over included, as words; ``""`` where they are the same."""
+    said = different_arguments(arguments(planned), arguments(found))
+    if said or fingerprint(planned) == fingerprint(found):
+        return said
+    tokens = Tokens()
+    odd = _first_op(planned.program, found.program, tokens)
+    same = list(_constants(planned.program, tokens)) == list(_constants(found.program, tokens))
+    return odd or ("its results" if same else "an array that the step closes over")
+
+
+def _first_op(planned: Program, found: Program, tokens: Tokens) -> str:
+    """The first op in which two programs differ, bodies included, as it is in both."""
+    for a, b in itertools.zip_longest(planned.ops, found.ops):
+        if a is None or b is None or _op_line(planned, a, tokens) != _op_line(found, b, tokens):
+            return " and ".join(f"{op.primitive} at {op.source}" for op in (a, b) if op is not None)
+        inner = (_first_op(p, q, tokens) for p, q in zip(a.bodies, b.bodies, strict=False))
+        odd = next(filter(None, inner), "")
+        if odd:
+            return odd
+    return ""
+
+
+def _constants(program: Program, tokens: Tokens) -> Iterator[str]:
+    for _, value in program.constants:
+        yield tokens.of(value)
+    for op in program.ops:
+        for body in op.bodies:
+            yield from _constants(body, tokens)
+
+
+def _lines(program: Program, tokens: Tokens) -> Iterator[str]:
+    yield repr([(t, tokens.of(value)) for t, value in program.constants])
+    for op in program.ops:
+        yield _op_line(program, op, tokens)
+        for body in op.bodies:
+            yield from _lines(body, tokens)
+    outputs = [o if isinstance(o, int) else _scalar(o) for o in program.outputs]
+    given = [(t, program.tensors[t].shape, program.tensors[t].dtype) for t in program.inputs]
+    yield repr((given, outputs, program.input_paths, program.feedback))
+
+
+def _op_line(program: Program, op: Op, tokens: Tokens) -> str:
+    shapes = [(program.tensors[t].shape, program.tensors[t].dtype) for t in (*op.tensors, *op.outputs)]
+    wires = [i if isinstance(i, int) else _scalar(i) for i in op.inputs]
+    # bodies are read as programs: pruned, and with calls seen through
+    bodies = [k for k, v in op.params.items() if op.bodies and _is_program(v)]
+    return repr((op.primitive, wires, op.outputs, shapes, op.trips, tokens.params(op.params, but=bodies), context(op.handle)))
+
+
+def _scalar(constant: Constant) -> str:
+    return f"{constant.dtype} {array_token(constant.value)}"
+
+
+def _is_program(value: Any) -> bool:
+    items = value if isinstance(value, tuple) else (value,)
+    return any(hasattr(v, "eqns") or hasattr(v, "jaxpr") for v in items)

@@ -1,0 +1,76 @@
+"""Which side of each matrix tensor parallelism cuts, by the rule of Megatron-LM (section 3): columns first, then rows.
+
+A matrix that reads a whole activation is cut along what it makes, so that its result is split; one that reads a split activation
+is cut along what it sums over, so that its result is a sum of terms. Attention between them keeps its heads. The rule follows the
+program, not names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shardplan.graph.flatten import Graph, Node
+from shardplan.search.coarsening.coarsen import Coarse
+from shardplan.tdl.index import loops_of
+
+Root = tuple[int, int]
+"""An input of the program, and how many leading dims it has more (a stack of layers, in a scan)."""
+
+
+def sides(graph: Graph, coarse: Coarse) -> Mapping[int, frozenset[int]]:
+    """For each weight that a product reads (an input of the program, or made from one alone) the dims that may be cut."""
+    roots = _roots(graph, coarse)
+    chosen: dict[int, frozenset[int]] = {}
+    split: set[int] = set()
+    entered: dict[int, list[int]] = {}
+    for link in graph.links:
+        entered.setdefault(link.target, []).append(link.source)
+    for node in graph.nodes:
+        if node.backward:
+            continue
+        alive = [t for t in dict.fromkeys(node.inputs) if t >= 0 and t not in coarse.free]
+        read = [t for t in alive if t in coarse.weights]
+        is_split = any(t in split or any(s in split for s in entered.get(t, ())) for t in alive if t not in read)
+        if len(read) == 1 and len(alive) == 2 and read[0] in roots and node.signature.contracts:
+            root, deeper = roots[read[0]]
+            rows, columns = _dims(node, read[0])
+            if root not in chosen:
+                chosen[root] = frozenset(d + deeper for d in (rows if is_split else columns))
+            is_split = not any(d - deeper in rows for d in chosen[root])
+        if is_split:
+            split.update(node.outputs)
+    return {t: frozenset(d - deeper for d in chosen[root]) for t, (root, deeper) in roots.items() if root in chosen}
+
+
+def _dims(node: Node, weight: int) -> tuple[frozenset[int], frozenset[int]]:
+    """The weight's dims that the product sums over, and all others."""
+    description = node.signature.description
+    assert description is not None
+    rows: set[int] = set()
+    every: set[int] = set()
+    for operand, indices in description.accesses:
+        if node.inputs[operand] == weight:
+            for dim, ix in enumerate(indices):
+                every.add(dim)
+                if any(description.loops[v].reducer is not None for v in loops_of(ix)):
+                    rows.add(dim)
+    return frozenset(rows), frozenset(every - rows)
+
+
+def _roots(graph: Graph, coarse: Coarse) -> dict[int, Root]:
+    roots: dict[int, Root] = {t: (t, 0) for t in graph.inputs if t in coarse.weights}
+    changed = True
+    while changed:
+        size = len(roots)
+        for link in graph.links:
+            if link.source in roots and link.target in coarse.weights:
+                root, deeper = roots[link.source]
+                roots.setdefault(link.target, (root, deeper + link.lift))
+        for node in graph.nodes:
+            if node.signature.elementwise:
+                made = [t for t in dict.fromkeys(node.inputs) if t in roots]
+                for o in node.outputs:
+                    if len(made) == 1 and o in coarse.weights:
+                        roots.setdefault(o, roots[made[0]])
+        changed = len(roots) > size
+    return roots

@@ -1,0 +1,367 @@
+"""Baselines: the shardings that people use today, as restrictions of the same problem.
+
+A baseline says how arguments lie and how weights and activations are computed with: activations split along the batch over its
+data factors and along no dim that comes with the data over its tensor factors, weights split over these by the rule of Megatron,
+every op cut where its operands are. What it does not say is completed optimally, in the same tables, so that a plan is compared
+with the best version of each, and each moves the bytes that its name stands for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardplan.collectives.reshard import split_dims
+from shardplan.graph.flatten import Node, Signature
+from shardplan.search.baselines.batch_dims import Examples, follow
+from shardplan.search.baselines.megatron import sides
+from shardplan.search.coarsening.coarsen import FREE, Variable
+from shardplan.search.problem.pricing import Domain, Limits
+from shardplan.search.problem.problem import Problem
+from shardplan.search.problem.strategies import Cuts, Groups
+from shardplan.tdl.index import loops_of
+
+Sides = Mapping[int, frozenset[int]]
+
+_NONE = frozenset[int]()
+
+
+@dataclass(frozen=True, slots=True)
+class Restriction:
+    """A named restriction: a domain for each variable, and for each op the loops that it may cut.
+
+    ``regather``: no forward copy of a weight is kept for the backward pass. ``parts`` are the groups of factors that it treats
+    alike, one after the other.
+    """
+
+    name: str
+    domains: tuple[Domain, ...]
+    limits: Limits
+    regather: bool = False
+    parts: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Recipe:
+    """Batch split over ``data``; optimizer state over ``zero``; all state over ``shard``; matrix weights over ``tensor``.
+
+    ``sequence``: between the products activations may be split over ``tensor`` along the dims that come with the data, as in
+    Megatron's sequence parallelism.
+    """
+
+    name: str
+    data: tuple[int, ...] = ()
+    zero: tuple[int, ...] = ()
+    shard: tuple[int, ...] = ()
+    tensor: tuple[int, ...] = ()
+    sequence: bool = False
+
+    @property
+    def parts(self) -> tuple[tuple[int, ...], ...]:
+        """The groups of factors that are treated alike."""
+        roles: dict[tuple[bool, ...], list[int]] = {}
+        for f in sorted({*self.data, *self.zero, *self.shard, *self.tensor}):
+            roles.setdefault(tuple(f in of for of in (self.data, self.zero, self.shard, self.tensor)), []).append(f)
+        return tuple(map(tuple, roles.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Loops:
+    """Of one op the loops over the batch, over any dim that comes with the data, and over the cut side of its weight."""
+
+    batch: frozenset[int]
+    data: frozenset[int]
+    weight: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Habits:
+    """What people look at: of each argument its variable and what it is to them (None: data), of all other variables those of the
+    same rank and domain that are the same to them, of each op its loops.
+    """
+
+    arguments: Sequence[tuple[int, int, _Held | None]]
+    values: Mapping[tuple[int, Domain, _Value], Sequence[int]]
+    loops: Mapping[int, _Loops]
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A baseline that does not exist for a step on these factors, and why."""
+
+    name: str
+    reason: str
+
+
+def baselines(problem: Problem) -> tuple[Restriction, ...]:
+    """All baselines that exist on these factors; one whose batch or weights do not divide is left out."""
+    return tuple(f for f in examined(problem) if isinstance(f, Restriction))
+
+
+def groupings(count: int) -> tuple[Groups, ...]:
+    """The ways to part the factors in two: slower ones, and faster ones."""
+    every = tuple(range(count))
+    return tuple((every[:i], every[i:]) for i in range(1, count))
+
+
+def alike(parts: Groups, count: int) -> Groups:
+    """The factors that a baseline of these parts treats alike: one that has no parts does so with all but the last."""
+    return parts if len(parts) > 1 else groupings(count)[-1]
+
+
+def examined(problem: Problem, *, beside: Collection[Groups] = (), limited: bool = True) -> tuple[Restriction | LeftOut, ...]:
+    """Every baseline that treats factors alike in another way than ``beside``, or why there is none.
+
+    If not ``limited``, for its layouts alone.
+    """
+    count = len(problem.sizes)
+    recipes = [r for r in _recipes(problem.sizes) if not beside or alike(r.parts, count) not in beside]
+    habits = _habits(problem, limited=limited)
+    return tuple(_make(problem, habits, recipe, limited=limited) for recipe in recipes)
+
+
+def _habits(problem: Problem, *, limited: bool) -> _Habits:
+    graph, coarse = problem.graph, problem.coarse
+    state = {i for i in graph.feedback if i is not None}
+    given = [(i, t) for i, t in enumerate(graph.inputs) if coarse.of[t] != FREE]
+    examples, known = follow(graph, [t for i, t in given if i not in state]), sides(graph, coarse)
+    cut_sides = {t: _split(problem, t, dims) for t, dims in known.items()}
+    arguments: list[tuple[int, int, _Held | None]] = []
+    for i, t in given:
+        held = _Held(_is_matrix(problem, coarse.of[t]), t in coarse.parameters, cut_sides.get(t)) if i in state else None
+        arguments.append((i, coarse.of[t], held))
+    said = {v for _, v, _ in arguments}
+    values: dict[tuple[int, Domain, _Value], list[int]] = {}
+    for variable, domain in zip(coarse.variables, problem.domains, strict=True):
+        if variable.id not in said:
+            key = problem.space(variable.id).rank, domain, _value(problem, examples, cut_sides, variable)
+            values.setdefault(key, []).append(variable.id)
+    return _Habits(arguments, values, _loops(problem, examples, known) if limited else {})
+
+
+def _recipes(sizes: Sequence[int]) -> list[_Recipe]:
+    every = tuple(range(len(sizes)))
+    found = [
+        _Recipe("replicated"),
+        _Recipe("data parallel", data=every),
+        _Recipe("ZeRO-1", data=every, zero=every),
+        _Recipe("FSDP", data=every, shard=every),
+        _Recipe("tensor parallel", tensor=every),
+    ]
+    for i in range(1, len(sizes)):
+        slow, fast = every[:i], every[i:]
+        suffix = _parts(sizes, slow, fast)
+        found.append(_Recipe(f"data x FSDP{suffix}", data=every, shard=fast))
+        found.append(_Recipe(f"data x tensor parallel{suffix}", data=slow, tensor=fast))
+        found.append(_Recipe(f"FSDP x tensor parallel{suffix}", data=slow, shard=slow, tensor=fast))
+        for j in range(i + 1, len(sizes)):
+            middle, last = every[i:j], every[j:]
+            name = f"data x FSDP x tensor parallel{_parts(sizes, slow, middle, last)}"
+            found.append(_Recipe(name, data=every[:j], shard=middle, tensor=last))
+    sequenced = [replace(r, name=f"{r.name} + sequence", sequence=True) for r in found if r.tensor]
+    return [*found, *sequenced]
+
+
+def _parts(sizes: Sequence[int], *groups: tuple[int, ...]) -> str:
+    """Which factors each part of a product has, where there is more than one way."""
+    if len(sizes) == len(groups):
+        return ""
+    return f" ({' | '.join('x'.join(str(sizes[f]) for f in part) for part in groups)})"
+
+
+def _make(problem: Problem, habits: _Habits, recipe: _Recipe, *, limited: bool) -> Restriction | LeftOut:
+    domains = list(problem.domains)
+    split_batch = False
+    memo: dict[tuple[int, Domain, _Held], Domain] = {}
+    for i, v, held in habits.arguments:
+        shape, domain, space = problem.coarse.variables[v].shape, domains[v], problem.space(v)
+        if held is None:
+            roles = space.roles[list(domain)]
+            leading = next(iter(_split(problem, problem.graph.inputs[i], {0})), None)
+            at = np.where(_mask(recipe.data, roles), -1 if leading is None else leading, -1)
+            batch = _picked(domain, np.all(roles == at, axis=1)) if leading is not None or not recipe.data else ()
+            split_batch = split_batch or bool(batch and recipe.data)
+            domains[v] = batch or _picked(domain, np.all(roles < 0, axis=1))
+            if not domains[v]:
+                return LeftOut(
+                    recipe.name,
+                    f"{problem.graph.input_paths[i]} {shape} shares its layout with state, which this splits in another way",
+                )
+            continue
+        key = space.rank, domain, held
+        if key not in memo:
+            memo[key] = _picked(domain, held.allows(space.roles[list(domain)], recipe, problem.sizes))
+        if not memo[key]:
+            ways, path = math.prod(problem.sizes[f] for f in recipe.tensor), problem.graph.input_paths[i]
+            return LeftOut(recipe.name, f"{path} {shape} divides by {ways} along no dim that it may")
+        domains[v] = memo[key]
+    if recipe.data and not split_batch:
+        ways = math.prod(problem.sizes[f] for f in recipe.data)
+        return LeftOut(recipe.name, f"no leading dim of the data divides by {ways}")
+    for (_, domain, value), own in habits.values.items():
+        roles = problem.space(own[0]).roles[list(domain)]
+        found = _picked(domain, value.allows(roles, recipe)) or domain
+        for v in own:
+            domains[v] = found
+    limits = _limits(problem, habits, recipe) if limited else Limits()
+    return Restriction(recipe.name, tuple(domains), limits, bool(recipe.shard), recipe.parts)
+
+
+def _limits(problem: Problem, habits: _Habits, recipe: _Recipe) -> Limits:
+    """Over a data factor an op cuts its batch; over a tensor factor its weight, or loops that are not the data's."""
+    memo: dict[tuple[int, _Loops], Cuts] = {}
+    found: dict[int, Cuts] = {}
+    for n, loops in habits.loops.items():
+        signature = problem.graph.nodes[n].signature
+        key = (signature.id, loops)
+        if key not in memo:
+            memo[key] = _cuts(signature, loops, recipe, problem.sizes)
+        found[n] = memo[key]
+    return Limits(found)
+
+
+def _cuts(signature: Signature, loops: _Loops, recipe: _Recipe, sizes: Sequence[int]) -> Cuts:
+    assert signature.description is not None
+    every = frozenset(range(len(signature.description.loops))) | {-1}
+
+    def legal(of: frozenset[int], ways: int) -> frozenset[int]:
+        return frozenset(v for v in of if signature.cut(v, ways) is not None)
+
+    def may(f: int, ways: int) -> frozenset[int]:
+        if f in recipe.data:
+            return (legal(loops.batch, ways) or frozenset({-1})) if loops.batch else every
+        if f in recipe.tensor:
+            return legal(loops.weight, ways) or every - (loops.batch if recipe.sequence else loops.data)
+        return frozenset({-1})
+
+    return tuple(may(f, ways) for f, ways in enumerate(sizes))
+
+
+def _loops(problem: Problem, examples: Examples, sides: Sides) -> Mapping[int, _Loops]:
+    """The loops of every op that has a table."""
+    found: dict[int, _Loops] = {}
+    for n in problem.coarse.joins:
+        node = problem.graph.nodes[n]
+        if node.signature.description is not None:
+            found[n] = _Loops(*examples.loops(node), _weight_loops(node, sides))
+    return found
+
+
+def _weight_loops(node: Node, sides: Sides) -> frozenset[int]:
+    """The loops that index the dims of a product's weight that Megatron cuts; none where the op reads no such weight."""
+    description = node.signature.description
+    if description is None or not node.signature.contracts or not any(t in sides for t in node.inputs):
+        return frozenset()
+    loops: set[int] = set()
+    for operand, indices in description.accesses:
+        for dim in sides.get(node.inputs[operand], _NONE):
+            loops |= loops_of(indices[dim])
+    return frozenset(loops)
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """What a value inside the step is to a recipe: its batch dim, all its dims that come with the data, whether it is a copy of a
+    weight, and of one that is a matrix the side that may be cut.
+    """
+
+    batch: int | None = None
+    data: frozenset[int] = frozenset()
+    weight: bool = False
+    matrix: bool = False
+    side: frozenset[int] | None = None
+
+    def allows(self, roles: NDArray[np.int64], recipe: _Recipe) -> NDArray[np.bool_]:
+        """[S]: whether it may lie so, from `LayoutSpace.roles` [S, factors].
+
+        None of the data's dims over ``tensor`` (its batch alone, with ``sequence``); ``data`` on the batch dim, where it has one.
+        Of a weight's copy a matrix lies over all of ``tensor`` along its side, anything else over ``tensor`` at most.
+        """
+        split = roles >= 0
+        tensor, data = _mask(recipe.tensor, roles), _mask(recipe.data, roles)
+        if not recipe.data and not recipe.tensor:
+            return np.all(~split, axis=1)
+        if self.weight:
+            found = np.all(~split[:, ~tensor], axis=1)
+            return found & _along(roles, tensor, self.side) if self.matrix and recipe.tensor else found
+        found = np.ones(len(roles), np.bool_)
+        for d in self.data & {self.batch} if recipe.sequence else self.data:
+            found &= np.all(roles[:, tensor] != d, axis=1)
+        if self.batch is not None:
+            found &= np.all(roles[:, data] == self.batch, axis=1)
+        return found
+
+
+def _value(problem: Problem, examples: Examples, known: Sides, variable: Variable) -> _Value:
+    first = variable.tensors[0]
+    if variable.kind != "stored" and first in problem.coarse.weights and not examples.data[first]:
+        return _Value(weight=True, matrix=_is_matrix(problem, variable.of), side=known.get(first))
+    batch: frozenset[int] = frozenset()
+    data: frozenset[int] = frozenset()
+    for t in variable.tensors:
+        leads = examples.batch[t]
+        batch = batch or _split(problem, t, frozenset() if leads is None else {leads})
+        data |= _split(problem, t, examples.data[t])
+    return _Value(next(iter(batch), None), data)
+
+
+def _split(problem: Problem, t: int, dims: Set[int]) -> frozenset[int]:
+    """Dims of a tensor as those of its space, which has none for what cannot be split."""
+    return frozenset(i for i, d in enumerate(split_dims(problem.graph.tensors[t].shape)) if d in dims)
+
+
+def _picked(domain: Domain, wanted: NDArray[np.bool_]) -> Domain:
+    return tuple(itertools.compress(domain, wanted.tolist()))
+
+
+def _is_matrix(problem: Problem, v: int) -> bool:
+    return len([d for d in problem.coarse.variables[v].shape if d > 1]) >= 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What a parameter or optimizer state is to a recipe: whether it is a matrix, whether a parameter, which side may be cut."""
+
+    matrix: bool
+    parameter: bool
+    side: frozenset[int] | None
+
+    def allows(self, roles: NDArray[np.int64], recipe: _Recipe, sizes: Sequence[int]) -> NDArray[np.bool_]:
+        """[S]: whether it may lie so: over ``shard`` (and ``zero``) and, a matrix in use, ``tensor``.
+
+        Exactly that, each of the two groups along one dim, as one would write it by hand; else the nearest that divides. Vectors,
+        and the moments of a matrix, may be split over ``tensor`` or not. Nowhere where a matrix divides by no tensor factor.
+        """
+        split = roles >= 0
+        tensor = _mask(recipe.tensor, roles)
+        over = _mask(recipe.shard if self.parameter else (*recipe.shard, *recipe.zero), roles)
+        along = tensor if self.parameter and self.matrix else np.zeros_like(tensor)
+        loose = tensor & ~along
+        sided = _along(roles, along, self.side) if along.any() else np.ones(len(roles), np.bool_)
+        exact = sided & ((split & ~loose) == over | along).all(axis=1)
+        if over.any():
+            exact &= _along(roles, over, None)
+        if along.any() and not exact.any():
+            return sided & ((split & ~loose) == along).all(axis=1)
+        if exact.any() or along.any():
+            return exact
+        possible = ~(split & ~(over | loose)).any(axis=1)
+        parts = np.where(split & over, np.array(sizes), 1).prod(axis=1)
+        return possible & (parts == parts[possible].max(initial=1))
+
+
+def _mask(of: Sequence[int] | Set[int], roles: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """[factors]: which of them these are."""
+    return np.array([f in of for f in range(roles.shape[1])], np.bool_)
+
+
+def _along(roles: NDArray[np.int64], factors: NDArray[np.bool_], side: frozenset[int] | None) -> NDArray[np.bool_]:
+    """[S]: whether one dim (of ``side``, where that is known) is split over all these factors, one at least."""
+    own = roles[:, factors]
+    found = (own == own[:, :1]).all(axis=1) & (own[:, 0] >= 0)
+    return found if side is None else found & np.any([own[:, 0] == d for d in side], axis=0)

@@ -1,0 +1,63 @@
+"""Tofu's premise (sections 4 and 5): every worker group cuts every op, and every tensor is stored once over all workers.
+
+Under it communication alone is worth minimising, and the recursion over the factors is optimal (appendix, theorem 5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from shardplan.collectives.layouts import LayoutSpace
+from shardplan.graph.flatten import Signature
+from shardplan.search.problem.pricing import Domain, Limits
+from shardplan.search.problem.problem import Problem
+from shardplan.search.problem.strategies import Cuts
+
+
+def everything_split(problem: Problem, domains: Sequence[Domain], *, upto: int | None = None) -> tuple[Domain, ...]:
+    """Of each domain the states that split a tensor into the most parts, over the first ``upto`` factors alone."""
+    count = len(problem.sizes) if upto is None else upto
+    memo: dict[tuple[int, Domain], Domain] = {}
+    found: list[Domain] = []
+    for variable, domain in zip(problem.coarse.variables, domains, strict=True):
+        space = problem.space(variable.id)
+        key = space.rank, domain
+        if key not in memo:
+            memo[key] = _most_split(space, domain, count)
+        found.append(memo[key])
+    return tuple(found)
+
+
+def _most_split(space: LayoutSpace, domain: Domain, count: int) -> Domain:
+    rows = np.array(domain, np.int64)
+    used = space.roles[rows] != -1
+    parts = np.where(used, np.array(space.sizes, np.int64), 1).prod(axis=1)
+    parts[space.partial[rows] | used[:, count:].any(axis=1)] = 0
+    return tuple(rows[parts == parts.max(initial=0)].tolist()) if parts.any() else domain
+
+
+def everything_cut(problem: Problem, *, upto: int | None = None, reduce: bool = True) -> Limits:
+    """Every op is cut over each of the first ``upto`` factors that can cut it; without ``reduce``, along no reduction."""
+    count = len(problem.sizes) if upto is None else upto
+    memo: dict[int, Cuts] = {}
+    found: dict[int, Cuts] = {}
+    for n in problem.coarse.joins:
+        signature = problem.graph.nodes[n].signature
+        if signature.id not in memo:
+            memo[signature.id] = _cuts(signature, problem.sizes, count, reduce)
+        found[n] = memo[signature.id]
+    return Limits(found)
+
+
+def _cuts(signature: Signature, sizes: Sequence[int], count: int, reduce: bool) -> Cuts:
+    description = signature.description
+    loops = () if description is None else tuple(v for v, info in enumerate(description.loops) if reduce or info.reducer is None)
+
+    def may(f: int) -> frozenset[int]:
+        if f >= count or description is None:
+            return frozenset({-1})
+        return frozenset(v for v in loops if signature.cut(v, sizes[f]) is not None) or frozenset({-1})
+
+    return tuple(may(f) for f in range(len(sizes)))

@@ -1,0 +1,99 @@
+"""Coarsening: which tensors share one layout (Tofu, section 5.1), and which uses share one resharded copy.
+
+A *variable* is the layout of a group of tensors. Elementwise ops, and ops that only put dims of one element in or leave them out,
+merge their operands and results, so that forward chains merge with their backward ones through the products of a gradient. What
+stays apart: a sum of two values that live on elsewhere (the residual stream stays a chain), what may stay a partial sum from what
+may not, and a stored parameter from its moments, its update and its reduced gradient (which are one group), so that optimizer
+state can be split apart from its parameter (ZeRO-1).
+
+A *view* is a variable too: the layout of a resharded copy that several contractions read. A weight has one view for the forward
+pass and one for the backward pass, which is the forward one kept or a second gather.
+"""
+
+from __future__ import annotations
+
+from shardplan.graph.flatten import Graph, Node
+from shardplan.search.coarsening.gradient_pairing import pair
+from shardplan.search.coarsening.layers import share_layers
+from shardplan.search.coarsening.tensor_roles import Marks, mark
+from shardplan.search.coarsening.variables import FREE, Coarse, OneChoice, Sets, Variable
+from shardplan.search.coarsening.views import add_views
+
+__all__ = ["FREE", "Coarse", "Variable", "coarsen"]
+
+
+def coarsen(graph: Graph, one_choice: OneChoice = "timesteps", alone: frozenset[int] = frozenset()) -> Coarse:
+    """Groups the tensors of a graph into variables; ``one_choice`` says what of it shares one layout though it need not.
+
+    ``alone`` are arguments that share theirs with nothing but what replaces them: what reads them does so in its own layout.
+    """
+    marks = mark(graph, alone)
+    sets = Sets(len(graph.tensors))
+    for link in graph.links:
+        if link.same:
+            sets.union(link.source, link.target)
+    for o, i in zip(graph.outputs, graph.feedback, strict=True):
+        if i is not None and o >= 0:
+            sets.union(o, graph.inputs[i])
+    for node in graph.nodes:
+        if node.signature.elementwise or node.signature.resizes:
+            _merge(graph, node, sets, marks)
+    pair(graph, sets, marks, timesteps=one_choice != "none")
+    if one_choice == "layers":
+        share_layers(graph, sets, marks)
+    return _variables(graph, sets, marks, one_choice)
+
+
+def _merge(graph: Graph, node: Node, sets: Sets, marks: Marks) -> None:
+    out = node.outputs[0]
+    if out in marks.free:
+        return
+    shape = graph.tensors[out].shape
+    alike = [t for t in dict.fromkeys(node.inputs) if t >= 0 and (graph.tensors[t].shape == shape or node.signature.resizes)]
+    whole = [t for t in alike if t not in marks.free]
+    for other in node.outputs[1:]:
+        if out not in marks.apart and other not in marks.apart:
+            sets.union(out, other)
+    if out in marks.apart:
+        return
+    mine = [t for t in whole if t not in marks.apart and (t in marks.deferred) == (out in marks.deferred)]
+    hard = [t for t in mine if t not in marks.soft and marks.uses[t] > 1]
+    several = len([t for t in whole if t not in marks.soft]) > 1
+    additive = several and node.signature.adds
+    for t in mine:
+        if t not in hard or not additive:
+            sets.union(t, out)
+
+
+def _variables(graph: Graph, sets: Sets, marks: Marks, one_choice: OneChoice) -> Coarse:
+    members: dict[int, list[int]] = {}
+    live = _live(graph)
+    for t in sorted(live):
+        if t not in marks.free:
+            members.setdefault(sets.find(t), []).append(t)
+    variables: list[Variable] = []
+    of = [FREE] * len(graph.tensors)
+    for tensors in members.values():
+        late = marks.deferred.issuperset(tensors)
+        variable = Variable(len(variables), graph.tensors[tensors[0]].shape, tuple(tensors), deferred=late)
+        variables.append(variable)
+        for t in tensors:
+            of[t] = variable.id
+    joins = tuple(
+        node.id
+        for node in graph.nodes
+        if not (node.signature.elementwise or node.signature.resizes)
+        or len({of[t] for t in (*node.inputs, *node.outputs) if t >= 0 and of[t] != FREE}) > 1
+    )
+    read = add_views(graph, variables, of, marks.weights, one_choice, marks.alone)
+    return Coarse(tuple(variables), tuple(of), read, joins, marks.free, marks.weights, marks.parameters, marks.zero, one_choice)
+
+
+def _live(graph: Graph) -> set[int]:
+    live = set(graph.inputs) | {t for t in graph.outputs if t >= 0} | set(graph.boundary)
+    for node in graph.nodes:
+        live.update(t for t in node.inputs if t >= 0)
+        live.update(node.outputs)
+    for link in graph.links:
+        live.update((link.source, link.target))
+    return live

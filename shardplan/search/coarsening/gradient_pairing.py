@@ -1,0 +1,181 @@
+"""Pairs: activations with their gradients and with what is computed again, and the timesteps of an unrolled recurrence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from shardplan.graph.flatten import Graph, Node
+from shardplan.ir import Constant
+from shardplan.search.coarsening.tensor_roles import Marks
+from shardplan.search.coarsening.variables import FREE, Sets
+
+TIMESTEPS = 3
+"""From so many equal uses of one weight on, they are unrolled timesteps (Tofu, section 5.1), which share one choice."""
+
+_AGAIN = "rematted_computation"
+
+
+def pair(graph: Graph, sets: Sets, marks: Marks, *, timesteps: bool = True) -> None:
+    """Merges each activation with its gradient and with what is computed again for it, and the pieces that one op takes a
+    tensor apart into.
+
+    A forward contraction reads (x, w) and makes y; a backward one reads w too: what else it reads is y's gradient, what it makes
+    is x's. The gradient of a weight stays apart from it. With ``timesteps`` those of an unrolled recurrence share one choice.
+    """
+    loose = [not any(t.id in kind for kind in (marks.apart, marks.weights, marks.free)) for t in graph.tensors]
+    value = same_values(graph)
+    for t, v in enumerate(value):
+        if v != t and loose[t] and loose[v] and graph.tensors[t].shape == graph.tensors[v].shape:
+            sets.union(t, v)
+    _timesteps(graph, sets, loose, value, marks, TIMESTEPS if timesteps else len(graph.nodes) + 1)
+    loose = [mine and t not in marks.deferred for t, mine in enumerate(loose)]
+    forward: dict[int, list[Node]] = {}
+    after = _moved(graph, marks.free)
+    root, ends = _roots(graph, marks), _ends(graph, after, marks.free)
+    for node in graph.nodes:
+        alive = [t for t in dict.fromkeys(node.inputs) if t >= 0 and t not in marks.free]
+        if node.signature.elementwise:
+            continue
+        for side in (alive, list(node.outputs)):
+            pieces = [t for t in side if loose[t]]
+            if len(pieces) > 2 and len({graph.tensors[t].shape for t in pieces}) == 1:
+                for t in pieces[1:]:
+                    sets.union(pieces[0], t)
+        if len(alive) != 2 or len(node.outputs) != 1:
+            continue
+        if not node.backward or _AGAIN in node.op.scope:
+            for t in alive:
+                forward.setdefault(value[t], []).append(node)
+            continue
+        for shared, gradient in (alive, alive[::-1]):
+            candidates = forward.get(value[shared], ())
+            # an activation that several weights multiply: the one whose gradient this is
+            own = [f for f in candidates if any(root.get(t, FREE) in ends.get(node.outputs[0], ()) for t in f.inputs)]
+            for first in own or candidates:
+                other = next((t for t in first.inputs if value[t] != value[shared]), None)
+                if other is None:
+                    continue
+                _same_layout(graph, sets, loose, after, first.outputs[0], gradient)
+                _same_layout(graph, sets, loose, after, other, node.outputs[0])
+
+
+def _timesteps(graph: Graph, sets: Sets, loose: list[bool], value: list[int], marks: Marks, least: int) -> None:
+    """Merges what equal ops make of one weight, and what they read beside it: the steps of an unrolled recurrence.
+
+    From ``least`` such uses on.
+
+    Each step could be cut in its own way; Tofu gives that up too, for a graph that is a chain.
+    """
+    uses: dict[tuple[int, int, int], list[Node]] = {}
+    for node in graph.nodes:
+        alive = [t for t in dict.fromkeys(node.inputs) if t >= 0 and t not in marks.free]
+        if node.signature.elementwise or len(alive) != 2 or len(node.outputs) != 1:
+            continue
+        for slot, t in enumerate(node.inputs):
+            if t >= 0 and value[t] in marks.weights:
+                uses.setdefault((value[t], node.signature.id, slot), []).append(node)
+    for nodes in uses.values():
+        if len(nodes) >= least:
+            first = nodes[0]
+            for node in nodes[1:]:
+                for a, b in zip((*first.inputs, *first.outputs), (*node.inputs, *node.outputs), strict=True):
+                    if a >= 0 and b >= 0 and loose[a] and loose[b] and (a in marks.deferred) == (b in marks.deferred):
+                        sets.union(a, b)
+
+
+def same_values(graph: Graph) -> list[int]:
+    """For each tensor the first one known to hold the same value: computed again by the same op, or saved by one loop and read
+    by another.
+    """
+    value = list(range(len(graph.tensors)))
+    stacked = {link.target: link.source for link in graph.links if link.lift < 0}
+    entered: dict[int, list[tuple[int, int]]] = {}
+    for link in graph.links:
+        if link.target in graph.boundary:
+            entered.setdefault(link.target, []).append((link.source, link.lift))
+    slices: dict[int, int] = {}
+    for t in sorted(graph.boundary):
+        if len(entered.get(t, ())) != 1:
+            continue  # a carry
+        source, lift = entered[t][0]
+        if not lift:
+            value[t] = value[source]
+        elif source in stacked:
+            value[t] = stacked[source]
+        else:
+            value[t] = slices.setdefault(value[source], t)
+    seen: dict[object, tuple[int, ...]] = {}
+    for node in graph.nodes:
+        literals = tuple((i.dtype, np.asarray(i.value).tobytes()) for i in node.op.inputs if isinstance(i, Constant))
+        key = (node.signature.id, literals, tuple(value[value[t]] if t >= 0 else -1 for t in node.inputs))
+        first = seen.setdefault(key, node.outputs)
+        for t, v in zip(node.outputs, first, strict=True):
+            value[t] = value[v] if v != t else t
+    return [value[v] for v in value]
+
+
+def _roots(graph: Graph, marks: Marks) -> dict[int, int]:
+    """For each weight the program's input that it is, or is made from."""
+    root = {t: t for t in graph.inputs if t in marks.weights}
+    for link in graph.links:
+        if link.target in marks.weights and link.source in root:
+            root.setdefault(link.target, root[link.source])
+    for node in graph.nodes:
+        alive = [t for t in dict.fromkeys(node.inputs) if t in root]
+        if len(alive) == 1:
+            root.update({t: root[alive[0]] for t in node.outputs if t in marks.weights and t not in marks.free and t not in root})
+    return root
+
+
+def _ends(graph: Graph, after: Mapping[int, int], free: frozenset[int]) -> dict[int, frozenset[int]]:
+    """For each tensor the inputs that it helps to replace, through ops that keep elements apart: of a gradient, its weight."""
+    found = {
+        o: frozenset({graph.inputs[i]}) for o, i in zip(graph.outputs, graph.feedback, strict=True) if o >= 0 and i is not None
+    }
+    into: dict[int, list[int]] = {}
+    for link in graph.links:
+        into.setdefault(link.source, []).append(link.target)
+
+    none = frozenset[int]()
+
+    def known(t: int) -> frozenset[int]:
+        own = found.get(t, none)
+        return own.union(*(found.get(u, none) for u in into[t])) if t in into else own
+
+    for node in reversed(graph.nodes):
+        if node.signature.elementwise or any(t in after for t in node.inputs):
+            reached = none.union(*(known(t) for t in node.outputs))
+            if reached:
+                size = graph.tensors[node.outputs[0]].size
+                for t in node.inputs:
+                    if t >= 0 and t not in free and graph.tensors[t].size == size:
+                        found[t] = known(t) | reached
+        else:
+            for t in node.outputs:
+                found[t] = known(t)
+    return found
+
+
+def _moved(graph: Graph, free: frozenset[int]) -> dict[int, int]:
+    """What each tensor becomes when it is only moved about: transposed, reshaped."""
+    after: dict[int, int] = {}
+    for node in graph.nodes:
+        alive = [t for t in node.inputs if t >= 0 and t not in free]
+        if node.signature.elementwise or not len(alive) == len(node.outputs) == 1:
+            continue
+        if graph.tensors[node.outputs[0]].size == graph.tensors[alive[0]].size:
+            after[alive[0]] = node.outputs[0]
+    return after
+
+
+def _same_layout(graph: Graph, sets: Sets, loose: list[bool], after: dict[int, int], value: int, gradient: int) -> None:
+    """Merges the two if their shapes agree, the gradient's before or after it is transposed."""
+    if not loose[value] or not loose[gradient]:
+        return
+    shape = graph.tensors[value].shape
+    for t in (gradient, after.get(gradient, gradient)):
+        if graph.tensors[t].shape == shape and loose[t]:
+            sets.union(value, t)
+            return

@@ -1,0 +1,96 @@
+"""Unrolled identical layers, found by their ops alone, to share one choice where the user allows it (Tofu, section 5.1).
+
+The ops of an unrolled model repeat: where the op at place i and the one at place i + p are the same for at least p places in a
+row, blocks of p ops follow each other. Same means: the same description on the same shapes (the signature), in the same pass, and
+each operand from as many ops before, or from outside the blocks with the same role. Blocks must hold a contraction, so that the
+update of one parameter after another is no layer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardplan.graph.flatten import Graph
+from shardplan.search.coarsening.tensor_roles import Marks
+from shardplan.search.coarsening.variables import Sets
+
+PERIODS = 64
+"""So many of the commonest distances between equal ops are tried as lengths of a block."""
+
+
+def share_layers(graph: Graph, sets: Sets, marks: Marks) -> None:
+    """Merges what the ops of one block read and make with what those of the next do."""
+    kind = _kinds(graph, marks)
+    for i, p in repeats(graph):
+        a, b = graph.nodes[i], graph.nodes[i + p]
+        for s, t in zip((*a.inputs, *a.outputs), (*b.inputs, *b.outputs), strict=True):
+            if s >= 0 and t >= 0 and s not in marks.free and kind(s) == kind(t):
+                sets.union(s, t)
+
+
+def _kinds(graph: Graph, marks: Marks) -> Callable[[int], tuple[object, ...]]:
+    ends = dict.fromkeys(graph.outputs, 1) | dict.fromkeys(graph.inputs, 2)
+
+    def kind(t: int) -> tuple[object, ...]:
+        roles = (t in group for group in (marks.free, marks.apart, marks.weights, marks.deferred))
+        own = t if t in marks.alone else -1
+        return (graph.tensors[t].shape, graph.tensors[t].itemsize, ends.get(t, 0), own, *roles)
+
+    return kind
+
+
+def repeats(graph: Graph) -> list[tuple[int, int]]:
+    """(place of an op, distance to its like in the next block) of all blocks that follow each other; shortest blocks first."""
+    keys = _keys(graph)
+    heavy = np.array([n.signature.contracts for n in graph.nodes], bool)
+    taken = np.zeros(len(keys), bool)
+    found: list[tuple[int, int]] = []
+    for p in _periods(keys):
+        same = keys[:-p] == keys[p:]
+        for first, last in _runs(same):
+            # a block may begin anywhere in a run: what lies in it twice is what is merged
+            if last - first < p or not heavy[first : first + p].any() or taken[first:last].all():
+                continue
+            taken[first : last + p] = True
+            found += [(i, p) for i in range(first, last)]
+    return found
+
+
+def _keys(graph: Graph) -> NDArray[np.int64]:
+    """[ops]: equal numbers for ops that could stand in for each other in equal blocks."""
+    maker = {t: n.id for n in graph.nodes for t in n.outputs}
+    inputs = set(graph.inputs)
+    ids: dict[object, int] = {}
+    keys: list[int] = []
+    for node in graph.nodes:
+        sources = tuple(
+            ("in",)
+            if t in inputs
+            else ("made", node.id - maker[t] if graph.nodes[maker[t]].backward == node.backward else 0)
+            if t in maker
+            else ("other",)
+            for t in node.inputs
+        )
+        keys.append(ids.setdefault((node.signature.id, node.backward, node.where, sources), len(ids)))
+    return np.array(keys, np.int64)
+
+
+def _periods(keys: NDArray[np.int64]) -> list[int]:
+    """The commonest distances from an op to the next one like it, shortest first."""
+    last: dict[int, int] = {}
+    seen: Counter[int] = Counter()
+    for i, key in enumerate(keys.tolist()):
+        if key in last:
+            seen[i - last[key]] += 1
+        last[key] = i
+    return sorted(p for p, _ in sorted(seen.items(), key=lambda row: (-row[1], row[0]))[:PERIODS])
+
+
+def _runs(same: NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """(first, end) of every row of trues."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], same, [False]]).astype(np.int8)))
+    return [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]

@@ -1,0 +1,110 @@
+"""Views: which uses of a tensor share one resharded copy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+from shardplan.graph.flatten import Graph, Node
+from shardplan.search.coarsening.gradient_pairing import TIMESTEPS
+from shardplan.search.coarsening.variables import FREE, OneChoice, Variable
+
+_PIECES = 6
+"""A group of at most this many tensors (a query, key and value with their gradients) has a layout made for its readers, and
+needs no view.
+"""
+
+
+_Uses = dict[int, list[tuple[Node, int]]]
+"""For each tensor the (op, slot) pairs that read it."""
+
+
+def add_views(
+    graph: Graph,
+    variables: list[Variable],
+    of: list[int],
+    weights: frozenset[int],
+    one_choice: OneChoice = "timesteps",
+    alone: frozenset[int] = frozenset(),
+) -> dict[tuple[int, int], int]:
+    """Gives a view to each tensor that several contractions read; those of what shares one choice share one, too.
+
+    None where it could gain little: where the stored layout serves nothing but these readers, or where the tensor is the
+    largest that each of them touches, so that moving the others is cheaper. What that may lose is a copy made twice. What
+    is ``alone`` lies where no reader asked for it: it has one wherever several ops read it, elementwise ones too.
+    """
+    touched = _touched(graph, of)
+    readers, single = _readers(graph, of, alone)
+    read: dict[tuple[int, int], int] = {}
+
+    def add(ts: Sequence[int], uses: Iterable[tuple[Node, int]], kind: Literal["view", "backward"], sibling: int = FREE) -> int:
+        variable = Variable(len(variables), graph.tensors[ts[0]].shape, tuple(ts), kind, of[ts[0]], sibling)
+        variables.append(variable)
+        for node, slot in uses:
+            read[node.id, slot] = variable.id
+        return variable.id
+
+    equal: dict[tuple[int, frozenset[tuple[int, int, bool]]], list[int]] = {}
+    alike: dict[tuple[int, frozenset[tuple[int, int, bool]]], list[int]] = {}
+    least = {"none": len(graph.tensors) + 1, "timesteps": TIMESTEPS, "layers": 2}[one_choice]
+    for t in sorted(readers):
+        uses = readers[t]
+        if len({node.id for node, _ in uses}) < 2:
+            continue
+        forward = [u for u in uses if not u[0].backward]
+        backward = [u for u in uses if u[0].backward]
+        if t in weights and forward and backward:
+            # the copies of the weights of equal layers share one choice, as these do
+            mine = frozenset((node.signature.id, slot, node.backward) for node, slot in uses)
+            equal.setdefault((of[t] if one_choice == "layers" else -1 - t, mine), []).append(t)
+        elif t in alone or (len(touched.get(of[t], ())) > _PIECES and not all(_largest(graph, node, t) for node, _ in uses)):
+            key = of[t], frozenset((node.signature.id, slot, node.backward) for node, slot in uses)
+            # the first and the last timestep may have fewer readers
+            most = next((k for k, ts in alike.items() if k[0] == of[t] and len(ts) >= least and key[1] <= k[1]), key)
+            alike.setdefault(most, []).append(t)
+    for ts in equal.values():
+        forward, backward = ([u for t in ts for u in readers[t] if u[0].backward == late] for late in (False, True))
+        add(ts, backward, "backward", add(ts, forward, "view"))
+    for ts in alike.values():
+        # the copies of unrolled timesteps share one choice, as what they are copies of does
+        for group in [ts] if len(ts) >= least else [[t] for t in ts]:
+            uses = [use for t in group for use in (*readers[t], *single.get(t, ()))]  # a reduction reads the copy too
+            add(group, uses, "view")
+    return read
+
+
+def _readers(graph: Graph, of: list[int], alone: frozenset[int]) -> tuple[_Uses, _Uses]:
+    """For each tensor the contractions that read it, or what is ``alone`` every op; and what reads it and nothing else."""
+    readers: _Uses = {}
+    single: _Uses = {}
+    for node in graph.nodes:
+        operands = {t for t in node.inputs if t >= 0 and of[t] != FREE}
+        # a lookup or a convolution has two operands too; what puts many pieces together reads them as they are
+        skipped = node.signature.elementwise or len(operands) > 3
+        for slot, t in enumerate(node.inputs):
+            if t in alone or (t in operands and not skipped and len(operands) > 1):
+                readers.setdefault(t, []).append((node, slot))
+            elif t in operands and not skipped:
+                single.setdefault(t, []).append((node, slot))
+    return readers, single
+
+
+def _touched(graph: Graph, of: list[int]) -> dict[int, set[int]]:
+    """For each variable, its tensors that enter or leave the program, or that an op reads or makes which is neither elementwise
+    nor only puts dims of one element in or leaves them out.
+    """
+    touched: dict[int, set[int]] = {}
+    for node in graph.nodes:
+        if not (node.signature.elementwise or node.signature.resizes):
+            for t in (*node.inputs, *node.outputs):
+                if t >= 0:
+                    touched.setdefault(of[t], set()).add(t)
+    for t in (*graph.inputs, *graph.outputs, *graph.boundary):
+        if t >= 0:
+            touched.setdefault(of[t], set()).add(t)
+    return touched
+
+
+def _largest(graph: Graph, node: Node, t: int) -> bool:
+    others = [graph.tensors[u].size for u in (*node.inputs, *node.outputs) if u >= 0 and u != t]
+    return graph.tensors[t].size > max(others, default=0)

@@ -1,0 +1,219 @@
+"""From an assignment to decisions: the strategy of each op, the layout of each use, and the collectives that follow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardplan.collectives.reshard import Step
+from shardplan.cost.network import wire_bytes
+from shardplan.graph.flatten import Node
+from shardplan.ir import Layout
+from shardplan.search.coarsening.coarsen import FREE
+from shardplan.search.problem.pricing import Allowed
+from shardplan.search.problem.problem import Problem
+from shardplan.search.problem.solution import Solution
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """How one op reads its operands and leaves its results.
+
+    ``loops[f]`` is the loop that factor f cuts (as in `Options`). ``needs[i]`` is the layout of operand i (None for literals and
+    free values), ``gives[r]`` that of result r before its reduction, ``stored[r]`` after it.
+    """
+
+    loops: tuple[int, ...]
+    needs: tuple[Layout | None, ...]
+    gives: tuple[Layout, ...]
+    stored: tuple[Layout | None, ...]
+    compute_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Issued:
+    """One collective of the plan: per execution ``nbytes`` (of the operand; of the result for an all-gather) and seconds, run
+    ``times`` a step.
+    """
+
+    step: Step
+    times: float
+    wire_bytes: float
+    tensor: int
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Decisions:
+    """All of a solution, spelled out. ``layouts[t]`` is a tensor's stored layout (None where it is free)."""
+
+    layouts: tuple[Layout | None, ...]
+    uses: Mapping[int, Use]
+    views: Mapping[int, Layout]
+    kept: frozenset[int]
+    issued: tuple[Issued, ...]
+    compute_s: float
+
+    @property
+    def communication_s(self) -> float:
+        """Seconds of all collectives of one step."""
+        return sum(i.step.seconds * i.times for i in self.issued)
+
+    @property
+    def communication_bytes(self) -> float:
+        """Bytes on the wire, per device and step."""
+        return sum(i.wire_bytes * i.times for i in self.issued)
+
+
+@dataclass(slots=True)
+class Extractor:
+    """Spells out solutions of one problem; equal ops in equal layouts are looked up."""
+
+    problem: Problem
+    _uses: dict[object, Use] = field(default_factory=dict[object, Use])
+    _moves: dict[int, tuple[tuple[Step, float, int, bool], ...]] = field(
+        default_factory=dict[int, tuple[tuple[Step, float, int, bool], ...]]
+    )
+    _decided: dict[int, tuple[Solution, Decisions]] = field(default_factory=dict[int, tuple[Solution, Decisions]])
+    _programs: dict[object, tuple[Step, ...]] = field(default_factory=dict[object, tuple[Step, ...]])
+
+    def decide(self, solution: Solution) -> Decisions:
+        """The decisions behind a solution, looked up where it was asked for before."""
+        known = self._decided.get(id(solution))
+        if known is None or known[0] is not solution:
+            known = self._decided[id(solution)] = (solution, self._decide(solution))
+        return known[1]
+
+    def _decide(self, solution: Solution) -> Decisions:
+        problem, coarse = self.problem, self.problem.coarse
+        states = solution.states
+        layouts: list[Layout | None] = []
+        for t, v in zip(problem.graph.tensors, coarse.of, strict=True):
+            layouts.append(None if v == FREE else problem.resharder.layout(t.shape, states[v]))
+        issued: list[Issued] = []
+        uses: dict[int, Use] = {}
+        compute_s = 0.0
+        for n in coarse.joins:
+            node = problem.graph.nodes[n]
+            use = self._use(node, states, solution.limits.of(n) if solution.limits else None)
+            if use is None:
+                continue
+            uses[n] = use
+            compute_s += use.compute_s * node.weight
+            self._operand_steps(node, use, states, issued)
+        for v, (seconds, shape) in problem.interior.items():
+            compute_s += seconds * float(problem.resharder.space(shape).local[states[v]])
+        self._view_steps(solution, issued)
+        self._link_steps(states, issued)
+        views = {v.id: problem.resharder.layout(v.shape, states[v.id]) for v in coarse.variables if v.kind != "stored"}
+        return Decisions(tuple(layouts), uses, views, solution.keep, tuple(issued), compute_s)
+
+    def chosen(self, seconds: NDArray[np.float64]) -> int:
+        """The strategy to take, given the seconds of each: the cheapest."""
+        return int(np.argmin(seconds))
+
+    def program(self, shape: tuple[int, ...], nbytes: int, before: Layout, after: Layout) -> tuple[Step, ...]:
+        """The cheapest program between two layouts."""
+        if before == after:
+            return ()
+        key = (shape, nbytes, before, after)
+        if key not in self._programs:
+            resharder = self.problem.resharder
+            ends = resharder.state(shape, before), resharder.state(shape, after)
+            self._programs[key] = resharder.program(shape, nbytes, *ends)
+        return self._programs[key]
+
+    def _use(self, node: Node, states: tuple[int, ...], allowed: Allowed | None) -> Use | None:
+        problem, coarse = self.problem, self.problem.coarse
+        scope, slots, free = problem.ops.slots(node)
+        if not scope:
+            return None
+        own = tuple((states[v],) for v in scope)
+        late = problem.ops.deferring.get(node.id)
+        key = (node.signature.id, slots, own, allowed, late)
+        found = self._uses.get(key)
+        if found is not None:
+            return found
+        options = problem.ops.options(node, allowed)
+        base, columns = problem.pricer.strategy_costs(node.signature, slots, free, own, allowed, late=late)
+        total = base + sum(c[:, 0] for c in columns)
+        best = self.chosen(total)
+        call = node.signature.call
+        read = {slot.index for slot in slots if not slot.result}
+        needs = tuple(
+            problem.resharder.layout(s, int(options.needs[best, i])) if i in read else None for i, s in enumerate(call.operands)
+        )
+        gives = tuple(problem.resharder.layout(s, int(options.gives[best, r])) for r, s in enumerate(call.results))
+        stored = tuple(
+            None if coarse.of[t] == FREE else problem.resharder.layout(s, states[coarse.of[t]])
+            for t, s in zip(node.outputs, call.results, strict=True)
+        )
+        found = self._uses[key] = Use(tuple(options.loops[best].tolist()), needs, gives, stored, float(options.compute_s[best]))
+        return found
+
+    def _operand_steps(self, node: Node, use: Use, states: tuple[int, ...], issued: list[Issued]) -> None:
+        moves = self._moves.get(id(use))  # uses are kept, so that their ids stay theirs
+        if moves is None:
+            moves = self._moves[id(use)] = self._moved(node, use, states)
+        for step, sent, slot, result in moves:
+            tensor = node.outputs[slot] if result else node.inputs[slot]
+            issued.append(Issued(step, node.weight, sent, tensor, node.op.source))
+
+    def _moved(self, node: Node, use: Use, states: tuple[int, ...]) -> tuple[tuple[Step, float, int, bool], ...]:
+        """What an op's operands, results and halos move: (step, bytes on the wire, slot, whether of a result)."""
+        problem, coarse = self.problem, self.problem.coarse
+        found: list[tuple[Step, float, int, bool]] = []
+
+        def add(steps: tuple[Step, ...], slot: int, result: bool) -> None:
+            found.extend((step, self._wire(step), slot, result) for step in steps if step.kind != "slice")
+
+        for i, need in enumerate(use.needs):
+            if need is not None:
+                t = node.inputs[i]
+                tensor = problem.graph.tensors[t]
+                before = problem.resharder.layout(tensor.shape, states[coarse.read.get((node.id, i), coarse.of[t])])
+                add(self.program(tensor.shape, tensor.nbytes, before, need), i, False)
+        for r, (give, after) in enumerate(zip(use.gives, use.stored, strict=True)):
+            tensor = problem.graph.tensors[node.outputs[r]]
+            if after is not None or give.partial:
+                target = after if after is not None else Layout(((),) * len(tensor.shape))
+                add(self.program(tensor.shape, tensor.nbytes, give, target), r, True)
+        if problem.ops.options(node).halo_s.any():
+            add(problem.pricer.halo_steps(node.signature, use.loops), 0, False)
+        return tuple(found)
+
+    def _wire(self, step: Step) -> float:
+        n = math.prod(self.problem.sizes[f] for f in step.over)
+        return wire_bytes(step.kind, n, step.nbytes)  # type: ignore[arg-type]
+
+    def _view_steps(self, solution: Solution, issued: list[Issued]) -> None:
+        problem, states = self.problem, solution.states
+        for (v, t), times in problem.copies.items():
+            variable = problem.coarse.variables[v]
+            tensor = problem.graph.tensors[t]
+            origin = variable.sibling if v in solution.keep else variable.of
+            before, after = (problem.resharder.layout(tensor.shape, states[u]) for u in (origin, v))
+            steps = self.program(tensor.shape, tensor.nbytes, before, after)
+            self._add(issued, steps, times, t, problem.view_sources[v, t])
+
+    def _link_steps(self, states: tuple[int, ...], issued: list[Issued]) -> None:
+        problem = self.problem
+        for link in problem.graph.links:
+            crossing = problem.crossing(link)
+            if crossing is None:
+                continue
+            outer = crossing.tensor
+            (before,), (after,) = problem.outside(link, (states[crossing.source],), (states[crossing.target],))
+            ends = (problem.resharder.layout(outer.shape, state) for state in (before, after))
+            steps = self.program(outer.shape, outer.nbytes, *ends)
+            self._add(issued, steps, link.weight, outer.id, "loop")
+
+    def _add(self, issued: list[Issued], steps: tuple[Step, ...], times: float, tensor: int, source: str) -> None:
+        for step in steps:
+            if step.kind == "slice":
+                continue
+            issued.append(Issued(step, times, self._wire(step), tensor, source))

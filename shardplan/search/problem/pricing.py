@@ -1,0 +1,260 @@
+"""Prices of ops: for every choice of layouts of an op's variables, its cheapest strategy."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardplan.collectives.reshard import Resharder, Step
+from shardplan.graph.flatten import Signature
+from shardplan.ir import Layout, Split
+from shardplan.mesh import Device
+from shardplan.search.problem.strategies import (
+    Cuts,
+    Groups,
+    Late,
+    Memo,
+    Options,
+    halo_bytes,
+    limited,
+    nbytes,
+    options,
+    pair_bytes,
+    treated_alike,
+)
+from shardplan.search.problem.tables import BIG, Costs, picoseconds
+from shardplan.tdl import Call, Strategy
+
+Domain = tuple[int, ...]
+"""The states (of the variable's `LayoutSpace`) that a variable may take."""
+
+_CHUNK = 100_000
+"""Numbers that are added up at once: they stay in the cache."""
+
+
+_MANY = 1_000_000
+"""From so many sums on in an op's table, strategies that are nowhere the cheapest are left out first, state by state."""
+
+_GOOD = 4
+"""With so many strategies, those that cost the least where they cost the most, all others are compared for that."""
+
+_NEVER = BIG << 8
+"""More than an op that cannot be costs in all its tables."""
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """Which strategies of an op may be taken: those that cut as they may, and treat the factors of a group alike."""
+
+    cuts: Cuts | None = None
+    groups: Groups = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Which strategies may be taken: by node the loops that each factor may cut, and the factors that all nodes treat alike."""
+
+    cuts: Mapping[int, Cuts] = field(default_factory=dict[int, Cuts])
+    groups: Groups = ()
+
+    def of(self, node: int) -> Allowed | None:
+        """What one node may do; None: anything."""
+        cuts = self.cuts.get(node)
+        return Allowed(cuts, self.groups) if cuts is not None or self.groups else None
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One operand or result of an op: the position of its variable among the op's variables, and which one it is."""
+
+    variable: int
+    index: int
+    result: bool
+
+    def tensor(self, call: Call) -> tuple[tuple[int, ...], int]:
+        """The shape of what stands there, and its bytes."""
+        shapes, dtypes = (call.results, call.result_dtypes) if self.result else (call.operands, call.dtypes)
+        return shapes[self.index], nbytes(shapes[self.index], dtypes[self.index])
+
+
+class Pricer:
+    """Prices of resharding and of ops on one network, remembered; without a device compute costs nothing."""
+
+    def __init__(self, resharder: Resharder, device: Device | None) -> None:
+        self.resharder, self.device = resharder, device
+        self._combined: Memo = {}
+        self._options: dict[tuple[int, Allowed | None, Late | None], Options] = {}
+        self._halos: dict[tuple[int, tuple[int, ...]], tuple[Step, ...]] = {}
+        self._prices: dict[tuple[tuple[int, ...], int, Domain, bool], NDArray[np.float64]] = {}
+
+    def options(self, signature: Signature, allowed: Allowed | None = None, *, late: Late | None = None) -> Options:
+        """The composite strategies of a signature, or those that are ``allowed``; ``late``: with partial sums handed on."""
+        found = self._options.get((signature.id, allowed, late))
+        if found is None:
+            if allowed is None:
+                found = options(signature, self.resharder, self.device, late=late, memo=self._combined)
+            elif allowed.cuts is not None:
+                # among those that treat factors alike: those that cut the most may treat none so
+                alike = Allowed(groups=allowed.groups) if allowed.groups else None
+                found = limited(self.options(signature, alike, late=late), allowed.cuts)
+            else:
+                found = treated_alike(self.options(signature, late=late), allowed.groups)
+            self._options[signature.id, allowed, late] = found
+        return found
+
+    def prices(self, shape: tuple[int, ...], size: int, states: Domain, *, into: bool = False) -> NDArray[np.float64]:
+        """[len(states), S]: `Resharder.prices` of a tensor of ``size`` bytes."""
+        key = (shape, size, states, into)
+        found = self._prices.get(key)
+        if found is None:
+            found = self._prices[key] = self.resharder.prices(shape, size, states, into=into)
+        return found
+
+    def strategy_costs(
+        self,
+        signature: Signature,
+        slots: tuple[Slot, ...],
+        free: tuple[int, ...],
+        domains: tuple[Domain, ...],
+        allowed: Allowed | None = None,
+        *,
+        late: Late | None = None,
+    ) -> tuple[NDArray[np.float64], list[NDArray[np.float64]]]:
+        """(compute and halo seconds of each strategy, for each variable the resharding seconds [strategies, domain]).
+
+        ``free`` are the results that have no variable: scalars, which are reduced all the same where they are partial.
+        """
+        rows = self.options(signature, allowed, late=late)
+        call = signature.call
+        base = rows.compute_s + rows.halo_s
+        columns: list[NDArray[np.float64] | None] = [None] * len(domains)
+        for slot in slots:
+            shape, size = slot.tensor(call)
+            prices = self.prices(shape, size, domains[slot.variable], into=slot.result)
+            states = (rows.gives if slot.result else rows.needs)[:, slot.index]
+            costs = prices[:, states].T
+            if late is not None and slot.result and not rows.terms.all():
+                # terms that cannot be made one by one are added up at once
+                partial = self.resharder.space(shape).partial[list(domains[slot.variable])]
+                costs = np.where(~rows.terms[:, None] & partial, np.inf, costs)
+            before = columns[slot.variable]
+            columns[slot.variable] = costs if before is None else before + costs
+        for r in free:
+            shape = call.results[r]
+            space = self.resharder.space(shape)
+            if space.partial[rows.gives[:, r]].any():
+                whole = self.resharder.state(shape, Layout(((),) * len(shape)))
+                prices = self.prices(shape, nbytes(shape, call.result_dtypes[r]), (whole,), into=True)
+                base = base + prices[0][rows.gives[:, r]]
+        return base, [c for c in columns if c is not None]
+
+    def strategy_tables(
+        self,
+        signature: Signature,
+        slots: tuple[Slot, ...],
+        free: tuple[int, ...],
+        domains: tuple[Domain, ...],
+        weight: float,
+        allowed: Allowed | None = None,
+        *,
+        late: Late | None = None,
+    ) -> list[Costs]:
+        """`strategy_costs`, ``weight`` times, as picoseconds: for each variable [strategies, domain], compute in the first."""
+        base, columns = self.strategy_costs(signature, slots, free, domains, allowed, late=late)
+        costs = picoseconds(np.concatenate([base[:, None], *columns], axis=1) * weight)
+        ends = list(itertools.accumulate(map(len, domains), initial=1))
+        first, *others = (costs[:, a:b] for a, b in itertools.pairwise(ends))
+        return [np.minimum(first + costs[:, :1], BIG), *others]
+
+    def halo_steps(self, signature: Signature, loops: Sequence[int]) -> tuple[Step, ...]:
+        """The exchanges that a composite strategy makes inside the op: with neighbours, and of extremes."""
+        key = (signature.id, tuple(loops))
+        if key not in self._halos:
+            self._halos[key] = self._halo_steps(signature, loops)
+        return self._halos[key]
+
+    def _halo_steps(self, signature: Signature, loops: Sequence[int]) -> tuple[Step, ...]:
+        steps: list[Step] = []
+        if signature.description is None:
+            return ()
+        made: list[tuple[tuple[int, ...], Strategy]] = []
+        for v in sorted({v for v in loops if v >= 0}):
+            over = tuple(f for f, at in enumerate(loops) if at == v)
+            found = signature.cut(v, math.prod(self.resharder.sizes[f] for f in over))
+            assert found is not None
+            made.append((over, found))
+            for i, place in enumerate(found.operands):
+                if isinstance(place, Split) and place.halo != (0, 0):
+                    slab = halo_bytes(signature.call, i, place)
+                    empty = Layout(((),) * len(signature.call.operands[i]))
+                    steps.append(Step("permute", over, slab, empty, empty, self.resharder.seconds("permute", over, slab)))
+        for over, extra in pair_bytes(signature.call, made):
+            empty = Layout(((),) * len(signature.call.results[0]))
+            steps.append(Step("all_reduce", over, extra, empty, empty, self.resharder.seconds("all_reduce", over, extra)))
+        return tuple(steps)
+
+
+def table_of(columns: Sequence[Costs], known: Sequence[Costs] = ()) -> Costs:
+    """[*domain sizes]: the cheapest strategy for every choice of layouts, from `Pricer.strategy_tables`.
+
+    ``known`` are columns of one state, which get no axis.
+    """
+    sizes = [c.shape[1] for c in columns]
+    if known:
+        fixed = sum((c[:, 0] for c in known), np.zeros(len(known[0]), np.int64))
+        if not columns:
+            return np.minimum(fixed.min(), BIG)
+        columns = [np.minimum(columns[0] + fixed[:, None], BIG), *columns[1:]]
+    if len(columns) == 1 or len(columns[0]) * math.prod(sizes) <= _MANY:
+        return _cheapest(columns)
+    axis, kept = useful(columns)
+    own, (second, *others) = columns[axis], [c for i, c in enumerate(columns) if i != axis]
+    rows = [np.flatnonzero(row) for row in kept.T]
+    found = [_cheapest([second[k] + own[k, i, None], *[c[k] for c in others]]) for i, k in enumerate(rows)]
+    return np.moveaxis(np.stack(found), 0, axis)
+
+
+def _cheapest(columns: Sequence[Costs]) -> Costs:
+    """[*domain sizes]: the least sum of a strategy's costs, at most `BIG`."""
+    sizes = [c.shape[1] for c in columns]
+    entries = math.prod(sizes)
+    step = max(1, _CHUNK // entries)
+    total: Costs | None = None
+    for start in range(0, len(columns[0]), step):
+        first, *others = [c[start : start + step] for c in columns]
+        rest = others.pop() if others else np.zeros((len(first), 1), np.int64)
+        for c in reversed(others):  # so that long rows are added up
+            rest = (c[:, :, None] + rest[:, None, :]).reshape(len(c), -1)
+        least = (first[:, :, None] + rest[:, None, :]).min(axis=0)
+        total = least if total is None else np.minimum(total, least, out=total)
+    assert total is not None, "there is always a strategy: the op run whole"
+    return np.minimum(total, BIG, out=total).reshape(sizes)
+
+
+def useful(columns: Sequence[Costs]) -> tuple[int, NDArray[np.bool_]]:
+    """(a column; [strategies, its domain]: the strategies that are enough where its variable has this state).
+
+    Each left out costs no less there than one of the good ones, whatever the others' states are, or cannot be. The column is the
+    one that leaves the fewest sums to be made.
+    """
+    good = np.argsort(sum(c.max(axis=1) for c in columns), kind="stable")[:_GOOD]
+    entries = math.prod(c.shape[1] for c in columns)
+    more: list[NDArray[np.int64]] = []  # by how much each good one costs more in each state: [good, strategies, domain]
+    for c in columns:
+        more.append(c[good][:, None] - c)
+        more[-1][:, c >= BIG] = -_NEVER  # than what cannot be nothing costs more
+    most = [m.max(axis=2) for m in more]
+    found: list[tuple[int, int, NDArray[np.bool_]]] = []
+    for axis, (c, own) in enumerate(zip(columns, more, strict=True)):
+        beaten = own <= (most[axis] - sum(most))[:, :, None]
+        for place, g in enumerate(good.tolist()):
+            beaten[place:, g] = False  # a good one by those before it alone
+        kept = ~beaten.any(axis=0)
+        found.append((np.count_nonzero(kept) * (entries // c.shape[1]), axis, kept))
+    _, axis, kept = min(found, key=lambda f: f[:2])
+    return axis, kept

@@ -1,0 +1,435 @@
+"""One problem: tables over the layouts of variables, from which recursion, polish, baselines, pins and the joint solve are
+domain restrictions.
+
+An op's table is, for each choice of its operands' and results' layouts, the minimum over its strategies of compute plus
+resharding: operands into the layouts that the strategy requires, results (partial sums among them) into theirs, each priced whole
+as the best program. An op may be cut by a different loop on every factor.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardplan.collectives.layouts import LayoutSpace
+from shardplan.collectives.reshard import Resharder
+from shardplan.cost import Network, WireBytes, compute
+from shardplan.graph.flatten import Graph, Link
+from shardplan.ir import Factor, Tensor
+from shardplan.mesh import Cluster
+from shardplan.search.coarsening.coarsen import FREE, Coarse
+from shardplan.search.problem.ops import Ops
+from shardplan.search.problem.pricing import Domain, Limits, Pricer
+from shardplan.search.problem.strategies import Groups
+from shardplan.search.problem.tables import Costs, Store, Term, picoseconds
+
+Objective = Literal["time", "bytes"]
+"""What a problem adds up: seconds of compute and communication, or bytes on the wire alone (as 1e-12 seconds each)."""
+
+
+_ROUNDED_S = 0.5e-12  # a number in a table is off by so much at most
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """A loop link that may reshard: from variable ``source`` to ``target``, ``tensor`` being the one outside the loop."""
+
+    source: int
+    target: int
+    tensor: Tensor
+
+
+class Problem:
+    """A graph on a cluster: its variables' domains and its terms."""
+
+    def __init__(
+        self, graph: Graph, coarse: Coarse, cluster: Cluster, factors: Sequence[Factor], *, objective: Objective = "time"
+    ) -> None:
+        self.graph, self.coarse, self.cluster = graph, coarse, cluster
+        self.objective: Objective = objective
+        self.factors = tuple(factors)
+        self.sizes = tuple(f.size for f in factors)
+        network = Network(cluster, self.factors) if objective == "time" else WireBytes(self.sizes)
+        self.resharder = Resharder(network, self.sizes)
+        self.store = Store()
+        self.pricer = Pricer(self.resharder, cluster.device if objective == "time" else None)
+        self.ops = Ops(graph, coarse, self.pricer, self.store)
+        self._terms: dict[tuple[object, ...], tuple[int, int]] = {}
+        self._agreeing: dict[tuple[int, int | None, tuple[int, ...], Domain, bool], Domain] = {}
+        self._near: dict[tuple[int, int, Domain], Domain] = {}
+        self._together: dict[tuple[int, Domain, Groups], Domain] = {}
+
+    # -- domains ---------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def domains(self) -> tuple[Domain, ...]:
+        """Every layout that each variable may have. What enters or leaves the program must divide; what is inside may be padded,
+        and only what is deferred may be partial.
+        """
+        memo: dict[tuple[tuple[int, ...], bool, bool], Domain] = {}
+        ends = {self.coarse.of[t] for t in (*self.graph.inputs, *self.graph.outputs) if t >= 0}
+        found: list[Domain] = []
+        for variable in self.coarse.variables:
+            key = (variable.shape, variable.id in ends, variable.deferred)
+            if key not in memo:
+                legal = self.resharder.legal(variable.shape, pad=not key[1])
+                space = self.resharder.space(variable.shape)
+                memo[key] = tuple(s for s in (space.deferred if variable.deferred else space.stored) if legal[s])
+            found.append(memo[key])
+        return tuple(found)
+
+    def space(self, v: int) -> LayoutSpace:
+        """The layouts of a variable's tensors."""
+        return self.resharder.space(self.coarse.variables[v].shape)
+
+    @cached_property
+    def scopes(self) -> tuple[tuple[int, ...], ...]:
+        """The variables of each term; the same for every restriction on which no op is opened."""
+        return (*self._other_scopes, *self.ops.scopes())
+
+    def scopes_on(self, domains: Sequence[Domain]) -> list[tuple[int, ...]]:
+        """The variables of each of `terms` on these domains."""
+        return [*self._other_scopes, *self.ops.scopes(domains)]
+
+    @cached_property
+    def rounding_s(self) -> float:
+        """Seconds by which a sum of rounded terms is off at most."""
+        return _ROUNDED_S * sum(len(scope) + 1 for scope in self.scopes)
+
+    @cached_property
+    def _other_scopes(self) -> tuple[tuple[int, ...], ...]:
+        """Those of the terms that are not of ops."""
+        found: list[tuple[int, ...]] = [(v,) for v in self.interior]
+        for link in self.graph.links:
+            crossing = self.crossing(link)
+            if crossing is not None:
+                found.append(tuple(dict.fromkeys((crossing.source, crossing.target))))
+        for v in self.coarse.variables:
+            if v.kind != "stored":
+                found.append((v.of, v.id) if v.kind == "view" else (v.of, v.sibling, v.id))
+        return tuple(found)
+
+    @cached_property
+    def backward_views(self) -> tuple[int, ...]:
+        """The views of weights that the backward pass reads."""
+        return tuple(v.id for v in self.coarse.variables if v.kind == "backward")
+
+    def narrowest(self, domains: Sequence[Domain]) -> tuple[int, ...]:
+        """In each domain the state that uses the fewest factors."""
+        used = [(self.space(v).roles[list(d)] != -1).sum(axis=1) for v, d in enumerate(domains)]
+        return tuple(min(zip(n.tolist(), d, strict=True))[1] for n, d in zip(used, domains, strict=True))
+
+    def with_factors(self, v: int, state: int | None, free: Sequence[int], domain: Domain, *, later: bool) -> Domain:
+        """The states of ``domain`` that agree with ``state`` on all factors but ``free`` ones.
+
+        With ``later``, factors after the free ones are not used yet; where the domain has no such state, the closest ones stay.
+        """
+        key = (self.space(v).rank, state, tuple(free), domain, later)
+        found = self._agreeing.get(key)
+        if found is None:
+            roles = self.space(v).roles
+            want = roles[state] if state is not None else np.full(len(self.sizes), -1)
+            fixed = [f for f in range(len(self.sizes)) if f not in free and (not later or f < min(free))]
+            after = [f for f in range(len(self.sizes)) if later and f > max(free)]
+            own = np.array(domain)
+            agree = own[(roles[own][:, fixed] == want[fixed]).all(axis=1)]
+            agree = agree if len(agree) else own
+            used = (roles[agree][:, after] != -1).sum(axis=1)
+            found = self._agreeing[key] = tuple(agree[used == used.min()].tolist())
+        return found
+
+    def near(self, v: int, state: int, domain: Domain) -> Domain:
+        """The states of ``domain`` that differ from ``state``, one of them, on one factor at most."""
+        key = (self.space(v).rank, state, domain)
+        found = self._near.get(key)
+        if found is None:
+            roles = self.space(v).roles
+            own = np.array(domain)
+            found = self._near[key] = tuple(own[(roles[own] != roles[state]).sum(axis=1) <= 1].tolist())
+        assert found, "a state is near itself"
+        return found
+
+    def together(
+        self, domains: Sequence[Domain], groups: Groups, otherwise: Sequence[Domain] | None = None
+    ) -> tuple[Domain, ...]:
+        """Of each domain the states in which the factors of each group do the same; where there is none, ``otherwise``'s (by
+        default the whole domain).
+        """
+        found: list[Domain] = []
+        for variable, domain, rest in zip(self.coarse.variables, domains, otherwise or domains, strict=True):
+            space = self.space(variable.id)
+            key = space.rank, domain, groups
+            if key not in self._together:
+                alike = space.alike(groups)[list(domain)]
+                self._together[key] = tuple(itertools.compress(domain, alike.tolist()))
+            found.append(self._together[key] or rest)
+        return tuple(found)
+
+    def local(self, v: int, domain: Domain) -> NDArray[np.float64]:
+        """[domain]: the part of a variable's tensors that one device holds in each state."""
+        return self.space(v).local[list(domain)]
+
+    def regathered(self, keep: frozenset[int]) -> dict[int, float]:
+        """Prices (``keep_s``) at which all backward views but those of ``keep`` are gathered again."""
+        return {v: math.inf for v in self.backward_views if v not in keep}
+
+    def keeps(self, v: int, states: Sequence[int], keep_s: float) -> bool:
+        """Whether a backward view is made from the kept forward copy, at this price of keeping it."""
+        variable = self.coarse.variables[v]
+        tensor = self.graph.tensors[variable.tensors[0]]
+        again = self.prices(tensor.shape, tensor.nbytes, (states[variable.of],))[0, states[v]]
+        kept = self.kept_seconds(v, (states[variable.sibling],), (states[v],), keep_s)[0, 0]
+        return bool(kept < again)
+
+    def seconds(self, states: Sequence[int], keep_s: Mapping[int, float], limits: Limits | None = None) -> float:
+        """The cost of one assignment."""
+        terms = self.terms([(s,) for s in states], keep_s, limits)
+        return sum(t.constant + self.store.tables[t.table].item() for t in terms) / 1e12
+
+    @cached_property
+    def view_sources(self) -> Mapping[tuple[int, int], str]:
+        """The source line of the first op that reads each (view, tensor)."""
+        found: dict[tuple[int, int], str] = {}
+        for (n, slot), v in sorted(self.coarse.read.items()):
+            found.setdefault((v, self.graph.nodes[n].inputs[slot]), self.graph.nodes[n].op.source)
+        return found
+
+    # -- strategies ------------------------------------------------------------------------------------------------
+
+    def prices(self, shape: tuple[int, ...], nbytes: int, states: Domain, *, into: bool = False) -> NDArray[np.float64]:
+        """[len(states), S] of `Resharder.prices`, remembered."""
+        return self.pricer.prices(shape, nbytes, states, into=into)
+
+    # -- terms -----------------------------------------------------------------------------------------------------
+
+    def terms(
+        self, domains: Sequence[Domain], keep_s: Mapping[int, float] | None = None, limits: Limits | None = None
+    ) -> list[Term]:
+        """The summands of the problem on these domains, over variables of `Ops.sizes`.
+
+        ``keep_s`` prices keeping a weight's forward copy for the backward pass, in seconds per whole copy (infinite: always
+        gathered again). ``limits`` says which strategies may be taken.
+        """
+        result: list[Term] = []
+        for v, costs in self.interior.items():
+            result.append(self._term(("unary", *costs), (v,), domains, lambda ds, costs=costs: self._interior(costs, ds[0])))
+        result.extend(self.ops.terms(domains, limits))
+        for link in self.graph.links:
+            term = self._link(link, domains)
+            if term is not None:
+                result.append(term)
+        for variable in self.coarse.variables:
+            if variable.kind != "stored":
+                result.append(self._view(variable.id, domains, (keep_s or {}).get(variable.id, 0.0)))
+        return result
+
+    def terms_of(
+        self,
+        v: int,
+        domains: Sequence[Domain],
+        keep_s: Mapping[int, float] | None = None,
+        limits: Limits | None = None,
+        *,
+        ops: bool = True,
+    ) -> list[Term]:
+        """Those of `terms` that variable ``v`` is in, each op's as one table; or without those of ops."""
+        result: list[Term] = []
+        if v in self.interior:
+            costs = self.interior[v]
+            result.append(self._term(("unary", *costs), (v,), domains, lambda ds: self._interior(costs, ds[0])))
+        links, views = self._around.get(v, ((), ()))
+        for n in self.ops.around.get(v, ()) if ops else ():
+            result.extend(self.ops.terms_of(n, domains, limits))
+        for k in links:
+            term = self._link(self.graph.links[k], domains)
+            result.extend([term] if term is not None else [])
+        for view in views:
+            result.append(self._view(view, domains, (keep_s or {}).get(view, 0.0)))
+        return result
+
+    @cached_property
+    def _around(self) -> Mapping[int, tuple[list[int], list[int]]]:
+        """For each variable the links and views whose terms it is in."""
+        found: dict[int, tuple[list[int], list[int]]] = {}
+
+        def note(vs: set[int], kind: int, at: int) -> None:
+            for v in sorted(vs - {FREE}):
+                found.setdefault(v, ([], []))[kind].append(at)
+
+        for k, link in enumerate(self.graph.links):
+            note({self.coarse.of[link.source], self.coarse.of[link.target]}, 0, k)
+        for variable in self.coarse.variables:
+            if variable.kind != "stored":
+                note({variable.id, variable.of, *([variable.sibling] if variable.kind == "backward" else [])}, 1, variable.id)
+        return found
+
+    def _term(
+        self,
+        key: tuple[object, ...],
+        scope: tuple[int, ...],
+        domains: Sequence[Domain],
+        build: Callable[[tuple[Domain, ...]], Costs],
+    ) -> Term:
+        own = tuple(domains[v] for v in scope)
+        memo = (*key, own)
+        found = self._terms.get(memo)
+        if found is None:
+            found = self._terms[memo] = self.store.intern(build(own))
+        return Term(scope, *found)
+
+    @cached_property
+    def interior(self) -> Mapping[int, tuple[float, tuple[int, ...]]]:
+        """For each variable the seconds of the elementwise ops inside it on one device that holds all, and its shape."""
+        if self.objective != "time":
+            return {}
+        graph, joins = self.graph, set(self.coarse.joins)
+        # what only resizes costs nothing, but what it reads is stored
+        apart = [node for node in graph.nodes if node.id in joins or node.signature.resizes]
+        outside: set[int] = set(graph.inputs) | {o for node in apart for o in node.outputs}
+        outside.update(link.target for link in graph.links)
+        read = {t for node in apart for t in node.inputs} | set(graph.outputs) | {k.source for k in graph.links}
+        total: dict[int, float] = {}
+        device = self.cluster.device
+        for node in graph.nodes:
+            if node.id in joins or node.signature.resizes:
+                continue
+            v = self.coarse.of[node.outputs[0]]
+            if v == FREE:
+                continue
+            moved = sum(self.graph.tensors[t].nbytes for t in set(node.inputs) if t in outside and self.coarse.of[t] == v)
+            moved += sum(self.graph.tensors[t].nbytes for t in node.outputs if t in read)
+            if moved:
+                seconds = compute.seconds(device, 0.0, moved, "float32", matrix=False) - device.launch_s
+                total[v] = total.get(v, 0.0) + seconds * node.weight
+        return {v: (s, self.coarse.variables[v].shape) for v, s in sorted(total.items())}
+
+    @cached_property
+    def turned(self) -> Mapping[int, tuple[int, int]]:
+        """Variables of one op and one transposition alone: the transposition, and the variable at its other end.
+
+        To lay such a tensor out as the other end is, turned, costs no more than any other way: a transposition itself is free,
+        and what is moved on one side of it may as well be moved on the other. That is so where nothing elementwise is computed
+        inside the variable, its op runs no more often than the transposition, and it may be partial where the other end may.
+        """
+        graph, coarse, around = self.graph, self.coarse, self.ops.around
+        ends = {*graph.inputs, *graph.outputs, *(t for link in graph.links for t in (link.source, link.target))}
+        copied = {v.of for v in coarse.variables if v.kind != "stored"}
+
+        def behind(n: int, v: int, other: int) -> bool:
+            variable, weights = coarse.variables[v], [graph.nodes[m].weight for m in around[v] if m != n]
+            if variable.kind != "stored" or v in copied or v in self.interior or not ends.isdisjoint(variable.tensors):
+                return False
+            return (
+                variable.deferred == coarse.variables[other].deferred
+                and len(weights) == 1
+                and weights[0] <= graph.nodes[n].weight
+            )
+
+        found: dict[int, tuple[int, int]] = {}
+        for n in coarse.joins:
+            scope, _, _ = self.ops.slots(graph.nodes[n])
+            if len(scope) == 2 and graph.nodes[n].signature.turns:
+                found |= {v: (n, other) for v, other in (scope, scope[::-1]) if behind(n, v, other)}
+        return found
+
+    def _interior(self, costs: tuple[float, tuple[int, ...]], domain: Domain) -> Costs:
+        seconds, shape = costs
+        return picoseconds(seconds * self.resharder.space(shape).local[list(domain)])
+
+    def _link(self, link: Link, domains: Sequence[Domain]) -> Term | None:
+        crossing = self.crossing(link)
+        if crossing is None:
+            return None
+        a, b = crossing.source, crossing.target
+        key = ("link", crossing.tensor.shape, crossing.tensor.itemsize, link.lift, link.weight)
+
+        def build(own: tuple[Domain, ...]) -> Costs:
+            costs = self.crossing_seconds(link, own[0], own[-1])
+            return picoseconds(costs * link.weight) if a != b else picoseconds(np.diag(costs) * link.weight)
+
+        return self._term(key, (a, b) if a != b else (a,), domains, build)
+
+    def crossing(self, link: Link) -> Crossing | None:
+        """What a link may reshard; None where one end has no layout, or both have the same."""
+        a, b = self.coarse.of[link.source], self.coarse.of[link.target]
+        if FREE in (a, b) or (a == b and link.lift == 0):
+            return None
+        return Crossing(a, b, self.graph.tensors[link.target if link.lift < 0 else link.source])
+
+    def outside(self, link: Link, before: Domain, after: Domain) -> tuple[Domain, Domain]:
+        """States of a link's two ends as those of its tensor outside the loop, which may have a dim more."""
+        tensors = self.graph.tensors
+        source, target = tensors[link.source].shape, tensors[link.target].shape
+        return (
+            self.lifted(before, source, target) if link.lift < 0 else before,
+            self.lifted(after, target, source) if link.lift > 0 else after,
+        )
+
+    def crossing_seconds(self, link: Link, before: Domain, after: Domain) -> NDArray[np.float64]:
+        """[before, after]: the resharding on a link, once."""
+        tensor = self.graph.tensors[link.target if link.lift < 0 else link.source]
+        first, last = self.outside(link, before, after)
+        return self.prices(tensor.shape, tensor.nbytes, first)[:, list(last)]
+
+    def lifted(self, states: Domain, shape: tuple[int, ...], stacked: tuple[int, ...]) -> Domain:
+        """The same layouts of the stacked tensor: a leading dim more, not split."""
+        space, above = self.resharder.space(shape), self.resharder.space(stacked)
+        if space is above:
+            return states
+        found = [space.state(s) for s in states]
+        return tuple(above.number((((), *dims), partial)) for dims, partial in found)
+
+    def _view(self, v: int, domains: Sequence[Domain], keep_s: float) -> Term:
+        variable = self.coarse.variables[v]
+        tensor = self.graph.tensors[variable.tensors[0]]
+        weight = self.view_weight[v]
+
+        def pair(of: Domain, mine: Domain) -> NDArray[np.float64]:
+            return self.prices(tensor.shape, tensor.nbytes, of)[:, list(mine)]
+
+        if variable.kind == "view":
+            return self._term(
+                ("view", tensor.shape, tensor.itemsize, weight),
+                (variable.of, v),
+                domains,
+                lambda own: picoseconds(pair(*own) * weight),
+            )
+
+        def backward(own: tuple[Domain, ...]) -> Costs:
+            again = pair(own[0], own[2])[:, None, :]
+            kept = self.kept_seconds(v, own[1], own[2], keep_s)[None, :, :]
+            return picoseconds(np.minimum(again, kept) * weight)
+
+        return self._term(
+            ("backward", tensor.shape, tensor.itemsize, weight, keep_s), (variable.of, variable.sibling, v), domains, backward
+        )
+
+    def kept_seconds(self, v: int, first: Domain, mine: Domain, keep_s: float) -> NDArray[np.float64]:
+        """[first, mine]: the backward view made from the forward one, which must be kept until then."""
+        tensor = self.graph.tensors[self.coarse.variables[v].tensors[0]]
+        costs = self.prices(tensor.shape, tensor.nbytes, first)[:, list(mine)]
+        return costs + (keep_s * self.resharder.space(tensor.shape).local[list(first)][:, None] if keep_s else 0.0)
+
+    @cached_property
+    def view_weight(self) -> Mapping[int, float]:
+        """How often each view is made, of all its tensors together."""
+        weights: dict[int, float] = {}
+        for (v, _), times in self.copies.items():
+            weights[v] = weights.get(v, 0.0) + times
+        return weights
+
+    @cached_property
+    def copies(self) -> Mapping[tuple[int, int], float]:
+        """How often the copy of each (view, tensor) is made: as often as its readers run."""
+        found: dict[tuple[int, int], float] = {}
+        for (n, slot), v in self.coarse.read.items():
+            node = self.graph.nodes[n]
+            found[v, node.inputs[slot]] = max(found.get((v, node.inputs[slot]), 0.0), node.weight)
+        return found

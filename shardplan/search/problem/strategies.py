@@ -1,0 +1,471 @@
+"""Composite strategies: a loop (or none) for every factor, with the layouts that they need and give, and their compute.
+
+A factor that cuts no loop runs the op whole on each of its devices, or hands partial sums on where the op is linear in them. Two
+factors may cut the same loop; two loops may not split the same dim. A loop whose extent does not divide may still be cut where
+every operand is read at the loop's own index: the last block is padded, at the price of its empty part. What would be padded by
+more than `Resharder.legal` admits is no strategy: nothing leads into its layouts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardplan.collectives.layouts import LayoutSpace
+from shardplan.collectives.reshard import Resharder, split_dims
+from shardplan.cost import compute
+from shardplan.graph.flatten import Signature
+from shardplan.ir import PAIRS, Partial, Placement, Replicated, Split
+from shardplan.mesh import Device
+from shardplan.tdl import Call, Strategy, cut_in_step, in_step, linear_sets
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Options:
+    """The composite strategies of one signature, a row each.
+
+    ``loops[s, f]`` is the loop that factor f cuts (-1: none; -2 - j: partial sums of the j-th linear set of operands are handed
+    on). ``needs[s, i]`` is the state that operand i must be in, ``gives[s, r]`` the one that result r is in; ``compute_s[s]`` is
+    compute, ``halo_s[s]`` the exchange with neighbours. ``terms[s]``: the terms of its sums may
+    stay apart: every cut that makes one divides evenly and has no halo.
+    """
+
+    loops: NDArray[np.int64]
+    needs: NDArray[np.int64]
+    gives: NDArray[np.int64]
+    compute_s: NDArray[np.float64]
+    halo_s: NDArray[np.float64]
+    terms: NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """That an op reads or makes what may stay partial, and which of its operands have no layout.
+
+    ``free`` are the operands that are numbers or depend on no input, ``nonzero`` those of them that are not known to be zero: of
+    a sum's terms only one could have them.
+    """
+
+    free: frozenset[int]
+    nonzero: frozenset[int]
+
+
+Cuts = tuple[frozenset[int], ...]
+"""For each factor the loops that it may cut, -1 for none: how a baseline says which way an op runs."""
+
+
+def limited(rows: Options, cuts: Cuts) -> Options:
+    """Only the strategies that cut as they may on the most factors; partial sums are handed on as they like.
+
+    Of those that hand none on likewise: there may be none to hand on.
+    """
+    handed = rows.loops < -1
+    columns = [h | np.any([loops == v for v in may], axis=0) for h, loops, may in zip(handed.T, rows.loops.T, cuts, strict=True)]
+    obeyed = np.sum(columns, axis=0) if columns else np.zeros(len(rows.loops), np.int64)
+    alone = ~handed.any(axis=1)
+    return _picked(rows, (obeyed == obeyed.max()) | (alone & (obeyed == obeyed[alone].max(initial=-1))))
+
+
+Groups = tuple[tuple[int, ...], ...]
+"""Factors that are treated alike, group by group."""
+
+
+def treated_alike(rows: Options, groups: Groups) -> Options:
+    """Only the strategies that do the same with all factors of a group."""
+    pairs = [(f, g[0]) for g in groups for f in g[1:]]
+    return _picked(rows, (rows.loops[:, [f for f, _ in pairs]] == rows.loops[:, [g for _, g in pairs]]).all(axis=1))
+
+
+def _picked(rows: Options, keep: NDArray[np.bool_]) -> Options:
+    if keep.all():
+        return rows
+    return Options(
+        rows.loops[keep], rows.needs[keep], rows.gives[keep], rows.compute_s[keep], rows.halo_s[keep], rows.terms[keep]
+    )
+
+
+_SIZES = {"": 0, "bool": 1, "bfloat16": 2, "int4": 1, "uint4": 1, "int2": 1, "uint2": 1}
+
+
+@cache
+def itemsize(dtype: str) -> int:
+    """Bytes of one element of a dtype by name; none of a literal."""
+    if dtype in _SIZES:
+        return _SIZES[dtype]
+    if dtype.startswith("key"):
+        return 8
+    if dtype.startswith("float8"):
+        return 1
+    return np.dtype(dtype).itemsize
+
+
+def nbytes(shape: tuple[int, ...], dtype: str) -> int:
+    """Bytes of a whole tensor."""
+    return math.prod(shape) * itemsize(dtype)
+
+
+def options(
+    signature: Signature, resharder: Resharder, device: Device | None, *, late: Late | None = None, memo: Memo | None = None
+) -> Options:
+    """All composite strategies of a signature; if it is ``late``, those too that hand partial sums on. No device: no compute.
+
+    The loops of the factors vary like the digits of a number, the fastest factor's first. ``memo`` keeps what signatures whose
+    loops cut them alike share, on this resharder.
+    """
+    call = signature.call
+    cuts = _Cuts(signature, resharder, late)
+    made = [cuts.made(code, ways) for code, ways in cuts.tried.cuts]
+    shapes = (*call.operands, *call.results)
+    spaces = [resharder.space(s) for s in shapes]
+    key = cuts.tried, tuple(space.rank for space in spaces), tuple((m.legal, m.places, m.divides, m.fenced) for m in made)
+    memo = {} if memo is None else memo
+    if key not in memo:
+        memo[key] = _combined(cuts.tried, spaces, made)
+    every = memo[key]
+    held = _holdable(resharder, shapes, every.states)
+    at, over, codes, first = every.at[held], every.over[held], every.codes[held], every.first[held]
+    needs, gives = np.split(every.states[held], [len(call.operands)], axis=1)
+    halo_s = np.zeros(len(at))
+    if any(m.halos for m in made):
+        halo_s += np.sum(_halos_s(call, resharder, made)[at, over], axis=1, where=first)
+    if any(m.pairs for m in made):
+        halo_s += [_pairs_s(call, resharder, [(m, o) for m, o, f in rows if f]) for rows in _rows(made, at, over, first)]
+    part = np.prod(_numbers(m.part for m in made)[at], axis=1, where=first)
+    return Options(
+        cuts.loops[codes],
+        needs,
+        gives,
+        _compute_s(signature, resharder, device, needs, gives, part),
+        halo_s,
+        _terms(made, at),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Combined:
+    """Composite strategies, a row each: as `_Tried`, and which factors are the slowest of their loop ([strategies, factors]); the
+    states of all operands and results [strategies, tensors].
+    """
+
+    codes: NDArray[np.int64]
+    over: NDArray[np.int64]
+    at: NDArray[np.int64]
+    first: NDArray[np.bool_]
+    states: NDArray[np.int64]
+
+
+def _combined(tried: _Tried, spaces: Sequence[LayoutSpace], made: Sequence[_Made]) -> _Combined:
+    """The assignments of loops to factors in which every cut is legal, and no two split the same dim of a tensor."""
+    places = np.array([m.places for m in made], np.int64).reshape(len(made), len(spaces))
+    legal = np.all(np.array([m.legal for m in made], np.bool_)[tried.at], axis=1) & ~_clash(tried.codes, places[tried.at])
+    # an op that runs on shares is never padded, along any loop
+    legal &= ~(_flags(m.fenced for m in made)[tried.at].any(axis=1) & _flags(not m.divides for m in made)[tried.at].any(axis=1))
+    at, over, codes = tried.at[legal], tried.over[legal], tried.codes[legal]
+    bits = _bits(over.shape[1])
+    first = (over & (2 * bits - 1)) == bits  # each loop's slowest factor stands for all of its factors
+    return _Combined(codes, over, at, first, _states(spaces, places, at))
+
+
+def _flags(values: Iterable[bool]) -> NDArray[np.bool_]:
+    return np.array(list(values), np.bool_)
+
+
+def _numbers(values: Iterable[float]) -> NDArray[np.float64]:
+    return np.array(list(values), np.float64)
+
+
+def _terms(made: Sequence[_Made], at: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """[strategies]: `Options.terms`. Each device makes its own term on its share: nothing that cuts it may fail to divide."""
+    even, divides = _flags(m.even for m in made)[at], _flags(m.divides for m in made)[at]
+    adds = _flags(-2 in m.places and m.strategy is not None and m.strategy.loop >= 0 for m in made)[at]
+    return np.all(even, axis=1) & (np.all(divides, axis=1) | ~np.any(adds, axis=1))
+
+
+class _Roles(NamedTuple):
+    """Of a cut: the role of its factors in each operand and result (-2: partial, -1: none, else the dim of its space), the
+    operands that are read beyond their blocks, and whether a reduction of pairs is left.
+    """
+
+    places: tuple[int, ...]
+    halos: tuple[tuple[int, Split], ...]
+    pairs: bool
+
+
+class _Made(NamedTuple):
+    """One loop cut in so many ways: whether it may be, the `_Roles`, the part of the arithmetic that is left, whether its terms
+    may stay apart, the cut itself, whether it divides, and whether only each device itself can make it.
+    """
+
+    legal: bool
+    places: tuple[int, ...]
+    part: float = 1.0
+    even: bool = True
+    strategy: Strategy | None = None
+    halos: tuple[tuple[int, Split], ...] = ()
+    pairs: bool = False
+    divides: bool = True
+    fenced: bool = False
+
+
+class _Cuts:
+    """The ways to cut a signature's loops. ``loops`` lists the loops with -1 and the linear sets, by code, ``tried`` what each
+    factor may cut.
+    """
+
+    def __init__(self, signature: Signature, resharder: Resharder, late: Late | None) -> None:
+        self.signature, self.resharder, self.late = signature, resharder, late
+        self.call, self.description = signature.call, signature.description
+        self.dims = [split_dims(shape) for shape in (*self.call.operands, *self.call.results)]
+        known = self.description
+        own = () if known is None else tuple(v for v, info in enumerate(known.loops) if not info.whole)
+        self.handed = linear_sets(known) if late is not None and known is not None else ()
+        passed = [-2 - j for j, operands in enumerate(self.handed) if late is not None and _may_pass(frozenset(operands), late)]
+        self.loops: NDArray[np.int64] = np.array([-1, *own, *passed])
+        self._strategies: dict[tuple[int, int], Strategy | None] = {}
+        # of the loops whose cuts differ in their ways alone
+        self._alike: dict[int, Strategy | None] = {}
+        self._read: dict[tuple[int, int], _Roles] = {}
+        loops: list[int] = self.loops.tolist()
+        usable = {
+            k: tuple([code for code, v in enumerate(loops) if v < 0 or self._strategy(v, k) is not None])
+            for k in dict.fromkeys(resharder.sizes)
+        }
+        self.tried = _tried(tuple([usable[k] for k in resharder.sizes]), resharder.sizes)
+
+    def made(self, code: int, ways: int) -> _Made:
+        """A loop cut over factors of so many ways in all."""
+        call, loop = self.call, int(self.loops[code])
+        count = len(call.operands) + len(call.results)
+        if loop == -1:
+            return _Made(True, (-1,) * count)
+        found = self._strategy(loop, ways)
+        if found is None:
+            return _Made(False, (-1,) * count)
+        part, even, divides = 1.0, True, True
+        if loop >= 0:
+            assert self.description is not None
+            extent = self.description.loops[loop].extent
+            divides = extent % ways == 0
+            part, even = -(-extent // ways) / extent, _terms_apart(call, found, ways, self.late)
+        key = loop, 0 if loop in self._alike else ways
+        if key not in self._read:
+            self._read[key] = self._roles(found)
+        read = self._read[key]
+        return _Made(True, read.places, part, even, found, read.halos, read.pairs, divides, loop in self.signature.fenced)
+
+    def _roles(self, found: Strategy) -> _Roles:
+        placed = zip((*found.operands, *found.results), self.dims, strict=True)
+        halos = [(i, p) for i, p in enumerate(found.operands) if isinstance(p, Split) and p.halo != (0, 0)]
+        pairs = any(isinstance(p, Partial) and p.reducer in PAIRS for p in found.results)
+        return _Roles(tuple([_role(place, dims) for place, dims in placed]), tuple(halos), pairs)
+
+    def _strategy(self, loop: int, ways: int) -> Strategy | None:
+        if (loop, ways) not in self._strategies:
+            self._strategies[loop, ways] = self._found(loop, ways)
+        return self._strategies[loop, ways]
+
+    def _found(self, loop: int, ways: int) -> Strategy | None:
+        assert self.description is not None
+        if loop < -1:
+            return _handed_on(self.call, self.handed[-2 - loop], ways)
+        extent = self.description.loops[loop].extent
+        if extent < ways or (extent % ways and loop in self.signature.fenced):
+            return None
+        if loop not in self._alike:
+            regions = in_step(self.description, loop)
+            if regions is None:
+                return self.signature.cut(loop, ways)
+            self._alike[loop] = cut_in_step(self.description, loop, ways, regions)
+        found = self._alike[loop]
+        return None if found is None else Strategy(loop, ways, found.operands, found.results)
+
+
+def _role(place: Placement, dims: Sequence[int]) -> int:
+    if isinstance(place, Split):
+        return dims.index(place.dim)
+    return -2 if isinstance(place, Partial) else -1
+
+
+Memo = dict[tuple["_Tried", tuple[int, ...], tuple[tuple[bool, tuple[int, ...], bool, bool], ...]], "_Combined"]
+"""Composite strategies by what was tried, the ranks of the tensors, and how each cut lays them, divides and is fenced."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Tried:
+    """Every assignment of loops, by code, to factors: [assignments, factors], one empty row where there are no factors.
+
+    ``over`` are the factors that cut the same loop, as a mask, ``cuts[at]`` that loop's code with the ways that it is cut in.
+    """
+
+    codes: NDArray[np.int64]
+    over: NDArray[np.int64]
+    at: NDArray[np.int64]
+    cuts: tuple[tuple[int, int], ...]
+
+
+@lru_cache(maxsize=64)
+def _tried(usable: tuple[tuple[int, ...], ...], sizes: tuple[int, ...]) -> _Tried:
+    codes = np.array(list(itertools.product(*usable)), np.int64)
+    over = (codes[:, :, None] == codes[:, None, :]).astype(np.int64) @ _bits(codes.shape[1])
+    ways = [math.prod(k for f, k in enumerate(sizes) if mask >> f & 1) for mask in range(1 << len(sizes))]
+    most = max(ways) + 1
+    which, at = np.unique(codes * most + np.array(ways, np.int64)[over], return_inverse=True)
+    found = _Tried(codes, over, at.reshape(over.shape), tuple((int(w) // most, int(w) % most) for w in which))
+    for numbers in (found.codes, found.over, found.at):
+        numbers.setflags(write=False)
+    return found
+
+
+def _halos_s(call: Call, resharder: Resharder, made: Sequence[_Made]) -> NDArray[np.float64]:
+    """[made, masks]: seconds of what each cut exchanges with neighbours over the factors of a mask, where these make its ways."""
+    found = np.zeros((len(made), 1 << len(resharder.sizes)))
+    for row, m in zip(found, made, strict=True):
+        for i, place in m.halos:
+            for mask in range(1, len(row)):
+                over = tuple(f for f in range(len(resharder.sizes)) if mask >> f & 1)
+                if m.strategy is not None and math.prod(resharder.sizes[f] for f in over) == m.strategy.ways:
+                    row[mask] += resharder.seconds("permute", over, halo_bytes(call, i, place))
+    return found
+
+
+def _bits(count: int) -> NDArray[np.int64]:
+    return np.array([1 << f for f in range(count)], np.int64)
+
+
+def _clash(codes: NDArray[np.int64], roles: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """[assignments]: whether two loops split the same dim of some tensor."""
+    found = np.zeros(len(codes), np.bool_)
+    for f, g in itertools.combinations(range(codes.shape[1]), 2):
+        same = (roles[:, f] == roles[:, g]) & (roles[:, f] >= 0)
+        found |= same.any(axis=1) & (codes[:, f] != codes[:, g])
+    return found
+
+
+def _states(spaces: Sequence[LayoutSpace], places: NDArray[np.int64], at: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[strategies, tensors]: the states where each factor has the role that its cut, ``at`` [strategies, factors], gives it."""
+    found: dict[tuple[int, bytes], NDArray[np.int64]] = {}
+    columns: list[NDArray[np.int64]] = []
+    for space, roles in zip(spaces, places.T, strict=True):
+        key = space.rank, roles.tobytes()
+        if key not in found:
+            found[key] = space.of_roles(roles[at])
+        columns.append(found[key])
+    return np.stack(columns, axis=1) if columns else np.zeros((len(at), 0), np.int64)
+
+
+def _holdable(resharder: Resharder, shapes: Sequence[tuple[int, ...]], states: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """[strategies]: whether no tensor is padded by more than it may be; running the op whole always is."""
+    legal = [resharder.legal(shape, pad=True)[states[:, i]] for i, shape in enumerate(shapes)]
+    return np.all(np.array(legal, np.bool_).reshape(len(shapes), len(states)), axis=0)
+
+
+def _rows(
+    made: Sequence[_Made], at: NDArray[np.int64], over: NDArray[np.int64], first: NDArray[np.bool_]
+) -> Iterator[list[tuple[_Made, int, bool]]]:
+    for row in zip(at.tolist(), over.tolist(), first.tolist(), strict=True):
+        yield [(made[m], o, f) for m, o, f in zip(*row, strict=True)]
+
+
+def _pairs_s(call: Call, resharder: Resharder, cuts: Sequence[tuple[_Made, int]]) -> float:
+    """Seconds for the extremes of a reduction of pairs."""
+    over = [tuple(f for f in range(len(resharder.sizes)) if mask >> f & 1) for _, mask in cuts]
+    made = [(o, m.strategy) for o, (m, _) in zip(over, cuts, strict=True) if m.strategy is not None]
+    return sum(resharder.seconds("all_reduce", o, extra) for o, extra in pair_bytes(call, made))
+
+
+def _compute_s(
+    signature: Signature,
+    resharder: Resharder,
+    device: Device | None,
+    needs: NDArray[np.int64],
+    gives: NDArray[np.int64],
+    part: NDArray[np.float64],
+) -> NDArray[np.float64]:
+    """[strategies]: seconds of compute on one device, of which ``part`` is what it does of the arithmetic."""
+    work = _work(signature)
+    if not work.counts or device is None:
+        return np.zeros(len(part))
+    moved = np.zeros(len(part))
+    call = signature.call
+    for shapes, sizes, states in ((call.operands, work.operand_bytes, needs), (call.results, work.result_bytes, gives)):
+        for i, (shape, size) in enumerate(zip(shapes, sizes, strict=True)):
+            moved += size * resharder.space(shape).local[states[:, i]]
+    return compute.seconds_each(device, work.flops * part, moved, work.dtype, matrix=work.matrix)
+
+
+def _may_pass(operands: frozenset[int], late: Late) -> bool:
+    return not operands & late.nonzero and not operands <= late.free
+
+
+def _terms_apart(call: Call, strategy: Strategy | None, ways: int, late: Late | None) -> bool:
+    """Whether a cut's terms can be made one by one.
+
+    They are terms of a sum, every operand that it splits falls into even blocks without halo, and none that has no layout is
+    split or is itself a term.
+    """
+    assert strategy is not None
+    if late is None:
+        return True
+    if any(isinstance(place, Partial) and place.reducer != "sum" for place in strategy.results):
+        return False
+    for i, place in enumerate(strategy.operands):
+        if isinstance(place, Partial) and i in late.nonzero:
+            return False
+        if isinstance(place, Split) and (i in late.free or place.halo != (0, 0) or call.operands[i][place.dim] % ways):
+            return False
+    return True
+
+
+def _handed_on(call: Call, operands: tuple[int, ...], ways: int) -> Strategy:
+    """Partial sums in, partial sums out: every worker does the whole op on its terms."""
+    needs = tuple(Partial("sum") if i in operands else Replicated() for i in range(len(call.operands)))
+    return Strategy(-2, ways, needs, tuple(Partial("sum") for _ in call.results))
+
+
+def pair_bytes(call: Call, made: Sequence[tuple[tuple[int, ...], Strategy]]) -> list[tuple[tuple[int, ...], float]]:
+    """What a reduction of pairs sends beside the places: the extremes, and over which factors."""
+    found: list[tuple[tuple[int, ...], float]] = []
+    for over, strategy in made:
+        for r, place in enumerate(strategy.results):
+            if isinstance(place, Partial) and place.reducer in PAIRS:
+                split = math.prod(s.ways for _, s in made if isinstance(s.results[r], Split))
+                found.append((over, nbytes(call.results[r], call.dtypes[0]) / split))
+    return found
+
+
+def halo_bytes(call: Call, operand: int, place: Split) -> float:
+    """Bytes that a device receives from its neighbours along a split dim, all other dims whole."""
+    shape = call.operands[operand]
+    return nbytes(shape, call.dtypes[operand]) / shape[place.dim] * sum(place.halo)
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """Arithmetic and memory traffic of a whole op; ``counts`` is false for what is fused into its reader."""
+
+    flops: float
+    operand_bytes: tuple[int, ...]
+    result_bytes: tuple[int, ...]
+    dtype: str
+    matrix: bool
+    counts: bool
+
+
+def _work(signature: Signature) -> _Work:
+    call, description = signature.call, signature.description
+    size = tuple(nbytes(s, d) for s, d in zip(call.operands, call.dtypes, strict=True))
+    out = tuple(nbytes(s, d) for s, d in zip(call.results, call.result_dtypes, strict=True))
+    dtype = next((d for d in call.dtypes if d), "float32")
+    if description is None:
+        return _Work(0.0, size, out, dtype, False, True)
+    # moving the same elements about, or spreading a smaller tensor, is fused into the reader
+    moves = all(info.reducer is None for info in description.loops) and len([s for s in size if s > 8]) <= 1
+    flops = compute.flops(description) if signature.contracts else 0.0  # others wait for memory
+    return _Work(flops, size, out, dtype, signature.contracts, not moves)

@@ -1,0 +1,201 @@
+"""Pins: arguments that must lie as the user says, as restrictions of the domains, and the fewest that cannot all hold."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardplan.errors import PinError, nearest
+from shardplan.ir import Entry, Layout, spec_text
+from shardplan.search.coarsening.coarsen import FREE, coarsen
+from shardplan.search.memory import liveness as memory
+from shardplan.search.problem.problem import Domain, Problem
+
+Pins = Mapping[str, Sequence[Entry]]
+"""Glob of argument paths -> the entries of the PartitionSpec that they must have, over the names of the factors or levels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What one pin asks of one argument: its variable's state. ``pin`` is its glob, ``said`` the pin as the user wrote it."""
+
+    pin: str
+    said: str
+    path: str
+    tensor: int
+    variable: int
+    state: int
+
+
+def pinned_domains(problem: Problem, pins: Pins) -> tuple[Domain, ...]:
+    """The problem's domains with the pins in them.
+
+    Raises:
+        PinError: for a pin that matches nothing, names no axis or does not divide, and for pins that contradict each other: it
+            names the fewest of them.
+    """
+    claims = _all_claims(problem, pins)
+    fewest = smallest_conflict(tuple(pins), lambda some: _agree([c for c in claims if c.pin in some]))
+    if fewest:
+        raise _contradiction(problem, [c for c in claims if c.pin in fewest], fewest)
+    domains = list(problem.domains)
+    for claim in claims:
+        domains[claim.variable] = (claim.state,)
+    return tuple(domains)
+
+
+def for_pins(problem: Problem, pins: Pins) -> Problem:
+    """The problem itself, or where it has one layout for arguments that are pinned differently, one in which each of these has
+    its own, and whatever reads it a copy or a layout of its own.
+
+    Raises:
+        PinError: for a pin that matches nothing, names no axis or does not divide.
+    """
+    asked: dict[int, set[int]] = {}
+    claims = _all_claims(problem, pins)
+    for claim in claims:
+        asked.setdefault(claim.variable, set()).add(claim.state)
+    alone = frozenset(claim.tensor for claim in claims if len(asked[claim.variable]) > 1)
+    if not alone:
+        return problem
+    coarse = coarsen(problem.graph, problem.coarse.one_choice, alone)
+    return Problem(problem.graph, coarse, problem.cluster, problem.factors, objective=problem.objective)
+
+
+def _all_claims(problem: Problem, pins: Pins) -> list[Claim]:
+    return [claim for pattern, entries in pins.items() for claim in _claims(problem, pattern, entries)]
+
+
+def smallest_conflict(items: Sequence[str], holds: Callable[[Sequence[str]], bool]) -> tuple[str, ...]:
+    """Of items that cannot all hold some that cannot either, though any fewer of them can; none where all can.
+
+    A deletion filter: one call of ``holds`` an item, which must stay true when items are left out.
+
+    >>> smallest_conflict("abcd", lambda some: not {"b", "d"} <= set(some))
+    ('b', 'd')
+    """
+    if holds(items):
+        return ()
+    kept = tuple(items)
+    for item in items:
+        fewer = tuple(i for i in kept if i != item)
+        if not holds(fewer):
+            kept = fewer
+    return kept
+
+
+def _agree(claims: Sequence[Claim]) -> bool:
+    asked: dict[int, int] = {}
+    return all(asked.setdefault(c.variable, c.state) == c.state for c in claims)
+
+
+def _contradiction(problem: Problem, claims: Sequence[Claim], pins: tuple[str, ...]) -> PinError:
+    """The error for pins that contradict each other, on the first two arguments on which they do."""
+    first, second = next(
+        (a, b) for a in claims for b in claims if a.pin != b.pin and a.variable == b.variable and a.state != b.state
+    )
+    if first.path == second.path:
+        where = f"both match {first.path}"
+    else:
+        where = f"the one matches {first.path}, the other {second.path}, and these two share one layout"
+    return PinError(
+        f"{first.said} contradicts {second.said}: {where}; drop one of them, or narrow its glob", pins=(first.pin, second.pin)
+    )
+
+
+def held_by_pins(problem: Problem, pins: Pins) -> dict[str, float]:
+    """For each pin the bytes of a device that it holds beyond the smallest layout of what it matches; none that hold nothing."""
+    found: dict[str, float] = {}
+    for pattern, entries in pins.items():
+        for i in _matched(problem, pattern):
+            t = problem.graph.inputs[i]
+            v = problem.coarse.of[t]
+            if v == FREE:
+                continue
+            tensor = problem.graph.tensors[t]
+            layout = _layout(problem, problem.graph.input_paths[i], tensor.shape, pattern, entries)
+            own = memory.local_bytes(problem, v, problem.resharder.state(tensor.shape, layout))
+            least = float(problem.local(v, problem.domains[v]).min())
+            found[pattern] = found.get(pattern, 0.0) + (own - least) * tensor.nbytes
+    return {pattern: held for pattern, held in found.items() if held > 0}
+
+
+def _matched(problem: Problem, pattern: str) -> list[int]:
+    paths = problem.graph.input_paths
+    hits = [i for i, path in enumerate(paths) if fnmatch.fnmatchcase(path, pattern)]
+    if not hits:
+        some = nearest(pattern, paths) or f"; there are {', '.join(paths[:3])}{', ...' if len(paths) > 3 else ''}"
+        raise PinError(f"the pin {pattern!r} matches no argument{some}", pins=(pattern,))
+    return hits
+
+
+def _named(pattern: str, entries: Sequence[Entry]) -> str:
+    return f"the pin {pattern!r} = {spec_text(entries)}"
+
+
+def _refusal(pattern: str, entries: Sequence[Entry], why: str) -> PinError:
+    return PinError(f"{_named(pattern, entries)} {why}", pins=(pattern,))
+
+
+def _claims(problem: Problem, pattern: str, entries: Sequence[Entry]) -> list[Claim]:
+    """What a pin asks of each argument that it matches and that has a layout."""
+    found = [_claim(problem, pattern, entries, i) for i in _matched(problem, pattern)]
+    return [claim for claim in found if claim is not None]
+
+
+def _claim(problem: Problem, pattern: str, entries: Sequence[Entry], i: int) -> Claim | None:
+    t, path = problem.graph.inputs[i], problem.graph.input_paths[i]
+    shape = problem.graph.tensors[t].shape
+    layout = _layout(problem, path, shape, pattern, entries)
+    v = problem.coarse.of[t]
+    if v == FREE:
+        if any(layout.dims):
+            raise _refusal(pattern, entries, f"splits {path}, a scalar")
+        return None
+    if 0 in shape and any(layout.dims):
+        raise _refusal(pattern, entries, f"splits {path} {shape}, which has no elements")
+    for d, (n, over) in enumerate(zip(shape, layout.dims, strict=True)):
+        parts = math.prod(problem.sizes[f] for f in over)
+        if n % parts:
+            up = -(-n // parts) * parts
+            why = f"cuts dim {d} of {path} {shape} {parts} ways, which does not divide {n}; {up} would"
+            raise _refusal(pattern, entries, why)
+    state = problem.resharder.state(shape, layout)
+    assert state in problem.domains[v], "a layout that divides is one of the domain"
+    return Claim(pattern, _named(pattern, entries), path, t, v, state)
+
+
+def _layout(problem: Problem, path: str, shape: tuple[int, ...], pattern: str, entries: Sequence[Entry]) -> Layout:
+    names = _axes(problem)
+    idle = {level.name for level in problem.cluster.levels if level.size == 1}  # nothing is cut over them
+    if len(entries) > len(shape):
+        raise _refusal(pattern, entries, f"has {len(entries)} entries, {path} has rank {len(shape)}")
+    dims: list[tuple[int, ...]] = []
+    for entry in (*entries, *[None] * (len(shape) - len(entries))):
+        axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
+        for axis in axes:
+            if axis not in names and axis not in idle:
+                known = ", ".join(names)
+                raise _refusal(
+                    pattern, entries, f"names the axis {axis!r}; the plan's axes are {known}{nearest(axis, list(names))}"
+                )
+        dims.append(tuple(f for a in axes if a not in idle for f in names[a]))
+    for axes in dims:
+        if list(axes) != sorted(axes):
+            right = tuple(problem.factors[f].name for f in sorted(axes))
+            raise _refusal(pattern, entries, f"has the axes of one dim in an order that is not planned: slowest first, {right!r}")
+    flat = [f for d in dims for f in d]
+    if len(set(flat)) != len(flat):
+        raise _refusal(pattern, entries, "uses an axis twice")
+    return Layout(tuple(dims))
+
+
+def _axes(problem: Problem) -> dict[str, tuple[int, ...]]:
+    """The factors that each name stands for: a factor's its own, a level's all that the level is split into, major first."""
+    found: dict[str, tuple[int, ...]] = {}
+    for i, factor in enumerate(problem.factors):
+        level = problem.cluster.levels[factor.level].name
+        found[level] = (*found.get(level, ()), i)
+    return found | {factor.name: (i,) for i, factor in enumerate(problem.factors)}

@@ -1,0 +1,52 @@
+"""The recursion over the factors, slowest first: each is placed on top of those before it (Tofu, section 5.2)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shardplan.cost.wire import BYTE_S
+from shardplan.search.baselines.tofu_premise import everything_cut, everything_split
+from shardplan.search.problem.pricing import Domain
+
+if TYPE_CHECKING:
+    from shardplan.search.inference.solver import Solver
+    from shardplan.search.problem.solution import Solution
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """A recursion's assignment, and its cost after each step: seconds, the factors to come not yet used."""
+
+    solution: Solution
+    after_s: tuple[float, ...]
+
+    def added_bytes(self, sizes: Sequence[int]) -> tuple[float, ...]:
+        """With the objective "bytes", what each step adds over all workers that there are by then (theorem 4's deltas)."""
+        totals = [s / BYTE_S * math.prod(sizes[: i + 1]) for i, s in enumerate(self.after_s)]
+        return tuple(b - a for a, b in zip([0.0, *totals], totals, strict=False))
+
+
+def recurse(solver: Solver, domains: Sequence[Domain]) -> Stepped:
+    """Factor by factor: what was split stays split, ops may be cut anew.
+
+    With the objective "bytes" every step splits every tensor (within ``domains``, which hold the pins) and cuts every op over its
+    factor, as Tofu's does.
+    """
+    problem = solver.problem
+    tofu = problem.objective == "bytes"
+    solution: Solution | None = None
+    after: list[float] = []
+    for f in range(len(problem.sizes)):
+        step = everything_split(problem, domains, upto=f + 1) if tofu else domains
+        states = None if solution is None else solution.states
+        if not tofu or states is not None:
+            step = tuple(
+                problem.with_factors(v, None if states is None else states[v], (f,), d, later=True) for v, d in enumerate(step)
+            )
+        solution, _ = solver.minimum("recursion", step, limits=everything_cut(problem, upto=f + 1) if tofu else None)
+        after.append(solution.seconds)
+    assert solution is not None
+    return Stepped(solution, tuple(after))

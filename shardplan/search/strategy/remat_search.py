@@ -1,0 +1,151 @@
+"""The best plan of a step as it stands, and of the step with activations computed again where the memory limit costs time.
+
+Each choice of what is computed again is a program of its own (`shardplan.remat`), searched like any other: all of it, all but
+contractions, and, of the better of these, as few parts as pay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from shardplan.cost import compute
+from shardplan.graph.flatten import Graph, flatten
+from shardplan.ir import Program
+from shardplan.mesh import Cluster
+from shardplan.remat import (
+    Part,
+    Policy,
+    Remat,
+    Without,
+    find,
+    rematerialised,
+)
+from shardplan.search.coarsening.coarsen import coarsen
+from shardplan.search.coarsening.variables import OneChoice
+from shardplan.search.inference import anytime
+from shardplan.search.strategy.factoring_search import Found, Wanted, best_of_factorings, better
+
+FEWER = 3
+"""So many smaller numbers of parts are tried, by bisection."""
+
+_NEAR = 1 + 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What a search found: the program that it is for, and what of the step this computes again."""
+
+    program: Program
+    found: Found
+    remat: Remat
+
+
+@dataclass(frozen=True, slots=True)
+class Searcher:
+    """Searches programs of one step under the same conditions. ``replicate`` and ``shared`` as in `shardplan.plan`."""
+
+    replicate: Sequence[str]
+    shared: OneChoice
+    cluster: Cluster
+    wanted: Wanted
+
+    def plain(self, program: Program) -> Planned:
+        """The best of the step as it stands."""
+        return Planned(program, self._best(flatten(program, replicate=self.replicate), self.wanted), Remat())
+
+    def auto(self, program: Program) -> Planned:
+        """The best of the step as it stands, and with parts of it computed again; nothing is where the limit costs nothing."""
+        graph = flatten(program, replicate=self.replicate)
+        plain = Planned(program, self._best(graph, self._part(0, 0.4, half=True)), Remat())
+        outcome = plain.found[1]
+        free = outcome.best.fits(self.wanted.memory) and outcome.best.seconds <= outcome.bound.free_s * _NEAR
+        if outcome.stopped == "interrupted":
+            return _said(plain, None, "the search was interrupted before")
+        if free and not outcome.stopped:
+            return _said(plain, None, "the memory limit costs nothing")
+        parts = _all_parts(program, graph)
+        if not parts:
+            return _said(plain, None, "the step keeps nothing for a backward pass that could be computed again")
+        without = Without(outcome.best.seconds, outcome.best.peak_bytes, outcome.best.fits(self.wanted.memory))
+        best = self._with_parts(plain, parts)
+        note = "" if best.remat.parts else "computing activations again was not faster"
+        return _said(best, without, note)
+
+    def _with_parts(self, plain: Planned, parts: dict[Policy, tuple[Part, ...]]) -> Planned:
+        best, last = plain, plain
+        step = 0.6 / (len(parts) + FEWER)
+        begun = 0.4
+        for policy, some in parts.items():
+            last = self._tried(plain.program, some, policy, self._part(begun, begun + step, half=True), best)
+            begun += step
+            best = self._better(last, best)
+            if last.found[1].stopped == "interrupted":
+                return self._stopped(best)
+        most = best.remat.parts
+        few, many = 0, len(most)
+        while many - few > 1 and begun < 1.0 - step / 2 and not self._over():
+            middle = (few + many) // 2
+            last = self._tried(plain.program, most[:middle], best.remat.policy, self._part(begun, begun + step), best)
+            begun += step
+            if self._better(last, best) is last:
+                best, many = last, middle
+            else:
+                few = middle
+            if last.found[1].stopped == "interrupted":
+                return self._stopped(best)
+        return best
+
+    def _tried(self, program: Program, parts: Sequence[Part], policy: Policy, wanted: Wanted, best: Planned) -> Planned:
+        again = rematerialised(program, parts)
+        try:
+            found = self._best(flatten(again, replicate=self.replicate), wanted)
+        except KeyboardInterrupt:
+            if not best.found[1].best.fits(wanted.memory):
+                raise
+            return self._stopped(best)
+        return Planned(again, found, Remat(tuple(parts), policy))
+
+    def _best(self, graph: Graph, wanted: Wanted) -> Found:
+        wanted.observer("coarsening", 0.0)
+        return best_of_factorings(graph, coarsen(graph, self.shared), self.cluster, wanted)
+
+    def _better(self, a: Planned, b: Planned) -> Planned:
+        return a if a is not b and better(a.found, b.found, self.wanted.memory) else b
+
+    def _stopped(self, best: Planned) -> Planned:
+        problem, outcome = best.found
+        return replace(best, found=(problem, replace(outcome, stopped="interrupted", exact=False)))
+
+    def _over(self) -> bool:
+        return self.wanted.deadline is not None and anytime.now_s() >= self.wanted.deadline
+
+    def _part(self, first: float, end: float, *, half: bool = False) -> Wanted:
+        """A share of the whole search, for the observer; of the time that is left, half."""
+        deadline = self.wanted.deadline
+        if half and deadline is not None:
+            deadline -= max(0.0, deadline - anytime.now_s()) / 2
+
+        def tell(what: str, part: float) -> None:
+            self.wanted.observer(what, first + (end - first) * part)
+
+        return replace(self.wanted, deadline=deadline, observer=tell)
+
+
+def _all_parts(program: Program, graph: Graph) -> dict[Policy, tuple[Part, ...]]:
+    """What may be computed again, for each policy that differs."""
+    heavy = {
+        (n.where, n.op.id)
+        for n in graph.nodes
+        if n.signature.description is not None and compute.is_contraction(n.signature.description)
+    }
+    found: dict[Policy, tuple[Part, ...]] = {}
+    for policy in ("all", "light"):
+        parts = find(program, lambda where, op_id: (where, op_id) in heavy, policy)
+        if parts and parts not in found.values():
+            found[policy] = parts
+    return found
+
+
+def _said(planned: Planned, without: Without | None, note: str) -> Planned:
+    return replace(planned, remat=replace(planned.remat, without=without, note=note))

@@ -1,0 +1,310 @@
+"""Into the memory limit by single steps: one price on bytes finds only the plans on the convex hull of seconds and bytes.
+
+Where the next plan on the hull is much slower than one that holds a little too much, `repaired` changes a few layouts of the
+latter: at its peak whatever gives the most bytes for the least seconds, until it fits. A price moves all equal layers at once and
+jumps over plans between two of its optima. `faster` therefore exchanges, one by one, the parts in which two solutions on both
+sides of the limit differ, and then chooses single layouts, and pairs of layouts that meet in an op, anew as long as the plan gets
+faster and keeps to the limit. `smaller` does the same for bytes where nothing fits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardplan.search.coarsening.variables import Sets
+from shardplan.search.inference.solver import Solver
+from shardplan.search.memory import liveness as memory
+from shardplan.search.problem.pricing import Domain
+from shardplan.search.problem.solution import Solution
+from shardplan.search.problem.tables import BIG
+
+STEPS = 40
+"""So many changes at most."""
+
+_LEAST = 0.02  # a variable that holds less than this part of what is too much is left as it is
+
+_LARGEST = 24  # so many variables, those that hold the most at the peak, are looked at in a step
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """Another state of a variable, or (``state`` None) a backward view that no longer keeps the forward copy."""
+
+    variable: int
+    state: int | None
+    seconds: float
+    saved: float
+
+
+def repaired(solver: Solver, domains: Sequence[Domain], start: Solution, limit: int) -> Solution | None:
+    """A solution like ``start`` that fits, or None where ``STEPS`` changes do not get there."""
+    current = start
+    for _ in range(STEPS):
+        if current.fits(limit):
+            return current
+        over = current.peak_bytes - limit
+        moves = list(_moves(solver, domains, current, over))
+        if not moves:
+            return None
+        best = min(moves, key=lambda m: (m.seconds / min(m.saved, over), -m.saved, m.variable))
+        current = _moved(solver, current, best)
+    return None
+
+
+def _moves(solver: Solver, domains: Sequence[Domain], current: Solution, over: int) -> Iterator[_Move]:
+    problem, live, peak = solver.problem, solver.live, solver.peak_point(current)
+    held = live.stored_at(peak, len(domains))[:-1]
+    for v, nbytes, first, last in live.copies:
+        if first <= peak <= last and current.states[v] != current.states[problem.coarse.variables[v].of]:
+            held[v] += nbytes
+    owns = np.array([memory.local_bytes(problem, v, s) for v, s in enumerate(current.states)])
+    largest: list[int] = np.argsort(-held * owns, kind="stable")[:_LARGEST].tolist()
+    for v in largest:
+        own = float(owns[v])
+        if held[v] * own < _LEAST * over:
+            break
+        priced = costs(solver, domains, current, (v,))
+        seconds_of = np.where(priced >= BIG, np.inf, priced / 1e12)
+        now = seconds_of[domains[v].index(current.states[v])]
+        for state, seconds in zip(domains[v], seconds_of.tolist(), strict=True):
+            saved = held[v] * (own - memory.local_bytes(problem, v, state))
+            if saved > 0 and math.isfinite(seconds):
+                yield _Move(v, state, seconds - now, saved)
+    for v, nbytes, first, last in live.kept:
+        if v in current.keep and first < peak < last:
+            saved = nbytes * memory.local_bytes(problem, v, current.states[v])
+            if saved >= _LEAST * over:
+                yield _Move(v, None, _gathering_s(solver, current, v), saved)
+
+
+def _gathering_s(solver: Solver, current: Solution, v: int) -> float:
+    """The seconds that making a backward view anew costs over making it from the copy that is kept."""
+    problem, states = solver.problem, current.states
+    variable = problem.coarse.variables[v]
+    tensor = problem.graph.tensors[variable.tensors[0]]
+    again = problem.prices(tensor.shape, tensor.nbytes, (states[variable.of],))[0, states[v]]
+    kept = problem.kept_seconds(v, (states[variable.sibling],), (states[v],), 0.0)[0, 0]
+    return float(again - kept) * problem.view_weight[v]
+
+
+def _moved(solver: Solver, current: Solution, move: _Move) -> Solution:
+    states, keep = list(current.states), current.keep
+    if move.state is None:
+        keep = keep - {move.variable}
+    else:
+        states[move.variable] = move.state
+    return solver.rate("plan", tuple(states), solver.problem.regathered(keep), current.regather, current.limits)
+
+
+# -- exchanges ---------------------------------------------------------------------------------------------------------
+
+TRIALS = 400
+"""So many changes are tried in one go: each costs a look at the whole step's memory."""
+
+PAIRED = 60
+"""Up to so many layouts to choose, pairs of them are tried too."""
+
+
+def faster(solver: Solver, domains: Sequence[Domain], limit: int, found: Sequence[Solution]) -> Solution | None:
+    """The fastest within ``limit`` bytes that is made of solutions, some of which fit; None where none does."""
+    fitting = sorted((s for s in found if s.fits(limit)), key=lambda s: s.seconds)
+    if not fitting:
+        return None
+    best = fitting[0]
+    left = _Budget(TRIALS)
+    for other in sorted({s for s in found if not s.fits(limit) and s.seconds < best.seconds}, key=lambda s: s.seconds)[:3]:
+        best = min((best, _exchanged(solver, limit, fitting[0], other, left)), key=lambda s: s.seconds)
+    return _descended(solver, domains, limit, best, left)
+
+
+def smaller(solver: Solver, domains: Sequence[Domain], start: Solution) -> Solution:
+    """A solution that needs fewer bytes than ``start``, if changing layouts one by one finds any."""
+    best, left = start, _Budget(TRIALS)
+    while left.more():
+        trial = _smallest_step(solver, domains, best, left)
+        if trial is None or trial.peak_bytes >= best.peak_bytes:
+            break
+        best = trial
+    return best
+
+
+class _Budget:
+    def __init__(self, trials: int) -> None:
+        self._left = trials
+
+    def more(self) -> bool:
+        """Whether one more change may be tried; counts it."""
+        self._left -= 1
+        return self._left >= 0
+
+
+def _rated(solver: Solver, like: Solution, states: Sequence[int], keep: frozenset[int]) -> Solution:
+    return solver.rate(like.name, tuple(states), solver.problem.regathered(keep), like.regather, like.limits)
+
+
+# -- between two solutions ---------------------------------------------------------------------------------------------
+
+
+def _exchanged(solver: Solver, limit: int, fits: Solution, fast: Solution, left: _Budget) -> Solution:
+    """``fits`` with as much of ``fast`` in it as the limit allows: the parts that gain the most first."""
+    parts = _parts(solver, fits, fast)
+    if len(parts) < 2:
+        return fits
+    singly: list[tuple[float, list[int]]] = []
+    for part in parts:
+        if left.more():
+            trial = _with(solver, fits, fast, part)
+            singly.append((fits.seconds - trial.seconds, part))
+    best, taken = fits, list[int]()
+    for gain, part in sorted(singly, key=lambda row: (-row[0], row[1])):
+        if gain > 0 and left.more():
+            trial = _with(solver, fits, fast, [*taken, *part])
+            if trial.fits(limit) and trial.seconds < best.seconds:
+                best, taken = trial, [*taken, *part]
+    return best
+
+
+def _with(solver: Solver, base: Solution, other: Solution, variables: Sequence[int]) -> Solution:
+    chosen = set(variables)
+    states = [b if v in chosen else a for v, (a, b) in enumerate(zip(base.states, other.states, strict=True))]
+    return _rated(solver, base, states, frozenset((base.keep - chosen) | (other.keep & chosen)))
+
+
+def _parts(solver: Solver, a: Solution, b: Solution) -> list[list[int]]:
+    """The variables in which two solutions differ, in groups that no op connects: each may be exchanged alone."""
+    odd = {v for v, (s, t) in enumerate(zip(a.states, b.states, strict=True)) if s != t} | (a.keep ^ b.keep)
+    sets = Sets(len(a.states))
+    for scope in solver.problem.scopes:
+        mine = [v for v in scope if v in odd]
+        for v in mine[1:]:
+            sets.union(mine[0], v)
+    groups: dict[int, list[int]] = {}
+    for v in sorted(odd):
+        groups.setdefault(sets.find(v), []).append(v)
+    return list(groups.values())
+
+
+# -- one layout, or two ------------------------------------------------------------------------------------------------
+
+
+def _descended(solver: Solver, domains: Sequence[Domain], limit: int, start: Solution, left: _Budget) -> Solution:
+    """Changes of one or two layouts, and of what is kept for the backward pass, the best first, as long as they help."""
+    best = start
+    while True:
+        passed = _passed(solver, domains, limit, best, left)
+        if passed is best:
+            return best
+        best = passed
+
+
+def _passed(solver: Solver, domains: Sequence[Domain], limit: int, now: Solution, left: _Budget) -> Solution:
+    """One pass over all changes that saved time before it; each is tried on top of those that were made."""
+    changes = sorted(
+        (c for group in _neighbours(solver, domains) for c in _gains(solver, domains, now, group)), key=lambda c: (-c[0], c[1:])
+    )
+    for _, variables, states in changes:
+        if not left.more():
+            return now
+        made = list(now.states)
+        for v, s in zip(variables, states, strict=True):
+            made[v] = s
+        trial = _rated(solver, now, made, now.keep)
+        if trial.fits(limit) and trial.seconds < now.seconds:
+            now = trial
+    for v in solver.problem.backward_views:
+        if v not in now.keep and left.more():
+            trial = _rated(solver, now, now.states, now.keep | {v})
+            if trial.fits(limit) and trial.seconds < now.seconds:
+                now = trial
+    return now
+
+
+def _neighbours(solver: Solver, domains: Sequence[Domain]) -> Iterator[tuple[int, ...]]:
+    """The variables to choose anew: each that has a choice, and on small problems each two that share a table."""
+    free = [v for v, d in enumerate(domains) if len(d) > 1]
+    yield from ((v,) for v in free)
+    if len(free) <= PAIRED:
+        pairs = {pair for scope in solver.problem.scopes for pair in itertools.combinations(sorted(set(scope)), 2)}
+        yield from sorted(p for p in pairs if all(len(domains[v]) > 1 for v in p))
+
+
+def _gains(
+    solver: Solver, domains: Sequence[Domain], now: Solution, variables: tuple[int, ...]
+) -> list[tuple[float, tuple[int, ...], tuple[int, ...]]]:
+    """(seconds saved, variables, their new states) of all changes of these variables that save any."""
+    total = costs(solver, domains, now, variables)
+    here = tuple(domains[v].index(now.states[v]) for v in variables)
+    saved = np.where(total >= BIG, -1, int(total[here]) - total)
+    return [
+        (float(saved[at]), variables, tuple(domains[v][i] for v, i in zip(variables, at, strict=True)))
+        for at in (tuple(int(i) for i in row) for row in np.argwhere(saved > 0))
+    ]
+
+
+def costs(solver: Solver, domains: Sequence[Domain], now: Solution, variables: Sequence[int]) -> NDArray[np.int64]:
+    """[*domain sizes of the variables]: picoseconds of all their terms, all others held; from `tables.BIG` on, what cannot be."""
+    own: list[Domain] = [(s,) for s in now.states]
+    for v in variables:
+        own[v] = domains[v]
+    again = solver.problem.regathered(now.keep)
+    total = np.zeros([len(domains[v]) for v in variables], np.int64)
+    for n, v in enumerate(variables):
+        for term in solver.problem.terms_of(v, own, again, now.limits):
+            if not set(term.scope) & set(variables[:n]):  # counted already
+                total = total + _spread(solver.problem.store.tables[term.table], term.scope, variables) + term.constant
+    return total
+
+
+def _spread(table: NDArray[np.int64], scope: Sequence[int], variables: Sequence[int]) -> NDArray[np.int64]:
+    """A table over ``scope``, all but ``variables`` of one state, as an array over the variables."""
+    kept = [v for v in scope if v in variables]
+    squeezed = table.reshape([n for v, n in zip(scope, table.shape, strict=True) if v in variables])
+    moved = squeezed.transpose(sorted(range(len(kept)), key=lambda i: variables.index(kept[i])))
+    shape = iter(moved.shape)
+    return moved.reshape([next(shape) if v in kept else 1 for v in variables])
+
+
+# -- the fewest bytes --------------------------------------------------------------------------------------------------
+
+
+def _smallest_step(solver: Solver, domains: Sequence[Domain], now: Solution, left: _Budget) -> Solution | None:
+    """The change of one layout of what lives at the peak that makes the peak smallest."""
+    problem, live = solver.problem, solver.live
+    held = memory.profile(problem, live, now.states, now.keep, now.limits)
+    peak = int(held.argmax())
+    here = set(map(int, np.flatnonzero(live.stored_at(peak, len(domains))[:-1]))) | {
+        v for v, _, first, last in live.copies if first <= peak <= last
+    }
+    node = problem.graph.nodes[peak] if peak < len(problem.graph.nodes) else None
+    here |= set(problem.ops.slots(node)[0]) if node is not None and node.id in set(problem.coarse.joins) else set[int]()
+    trials = [(now.states, now.keep - {v}) for v, _, first, last in live.kept if v in now.keep and first < peak < last]
+    for v in sorted(here):
+        for state in _smallest(solver, domains, v):
+            made = (*now.states[:v], state, *now.states[v + 1 :])
+            trials.append((made, now.keep))
+            for u in _met(solver, v) if len(domains) <= PAIRED else ():
+                trials += [((*made[:u], s, *made[u + 1 :]), now.keep) for s in _smallest(solver, domains, u) if s != made[u]]
+    best: Solution | None = None
+    for states, keep in trials:
+        if (states, keep) != (now.states, now.keep) and left.more():
+            trial = _rated(solver, now, states, keep)
+            if trial.seconds * 1e12 < BIG and (best is None or trial.peak_bytes < best.peak_bytes):
+                best = trial
+    return best
+
+
+def _smallest(solver: Solver, domains: Sequence[Domain], v: int) -> list[int]:
+    """The states of a variable of which a device holds the least."""
+    local = solver.problem.resharder.space(solver.problem.coarse.variables[v].shape).local
+    return sorted(domains[v], key=lambda s: (local[s], s))[:4]
+
+
+def _met(solver: Solver, v: int) -> list[int]:
+    """The variables that share a table with this one."""
+    return sorted({u for scope in solver.problem.scopes if v in scope for u in scope} - {v})

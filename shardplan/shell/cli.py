@@ -1,0 +1,445 @@
+"""The command line: `shardplan plan | verify | compare | score | explain | mesh | reduce | tdl | calibrate`.
+
+With ``--json`` one JSON object goes to stdout and nothing else does; progress and warnings go to stderr. Exit code 0: done, 1: a
+check failed, 2: the user's error, said in one line (with SHARDPLAN_TRACEBACK=1 in the environment, the whole way to it too), 130:
+interrupted by Ctrl-C, said in one line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fnmatch
+import json
+import math
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+from shardplan.errors import PlanFileError, ShardplanError, UndescribedPrimitiveError
+from shardplan.report.report import Report
+from shardplan.shell import interrupts
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code."""
+    # XLA's remarks on its own partitioning are not about the user's step; errors still show
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    try:
+        options = _parser().parse_args(argv)
+        # a factory may print: nothing but the report belongs on stdout
+        with contextlib.redirect_stdout(sys.stderr), interrupts.heard():
+            report: Report = options.run(options)
+        print(json.dumps(report.json) if options.json else report.text)
+        sys.stdout.flush()
+    except ShardplanError as error:
+        text = str(error) if isinstance(error, UndescribedPrimitiveError) else " ".join(str(error).split())
+        print(f"shardplan: {text}", file=sys.stderr)
+        if os.environ.get("SHARDPLAN_TRACEBACK"):
+            traceback.print_exception(error)
+        return 2
+    except KeyboardInterrupt as error:
+        print(f"shardplan: interrupted {str(error) or 'before it was done'}", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return 0 if report.passed else 1
+
+
+# -- commands ----------------------------------------------------------------------------------------------------------
+
+
+def _plan(options: argparse.Namespace) -> Report:
+    from shardplan.report.draw import picture_format
+    from shardplan.report.json import plan_json
+    from shardplan.report.text import plan_text
+
+    if options.output == "":
+        raise ShardplanError("-o needs the name of a file")
+    if options.draw is not None:
+        picture_format(options.draw)  # before the search, not after it
+        if options.output and Path(options.output).resolve() == Path(options.draw).resolve():
+            raise ShardplanError(
+                f"-o and --draw both name {options.draw!r}: the picture would overwrite the plan; give it another name"
+            )
+    made, _, _ = _planned(options)
+    text = plan_text(made, title=options.target)
+    if options.output:
+        made.save(options.output)
+        text += f"\n\nsaved to {options.output}"
+    if options.draw is not None:
+        made.draw(options.draw, title=options.target)
+        text += f"\n\ndrawn in {options.draw}"
+    return Report(text, plan_json(made))
+
+
+def _verify(options: argparse.Namespace) -> Report:
+    from shardplan.emit.verify import verify
+    from shardplan.report import Progress
+    from shardplan.report.text import verified_text
+
+    made, step, args = _planned(options, concrete=True, file=options.plan)
+    devices = _simulated(made)
+    with Progress() as progress:
+        found = verify(made, step, args, steps=options.steps, backend=options.backend, devices=devices, observer=progress)
+    return Report(verified_text(found.json), found.json, found.passed)
+
+
+def _compare(options: argparse.Namespace) -> Report:
+    from shardplan.report.json import comparison_rows
+    from shardplan.report.text import comparison_text
+
+    made, step, _ = _planned(options)
+    rows = comparison_rows(made, _measured(made, step) if options.measure else None)
+    return Report(comparison_text(rows), {"plans": rows})
+
+
+def _measured(made: Any, step: Callable[..., Any]) -> Mapping[str, tuple[float, float, int]]:
+    """What the compiled program of the plan and of each baseline sends and holds."""
+    from shardplan.emit.verify import measured_program
+    from shardplan.report import Progress
+
+    devices = _simulated(made)
+    found: dict[str, tuple[float, float, int]] = {}
+    plans = {"this plan": made, **made.baseline_plans()}
+    with Progress() as progress:
+        for n, (name, one) in enumerate(plans.items()):
+            progress(f"compiling {name}", n / len(plans))
+            sent, peak = measured_program(one, step, devices=devices)
+            found[name] = (sent.wire_bytes, sent.raw_wire_bytes, peak)
+    return found
+
+
+def _score(options: argparse.Namespace) -> Report:
+    raise ShardplanError(
+        "score is not there yet: price your own sharding with shardplan plan --pin 'GLOB=SPEC' for each of its arrays"
+    )
+
+
+def _calibrate(options: argparse.Namespace) -> Report:
+    raise ShardplanError("calibrate is not there yet: the cost model uses the figures of the cluster's TOML file")
+
+
+def _explain(options: argparse.Namespace) -> Report:
+    from shardplan.plans.files import read_plan_file
+    from shardplan.report.explain import unknown
+
+    known = read_plan_file(options.file).explain
+    if not known:
+        raise ShardplanError(f"{options.file} has no explanations in it: plan the step anew and save it")
+    if options.path is None:
+        hits = [""]
+    else:
+        hits = [options.path] if options.path in known else [p for p in known if p and fnmatch.fnmatchcase(p, options.path)]
+    if not hits:
+        raise ShardplanError(f"{options.file}: {unknown(options.path or '', [p for p in known if p])}")
+    return Report("\n\n".join(known[p] for p in hits), {"explain": {p: known[p] for p in hits}})
+
+
+def _mesh_list(options: argparse.Namespace) -> Report:
+    from shardplan.report import mesh_text
+
+    return mesh_text.mesh_list()
+
+
+def _mesh_show(options: argparse.Namespace) -> Report:
+    from shardplan.report import mesh_text
+
+    return mesh_text.mesh_show(options.cluster)
+
+
+def _mesh_detect(options: argparse.Namespace) -> Report:
+    from shardplan.mesh.devices import detected
+    from shardplan.report import mesh_text
+
+    found = detected()
+    if options.output:
+        _write(options.output, mesh_text.detected_toml(found))
+    return mesh_text.mesh_detect(found)
+
+
+def _mesh_matrices(options: argparse.Namespace) -> Report:
+    from shardplan.report import mesh_text
+
+    return mesh_text.mesh_matrices(options.cluster, options.axes, options.over, options.bytes, options.algorithm)
+
+
+def _reduce(options: argparse.Namespace) -> Report:
+    from shardplan.report import mesh_text
+
+    return mesh_text.reduce_report(
+        options.cluster, options.axes, options.over, options.matrix, options.bytes, options.algorithm, options.max_size
+    )
+
+
+def _tdl(options: argparse.Namespace) -> Report:
+    from shardplan.errors import nearest
+    from shardplan.report import Progress
+    from shardplan.report.tdl_text import coverage_text, primitive_text
+    from shardplan.tdl.coverage import coverage, sort_one, sort_primitives
+    from shardplan.tdl.describe import describe
+    from shardplan.tdl.pretty import register_lines, words
+    from shardplan.tdl.proof import CASES, Drawn
+
+    if options.primitive is None:
+        examples = int(options.coverage) if options.examples is None else options.examples
+        with Progress() as progress:
+            found = coverage(examples=examples, observer=progress)
+        return Report(coverage_text(found), found, not found["undescribed"] and not found["faults"])
+    entry = sort_one(options.primitive)
+    if entry is None:
+        known = [entry.name for entry in sort_primitives()]
+        raise ShardplanError(f"the installed JAX has no primitive {options.primitive!r}{nearest(options.primitive, known)}")
+    made: dict[str, Any] = {"primitive": entry.name, "kind": entry.kind, "reason": entry.reason}
+    if entry.name in CASES:
+        description = describe(CASES[entry.name](Drawn(0)).call)
+        made |= words(description) if description is not None else {}
+    if entry.kind == "kernel":
+        made["register"] = register_lines(entry.name)
+    return Report(primitive_text(made), made)
+
+
+def _write(file: str, text: str) -> None:
+    try:
+        Path(file).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ShardplanError(f"cannot write {file}: {error.strerror}") from error
+
+
+# -- what commands share -----------------------------------------------------------------------------------------------
+
+
+def _planned(
+    options: argparse.Namespace, *, concrete: bool = False, file: str | None = None
+) -> tuple[Any, Callable[..., Any], tuple[Any, ...]]:
+    """(plan, step, args) of a TARGET; the plan is read from a file where one is given."""
+    rest = "any plan fit: wait longer, or give a --time-budget, after which the best plan so far is taken"
+    with interrupts.before(rest if file is None else f"the plan in {file} was read"):
+        made, step, args = _made(options, concrete=concrete, file=file)
+    if made.stopped == "interrupted" and file is None:
+        if options.run is not _plan:  # what comes next would take longer than the search
+            raise KeyboardInterrupt(
+                f"before {options.command} began: shardplan plan -o FILE saves the best plan so far, also with a --time-budget"
+            )
+        print("shardplan: interrupted: this is the best plan until then", file=sys.stderr)
+    return made, step, args
+
+
+def _made(options: argparse.Namespace, *, concrete: bool, file: str | None) -> tuple[Any, Callable[..., Any], tuple[Any, ...]]:
+    from shardplan.shell.target import load_target, read_options, read_pins, simulate, use_cpu
+
+    if file is not None:
+        _nothing_for_a_new_plan(options, file)
+    pins = read_pins(options.pin)
+    cluster = _cluster(options.cluster, file)
+    # before the factory makes arrays: no device of this machine is touched
+    if concrete:
+        simulate(math.prod(level.size for level in cluster.levels))
+    else:
+        use_cpu()
+    step, args = load_target(options.target, read_options(options.set), concrete=concrete)
+    if file is not None:
+        return _loaded(file, step, args, cluster), step, args
+    from shardplan.report import Progress
+    from shardplan.shell.api import plan
+
+    with Progress() as progress:
+        made = plan(
+            step,
+            *args,
+            cluster=cluster,
+            memory_limit=options.memory,
+            objective=options.objective,
+            search=options.search,
+            pins=pins,
+            donate_argnums=tuple(options.donate),
+            replicate=tuple(options.replicate),
+            time_budget_s=options.time_budget,
+            one_choice=options.one_choice or "timesteps",
+            remat=options.remat or "none",
+            observer=progress,
+        )
+    return made, step, args
+
+
+def _nothing_for_a_new_plan(options: argparse.Namespace, file: str) -> None:
+    """Refuses what a plan that is read from a file would not heed."""
+    ruled = {"objective": "time", "search": "auto"}  # what holds where nothing is said; else nothing does
+    for name in ("memory", "pin", "donate", "replicate", "time_budget", "one_choice", "remat", *ruled):
+        if getattr(options, name) and getattr(options, name) != ruled.get(name):
+            raise ShardplanError(
+                f"--{name.replace('_', '-')} is for a new plan: {file} was made with its own; leave out one of both"
+            )
+
+
+def _cluster(given: str | None, file: str | None) -> Any:
+    """The cluster that is named, else that of the plan file."""
+    from shardplan.mesh import Cluster
+    from shardplan.plans.files import read_plan_file
+
+    if given is not None:
+        return Cluster.load(given)
+    if file is None:
+        raise ShardplanError("--cluster is missing: a preset (shardplan mesh list), a TOML file or a shape such as 2x4")
+    return read_plan_file(file).cluster
+
+
+def _loaded(file: str, step: Callable[..., Any], args: Sequence[Any], cluster: Any) -> Any:
+    from shardplan.plans.files import load
+
+    made = load(file, step, *args)
+    if cluster.fingerprint() != made.cluster.fingerprint():
+        raise PlanFileError(
+            f"{file}: the plan was made for the cluster {made.cluster.name}, not for {cluster.name}; plan it anew"
+        )
+    return made
+
+
+def _simulated(made: Any) -> list[Any]:
+    from shardplan.shell.target import simulate
+
+    return simulate(math.prod(level.size for level in made.cluster.levels))
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """One line, and exit code 2."""
+        print(f"{self.prog}: {message} (see {self.prog} --help)", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def _parser() -> argparse.ArgumentParser:
+    from shardplan import __version__
+
+    parser = _Parser(prog="shardplan", description="A training step goes in, a verified sharding comes out.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"shardplan {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    one = _command(commands, "plan", _plan, "plan a step on a cluster")
+    _takes_target(one)
+    one.add_argument("-o", "--output", metavar="FILE", help="save the plan as JSON")
+    one.add_argument("--draw", metavar="FILE", help="a picture of the plan (.png, .svg or .pdf): how each layer is cut")
+
+    one = _command(commands, "verify", _verify, "run a plan on simulated devices beside the single-device step, and measure it")
+    _takes_target(one)
+    one.add_argument("--plan", metavar="FILE", help="a saved plan instead of a new one")
+    one.add_argument("--backend", default="specs", choices=["specs", "explicit"])
+    one.add_argument("--steps", type=_count, default=3, metavar="N", help="steps to compare (3)")
+
+    one = _command(commands, "compare", _compare, "the plan beside every baseline")
+    _takes_target(one)
+    one.add_argument("--measure", action="store_true", help="compile each and measure its bytes and memory")
+
+    one = _command(commands, "score", _score, "price a sharding of your own")
+    _takes_target(one, required=False)  # whatever it is given, it is not there yet
+    one.add_argument("--specs", metavar="FILE")
+
+    one = _command(commands, "explain", _explain, "why a saved plan is as it is")
+    one.add_argument("file", metavar="plan.json")
+    one.add_argument("path", nargs="?", metavar="PATH", help="an argument's path, or a glob of paths")
+
+    _mesh_commands(commands)
+
+    one = _command(commands, "tdl", _tdl, "what the description language covers")
+    one.add_argument("primitive", nargs="?", metavar="PRIMITIVE")
+    one.add_argument(
+        "--coverage", action="store_true", help="all primitives of the installed JAX, each description run on a drawn case"
+    )
+    one.add_argument(
+        "--examples",
+        type=partial(_count, least=0),
+        metavar="N",
+        help="drawn cases of each description to run (1 with --coverage, else none)",
+    )
+
+    one = _command(commands, "calibrate", _calibrate, "measure this machine for the cost model")
+    one.add_argument("-o", "--output", metavar="FILE")
+    return parser
+
+
+def _mesh_commands(commands: Any) -> None:
+    mesh = commands.add_parser("mesh", help="clusters, and axes on them").add_subparsers(
+        dest="mesh", required=True, metavar="COMMAND"
+    )
+    _command(mesh, "list", _mesh_list, "the presets")
+    one = _command(mesh, "show", _mesh_show, "a cluster's levels, links and device")
+    one.add_argument("cluster", metavar="CLUSTER")
+    one = _command(mesh, "detect", _mesh_detect, "the cluster that this machine's devices make")
+    one.add_argument("-o", "--output", metavar="FILE", help="save it as TOML")
+    one = _command(mesh, "matrices", _mesh_matrices, "parallelism matrices, ranked by the reduction that they allow")
+    _takes_axes(one, over_required=False)
+    one = _command(commands, "reduce", _reduce, "reduction programs for one parallelism matrix, ranked")
+    _takes_axes(one, over_required=True)
+    one.add_argument("--matrix", required=True, metavar="ROWS", help='rows are axes, columns levels: "1 4 / 4 4"')
+    one.add_argument("--max-size", type=_count, default=5, metavar="N", help="longest program (5)")
+
+
+def _takes_axes(one: argparse.ArgumentParser, *, over_required: bool) -> None:
+    one.add_argument("--cluster", required=True, metavar="CLUSTER")
+    one.add_argument("--axes", required=True, metavar="SIZES", help='sizes of the mesh axes: "4 16"')
+    one.add_argument("--over", required=over_required, metavar="AXES", help='numbers of the axes that are reduced over: "0"')
+    one.add_argument("--bytes", type=_bytes, required=over_required, metavar="SIZE", help="of each device: 2147483648, 2GiB, 1e9")
+    one.add_argument("--algorithm", default="auto", choices=["auto", "ring", "tree"])
+
+
+def _takes_target(one: argparse.ArgumentParser, *, required: bool = True) -> None:
+    one.add_argument(
+        "target",
+        nargs=None if required else "?",
+        metavar="TARGET",
+        help="package.module:factory or file.py:factory; the factory returns (step, args)",
+    )
+    one.add_argument(
+        "--cluster", metavar="CLUSTER", help='a preset with its nodes ("dgx-h100:4"), a TOML file or a shape ("2x4")'
+    )
+    one.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="an option of the factory")
+    one.add_argument("--memory", metavar="SIZE", help='limit of a device ("70GiB"; default: its memory)')
+    one.add_argument("--objective", default="time", choices=["time", "bytes"])
+    one.add_argument("--search", default="auto")
+    one.add_argument(
+        "--pin", action="append", default=[], metavar="GLOB=SPEC", help="""arguments that must lie so: '*kernel=P(None, "gpu")'"""
+    )
+    one.add_argument(
+        "--donate", action="append", default=[], type=int, metavar="N", help="an argument whose buffers the step may reuse"
+    )
+    one.add_argument("--replicate", action="append", default=[], metavar="PRIMITIVE", help="may run whole on every device")
+    one.add_argument("--time-budget", type=float, metavar="SECONDS", help="for all of planning: then the best plan until then")
+    one.add_argument("--one-choice", metavar="none|timesteps|layers", help="what shares one choice (timesteps)")
+    one.add_argument("--remat", metavar="none|auto", help="auto: activations may be computed again in the backward pass (none)")
+
+
+def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], Report], what: str) -> argparse.ArgumentParser:
+    one = commands.add_parser(name, help=what, description=what[0].upper() + what[1:] + ".", allow_abbrev=False)
+    one.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    one.set_defaults(run=run)
+    return one
+
+
+def _bytes(text: str) -> int:
+    from shardplan.sizes import parse_bytes
+
+    return parse_bytes(text, what="--bytes")
+
+
+def _count(text: str, *, least: int = 1) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{value} is not positive" if least else f"{value} is negative")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

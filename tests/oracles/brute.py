@@ -1,0 +1,309 @@
+"""The minimum by trying every assignment: the oracle of the search on small problems.
+
+Nothing of the search's tables or elimination is used. An op's price is found strategy by strategy, a resharding's by adding up
+the steps of its program, and the minimum over all assignments by writing every one of them down. `uncoarsened` asks the
+same of the problem in which every tensor has a layout of its own, which says what coarsening gives up.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardplan.cost import compute
+from shardplan.graph.flatten import Graph, Link, Node
+from shardplan.ir import Layout, Placement, Split
+from shardplan.search.coarsening.coarsen import FREE, Coarse, Variable
+from shardplan.search.problem.pricing import Domain
+from shardplan.search.problem.problem import Problem
+from shardplan.search.problem.strategies import nbytes
+from shardplan.tdl import cut
+
+MOST_ASSIGNMENTS = 200_000_000
+"""More than these are not tried."""
+
+_AT_ONCE = 4_000_000
+_STEP_S = 1e-12  # the search prefers the shorter of equal programs by a picosecond a step
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The cheapest assignment: ``states`` in the order of the variables, ``seconds`` of compute and communication."""
+
+    seconds: float
+    states: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Summand:
+    """A part of the cost: ``seconds(states)`` for states of the variables in ``scope``."""
+
+    scope: tuple[int, ...]
+    seconds: Callable[[Sequence[int]], float]
+
+
+class Oracle:
+    """The summands of a problem, each priced from its parts."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self._programs: dict[tuple[tuple[int, ...], int, int, int], float] = {}
+
+    def seconds(self, states: Sequence[int]) -> float:
+        """The cost of one assignment."""
+        return sum(s.seconds([states[v] for v in s.scope]) for s in self.summands())
+
+    def minimum(self, domains: Sequence[Domain] | None = None) -> Found:
+        """The cheapest assignment of these domains (by default all layouts).
+
+        Raises:
+            ValueError: if there are more assignments than anyone would try.
+        """
+        own = self.problem.domains if domains is None else domains
+        return cheapest(list(self.summands()), own)
+
+    def summands(self) -> Iterator[Summand]:
+        """Every part of the cost."""
+        problem = self.problem
+        for n in problem.coarse.joins:
+            yield from self._op(problem.graph.nodes[n])
+        for v, (whole_s, shape) in problem.interior.items():
+            yield Summand((v,), lambda at, s=whole_s, shape=shape: s * self._part(shape, at[0]))
+        for link in problem.graph.links:
+            yield from self._link(link)
+        for variable in problem.coarse.variables:
+            if variable.kind != "stored":
+                yield self._view(variable)
+
+    def reshard_seconds(self, shape: tuple[int, ...], size: int, before: int, after: int) -> float:
+        """The sum over the steps of the best program; infinite where a layout is not possible."""
+        key = (shape, size, before, after)
+        if key not in self._programs:
+            resharder = self.problem.resharder
+            legal = resharder.legal(shape, pad=True)
+            space = resharder.space(shape)
+            leads = set(space.state(after)[1]) <= set(space.state(before)[1])  # nothing becomes a partial sum
+            if legal[before] and legal[after] and leads:
+                steps = resharder.program(shape, size, before, after)
+                self._programs[key] = sum(step.seconds + _STEP_S for step in steps)
+            else:
+                self._programs[key] = math.inf
+        return self._programs[key]
+
+    def _part(self, shape: tuple[int, ...], state: int) -> float:
+        return float(self.problem.resharder.space(shape).local[state])
+
+    def _op(self, node: Node, *, light_s: float | None = None) -> Iterator[Summand]:
+        """An op at its best strategy; ``light_s``, the seconds of one that is fused, replaces its compute."""
+        problem, of, read = self.problem, self.problem.coarse.of, self.problem.coarse.read
+        call = node.signature.call
+        operands = [(i, read.get((node.id, i), of[t])) for i, t in enumerate(node.inputs) if t >= 0 and of[t] != FREE]
+        results = [(r, of[t]) for r, t in enumerate(node.outputs)]
+        scope = tuple(dict.fromkeys([*(v for _, v in operands), *(v for _, v in results if v != FREE)]))
+        if not scope:
+            return
+        options = problem.ops.options(node)
+
+        def partial(shape: tuple[int, ...], at: int) -> bool:
+            return bool(problem.resharder.space(shape).partial[at])
+
+        def price(at: Sequence[int]) -> float:
+            """Seconds of the op in these states, everything that it reads and makes resharded."""
+            state = dict(zip(scope, at, strict=True))
+            best = math.inf
+            for s in range(len(options.loops)):
+                if not options.terms[s] and any(v != FREE and partial(call.results[r], state[v]) for r, v in results):
+                    continue
+                total = float(options.compute_s[s] + options.halo_s[s])
+                if light_s is not None:
+                    total = light_s * self._part(call.results[0], int(options.gives[s, 0])) + float(options.halo_s[s])
+                for i, v in operands:
+                    shape = call.operands[i]
+                    total += self.reshard_seconds(shape, nbytes(shape, call.dtypes[i]), state[v], int(options.needs[s, i]))
+                for r, v in results:
+                    shape, gives = call.results[r], int(options.gives[s, r])
+                    space = problem.resharder.space(shape)
+                    if v == FREE and not space.partial[gives]:
+                        continue
+                    wanted = problem.resharder.state(shape, Layout(((),) * len(shape))) if v == FREE else state[v]
+                    total += self.reshard_seconds(shape, nbytes(shape, call.result_dtypes[r]), gives, wanted)
+                best = min(best, total)
+            return best * node.weight
+
+        yield Summand(scope, price)
+
+    def _link(self, link: Link) -> Iterator[Summand]:
+        crossing = self.problem.crossing(link)
+        if crossing is None:
+            return
+        a, b, outer = crossing.source, crossing.target, crossing.tensor
+
+        def price(at: Sequence[int]) -> float:
+            (before,), (after,) = self.problem.outside(link, (at[0],), (at[-1],))
+            return self.reshard_seconds(outer.shape, outer.nbytes, before, after) * link.weight
+
+        yield Summand((a, b) if a != b else (a,), price)
+
+    def _view(self, view: Variable) -> Summand:
+        problem = self.problem
+        tensor = problem.graph.tensors[view.tensors[0]]
+        weight = problem.view_weight[view.id]
+        origins = (view.of, view.sibling) if view.kind == "backward" else (view.of,)
+
+        def price(at: Sequence[int]) -> float:
+            *before, after = at
+            return weight * min(self.reshard_seconds(tensor.shape, tensor.nbytes, b, after) for b in before)
+
+        return Summand((*origins, view.id), price)
+
+
+class _Fine(Oracle):
+    """The same cost where every tensor has a layout of its own: ops in ``fused`` cost these seconds of memory traffic."""
+
+    def __init__(self, problem: Problem, fused: dict[int, float]) -> None:
+        super().__init__(problem)
+        self.fused = fused
+
+    def summands(self) -> Iterator[Summand]:
+        """Every part of the cost, each tensor having a layout of its own."""
+        problem = self.problem
+        for n in problem.coarse.joins:
+            yield from self._op(problem.graph.nodes[n], light_s=self.fused.get(n))
+        for link in problem.graph.links:
+            yield from self._link(link)
+        for variable in problem.coarse.variables:
+            if variable.kind != "stored":
+                yield self._view(variable)
+
+
+def uncoarsened(problem: Problem) -> Oracle:
+    """The oracle of the same step without coarsening: only what must be one tensor (state that feeds back) shares a layout."""
+    graph, coarse = problem.graph, problem.coarse
+    merged = _must_be_one(graph)
+    variables: list[Variable] = []
+    of = [FREE] * len(graph.tensors)
+    new_id: dict[int, int] = {}
+    for t, old in enumerate(coarse.of):
+        if old == FREE:
+            continue
+        root = merged[t]
+        if root not in new_id:
+            new_id[root] = len(variables)
+            members = tuple(u for u in range(len(graph.tensors)) if merged[u] == root and coarse.of[u] != FREE)
+            variables.append(Variable(new_id[root], graph.tensors[t].shape, members))
+        of[t] = new_id[root]
+    late = {t for v in coarse.variables if v.deferred for t in v.tensors}
+    variables = [replace(v, deferred=late.issuperset(v.tensors)) for v in variables]
+    views: dict[tuple[int, int], int] = {}
+    for view in coarse.variables:
+        for t in view.tensors if view.kind != "stored" else ():
+            views[view.id, t] = len(variables)
+            sibling = views[view.sibling, t] if view.sibling != FREE else FREE
+            variables.append(Variable(len(variables), view.shape, (t,), view.kind, of[t], sibling))
+    read = {(n, slot): views[v, graph.nodes[n].inputs[slot]] for (n, slot), v in coarse.read.items()}
+    joins = tuple(n.id for n in graph.nodes if any(of[t] != FREE for t in (*n.inputs, *n.outputs) if t >= 0))
+    fine = Coarse(tuple(variables), tuple(of), read, joins, coarse.free, coarse.weights, coarse.parameters, coarse.zero)
+    return _Fine(Problem(graph, fine, problem.cluster, problem.factors), _fused_seconds(problem))
+
+
+def _must_be_one(graph: Graph) -> list[int]:
+    root = list(range(len(graph.tensors)))
+
+    def join(a: int, b: int) -> None:
+        low, high = sorted((root[a], root[b]))
+        root[:] = [low if r == high else r for r in root]
+
+    for link in graph.links:
+        if link.same:
+            join(link.source, link.target)
+    for o, i in zip(graph.outputs, graph.feedback, strict=True):
+        if i is not None and o >= 0:
+            join(o, graph.inputs[i])
+    return root
+
+
+def _fused_seconds(problem: Problem) -> dict[int, float]:
+    """Seconds, on one device that holds all, of each op that is fused into a group: those of `Problem.interior`, op by op."""
+    graph, coarse = problem.graph, problem.coarse
+    joined = {*coarse.joins, *(node.id for node in graph.nodes if _only_resizes(node))}
+    ends = set(graph.outputs) | {link.source for link in graph.links}
+    made = set(graph.inputs) | {link.target for link in graph.links}
+    for node in graph.nodes:
+        if node.id in joined:
+            ends.update(node.inputs)
+            made.update(node.outputs)
+    device = problem.cluster.device
+    found: dict[int, float] = {}
+    for node in graph.nodes:
+        v = coarse.of[node.outputs[0]]
+        if node.id in joined or v == FREE:
+            continue
+        moved = [t for t in set(node.inputs) if t in made and coarse.of[t] == v] + [t for t in node.outputs if t in ends]
+        size = sum(graph.tensors[t].nbytes for t in moved)
+        whole_s = compute.seconds(device, 0.0, size, "float32", matrix=False) - device.launch_s if size else 0.0
+        found[node.id] = whole_s  # once: the weight of the op multiplies all of its price
+    return found
+
+
+def _only_resizes(node: Node) -> bool:
+    """Whether an op does no more than put dims of one element in or leave them out: cut anywhere, the same block is left."""
+    call, known = node.signature.call, node.signature.description
+    if known is None or known.elementwise or compute.flops(known) or len(call.dtypes) != 1 or call.dtypes != call.result_dtypes:
+        return False
+    (read,), (made,) = call.operands, call.results
+    if [n for n in read if n != 1] != [n for n in made if n != 1]:
+        return False
+    cuts = [cut(known, loop, 2, pad=True) for loop, info in enumerate(known.loops) if info.extent > 1]
+    return all(c is not None and _nth(read, c.operands[0]) == _nth(made, c.results[0]) for c in cuts)
+
+
+def _nth(shape: Sequence[int], place: Placement) -> int:
+    """Which of the dims of more than one element is split, from 1 on; 0 for none."""
+    return sum(n != 1 for n in shape[: place.dim + 1]) if isinstance(place, Split) else 0
+
+
+def cheapest(summands: Sequence[Summand], domains: Sequence[Domain]) -> Found:
+    """Adds the summands up over every assignment of the domains, a block of assignments at a time.
+
+    Raises:
+        ValueError: if there are more than `MOST_ASSIGNMENTS`.
+    """
+    sizes = [len(d) for d in domains]
+    count = math.prod(sizes)
+    if count > MOST_ASSIGNMENTS:
+        raise ValueError(f"{count:.3g} assignments of {len(sizes)} variables are too many to try: at most {MOST_ASSIGNMENTS:.3g}")
+    tables = [(s.scope, _written_down(s, domains)) for s in summands]
+    inner = len(sizes)
+    while inner and math.prod(sizes[inner - 1 :]) <= _AT_ONCE:
+        inner -= 1
+    best, at = math.inf, (0,) * len(sizes)
+    for outer in itertools.product(*(range(n) for n in sizes[:inner])):
+        total = np.zeros(sizes[inner:])
+        for scope, table in tables:
+            total += _fixed(scope, table, outer, len(sizes))
+        low = int(np.argmin(total))
+        if total.flat[low] < best:
+            best, at = float(total.flat[low]), (*outer, *(int(i) for i in np.unravel_index(low, total.shape)))
+    return Found(best, tuple(d[i] for d, i in zip(domains, at, strict=True)))
+
+
+def _written_down(summand: Summand, domains: Sequence[Domain]) -> NDArray[np.float64]:
+    own = [domains[v] for v in summand.scope]
+    values = [summand.seconds(at) for at in itertools.product(*own)]
+    return np.array(values).reshape([len(d) for d in own])
+
+
+def _fixed(scope: tuple[int, ...], table: NDArray[np.float64], outer: tuple[int, ...], rank: int) -> NDArray[np.float64]:
+    """The table with the outer variables' states put in, shaped to be added to a block over all other variables."""
+    picked = table[tuple(outer[v] if v < len(outer) else slice(None) for v in scope)]
+    left = [v for v in scope if v >= len(outer)]
+    picked = picked.transpose(sorted(range(len(left)), key=left.__getitem__))
+    shape = [1] * (rank - len(outer))
+    for v, n in zip(sorted(left), picked.shape, strict=True):
+        shape[v - len(outer)] = n
+    return picked.reshape(shape)

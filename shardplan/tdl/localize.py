@@ -213,7 +213,25 @@ def _convolution(call: Call, local: Local) -> Local:
                 int(p["lhs_dilation"][n]),
                 halo,
             )
+            if padding[n] == (0, 0) and int(p["lhs_dilation"][n]) > 1:
+                return _one_more(local, padding, n, numbers.out_spec[2 + n], int(p["window_strides"][n]))
     return _with(local, padding=tuple(padding))
+
+
+def _one_more(local: Local, padding: list[tuple[int, int]], n: int, dim: int, stride: int) -> Local:
+    """A convolution of one output more in spatial dim ``n``, which is cropped: without padding, XLA's algebraic simplifier aborts
+    on a dilated operand whose other dim is smaller than the kernel.
+    """
+    shape = local.call.results[0]
+
+    def cropped(bind: Bind, operands: Sequence[Any], worker: Any) -> tuple[Any, ...]:
+        (out,) = bind(operands)
+        return (lax.slice_in_dim(out, 0, shape[dim], axis=dim),)
+
+    padding[n] = (0, stride)
+    local = replace(_with(local, padding=tuple(padding)), run=cropped)
+    longer = tuple(size + (d == dim) for d, size in enumerate(shape))
+    return replace(local, call=replace(local.call, results=(longer,)))
 
 
 @_local("reduce_window_sum", "reduce_window_max", "reduce_window_min", "reduce_window", "select_and_gather_add")

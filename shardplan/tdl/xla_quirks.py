@@ -137,11 +137,12 @@ def _is_opaque(tree: lang.Scalar) -> bool:
 
 
 def _in_groups(call: Call) -> bool:
-    """Whether this is a convolution in groups of several channels, whose operands XLA gathers whole, or in groups of images (the
-    gradient of a kernel in groups), whose sum over examples it adds up over axes that cut nothing too.
+    """Whether this is a convolution in groups, depthwise ones and their gradients included.
+
+    XLA gathers the operands of several channels a group whole, loses blocks of depthwise ones where two axes cut the channels,
+    and adds up the gradients of their kernels over axes that cut nothing too.
     """
     if call.primitive != "conv_general_dilated":
         return False
-    channels = call.params["dimension_numbers"].lhs_spec[1]
     images, features = call.params["batch_group_count"], call.params["feature_group_count"]
-    return images > 1 or 1 < features < call.operands[0][channels]
+    return images > 1 or features > 1

@@ -94,7 +94,7 @@ def _convolution(name: str, draw: Draw) -> Case:
     """Forward, or one of its two gradients: strides, dilation of both sides, groups of features or of batch, any numbers."""
     spatial = draw.choose((1, 2))
     numbers = _convolution_numbers(draw, spatial)
-    groups = draw.choose((("plain", 1), ("plain", 1), ("feature", 2), ("feature", 4), ("batch", 2)))
+    groups = draw.choose((("plain", 1), ("plain", 1), ("feature", 2), ("feature", 4), ("feature", 8), ("batch", 2)))
     features, batches = (groups[1], 1) if groups[0] == "feature" else (1, groups[1])
     batch, channels, out = (
         extent(draw, draw.choose((2, 6))) * batches,

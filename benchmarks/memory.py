@@ -72,11 +72,11 @@ def measured(row: str) -> dict[str, Any]:
     options = {"sequence": sequence, "batch": batch, "block": int(block) or None}
     step, args = llama.train_step(size="70b", scan=True, remat=True, dtype="bfloat16", **options)
     plan = shardplan.plan(step, *args, cluster=f"dgx-h100:{NODES}", donate_argnums=0)
-    problem = plan.extractor.problem
+    problem = plan.session.problem
     arguments = 0
     for t in problem.graph.inputs:
         v = problem.coarse.of[t]
-        part = 1.0 if v < 0 else local_bytes(problem, v, plan.solution.states[v])
+        part = 1.0 if v < 0 else local_bytes(problem, v, plan.session.solution.states[v])
         arguments += round(problem.graph.tensors[t].nbytes * part)
     machine = topologies.get_topology_desc(
         "h100", "cuda", target_config=TARGET.read_text(), topology=f"1x{NODES}x{GPUS}"

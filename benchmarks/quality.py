@@ -174,7 +174,7 @@ def _integer_program(plan: Any, limit: float) -> Row:
     from shardplan.search.inference.bound import Ascent, ascend, narrowed, stars
     from tests.oracles import ilp
 
-    problem = plan.extractor.problem
+    problem = plan.session.problem
     began = time.perf_counter()
     own, which = problem.domains, "all"
     if _entries(problem, own) > LARGEST:

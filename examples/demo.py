@@ -41,7 +41,7 @@ def main() -> int:
     title("1. Plan", f"models.gpt ({shown}) on {CLUSTER}")
     step, args = train_step(**OPTIONS, concrete=True)
     plan = shardplan.plan(step, *args, cluster=CLUSTER)
-    print(plan_text(plan, title="GPT train step (AdamW)"))
+    print(plan_text(plan.completed(), title="GPT train step (AdamW)"))
 
     title("2. Verify", f"three steps on {DEVICES} simulated devices beside one device")
     found = verify(plan, step, args)

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
         UndescribedPrimitiveError,
     )
     from shardplan.mesh import Cluster
-    from shardplan.plans.files import load
-    from shardplan.plans.plan import Plan
     from shardplan.shell.api import plan
+    from shardplan.shell.load import load
     from shardplan.shell.parallel import parallelize
+    from shardplan.shell.planned import Plan
     from shardplan.tdl.register import register
 
 __version__ = "0.1.0"
@@ -63,9 +63,9 @@ __all__ = [
 
 _HOMES = {
     "Cluster": "mesh",
-    "Plan": "plans",
+    "Plan": "shell.planned",
     "all_reduce": "collectives.lower",
-    "load": "plans.files",
+    "load": "shell.load",
     "parallelize": "shell.parallel",
     "plan": "shell.api",
     "register": "tdl.register",

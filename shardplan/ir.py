@@ -1,8 +1,8 @@
 """The types that cross stages. Read these first.
 
-A step is traced to a `Program`; a description of each of its ops gives a `Graph`; a `Plan` says how each tensor lies on the
-devices. All of them are frozen, and none of them knows JAX: what only emission needs (the equation behind an op) travels as an
-opaque ``handle``.
+A step is traced to a `Program`; a description of each of its ops gives a `Graph`; `Choices` say how each tensor lies on the
+devices and how each op is cut. All of them are frozen, and none of them knows JAX: what only emission needs (the equation behind
+an op) travels as an opaque ``handle``.
 """
 
 from __future__ import annotations
@@ -182,3 +182,60 @@ class Program:
     def count_ops(self) -> int:
         """Number of ops, those in bodies included once."""
         return len(self.ops) + sum(body.count_ops() for op in self.ops for body in op.bodies)
+
+
+# -- what a plan chooses -----------------------------------------------------------------------------------------------
+
+Where = tuple[tuple[int, int], ...]
+"""The path of a body: (op id, body index) pairs from the outermost program inwards; empty for the program itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """How one op reads its operands and leaves its results.
+
+    ``loops[f]`` is the loop that factor f cuts: -1 for none, below -1 where partial sums are handed on. ``needs[i]`` is the
+    layout of operand i (None for literals and for values that depend on no input), ``gives[r]`` that of result r before its
+    reduction, ``stored[r]`` the one it is stored in. ``compute_s`` are the seconds of one execution.
+    """
+
+    loops: tuple[int, ...]
+    needs: tuple[Layout | None, ...]
+    gives: tuple[Layout, ...]
+    stored: tuple[Layout | None, ...]
+    compute_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A resharded copy of a tensor that several ops read.
+
+    It is made from the copy number ``source``, or from the stored tensor (None). ``backward``: only the backward pass reads it.
+    """
+
+    layout: Layout
+    source: int | None = None
+    backward: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BodyChoices:
+    """The choices for one program or body: the stored layout of each of its tensors (None: made anew where it is read), the use
+    of each op that has one, and by (op id, operand) the number of the copy through which an op reads an operand.
+    """
+
+    layouts: tuple[Layout | None, ...]
+    uses: Mapping[int, Use]
+    reads: Mapping[tuple[int, int], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """Everything that a plan chooses for a program: by the path of each body, and the copies that ops share."""
+
+    bodies: Mapping[Where, BodyChoices]
+    copies: tuple[Copy, ...] = ()
+
+    def use(self, where: Where, op: int) -> Use | None:
+        """How an op of a body is run; None for one that follows its operands."""
+        return self.bodies[where].uses.get(op)

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.plans.plan import Plan
 from shardplan.search.problem.extract import Extractor
 from shardplan.search.problem.solution import Solution
 from shardplan.search.problem.tables import BIG
+from shardplan.shell.planned import Plan
 
 
 class _AnyStrategy(Extractor):
@@ -27,15 +27,15 @@ class _AnyStrategy(Extractor):
 
 def scattered(plan: Plan, seed: int, *, tries: int = 20) -> Plan | None:
     """The plan with layouts drawn at random; None where none of the draws is possible."""
-    problem, rng = plan.extractor.problem, np.random.default_rng(seed)
+    problem, rng = plan.session.problem, np.random.default_rng(seed)
     for _ in range(tries):
         states = tuple(_state(problem, v, rng) for v in range(len(problem.domains)))
         if problem.seconds(states, {}) >= BIG / 1e12:
             continue
         extractor = _AnyStrategy(problem)
         extractor.rng = rng
-        solution: Any = Solution("scattered", states, frozenset(), False, 0.0, plan.solution.peak)
-        return replace(plan, extractor=extractor, solution=solution, decisions=extractor.decide(solution), exact=False)
+        solution = Solution("scattered", states, frozenset(), False, 0.0, plan.session.solution.peak)
+        return plan.at(replace(plan.session, extractor=extractor, solution=solution))
     return None
 
 

@@ -28,8 +28,9 @@ ROWS = (
     ("collectives",),
     ("search",),
     ("emit",),
+    ("plans",),
     ("report",),
-    ("plans", "shell", "__main__"),
+    ("shell", "__main__"),
 )
 RANK = {name: rank for rank, row in enumerate(ROWS) for name in row}
 SHELLS = ROWS[-1]
@@ -37,7 +38,12 @@ SHELLS = ROWS[-1]
 # The files that know JAX, and the packages; of these only the readers of HLO text do not.
 JAX_FILES = (
     "_jax",
+    "plans.canonical",
+    "plans.fingerprint",
+    "plans.runner",
     "shell.clusters",
+    "shell.load",
+    "shell.planned",
     "shell.api",
     "shell.parallel",
     "shell.target",
@@ -51,8 +57,8 @@ JAX_FILES = (
     "cost.calibrate",
     "collectives.lower",
 )
-JAX_PACKAGES = ("frontend", "emit", "plans", "tdl.proof")
-WITHOUT_JAX = "emit.hlo"
+JAX_PACKAGES = ("frontend", "emit", "tdl.proof")
+WITHOUT_JAX = ("emit.hlo", "emit.planned")
 JAX_LIBRARIES = ("jax", "jaxlib", "flax", "optax")
 PRIVATE_JAX = ("jax._src", "jax.extend", "jaxlib")
 

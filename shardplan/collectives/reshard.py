@@ -326,3 +326,21 @@ class Resharder:
 @functools.cache
 def _inverse(names: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(names.index(d) for d in range(len(names)))
+
+
+class Programs:
+    """The cheapest programs between layouts on one network; each is looked up where it was asked for before."""
+
+    def __init__(self, resharder: Resharder) -> None:
+        self.resharder = resharder
+        self._known: dict[tuple[tuple[int, ...], int, Layout, Layout], tuple[Step, ...]] = {}
+
+    def between(self, shape: tuple[int, ...], nbytes: int, before: Layout, after: Layout) -> tuple[Step, ...]:
+        """The steps that move a tensor of ``nbytes`` bytes in all from one layout to another; none where they are the same."""
+        if before == after:
+            return ()
+        key = (shape, nbytes, before, after)
+        if key not in self._known:
+            ends = self.resharder.state(shape, before), self.resharder.state(shape, after)
+            self._known[key] = self.resharder.program(shape, nbytes, *ends)
+        return self._known[key]

@@ -18,10 +18,10 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from shardplan.emit.calls import Pairs
+from shardplan.emit.planned import PlannedProgram
 from shardplan.emit.specs import SpecsEmitter
 from shardplan.emit.stacked import partition_spec, term_factors
-from shardplan.ir import Layout, Op, Program, Reducer
-from shardplan.search.problem.extract import Decisions, Extractor, Use
+from shardplan.ir import Layout, Op, Reducer, Use
 
 
 class DroppingEmitter(SpecsEmitter):
@@ -31,8 +31,8 @@ class DroppingEmitter(SpecsEmitter):
     are not themselves on one device's blocks (their parameters hold sizes).
     """
 
-    def __init__(self, program: Program, extractor: Extractor, decisions: Decisions, mesh: Mesh, dropped: int) -> None:
-        super().__init__(program, extractor, decisions, mesh)
+    def __init__(self, planned: PlannedProgram, mesh: Mesh, dropped: int) -> None:
+        super().__init__(planned, mesh)
         self.dropped = dropped
         self.exchanges: list[str] = []
         self.skipped: list[str] = []
@@ -46,8 +46,8 @@ class DroppingEmitter(SpecsEmitter):
 
     def plain(self, frame: Any, op: Op) -> None:
         """Notes which op comes, and whether it leaves a partial sum."""
-        node = self.nodes.get((frame.where, op.id))
-        use = self.decisions.uses.get(node.id) if node is not None else None
+        node = self.planned.nodes.get((frame.where, op.id))
+        use = self.planned.uses.get(node.id) if node is not None else None
         # terms that are kept are added up later
         added = use is not None and any(g.partial for g in use.gives) and not term_factors(use)
         self._now = (op, use) if use is not None and added else None
@@ -58,8 +58,8 @@ class DroppingEmitter(SpecsEmitter):
         if self._now is None or self._now[0] is not op:
             return super().bind(op, inputs, constant=constant)
         use, self._now = self._now[1], None
-        needs = tuple(partition_spec(n, self.names) for n in use.needs)
-        gives = tuple(partition_spec(Layout(g.dims), self.names) for g in use.gives)
+        needs = tuple(partition_spec(n, self.planned.names) for n in use.needs)
+        gives = tuple(partition_spec(Layout(g.dims), self.planned.names) for g in use.gives)
         local = jax.shard_map(
             lambda *xs: tuple(self._bare(op, xs, constant)), mesh=self.mesh, in_specs=needs, out_specs=gives, check_vma=False
         )
@@ -83,16 +83,15 @@ class DroppingEmitter(SpecsEmitter):
 
     def move(self, value: Any, shape: tuple[int, ...], nbytes: int, before: Layout, after: Layout) -> Any:
         """Resharding; left out, copies of the device's own block."""
-        steps = () if before == after or before.partial else self.extractor.program(shape, nbytes, before, after)
+        steps = () if before == after or before.partial else self.planned.programs.between(shape, nbytes, before, after)
         talks = any(step.kind != "slice" for step in steps)
-        if not talks or not self._drops(
-            f"the move of {shape} from {partition_spec(before, self.names)} to {partition_spec(after, self.names)}"
-        ):
+        ends = [partition_spec(layout, self.planned.names) for layout in (before, after)]
+        if not talks or not self._drops(f"the move of {shape} from {ends[0]} to {ends[1]}"):
             return super().move(value, shape, nbytes, before, after)
         whole = jax.shard_map(
             lambda x: jnp.tile(x, [n // m for n, m in zip(shape, x.shape, strict=True)]),
             mesh=self.mesh,
-            in_specs=partition_spec(before, self.names),
+            in_specs=partition_spec(before, self.planned.names),
             out_specs=PartitionSpec(),
             check_vma=False,
         )
@@ -107,8 +106,8 @@ class DroppingEmitter(SpecsEmitter):
         alone = jax.shard_map(
             lambda x: jnp.squeeze(x, gone),
             mesh=self.mesh,
-            in_specs=partition_spec(own, self.names),
-            out_specs=partition_spec(whole, self.names),
+            in_specs=partition_spec(own, self.planned.names),
+            out_specs=partition_spec(whole, self.planned.names),
             check_vma=False,
         )
         return super().collected(alone(self.constrain(value, own)), after.partial, whole, after)

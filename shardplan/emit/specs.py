@@ -9,7 +9,8 @@ terms (`emit.stacked`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,13 +22,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardplan.emit.calls import Exchanges, Pairs, Share, on_shares, reduced
 from shardplan.emit.extremes import as_floats, as_integers
+from shardplan.emit.planned import PlannedProgram
 from shardplan.emit.shares import share_of
 from shardplan.emit.slices import cuttable, in_row_major_order
 from shardplan.emit.stacked import map_terms, partition_spec, stacked_shape, summed, term_factors
-from shardplan.graph.flatten import Node, Where
-from shardplan.ir import Constant, Layout, Op, Program, Reducer
-from shardplan.search.coarsening.coarsen import FREE
-from shardplan.search.problem.extract import Decisions, Extractor, Use
+from shardplan.graph import Node
+from shardplan.ir import Constant, Layout, Op, Program, Reducer, Use, Where
 from shardplan.tdl.xla_quirks import loses_nan
 
 
@@ -41,51 +41,38 @@ class _Later:
 
 @dataclass(slots=True)
 class _Frame:
-    """The values of one program; ``views`` are resharded copies by view and tensor, ``made`` free values by layout."""
+    """The values of one program; ``copies`` are resharded copies by their number and tensor, ``made`` free values by layout."""
 
     where: Where
     ids: tuple[int, ...]
     values: dict[int, Any]
-    views: dict[tuple[int, int], Any]
+    copies: dict[tuple[int | None, int], Any]
     made: dict[tuple[int, Layout | None], Any]
 
 
 class SpecsEmitter:
     """Evaluates a traced program under the constraints of a plan on one mesh."""
 
-    def __init__(
-        self,
-        program: Program,
-        extractor: Extractor,
-        decisions: Decisions,
-        mesh: Mesh,
-    ) -> None:
-        self.program, self.extractor, self.decisions, self.mesh = program, extractor, decisions, mesh
-        self.problem = problem = extractor.problem
-        self.names = tuple(f.name for f in problem.factors)
-        self.nodes: Mapping[tuple[Where, int], Node] = {(n.where, n.op.id): n for n in problem.graph.nodes}
-        self.of, self.sizes = problem.coarse.of, problem.sizes
-        joins = set(problem.coarse.joins)
-        # what a join reads is held in its stored layout, or the layout that the join needs would spread back into the chain
-        self.held = {t for n in problem.graph.nodes if n.id in joins for t in n.inputs if t >= 0}
+    def __init__(self, planned: PlannedProgram, mesh: Mesh) -> None:
+        self.planned, self.mesh = planned, mesh
 
     def __call__(self, *flat: Any) -> list[Any]:
         """The step on flat arguments; flat results."""
-        return self.run(self.program, (), flat)
+        return self.run(self.planned.program, (), flat)
 
     def constrain(self, x: Any, layout: Layout | None) -> Any:
         """A value held in a layout; scalars and values without one stay as they are."""
         if layout is None or not np.ndim(x):
             return x
-        return lax.with_sharding_constraint(x, NamedSharding(self.mesh, partition_spec(layout, self.names)))
+        return lax.with_sharding_constraint(x, NamedSharding(self.mesh, partition_spec(layout, self.planned.names)))
 
     # -- programs ----------------------------------------------------------------------------------------------------
 
     def run(
-        self, program: Program, where: Where, arguments: Sequence[Any], views: dict[tuple[int, int], Any] | None = None
+        self, program: Program, where: Where, arguments: Sequence[Any], copies: dict[tuple[int | None, int], Any] | None = None
     ) -> list[Any]:
-        """Evaluates a program or a body; a body that runs once shares the ``views`` of what it runs in."""
-        frame = _Frame(where, self.problem.graph.bodies[where], {}, {} if views is None else views, {})
+        """Evaluates a program or a body; a body that runs once shares the ``copies`` of what it runs in."""
+        frame = _Frame(where, self.planned.graph.bodies[where], {}, {} if copies is None else copies, {})
         for t, value in program.constants:
             frame.values[t] = value
         for t, value in zip(program.inputs, arguments, strict=True):
@@ -96,7 +83,7 @@ class SpecsEmitter:
 
     def layout(self, frame: _Frame, local: int) -> Layout | None:
         """The stored layout of a tensor of a frame's program."""
-        return self.decisions.layouts[frame.ids[local]]
+        return self.planned.layouts[frame.ids[local]]
 
     def value(self, frame: _Frame, operand: int | Constant) -> Any:
         """A tensor in its stored layout; a free one without any."""
@@ -107,7 +94,7 @@ class SpecsEmitter:
 
     def force(self, frame: _Frame, local: int, later: _Later, layout: Layout | None) -> Any:
         """A free value, made anew for each layout that reads it."""
-        node = self.nodes[frame.where, later.op.id]
+        node = self.planned.nodes[frame.where, later.op.id]
         layout = layout if node.signature.aligned else None  # made whole on every device
         key = (local, layout)
         if key not in frame.made:
@@ -124,7 +111,7 @@ class SpecsEmitter:
         return frame.made[key]
 
     def _shape(self, frame: _Frame, local: int) -> tuple[int, ...]:
-        return self.problem.graph.tensors[frame.ids[local]].shape
+        return self.planned.graph.tensors[frame.ids[local]].shape
 
     # -- ops ---------------------------------------------------------------------------------------------------------
 
@@ -151,9 +138,9 @@ class SpecsEmitter:
             for r, t in enumerate(op.outputs):
                 frame.values[t] = _Later(op, r)
             return
-        node = self.nodes[frame.where, op.id]
-        use = self.decisions.uses.get(node.id)
-        follow = next((self.layout(frame, t) for t in op.outputs if self.of[frame.ids[t]] != FREE), None)
+        node = self.planned.nodes[frame.where, op.id]
+        use = self.planned.uses.get(node.id)
+        follow = next((at for t in op.outputs if (at := self.layout(frame, t)) is not None), None)
         inputs: list[Any] = []
         for slot, i in enumerate(op.inputs):
             if isinstance(i, Constant):
@@ -166,7 +153,7 @@ class SpecsEmitter:
                 inputs.append(found)
             else:
                 inputs.append(self.operand(frame, node, use, slot, i))
-        share = share_of(node, use, self.extractor)
+        share = share_of(node, use, self.planned)
         if share is not None:
             outputs = self.shared(node, share, inputs)
         elif use is None and not node.signature.aligned:
@@ -177,14 +164,16 @@ class SpecsEmitter:
         for r, (t, value) in enumerate(zip(op.outputs, outputs, strict=True)):
             if use is not None:
                 value = self.result(use, share, r, value)
-            elif use is None and frame.ids[t] in self.held:
+            elif use is None and frame.ids[t] in self.planned.held:
                 value = self.constrain(value, self.layout(frame, t))
             frame.values[t] = value
 
     def apply(self, frame: _Frame, op: Op, use: Use | None, inputs: Sequence[Any]) -> list[Any]:
         """An op's results, with a leading axis for each factor whose terms it hands on."""
         bind = partial(self.bind, op, constant=self._constant(frame, op))
-        if use is not None and loses_nan(self.nodes[frame.where, op.id].signature.call, any(g.partial for g in use.gives)):
+        if use is not None and loses_nan(
+            self.planned.nodes[frame.where, op.id].signature.call, any(g.partial for g in use.gives)
+        ):
             (x,) = inputs
             (found,) = bind([as_integers(x, "max" if op.primitive == "reduce_max" else "min")])
             return [as_floats(found, x.dtype)]
@@ -195,8 +184,11 @@ class SpecsEmitter:
 
     def _constant(self, frame: _Frame, op: Op) -> bool:
         """Whether the first operand depends on no argument."""
-        first = op.inputs[0] if op.inputs else None
-        return not isinstance(first, int) or self.of[frame.ids[first]] == FREE
+        return not op.inputs or self._follows(frame, op.inputs[0])
+
+    def _follows(self, frame: _Frame, operand: int | Constant) -> bool:
+        """Whether an operand has no layout of its own: a literal, a scalar, or a value that depends on no argument."""
+        return not isinstance(operand, int) or self.layout(frame, operand) is None
 
     def _partial(self, frame: _Frame, operand: int | Constant) -> tuple[int, ...]:
         layout = self.layout(frame, operand) if isinstance(operand, int) else None
@@ -204,8 +196,8 @@ class SpecsEmitter:
 
     def _is_free(self, frame: _Frame, op: Op) -> bool:
         """Whether the op makes values (not scalars) that depend on no input."""
-        made = all(self.of[frame.ids[t]] == FREE and self.problem.graph.tensors[frame.ids[t]].size > 1 for t in op.outputs)
-        return made and not op.handle.effects and all(not isinstance(i, int) or self.of[frame.ids[i]] == FREE for i in op.inputs)
+        makes = all(self._follows(frame, t) and math.prod(self._shape(frame, t)) > 1 for t in op.outputs)
+        return makes and not op.handle.effects and all(self._follows(frame, i) for i in op.inputs)
 
     def _free_layout(self, frame: _Frame, i: int, op: Op, use: Use | None, follow: Layout | None) -> Layout | None:
         """A free operand of the result's shape is made in the result's layout; any other in none."""
@@ -216,29 +208,29 @@ class SpecsEmitter:
         return replace(follow, partial=())  # a factor of every term, none itself
 
     def operand(self, frame: _Frame, node: Node, use: Use, slot: int, local: int) -> Any:
-        """An operand in the layout that the op needs, through the view that it reads."""
+        """An operand in the layout that the op needs, through the copy that it reads."""
         need = use.needs[slot]
         assert need is not None
-        tensor = self.problem.graph.tensors[frame.ids[local]]
+        tensor = self.planned.graph.tensors[frame.ids[local]]
         value, at = frame.values[local], self.layout(frame, local)
         assert at is not None
-        v = self.problem.coarse.read.get((node.id, slot))
-        if v is not None:
-            key = v, frame.ids[local]
-            if key not in frame.views:
-                frame.views[key] = self.view(frame, node, v, value, at, local)
-            value, at = frame.views[key], self.decisions.views[v]
+        number = self.planned.reads.get((node.id, slot))
+        if number is not None:
+            key = number, frame.ids[local]
+            if key not in frame.copies:
+                frame.copies[key] = self.copy(frame, node, number, value, at, local)
+            value, at = frame.copies[key], self.planned.copies[number].layout
         return self.move(value, tensor.shape, tensor.nbytes, at, need)
 
-    def view(self, frame: _Frame, node: Node, v: int, value: Any, at: Layout, local: int) -> Any:
+    def copy(self, frame: _Frame, node: Node, number: int, value: Any, at: Layout, local: int) -> Any:
         """The resharded copy that several ops read, made at its first reader."""
-        variable = self.problem.coarse.variables[v]
-        tensor = self.problem.graph.tensors[frame.ids[local]]
-        target = self.decisions.views[v]
-        sibling = variable.sibling, frame.ids[local]
-        if v in self.decisions.kept and sibling in frame.views:
-            value, at = frame.views[sibling], self.decisions.views[variable.sibling]
-        elif variable.kind == "backward" and target != at:
+        tensor = self.planned.graph.tensors[frame.ids[local]]
+        copy = self.planned.copies[number]
+        target, origin = copy.layout, (copy.source, frame.ids[local])
+        if origin in frame.copies:
+            assert copy.source is not None
+            value, at = frame.copies[origin], self.planned.copies[copy.source].layout
+        elif copy.backward and target != at:
             # tied to a value of the backward pass, so that the forward copy is not kept in its place
             later = [frame.values[i] for i in node.op.inputs if isinstance(i, int) and i != local]
             late = next((x for x in later if not isinstance(x, _Later)), None)
@@ -251,7 +243,7 @@ class SpecsEmitter:
             return self.constrain(value, after)
         if before.partial:
             return self.collected(value, before.partial, before, after)
-        for step in self.extractor.program(shape, nbytes, before, after):
+        for step in self.planned.programs.between(shape, nbytes, before, after):
             value = self.constrain(value, step.after)
         return value
 
@@ -322,20 +314,20 @@ class SpecsEmitter:
 
         None in place of a free value that does not change in the loop: it is made inside (`remade`), where it takes no memory.
         """
-        ids = self.problem.graph.bodies[where]
+        ids = self.planned.graph.bodies[where]
         values: list[Any] = []
         for i, (operand, t, lift) in enumerate(zip(op.inputs[skip:], inner, lifts, strict=True)):
-            target = self.decisions.layouts[ids[t]]
+            target = self.planned.layouts[ids[t]]
             if i < fixed and isinstance(operand, int) and isinstance(frame.values[operand], _Later):
                 values.append(None)
                 continue
             value = self.value(frame, operand)
             if target is not None and isinstance(operand, int):
-                outer = self.problem.graph.tensors[frame.ids[operand]]
+                outer = self.planned.graph.tensors[frame.ids[operand]]
                 wanted = Layout(((), *target.dims)) if lift else target
                 at = self.layout(frame, operand)
                 if wanted.partial and at is None:  # a sum starts from zero
-                    value = jax.numpy.zeros(stacked_shape(outer.shape, wanted, self.sizes), value.dtype)
+                    value = jax.numpy.zeros(stacked_shape(outer.shape, wanted, self.planned.sizes), value.dtype)
                 value = self.constrain(value, wanted) if at is None else self.move(value, outer.shape, outer.nbytes, at, wanted)
             values.append(value)
         return values
@@ -347,12 +339,12 @@ class SpecsEmitter:
         lifts = [0] * (consts + carry) + [1] * (len(body.inputs) - consts - carry)
         values = self.entering(frame, op, 0, where, body.inputs, lifts, consts)
         fixed, start, stacked = values[:consts], values[consts : consts + carry], values[consts + carry :]
-        ids = self.problem.graph.bodies[where]
+        ids = self.planned.graph.bodies[where]
 
         def iteration(state: Sequence[Any], slices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
             results = self.run(body, where, [*self.remade(frame, op, fixed, [ids[t] for t in body.inputs]), *state, *slices])
             after = [
-                self.handed(x, self.decisions.layouts[ids[o]] if isinstance(o, int) else None, self.decisions.layouts[ids[t]])
+                self.handed(x, self.planned.layouts[ids[o]] if isinstance(o, int) else None, self.planned.layouts[ids[t]])
                 for x, o, t in zip(results[:carry], body.outputs, body.inputs[consts:], strict=False)
             ]
             return [_as(x, s) for x, s in zip(after, state, strict=True)], results[carry:]
@@ -360,7 +352,7 @@ class SpecsEmitter:
         end, ys = lax.scan(
             iteration, start, stacked, length=op.params["length"], reverse=op.params["reverse"], unroll=op.params.get("unroll", 1)
         )
-        inside = [self.decisions.layouts[ids[t]] for t in body.inputs[consts : consts + carry]]
+        inside = [self.planned.layouts[ids[t]] for t in body.inputs[consts : consts + carry]]
         left = [self.handed(x, at, self.layout(frame, t)) for x, at, t in zip(end, inside, op.outputs, strict=False)]
         return [*left, *ys]
 
@@ -371,7 +363,7 @@ class SpecsEmitter:
         for operand, value, t in zip(op.inputs, fixed, inner, strict=False):
             if value is None:
                 assert isinstance(operand, int)
-                value = self.constrain(self.value(here, operand), self.decisions.layouts[t])
+                value = self.constrain(self.value(here, operand), self.planned.layouts[t])
             found.append(value)
         return found
 
@@ -389,8 +381,8 @@ class SpecsEmitter:
         tested = [self.value(frame, i) for i in op.inputs[:a]]
         values = self.entering(frame, op, a, where, body.inputs, [0] * len(body.inputs))
         fixed, start = values[:b], values[b:]
-        ids = self.problem.graph.bodies[where]
-        inside = [self.decisions.layouts[ids[t]] for t in body.inputs[b:]]
+        ids = self.planned.graph.bodies[where]
+        inside = [self.planned.layouts[ids[t]] for t in body.inputs[b:]]
         batched = isinstance(test.outputs[0], int) and bool(test.tensors[test.outputs[0]].shape)
 
         def holds(state: Sequence[Any]) -> Any:
@@ -429,15 +421,15 @@ class SpecsEmitter:
     def remat(self, frame: _Frame, op: Op) -> list[Any]:
         """Differentiated remat is its body behind a barrier, as JAX lowers it: what was saved is not what is computed again."""
         values = [self.value(frame, i) for i in op.inputs]
-        views = frame.views
+        copies = frame.copies
         if op.params.get("differentiated") and op.params.get("prevent_cse"):
             # resharded copies of what goes in go through the barrier as well: by them the body would read what was there before
             entered = {frame.ids[i] for i in op.inputs if isinstance(i, int)}
-            copies = {key: x for key, x in frame.views.items() if key[1] in entered}
-            values, behind = lax.optimization_barrier((values, list(copies.values())))
-            views = {**frame.views, **dict(zip(copies, behind, strict=True))}
-        results = self.run(op.bodies[0], (*frame.where, (op.id, 0)), values, views)
-        frame.views.update({key: x for key, x in views.items() if key not in frame.views})
+            entering = {key: x for key, x in frame.copies.items() if key[1] in entered}
+            values, behind = lax.optimization_barrier((values, list(entering.values())))
+            copies = {**frame.copies, **dict(zip(entering, behind, strict=True))}
+        results = self.run(op.bodies[0], (*frame.where, (op.id, 0)), values, copies)
+        frame.copies.update({key: x for key, x in copies.items() if key not in frame.copies})
         return results
 
 

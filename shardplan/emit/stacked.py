@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from shardplan.ir import Layout
-from shardplan.search.problem.extract import Use
+from shardplan.ir import Layout, Use
 
 
 def partition_spec(layout: Layout | None, names: Sequence[str]) -> PartitionSpec:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +20,73 @@ from shardplan.emit.judge import Change, Largest, Worst, judge
 from shardplan.emit.perturb import narrowed, narrows, neighbours
 from shardplan.errors import ShardplanError
 from shardplan.frontend.nnx_state import Pure, apart
-
-if TYPE_CHECKING:
-    from shardplan.frontend.trace import Traced
-    from shardplan.plans.plan import Plan
+from shardplan.frontend.trace import Traced
 
 PERTURBATIONS = 5
+
+
+class Sends(Protocol):
+    """One collective of a plan (`shardplan.plans.Collective`)."""
+
+    @property
+    def kind(self) -> str:
+        """Such as "all-reduce"."""
+        ...
+
+    @property
+    def wire_bytes(self) -> float:
+        """What a device sends, each time."""
+        ...
+
+    @property
+    def times(self) -> float:
+        """How often a step runs it."""
+        ...
+
+
+class Runs(Protocol):
+    """What a verification needs of a plan (`shardplan.Plan`)."""
+
+    traced: Traced
+
+    @property
+    def donate_argnums(self) -> tuple[int, ...]:
+        """The arguments whose memory the step takes."""
+        ...
+
+    @property
+    def donated_leaves(self) -> tuple[int, ...]:
+        """Their leaves."""
+        ...
+
+    @property
+    def collectives(self) -> Sequence[Sends]:
+        """All collectives of a step."""
+        ...
+
+    @property
+    def communication_bytes(self) -> float:
+        """What a device sends in a step."""
+        ...
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that a device holds."""
+        ...
+
+    def mesh(self, devices: Sequence[Any] | None = None) -> Any:
+        """The mesh on these devices."""
+        ...
+
+    def in_shardings(self, mesh: Any) -> Any:
+        """A sharding for each leaf of the arguments."""
+        ...
+
+    def jit(
+        self, step: Callable[..., Any], devices: Sequence[Any] | None = None, backend: str = "specs", *, drop: int | None = None
+    ) -> Any:
+        """The step, jitted."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +149,7 @@ class Verified:
 
 
 def verify(
-    plan: Plan,
+    plan: Runs,
     step: Callable[..., Any],
     args: Sequence[Any],
     *,
@@ -148,13 +209,13 @@ def verify(
 
 
 def measured_program(
-    plan: Plan, step: Callable[..., Any], *, devices: Sequence[Any] | None = None, backend: str = "specs"
+    plan: Runs, step: Callable[..., Any], *, devices: Sequence[Any] | None = None, backend: str = "specs"
 ) -> tuple[Measured, int]:
     """The collectives of the compiled step and its peak bytes on one device; nothing is run."""
     return _measured(plan.jit(step, devices, backend), jax.tree.unflatten(plan.traced.in_tree, plan.traced.in_shapes))
 
 
-def by_kind(plan: Plan, measured: Measured) -> dict[str, Bytes]:
+def by_kind(plan: Runs, measured: Measured) -> dict[str, Bytes]:
     """Predicted beside measured, for every kind that either has."""
     predicted: dict[str, tuple[float, float]] = {}
     for c in plan.collectives:
@@ -266,7 +327,7 @@ class _Sharded:
     """The step under a plan; it notes what compiled again and what came back elsewhere."""
 
     def __init__(
-        self, plan: Plan, step: Callable[..., Any], devices: Sequence[Any] | None, backend: str, drop: int | None, loop: _Loop
+        self, plan: Runs, step: Callable[..., Any], devices: Sequence[Any] | None, backend: str, drop: int | None, loop: _Loop
     ) -> None:
         self._loop, self._paths = loop, plan.traced.program.output_paths
         self._mesh = plan.mesh(devices)

@@ -16,7 +16,7 @@ from typing import Any
 
 from shardplan.cost import compute
 from shardplan.errors import DescriptionError, MisfitError, UndescribedPrimitiveError
-from shardplan.ir import Op, Program, Tensor
+from shardplan.ir import Op, Program, Tensor, Where
 from shardplan.tdl import (
     Call,
     Description,
@@ -38,9 +38,6 @@ from shardplan.tdl.xla_quirks import (
     fenced_loops,
     shared_loops,
 )
-
-Where = tuple[tuple[int, int], ...]
-"""The way to a body: (op id, body index) pairs from the outermost program inwards."""
 
 
 @dataclass(frozen=True, slots=True)

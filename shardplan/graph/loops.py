@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shardplan.graph.flatten import Graph, Link, Where
+from shardplan.graph.flatten import Graph, Link
+from shardplan.ir import Where
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,3 +84,8 @@ def detected(devices: Sequence[Any] | None = None, *, topology: str | None = Non
         topology = nvidia_smi_topology()
     seats = [(int(getattr(d, "slice_index", None) or 0), int(d.process_index)) for d in found]
     return machine(str(found[0].platform), str(found[0].device_kind), seats, topology=topology)
+
+
+def auto(mesh: Mesh) -> Mesh:
+    """A mesh with Auto axes, on which constraints are requests that XLA's partitioner carries out."""
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))

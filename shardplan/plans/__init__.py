@@ -1,9 +1,10 @@
-"""The plan, its file, and the step that it runs.
+"""The plan as plain data, its file, and the step that it runs.
 
-`plan` is the plan itself, `files` reads and writes it, `fingerprint` and `canonical` say when two steps are the same, `runner`
-calls the jitted step.
+`data` is the value, `summary` makes it from a search and finds the search again, `files` and `choices_json` write and read it,
+`fit` refuses choices that do not fit a step, `fingerprint` and `canonical` say when two steps are the same, `runner` calls the
+jitted step.
 """
 
-from shardplan.plans.plan import Baseline, Collective, Plan
+from shardplan.plans.data import Argument, Baseline, Collective, PlanData
 
-__all__ = ["Baseline", "Collective", "Plan"]
+__all__ = ["Argument", "Baseline", "Collective", "PlanData"]

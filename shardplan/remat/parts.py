@@ -6,10 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from shardplan.ir import Op, Program
-
-Where = tuple[tuple[int, int], ...]
-"""The way to a body: (op id, body index) pairs from the outermost program inwards, as in `search.graph`."""
+from shardplan.ir import Op, Program, Where
 
 Policy = Literal["all", "light"]
 """What of a body is computed again: all of it, or all but its contractions, whose results are kept."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from shardplan.ir import Program
+from shardplan.ir import Program, Where
 from shardplan.remat.blocks import block_again
 from shardplan.remat.loops import loop_again
-from shardplan.remat.parts import Part, Where
+from shardplan.remat.parts import Part
 
 
 def rematerialised(program: Program, parts: Sequence[Part]) -> Program:

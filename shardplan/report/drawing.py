@@ -10,15 +10,11 @@ import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from shardplan.ir import Layout, Tensor
-from shardplan.search.coarsening.coarsen import FREE
-
-if TYPE_CHECKING:
-    from shardplan.graph.flatten import Graph, Node
-    from shardplan.plans.plan import Plan
-    from shardplan.search.problem.extract import Use
+from shardplan.emit.planned import PlannedProgram
+from shardplan.graph import Graph, Node
+from shardplan.ir import Layout, Tensor, Use
 
 Cuts = tuple[tuple[int, ...], ...]
 """For each dim the axes that cut it, major first: numbers in `Drawing.axes`."""
@@ -79,12 +75,12 @@ class Drawing:
     runs: tuple[Run, ...]
 
 
-def drawing(plan: Plan) -> Drawing:
+def drawing(plan: PlannedProgram) -> Drawing:
     """What a plan looks like."""
-    graph = plan.extractor.problem.graph
-    origins = _origins(graph, plan.extractor.problem.coarse.free)
+    graph = plan.graph
+    origins = _origins(graph, frozenset(t for t, layout in enumerate(plan.layouts) if layout is None))
     columns = [c for node in graph.nodes if (c := _column(plan, node, origins)) is not None]
-    return Drawing(tuple(plan.axes.items()), folded(columns))
+    return Drawing(tuple((f.name, f.size) for f in plan.factors), folded(columns))
 
 
 # -- columns -----------------------------------------------------------------------------------------------------------
@@ -116,13 +112,13 @@ def _origins(graph: Graph, free: frozenset[int]) -> Mapping[int, int]:
     return found
 
 
-def _column(plan: Plan, node: Node, origins: Mapping[int, int]) -> Column | None:
+def _column(plan: PlannedProgram, node: Node, origins: Mapping[int, int]) -> Column | None:
     """The column of an op; None for one that is not drawn: elementwise, backward, or of fewer than two tensors."""
-    problem, use = plan.extractor.problem, plan.decisions.uses.get(node.id)
+    use = plan.uses.get(node.id)
     description = node.signature.description
     if use is None or node.backward or node.signature.elementwise or description is None:
         return None
-    slots = [i for i, t in enumerate(node.inputs) if t >= 0 and problem.coarse.of[t] != FREE]
+    slots = [i for i, t in enumerate(node.inputs) if t >= 0 and plan.layouts[t] is not None]
     weights = [i for i in slots if node.inputs[i] in origins]
     contracts = node.signature.contracts
     if len(slots) < 2 or not (contracts or (weights and node.inputs[weights[0]] != node.outputs[0])):
@@ -132,15 +128,15 @@ def _column(plan: Plan, node: Node, origins: Mapping[int, int]) -> Column | None
         return None
     order = sorted(slots, key=lambda i: (i != weight, -i if weight is None else i))[:2]
     tiles = tuple(_tile(plan, node, use, i, origins if i == weight else {}) for i in order)
-    path = node.op.scope if weight is None else problem.graph.input_paths[origins[node.inputs[weight]]]
+    path = node.op.scope if weight is None else plan.graph.input_paths[origins[node.inputs[weight]]]
     block, label = _names(path, None if weight is not None else node.op.primitive.replace("_general", ""))
     numbers = tuple(map(int, re.findall(r"\d+", path)))
     return Column(block, label, numbers, tiles, _gives(plan, node, use), max(1, round(node.weight)))
 
 
-def _tile(plan: Plan, node: Node, use: Use, slot: int, origins: Mapping[int, int]) -> Tile:
-    graph, t = plan.extractor.problem.graph, node.inputs[slot]
-    tensor, stored = graph.tensors[t], plan.decisions.layouts[t]
+def _tile(plan: PlannedProgram, node: Node, use: Use, slot: int, origins: Mapping[int, int]) -> Tile:
+    graph, t = plan.graph, node.inputs[slot]
+    tensor, stored = graph.tensors[t], plan.layouts[t]
     assert stored is not None
     kept = _at_rest(plan, tensor, stored, origins.get(t))
     need = use.needs[slot] or stored
@@ -149,26 +145,26 @@ def _tile(plan: Plan, node: Node, use: Use, slot: int, origins: Mapping[int, int
     return Tile(kind, tensor.shape, kept.dims, need.dims, _moves(plan, tensor, kept, need), _shown(tensor.shape, used, kind))
 
 
-def _at_rest(plan: Plan, tensor: Tensor, stored: Layout, origin: int | None) -> Layout:
+def _at_rest(plan: PlannedProgram, tensor: Tensor, stored: Layout, origin: int | None) -> Layout:
     """How a weight lies between steps, where that can be said of what the op reads: a cast of it, or a slice of a stack."""
     if origin is None:
         return stored
-    graph = plan.extractor.problem.graph
-    kept, shape = plan.decisions.layouts[graph.inputs[origin]], graph.tensors[graph.inputs[origin]].shape
+    graph = plan.graph
+    kept, shape = plan.layouts[graph.inputs[origin]], graph.tensors[graph.inputs[origin]].shape
     extra = len(shape) - len(tensor.shape)
     if kept is None or extra < 0 or shape[extra:] != tensor.shape or any(kept.dims[:extra]):
         return stored
     return Layout(kept.dims[extra:])
 
 
-def _gives(plan: Plan, node: Node, use: Use) -> tuple[str, ...]:
-    tensor = plan.extractor.problem.graph.tensors[node.outputs[0]]
+def _gives(plan: PlannedProgram, node: Node, use: Use) -> tuple[str, ...]:
+    tensor = plan.graph.tensors[node.outputs[0]]
     stored = use.stored[0] or Layout(((),) * len(tensor.shape))
     return _moves(plan, tensor, use.gives[0], stored)
 
 
-def _moves(plan: Plan, tensor: Tensor, before: Layout, after: Layout) -> tuple[str, ...]:
-    steps = plan.extractor.program(tensor.shape, tensor.nbytes, before, after) if before != after else ()
+def _moves(plan: PlannedProgram, tensor: Tensor, before: Layout, after: Layout) -> tuple[str, ...]:
+    steps = plan.programs.between(tensor.shape, tensor.nbytes, before, after)
     return tuple(s.kind.replace("_", "-") for s in steps if s.kind != "slice")
 
 

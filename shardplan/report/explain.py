@@ -10,22 +10,18 @@ import fnmatch
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-import numpy as np
 
 from shardplan.collectives.dsl import shortened
 from shardplan.errors import ShardplanError, nearest
-from shardplan.ir import Layout, spec_text
-from shardplan.report.padding import padded_seconds, priced, uneven
+from shardplan.graph import Node
+from shardplan.ir import Entry, Layout, spec_text
+from shardplan.plans.data import PlanData
+from shardplan.report.padding import priced, uneven
 from shardplan.report.paths import grouped
 from shardplan.report.tables import seconds, size
 from shardplan.report.text import argument_shapes, best_baseline, bound_text, collective_rows, collectives_text
-from shardplan.search.coarsening.coarsen import FREE
-
-if TYPE_CHECKING:
-    from shardplan.graph.flatten import Node
-    from shardplan.plans.plan import Plan
+from shardplan.search.coarsening.variables import FREE
+from shardplan.search.session import Session
 
 _LINES = 3
 """So many source lines and dearest collectives are named."""
@@ -33,25 +29,25 @@ _NEAR = 1e-9
 """Seconds below which two choices cost the same."""
 
 
-def explain(plan: Plan, path: str | None = None) -> str:
+def explain(plan: PlanData, session: Session, path: str | None = None) -> str:
     """The whole plan in words, or the arguments whose path is ``path`` or matches it as a glob.
 
     Raises:
         ShardplanError: if no argument matches.
     """
-    why = _why(plan, None)
+    why = _why(plan, session, None)
     if path is None:
         return why.whole()
-    paths = tuple(plan.specs_by_path)
+    paths = tuple(plan.entries)
     hits = [p for p in paths if p == path] or [p for p in paths if fnmatch.fnmatchcase(p, path)]
     if not hits:
         raise ShardplanError(unknown(path, paths))
     shapes = argument_shapes(plan)
-    groups = grouped({p: (spec_text(plan.specs_by_path[p]), shapes[p]) for p in hits})
+    groups = grouped({p: (spec_text(plan.entries[p]), shapes[p]) for p in hits})
     return "\n\n".join(why.argument(g.paths[0], g.pattern, len(g.paths)) for g in groups)
 
 
-def explain_all(plan: Plan) -> dict[str, str]:
+def explain_all(plan: PlanData, session: Session) -> dict[str, str]:
     """Every explanation by path, ``""`` for the whole plan.
 
     Of the dims that do not divide only the one of the largest array is priced padded, for each price is a search of its own;
@@ -59,8 +55,8 @@ def explain_all(plan: Plan) -> dict[str, str]:
     """
     sizes = [(nbytes, odd.size) for shape, _, nbytes in argument_shapes(plan).values() for odd in uneven(shape, plan.axes)]
     largest = {max(sizes)[1]} if sizes and plan.time_budget_s is None and not plan.stopped else set[int]()
-    why = _why(plan, frozenset(largest))
-    return {"": why.whole()} | {path: why.argument(path) for path in plan.specs_by_path}
+    why = _why(plan, session, frozenset(largest))
+    return {"": why.whole()} | {path: why.argument(path) for path in plan.entries}
 
 
 def unknown(path: str, paths: Sequence[str]) -> str:
@@ -68,16 +64,8 @@ def unknown(path: str, paths: Sequence[str]) -> str:
     return f"no argument {path!r}{nearest(path, paths)}; a glob such as '*kernel' names several"
 
 
-@dataclass(frozen=True, slots=True)
-class _Other:
-    """Another layout of one argument, and how many seconds more (or less) it takes, all else held."""
-
-    layout: Layout
-    more_s: float
-
-
-def _why(plan: Plan, priced_sizes: frozenset[int] | None) -> _Why:
-    graph, of = plan.extractor.problem.graph, plan.extractor.problem.coarse.of
+def _why(plan: PlanData, session: Session, priced_sizes: frozenset[int] | None) -> _Why:
+    graph, of = session.graph, session.problem.coarse.of
     tensors = dict(zip(graph.input_paths, graph.inputs, strict=True))
     readers: dict[int, list[Node]] = {t: [] for t in graph.inputs}
     for node in graph.nodes:
@@ -88,7 +76,7 @@ def _why(plan: Plan, priced_sizes: frozenset[int] | None) -> _Why:
     for path, t in tensors.items():
         if of[t] != FREE:
             sharing.setdefault(of[t], []).append(path)
-    return _Why(plan, priced_sizes, argument_shapes(plan), tensors, readers, sharing)
+    return _Why(plan, session, priced_sizes, plan.entries, argument_shapes(plan), tensors, readers, sharing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +87,10 @@ class _Why:
     worked out already.
     """
 
-    plan: Plan
+    plan: PlanData
+    session: Session
     priced_sizes: frozenset[int] | None
+    entries: Mapping[str, tuple[Entry, ...]]
     shapes: Mapping[str, tuple[tuple[int, ...], str, int]]
     tensors: Mapping[str, int]
     readers: Mapping[int, Sequence[Node]]
@@ -143,7 +133,7 @@ class _Why:
         pins = plan.pins
         hits = [p for p in pins if path is None or fnmatch.fnmatchcase(path, p)]
         found = [f"the pin {p!r} = {spec_text(pins[p])} fixes {'it' if path else 'what it matches'}" for p in hits]
-        unlimited_s = plan.bound.unlimited_s
+        unlimited_s = plan.unlimited_s
         if path is None and unlimited_s is not None and plan.step_time_s > unlimited_s * (1 + 1e-6):
             found.append(
                 f"the memory limit of {size(plan.memory_limit)} binds: without it a step takes {seconds(unlimited_s)}, "
@@ -157,11 +147,11 @@ class _Why:
         """Of one argument (or of all that ``pattern`` stands for): how it lies, and why."""
         plan = self.plan
         shape, dtype, nbytes = self.shapes[path]
-        spec = plan.specs_by_path[path]
         t = self.tensors[path]
-        v = plan.extractor.problem.coarse.of[t]
-        part = 1.0 if v == FREE else plan.extractor.problem.resharder.space(shape).local[plan.solution.states[v]]
-        lines = [f"{pattern or path}  {dtype}{list(shape)}  {spec_text(spec)}"]
+        problem = self.session.problem
+        v = problem.coarse.of[t]
+        part = 1.0 if v == FREE else problem.resharder.space(shape).local[self.session.solution.states[v]]
+        lines = [f"{pattern or path}  {dtype}{list(shape)}  {spec_text(self.entries[path])}"]
         if alike > 1:
             lines.append(f"{alike} arrays alike; what follows is for {path}")
         lines.append(f"{size(nbytes * part)} of {size(nbytes)} on each device")
@@ -191,7 +181,7 @@ class _Why:
     def _uses(self, t: int) -> list[str]:
         """The layouts in which ops read it where they differ from its own."""
         plan = self.plan
-        graph, decisions = plan.extractor.problem.graph, plan.decisions
+        graph, decisions, programs = self.session.graph, self.session.decisions, self.session.extractor.programs
         own, found = decisions.layouts[t], dict[str, None]()
         assert own is not None
         for node in self.readers[t]:
@@ -199,7 +189,7 @@ class _Why:
             for i, need in enumerate(use.needs if use is not None else ()):
                 if node.inputs[i] != t or need is None or need == own:
                     continue
-                steps = plan.extractor.program(graph.tensors[t].shape, graph.tensors[t].nbytes, own, need)
+                steps = programs.between(graph.tensors[t].shape, graph.tensors[t].nbytes, own, need)
                 talk = [s for s in steps if s.kind != "slice"]
                 cost = sum(s.seconds for s in talk)
                 kinds = ", ".join(
@@ -220,13 +210,13 @@ class _Why:
         return self.dearest[v]
 
     def _ranked(self, v: int) -> list[str]:
-        others = self._alternatives(v)
+        others = self.session.alternatives(v)
         if not others:
             return ["no other layout divides its dims"]
         best = others[0]
         if best.more_s < -_NEAR:
-            if self.plan.solution.name != "plan":
-                why = f"would not be {self.plan.solution.name}"
+            if self.plan.name != "plan":
+                why = f"would not be {self.plan.name}"
             elif self.plan.peak_bytes <= self.plan.memory_limit and self.plan.exact:
                 why = "does not fit in memory with the rest"
             else:
@@ -238,33 +228,13 @@ class _Why:
             lines.append(f"whole on every device: {_more(whole.more_s)}")
         return lines
 
-    def _alternatives(self, v: int) -> list[_Other]:
-        """Every other layout of a variable with the change in seconds, cheapest first."""
-        problem, solution = self.plan.extractor.problem, self.plan.solution
-        kept = problem.regathered(solution.keep)
-        domains: list[tuple[int, ...]] = [(s,) for s in solution.states]
-        domains[v] = problem.domains[v]
-        total = np.zeros(len(domains[v]))
-        for term in problem.terms_of(v, domains, kept, solution.limits):
-            total = total + term.constant + problem.store.tables[term.table].reshape(-1)
-        if solution.states[v] not in domains[v]:
-            return []
-        own = total[domains[v].index(solution.states[v])]
-        shape = problem.coarse.variables[v].shape
-        found = [
-            _Other(problem.resharder.layout(shape, s), float(c - own) / 1e12)
-            for s, c in zip(domains[v], total, strict=True)
-            if s != solution.states[v]
-        ]
-        return sorted(found, key=lambda o: (o.more_s, str(o.layout)))
-
     def _uneven(self, n: int, axes: Sequence[str], into: int) -> str:
         sizes = " and ".join(f"{a}={self.plan.axes[a]}" for a in axes)
         text = f"{n} does not divide by {sizes}; padded to {into} it would"
         if not priced(n) or (self.priced_sizes is not None and n not in self.priced_sizes):
             return text
         if (n, into) not in self.padding:
-            self.padding[n, into] = padded_seconds(self.plan, n, into)
+            self.padding[n, into] = self.session.padded_seconds(n, into)
         after = self.padding[n, into]
         if after is None:
             return text

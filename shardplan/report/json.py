@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardplan.ir import spec_text
+from shardplan.plans.data import PlanData
 from shardplan.remat import Remat
 from shardplan.report.text import collective_rows
-from shardplan.search.strategy.unused_axes import idle
-
-if TYPE_CHECKING:
-    from shardplan.plans.plan import Plan
 
 
-def figures(plan: Plan) -> dict[str, Any]:
-    """What a plan says in numbers, for a program and for its file: seconds of one step, bytes of one device and step."""
+def figures(plan: PlanData) -> dict[str, Any]:
+    """What a plan says in numbers, for a program: seconds of one step, bytes of one device and step."""
     return {
         "step_time_s": plan.step_time_s,
         "compute_s": plan.compute_s,
@@ -26,7 +23,7 @@ def figures(plan: Plan) -> dict[str, Any]:
         "memory_limit": plan.memory_limit,
         "lower_bound_s": plan.lower_bound_s,
         "gap": plan.gap,
-        "unlimited_s": plan.bound.unlimited_s,
+        "unlimited_s": plan.unlimited_s,
         "exact": plan.exact,
         "stopped": plan.stopped,
         "trace_s": plan.trace_s,
@@ -37,7 +34,7 @@ def figures(plan: Plan) -> dict[str, Any]:
         "time_model": plan.time_model,
         "axes": dict(plan.axes),
         "matrix": plan.matrix,
-        "in_specs": {path: spec_text(spec) for path, spec in plan.specs_by_path.items()},
+        "in_specs": {path: spec_text(entries) for path, entries in plan.entries.items()},
     }
 
 
@@ -55,19 +52,19 @@ def remat_json(remat: Remat) -> dict[str, Any]:
     }
 
 
-def plan_json(plan: Plan) -> dict[str, Any]:
-    """A plan as one JSON object: its figures, its collectives by kind and axes, and the baselines."""
+def plan_json(plan: PlanData) -> dict[str, Any]:
+    """A completed plan as one JSON object: its figures, its collectives by kind and axes, and the baselines."""
     return {
         **figures(plan),
         "cluster": plan.cluster.name,
-        "idle_axes": {unused.name: unused.text for unused in idle(plan.extractor.problem, plan.decisions)},
-        "unknown_trips": list(plan.extractor.problem.graph.unknown_trips),
+        "idle_axes": dict(plan.idle_axes),
+        "unknown_trips": list(plan.unknown_trips),
         "collectives": collective_rows(plan),
-        "baselines": [asdict(b) for b in plan.baselines],
+        "baselines": [asdict(b) for b in plan.baselines or ()],
     }
 
 
-def comparison_rows(plan: Plan, measured: Mapping[str, tuple[float, float, int]] | None = None) -> list[dict[str, Any]]:
+def comparison_rows(plan: PlanData, measured: Mapping[str, tuple[float, float, int]] | None = None) -> list[dict[str, Any]]:
     """The plan, then every baseline by time; ``measured`` has (wire bytes, raw wire bytes, peak bytes) by name."""
     own: dict[str, Any] = {
         "name": "this plan",
@@ -78,7 +75,7 @@ def comparison_rows(plan: Plan, measured: Mapping[str, tuple[float, float, int]]
     }
     rows: list[dict[str, Any]] = [
         own,
-        *sorted((asdict(b) for b in plan.baselines), key=lambda b: (not b["fits"], b["step_time_s"], b["name"])),
+        *sorted((asdict(b) for b in plan.baselines or ()), key=lambda b: (not b["fits"], b["step_time_s"], b["name"])),
     ]
     for row in rows:
         wire, raw, peak = (measured or {}).get(row["name"], (None, None, None))

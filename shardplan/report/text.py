@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardplan.collectives.dsl import shortened
 from shardplan.ir import spec_text
+from shardplan.plans.data import Baseline, PlanData
 from shardplan.remat import Remat
 from shardplan.report.paths import grouped
 from shardplan.report.tables import rate, seconds, size, table
-from shardplan.search.strategy.unused_axes import idle
-
-if TYPE_CHECKING:
-    from shardplan.plans.plan import Baseline, Plan
 
 _STOPPED = {
     "time budget": "the time budget ended the search: this is the best plan until then, more time may find a better one",
@@ -25,7 +22,7 @@ _REST = 12
 """So many rows of collectives are shown; the others are summed up."""
 
 
-def plan_text(plan: Plan, *, title: str = "the step") -> str:
+def plan_text(plan: PlanData, *, title: str = "the step") -> str:
     """The whole plan: machine, mesh, times, memory, shardings, collectives, baselines."""
     parts = [
         _head(plan, title),
@@ -37,13 +34,13 @@ def plan_text(plan: Plan, *, title: str = "the step") -> str:
     return "\n\n".join(parts)
 
 
-def _head(plan: Plan, title: str) -> str:
+def _head(plan: PlanData, title: str) -> str:
     cluster = plan.cluster
     devices = math.prod(level.size for level in cluster.levels)
     links = ", ".join(f"{level.name} {level.size} x {rate(level.bandwidth_bytes_per_s)} {level.kind}" for level in cluster.levels)
     mesh = " x ".join(f"{name}={k}" for name, k in plan.axes.items())
     rows = [
-        ("step", f"{title}: {plan.operators} operators, {len(plan.specs_by_path)} argument arrays"),
+        ("step", f"{title}: {plan.operators} operators, {len(plan.arguments)} argument arrays"),
         ("cluster", f"{cluster.name}: {devices} x {cluster.device.name} ({links})"),
         ("mesh", mesh),
         ("step time", _step_time(plan)),
@@ -55,19 +52,19 @@ def _head(plan: Plan, title: str) -> str:
     ]
     rows += [("note", _STOPPED[plan.stopped])] if plan.stopped else []
     rows += [("note", f"{n} of unknown trip count, priced as one iteration: {where}") for n, where in _unknown(plan)]
-    rows += [("note", unused.text) for unused in idle(plan.extractor.problem, plan.decisions)]
+    rows += [("note", text) for text in plan.idle_axes.values()]
     return "\n".join(f"{name:<11} {text}" for name, text in rows)
 
 
-def _unknown(plan: Plan) -> list[tuple[str, str]]:
+def _unknown(plan: PlanData) -> list[tuple[str, str]]:
     """The loops that nobody knows the length of, with their lines."""
-    found = plan.extractor.problem.graph.unknown_trips
+    found = plan.unknown_trips
     return (
         [("a while loop" if len(found) == 1 else f"{len(found)} while loops", ", ".join(dict.fromkeys(found)))] if found else []
     )
 
 
-def _step_time(plan: Plan) -> str:
+def _step_time(plan: PlanData) -> str:
     share = plan.communication_s / plan.step_time_s if plan.step_time_s else 0.0
     how = "one after the other" if plan.time_model == "sum" else "overlapped"
     spent = f"compute {seconds(plan.compute_s)}, communication {seconds(plan.communication_s)} ({share:.0%})"
@@ -90,14 +87,14 @@ def remat_text(remat: Remat) -> str:
     return f"{text}; without, {seconds(without.step_time_s)} a step"
 
 
-def bound_text(plan: Plan) -> str:
+def bound_text(plan: PlanData) -> str:
     """How far from the best the plan may be."""
-    if plan.lower_bound_s <= 0:
+    if plan.lower_bound_s is None or plan.gap is None or plan.lower_bound_s <= 0:
         return "no lower bound is known"
     pins = " with these pins" if plan.pins else ""
-    pins += {"layers": " with one choice for equal layers", "none": "", "timesteps": ""}[plan.extractor.problem.coarse.one_choice]
+    pins += {"layers": " with one choice for equal layers", "none": "", "timesteps": ""}[plan.one_choice]
     pins += " with what is computed again" if plan.remat.parts else ""
-    unlimited_s = plan.bound.unlimited_s
+    unlimited_s = plan.unlimited_s
     if unlimited_s is not None and plan.step_time_s <= unlimited_s * (1 + 1e-6):
         return f"the optimum of the cost model{pins}: no layout of this mesh is faster"
     text = f"at most {plan.gap:.1%} above the optimum{pins} (lower bound {seconds(plan.lower_bound_s)})"
@@ -106,17 +103,17 @@ def bound_text(plan: Plan) -> str:
     return f"{text}; without the memory limit {seconds(unlimited_s)}"
 
 
-def matrix_text(plan: Plan) -> str:
+def matrix_text(plan: PlanData) -> str:
     """The parallelism matrix: one row for each mesh axis, one column for each level."""
     matrix = plan.matrix
     rows = [[axis, *map(str, row)] for axis, row in zip(matrix["axes"], matrix["factors"], strict=True)]
     return table(["axis", *matrix["levels"]], rows)
 
 
-def specs_text(plan: Plan) -> str:
+def specs_text(plan: PlanData) -> str:
     """The PartitionSpec of every argument; arguments that lie alike share a row."""
     shapes = argument_shapes(plan)
-    texts = {path: spec_text(spec) for path, spec in plan.specs_by_path.items()}
+    texts = {path: spec_text(entries) for path, entries in plan.entries.items()}
     rows: list[list[str]] = []
     for group in grouped({p: (texts[p], shapes[p]) for p in texts}):
         first = group.paths[0]
@@ -126,23 +123,21 @@ def specs_text(plan: Plan) -> str:
     return table(["path", "array", "spec", "a device"], rows, align="lllr")
 
 
-def argument_shapes(plan: Plan) -> dict[str, tuple[tuple[int, ...], str, int]]:
+def argument_shapes(plan: PlanData) -> dict[str, tuple[tuple[int, ...], str, int]]:
     """Shape, dtype and bytes of each argument, by path."""
-    graph = plan.extractor.problem.graph
-    found = [graph.tensors[t] for t in graph.inputs]
-    return {path: (t.shape, t.dtype, t.nbytes) for path, t in zip(graph.input_paths, found, strict=True)}
+    return {a.path: (a.shape, a.dtype, a.nbytes) for a in plan.arguments}
 
 
-def _ways(plan: Plan, path: str) -> int:
+def _ways(plan: PlanData, path: str) -> int:
     axes = plan.axes
-    entries = [e for e in plan.specs_by_path[path] if e is not None]
+    entries = [e for e in plan.entries[path] if e is not None]
     return math.prod(axes[a] for e in entries for a in ((e,) if isinstance(e, str) else e))
 
 
 # -- collectives and baselines -----------------------------------------------------------------------------------------
 
 
-def collective_rows(plan: Plan) -> list[dict[str, Any]]:
+def collective_rows(plan: PlanData) -> list[dict[str, Any]]:
     """The plan's collectives by kind, axes and program, dearest first: how often, wire bytes, seconds, who pays most."""
     found: dict[tuple[str, tuple[str, ...], str], dict[str, Any]] = {}
     for c in plan.collectives:
@@ -169,7 +164,7 @@ def collective_rows(plan: Plan) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if k != "_most"} for row in rows]
 
 
-def collectives_text(plan: Plan) -> str:
+def collectives_text(plan: PlanData) -> str:
     """A table of `collective_rows`."""
     rows = collective_rows(plan)
     if not rows:
@@ -192,10 +187,10 @@ def _dearest(row: Mapping[str, Any]) -> str:
     return f"{name}, {where}" if not name.startswith("value ") else where
 
 
-def baselines_text(plan: Plan) -> str:
+def baselines_text(plan: PlanData) -> str:
     """The plan and every baseline, fastest first."""
     rows = [("this plan", plan.step_time_s, plan.communication_bytes, plan.peak_bytes, True)]
-    rows += [(b.name, b.step_time_s, b.communication_bytes, b.peak_bytes, b.fits) for b in plan.baselines]
+    rows += [(b.name, b.step_time_s, b.communication_bytes, b.peak_bytes, b.fits) for b in plan.baselines or ()]
     rows[1:] = sorted(rows[1:], key=lambda r: (not r[4], r[1]))
     best = plan.step_time_s
     cells = [
@@ -204,17 +199,17 @@ def baselines_text(plan: Plan) -> str:
     ]
     shown = table(["plan", "step time", "ratio", "on the wire", "memory", "fits"], cells, align="lrrrrl")
     reasons: dict[str, list[str]] = {}
-    for row in plan.rivals.left_out:
-        reasons.setdefault(row.reason, []).append(row.name)
+    for name, reason in plan.left_out:
+        reasons.setdefault(reason, []).append(name)
     missing = (f"not possible: {', '.join(names)} ({reason})" for reason, names in reasons.items())
     free = ["these keep no pins, and may be faster for that"] if plan.pins else []
     free += ["these may leave whole what the objective splits, and send less for that"] if plan.objective == "bytes" else []
     return "\n".join([shown, *missing, *free])
 
 
-def best_baseline(plan: Plan) -> Baseline | None:
+def best_baseline(plan: PlanData) -> Baseline | None:
     """The fastest baseline that fits."""
-    return min((b for b in plan.baselines if b.fits), key=lambda b: b.step_time_s, default=None)
+    return min((b for b in plan.baselines or () if b.fits), key=lambda b: b.step_time_s, default=None)
 
 
 # -- verification and comparison ---------------------------------------------------------------------------------------

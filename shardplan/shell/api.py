@@ -23,7 +23,8 @@ from shardplan.errors import (
 from shardplan.frontend.argnums import leaves_of, positions
 from shardplan.frontend.nnx_state import trace_step
 from shardplan.ir import Program, spec_text
-from shardplan.plans.plan import Plan
+from shardplan.plans.data import PlanData
+from shardplan.plans.summary import decided
 from shardplan.search.coarsening.coarsen import FREE
 from shardplan.search.coarsening.variables import OneChoice, one_choice_of
 from shardplan.search.inference import anytime
@@ -34,12 +35,14 @@ from shardplan.search.problem.extract import Extractor
 from shardplan.search.problem.problem import Objective, Problem
 from shardplan.search.problem.solution import Solution
 from shardplan.search.problem.tables import LONGEST_S
+from shardplan.search.session import Session
 from shardplan.search.strategy.factoring_search import Wanted
 from shardplan.search.strategy.pins import held_by_pins, pinned_domains, smallest_conflict
 from shardplan.search.strategy.remat_search import Planned, Searcher
-from shardplan.search.strategy.solve import Outcome, in_seconds
+from shardplan.search.strategy.solve import in_seconds
 from shardplan.search.strategy.unused_axes import idle
 from shardplan.shell.clusters import ClusterLike, resolve_cluster
+from shardplan.shell.planned import Plan
 from shardplan.sizes import parse_bytes
 from shardplan.tdl.xla_quirks import UNCOMPILED
 
@@ -100,41 +103,58 @@ def plan(
     wanted = Wanted(limit, frozenset(leaves_of(traced.in_tree, donated)), _entries(pins or {}), deadline, observer, measure)
     with uncollected():
         planned = _searched(traced.program, Searcher(replicate, shared, loaded, wanted), again=remat == "auto")
-    return Plan(
-        **_found(*planned.found),
-        program=planned.program,
-        remat=planned.remat,
-        cluster=loaded,
-        traced=traced,
-        step=step,
-        memory_limit=limit,
-        objective=objective,
-        trace_s=traced_at - began,
-        search_s=time.perf_counter() - traced_at,
+    session = _session(planned, wanted, measure, replicate)
+    data = PlanData(
+        **decided(session),
+        **_chosen(planned, wanted),
+        operators=traced.program.count_ops(),
+        one_choice=shared,
         donate_argnums=donated,
         replicate=replicate,
-        pins=dict(pins or {}),
         time_budget_s=time_budget_s,
-        user_mesh=user_mesh,
+        trace_s=traced_at - began,
+        search_s=time.perf_counter() - traced_at,
+    )
+    return Plan(
+        data, traced=traced, program=planned.program, graph=session.graph, step=step, user_mesh=user_mesh, session=session
     )
 
 
-def _found(problem: Problem, outcome: Outcome) -> dict[str, Any]:
-    """What a plan takes from the search. Warns of factors that fit no dim."""
-    extractor = Extractor(problem)
-    decisions = extractor.decide(outcome.best)
-    for unused in idle(problem, decisions):
+def _session(planned: Planned, wanted: Wanted, objective: str, replicate: tuple[str, ...]) -> Session:
+    """The search, for what asks it again. Warns of factors that fit no dim."""
+    problem, outcome = planned.found
+    session = Session(
+        program=planned.program,
+        problem=problem,
+        solution=outcome.best,
+        rivals=outcome.rivals,
+        bound=outcome.bound,
+        extractor=Extractor(problem),
+        donated=wanted.donated,
+        pins=wanted.pins,
+        memory_limit=wanted.memory,
+        objective=objective,
+        replicate=replicate,
+    )
+    for unused in idle(problem, session.decisions):
         if unused.advice:
             _log.warning("%s", unused.text)
+    return session
+
+
+def _chosen(planned: Planned, wanted: Wanted) -> dict[str, Any]:
+    """The fields of `PlanData` that say under what the search was made, and how it ended."""
+    problem, outcome = planned.found
     return {
-        "factors": problem.factors,
-        "extractor": extractor,
-        "solution": outcome.best,
-        "decisions": decisions,
-        "bound": outcome.bound,
+        "cluster": problem.cluster,
+        "memory_limit": wanted.memory,
+        "objective": wanted.objective,
+        "pins": {glob: tuple(entries) for glob, entries in wanted.pins.items()},
         "exact": outcome.exact,
+        "unlimited_s": outcome.bound.unlimited_s,
         "stopped": outcome.stopped,
-        "rivals": outcome.rivals,
+        "remat": planned.remat,
+        "unknown_trips": problem.graph.unknown_trips,
     }
 
 

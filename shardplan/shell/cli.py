@@ -68,14 +68,15 @@ def _plan(options: argparse.Namespace) -> Report:
                 f"-o and --draw both name {options.draw!r}: the picture would overwrite the plan; give it another name"
             )
     made, _, _ = _planned(options)
-    text = plan_text(made, title=options.target)
+    data = made.completed()
+    text = plan_text(data, title=options.target)
     if options.output:
         made.save(options.output)
         text += f"\n\nsaved to {options.output}"
     if options.draw is not None:
         made.draw(options.draw, title=options.target)
         text += f"\n\ndrawn in {options.draw}"
-    return Report(text, plan_json(made))
+    return Report(text, plan_json(data))
 
 
 def _verify(options: argparse.Namespace) -> Report:
@@ -95,7 +96,7 @@ def _compare(options: argparse.Namespace) -> Report:
     from shardplan.report.text import comparison_text
 
     made, step, _ = _planned(options)
-    rows = comparison_rows(made, _measured(made, step) if options.measure else None)
+    rows = comparison_rows(made.completed(), _measured(made, step) if options.measure else None)
     return Report(comparison_text(rows), {"plans": rows})
 
 
@@ -126,10 +127,10 @@ def _calibrate(options: argparse.Namespace) -> Report:
 
 
 def _explain(options: argparse.Namespace) -> Report:
-    from shardplan.plans.files import read_plan_file
+    from shardplan.plans.files import read
     from shardplan.report.explain import unknown
 
-    known = read_plan_file(options.file).explain
+    known = read(options.file).explanations
     if not known:
         raise ShardplanError(f"{options.file} has no explanations in it: plan the step anew and save it")
     if options.path is None:
@@ -280,17 +281,17 @@ def _nothing_for_a_new_plan(options: argparse.Namespace, file: str) -> None:
 def _cluster(given: str | None, file: str | None) -> Any:
     """The cluster that is named, else that of the plan file."""
     from shardplan.mesh import Cluster
-    from shardplan.plans.files import read_plan_file
+    from shardplan.plans.files import read
 
     if given is not None:
         return Cluster.load(given)
     if file is None:
         raise ShardplanError("--cluster is missing: a preset (shardplan mesh list), a TOML file or a shape such as 2x4")
-    return read_plan_file(file).cluster
+    return read(file).cluster
 
 
 def _loaded(file: str, step: Callable[..., Any], args: Sequence[Any], cluster: Any) -> Any:
-    from shardplan.plans.files import load
+    from shardplan.shell.load import load
 
     made = load(file, step, *args)
     if cluster.fingerprint() != made.cluster.fingerprint():

@@ -13,9 +13,8 @@ from jax.sharding import Mesh
 
 from shardplan.errors import ClusterError
 from shardplan.mesh import Cluster
-from shardplan.mesh.devices import detect, device_numbers
+from shardplan.mesh.devices import auto, detect, device_numbers
 from shardplan.mesh.factoring import read_order
-from shardplan.plans.plan import auto
 
 _log = logging.getLogger("shardplan")
 

@@ -27,13 +27,14 @@ from shardplan.frontend.nnx_state import (
     trace_step,
 )
 from shardplan.ir import spec_text
-from shardplan.plans.files import read_plan_file
+from shardplan.plans import files
 from shardplan.plans.fingerprint import fingerprint
-from shardplan.plans.plan import Plan
 from shardplan.plans.runner import Runner, check_tree
 from shardplan.report.text import best_baseline
 from shardplan.shell.api import plan as make_plan
 from shardplan.shell.clusters import ClusterLike, resolve_cluster
+from shardplan.shell.load import for_step
+from shardplan.shell.planned import Plan
 from shardplan.sizes import parse_bytes
 
 _log = logging.getLogger("shardplan")
@@ -214,7 +215,7 @@ class Parallel:
         made = self._cached(pure, call, jax.tree.unflatten(tree, shapes))
         run = made.jit(pure, devices=self._given.devices, backend=self._given.backend, weak=True)
         if _log.isEnabledFor(logging.INFO):  # the baselines are solved for it
-            best = best_baseline(made)
+            best = best_baseline(made.data) if made.baselines else None
             mesh = " x ".join(f"{n}={k}" for n, k in made.axes.items())
             _log.info(
                 "%s: mesh %s, %.3g s a step, %.3g GiB a device; best baseline %s",
@@ -244,7 +245,8 @@ class Parallel:
         file = Path(given.cache_dir) / (hashlib.blake2b(repr(key).encode(), digest_size=12).hexdigest() + ".plan.json")
         if file.exists():
             try:
-                return read_plan_file(file).plan(pure, traced, given.cluster if isinstance(given.cluster, Mesh) else None)
+                mesh = given.cluster if isinstance(given.cluster, Mesh) else None
+                return for_step(str(file), files.read(file), pure, traced, mesh)
             except PlanFileError as error:
                 _log.warning("%s is planned anew: %s", self._name, error)
         made = planned()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import shardplan
-from shardplan.plans.plan import Plan
+from shardplan.shell.planned import Plan
 from tests.cases.steps import CASES
 from tests.oracles import brute
 from tests.search.steps import uncoarsened_seconds
@@ -38,7 +38,7 @@ def test_the_plan_is_strictly_cheaper_than_every_baseline(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_the_plan_is_the_best_of_all_layouts(name: str) -> None:
     plan = planned(name)
-    problem = plan.extractor.problem
+    problem = plan.session.problem
     oracle = brute.Oracle(problem)
     assert math.prod(len(d) for d in problem.domains) <= brute.MOST_ASSIGNMENTS
     best = oracle.minimum()
@@ -51,7 +51,7 @@ def test_the_plan_is_the_best_of_all_layouts(name: str) -> None:
 def test_no_layouts_of_single_tensors_are_better(name: str, lost: float) -> None:
     """Coarsening gives up nothing, or (a small value and its gradient share a layout) less than half a percent."""
     plan = planned(name)
-    alone = uncoarsened_seconds(plan.extractor.problem)
+    alone = uncoarsened_seconds(plan.session.problem)
     assert alone <= plan.step_time_s + 1e-10
     assert plan.step_time_s <= alone * (1 + lost) + 1e-10
 
@@ -60,8 +60,8 @@ def test_no_layouts_of_single_tensors_are_better(name: str, lost: float) -> None
 def test_the_baselines_are_among_the_layouts(name: str) -> None:
     """The oracle prices a baseline's layouts at no more than the baseline, which may not choose how its ops run."""
     plan = planned(name)
-    oracle = brute.Oracle(plan.extractor.problem)
-    for solution in plan.rivals.solutions:
+    oracle = brute.Oracle(plan.session.problem)
+    for solution in plan.session.rivals.solutions:
         assert oracle.seconds(solution.states) <= solution.seconds + 1e-10
 
 

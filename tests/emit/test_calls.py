@@ -101,9 +101,9 @@ def names(plan: Any) -> set[str]:
 
 def cut_loops(plan: Any, name: str) -> set[str]:
     """The loops that the plan cuts of the op of this name."""
-    graph = plan.extractor.problem.graph
+    graph = plan.session.problem.graph
     (node,) = [n for n in graph.nodes if n.op.primitive == name]
-    return {node.signature.description.loops[v].name for v in plan.decisions.uses[node.id].loops if v >= 0}
+    return {node.signature.description.loops[v].name for v in plan.session.decisions.uses[node.id].loops if v >= 0}
 
 
 def test_a_registered_function_is_one_op_forward_and_backward(eager: Any) -> None:

@@ -91,6 +91,6 @@ def test_what_reaches_over_a_blocks_edge_is_what_it_is_whole(name: str, eager: A
 
 def test_max_poolings_gradient_is_cut_along_its_windows(eager: Any) -> None:
     plan = shardplan.plan(STEPS["gradient of max"], X, cluster=eager, pins={"x": CUT})
-    use = plan.decisions.uses[next(n.id for n in plan.extractor.problem.graph.nodes if n.op.primitive == NAME)]
+    use = plan.session.decisions.uses[next(n.id for n in plan.session.problem.graph.nodes if n.op.primitive == NAME)]
     assert use is not None
     assert set(use.loops) & {1, 2}  # of its own dims, of which the first is the batch

@@ -50,9 +50,9 @@ def test_a_share_is_not_padded(devices: list[Any]) -> None:
 
     args = draw(3, 3, 4, 28), draw(9, 28, 28, 28)
     plan = shardplan.plan(step, *args, cluster="2x4")
-    graph = plan.extractor.problem.graph
+    graph = plan.session.problem.graph
     for node in graph.nodes:
-        use = plan.decisions.uses.get(node.id)
+        use = plan.session.decisions.uses.get(node.id)
         loops = node.signature.description.loops if node.signature.description else ()
         assert node.signature.fenced == set(range(len(loops)))
         for loop, info in enumerate(loops):

@@ -172,7 +172,7 @@ def test_the_step_is_right_however_it_is_cut(name: str) -> None:
     make, cluster, pins = CASES[name]
     step, args = make()
     plan = shardplan.plan(step, *args, cluster=machine(cluster), pins=pins)
-    assert name in UNCUT or any(loop != -1 for use in plan.decisions.uses.values() for loop in use.loops)
+    assert name in UNCUT or any(loop != -1 for use in plan.session.decisions.uses.values() for loop in use.loops)
     got = plan.jit(step)(*plan.put(args))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(jax.jit(step)(*args)), strict=True):
         scale = float(np.abs(np.asarray(b, float), where=np.isfinite(b), out=np.zeros(np.shape(b))).max(initial=0.0)) or 1.0
@@ -184,7 +184,7 @@ def test_lookups_wait_for_each_other() -> None:
     make, cluster, pins = CASES["two lookups added before they are reduced"]
     step, args = make()
     plan = shardplan.plan(step, *args, cluster=machine(cluster), pins=pins)
-    late = [t.partial for t in plan.decisions.layouts if t is not None and t.partial]
+    late = [t.partial for t in plan.session.decisions.layouts if t is not None and t.partial]
     assert late, "no value stays partial"
 
 
@@ -197,7 +197,7 @@ def test_leaving_out_any_one_exchange_of_shares_is_noticed() -> None:
 
     args = normal(1, 3, 3, 4, 8), normal(0, 2, 8, 16, 4)
     plan = shardplan.plan(step, *args, cluster=machine("2x4:slow"), pins={"x": P(None, None, "gpu")})
-    emitter = DroppingEmitter(plan.traced.program, plan.extractor, plan.decisions, plan.mesh(), dropped=-1)
+    emitter = DroppingEmitter(plan.planned, plan.mesh(), dropped=-1)
     jax.eval_shape(emitter, *args)
     halos = [n for n, what in enumerate(emitter.exchanges) if "halo" in what]
     assert len(halos) >= 2

@@ -72,7 +72,7 @@ def test_a_planned_step_is_the_step(planned: Any) -> None:
 
 def test_leaving_out_any_one_exchange_is_noticed(planned: Any) -> None:
     plan, step, args = planned
-    emitter = DroppingEmitter(plan.traced.program, plan.extractor, plan.decisions, plan.mesh(), dropped=-1)
+    emitter = DroppingEmitter(plan.planned, plan.mesh(), dropped=-1)
     jax.eval_shape(emitter, *jax.tree.leaves(args))
     assert len(emitter.exchanges) >= 4
     assert not emitter.skipped
@@ -84,7 +84,7 @@ def test_leaving_out_any_one_exchange_is_noticed_in_bfloat16(devices: list[Any])
     step, args = small(batch=2048, dtype="bfloat16")
     plan = shardplan.plan(step, *args, cluster=shardplan.Cluster.load("gcp-a100").resized(2, 2), pins=PINS)
     assert verify(plan, step, args).passed
-    emitter = DroppingEmitter(plan.traced.program, plan.extractor, plan.decisions, plan.mesh(), dropped=-1)
+    emitter = DroppingEmitter(plan.planned, plan.mesh(), dropped=-1)
     jax.eval_shape(emitter, *jax.tree.leaves(args))
     caught = [not verify(plan, step, args, drop=n).equal for n in range(len(emitter.exchanges))]
     assert len(caught) >= 4

@@ -118,7 +118,7 @@ def test_terms_side_by_side_are_reduced_as_they_are() -> None:
 def test_leaving_out_a_late_sum_is_noticed(devices: list[Any], kind: str) -> None:
     step, args = _accumulated(kind)
     plan = shardplan.plan(step, *args, cluster=_slow_devices())
-    emitter = DroppingEmitter(plan.traced.program, plan.extractor, plan.decisions, plan.mesh(), dropped=-1)
+    emitter = DroppingEmitter(plan.planned, plan.mesh(), dropped=-1)
     jax.eval_shape(emitter, *jax.tree.leaves(args))
     late = [n for n, what in enumerate(emitter.exchanges) if "terms" in what]
     assert len(late) == 2

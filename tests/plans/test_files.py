@@ -16,16 +16,18 @@ from jax.sharding import PartitionSpec as P
 
 import shardplan
 from models import mlp
-from shardplan.plans.files import read_plan_file
-from shardplan.plans.plan import FORMAT
+from shardplan.plans.files import FORMAT, read
+from shardplan.report.json import plan_json
+from shardplan.report.text import plan_text
 from shardplan.search.inference.solver import Solver
 from shardplan.search.memory import liveness as memory
+from shardplan.search.problem import Problem
 
 Planned = tuple[shardplan.Plan, Any, Any]
 
 
 def solver(plan: shardplan.Plan) -> Solver:
-    problem = plan.extractor.problem
+    problem = plan.session.problem
     return Solver(problem, memory.liveness(problem, frozenset(plan.donated_leaves)))
 
 
@@ -92,9 +94,10 @@ def test_a_saved_baseline_is_priced_and_cut_as_before(three: Planned, tmp_path: 
         one.save(tmp_path / "plan.json")
         again = shardplan.load(tmp_path / "plan.json", step, *args)
         assert (again.step_time_s, again.peak_bytes) == (one.step_time_s, one.peak_bytes), name
-        assert (again.decisions.uses, again.collectives) == (one.decisions.uses, one.collectives), name
-        assert again.solution.limits == one.solution.limits, name
-        freely = solver(plan).unlimited(one.solution).seconds
+        assert (again.data.choices, again.collectives) == (one.data.choices, one.collectives), name
+        assert again.session.solution.seconds == one.step_time_s, name
+        assert again.session.decisions.uses == one.session.decisions.uses, name
+        freely = solver(plan).unlimited(one.session.solution).seconds
         dearer += [name] if freely < one.step_time_s * (1 - 1e-6) else []
     assert len(dearer) > 2, "limits say how these are cut: without them they would be faster"
 
@@ -105,33 +108,51 @@ def test_a_saved_plan_for_bytes_is_cut_as_before(tmp_path: Path) -> None:
     plan.save(tmp_path / "plan.json")
     again = shardplan.load(tmp_path / "plan.json", step, *args)
     assert (again.step_time_s, again.collectives) == (plan.step_time_s, plan.collectives)
-    assert solver(plan).unlimited(plan.solution).seconds < plan.step_time_s, "the premise costs time: the test would see it lost"
+    assert solver(plan).unlimited(plan.session.solution).seconds < plan.step_time_s, (
+        "the premise costs time: the test would see it lost"
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"groups": [[0, 3]]}, r"the groups \[\[0, 3\]\] of limits do not part the 3 factors"),
-        ({"groups": [[0], [0, 1]]}, "do not part the 3 factors"),
-        ({"groups": [[], [0, 1, 2]]}, "do not part the 3 factors"),
-        ({"cuts": [{"loops": [[-1]] * 3, "nodes": [99999]}]}, "limits name op 99999, which has no cut of its own"),
-        ({"cuts": [{"loops": [[-1]] * 2, "nodes": ["op"]}]}, "loops for 2 factors, the plan has 3"),
-        ({"cuts": [{"loops": [[-1], [77], []], "nodes": ["op"]}]}, r"cut loop \[77\], of loops \[-1, 0"),
-        ({"cuts": [{"loops": [[-1]] * 3, "nodes": ["op", "op"]}]}, "limits say twice how op"),
-        ({"cuts": None}, "not a plan: TypeError"),
+        (lambda c: c["bodies"].pop(), "the plan has 0 bodies, the step 1"),
+        (lambda c: c["bodies"][0]["layouts"].pop(), r"\d+ layouts for \d+ values"),
+        (lambda c: c["bodies"][0]["layouts"].__setitem__(0, 999), "not a plan: ValueError: layout 999 of"),
+        (lambda c: c["bodies"][0]["layouts"].reverse(), "a layout of rank . for a value of shape"),
+        (lambda c: c["bodies"][0]["uses"].append([99999, 0]), "it cuts op 99999, which is not in this step"),
+        (lambda c: c["bodies"][0]["uses"].append([0, 999]), "not a plan: ValueError: use 999 of"),
+        (lambda c: c["bodies"][0]["reads"].append([99999, 0, 0]), "op 99999 reads operand 0, which is not in this step"),
+        (lambda c: c["bodies"][0]["reads"].append([0, 0, 999]), "not a plan: ValueError: copy 999 of"),
+        (lambda c: c["uses"][0]["loops"].pop(), "cuts loops for 2 factors, the plan has 3"),
+        (lambda c: c["uses"][0].__setitem__("loops", [99, 99, 99]), "cannot be cut as it says"),
+        (lambda c: c["uses"][0]["needs"].pop(), "cannot be cut as it says"),
+        (lambda c: c["copies"][0].__setitem__(2, "yes"), "a copy is for the backward pass or not: 'yes'"),
+        (lambda c: c["copies"][0].__setitem__(1, 77), "not a plan: ValueError: copy 77 of"),
+        (lambda c: c.pop("copies"), "not a whole plan: 'copies' is missing"),
     ],
-    ids=["range", "twice", "empty", "node", "factors", "loop", "repeated", "none"],
 )
-def test_limits_that_do_not_fit_are_refused(three: Planned, tmp_path: Path, change: dict[str, Any], says: str) -> None:
+def test_choices_that_do_not_fit_are_refused(three: Planned, tmp_path: Path, change: Any, says: str) -> None:
     plan, step, args = three
-    joins = plan.extractor.problem.coarse.joins
-    made = {"groups": [[0], [1, 2]], "cuts": [], **change}
-    for row in made["cuts"] or ():
-        row["nodes"] = [joins[0] if n == "op" else n for n in row["nodes"]]
+    content = json.loads(json.dumps(plan.to_json()))
+    change(content["choices"])
     file = tmp_path / "plan.json"
-    file.write_text(json.dumps({**plan.to_json(), "limits": made}))
+    file.write_text(json.dumps(content))
     with pytest.raises(shardplan.PlanFileError, match=rf"plan\.json: .*{says}"):
         shardplan.load(file, step, *args)
+
+
+def test_a_plan_is_loaded_without_planning(three: Planned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file holds all that a plan says, and all that is needed to run it; only what asks for runner-ups searches again."""
+    plan, step, args = three
+    plan.save(tmp_path / "plan.json")
+    monkeypatch.setattr(Problem, "__init__", lambda *_, **__: pytest.fail("a problem was made"))
+    again = shardplan.load(tmp_path / "plan.json", step, *args)
+    assert plan_text(again.completed()) == plan_text(plan.completed())
+    assert plan_json(again.completed()) == plan_json(plan.completed())
+    again.jit(step).lower(*args)
+    with pytest.raises(pytest.fail.Exception, match="a problem was made"):
+        again.explain()
 
 
 @pytest.mark.parametrize(
@@ -168,17 +189,18 @@ def test_a_file_that_is_no_plan_says_so(tmp_path: Path, text: str, says: str) ->
     file = tmp_path / "bad.json"
     file.write_text(text)
     with pytest.raises(shardplan.PlanFileError, match=rf"bad\.json: {says}"):
-        read_plan_file(file)
+        read(file)
 
 
 def test_a_file_that_is_not_there_says_so(tmp_path: Path) -> None:
     with pytest.raises(shardplan.PlanFileError, match="No such file"):
-        read_plan_file(tmp_path / "nowhere.json")
+        read(tmp_path / "nowhere.json")
 
 
 READ = (
-    "fingerprint arguments operators cluster factors variables keep regather limits memory_limit objective donate_argnums"
-    " replicate pins baselines lower_bound_s unlimited_s exact trace_s search_s explain stopped one_choice"
+    "name fingerprint arguments operators cluster factors choices layouts collectives result_layouts regather limited"
+    " step_time_s compute_s peak_bytes memory_limit objective donate_argnums replicate pins baselines left_out lower_bound_s"
+    " unlimited_s exact trace_s search_s explanations stopped one_choice idle_axes unknown_trips time_budget_s remat time_model"
 ).split()
 
 
@@ -187,23 +209,26 @@ def test_a_file_that_lacks_a_field_names_it(saved: dict[str, Any], tmp_path: Pat
     file = tmp_path / "plan.json"
     file.write_text(json.dumps({k: v for k, v in saved.items() if k != name}))
     with pytest.raises(shardplan.PlanFileError, match=f"not a whole plan: '{name}' is missing"):
-        read_plan_file(file)
+        read(file)
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"variables": []}, "0 layouts for"),
+        ({"layouts": []}, "not a plan: ValueError: layout 0 of 0"),
+        ({"layouts": [[[[7]], [], "sum"]]}, r"not a plan: ValueError: a layout over factors \[7\] of 2"),
+        ({"layouts": [[[[0], [0]], [], "sum"]]}, r"not a plan: ValueError: a layout over factors \[0, 0\] of 2"),
+        ({"layouts": [[[[0]], [], "mean"]]}, "not a plan: ValueError: reducer='mean'"),
         ({"factors": [["node", 3, 0, 1]]}, "the factors node=3 make 3 devices"),
         ({"factors": [["node", 2]]}, "not a plan: ValueError"),
         ({"cluster": "name = 3"}, "cluster"),
-        ({"keep": 3}, "not a plan: TypeError"),
-        ({"keep": [99999]}, "keep names variable 99999, which is no copy for the backward pass"),
+        ({"collectives": 3}, "not a plan: TypeError"),
+        ({"time_model": "x"}, "not a plan: ValueError: time_model='x'"),
         ({"stopped": "tired"}, "not a plan: ValueError: stopped='tired'"),
         ({"one_choice": "all"}, "not a plan: ValueError: one_choice='all'"),
         ({"baselines": [{"name": "FSDP"}]}, "not a plan: TypeError"),
         ({"lower_bound_s": "soon"}, "not a plan: ValueError"),
-        ({"explain": []}, "not a plan: AttributeError"),
+        ({"explanations": []}, "not a plan: AttributeError"),
         ({"objective": "x"}, "not a plan: ValueError: objective='x'"),
         ({"donate_argnums": [-1]}, r"not a plan: ValueError: donate_argnums=\[-1\]"),
         ({"replicate": "sort"}, "not a plan: ValueError: replicate='sort'"),
@@ -220,16 +245,15 @@ def test_a_tampered_plan_is_refused(planned: Planned, saved: dict[str, Any], tmp
         shardplan.load(file, step, *args)
 
 
-def test_a_layout_that_does_not_divide_or_cannot_be_names_its_argument(tmp_path: Path) -> None:
+def test_a_layout_that_does_not_divide_names_its_argument(tmp_path: Path) -> None:
     def step(w: jax.Array, x: jax.Array) -> Any:
         return w - 0.1, (x @ w).sum()
 
     args = jax.ShapeDtypeStruct((9, 6), jnp.float32), jax.ShapeDtypeStruct((8, 9), jnp.float32)
     plan = shardplan.plan(step, *args, cluster="4")
     content = plan.to_json()
-    v = plan.extractor.problem.coarse.of[plan.extractor.problem.graph.inputs[0]]
-    for layout, says in (([[[0], []], []], "does not divide it"), ([[[0], [0]], []], "is not possible")):
-        content["variables"][v] = layout
-        (tmp_path / "plan.json").write_text(json.dumps(content))
-        with pytest.raises(shardplan.PlanFileError, match=rf"the layout P\('gpu'.*\) of w of shape \(9, 6\) {says}"):
-            shardplan.load(tmp_path / "plan.json", step, *args)
+    content["layouts"] = [[[[0], []], [], "sum"]] + [[[[], []], [], "sum"]] * 99
+    content["choices"]["bodies"][0]["layouts"][0] = 0
+    (tmp_path / "plan.json").write_text(json.dumps(content))
+    with pytest.raises(shardplan.PlanFileError, match=r"the layout P\('gpu'.*\) of w of shape \(9, 6\) does not divide it"):
+        shardplan.load(tmp_path / "plan.json", step, *args)

@@ -175,7 +175,7 @@ def test_a_loop_of_unknown_length_is_said(caplog: pytest.LogCaptureFixture) -> N
     (said,) = [r.getMessage() for r in caplog.records]
     assert "test_plan.py" in said
     assert "no known trip count" in said
-    assert "a while loop of unknown trip count, priced as one iteration" in plan_text(plan)
+    assert "a while loop of unknown trip count, priced as one iteration" in plan_text(plan.completed())
 
 
 # -- pins --------------------------------------------------------------------------------------------------------------

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 import shardplan
 from models import gpt, llama, mlp
 from shardplan.errors import ShardplanError
-from shardplan.plans.plan import Plan
 from shardplan.report.draw import FORMATS, picture
 from shardplan.report.drawing import Column, Drawing, Run, drawing, folded
+from shardplan.shell.planned import Plan
 
 MAGIC = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
 
@@ -30,7 +30,7 @@ def plan() -> Plan:
 
 @pytest.fixture(scope="module")
 def drawn(plan: Plan) -> Drawing:
-    return drawing(plan)
+    return drawing(plan.planned)
 
 
 def unfolded(runs: Sequence[Run]) -> list[Column]:
@@ -74,7 +74,7 @@ def test_every_cut_dim_is_shown_up_to_two(drawn: Drawing) -> None:
 
 def test_a_loops_body_is_drawn_once_with_its_trips() -> None:
     step, args = llama.train_step(layers=6, scan=True, remat=True)
-    drawn = drawing(shardplan.plan(step, *args, cluster="2x4"))
+    drawn = drawing(shardplan.plan(step, *args, cluster="2x4").planned)
     body = next(run for run in drawn.runs if "gate" in [c.label for c in run.columns])
     assert body.times == 6
     assert [c.label for c in body.columns].count("value") == 1
@@ -85,7 +85,7 @@ def test_a_step_that_feeds_no_state_back_has_its_weights_drawn_too() -> None:
         return jnp.tanh(x @ w)
 
     shapes = jax.ShapeDtypeStruct((64, 32), "float32"), jax.ShapeDtypeStruct((128, 64), "float32")
-    (run,) = drawing(shardplan.plan(predict, *shapes, cluster="4")).runs
+    (run,) = drawing(shardplan.plan(predict, *shapes, cluster="4").planned).runs
     (column,) = run.columns
     assert [(t.kind, t.shape) for t in column.tiles] == [("weight", (64, 32)), ("activation", (128, 64))]
 
@@ -138,4 +138,4 @@ def test_without_matplotlib_the_extra_is_named(plan: Plan, tmp_path: Path, monke
 def test_a_plan_on_one_device_and_one_of_many_parts_are_drawn() -> None:
     step, args = mlp.train_step(width=256, batch=4096)
     for cluster in ("1", "64x8"):
-        assert picture(drawing(shardplan.plan(step, *args, cluster=cluster)), title="", suffix="svg")
+        assert picture(drawing(shardplan.plan(step, *args, cluster=cluster).planned), title="", suffix="svg")

@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec as P
 
 import shardplan
 from shardplan.report import explain
-from shardplan.report.padding import padded_seconds
 
 
 def dense(width: int) -> tuple[Any, tuple[Any, ...]]:
@@ -54,13 +53,13 @@ def test_a_padded_price_is_that_of_the_padded_step(factory: Any, options: dict[s
     step, args = factory(2049)
     plan = shardplan.plan(step, *args, cluster="8", **options)
     wide, shapes = factory(2176)
-    assert padded_seconds(plan, 2049, 2176) == shardplan.plan(wide, *shapes, cluster="8", **options).step_time_s
+    assert plan.session.padded_seconds(2049, 2176) == shardplan.plan(wide, *shapes, cluster="8", **options).step_time_s
 
 
 def test_pins_hold_in_the_padded_plan() -> None:
     step, args = dense(2049)
     free, held = (shardplan.plan(step, *args, cluster="8", pins=pins) for pins in ({}, {"x": P(None, "gpu"), **PINNED}))
-    cheaper, dearer = padded_seconds(free, 2049, 2176), padded_seconds(held, 2049, 2176)
+    cheaper, dearer = free.session.padded_seconds(2049, 2176), held.session.padded_seconds(2049, 2176)
     assert cheaper is not None
     assert dearer is not None
     assert cheaper < dearer
@@ -73,12 +72,15 @@ def test_a_file_prices_the_dim_of_the_largest_array_alone() -> None:
     args = [jax.ShapeDtypeStruct((n, 64), jnp.float32) for n in (2049, 4099)]
     plan = shardplan.plan(step, *args, cluster="8")
     told = {path: plan.explain(path) for path in ("a", "b")}
-    said = explain.explain_all(plan)
+    said = explain.explain_all(plan.completed(), plan.session)
     assert said["b"] == told["b"]
     assert "padded to 2176 it would" in said["a"]
     assert ("a step" in told["a"].split("2176")[1], "a step" in said["a"].split("2176")[1].split("\n")[0]) == (True, False)
     hurried = shardplan.plan(step, *args, cluster="8", time_budget_s=60.0)
-    assert all("it would, " not in text and "it would: " not in text for text in explain.explain_all(hurried).values())
+    assert all(
+        "it would, " not in text and "it would: " not in text
+        for text in explain.explain_all(hurried.completed(), hurried.session).values()
+    )
 
 
 def test_what_nobody_can_tell_is_not_priced() -> None:
@@ -87,7 +89,7 @@ def test_what_nobody_can_tell_is_not_priced() -> None:
     assert "9 does not divide by gpu=8; padded to 16 it would\n" in few.explain("w") + "\n"
     step, args = dense(2048)
     plan = shardplan.plan(step, args[0], jax.ShapeDtypeStruct((2080, 256), jnp.float32), cluster="3x3")
-    assert padded_seconds(plan, 2080, 2304) is None
+    assert plan.session.padded_seconds(2080, 2304) is None
     assert "padded to 2304 it would\n" in plan.explain("x")
 
 

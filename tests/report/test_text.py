@@ -54,7 +54,7 @@ def _steady(text: str) -> str:
 
 
 def test_the_text_of_a_plan_is_the_golden_one(pinned: Any, golden: Golden) -> None:
-    whole, baselines = _steady(plan_text(pinned, title="a small step")).split("\n\nBaselines")
+    whole, baselines = _steady(plan_text(pinned.completed(), title="a small step")).split("\n\nBaselines")
     golden("report/plan.txt", whole + "\n")
     assert {"this plan", "data parallel", "FSDP"} <= {line.strip().split("  ")[0] for line in baselines.splitlines()}
 
@@ -128,27 +128,27 @@ def test_the_text_of_a_comparison_is_the_golden_one(golden: Golden) -> None:
 
 
 def test_what_baselines_do_not_keep_is_said(pinned: Any) -> None:
-    assert "these keep no pins" in plan_text(pinned)
+    assert "these keep no pins" in plan_text(pinned.completed())
     x = jnp.ones((64, 64))
     for objective, said in (("time", False), ("bytes", True)):
-        free = plan_text(shardplan.plan(lambda x: x @ x, x, cluster="2x2", objective=objective))
+        free = plan_text(shardplan.plan(lambda x: x @ x, x, cluster="2x2", objective=objective).completed())
         assert ("may leave whole what the objective splits" in free) == said
         assert "keep no pins" not in free
 
 
 def test_json_and_text_agree(pinned: Any) -> None:
-    made = plan_json(pinned)
+    made = plan_json(pinned.completed())
     assert made["collectives"]
     assert sum(c["wire_bytes"] for c in made["collectives"]) == pytest.approx(pinned.communication_bytes)
     assert sum(c["seconds"] for c in made["collectives"]) == pytest.approx(pinned.communication_s)
-    rows = comparison_rows(pinned, {"this plan": (1.0, 2.0, 3)})
+    rows = comparison_rows(pinned.completed(), {"this plan": (1.0, 2.0, 3)})
     assert (rows[0]["measured_bytes"], rows[0]["raw_measured_bytes"], rows[0]["measured_peak_bytes"]) == (1.0, 2.0, 3)
     assert all(r["measured_bytes"] is None for r in rows[1:])
 
 
 def test_the_runner_up_costs_what_the_whole_problem_says(pinned: Any) -> None:
     """The terms around one variable change by what all terms change by."""
-    problem, solution = pinned.extractor.problem, pinned.solution
+    problem, solution = pinned.session.problem, pinned.session.solution
     kept = {v: float("inf") for v in problem.backward_views if v not in solution.keep}
     whole = problem.seconds(solution.states, kept)
     for v, domain in enumerate(problem.domains):
@@ -175,8 +175,8 @@ def test_a_memory_limit_is_named_where_it_binds() -> None:
     tight = shardplan.plan(step, *args, cluster="2x4", memory_limit=int(free.peak_bytes * 0.5))
     assert tight.step_time_s > free.step_time_s
     assert "the memory limit of" in tight.explain()
-    assert "the optimum" in bound_text(free)
-    assert "above the optimum" in bound_text(tight)
+    assert "the optimum" in bound_text(free.completed())
+    assert "above the optimum" in bound_text(tight.completed())
     with pytest.raises(MemoryLimitError):
         shardplan.plan(step, *args, cluster="2x4", memory_limit=1000)
 
@@ -210,11 +210,11 @@ def test_a_baseline_is_explained_by_what_it_is() -> None:
 def test_the_cuts_of_a_baseline_hold_in_what_its_layouts_would_cost() -> None:
     step, args = small()
     one = shardplan.plan(step, *args, cluster="2x4").as_baseline("ICML18")
-    free = replace(one, solution=replace(one.solution, limits=None))
+    free = one.at(one.session.at(replace(one.session.solution, limits=None)))
     assert any(one.explain(path) != free.explain(path) for path in one.specs_by_path)
 
 
 def test_explanations_are_saved_with_the_plan(pinned: Any) -> None:
-    saved = pinned.to_json()["explain"]
+    saved = pinned.to_json()["explanations"]
     assert set(saved) == {"", *pinned.specs_by_path}
     assert saved["params/out"] == pinned.explain("params/out")

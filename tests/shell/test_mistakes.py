@@ -348,7 +348,7 @@ def test_a_small_limit_is_said_in_small_units() -> None:
 
 def test_a_plan_without_explanations_says_so(code: str, capsys: pytest.CaptureFixture[str]) -> None:
     shardplan.plan(step, W, cluster="4").save("p.json")
-    Path("p.json").write_text(json.dumps({**json.loads(Path("p.json").read_text()), "explain": {}}))
+    Path("p.json").write_text(json.dumps({**json.loads(Path("p.json").read_text()), "explanations": {}}))
     assert main(["explain", "p.json", "w"]) == 2
     assert "has no explanations in it" in capsys.readouterr().err
 

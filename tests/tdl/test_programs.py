@@ -67,7 +67,7 @@ def test_each_op_of_a_program_is_proven_on_its_shapes(program: Callable[[], Prog
 def test_a_program_cut_wherever_it_can_be_runs_as_it_does_whole(program: Callable[[], Program], eager: Any) -> None:
     step, args = program()
     plan = shardplan.plan(step, *args, cluster=eager)
-    uses = plan.decisions.uses.values()
+    uses = plan.session.decisions.uses.values()
     assert sum(any(loop >= 0 for loop in use.loops) for use in uses) > 0.8 * len(uses), "too little is cut to prove anything"
     found = verify_plan(plan, step, args)
     assert found.passed, found

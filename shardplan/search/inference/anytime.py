@@ -5,13 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from shardplan.search.problem.pricing import Domain
+from shardplan.search.problem.solution import Solution
 from shardplan.search.problem.tables import BIG
-
-if TYPE_CHECKING:
-    from shardplan.search.problem.solution import Solution
 
 Observer = Callable[[str, float], None]
 """Told what is being done and how far it is (0 to 1)."""

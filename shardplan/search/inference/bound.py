@@ -439,10 +439,3 @@ class Bound:
 
     def _peak(self, held: Solution) -> int:
         return int(memory.profile(self._problem, self._live, held.states, held.keep, held.limits).argmax())
-
-
-class Known:
-    """A bound that was found before, as a plan's file says."""
-
-    def __init__(self, seconds: float, unlimited_s: float | None) -> None:
-        self.seconds, self.unlimited_s = seconds, unlimited_s

@@ -4,9 +4,9 @@
 an assignment with its cost, and an `Extractor` turns one into decisions.
 """
 
-from shardplan.search.problem.extract import Decisions, Extractor, Use
+from shardplan.search.problem.extract import Decisions, Extractor
 from shardplan.search.problem.pricing import Limits
 from shardplan.search.problem.problem import Domain, Problem
 from shardplan.search.problem.solution import Peak, Solution
 
-__all__ = ["Decisions", "Domain", "Extractor", "Limits", "Peak", "Problem", "Solution", "Use"]
+__all__ = ["Decisions", "Domain", "Extractor", "Limits", "Peak", "Problem", "Solution"]

@@ -9,29 +9,14 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.collectives.reshard import Step
+from shardplan.collectives.reshard import Programs, Step
 from shardplan.cost.network import wire_bytes
 from shardplan.graph.flatten import Node
-from shardplan.ir import Layout
+from shardplan.ir import BodyChoices, Choices, Copy, Layout, Use, Where
 from shardplan.search.coarsening.coarsen import FREE
 from shardplan.search.problem.pricing import Allowed
 from shardplan.search.problem.problem import Problem
 from shardplan.search.problem.solution import Solution
-
-
-@dataclass(frozen=True, slots=True)
-class Use:
-    """How one op reads its operands and leaves its results.
-
-    ``loops[f]`` is the loop that factor f cuts (as in `Options`). ``needs[i]`` is the layout of operand i (None for literals and
-    free values), ``gives[r]`` that of result r before its reduction, ``stored[r]`` after it.
-    """
-
-    loops: tuple[int, ...]
-    needs: tuple[Layout | None, ...]
-    gives: tuple[Layout, ...]
-    stored: tuple[Layout | None, ...]
-    compute_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +64,10 @@ class Extractor:
         default_factory=dict[int, tuple[tuple[Step, float, int, bool], ...]]
     )
     _decided: dict[int, tuple[Solution, Decisions]] = field(default_factory=dict[int, tuple[Solution, Decisions]])
-    _programs: dict[object, tuple[Step, ...]] = field(default_factory=dict[object, tuple[Step, ...]])
+    programs: Programs = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.programs = Programs(self.problem.resharder)
 
     def decide(self, solution: Solution) -> Decisions:
         """The decisions behind a solution, looked up where it was asked for before."""
@@ -116,16 +104,31 @@ class Extractor:
         """The strategy to take, given the seconds of each: the cheapest."""
         return int(np.argmin(seconds))
 
-    def program(self, shape: tuple[int, ...], nbytes: int, before: Layout, after: Layout) -> tuple[Step, ...]:
-        """The cheapest program between two layouts."""
-        if before == after:
-            return ()
-        key = (shape, nbytes, before, after)
-        if key not in self._programs:
-            resharder = self.problem.resharder
-            ends = resharder.state(shape, before), resharder.state(shape, after)
-            self._programs[key] = resharder.program(shape, nbytes, *ends)
-        return self._programs[key]
+    def choices(self, decisions: Decisions) -> Choices:
+        """The decisions by bodies and ops of the program, without the numbers of this problem's variables."""
+        graph, coarse = self.problem.graph, self.problem.coarse
+        number = {v: n for n, v in enumerate(decisions.views)}
+        copies = tuple(
+            Copy(
+                layout,
+                number[coarse.variables[v].sibling] if v in decisions.kept else None,
+                coarse.variables[v].kind == "backward",
+            )
+            for v, layout in decisions.views.items()
+        )
+        uses: dict[Where, dict[int, Use]] = {where: {} for where in graph.bodies}
+        reads: dict[Where, dict[tuple[int, int], int]] = {where: {} for where in graph.bodies}
+        for n, use in decisions.uses.items():
+            node = graph.nodes[n]
+            uses[node.where][node.op.id] = use
+        for (n, slot), v in coarse.read.items():
+            node = graph.nodes[n]
+            reads[node.where][node.op.id, slot] = number[v]
+        bodies = {
+            where: BodyChoices(tuple([decisions.layouts[t] for t in tensors]), uses[where], reads[where])
+            for where, tensors in graph.bodies.items()
+        }
+        return Choices(bodies, copies)
 
     def _use(self, node: Node, states: tuple[int, ...], allowed: Allowed | None) -> Use | None:
         problem, coarse = self.problem, self.problem.coarse
@@ -176,12 +179,12 @@ class Extractor:
                 t = node.inputs[i]
                 tensor = problem.graph.tensors[t]
                 before = problem.resharder.layout(tensor.shape, states[coarse.read.get((node.id, i), coarse.of[t])])
-                add(self.program(tensor.shape, tensor.nbytes, before, need), i, False)
+                add(self.programs.between(tensor.shape, tensor.nbytes, before, need), i, False)
         for r, (give, after) in enumerate(zip(use.gives, use.stored, strict=True)):
             tensor = problem.graph.tensors[node.outputs[r]]
             if after is not None or give.partial:
                 target = after if after is not None else Layout(((),) * len(tensor.shape))
-                add(self.program(tensor.shape, tensor.nbytes, give, target), r, True)
+                add(self.programs.between(tensor.shape, tensor.nbytes, give, target), r, True)
         if problem.ops.options(node).halo_s.any():
             add(problem.pricer.halo_steps(node.signature, use.loops), 0, False)
         return tuple(found)
@@ -197,7 +200,7 @@ class Extractor:
             tensor = problem.graph.tensors[t]
             origin = variable.sibling if v in solution.keep else variable.of
             before, after = (problem.resharder.layout(tensor.shape, states[u]) for u in (origin, v))
-            steps = self.program(tensor.shape, tensor.nbytes, before, after)
+            steps = self.programs.between(tensor.shape, tensor.nbytes, before, after)
             self._add(issued, steps, times, t, problem.view_sources[v, t])
 
     def _link_steps(self, states: tuple[int, ...], issued: list[Issued]) -> None:
@@ -209,7 +212,7 @@ class Extractor:
             outer = crossing.tensor
             (before,), (after,) = problem.outside(link, (states[crossing.source],), (states[crossing.target],))
             ends = (problem.resharder.layout(outer.shape, state) for state in (before, after))
-            steps = self.program(outer.shape, outer.nbytes, *ends)
+            steps = self.programs.between(outer.shape, outer.nbytes, *ends)
             self._add(issued, steps, link.weight, outer.id, "loop")
 
     def _add(self, issued: list[Issued], steps: tuple[Step, ...], times: float, tensor: int, source: str) -> None:

@@ -16,13 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from shardplan.emit.planned import planned_program
 from shardplan.emit.specs import SpecsEmitter
 from shardplan.frontend.trace import trace
 from shardplan.graph.flatten import Node, flatten
-from shardplan.ir import Layout
+from shardplan.ir import Layout, Use
 from shardplan.mesh import Cluster, factors
 from shardplan.search.coarsening.coarsen import coarsen
-from shardplan.search.problem.extract import Decisions, Extractor, Use
+from shardplan.search.problem.extract import Decisions, Extractor
 from shardplan.search.problem.problem import Problem
 from shardplan.search.problem.strategies import Late, Options, options
 from shardplan.tdl import describe
@@ -96,7 +97,9 @@ class Cuts:
             layouts[t] = layout
         use = Use(loops, tuple(given), tuple(gives), tuple(stored), 0.0)
         decisions = Decisions(tuple(layouts), {self.node.id: use}, {}, frozenset(), (), 0.0)
-        emitter = SpecsEmitter(self.program, self.extractor, decisions, mesh)
+        problem, choices = self.problem, self.extractor.choices(decisions)
+        planned = planned_program(self.program, problem.graph, choices, problem.cluster, problem.factors)
+        emitter = SpecsEmitter(planned, mesh)
         handed = [layouts[t] for t in self.problem.graph.inputs]
         arguments = tuple(_stacked(x, at, self.problem.sizes, rng) for x, at in zip(self.case.operands, handed, strict=True))
         summed = any(g.partial for g in gives) or any(n.partial for n in needs)

@@ -12,11 +12,11 @@ import pytest
 import shardplan
 from models import gpt, mlp, wresnet
 from shardplan.mesh import Cluster
-from shardplan.plans.plan import Plan
 from shardplan.report.text import baselines_text
 from shardplan.search.baselines.batch_dims import follow
 from shardplan.search.baselines.megatron import sides
 from shardplan.search.baselines.recipes import baselines
+from shardplan.shell.planned import Plan
 from tests.search import steps
 
 # (layers, width, sequence, batch, heads, vocabulary): large enough that bandwidth decides and not latency
@@ -159,9 +159,9 @@ def test_every_op_of_data_parallel_keeps_to_its_examples(factory: Any) -> None:
     """No activation moves: only gradients are reduced."""
     step, args = factory()
     plan = shardplan.plan(step, *args, cluster="4", donate_argnums=0)
-    problem = plan.extractor.problem
+    problem = plan.session.problem
     parameters = {problem.graph.tensors[t].size for i, t in enumerate(problem.graph.inputs) if i in problem.graph.feedback}
-    for issued in plan.as_baseline("data parallel").decisions.issued:
+    for issued in plan.as_baseline("data parallel").session.decisions.issued:
         tensor = problem.graph.tensors[issued.tensor]
         assert tensor.size in parameters or len(tensor.shape) < 2, tensor
 
@@ -187,11 +187,11 @@ def test_only_the_leading_loop_of_a_merged_dim_runs_over_the_batch() -> None:
 def test_a_baseline_that_is_left_out_says_why() -> None:
     step, args = mlp.train_step(batch=6, width=32, classes=16)
     plan = shardplan.plan(step, *args, cluster="4")
-    reasons = {r.name: r.reason for r in plan.rivals.left_out}
+    reasons = {r.name: r.reason for r in plan.session.rivals.left_out}
     assert reasons["data parallel"] == reasons["FSDP"] == "no leading dim of the data divides by 4"
-    assert "not possible: data parallel, ZeRO-1, FSDP (no leading dim" in baselines_text(plan)
+    assert "not possible: data parallel, ZeRO-1, FSDP (no leading dim" in baselines_text(plan.completed())
     step, args = mlp.train_step(batch=8, width=30, inputs=30, classes=10)
-    reasons = {r.name: r.reason for r in shardplan.plan(step, *args, cluster="8").rivals.left_out}
+    reasons = {r.name: r.reason for r in shardplan.plan(step, *args, cluster="8").session.rivals.left_out}
     assert "kernel (30, 30) divides by 8 along no dim" in reasons["tensor parallel"]
 
 

@@ -198,9 +198,9 @@ LAYOUT_FREE = {
 def test_no_op_is_cut_where_padding_would_be_illegal(name: str, cluster: str) -> None:
     """A dim of 8 is not cut 6 ways, nor one of 12 eight ways: the premise cuts what can be cut, and nothing has no price."""
     plan = shardplan.plan(LAYOUT_FREE[name], like(8, 12), like(16, 8), cluster=cluster, objective="bytes")
-    solution, problem = plan.solution, plan.extractor.problem
+    solution, problem = plan.session.solution, plan.session.problem
     assert solution.seconds < BIG / 1e12
-    for n, use in plan.decisions.uses.items():
+    for n, use in plan.session.decisions.uses.items():
         call = problem.graph.nodes[n].signature.call
         placed = [*zip(call.operands, use.needs, strict=True), *zip(call.results, use.gives, strict=True)]
         for shape, layout in placed:

@@ -63,10 +63,10 @@ def test_equal_layers_lie_alike(factory: Any, cluster: str) -> None:
             specs.setdefault(re.sub(r"/(blocks|layers)/\d+/", "/*/", path), set()).add(spec)
     assert len(specs) > 10
     assert all(len(found) == 1 for found in specs.values())
-    coarse = plan.extractor.problem.coarse
-    for n, p in repeats(plan.extractor.problem.graph):
-        a, b = (plan.decisions.uses.get(i) for i in (n, n + p))
-        if a is not None and b is not None and coarse.of[plan.extractor.problem.graph.nodes[n].outputs[0]] >= 0:
+    coarse = plan.session.problem.coarse
+    for n, p in repeats(plan.session.problem.graph):
+        a, b = (plan.session.decisions.uses.get(i) for i in (n, n + p))
+        if a is not None and b is not None and coarse.of[plan.session.problem.graph.nodes[n].outputs[0]] >= 0:
             assert a.needs == b.needs
 
 
@@ -75,7 +75,7 @@ def test_what_one_choice_gives_up_is_little() -> None:
     step, args = gpt.train_step(layers=3, **SMALL)
     free, shared = (shardplan.plan(step, *args, cluster="2x4", donate_argnums=0, one_choice=c) for c in ("timesteps", "layers"))
     assert shared.step_time_s <= free.step_time_s * 1.02
-    counts = [len(p.extractor.problem.coarse.variables) for p in (free, shared)]
+    counts = [len(p.session.problem.coarse.variables) for p in (free, shared)]
     assert counts[1] < 0.5 * counts[0]
 
 
@@ -94,7 +94,7 @@ def test_a_plan_keeps_what_shared_one_choice(tmp_path: Any) -> None:
     made = shardplan.plan(step, *args, cluster="2x4", one_choice="layers")
     made.save(tmp_path / "plan.json")
     again = shardplan.load(tmp_path / "plan.json", step, *args)
-    assert again.extractor.problem.coarse.one_choice == "layers"
+    assert again.session.problem.coarse.one_choice == "layers"
     assert (again.flat_in_specs, again.step_time_s) == (made.flat_in_specs, made.step_time_s)
 
 

@@ -134,7 +134,7 @@ def test_what_was_not_solved_is_said_and_what_was_is_right() -> None:
     planned(memory_limit=limit, observer=watched)
     last = [n for n, (what, _) in enumerate(watched.told, start=1) if what == "baselines"][-1]
     plan = planned(memory_limit=limit, observer=Stop(last, raised))
-    unsolved = [r.name for r in plan.rivals.left_out if "stopped" in r.reason]
+    unsolved = [r.name for r in plan.session.rivals.left_out if "stopped" in r.reason]
     assert unsolved
     whole = {b.name: b for b in planned(memory_limit=limit).baselines}
     solved = {b.name: b for b in plan.baselines}

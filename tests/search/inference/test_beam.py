@@ -134,7 +134,7 @@ def test_an_op_with_more_operands_than_an_array_has_axes_is_planned(count: int, 
 def test_a_saved_plan_of_ops_with_many_operands_takes_as_long_as_before(tmp_path: Path) -> None:
     step, args = nets.tables(26)
     plan = shardplan.plan(step, *args, cluster="8", donate_argnums=0)
-    assert plan.extractor.problem.ops.opened(plan.extractor.problem.domains)
+    assert plan.session.problem.ops.opened(plan.session.problem.domains)
     plan.save(tmp_path / "plan.json")
     again = shardplan.load(tmp_path / "plan.json", step, *args)
     assert again.step_time_s == plan.step_time_s >= plan.lower_bound_s

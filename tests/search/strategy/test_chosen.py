@@ -56,8 +56,8 @@ def _descent(loss: Loss) -> Callable[..., Any]:
 
 def _layouts(plan: shardplan.Plan, *shape: int) -> list[tuple[tuple[int, ...], ...]]:
     """For each value of this shape that has a layout, the factors that split each dim."""
-    tensors = plan.extractor.problem.graph.tensors
-    found = [x.dims for t, x in zip(tensors, plan.decisions.layouts, strict=True) if x is not None and t.shape == shape]
+    tensors = plan.session.problem.graph.tensors
+    found = [x.dims for t, x in zip(tensors, plan.session.decisions.layouts, strict=True) if x is not None and t.shape == shape]
     assert found
     return found
 
@@ -210,7 +210,7 @@ def test_one_large_image_is_split_with_a_halo_and_several_are_not() -> None:
 
 def _partial(plan: shardplan.Plan) -> int:
     """How many values stay partial sums."""
-    return sum(x is not None and bool(x.partial) for x in plan.decisions.layouts)
+    return sum(x is not None and bool(x.partial) for x in plan.session.decisions.layouts)
 
 
 def test_two_partial_sums_are_added_before_they_are_reduced_unless_one_is_changed_first() -> None:

@@ -115,12 +115,12 @@ def test_a_prime_that_divides_no_dim_is_said_with_what_would(caplog: pytest.LogC
     assert "no dim of any argument divides by gpu=7" in said
     assert "4 or 8 in place of gpu=7" in said
     assert "multiples of 7" in said
-    assert said in plan_text(plan)
-    assert plan_json(plan)["idle_axes"] == {"gpu": said}
+    assert said in plan_text(plan.completed())
+    assert plan_json(plan.completed())["idle_axes"] == {"gpu": said}
 
 
 def test_nothing_is_said_of_a_count_that_divides(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "shardplan"):
-        said = plan_json(planned("6", width=96, batch=96))["idle_axes"]
+        said = plan_json(planned("6", width=96, batch=96).completed())["idle_axes"]
     assert not any("divides" in text for text in said.values())
     assert not caplog.records

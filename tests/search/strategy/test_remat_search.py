@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -220,7 +221,9 @@ def test_an_option_that_is_not_there() -> None:
 def test_a_file_with_parts_of_another_step_is_refused(tmp_path: Path) -> None:
     (step, args, _), plan = model(True), tight(True)
     odd = replace(plan.remat.parts[0], loop=(10**6, 10**6))
-    replace(plan, remat=replace(plan.remat, parts=(odd,))).save(tmp_path / "plan.json")
+    content = plan.to_json()
+    content["remat"]["parts"] = [asdict(odd)]
+    (tmp_path / "plan.json").write_text(json.dumps(content))
     with pytest.raises(PlanFileError, match="computes again is not in this step"):
         shardplan.load(tmp_path / "plan.json", step, *args)
 

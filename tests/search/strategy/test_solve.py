@@ -210,12 +210,12 @@ def test_raising_the_batch_moves_a_transformer_from_tensor_towards_data_parallel
 
 def _computed_whole(plan: shardplan.Plan) -> float:
     """The part of the matrices' bytes that each device computes with."""
-    problem = plan.extractor.problem
+    problem = plan.session.problem
     here = total = 0.0
     for v in problem.coarse.variables:
         if v.kind != "stored" and v.tensors[0] in problem.coarse.weights and len(v.shape) > 1:
             nbytes = problem.graph.tensors[v.tensors[0]].nbytes
-            here += nbytes / math.prod(plan.factors[f].size for f in plan.decisions.views[v.id].used)
+            here += nbytes / math.prod(plan.factors[f].size for f in plan.session.decisions.views[v.id].used)
             total += nbytes
     return here / total
 
@@ -233,7 +233,7 @@ def test_a_padded_vocabulary_is_split_inside_the_step() -> None:
     uneven = shardplan.plan(lookup, params, jax.ShapeDtypeStruct((4, 2048), jnp.int32), cluster="8")
     split = {
         layout.dims
-        for t, layout in zip(uneven.extractor.problem.graph.tensors, uneven.decisions.layouts, strict=True)
+        for t, layout in zip(uneven.session.problem.graph.tensors, uneven.session.decisions.layouts, strict=True)
         if layout is not None and t.shape == (4, 2048, 50257)
     }
     assert split == {((), (), (0,))}

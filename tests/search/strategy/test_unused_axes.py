@@ -16,7 +16,7 @@ def _array(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 def idle_axes(plan: shardplan.Plan) -> dict[str, str]:
-    return {unused.name: unused.text for unused in idle(plan.extractor.problem, plan.decisions)}
+    return {unused.name: unused.text for unused in idle(plan.session.problem, plan.session.decisions)}
 
 
 def _step(w: jax.Array, x: jax.Array) -> jax.Array:
@@ -27,8 +27,8 @@ def test_a_prime_number_of_devices_that_fits_no_dim_is_said() -> None:
     plan = shardplan.plan(_step, _array(8, 8), _array(8, 8), cluster="7")
     (why,) = idle_axes(plan).values()
     assert why.startswith("no dim of any argument divides by gpu=7")
-    assert f"note        {why}" in plan_text(plan)
-    assert plan_json(plan)["idle_axes"] == {"gpu": why}
+    assert f"note        {why}" in plan_text(plan.completed())
+    assert plan_json(plan.completed())["idle_axes"] == {"gpu": why}
 
 
 def test_cuts_that_do_not_pay_are_told_from_dims_that_do_not_divide() -> None:

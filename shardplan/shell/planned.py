@@ -1,193 +1,239 @@
-"""The plan: what the search decided, what it costs, and the step that runs it."""
+"""A plan together with the step that it is for: what `shardplan.plan` gives and users hold."""
 
 from __future__ import annotations
 
-import json
 import os
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardplan import _jax
 from shardplan.emit.mutate import DroppingEmitter
+from shardplan.emit.planned import PlannedProgram, planned_program
 from shardplan.emit.specs import SpecsEmitter
 from shardplan.emit.stacked import partition_spec
 from shardplan.errors import ArgumentError, PlanFileError, ShardplanError
 from shardplan.frontend.argnums import leaves_of, positions, tuple_of
 from shardplan.frontend.nnx_state import apart, bare, has_objects, together, trace_step
 from shardplan.frontend.trace import Traced
+from shardplan.graph import Graph
 from shardplan.ir import Factor, Program
 from shardplan.mesh import Cluster
 from shardplan.mesh.devices import build_mesh
-from shardplan.plans.fingerprint import arguments, difference, fingerprint
+from shardplan.plans.data import Argument, Baseline, Collective, PlanData
+from shardplan.plans.files import plan_file, save, write_whole
+from shardplan.plans.fingerprint import difference, fingerprint
 from shardplan.plans.runner import Leaves, Runner, check_tree, shape_text
+from shardplan.plans.summary import baselines, decided, session_of
 from shardplan.remat import Remat
 from shardplan.report.draw import picture, picture_format
 from shardplan.report.drawing import drawing
 from shardplan.report.explain import explain, explain_all
-from shardplan.report.json import figures
-from shardplan.search.baselines.rivals import Rivals
 from shardplan.search.inference.anytime import Stopped
-from shardplan.search.inference.bound import Bound, Known
-from shardplan.search.problem.extract import Decisions, Extractor
-from shardplan.search.problem.pricing import Limits
-from shardplan.search.problem.solution import Solution
-from shardplan.search.problem.strategies import Cuts
-
-FORMAT = 5
-"""Version of the plan file."""
+from shardplan.search.session import Session
 
 
-@dataclass(frozen=True, slots=True)
-class Collective:
-    """One collective that the plan issues, ``times`` a step.
-
-    ``bytes`` are of its operand on one device (of the result for an all-gather), ``wire_bytes`` what a device sends in the ring
-    convention, ``seconds`` what the model of the network says: all three of one execution. ``source`` is the user's line.
-    ``program`` is the reduction program whose time ``seconds`` is, in P2's words over the cluster's levels; empty where that is
-    the collective itself.
-    """
-
-    kind: str
-    bytes: float
-    wire_bytes: float
-    axes: tuple[str, ...]
-    times: float
-    seconds: float
-    tensor: str
-    source: str
-    program: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Baseline:
-    """A sharding that people use today, scored in the plan's tables: seconds of one step, bytes of one device and step."""
-
-    name: str
-    step_time_s: float
-    communication_bytes: float
-    peak_bytes: int
-    fits: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Plan:
     """How a step runs on a cluster. Made by `shardplan.plan` or `shardplan.load`.
 
-    Seconds are predicted for one step and bytes for one device. ``bound`` finds ``lower_bound_s``; where ``exact``, its
-    ``unlimited_s`` is the optimum of all plans where memory has no limit. ``time_model`` says how ``step_time_s`` adds up
-    ("sum": compute plus communication, no overlap). ``memory_limit`` is in bytes; ``trace_s`` and ``search_s`` were measured.
-    ``rivals`` solves the baselines when they are first asked for; ``scored`` are those that a plan's file lists. ``stopped`` says
-    what ended the search early ("time budget", "interrupted"; else empty): the plan is the best until then, its baselines those
-    that were solved.
+    ``data`` is all that the plan says, as a value; most properties here hand its fields on. What needs the search again (the
+    bound, the baselines, explanations) asks ``session`` when it is first asked for, and keeps the answer in ``data``.
     """
 
-    cluster: Cluster
-    factors: tuple[Factor, ...]
-    traced: Traced = field(repr=False)
-    program: Program = field(repr=False)
-    remat: Remat = field(repr=False)
-    extractor: Extractor = field(repr=False)
-    solution: Solution = field(repr=False)
-    decisions: Decisions = field(repr=False)
-    step: Callable[..., Any] = field(repr=False)
-    memory_limit: int
-    objective: str
-    bound: Bound | Known = field(repr=False)
-    exact: bool
-    rivals: Rivals = field(repr=False)
-    trace_s: float
-    search_s: float
-    donate_argnums: tuple[int, ...] = ()
-    replicate: tuple[str, ...] = ()
-    pins: Mapping[str, PartitionSpec] = field(default_factory=dict[str, PartitionSpec])
-    time_budget_s: float | None = None
-    stopped: Stopped = ""
-    user_mesh: Mesh | None = field(default=None, repr=False)
-    scored: tuple[Baseline, ...] | None = None
-    time_model: Literal["sum", "overlap"] = "sum"
+    def __init__(
+        self,
+        data: PlanData,
+        *,
+        traced: Traced,
+        program: Program,
+        graph: Graph,
+        step: Callable[..., Any],
+        user_mesh: Mesh | None = None,
+        session: Session | None = None,
+    ) -> None:
+        self._data, self._session = data, session
+        self.traced, self.program, self.graph, self.step, self.user_mesh = traced, program, graph, step, user_mesh
+
+    def __repr__(self) -> str:
+        mesh = ", ".join(f"{name}={size}" for name, size in self.axes.items())
+        return f"<Plan of {self.operators} operators on {self.cluster.name} ({mesh}): {self.step_time_s:.3g} s a step>"
 
     # -- figures -----------------------------------------------------------------------------------------------------
 
     @property
+    def data(self) -> PlanData:
+        """All that the plan says so far; `completed` asks for the rest."""
+        return self._data
+
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster that it is for."""
+        return self._data.cluster
+
+    @property
+    def factors(self) -> tuple[Factor, ...]:
+        """The factors of the levels: one mesh axis each, slowest first."""
+        return self._data.factors
+
+    @property
     def step_time_s(self) -> float:
         """Predicted seconds of one step."""
-        return self.solution.seconds
+        return self._data.step_time_s
 
     @property
     def compute_s(self) -> float:
         """Of them the seconds in which devices compute."""
-        return self.decisions.compute_s
+        return self._data.compute_s
 
     @property
     def communication_s(self) -> float:
         """Of them the seconds in which devices talk."""
-        return self.decisions.communication_s
+        return self._data.communication_s
 
     @property
     def communication_bytes(self) -> float:
         """Bytes that one device sends in one step, in the ring convention."""
-        return self.decisions.communication_bytes
+        return self._data.communication_bytes
 
     @property
     def peak_bytes(self) -> int:
         """The most bytes that one device holds at any point of a step."""
-        return self.solution.peak_bytes
+        return self._data.peak_bytes
+
+    @property
+    def memory_limit(self) -> int:
+        """The bytes that a device may hold."""
+        return self._data.memory_limit
 
     @property
     def lower_bound_s(self) -> float:
         """No plan of this mesh within the pins and the memory limit takes fewer seconds, what shares a choice of layouts being
         settled (``one_choice``); found when it is first asked for.
         """
-        return self.bound.seconds
+        if self._data.lower_bound_s is None:
+            bound = self.session.bound
+            assert bound is not None, "a plan that was loaded has its bound in its file"
+            self._data = replace(self._data, lower_bound_s=bound.seconds)
+        assert self._data.lower_bound_s is not None
+        return self._data.lower_bound_s
 
     @property
     def gap(self) -> float:
         """The part of ``lower_bound_s`` by which the plan lies above it."""
-        return max(0.0, self.step_time_s / self.lower_bound_s - 1) if self.lower_bound_s > 0 else 0.0
+        assert self.lower_bound_s >= 0
+        return self._data.gap or 0.0
 
     @property
     def baselines(self) -> tuple[Baseline, ...]:
         """What people use today, each at its best, in the plan's tables and under its memory limit; solved when first read."""
-        if self.scored is not None:
-            return self.scored
-        return tuple(
-            Baseline(s.name, s.seconds, self.extractor.decide(s).communication_bytes, s.peak_bytes, s.fits(self.memory_limit))
-            for s in self.rivals.solutions
-        )
+        if self._data.baselines is None:
+            self._data = replace(self._data, **baselines(self.session))
+        assert self._data.baselines is not None
+        return self._data.baselines
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
+        """Every collective of one step, in the order of the program."""
+        return self._data.collectives
+
+    @property
+    def arguments(self) -> tuple[Argument, ...]:
+        """The leaves of the arguments, with their layouts."""
+        return self._data.arguments
+
+    @property
+    def objective(self) -> str:
+        """What the search made least: "time" or "bytes"."""
+        return self._data.objective
+
+    @property
+    def time_model(self) -> str:
+        """How ``step_time_s`` adds up: "sum" is compute plus communication, without overlap."""
+        return self._data.time_model
+
+    @property
+    def exact(self) -> bool:
+        """Whether it is the optimum of its mesh where memory has no limit."""
+        return self._data.exact
+
+    @property
+    def stopped(self) -> Stopped:
+        """What ended the search early: "time budget", "interrupted", or nothing."""
+        return self._data.stopped
+
+    @property
+    def remat(self) -> Remat:
+        """What is computed again in the backward pass."""
+        return self._data.remat
+
+    @property
+    def trace_s(self) -> float:
+        """Measured seconds of tracing."""
+        return self._data.trace_s
+
+    @property
+    def search_s(self) -> float:
+        """Measured seconds of the search."""
+        return self._data.search_s
+
+    @property
+    def donate_argnums(self) -> tuple[int, ...]:
+        """The arguments whose memory the step takes."""
+        return self._data.donate_argnums
+
+    @property
+    def replicate(self) -> tuple[str, ...]:
+        """Primitives without a description that run whole on every device."""
+        return self._data.replicate
+
+    @property
+    def pins(self) -> Mapping[str, PartitionSpec]:
+        """The PartitionSpecs that arguments had to have, by glob of their paths."""
+        return {glob: PartitionSpec(*entries) for glob, entries in self._data.pins.items()}
+
+    @property
+    def time_budget_s(self) -> float | None:
+        """The seconds that planning was given."""
+        return self._data.time_budget_s
+
+    @property
+    def operators(self) -> int:
+        """Number of ops of the step, those of bodies once."""
+        return self._data.operators
+
+    def completed(self) -> PlanData:
+        """The plan with its bound and its baselines, which are looked for now if they are not known."""
+        self.lower_bound_s  # noqa: B018 - asking fills the field
+        self.baselines  # noqa: B018
+        return self._data
 
     # -- layouts -----------------------------------------------------------------------------------------------------
 
     @property
     def axes(self) -> dict[str, int]:
         """Mesh axis names and sizes, slowest first."""
-        return {f.name: f.size for f in self.factors}
-
-    @property
-    def operators(self) -> int:
-        """Number of ops of the step, those of bodies once."""
-        return self.traced.program.count_ops()
+        return self._data.axes
 
     @property
     def matrix(self) -> dict[str, Any]:
         """The parallelism matrix (P2, section 3.1): one row per mesh axis, one column per level."""
-        levels = list(self.cluster.level_names)
-        rows = [[f.size if f.level == n else 1 for n in range(len(levels))] for f in self.factors]
-        return {"axes": list(self.axes), "levels": levels, "factors": rows}
-
-    def _spec(self, tensor: int) -> PartitionSpec:
-        return partition_spec(self.decisions.layouts[tensor] if tensor >= 0 else None, tuple(self.axes))
+        return self._data.matrix
 
     @property
     def flat_in_specs(self) -> tuple[PartitionSpec, ...]:
         """One spec for each leaf of the arguments."""
-        return tuple(self._spec(t) for t in self.extractor.problem.graph.inputs)
+        return tuple(partition_spec(a.layout, tuple(self.axes)) for a in self._data.arguments)
+
+    @property
+    def flat_out_specs(self) -> tuple[PartitionSpec, ...]:
+        """One spec for each leaf of the result."""
+        return tuple(partition_spec(layout, tuple(self.axes)) for layout in self._data.result_layouts)
 
     @property
     def specs_by_path(self) -> dict[str, PartitionSpec]:
@@ -202,8 +248,7 @@ class Plan:
     @property
     def out_specs(self) -> Any:
         """A pytree of PartitionSpec like the step's result; an nnx object that the step changes keeps those of ``in_specs``."""
-        specs = [self._spec(t) for t in self.extractor.problem.graph.outputs]
-        return bare(jax.tree.unflatten(self.traced.out_tree, specs), self.flat_in_specs)
+        return bare(jax.tree.unflatten(self.traced.out_tree, self.flat_out_specs), self.flat_in_specs)
 
     # -- devices -----------------------------------------------------------------------------------------------------
 
@@ -293,16 +338,10 @@ class Plan:
             ShardplanError: for a backend that does not exist.
         """
         if backend != "specs":
-            raise ShardplanError(
-                f"no backend {backend!r}: use backend='specs'; running a plan through shard_map is not there yet"
-            )
+            raise ShardplanError(f"unsupported backend {backend!r}: use 'specs'")
         self.check(step)
         mesh = self.mesh(devices)
-        what = (self.program, self.extractor, self.decisions, mesh)
-        emitter = SpecsEmitter(*what) if drop is None else DroppingEmitter(*what, dropped=drop)
-        leaf_specs = [NamedSharding(mesh, s) for s in self.flat_in_specs]
-        out_specs = [NamedSharding(mesh, self._spec(t)) for t in self.extractor.problem.graph.outputs]
-
+        emitter = SpecsEmitter(self.planned, mesh) if drop is None else DroppingEmitter(self.planned, mesh, dropped=drop)
         weak_results = [shape.weak_type for shape in self.traced.out_shapes]
 
         def run(*leaves: Any) -> list[Any]:
@@ -310,9 +349,18 @@ class Plan:
 
         run.__name__ = getattr(step, "__name__", "step")
         flat = jax.jit(
-            run, in_shardings=leaf_specs, out_shardings=out_specs, donate_argnums=self.donated_leaves, keep_unused=True
+            run,
+            in_shardings=[NamedSharding(mesh, s) for s in self.flat_in_specs],
+            out_shardings=[NamedSharding(mesh, s) for s in self.flat_out_specs],
+            donate_argnums=self.donated_leaves,
+            keep_unused=True,
         )
         return Runner(flat, step, self.traced, self.donate_argnums, self.leaves(mesh, weak=weak))
+
+    @cached_property
+    def planned(self) -> PlannedProgram:
+        """The program with the plan's choices, as backends run it."""
+        return planned_program(self.program, self.graph, self._data.choices, self.cluster, self.factors)
 
     @property
     def donated_leaves(self) -> tuple[int, ...]:
@@ -328,87 +376,66 @@ class Plan:
         if odd:
             raise PlanFileError(f"this step is not the one that was planned, they differ first at {odd}; plan it anew")
 
+    # -- the search again --------------------------------------------------------------------------------------------
+
+    @property
+    def session(self) -> Session:
+        """The search behind the plan; made anew, once, for a plan that was loaded."""
+        if self._session is None:
+            self._session = session_of(self._data, self.program, frozenset(self.donated_leaves))
+        return self._session
+
+    def at(self, session: Session) -> Plan:
+        """The plan that another solution of the same search is."""
+        data = replace(self._data, **decided(session), exact=False, explanations=None)
+        return Plan(
+            data,
+            traced=self.traced,
+            program=self.program,
+            graph=self.graph,
+            step=self.step,
+            user_mesh=self.user_mesh,
+            session=session,
+        )
+
     def as_baseline(self, name: str) -> Plan:
         """The plan that a baseline is, to run or measure it: its name as in ``baselines``.
 
         Raises:
             ShardplanError: if there is no such baseline.
         """
-        known = self.rivals.solutions
-        for solution in known:
-            if solution.name == name:
-                return replace(self, solution=solution, decisions=self.extractor.decide(solution), exact=False)
-        raise ShardplanError(f"no baseline {name!r} here: there are {', '.join(s.name for s in known) or 'none'}")
+        known = self.baseline_plans()
+        if name not in known:
+            raise ShardplanError(f"no baseline {name!r} here: there are {', '.join(known) or 'none'}")
+        return known[name]
 
     def baseline_plans(self) -> dict[str, Plan]:
         """Each baseline as a plan that can be compiled, by name."""
-        return {s.name: self.as_baseline(s.name) for s in self.rivals.solutions}
+        return {s.name: self.at(self.session.at(s)) for s in self.session.rivals.solutions}
 
-    # -- words -------------------------------------------------------------------------------------------------------
-
-    @property
-    def collectives(self) -> tuple[Collective, ...]:
-        """Every collective of one step, in the order of the program."""
-        names = tuple(self.axes)
-        paths = self.names_of_tensors()
-        return tuple(
-            Collective(
-                i.step.kind.replace("_", "-").replace("permute", "collective-permute"),
-                i.step.nbytes,
-                i.wire_bytes,
-                tuple(names[f] for f in i.step.over),
-                i.times,
-                i.step.seconds,
-                paths.get(i.tensor, f"value {i.tensor}"),
-                str(i.source),
-                i.step.program,
-            )
-            for i in self.decisions.issued
-        )
-
-    def names_of_tensors(self) -> dict[int, str]:
-        """Paths of the tensors that have one: arguments and results."""
-        graph = self.extractor.problem.graph
-        names = {t: f"result {p}" for t, p in zip(graph.outputs, self.traced.program.output_paths, strict=True) if t >= 0}
-        names.update(zip(graph.inputs, self.traced.program.input_paths, strict=True))
-        return names
+    # -- words and files ---------------------------------------------------------------------------------------------
 
     def explain(self, path: str | None = None) -> str:
         """Why: for a path (or glob) what was chosen for it, what else would cost, and the source; without one, the whole plan."""
-        return explain(self, path)
-
-    # -- files -------------------------------------------------------------------------------------------------------
+        return explain(self.completed(), self.session, path)
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON values: `shardplan.load` reads it back."""
-        problem = self.extractor.problem
-        layouts = [
-            problem.resharder.layout(v.shape, s) for v, s in zip(problem.coarse.variables, self.solution.states, strict=True)
-        ]
-        return {
-            **figures(self),
-            "format": FORMAT,
-            "fingerprint": fingerprint(self.traced),
-            "arguments": arguments(self.traced),
-            "cluster": self.cluster.to_toml(),
-            "cluster_fingerprint": self.cluster.fingerprint(),
-            "factors": [[f.name, f.size, f.level, f.stride] for f in self.factors],
-            "variables": [[list(map(list, layout.dims)), list(layout.partial)] for layout in layouts],
-            "keep": sorted(self.solution.keep),
-            "regather": self.solution.regather,
-            "limits": _limits(self.solution.limits),
-            "one_choice": problem.coarse.one_choice,
-            "remat_parts": [asdict(part) for part in self.remat.parts],
-            "donate_argnums": list(self.donate_argnums),
-            "replicate": list(self.replicate),
-            "pins": {glob: [list(e) if isinstance(e, tuple) else e for e in spec] for glob, spec in self.pins.items()},
-            "baselines": [asdict(b) for b in self.baselines],
-            "explain": explain_all(self),
-        }
+        return plan_file(self._whole())
 
     def save(self, file: str | os.PathLike[str]) -> None:
         """Writes the plan as JSON; the file is replaced only once all of it is written."""
-        write_whole(Path(file), json.dumps(self.to_json(), indent=1))
+        save(self._whole(), file)
+
+    def _whole(self) -> PlanData:
+        """The plan with all that its file holds."""
+        data = self.completed()
+        if data.explanations is None:
+            data = replace(data, explanations=explain_all(data, self.session))
+        if data.fingerprint is None:
+            data = replace(data, fingerprint=fingerprint(self.traced))
+        self._data = data
+        return data
 
     def draw(self, file: str | os.PathLike[str], *, title: str = "") -> None:
         """A picture of the plan (Tofu, Figure 11): weights and activations of each layer as tiles, a line for each cut.
@@ -419,39 +446,12 @@ class Plan:
             ShardplanError: for another suffix, where matplotlib is not installed, or where the file cannot be written.
         """
         suffix = picture_format(os.fspath(file))
-        write_whole(Path(file), picture(drawing(self), title=_heading(title, self.cluster.name), suffix=suffix))
-
-
-def _limits(limits: Limits | None) -> dict[str, Any] | None:
-    """Limits as JSON values: each way to cut once, with the numbers of the ops that it holds for."""
-    if limits is None:
-        return None
-    nodes: dict[Cuts, list[int]] = {}
-    for n, cuts in sorted(limits.cuts.items()):
-        nodes.setdefault(cuts, []).append(n)
-    held = [{"loops": [sorted(may) for may in cuts], "nodes": own} for cuts, own in nodes.items()]
-    return {"groups": [list(group) for group in limits.groups], "cuts": held}
+        shown = drawing(self.planned)
+        write_whole(Path(file), picture(shown, title=_heading(title, self.cluster.name), suffix=suffix))
 
 
 def _heading(title: str, cluster: str) -> str:
     return f"{title} on {cluster}" if title else f"on {cluster}"
-
-
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Writes to a temporary file beside ``path``, then renames it."""
-    try:
-        handle, name = tempfile.mkstemp(dir=path.parent or Path("."), prefix=path.name, suffix=".tmp")
-        with os.fdopen(handle, "wb") as out:
-            out.write(content if isinstance(content, bytes) else content.encode())
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except OSError as error:
-        raise PlanFileError(f"cannot write {path}: {error.strerror}") from error
-
-
-def auto(mesh: Mesh) -> Mesh:
-    """A mesh with Auto axes, on which constraints are requests that XLA's partitioner carries out."""
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
 def _shardings(mesh: Mesh, specs: Any) -> Any:

@@ -1,0 +1,69 @@
+"""A program with what a plan chose for it: all that a backend needs to know of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from shardplan.collectives.reshard import Programs, Resharder
+from shardplan.cost import Network
+from shardplan.graph import Graph, Node
+from shardplan.ir import Choices, Copy, Factor, Layout, Program, Use, Where
+from shardplan.mesh import Cluster
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedProgram:
+    """The choices of a plan by the numbers of the program's flat graph.
+
+    ``layouts[t]`` is the stored layout of tensor t (None: made anew where it is read), ``uses`` has the use of each node that has
+    one, ``reads`` the number of the copy through which (node, operand) reads, and ``programs`` the collectives of each
+    resharding. ``held`` are the tensors that ops with a use read.
+    """
+
+    program: Program
+    graph: Graph
+    factors: tuple[Factor, ...]
+    programs: Programs
+    layouts: tuple[Layout | None, ...]
+    nodes: Mapping[tuple[Where, int], Node]
+    uses: Mapping[int, Use]
+    reads: Mapping[tuple[int, int], int]
+    copies: tuple[Copy, ...]
+    held: frozenset[int]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the mesh axes, slowest first."""
+        return tuple(f.name for f in self.factors)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes of the mesh axes."""
+        return tuple(f.size for f in self.factors)
+
+
+def planned_program(
+    program: Program, graph: Graph, choices: Choices, cluster: Cluster, factors: Sequence[Factor]
+) -> PlannedProgram:
+    """A program, and its graph, with these choices."""
+    factors = tuple(factors)
+    layouts: list[Layout | None] = [None] * len(graph.tensors)
+    for where, body in choices.bodies.items():
+        for t, layout in zip(graph.bodies[where], body.layouts, strict=True):
+            layouts[t] = layout
+    nodes = {(n.where, n.op.id): n for n in graph.nodes}
+    uses = {nodes[where, op].id: use for where, body in choices.bodies.items() for op, use in body.uses.items()}
+    return PlannedProgram(
+        program=program,
+        graph=graph,
+        factors=factors,
+        programs=Programs(Resharder(Network(cluster, factors), [f.size for f in factors])),
+        layouts=tuple(layouts),
+        nodes=nodes,
+        uses=uses,
+        reads={(nodes[where, op].id, i): copy for where, b in choices.bodies.items() for (op, i), copy in b.reads.items()},
+        copies=choices.copies,
+        # an operand is held in its stored layout, or the layout that the op needs would spread back into the chain before it
+        held=frozenset(t for n in uses for t in graph.nodes[n].inputs if t >= 0),
+    )

@@ -1,0 +1,150 @@
+"""From a search to a plan as plain data, and back to a search."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from shardplan.errors import PlanFileError
+from shardplan.graph import Graph, flatten
+from shardplan.ir import Choices, Factor, Program
+from shardplan.plans.data import Argument, Baseline, Collective, PlanData
+from shardplan.search.baselines.rivals import Rivals
+from shardplan.search.coarsening import coarsen
+from shardplan.search.inference.solver import Solver
+from shardplan.search.memory import liveness as memory
+from shardplan.search.problem.extract import Decisions, Extractor
+from shardplan.search.problem.pricing import Limits
+from shardplan.search.problem.problem import Problem
+from shardplan.search.problem.solution import Solution
+from shardplan.search.session import Session
+from shardplan.search.strategy.pins import for_pins
+from shardplan.search.strategy.unused_axes import idle
+
+
+def decided(session: Session) -> dict[str, Any]:
+    """The fields of `PlanData` that follow from the solution of a session."""
+    problem, solution, decisions = session.problem, session.solution, session.decisions
+    graph, program = problem.graph, session.program
+    layouts = decisions.layouts
+    tensors = [graph.tensors[t] for t in graph.inputs]
+    return {
+        "name": solution.name,
+        "factors": problem.factors,
+        "arguments": tuple(
+            Argument(path, x.shape, x.dtype, x.nbytes, layouts[t])
+            for path, t, x in zip(graph.input_paths, graph.inputs, tensors, strict=True)
+        ),
+        "result_layouts": tuple(layouts[t] if t >= 0 else None for t in graph.outputs),
+        "choices": session.extractor.choices(decisions),
+        "collectives": _collectives(graph, decisions, problem.factors, program.output_paths),
+        "step_time_s": solution.seconds,
+        "compute_s": decisions.compute_s,
+        "peak_bytes": solution.peak_bytes,
+        "limited": solution.limits is not None,
+        "regather": solution.regather,
+        "idle_axes": {unused.name: unused.text for unused in idle(problem, decisions)},
+    }
+
+
+def _collectives(
+    graph: Graph, decisions: Decisions, factors: tuple[Factor, ...], output_paths: Iterable[str]
+) -> tuple[Collective, ...]:
+    """Every collective of one step, in the order of the program, with the path of its tensor where that has one."""
+    paths = {t: f"result {p}" for t, p in zip(graph.outputs, output_paths, strict=True) if t >= 0}
+    paths.update(zip(graph.inputs, graph.input_paths, strict=True))
+    return tuple(
+        Collective(
+            i.step.kind.replace("_", "-").replace("permute", "collective-permute"),
+            i.step.nbytes,
+            i.wire_bytes,
+            tuple(factors[f].name for f in i.step.over),
+            i.times,
+            i.step.seconds,
+            paths.get(i.tensor, f"value {i.tensor}"),
+            str(i.source),
+            i.step.program,
+        )
+        for i in decisions.issued
+    )
+
+
+def baselines(session: Session) -> dict[str, Any]:
+    """The fields of `PlanData` about baselines; solves those that are not solved yet."""
+    found = tuple(
+        Baseline(s.name, s.seconds, session.extractor.decide(s).communication_bytes, s.peak_bytes, s.fits(session.memory_limit))
+        for s in session.rivals.solutions
+    )
+    return {"baselines": found, "left_out": tuple((row.name, row.reason) for row in session.rivals.left_out)}
+
+
+# -- back to a search --------------------------------------------------------------------------------------------------
+
+
+def session_of(data: PlanData, program: Program, donated: frozenset[int]) -> Session:
+    """The search behind a plan, made anew.
+
+    Raises:
+        PlanFileError: where this version of shardplan groups the tensors of the step otherwise.
+    """
+    graph = flatten(program, replicate=data.replicate)
+    pins = dict(data.pins)
+    problem = Problem(graph, coarsen(graph, data.one_choice), data.cluster, data.factors)
+    problem = for_pins(problem, pins)
+    live = memory.liveness(problem, donated)
+    solver = Solver(problem, live)
+    solution = _solution(data, problem, solver)
+    return Session(
+        program=program,
+        problem=problem,
+        solution=solution,
+        rivals=Rivals(Solver(problem, live)),
+        bound=None,
+        extractor=Extractor(problem),
+        donated=donated,
+        pins=pins,
+        memory_limit=data.memory_limit,
+        objective=data.objective,
+        replicate=data.replicate,
+    )
+
+
+def _solution(data: PlanData, problem: Problem, solver: Solver) -> Solution:
+    graph, choices = problem.graph, data.choices
+    layouts = {t: at for where, body in choices.bodies.items() for t, at in zip(graph.bodies[where], body.layouts, strict=True)}
+    numbers = _copies(choices, problem)
+    states: list[int] = []
+    keep: set[int] = set()
+    for variable in problem.coarse.variables:
+        if variable.kind == "stored":
+            ends = [(graph.tensors[t].shape, layouts[t]) for t in variable.tensors]
+        else:
+            copies = [choices.copies[n] for n in sorted(numbers[variable.id])]
+            ends = [(variable.shape, copy.layout) for copy in copies]
+            keep |= {variable.id} if any(copy.source is not None for copy in copies) else set()
+        found = {problem.resharder.state(shape, layout) for shape, layout in ends if layout is not None}
+        if len(found) != 1:
+            raise PlanFileError(
+                f"the plan was made by another version of shardplan, which gives its own layout to each of {len(ends)} values of "
+                f"shape {list(variable.shape)} that share one here: plan the step anew to have it explained"
+            )
+        states += found
+    limits = _limits(choices, graph) if data.limited else None
+    return solver.rate(data.name, tuple(states), problem.regathered(frozenset(keep)), data.regather, limits)
+
+
+def _copies(choices: Choices, problem: Problem) -> dict[int, set[int]]:
+    """For each variable that is a view the copies that its readers read."""
+    found: dict[int, set[int]] = {v.id: set() for v in problem.coarse.variables if v.kind != "stored"}
+    for (n, slot), v in problem.coarse.read.items():
+        node = problem.graph.nodes[n]
+        number = choices.bodies[node.where].reads.get((node.op.id, slot))
+        if number is not None:
+            found[v].add(number)
+    return found
+
+
+def _limits(choices: Choices, graph: Graph) -> Limits:
+    """Each op cut as the plan cuts it."""
+    cuts = {n.id: use for n in graph.nodes if (use := choices.use(n.where, n.op.id)) is not None}
+    return Limits({n: tuple(frozenset({loop}) for loop in use.loops) for n, use in cuts.items()})

@@ -1,0 +1,114 @@
+"""The search behind a plan, for what needs it again: runner-ups, baselines, the bound, other sizes.
+
+Printing a plan asks none of this. A session is what `shardplan.plan` leaves behind, or is made anew for a plan that was loaded.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from shardplan.graph import Graph, flatten
+from shardplan.ir import Layout, Program
+from shardplan.search.baselines.rivals import Rivals
+from shardplan.search.coarsening import coarsen
+from shardplan.search.inference.bound import Bound
+from shardplan.search.problem.extract import Decisions, Extractor
+from shardplan.search.problem.problem import Problem
+from shardplan.search.problem.solution import Solution
+from shardplan.search.strategy.pins import Pins, for_pins, pinned_domains
+from shardplan.search.strategy.resizing import resized
+from shardplan.search.strategy.solve import in_seconds, search
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """Another layout of one variable, and how many seconds more (or less) the plan takes with it, all else held."""
+
+    layout: Layout
+    more_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A problem with the solution that the plan is. ``bound`` is None where the plan's file has what it found.
+
+    ``objective`` is what the search made least; the problem itself is priced in seconds.
+    """
+
+    program: Program
+    problem: Problem
+    solution: Solution
+    rivals: Rivals
+    bound: Bound | None
+    extractor: Extractor
+    donated: frozenset[int]
+    pins: Pins
+    memory_limit: int
+    objective: str
+    replicate: tuple[str, ...]
+
+    @property
+    def graph(self) -> Graph:
+        """The program, flat."""
+        return self.problem.graph
+
+    @property
+    def decisions(self) -> Decisions:
+        """What the solution decides, by the numbers of the graph."""
+        return self.extractor.decide(self.solution)
+
+    def at(self, solution: Solution) -> Session:
+        """The same search at another solution."""
+        return replace(self, solution=solution)
+
+    def variable(self, argument: int) -> int:
+        """The variable of the argument of that number; `FREE` where it has none."""
+        return self.problem.coarse.of[self.graph.inputs[argument]]
+
+    def alternatives(self, v: int) -> list[Alternative]:
+        """Every other layout of a variable, cheapest first."""
+        problem, solution = self.problem, self.solution
+        kept = problem.regathered(solution.keep)
+        domains: list[tuple[int, ...]] = [(s,) for s in solution.states]
+        domains[v] = problem.domains[v]
+        if solution.states[v] not in domains[v]:
+            return []
+        total = np.zeros(len(domains[v]))
+        for term in problem.terms_of(v, domains, kept, solution.limits):
+            total = total + term.constant + problem.store.tables[term.table].reshape(-1)
+        own = total[domains[v].index(solution.states[v])]
+        shape = problem.coarse.variables[v].shape
+        found = [
+            Alternative(problem.resharder.layout(shape, s), float(c - own) / 1e12)
+            for s, c in zip(domains[v], total, strict=True)
+            if s != solution.states[v]
+        ]
+        return sorted(found, key=lambda a: (a.more_s, str(a.layout)))
+
+    def padded_seconds(self, old: int, new: int) -> float | None:
+        """Step time of the best plan of the step with ``new`` in place of every ``old`` in its shapes; infinite where none fits.
+
+        None where nobody can tell: the step makes other sizes out of this one. The plan's pins hold, and its objective. It takes
+        as long as planning.
+        """
+        program = resized(self.program, old, new)
+        if program is None:
+            return None
+        graph = flatten(program, replicate=self.replicate)
+        coarse = coarsen(graph, self.problem.coarse.one_choice)
+        objective = "bytes" if self.objective == "bytes" else "time"
+        problem = for_pins(Problem(graph, coarse, self.problem.cluster, self.problem.factors, objective=objective), self.pins)
+        outcome = search(
+            problem,
+            limit=self.memory_limit,
+            donated=self.donated,
+            domains=pinned_domains(problem, self.pins),
+            deadline=None,
+            observer=lambda _what, _part: None,
+        )
+        if not outcome.best.fits(self.memory_limit):
+            return math.inf
+        return outcome.best.seconds if objective == "time" else in_seconds(problem, outcome, self.donated)[1].best.seconds

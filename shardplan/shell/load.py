@@ -1,0 +1,72 @@
+"""A saved plan for a step: read from its file, nothing planned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from os import PathLike, fspath
+from typing import Any
+
+from jax.sharding import Mesh
+
+from shardplan.errors import DeviceError, PlanFileError
+from shardplan.frontend.nnx_state import trace_step
+from shardplan.frontend.trace import Traced
+from shardplan.graph import flatten
+from shardplan.ir import Program
+from shardplan.mesh.devices import auto
+from shardplan.plans import files
+from shardplan.plans.data import PlanData
+from shardplan.plans.fingerprint import arguments, different_arguments, fingerprint
+from shardplan.plans.fit import check_choices
+from shardplan.remat import rematerialised
+from shardplan.shell.planned import Plan
+
+
+def load(file: str | PathLike[str], step: Callable[..., Any], *args: Any, mesh: Mesh | None = None) -> Plan:
+    """Reads a saved plan for this step and these shapes. A plan that was made on your own `Mesh` takes it again: ``mesh=``.
+
+    Raises:
+        PlanFileError: if the file is no plan, or was made for another model, other shapes or another version.
+        DeviceError: if the mesh has other axes.
+    """
+    data = files.read(file)
+    return for_step(fspath(file), data, step, trace_step(step, args, data.donate_argnums), mesh)
+
+
+def for_step(name: str, data: PlanData, step: Callable[..., Any], traced: Traced, mesh: Mesh | None) -> Plan:
+    """A plan that was read from the file ``name``, for a step that was traced with its ``donate_argnums``."""
+    _check_step(name, data, traced)
+    program = _program(name, data, traced)
+    graph = flatten(program, replicate=data.replicate)
+    check_choices(name, data.choices, program, graph, data.factors)
+    return Plan(data, traced=traced, program=program, graph=graph, step=step, user_mesh=_mesh(name, data, mesh))
+
+
+def _check_step(name: str, data: PlanData, traced: Traced) -> None:
+    """Refuses a step that is not the one that was planned."""
+    if fingerprint(traced) == data.fingerprint:
+        return
+    planned = {a.path: f"{a.dtype}{list(a.shape)}" for a in data.arguments}
+    different, now = different_arguments(planned, arguments(traced)), traced.program.count_ops()
+    counts = f"{data.operators} operators then, {now} now" if now != data.operators else f"its {now} operators differ"
+    raise PlanFileError(
+        f"{name}: the plan was made for another model or other shapes: "
+        f"{different or f'the arguments agree, the program does not ({counts})'}; plan this step anew"
+    )
+
+
+def _program(name: str, data: PlanData, traced: Traced) -> Program:
+    """What the plan is for: the step, with what is computed again."""
+    try:
+        return rematerialised(traced.program, data.remat.parts)
+    except (KeyError, IndexError, ValueError, StopIteration) as error:
+        raise PlanFileError(f"{name}: what it computes again is not in this step; plan this step anew") from error
+
+
+def _mesh(name: str, data: PlanData, mesh: Mesh | None) -> Mesh | None:
+    if mesh is None:
+        return None
+    own, given = data.axes, {str(n): int(k) for n, k in mesh.shape.items() if k > 1}
+    if own != given:
+        raise DeviceError(f"{name}: the plan is for the mesh axes {own}, the mesh given has {given}")
+    return auto(mesh)

@@ -10,13 +10,14 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import networkx as nx
 import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "shardplan"
 
 # From the top row down; a module imports only from rows above its own, and from its own package. The last row are the shells:
-# they may use each other. An import for type checkers alone binds nobody.
+# they may use each other. An import for type checkers alone counts like any other.
 ROWS = (
     ("ir", "errors", "user_code", "sizes", "_jax"),
     ("mesh",),
@@ -123,12 +124,6 @@ def _of_shardplan(path: Path) -> Iterator[tuple[str, int]]:
             yield _home(module, name), line
 
 
-def _lines_for_typing(path: Path) -> set[int]:
-    """The lines under ``if TYPE_CHECKING``: they name a type and import nothing when the program runs."""
-    blocks = [n for n in ast.walk(_tree(path)) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
-    return {inner.lineno for block in blocks for node in block.body for inner in ast.walk(node) if isinstance(inner, ast.stmt)}
-
-
 def _rank(module: str) -> int:
     return RANK[module.split(".")[0]]
 
@@ -152,10 +147,7 @@ def test_every_file_has_its_row() -> None:
 def test_a_file_imports_only_from_the_rows_above(module: str) -> None:
     package = module.split(".")[0]
     faults: list[str] = []
-    typing = _lines_for_typing(FILES[module])
     for target, line in _of_shardplan(FILES[module]):
-        if line in typing:
-            continue
         if not target:
             # Only the shells may use the public face; a version number is read from it at most.
             allowed = package in SHELLS
@@ -169,14 +161,39 @@ def test_a_file_imports_only_from_the_rows_above(module: str) -> None:
     assert not faults, faults
 
 
+def test_no_files_import_each_other_in_a_circle() -> None:
+    """Imports inside functions and for type checkers count; the top front alone hands names on lazily."""
+    imports = nx.DiGraph((name, target) for name, path in FILES.items() for target, _ in _of_shardplan(path) if name and target)
+    imports.remove_edges_from([(name, name) for name in FILES])
+    circles = [sorted(part) for part in nx.strongly_connected_components(imports) if len(part) > 1]
+    print(f"{imports.number_of_nodes()} files, {imports.number_of_edges()} imports, circles: {circles or 'none'}")  # noqa: T201 - shown with -s
+    assert not circles
+
+
+def test_a_room_imports_only_from_rooms_above_it() -> None:
+    """The rooms of the search stand on floors, too."""
+    rooms = nx.DiGraph()
+    for name, path in FILES.items():
+        for target, _ in _of_shardplan(path):
+            a, b = _room(name), _room(target)
+            if name and target and a != b:
+                rooms.add_edge(a, b)
+    circles = [sorted(part) for part in nx.strongly_connected_components(rooms) if len(part) > 1]
+    assert not circles, circles
+
+
+def _room(module: str) -> str:
+    parts = module.split(".")
+    return ".".join(parts[:2]) if parts[0] == "search" else parts[0]
+
+
 @pytest.mark.parametrize("module", [m for m in FILES if m and not _knows_jax(m)])
 def test_jax_stays_in_its_files(module: str) -> None:
     path = FILES[module]
     faults = [f"{_ids(path)}:{line} imports {m}" for m, _, line in _imports(path) if _is_one_of(m, JAX_LIBRARIES)]
     # A front hands on the names of its JAX file, and the shells may use anything; nobody else reaches JAX by way of another file.
     if module not in FRONTS and module.split(".")[0] not in SHELLS:
-        typing = _lines_for_typing(path)
-        known = [(target, line) for target, line in _of_shardplan(path) if _knows_jax(target) and line not in typing]
+        known = [(target, line) for target, line in _of_shardplan(path) if _knows_jax(target)]
         faults += [f"{_ids(path)}:{line} imports {target}, which knows JAX" for target, line in known]
     assert not faults, faults
 

@@ -4,9 +4,10 @@ A `Cluster` is a tree of levels, slowest first, with the device at its leaves; `
 here imports JAX except `shardplan.mesh.devices`, which makes a `jax.sharding.Mesh` and is imported only where one is wanted.
 """
 
-from .cluster import Cluster, Device, Interconnect, Level
+from .cluster import Cluster
 from .factoring import coordinates, factors
 from .load import preset_names
+from .machine import Device, Interconnect, Level
 from .matrix import Matrix, matrices
 
 __all__ = ["Cluster", "Device", "Interconnect", "Level", "Matrix", "coordinates", "factors", "matrices", "preset_names"]

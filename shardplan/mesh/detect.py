@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from ..errors import ClusterError
-from .cluster import Cluster, Level
+from .cluster import Cluster
 from .gpus import Gpu, gpu
+from .machine import Level
 
 # Bytes per second of one NVLink each way, by preset: the data sheets' totals over their numbers of links.
 _NVLINK = {"dgx-h200": 25e9, "dgx-h100": 25e9, "gb200-nvl72": 50e9, "dgx-a100": 25e9, "gcp-v100": 25e9, "flexflow-p100": 20e9}

@@ -10,15 +10,16 @@ from numpy.typing import NDArray
 
 from ..errors import ClusterError
 from ..ir import Factor
-from .cluster import Cluster
+from .machine import Machine
 
 
-def factors(cluster: Cluster, splits: Mapping[str, Sequence[int]] | None = None) -> tuple[Factor, ...]:
+def factors(cluster: Machine, splits: Mapping[str, Sequence[int]] | None = None) -> tuple[Factor, ...]:
     """One factor a level, slowest first; ``splits`` names levels to be cut into several, major first.
 
     A level of one child gives no factor: nothing can be cut over it. A level split as (4, 2) gives ``gpu0`` of 4 and ``gpu1``
     of 2, the latter varying fastest.
 
+    >>> from shardplan.mesh import Cluster
     >>> [(f.name, f.size, f.stride) for f in factors(Cluster.load("2x8"), {"gpu": (4, 2)})]
     [('node', 2, 1), ('gpu0', 4, 2), ('gpu1', 2, 1)]
     """
@@ -39,14 +40,14 @@ def factors(cluster: Cluster, splits: Mapping[str, Sequence[int]] | None = None)
     return tuple(result)
 
 
-def coordinates(cluster: Cluster, of: Sequence[Factor]) -> NDArray[np.int64]:
+def coordinates(cluster: Machine, of: Sequence[Factor]) -> NDArray[np.int64]:
     """The coordinate of every device along every factor.  # [devices, factors]"""
     levels = np.stack(np.unravel_index(np.arange(cluster.size), cluster.shape), axis=1)
     columns = [levels[:, f.level] // f.stride % f.size for f in of]
     return np.stack(columns, axis=1) if columns else np.zeros((cluster.size, 0), np.int64)
 
 
-def device_order(cluster: Cluster, factors: Sequence[Factor], groups: Sequence[Sequence[int]]) -> NDArray[np.int64]:
+def device_order(cluster: Machine, factors: Sequence[Factor], groups: Sequence[Sequence[int]]) -> NDArray[np.int64]:
     """The cluster's device numbers laid out with one axis for each group of factors, major first within a group."""
     by_device = sorted(range(len(factors)), key=lambda i: (factors[i].level, -factors[i].stride))
     grid = np.arange(cluster.size).reshape([factors[i].size for i in by_device])
@@ -54,7 +55,7 @@ def device_order(cluster: Cluster, factors: Sequence[Factor], groups: Sequence[S
     return grid.transpose(axes).reshape([math.prod(factors[i].size for i in group) for group in groups])
 
 
-def check_cover(cluster: Cluster, of: Sequence[Factor]) -> None:
+def check_cover(cluster: Machine, of: Sequence[Factor]) -> None:
     """Refuse factors that do not make up the cluster exactly: every device has its own coordinates."""
     product = math.prod(f.size for f in of)
     if product != cluster.size:
@@ -74,7 +75,7 @@ def _product(of: Sequence[Factor]) -> str:
     return " * ".join(f"{f.name}={f.size}" for f in of) or "()"
 
 
-def read_order(cluster: Cluster, order: NDArray[np.int64]) -> tuple[tuple[Factor, ...], tuple[tuple[int, ...], ...]]:
+def read_order(cluster: Machine, order: NDArray[np.int64]) -> tuple[tuple[Factor, ...], tuple[tuple[int, ...], ...]]:
     """How ``order`` lays out the cluster's devices: factors, and for each array axis the indices of its own, major first.
 
     The inverse of `device_order`. Raises `ClusterError` where an axis does not follow the levels.
@@ -101,7 +102,7 @@ def read_order(cluster: Cluster, order: NDArray[np.int64]) -> tuple[tuple[Factor
     return tuple(found[i] for i in by_device), tuple(tuple(place[i] for i in group) for group in groups)
 
 
-def _parts(cluster: Cluster, line: list[int]) -> list[Factor] | None:
+def _parts(cluster: Machine, line: list[int]) -> list[Factor] | None:
     """The factors, major first, that make up one axis whose devices have these numbers; None if there are none such."""
     result: list[Factor] = []
     while len(line) > 1:
@@ -120,7 +121,7 @@ def _parts(cluster: Cluster, line: list[int]) -> list[Factor] | None:
     return result
 
 
-def _level_of(cluster: Cluster, step: int) -> tuple[int, int]:
+def _level_of(cluster: Machine, step: int) -> tuple[int, int]:
     """The level whose children are ``step`` devices apart, and how many children that is."""
     below = cluster.size
     for level, size in enumerate(cluster.shape):

@@ -9,7 +9,8 @@ import re
 from dataclasses import dataclass, replace
 
 from ..errors import ClusterError
-from .cluster import Cluster, Device
+from .cluster import Cluster
+from .machine import Device
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..errors import ClusterError, nearest
-from .cluster import Cluster, Device, Interconnect, Level
+from .machine import Device, Interconnect, Level, Machine
 
 PRESETS = Path(__file__).parent / "presets"
 _SHAPE = re.compile(r"[0-9]+(x[0-9]+)*")
@@ -28,10 +28,8 @@ def preset_names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in PRESETS.glob("*.toml")))
 
 
-def load(spec: str | PathLike[str] | Cluster) -> Cluster:
+def load(spec: str | PathLike[str]) -> Machine:
     """See `Cluster.load`."""
-    if isinstance(spec, Cluster):
-        return spec
     if not isinstance(spec, str):
         if not isinstance(spec, PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ClusterError(f"no cluster {spec!r}; a cluster is {_FORMS}")
@@ -45,7 +43,7 @@ def load(spec: str | PathLike[str] | Cluster) -> Cluster:
     return _load_preset(spec)
 
 
-def from_shape(shape: tuple[int, ...]) -> Cluster:
+def from_shape(shape: tuple[int, ...]) -> Machine:
     """H100s in this shape, slowest level first: the last level NVSwitch, every level above it InfiniBand, one NIC a GPU."""
     text = "x".join(map(str, shape))
     if not shape or 0 in shape:
@@ -62,10 +60,10 @@ def from_shape(shape: tuple[int, ...]) -> Cluster:
             replace(node, name=name, size=size, bandwidth_bytes_per_s=nic * below, rails=below, latency_s=node.latency_s * depth)
         )
         below *= size
-    return Cluster(text, tuple(reversed(levels)), preset.device, source=text)
+    return Machine(text, tuple(reversed(levels)), preset.device, source=text)
 
 
-def from_toml(text: str, *, source: str) -> Cluster:
+def from_toml(text: str, *, source: str) -> Machine:
     """See `Cluster.from_toml`."""
     try:
         table: dict[str, Any] = tomllib.loads(text)
@@ -82,12 +80,12 @@ def from_toml(text: str, *, source: str) -> Cluster:
     if not table["name"]:
         raise ClusterError("is empty: plans and messages tell the cluster by it", where=f"{source}: name")
     try:
-        return Cluster(table["name"], parsed, device, source=source)
+        return Machine(table["name"], parsed, device, source=source)
     except ClusterError as err:
         raise ClusterError(str(err), where=source) from err
 
 
-def to_toml(cluster: Cluster) -> str:
+def to_toml(cluster: Machine) -> str:
     """See `Cluster.to_toml`."""
     lines = [f"name = {_quoted(cluster.name)}", "", "[device]", *_fields_toml(cluster.device, skip=("flops_per_s",))]
     lines += [
@@ -102,7 +100,7 @@ def to_toml(cluster: Cluster) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _load_file(path: Path) -> Cluster:
+def _load_file(path: Path) -> Machine:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as err:
@@ -112,7 +110,7 @@ def _load_file(path: Path) -> Cluster:
     return from_toml(text, source=str(path))
 
 
-def _load_preset(spec: str) -> Cluster:
+def _load_preset(spec: str) -> Machine:
     match = _PRESET.fullmatch(spec)
     known = preset_names()
     if match is None or match["name"] not in known:

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from ..errors import ClusterError
 from ..ir import Factor
-from .cluster import Cluster
 from .factoring import device_order
+from .machine import Machine
 
 _REMEDY = "`shardplan mesh matrices` lists those that fit"
 
@@ -54,7 +54,7 @@ class Matrix:
         """Sizes of the levels."""
         return tuple(math.prod(column) for column in zip(*self.rows, strict=True))
 
-    def check(self, cluster: Cluster, axes: Sequence[int] | None = None) -> None:
+    def check(self, cluster: Machine, axes: Sequence[int] | None = None) -> None:
         """Refuse a matrix that does not fit a cluster (equation 1) or these axes (equation 2)."""
         for i, row in enumerate(self.rows):
             if len(row) != len(cluster.levels):
@@ -77,7 +77,7 @@ class Matrix:
                 why = f"breaks equation 2: {product} = {math.prod(row)}, the axis has {size}"
                 raise ClusterError(f"row {i} of the matrix {self} {why}; {_REMEDY}")
 
-    def factors(self, cluster: Cluster) -> tuple[tuple[Factor, ...], tuple[tuple[int, ...], ...]]:
+    def factors(self, cluster: Machine) -> tuple[tuple[Factor, ...], tuple[tuple[int, ...], ...]]:
         """The entries above one as factors in device order, and for each axis the indices of its own, slowest first.
 
         Within a level the axes follow one another, the first major.
@@ -94,9 +94,10 @@ class Matrix:
                     result.append(Factor(level.name if row[j] == level.size else f"{level.name}{i}", row[j], j, stride))
         return tuple(result), tuple(tuple(axis) for axis in axes)
 
-    def device_order(self, cluster: Cluster) -> NDArray[np.int64]:
+    def device_order(self, cluster: Machine) -> NDArray[np.int64]:
         """The cluster's device numbers, one array axis for each parallelism axis.
 
+        >>> from shardplan.mesh import Cluster
         >>> Matrix(((1, 2), (2, 2))).device_order(Cluster.load("2x4")).tolist()
         [[0, 1, 4, 5], [2, 3, 6, 7]]
         """

@@ -15,7 +15,8 @@ import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
-from .cluster import Cluster, Level
+from .cluster import Cluster
+from .machine import Level
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

@@ -14,9 +14,10 @@ from ..collectives.placement import Request, check_over, rank_matrices
 from ..collectives.ranking import entries, names_of, table
 from ..cost.network import Algorithm, Network
 from ..errors import ClusterError
-from ..mesh.cluster import Cluster, Level
+from ..mesh.cluster import Cluster
 from ..mesh.detect import Detected
 from ..mesh.load import preset_names
+from ..mesh.machine import Level
 from ..mesh.matrix import Matrix, matrices, parse
 from ..mesh.topology import counts
 from . import tables

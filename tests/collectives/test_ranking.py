@@ -24,7 +24,7 @@ from shardplan.collectives.states import Space
 from shardplan.cost import Network
 from shardplan.errors import ReductionError
 from shardplan.mesh import Cluster, Interconnect, Level, factors
-from shardplan.mesh.cluster import Kind
+from shardplan.mesh.machine import Kind
 
 DEVICE = Cluster.load("8").device
 NAMES = ("node", "gpu")

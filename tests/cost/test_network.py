@@ -16,7 +16,7 @@ from shardplan.cost import Network, wire_bytes
 from shardplan.cost.network import Collective, _all_to_all, binary_tree, binomial_rounds
 from shardplan.errors import ClusterError
 from shardplan.mesh import Cluster, Interconnect, Level, factors
-from shardplan.mesh.cluster import Kind
+from shardplan.mesh.machine import Kind
 
 DEVICE = Cluster.load("8").device
 KINDS: tuple[Collective, ...] = get_args(Collective)

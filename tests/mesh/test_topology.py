@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardplan.mesh import Cluster, Interconnect, Level
-from shardplan.mesh.cluster import Kind
+from shardplan.mesh.machine import Kind
 from shardplan.mesh.topology import Topology, counts, graph
 
 DEVICE = Cluster.load("8").device

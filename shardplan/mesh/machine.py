@@ -1,0 +1,223 @@
+"""A cluster as the planner sees it: levels, slowest first, and the device at the leaves.
+
+Device ``i`` has the coordinates of ``i`` in row-major order over the sizes of the levels: the first level varies slowest.
+Everything here is a value. `Cluster`, in `shardplan.mesh.cluster`, is a machine that also reads and writes TOML.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, Self, get_args
+
+from ..errors import ClusterError, nearest
+
+Kind = Literal["switch", "ring", "bus"]
+LARGEST = 2**20
+"""Devices of a cluster: orders of all of them are made as arrays."""
+LARGEST_PART = 2.0
+"""Of a bandwidth or peak that may be reached: fits against assumed bandwidths end a little above one, never at 90."""
+NAME = re.compile(r"[\w.\-]+")
+DTYPES: tuple[str, ...] = (
+    "float32", "bfloat16", "float16", "float64", "complex64", "complex128", "bool",
+    "float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz",
+    "float8_e8m0fnu", "float6_e2m3fn", "float6_e3m2fn", "float4_e2m1fn",
+    "int1", "int2", "int4", "int8", "int16", "int32", "int64",
+    "uint1", "uint2", "uint4", "uint8", "uint16", "uint32", "uint64",
+)  # fmt: skip
+"""The dtypes that a device may have a peak for: those of arrays in JAX."""
+KINDS: tuple[str, ...] = get_args(Kind)
+
+
+@dataclass(frozen=True, slots=True)
+class Interconnect:
+    """A second way between the children of a level, used where the level's own links do not lead.
+
+    Each ``domain`` consecutive children share one medium of ``bandwidth_bytes_per_s`` each direction (the PCIe switch under a
+    CPU); where ``domain`` does not divide the children, the last medium has fewer. Traffic between children that are not
+    neighbours on the level's ring, and traffic that leaves the level, goes this way.
+    """
+
+    name: str
+    domain: int
+    bandwidth_bytes_per_s: float
+    latency_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        where = f"interconnect {self.name!r}"
+        check_positive(self.bandwidth_bytes_per_s, f"{where}: bandwidth_bytes_per_s")
+        check_at_least(self.latency_s, 0.0, f"{where}: latency_s")
+        check_count(self.domain, f"{where}: domain")
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """A tier of the cluster: ``size`` children under each parent, and the link that joins ONE of these children to it.
+
+    ``bandwidth_bytes_per_s`` is each direction's: on a ``switch``, of the link from one child into the switch (all NICs of a node
+    together, if children are nodes); on a ``ring``, of the link between two neighbours; on a ``bus``, of the medium that all
+    children share. ``latency_s`` is that of a message between two children. ``rails`` is the number of equal parallel links that
+    ``bandwidth_bytes_per_s`` sums up: one device drives one of them at a time. The efficiencies say which part of the
+    bandwidth ring and tree algorithms reach.
+    """
+
+    name: str
+    size: int
+    bandwidth_bytes_per_s: float
+    latency_s: float
+    kind: Kind = "switch"
+    rails: int = 1
+    ring_efficiency: float = 1.0
+    tree_efficiency: float = 1.0
+    also: Interconnect | None = None
+
+    def __post_init__(self) -> None:
+        where = f"level {self.name!r}"
+        check_name(self.name, f"{where}: name")
+        check_count(self.size, f"{where}: size")
+        check_positive(self.bandwidth_bytes_per_s, f"{where}: bandwidth_bytes_per_s")
+        check_at_least(self.latency_s, 0.0, f"{where}: latency_s")
+        check_count(self.rails, f"{where}: rails")
+        check_part(self.ring_efficiency, f"{where}: ring_efficiency")
+        check_part(self.tree_efficiency, f"{where}: tree_efficiency")
+        if self.kind not in KINDS:
+            raise ClusterError(f"must be one of {', '.join(KINDS)}, got {self.kind!r}", where=f"{where}: kind")
+        if self.rails > 1 and self.kind != "switch":
+            raise ClusterError(f"parallel links belong to a switch, this level is a {self.kind}", where=f"{where}: rails")
+        if self.also is not None and self.kind != "ring":
+            raise ClusterError(f"a second interconnect belongs to a ring, this level is a {self.kind}", where=f"{where}: also")
+        if self.also is not None and self.also.domain > self.size:
+            message = f"{self.also.domain} children share a medium, the level has {self.size}: at most these"
+            raise ClusterError(message, where=f"{where}: also.domain")
+
+    def resized(self, size: int) -> Level:
+        """The same level with another number of children; fewer than a medium's share that one medium."""
+        if self.also is None or self.also.domain <= size or size < 1:
+            return replace(self, size=size)
+        return replace(self, size=size, also=replace(self.also, domain=size))
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One accelerator: peaks, memory, and the part of the peaks that kernels reach.
+
+    ``flops_per_s`` maps a dtype (one of `DTYPES`) to the dense peak; ``flops_efficiency`` and ``memory_efficiency`` are what
+    large kernels attain of it, ``launch_s`` the overhead of one kernel.
+    """
+
+    name: str
+    flops_per_s: Mapping[str, float]
+    memory_bytes_per_s: float
+    memory_bytes: int
+    launch_s: float = 3e-6
+    flops_efficiency: float = 0.6
+    memory_efficiency: float = 0.8
+
+    def __post_init__(self) -> None:
+        where = f"device {self.name!r}"
+        if not self.flops_per_s:
+            raise ClusterError("needs at least one dtype, say float32", where=f"{where}: flops_per_s")
+        for dtype, peak in self.flops_per_s.items():
+            if dtype not in DTYPES:
+                hint = nearest(dtype, DTYPES) or f" (known: {', '.join(DTYPES)})"
+                raise ClusterError(f"unknown dtype{hint}", where=f"{where}: flops_per_s.{dtype}")
+            check_positive(peak, f"{where}: flops_per_s.{dtype}")
+        check_positive(self.memory_bytes_per_s, f"{where}: memory_bytes_per_s")
+        check_count(self.memory_bytes, f"{where}: memory_bytes")
+        check_at_least(self.launch_s, 0.0, f"{where}: launch_s")
+        check_part(self.flops_efficiency, f"{where}: flops_efficiency")
+        check_part(self.memory_efficiency, f"{where}: memory_efficiency")
+        object.__setattr__(self, "flops_per_s", dict(sorted(self.flops_per_s.items())))
+
+    def __hash__(self) -> int:
+        return hash((self.name, tuple(self.flops_per_s.items()), self.memory_bytes_per_s, self.memory_bytes, self.launch_s))
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Levels, slowest first, and the device at the leaves. ``source`` (a file, a preset) is for messages and is not compared."""
+
+    name: str
+    levels: tuple[Level, ...]
+    device: Device
+    source: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ClusterError("is empty: plans and messages tell the cluster by it", where="cluster: name")
+        if not self.levels:
+            raise ClusterError("a cluster needs at least one level", where=f"cluster {self.name!r}: levels")
+        names = [level.name for level in self.levels]
+        for name in names:
+            if names.count(name) > 1:
+                raise ClusterError(f"two levels are called {name!r}", where=f"cluster {self.name!r}: levels")
+        if self.size > LARGEST:
+            raise ClusterError(f"{self.size} devices are more than the {LARGEST} that can be planned for", where=self.name)
+
+    @property
+    def size(self) -> int:
+        """Number of devices."""
+        return math.prod(self.shape)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of the levels, slowest first."""
+        return tuple(level.size for level in self.levels)
+
+    @property
+    def level_names(self) -> tuple[str, ...]:
+        """Names of the levels, slowest first."""
+        return tuple(level.name for level in self.levels)
+
+    def level_index(self, name: str) -> int:
+        """The position of a level by its name; raises `ClusterError` with the known names."""
+        if name not in self.level_names:
+            raise ClusterError(f"no level {name!r} in {self.name!r}: it has {', '.join(self.level_names)}")
+        return self.level_names.index(name)
+
+    def resized(self, *sizes: int) -> Self:
+        """The same cluster with other level sizes, slowest first; fewer sizes than levels change the slowest ones."""
+        if len(sizes) > len(self.levels):
+            raise ClusterError(f"{len(sizes)} sizes for the {len(self.levels)} levels of {self.name!r}")
+        sized = tuple(level.resized(n) for level, n in zip(self.levels, sizes, strict=False))
+        return replace(self, levels=sized + self.levels[len(sizes) :])
+
+
+def check_positive(value: float, where: str) -> None:
+    """Refuse what is not a finite number above zero."""
+    if not _is_number(value) or not math.isfinite(value) or value <= 0:
+        raise ClusterError(f"must be a finite number above 0, got {value!r}", where=where)
+
+
+def check_at_least(value: float, least: float, where: str) -> None:
+    """Refuse what is not a finite number of at least ``least``."""
+    if not _is_number(value) or not math.isfinite(value) or value < least:
+        raise ClusterError(f"must be a finite number of at least {least:g}, got {value!r}", where=where)
+
+
+def check_part(value: float, where: str) -> None:
+    """Refuse what is not a part of a bandwidth or peak."""
+    check_positive(value, where)
+    if value > LARGEST_PART:
+        raise ClusterError(f"is a part of what the hardware does, 0.9 for 90%, got {value!r}", where=where)
+
+
+def check_name(value: str, where: str) -> None:
+    """Refuse a name of a level that the text of a reduction program could not hold, as ``a, b`` or ``root``."""
+    if not NAME.fullmatch(value) or value == "root":
+        raise ClusterError(
+            f"must be letters, digits, '_', '-' and '.', and not 'root', which programs call the whole, got {value!r}: rename it",
+            where=where,
+        )
+
+
+def check_count(value: int, where: str) -> None:
+    """Refuse what is not a whole number above zero."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ClusterError(f"must be a whole number above 0, got {value!r}", where=where)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

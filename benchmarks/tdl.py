@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from models import gpt, rnn, wresnet
 from shardplan.frontend.trace import trace
-from shardplan.graph.flatten import flatten
+from shardplan.graph.flattening import flatten
 from shardplan.tdl import Call, Description, cuts, describe
 from shardplan.tdl.describe import forget_analyses, rule_of
 from shardplan.tdl.description import read

@@ -130,6 +130,18 @@ class Constant:
 
 Operand = int | Constant
 
+Control = Literal["scan", "while", "cond", "remat"]
+"""What an op with bodies does with them."""
+
+_CONTROL: Mapping[str, Control] = {"scan": "scan", "while": "while", "cond": "cond", "remat2": "remat", "checkpoint": "remat"}
+_DRAWS = frozenset({"rng_uniform"})
+"""Primitives that give something else each time; random bits that are made from a key do not."""
+
+RECOMPUTED = "rematted_computation"
+"""Stands in the scope of an op that is computed again in the backward pass, as under `jax.checkpoint`."""
+
+_TRANSPOSED = "transpose("
+
 
 @dataclass(frozen=True, slots=True)
 class Op:
@@ -155,6 +167,26 @@ class Op:
     def tensors(self) -> tuple[int, ...]:
         """The inputs that are tensors, literals left out."""
         return tuple(i for i in self.inputs if isinstance(i, int))
+
+    @property
+    def control(self) -> Control | None:
+        """What it does with its bodies; None for an op without bodies, or of a kind that is not known."""
+        return _CONTROL.get(self.primitive) if self.bodies else None
+
+    @property
+    def recomputed(self) -> bool:
+        """Whether it computes a value of the forward pass again: JAX says so in its scope."""
+        return RECOMPUTED in self.scope
+
+    @property
+    def backward(self) -> bool:
+        """Whether it belongs to the backward pass: JAX says so in its scope, or marks its bodies as differentiated."""
+        return _TRANSPOSED in self.scope or self.recomputed or bool(self.bodies and self.params.get("differentiated"))
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether it may run twice: it makes the same again, and has no effects; control flow is left as it is."""
+        return not self.bodies and self.primitive not in _DRAWS and not (self.handle is not None and self.handle.effects)
 
 
 @dataclass(frozen=True, slots=True)

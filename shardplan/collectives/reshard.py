@@ -16,12 +16,10 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.sparse import csr_matrix
-from scipy.sparse.csgraph import dijkstra
 
 from shardplan.collectives.envelope import envelope
 from shardplan.collectives.layouts import LayoutSpace
@@ -31,6 +29,9 @@ from shardplan.collectives.states import Goal
 from shardplan.cost.network import Collective, Network
 from shardplan.cost.wire import WireBytes
 from shardplan.ir import Layout
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_matrix
 
 PADDING = 8
 """A dim may be padded inside the step by at most one part in this many."""
@@ -231,7 +232,7 @@ class Resharder:
         leading = self._leading.setdefault(key, {})
         missing = [s for s in dict.fromkeys(led) if s not in leading]
         if missing:
-            distances, before = dijkstra(self._graph(key), indices=np.array(missing), return_predecessors=True)
+            distances, before = _shortest(self._graph(key), np.array(missing))
             leading.update(zip(missing, zip(distances, before, strict=True), strict=True))
         found = np.array([leading[leader][0] for leader in led])
         other = [i for i, (state, leader) in enumerate(zip(states, led, strict=True)) if state != leader]
@@ -257,7 +258,7 @@ class Resharder:
         """`_row` for every state at once, which is cheap where there are few of them."""
         found = self._sweeps.get(key)
         if found is None:
-            found = self._sweeps[key] = dijkstra(self._graph(key), return_predecessors=True)
+            found = self._sweeps[key] = _shortest(self._graph(key), None)
         return found
 
     def _graph(self, key: _Moves) -> csr_matrix:
@@ -268,6 +269,8 @@ class Resharder:
             edges = self._between(key)
             cost = np.min(latency_s + slope * nbytes, axis=0)[kind[edges.which]]
             n = len(edges.starts) - 1
+            from scipy.sparse import csr_matrix  # takes half a second to load
+
             self._graphs[key] = csr_matrix((cost, edges.columns, edges.starts), shape=(n, n))
         return self._graphs[key]
 
@@ -326,6 +329,13 @@ class Resharder:
 @functools.cache
 def _inverse(names: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(names.index(d) for d in range(len(names)))
+
+
+def _shortest(graph: csr_matrix, sources: NDArray[np.int64] | None) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
+    """Distances from these states (all, where None) and predecessors on the way."""
+    from scipy.sparse.csgraph import dijkstra
+
+    return dijkstra(graph, indices=sources, return_predecessors=True)
 
 
 class Programs:

@@ -19,12 +19,12 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from shardplan.emit.extremes import as_floats, as_integers
-from shardplan.emit.slices import cuttable, in_row_major_order
 from shardplan.emit.stacked import partition_spec
 from shardplan.errors import DescriptionError
 from shardplan.ir import Layout, Partial, Reducer, Split
 from shardplan.tdl import Call, Description, Strategy, cut, describe
 from shardplan.tdl.localize import edge_value, evaluate, localize
+from shardplan.tdl.rewrite import cuttable, in_row_major_order
 
 Pairs = list[tuple[int, int]]
 

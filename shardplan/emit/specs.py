@@ -24,10 +24,10 @@ from shardplan.emit.calls import Exchanges, Pairs, Share, on_shares, reduced
 from shardplan.emit.extremes import as_floats, as_integers
 from shardplan.emit.planned import PlannedProgram
 from shardplan.emit.shares import share_of
-from shardplan.emit.slices import cuttable, in_row_major_order
 from shardplan.emit.stacked import map_terms, partition_spec, stacked_shape, summed, term_factors
 from shardplan.graph import Node
 from shardplan.ir import Constant, Layout, Op, Program, Reducer, Use, Where
+from shardplan.tdl.rewrite import cuttable, in_row_major_order
 from shardplan.tdl.xla_quirks import loses_nan
 
 
@@ -117,16 +117,16 @@ class SpecsEmitter:
 
     def step(self, frame: _Frame, op: Op) -> None:
         """Evaluates one op of a frame."""
-        match op.primitive:
+        match op.control:
             case "scan":
                 results = self.scan(frame, op)
             case "while":
                 results = self.while_(frame, op)
             case "cond":
                 results = self.cond(frame, op)
-            case "remat2" | "checkpoint":
+            case "remat":
                 results = self.remat(frame, op)
-            case _:
+            case None:
                 self.plain(frame, op)
                 return
         for t, value in zip(op.outputs, results, strict=True):
@@ -171,11 +171,11 @@ class SpecsEmitter:
     def apply(self, frame: _Frame, op: Op, use: Use | None, inputs: Sequence[Any]) -> list[Any]:
         """An op's results, with a leading axis for each factor whose terms it hands on."""
         bind = partial(self.bind, op, constant=self._constant(frame, op))
-        if use is not None and loses_nan(
-            self.planned.nodes[frame.where, op.id].signature.call, any(g.partial for g in use.gives)
-        ):
+        signature = self.planned.nodes[frame.where, op.id].signature
+        if use is not None and loses_nan(signature.call, any(g.partial for g in use.gives)):
             (x,) = inputs
-            (found,) = bind([as_integers(x, "max" if op.primitive == "reduce_max" else "min")])
+            largest = any(reducer == "max" for reducer in signature.reducers)
+            (found,) = bind([as_integers(x, "max" if largest else "min")])
             return [as_floats(found, x.dtype)]
         own = [self._partial(frame, i) for i in op.inputs] if use is None else [() if n is None else n.partial for n in use.needs]
         over = tuple(sorted({f for fs in own for f in fs}))

@@ -1,7 +1,7 @@
 """The proof of a plan: the sharded step beside the single-device step, and what was predicted beside what was compiled.
 
 Both run a few steps with their state fed back. `shardplan.emit.judge` says what equal means, given five seeded perturbations of
-the arguments by one unit in the last place (of the type that the step reads them in, see `shardplan.emit.perturb`).
+the arguments by one unit in the last place (of the type that the step reads them in, see `shardplan.frontend.perturb`).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import numpy as np
 from shardplan import _jax
 from shardplan.emit.hlo import Measured, measure
 from shardplan.emit.judge import Change, Largest, Worst, judge
-from shardplan.emit.perturb import narrowed, narrows, neighbours
 from shardplan.errors import ShardplanError
 from shardplan.frontend.nnx_state import Pure, apart
+from shardplan.frontend.perturb import narrowed, narrows, neighbours
 from shardplan.frontend.trace import Traced
 
 PERTURBATIONS = 5

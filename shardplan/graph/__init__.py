@@ -3,6 +3,6 @@
 `flatten` lays bodies open, `loops` finds which nodes repeat, `partials` finds which values may stay partial sums.
 """
 
-from shardplan.graph.flatten import Graph, Link, Node, Signature, flatten
+from shardplan.graph.flattening import Graph, Link, Node, Signature, flatten
 
 __all__ = ["Graph", "Link", "Node", "Signature", "flatten"]

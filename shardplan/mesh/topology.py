@@ -9,14 +9,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
 from .cluster import Cluster
 from .machine import Level
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -165,6 +167,8 @@ def graph(cluster: Cluster) -> nx.DiGraph[str]:
     Edges carry ``link`` (its number in `Topology`), ``bandwidth_bytes_per_s``, ``latency_s`` and ``level``. The port of a ring
     without a second interconnect is the child itself, at no cost (an edge without a ``link``).
     """
+    import networkx as nx  # takes half a second to load, and a plan has no use for it
+
     topology = Topology(cluster)
     result: nx.DiGraph[str] = nx.DiGraph()
     for index, tier in enumerate(topology.tiers):

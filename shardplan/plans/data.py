@@ -100,7 +100,7 @@ class PlanData:
     unknown_trips: tuple[str, ...]
     trace_s: float
     search_s: float
-    time_model: Literal["sum", "overlap"] = "sum"
+    time_model: Literal["sum"] = "sum"
     fingerprint: str | None = None
     lower_bound_s: float | None = None
     baselines: tuple[Baseline, ...] | None = None

@@ -33,9 +33,9 @@ def different_arguments(planned: dict[str, str], found: dict[str, str]) -> str:
     """The first argument in which two steps differ, as a sentence; ``""`` where all agree."""
     for path in dict.fromkeys([*planned, *found]):
         if path not in found:
-            return f"{path}, {planned[path]}, is not there"
+            return f"{path}, {planned[path]}, is missing"
         if path not in planned:
-            return f"{path}, {found[path]}, was not there"
+            return f"{path}, {found[path]}, is new"
         if planned[path] != found[path]:
             return f"{path} was {planned[path]} and is {found[path]}"
     return ""

@@ -13,20 +13,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.ir import Constant, Op, Operand, Program, Tensor
+from shardplan.ir import RECOMPUTED, Constant, Op, Operand, Program, Tensor
 from shardplan.remat.loops import renamed
 from shardplan.remat.parts import (
-    REPEATED,
     IsHeavy,
     Part,
     Policy,
     Where,
-    backward,
     closure,
     free,
     made_by,
     readers,
-    repeatable,
 )
 
 BLOCKS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
@@ -71,7 +68,7 @@ def _runs(program: Program, none: frozenset[int]) -> list[_Run]:
     read, outputs = readers(program), program.returned
     spans: list[tuple[int, int]] = []
     for i, op in enumerate(program.ops):
-        if backward(op):
+        if op.backward:
             continue
         if spans and spans[-1][1] == i:
             spans[-1] = spans[-1][0], i + 1
@@ -84,7 +81,7 @@ def _runs(program: Program, none: frozenset[int]) -> list[_Run]:
             for t in program.ops[i].outputs:
                 by = read.get(t, [])
                 inside = [r for r in by if r < end]
-                later = [backward(program.ops[r]) for r in by if r >= end]
+                later = [program.ops[r].backward for r in by if r >= end]
                 last = end if t in outputs or not all(later) else max(inside, default=i)
                 nbytes = 0 if t in none else program.tensors[t].nbytes
                 rows.append((t, nbytes, i, last, any(later)))
@@ -151,7 +148,7 @@ def _part(
         if not first <= at < end or t in crossing:
             return True
         op = program.ops[at]
-        return not repeatable(op) or (policy == "light" and heavy(where, op.id))
+        return not op.repeatable or (policy == "light" and heavy(where, op.id))
 
     inside = [i for i, made in enumerate(run.made) if first <= made < end and run.handed[i]]
     wanted = [run.tensors[i] for i in inside if run.tensors[i] not in none and not kept(run.tensors[i])]
@@ -167,7 +164,7 @@ def block_again(program: Program, part: Part) -> Program:
     again = [op for op in program.ops if op.id in set(part.ops)]
     made = {t for op in again for t in op.outputs}
     last = max(i for i, op in enumerate(program.ops) if op.id in set(part.ops))
-    places = [i for i, op in enumerate(program.ops) if i > last and backward(op) and made.intersection(op.tensors)]
+    places = [i for i, op in enumerate(program.ops) if i > last and op.backward and made.intersection(op.tensors)]
     read = {t for i in places for t in program.ops[i].tensors}
     none = free(program)
     wanted = sorted(t for t in made & read if t not in none)
@@ -190,7 +187,7 @@ def _late(program: Program, place: int) -> tuple[int, ...]:
     All of them, gradients of weights too: a compiler that puts those off keeps what they are made of, block after block.
     """
     since = max((i + 1 for i, op in enumerate(program.ops[:place]) if op.handle is None), default=0)
-    late = {t for op in program.ops[since:place] if backward(op) for t in op.outputs}
+    late = {t for op in program.ops[since:place] if op.backward for t in op.outputs}
     read = {t for op in program.ops[place:] for t in op.tensors} | program.returned
     return tuple(sorted(late & read))
 
@@ -216,7 +213,7 @@ def _remat(program: Program, again: Sequence[Op], wanted: Sequence[int], results
             op,
             inputs=tuple(map(inside, op.inputs)),
             outputs=tuple(local[t] for t in op.outputs),
-            scope=f"{REPEATED}/{op.scope}",
+            scope=f"{RECOMPUTED}/{op.scope}",
         )
         for op in again
     ]
@@ -231,4 +228,4 @@ def _remat(program: Program, again: Sequence[Op], wanted: Sequence[int], results
     params: Mapping[str, object] = {"differentiated": True, "prevent_cse": True, "policy": None}
     first = again[0]
     new = 1 + max(op.id for op in program.ops)
-    return Op(new, "remat2", outer, results, params, first.source, f"{REPEATED}/{first.scope}", (body,))
+    return Op(new, "remat2", outer, results, params, first.source, f"{RECOMPUTED}/{first.scope}", (body,))

@@ -9,18 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from shardplan.ir import Op, Operand, Program, Tensor
+from shardplan.ir import RECOMPUTED, Op, Operand, Program, Tensor
 from shardplan.remat.parts import (
-    REPEATED,
     IsHeavy,
     Part,
     Policy,
     Where,
-    backward,
     closure,
     made_by,
     readers,
-    repeatable,
 )
 
 
@@ -60,7 +57,7 @@ def find_loops(program: Program, where: Where, heavy: IsHeavy, policy: Policy) -
     read, places = readers(program), {op.id: i for i, op in enumerate(program.ops)}
     found: list[Part] = []
     for op in program.ops:
-        if op.primitive != "scan" or backward(op):
+        if op.control != "scan" or op.backward:
             continue
         forward = Scan(op)
         pairs = _handed_over(program, forward, read)
@@ -91,7 +88,7 @@ def _handed_over(program: Program, forward: Scan, read: Mapping[int, list[int]])
 
 
 def _reads_slices(op: Op, outer: int, forward: Scan) -> bool:
-    if op.primitive != "scan" or not backward(op) or Scan(op).length != forward.length:
+    if op.control != "scan" or not op.backward or Scan(op).length != forward.length:
         return False
     other = Scan(op)
     return outer not in op.inputs[: other.consts + other.carry]
@@ -103,7 +100,7 @@ def _part(forward: Scan, reader: int, own: Mapping[int, int], where: Where, heav
 
     def kept(t: int) -> bool:
         op = body.ops[maker[t]] if t in maker else None
-        return op is None or not repeatable(op) or (policy == "light" and heavy(inside, op.id))
+        return op is None or not op.repeatable or (policy == "light" and heavy(inside, op.id))
 
     wanted = [t for t in own if not kept(t)]
     if not wanted:
@@ -177,7 +174,7 @@ class _Feeder:
         for n, op in enumerate(self.again):
             inputs = tuple(self.of(i) if isinstance(i, int) else i for i in op.inputs)
             outputs = tuple(self.made(t) for t in op.outputs)
-            ops.append(replace(op, id=first + n, inputs=inputs, outputs=outputs, scope=f"{REPEATED}/{op.scope}"))
+            ops.append(replace(op, id=first + n, inputs=inputs, outputs=outputs, scope=f"{RECOMPUTED}/{op.scope}"))
         later = self.replaced()
         kept = [(t, o) for t, o in self.slices if t not in later]
         carried = back.consts, back.consts + back.carry

@@ -6,20 +6,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from shardplan.ir import Op, Program, Where
+from shardplan.ir import Program, Where
 
 Policy = Literal["all", "light"]
 """What of a body is computed again: all of it, or all but its contractions, whose results are kept."""
 
 IsHeavy = Callable[[Where, int], bool]
 """Whether the op of this id in the program there is a contraction."""
-
-REPEATED = "rematted_computation"
-"""Stands in the scope of an op that is computed again, as under `jax.checkpoint`."""
-
-_TRANSPOSED = "transpose("
-_DRAWS = frozenset({"rng_uniform"})
-"""Primitives that give something else each time: random bits made from a key do not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +69,6 @@ class Remat:
         return sum(part.saved_bytes for part in self.parts)
 
 
-def backward(op: Op) -> bool:
-    """Whether an op belongs to the backward pass: JAX says so in its scope."""
-    return _TRANSPOSED in op.scope or REPEATED in op.scope or bool(op.bodies and op.params.get("differentiated"))
-
-
-def repeatable(op: Op) -> bool:
-    """Whether an op may run twice: it makes the same again, and nobody sees it; control flow is left as it is."""
-    return not op.bodies and op.primitive not in _DRAWS and not (op.handle is not None and op.handle.effects)
-
-
 def made_by(program: Program) -> Mapping[int, int]:
     """For each tensor that an op makes the op's place."""
     return {t: i for i, op in enumerate(program.ops) for t in op.outputs}
@@ -121,7 +104,7 @@ def free(program: Program) -> frozenset[int]:
     found = {t for t, _ in program.constants}
     for op in program.ops:
         keyed = any(program.tensors[t].dtype.startswith("key") for t in (*op.tensors, *op.outputs))
-        if repeatable(op) and not keyed and all(t in found for t in op.tensors):
+        if op.repeatable and not keyed and all(t in found for t in op.tensors):
             found.update(op.outputs)
     return frozenset(found)
 
@@ -139,7 +122,7 @@ def inner(program: Program, where: Where = ()) -> Iterator[tuple[Where, Program]
     Not those of `jax.checkpoint`, nor of the backward pass itself.
     """
     for op in program.ops:
-        if op.bodies and "differentiated" not in op.params and not backward(op):
+        if op.bodies and "differentiated" not in op.params and not op.backward:
             for b, body in enumerate(op.bodies):
                 yield from inner(body, (*where, (op.id, b)))
     yield where, program

@@ -66,9 +66,8 @@ def _unknown(plan: PlanData) -> list[tuple[str, str]]:
 
 def _step_time(plan: PlanData) -> str:
     share = plan.communication_s / plan.step_time_s if plan.step_time_s else 0.0
-    how = "one after the other" if plan.time_model == "sum" else "overlapped"
     spent = f"compute {seconds(plan.compute_s)}, communication {seconds(plan.communication_s)} ({share:.0%})"
-    return f"{seconds(plan.step_time_s)}: {spent}, {how}"
+    return f"{seconds(plan.step_time_s)}: {spent}, one after the other"
 
 
 def remat_text(remat: Remat) -> str:

@@ -44,7 +44,7 @@ from shardplan.search.strategy.unused_axes import idle
 from shardplan.shell.clusters import ClusterLike, resolve_cluster
 from shardplan.shell.planned import Plan
 from shardplan.sizes import parse_bytes
-from shardplan.tdl.xla_quirks import UNCOMPILED
+from shardplan.tdl.xla_quirks import uncompiled
 
 _log = logging.getLogger("shardplan")
 
@@ -55,10 +55,8 @@ def plan(
     cluster: ClusterLike,
     memory_limit: int | float | str | None = None,
     objective: str = "time",
-    search: str = "auto",
     pins: Mapping[str, PartitionSpec] | None = None,
     donate_argnums: Sequence[int] | int = (),
-    seed: int = 0,
     time_budget_s: float | None = None,
     observer: Observer | None = None,
     replicate: Sequence[str] = (),
@@ -80,7 +78,7 @@ def plan(
     have several: "timesteps", three steps and more of an unrolled recurrence; "layers", equal layers of an unrolled model too;
     or "none". ``remat`` "auto" lets the plan compute activations again in the backward pass where the memory limit costs time,
     or where nothing fits without: bodies of scans, and blocks of straight-line code (`shardplan.remat`); ``plan.remat`` says
-    what. It takes longer. "none" leaves the step as it is; what is under `jax.checkpoint` stays so. ``seed`` changes nothing yet.
+    what. It takes longer. "none" leaves the step as it is; what is under `jax.checkpoint` stays so.
 
     Raises:
         MemoryLimitError: if no plan fits.
@@ -89,8 +87,7 @@ def plan(
         UncompiledPrimitiveError: for one that XLA compiles for a single device alone, on several.
         ClusterError: for a cluster that cannot be, or on which the step takes 1,000 s or more.
     """
-    del seed
-    measure, deadline, shared = _check(objective, search, time_budget_s, one_choice, remat)
+    measure, deadline, shared = _check(objective, time_budget_s, one_choice, remat)
     observer = _told(observer)
     donated = positions(donate_argnums, len(args), "donate_argnums")
     loaded, user_mesh = resolve_cluster(cluster)
@@ -169,16 +166,12 @@ def _silent(_what: str, _part: float) -> None:
     """Nobody watches."""
 
 
-def _check(
-    objective: str, search: str, time_budget_s: float | None, one_choice: str, remat: str
-) -> tuple[Objective, float | None, OneChoice]:
+def _check(objective: str, time_budget_s: float | None, one_choice: str, remat: str) -> tuple[Objective, float | None, OneChoice]:
     """(what to make least, when the time is over, what shares one choice), of options that can be."""
     if objective not in ("time", "bytes"):
-        raise ShardplanError(f"objective={objective!r} is not there: use objective='time', or 'bytes' for Tofu's")
-    if search != "auto":
-        raise ShardplanError(f"search={search!r} is not there: use search='auto'")
+        raise ShardplanError(f"unsupported objective {objective!r}: use 'time', or 'bytes' for Tofu's")
     if remat not in ("none", "auto"):
-        raise ShardplanError(f"remat={remat!r} is not there: use remat='none', or 'auto' to compute activations again")
+        raise ShardplanError(f"unsupported remat {remat!r}: use 'none', or 'auto' to compute activations again")
     number = isinstance(time_budget_s, int | float) and not isinstance(time_budget_s, bool)
     if time_budget_s is not None and not (number and time_budget_s > 0):
         raise ShardplanError(
@@ -209,8 +202,9 @@ def _checked_primitives(names: Sequence[str], program: Program, devices: int) ->
 def _check_compiled(program: Program) -> None:
     """Passes where XLA compiles every op of a program for several devices."""
     for op in program.ops:
-        if op.primitive in UNCOMPILED:
-            raise UncompiledPrimitiveError(op.primitive, str(op.source), UNCOMPILED[op.primitive])
+        remedy = uncompiled(op.primitive)
+        if remedy is not None:
+            raise UncompiledPrimitiveError(op.primitive, str(op.source), remedy)
         for body in op.bodies:
             _check_compiled(body)
 

@@ -118,12 +118,12 @@ def _measured(made: Any, step: Callable[..., Any]) -> Mapping[str, tuple[float, 
 
 def _score(options: argparse.Namespace) -> Report:
     raise ShardplanError(
-        "score is not there yet: price your own sharding with shardplan plan --pin 'GLOB=SPEC' for each of its arrays"
+        "score is not supported yet: price your own sharding with shardplan plan --pin 'GLOB=SPEC' for each of its arrays"
     )
 
 
 def _calibrate(options: argparse.Namespace) -> Report:
-    raise ShardplanError("calibrate is not there yet: the cost model uses the figures of the cluster's TOML file")
+    raise ShardplanError("calibrate is not supported yet: the cost model uses the figures of the cluster's TOML file")
 
 
 def _explain(options: argparse.Namespace) -> Report:
@@ -256,7 +256,6 @@ def _made(options: argparse.Namespace, *, concrete: bool, file: str | None) -> t
             cluster=cluster,
             memory_limit=options.memory,
             objective=options.objective,
-            search=options.search,
             pins=pins,
             donate_argnums=tuple(options.donate),
             replicate=tuple(options.replicate),
@@ -270,7 +269,7 @@ def _made(options: argparse.Namespace, *, concrete: bool, file: str | None) -> t
 
 def _nothing_for_a_new_plan(options: argparse.Namespace, file: str) -> None:
     """Refuses what a plan that is read from a file would not heed."""
-    ruled = {"objective": "time", "search": "auto"}  # what holds where nothing is said; else nothing does
+    ruled = {"objective": "time"}  # what holds where nothing is said; else nothing does
     for name in ("memory", "pin", "donate", "replicate", "time_budget", "one_choice", "remat", *ruled):
         if getattr(options, name) and getattr(options, name) != ruled.get(name):
             raise ShardplanError(
@@ -342,7 +341,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--measure", action="store_true", help="compile each and measure its bytes and memory")
 
     one = _command(commands, "score", _score, "price a sharding of your own")
-    _takes_target(one, required=False)  # whatever it is given, it is not there yet
+    _takes_target(one, required=False)  # whatever it is given, it is not supported yet
     one.add_argument("--specs", metavar="FILE")
 
     one = _command(commands, "explain", _explain, "why a saved plan is as it is")
@@ -406,7 +405,6 @@ def _takes_target(one: argparse.ArgumentParser, *, required: bool = True) -> Non
     one.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="an option of the factory")
     one.add_argument("--memory", metavar="SIZE", help='limit of a device ("70GiB"; default: its memory)')
     one.add_argument("--objective", default="time", choices=["time", "bytes"])
-    one.add_argument("--search", default="auto")
     one.add_argument(
         "--pin", action="append", default=[], metavar="GLOB=SPEC", help="""arguments that must lie so: '*kernel=P(None, "gpu")'"""
     )

@@ -240,7 +240,7 @@ class Parallel:
             fingerprint(traced),
             resolve_cluster(given.cluster)[0].fingerprint(),
             call.donated,
-            sorted((k, _option(k, v)) for k, v in given.options.items() if k not in ("observer", "seed")),
+            sorted((k, _option(k, v)) for k, v in given.options.items() if k != "observer"),
         )
         file = Path(given.cache_dir) / (hashlib.blake2b(repr(key).encode(), digest_size=12).hexdigest() + ".plan.json")
         if file.exists():

@@ -80,6 +80,11 @@ def run_by_user(primitive: str) -> None:
     _RUN_BY_USER.add(primitive)
 
 
+def is_named_call(primitive: str) -> bool:
+    """Whether it calls a function that has a name of its own, as a kernel: ``pallas_call:flash``."""
+    return ":" in primitive
+
+
 def is_run_by_user(primitive: str) -> bool:
     """Whether a user has said how this primitive is run."""
     return primitive in _RUN_BY_USER

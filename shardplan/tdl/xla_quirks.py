@@ -33,6 +33,12 @@ UNCOMPILED = {
 }
 """What XLA compiles for one device alone ("Unable to convert MHLO to StableHLO", however it is sharded), with what to do."""
 
+
+def uncompiled(primitive: str) -> str | None:
+    """What to do about a primitive that XLA compiles for one device alone; None for any other."""
+    return UNCOMPILED.get(primitive)
+
+
 _AND_OR = ("and", "or")
 _EXTREMES = ("max", "min")
 _REDUCTIONS = ("reduce_max", "reduce_min")

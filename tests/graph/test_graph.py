@@ -10,7 +10,7 @@ import pytest
 import shardplan
 from shardplan.emit.verify import verify
 from shardplan.frontend.trace import trace
-from shardplan.graph.flatten import flatten
+from shardplan.graph.flattening import flatten
 
 
 def test_the_branch_of_most_work_carries_a_conditional() -> None:

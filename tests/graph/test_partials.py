@@ -12,7 +12,7 @@ import shardplan
 from shardplan.emit.mutate import DroppingEmitter
 from shardplan.emit.verify import verify
 from shardplan.frontend.trace import trace
-from shardplan.graph.flatten import flatten
+from shardplan.graph.flattening import flatten
 from shardplan.graph.partials import deferrable
 from shardplan.search.coarsening.coarsen import coarsen
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.cost import compute
-from shardplan.graph.flatten import Graph, Link, Node
+from shardplan.graph.flattening import Graph, Link, Node
 from shardplan.ir import Layout, Placement, Split
 from shardplan.search.coarsening.coarsen import FREE, Coarse, Variable
 from shardplan.search.problem.pricing import Domain

@@ -48,4 +48,4 @@ def test_a_step_made_twice_is_one_step_and_another_parameter_is_another(make: Ca
 def test_steps_differ_first_in_their_arguments() -> None:
     wide = jax.ShapeDtypeStruct((8, 16), jnp.float32)
     assert difference(trace(power(2), X), trace(power(2), wide)) == "x was float32[8, 8] and is float32[8, 16]"
-    assert difference(trace(power(2), X), trace(lambda y: y**2, X)) == "x, float32[8, 8], is not there"
+    assert difference(trace(power(2), X), trace(lambda y: y**2, X)) == "x, float32[8, 8], is missing"

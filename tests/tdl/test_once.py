@@ -17,7 +17,7 @@ import pytest
 from shardplan import tdl
 from shardplan.errors import DescriptionError
 from shardplan.frontend.trace import trace
-from shardplan.graph.flatten import flatten
+from shardplan.graph.flattening import flatten
 from shardplan.tdl import once
 from shardplan.tdl.coverage import sort_primitives
 from shardplan.tdl.describe import (

@@ -15,7 +15,7 @@ import shardplan
 from shardplan import tdl
 from shardplan.errors import DescriptionError, MisfitError, UndescribedPrimitiveError
 from shardplan.frontend.trace import trace
-from shardplan.graph.flatten import flatten
+from shardplan.graph.flattening import flatten
 from shardplan.ir import Split
 from shardplan.tdl.describe import forget
 from shardplan.tdl.localize import HALO, evaluate

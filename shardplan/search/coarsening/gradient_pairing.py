@@ -6,15 +6,13 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from shardplan.graph.flatten import Graph, Node
+from shardplan.graph.flattening import Graph, Node
 from shardplan.ir import Constant
 from shardplan.search.coarsening.tensor_roles import Marks
 from shardplan.search.coarsening.variables import FREE, Sets
 
 TIMESTEPS = 3
 """From so many equal uses of one weight on, they are unrolled timesteps (Tofu, section 5.1), which share one choice."""
-
-_AGAIN = "rematted_computation"
 
 
 def pair(graph: Graph, sets: Sets, marks: Marks, *, timesteps: bool = True) -> None:
@@ -45,7 +43,7 @@ def pair(graph: Graph, sets: Sets, marks: Marks, *, timesteps: bool = True) -> N
                     sets.union(pieces[0], t)
         if len(alive) != 2 or len(node.outputs) != 1:
             continue
-        if not node.backward or _AGAIN in node.op.scope:
+        if not node.backward or node.op.recomputed:
             for t in alive:
                 forward.setdefault(value[t], []).append(node)
             continue

@@ -19,7 +19,7 @@ def one_choice_of(value: object) -> OneChoice:
     for one in known:
         if value == one:
             return one
-    raise ValueError(f"one_choice={value!r} is not there: use 'none', 'timesteps' or 'layers'")
+    raise ValueError(f"unsupported one_choice {value!r}: use 'none', 'timesteps' or 'layers'")
 
 
 FREE = -1

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.graph.flatten import Link
+from shardplan.graph.flattening import Link
 from shardplan.search.memory import liveness as memory
 from shardplan.search.problem.pricing import Domain
 from shardplan.search.problem.problem import Problem

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.graph.flatten import Node, Signature
+from shardplan.graph.flattening import Node, Signature
 from shardplan.search.problem.pricing import Allowed, Domain, Limits, Slot
 from shardplan.search.problem.problem import Problem
 from shardplan.search.problem.strategies import Late

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.graph.flatten import Graph
+from shardplan.graph.flattening import Graph
 from shardplan.graph.loops import Loops, loops_of
 from shardplan.search.coarsening.coarsen import FREE
 from shardplan.search.memory.buffers import Buffers

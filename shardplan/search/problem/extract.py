@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from shardplan.collectives.reshard import Programs, Step
 from shardplan.cost.network import wire_bytes
-from shardplan.graph.flatten import Node
+from shardplan.graph.flattening import Node
 from shardplan.ir import BodyChoices, Choices, Copy, Layout, Use, Where
 from shardplan.search.coarsening.coarsen import FREE
 from shardplan.search.problem.pricing import Allowed

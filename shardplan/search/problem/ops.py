@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from shardplan.graph.flatten import Graph, Node
+from shardplan.graph.flattening import Graph, Node
 from shardplan.ir import Constant
 from shardplan.search.coarsening.coarsen import FREE, Coarse
 from shardplan.search.problem.pricing import (

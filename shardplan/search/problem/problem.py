@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from shardplan.collectives.layouts import LayoutSpace
 from shardplan.collectives.reshard import Resharder
 from shardplan.cost import Network, WireBytes, compute
-from shardplan.graph.flatten import Graph, Link
+from shardplan.graph.flattening import Graph, Link
 from shardplan.ir import Factor, Tensor
 from shardplan.mesh import Cluster
 from shardplan.search.coarsening.coarsen import FREE, Coarse

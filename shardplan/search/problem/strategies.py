@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from shardplan.collectives.layouts import LayoutSpace
 from shardplan.collectives.reshard import Resharder, split_dims
 from shardplan.cost import compute
-from shardplan.graph.flatten import Signature
+from shardplan.graph.flattening import Signature
 from shardplan.ir import PAIRS, Partial, Placement, Replicated, Split
 from shardplan.mesh import Device
 from shardplan.tdl import Call, Strategy, cut_in_step, in_step, linear_sets

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from shardplan.errors import PinError
-from shardplan.graph.flatten import Graph
+from shardplan.graph.flattening import Graph
 from shardplan.mesh import Cluster
 from shardplan.search.coarsening.coarsen import Coarse
 from shardplan.search.inference.anytime import Observer, Stopped

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 from shardplan.cost import compute
-from shardplan.graph.flatten import Graph
+from shardplan.graph.flattening import Graph
 from shardplan.ir import Factor
 from shardplan.mesh import Cluster, factors
 from shardplan.search.problem.problem import Problem

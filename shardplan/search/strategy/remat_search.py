@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shardplan.cost import compute
-from shardplan.graph.flatten import Graph, flatten
+from shardplan.graph.flattening import Graph, flatten
 from shardplan.ir import Program
 from shardplan.mesh import Cluster
 from shardplan.remat import (

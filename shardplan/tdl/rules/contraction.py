@@ -83,7 +83,7 @@ def _ragged_dot(call: Call, x: TensorRef, y: TensorRef, sizes: TensorRef) -> Lam
     ragged, group = int(numbers.lhs_ragged_dimensions[0]), tuple(numbers.rhs_group_dimensions)
     free_x = [d for d in range(len(x.shape)) if d not in {*sum_x, *batch_x}]
     free_y = [d for d in range(len(y.shape)) if d not in {*sum_y, *batch_y, *group}]
-    mode_contracting, mode_batch = ragged in sum_x, ragged in batch_x
+    mode_contracting = ragged in sum_x
     all_ = slice(None)
 
     def element(*i: Any) -> Scalar:
@@ -112,7 +112,6 @@ def _ragged_dot(call: Call, x: TensorRef, y: TensorRef, sizes: TensorRef) -> Lam
         value = Sum(term, tuple(x.shape[a] for a, _ in summed)) if summed else term()
         return given(held(*whole) + at_sizes, value)
 
-    _ = mode_batch
     return element
 
 

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from shardplan.emit.planned import planned_program
 from shardplan.emit.specs import SpecsEmitter
 from shardplan.frontend.trace import trace
-from shardplan.graph.flatten import Node, flatten
+from shardplan.graph.flattening import Node, flatten
 from shardplan.ir import Layout, Use
 from shardplan.mesh import Cluster, factors
 from shardplan.search.coarsening.coarsen import coarsen

@@ -10,7 +10,7 @@ import jaxlib
 import pytest
 
 from shardplan.emit import calls
-from shardplan.graph import flatten as graph
+from shardplan.graph import flattening as graph
 from shardplan.tdl import Call
 from shardplan.tdl.localize import Local, localize
 from shardplan.tdl.proof import CASES

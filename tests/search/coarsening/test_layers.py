@@ -107,7 +107,7 @@ def test_a_plan_with_one_choice_runs_and_is_equal() -> None:
 
 
 def test_another_word_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(shardplan.ShardplanError, match="one_choice='blocks' is not there: use 'none', 'timesteps' or 'layers'"):
+    with pytest.raises(shardplan.ShardplanError, match="unsupported one_choice 'blocks': use 'none', 'timesteps' or 'layers'"):
         shardplan.plan(*mlp.train_step()[:1], *mlp.train_step()[1], cluster="4", one_choice="blocks")
     assert main(["plan", "models.mlp:train_step", "--cluster", "4", "--one-choice", "blocks"]) == 2
-    assert "one_choice='blocks' is not there" in capsys.readouterr().err
+    assert "unsupported one_choice 'blocks'" in capsys.readouterr().err

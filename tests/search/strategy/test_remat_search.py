@@ -20,11 +20,10 @@ from models import gpt, llama, mlp
 from shardplan.cost import compute
 from shardplan.errors import MemoryLimitError, PlanFileError, ShardplanError
 from shardplan.frontend.nnx_state import trace_step
-from shardplan.graph.flatten import flatten
+from shardplan.graph.flattening import flatten
 from shardplan.ir import Program
 from shardplan.plans.fingerprint import fingerprint
 from shardplan.remat import Part, find, rematerialised
-from shardplan.remat.parts import REPEATED
 
 DEEP: dict[str, Any] = {"layers": 3, "width": 32, "sequence": 16, "batch": 16, "vocabulary": 64, "heads": 4}
 
@@ -82,7 +81,7 @@ def test_the_program_computes_again_and_hands_over_less(scan: bool, policy: Any)
     assert is_well_formed(after)
     assert (after.inputs, after.outputs, after.feedback) == (before.inputs, before.outputs, before.feedback)
     assert sum(p.loop is not None for p in parts) == scan
-    again = [n for n in flatten(after).nodes if REPEATED in n.op.scope]
+    again = [n for n in flatten(after).nodes if n.op.recomputed]
     assert len(again) == sum(len(p.ops) for p in parts) > 0
     assert all(n.backward for n in again)
     if policy == "light":  # contractions run once
@@ -214,7 +213,7 @@ def test_the_error_counts_it_in() -> None:
 
 
 def test_an_option_that_is_not_there() -> None:
-    with pytest.raises(ShardplanError, match="remat='some' is not there"):
+    with pytest.raises(ShardplanError, match="unsupported remat 'some'"):
         shardplan.plan(*mlp.train_step()[:1], *mlp.train_step()[1], cluster="8", remat="some")
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from shardplan.cost import compute
 from shardplan.errors import DescriptionError, MisfitError, UndescribedPrimitiveError
-from shardplan.ir import Op, Program, Tensor, Where
+from shardplan.ir import Op, Program, Reducer, Tensor, Where
 from shardplan.tdl import (
     Call,
     Description,
@@ -26,7 +26,7 @@ from shardplan.tdl import (
     in_step,
     linear_sets,
 )
-from shardplan.tdl.describe import is_run_by_user, rule_of
+from shardplan.tdl.describe import is_named_call, is_run_by_user, rule_of
 from shardplan.tdl.description import described_at
 from shardplan.tdl.index import Affine
 from shardplan.tdl.language import Apply
@@ -79,6 +79,12 @@ class Signature:
     def cut(self, loop: int, ways: int) -> Strategy | None:
         """`tdl.cut`, the last block padded where the loop does not divide and is not fenced."""
         return None if self.description is None else cut(self.description, loop, ways, pad=loop not in self.fenced)
+
+    @property
+    def reducers(self) -> frozenset[Reducer]:
+        """How its loops reduce."""
+        loops = () if self.description is None else self.description.loops
+        return frozenset(loop.reducer for loop in loops if loop.reducer is not None)
 
     @property
     def aligned(self) -> bool:
@@ -176,9 +182,6 @@ class Graph:
 _SELDOM = 1e-3
 """The share of its cost that a branch keeps which is not the dearest: enough to choose its layouts by."""
 
-_TRANSPOSED, _REPEATED = "transpose(", "rematted_computation"
-"""What stands in the scope of an op of the backward pass."""
-
 
 def flatten(program: Program, *, replicate: Sequence[str] = ()) -> Graph:
     """Describes every op and lays bodies open.
@@ -239,7 +242,7 @@ class _Flattener:
         self.begins[where] = len(self.nodes)
         self.constants.update(ids[t] for t, _ in program.constants)
         for op in program.ops:
-            back = backward or _TRANSPOSED in op.scope or _REPEATED in op.scope
+            back = backward or op.backward
             if op.bodies:
                 self.control(op, where, ids, weight, back)
                 continue
@@ -253,24 +256,23 @@ class _Flattener:
         """Lays the bodies of one op open."""
         inputs = [ids[i] if isinstance(i, int) else -1 for i in op.inputs]
         outputs = [ids[o] for o in op.outputs]
-        match op.primitive:
+        match op.control:
             case "scan":
                 self.scan(op, where, inputs, outputs, weight, backward)
             case "while":
                 self.while_(op, where, inputs, outputs, weight, backward)
             case "cond":
                 self.cond(op, where, inputs, outputs, weight, backward)
-            case "remat2" | "checkpoint":
+            case "remat":
                 body = op.bodies[0]
                 same = {t: g for t, g in zip(body.inputs, inputs, strict=True) if g >= 0}
                 made = {t for inner in body.ops for t in inner.outputs}
                 for t, g in zip(body.outputs, outputs, strict=True):
                     if isinstance(t, int) and t in made:
                         same.setdefault(t, g)  # what the body makes it makes outside
-                back = backward or bool(op.params.get("differentiated"))
-                inner = self.place(body, (*where, (op.id, 0)), same, weight, back)
+                inner = self.place(body, (*where, (op.id, 0)), same, weight, backward)
                 self.ends(body, inner, outputs, weight, same=True)
-            case _:
+            case None:
                 raise UndescribedPrimitiveError(op.primitive, str(op.source))
 
     def cond(self, op: Op, where: Where, inputs: list[int], outputs: list[int], weight: float, backward: bool) -> None:
@@ -385,7 +387,7 @@ def _described(call: Call, op: Op) -> Description | None:
             "; under jax.vmap a kernel has a batch dim more: describe it for any rank (lambda *i), with a run= that takes both, "
             "or put the vmap into a jax.jit function and register that one"
         )
-        raise MisfitError(f"{error}{where}{batched if ':' in call.primitive else ''}") from error
+        raise MisfitError(f"{error}{where}{batched if is_named_call(call.primitive) else ''}") from error
     except DescriptionError as error:
         raise DescriptionError(f"{error}{_places(call, op, error)}") from error
 

@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import shardplan
-from shardplan.emit.slices import cuttable
+from shardplan.tdl.rewrite import cuttable
 
 ROW = jnp.arange(1.0, 25.0)
 ROWS = jnp.arange(96.0).reshape(4, 24)

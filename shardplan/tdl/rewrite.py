@@ -1,3 +1,4 @@
+# pyright: basic
 """Slices and scatters written so that a compiler may cut them further.
 
 XLA makes one dynamic slice of two that are nested, with the sum of their starts. That is wrong where the inner start lies outside

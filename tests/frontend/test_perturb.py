@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shardplan.emit.perturb import moved, narrowed, narrows, neighbours
+from shardplan.frontend.perturb import moved, narrowed, narrows, neighbours
 from shardplan.frontend.trace import trace
 
 

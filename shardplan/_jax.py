@@ -46,14 +46,6 @@ _OTHERS = (*_INSTALLED, str(Path(__file__).parent), *(sysconfig.get_path(p) for 
 _NOT_THE_USERS = ("<frozen ", *(path + os.sep for path in _OTHERS))
 
 
-def itemsize(dtype: Any) -> int:
-    """Bytes of one element; a key's are those of its words."""
-    if jax.numpy.issubdtype(dtype, jax.dtypes.extended):
-        words = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
-        return words.size * words.dtype.itemsize
-    return dtype.itemsize
-
-
 def argument_names(step: Callable[..., Any], count: int) -> tuple[str, ...]:
     """The names of a step's positional arguments; ``args0``, ``args1`` ... where it has none."""
     try:

@@ -7,8 +7,10 @@ an op) travels as an opaque ``handle``.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal
 
 Reducer = Literal["sum", "prod", "max", "min", "and", "or", "argmax", "argmin"]
@@ -95,6 +97,25 @@ class Layout:
         while found and found[-1] is None:
             found.pop()
         return tuple(found)
+
+
+_KEYS = {"key<fry>": 8, "key<rbg>": 16, "key<urbg>": 16}
+
+
+@cache
+def itemsize(dtype: str) -> int:
+    """Bytes of one element of a dtype by its name; none of a literal, which has none. Sizes below a byte take one.
+
+    >>> [itemsize(name) for name in ("float32", "bfloat16", "complex64", "bool", "int4", "float8_e4m3fn", "key<rbg>", "")]
+    [4, 2, 8, 1, 1, 1, 16, 0]
+    """
+    if dtype in ("", "bool"):
+        return len(dtype) // 4
+    if dtype.startswith("key"):
+        return _KEYS.get(dtype, 8)
+    bits = re.search(r"\d+", dtype)
+    assert bits is not None, dtype
+    return max(1, int(bits[0]) // 8)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import numpy as np
 
 from shardplan import _jax
 from shardplan.errors import TraceError
-from shardplan.ir import Constant, Op, Operand, Program, Tensor
+from shardplan.ir import Constant, Op, Operand, Program, Tensor, itemsize
 from shardplan.tdl import named_call
 from shardplan.user_code import users_code
 
@@ -175,15 +175,11 @@ class _Builder:
         self.tensors: list[Tensor] = []
         self.ops: list[Op] = []
         self.constants: list[tuple[int, Any]] = []
-        self.sizes: dict[Any, int] = {}
 
     def tensor(self, aval: Any) -> int:
         """The number of a new tensor."""
-        dtype = aval.dtype
-        size = self.sizes.get(dtype)
-        if size is None:
-            size = self.sizes[dtype] = _jax.itemsize(dtype)
-        self.tensors.append(Tensor(len(self.tensors), tuple(aval.shape), dtype.name, size))
+        name = aval.dtype.name
+        self.tensors.append(Tensor(len(self.tensors), tuple(aval.shape), name, itemsize(name)))
         return len(self.tensors) - 1
 
     def program(self, jaxpr: Any, consts: Sequence[Any]) -> Program:

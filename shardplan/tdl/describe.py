@@ -1,10 +1,9 @@
-"""The registry of rules: which call goes by which name, and its description, each kind of call analysed once."""
+"""The registry of rules: which call goes by which name, and its description."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
 from functools import wraps
 from typing import Any
 
@@ -15,21 +14,9 @@ from shardplan.tdl.description import (
     Description,
     Lambda,
     LoopInfo,
-    Origin,
     RuleFunction,
-    instance,
     read,
 )
-from shardplan.tdl.once import (
-    Leaf,
-    Lifted,
-    Numbering,
-    Tree,
-    asked,
-    fill,
-    lifted,
-)
-from shardplan.tdl.symbols import Extent, Trail
 
 _RULES: dict[str, RuleFunction] = {}
 
@@ -177,7 +164,6 @@ def op(function: Callable[..., Any]) -> Callable[[Call], Description]:
     return of
 
 
-_TREES: dict[Hashable, Tree] = {}
 _PATTERNS: dict[Hashable, Description] = {}
 _ELEMENTWISE = "shardplan.tdl.rules.elementwise"
 
@@ -185,8 +171,7 @@ _ELEMENTWISE = "shardplan.tdl.rules.elementwise"
 def describe(call: Call) -> Description | None:
     """The description of this application, or None where no rule covers the primitive.
 
-    A rule that is read more than seldom is read once for symbolic extents; on a call that answers its questions alike the
-    numbers are put in. Our own rules of elementwise ops ask nothing of them: they are read once for each pattern of dims.
+    Rules of elementwise ops only ask whether an extent is 0, 1 or more: they are read once for each pattern of dims.
     """
     function = _RULES.get(call.primitive)
     if function is None:
@@ -196,7 +181,7 @@ def describe(call: Call) -> Description | None:
     if known is not None:
         loops = tuple([LoopInfo(loop.name, n, None, False) for loop, n in zip(known.loops, call.results[0], strict=True)])
         return Description(call, loops, known.results, known.accesses, known.trees, known.monomials, True)
-    found = _read(call, function)
+    found = read(call, function)
     if alike is not None and found.elementwise:
         _PATTERNS[alike] = found
     return found
@@ -213,61 +198,3 @@ def _pattern(call: Call, function: RuleFunction) -> Hashable:
     except TypeError:
         return None
     return function, call.primitive, shapes, call.dtypes, call.result_dtypes, call.scalars, params
-
-
-def _read(call: Call, function: RuleFunction) -> Description:
-    numbering, tape = Numbering(), list[int]()
-    key = (function, numbering.shapes((*call.operands, *call.results), tape), len(call.operands), call.primitive)
-    key = (*key, call.dtypes, call.result_dtypes, call.scalars)
-    tree = _TREES.get(key)
-    if tree is None:
-        tree = _TREES[key] = Tree()
-    if tree.seldom():
-        return read(call, function)
-    leaf = tree.find(tape, asked(call.params, numbering))
-    if leaf is None:
-        trail = Trail([], {}, {})
-        leaf = tree.grow(trail, lambda: _symbolic(call, function, trail))
-        _share(leaf)
-        tape = [n.value for n in trail.tape]
-    return instance(call, leaf, tape, Origin(leaf, tuple(tape)))
-
-
-_CUTS: dict[Hashable, dict[Hashable, Tree]] = {}
-
-
-def forget_analyses() -> None:
-    """Forgets what was analysed so far: the next call of each kind is analysed as if it were the first."""
-    _TREES.clear()
-    _PATTERNS.clear()
-    _CUTS.clear()
-
-
-def _share(leaf: Leaf) -> None:
-    """Descriptions without reductions that read alike (`exp` and `tanh`, float32 and bfloat16) share the analyses of their cuts.
-
-    A cut of a parallel loop depends on nothing but the extents, the operands' shapes and the indices. Those that are computed
-    from extents have no place to be shared by.
-    """
-    extents, accesses, _, (operands, loops, results, _, _) = leaf.made
-    if leaf.at or any(loop.reducer is not None for loop in loops) or fill(accesses) is not None:
-        return
-    shapes = tuple([tuple(map(_place, shape)) for shape in operands])
-    key = shapes, tuple(map(_place, extents)), results, accesses, len(leaf.tape)
-    leaf.known, leaf.more = {}, _CUTS.setdefault(key, leaf.more)
-
-
-def _place(n: Any) -> int:
-    return n.at if type(n) is Extent else ~n
-
-
-def _symbolic(call: Call, function: RuleFunction, trail: Trail) -> tuple[Any, ...]:
-    """What a rule says of a call with symbols for its extents: all that a description holds, in a list what holds no number."""
-    numbering, numbers = Numbering(), list[int]()
-    numbering.shapes((*call.operands, *call.results), numbers)
-    for n in numbers:
-        trail.symbol(n)
-    operands, results = (lifted(shapes, numbering, trail) for shapes in (call.operands, call.results))
-    made = read(replace(call, operands=operands, results=results, params=Lifted(call.params, numbering, trail)), function)
-    extents = tuple([loop.extent for loop in made.loops])
-    return extents, made.accesses, made.trees, [operands, made.loops, made.results, made.monomials, made.elementwise]

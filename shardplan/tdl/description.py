@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, cast
 
@@ -12,8 +12,6 @@ from shardplan.errors import DescriptionError, MisfitError
 from shardplan.ir import Reducer
 from shardplan.tdl import language as lang
 from shardplan.tdl.index import Affine, IndexExpr, Loop, loops_of
-from shardplan.tdl.once import Leaf, fill
-from shardplan.tdl.symbols import Extent
 from shardplan.user_code import users_code
 
 Lambda = Callable[..., Any]
@@ -65,34 +63,6 @@ class Description:
     trees: tuple[lang.Scalar, ...]
     monomials: tuple[Monomials, ...]
     elementwise: bool
-    origin: Origin | None = field(default=None, compare=False, repr=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """The symbolic analysis that a description is an instance of, and the numbers that were put into it."""
-
-    leaf: Leaf
-    tape: tuple[int, ...]
-    symbols: list[Extent] = field(default_factory=list[Extent])
-    descriptions: list[Description] = field(default_factory=list["Description"])
-
-    def symbolic(self) -> tuple[list[Extent], Description]:
-        """The tape as extents, and the description with them for numbers: both made when they are first asked for."""
-        if not self.descriptions:
-            self.symbols.extend(self.leaf.symbols(self.tape))
-            operands = self.leaf.made[-1][0]
-            call = Call("", operands if (make := fill(operands)) is None else make(self.symbols), (), {})
-            self.descriptions.append(instance(call, self.leaf, self.symbols, None))
-        return self.symbols, self.descriptions[0]
-
-
-def instance(call: Call, leaf: Leaf, tape: Sequence[Any], origin: Origin | None) -> Description:
-    """The description of a call that a symbolic analysis gives for the numbers, or the symbols, on this tape."""
-    extents, accesses, trees, (_, loops, *rest) = leaf.filled(tape)
-    named = tuple([LoopInfo(loop.name, n, loop.reducer, loop.whole) for loop, n in zip(loops, extents, strict=True)])
-    results, monomials, elementwise = rest
-    return Description(call, named, results, accesses, trees, monomials, elementwise, origin)
 
 
 def _takes(function: RuleFunction, count: int) -> bool:

@@ -14,8 +14,6 @@ from shardplan.ir import Partial, Placement, Reducer, Replicated, Split
 from shardplan.tdl import language as lang
 from shardplan.tdl.description import Description, Monomials, children, products
 from shardplan.tdl.index import Affine, IndexExpr, Interval, interval, loops_of
-from shardplan.tdl.once import Tree
-from shardplan.tdl.symbols import Trail, integer
 
 Regions = Mapping[int, Placement]
 """What each operand that a loop reaches must look like."""
@@ -45,30 +43,16 @@ def cut(description: Description, loop: int, ways: int, *, pad: bool = False) ->
     With ``pad`` an extent that does not divide may be cut too, its last block padded, if all is read at the loop's own index.
     Legal: the extent divides, every operand is needed whole or as one even block of one dim (with a constant halo), and a
     reduction is the outermost nonlinear thing that happens to its terms.
-
-    Analysed once for symbolic extents and ways, unless that is seldom asked for, and instantiated where the questions that it
-    asked have the same answers.
     """
-    info, origin = description.loops[loop], description.origin
-    if info.whole or ways < 2:
+    info = description.loops[loop]
+    if info.whole or ways < 2 or info.extent < ways:
         return None
-    pad = pad and info.extent % ways > 0
-    if origin is None or description.elementwise:  # there is little to analyse
-        return _cut(description, loop, ways, pad)
-    tree = origin.leaf.more.get((loop, pad))
-    if tree is None:
-        tree = origin.leaf.more[loop, pad] = Tree()
-    if tree.seldom():
-        return _cut(description, loop, ways, pad)
-    tape = [*origin.tape, ways]
-    leaf = tree.find(tape)
-    if leaf is None:
-        symbols, symbolic = origin.symbolic()
-        trail = Trail([*symbols], origin.leaf.at, origin.leaf.known)
-        symbol = trail.symbol(ways, own=False)
-        leaf = tree.grow(trail, lambda: _cut(symbolic, loop, integer(symbol), pad))
-        tape = [n.value for n in trail.tape]
-    return leaf.filled(tape)
+    uneven = bool(info.extent % ways)
+    if uneven and not pad:
+        return None
+    alone = uneven or description.elementwise
+    regions = _regions_alone(description, loop) if alone else _regions(description, loop, ways)
+    return None if regions is None else _placed(description, loop, ways, regions)
 
 
 def in_step(description: Description, loop: int) -> Regions | None:
@@ -91,17 +75,6 @@ def in_step(description: Description, loop: int) -> Regions | None:
 def cut_in_step(description: Description, loop: int, ways: int, regions: Regions) -> Strategy | None:
     """`cut` with ``pad`` of a loop that is `in_step`, where that gave these regions; None where no cut is legal."""
     return _placed(description, loop, ways, regions) if 1 < ways <= description.loops[loop].extent else None
-
-
-def _cut(description: Description, loop: int, ways: int, pad: bool) -> Strategy | None:
-    """The analysis, on the numbers or the symbols that stand in the description."""
-    info = description.loops[loop]
-    uneven = bool(info.extent % ways)
-    if info.extent < ways or (uneven and not pad):
-        return None
-    alone = uneven or description.elementwise
-    regions = _regions_alone(description, loop) if alone else _regions(description, loop, ways)
-    return None if regions is None else _placed(description, loop, ways, regions)
 
 
 def _placed(description: Description, loop: int, ways: int, regions: Regions) -> Strategy | None:

@@ -254,3 +254,9 @@ def test_a_barrier_is_an_op_for_each_of_its_values() -> None:
         ("optimization_barrier", 1, 1),
         ("optimization_barrier", 1, 1),
     ]
+
+
+@pytest.mark.parametrize(("kind", "nbytes"), [("threefry2x32", 8), ("rbg", 16), ("unsafe_rbg", 16)])
+def test_a_key_is_as_large_as_its_words(kind: str, nbytes: int) -> None:
+    program = trace(lambda key: jax.random.uniform(key, (4,)), jax.random.key(0, impl=kind)).program
+    assert program.tensors[program.inputs[0]].itemsize == nbytes

@@ -118,7 +118,7 @@ def test_what_is_read_whole_too_is_not_padded_in_whichever_order_it_is_read() ->
     assert made is not None
     own, whole = (0, (tdl.Affine(((0, 1),)),)), (0, (tdl.Affine(((1, 1),)),))
     for accesses in ((own, whole), (whole, own)):
-        both = dataclasses.replace(made, accesses=accesses, elementwise=False, origin=None)
+        both = dataclasses.replace(made, accesses=accesses, elementwise=False)
         assert tdl.cut(both, 0, 4, pad=True) is None
         assert tdl.in_step(both, 0) is None
     assert tdl.cut(made, 0, 4, pad=True) is not None

@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ from shardplan.collectives.layouts import LayoutSpace
 from shardplan.collectives.reshard import Resharder, split_dims
 from shardplan.cost import compute
 from shardplan.graph.flattening import Signature
-from shardplan.ir import PAIRS, Partial, Placement, Replicated, Split
+from shardplan.ir import PAIRS, Partial, Placement, Replicated, Split, itemsize
 from shardplan.mesh import Device
 from shardplan.tdl import Call, Strategy, cut_in_step, in_step, linear_sets
 
@@ -89,21 +89,6 @@ def _picked(rows: Options, keep: NDArray[np.bool_]) -> Options:
     return Options(
         rows.loops[keep], rows.needs[keep], rows.gives[keep], rows.compute_s[keep], rows.halo_s[keep], rows.terms[keep]
     )
-
-
-_SIZES = {"": 0, "bool": 1, "bfloat16": 2, "int4": 1, "uint4": 1, "int2": 1, "uint2": 1}
-
-
-@cache
-def itemsize(dtype: str) -> int:
-    """Bytes of one element of a dtype by name; none of a literal."""
-    if dtype in _SIZES:
-        return _SIZES[dtype]
-    if dtype.startswith("key"):
-        return 8
-    if dtype.startswith("float8"):
-        return 1
-    return np.dtype(dtype).itemsize
 
 
 def nbytes(shape: tuple[int, ...], dtype: str) -> int:

@@ -9,7 +9,6 @@ from shardplan.tdl.describe import rule
 from shardplan.tdl.description import Call, Lambda
 from shardplan.tdl.language import Scalar, Sum, TensorRef, given
 from shardplan.tdl.rules.movement import held
-from shardplan.tdl.symbols import integer
 
 
 @rule("dot_general")
@@ -48,7 +47,7 @@ def _convolution(call: Call, x: TensorRef, kernel: TensorRef) -> Lambda:
     p = call.params
     numbers = p["dimension_numbers"]
     x_dims, k_dims, out_dims = (tuple(map(int, s)) for s in (numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec))
-    features, batches = integer(p["feature_group_count"]), integer(p["batch_group_count"])
+    features, batches = int(p["feature_group_count"]), int(p["batch_group_count"])
     out_features = kernel.shape[k_dims[0]]
     per_group = out_features // (features * batches)
     extents = (kernel.shape[k_dims[1]], *(kernel.shape[d] for d in k_dims[2:]))
@@ -65,7 +64,7 @@ def _convolution(call: Call, x: TensorRef, kernel: TensorRef) -> Lambda:
             at_x[x_dims[1]] = c if features == 1 else (o // per_group) * extents[0] + c
             at_k[k_dims[0]], at_k[k_dims[1]] = o, c
             for n, (stride, wide, (lo, _), apart) in enumerate(steps):
-                at_x[x_dims[2 + n]] = (place[n] * integer(stride) + w[n] * integer(wide) - integer(lo)) / integer(apart)
+                at_x[x_dims[2 + n]] = (place[n] * int(stride) + w[n] * int(wide) - int(lo)) / int(apart)
                 at_k[k_dims[2 + n]] = w[n]
             return x[tuple(at_x)] * kernel[tuple(at_k)]
 

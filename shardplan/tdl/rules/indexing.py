@@ -25,7 +25,6 @@ from shardplan.tdl.language import (
     where,
 )
 from shardplan.tdl.rules.movement import held
-from shardplan.tdl.symbols import integer
 
 _ALL = slice(None)
 
@@ -46,7 +45,7 @@ def _fills(call: Call, dtype: str) -> bool:
 @rule("gather")
 def _gather(call: Call, x: TensorRef, indices: TensorRef, *_: TensorRef) -> Lambda:
     numbers = call.params["dimension_numbers"]
-    sizes = tuple(integer(n) for n in call.params["slice_sizes"])
+    sizes = tuple(int(n) for n in call.params["slice_sizes"])
     offset_dims, collapsed = tuple(numbers.offset_dims), set(numbers.collapsed_slice_dims)
     start_map = tuple(numbers.start_index_map)
     batching = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))

@@ -16,7 +16,6 @@ from shardplan.tdl.language import (
     given,
     where,
 )
-from shardplan.tdl.symbols import integer
 
 _ALL = slice(None)
 
@@ -106,7 +105,7 @@ def _expand_dims(call: Call, x: TensorRef) -> Lambda:
 def _slice(call: Call, x: TensorRef) -> Lambda:
     starts = call.params["start_indices"]
     strides = call.params["strides"] or (1,) * len(starts)
-    return lambda *i: x[tuple(loop * integer(s) + integer(o) for loop, s, o in zip(i, strides, starts, strict=True))]
+    return lambda *i: x[tuple(loop * int(s) + int(o) for loop, s, o in zip(i, strides, starts, strict=True))]
 
 
 @rule("rev")
@@ -122,7 +121,7 @@ def _pad(call: Call, x: TensorRef, value: TensorRef) -> Lambda:
     lone = [d for d, n in enumerate(x.shape) if n == 1 and call.results[0][d] > 1]  # one element among padding is no broadcast
     return lambda *i: where(
         held(*(i[d] for d in lone)),
-        x[tuple((loop - integer(lo)) / (integer(gap) + 1) for loop, (lo, _, gap) in zip(i, config, strict=True))],
+        x[tuple((loop - int(lo)) / (int(gap) + 1) for loop, (lo, _, gap) in zip(i, config, strict=True))],
         value[()],
     )
 
@@ -177,7 +176,7 @@ def _unstack(call: Call, x: TensorRef) -> tuple[Lambda, ...]:
 @rule("tile")
 def _tile(call: Call, x: TensorRef) -> Lambda:
     """The operand over and over: a dim that is repeated stays whole."""
-    reps = tuple(integer(r) for r in call.params["reps"])
+    reps = tuple(int(r) for r in call.params["reps"])
 
     def element(*i: Any) -> Scalar:
         repeated = [loop for loop, r in zip(i, reps, strict=True) if r != 1]

@@ -18,7 +18,6 @@ from shardplan.tdl.language import (
     transformed,
 )
 from shardplan.tdl.rules.movement import held
-from shardplan.tdl.symbols import integer
 
 _ALL = slice(None)
 _REDUCERS: dict[str, Callable[..., Scalar]] = {
@@ -90,8 +89,7 @@ def window_index(params: Any, i: tuple[Any, ...], w: tuple[Any, ...]) -> tuple[A
     ones = (1,) * len(i)
     base, wide = params.get("base_dilation") or ones, params.get("window_dilation") or ones
     return tuple(
-        (i[d] * integer(params["window_strides"][d]) + w[d] * integer(wide[d]) - integer(params["padding"][d][0]))
-        / integer(base[d])
+        (i[d] * int(params["window_strides"][d]) + w[d] * int(wide[d]) - int(params["padding"][d][0])) / int(base[d])
         for d in range(len(i))
     )
 
@@ -99,7 +97,7 @@ def window_index(params: Any, i: tuple[Any, ...], w: tuple[Any, ...]) -> tuple[A
 @rule("reduce_window_sum", "reduce_window_max", "reduce_window_min")
 def _reduce_window(call: Call, x: TensorRef) -> Lambda:
     reducer = _REDUCERS[call.primitive.removeprefix("reduce_window_")]
-    window = tuple(integer(n) for n in call.params["window_dimensions"])
+    window = tuple(int(n) for n in call.params["window_dimensions"])
 
     def element(*i: Any) -> Scalar:
         value = reducer(lambda *w: x[window_index(call.params, i, w)], window)
@@ -121,8 +119,8 @@ def _reduce_window_any(call: Call, *operands: TensorRef) -> tuple[Lambda, ...]:
     Nor a dim with padding, which the function never sees: no value that stands beyond an edge would do in its place.
     """
     half = len(operands) // 2
-    window = tuple(integer(n) for n in call.params["window_dimensions"])
-    padded = [d for d, lohi in enumerate(call.params["padding"]) if any(integer(n) > 0 for n in lohi)]
+    window = tuple(int(n) for n in call.params["window_dimensions"])
+    padded = [d for d, lohi in enumerate(call.params["padding"]) if any(int(n) > 0 for n in lohi)]
 
     def element(*i: Any) -> Scalar:
         def parts(*w: Any) -> Scalar:
@@ -138,7 +136,7 @@ def _reduce_window_any(call: Call, *operands: TensorRef) -> tuple[Lambda, ...]:
 @rule("select_and_gather_add")
 def _select_and_gather(call: Call, tangents: TensorRef, x: TensorRef) -> Lambda:
     """The tangent at the place of the window's extreme."""
-    window = tuple(integer(n) for n in call.params["window_dimensions"])
+    window = tuple(int(n) for n in call.params["window_dimensions"])
     return lambda *i: apply(
         "select_and_gather_add",
         held(*_lone(x, i)),
@@ -150,8 +148,8 @@ def _select_and_gather(call: Call, tangents: TensorRef, x: TensorRef) -> Lambda:
 def _select_and_scatter_add(call: Call, source: TensorRef, x: TensorRef) -> Lambda:
     """Each window's source goes to the place of its extreme: a worker needs the windows on its block, and all they cover."""
     p = call.params
-    window = tuple(integer(n) for n in p["window_dimensions"])
-    strides, low = tuple(map(integer, p["window_strides"])), tuple(integer(lo) for lo, _ in p["padding"])
+    window = tuple(int(n) for n in p["window_dimensions"])
+    strides, low = tuple(map(int, p["window_strides"])), tuple(int(lo) for lo, _ in p["padding"])
 
     def element(*i: Any) -> Scalar:
         """What the windows that cover an element give to it."""
@@ -173,10 +171,10 @@ def _select_and_scatter(call: Call, x: TensorRef, source: TensorRef, start: Tens
     """By functions of the user's: a dim may be cut where each window lies in one block, with the block's own source."""
     p = call.params
     apart = [
-        integer(n) <= integer(s)
-        and not any(map(integer, pad))
-        and size == sources * integer(s)
-        and (integer(s) == 1 or sources > 1)  # one window's source says nothing of where the window lies
+        int(n) <= int(s)
+        and not any(map(int, pad))
+        and size == sources * int(s)
+        and (int(s) == 1 or sources > 1)  # one window's source says nothing of where the window lies
         for n, s, pad, size, sources in zip(
             p["window_dimensions"], p["window_strides"], p["padding"], x.shape, source.shape, strict=True
         )
@@ -184,9 +182,7 @@ def _select_and_scatter(call: Call, x: TensorRef, source: TensorRef, start: Tens
 
     def element(*i: Any) -> Scalar:
         at_x = tuple(loop if free else _ALL for loop, free in zip(i, apart, strict=True))
-        at_source = tuple(
-            loop // integer(s) if free else _ALL for loop, free, s in zip(i, apart, p["window_strides"], strict=True)
-        )
+        at_source = tuple(loop // int(s) if free else _ALL for loop, free, s in zip(i, apart, p["window_strides"], strict=True))
         inside = tuple(loop for loop, free in zip(i, apart, strict=True) if not free)
         return Opaque()(x[at_x], source[at_source], start[()])[inside]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from shardplan.cost import objective_of
 from shardplan.errors import PlanFileError
 from shardplan.graph import Graph, flatten
 from shardplan.ir import Choices, Factor, Program
@@ -104,7 +105,7 @@ def session_of(data: PlanData, program: Program, donated: frozenset[int]) -> Ses
         donated=donated,
         pins=pins,
         memory_limit=data.memory_limit,
-        objective=data.objective,
+        objective=objective_of(data.objective),
         replicate=data.replicate,
     )
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from shardplan.cost import Objective
 from shardplan.graph import Graph, flatten
 from shardplan.ir import Layout, Program
 from shardplan.search.baselines.rivals import Rivals
@@ -47,7 +48,7 @@ class Session:
     donated: frozenset[int]
     pins: Pins
     memory_limit: int
-    objective: str
+    objective: Objective
     replicate: tuple[str, ...]
 
     @property
@@ -99,8 +100,9 @@ class Session:
             return None
         graph = flatten(program, replicate=self.replicate)
         coarse = coarsen(graph, self.problem.coarse.one_choice)
-        objective = "bytes" if self.objective == "bytes" else "time"
-        problem = for_pins(Problem(graph, coarse, self.problem.cluster, self.problem.factors, objective=objective), self.pins)
+        problem = for_pins(
+            Problem(graph, coarse, self.problem.cluster, self.problem.factors, objective=self.objective), self.pins
+        )
         outcome = search(
             problem,
             limit=self.memory_limit,
@@ -111,4 +113,4 @@ class Session:
         )
         if not outcome.best.fits(self.memory_limit):
             return math.inf
-        return outcome.best.seconds if objective == "time" else in_seconds(problem, outcome, self.donated)[1].best.seconds
+        return in_seconds(problem, outcome, self.donated)[1].best.seconds

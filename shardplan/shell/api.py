@@ -11,6 +11,7 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from shardplan import _jax
+from shardplan.cost import Objective, objective_of
 from shardplan.errors import (
     ClusterError,
     MemoryLimitError,
@@ -32,7 +33,7 @@ from shardplan.search.inference.anytime import Observer
 from shardplan.search.inference.garbage import uncollected
 from shardplan.search.memory import liveness as memory
 from shardplan.search.problem.extract import Extractor
-from shardplan.search.problem.problem import Objective, Problem
+from shardplan.search.problem.problem import Problem
 from shardplan.search.problem.solution import Solution
 from shardplan.search.problem.tables import LONGEST_S
 from shardplan.search.session import Session
@@ -100,7 +101,7 @@ def plan(
     wanted = Wanted(limit, frozenset(leaves_of(traced.in_tree, donated)), _entries(pins or {}), deadline, observer, measure)
     with uncollected():
         planned = _searched(traced.program, Searcher(replicate, shared, loaded, wanted), again=remat == "auto")
-    session = _session(planned, wanted, measure, replicate)
+    session = _session(planned, wanted, replicate)
     data = PlanData(
         **decided(session),
         **_chosen(planned, wanted),
@@ -117,7 +118,7 @@ def plan(
     )
 
 
-def _session(planned: Planned, wanted: Wanted, objective: str, replicate: tuple[str, ...]) -> Session:
+def _session(planned: Planned, wanted: Wanted, replicate: tuple[str, ...]) -> Session:
     """The search, for what asks it again. Warns of factors that fit no dim."""
     problem, outcome = planned.found
     session = Session(
@@ -130,7 +131,7 @@ def _session(planned: Planned, wanted: Wanted, objective: str, replicate: tuple[
         donated=wanted.donated,
         pins=wanted.pins,
         memory_limit=wanted.memory,
-        objective=objective,
+        objective=wanted.objective,
         replicate=replicate,
     )
     for unused in idle(problem, session.decisions):
@@ -145,7 +146,7 @@ def _chosen(planned: Planned, wanted: Wanted) -> dict[str, Any]:
     return {
         "cluster": problem.cluster,
         "memory_limit": wanted.memory,
-        "objective": wanted.objective,
+        "objective": wanted.objective.name,
         "pins": {glob: tuple(entries) for glob, entries in wanted.pins.items()},
         "exact": outcome.exact,
         "unlimited_s": outcome.bound.unlimited_s,
@@ -168,8 +169,6 @@ def _silent(_what: str, _part: float) -> None:
 
 def _check(objective: str, time_budget_s: float | None, one_choice: str, remat: str) -> tuple[Objective, float | None, OneChoice]:
     """(what to make least, when the time is over, what shares one choice), of options that can be."""
-    if objective not in ("time", "bytes"):
-        raise ShardplanError(f"unsupported objective {objective!r}: use 'time', or 'bytes' for Tofu's")
     if remat not in ("none", "auto"):
         raise ShardplanError(f"unsupported remat {remat!r}: use 'none', or 'auto' to compute activations again")
     number = isinstance(time_budget_s, int | float) and not isinstance(time_budget_s, bool)
@@ -179,10 +178,10 @@ def _check(objective: str, time_budget_s: float | None, one_choice: str, remat: 
         )
     deadline = anytime.now_s() + time_budget_s if time_budget_s is not None else None
     try:
-        shared = one_choice_of(one_choice)
+        measure, shared = objective_of(objective), one_choice_of(one_choice)
     except ValueError as error:
         raise ShardplanError(str(error)) from None
-    return "bytes" if objective == "bytes" else "time", deadline, shared
+    return measure, deadline, shared
 
 
 def _checked_primitives(names: Sequence[str], program: Program, devices: int) -> tuple[str, ...]:
@@ -247,12 +246,12 @@ def _searched(program: Program, searcher: Searcher, *, again: bool) -> Planned:
         raise _too_small(problem, outcome.smallest or outcome.best, wanted, stopped=bool(outcome.stopped), again=again)
     if outcome.best.seconds >= LONGEST_S:
         raise _endless(problem)
-    return planned if wanted.objective == "time" else replace(planned, found=in_seconds(problem, outcome, wanted.donated))
+    return replace(planned, found=in_seconds(problem, outcome, wanted.donated))
 
 
 def _endless(problem: Problem) -> ShardplanError:
     """The error for a step that takes longer than tables can tell in every layout that was tried."""
-    if problem.objective == "bytes":
+    if problem.objective.everything_split:
         return ShardplanError("no layout splits the step as objective='bytes' asks, or it sends a petabyte: use objective='time'")
     return ClusterError(
         f"on {problem.cluster.name or 'this cluster'} the step takes {LONGEST_S:,.0f} s or more in every layout, and such times "

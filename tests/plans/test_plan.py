@@ -228,7 +228,6 @@ def test_a_pin_that_does_not_divide_names_a_size_that_would() -> None:
     [
         ({"time_budget_s": 0}, "positive number of seconds"),
         ({"objective": "beauty"}, "objective"),
-        ({"search": "magic"}, "search"),
         ({"cluster": "no-such-preset"}, "no-such-preset"),
         ({"cluster": "2xx"}, "2xx"),
     ],

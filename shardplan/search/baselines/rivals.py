@@ -91,7 +91,7 @@ class Rivals:
 
         As they are, and with their ops cut the best way, which may hold more. Tofu's objective is not theirs: none then.
         """
-        if self._solver.problem.objective == "bytes":
+        if self._solver.problem.objective.everything_split:
             return []
         agreeing = [s for s in self.outside(spaces or {}) if all(at in d for at, d in zip(s.states, domains, strict=True))]
         fastest = sorted(agreeing, key=lambda s: s.seconds)

@@ -13,14 +13,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.collectives.layouts import LayoutSpace
 from shardplan.collectives.reshard import Resharder
-from shardplan.cost import Network, WireBytes, compute
+from shardplan.cost import TIME, Objective, compute
 from shardplan.graph.flattening import Graph, Link
 from shardplan.ir import Factor, Tensor
 from shardplan.mesh import Cluster
@@ -29,10 +28,6 @@ from shardplan.search.problem.ops import Ops
 from shardplan.search.problem.pricing import Domain, Limits, Pricer
 from shardplan.search.problem.strategies import Groups
 from shardplan.search.problem.tables import Costs, Store, Term, picoseconds
-
-Objective = Literal["time", "bytes"]
-"""What a problem adds up: seconds of compute and communication, or bytes on the wire alone (as 1e-12 seconds each)."""
-
 
 _ROUNDED_S = 0.5e-12  # a number in a table is off by so much at most
 
@@ -50,16 +45,15 @@ class Problem:
     """A graph on a cluster: its variables' domains and its terms."""
 
     def __init__(
-        self, graph: Graph, coarse: Coarse, cluster: Cluster, factors: Sequence[Factor], *, objective: Objective = "time"
+        self, graph: Graph, coarse: Coarse, cluster: Cluster, factors: Sequence[Factor], *, objective: Objective = TIME
     ) -> None:
         self.graph, self.coarse, self.cluster = graph, coarse, cluster
-        self.objective: Objective = objective
+        self.objective = objective
         self.factors = tuple(factors)
         self.sizes = tuple(f.size for f in factors)
-        network = Network(cluster, self.factors) if objective == "time" else WireBytes(self.sizes)
-        self.resharder = Resharder(network, self.sizes)
+        self.resharder = Resharder(objective.network(cluster, self.factors), self.sizes)
         self.store = Store()
-        self.pricer = Pricer(self.resharder, cluster.device if objective == "time" else None)
+        self.pricer = Pricer(self.resharder, objective.device(cluster))
         self.ops = Ops(graph, coarse, self.pricer, self.store)
         self._terms: dict[tuple[object, ...], tuple[int, int]] = {}
         self._agreeing: dict[tuple[int, int | None, tuple[int, ...], Domain, bool], Domain] = {}
@@ -287,7 +281,7 @@ class Problem:
     @cached_property
     def interior(self) -> Mapping[int, tuple[float, tuple[int, ...]]]:
         """For each variable the seconds of the elementwise ops inside it on one device that holds all, and its shape."""
-        if self.objective != "time":
+        if self.objective.device(self.cluster) is None:
             return {}
         graph, joins = self.graph, set(self.coarse.joins)
         # what only resizes costs nothing, but what it reads is stored

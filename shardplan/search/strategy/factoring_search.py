@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from shardplan.cost import Objective
 from shardplan.errors import PinError
 from shardplan.graph.flattening import Graph
 from shardplan.mesh import Cluster
 from shardplan.search.coarsening.coarsen import Coarse
 from shardplan.search.inference.anytime import Observer, Stopped
-from shardplan.search.problem.problem import Domain, Objective, Problem
+from shardplan.search.problem.problem import Domain, Problem
 from shardplan.search.strategy.factorings import factor_choices, merged
 from shardplan.search.strategy.pins import Pins, for_pins, pinned_domains
 from shardplan.search.strategy.solve import Outcome, search

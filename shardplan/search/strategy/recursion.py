@@ -36,7 +36,7 @@ def recurse(solver: Solver, domains: Sequence[Domain]) -> Stepped:
     factor, as Tofu's does.
     """
     problem = solver.problem
-    tofu = problem.objective == "bytes"
+    tofu = problem.objective.everything_split
     solution: Solution | None = None
     after: list[float] = []
     for f in range(len(problem.sizes)):

@@ -69,7 +69,7 @@ def search(
     live = memory.liveness(problem, donated)
     incumbent = Incumbent(limit)
     watch = Watch(incumbent, domains, deadline, observer)
-    solver = Solver(problem, live, everything_cut(problem) if problem.objective == "bytes" else None, watch)
+    solver = Solver(problem, live, everything_cut(problem) if problem.objective.everything_split else None, watch)
     rivals = Rivals(solver)
     try:
         outcome = _searched(solver, rivals, limit, domains, watch)
@@ -113,7 +113,7 @@ class _Free:
 def _searched(solver: Solver, rivals: Rivals, limit: int, pinned: Sequence[Domain], watch: Watch) -> Outcome:
     """The whole search, of which ``watch`` keeps the best so far."""
     problem = solver.problem
-    domains = everything_split(problem, pinned) if problem.objective == "bytes" else pinned
+    domains = everything_split(problem, pinned) if problem.objective.everything_split else pinned
     free = _unlimited(solver, rivals, limit, domains, pinned, watch)
     best = free.best
     candidates = [best, *free.others]
@@ -210,8 +210,10 @@ def _first(solver: Solver, domains: Sequence[Domain]) -> Solution:
 def in_seconds(problem: Problem, outcome: Outcome, donated: frozenset[int]) -> tuple[Problem, Outcome]:
     """What a search for the fewest bytes found, priced in seconds; the baselines are solved for seconds.
 
-    The bound is that of seconds: every op at its fastest, nothing communicated.
+    What was found for time stays as it is. The bound is that of seconds: every op at its fastest, nothing communicated.
     """
+    if problem.objective.unit == "picosecond":
+        return problem, outcome
     timed = Problem(problem.graph, problem.coarse, problem.cluster, problem.factors)
     live = memory.liveness(timed, donated)
     solver = Solver(timed, live, everything_cut(timed))
@@ -237,7 +239,9 @@ class _Levels:
     def __init__(self, solver: Solver, domains: Sequence[Domain], pinned: Sequence[Domain], watch: Watch) -> None:
         problem = solver.problem
         self.domains = domains
-        self._groupings = groupings(len(problem.sizes)) if len(problem.sizes) > 2 and problem.objective != "bytes" else ()
+        self._groupings = (
+            groupings(len(problem.sizes)) if len(problem.sizes) > 2 and not problem.objective.everything_split else ()
+        )
         self._solver, self._pinned, self._watch = solver, pinned, watch
         self._spaces: dict[Groups, tuple[Domain, ...] | None] = {}
         self._found: dict[Groups, Solution] = {}

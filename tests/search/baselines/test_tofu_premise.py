@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardplan
 from models import mlp, rnn
+from shardplan.cost import BYTES
 from shardplan.cost.wire import BYTE_S
 from shardplan.frontend.trace import trace
 from shardplan.graph import flatten
@@ -38,7 +39,7 @@ TIES = 200
 def solver_of(step: Any, args: Sequence[Any], cluster: str) -> Solver:
     graph = flatten(trace(step, *args).program)
     known = Cluster.load(cluster)
-    problem = Problem(graph, coarsen(graph), known, factors(known), objective="bytes")
+    problem = Problem(graph, coarsen(graph), known, factors(known), objective=BYTES)
     return Solver(problem, memory.liveness(problem), everything_cut(problem))
 
 

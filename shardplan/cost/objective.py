@@ -1,0 +1,52 @@
+"""What a search makes least, with its unit: the one place that knows that tables may hold bytes in place of time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ..ir import Factor
+from ..mesh import Device
+from ..mesh.cluster import Cluster
+from .network import Network
+from .wire import WireBytes
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """``unit`` is what a table counts: picoseconds of a step, or bytes that a device sends (the search calls 1e12 of both a second).
+
+    ``everything_split``: Tofu's premise holds (every level cuts every op and splits every tensor that it can), which baselines do
+    not share.
+    """
+
+    name: Literal["time", "bytes"]
+    unit: Literal["picosecond", "byte"]
+    everything_split: bool
+
+    def network(self, cluster: Cluster, factors: Sequence[Factor]) -> Network | WireBytes:
+        """The prices of collectives."""
+        if self.unit == "picosecond":
+            return Network(cluster, tuple(factors))
+        return WireBytes(tuple(f.size for f in factors))
+
+    def device(self, cluster: Cluster) -> Device | None:
+        """The device that computes; None where compute costs nothing."""
+        return cluster.device if self.unit == "picosecond" else None
+
+
+TIME = Objective("time", "picosecond", everything_split=False)
+BYTES = Objective("bytes", "byte", everything_split=True)
+
+
+def objective_of(name: str) -> Objective:
+    """The objective of a name.
+
+    Raises:
+        ValueError: for any other name.
+    """
+    for known in (TIME, BYTES):
+        if known.name == name:
+            return known
+    raise ValueError(f"unsupported objective {name!r}: use 'time', or 'bytes' for Tofu's")

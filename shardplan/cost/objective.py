@@ -15,7 +15,8 @@ from .wire import WireBytes
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """``unit`` is what a table counts: picoseconds of a step, or bytes that a device sends (the search calls 1e12 of both a second).
+    """``unit`` is what a table counts: picoseconds of a step, or bytes that a device sends (1e12 of either
+    are a second to the search).
 
     ``everything_split``: Tofu's premise holds (every level cuts every op and splits every tensor that it can), which baselines do
     not share.

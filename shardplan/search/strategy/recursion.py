@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardplan.cost.wire import BYTE_S
 from shardplan.search.baselines.tofu_premise import everything_cut, everything_split
 from shardplan.search.problem.pricing import Domain
 
@@ -22,11 +20,6 @@ class Stepped:
 
     solution: Solution
     after_s: tuple[float, ...]
-
-    def added_bytes(self, sizes: Sequence[int]) -> tuple[float, ...]:
-        """With the objective "bytes", what each step adds over all workers that there are by then (theorem 4's deltas)."""
-        totals = [s / BYTE_S * math.prod(sizes[: i + 1]) for i, s in enumerate(self.after_s)]
-        return tuple(b - a for a, b in zip([0.0, *totals], totals, strict=False))
 
 
 def recurse(solver: Solver, domains: Sequence[Domain]) -> Stepped:

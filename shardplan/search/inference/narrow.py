@@ -8,14 +8,11 @@ fit, and their minimum is that of all layouts (reduced-cost fixing).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from shardplan.search.inference.bound import Ascent, narrowed, stars
+from shardplan.search.inference.solver import Solver
 from shardplan.search.problem.pricing import Domain
-
-if TYPE_CHECKING:
-    from shardplan.search.inference.solver import Solver
-    from shardplan.search.problem.solution import Solution
+from shardplan.search.problem.solution import Solution
 
 ROUNDS = (6, 4, 10, 20, 20, 20, 20)
 """Sweeps before each look at what is left."""

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from shardplan.search.baselines.tofu_premise import everything_cut, everything_split
+from shardplan.search.inference.solver import Solver
 from shardplan.search.problem.pricing import Domain
-
-if TYPE_CHECKING:
-    from shardplan.search.inference.solver import Solver
-    from shardplan.search.problem.solution import Solution
+from shardplan.search.problem.solution import Solution
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,68 +1,127 @@
-"""Whether the choices of a plan fit a program: before they are run, since what is wrong in them would be wrong numbers."""
+"""Whether the choices of a plan fit a program: asked before they are run, since a wrong choice gives wrong numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shardplan.collectives.reshard import Resharder
+from shardplan.cost import Network
 from shardplan.errors import PlanFileError
-from shardplan.graph import Graph, Signature
-from shardplan.ir import Choices, Factor, Layout, Program, Use, spec_text
+from shardplan.graph import Graph, Node, Signature
+from shardplan.ir import BodyChoices, Layout, Program, Use, Where, spec_text
+from shardplan.plans.data import PlanData
+from shardplan.search.problem.strategies import Late, Options, options
 
 
-def check_choices(name: str, choices: Choices, program: Program, graph: Graph, factors: Sequence[Factor]) -> None:
-    """Refuses choices that do not fit a program: another number of tensors, layouts of another rank, ops that are not there.
+def check_choices(name: str, data: PlanData, program: Program, graph: Graph) -> None:
+    """Refuses a plan that does not fit a program.
+
+    It must have a layout of the right rank for each value, arguments must divide, and every op must be cut in a way that its
+    description allows.
 
     Raises:
         PlanFileError: that says what does not fit; ``name`` is that of the file.
     """
+    _Fit(name, data, graph).check(program)
 
-    def need(holds: bool, what: str) -> None:
+
+class _Fit:
+    def __init__(self, name: str, data: PlanData, graph: Graph) -> None:
+        self.name, self.data, self.graph = name, data, graph
+        self.nodes = {(n.where, n.op.id): n for n in graph.nodes}
+        self.sizes = [f.size for f in data.factors]
+        self.resharder = Resharder(Network(data.cluster, data.factors), self.sizes)
+        self._options: dict[int, Options] = {}
+        self._allowed: dict[tuple[int, Use], bool] = {}
+
+    def check(self, program: Program) -> None:
+        """Everything, the whole first."""
+        choices = self.data.choices
+        count = f"the plan has {len(choices.bodies)} bodies, the step {len(self.graph.bodies)}"
+        self.need(set(choices.bodies) == set(self.graph.bodies), count)
+        for where, body in choices.bodies.items():
+            self.layouts(where, body)
+        self.ends(program, choices.bodies[()].layouts)
+        for where, body in choices.bodies.items():
+            for op, use in body.uses.items():
+                self.need((where, op) in self.nodes, f"it cuts op {op}, which is not in this step")
+                self.use(self.nodes[where, op], use, body, where)
+            for (op, slot), copy in body.reads.items():
+                self.read(where, op, slot, choices.copies[copy].layout)
+
+    def need(self, holds: bool, what: str) -> None:
+        """Refuses where this does not hold."""
         if not holds:
-            raise PlanFileError(f"{name}: {what}; plan this step anew")
+            raise PlanFileError(f"{self.name}: {what}; plan this step anew")
 
-    need(set(choices.bodies) == set(graph.bodies), f"the plan has {len(choices.bodies)} bodies, the step {len(graph.bodies)}")
-    for where, body in choices.bodies.items():
-        tensors = [graph.tensors[t] for t in graph.bodies[where]]
-        need(len(tensors) == len(body.layouts), f"{len(body.layouts)} layouts for {len(tensors)} values")
+    def layouts(self, where: Where, body: BodyChoices) -> None:
+        """A layout for each value of a body."""
+        tensors = [self.graph.tensors[t] for t in self.graph.bodies[where]]
+        self.need(len(tensors) == len(body.layouts), f"{len(body.layouts)} layouts for {len(tensors)} values")
         for tensor, layout in zip(tensors, body.layouts, strict=True):
             fits = layout is None or len(layout.dims) == len(tensor.shape)
-            need(fits, f"a layout of rank {len(layout.dims) if layout else 0} for a value of shape {tensor.shape}")
-    own, names, sizes = choices.bodies[()].layouts, [f.name for f in factors], [f.size for f in factors]
-    for t, path in zip(program.inputs, program.input_paths, strict=True):
-        layout, shape = own[t], program.tensors[t].shape
-        if layout is not None:
-            text = spec_text(layout.entries(names))
-            need(_divides(layout, shape, sizes), f"the layout {text} of {path} of shape {shape} does not divide it")
-    nodes = {(n.where, n.op.id): n for n in graph.nodes}
-    for where, body in choices.bodies.items():
-        for op, use in body.uses.items():
-            need((where, op) in nodes, f"it cuts op {op}, which is not in this step")
-            need(_fits(use, nodes[where, op].signature), f"op {op} ({nodes[where, op].op.primitive}) cannot be cut as it says")
-        for op, slot in body.reads:
-            inside = (where, op) in nodes and 0 <= slot < len(nodes[where, op].inputs)
-            need(inside, f"op {op} reads operand {slot}, which is not in this step")
-            tensor = graph.tensors[nodes[where, op].inputs[slot]]
-            copy = choices.copies[body.reads[op, slot]].layout
-            need(len(copy.dims) == len(tensor.shape), f"a copy of rank {len(copy.dims)} for a value of shape {tensor.shape}")
+            self.need(fits, f"a layout of rank {len(layout.dims) if layout else 0} for a value of shape {tensor.shape}")
 
+    def ends(self, program: Program, layouts: Sequence[Layout | None]) -> None:
+        """The layouts of arguments and results: those of their values, which they divide."""
+        names = [f.name for f in self.data.factors]
+        for t, argument in zip(program.inputs, self.data.arguments, strict=True):
+            layout, shape = layouts[t], program.tensors[t].shape
+            self.need(layout == argument.layout, f"it gives {argument.path} two layouts")
+            if layout is not None:
+                text = spec_text(layout.entries(names))
+                self.need(
+                    self.divides(layout, shape), f"the layout {text} of {argument.path} of shape {shape} does not divide it"
+                )
+        for n, (o, layout) in enumerate(zip(program.outputs, self.data.result_layouts, strict=True)):
+            self.need(layout == (layouts[o] if isinstance(o, int) else None), f"it gives result {n} two layouts")
 
-def _divides(layout: Layout, shape: Sequence[int], sizes: Sequence[int]) -> bool:
-    for n, dim in zip(shape, layout.dims, strict=True):
-        for f in dim:
-            if n % sizes[f]:
-                return False
-            n //= sizes[f]
-    return not layout.partial
+    def use(self, node: Node, use: Use, body: BodyChoices, where: Where) -> None:
+        """An op is cut as its description allows, and its results are stored where its body says."""
+        what = f"op {node.op.id} ({node.op.primitive}) cannot be cut as it says"
+        key = node.signature.id, use
+        if key not in self._allowed:
+            self._allowed[key] = self.allowed(node.signature, use)
+        self.need(self._allowed[key], what)
+        stored = tuple(body.layouts[t] for t in node.op.outputs)
+        self.need(use.stored == stored, f"it stores the results of op {node.op.id} ({node.op.primitive}) in two layouts")
 
-
-def _fits(use: Use, signature: Signature) -> bool:
-    """Whether a use is of an op with such operands, results and loops."""
-    call, description = signature.call, signature.description
-    loops = 0 if description is None else len(description.loops)
-    ranks = [(use.needs, call.operands), (use.gives, call.results), (use.stored, call.results)]
-    if any(len(layouts) != len(shapes) for layouts, shapes in ranks):
+    def allowed(self, signature: Signature, use: Use) -> bool:
+        """Whether a use is one of the strategies of an op; what it does not reduce may be stored as terms."""
+        call = signature.call
+        if len(use.needs) != len(call.operands) or len(use.gives) != len(call.results):
+            return False
+        rows = self.options(signature)
+        for s in (rows.loops == use.loops).all(axis=1).nonzero()[0].tolist():
+            needs = [self.resharder.layout(x, int(n)) for x, n in zip(call.operands, rows.needs[s], strict=True)]
+            gives = [self.resharder.layout(x, int(g)) for x, g in zip(call.results, rows.gives[s], strict=True)]
+            if list(use.gives) == gives and all(a is None or a == b for a, b in zip(use.needs, needs, strict=True)):
+                kept = [stored.partial for stored in use.stored if stored is not None]
+                inside = all(set(p) <= set(g.partial) for p, g in zip(kept, use.gives, strict=False))
+                return inside and (bool(rows.terms[s]) or not any(kept))
         return False
-    pairs = [(layout, shape) for layouts, shapes in ranks for layout, shape in zip(layouts, shapes, strict=True)]
-    # a buffer of a reduce-scatter shows as one dim more
-    fits = all(layout is None or 0 <= len(layout.dims) - len(shape) <= 1 for layout, shape in pairs)
-    return fits and all(loop < loops for loop in use.loops)
+
+    def options(self, signature: Signature) -> Options:
+        """All strategies of an op, those that hand terms on among them."""
+        if signature.id not in self._options:
+            late = Late(frozenset(), frozenset()) if signature.defers else None
+            self._options[signature.id] = options(signature, self.resharder, None, late=late)
+        return self._options[signature.id]
+
+    def read(self, where: Where, op: int, slot: int, copy: Layout) -> None:
+        """An op reads an operand that it has, through a copy of its rank."""
+        node = self.nodes.get((where, op))
+        inside = node is not None and 0 <= slot < len(node.inputs) and node.inputs[slot] >= 0
+        self.need(inside, f"op {op} reads operand {slot}, which is not in this step")
+        assert node is not None
+        shape = self.graph.tensors[node.inputs[slot]].shape
+        self.need(len(copy.dims) == len(shape), f"a copy of rank {len(copy.dims)} for a value of shape {shape}")
+
+    def divides(self, layout: Layout, shape: Sequence[int]) -> bool:
+        """Whether every block of a stored value is alike."""
+        for n, dim in zip(shape, layout.dims, strict=True):
+            for f in dim:
+                if n % self.sizes[f]:
+                    return False
+                n //= self.sizes[f]
+        return not layout.partial

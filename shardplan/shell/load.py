@@ -38,7 +38,7 @@ def for_step(name: str, data: PlanData, step: Callable[..., Any], traced: Traced
     _check_step(name, data, traced)
     program = _program(name, data, traced)
     graph = flatten(program, replicate=data.replicate)
-    check_choices(name, data.choices, program, graph, data.factors)
+    check_choices(name, data, program, graph)
     return Plan(data, traced=traced, program=program, graph=graph, step=step, user_mesh=_mesh(name, data, mesh))
 
 

@@ -127,6 +127,11 @@ def test_a_saved_plan_for_bytes_is_cut_as_before(tmp_path: Path) -> None:
         (lambda c: c["uses"][0]["loops"].pop(), "cuts loops for 2 factors, the plan has 3"),
         (lambda c: c["uses"][0].__setitem__("loops", [99, 99, 99]), "cannot be cut as it says"),
         (lambda c: c["uses"][0]["needs"].pop(), "cannot be cut as it says"),
+        (lambda c: [use.__setitem__("loops", [0, 0, 0]) for use in c["uses"]], "cannot be cut as it says"),
+        (
+            lambda c: [use.__setitem__("stored", use["needs"][:1] * len(use["stored"])) for use in c["uses"]],
+            "two layouts|as it says",
+        ),
         (lambda c: c["copies"][0].__setitem__(2, "yes"), "a copy is for the backward pass or not: 'yes'"),
         (lambda c: c["copies"][0].__setitem__(1, 77), "not a plan: ValueError: copy 77 of"),
         (lambda c: c.pop("copies"), "not a whole plan: 'copies' is missing"),

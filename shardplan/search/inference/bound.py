@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from shardplan.graph.flattening import Link
 from shardplan.search.memory import liveness as memory
+from shardplan.search.memory.lifetimes import Lifetime
 from shardplan.search.problem.pricing import Domain
 from shardplan.search.problem.problem import Problem
 from shardplan.search.problem.solution import Solution
@@ -145,28 +146,29 @@ class _Builder:
         assert self.live is not None
         live, constant = self.live, 0.0
         for p in points:
-            *stored, rest = live.stored_at(p, len(unary)).tolist()
+            *stored, rest = live.lifetimes.stored_at(p, len(unary)).tolist()
             for v, nbytes in enumerate(stored):
                 if nbytes:
                     unary[v] += price * nbytes * self._local(v)
             constant += price * (rest - limit)
-            for v, nbytes, first, last in live.copies:
-                self.held[v] = self.held.get(v, 0.0) + price * nbytes * (first <= p <= last)
-            for v, nbytes, first, last in live.kept:
-                self.kept[v] = self.kept.get(v, 0.0) + price * nbytes * (first < p < last)
-            for e in live.entering:
-                if e.birth <= p <= e.death:
-                    self._entering(e, unary, found)
+        for life in live.lifetimes.conditional:
+            self._charge(life, price * life.times(points), unary, found)
         return constant
 
-    def _entering(self, e: memory.Entering, unary: list[Floats], found: list[Star]) -> None:
-        """What a copy costs that a loop reads in another layout."""
-        moved = e.moved(self.problem, self.domains[e.outer], self.domains[e.inner])
-        costs = self.prices.seconds_per_byte * e.nbytes * self._local(e.inner)[None, :] * moved
-        if e.outer == e.inner:
-            unary[e.outer] += np.diag(costs)
-        else:
-            found.append(_pair(e.outer, e.inner, costs))
+    def _charge(self, life: Lifetime, price: float, unary: list[Floats], found: list[Star]) -> None:
+        """Charges a conditional lifetime ``price`` seconds a byte."""
+        if not price:
+            return
+        if life.kind == "copy":
+            self.held[life.variable] = self.held.get(life.variable, 0.0) + price * life.nbytes
+        elif life.kind == "kept":
+            self.kept[life.variable] = self.kept.get(life.variable, 0.0) + price * life.nbytes
+        elif life.kind == "entering":
+            costs = price * life.held(self.problem, self.domains)
+            if costs.ndim == 1:
+                unary[life.variable] += costs
+            else:
+                found.append(_pair(life.source, life.variable, costs))
 
     def _link(self, link: Link, unary: list[Floats], found: list[Star]) -> None:
         crossing = self.problem.crossing(link)

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from shardplan.graph.flattening import Graph
 from shardplan.graph.loops import Loops, loops_of
 from shardplan.search.coarsening.coarsen import FREE
 from shardplan.search.memory.buffers import Buffers
+from shardplan.search.memory.lifetimes import Lifetime, Lifetimes
 from shardplan.search.problem.pricing import Domain, Limits
 from shardplan.search.problem.problem import Problem
 from shardplan.search.problem.tables import Term, picoseconds
@@ -35,51 +36,10 @@ Assignment = Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class Liveness:
-    """What lives when: parallel arrays over stored values (variable -1: whole on every device), in positions of the flat graph.
+    """What a step holds: the lifetimes of its values, in positions of the flat graph, and the buffers of its ops."""
 
-    ``copies`` lists (view, bytes, birth, death) of resharded copies, ``kept`` (backward view, bytes, birth, death) of forward
-    copies that are kept, ``entering`` what enters a loop in another layout: that copy lives as long as the loop, and up to the
-    next loop that reads it in the same one (``between``), for XLA makes equal copies once.
-    """
-
-    nbytes: NDArray[np.float64]
-    variable: NDArray[np.int64]
-    birth: NDArray[np.int64]
-    death: NDArray[np.int64]
-    copies: tuple[tuple[int, float, int, int], ...]
-    kept: tuple[tuple[int, float, int, int], ...]
-    entering: tuple[Entering, ...]
-    between: tuple[tuple[Entering, Entering], ...]
+    lifetimes: Lifetimes
     buffers: Buffers
-    length: int
-
-    def stored_at(self, point: int, variables: int) -> NDArray[np.float64]:
-        """[variables + 1]: whole bytes of each variable's values that are stored at a point; last, what has no variable."""
-        at = (self.birth <= point) & (self.death >= point)
-        held = np.zeros(variables + 1)
-        np.add.at(held, self.variable[at], self.nbytes[at])
-        return held
-
-
-@dataclass(frozen=True, slots=True)
-class Entering:
-    """A value that a loop reads, ``nbytes`` of it whole: variable ``outer`` before the loop, ``inner`` in its body.
-
-    ``stacked``: the loop takes it slice by slice, so that ``inner`` has a dim less. It is resharded before the loop, if at all.
-    """
-
-    outer: int
-    inner: int
-    stacked: bool
-    nbytes: float
-    birth: int
-    death: int
-
-    def moved(self, problem: Problem, outer: Domain, inner: Domain) -> NDArray[np.bool_]:
-        """[outer, inner]: whether the layouts differ."""
-        shapes = [problem.coarse.variables[v].shape for v in (self.inner, self.outer)]
-        lifted = problem.lifted(inner, *shapes) if self.stacked else inner
-        return np.not_equal.outer(np.array(outer), np.array(lifted))
 
 
 def liveness(problem: Problem, donated: frozenset[int] = frozenset()) -> Liveness:
@@ -110,27 +70,15 @@ def liveness(problem: Problem, donated: frozenset[int] = frozenset()) -> Livenes
         if t >= 0:
             death[t] = end
     fused = _fused(problem, death)
-    rows = [
-        (graph.tensors[t].nbytes, coarse.of[t], b, death.get(t, b), t)
+    entering, constant = _entering(problem, loops)
+    inputs = set(graph.inputs)
+    stored = [
+        Lifetime("stored", coarse.of[t], graph.tensors[t].nbytes, b, death.get(t, b))
         for t, b in sorted(birth.items())
-        if t not in alias and t not in fused and (coarse.of[t] != FREE or t in set(graph.inputs))
+        if t not in alias and t not in fused and t not in constant and (coarse.of[t] != FREE or t in inputs)
     ]
-    copies, kept = _copies(problem)
-    stacks, entering, constant = _around_loops(problem, loops)
-    rows = [row for row in rows if row[4] not in constant] + stacks
-    columns = list(zip(*rows, strict=True)) or [(), (), (), (), ()]
-    return Liveness(
-        np.array(columns[0], float),
-        np.array(columns[1], np.int64),
-        np.array(columns[2], np.int64),
-        np.array(columns[3], np.int64),
-        copies,
-        kept,
-        tuple(e for row in entering.values() for e in row),
-        tuple(pair for row in entering.values() for pair in itertools.pairwise(sorted(row, key=lambda e: e.birth))),
-        Buffers(problem, frozenset(alias)),
-        end + 1,
-    )
+    every = [*stored, *_stacks(problem, loops), *_copies(problem), *entering]
+    return Liveness(Lifetimes(every, end + 1), Buffers(problem, frozenset(alias)))
 
 
 def _through_links(graph: Graph, loops: Loops, birth: dict[int, int], death: dict[int, int]) -> None:
@@ -211,38 +159,39 @@ def _reduces(call: object) -> bool:
     return len(call.operands) == 1 and all(len(r) < len(call.operands[0]) for r in call.results)
 
 
-def _copies(problem: Problem) -> tuple[tuple[tuple[int, float, int, int], ...], tuple[tuple[int, float, int, int], ...]]:
+def _copies(problem: Problem) -> Iterator[Lifetime]:
+    """Resharded copies, and what keeps the forward ones for the backward pass."""
     reads: dict[tuple[int, int], list[int]] = {}
     for (n, slot), v in sorted(problem.coarse.read.items()):
         reads.setdefault((v, problem.graph.nodes[n].inputs[slot]), []).append(n)
-    copies: list[tuple[int, float, int, int]] = []
-    kept: list[tuple[int, float, int, int]] = []
     for (v, t), nodes in reads.items():
         variable = problem.coarse.variables[v]
         nbytes = float(problem.graph.tensors[t].nbytes)
-        copies.append((v, nbytes, min(nodes), max(nodes)))
+        yield Lifetime("copy", v, nbytes, min(nodes), max(nodes), variable.of)
         if variable.kind == "backward" and (variable.sibling, t) in reads:
-            kept.append((v, nbytes, max(reads[variable.sibling, t]), min(nodes)))
-    return tuple(copies), tuple(kept)
+            yield Lifetime("kept", v, nbytes, max(reads[variable.sibling, t]) + 1, min(nodes) - 1, variable.of)
 
 
-def _around_loops(
-    problem: Problem, loops: Loops
-) -> tuple[list[tuple[float, int, int, int, int]], dict[int, list[Entering]], frozenset[int]]:
-    """(rows of the stacks that loops fill, what enters loops by tensor outside, what takes no memory of its own inside).
-
-    The latter is what does not change in the loop: the buffer outside, or a free value that is made where it is used.
-    """
+def _stacks(problem: Problem, loops: Loops) -> Iterator[Lifetime]:
+    """The stacks that loops fill."""
     graph, of = problem.graph, problem.coarse.of
-    stacks: list[tuple[float, int, int, int, int]] = []
-    entering: dict[int, list[Entering]] = {}
-    constant: set[int] = set()
-    readers = _readers(graph) if graph.links else {}
     for link in graph.links:
         left = loops.left(link)
         if link.lift < 0 and left is not None:
             v = of[link.source] if of[link.source] != FREE else of[link.target]
-            stacks.append((float(graph.tensors[link.target].nbytes), v, left.since, left.last, link.target))
+            yield Lifetime("stored", v, float(graph.tensors[link.target].nbytes), left.since, left.last)
+
+
+def _entering(problem: Problem, loops: Loops) -> tuple[list[Lifetime], frozenset[int]]:
+    """(what enters loops in another layout, the tensors that take no memory of their own inside).
+
+    The latter do not change in the loop: they are the buffer outside, or a free value that is made where it is used.
+    """
+    graph, of = problem.graph, problem.coarse.of
+    entering: dict[int, list[Lifetime]] = {}
+    constant: set[int] = set()
+    readers = _readers(graph) if graph.links else {}
+    for link in graph.links:
         if link.target in graph.boundary and link.target not in loops.carries and link.source != link.target:
             loop, outer, inner = loops.of[link.target], of[link.source], of[link.target]
             if not link.lift and (
@@ -251,9 +200,15 @@ def _around_loops(
                 constant.add(link.target)
             if FREE not in (outer, inner) and (link.lift or outer != inner):
                 nbytes = float(graph.tensors[link.source].nbytes)
-                entered = Entering(outer, inner, link.lift > 0, nbytes, loop.first, loop.last)
+                entered = Lifetime("entering", inner, nbytes, loop.first, loop.last, outer, link.lift > 0)
                 entering.setdefault(link.source, []).append(entered)
-    return stacks, entering, frozenset(constant)
+    every = [e for row in entering.values() for e in row]
+    for row in entering.values():
+        for e, after in itertools.pairwise(sorted(row, key=lambda e: e.first)):
+            if e.stacked == after.stacked and after.first > e.last:
+                kind, until = "between", after.first - 1
+                every.append(replace(e, kind=kind, first=e.last + 1, last=until, next=after.variable))
+    return every, frozenset(constant)
 
 
 def local_bytes(problem: Problem, v: int, state: int) -> float:
@@ -296,39 +251,17 @@ def peak(
 def _stored(problem: Problem, live: Liveness, assignment: Assignment, keep: frozenset[int]) -> NDArray[np.float64]:
     """[length]: `profile` without the buffers of ops."""
     parts = np.array([*(local_bytes(problem, v, s) for v, s in enumerate(assignment)), 1.0])
-    change = _changes(live, parts)
-    for v, nbytes, first, last in live.copies:
-        if assignment[v] != assignment[problem.coarse.variables[v].of]:
-            change[first] += nbytes * parts[v]
-            change[last + 1] -= nbytes * parts[v]
-    for v, nbytes, first, last in live.kept:
-        if v in keep and assignment[v] != assignment[problem.coarse.variables[v].of]:
-            change[first + 1] += nbytes * parts[v]
-            change[last] -= nbytes * parts[v]
-    for e in live.entering:
-        if e.moved(problem, (assignment[e.outer],), (assignment[e.inner],))[0, 0]:
-            change[e.birth] += e.nbytes * parts[e.inner]
-            change[e.death + 1] -= e.nbytes * parts[e.inner]
-    for e, after in live.between:
-        same = assignment[e.inner] == assignment[after.inner] and e.stacked == after.stacked and after.birth > e.death
-        if same and e.moved(problem, (assignment[e.outer],), (assignment[e.inner],))[0, 0]:
-            change[e.death + 1] += e.nbytes * parts[e.inner]
-            change[after.birth] -= e.nbytes * parts[e.inner]
+    change = live.lifetimes.changes(parts)
+    for life in live.lifetimes.conditional:
+        if life.holds(problem, assignment, keep):
+            change[life.first] += life.nbytes * parts[life.variable]
+            change[life.last + 1] -= life.nbytes * parts[life.variable]
     return np.cumsum(change)[:-1]
 
 
 def whole_bytes(nbytes: float) -> int:
     """A device's bytes, rounded up: a third of a tensor is seldom a whole number. ``SLACK`` of one is rounding of the sum."""
     return math.ceil(nbytes - SLACK)
-
-
-def _changes(live: Liveness, parts: NDArray[np.float64]) -> NDArray[np.float64]:
-    """[length + 1]: what stored values take and give back at every point, ``parts`` the share of each variable on a device."""
-    held = live.nbytes * parts[live.variable]
-    change = np.zeros(live.length + 1)
-    np.add.at(change, live.birth, held)
-    np.add.at(change, live.death + 1, -held)
-    return change
 
 
 def floor_bytes(problem: Problem, live: Liveness, domains: Sequence[Domain]) -> int:
@@ -340,7 +273,7 @@ def floor_bytes(problem: Problem, live: Liveness, domains: Sequence[Domain]) -> 
         if key not in memo:
             memo[key] = float(problem.local(variable.id, domain).min())
         least.append(memo[key])
-    return int(np.cumsum(_changes(live, np.array([*least, 1.0]))).max())
+    return int(np.cumsum(live.lifetimes.changes(np.array([*least, 1.0]))).max())
 
 
 def price_terms(
@@ -358,24 +291,13 @@ def price_terms(
     """
     terms: list[Term] = []
     count = len(problem.coarse.variables)
-    stored = sum((live.stored_at(p, count)[:-1] for p in points), np.zeros(count))
+    stored = sum((live.lifetimes.stored_at(p, count)[:-1] for p in points), np.zeros(count))
     for v in map(int, np.flatnonzero(stored)):
         terms.append(_interned(problem, (v,), picoseconds(price * stored[v] * problem.local(v, domains[v]))))
-    for v, nbytes, first, last in live.copies:
-        times = sum(first <= p <= last for p in points)
-        of = problem.coarse.variables[v].of
+    for life in live.lifetimes.of("copy", "entering"):
+        times = life.times(points)
         if times:
-            other = np.not_equal.outer(np.array(domains[of]), np.array(domains[v]))
-            costs = price * times * nbytes * problem.local(v, domains[v])[None, :] * other
-            terms.append(_interned(problem, (of, v), picoseconds(costs)))
-    for e in live.entering:
-        times = sum(e.birth <= p <= e.death for p in points)
-        if times:
-            local = problem.local(e.inner, domains[e.inner])
-            costs = price * times * e.nbytes * local[None, :] * e.moved(problem, domains[e.outer], domains[e.inner])
-            same = e.outer == e.inner
-            scope = (e.outer,) if same else (e.outer, e.inner)
-            terms.append(_interned(problem, scope, picoseconds(np.diag(costs) if same else costs)))
+            terms.append(_interned(problem, life.scope, picoseconds(price * times * life.held(problem, domains))))
     joins = set(problem.coarse.joins)
     opened = problem.ops.opened(domains)
     for p in points:
@@ -397,6 +319,6 @@ def _interned(problem: Problem, scope: tuple[int, ...], costs: NDArray[np.int64]
 def keep_price(live: Liveness, points: Sequence[int], price: float) -> dict[int, float]:
     """Seconds that keeping each forward copy for the backward pass costs, per whole copy."""
     found: dict[int, list[float]] = {}
-    for v, nbytes, first, last in live.kept:
-        found.setdefault(v, []).append(price * nbytes * sum(first < p < last for p in points))
+    for life in live.lifetimes.of("kept"):
+        found.setdefault(life.variable, []).append(price * life.nbytes * life.times(points))
     return {v: sum(rows) / len(rows) for v, rows in found.items() if any(rows)}

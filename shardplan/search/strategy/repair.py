@@ -59,10 +59,10 @@ def repaired(solver: Solver, domains: Sequence[Domain], start: Solution, limit: 
 
 def _moves(solver: Solver, domains: Sequence[Domain], current: Solution, over: int) -> Iterator[_Move]:
     problem, live, peak = solver.problem, solver.live, solver.peak_point(current)
-    held = live.stored_at(peak, len(domains))[:-1]
-    for v, nbytes, first, last in live.copies:
-        if first <= peak <= last and current.states[v] != current.states[problem.coarse.variables[v].of]:
-            held[v] += nbytes
+    held = live.lifetimes.stored_at(peak, len(domains))[:-1]
+    for life in live.lifetimes.of("copy"):
+        if peak in life and life.holds(problem, current.states, current.keep):
+            held[life.variable] += life.nbytes
     owns = np.array([memory.local_bytes(problem, v, s) for v, s in enumerate(current.states)])
     largest: list[int] = np.argsort(-held * owns, kind="stable")[:_LARGEST].tolist()
     for v in largest:
@@ -76,9 +76,10 @@ def _moves(solver: Solver, domains: Sequence[Domain], current: Solution, over: i
             saved = held[v] * (own - memory.local_bytes(problem, v, state))
             if saved > 0 and math.isfinite(seconds):
                 yield _Move(v, state, seconds - now, saved)
-    for v, nbytes, first, last in live.kept:
-        if v in current.keep and first < peak < last:
-            saved = nbytes * memory.local_bytes(problem, v, current.states[v])
+    for life in live.lifetimes.of("kept"):
+        v = life.variable
+        if v in current.keep and peak in life:
+            saved = life.nbytes * memory.local_bytes(problem, v, current.states[v])
             if saved >= _LEAST * over:
                 yield _Move(v, None, _gathering_s(solver, current, v), saved)
 
@@ -278,12 +279,12 @@ def _smallest_step(solver: Solver, domains: Sequence[Domain], now: Solution, lef
     problem, live = solver.problem, solver.live
     held = memory.profile(problem, live, now.states, now.keep, now.limits)
     peak = int(held.argmax())
-    here = set(map(int, np.flatnonzero(live.stored_at(peak, len(domains))[:-1]))) | {
-        v for v, _, first, last in live.copies if first <= peak <= last
-    }
+    here = set(map(int, np.flatnonzero(live.lifetimes.stored_at(peak, len(domains))[:-1])))
+    here |= {life.variable for life in live.lifetimes.of("copy") if peak in life}
     node = problem.graph.nodes[peak] if peak < len(problem.graph.nodes) else None
     here |= set(problem.ops.slots(node)[0]) if node is not None and node.id in set(problem.coarse.joins) else set[int]()
-    trials = [(now.states, now.keep - {v}) for v, _, first, last in live.kept if v in now.keep and first < peak < last]
+    kept = (life.variable for life in live.lifetimes.of("kept") if peak in life)
+    trials = [(now.states, now.keep - {v}) for v in kept if v in now.keep]
     for v in sorted(here):
         for state in _smallest(solver, domains, v):
             made = (*now.states[:v], state, *now.states[v + 1 :])

@@ -136,7 +136,7 @@ def test_priced_stars_cost_what_the_profile_counts(price: float, keeps: bool) ->
     solution = solver.rate("FSDP", fsdp.states, again, False)
     assert bool(solution.keep) == keeps
     held = memory.profile(problem, live, solution.states, solution.keep)
-    points, limit = tuple(range(live.length)), 1000
+    points, limit = tuple(range(live.lifetimes.length)), 1000
     given = stars(problem, [(s,) for s in solution.states], worst_s=1.0, live=live, prices=Prices(points, price), limit=limit)
     expected = solution.seconds + price * sum(float(held[p]) - limit for p in points)
     rounding = 2e-12 * (len(given.stars) + len(given.unary) + abs(expected))

@@ -109,7 +109,8 @@ def test_a_gathered_copy_lives_from_its_first_reader_to_its_last() -> None:
     states[forward.of] = problem.resharder.space((8, 8)).number((((0,), (), ()), ()))
     live = memory.liveness(problem)
     reads = {v.id: sorted({n for (n, _), at in problem.coarse.read.items() if at == v.id}) for v in views}
-    assert {v: (first, last) for v, _, first, last in live.copies if v in reads} == {v: (r[0], r[-1]) for v, r in reads.items()}
+    copies = {life.variable: (life.first, life.last) for life in live.lifetimes.of("copy") if life.variable in reads}
+    assert copies == {v: (r[0], r[-1]) for v, r in reads.items()}
     again = memory.profile(problem, live, states, frozenset())
     kept = memory.profile(problem, live, states, frozenset({backward.id}))
     between = np.flatnonzero(kept - again)
@@ -198,8 +199,8 @@ def test_prices_charge_what_the_profile_counts() -> None:
     live = memory.liveness(problem)
     solution, _ = Solver(problem, live).minimum("x", problem.domains)
     held_there = memory.profile(problem, live, solution.states, frozenset())
-    loose = float(live.nbytes[live.variable < 0].sum())
-    for point in range(0, live.length, 7):
+    loose = sum(life.nbytes for life in live.lifetimes.stored if life.variable < 0)
+    for point in range(0, live.lifetimes.length, 7):
         terms = memory.price_terms(problem, live, [point], 1e-9, [(s,) for s in solution.states])
         charged = sum(t.constant + int(problem.store.tables[t.table].flat[0]) for t in terms) / 1000
         assert charged == pytest.approx(held_there[point], abs=loose + len(terms))
@@ -418,8 +419,8 @@ def test_what_is_light_to_make_is_made_again_in_the_backward_pass() -> None:
     names = sorted(made[t].op.primitive for t in activations)
     assert names.count("tanh") == 1
     assert names.count("sub") + names.count("add") >= 2
-    stored = [k for k in range(len(live.nbytes)) if live.nbytes[k] == ROW and live.birth[k] > 0]
-    births = {problem.graph.nodes[live.birth[k]].op.primitive for k in stored}
+    stored = [life for life in live.lifetimes.stored if life.nbytes == ROW and life.first > 0]
+    births = {problem.graph.nodes[life.first].op.primitive for life in stored}
     assert "tanh" in births
     assert not births & {"sub", "add"}
 
@@ -462,7 +463,7 @@ def test_prices_charge_the_buffers_too() -> None:
         solution, _ = solver.minimum(r.name, r.domains, regather=True, limits=r.limits)
         extra = buffers(problem, solution.states, r.limits)
         held_there = memory.profile(problem, live, solution.states, frozenset(), r.limits)
-        loose = float(live.nbytes[live.variable < 0].sum())
+        loose = sum(life.nbytes for life in live.lifetimes.stored if life.variable < 0)
         for point in np.flatnonzero(extra)[:5].tolist():
             own = [(s,) for s in solution.states]
             terms = memory.price_terms(problem, live, [point], 1e-9, own, r.limits)

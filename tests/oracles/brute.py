@@ -138,10 +138,10 @@ class Oracle:
         yield Summand(scope, price)
 
     def _link(self, link: Link) -> Iterator[Summand]:
-        crossing = self.problem.crossing(link)
-        if crossing is None:
+        of, tensors = self.problem.coarse.of, self.problem.graph.tensors
+        a, b, outer = of[link.source], of[link.target], tensors[link.target if link.lift < 0 else link.source]
+        if FREE in (a, b) or (a == b and not link.lift):
             return
-        a, b, outer = crossing.source, crossing.target, crossing.tensor
 
         def price(at: Sequence[int]) -> float:
             (before,), (after,) = self.problem.outside(link, (at[0],), (at[-1],))

@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.graph.flattening import Link
 from shardplan.search.memory import liveness as memory
 from shardplan.search.memory.lifetimes import Lifetime
 from shardplan.search.problem.pricing import Domain
 from shardplan.search.problem.problem import Problem
 from shardplan.search.problem.solution import Solution
+from shardplan.search.problem.summands import Summand
 
 Floats = NDArray[np.float64]
 Column = NDArray[np.float64] | NDArray[np.int64]
@@ -103,29 +103,18 @@ class _Builder:
         """All stars; with prices, ``limit`` bytes are given back."""
         problem = self.problem
         unary, found = [np.zeros(len(d)) for d in self.domains], list[Star]()
-        for v, (seconds, _) in problem.interior.items():
-            unary[v] += seconds * self._local(v)
         constant = self._price_memory(unary, found, limit)
-        for n in problem.coarse.joins:
-            node = problem.graph.nodes[n]
-            scope, slots, free = problem.ops.slots(node)
-            if scope:
-                own, late = tuple(self.domains[v] for v in scope), problem.ops.deferring.get(n)
-                held_s = self.prices.points.count(n) * self.prices.seconds_per_byte
-                key = ("op", node.signature.id, slots, free, node.weight, late, own, held_s)
-                if key not in self._memo:
-                    base, columns = problem.pricer.strategy_costs(node.signature, slots, free, own, late=late)
-                    weighed = [c * node.weight for c in columns]
-                    if held_s and self.live is not None:
-                        much = self.live.buffers.by_strategy(node, self.domains)
-                        weighed = [c + held_s * m for c, m in zip(weighed, much, strict=True)]
-                    self._memo[key] = self._finite(base * node.weight), tuple(self._finite(c) for c in weighed)
-                found.append(Star(scope, *self._memo[key]))
-        for link in problem.graph.links:
-            self._link(link, unary, found)
-        for variable in problem.coarse.variables:
-            if variable.kind != "stored":
-                found.append(self._view(variable.id))
+        for summand in problem.summands:
+            at = summand.at
+            match summand.kind:
+                case "interior":
+                    unary[at] += problem.interior[at][0] * self._local(at)
+                case "op":
+                    found.append(self._op(summand))
+                case "link":
+                    self._link(summand, unary, found)
+                case "view":
+                    found.append(self._view(summand))
         # the tables that a plan is priced with are rounded: by so much it may be cheaper
         return Stars(tuple(unary), tuple(_merged(found)), constant - self.problem.rounding_s)
 
@@ -170,46 +159,62 @@ class _Builder:
             else:
                 found.append(_pair(life.source, life.variable, costs))
 
-    def _link(self, link: Link, unary: list[Floats], found: list[Star]) -> None:
-        crossing = self.problem.crossing(link)
-        if crossing is None:
-            return
-        a, b = crossing.source, crossing.target
-        costs = self._finite(self.problem.crossing_seconds(link, self.domains[a], self.domains[b]) * link.weight)
-        if a == b:
-            unary[a] += np.diag(costs)
-        else:
-            found.append(_pair(a, b, costs))
+    def _op(self, summand: Summand) -> Star:
+        """The hidden state of an op is its strategy."""
+        problem, n, weight = self.problem, summand.at, summand.weight
+        node = problem.graph.nodes[n]
+        scope, slots, free = problem.ops.slots(node)
+        own, late = tuple(self.domains[v] for v in scope), problem.ops.deferring.get(n)
+        held_s = self.prices.points.count(n) * self.prices.seconds_per_byte
+        key = ("op", node.signature.id, slots, free, weight, late, own, held_s)
+        if key not in self._memo:
+            base, columns = problem.pricer.strategy_costs(node.signature, slots, free, own, late=late)
+            weighed = [c * weight for c in columns]
+            if held_s and self.live is not None:
+                much = self.live.buffers.by_strategy(node, self.domains)
+                weighed = [c + held_s * m for c, m in zip(weighed, much, strict=True)]
+            self._memo[key] = self._finite(base * weight), tuple(self._finite(c) for c in weighed)
+        return Star(scope, *self._memo[key])
 
-    def _view(self, v: int) -> Star:
+    def _link(self, summand: Summand, unary: list[Floats], found: list[Star]) -> None:
+        first, last = summand.scope[0], summand.scope[-1]
+        link = self.problem.graph.links[summand.at]
+        seconds = self.problem.crossing_seconds(link, self.domains[first], self.domains[last])
+        costs = self._finite(seconds * summand.weight)
+        if first == last:
+            unary[first] += np.diag(costs)
+        else:
+            found.append(_pair(first, last, costs))
+
+    def _view(self, summand: Summand) -> Star:
         """The hidden state of a view is its own state; of a backward one that, and whether the forward copy is kept."""
+        v, weight = summand.at, summand.weight
         problem, variable = self.problem, self.problem.coarse.variables[v]
         mine = self.domains[v]
         key = (
-            "view", variable.shape, problem.graph.tensors[variable.tensors[0]].itemsize, problem.view_weight[v], mine,
+            "view", variable.shape, problem.graph.tensors[variable.tensors[0]].itemsize, weight, mine,
             self.domains[variable.of], self.domains[variable.sibling] if variable.kind == "backward" else (),
             self.held.get(v, 0.0), self.kept.get(v, 0.0),
         )  # fmt: skip
         if key not in self._memo:
-            again = self._made(v, self.domains[variable.of])
+            again = self._made(v, weight, self.domains[variable.of])
             other = np.not_equal.outer(np.array(mine), np.array(self.domains[variable.of])) * self._local(v)[:, None]
             held = self.held.get(v, 0.0) * other
             at = np.arange(len(mine))
             if variable.kind == "view":
                 self._memo[key] = np.zeros(len(mine)), (again + held, at)
             else:
-                kept = self._made(v, self.domains[variable.sibling])
+                kept = self._made(v, weight, self.domains[variable.sibling])
                 of = np.concatenate([again + held, held + self.kept.get(v, 0.0) * other])
                 first = np.concatenate([np.zeros_like(kept), kept])
                 self._memo[key] = np.zeros(2 * len(mine)), (of, first, np.concatenate([at, at]))
-        scope = (variable.of, v) if variable.kind == "view" else (variable.of, variable.sibling, v)
-        return Star(scope, *self._memo[key])
+        return Star(summand.scope, *self._memo[key])
 
-    def _made(self, v: int, origin: Domain) -> Floats:
+    def _made(self, v: int, weight: float, origin: Domain) -> Floats:
         """[D, D_origin]: seconds to make each state of a view from each of an origin's."""
         tensor = self.problem.graph.tensors[self.problem.coarse.variables[v].tensors[0]]
         costs = self.problem.prices(tensor.shape, tensor.nbytes, origin)[:, list(self.domains[v])]
-        return np.ascontiguousarray(self._finite(costs * self.problem.view_weight[v]).T)
+        return np.ascontiguousarray(self._finite(costs * weight).T)
 
 
 def _pair(a: int, b: int, costs: NDArray[Any]) -> Star:

@@ -1,4 +1,4 @@
-"""What lives when: every value that takes memory, as bytes over an interval of the step, with the condition that it depends on."""
+"""What lives when: every value that takes memory, as bytes over an interval of the step, with its condition."""
 
 from __future__ import annotations
 

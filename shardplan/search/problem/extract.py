@@ -17,6 +17,7 @@ from shardplan.search.coarsening.coarsen import FREE
 from shardplan.search.problem.pricing import Allowed
 from shardplan.search.problem.problem import Problem
 from shardplan.search.problem.solution import Solution
+from shardplan.search.problem.summands import Summand
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,18 +86,20 @@ class Extractor:
         issued: list[Issued] = []
         uses: dict[int, Use] = {}
         compute_s = 0.0
-        for n in coarse.joins:
-            node = problem.graph.nodes[n]
-            use = self._use(node, states, solution.limits.of(n) if solution.limits else None)
-            if use is None:
-                continue
-            uses[n] = use
-            compute_s += use.compute_s * node.weight
-            self._operand_steps(node, use, states, issued)
-        for v, (seconds, shape) in problem.interior.items():
-            compute_s += seconds * float(problem.resharder.space(shape).local[states[v]])
-        self._view_steps(solution, issued)
-        self._link_steps(states, issued)
+        for summand in problem.summands:
+            match summand.kind:
+                case "op":
+                    node = problem.graph.nodes[summand.at]
+                    use = uses[node.id] = self._use(node, states, solution.limits.of(node.id) if solution.limits else None)
+                    compute_s += use.compute_s * summand.weight
+                    self._operand_steps(node, use, states, issued)
+                case "interior":
+                    seconds, shape = problem.interior[summand.at]
+                    compute_s += seconds * float(problem.resharder.space(shape).local[states[summand.at]])
+                case "link":
+                    self._link_steps(summand, states, issued)
+                case "view":
+                    self._view_steps(summand, solution, issued)
         views = {v.id: problem.resharder.layout(v.shape, states[v.id]) for v in coarse.variables if v.kind != "stored"}
         return Decisions(tuple(layouts), uses, views, solution.keep, tuple(issued), compute_s)
 
@@ -130,11 +133,9 @@ class Extractor:
         }
         return Choices(bodies, copies)
 
-    def _use(self, node: Node, states: tuple[int, ...], allowed: Allowed | None) -> Use | None:
+    def _use(self, node: Node, states: tuple[int, ...], allowed: Allowed | None) -> Use:
         problem, coarse = self.problem, self.problem.coarse
         scope, slots, free = problem.ops.slots(node)
-        if not scope:
-            return None
         own = tuple((states[v],) for v in scope)
         late = problem.ops.deferring.get(node.id)
         key = (node.signature.id, slots, own, allowed, late)
@@ -193,27 +194,24 @@ class Extractor:
         n = math.prod(self.problem.sizes[f] for f in step.over)
         return wire_bytes(step.kind, n, step.nbytes)  # type: ignore[arg-type]
 
-    def _view_steps(self, solution: Solution, issued: list[Issued]) -> None:
-        problem, states = self.problem, solution.states
-        for (v, t), times in problem.copies.items():
-            variable = problem.coarse.variables[v]
+    def _view_steps(self, summand: Summand, solution: Solution, issued: list[Issued]) -> None:
+        problem, states, v = self.problem, solution.states, summand.at
+        variable = problem.coarse.variables[v]
+        origin = variable.sibling if v in solution.keep else variable.of
+        for t, times in problem.copies[v].items():
             tensor = problem.graph.tensors[t]
-            origin = variable.sibling if v in solution.keep else variable.of
             before, after = (problem.resharder.layout(tensor.shape, states[u]) for u in (origin, v))
             steps = self.programs.between(tensor.shape, tensor.nbytes, before, after)
             self._add(issued, steps, times, t, problem.view_sources[v, t])
 
-    def _link_steps(self, states: tuple[int, ...], issued: list[Issued]) -> None:
-        problem = self.problem
-        for link in problem.graph.links:
-            crossing = problem.crossing(link)
-            if crossing is None:
-                continue
-            outer = crossing.tensor
-            (before,), (after,) = problem.outside(link, (states[crossing.source],), (states[crossing.target],))
-            ends = (problem.resharder.layout(outer.shape, state) for state in (before, after))
-            steps = self.programs.between(outer.shape, outer.nbytes, *ends)
-            self._add(issued, steps, link.weight, outer.id, "loop")
+    def _link_steps(self, summand: Summand, states: tuple[int, ...], issued: list[Issued]) -> None:
+        problem, link = self.problem, self.problem.graph.links[summand.at]
+        first, last = summand.scope[0], summand.scope[-1]
+        outer = problem.crossing_tensor(link)
+        (before,), (after,) = problem.outside(link, (states[first],), (states[last],))
+        ends = (problem.resharder.layout(outer.shape, state) for state in (before, after))
+        steps = self.programs.between(outer.shape, outer.nbytes, *ends)
+        self._add(issued, steps, summand.weight, outer.id, "loop")
 
     def _add(self, issued: list[Issued], steps: tuple[Step, ...], times: float, tensor: int, source: str) -> None:
         for step in steps:

@@ -100,18 +100,7 @@ class Ops:
             sizes[variable] = len(self.options(self._graph.nodes[n], limits.of(n) if limits else None).loops)
         return sizes
 
-    def scopes(self, domains: Sequence[Domain] | None = None) -> list[tuple[int, ...]]:
-        """The variables of each term of `terms` on these domains, or of each op's table."""
-        opened = dict[int, int]() if domains is None else self.opened(domains)
-        found = [scope for n, (scope, _, _) in self._slots.items() if scope and n not in opened]
-        return found + [(strategy, v) for n, strategy in opened.items() for v in self._slots[n][0]]
-
     # -- terms -----------------------------------------------------------------------------------------------------
-
-    def terms(self, domains: Sequence[Domain], limits: Limits | None = None) -> list[Term]:
-        """The summands of all ops, over variables of `sizes`."""
-        opened = self.opened(domains)
-        return [term for n in self._slots for term in self.terms_of(n, domains, limits, opened.get(n))]
 
     def terms_of(
         self, n: int, domains: Sequence[Domain], limits: Limits | None = None, strategy: int | None = None

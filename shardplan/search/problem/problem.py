@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -27,18 +26,10 @@ from shardplan.search.coarsening.coarsen import FREE, Coarse
 from shardplan.search.problem.ops import Ops
 from shardplan.search.problem.pricing import Domain, Limits, Pricer
 from shardplan.search.problem.strategies import Groups
+from shardplan.search.problem.summands import Summand, by_variable
 from shardplan.search.problem.tables import Costs, Store, Term, picoseconds
 
 _ROUNDED_S = 0.5e-12  # a number in a table is off by so much at most
-
-
-@dataclass(frozen=True, slots=True)
-class Crossing:
-    """A loop link that may reshard: from variable ``source`` to ``target``, ``tensor`` being the one outside the loop."""
-
-    source: int
-    target: int
-    tensor: Tensor
 
 
 class Problem:
@@ -84,31 +75,46 @@ class Problem:
         return self.resharder.space(self.coarse.variables[v].shape)
 
     @cached_property
+    def summands(self) -> tuple[Summand, ...]:
+        """What the cost is the sum of."""
+        found = [Summand("interior", v, (v,), 1.0) for v in self.interior]
+        for n in self.coarse.joins:
+            scope, _, _ = self.ops.slots(self.graph.nodes[n])
+            if scope:
+                found.append(Summand("op", n, scope, self.graph.nodes[n].weight))
+        for k, link in enumerate(self.graph.links):
+            ends = self.coarse.of[link.source], self.coarse.of[link.target]
+            if FREE not in ends and (ends[0] != ends[1] or link.lift):
+                found.append(Summand("link", k, tuple(dict.fromkeys(ends)), link.weight))
+        for v in self.coarse.variables:
+            if v.kind != "stored":
+                scope = (v.of, v.id) if v.kind == "view" else (v.of, v.sibling, v.id)
+                found.append(Summand("view", v.id, scope, self.view_weight[v.id]))
+        return tuple(found)
+
+    @cached_property
+    def around(self) -> Mapping[int, Sequence[Summand]]:
+        """The summands that each variable is in."""
+        return by_variable(self.summands)
+
+    @cached_property
     def scopes(self) -> tuple[tuple[int, ...], ...]:
         """The variables of each term; the same for every restriction on which no op is opened."""
-        return (*self._other_scopes, *self.ops.scopes())
+        return tuple(s.scope for s in self.summands)
 
     def scopes_on(self, domains: Sequence[Domain]) -> list[tuple[int, ...]]:
         """The variables of each of `terms` on these domains."""
-        return [*self._other_scopes, *self.ops.scopes(domains)]
+        opened = self.ops.opened(domains)
+        found: list[tuple[int, ...]] = []
+        for s in self.summands:
+            strategy = opened.get(s.at) if s.kind == "op" else None
+            found += [s.scope] if strategy is None else [(strategy, v) for v in s.scope]
+        return found
 
     @cached_property
     def rounding_s(self) -> float:
         """Seconds by which a sum of rounded terms is off at most."""
         return _ROUNDED_S * sum(len(scope) + 1 for scope in self.scopes)
-
-    @cached_property
-    def _other_scopes(self) -> tuple[tuple[int, ...], ...]:
-        """Those of the terms that are not of ops."""
-        found: list[tuple[int, ...]] = [(v,) for v in self.interior]
-        for link in self.graph.links:
-            crossing = self.crossing(link)
-            if crossing is not None:
-                found.append(tuple(dict.fromkeys((crossing.source, crossing.target))))
-        for v in self.coarse.variables:
-            if v.kind != "stored":
-                found.append((v.of, v.id) if v.kind == "view" else (v.of, v.sibling, v.id))
-        return tuple(found)
 
     @cached_property
     def backward_views(self) -> tuple[int, ...]:
@@ -211,18 +217,8 @@ class Problem:
         ``keep_s`` prices keeping a weight's forward copy for the backward pass, in seconds per whole copy (infinite: always
         gathered again). ``limits`` says which strategies may be taken.
         """
-        result: list[Term] = []
-        for v, costs in self.interior.items():
-            result.append(self._term(("unary", *costs), (v,), domains, lambda ds, costs=costs: self._interior(costs, ds[0])))
-        result.extend(self.ops.terms(domains, limits))
-        for link in self.graph.links:
-            term = self._link(link, domains)
-            if term is not None:
-                result.append(term)
-        for variable in self.coarse.variables:
-            if variable.kind != "stored":
-                result.append(self._view(variable.id, domains, (keep_s or {}).get(variable.id, 0.0)))
-        return result
+        opened = self.ops.opened(domains)
+        return [term for s in self.summands for term in self._terms_of(s, domains, keep_s or {}, limits, opened)]
 
     def terms_of(
         self,
@@ -234,35 +230,29 @@ class Problem:
         ops: bool = True,
     ) -> list[Term]:
         """Those of `terms` that variable ``v`` is in, each op's as one table; or without those of ops."""
-        result: list[Term] = []
-        if v in self.interior:
-            costs = self.interior[v]
-            result.append(self._term(("unary", *costs), (v,), domains, lambda ds: self._interior(costs, ds[0])))
-        links, views = self._around.get(v, ((), ()))
-        for n in self.ops.around.get(v, ()) if ops else ():
-            result.extend(self.ops.terms_of(n, domains, limits))
-        for k in links:
-            term = self._link(self.graph.links[k], domains)
-            result.extend([term] if term is not None else [])
-        for view in views:
-            result.append(self._view(view, domains, (keep_s or {}).get(view, 0.0)))
-        return result
+        around = [s for s in self.around.get(v, ()) if ops or s.kind != "op"]
+        return [term for s in around for term in self._terms_of(s, domains, keep_s or {}, limits, {})]
 
-    @cached_property
-    def _around(self) -> Mapping[int, tuple[list[int], list[int]]]:
-        """For each variable the links and views whose terms it is in."""
-        found: dict[int, tuple[list[int], list[int]]] = {}
-
-        def note(vs: set[int], kind: int, at: int) -> None:
-            for v in sorted(vs - {FREE}):
-                found.setdefault(v, ([], []))[kind].append(at)
-
-        for k, link in enumerate(self.graph.links):
-            note({self.coarse.of[link.source], self.coarse.of[link.target]}, 0, k)
-        for variable in self.coarse.variables:
-            if variable.kind != "stored":
-                note({variable.id, variable.of, *([variable.sibling] if variable.kind == "backward" else [])}, 1, variable.id)
-        return found
+    def _terms_of(
+        self,
+        summand: Summand,
+        domains: Sequence[Domain],
+        keep_s: Mapping[int, float],
+        limits: Limits | None,
+        opened: Mapping[int, int],
+    ) -> list[Term]:
+        """A summand as a table over its scope; an ``opened`` op as several."""
+        at, scope, weight = summand.at, summand.scope, summand.weight
+        match summand.kind:
+            case "op":
+                return self.ops.terms_of(at, domains, limits, opened.get(at))
+            case "interior":
+                costs = self.interior[at]
+                return [self._term(("unary", *costs), scope, domains, lambda own: self._interior(costs, own[0]))]
+            case "link":
+                return [self._link(self.graph.links[at], scope, domains)]
+            case "view":
+                return [self._view(at, scope, weight, domains, keep_s.get(at, 0.0))]
 
     def _term(
         self,
@@ -337,25 +327,19 @@ class Problem:
         seconds, shape = costs
         return picoseconds(seconds * self.resharder.space(shape).local[list(domain)])
 
-    def _link(self, link: Link, domains: Sequence[Domain]) -> Term | None:
-        crossing = self.crossing(link)
-        if crossing is None:
-            return None
-        a, b = crossing.source, crossing.target
-        key = ("link", crossing.tensor.shape, crossing.tensor.itemsize, link.lift, link.weight)
+    def _link(self, link: Link, scope: tuple[int, ...], domains: Sequence[Domain]) -> Term:
+        tensor = self.crossing_tensor(link)
+        key = ("link", tensor.shape, tensor.itemsize, link.lift, link.weight)
 
         def build(own: tuple[Domain, ...]) -> Costs:
-            costs = self.crossing_seconds(link, own[0], own[-1])
-            return picoseconds(costs * link.weight) if a != b else picoseconds(np.diag(costs) * link.weight)
+            costs = self.crossing_seconds(link, own[0], own[-1]) * link.weight
+            return picoseconds(costs if len(own) == 2 else np.diag(costs))
 
-        return self._term(key, (a, b) if a != b else (a,), domains, build)
+        return self._term(key, scope, domains, build)
 
-    def crossing(self, link: Link) -> Crossing | None:
-        """What a link may reshard; None where one end has no layout, or both have the same."""
-        a, b = self.coarse.of[link.source], self.coarse.of[link.target]
-        if FREE in (a, b) or (a == b and link.lift == 0):
-            return None
-        return Crossing(a, b, self.graph.tensors[link.target if link.lift < 0 else link.source])
+    def crossing_tensor(self, link: Link) -> Tensor:
+        """The tensor that a link may reshard: that outside the loop."""
+        return self.graph.tensors[link.target if link.lift < 0 else link.source]
 
     def outside(self, link: Link, before: Domain, after: Domain) -> tuple[Domain, Domain]:
         """States of a link's two ends as those of its tensor outside the loop, which may have a dim more."""
@@ -368,7 +352,7 @@ class Problem:
 
     def crossing_seconds(self, link: Link, before: Domain, after: Domain) -> NDArray[np.float64]:
         """[before, after]: the resharding on a link, once."""
-        tensor = self.graph.tensors[link.target if link.lift < 0 else link.source]
+        tensor = self.crossing_tensor(link)
         first, last = self.outside(link, before, after)
         return self.prices(tensor.shape, tensor.nbytes, first)[:, list(last)]
 
@@ -380,30 +364,22 @@ class Problem:
         found = [space.state(s) for s in states]
         return tuple(above.number((((), *dims), partial)) for dims, partial in found)
 
-    def _view(self, v: int, domains: Sequence[Domain], keep_s: float) -> Term:
-        variable = self.coarse.variables[v]
-        tensor = self.graph.tensors[variable.tensors[0]]
-        weight = self.view_weight[v]
+    def _view(self, v: int, scope: tuple[int, ...], weight: float, domains: Sequence[Domain], keep_s: float) -> Term:
+        tensor = self.graph.tensors[self.coarse.variables[v].tensors[0]]
 
         def pair(of: Domain, mine: Domain) -> NDArray[np.float64]:
             return self.prices(tensor.shape, tensor.nbytes, of)[:, list(mine)]
 
-        if variable.kind == "view":
-            return self._term(
-                ("view", tensor.shape, tensor.itemsize, weight),
-                (variable.of, v),
-                domains,
-                lambda own: picoseconds(pair(*own) * weight),
-            )
+        if len(scope) == 2:
+            key = ("view", tensor.shape, tensor.itemsize, weight)
+            return self._term(key, scope, domains, lambda own: picoseconds(pair(*own) * weight))
 
         def backward(own: tuple[Domain, ...]) -> Costs:
             again = pair(own[0], own[2])[:, None, :]
             kept = self.kept_seconds(v, own[1], own[2], keep_s)[None, :, :]
             return picoseconds(np.minimum(again, kept) * weight)
 
-        return self._term(
-            ("backward", tensor.shape, tensor.itemsize, weight, keep_s), (variable.of, variable.sibling, v), domains, backward
-        )
+        return self._term(("backward", tensor.shape, tensor.itemsize, weight, keep_s), scope, domains, backward)
 
     def kept_seconds(self, v: int, first: Domain, mine: Domain, keep_s: float) -> NDArray[np.float64]:
         """[first, mine]: the backward view made from the forward one, which must be kept until then."""
@@ -414,16 +390,14 @@ class Problem:
     @cached_property
     def view_weight(self) -> Mapping[int, float]:
         """How often each view is made, of all its tensors together."""
-        weights: dict[int, float] = {}
-        for (v, _), times in self.copies.items():
-            weights[v] = weights.get(v, 0.0) + times
-        return weights
+        return {v: sum(times.values()) for v, times in self.copies.items()}
 
     @cached_property
-    def copies(self) -> Mapping[tuple[int, int], float]:
-        """How often the copy of each (view, tensor) is made: as often as its readers run."""
-        found: dict[tuple[int, int], float] = {}
+    def copies(self) -> Mapping[int, Mapping[int, float]]:
+        """For each view how often the copy of each of its tensors is made: as often as its readers run."""
+        found: dict[int, dict[int, float]] = {}
         for (n, slot), v in self.coarse.read.items():
             node = self.graph.nodes[n]
-            found[v, node.inputs[slot]] = max(found.get((v, node.inputs[slot]), 0.0), node.weight)
+            times, t = found.setdefault(v, {}), node.inputs[slot]
+            times[t] = max(times.get(t, 0.0), node.weight)
         return found

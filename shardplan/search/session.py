@@ -19,6 +19,7 @@ from shardplan.search.inference.bound import Bound
 from shardplan.search.problem.extract import Decisions, Extractor
 from shardplan.search.problem.problem import Problem
 from shardplan.search.problem.solution import Solution
+from shardplan.search.problem.tables import PER_SECOND
 from shardplan.search.strategy.pins import Pins, for_pins, pinned_domains
 from shardplan.search.strategy.resizing import resized
 from shardplan.search.strategy.solve import in_seconds, search
@@ -83,7 +84,7 @@ class Session:
         own = total[domains[v].index(solution.states[v])]
         shape = problem.coarse.variables[v].shape
         found = [
-            Alternative(problem.resharder.layout(shape, s), float(c - own) / 1e12)
+            Alternative(problem.resharder.layout(shape, s), float(c - own) / PER_SECOND)
             for s, c in zip(domains[v], total, strict=True)
             if s != solution.states[v]
         ]

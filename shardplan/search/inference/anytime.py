@@ -9,7 +9,7 @@ from typing import Literal
 
 from shardplan.search.problem.pricing import Domain
 from shardplan.search.problem.solution import Solution
-from shardplan.search.problem.tables import BIG
+from shardplan.search.problem.tables import BIG, PER_SECOND
 
 Observer = Callable[[str, float], None]
 """Told what is being done and how far it is (0 to 1)."""
@@ -90,7 +90,7 @@ class Watch:
         """Remembers a solution if it is the best yet; none that breaks a pin, none that cannot run."""
         if (
             self._open
-            and solution.seconds * 1e12 < BIG
+            and solution.seconds * PER_SECOND < BIG
             and all(s in d for s, d in zip(solution.states, self.domains, strict=True))
         ):
             self.incumbent.offer(solution)

@@ -15,7 +15,7 @@ from shardplan.search.memory import liveness as memory
 from shardplan.search.problem.pricing import Domain, Limits
 from shardplan.search.problem.problem import Problem
 from shardplan.search.problem.solution import Peak, Solution
-from shardplan.search.problem.tables import BIG
+from shardplan.search.problem.tables import PER_SECOND, seconds_of
 
 
 class Solver:
@@ -51,7 +51,7 @@ class Solver:
         limits = self.limits if limits is None else limits
         keep_s = self._keep_prices(regather, points, price)
         states, found = self._solved(domains, keep_s, points, price, order, limits)
-        priced = float("inf") if found.cost >= BIG else found.cost / 1e12
+        priced = seconds_of(found.cost)
         return self.rate(name, states, keep_s, regather, limits, seconds=None if points else priced), priced
 
     def bounded(self, name: str, domains: Sequence[Domain]) -> tuple[Solution, float]:
@@ -60,10 +60,8 @@ class Solver:
         Both are equal where it is proved to be the optimum; its seconds are infinite where none was found.
         """
         states, found = self._solved(domains, {}, (), 0.0, None, self.limits)
-        solution = self.rate(
-            name, states, {}, False, self.limits, seconds=float("inf") if found.cost >= BIG else found.cost / 1e12
-        )
-        return solution, found.bound / 1e12
+        solution = self.rate(name, states, {}, False, self.limits, seconds=seconds_of(found.cost))
+        return solution, found.bound / PER_SECOND
 
     def _solved(
         self,
@@ -116,7 +114,7 @@ class Solver:
         at = [domain.index(s) for domain, s in zip(domains, states, strict=True)]
         tables = self.problem.store.tables
         terms = self.problem.terms(domains, keep_s, self.limits)
-        return sum(t.constant + int(tables[t.table][tuple([at[v] for v in t.scope])]) for t in terms) / 1e12
+        return sum(t.constant + int(tables[t.table][tuple([at[v] for v in t.scope])]) for t in terms) / PER_SECOND
 
     def peak_point(self, solution: Solution) -> int:
         """Where the solution's memory peaks."""

@@ -16,13 +16,21 @@ Costs = NDArray[np.int64]
 BIG = 1 << 50
 """Infinite: larger than any sum of finite costs, small enough that sums of it do not overflow."""
 
+PER_SECOND = 1e12
+"""Costs of tables in a second."""
+
 LONGEST_S = 1e3
 """No entry of a table is more: steps that take longer are not told apart."""
 
 
 def picoseconds(seconds: NDArray[np.float64]) -> Costs:
     """Seconds as integer picoseconds; infinities, and what is no number, as `BIG`."""
-    return np.where(np.isfinite(seconds), np.rint(np.fmin(seconds, LONGEST_S) * 1e12).astype(np.int64), BIG)
+    return np.where(np.isfinite(seconds), np.rint(np.fmin(seconds, LONGEST_S) * PER_SECOND).astype(np.int64), BIG)
+
+
+def seconds_of(cost: float) -> float:
+    """A sum of costs in seconds; infinite where one of them is."""
+    return float("inf") if cost >= BIG else cost / PER_SECOND
 
 
 @dataclass(slots=True)

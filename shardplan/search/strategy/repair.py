@@ -22,7 +22,7 @@ from shardplan.search.inference.solver import Solver
 from shardplan.search.memory import liveness as memory
 from shardplan.search.problem.pricing import Domain
 from shardplan.search.problem.solution import Solution
-from shardplan.search.problem.tables import BIG
+from shardplan.search.problem.tables import BIG, PER_SECOND
 
 STEPS = 40
 """So many changes at most."""
@@ -70,9 +70,9 @@ def _moves(solver: Solver, domains: Sequence[Domain], current: Solution, over: i
         if held[v] * own < _LEAST * over:
             break
         priced = costs(solver, domains, current, (v,))
-        seconds_of = np.where(priced >= BIG, np.inf, priced / 1e12)
-        now = seconds_of[domains[v].index(current.states[v])]
-        for state, seconds in zip(domains[v], seconds_of.tolist(), strict=True):
+        by_state = np.where(priced >= BIG, np.inf, priced / PER_SECOND)
+        now = by_state[domains[v].index(current.states[v])]
+        for state, seconds in zip(domains[v], by_state.tolist(), strict=True):
             saved = held[v] * (own - memory.local_bytes(problem, v, state))
             if saved > 0 and math.isfinite(seconds):
                 yield _Move(v, state, seconds - now, saved)
@@ -295,7 +295,7 @@ def _smallest_step(solver: Solver, domains: Sequence[Domain], now: Solution, lef
     for states, keep in trials:
         if (states, keep) != (now.states, now.keep) and left.more():
             trial = _rated(solver, now, states, keep)
-            if trial.seconds * 1e12 < BIG and (best is None or trial.peak_bytes < best.peak_bytes):
+            if trial.seconds * PER_SECOND < BIG and (best is None or trial.peak_bytes < best.peak_bytes):
                 best = trial
     return best
 

@@ -1,6 +1,6 @@
-"""The search behind a plan, for what needs it again: runner-ups, baselines, the bound, other sizes.
+"""The search behind a plan, kept for later questions: runner-ups, baselines, the bound, other sizes.
 
-Printing a plan asks none of this. A session is what `shardplan.plan` leaves behind, or is made anew for a plan that was loaded.
+Printing a plan needs no session. `shardplan.plan` leaves one behind; a loaded plan gets a new one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shardplan.search.strategy.solve import in_seconds, search
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """Another layout of one variable, and how many seconds more (or less) the plan takes with it, all else held."""
+    """Another layout of one variable, and how many seconds more (or less) the plan takes with it, all else fixed."""
 
     layout: Layout
     more_s: float
@@ -35,9 +35,9 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A problem with the solution that the plan is. ``bound`` is None where the plan's file has what it found.
+    """A problem with the plan's solution. ``bound`` is None for a loaded plan, whose file holds the bound.
 
-    ``objective`` is what the search made least; the problem itself is priced in seconds.
+    ``objective`` is what the search minimised; the problem itself is priced in seconds.
     """
 
     program: Program
@@ -59,42 +59,42 @@ class Session:
 
     @property
     def decisions(self) -> Decisions:
-        """What the solution decides, by the numbers of the graph."""
+        """The decisions of the solution, indexed by the graph's numbers."""
         return self.extractor.decide(self.solution)
 
     def at(self, solution: Solution) -> Session:
-        """The same search at another solution."""
+        """The same session with another solution."""
         return replace(self, solution=solution)
 
     def variable(self, argument: int) -> int:
-        """The variable of the argument of that number; `FREE` where it has none."""
+        """The variable of an argument, given by its number; `FREE` where it has none."""
         return self.problem.coarse.of[self.graph.inputs[argument]]
 
     def alternatives(self, v: int) -> list[Alternative]:
         """Every other layout of a variable, cheapest first."""
         problem, solution = self.problem, self.solution
-        kept = problem.regathered(solution.keep)
+        keep_s = problem.regathered(solution.keep)
         domains: list[tuple[int, ...]] = [(s,) for s in solution.states]
         domains[v] = problem.domains[v]
         if solution.states[v] not in domains[v]:
             return []
         total = np.zeros(len(domains[v]))
-        for term in problem.terms_of(v, domains, kept, solution.limits):
+        for term in problem.terms_of(v, domains, keep_s, solution.limits):
             total = total + term.constant + problem.store.tables[term.table].reshape(-1)
-        own = total[domains[v].index(solution.states[v])]
+        current = total[domains[v].index(solution.states[v])]
         shape = problem.coarse.variables[v].shape
-        found = [
-            Alternative(problem.resharder.layout(shape, s), float(c - own) / PER_SECOND)
+        others = [
+            Alternative(problem.resharder.layout(shape, s), float(c - current) / PER_SECOND)
             for s, c in zip(domains[v], total, strict=True)
             if s != solution.states[v]
         ]
-        return sorted(found, key=lambda a: (a.more_s, str(a.layout)))
+        return sorted(others, key=lambda a: (a.more_s, str(a.layout)))
 
     def padded_seconds(self, old: int, new: int) -> float | None:
-        """Step time of the best plan of the step with ``new`` in place of every ``old`` in its shapes; infinite where none fits.
+        """Step time of the best plan with ``new`` in place of every ``old`` in the step's shapes; infinite where none fits.
 
-        None where nobody can tell: the step makes other sizes out of this one. The plan's pins hold, and its objective. It takes
-        as long as planning.
+        None where this cannot be told: the step derives other sizes from this one. The plan's pins and objective still apply.
+        This takes as long as planning.
         """
         program = resized(self.program, old, new)
         if program is None:

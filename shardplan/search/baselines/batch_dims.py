@@ -1,7 +1,7 @@
-"""Which dims of each value count examples: the batch dim, and every dim that comes with the data (sequence, height, width).
+"""The batch dim of each value, and its *data dims*: all dims that come with the data (batch, sequence, height, width).
 
-Followed from the data through the index maps: a result's dim that is a loop which indexes such a dim of an operand is one too.
-What people call data parallel splits the first, and what they call tensor parallel splits none of the second.
+They are followed from the data through the index maps: a result's dim is a data dim if its loop indexes a data dim of an operand.
+Data parallelism splits the batch dim; tensor parallelism splits no data dim.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from shardplan.tdl.index import (
 
 @dataclass(frozen=True, slots=True)
 class Examples:
-    """For each tensor its batch dim (None: it has none) and all dims that come with the data."""
+    """For each tensor its batch dim (None where it has none) and all its data dims."""
 
     batch: tuple[int | None, ...]
     data: tuple[frozenset[int], ...]
 
     def loops(self, node: Node) -> tuple[frozenset[int], frozenset[int]]:
-        """(the loops of an op that run over the batch, all those that run over dims that come with the data)."""
-        led, met = _led(node, self.batch, self.data)
+        """(the loops of an op over the batch dim, its loops over any data dim)."""
+        over_batch, over_data = _loops_over(node, self.batch, self.data)
         description = node.signature.description
         for t, dims in zip(node.outputs, description.results if description else (), strict=False):
-            met.update(dims[d] for d in self.data[t])
-            led.update(dims[d] for d in self.data[t] if self.batch[t] == d)
-        return frozenset(led), frozenset(met)
+            over_data.update(dims[d] for d in self.data[t])
+            over_batch.update(dims[d] for d in self.data[t] if self.batch[t] == d)
+        return frozenset(over_batch), frozenset(over_data)
 
 
 def follow(graph: Graph, inputs: Sequence[int]) -> Examples:
-    """Follows the dims of these input tensors; of an array that holds no integers the last dim, its features, does not count."""
+    """Follows the dims of these input tensors. The last dim of an array without integers is its features and does not count."""
     batch: list[int | None] = [None] * len(graph.tensors)
     data: list[set[int]] = [set() for _ in graph.tensors]
     for t in inputs:
@@ -49,7 +49,7 @@ def follow(graph: Graph, inputs: Sequence[int]) -> Examples:
         batch[t] = 0 if rank else None
         data[t] = set(range(rank - features))
     changed = True
-    while changed:  # again for what loops carry around
+    while changed:  # repeated for values that loops carry
         changed = False
         for node in graph.nodes:
             for t, dim, is_batch in _through(node, batch, data):
@@ -59,7 +59,7 @@ def follow(graph: Graph, inputs: Sequence[int]) -> Examples:
                 if 0 <= dim - link.lift < len(graph.tensors[link.target].shape):
                     is_batch = batch[link.source] == dim
                     changed |= _mark(link.target, dim - link.lift, is_batch, batch, data)
-        changed &= bool(graph.links)  # ops follow those that they read
+        changed &= bool(graph.links)  # without links one pass is enough: ops come after those that they read
     return Examples(tuple(batch), tuple(frozenset(d) for d in data))
 
 
@@ -72,32 +72,32 @@ def _mark(t: int, dim: int, is_batch: bool, batch: list[int | None], data: list[
 
 
 def _through(node: Node, batch: Sequence[int | None], data: Sequence[set[int]]) -> Iterator[tuple[int, int, bool]]:
-    """(tensor, dim, whether it is the batch dim) of the results' dims that an op hands on."""
+    """(tensor, dim, whether it is the batch dim) of each data dim of an op's results."""
     description = node.signature.description
-    led, met = _led(node, batch, data)
+    over_batch, over_data = _loops_over(node, batch, data)
     for t, dims in zip(node.outputs, description.results if description else (), strict=False):
         for dim, loop in enumerate(dims):
-            if loop in met:
-                yield t, dim, loop in led
+            if loop in over_data:
+                yield t, dim, loop in over_batch
 
 
-def _led(node: Node, batch: Sequence[int | None], data: Sequence[Set[int]]) -> tuple[set[int], set[int]]:
-    """The loops that lead an operand's batch dim, and all that index a dim of its data."""
-    led: set[int] = set()
-    met: set[int] = set()
+def _loops_over(node: Node, batch: Sequence[int | None], data: Sequence[Set[int]]) -> tuple[set[int], set[int]]:
+    """(the loops that move an operand's batch dim furthest, all loops that index a data dim)."""
+    over_batch: set[int] = set()
+    over_data: set[int] = set()
     description = node.signature.description
     if description is None or not any(data[t] for t in node.inputs if t >= 0):
-        return led, met
+        return over_batch, over_data
     for operand, indices in description.accesses:
         t = node.inputs[operand]
         if t < 0:
             continue
         for dim, ix in enumerate(indices):
             if dim in data[t] and node.signature.call.operands[operand][dim] > 1:
-                met |= loops_of(ix)
+                over_data |= loops_of(ix)
                 if batch[t] == dim:
-                    led |= _leading(ix)
-    return led, met
+                    over_batch |= _leading(ix)
+    return over_batch, over_data
 
 
 def _leading(ix: IndexExpr) -> frozenset[int]:

@@ -1,8 +1,8 @@
-"""Which side of each matrix tensor parallelism cuts, by the rule of Megatron-LM (section 3): columns first, then rows.
+"""The side of each matrix that tensor parallelism cuts, by the rule of Megatron-LM (section 3): columns first, then rows.
 
-A matrix that reads a whole activation is cut along what it makes, so that its result is split; one that reads a split activation
-is cut along what it sums over, so that its result is a sum of terms. Attention between them keeps its heads. The rule follows the
-program, not names.
+A matrix that multiplies a whole activation is cut along its output dims, so that the product is split. A matrix that multiplies a
+split activation is cut along its contracted dims, so that the product is a partial sum. Attention between them keeps its heads.
+The rule follows the program, not names.
 """
 
 from __future__ import annotations
@@ -14,36 +14,36 @@ from shardplan.search.coarsening.coarsen import Coarse
 from shardplan.tdl.index import loops_of
 
 Root = tuple[int, int]
-"""An input of the program, and how many leading dims it has more (a stack of layers, in a scan)."""
+"""An input of the program, and the number of its extra leading dims (a stack of layers, in a scan)."""
 
 
 def sides(graph: Graph, coarse: Coarse) -> Mapping[int, frozenset[int]]:
-    """For each weight that a product reads (an input of the program, or made from one alone) the dims that may be cut."""
+    """For each weight that a product reads (a program input, or computed from one alone), the dims that may be cut."""
     roots = _roots(graph, coarse)
     chosen: dict[int, frozenset[int]] = {}
     split: set[int] = set()
-    entered: dict[int, list[int]] = {}
+    link_sources: dict[int, list[int]] = {}
     for link in graph.links:
-        entered.setdefault(link.target, []).append(link.source)
+        link_sources.setdefault(link.target, []).append(link.source)
     for node in graph.nodes:
         if node.backward:
             continue
         alive = [t for t in dict.fromkeys(node.inputs) if t >= 0 and t not in coarse.free]
         read = [t for t in alive if t in coarse.weights]
-        is_split = any(t in split or any(s in split for s in entered.get(t, ())) for t in alive if t not in read)
+        is_split = any(t in split or any(s in split for s in link_sources.get(t, ())) for t in alive if t not in read)
         if len(read) == 1 and len(alive) == 2 and read[0] in roots and node.signature.contracts:
-            root, deeper = roots[read[0]]
+            root, stack_dims = roots[read[0]]
             rows, columns = _dims(node, read[0])
             if root not in chosen:
-                chosen[root] = frozenset(d + deeper for d in (rows if is_split else columns))
-            is_split = not any(d - deeper in rows for d in chosen[root])
+                chosen[root] = frozenset(d + stack_dims for d in (rows if is_split else columns))
+            is_split = not any(d - stack_dims in rows for d in chosen[root])
         if is_split:
             split.update(node.outputs)
-    return {t: frozenset(d - deeper for d in chosen[root]) for t, (root, deeper) in roots.items() if root in chosen}
+    return {t: frozenset(d - stack_dims for d in chosen[root]) for t, (root, stack_dims) in roots.items() if root in chosen}
 
 
 def _dims(node: Node, weight: int) -> tuple[frozenset[int], frozenset[int]]:
-    """The weight's dims that the product sums over, and all others."""
+    """(the weight's dims that the product sums over, all its other dims)."""
     description = node.signature.description
     assert description is not None
     rows: set[int] = set()
@@ -64,13 +64,13 @@ def _roots(graph: Graph, coarse: Coarse) -> dict[int, Root]:
         size = len(roots)
         for link in graph.links:
             if link.source in roots and link.target in coarse.weights:
-                root, deeper = roots[link.source]
-                roots.setdefault(link.target, (root, deeper + link.lift))
+                root, stack_dims = roots[link.source]
+                roots.setdefault(link.target, (root, stack_dims + link.lift))
         for node in graph.nodes:
             if node.signature.elementwise:
-                made = [t for t in dict.fromkeys(node.inputs) if t in roots]
+                origins = [t for t in dict.fromkeys(node.inputs) if t in roots]
                 for o in node.outputs:
-                    if len(made) == 1 and o in coarse.weights:
-                        roots.setdefault(o, roots[made[0]])
+                    if len(origins) == 1 and o in coarse.weights:
+                        roots.setdefault(o, roots[origins[0]])
         changed = len(roots) > size
     return roots

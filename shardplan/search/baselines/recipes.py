@@ -1,9 +1,9 @@
 """Baselines: the shardings that people use today, as restrictions of the same problem.
 
-A baseline says how arguments lie and how weights and activations are computed with: activations split along the batch over its
-data factors and along no dim that comes with the data over its tensor factors, weights split over these by the rule of Megatron,
-every op cut where its operands are. What it does not say is completed optimally, in the same tables, so that a plan is compared
-with the best version of each, and each moves the bytes that its name stands for.
+A baseline gives the layouts of arguments, and those in which ops use weights and activations. Its data factors split activations
+along the batch. Its tensor factors split activations along no data dim, and weights by the rule of Megatron. Every op is cut
+where its operands are. All else is completed optimally, in the same tables, so that a plan is compared with the best version of
+each baseline, and each baseline moves the bytes that its name stands for.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _NONE = frozenset[int]()
 class Restriction:
     """A named restriction: a domain for each variable, and for each op the loops that it may cut.
 
-    ``regather``: no forward copy of a weight is kept for the backward pass. ``parts`` are the groups of factors that it treats
-    alike, one after the other.
+    ``regather``: no forward copy of a weight is kept for the backward pass. ``parts`` are the groups of factors that the
+    restriction treats alike.
     """
 
     name: str
@@ -50,8 +50,8 @@ class Restriction:
 class _Recipe:
     """Batch split over ``data``; optimizer state over ``zero``; all state over ``shard``; matrix weights over ``tensor``.
 
-    ``sequence``: between the products activations may be split over ``tensor`` along the dims that come with the data, as in
-    Megatron's sequence parallelism.
+    ``sequence``: between products, ``tensor`` may split activations along data dims other than the batch, as in Megatron's
+    sequence parallelism.
     """
 
     name: str
@@ -72,7 +72,7 @@ class _Recipe:
 
 @dataclass(frozen=True, slots=True)
 class _Loops:
-    """Of one op the loops over the batch, over any dim that comes with the data, and over the cut side of its weight."""
+    """The loops of one op over the batch, over any data dim, and over the cut side of its weight."""
 
     batch: frozenset[int]
     data: frozenset[int]
@@ -80,13 +80,13 @@ class _Loops:
 
 
 @dataclass(frozen=True, slots=True)
-class _Habits:
-    """What people look at: of each argument its variable and what it is to them (None: data), of all other variables those of the
-    same rank and domain that are the same to them, of each op its loops.
+class _Facts:
+    """The roles that recipes need: of each argument, with its number and variable (None: data); of all other variables, grouped
+    by rank, domain and role; and the loops of each op.
     """
 
-    arguments: Sequence[tuple[int, int, _Held | None]]
-    values: Mapping[tuple[int, Domain, _Value], Sequence[int]]
+    arguments: Sequence[tuple[int, int, _StateRole | None]]
+    values: Mapping[tuple[int, Domain, _ValueRole], Sequence[int]]
     loops: Mapping[int, _Loops]
 
 
@@ -104,49 +104,49 @@ def baselines(problem: Problem) -> tuple[Restriction, ...]:
 
 
 def groupings(count: int) -> tuple[Groups, ...]:
-    """The ways to part the factors in two: slower ones, and faster ones."""
+    """The ways to split the factors into a slower and a faster group."""
     every = tuple(range(count))
     return tuple((every[:i], every[i:]) for i in range(1, count))
 
 
 def alike(parts: Groups, count: int) -> Groups:
-    """The factors that a baseline of these parts treats alike: one that has no parts does so with all but the last."""
+    """The groups of factors that a baseline with these parts treats alike; with one part or none, all but the last factor."""
     return parts if len(parts) > 1 else groupings(count)[-1]
 
 
 def examined(problem: Problem, *, beside: Collection[Groups] = (), limited: bool = True) -> tuple[Restriction | LeftOut, ...]:
-    """Every baseline that treats factors alike in another way than ``beside``, or why there is none.
+    """Every baseline, or why it does not exist; those whose groups of factors (`alike`) are in ``beside`` are left out.
 
-    If not ``limited``, for its layouts alone.
+    Unless ``limited``, the baselines restrict layouts alone, not ops.
     """
     count = len(problem.sizes)
     recipes = [r for r in _recipes(problem.sizes) if not beside or alike(r.parts, count) not in beside]
-    habits = _habits(problem, limited=limited)
-    return tuple(_make(problem, habits, recipe, limited=limited) for recipe in recipes)
+    facts = _facts(problem, limited=limited)
+    return tuple(_make(problem, facts, recipe, limited=limited) for recipe in recipes)
 
 
-def _habits(problem: Problem, *, limited: bool) -> _Habits:
+def _facts(problem: Problem, *, limited: bool) -> _Facts:
     graph, coarse = problem.graph, problem.coarse
     state = {i for i in graph.feedback if i is not None}
     given = [(i, t) for i, t in enumerate(graph.inputs) if coarse.of[t] != FREE]
     examples, known = follow(graph, [t for i, t in given if i not in state]), sides(graph, coarse)
     cut_sides = {t: _split(problem, t, dims) for t, dims in known.items()}
-    arguments: list[tuple[int, int, _Held | None]] = []
+    arguments: list[tuple[int, int, _StateRole | None]] = []
     for i, t in given:
-        held = _Held(_is_matrix(problem, coarse.of[t]), t in coarse.parameters, cut_sides.get(t)) if i in state else None
-        arguments.append((i, coarse.of[t], held))
-    said = {v for _, v, _ in arguments}
-    values: dict[tuple[int, Domain, _Value], list[int]] = {}
+        role = _StateRole(_is_matrix(problem, coarse.of[t]), t in coarse.parameters, cut_sides.get(t)) if i in state else None
+        arguments.append((i, coarse.of[t], role))
+    argument_variables = {v for _, v, _ in arguments}
+    values: dict[tuple[int, Domain, _ValueRole], list[int]] = {}
     for variable, domain in zip(coarse.variables, problem.domains, strict=True):
-        if variable.id not in said:
+        if variable.id not in argument_variables:
             key = problem.space(variable.id).rank, domain, _value(problem, examples, cut_sides, variable)
             values.setdefault(key, []).append(variable.id)
-    return _Habits(arguments, values, _loops(problem, examples, known) if limited else {})
+    return _Facts(arguments, values, _loops(problem, examples, known) if limited else {})
 
 
 def _recipes(sizes: Sequence[int]) -> list[_Recipe]:
     every = tuple(range(len(sizes)))
-    found = [
+    result = [
         _Recipe("replicated"),
         _Recipe("data parallel", data=every),
         _Recipe("ZeRO-1", data=every, zero=every),
@@ -156,31 +156,31 @@ def _recipes(sizes: Sequence[int]) -> list[_Recipe]:
     for i in range(1, len(sizes)):
         slow, fast = every[:i], every[i:]
         suffix = _parts(sizes, slow, fast)
-        found.append(_Recipe(f"data x FSDP{suffix}", data=every, shard=fast))
-        found.append(_Recipe(f"data x tensor parallel{suffix}", data=slow, tensor=fast))
-        found.append(_Recipe(f"FSDP x tensor parallel{suffix}", data=slow, shard=slow, tensor=fast))
+        result.append(_Recipe(f"data x FSDP{suffix}", data=every, shard=fast))
+        result.append(_Recipe(f"data x tensor parallel{suffix}", data=slow, tensor=fast))
+        result.append(_Recipe(f"FSDP x tensor parallel{suffix}", data=slow, shard=slow, tensor=fast))
         for j in range(i + 1, len(sizes)):
             middle, last = every[i:j], every[j:]
             name = f"data x FSDP x tensor parallel{_parts(sizes, slow, middle, last)}"
-            found.append(_Recipe(name, data=every[:j], shard=middle, tensor=last))
-    sequenced = [replace(r, name=f"{r.name} + sequence", sequence=True) for r in found if r.tensor]
-    return [*found, *sequenced]
+            result.append(_Recipe(name, data=every[:j], shard=middle, tensor=last))
+    sequenced = [replace(r, name=f"{r.name} + sequence", sequence=True) for r in result if r.tensor]
+    return [*result, *sequenced]
 
 
 def _parts(sizes: Sequence[int], *groups: tuple[int, ...]) -> str:
-    """Which factors each part of a product has, where there is more than one way."""
+    """The suffix of a name that tells which factors each part has; empty where there is only one way."""
     if len(sizes) == len(groups):
         return ""
     return f" ({' | '.join('x'.join(str(sizes[f]) for f in part) for part in groups)})"
 
 
-def _make(problem: Problem, habits: _Habits, recipe: _Recipe, *, limited: bool) -> Restriction | LeftOut:
+def _make(problem: Problem, facts: _Facts, recipe: _Recipe, *, limited: bool) -> Restriction | LeftOut:
     domains = list(problem.domains)
     split_batch = False
-    memo: dict[tuple[int, Domain, _Held], Domain] = {}
-    for i, v, held in habits.arguments:
+    memo: dict[tuple[int, Domain, _StateRole], Domain] = {}
+    for i, v, role in facts.arguments:
         shape, domain, space = problem.coarse.variables[v].shape, domains[v], problem.space(v)
-        if held is None:
+        if role is None:
             roles = space.roles[list(domain)]
             leading = next(iter(_split(problem, problem.graph.inputs[i], {0})), None)
             at = np.where(_mask(recipe.data, roles), -1 if leading is None else leading, -1)
@@ -193,9 +193,9 @@ def _make(problem: Problem, habits: _Habits, recipe: _Recipe, *, limited: bool) 
                     f"{problem.graph.input_paths[i]} {shape} shares its layout with state, which this splits in another way",
                 )
             continue
-        key = space.rank, domain, held
+        key = space.rank, domain, role
         if key not in memo:
-            memo[key] = _picked(domain, held.allows(space.roles[list(domain)], recipe, problem.sizes))
+            memo[key] = _picked(domain, role.allows(space.roles[list(domain)], recipe, problem.sizes))
         if not memo[key]:
             ways, path = math.prod(problem.sizes[f] for f in recipe.tensor), problem.graph.input_paths[i]
             return LeftOut(recipe.name, f"{path} {shape} divides by {ways} along no dim that it may")
@@ -203,26 +203,26 @@ def _make(problem: Problem, habits: _Habits, recipe: _Recipe, *, limited: bool) 
     if recipe.data and not split_batch:
         ways = math.prod(problem.sizes[f] for f in recipe.data)
         return LeftOut(recipe.name, f"no leading dim of the data divides by {ways}")
-    for (_, domain, value), own in habits.values.items():
+    for (_, domain, value), own in facts.values.items():
         roles = problem.space(own[0]).roles[list(domain)]
-        found = _picked(domain, value.allows(roles, recipe)) or domain
+        result = _picked(domain, value.allows(roles, recipe)) or domain
         for v in own:
-            domains[v] = found
-    limits = _limits(problem, habits, recipe) if limited else Limits()
+            domains[v] = result
+    limits = _limits(problem, facts, recipe) if limited else Limits()
     return Restriction(recipe.name, tuple(domains), limits, bool(recipe.shard), recipe.parts)
 
 
-def _limits(problem: Problem, habits: _Habits, recipe: _Recipe) -> Limits:
-    """Over a data factor an op cuts its batch; over a tensor factor its weight, or loops that are not the data's."""
+def _limits(problem: Problem, facts: _Facts, recipe: _Recipe) -> Limits:
+    """The loops that ops may cut: the batch over data factors; the weight's, or else no data dim, over tensor factors."""
     memo: dict[tuple[int, _Loops], Cuts] = {}
-    found: dict[int, Cuts] = {}
-    for n, loops in habits.loops.items():
+    result: dict[int, Cuts] = {}
+    for n, loops in facts.loops.items():
         signature = problem.graph.nodes[n].signature
         key = (signature.id, loops)
         if key not in memo:
             memo[key] = _cuts(signature, loops, recipe, problem.sizes)
-        found[n] = memo[key]
-    return Limits(found)
+        result[n] = memo[key]
+    return Limits(result)
 
 
 def _cuts(signature: Signature, loops: _Loops, recipe: _Recipe, sizes: Sequence[int]) -> Cuts:
@@ -244,12 +244,12 @@ def _cuts(signature: Signature, loops: _Loops, recipe: _Recipe, sizes: Sequence[
 
 def _loops(problem: Problem, examples: Examples, sides: Sides) -> Mapping[int, _Loops]:
     """The loops of every op that has a table."""
-    found: dict[int, _Loops] = {}
+    result: dict[int, _Loops] = {}
     for n in problem.coarse.joins:
         node = problem.graph.nodes[n]
         if node.signature.description is not None:
-            found[n] = _Loops(*examples.loops(node), _weight_loops(node, sides))
-    return found
+            result[n] = _Loops(*examples.loops(node), _weight_loops(node, sides))
+    return result
 
 
 def _weight_loops(node: Node, sides: Sides) -> frozenset[int]:
@@ -265,9 +265,9 @@ def _weight_loops(node: Node, sides: Sides) -> frozenset[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Value:
-    """What a value inside the step is to a recipe: its batch dim, all its dims that come with the data, whether it is a copy of a
-    weight, and of one that is a matrix the side that may be cut.
+class _ValueRole:
+    """The role of a value inside the step: its batch dim and data dims, whether it is a copy of a weight, whether that is a
+    matrix, and the side of the matrix that may be cut.
     """
 
     batch: int | None = None
@@ -277,41 +277,42 @@ class _Value:
     side: frozenset[int] | None = None
 
     def allows(self, roles: NDArray[np.int64], recipe: _Recipe) -> NDArray[np.bool_]:
-        """[S]: whether it may lie so, from `LayoutSpace.roles` [S, factors].
+        """[S]: whether the value may have each layout, from `LayoutSpace.roles` [S, factors].
 
-        None of the data's dims over ``tensor`` (its batch alone, with ``sequence``); ``data`` on the batch dim, where it has one.
-        Of a weight's copy a matrix lies over all of ``tensor`` along its side, anything else over ``tensor`` at most.
+        ``tensor`` splits no data dim; with ``sequence``, it may split data dims other than the batch. ``data`` splits the batch
+        dim, where there is one. A weight's copy is split over ``tensor`` alone: a matrix over all of it along its side, others
+        freely.
         """
         split = roles >= 0
         tensor, data = _mask(recipe.tensor, roles), _mask(recipe.data, roles)
         if not recipe.data and not recipe.tensor:
             return np.all(~split, axis=1)
         if self.weight:
-            found = np.all(~split[:, ~tensor], axis=1)
-            return found & _along(roles, tensor, self.side) if self.matrix and recipe.tensor else found
-        found = np.ones(len(roles), np.bool_)
+            result = np.all(~split[:, ~tensor], axis=1)
+            return result & _along(roles, tensor, self.side) if self.matrix and recipe.tensor else result
+        result = np.ones(len(roles), np.bool_)
         for d in self.data & {self.batch} if recipe.sequence else self.data:
-            found &= np.all(roles[:, tensor] != d, axis=1)
+            result &= np.all(roles[:, tensor] != d, axis=1)
         if self.batch is not None:
-            found &= np.all(roles[:, data] == self.batch, axis=1)
-        return found
+            result &= np.all(roles[:, data] == self.batch, axis=1)
+        return result
 
 
-def _value(problem: Problem, examples: Examples, known: Sides, variable: Variable) -> _Value:
+def _value(problem: Problem, examples: Examples, known: Sides, variable: Variable) -> _ValueRole:
     first = variable.tensors[0]
     if variable.kind != "stored" and first in problem.coarse.weights and not examples.data[first]:
-        return _Value(weight=True, matrix=_is_matrix(problem, variable.of), side=known.get(first))
+        return _ValueRole(weight=True, matrix=_is_matrix(problem, variable.of), side=known.get(first))
     batch: frozenset[int] = frozenset()
     data: frozenset[int] = frozenset()
     for t in variable.tensors:
-        leads = examples.batch[t]
-        batch = batch or _split(problem, t, frozenset() if leads is None else {leads})
+        batch_dim = examples.batch[t]
+        batch = batch or _split(problem, t, frozenset() if batch_dim is None else {batch_dim})
         data |= _split(problem, t, examples.data[t])
-    return _Value(next(iter(batch), None), data)
+    return _ValueRole(next(iter(batch), None), data)
 
 
 def _split(problem: Problem, t: int, dims: Set[int]) -> frozenset[int]:
-    """Dims of a tensor as those of its space, which has none for what cannot be split."""
+    """Dims of a tensor as dims of its layout space, which leaves out dims that cannot be split."""
     return frozenset(i for i, d in enumerate(split_dims(problem.graph.tensors[t].shape)) if d in dims)
 
 
@@ -324,18 +325,20 @@ def _is_matrix(problem: Problem, v: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
-    """What a parameter or optimizer state is to a recipe: whether it is a matrix, whether a parameter, which side may be cut."""
+class _StateRole:
+    """The role of a parameter or optimizer state: whether it is a matrix, whether a parameter, and which side may be cut."""
 
     matrix: bool
     parameter: bool
     side: frozenset[int] | None
 
     def allows(self, roles: NDArray[np.int64], recipe: _Recipe, sizes: Sequence[int]) -> NDArray[np.bool_]:
-        """[S]: whether it may lie so: over ``shard`` (and ``zero``) and, a matrix in use, ``tensor``.
+        """[S]: whether it may have each layout, given the factors that must split it.
 
-        Exactly that, each of the two groups along one dim, as one would write it by hand; else the nearest that divides. Vectors,
-        and the moments of a matrix, may be split over ``tensor`` or not. Nowhere where a matrix divides by no tensor factor.
+        These are ``shard``, for moments also ``zero``, and for a matrix parameter also ``tensor``. The split is exactly that,
+        with each of the two groups along one dim, as one would write it by hand; else the nearest that divides. Vectors, and the
+        moments of a matrix, may be split over ``tensor`` or not. No layout is allowed where no side of a matrix parameter divides
+        by the tensor factors.
         """
         split = roles >= 0
         tensor = _mask(recipe.tensor, roles)
@@ -356,12 +359,12 @@ class _Held:
 
 
 def _mask(of: Sequence[int] | Set[int], roles: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """[factors]: which of them these are."""
+    """[factors]: whether each factor is one of these."""
     return np.array([f in of for f in range(roles.shape[1])], np.bool_)
 
 
 def _along(roles: NDArray[np.int64], factors: NDArray[np.bool_], side: frozenset[int] | None) -> NDArray[np.bool_]:
-    """[S]: whether one dim (of ``side``, where that is known) is split over all these factors, one at least."""
+    """[S]: whether one dim (of ``side``, where that is known) is split over all of these factors, at least one."""
     own = roles[:, factors]
-    found = (own == own[:, :1]).all(axis=1) & (own[:, 0] >= 0)
-    return found if side is None else found & np.any([own[:, 0] == d for d in side], axis=0)
+    result = (own == own[:, :1]).all(axis=1) & (own[:, 0] >= 0)
+    return result if side is None else result & np.any([own[:, 0] == d for d in side], axis=0)

@@ -1,6 +1,6 @@
 """Tofu's premise (sections 4 and 5): every worker group cuts every op, and every tensor is stored once over all workers.
 
-Under it communication alone is worth minimising, and the recursion over the factors is optimal (appendix, theorem 5).
+Under it only communication is worth minimising, and the recursion over the factors is optimal (appendix, theorem 5).
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from shardplan.search.problem.strategies import Cuts
 
 
 def everything_split(problem: Problem, domains: Sequence[Domain], *, upto: int | None = None) -> tuple[Domain, ...]:
-    """Of each domain the states that split a tensor into the most parts, over the first ``upto`` factors alone."""
+    """The states of each domain that split a tensor into the most parts, over the first ``upto`` factors alone."""
     count = len(problem.sizes) if upto is None else upto
     memo: dict[tuple[int, Domain], Domain] = {}
-    found: list[Domain] = []
+    result: list[Domain] = []
     for variable, domain in zip(problem.coarse.variables, domains, strict=True):
         space = problem.space(variable.id)
         key = space.rank, domain
         if key not in memo:
             memo[key] = _most_split(space, domain, count)
-        found.append(memo[key])
-    return tuple(found)
+        result.append(memo[key])
+    return tuple(result)
 
 
 def _most_split(space: LayoutSpace, domain: Domain, count: int) -> Domain:
@@ -42,13 +42,13 @@ def everything_cut(problem: Problem, *, upto: int | None = None, reduce: bool = 
     """Every op is cut over each of the first ``upto`` factors that can cut it; without ``reduce``, along no reduction."""
     count = len(problem.sizes) if upto is None else upto
     memo: dict[int, Cuts] = {}
-    found: dict[int, Cuts] = {}
+    result: dict[int, Cuts] = {}
     for n in problem.coarse.joins:
         signature = problem.graph.nodes[n].signature
         if signature.id not in memo:
             memo[signature.id] = _cuts(signature, problem.sizes, count, reduce)
-        found[n] = memo[signature.id]
-    return Limits(found)
+        result[n] = memo[signature.id]
+    return Limits(result)
 
 
 def _cuts(signature: Signature, sizes: Sequence[int], count: int, reduce: bool) -> Cuts:

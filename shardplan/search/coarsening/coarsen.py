@@ -1,13 +1,13 @@
 """Coarsening: which tensors share one layout (Tofu, section 5.1), and which uses share one resharded copy.
 
-A *variable* is the layout of a group of tensors. Elementwise ops, and ops that only put dims of one element in or leave them out,
-merge their operands and results, so that forward chains merge with their backward ones through the products of a gradient. What
-stays apart: a sum of two values that live on elsewhere (the residual stream stays a chain), what may stay a partial sum from what
-may not, and a stored parameter from its moments, its update and its reduced gradient (which are one group), so that optimizer
-state can be split apart from its parameter (ZeRO-1).
+A *variable* is the layout of a group of tensors. Elementwise ops, and ops that only add or drop dims of one element, merge their
+operands and results, so that forward chains merge with their backward ones through the products of a gradient. Three things stay
+apart: a sum from its operands that are read elsewhere too (so the residual stream stays a chain), values that may stay partial
+sums from those that may not, and a stored parameter from the group of its moments, its update and its reduced gradient (so
+optimizer state can be split apart from its parameter, ZeRO-1).
 
 A *view* is a variable too: the layout of a resharded copy that several contractions read. A weight has one view for the forward
-pass and one for the backward pass, which is the forward one kept or a second gather.
+pass and one for the backward pass. The backward view is the forward copy, kept, or a second gather.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ __all__ = ["FREE", "Coarse", "Variable", "coarsen"]
 
 
 def coarsen(graph: Graph, one_choice: OneChoice = "timesteps", alone: frozenset[int] = frozenset()) -> Coarse:
-    """Groups the tensors of a graph into variables; ``one_choice`` says what of it shares one layout though it need not.
+    """Groups the tensors of a graph into variables; ``one_choice`` says which tensors share a layout though they need not.
 
-    ``alone`` are arguments that share theirs with nothing but what replaces them: what reads them does so in its own layout.
+    ``alone`` are arguments that share a layout only with the outputs that replace them; their readers use layouts of their own.
     """
     marks = mark(graph, alone)
     sets = Sets(len(graph.tensors))
@@ -49,18 +49,18 @@ def _merge(graph: Graph, node: Node, sets: Sets, marks: Marks) -> None:
     if out in marks.free:
         return
     shape = graph.tensors[out].shape
-    alike = [t for t in dict.fromkeys(node.inputs) if t >= 0 and (graph.tensors[t].shape == shape or node.signature.resizes)]
-    whole = [t for t in alike if t not in marks.free]
+    same_shape = [t for t in dict.fromkeys(node.inputs) if t >= 0 and (graph.tensors[t].shape == shape or node.signature.resizes)]
+    operands = [t for t in same_shape if t not in marks.free]
     for other in node.outputs[1:]:
         if out not in marks.apart and other not in marks.apart:
             sets.union(out, other)
     if out in marks.apart:
         return
-    mine = [t for t in whole if t not in marks.apart and (t in marks.deferred) == (out in marks.deferred)]
-    hard = [t for t in mine if t not in marks.soft and marks.uses[t] > 1]
-    several = len([t for t in whole if t not in marks.soft]) > 1
+    mergeable = [t for t in operands if t not in marks.apart and (t in marks.deferred) == (out in marks.deferred)]
+    hard = [t for t in mergeable if t not in marks.soft and marks.uses[t] > 1]
+    several = len([t for t in operands if t not in marks.soft]) > 1
     additive = several and node.signature.adds
-    for t in mine:
+    for t in mergeable:
         if t not in hard or not additive:
             sets.union(t, out)
 

@@ -1,9 +1,9 @@
-"""Unrolled identical layers, found by their ops alone, to share one choice where the user allows it (Tofu, section 5.1).
+"""Finds unrolled identical layers by their ops. They share one choice where the user allows it (Tofu, section 5.1).
 
-The ops of an unrolled model repeat: where the op at place i and the one at place i + p are the same for at least p places in a
-row, blocks of p ops follow each other. Same means: the same description on the same shapes (the signature), in the same pass, and
-each operand from as many ops before, or from outside the blocks with the same role. Blocks must hold a contraction, so that the
-update of one parameter after another is no layer.
+The ops of an unrolled model repeat: if the ops at i and i + p are equal for at least p positions i in a row, blocks of p ops
+follow each other. Ops are equal if they have the same signature, in the same pass and body, and each operand comes from the same
+number of ops before, or from the same kind of source outside the pass. A block must contain a contraction, so that a row of
+parameter updates does not count as layers.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from shardplan.search.coarsening.tensor_roles import Marks
 from shardplan.search.coarsening.variables import Sets
 
 PERIODS = 64
-"""So many of the commonest distances between equal ops are tried as lengths of a block."""
+"""The number of block lengths to try: the commonest distances between equal ops."""
 
 
 def share_layers(graph: Graph, sets: Sets, marks: Marks) -> None:
-    """Merges what the ops of one block read and make with what those of the next do."""
+    """Merges the operands and results of each block's ops with those of the next block."""
     kind = _kinds(graph, marks)
     for i, p in repeats(graph):
         a, b = graph.nodes[i], graph.nodes[i + p]
@@ -37,32 +37,32 @@ def _kinds(graph: Graph, marks: Marks) -> Callable[[int], tuple[object, ...]]:
 
     def kind(t: int) -> tuple[object, ...]:
         roles = (t in group for group in (marks.free, marks.apart, marks.weights, marks.deferred))
-        own = t if t in marks.alone else -1
-        return (graph.tensors[t].shape, graph.tensors[t].itemsize, ends.get(t, 0), own, *roles)
+        argument = t if t in marks.alone else -1
+        return (graph.tensors[t].shape, graph.tensors[t].itemsize, ends.get(t, 0), argument, *roles)
 
     return kind
 
 
 def repeats(graph: Graph) -> list[tuple[int, int]]:
-    """(place of an op, distance to its like in the next block) of all blocks that follow each other; shortest blocks first."""
+    """(position of an op, distance to its counterpart in the next block) for all repeated blocks, shortest blocks first."""
     keys = _keys(graph)
     heavy = np.array([n.signature.contracts for n in graph.nodes], bool)
     taken = np.zeros(len(keys), bool)
-    found: list[tuple[int, int]] = []
+    matches: list[tuple[int, int]] = []
     for p in _periods(keys):
         same = keys[:-p] == keys[p:]
         for first, last in _runs(same):
-            # a block may begin anywhere in a run: what lies in it twice is what is merged
+            # a block may begin anywhere in a run, so every op of the run is paired with its counterpart
             if last - first < p or not heavy[first : first + p].any() or taken[first:last].all():
                 continue
             taken[first : last + p] = True
-            found += [(i, p) for i in range(first, last)]
-    return found
+            matches += [(i, p) for i in range(first, last)]
+    return matches
 
 
 def _keys(graph: Graph) -> NDArray[np.int64]:
-    """[ops]: equal numbers for ops that could stand in for each other in equal blocks."""
-    maker = {t: n.id for n in graph.nodes for t in n.outputs}
+    """[ops]: equal numbers for ops that may be counterparts in equal blocks."""
+    producer = {t: n.id for n in graph.nodes for t in n.outputs}
     inputs = set(graph.inputs)
     ids: dict[object, int] = {}
     keys: list[int] = []
@@ -70,8 +70,8 @@ def _keys(graph: Graph) -> NDArray[np.int64]:
         sources = tuple(
             ("in",)
             if t in inputs
-            else ("made", node.id - maker[t] if graph.nodes[maker[t]].backward == node.backward else 0)
-            if t in maker
+            else ("made", node.id - producer[t] if graph.nodes[producer[t]].backward == node.backward else 0)
+            if t in producer
             else ("other",)
             for t in node.inputs
         )
@@ -80,7 +80,7 @@ def _keys(graph: Graph) -> NDArray[np.int64]:
 
 
 def _periods(keys: NDArray[np.int64]) -> list[int]:
-    """The commonest distances from an op to the next one like it, shortest first."""
+    """The commonest distances from an op to the next equal one, shortest first."""
     last: dict[int, int] = {}
     seen: Counter[int] = Counter()
     for i, key in enumerate(keys.tolist()):
@@ -91,6 +91,6 @@ def _periods(keys: NDArray[np.int64]) -> list[int]:
 
 
 def _runs(same: NDArray[np.bool_]) -> list[tuple[int, int]]:
-    """(first, end) of every row of trues."""
+    """(first, end) of every run of trues; the end is exclusive."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], same, [False]]).astype(np.int8)))
     return [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]

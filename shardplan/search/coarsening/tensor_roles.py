@@ -1,4 +1,4 @@
-"""Marks: what the tensors of a graph are to coarsening, found by following them through it."""
+"""Marks: the roles of a graph's tensors in coarsening, found by following them through the graph."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from shardplan.graph.partials import deferrable
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Sets of tensors.
+    """Sets of tensors by role.
 
     ``free`` depend on no input: every device has them. ``weights`` are inputs, or made from one input each; ``parameters`` are
-    those of them that some op other than an elementwise one reads. ``apart`` keep a layout of their own; ``soft`` follow the
-    layout of their reader; ``deferred`` may stay partial sums; ``zero`` are free and zero. ``uses`` counts each tensor's readers.
-    ``alone`` are those arguments among what is apart that were asked to be.
+    the weights that a non-elementwise op reads. ``apart`` keep a layout of their own; ``soft`` follow the layout of their reader;
+    ``deferred`` may stay partial sums; ``zero`` are free and zero. ``uses`` counts each tensor's readers. ``alone`` are the
+    arguments that the caller asked to keep apart.
     """
 
     free: frozenset[int]
@@ -31,7 +31,7 @@ class Marks:
 
 
 def mark(graph: Graph, alone: frozenset[int] = frozenset()) -> Marks:
-    """Follows a graph's tensors; the arguments ``alone`` are to be apart, and what replaces them."""
+    """Finds the roles of a graph's tensors. The arguments ``alone``, and the outputs that replace them, are kept apart."""
     free = _free(graph)
     weights = _weights(graph, free)
     parameters = _parameters(graph, weights)
@@ -40,12 +40,12 @@ def mark(graph: Graph, alone: frozenset[int] = frozenset()) -> Marks:
         if i is not None and o >= 0 and graph.inputs[i] in parameters | alone:
             apart.add(o)
     if alone:
-        for link in reversed(graph.links):  # what leaves a body that runs once is the same tensor inside
+        for link in reversed(graph.links):  # a tensor that leaves a body that runs once is the same inside
             if link.same and link.target in apart:
                 apart.add(link.source)
-    found = deferrable(graph, free)
-    late = found.late - apart - set(graph.outputs)
-    return Marks(free, weights, parameters, frozenset(apart), _soft(graph, free), late, found.zero, _uses(graph), alone)
+    sums = deferrable(graph, free)
+    late = sums.late - apart - set(graph.outputs)
+    return Marks(free, weights, parameters, frozenset(apart), _soft(graph, free), late, sums.zero, _uses(graph), alone)
 
 
 def _uses(graph: Graph) -> tuple[int, ...]:
@@ -63,9 +63,9 @@ def _uses(graph: Graph) -> tuple[int, ...]:
 
 
 def _free(graph: Graph) -> frozenset[int]:
-    """Scalars, constants, and what is made from them alone: every device has them, in any layout, at no cost.
+    """Scalars, constants, and values made from them alone: every device has them, in any layout, at no cost.
 
-    Random bits are not free: what a key grows into is drawn once.
+    Random bits are not free: the bits of a key are drawn once.
     """
     inputs = {t for t in (*graph.inputs, *graph.boundary) if graph.tensors[t].size > 1}
     free = set(graph.constants) | {t.id for t in graph.tensors if t.size == 1}
@@ -77,27 +77,27 @@ def _free(graph: Graph) -> frozenset[int]:
 
 
 def _weights(graph: Graph, free: frozenset[int]) -> frozenset[int]:
-    """Tensors that are an input of the program, op by op: its slices in a scan, its casts."""
+    """Inputs of the program, and tensors made from one of them element by element: its slices in a scan, its casts."""
     after: dict[int, list[int]] = {}
     for node in graph.nodes:
-        alive = {t for t in node.inputs if t >= 0 and t not in free}
-        if node.signature.elementwise and len(alive) == 1:
-            after.setdefault(next(iter(alive)), []).extend(node.outputs)
+        operands = {t for t in node.inputs if t >= 0 and t not in free}
+        if node.signature.elementwise and len(operands) == 1:
+            after.setdefault(next(iter(operands)), []).extend(node.outputs)
     entries = Counter(link.target for link in graph.links if link.target in graph.boundary)
     for link in graph.links:
-        if entries[link.target] == 1:  # a carry is entered twice, at the start and from the iteration before
+        if entries[link.target] == 1:  # a carry has two: from the start and from the iteration before
             after.setdefault(link.source, []).append(link.target)
-    made, stack = set(graph.inputs), list(graph.inputs)
+    reached, stack = set(graph.inputs), list(graph.inputs)
     while stack:
         for t in after.get(stack.pop(), ()):
-            if t not in made:
-                made.add(t)
+            if t not in reached:
+                reached.add(t)
                 stack.append(t)
-    return frozenset(made - free)
+    return frozenset(reached - free)
 
 
 def _parameters(graph: Graph, weights: frozenset[int]) -> frozenset[int]:
-    """The weights that some op other than an elementwise one reads, at once or through the weights made from them."""
+    """The weights that a non-elementwise op or a loop reads, directly or through weights made from them."""
     heavy = {t for node in graph.nodes if not node.signature.elementwise for t in node.inputs if t in weights}
     heavy.update(link.source for link in graph.links if link.source in weights and not link.same)
     for node in reversed(graph.nodes):
@@ -107,16 +107,16 @@ def _parameters(graph: Graph, weights: frozenset[int]) -> frozenset[int]:
 
 
 def _soft(graph: Graph, free: frozenset[int]) -> frozenset[int]:
-    """Tensors that follow whatever layout their reader has: broadcast from something smaller, or random bits."""
+    """Tensors that follow the layout of their reader: free ones, broadcasts of smaller tensors, and random bits."""
     soft = set(free)
     for node in graph.nodes:
         tensors = [t for t in node.inputs if t >= 0]
         if not node.outputs:
             continue
         if node.signature.elementwise:
-            grown = all(t in soft or graph.tensors[t].size < graph.tensors[node.outputs[0]].size for t in tensors)
+            follows = all(t in soft or graph.tensors[t].size < graph.tensors[node.outputs[0]].size for t in tensors)
         else:
-            grown = sum(graph.tensors[t].size for t in tensors) < graph.tensors[node.outputs[0]].size and len(tensors) == 1
-        if grown:
+            follows = sum(graph.tensors[t].size for t in tensors) < graph.tensors[node.outputs[0]].size and len(tensors) == 1
+        if follows:
             soft.update(node.outputs)
     return frozenset(soft)

@@ -1,4 +1,4 @@
-"""Variables: the layouts that there are to choose."""
+"""Variables: the layouts that the search chooses."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 OneChoice = Literal["none", "timesteps", "layers"]
-"""What shares one layout though it could have several: nothing, the steps of an unrolled recurrence, or equal layers too."""
+"""Which tensors share a layout though they need not: none, those of unrolled timesteps, or those of equal layers too."""
 
 
 def one_choice_of(value: object) -> OneChoice:
-    """The value as what it must be.
+    """The value as a `OneChoice`.
 
     Raises:
-        ValueError: for any other.
+        ValueError: for any other value.
     """
     known: tuple[OneChoice, ...] = ("none", "timesteps", "layers")
     for one in known:
@@ -23,14 +23,15 @@ def one_choice_of(value: object) -> OneChoice:
 
 
 FREE = -1
-"""In place of a variable: a scalar, or a value that depends on no input and is made anew wherever it is read."""
+"""Stands for no variable: the tensor is a scalar, or depends on no input and is made wherever it is read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """One layout to choose, for all of ``tensors`` (of one shape); ``of`` is the variable that a view is a copy of.
+    """One layout to choose, for all of ``tensors`` (of one shape, up to dims of one element).
 
-    A view of several tensors (those of unrolled timesteps) is as many copies. A ``deferred`` one may stay a partial sum.
+    ``of`` is the variable that a view copies, ``sibling`` the forward view of a backward one. A view of several tensors (those of
+    unrolled timesteps) is as many copies. A ``deferred`` variable may stay a partial sum.
     """
 
     id: int
@@ -46,9 +47,9 @@ class Variable:
 class Coarse:
     """The graph's variables: ``of[t]`` for the stored layout of tensor t, ``read[node, slot]`` where a use reads a view.
 
-    ``joins`` are the nodes that need a table of their own; all others are inside one variable: elementwise, or they only put dims
-    of one element in or leave them out. ``free`` are the tensors that depend on no input, ``zero`` those of them known to be
-    zero; ``weights`` those made from inputs alone, op by op.
+    ``joins`` are the nodes that need a table of their own. All others are inside one variable: they are elementwise, or only add
+    or drop dims of one element. ``free`` are the tensors that depend on no input, ``zero`` those of them known to be zero.
+    ``weights`` are inputs, or made from one input each; ``parameters`` are the weights that a non-elementwise op reads.
     """
 
     variables: tuple[Variable, ...]
@@ -63,13 +64,13 @@ class Coarse:
 
 
 class Sets:
-    """Union-find; the smallest member names the set."""
+    """Union-find. The smallest member names the set."""
 
     def __init__(self, n: int) -> None:
         self.parent = list(range(n))
 
     def find(self, x: int) -> int:
-        """The name of the set that ``x`` is in."""
+        """The name of the set that contains ``x``."""
         parent = self.parent
         while parent[x] != x:
             parent[x] = parent[parent[x]]
@@ -77,7 +78,7 @@ class Sets:
         return x
 
     def union(self, a: int, b: int) -> None:
-        """Makes the sets of ``a`` and ``b`` one."""
+        """Merges the sets of ``a`` and ``b``."""
         a, b = self.find(a), self.find(b)
         if a != b:
             self.parent[max(a, b)] = min(a, b)

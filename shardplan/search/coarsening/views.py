@@ -10,7 +10,7 @@ from shardplan.search.coarsening.gradient_pairing import TIMESTEPS
 from shardplan.search.coarsening.variables import FREE, OneChoice, Variable
 
 _PIECES = 6
-"""A group of at most this many tensors (a query, key and value with their gradients) has a layout made for its readers, and
+"""A group of at most this many tensors (a query, key and value with their gradients) has a layout chosen for its readers, and
 needs no view.
 """
 
@@ -27,11 +27,13 @@ def add_views(
     one_choice: OneChoice = "timesteps",
     alone: frozenset[int] = frozenset(),
 ) -> dict[tuple[int, int], int]:
-    """Gives a view to each tensor that several contractions read; those of what shares one choice share one, too.
+    """Gives a view to each tensor that several contractions read. Tensors that share one choice share a view.
 
-    None where it could gain little: where the stored layout serves nothing but these readers, or where the tensor is the
-    largest that each of them touches, so that moving the others is cheaper. What that may lose is a copy made twice. What
-    is ``alone`` lies where no reader asked for it: it has one wherever several ops read it, elementwise ones too.
+    There is no view where it would gain little: where the stored layout serves only these readers, or where the tensor is the
+    largest that each of them touches, so that moving the others is cheaper. At worst a copy then is made twice. A tensor in
+    ``alone`` is not stored for its readers: it has a view wherever several ops read it, elementwise ones included.
+
+    The views are appended to ``variables``. Returns the view of each (op, slot) that reads one.
     """
     touched = _touched(graph, of)
     readers, single = _readers(graph, of, alone)
@@ -44,8 +46,8 @@ def add_views(
             read[node.id, slot] = variable.id
         return variable.id
 
-    equal: dict[tuple[int, frozenset[tuple[int, int, bool]]], list[int]] = {}
-    alike: dict[tuple[int, frozenset[tuple[int, int, bool]]], list[int]] = {}
+    weight_groups: dict[tuple[int, frozenset[tuple[int, int, bool]]], list[int]] = {}
+    other_groups: dict[tuple[int, frozenset[tuple[int, int, bool]]], list[int]] = {}
     least = {"none": len(graph.tensors) + 1, "timesteps": TIMESTEPS, "layers": 2}[one_choice]
     for t in sorted(readers):
         uses = readers[t]
@@ -54,19 +56,19 @@ def add_views(
         forward = [u for u in uses if not u[0].backward]
         backward = [u for u in uses if u[0].backward]
         if t in weights and forward and backward:
-            # the copies of the weights of equal layers share one choice, as these do
-            mine = frozenset((node.signature.id, slot, node.backward) for node, slot in uses)
-            equal.setdefault((of[t] if one_choice == "layers" else -1 - t, mine), []).append(t)
+            # the copies of equal layers' weights share one choice, as the weights do
+            reader_kinds = frozenset((node.signature.id, slot, node.backward) for node, slot in uses)
+            weight_groups.setdefault((of[t] if one_choice == "layers" else -1 - t, reader_kinds), []).append(t)
         elif t in alone or (len(touched.get(of[t], ())) > _PIECES and not all(_largest(graph, node, t) for node, _ in uses)):
             key = of[t], frozenset((node.signature.id, slot, node.backward) for node, slot in uses)
             # the first and the last timestep may have fewer readers
-            most = next((k for k, ts in alike.items() if k[0] == of[t] and len(ts) >= least and key[1] <= k[1]), key)
-            alike.setdefault(most, []).append(t)
-    for ts in equal.values():
+            group_key = next((k for k, ts in other_groups.items() if k[0] == of[t] and len(ts) >= least and key[1] <= k[1]), key)
+            other_groups.setdefault(group_key, []).append(t)
+    for ts in weight_groups.values():
         forward, backward = ([u for t in ts for u in readers[t] if u[0].backward == late] for late in (False, True))
         add(ts, backward, "backward", add(ts, forward, "view"))
-    for ts in alike.values():
-        # the copies of unrolled timesteps share one choice, as what they are copies of does
+    for ts in other_groups.values():
+        # the copies of unrolled timesteps share one choice, as the originals do
         for group in [ts] if len(ts) >= least else [[t] for t in ts]:
             uses = [use for t in group for use in (*readers[t], *single.get(t, ()))]  # a reduction reads the copy too
             add(group, uses, "view")
@@ -74,12 +76,12 @@ def add_views(
 
 
 def _readers(graph: Graph, of: list[int], alone: frozenset[int]) -> tuple[_Uses, _Uses]:
-    """For each tensor the contractions that read it, or what is ``alone`` every op; and what reads it and nothing else."""
+    """(the contractions that read each tensor, or all ops if it is ``alone``; the ops that read it and no other tensor)."""
     readers: _Uses = {}
     single: _Uses = {}
     for node in graph.nodes:
         operands = {t for t in node.inputs if t >= 0 and of[t] != FREE}
-        # a lookup or a convolution has two operands too; what puts many pieces together reads them as they are
+        # lookups and convolutions count as contractions; an op that joins many pieces reads them as they are
         skipped = node.signature.elementwise or len(operands) > 3
         for slot, t in enumerate(node.inputs):
             if t in alone or (t in operands and not skipped and len(operands) > 1):
@@ -90,8 +92,8 @@ def _readers(graph: Graph, of: list[int], alone: frozenset[int]) -> tuple[_Uses,
 
 
 def _touched(graph: Graph, of: list[int]) -> dict[int, set[int]]:
-    """For each variable, its tensors that enter or leave the program, or that an op reads or makes which is neither elementwise
-    nor only puts dims of one element in or leaves them out.
+    """For each variable, its tensors that enter or leave the program, enter a body, or are operands or results of an op that is
+    neither elementwise nor only adds or drops dims of one element.
     """
     touched: dict[int, set[int]] = {}
     for node in graph.nodes:

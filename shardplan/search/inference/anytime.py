@@ -1,4 +1,4 @@
-"""A search that can be stopped at any time: its deadline, who is told of it, and the best that it has found so far."""
+"""A search that can be stopped at any time: its deadline, its observer, and its best solution so far."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from shardplan.search.problem.solution import Solution
 from shardplan.search.problem.tables import BIG, PER_SECOND
 
 Observer = Callable[[str, float], None]
-"""Told what is being done and how far it is (0 to 1)."""
+"""Called with the current activity and the progress of the search (0 to 1)."""
 
 now_s = time.monotonic
 """The clock that deadlines are read from."""
 
 Stopped = Literal["", "time budget", "interrupted"]
-"""What ended a search before it was done; empty where nothing did."""
+"""What ended a search early; empty where the search finished."""
 
 
 class OutOfTimeError(Exception):
-    """Raised inside a search whose deadline has passed, once something is found. It never leaves the search."""
+    """Raised inside a search whose deadline has passed, once it has a solution. It never leaves the search."""
 
 
 @dataclass(slots=True)
 class Incumbent:
-    """The best solution so far: of those that keep to ``limit`` bytes the fastest, until there is one the smallest.
+    """The best solution so far: the fastest within ``limit`` bytes; until one fits, the smallest.
 
-    ``least_s`` are seconds that every solution is known to take.
+    ``least_s`` is a known lower bound on the seconds of every solution.
     """
 
     limit: int
@@ -42,14 +42,14 @@ class Incumbent:
         return self.best is not None and self.best.fits(self.limit)
 
     def offer(self, solution: Solution) -> bool:
-        """Whether the solution is better than all before it, and so the best now."""
+        """Takes the solution if it is better than the best so far; returns whether it is."""
         if self.best is not None and (self._slower(solution, self.best) or not self._better(solution, self.best)):
             return False
         self.best = solution
         return True
 
     def _slower(self, a: Solution, b: Solution) -> bool:
-        """Whether ``a`` cannot be better whatever it holds, which is work to find out."""
+        """Whether ``a`` loses by its time alone; this saves computing its peak memory, which is slow."""
         return b.fits(self.limit) and a.seconds >= b.seconds
 
     def _better(self, a: Solution, b: Solution) -> bool:
@@ -60,10 +60,10 @@ class Incumbent:
 
 @dataclass(slots=True)
 class Watch:
-    """Follows one search. ``deadline`` is an instant of `now_s`; ``domains`` hold the pins, which the best must keep.
+    """Follows one search. ``deadline`` is an instant of `now_s`; the best solution must lie in ``domains``, which hold the pins.
 
     The search calls `check` wherever it may be stopped. An interrupt (`KeyboardInterrupt`, from Ctrl-C or from the observer) may
-    come anywhere: what the search remembers is written so that it is right after one, too.
+    come anywhere, so memos are written in an order that keeps them valid after one.
     """
 
     incumbent: Incumbent
@@ -71,23 +71,23 @@ class Watch:
     deadline: float | None = None
     observer: Observer = field(default=lambda _what, _part: None)
     _open: bool = True
-    _told: float = 0.0
+    _progress: float = 0.0
 
     def check(self) -> None:
-        """Raises `OutOfTimeError` if the deadline has passed and anything is found, be it over the limit."""
-        over = self.deadline is not None and now_s() >= self.deadline
-        if over and self._open and self.incumbent.best is not None:
+        """Raises `OutOfTimeError` if the deadline has passed and there is a solution, even one over the limit."""
+        expired = self.deadline is not None and now_s() >= self.deadline
+        if expired and self._open and self.incumbent.best is not None:
             raise OutOfTimeError
 
     def tell(self, what: str, part: float) -> None:
-        """Tells the observer what is being done and how far it is, never less far than before, and checks the time."""
+        """Reports the activity and the progress, which never decreases, to the observer; then checks the deadline."""
         if self._open:
-            self._told = max(self._told, part)
-            self.observer(what, self._told)
+            self._progress = max(self._progress, part)
+            self.observer(what, self._progress)
             self.check()
 
     def take(self, solution: Solution) -> None:
-        """Remembers a solution if it is the best yet; none that breaks a pin, none that cannot run."""
+        """Offers a solution to the incumbent, unless it breaks a pin or cannot run."""
         if (
             self._open
             and solution.seconds * PER_SECOND < BIG
@@ -96,5 +96,5 @@ class Watch:
             self.incumbent.offer(solution)
 
     def close(self) -> None:
-        """The search is over: what is solved later, for a report, has no deadline."""
+        """Ends the search: what is solved later, for a report, has no deadline."""
         self._open = False

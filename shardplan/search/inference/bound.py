@@ -1,13 +1,13 @@
-"""Lower bounds by dual ascent: how far from the best a plan is at most, where no exact minimum is at hand.
+"""Lower bounds by dual ascent: how far a plan can be from the best, where no exact minimum is known.
 
 The cost is a sum of terms that share variables. Moving costs from terms to variables and back changes no assignment's cost, and
-the sum of all least values is a bound for any such move. Sweeps over the variables, forwards and backwards, raise it (sequential
-reweighted message passing: Kolmogorov, IEEE TPAMI 2015) towards that of the local-polytope relaxation. An op's table is a minimum
-over strategies, each a sum of one price for each variable, so it is used as that *star* and never written down: with three levels
-the joint tables would have millions of entries.
+after any such move the sum of all minima is a lower bound. Sweeps over the variables, forwards and backwards, raise the bound
+(sequential reweighted message passing: Kolmogorov, IEEE TPAMI 2015) towards that of the local-polytope relaxation. An op's table
+is a minimum over strategies, each a sum of one price per variable. It is kept as that *star* and never written out: with three
+levels the joint tables would have millions of entries.
 
-Where memory binds, bytes are priced at the points where it peaks, and what a plan at the limit would pay is taken off again (a
-Lagrangean bound): no plan that fits is cheaper.
+Where memory binds, bytes are priced at the points where memory peaks, and the price of a plan at the limit is subtracted (a
+Lagrangean bound): no plan that fits costs less than this bound.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ Floats = NDArray[np.float64]
 Column = NDArray[np.float64] | NDArray[np.int64]
 
 ENOUGH = 5e-5
-"""The ascent ends when two sweeps gain less than this part of the bound, or it is so near to a known cost."""
+"""The ascent ends when two sweeps gain less than this fraction of the bound, or it is that close to a known cost."""
 
 WORK = 2e9
-"""Table entries that an ascent looks at, at most: three or four seconds. Counted, not timed: a bound is the same every time."""
+"""The most table entries that an ascent visits: three or four seconds. Counted, not timed, so that bounds are reproducible."""
 
 MOST_SWEEPS = 400
 
-_CALL = 10_000  # looking at a small table costs as much as at so many entries
+_CALL = 10_000  # the overhead of visiting a table, in entries
 
-_WORST = 4.0  # what cannot be is charged so many times the cost of the plan: the best plan has none of it
+_WORST = 4.0  # infeasible states cost this multiple of the plan's cost; the best plan has none of them
 
-_PRICES = 6  # so many prices on bytes are tried
+_PRICES = 6  # the most prices on bytes that are tried
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Star:
     """One term: the minimum over hidden states s of ``base[s]`` plus, for each variable, ``columns[j][s, x_j]``.
 
-    A column of one dimension says in which state the variable must be: ``columns[j][s]``.
+    A one-dimensional column gives the state that the variable must have: ``columns[j][s]``.
     """
 
     scope: tuple[int, ...]
@@ -59,7 +59,7 @@ class Star:
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Seconds a byte that is held at each of these points of the step; none where memory is not looked at."""
+    """Seconds per byte held at each of these points of the step; no points where memory has no price."""
 
     points: tuple[int, ...] = ()
     seconds_per_byte: float = 0.0
@@ -67,7 +67,7 @@ class Prices:
 
 @dataclass(frozen=True, slots=True)
 class Stars:
-    """A problem on some domains as stars, with what each state of a variable costs by itself [D], and a constant in seconds."""
+    """A problem on some domains: stars, the cost of each state of each variable by itself [D], and a constant in seconds."""
 
     unary: tuple[Floats, ...]
     stars: tuple[Star, ...]
@@ -83,9 +83,9 @@ def stars(
     prices: Prices = Prices(),
     limit: float = 0,
 ) -> Stars:
-    """The summands of a problem. What cannot be costs ``worst_s``, which is sound: it is no more than it costs.
+    """The summands of a problem as stars. Infeasible states cost ``worst_s``: lower costs keep a lower bound sound.
 
-    With ``prices`` every assignment pays for the bytes that it holds at their points, and gets back what ``limit`` bytes cost.
+    With ``prices`` an assignment also pays for the bytes that it holds at their points, less the price of ``limit`` bytes.
     """
     return _Builder(problem, domains, worst_s, live, prices).build(limit)
 
@@ -95,39 +95,41 @@ class _Builder:
         self, problem: Problem, domains: Sequence[Domain], worst_s: float, live: memory.Liveness | None, prices: Prices
     ) -> None:
         self.problem, self.domains, self.worst_s, self.live, self.prices = problem, domains, worst_s, live, prices
-        self.held: dict[int, float] = {}  # for each view the seconds that its whole copies cost at the points
-        self.kept: dict[int, float] = {}  # likewise for each backward view that keeps the forward copy
+        self.held: dict[int, float] = {}  # for each view: the seconds that its whole copies cost at the points
+        self.kept: dict[int, float] = {}  # the same for each backward view that keeps the forward copy
         self._memo: dict[tuple[object, ...], tuple[Floats, tuple[Column, ...]]] = {}
 
     def build(self, limit: float) -> Stars:
-        """All stars; with prices, ``limit`` bytes are given back."""
+        """All stars; with prices, the price of ``limit`` bytes is subtracted."""
         problem = self.problem
-        unary, found = [np.zeros(len(d)) for d in self.domains], list[Star]()
-        constant = self._price_memory(unary, found, limit)
+        unary, result = [np.zeros(len(d)) for d in self.domains], list[Star]()
+        constant = self._price_memory(unary, result, limit)
         for summand in problem.summands:
             at = summand.at
             match summand.kind:
                 case "interior":
                     unary[at] += problem.interior[at][0] * self._local(at)
                 case "op":
-                    found.append(self._op(summand))
+                    result.append(self._op(summand))
                 case "link":
-                    self._link(summand, unary, found)
+                    self._link(summand, unary, result)
                 case "view":
-                    found.append(self._view(summand))
-        # the tables that a plan is priced with are rounded: by so much it may be cheaper
-        return Stars(tuple(unary), tuple(_merged(found)), constant - self.problem.rounding_s)
+                    result.append(self._view(summand))
+        # a plan is priced with rounded tables, so it may be cheaper by the rounding
+        return Stars(tuple(unary), tuple(_merged(result)), constant - self.problem.rounding_s)
 
     def _finite(self, costs: Floats) -> Floats:
         return np.minimum(costs, self.worst_s)
 
     def _local(self, v: int) -> Floats:
-        """[D]: the part of a variable's tensors that one device holds in each of its states."""
+        """[D]: the fraction of a variable's tensors that one device holds in each of its states."""
         return self.problem.local(v, self.domains[v])
 
-    def _price_memory(self, unary: list[Floats], found: list[Star], limit: float) -> float:
-        """Charges no more than `memory.profile` counts at the points, and all of it but the buffers of ops (`build` does) and
-        copies kept between loops; the constant is what has no variable, less the limit's price.
+    def _price_memory(self, unary: list[Floats], result: list[Star], limit: float) -> float:
+        """Charges the bytes that `memory.profile` counts at the points; returns the constant part.
+
+        It leaves out the buffers of ops (`_op` charges them) and the copies kept between loops, so it never charges too much. The
+        constant is the price of bytes that have no variable, less the price of ``limit`` bytes.
         """
         points, price = self.prices.points, self.prices.seconds_per_byte
         if not points or price == 0.0:
@@ -141,11 +143,11 @@ class _Builder:
                     unary[v] += price * nbytes * self._local(v)
             constant += price * (rest - limit)
         for life in live.lifetimes.conditional:
-            self._charge(life, price * life.times(points), unary, found)
+            self._charge(life, price * life.times(points), unary, result)
         return constant
 
-    def _charge(self, life: Lifetime, price: float, unary: list[Floats], found: list[Star]) -> None:
-        """Charges a conditional lifetime ``price`` seconds a byte."""
+    def _charge(self, life: Lifetime, price: float, unary: list[Floats], result: list[Star]) -> None:
+        """Charges a conditional lifetime ``price`` seconds per byte."""
         if not price:
             return
         if life.kind == "copy":
@@ -157,10 +159,10 @@ class _Builder:
             if costs.ndim == 1:
                 unary[life.variable] += costs
             else:
-                found.append(_pair(life.source, life.variable, costs))
+                result.append(_pair(life.source, life.variable, costs))
 
     def _op(self, summand: Summand) -> Star:
-        """The hidden state of an op is its strategy."""
+        """The star of an op; its hidden state is the strategy."""
         problem, n, weight = self.problem, summand.at, summand.weight
         node = problem.graph.nodes[n]
         scope, slots, free = problem.ops.slots(node)
@@ -169,14 +171,14 @@ class _Builder:
         key = ("op", node.signature.id, slots, free, weight, late, own, held_s)
         if key not in self._memo:
             base, columns = problem.pricer.strategy_costs(node.signature, slots, free, own, late=late)
-            weighed = [c * weight for c in columns]
+            weighted = [c * weight for c in columns]
             if held_s and self.live is not None:
-                much = self.live.buffers.by_strategy(node, self.domains)
-                weighed = [c + held_s * m for c, m in zip(weighed, much, strict=True)]
-            self._memo[key] = self._finite(base * weight), tuple(self._finite(c) for c in weighed)
+                op_bytes = self.live.buffers.by_strategy(node, self.domains)
+                weighted = [c + held_s * m for c, m in zip(weighted, op_bytes, strict=True)]
+            self._memo[key] = self._finite(base * weight), tuple(self._finite(c) for c in weighted)
         return Star(scope, *self._memo[key])
 
-    def _link(self, summand: Summand, unary: list[Floats], found: list[Star]) -> None:
+    def _link(self, summand: Summand, unary: list[Floats], result: list[Star]) -> None:
         first, last = summand.scope[0], summand.scope[-1]
         link = self.problem.graph.links[summand.at]
         seconds = self.problem.crossing_seconds(link, self.domains[first], self.domains[last])
@@ -184,47 +186,47 @@ class _Builder:
         if first == last:
             unary[first] += np.diag(costs)
         else:
-            found.append(_pair(first, last, costs))
+            result.append(_pair(first, last, costs))
 
     def _view(self, summand: Summand) -> Star:
-        """The hidden state of a view is its own state; of a backward one that, and whether the forward copy is kept."""
+        """The star of a view; its hidden state is the view's state and, for a backward view, whether the forward copy is kept."""
         v, weight = summand.at, summand.weight
         problem, variable = self.problem, self.problem.coarse.variables[v]
-        mine = self.domains[v]
+        domain = self.domains[v]
         key = (
-            "view", variable.shape, problem.graph.tensors[variable.tensors[0]].itemsize, weight, mine,
+            "view", variable.shape, problem.graph.tensors[variable.tensors[0]].itemsize, weight, domain,
             self.domains[variable.of], self.domains[variable.sibling] if variable.kind == "backward" else (),
             self.held.get(v, 0.0), self.kept.get(v, 0.0),
         )  # fmt: skip
         if key not in self._memo:
-            again = self._made(v, weight, self.domains[variable.of])
-            other = np.not_equal.outer(np.array(mine), np.array(self.domains[variable.of])) * self._local(v)[:, None]
+            gathered_s = self._resharding_s(v, weight, self.domains[variable.of])
+            other = np.not_equal.outer(np.array(domain), np.array(self.domains[variable.of])) * self._local(v)[:, None]
             held = self.held.get(v, 0.0) * other
-            at = np.arange(len(mine))
+            at = np.arange(len(domain))
             if variable.kind == "view":
-                self._memo[key] = np.zeros(len(mine)), (again + held, at)
+                self._memo[key] = np.zeros(len(domain)), (gathered_s + held, at)
             else:
-                kept = self._made(v, weight, self.domains[variable.sibling])
-                of = np.concatenate([again + held, held + self.kept.get(v, 0.0) * other])
+                kept = self._resharding_s(v, weight, self.domains[variable.sibling])
+                of = np.concatenate([gathered_s + held, held + self.kept.get(v, 0.0) * other])
                 first = np.concatenate([np.zeros_like(kept), kept])
-                self._memo[key] = np.zeros(2 * len(mine)), (of, first, np.concatenate([at, at]))
+                self._memo[key] = np.zeros(2 * len(domain)), (of, first, np.concatenate([at, at]))
         return Star(summand.scope, *self._memo[key])
 
-    def _made(self, v: int, weight: float, origin: Domain) -> Floats:
-        """[D, D_origin]: seconds to make each state of a view from each of an origin's."""
+    def _resharding_s(self, v: int, weight: float, origin: Domain) -> Floats:
+        """[D, D_origin]: seconds to make each state of a view from each state of its origin."""
         tensor = self.problem.graph.tensors[self.problem.coarse.variables[v].tensors[0]]
         costs = self.problem.prices(tensor.shape, tensor.nbytes, origin)[:, list(self.domains[v])]
         return np.ascontiguousarray(self._finite(costs * weight).T)
 
 
 def _pair(a: int, b: int, costs: NDArray[Any]) -> Star:
-    """A table [a, b] as a term whose hidden state is that of ``b``."""
+    """A table [a, b] as a star whose hidden state is the state of ``b``."""
     columns: Floats = np.ascontiguousarray(costs.T)
     return Star((a, b), np.zeros(len(columns)), (columns, np.arange(len(columns))))
 
 
 def _merged(stars: Sequence[Star]) -> Iterator[Star]:
-    """Equal terms of the same variables, such as those of unrolled timesteps, as one."""
+    """Merges equal stars over the same variables, such as those of unrolled timesteps, into one."""
     alike: dict[tuple[tuple[int, ...], int], list[Star]] = {}
     for star in stars:
         alike.setdefault((star.scope, id(star.base)), []).append(star)
@@ -236,7 +238,7 @@ def _merged(stars: Sequence[Star]) -> Iterator[Star]:
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """One variable in a sweep: the (star, position) that it is in, those to hand costs to, and into how many parts."""
+    """One variable in a sweep: the (star, position) pairs that hold it, those that get costs back, and the number of shares."""
 
     variable: int
     around: tuple[tuple[int, int], ...]
@@ -245,39 +247,39 @@ class _Turn:
 
 
 class Ascent:
-    """Costs on their way between stars and variables: ``moved[k][j]`` [D] is what star k gave to its j-th variable so far."""
+    """Dual ascent on stars: ``moved[k][j]`` [D] is the cost that star k has given to its j-th variable so far."""
 
     def __init__(self, given: Stars, moved: Sequence[Sequence[Floats]] | None = None) -> None:
         self.given = given
         start = moved or [[np.zeros(len(given.unary[v])) for v in star.scope] for star in given.stars]
         self.moved = [[m.copy() for m in ms] for ms in start]
-        self._own = [u.copy() for u in given.unary]
+        self._unary = [u.copy() for u in given.unary]
         around: list[list[tuple[int, int]]] = [[] for _ in given.unary]
         for k, star in enumerate(given.stars):
             for j, v in enumerate(star.scope):
                 around[v].append((k, j))
-                self._own[v] += self.moved[k][j]
-        # [S] for each star and variable: its least price in each hidden state
+                self._unary[v] += self.moved[k][j]
+        # [S] for each star and variable: the variable's least price in each hidden state
         self._least = [
             [_least(c, m) for c, m in zip(star.columns, ms, strict=True)]
             for star, ms in zip(given.stars, self.moved, strict=True)
         ]
-        # by the first term that a variable is in, which is the order of the program
+        # variables in the order of their first star, which is program order
         order = sorted(range(len(given.unary)), key=lambda v: (around[v][:1], v))
         self._turns = _turns(given, around, order), _turns(given, around, order[::-1])
         self.work = sum(len(s.base) * len(given.unary[v]) + _CALL for s in given.stars for v in s.scope)
 
     def bound_s(self) -> float:
-        """The sum of all least values: no assignment costs less."""
-        total = self.given.constant_s + sum(float(u.min()) for u in self._own)
+        """The sum of all minima: no assignment costs less."""
+        total = self.given.constant_s + sum(float(u.min()) for u in self._unary)
         for star, least in zip(self.given.stars, self._least, strict=True):
             total += float((star.base + sum(least)).min())
-        return total - 1e-12 * abs(total)  # of the sums in floating point
+        return total - 1e-12 * abs(total)  # a margin for floating-point rounding of the sums
 
     def sweep(self, *, backwards: bool) -> None:
-        """Once over all variables: each takes what its terms can give, and hands it to those whose other variables come later."""
+        """One pass over all variables: each takes what its stars can give and hands it to the stars with later variables."""
         for turn in self._turns[backwards]:
-            own = self._own[turn.variable]
+            own = self._unary[turn.variable]
             for k, j in turn.around:
                 gain = self._marginal(k, j)
                 own += gain
@@ -290,35 +292,35 @@ class Ascent:
                 self._least[k][j] = _least(self.given.stars[k].columns[j], self.moved[k][j])
 
     def decoded(self) -> tuple[int, ...]:
-        """An assignment (an index into each domain): one variable after the other at its best, those before it held."""
+        """An assignment (an index into each domain): each variable in turn takes its best state, given those before it."""
         least = [list(ls) for ls in self._least]
-        found = [0] * len(self._own)
+        result = [0] * len(self._unary)
         for turn in self._turns[False]:
-            total = self._own[turn.variable].copy()
+            total = self._unary[turn.variable].copy()
             for k, j in turn.around:
                 total += self._marginal(k, j, least[k])
-            at = found[turn.variable] = int(total.argmin())
+            at = result[turn.variable] = int(total.argmin())
             for k, j in turn.around:
                 column, moved = self.given.stars[k].columns[j], self.moved[k][j]
                 least[k][j] = (np.where(column == at, 0.0, np.inf) if column.ndim == 1 else column[:, at]) - moved[at]
-        return tuple(found)
+        return tuple(result)
 
     def at_least_s(self) -> tuple[Floats, ...]:
-        """For each variable [D]: no assignment with it in that state costs less."""
+        """For each variable [D]: a lower bound on all assignments with the variable in that state."""
         bound, tops = self.bound_s(), [0.0] * len(self.given.stars)
         for k, (star, least) in enumerate(zip(self.given.stars, self._least, strict=True)):
             tops[k] = float((star.base + sum(least)).min())
-        found: list[Floats] = []
+        result: list[Floats] = []
         for turn in sorted(self._turns[False], key=lambda t: t.variable):
-            own = self._own[turn.variable]
+            own = self._unary[turn.variable]
             total = own + bound - float(own.min())
             for k, j in turn.around:
                 total = total + self._marginal(k, j) - tops[k]
-            found.append(total - 1e-12 * abs(bound))
-        return tuple(found)
+            result.append(total - 1e-12 * abs(bound))
+        return tuple(result)
 
     def _marginal(self, k: int, j: int, least: Sequence[Floats] | None = None) -> Floats:
-        """[D]: the least that a star can cost by now in each state of its j-th variable; ``least`` in place of the star's own."""
+        """[D]: the least current cost of a star in each state of its j-th variable; ``least`` replaces the star's own minima."""
         star = self.given.stars[k]
         rest = star.base.copy()
         for i, other in enumerate(self._least[k] if least is None else least):
@@ -326,31 +328,34 @@ class Ascent:
                 rest += other
         column = star.columns[j]
         if column.ndim == 1:
-            found = rest.reshape(-1, len(self.moved[k][j])).min(axis=0)
+            result = rest.reshape(-1, len(self.moved[k][j])).min(axis=0)
         else:
-            found = (column + rest[:, None]).min(axis=0)
-        return found - self.moved[k][j]
+            result = (column + rest[:, None]).min(axis=0)
+        return result - self.moved[k][j]
 
 
 def _turns(given: Stars, around: Sequence[Sequence[tuple[int, int]]], order: Sequence[int]) -> tuple[_Turn, ...]:
     rank = {v: i for i, v in enumerate(order)}
-    found: list[_Turn] = []
+    result: list[_Turn] = []
     for v in order:
         later = tuple(at for at in around[v] if any(rank[u] > rank[v] for u in given.stars[at[0]].scope))
         earlier = sum(any(rank[u] < rank[v] for u in given.stars[k].scope) for k, _ in around[v])
-        found.append(_Turn(v, tuple(around[v]), later, max(len(later), earlier, 1)))
-    return tuple(found)
+        result.append(_Turn(v, tuple(around[v]), later, max(len(later), earlier, 1)))
+    return tuple(result)
 
 
 def _least(column: Column, moved: Floats) -> Floats:
-    """[S]: the least price of a variable in each hidden state, after what was moved to the variable."""
+    """[S]: the least price of a variable in each hidden state, less the costs moved to the variable."""
     if column.ndim == 1:
         return -moved[column.astype(np.int64, copy=False)]
     return (column - moved).min(axis=1)
 
 
 def ascend(ascent: Ascent, *, known_s: float, work: float = WORK, enough: float = ENOUGH) -> float:
-    """The bound in seconds once little is gained, it is near ``known_s`` (an assignment's cost), or ``work`` is done."""
+    """Sweeps until the gain is small, the bound is near ``known_s`` (an assignment's cost), or ``work`` is done.
+
+    Returns the bound in seconds.
+    """
     best = ascent.bound_s()
     for _ in range(min(MOST_SWEEPS // 2, max(1, round(work / (2 * ascent.work))))):
         ascent.sweep(backwards=False)
@@ -364,7 +369,7 @@ def ascend(ascent: Ascent, *, known_s: float, work: float = WORK, enough: float 
 
 
 def narrowed(ascent: Ascent, domains: Sequence[Domain], known_s: float) -> tuple[Domain, ...]:
-    """The states of each variable that an assignment as good as one of ``known_s`` may have: every optimum is among them."""
+    """The states of each variable that an assignment of at most ``known_s`` may have; every optimum lies in them."""
     return tuple(
         tuple(s for s, least in zip(d, at_least, strict=True) if least <= known_s)
         for d, at_least in zip(domains, ascent.at_least_s(), strict=True)
@@ -372,9 +377,9 @@ def narrowed(ascent: Ascent, domains: Sequence[Domain], known_s: float) -> tuple
 
 
 class Bound:
-    """A lower bound on the seconds of every plan within the pins and the memory limit, found when it is first asked for.
+    """A lower bound on the seconds of every plan within the pins and the memory limit, computed on first use.
 
-    ``unlimited_s`` is the optimum without a memory limit, where that was found.
+    ``unlimited_s`` is the optimum without a memory limit, where it is known.
     """
 
     def __init__(
@@ -392,7 +397,7 @@ class Bound:
     ) -> None:
         """``free`` is the best solution without a memory limit, ``chosen`` the best within it, ``work`` as in `ascend`.
 
-        ``known_s`` is a bound that is known without looking.
+        ``known_s`` is a lower bound that is known already.
         """
         self.unlimited_s = unlimited_s
         self._problem, self._live, self._domains = problem, live, domains
@@ -400,12 +405,12 @@ class Bound:
 
     @property
     def free_s(self) -> float:
-        """Seconds of the best solution that was found without a memory limit."""
+        """Seconds of the best solution without a memory limit."""
         return self._free.seconds
 
     @cached_property
     def seconds(self) -> float:
-        """The optimum where nothing else binds, else the better of it and of what dual ascent finds."""
+        """The optimum (or a bound) without a memory limit; where memory binds, the larger of that and the bound at the limit."""
         best = self.unlimited_s if self.unlimited_s is not None else self._without_limit()
         return best if self._free.peak_bytes <= self._limit else max(best, self._at_limit())
 
@@ -414,17 +419,20 @@ class Bound:
         return max(self._known_s, ascend(Ascent(given), known_s=self._free.seconds, work=self._work))
 
     def _at_limit(self) -> float:
-        """At the best price on bytes, looked for from the one at which the unlimited plan is worth as much as the chosen."""
+        """The bound at the best price on bytes.
+
+        The search starts at the price at which the unlimited and the chosen plan cost the same.
+        """
         points = tuple(sorted({self._peak(self._free), self._peak(self._chosen)}))
         saved = max(self._free.peak_bytes - self._chosen.peak_bytes, 1) * len(points)
         start = max(self._chosen.seconds - self._free.seconds, 1e-9 * self._chosen.seconds) / saved
-        found: dict[int, float] = {}
+        result: dict[int, float] = {}
         last: list[list[Floats]] | None = None
 
         def at(power: int) -> float:
-            """The bound at one price on bytes, this power of two times the first."""
+            """The bound at ``2**power`` times the first price on bytes."""
             nonlocal last
-            if power not in found:
+            if power not in result:
                 given = stars(
                     self._problem,
                     self._domains,
@@ -434,15 +442,15 @@ class Bound:
                     limit=self._limit + memory.SLACK,
                 )
                 ascent = Ascent(given, last)
-                found[power] = ascend(ascent, known_s=self._chosen.seconds, work=self._work / _PRICES)
+                result[power] = ascend(ascent, known_s=self._chosen.seconds, work=self._work / _PRICES)
                 last = ascent.moved
-            return found[power]
+            return result[power]
 
         step = 1 if at(1) > at(0) else -1
         power = max(step, 0)
-        while len(found) < _PRICES and at(power + step) > at(power):
+        while len(result) < _PRICES and at(power + step) > at(power):
             power += step
-        return max(found.values())
+        return max(result.values())
 
     def _peak(self, held: Solution) -> int:
         return int(memory.profile(self._problem, self._live, held.states, held.keep, held.limits).argmax())

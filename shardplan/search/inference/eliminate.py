@@ -1,7 +1,7 @@
 """Variable elimination: the exact minimum of a sum of tables.
 
-The order is found once from the scopes alone; the numbers are run again for each price, restriction or level. The elimination of
-a variable from equal tables in the same arrangement is memoised, so repeated layers cost one lookup.
+The order is found once, from the scopes and sizes; the numbers are computed anew for each price, restriction or level. The
+elimination of a variable from equal tables in the same arrangement is memoised, so repeated layers cost one lookup.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ from shardplan.search.problem.tables import BIG, Costs, Store, Term
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """An elimination order with, for each variable, the neighbours that it meets, and the entries of the largest and of all
-    tables.
-    """
+    """An elimination order, each variable's neighbours when it is eliminated, and the entries of the largest table and of all."""
 
     variables: tuple[int, ...]
     neighbours: tuple[tuple[int, ...], ...]
@@ -41,13 +39,13 @@ def find_order(scopes: Sequence[tuple[int, ...]], sizes: Sequence[int]) -> Order
 def _order(scopes: Sequence[tuple[int, ...]], sizes: Sequence[int], *, fill: bool) -> Order:
     near: list[set[int]] = [set() for _ in sizes]
     for scope in scopes:
-        open_ = [v for v in scope if sizes[v] > 1]  # a variable with one state is no variable
+        open_ = [v for v in scope if sizes[v] > 1]  # a variable with one state needs no elimination
         for v in open_:
             near[v].update(open_)
     for v, s in enumerate(near):
         s.discard(v)
-    known = {s: float(np.log(max(1, s))) for s in set(sizes)}
-    logs = [known[s] for s in sizes]
+    log_of = {s: float(np.log(max(1, s))) for s in set(sizes)}
+    logs = [log_of[s] for s in sizes]
 
     def score(v: int) -> float:
         size = logs[v] + sum(logs[u] for u in near[v])
@@ -68,7 +66,7 @@ def _order(scopes: Sequence[tuple[int, ...]], sizes: Sequence[int], *, fill: boo
         value, v = heapq.heappop(heap)
         if done[v] or (not fill and value != now[v]):
             continue
-        if fill:  # what is missing changes further away, too
+        if fill:  # fill-in changes further away, too
             now[v] = score(v)
             if now[v] > value + 1e-9:
                 heapq.heappush(heap, (now[v], v))
@@ -90,21 +88,21 @@ def _order(scopes: Sequence[tuple[int, ...]], sizes: Sequence[int], *, fill: boo
     return Order(tuple(variables), tuple(neighbours), largest, total)
 
 
-_PIECE = 1 << 17  # entries that are added up at a time: they stay in a core's cache
+_PIECE = 1 << 17  # entries that are summed at a time, so that they stay in a core's cache
 
 
 def _least(tables: Sequence[Costs], sizes: Sequence[int]) -> Costs:
-    """[*sizes[1:]]: the least sum of tables, that broadcast against each other, over their first axis."""
-    ordered = sorted(tables, key=np.size)  # small ones first: few sums are large
+    """[*sizes[1:]]: the minimum over the first axis of the sum of tables, which broadcast against each other."""
+    ordered = sorted(tables, key=np.size)  # small tables first: then few sums are large
     entries = math.prod(sizes)
-    if entries > _PIECE // 8:  # the largest one's axes last: long runs of its numbers meet the same one of the others
+    if entries > _PIECE // 8:  # the largest table's axes last: long runs of it are added to the same entry of the others
         axes = [0, *sorted(range(1, len(sizes)), key=lambda axis: ordered[-1].shape[axis] > 1)]
         if axes != sorted(axes):
             turned = _least([t.transpose(axes) for t in ordered], [sizes[axis] for axis in axes])
             return turned.transpose(np.argsort(axes)[1:] - 1)
     if entries <= _PIECE:
         return np.broadcast_to(functools.reduce(np.add, ordered), sizes).min(axis=0)
-    # one state after the other, each in the order in which its numbers lie: striding through memory is slower
+    # state by state, each in its memory order: striding through memory is slower
     least = np.array(np.broadcast_to(functools.reduce(np.add, [t[0] for t in ordered]), sizes[1:]), order="K")
     step = max(1, _PIECE * sizes[0] * sizes[1] // entries)
     for start in range(0, sizes[1], step):
@@ -119,18 +117,18 @@ Scoped = tuple[tuple[int, ...], int]
 """The variables of a table, in the order of its axes, and its number in the store."""
 
 _Key = tuple[tuple[int, tuple[int, ...]], ...]
-"""Tables that meet in an elimination, each with the place of its axes: the eliminated variable is 0."""
+"""The tables of one elimination, each with the positions of its axes; the eliminated variable is axis 0."""
 
 
 def met(v: int, tables: Sequence[Scoped], rank: Mapping[int, int]) -> tuple[tuple[int, ...], _Key]:
-    """(the other variables of a variable's tables, the first to go first; the tables in that arrangement)."""
+    """(the other variables of a variable's tables, in elimination order; the tables with their axes in that order)."""
     scope = tuple(sorted({u for s, _ in tables for u in s if u != v}, key=rank.__getitem__))
     axis = {u: i for i, u in enumerate((v, *scope))}
     return scope, tuple(sorted((table, tuple(axis[u] for u in s)) for s, table in tables))
 
 
 def arranged_as(costs: Costs, axes: Sequence[int], sizes: Sequence[int]) -> Costs:
-    """A table whose axes have these places among all axes, so that it broadcasts against others."""
+    """A table with its axes moved to these positions among all axes, so that it broadcasts against others."""
     order = sorted(range(len(axes)), key=axes.__getitem__)
     shape = [1] * len(sizes)
     for i in order:
@@ -140,7 +138,7 @@ def arranged_as(costs: Costs, axes: Sequence[int], sizes: Sequence[int]) -> Cost
 
 @dataclass(slots=True)
 class Eliminator:
-    """Runs eliminations over one store of tables, remembering each distinct one; ``check`` is called between any two of them."""
+    """Runs eliminations over one store of tables and memoises each distinct one; ``check`` is called before each."""
 
     store: Store
     check: Callable[[], None] = lambda: None
@@ -175,7 +173,7 @@ class Eliminator:
         return total, assignment
 
     def waiting(self, terms: Sequence[Term], sizes: Sequence[int], rank: Mapping[int, int]) -> tuple[int, list[list[Scoped]]]:
-        """(the sum of constants, for each variable the tables of which it is the first to go by ``rank``)."""
+        """(the sum of constants; for each variable the tables of which it is the first to be eliminated, by ``rank``)."""
         waiting: list[list[Scoped]] = [[] for _ in sizes]
         total = 0
         for term in terms:
@@ -189,7 +187,7 @@ class Eliminator:
         return total, waiting
 
     def left(self, v: int, tables: Sequence[Scoped], sizes: Sequence[int], rank: Mapping[int, int]) -> tuple[Scoped, int]:
-        """(the table that is left once a variable is eliminated from these, which is interned; its minimum)."""
+        """(the interned table that is left once a variable is eliminated from these, its minimum)."""
         scope, key = met(v, tables, rank)
         table, low, _ = self._eliminate(key, [sizes[v], *(sizes[u] for u in scope)])
         return (scope, table), low
@@ -197,28 +195,29 @@ class Eliminator:
     def _squeeze(self, scope: tuple[int, ...], table: int, sizes: Sequence[int]) -> tuple[tuple[int, ...], int, int]:
         keep = tuple(v for v in scope if sizes[v] > 1)
         axes = tuple(i for i, v in enumerate(scope) if sizes[v] == 1)
-        found = self._squeezed.get((table, axes))
-        if found is None:
-            found = self._squeezed[table, axes] = self.store.intern(self.store.tables[table].squeeze(axes))
-        return keep, *found
+        cached = self._squeezed.get((table, axes))
+        if cached is None:
+            cached = self._squeezed[table, axes] = self.store.intern(self.store.tables[table].squeeze(axes))
+        return keep, *cached
 
     def _eliminate(self, key: _Key, sizes: list[int]) -> tuple[int, int, int]:
-        """(the table that is left, its minimum, which elimination it was)."""
-        found = self._memo.get(key)
-        if found is None:
+        """(the table that is left, its minimum, the number of the elimination)."""
+        cached = self._memo.get(key)
+        if cached is None:
             arranged = [arranged_as(self.store.tables[table], axes, sizes) for table, axes in key]
             table, low = self.store.intern(np.minimum(_least(arranged, sizes), BIG))
             self._keys.append(key)  # first: an interrupt in between leaves nothing wrong
-            found = self._memo[key] = (table, low, len(self._keys) - 1)
-        return found
+            cached = self._memo[key] = (table, low, len(self._keys) - 1)
+        return cached
 
     def _choice(self, elimination: int, others: tuple[int, ...]) -> int:
-        """The eliminated variable's best value, its neighbours' known. Looked at again for the one column that is asked for:
-        cheaper than keeping the choices of a whole table.
+        """The eliminated variable's best state, given the states of its neighbours.
+
+        Recomputed for one column, which is cheaper than keeping the choices of a whole table.
         """
-        found = self._choices.get((elimination, others))
-        if found is None:
+        cached = self._choices.get((elimination, others))
+        if cached is None:
             at = (slice(None), *others)
             column = sum(self.store.tables[table][tuple(at[i] for i in axes)] for table, axes in self._keys[elimination])
-            found = self._choices[elimination, others] = int(np.argmin(np.minimum(column, BIG)))
-        return found
+            cached = self._choices[elimination, others] = int(np.argmin(np.minimum(column, BIG)))
+        return cached

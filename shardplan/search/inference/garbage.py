@@ -9,24 +9,24 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Generator[None]:
-    """No collection inside: what the search drops is in no cycles, and each collection would walk all that JAX has loaded.
+    """Turns the collector off inside: the search drops no cycles, and each collection would walk all that JAX has loaded.
 
-    All that there is by its end counts as old then, so that the next collection of young objects does not walk what it keeps.
+    At the end every live object becomes old, so that the next collection of young objects does not walk it.
     """
-    was = gc.isenabled()
-    try:  # an interrupt may be raised as soon as it is off
+    enabled = gc.isenabled()
+    try:  # an interrupt may come as soon as the collector is off
         gc.disable()
         yield
     finally:
         try:
-            if was and not gc.get_freeze_count():  # what somebody froze stays frozen
-                _grown_old()
+            if enabled and not gc.get_freeze_count():  # objects that somebody else froze stay frozen
+                _make_old()
         finally:
-            if was:
+            if enabled:
                 gc.enable()
 
 
-def _grown_old() -> None:
+def _make_old() -> None:
     try:
         gc.freeze()
     finally:

@@ -1,8 +1,8 @@
-"""The exact optimum where the joint tables are too large: domains narrowed until they are not.
+"""The exact optimum where the joint tables are too large: domains are narrowed until the tables fit.
 
-Dual ascent (`bound`) gives a lower bound, an assignment, and for every state of every variable the least cost of an assignment
-with it. A state whose least cost exceeds that of a known assignment is in no optimum. Once few enough states are left the tables
-fit, and their minimum is that of all layouts (reduced-cost fixing).
+Dual ascent (`bound`) gives a lower bound, an assignment, and for every state of every variable a lower bound on all assignments
+with it. A state whose bound exceeds the cost of a known assignment is in no optimum. Once few enough states are left the tables
+fit, and their minimum is the optimum over all layouts (reduced-cost fixing).
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from shardplan.search.problem.pricing import Domain
 from shardplan.search.problem.solution import Solution
 
 ROUNDS = (6, 4, 10, 20, 20, 20, 20)
-"""Sweeps before each look at what is left."""
+"""Sweeps before each attempt to solve the remaining states exactly."""
 
-_WORST = 4.0  # what cannot be is charged so many times the cost of the assignment that is known
+_WORST = 4.0  # infeasible states cost this multiple of the known assignment's cost
 
 
 def optimum(solver: Solver, domains: Sequence[Domain], known: Solution, *, entries: int) -> tuple[Solution, bool]:
-    """(the best solution found, whether it is the optimum): tables of at most so many entries, starting from a known solution."""
+    """(the best solution found, whether it is proved optimal), from a ``known`` solution.
+
+    Tables have at most ``entries`` entries each, ten times as many in all.
+    """
     problem = solver.problem
     ascent = Ascent(stars(problem, domains, worst_s=_WORST * known.seconds))
     turn = 0

@@ -1,4 +1,4 @@
-"""Solves one problem again and again: its minimum in given domains, at given prices on bytes, under given limits."""
+"""Solves one problem many times: its minimum in given domains, at given prices on bytes, under given limits."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from shardplan.search.problem.tables import PER_SECOND, seconds_of
 
 
 class Solver:
-    """Solves one problem again and again: for restrictions, prices and levels. ``limits`` hold where a call gives none.
+    """Solves one problem under many restrictions and prices. ``limits`` apply where a call gives none.
 
-    A ``watch`` sees every solution, and may end the work.
+    A ``watch`` sees every solution and may end the search.
     """
 
     def __init__(self, problem: Problem, live: memory.Liveness, limits: Limits | None = None, watch: Watch | None = None) -> None:
@@ -47,23 +47,23 @@ class Solver:
         order: Order | None = None,
         limits: Limits | None = None,
     ) -> tuple[Solution, float]:
-        """(the cheapest assignment in these domains that is found, its cost with prices): infinite where none is feasible."""
+        """(the cheapest assignment found in these domains, its cost in seconds with prices); infinite where none is feasible."""
         limits = self.limits if limits is None else limits
         keep_s = self._keep_prices(regather, points, price)
-        states, found = self._solved(domains, keep_s, points, price, order, limits)
-        priced = seconds_of(found.cost)
-        return self.rate(name, states, keep_s, regather, limits, seconds=None if points else priced), priced
+        states, result = self._solve(domains, keep_s, points, price, order, limits)
+        priced_s = seconds_of(result.cost)
+        return self.rate(name, states, keep_s, regather, limits, seconds=None if points else priced_s), priced_s
 
     def bounded(self, name: str, domains: Sequence[Domain]) -> tuple[Solution, float]:
-        """(the cheapest assignment in these domains that is found, seconds that each costs at least).
+        """(the cheapest assignment found in these domains, a lower bound in seconds).
 
-        Both are equal where it is proved to be the optimum; its seconds are infinite where none was found.
+        The two are equal where the optimum is proved; the assignment's seconds are infinite where none was found.
         """
-        states, found = self._solved(domains, {}, (), 0.0, None, self.limits)
-        solution = self.rate(name, states, {}, False, self.limits, seconds=seconds_of(found.cost))
-        return solution, found.bound / PER_SECOND
+        states, result = self._solve(domains, {}, (), 0.0, None, self.limits)
+        solution = self.rate(name, states, {}, False, self.limits, seconds=seconds_of(result.cost))
+        return solution, result.bound / PER_SECOND
 
-    def _solved(
+    def _solve(
         self,
         domains: Sequence[Domain],
         keep_s: Mapping[int, float],
@@ -76,8 +76,8 @@ class Solver:
         if points:
             terms += memory.price_terms(self.problem, self.live, points, price, domains, limits)
         sizes = self.problem.ops.sizes(domains, limits)
-        found = best(self.eliminator, terms, sizes, order or self.order(domains))
-        return tuple(d[i] for d, i in zip(domains, found.assignment, strict=False)), found
+        result = best(self.eliminator, terms, sizes, order or self.order(domains))
+        return tuple(d[i] for d, i in zip(domains, result.assignment, strict=False)), result
 
     def rate(
         self,
@@ -89,7 +89,7 @@ class Solver:
         *,
         seconds: float | None = None,
     ) -> Solution:
-        """A solution from its states: true seconds (those given, where they are known without prices), and its peak."""
+        """The solution of these states, with its peak. ``seconds`` are those without prices; computed where not given."""
         limits = self.limits if limits is None else limits
         keep = frozenset(v for v in self.problem.backward_views if self.problem.keeps(v, states, keep_s.get(v, 0.0)))
         if seconds is None:
@@ -101,23 +101,23 @@ class Solver:
         return solution
 
     def unlimited(self, solution: Solution, within: Sequence[Domain] | None = None) -> Solution:
-        """The same layouts with every op cut the best way: never slower.
+        """The same layouts with every op cut the best way; never slower.
 
-        ``within`` are domains with these layouts among them on which ops have their tables: there they are looked up, if no op is
+        ``within`` are domains that hold these layouts and whose tables exist: costs are looked up there if no op is
         `Ops.opened`.
         """
         keep_s = self.problem.regathered(solution.keep)
-        seconds = None if within is None or self.problem.ops.opened(within) else self._looked_up(solution.states, within, keep_s)
+        seconds = None if within is None or self.problem.ops.opened(within) else self._lookup(solution.states, within, keep_s)
         return self.rate(solution.name, solution.states, keep_s, solution.regather, seconds=seconds)
 
-    def _looked_up(self, states: Sequence[int], domains: Sequence[Domain], keep_s: Mapping[int, float]) -> float:
+    def _lookup(self, states: Sequence[int], domains: Sequence[Domain], keep_s: Mapping[int, float]) -> float:
         at = [domain.index(s) for domain, s in zip(domains, states, strict=True)]
         tables = self.problem.store.tables
         terms = self.problem.terms(domains, keep_s, self.limits)
         return sum(t.constant + int(tables[t.table][tuple([at[v] for v in t.scope])]) for t in terms) / PER_SECOND
 
     def peak_point(self, solution: Solution) -> int:
-        """Where the solution's memory peaks."""
+        """The point of the step at which the solution's memory peaks."""
         return int(self._profile(solution).argmax())
 
     def held(self, solution: Solution, points: Sequence[int]) -> NDArray[np.float64]:

@@ -1,1 +1,1 @@
-"""What a device holds: `liveness` says when each tensor is alive, `buffers` what an op holds while it runs."""
+"""The memory of a device: `liveness` says when each value is alive (`lifetimes`), `buffers` what an op holds while it runs."""

@@ -1,6 +1,6 @@
-"""Buffers that live while one op runs: operands brought into the layout that it needs, results before they are reduced or moved.
+"""Buffers that live while one op runs: operands in the layout that it needs, results before they are reduced or resharded.
 
-What is stored is accounted for by liveness; these come on top of it, at their op.
+`liveness` accounts for stored values; the buffers of an op are added to them while it runs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CHUNK = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What ops must share to have equal buffers in equal layouts; ``replaced`` are the results that lie where an argument lay."""
+    """Properties of ops that have equal buffers in equal layouts. ``replaced`` are the results that take an argument's memory."""
 
     signature: Signature
     slots: tuple[Slot, ...]
@@ -34,13 +34,14 @@ class _Kind:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal for equal ones: descriptions are not compared."""
+        """A key that is equal for equal kinds. It compares signature ids, not descriptions."""
         return self.signature.id, self.slots, self.free, self.allowed, self.late, self.replaced
 
 
 class Buffers:
-    """The buffers of a problem's ops, looked up by kind and layouts. ``replaced`` are the tensors that lie where a donated
-    argument lay: what is brought into such a place is made beside it first.
+    """The buffers of a problem's ops, memoised by kind and layouts.
+
+    ``replaced`` are the tensors that take a donated argument's memory: one that is resharded into it is made beside it first.
     """
 
     def __init__(self, problem: Problem, replaced: frozenset[int]) -> None:
@@ -49,14 +50,14 @@ class Buffers:
         self._grouped: tuple[Limits | None, list[_Group]] | None = None
 
     def held(self, states: Sequence[int], limits: Limits | None) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """(ops, bytes on one device while each of them runs) for one assignment."""
-        cuts = limits if limits is not None and limits.cuts else None  # what all ops share needs no new groups
+        """(ops, buffer bytes on one device while each of them runs) for one assignment."""
+        cuts = limits if limits is not None and limits.cuts else None  # limits that all ops share need no new groups
         if self._grouped is None or self._grouped[0] is not cuts:
             self._grouped = cuts, self._groups(cuts)
         shared = limits.of(-1) if limits is not None and cuts is None else None
         chosen = np.array(states, np.int64)
         at: list[NDArray[np.int64]] = [np.zeros(0, np.int64)]
-        found: list[NDArray[np.float64]] = [np.zeros(0)]
+        nbytes: list[NDArray[np.float64]] = [np.zeros(0)]
         for group in self._grouped[1]:
             states_of = chosen[group.scopes]
             key = shared, states_of.tobytes()
@@ -66,28 +67,28 @@ class Buffers:
                 each = np.array([self._bytes(kind, tuple(map(int, row))) for row in rows])
                 group.known[key] = each[which.reshape(-1)]
             at.append(group.nodes)
-            found.append(group.known[key])
-        return np.concatenate(at), np.concatenate(found)
+            nbytes.append(group.known[key])
+        return np.concatenate(at), np.concatenate(nbytes)
 
     @cached_property
     def most(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """[ops], [ops]: the ops, and bytes that each holds no more of in any layouts."""
+        """([ops], [ops]): the ops, and an upper bound on the buffer bytes of each in any layouts."""
         joins = self._problem.coarse.joins
-        found = np.zeros(len(joins))
+        nbytes = np.zeros(len(joins))
         for i, n in enumerate(joins):
             node = self._problem.graph.nodes[n]
             for slot in self._problem.ops.slots(node)[1]:
                 twice = slot.result and node.outputs[slot.index] in self._replaced
-                found[i] += slot.tensor(node.signature.call)[1] * (2 if twice else 1)
-        return np.array(joins, np.int64), found
+                nbytes[i] += slot.tensor(node.signature.call)[1] * (2 if twice else 1)
+        return np.array(joins, np.int64), nbytes
 
     def table(self, node: Node, limits: Limits | None, domains: Sequence[Domain]) -> tuple[tuple[int, ...], NDArray[np.float64]]:
-        """(an op's variables with a choice, bytes [*their domains]) with the fastest strategy for each choice of layouts."""
+        """(an op's variables with a choice, bytes [*their domains]) under the fastest strategy for each choice of layouts."""
         kind, scope = self._kind(node, limits)
         return tuple(v for v in scope if len(domains[v]) > 1), self._table(kind, tuple(domains[v] for v in scope))
 
     def by_strategy(self, node: Node, domains: Sequence[Domain], limits: Limits | None = None) -> list[NDArray[np.float64]]:
-        """For each of an op's variables [strategies, its domain]: bytes, whichever strategy is the fastest."""
+        """For each of an op's variables, bytes [strategies, its domain] under every strategy."""
         kind, scope = self._kind(node, limits)
         return self._held(kind, tuple(domains[v] for v in scope))
 
@@ -123,7 +124,7 @@ class Buffers:
         if not open_:
             return known[base.argmin()]
         sizes = [len(domains[i]) for i in open_]
-        least, found = np.full(sizes, np.inf), np.zeros(sizes)
+        least, nbytes = np.full(sizes, np.inf), np.zeros(sizes)
         step = max(1, _CHUNK // int(np.prod(sizes)))
         for start in range(0, len(base), step):
             part = slice(start, start + step)
@@ -134,11 +135,11 @@ class Buffers:
                 price, size = price + costs[i][part].reshape(shape), size + held[i][part].reshape(shape)
             best = price.argmin(axis=0)[None]
             price, size = (np.take_along_axis(np.broadcast_to(x, price.shape), best, axis=0)[0] for x in (price, size))
-            found, least = np.where(price < least, size, found), np.minimum(price, least)
-        return found
+            nbytes, least = np.where(price < least, size, nbytes), np.minimum(price, least)
+        return nbytes
 
     def _held(self, kind: _Kind, domains: tuple[Domain, ...]) -> list[NDArray[np.float64]]:
-        """For each variable [strategies, domain]: bytes beside what is stored."""
+        """For each variable, bytes [strategies, domain] beside the stored values."""
         rows = self._problem.pricer.options(kind.signature, kind.allowed, late=kind.late)
         call, resharder = kind.signature.call, self._problem.resharder
         held = [np.zeros((len(rows.compute_s), len(d))) for d in domains]
@@ -150,9 +151,9 @@ class Buffers:
             size = whole * np.broadcast_to(local[at][:, None], moved.shape)
             if slot.result and slot.index in kind.replaced:
                 size = size + whole * local[states][None, :]
-            elif slot.result:  # a reduction that leaves it as large is done in place
+            elif slot.result:  # a reduction that keeps the size is done in place
                 moved &= local[at][:, None] != local[states][None, :]
-            else:  # a slice of what is there takes no room of its own
+            else:  # an operand that is resharded at no cost takes no memory of its own
                 moved &= self._problem.prices(shape, whole, domains[slot.variable])[:, at].T > 0
             held[slot.variable] += np.where(moved, size, 0.0)
         return held
@@ -160,7 +161,7 @@ class Buffers:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Ops of one kind, their variables, and what was found for states of them.  # [ops], [ops, variables], [ops]"""
+    """Ops of one kind [ops], their variables [ops, variables], and known bytes [ops] by allowed strategies and states."""
 
     kind: _Kind
     nodes: NDArray[np.int64]

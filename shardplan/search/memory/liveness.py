@@ -1,10 +1,9 @@
 """Peak memory of one device by liveness, and the prices that push a plan under a limit.
 
-Each tensor that is stored in memory lives from the op that makes it to its last reader; resharded copies are values with
-lifetimes of their own, and a weight's forward copy that the backward pass reads too lives in between. Elementwise results that
-only elementwise ops read are fused away: those that the same pass reads, and those light enough to be computed again where the
-other pass reads them, from values that are kept as well. What an op holds while it runs is in `buffers`. A donated
-input's buffer becomes the output that replaces it.
+A stored tensor lives from the op that makes it to its last reader. Resharded copies have lifetimes of their own; a weight's
+forward copy that the backward pass reuses also lives between the two. Elementwise results that only elementwise ops and
+reductions read are fused away if one pass reads them, or if they are light and the other pass can compute them again from values
+that are alive anyway. What an op holds while it runs is in `buffers`. An output that replaces a donated input takes its buffer.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ from shardplan.search.problem.tables import Term, picoseconds
 from shardplan.tdl import light
 
 SLACK = 0.01
-"""Of a byte: sums of parts of tensors are that exact."""
+"""The rounding error of sums of parts of tensors, in bytes."""
 
 Assignment = Sequence[int]
-"""For each variable its state."""
+"""The state of each variable."""
 
 
 @dataclass(frozen=True, slots=True)
 class Liveness:
-    """What a step holds: the lifetimes of its values, in positions of the flat graph, and the buffers of its ops."""
+    """The memory of a step: the lifetimes of its values, in positions of the flat graph, and the buffers of its ops."""
 
     lifetimes: Lifetimes
     buffers: Buffers
@@ -82,7 +81,7 @@ def liveness(problem: Problem, donated: frozenset[int] = frozenset()) -> Livenes
 
 
 def _through_links(graph: Graph, loops: Loops, birth: dict[int, int], death: dict[int, int]) -> None:
-    """What a loop reads lives as long as it runs; what it carries is replaced in place; its results are there when it ends."""
+    """Extends lifetimes over loops: operands live as long as the loop, carries are replaced in place, results follow it."""
     for link in graph.links:
         left = loops.left(link)
         if link.source in birth and link.target not in graph.boundary:
@@ -100,17 +99,17 @@ def _through_links(graph: Graph, loops: Loops, birth: dict[int, int], death: dic
 
 
 def _fused(problem: Problem, death: dict[int, int]) -> frozenset[int]:
-    """The values that are never stored; what they are made of lives until they are read, which ``death`` is changed to say."""
+    """The values that are never stored. Their operands live until they are read: ``death`` is changed accordingly."""
     graph, of = problem.graph, problem.coarse.of
     readers = _readers(graph)
     ends = {*graph.outputs, *graph.inputs} | {t for link in graph.links for t in (link.source, link.target)}
     every = {n.signature.id: n.signature.description for n in graph.nodes}
-    again = {s: description is not None and light(description) for s, description in every.items()}
+    recomputable = {s: description is not None and light(description) for s, description in every.items()}
     summed = _summed(graph, readers)
     fused: set[int] = set()
     for node in reversed(graph.nodes):
         alive = [t for t in dict.fromkeys(node.inputs) if t >= 0 and of[t] != FREE]
-        cheap = again[node.signature.id]
+        cheap = recomputable[node.signature.id]
         spread = cheap and all(graph.tensors[o].size > sum(graph.tensors[t].size for t in alive) for o in node.outputs)
         if not (node.signature.elementwise or spread):
             continue
@@ -120,7 +119,7 @@ def _fused(problem: Problem, death: dict[int, int]) -> frozenset[int]:
                 continue
             last = death.get(t, node.id)
             same = all(u.backward == node.backward for u in using)
-            # a heavy one is computed once; a light one again in the other pass, if what it is made of is there anyway
+            # a heavy value is computed once, a light one again in the other pass if its operands are alive anyway
             if (same and (cheap or len(using) <= 1)) or (cheap and all(death.get(u, 0) >= last for u in alive)):
                 fused.add(t)
                 death.update({u: max(death.get(u, 0), last) for u in alive})
@@ -128,19 +127,19 @@ def _fused(problem: Problem, death: dict[int, int]) -> frozenset[int]:
 
 
 def _summed(graph: Graph, readers: Mapping[int, Sequence[int]]) -> set[int]:
-    """Sums of contractions' results alone (also transposed), each read once: the terms of a gradient.
+    """Sums of contractions' results (also transposed) and of such sums, each read once: a gradient summed from its terms.
 
-    A product is added in place to what was summed before (a GEMM's beta), so that the terms do not wait for each other.
+    Each product is added in place to the sum so far (a GEMM's beta), so the terms do not wait for each other.
     """
     terms: set[int] = set()
-    found: set[int] = set()
+    result: set[int] = set()
     for node in graph.nodes:
         added = node.signature.adds and terms.issuperset(node.inputs)
         if added or node.signature.contracts or (node.signature.moves and node.inputs[0] in terms):
             terms.update(t for t in node.outputs if len(readers.get(t, ())) == 1)
         if added:
-            found.update(node.outputs)
-    return found
+            result.update(node.outputs)
+    return result
 
 
 def _readers(graph: Graph) -> dict[int, list[int]]:
@@ -160,7 +159,7 @@ def _reduces(call: object) -> bool:
 
 
 def _copies(problem: Problem) -> Iterator[Lifetime]:
-    """Resharded copies, and what keeps the forward ones for the backward pass."""
+    """The lifetimes of resharded copies, and of forward copies kept for the backward pass."""
     reads: dict[tuple[int, int], list[int]] = {}
     for (n, slot), v in sorted(problem.coarse.read.items()):
         reads.setdefault((v, problem.graph.nodes[n].inputs[slot]), []).append(n)
@@ -173,7 +172,7 @@ def _copies(problem: Problem) -> Iterator[Lifetime]:
 
 
 def _stacks(problem: Problem, loops: Loops) -> Iterator[Lifetime]:
-    """The stacks that loops fill."""
+    """The lifetimes of the stacks that loops fill."""
     graph, of = problem.graph, problem.coarse.of
     for link in graph.links:
         left = loops.left(link)
@@ -183,7 +182,7 @@ def _stacks(problem: Problem, loops: Loops) -> Iterator[Lifetime]:
 
 
 def _entering(problem: Problem, loops: Loops) -> tuple[list[Lifetime], frozenset[int]]:
-    """(what enters loops in another layout, the tensors that take no memory of their own inside).
+    """(lifetimes of copies that enter loops in another layout, tensors that take no memory of their own inside).
 
     The latter do not change in the loop: they are the buffer outside, or a free value that is made where it is used.
     """
@@ -212,7 +211,7 @@ def _entering(problem: Problem, loops: Loops) -> tuple[list[Lifetime], frozenset
 
 
 def local_bytes(problem: Problem, v: int, state: int) -> float:
-    """The part of a variable's tensors that one device holds in this state."""
+    """The fraction of a variable's tensors that one device holds in this state."""
     return float(problem.local(v, (state,))[0])
 
 
@@ -233,9 +232,9 @@ def peak(
     limits: Limits | None,
     limit: int | None = None,
 ) -> tuple[int, bool]:
-    """(the peak of `profile`, True), or (bytes within ``limit`` that it does not exceed, False) where these take less work.
+    """(the peak of `profile`, True), or (an upper bound of it within ``limit``, False).
 
-    That is where no op exceeds it though all hold their operands and results whole.
+    The bound takes less work: it assumes that every op holds its operands and results whole.
     """
     held = _stored(problem, live, assignment, keep)
     if limit is not None:
@@ -260,12 +259,12 @@ def _stored(problem: Problem, live: Liveness, assignment: Assignment, keep: froz
 
 
 def whole_bytes(nbytes: float) -> int:
-    """A device's bytes, rounded up: a third of a tensor is seldom a whole number. ``SLACK`` of one is rounding of the sum."""
+    """A device's bytes, rounded up: a third of a tensor is seldom a whole number. ``SLACK`` allows for rounding of the sum."""
     return math.ceil(nbytes - SLACK)
 
 
 def floor_bytes(problem: Problem, live: Liveness, domains: Sequence[Domain]) -> int:
-    """Bytes of a device that no assignment of these domains stays below: every value at its smallest, nothing copied."""
+    """A lower bound on the peak over these domains: every stored value at its smallest, no copies, no buffers."""
     memo: dict[tuple[int, Domain], float] = {}
     least: list[float] = []
     for variable, domain in zip(problem.coarse.variables, domains, strict=True):
@@ -284,10 +283,10 @@ def price_terms(
     domains: Sequence[Domain],
     limits: Limits | None = None,
 ) -> list[Term]:
-    """Terms that charge ``price`` seconds a byte at each of the points, for what is stored then and the buffers of the op.
+    """Terms that charge ``price`` seconds a byte at each of the points, for stored values, copies and the buffers of the op.
 
-    An op with a variable for its strategy may take a slower one with smaller buffers, all others take the fastest, as `profile`
-    does: priced costs of the two are not to be compared.
+    An op with a variable for its strategy may take a slower one with smaller buffers. All others take the fastest, as `profile`
+    does. Do not compare priced costs of the two.
     """
     terms: list[Term] = []
     count = len(problem.coarse.variables)
@@ -317,8 +316,8 @@ def _interned(problem: Problem, scope: tuple[int, ...], costs: NDArray[np.int64]
 
 
 def keep_price(live: Liveness, points: Sequence[int], price: float) -> dict[int, float]:
-    """Seconds that keeping each forward copy for the backward pass costs, per whole copy."""
-    found: dict[int, list[float]] = {}
+    """The price of keeping a forward copy for each backward view, in seconds per whole copy."""
+    result: dict[int, list[float]] = {}
     for life in live.lifetimes.of("kept"):
-        found.setdefault(life.variable, []).append(price * life.nbytes * life.times(points))
-    return {v: sum(rows) / len(rows) for v, rows in found.items() if any(rows)}
+        result.setdefault(life.variable, []).append(price * life.nbytes * life.times(points))
+    return {v: sum(rows) / len(rows) for v, rows in result.items() if any(rows)}

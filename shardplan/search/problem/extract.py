@@ -1,4 +1,4 @@
-"""From an assignment to decisions: the strategy of each op, the layout of each use, and the collectives that follow."""
+"""Turns an assignment into decisions: the strategy of each op, the layout of each use, and the resulting collectives."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ from shardplan.search.problem.summands import Summand
 
 @dataclass(frozen=True, slots=True)
 class Issued:
-    """One collective of the plan: per execution ``nbytes`` (of the operand; of the result for an all-gather) and seconds, run
-    ``times`` a step.
+    """One collective of the plan, run ``times`` per step.
+
+    ``step`` holds the bytes (of the operand; of the result for an all-gather) and seconds of one execution, ``wire_bytes`` what
+    one device sends in it. ``tensor`` is the tensor that it moves, ``source`` the user's source line
+    ("loop" for a loop's boundary).
     """
 
     step: Step
@@ -35,7 +38,11 @@ class Issued:
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """All of a solution, spelled out. ``layouts[t]`` is a tensor's stored layout (None where it is free)."""
+    """A solution as concrete choices.
+
+    ``layouts[t]`` is the stored layout of tensor t (None where it is free). ``uses`` are by op, ``views`` by variable. ``kept``
+    are the backward views that reuse the forward copy.
+    """
 
     layouts: tuple[Layout | None, ...]
     uses: Mapping[int, Use]
@@ -51,13 +58,13 @@ class Decisions:
 
     @property
     def communication_bytes(self) -> float:
-        """Bytes on the wire, per device and step."""
+        """Bytes on the wire per device and step."""
         return sum(i.wire_bytes * i.times for i in self.issued)
 
 
 @dataclass(slots=True)
 class Extractor:
-    """Spells out solutions of one problem; equal ops in equal layouts are looked up."""
+    """Turns solutions of one problem into decisions. Equal ops in equal layouts are worked out once."""
 
     problem: Problem
     _uses: dict[object, Use] = field(default_factory=dict[object, Use])
@@ -71,7 +78,7 @@ class Extractor:
         self.programs = Programs(self.problem.resharder)
 
     def decide(self, solution: Solution) -> Decisions:
-        """The decisions behind a solution, looked up where it was asked for before."""
+        """The decisions of a solution, memoised."""
         known = self._decided.get(id(solution))
         if known is None or known[0] is not solution:
             known = self._decided[id(solution)] = (solution, self._decide(solution))
@@ -104,11 +111,11 @@ class Extractor:
         return Decisions(tuple(layouts), uses, views, solution.keep, tuple(issued), compute_s)
 
     def chosen(self, seconds: NDArray[np.float64]) -> int:
-        """The strategy to take, given the seconds of each: the cheapest."""
+        """The strategy to run, given the seconds of each: the cheapest."""
         return int(np.argmin(seconds))
 
     def choices(self, decisions: Decisions) -> Choices:
-        """The decisions by bodies and ops of the program, without the numbers of this problem's variables."""
+        """The decisions by bodies and ops of the program, independent of this problem's variable numbers."""
         graph, coarse = self.problem.graph, self.problem.coarse
         number = {v: n for n, v in enumerate(decisions.views)}
         copies = tuple(
@@ -136,14 +143,14 @@ class Extractor:
     def _use(self, node: Node, states: tuple[int, ...], allowed: Allowed | None) -> Use:
         problem, coarse = self.problem, self.problem.coarse
         scope, slots, free = problem.ops.slots(node)
-        own = tuple((states[v],) for v in scope)
+        domains = tuple((states[v],) for v in scope)
         late = problem.ops.deferring.get(node.id)
-        key = (node.signature.id, slots, own, allowed, late)
+        key = (node.signature.id, slots, domains, allowed, late)
         found = self._uses.get(key)
         if found is not None:
             return found
         options = problem.ops.options(node, allowed)
-        base, columns = problem.pricer.strategy_costs(node.signature, slots, free, own, allowed, late=late)
+        base, columns = problem.pricer.strategy_costs(node.signature, slots, free, domains, allowed, late=late)
         total = base + sum(c[:, 0] for c in columns)
         best = self.chosen(total)
         call = node.signature.call
@@ -160,7 +167,7 @@ class Extractor:
         return found
 
     def _operand_steps(self, node: Node, use: Use, states: tuple[int, ...], issued: list[Issued]) -> None:
-        moves = self._moves.get(id(use))  # uses are kept, so that their ids stay theirs
+        moves = self._moves.get(id(use))  # `_uses` keeps every use alive, so no id is reused
         if moves is None:
             moves = self._moves[id(use)] = self._moved(node, use, states)
         for step, sent, slot, result in moves:
@@ -168,7 +175,7 @@ class Extractor:
             issued.append(Issued(step, node.weight, sent, tensor, node.op.source))
 
     def _moved(self, node: Node, use: Use, states: tuple[int, ...]) -> tuple[tuple[Step, float, int, bool], ...]:
-        """What an op's operands, results and halos move: (step, bytes on the wire, slot, whether of a result)."""
+        """The collectives of an op's operands, results and halos: (step, wire bytes, slot, whether the slot is a result)."""
         problem, coarse = self.problem, self.problem.coarse
         found: list[tuple[Step, float, int, bool]] = []
 

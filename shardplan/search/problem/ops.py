@@ -1,8 +1,8 @@
-"""Ops as terms: what every choice of an op's layouts costs with its cheapest strategy.
+"""Ops as terms: the cost of every choice of an op's layouts under its cheapest strategy.
 
-Most ops are one table over their layouts. Where that would be too large, the strategy becomes a variable beside them: once it is
-known, an op costs a sum over its operands and results, so a table for it and each of them is enough. Both say the same to the
-picosecond.
+Most ops are one table over their layouts. Where that table would be too large, the strategy becomes a variable too. For a given
+strategy an op's cost is a sum over its variables, so one table of strategy and layout for each variable is enough. Both forms
+give the same cost to the picosecond.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from shardplan.search.problem.strategies import Late, Options
 from shardplan.search.problem.tables import BIG, Costs, Store, Term
 
 OPEN_ENTRIES = 1 << 17
-"""An op's table of more entries than this is not written down."""
+"""An op whose table would have more entries than this gets a variable for its strategy instead (`Ops.opened`)."""
 
 MOST_AXES = 30
-"""A table of an op with more variables leaves out those of one state: NumPy's arrays have 64 axes at most, for some uses 32."""
+"""In an op with more variables than this, those with one state get no axis: NumPy allows 64 axes, some functions only 32."""
 
 Slots = tuple[tuple[int, ...], tuple[Slot, ...], tuple[int, ...]]
-"""An op's variables, where each operand and result stands among them, the results that have none."""
+"""(an op's variables, a `Slot` for each operand and result with a variable, the results without one)."""
 
 _Columns = list[tuple[int, int]]
 
@@ -50,48 +50,48 @@ class Ops:
         self._least: dict[tuple[object, ...], Costs] = {}
 
     def slots(self, node: Node) -> Slots:
-        """Where its operands and results stand."""
+        """The variables of an op's operands and results."""
         return self._slots[node.id]
 
     def options(self, node: Node, allowed: Allowed | None = None) -> Options:
-        """The composite strategies of an op, or those that are ``allowed``."""
+        """The composite strategies of an op; if ``allowed`` is given, only those."""
         return self._pricer.options(node.signature, allowed, late=self.deferring.get(node.id))
 
     @cached_property
     def deferring(self) -> Mapping[int, Late]:
-        """The joins that read or make something that may stay partial, with their operands that have no layout."""
+        """The joins with an operand or result that may stay partial, each with its operands that have no layout."""
         late = {t for v in self._coarse.variables if v.deferred for t in v.tensors}
         nodes = (self._graph.nodes[n] for n in self._coarse.joins)
         return {n.id: self._late(n) for n in nodes if n.signature.defers and not late.isdisjoint((*n.inputs, *n.outputs))}
 
     @cached_property
     def around(self) -> Mapping[int, Sequence[int]]:
-        """The ops that each variable is in."""
-        found: dict[int, list[int]] = {}
+        """The ops that each variable appears in."""
+        result: dict[int, list[int]] = {}
         for n, (scope, _, _) in self._slots.items():
             for v in scope:
-                found.setdefault(v, []).append(n)
-        return found
+                result.setdefault(v, []).append(n)
+        return result
 
     # -- strategies as variables -----------------------------------------------------------------------------------
 
     def opened(self, domains: Sequence[Domain]) -> Mapping[int, int]:
-        """The ops whose tables would be too large on these domains, each with the variable that stands for its strategy.
+        """The ops whose tables would be too large on these domains, each with the variable of its strategy.
 
-        These variables come after those of the layouts, one for each op. Where all layouts are known no op is opened.
+        The strategy variables follow the layout variables, one for each op. If every layout is fixed, no op is opened.
         """
-        first, most, sizes = len(self._coarse.variables), max(1, OPEN_ENTRIES), tuple(map(len, domains))
-        found = self._opened.get((most, sizes))
-        if found is None:
-            found = self._opened[most, sizes] = {
+        first, max_entries, sizes = len(self._coarse.variables), max(1, OPEN_ENTRIES), tuple(map(len, domains))
+        result = self._opened.get((max_entries, sizes))
+        if result is None:
+            result = self._opened[max_entries, sizes] = {
                 n: first + i
                 for i, (n, (scope, _, _)) in enumerate(self._slots.items())
-                if math.prod([sizes[v] for v in scope]) > most
+                if math.prod([sizes[v] for v in scope]) > max_entries
             }
-        return found
+        return result
 
     def sizes(self, domains: Sequence[Domain], limits: Limits | None = None) -> list[int]:
-        """How many states each variable has, those of strategies included (one where an op is not `opened`)."""
+        """The number of states of each variable, strategy variables included (1 where the op is not `opened`)."""
         sizes = [len(d) for d in domains]
         opened = self.opened(domains)
         if opened:
@@ -105,46 +105,46 @@ class Ops:
     def terms_of(
         self, n: int, domains: Sequence[Domain], limits: Limits | None = None, strategy: int | None = None
     ) -> list[Term]:
-        """An op's table; with a variable for its ``strategy`` one of that and each layout."""
+        """An op's table; with a variable for its ``strategy``, one table of that and each layout."""
         scope = self._slots[n][0]
         if not scope:
             return []
         key = (*self._key(n, domains, limits), strategy is None)
-        found = self._tables.get(key)
-        shown = scope if len(scope) <= MOST_AXES else tuple(v for v in scope if len(domains[v]) > 1)
-        if found is None:
+        result = self._tables.get(key)
+        axes = scope if len(scope) <= MOST_AXES else tuple(v for v in scope if len(domains[v]) > 1)
+        if result is None:
             columns = self._columns(n, domains, limits)
             if strategy is None:
-                known = [c for v, c in zip(scope, columns, strict=True) if v not in shown]
-                columns = [table_of([c for v, c in zip(scope, columns, strict=True) if v in shown], known)]
-            found = self._tables[key] = [self._store.intern(t) for t in columns]
+                known = [c for v, c in zip(scope, columns, strict=True) if v not in axes]
+                columns = [table_of([c for v, c in zip(scope, columns, strict=True) if v in axes], known)]
+            result = self._tables[key] = [self._store.intern(t) for t in columns]
         if strategy is None:
-            return [Term(shown, *found[0])]
-        return [Term((strategy, v), *column) for v, column in zip(scope, found, strict=True)]
+            return [Term(axes, *result[0])]
+        return [Term((strategy, v), *column) for v, column in zip(scope, result, strict=True)]
 
     def least(self, v: int, domains: Sequence[Domain], limits: Limits | None = None) -> Costs:
-        """[states of v]: the least that each op around it costs, all else at its best for that op, in all."""
+        """[states of v]: the sum over the ops around v of each one's minimum over its other variables (a lower bound)."""
         total = np.zeros(len(domains[v]), np.int64)
         for n in self.around.get(v, ()):
             at = self._slots[n][0].index(v)
             key = (*self._key(n, domains, limits), at)
             if key not in self._least:
                 columns = self._columns(n, domains, limits)
-                rest = sum((c.min(axis=1) for i, c in enumerate(columns) if i != at), np.zeros(len(columns[0]), np.int64))
-                self._least[key] = np.minimum((rest[:, None] + columns[at]).min(axis=0), BIG)
+                others = sum((c.min(axis=1) for i, c in enumerate(columns) if i != at), np.zeros(len(columns[0]), np.int64))
+                self._least[key] = np.minimum((others[:, None] + columns[at]).min(axis=0), BIG)
             total = np.minimum(total + self._least[key], BIG)
         return total
 
     def _key(self, n: int, domains: Sequence[Domain], limits: Limits | None) -> tuple[object, ...]:
         node, (scope, slots, _) = self._graph.nodes[n], self._slots[n]
-        own, late = tuple(domains[v] for v in scope), self.deferring.get(n)
-        return node.signature.id, node.weight, slots, limits.of(n) if limits else None, late, own
+        scope_domains, late = tuple(domains[v] for v in scope), self.deferring.get(n)
+        return node.signature.id, node.weight, slots, limits.of(n) if limits else None, late, scope_domains
 
     def _columns(self, n: int, domains: Sequence[Domain], limits: Limits | None) -> list[Costs]:
         node, (scope, slots, free) = self._graph.nodes[n], self._slots[n]
-        own, late = tuple(domains[v] for v in scope), self.deferring.get(n)
+        scope_domains, late = tuple(domains[v] for v in scope), self.deferring.get(n)
         allowed = limits.of(n) if limits else None
-        return self._pricer.strategy_tables(node.signature, slots, free, own, node.weight, allowed, late=late)
+        return self._pricer.strategy_tables(node.signature, slots, free, scope_domains, node.weight, allowed, late=late)
 
     def _slots_of(self, node: Node) -> Slots:
         rows: list[tuple[int, int, bool]] = []

@@ -1,4 +1,4 @@
-"""Prices of ops: for every choice of layouts of an op's variables, its cheapest strategy."""
+"""Prices of ops: the cost of the cheapest strategy for every choice of layouts of an op's variables."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ from shardplan.search.problem.tables import BIG, Costs, picoseconds
 from shardplan.tdl import Call, Strategy
 
 Domain = tuple[int, ...]
-"""The states (of the variable's `LayoutSpace`) that a variable may take."""
+"""The states that a variable may take, as numbers in its `LayoutSpace`."""
 
 _CHUNK = 100_000
-"""Numbers that are added up at once: they stay in the cache."""
+"""The number of entries added up at once: they stay in the cache."""
 
 
 _MANY = 1_000_000
-"""From so many sums on in an op's table, strategies that are nowhere the cheapest are left out first, state by state."""
+"""If an op's table takes more sums than this, strategies that are never the cheapest are left out first, state by state."""
 
 _GOOD = 4
-"""With so many strategies, those that cost the least where they cost the most, all others are compared for that."""
+"""The number of reference strategies that all others are compared with for that: those with the smallest worst costs."""
 
 _NEVER = BIG << 8
-"""More than an op that cannot be costs in all its tables."""
+"""More than an infeasible strategy costs in all tables of its op together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """Which strategies of an op may be taken: those that cut as they may, and treat the factors of a group alike."""
+    """The strategies that an op may take: those that best obey ``cuts`` and treat the factors of each group alike."""
 
     cuts: Cuts | None = None
     groups: Groups = ()
@@ -57,33 +57,33 @@ class Allowed:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Which strategies may be taken: by node the loops that each factor may cut, and the factors that all nodes treat alike."""
+    """The strategies that may be taken: by node, the loops that each factor may cut; the factors that all nodes treat alike."""
 
     cuts: Mapping[int, Cuts] = field(default_factory=dict[int, Cuts])
     groups: Groups = ()
 
     def of(self, node: int) -> Allowed | None:
-        """What one node may do; None: anything."""
+        """The strategies that one node may take (None: all)."""
         cuts = self.cuts.get(node)
         return Allowed(cuts, self.groups) if cuts is not None or self.groups else None
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One operand or result of an op: the position of its variable among the op's variables, and which one it is."""
+    """The ``index``-th operand or result of an op; ``variable`` is a position among the op's variables."""
 
     variable: int
     index: int
     result: bool
 
     def tensor(self, call: Call) -> tuple[tuple[int, ...], int]:
-        """The shape of what stands there, and its bytes."""
+        """(shape, bytes) of the whole operand or result."""
         shapes, dtypes = (call.results, call.result_dtypes) if self.result else (call.operands, call.dtypes)
         return shapes[self.index], nbytes(shapes[self.index], dtypes[self.index])
 
 
 class Pricer:
-    """Prices of resharding and of ops on one network, remembered; without a device compute costs nothing."""
+    """Prices of resharding and of ops on one network, memoised. Without a device, compute costs nothing."""
 
     def __init__(self, resharder: Resharder, device: Device | None) -> None:
         self.resharder, self.device = resharder, device
@@ -93,13 +93,13 @@ class Pricer:
         self._prices: dict[tuple[tuple[int, ...], int, Domain, bool], NDArray[np.float64]] = {}
 
     def options(self, signature: Signature, allowed: Allowed | None = None, *, late: Late | None = None) -> Options:
-        """The composite strategies of a signature, or those that are ``allowed``; ``late``: with partial sums handed on."""
+        """The composite strategies of a signature, or only those ``allowed``. With ``late``, some hand partial sums on."""
         found = self._options.get((signature.id, allowed, late))
         if found is None:
             if allowed is None:
                 found = options(signature, self.resharder, self.device, late=late, memo=self._combined)
             elif allowed.cuts is not None:
-                # among those that treat factors alike: those that cut the most may treat none so
+                # groups first: the strategies that best obey the cuts may treat no group alike
                 alike = Allowed(groups=allowed.groups) if allowed.groups else None
                 found = limited(self.options(signature, alike, late=late), allowed.cuts)
             else:
@@ -127,7 +127,7 @@ class Pricer:
     ) -> tuple[NDArray[np.float64], list[NDArray[np.float64]]]:
         """(compute and halo seconds of each strategy, for each variable the resharding seconds [strategies, domain]).
 
-        ``free`` are the results that have no variable: scalars, which are reduced all the same where they are partial.
+        ``free`` are the results without a variable, such as scalars. They too are reduced where they are partial.
         """
         rows = self.options(signature, allowed, late=late)
         call = signature.call
@@ -139,7 +139,7 @@ class Pricer:
             states = (rows.gives if slot.result else rows.needs)[:, slot.index]
             costs = prices[:, states].T
             if late is not None and slot.result and not rows.terms.all():
-                # terms that cannot be made one by one are added up at once
+                # terms that cannot stay apart are added up at once: the result is not stored partial
                 partial = self.resharder.space(shape).partial[list(domains[slot.variable])]
                 costs = np.where(~rows.terms[:, None] & partial, np.inf, costs)
             before = columns[slot.variable]
@@ -164,7 +164,10 @@ class Pricer:
         *,
         late: Late | None = None,
     ) -> list[Costs]:
-        """`strategy_costs`, ``weight`` times, as picoseconds: for each variable [strategies, domain], compute in the first."""
+        """`strategy_costs` times ``weight``, in picoseconds: for each variable [strategies, domain].
+
+        The first includes compute and halos.
+        """
         base, columns = self.strategy_costs(signature, slots, free, domains, allowed, late=late)
         costs = picoseconds(np.concatenate([base[:, None], *columns], axis=1) * weight)
         ends = list(itertools.accumulate(map(len, domains), initial=1))
@@ -172,7 +175,7 @@ class Pricer:
         return [np.minimum(first + costs[:, :1], BIG), *others]
 
     def halo_steps(self, signature: Signature, loops: Sequence[int]) -> tuple[Step, ...]:
-        """The exchanges that a composite strategy makes inside the op: with neighbours, and of extremes."""
+        """The exchanges inside an op under a composite strategy: halos, and the extremes of pair reductions (argmax, argmin)."""
         key = (signature.id, tuple(loops))
         if key not in self._halos:
             self._halos[key] = self._halo_steps(signature, loops)
@@ -182,27 +185,27 @@ class Pricer:
         steps: list[Step] = []
         if signature.description is None:
             return ()
-        made: list[tuple[tuple[int, ...], Strategy]] = []
+        loop_cuts: list[tuple[tuple[int, ...], Strategy]] = []
         for v in sorted({v for v in loops if v >= 0}):
             over = tuple(f for f, at in enumerate(loops) if at == v)
             found = signature.cut(v, math.prod(self.resharder.sizes[f] for f in over))
             assert found is not None
-            made.append((over, found))
+            loop_cuts.append((over, found))
             for i, place in enumerate(found.operands):
                 if isinstance(place, Split) and place.halo != (0, 0):
                     slab = halo_bytes(signature.call, i, place)
                     empty = Layout(((),) * len(signature.call.operands[i]))
                     steps.append(Step("permute", over, slab, empty, empty, self.resharder.seconds("permute", over, slab)))
-        for over, extra in pair_bytes(signature.call, made):
+        for over, extra in pair_bytes(signature.call, loop_cuts):
             empty = Layout(((),) * len(signature.call.results[0]))
             steps.append(Step("all_reduce", over, extra, empty, empty, self.resharder.seconds("all_reduce", over, extra)))
         return tuple(steps)
 
 
 def table_of(columns: Sequence[Costs], known: Sequence[Costs] = ()) -> Costs:
-    """[*domain sizes]: the cheapest strategy for every choice of layouts, from `Pricer.strategy_tables`.
+    """[*domain sizes]: the cost of the cheapest strategy for every choice of layouts, from `Pricer.strategy_tables`.
 
-    ``known`` are columns of one state, which get no axis.
+    ``known`` are columns with one state, which get no axis.
     """
     sizes = [c.shape[1] for c in columns]
     if known:
@@ -220,40 +223,40 @@ def table_of(columns: Sequence[Costs], known: Sequence[Costs] = ()) -> Costs:
 
 
 def _cheapest(columns: Sequence[Costs]) -> Costs:
-    """[*domain sizes]: the least sum of a strategy's costs, at most `BIG`."""
+    """[*domain sizes]: the minimum over strategies of the sum of their columns, at most `BIG`."""
     sizes = [c.shape[1] for c in columns]
     entries = math.prod(sizes)
     step = max(1, _CHUNK // entries)
     total: Costs | None = None
     for start in range(0, len(columns[0]), step):
         first, *others = [c[start : start + step] for c in columns]
-        rest = others.pop() if others else np.zeros((len(first), 1), np.int64)
-        for c in reversed(others):  # so that long rows are added up
-            rest = (c[:, :, None] + rest[:, None, :]).reshape(len(c), -1)
-        least = (first[:, :, None] + rest[:, None, :]).min(axis=0)
+        tail = others.pop() if others else np.zeros((len(first), 1), np.int64)
+        for c in reversed(others):  # the last ones first, so that the rows are long
+            tail = (c[:, :, None] + tail[:, None, :]).reshape(len(c), -1)
+        least = (first[:, :, None] + tail[:, None, :]).min(axis=0)
         total = least if total is None else np.minimum(total, least, out=total)
     assert total is not None, "there is always a strategy: the op run whole"
     return np.minimum(total, BIG, out=total).reshape(sizes)
 
 
 def useful(columns: Sequence[Costs]) -> tuple[int, NDArray[np.bool_]]:
-    """(a column; [strategies, its domain]: the strategies that are enough where its variable has this state).
+    """(the index of a column, [strategies, its domain]: which strategies are needed in each state of its variable).
 
-    Each left out costs no less there than one of the good ones, whatever the others' states are, or cannot be. The column is the
-    one that leaves the fewest sums to be made.
+    A strategy that is left out is infeasible there, or costs no less than a reference strategy in any states of the other
+    variables. The column is the one that leaves the fewest sums.
     """
-    good = np.argsort(sum(c.max(axis=1) for c in columns), kind="stable")[:_GOOD]
+    references = np.argsort(sum(c.max(axis=1) for c in columns), kind="stable")[:_GOOD]
     entries = math.prod(c.shape[1] for c in columns)
-    more: list[NDArray[np.int64]] = []  # by how much each good one costs more in each state: [good, strategies, domain]
+    excess: list[NDArray[np.int64]] = []  # extra cost of each reference in each state: [references, strategies, domain]
     for c in columns:
-        more.append(c[good][:, None] - c)
-        more[-1][:, c >= BIG] = -_NEVER  # than what cannot be nothing costs more
-    most = [m.max(axis=2) for m in more]
+        excess.append(c[references][:, None] - c)
+        excess[-1][:, c >= BIG] = -_NEVER  # nothing costs more than an infeasible strategy
+    most = [m.max(axis=2) for m in excess]
     found: list[tuple[int, int, NDArray[np.bool_]]] = []
-    for axis, (c, own) in enumerate(zip(columns, more, strict=True)):
+    for axis, (c, own) in enumerate(zip(columns, excess, strict=True)):
         beaten = own <= (most[axis] - sum(most))[:, :, None]
-        for place, g in enumerate(good.tolist()):
-            beaten[place:, g] = False  # a good one by those before it alone
+        for place, g in enumerate(references.tolist()):
+            beaten[place:, g] = False  # a reference is only left out for an earlier one
         kept = ~beaten.any(axis=0)
         found.append((np.count_nonzero(kept) * (entries // c.shape[1]), axis, kept))
     _, axis, kept = min(found, key=lambda f: f[:2])

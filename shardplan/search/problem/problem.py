@@ -1,9 +1,8 @@
-"""One problem: tables over the layouts of variables, from which recursion, polish, baselines, pins and the joint solve are
-domain restrictions.
+"""One problem: tables over the layouts of variables. Recursion, polish, baselines, pins and the joint solve restrict its domains.
 
-An op's table is, for each choice of its operands' and results' layouts, the minimum over its strategies of compute plus
-resharding: operands into the layouts that the strategy requires, results (partial sums among them) into theirs, each priced whole
-as the best program. An op may be cut by a different loop on every factor.
+An op's table gives, for each choice of its operands' and results' layouts, the minimum over its strategies of compute plus
+resharding: operands into the layouts that the strategy requires, results (partial sums among them) into theirs. Each resharding
+is priced whole, as the best program. Every factor may cut a different loop of the op.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from shardplan.search.problem.strategies import Groups
 from shardplan.search.problem.summands import Summand, by_variable
 from shardplan.search.problem.tables import PER_SECOND, Costs, Store, Term, picoseconds
 
-_ROUNDED_S = 0.5e-12  # a number in a table is off by so much at most
+_ROUNDED_S = 0.5e-12  # the largest rounding error of a table entry
 
 
 class Problem:
@@ -55,20 +54,21 @@ class Problem:
 
     @cached_property
     def domains(self) -> tuple[Domain, ...]:
-        """Every layout that each variable may have. What enters or leaves the program must divide; what is inside may be padded,
-        and only what is deferred may be partial.
+        """Every layout that each variable may have.
+
+        The program's inputs and outputs must divide evenly, all other tensors may be padded. Only deferred ones may be partial.
         """
         memo: dict[tuple[tuple[int, ...], bool, bool], Domain] = {}
         ends = {self.coarse.of[t] for t in (*self.graph.inputs, *self.graph.outputs) if t >= 0}
-        found: list[Domain] = []
+        result: list[Domain] = []
         for variable in self.coarse.variables:
             key = (variable.shape, variable.id in ends, variable.deferred)
             if key not in memo:
                 legal = self.resharder.legal(variable.shape, pad=not key[1])
                 space = self.resharder.space(variable.shape)
                 memo[key] = tuple(s for s in (space.deferred if variable.deferred else space.stored) if legal[s])
-            found.append(memo[key])
-        return tuple(found)
+            result.append(memo[key])
+        return tuple(result)
 
     def space(self, v: int) -> LayoutSpace:
         """The layouts of a variable's tensors."""
@@ -76,44 +76,44 @@ class Problem:
 
     @cached_property
     def summands(self) -> tuple[Summand, ...]:
-        """What the cost is the sum of."""
-        found = [Summand("interior", v, (v,), 1.0) for v in self.interior]
+        """The summands of the cost."""
+        result = [Summand("interior", v, (v,), 1.0) for v in self.interior]
         for n in self.coarse.joins:
             scope, _, _ = self.ops.slots(self.graph.nodes[n])
             if scope:
-                found.append(Summand("op", n, scope, self.graph.nodes[n].weight))
+                result.append(Summand("op", n, scope, self.graph.nodes[n].weight))
         for k, link in enumerate(self.graph.links):
             ends = self.coarse.of[link.source], self.coarse.of[link.target]
             if FREE not in ends and (ends[0] != ends[1] or link.lift):
-                found.append(Summand("link", k, tuple(dict.fromkeys(ends)), link.weight))
+                result.append(Summand("link", k, tuple(dict.fromkeys(ends)), link.weight))
         for v in self.coarse.variables:
             if v.kind != "stored":
                 scope = (v.of, v.id) if v.kind == "view" else (v.of, v.sibling, v.id)
-                found.append(Summand("view", v.id, scope, self.view_weight[v.id]))
-        return tuple(found)
+                result.append(Summand("view", v.id, scope, self.view_weight[v.id]))
+        return tuple(result)
 
     @cached_property
     def around(self) -> Mapping[int, Sequence[Summand]]:
-        """The summands that each variable is in."""
+        """The summands that each variable appears in."""
         return by_variable(self.summands)
 
     @cached_property
     def scopes(self) -> tuple[tuple[int, ...], ...]:
-        """The variables of each term; the same for every restriction on which no op is opened."""
+        """The variables of each term, the same for every restriction that opens no op."""
         return tuple(s.scope for s in self.summands)
 
     def scopes_on(self, domains: Sequence[Domain]) -> list[tuple[int, ...]]:
         """The variables of each of `terms` on these domains."""
         opened = self.ops.opened(domains)
-        found: list[tuple[int, ...]] = []
+        result: list[tuple[int, ...]] = []
         for s in self.summands:
             strategy = opened.get(s.at) if s.kind == "op" else None
-            found += [s.scope] if strategy is None else [(strategy, v) for v in s.scope]
-        return found
+            result += [s.scope] if strategy is None else [(strategy, v) for v in s.scope]
+        return result
 
     @cached_property
     def rounding_s(self) -> float:
-        """Seconds by which a sum of rounded terms is off at most."""
+        """The largest rounding error of a sum of terms, in seconds."""
         return _ROUNDED_S * sum(len(scope) + 1 for scope in self.scopes)
 
     @cached_property
@@ -122,71 +122,72 @@ class Problem:
         return tuple(v.id for v in self.coarse.variables if v.kind == "backward")
 
     def narrowest(self, domains: Sequence[Domain]) -> tuple[int, ...]:
-        """In each domain the state that uses the fewest factors."""
+        """The state of each domain that uses the fewest factors."""
         used = [(self.space(v).roles[list(d)] != -1).sum(axis=1) for v, d in enumerate(domains)]
         return tuple(min(zip(n.tolist(), d, strict=True))[1] for n, d in zip(used, domains, strict=True))
 
     def with_factors(self, v: int, state: int | None, free: Sequence[int], domain: Domain, *, later: bool) -> Domain:
-        """The states of ``domain`` that agree with ``state`` on all factors but ``free`` ones.
+        """The states of ``domain`` that agree with ``state`` (None: the unsplit one) on all factors but the ``free`` ones.
 
-        With ``later``, factors after the free ones are not used yet; where the domain has no such state, the closest ones stay.
+        With ``later``, they use as few factors as possible after the free ones. If none agrees, all of ``domain`` may be taken.
         """
         key = (self.space(v).rank, state, tuple(free), domain, later)
-        found = self._agreeing.get(key)
-        if found is None:
+        result = self._agreeing.get(key)
+        if result is None:
             roles = self.space(v).roles
             want = roles[state] if state is not None else np.full(len(self.sizes), -1)
             fixed = [f for f in range(len(self.sizes)) if f not in free and (not later or f < min(free))]
             after = [f for f in range(len(self.sizes)) if later and f > max(free)]
-            own = np.array(domain)
-            agree = own[(roles[own][:, fixed] == want[fixed]).all(axis=1)]
-            agree = agree if len(agree) else own
+            candidates = np.array(domain)
+            agree = candidates[(roles[candidates][:, fixed] == want[fixed]).all(axis=1)]
+            agree = agree if len(agree) else candidates
             used = (roles[agree][:, after] != -1).sum(axis=1)
-            found = self._agreeing[key] = tuple(agree[used == used.min()].tolist())
-        return found
+            result = self._agreeing[key] = tuple(agree[used == used.min()].tolist())
+        return result
 
     def near(self, v: int, state: int, domain: Domain) -> Domain:
-        """The states of ``domain`` that differ from ``state``, one of them, on one factor at most."""
+        """The states of ``domain`` that differ from ``state`` (one of them) on at most one factor."""
         key = (self.space(v).rank, state, domain)
-        found = self._near.get(key)
-        if found is None:
+        result = self._near.get(key)
+        if result is None:
             roles = self.space(v).roles
-            own = np.array(domain)
-            found = self._near[key] = tuple(own[(roles[own] != roles[state]).sum(axis=1) <= 1].tolist())
-        assert found, "a state is near itself"
-        return found
+            candidates = np.array(domain)
+            result = self._near[key] = tuple(candidates[(roles[candidates] != roles[state]).sum(axis=1) <= 1].tolist())
+        assert result, "a state is near itself"
+        return result
 
     def together(
         self, domains: Sequence[Domain], groups: Groups, otherwise: Sequence[Domain] | None = None
     ) -> tuple[Domain, ...]:
-        """Of each domain the states in which the factors of each group do the same; where there is none, ``otherwise``'s (by
-        default the whole domain).
+        """The states of each domain that treat the factors of each group alike.
+
+        Where there is none, the domain of ``otherwise`` (by default the whole domain).
         """
-        found: list[Domain] = []
-        for variable, domain, rest in zip(self.coarse.variables, domains, otherwise or domains, strict=True):
+        result: list[Domain] = []
+        for variable, domain, fallback in zip(self.coarse.variables, domains, otherwise or domains, strict=True):
             space = self.space(variable.id)
             key = space.rank, domain, groups
             if key not in self._together:
                 alike = space.alike(groups)[list(domain)]
                 self._together[key] = tuple(itertools.compress(domain, alike.tolist()))
-            found.append(self._together[key] or rest)
-        return tuple(found)
+            result.append(self._together[key] or fallback)
+        return tuple(result)
 
     def local(self, v: int, domain: Domain) -> NDArray[np.float64]:
-        """[domain]: the part of a variable's tensors that one device holds in each state."""
+        """[domain]: the fraction of a variable's tensors that one device holds in each state."""
         return self.space(v).local[list(domain)]
 
     def regathered(self, keep: frozenset[int]) -> dict[int, float]:
-        """Prices (``keep_s``) at which all backward views but those of ``keep`` are gathered again."""
+        """Prices (``keep_s``) at which all backward views except those in ``keep`` are gathered again."""
         return {v: math.inf for v in self.backward_views if v not in keep}
 
     def keeps(self, v: int, states: Sequence[int], keep_s: float) -> bool:
-        """Whether a backward view is made from the kept forward copy, at this price of keeping it."""
+        """Whether making a backward view from the kept forward copy is the cheaper way, at this price of keeping it."""
         variable = self.coarse.variables[v]
         tensor = self.graph.tensors[variable.tensors[0]]
-        again = self.prices(tensor.shape, tensor.nbytes, (states[variable.of],))[0, states[v]]
+        regather_s = self.prices(tensor.shape, tensor.nbytes, (states[variable.of],))[0, states[v]]
         kept = self.kept_seconds(v, (states[variable.sibling],), (states[v],), keep_s)[0, 0]
-        return bool(kept < again)
+        return bool(kept < regather_s)
 
     def seconds(self, states: Sequence[int], keep_s: Mapping[int, float], limits: Limits | None = None) -> float:
         """The cost of one assignment."""
@@ -196,15 +197,15 @@ class Problem:
     @cached_property
     def view_sources(self) -> Mapping[tuple[int, int], str]:
         """The source line of the first op that reads each (view, tensor)."""
-        found: dict[tuple[int, int], str] = {}
+        result: dict[tuple[int, int], str] = {}
         for (n, slot), v in sorted(self.coarse.read.items()):
-            found.setdefault((v, self.graph.nodes[n].inputs[slot]), self.graph.nodes[n].op.source)
-        return found
+            result.setdefault((v, self.graph.nodes[n].inputs[slot]), self.graph.nodes[n].op.source)
+        return result
 
     # -- strategies ------------------------------------------------------------------------------------------------
 
     def prices(self, shape: tuple[int, ...], nbytes: int, states: Domain, *, into: bool = False) -> NDArray[np.float64]:
-        """[len(states), S] of `Resharder.prices`, remembered."""
+        """[len(states), S]: `Resharder.prices`, memoised."""
         return self.pricer.prices(shape, nbytes, states, into=into)
 
     # -- terms -----------------------------------------------------------------------------------------------------
@@ -212,10 +213,10 @@ class Problem:
     def terms(
         self, domains: Sequence[Domain], keep_s: Mapping[int, float] | None = None, limits: Limits | None = None
     ) -> list[Term]:
-        """The summands of the problem on these domains, over variables of `Ops.sizes`.
+        """The terms of the problem on these domains, over the variables of `Ops.sizes`.
 
         ``keep_s`` prices keeping a weight's forward copy for the backward pass, in seconds per whole copy (infinite: always
-        gathered again). ``limits`` says which strategies may be taken.
+        gathered again). ``limits`` restricts the strategies.
         """
         opened = self.ops.opened(domains)
         return [term for s in self.summands for term in self._terms_of(s, domains, keep_s or {}, limits, opened)]
@@ -229,7 +230,7 @@ class Problem:
         *,
         ops: bool = True,
     ) -> list[Term]:
-        """Those of `terms` that variable ``v`` is in, each op's as one table; or without those of ops."""
+        """The `terms` that variable ``v`` appears in, one table for each op; ``ops=False`` leaves ops out."""
         around = [s for s in self.around.get(v, ()) if ops or s.kind != "op"]
         return [term for s in around for term in self._terms_of(s, domains, keep_s or {}, limits, {})]
 
@@ -241,14 +242,14 @@ class Problem:
         limits: Limits | None,
         opened: Mapping[int, int],
     ) -> list[Term]:
-        """A summand as a table over its scope; an ``opened`` op as several."""
+        """The table of a summand over its scope; several tables for an ``opened`` op."""
         at, scope, weight = summand.at, summand.scope, summand.weight
         match summand.kind:
             case "op":
                 return self.ops.terms_of(at, domains, limits, opened.get(at))
             case "interior":
                 costs = self.interior[at]
-                return [self._term(("unary", *costs), scope, domains, lambda own: self._interior(costs, own[0]))]
+                return [self._term(("unary", *costs), scope, domains, lambda candidates: self._interior(costs, candidates[0]))]
             case "link":
                 return [self._link(self.graph.links[at], scope, domains)]
             case "view":
@@ -261,20 +262,20 @@ class Problem:
         domains: Sequence[Domain],
         build: Callable[[tuple[Domain, ...]], Costs],
     ) -> Term:
-        own = tuple(domains[v] for v in scope)
-        memo = (*key, own)
-        found = self._terms.get(memo)
-        if found is None:
-            found = self._terms[memo] = self.store.intern(build(own))
-        return Term(scope, *found)
+        candidates = tuple(domains[v] for v in scope)
+        memo = (*key, candidates)
+        result = self._terms.get(memo)
+        if result is None:
+            result = self._terms[memo] = self.store.intern(build(candidates))
+        return Term(scope, *result)
 
     @cached_property
     def interior(self) -> Mapping[int, tuple[float, tuple[int, ...]]]:
-        """For each variable the seconds of the elementwise ops inside it on one device that holds all, and its shape."""
+        """By variable: (seconds of the elementwise ops inside it on one device that holds everything, its shape)."""
         if self.objective.device(self.cluster) is None:
             return {}
         graph, joins = self.graph, set(self.coarse.joins)
-        # what only resizes costs nothing, but what it reads is stored
+        # an op that only resizes costs nothing, but its operand is stored
         apart = [node for node in graph.nodes if node.id in joins or node.signature.resizes]
         outside: set[int] = set(graph.inputs) | {o for node in apart for o in node.outputs}
         outside.update(link.target for link in graph.links)
@@ -296,11 +297,11 @@ class Problem:
 
     @cached_property
     def turned(self) -> Mapping[int, tuple[int, int]]:
-        """Variables of one op and one transposition alone: the transposition, and the variable at its other end.
+        """Variables that only one op and one transpose touch: (the transpose, the variable on its other side).
 
-        To lay such a tensor out as the other end is, turned, costs no more than any other way: a transposition itself is free,
-        and what is moved on one side of it may as well be moved on the other. That is so where nothing elementwise is computed
-        inside the variable, its op runs no more often than the transposition, and it may be partial where the other end may.
+        The transposed layout of the other side costs such a variable no more than any other: the transpose itself is free, and a
+        resharding on one side of it can be done on the other. This needs that no elementwise op runs inside the variable, that
+        its op runs no more often than the transpose, and that either both sides may be partial or neither.
         """
         graph, coarse, around = self.graph, self.coarse, self.ops.around
         ends = {*graph.inputs, *graph.outputs, *(t for link in graph.links for t in (link.source, link.target))}
@@ -316,12 +317,12 @@ class Problem:
                 and weights[0] <= graph.nodes[n].weight
             )
 
-        found: dict[int, tuple[int, int]] = {}
+        result: dict[int, tuple[int, int]] = {}
         for n in coarse.joins:
             scope, _, _ = self.ops.slots(graph.nodes[n])
             if len(scope) == 2 and graph.nodes[n].signature.turns:
-                found |= {v: (n, other) for v, other in (scope, scope[::-1]) if behind(n, v, other)}
-        return found
+                result |= {v: (n, other) for v, other in (scope, scope[::-1]) if behind(n, v, other)}
+        return result
 
     def _interior(self, costs: tuple[float, tuple[int, ...]], domain: Domain) -> Costs:
         seconds, shape = costs
@@ -331,18 +332,18 @@ class Problem:
         tensor = self.crossing_tensor(link)
         key = ("link", tensor.shape, tensor.itemsize, link.lift, link.weight)
 
-        def build(own: tuple[Domain, ...]) -> Costs:
-            costs = self.crossing_seconds(link, own[0], own[-1]) * link.weight
-            return picoseconds(costs if len(own) == 2 else np.diag(costs))
+        def build(candidates: tuple[Domain, ...]) -> Costs:
+            costs = self.crossing_seconds(link, candidates[0], candidates[-1]) * link.weight
+            return picoseconds(costs if len(candidates) == 2 else np.diag(costs))
 
         return self._term(key, scope, domains, build)
 
     def crossing_tensor(self, link: Link) -> Tensor:
-        """The tensor that a link may reshard: that outside the loop."""
+        """The tensor that a link may reshard: the one outside the loop."""
         return self.graph.tensors[link.target if link.lift < 0 else link.source]
 
     def outside(self, link: Link, before: Domain, after: Domain) -> tuple[Domain, Domain]:
-        """States of a link's two ends as those of its tensor outside the loop, which may have a dim more."""
+        """The states of a link's two ends as states of its tensor outside the loop, which may have one more dim."""
         tensors = self.graph.tensors
         source, target = tensors[link.source].shape, tensors[link.target].shape
         return (
@@ -351,18 +352,18 @@ class Problem:
         )
 
     def crossing_seconds(self, link: Link, before: Domain, after: Domain) -> NDArray[np.float64]:
-        """[before, after]: the resharding on a link, once."""
+        """[before, after]: seconds of one resharding on a link."""
         tensor = self.crossing_tensor(link)
         first, last = self.outside(link, before, after)
         return self.prices(tensor.shape, tensor.nbytes, first)[:, list(last)]
 
     def lifted(self, states: Domain, shape: tuple[int, ...], stacked: tuple[int, ...]) -> Domain:
-        """The same layouts of the stacked tensor: a leading dim more, not split."""
+        """The same layouts for the stacked tensor, whose additional leading dim is not split."""
         space, above = self.resharder.space(shape), self.resharder.space(stacked)
         if space is above:
             return states
-        found = [space.state(s) for s in states]
-        return tuple(above.number((((), *dims), partial)) for dims, partial in found)
+        result = [space.state(s) for s in states]
+        return tuple(above.number((((), *dims), partial)) for dims, partial in result)
 
     def _view(self, v: int, scope: tuple[int, ...], weight: float, domains: Sequence[Domain], keep_s: float) -> Term:
         tensor = self.graph.tensors[self.coarse.variables[v].tensors[0]]
@@ -372,32 +373,32 @@ class Problem:
 
         if len(scope) == 2:
             key = ("view", tensor.shape, tensor.itemsize, weight)
-            return self._term(key, scope, domains, lambda own: picoseconds(pair(*own) * weight))
+            return self._term(key, scope, domains, lambda candidates: picoseconds(pair(*candidates) * weight))
 
-        def backward(own: tuple[Domain, ...]) -> Costs:
-            again = pair(own[0], own[2])[:, None, :]
-            kept = self.kept_seconds(v, own[1], own[2], keep_s)[None, :, :]
-            return picoseconds(np.minimum(again, kept) * weight)
+        def backward(candidates: tuple[Domain, ...]) -> Costs:
+            regather_s = pair(candidates[0], candidates[2])[:, None, :]
+            kept = self.kept_seconds(v, candidates[1], candidates[2], keep_s)[None, :, :]
+            return picoseconds(np.minimum(regather_s, kept) * weight)
 
         return self._term(("backward", tensor.shape, tensor.itemsize, weight, keep_s), scope, domains, backward)
 
     def kept_seconds(self, v: int, first: Domain, mine: Domain, keep_s: float) -> NDArray[np.float64]:
-        """[first, mine]: the backward view made from the forward one, which must be kept until then."""
+        """[first, mine]: seconds to make the backward view from the forward one, plus the price of keeping that until then."""
         tensor = self.graph.tensors[self.coarse.variables[v].tensors[0]]
         costs = self.prices(tensor.shape, tensor.nbytes, first)[:, list(mine)]
         return costs + (keep_s * self.resharder.space(tensor.shape).local[list(first)][:, None] if keep_s else 0.0)
 
     @cached_property
     def view_weight(self) -> Mapping[int, float]:
-        """How often each view is made, of all its tensors together."""
+        """The number of copies per step of all tensors of each view."""
         return {v: sum(times.values()) for v, times in self.copies.items()}
 
     @cached_property
     def copies(self) -> Mapping[int, Mapping[int, float]]:
-        """For each view how often the copy of each of its tensors is made: as often as its readers run."""
-        found: dict[int, dict[int, float]] = {}
+        """By view and tensor, the number of copies per step: as often as the tensor's most frequent reader runs."""
+        result: dict[int, dict[int, float]] = {}
         for (n, slot), v in self.coarse.read.items():
             node = self.graph.nodes[n]
-            times, t = found.setdefault(v, {}), node.inputs[slot]
+            times, t = result.setdefault(v, {}), node.inputs[slot]
             times[t] = max(times.get(t, 0.0), node.weight)
-        return found
+        return result

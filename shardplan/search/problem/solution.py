@@ -1,4 +1,4 @@
-"""An assignment of layouts to all variables, and what it costs."""
+"""An assignment of layouts to all variables, and its cost."""
 
 from __future__ import annotations
 
@@ -9,33 +9,34 @@ from shardplan.search.problem.pricing import Limits
 
 
 class Peak:
-    """The most bytes that a device holds, worked out when they are first asked for: of most solutions nobody asks.
+    """The peak memory of one device, computed on first use because most solutions never need it.
 
-    ``work`` is `memory.peak` of a limit, ``_found`` what it gave: bytes, and whether these are the most or only no fewer.
+    ``work`` is `memory.peak` as a function of the limit. ``_known`` is its last result: (bytes, whether they are
+    exact); otherwise the bytes are an upper bound.
     """
 
     def __init__(self, work: Callable[[int | None], tuple[int, bool]]) -> None:
         self._work = work
-        self._found: tuple[int, bool] | None = None
+        self._known: tuple[int, bool] | None = None
 
     @property
     def nbytes(self) -> int:
-        """Of one device."""
-        if self._found is None or not self._found[1]:
-            self._found = self._work(None)
-        return self._found[0]
+        """The exact peak in bytes."""
+        if self._known is None or not self._known[1]:
+            self._known = self._work(None)
+        return self._known[0]
 
     def within(self, limit: int) -> bool:
-        """Whether they are no more than that."""
-        if self._found is None or (not self._found[1] and self._found[0] > limit):
-            self._found = self._work(limit)
-        return self._found[0] <= limit
+        """Whether the peak is at most ``limit`` bytes."""
+        if self._known is None or (not self._known[1] and self._known[0] > limit):
+            self._known = self._work(limit)
+        return self._known[0] <= limit
 
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """An assignment with its cost: ``keep`` are the backward views that reuse the forward copy; ``seconds`` leaves memory
-    prices out.
+    """An assignment with its cost. ``keep`` are the backward views that reuse the forward copy; ``seconds`` excludes memory
+    prices.
     """
 
     name: str
@@ -48,7 +49,7 @@ class Solution:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that a device holds."""
+        """The peak memory of one device."""
         return self.peak.nbytes
 
     def fits(self, limit: int) -> bool:

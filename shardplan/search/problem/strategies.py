@@ -2,8 +2,8 @@
 
 A factor that cuts no loop runs the op whole on each of its devices, or hands partial sums on where the op is linear in them. Two
 factors may cut the same loop; two loops may not split the same dim. A loop whose extent does not divide may still be cut where
-every operand is read at the loop's own index: the last block is padded, at the price of its empty part. What would be padded by
-more than `Resharder.legal` admits is no strategy: nothing leads into its layouts.
+every operand is read at the loop's own index: the last block is padded, and its empty part is paid for. A strategy that pads a
+tensor by more than `Resharder.legal` admits is left out, because no resharding leads to its layouts.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Options:
     """The composite strategies of one signature, a row each.
 
     ``loops[s, f]`` is the loop that factor f cuts (-1: none; -2 - j: partial sums of the j-th linear set of operands are handed
-    on). ``needs[s, i]`` is the state that operand i must be in, ``gives[s, r]`` the one that result r is in; ``compute_s[s]`` is
-    compute, ``halo_s[s]`` the exchange with neighbours. ``terms[s]``: the terms of its sums may
-    stay apart: every cut that makes one divides evenly and has no halo.
+    on). ``needs[s, i]`` is the state that operand i must be in, ``gives[s, r]`` the one that result r is in. ``compute_s[s]`` is
+    compute, ``halo_s[s]`` the exchanges inside the op. ``terms[s]``: whether the terms of its sums may stay apart: its cuts
+    divide evenly and have no halo (`_terms_apart`).
     """
 
     loops: NDArray[np.int64]
@@ -47,10 +47,10 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """That an op reads or makes what may stay partial, and which of its operands have no layout.
+    """The operands without a layout of an op that reads or makes a tensor that may stay partial.
 
-    ``free`` are the operands that are numbers or depend on no input, ``nonzero`` those of them that are not known to be zero: of
-    a sum's terms only one could have them.
+    ``free`` are the operands that are literals or depend on no input. ``nonzero`` are those of them not known to be zero: only
+    one term of a sum could contain them.
     """
 
     free: frozenset[int]
@@ -58,13 +58,13 @@ class Late:
 
 
 Cuts = tuple[frozenset[int], ...]
-"""For each factor the loops that it may cut, -1 for none: how a baseline says which way an op runs."""
+"""For each factor, the loops that it may cut (-1: none). Baselines say with these how an op runs."""
 
 
 def limited(rows: Options, cuts: Cuts) -> Options:
-    """Only the strategies that cut as they may on the most factors; partial sums are handed on as they like.
+    """Only the strategies that obey ``cuts`` on the most factors. A factor that hands partial sums on always obeys.
 
-    Of those that hand none on likewise: there may be none to hand on.
+    The best strategies that hand none on are kept too, because there may be no partial sums to hand on.
     """
     handed = rows.loops < -1
     columns = [h | np.any([loops == v for v in may], axis=0) for h, loops, may in zip(handed.T, rows.loops.T, cuts, strict=True)]
@@ -74,7 +74,7 @@ def limited(rows: Options, cuts: Cuts) -> Options:
 
 
 Groups = tuple[tuple[int, ...], ...]
-"""Factors that are treated alike, group by group."""
+"""Groups of factors that are treated alike."""
 
 
 def treated_alike(rows: Options, groups: Groups) -> Options:
@@ -99,44 +99,44 @@ def nbytes(shape: tuple[int, ...], dtype: str) -> int:
 def options(
     signature: Signature, resharder: Resharder, device: Device | None, *, late: Late | None = None, memo: Memo | None = None
 ) -> Options:
-    """All composite strategies of a signature; if it is ``late``, those too that hand partial sums on. No device: no compute.
+    """All composite strategies of a signature; with ``late``, also those that hand partial sums on.
 
-    The loops of the factors vary like the digits of a number, the fastest factor's first. ``memo`` keeps what signatures whose
-    loops cut them alike share, on this resharder.
+    Rows are ordered like the digits of a number: the fastest factor's loop changes first. Without a device, compute is 0.
+    ``memo`` holds the rows that signatures with equal cuts share on this resharder.
     """
     call = signature.call
     cuts = _Cuts(signature, resharder, late)
-    made = [cuts.made(code, ways) for code, ways in cuts.tried.cuts]
+    cut_info = [cuts.cut_info(code, ways) for code, ways in cuts.tried.cuts]
     shapes = (*call.operands, *call.results)
     spaces = [resharder.space(s) for s in shapes]
-    key = cuts.tried, tuple(space.rank for space in spaces), tuple((m.legal, m.places, m.divides, m.fenced) for m in made)
+    key = cuts.tried, tuple(space.rank for space in spaces), tuple((m.legal, m.places, m.divides, m.fenced) for m in cut_info)
     memo = {} if memo is None else memo
     if key not in memo:
-        memo[key] = _combined(cuts.tried, spaces, made)
-    every = memo[key]
-    held = _holdable(resharder, shapes, every.states)
-    at, over, codes, first = every.at[held], every.over[held], every.codes[held], every.first[held]
-    needs, gives = np.split(every.states[held], [len(call.operands)], axis=1)
+        memo[key] = _combined(cuts.tried, spaces, cut_info)
+    combined = memo[key]
+    holdable = _holdable(resharder, shapes, combined.states)
+    at, over, codes, first = combined.at[holdable], combined.over[holdable], combined.codes[holdable], combined.first[holdable]
+    needs, gives = np.split(combined.states[holdable], [len(call.operands)], axis=1)
     halo_s = np.zeros(len(at))
-    if any(m.halos for m in made):
-        halo_s += np.sum(_halos_s(call, resharder, made)[at, over], axis=1, where=first)
-    if any(m.pairs for m in made):
-        halo_s += [_pairs_s(call, resharder, [(m, o) for m, o, f in rows if f]) for rows in _rows(made, at, over, first)]
-    part = np.prod(_numbers(m.part for m in made)[at], axis=1, where=first)
+    if any(m.halos for m in cut_info):
+        halo_s += np.sum(_halos_s(call, resharder, cut_info)[at, over], axis=1, where=first)
+    if any(m.pairs for m in cut_info):
+        halo_s += [_pairs_s(call, resharder, [(m, o) for m, o, f in rows if f]) for rows in _rows(cut_info, at, over, first)]
+    part = np.prod(_numbers(m.part for m in cut_info)[at], axis=1, where=first)
     return Options(
         cuts.loops[codes],
         needs,
         gives,
         _compute_s(signature, resharder, device, needs, gives, part),
         halo_s,
-        _terms(made, at),
+        _terms(cut_info, at),
     )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Combined:
-    """Composite strategies, a row each: as `_Tried`, and which factors are the slowest of their loop ([strategies, factors]); the
-    states of all operands and results [strategies, tensors].
+    """Composite strategies, a row each: the fields of `_Tried`, whether each factor is the slowest of its loop (``first``
+    [strategies, factors]), and the states of all operands and results [strategies, tensors].
     """
 
     codes: NDArray[np.int64]
@@ -146,12 +146,14 @@ class _Combined:
     states: NDArray[np.int64]
 
 
-def _combined(tried: _Tried, spaces: Sequence[LayoutSpace], made: Sequence[_Made]) -> _Combined:
-    """The assignments of loops to factors in which every cut is legal, and no two split the same dim of a tensor."""
-    places = np.array([m.places for m in made], np.int64).reshape(len(made), len(spaces))
-    legal = np.all(np.array([m.legal for m in made], np.bool_)[tried.at], axis=1) & ~_clash(tried.codes, places[tried.at])
-    # an op that runs on shares is never padded, along any loop
-    legal &= ~(_flags(m.fenced for m in made)[tried.at].any(axis=1) & _flags(not m.divides for m in made)[tried.at].any(axis=1))
+def _combined(tried: _Tried, spaces: Sequence[LayoutSpace], cut_info: Sequence[_CutInfo]) -> _Combined:
+    """The assignments of loops to factors in which every cut is legal and no two loops split the same dim of a tensor."""
+    places = np.array([m.places for m in cut_info], np.int64).reshape(len(cut_info), len(spaces))
+    legal = np.all(np.array([m.legal for m in cut_info], np.bool_)[tried.at], axis=1) & ~_clash(tried.codes, places[tried.at])
+    # a fenced loop makes the op run on shares, which are never padded along any loop
+    legal &= ~(
+        _flags(m.fenced for m in cut_info)[tried.at].any(axis=1) & _flags(not m.divides for m in cut_info)[tried.at].any(axis=1)
+    )
     at, over, codes = tried.at[legal], tried.over[legal], tried.codes[legal]
     bits = _bits(over.shape[1])
     first = (over & (2 * bits - 1)) == bits  # each loop's slowest factor stands for all of its factors
@@ -166,16 +168,16 @@ def _numbers(values: Iterable[float]) -> NDArray[np.float64]:
     return np.array(list(values), np.float64)
 
 
-def _terms(made: Sequence[_Made], at: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """[strategies]: `Options.terms`. Each device makes its own term on its share: nothing that cuts it may fail to divide."""
-    even, divides = _flags(m.even for m in made)[at], _flags(m.divides for m in made)[at]
-    adds = _flags(-2 in m.places and m.strategy is not None and m.strategy.loop >= 0 for m in made)[at]
+def _terms(cut_info: Sequence[_CutInfo], at: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """[strategies]: `Options.terms`. Where a cut makes terms, each device makes its own, so all cuts must divide."""
+    even, divides = _flags(m.even for m in cut_info)[at], _flags(m.divides for m in cut_info)[at]
+    adds = _flags(-2 in m.places and m.strategy is not None and m.strategy.loop >= 0 for m in cut_info)[at]
     return np.all(even, axis=1) & (np.all(divides, axis=1) | ~np.any(adds, axis=1))
 
 
 class _Roles(NamedTuple):
-    """Of a cut: the role of its factors in each operand and result (-2: partial, -1: none, else the dim of its space), the
-    operands that are read beyond their blocks, and whether a reduction of pairs is left.
+    """The effect of a cut: ``places``, the role of its factors in each operand and result (-2: partial, -1: none, else the dim of
+    its space); ``halos``, the operands read beyond their blocks; ``pairs``, whether a reduction of pairs remains.
     """
 
     places: tuple[int, ...]
@@ -183,9 +185,11 @@ class _Roles(NamedTuple):
     pairs: bool
 
 
-class _Made(NamedTuple):
-    """One loop cut in so many ways: whether it may be, the `_Roles`, the part of the arithmetic that is left, whether its terms
-    may stay apart, the cut itself, whether it divides, and whether only each device itself can make it.
+class _CutInfo(NamedTuple):
+    """One loop cut a number of ways: whether that is legal, the fields of `_Roles`, the cut itself, and whether it divides.
+
+    ``part`` is the fraction of the arithmetic left to a device, ``even`` whether the cut's terms may stay apart, ``fenced``
+    whether the cut must run on shares.
     """
 
     legal: bool
@@ -200,8 +204,8 @@ class _Made(NamedTuple):
 
 
 class _Cuts:
-    """The ways to cut a signature's loops. ``loops`` lists the loops with -1 and the linear sets, by code, ``tried`` what each
-    factor may cut.
+    """The ways to cut a signature's loops. ``loops[code]`` is -1, a loop, or -2 - j for the j-th linear set; ``tried`` are the
+    assignments of codes to factors.
     """
 
     def __init__(self, signature: Signature, resharder: Resharder, late: Late | None) -> None:
@@ -209,14 +213,14 @@ class _Cuts:
         self.call, self.description = signature.call, signature.description
         self.dims = [split_dims(shape) for shape in (*self.call.operands, *self.call.results)]
         known = self.description
-        own = () if known is None else tuple(v for v, info in enumerate(known.loops) if not info.whole)
+        cuttable = () if known is None else tuple(v for v, info in enumerate(known.loops) if not info.whole)
         self.handed = linear_sets(known) if late is not None and known is not None else ()
         passed = [-2 - j for j, operands in enumerate(self.handed) if late is not None and _may_pass(frozenset(operands), late)]
-        self.loops: NDArray[np.int64] = np.array([-1, *own, *passed])
+        self.loops: NDArray[np.int64] = np.array([-1, *cuttable, *passed])
         self._strategies: dict[tuple[int, int], Strategy | None] = {}
-        # of the loops whose cuts differ in their ways alone
-        self._alike: dict[int, Strategy | None] = {}
-        self._read: dict[tuple[int, int], _Roles] = {}
+        # of the loops whose cuts differ only in their number of ways
+        self._by_loop: dict[int, Strategy | None] = {}
+        self._cut_roles: dict[tuple[int, int], _Roles] = {}
         loops: list[int] = self.loops.tolist()
         usable = {
             k: tuple([code for code, v in enumerate(loops) if v < 0 or self._strategy(v, k) is not None])
@@ -224,26 +228,28 @@ class _Cuts:
         }
         self.tried = _tried(tuple([usable[k] for k in resharder.sizes]), resharder.sizes)
 
-    def made(self, code: int, ways: int) -> _Made:
-        """A loop cut over factors of so many ways in all."""
+    def cut_info(self, code: int, ways: int) -> _CutInfo:
+        """The cut of a loop over factors that have ``ways`` ways in total."""
         call, loop = self.call, int(self.loops[code])
         count = len(call.operands) + len(call.results)
         if loop == -1:
-            return _Made(True, (-1,) * count)
+            return _CutInfo(True, (-1,) * count)
         found = self._strategy(loop, ways)
         if found is None:
-            return _Made(False, (-1,) * count)
+            return _CutInfo(False, (-1,) * count)
         part, even, divides = 1.0, True, True
         if loop >= 0:
             assert self.description is not None
             extent = self.description.loops[loop].extent
             divides = extent % ways == 0
             part, even = -(-extent // ways) / extent, _terms_apart(call, found, ways, self.late)
-        key = loop, 0 if loop in self._alike else ways
-        if key not in self._read:
-            self._read[key] = self._roles(found)
-        read = self._read[key]
-        return _Made(True, read.places, part, even, found, read.halos, read.pairs, divides, loop in self.signature.fenced)
+        key = loop, 0 if loop in self._by_loop else ways
+        if key not in self._cut_roles:
+            self._cut_roles[key] = self._roles(found)
+        cut_roles = self._cut_roles[key]
+        return _CutInfo(
+            True, cut_roles.places, part, even, found, cut_roles.halos, cut_roles.pairs, divides, loop in self.signature.fenced
+        )
 
     def _roles(self, found: Strategy) -> _Roles:
         placed = zip((*found.operands, *found.results), self.dims, strict=True)
@@ -253,22 +259,22 @@ class _Cuts:
 
     def _strategy(self, loop: int, ways: int) -> Strategy | None:
         if (loop, ways) not in self._strategies:
-            self._strategies[loop, ways] = self._found(loop, ways)
+            self._strategies[loop, ways] = self._cut_loop(loop, ways)
         return self._strategies[loop, ways]
 
-    def _found(self, loop: int, ways: int) -> Strategy | None:
+    def _cut_loop(self, loop: int, ways: int) -> Strategy | None:
         assert self.description is not None
         if loop < -1:
             return _handed_on(self.call, self.handed[-2 - loop], ways)
         extent = self.description.loops[loop].extent
         if extent < ways or (extent % ways and loop in self.signature.fenced):
             return None
-        if loop not in self._alike:
+        if loop not in self._by_loop:
             regions = in_step(self.description, loop)
             if regions is None:
                 return self.signature.cut(loop, ways)
-            self._alike[loop] = cut_in_step(self.description, loop, ways, regions)
-        found = self._alike[loop]
+            self._by_loop[loop] = cut_in_step(self.description, loop, ways, regions)
+        found = self._by_loop[loop]
         return None if found is None else Strategy(loop, ways, found.operands, found.results)
 
 
@@ -279,14 +285,14 @@ def _role(place: Placement, dims: Sequence[int]) -> int:
 
 
 Memo = dict[tuple["_Tried", tuple[int, ...], tuple[tuple[bool, tuple[int, ...], bool, bool], ...]], "_Combined"]
-"""Composite strategies by what was tried, the ranks of the tensors, and how each cut lays them, divides and is fenced."""
+"""Composite strategies by assignments tried, ranks of the tensors, and (legal, places, divides, fenced) of each cut."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Tried:
     """Every assignment of loops, by code, to factors: [assignments, factors], one empty row where there are no factors.
 
-    ``over`` are the factors that cut the same loop, as a mask, ``cuts[at]`` that loop's code with the ways that it is cut in.
+    ``over`` is the mask of the factors that cut the same loop, ``cuts[at]`` is (that loop's code, its number of ways).
     """
 
     codes: NDArray[np.int64]
@@ -308,10 +314,10 @@ def _tried(usable: tuple[tuple[int, ...], ...], sizes: tuple[int, ...]) -> _Trie
     return found
 
 
-def _halos_s(call: Call, resharder: Resharder, made: Sequence[_Made]) -> NDArray[np.float64]:
-    """[made, masks]: seconds of what each cut exchanges with neighbours over the factors of a mask, where these make its ways."""
-    found = np.zeros((len(made), 1 << len(resharder.sizes)))
-    for row, m in zip(found, made, strict=True):
+def _halos_s(call: Call, resharder: Resharder, cut_info: Sequence[_CutInfo]) -> NDArray[np.float64]:
+    """[cuts, masks]: seconds of a cut's halo exchange over the factors of a mask, where their sizes multiply to its ways."""
+    found = np.zeros((len(cut_info), 1 << len(resharder.sizes)))
+    for row, m in zip(found, cut_info, strict=True):
         for i, place in m.halos:
             for mask in range(1, len(row)):
                 over = tuple(f for f in range(len(resharder.sizes)) if mask >> f & 1)
@@ -334,7 +340,7 @@ def _clash(codes: NDArray[np.int64], roles: NDArray[np.int64]) -> NDArray[np.boo
 
 
 def _states(spaces: Sequence[LayoutSpace], places: NDArray[np.int64], at: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[strategies, tensors]: the states where each factor has the role that its cut, ``at`` [strategies, factors], gives it."""
+    """[strategies, tensors]: the states in which each factor has the role of its cut, ``at`` [strategies, factors]."""
     found: dict[tuple[int, bytes], NDArray[np.int64]] = {}
     columns: list[NDArray[np.int64]] = []
     for space, roles in zip(spaces, places.T, strict=True):
@@ -346,23 +352,23 @@ def _states(spaces: Sequence[LayoutSpace], places: NDArray[np.int64], at: NDArra
 
 
 def _holdable(resharder: Resharder, shapes: Sequence[tuple[int, ...]], states: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """[strategies]: whether no tensor is padded by more than it may be; running the op whole always is."""
+    """[strategies]: whether no tensor is padded by more than is legal. It holds where the op runs whole."""
     legal = [resharder.legal(shape, pad=True)[states[:, i]] for i, shape in enumerate(shapes)]
     return np.all(np.array(legal, np.bool_).reshape(len(shapes), len(states)), axis=0)
 
 
 def _rows(
-    made: Sequence[_Made], at: NDArray[np.int64], over: NDArray[np.int64], first: NDArray[np.bool_]
-) -> Iterator[list[tuple[_Made, int, bool]]]:
+    cut_info: Sequence[_CutInfo], at: NDArray[np.int64], over: NDArray[np.int64], first: NDArray[np.bool_]
+) -> Iterator[list[tuple[_CutInfo, int, bool]]]:
     for row in zip(at.tolist(), over.tolist(), first.tolist(), strict=True):
-        yield [(made[m], o, f) for m, o, f in zip(*row, strict=True)]
+        yield [(cut_info[m], o, f) for m, o, f in zip(*row, strict=True)]
 
 
-def _pairs_s(call: Call, resharder: Resharder, cuts: Sequence[tuple[_Made, int]]) -> float:
-    """Seconds for the extremes of a reduction of pairs."""
+def _pairs_s(call: Call, resharder: Resharder, cuts: Sequence[tuple[_CutInfo, int]]) -> float:
+    """Seconds to all-reduce the extremes of a reduction of pairs."""
     over = [tuple(f for f in range(len(resharder.sizes)) if mask >> f & 1) for _, mask in cuts]
-    made = [(o, m.strategy) for o, (m, _) in zip(over, cuts, strict=True) if m.strategy is not None]
-    return sum(resharder.seconds("all_reduce", o, extra) for o, extra in pair_bytes(call, made))
+    cut_info = [(o, m.strategy) for o, (m, _) in zip(over, cuts, strict=True) if m.strategy is not None]
+    return sum(resharder.seconds("all_reduce", o, extra) for o, extra in pair_bytes(call, cut_info))
 
 
 def _compute_s(
@@ -373,7 +379,7 @@ def _compute_s(
     gives: NDArray[np.int64],
     part: NDArray[np.float64],
 ) -> NDArray[np.float64]:
-    """[strategies]: seconds of compute on one device, of which ``part`` is what it does of the arithmetic."""
+    """[strategies]: seconds of compute on one device; ``part`` is its fraction of the arithmetic."""
     work = _work(signature)
     if not work.counts or device is None:
         return np.zeros(len(part))
@@ -392,8 +398,8 @@ def _may_pass(operands: frozenset[int], late: Late) -> bool:
 def _terms_apart(call: Call, strategy: Strategy | None, ways: int, late: Late | None) -> bool:
     """Whether a cut's terms can be made one by one.
 
-    They are terms of a sum, every operand that it splits falls into even blocks without halo, and none that has no layout is
-    split or is itself a term.
+    Every reduction must be a sum, and every split operand must fall into even blocks without halo. An operand without a layout
+    may not be split, and may be partial only if it is zero.
     """
     assert strategy is not None
     if late is None:
@@ -409,18 +415,18 @@ def _terms_apart(call: Call, strategy: Strategy | None, ways: int, late: Late | 
 
 
 def _handed_on(call: Call, operands: tuple[int, ...], ways: int) -> Strategy:
-    """Partial sums in, partial sums out: every worker does the whole op on its terms."""
+    """Partial sums in, partial sums out: every worker runs the whole op on its terms."""
     needs = tuple(Partial("sum") if i in operands else Replicated() for i in range(len(call.operands)))
     return Strategy(-2, ways, needs, tuple(Partial("sum") for _ in call.results))
 
 
-def pair_bytes(call: Call, made: Sequence[tuple[tuple[int, ...], Strategy]]) -> list[tuple[tuple[int, ...], float]]:
-    """What a reduction of pairs sends beside the places: the extremes, and over which factors."""
+def pair_bytes(call: Call, cut_info: Sequence[tuple[tuple[int, ...], Strategy]]) -> list[tuple[tuple[int, ...], float]]:
+    """(factors, bytes) of the extremes that a reduction of pairs (argmax, argmin) sends beside the indices."""
     found: list[tuple[tuple[int, ...], float]] = []
-    for over, strategy in made:
+    for over, strategy in cut_info:
         for r, place in enumerate(strategy.results):
             if isinstance(place, Partial) and place.reducer in PAIRS:
-                split = math.prod(s.ways for _, s in made if isinstance(s.results[r], Split))
+                split = math.prod(s.ways for _, s in cut_info if isinstance(s.results[r], Split))
                 found.append((over, nbytes(call.results[r], call.dtypes[0]) / split))
     return found
 
@@ -433,7 +439,7 @@ def halo_bytes(call: Call, operand: int, place: Split) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """Arithmetic and memory traffic of a whole op; ``counts`` is false for what is fused into its reader."""
+    """Arithmetic and memory traffic of a whole op; ``counts`` is false for an op that is fused into its reader."""
 
     flops: float
     operand_bytes: tuple[int, ...]
@@ -450,7 +456,7 @@ def _work(signature: Signature) -> _Work:
     dtype = next((d for d in call.dtypes if d), "float32")
     if description is None:
         return _Work(0.0, size, out, dtype, False, True)
-    # moving the same elements about, or spreading a smaller tensor, is fused into the reader
+    # an op that moves the elements of one tensor, or broadcasts it, is fused into the reader
     moves = all(info.reducer is None for info in description.loops) and len([s for s in size if s > 8]) <= 1
-    flops = compute.flops(description) if signature.contracts else 0.0  # others wait for memory
+    flops = compute.flops(description) if signature.contracts else 0.0  # others are memory-bound
     return _Work(flops, size, out, dtype, signature.contracts, not moves)

@@ -1,4 +1,4 @@
-"""What the cost of a step is the sum of: one list, from which tables, bounds, prices of an assignment and collectives follow."""
+"""The summands of a step's cost: one list from which tables, bounds, assignment prices and collectives follow."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Summand:
 
     - ``interior``: the elementwise ops inside variable ``at``.
     - ``op``: op ``at`` of the graph, which joins variables: its compute, and the resharding of its operands and results.
-    - ``link``: link ``at`` of the graph, where a loop's end may reshard.
-    - ``view``: the copy ``at`` of a variable, made for readers that want another layout.
+    - ``link``: link ``at`` of the graph: the resharding of a tensor that enters or leaves a loop.
+    - ``view``: view ``at``: the copy of a variable for readers that want another layout.
     """
 
     kind: Kind
@@ -28,9 +28,9 @@ class Summand:
 
 
 def by_variable(summands: Sequence[Summand]) -> dict[int, list[Summand]]:
-    """The summands that each variable is in."""
-    found: dict[int, list[Summand]] = {}
+    """The summands that each variable appears in."""
+    groups: dict[int, list[Summand]] = {}
     for s in summands:
         for v in s.scope:
-            found.setdefault(v, []).append(s)
-    return found
+            groups.setdefault(v, []).append(s)
+    return groups

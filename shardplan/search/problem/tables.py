@@ -17,19 +17,19 @@ BIG = 1 << 50
 """Infinite: larger than any sum of finite costs, small enough that sums of it do not overflow."""
 
 PER_SECOND = 1e12
-"""Costs of tables in a second."""
+"""Cost units (picoseconds) in a second."""
 
 LONGEST_S = 1e3
-"""No entry of a table is more: steps that take longer are not told apart."""
+"""The largest finite table entry, in seconds. Longer costs are clipped to it, so they are not told apart."""
 
 
 def picoseconds(seconds: NDArray[np.float64]) -> Costs:
-    """Seconds as integer picoseconds; infinities, and what is no number, as `BIG`."""
+    """Seconds as integer picoseconds; infinities and NaN become `BIG`."""
     return np.where(np.isfinite(seconds), np.rint(np.fmin(seconds, LONGEST_S) * PER_SECOND).astype(np.int64), BIG)
 
 
 def seconds_of(cost: float) -> float:
-    """A sum of costs in seconds; infinite where one of them is."""
+    """A sum of costs in seconds; infinite if one of them is."""
     return float("inf") if cost >= BIG else cost / PER_SECOND
 
 
@@ -46,14 +46,14 @@ class Store:
         shifted = np.ascontiguousarray(costs - low)
         if low < BIG <= costs.max():
             shifted[costs >= BIG] = BIG
-        alike = self._ids.setdefault((shifted.shape, int(shifted.sum())), [])  # few others have both
-        for found in alike:
-            if np.array_equal(self.tables[found], shifted):
-                return found, low
+        candidates = self._ids.setdefault((shifted.shape, int(shifted.sum())), [])  # few tables share shape and sum
+        for candidate in candidates:
+            if np.array_equal(self.tables[candidate], shifted):
+                return candidate, low
         shifted.setflags(write=False)
-        self.tables.append(shifted)  # first: an interrupt in between leaves nothing wrong
-        alike.append(len(self.tables) - 1)
-        return alike[-1], low
+        self.tables.append(shifted)  # before its id: an interrupt in between does no harm
+        candidates.append(len(self.tables) - 1)
+        return candidates[-1], low
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
-"""The search as a whole: over what is computed again, over factorings of the mesh, and within the memory limit.
+"""The whole search: over recomputed activations, over factorings of the mesh, and within the memory limit.
 
 `solve` finds the best plan of one factoring: jointly, or by `recursion` (Tofu, section 5.2) and `polish`. `memory_pricing` brings
-a plan below the memory limit, with `repair`. `factoring_search` tries `factorings`, `remat_search` computes activations again.
+a plan below the memory limit, with `repair`. `factoring_search` tries `factorings`, `remat_search` recomputes activations.
 """
 
 from shardplan.search.strategy.solve import Outcome, search

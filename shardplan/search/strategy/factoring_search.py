@@ -1,4 +1,4 @@
-"""The best plan over all factorings of a cluster that are worth a try."""
+"""The best plan over all factorings of a cluster that are worth trying."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _Solve = Callable[[Problem, Sequence[Domain]], Outcome]
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a search is held to: bytes a device, donated leaves, pins as entries, the end of its time (`anytime.now_s`); and what
-    it makes least.
+    """The conditions of a search: bytes per device, donated leaves, pins, a deadline (an instant of `anytime.now_s`), an observer
+    of its progress, and the objective to minimise.
     """
 
     memory: int
@@ -35,93 +35,93 @@ class Wanted:
 
 
 def best_of_factorings(graph: Graph, coarse: Coarse, cluster: Cluster, wanted: Wanted) -> Found:
-    """The best outcome with its problem: levels whole, and split where dims need it. It may not fit.
+    """The best outcome, with its problem, over whole levels and levels split where dims need it. It may not fit.
 
-    Stopped by the deadline or an interrupt, it gives the best so far; an interrupt before anything fits is raised.
+    Stopped by the deadline or an interrupt, it returns the best so far; an interrupt before a plan fits is raised.
 
     Raises:
-        PinError: for pins that can be held on no factoring.
+        PinError: if no factoring can hold the pins.
     """
     problems = [Problem(graph, coarse, cluster, over, objective=wanted.objective) for over in factor_choices(cluster, graph)]
-    tried = _pinned(problems, wanted.pins)
+    candidates = _pinned(problems, wanted.pins)
     best: Found | None = None
-    told = 0.0
+    progress = 0.0
 
     def tell(what: str, part: float) -> None:
-        nonlocal told
-        told = max(told, part)
-        wanted.observer(what, told)
+        nonlocal progress
+        progress = max(progress, part)
+        wanted.observer(what, progress)
 
-    for n, (problem, domains) in enumerate(tried):
+    for n, (problem, domains) in enumerate(candidates):
 
-        def solved(over: Problem, domains: Sequence[Domain], n: int = n) -> Outcome:
-            """The search over these factors, with its share of the progress."""
+        def solve(over: Problem, domains: Sequence[Domain], n: int = n) -> Outcome:
+            """Searches over these factors and reports their share of the progress."""
             return search(
                 over,
                 limit=wanted.memory,
                 donated=wanted.donated,
                 domains=domains,
                 deadline=wanted.deadline,
-                observer=lambda what, part: tell(what, (n + part) / len(tried)),
+                observer=lambda what, part: tell(what, (n + part) / len(candidates)),
             )
 
         try:
-            found = problem, solved(problem, domains)
+            result = problem, solve(problem, domains)
             if len(problem.factors) > len(problems[0].factors) and not wanted.pins:
-                found = _fewest_factors(found, solved, wanted)
+                result = _fewest_factors(result, solve, wanted)
         except KeyboardInterrupt:
             if best is None or not best[1].best.fits(wanted.memory):
                 raise
             return _stopped_by(best, "interrupted")
-        if best is None or better(found, best, wanted.memory):
-            best = found
-        if found[1].stopped:
-            return _stopped_by(best, found[1].stopped)
+        if best is None or better(result, best, wanted.memory):
+            best = result
+        if result[1].stopped:
+            return _stopped_by(best, result[1].stopped)
     assert best is not None
     return best
 
 
-def _fewest_factors(found: Found, solved: _Solve, wanted: Wanted) -> Found:
-    """The same with neighbouring factors of a level made one where that is no slower: each is a mesh axis, and pays latency."""
-    while not found[1].stopped and (fewer := merged(found[0], found[1].best.states)) is not None:
-        problem = Problem(found[0].graph, found[0].coarse, found[0].cluster, fewer, objective=wanted.objective)
+def _fewest_factors(result: Found, solve: _Solve, wanted: Wanted) -> Found:
+    """Merges neighbouring factors of a level where that is no slower: each factor is a mesh axis and pays latency."""
+    while not result[1].stopped and (fewer := merged(result[0], result[1].best.states)) is not None:
+        problem = Problem(result[0].graph, result[0].coarse, result[0].cluster, fewer, objective=wanted.objective)
         try:
-            again = problem, solved(problem, problem.domains)
+            coarser = problem, solve(problem, problem.domains)
         except KeyboardInterrupt:
-            if not found[1].best.fits(wanted.memory):
+            if not result[1].best.fits(wanted.memory):
                 raise
-            return _stopped_by(found, "interrupted")
-        if better(found, again, wanted.memory):
-            return _stopped_by(found, again[1].stopped) if again[1].stopped else found
-        found = again
-    return found
+            return _stopped_by(result, "interrupted")
+        if better(result, coarser, wanted.memory):
+            return _stopped_by(result, coarser[1].stopped) if coarser[1].stopped else result
+        result = coarser
+    return result
 
 
-def _stopped_by(found: Found, stopped: Stopped) -> Found:
-    return found[0], replace(found[1], stopped=stopped, exact=False)
+def _stopped_by(result: Found, stopped: Stopped) -> Found:
+    return result[0], replace(result[1], stopped=stopped, exact=False)
 
 
 def _pinned(problems: Sequence[Problem], pins: Pins) -> list[tuple[Problem, tuple[Domain, ...]]]:
-    """The factorings that the pins can hold on, each with its domains: a part of a level is an axis of one of them alone.
+    """The factorings that can hold the pins, each with its domains. A part of a level is an axis in only one factoring.
 
     Raises:
-        PinError: where there is none: what is wrong with the pins on the levels themselves.
+        PinError: if there is none; it is the error of the pins on whole levels.
     """
-    found: list[tuple[Problem, tuple[Domain, ...]]] = []
+    result: list[tuple[Problem, tuple[Domain, ...]]] = []
     refusals: list[PinError] = []
     for problem in problems:
         try:
-            own = for_pins(problem, pins)
-            found.append((own, pinned_domains(own, pins)))
+            pinned = for_pins(problem, pins)
+            result.append((pinned, pinned_domains(pinned, pins)))
         except PinError as error:
             refusals.append(error)
-    if not found:
+    if not result:
         raise refusals[0]
-    return found
+    return result
 
 
 def better(a: Found, b: Found, limit: int) -> bool:
-    """A plan that fits before one that does not, then the faster (the smaller, where neither fits)."""
+    """Whether ``a`` beats ``b``: a plan that fits beats one that does not, then the faster wins (the smaller if neither fits)."""
     one, other = a[1].best, b[1].best
     if one.fits(limit) != other.fits(limit):
         return one.fits(limit)

@@ -1,7 +1,7 @@
-"""Which factors to plan over: levels whole, and split where a dim needs it; several factors of a level made one where none does.
+"""The factors to plan over: whole levels, levels split where a dim needs it, and factors merged where no layout needs them.
 
-A level is cut as a whole wherever a dim divides by it: each further factor pays latency of its own. Where no loop of the ops that
-do the work divides by a level (12 devices, dims that are powers of two), it is split at the largest parts of it that do.
+A level stays whole wherever a dim divides by it: each further factor pays its own latency. Where no loop of the ops that do the
+work divides by a level (12 devices, dims that are powers of two), it is split into the largest parts of it that do divide.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from shardplan.mesh import Cluster, factors
 from shardplan.search.problem.problem import Problem
 
 _STUCK = 0.02
-"""A level is split if so much of the flops is in ops of which no loop divides by it."""
+"""A level is split if more than this fraction of the flops is in ops whose loops divide only by parts of it."""
 _MOST = 4
-"""At most so many factors: the number of layouts grows with a power of it."""
+"""The most factors of a split: the number of layouts grows exponentially with the number of factors."""
 
 
 def factor_choices(cluster: Cluster, graph: Graph) -> tuple[tuple[Factor, ...], ...]:
-    """The factorings to try, that of whole levels first."""
+    """The factorings to try, whole levels first."""
     whole = factors(cluster)
     work = _work(graph)
     parts = {level.name: _parts(level.size, work) for level in cluster.levels if level.size > 1}
@@ -34,22 +34,22 @@ def factor_choices(cluster: Cluster, graph: Graph) -> tuple[tuple[Factor, ...], 
 
 
 def _work(graph: Graph) -> list[tuple[float, tuple[int, ...]]]:
-    """(flops, extents of the loops that can be cut) of every contraction; equal ones once."""
+    """(flops, extents of the loops that can be cut) of every contraction; equal contractions are summed."""
     weights: dict[int, float] = {}
     for node in graph.nodes:
         weights[node.signature.id] = weights.get(node.signature.id, 0.0) + node.weight
-    found: list[tuple[float, tuple[int, ...]]] = []
+    contractions: list[tuple[float, tuple[int, ...]]] = []
     for signature in {node.signature.id: node.signature for node in graph.nodes}.values():
         description = signature.description
         if description is not None and signature.contracts:
             extents = tuple(info.extent for info in description.loops if not info.whole)
             if extents:
-                found.append((compute.flops(description) * weights[signature.id], extents))
-    return found
+                contractions.append((compute.flops(description) * weights[signature.id], extents))
+    return contractions
 
 
 def _parts(size: int, work: Sequence[tuple[float, tuple[int, ...]]]) -> tuple[int, ...]:
-    """How to split a level of ``size``: as most of the ops need it that cannot cut it whole; (size,) to leave it whole."""
+    """The parts of a level of ``size`` that suit the most flops of ops that cannot use it whole; (size,) leaves it whole."""
     stuck: dict[tuple[int, ...], float] = {}
     for flop, extents in work:
         parts = largest_parts(size, extents)
@@ -61,30 +61,30 @@ def _parts(size: int, work: Sequence[tuple[float, tuple[int, ...]]]) -> tuple[in
 
 
 def largest_parts(size: int, extents: Sequence[int]) -> tuple[int, ...]:
-    """A level's size as parts that divide these loops, the largest first; what divides none comes last.
+    """Splits a level's size into parts that divide these loops, the largest first; a remainder that divides none comes last.
 
     >>> largest_parts(12, (512, 2048)), largest_parts(8, (2, 6, 10)), largest_parts(8, (64, 3)), largest_parts(7, (64, 3))
     ((4, 3), (2, 2, 2), (8,), (7,))
     """
     parts: list[int] = []
-    left, rest = list(extents), size
-    while rest > 1:
-        common = [math.gcd(extent, rest) for extent in left]
-        most = max(common)
-        if most == 1:
-            parts.append(rest)
+    left, remaining = list(extents), size
+    while remaining > 1:
+        common = [math.gcd(extent, remaining) for extent in left]
+        divisor = max(common)
+        if divisor == 1:
+            parts.append(remaining)
             break
-        at = common.index(most)
-        left[at] //= most
-        rest //= most
-        parts.append(most)
+        at = common.index(divisor)
+        left[at] //= divisor
+        remaining //= divisor
+        parts.append(divisor)
     return tuple(parts)
 
 
 def merged(problem: Problem, states: Sequence[int]) -> tuple[Factor, ...] | None:
-    """The factors with neighbours of one level made one that no layout of a solution keeps apart; None where all are needed.
+    """The factors with two neighbours of one level merged that no layout of a solution keeps apart; None without such a pair.
 
-    Two factors may be one only where every tensor that uses either uses both, the major one just before the minor one.
+    Two factors may merge only where every tensor that uses either uses both, the major one directly before the minor one.
     """
     layouts = [problem.resharder.space(v.shape).state(s) for v, s in zip(problem.coarse.variables, states, strict=True)]
     for i, (a, b) in enumerate(zip(problem.factors, problem.factors[1:], strict=False)):

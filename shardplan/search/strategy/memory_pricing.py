@@ -1,4 +1,4 @@
-"""Within the memory limit: prices on bytes where memory peaks, then what no price can find."""
+"""Plans within the memory limit: by prices on bytes where memory peaks, then by changes that no price can find."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from shardplan.search.strategy import repair
 from shardplan.search.strategy.polish import polish
 
 REPAIRS = 3
-"""So many solutions that hold too much are changed until they fit."""
+"""The most solutions over the limit that are changed until they fit."""
 
-_RISES = 24  # so often the price on bytes is tried at most, eightfold where no new point is met or the last one brought little
+_RISES = 24  # the most prices on bytes tried; eight times the last where no new peak appears or the peak fell little
 
-_LOWER = 0.98  # it brought little if the peak is still above this part of what it was
+_LOWER = 0.98  # the peak fell little if it is still above this fraction of the last
 
-_DEAR = 16  # so many times that all that peaks may cost: no entry of a table is dearer than one, but many small ones add up
+_DEAR = 16  # the bytes of a peak cost at most this many times `LONGEST_S`: one entry is capped there, but entries add up
 
-_CLOSER = 7  # so many prices between two are tried at most
+_CLOSER = 7  # the most prices tried between a solution that fits and one that does not
 
 
 @dataclass(frozen=True, slots=True)
 class Descent:
-    """The way from the best solution without a limit, ``free``, to those within one.
+    """Finds solutions within a limit, from the best solution without one, ``free``.
 
-    ``starts`` are where a search that is not ``joint`` may begin anew, beside the baselines.
+    ``starts`` are further starting points, beside the baselines; ``joint`` means that each price is solved jointly.
     """
 
     solver: Solver
@@ -43,41 +43,41 @@ class Descent:
     watch: Watch
 
     def within(self, limit: int) -> list[Solution]:
-        """What was found for a limit; where all of it holds too much, the last is what `smallest` gives."""
+        """The solutions found for a limit; where none of them fits, the last is that of `smallest`."""
         if limit < memory.floor_bytes(self.solver.problem, self.solver.live, self.domains):
-            return [self.smallest()]  # there is no plan below that
-        found = [*self._begun(limit), *self._priced(limit)]
-        found += self._repaired(limit, found)
-        if not any(s.fits(limit) for s in found):
-            found.append(self.smallest())
-        faster = repair.faster(self.solver, self.domains, limit, found)
-        return found if faster is None else [*found, faster]
+            return [self.smallest()]  # no plan holds fewer bytes
+        solutions = [*self._initial(limit), *self._priced(limit)]
+        solutions += self._repaired(limit, solutions)
+        if not any(s.fits(limit) for s in solutions):
+            solutions.append(self.smallest())
+        faster = repair.faster(self.solver, self.domains, limit, solutions)
+        return solutions if faster is None else [*solutions, faster]
 
     def smallest(self) -> Solution:
-        """The fewest bytes that are found, in the same way whatever the limit is: a limit of so many bytes is met."""
-        least = min([*self._begun(0), *self._priced(0)], key=lambda s: s.peak_bytes)
+        """The solution with the fewest bytes found; it does not depend on the limit, so a limit of that many bytes is met."""
+        least = min([*self._initial(0), *self._priced(0)], key=lambda s: s.peak_bytes)
         return repair.smaller(self.solver, self.domains, least)
 
-    def _begun(self, limit: int) -> list[Solution]:
+    def _initial(self, limit: int) -> list[Solution]:
         return [self.free, *self.starts, *self.rivals.seeds(self.domains, limit)]
 
     def _priced(self, limit: int) -> list[Solution]:
-        """One price on the bytes at every peak met so far.
+        """Solutions at one price on the bytes at every peak seen so far.
 
-        It rises until a solution fits. Then it is that at which this one and the last that does not fit cost the same: what is
-        cheaper than both there lies between them.
+        The price rises until a solution fits. Then it is the price at which this solution and the last that does not fit cost the
+        same: a solution cheaper than both at that price lies between them.
         """
-        solver, watch, begun = self.solver, self.watch, [] if self.joint else self._begun(limit)
+        solver, watch, initial = self.solver, self.watch, [] if self.joint else self._initial(limit)
 
         def at(price: float) -> Solution:
             if self.joint:
-                found.append(solver.minimum("plan", self.domains, points=points, price=price)[0])
+                solutions.append(solver.minimum("plan", self.domains, points=points, price=price)[0])
             else:
-                seed = min(begun, key=lambda s: s.seconds + price * max(0, s.peak_bytes - limit))
-                found.append(polish(solver, self.domains, seed, watch, points=points, price=price))
-            return found[-1]
+                seed = min(initial, key=lambda s: s.seconds + price * max(0, s.peak_bytes - limit))
+                solutions.append(polish(solver, self.domains, seed, watch, points=points, price=price))
+            return solutions[-1]
 
-        points, found = [solver.peak_point(self.free)], list[Solution]()
+        points, solutions = [solver.peak_point(self.free)], list[Solution]()
         price = min(max(self.free.seconds, 1e-6), LONGEST_S) / max(self.free.peak_bytes, 1)
         over = self.free
         for tried in range(_RISES):
@@ -93,9 +93,9 @@ class Descent:
             over = solution
             if price * self.free.peak_bytes > _DEAR * LONGEST_S:
                 break
-        if not found[-1].fits(limit):
-            return found
-        inside = found[-1]
+        if not solutions[-1].fits(limit):
+            return solutions
+        inside = solutions[-1]
         for tried in range(_CLOSER):
             watch.tell("memory", 0.9 + 0.05 * tried / _CLOSER)
             saved = float((solver.held(over, points) - solver.held(inside, points)).sum())
@@ -115,12 +115,12 @@ class Descent:
                 inside = solution
             else:
                 over = solution
-        return found
+        return solutions
 
-    def _repaired(self, limit: int, found: Sequence[Solution]) -> list[Solution]:
-        """Those just above the limit, changed until they fit: where that may beat what fits already."""
-        fitting = min((s.seconds for s in found if s.fits(limit)), default=float("inf"))
-        over = [s for s in dict.fromkeys(found) if not s.fits(limit) and s.seconds < fitting]
+    def _repaired(self, limit: int, solutions: Sequence[Solution]) -> list[Solution]:
+        """The solutions just above the limit, changed until they fit, where that may beat those that fit already."""
+        fitting = min((s.seconds for s in solutions if s.fits(limit)), default=float("inf"))
+        over = [s for s in dict.fromkeys(solutions) if not s.fits(limit) and s.seconds < fitting]
         repaired: list[Solution] = []
         for start in sorted(over, key=lambda s: s.peak_bytes)[:REPAIRS]:
             if all(s in d for s, d in zip(start.states, self.domains, strict=True)):

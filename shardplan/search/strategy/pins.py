@@ -1,4 +1,4 @@
-"""Pins: arguments that must lie as the user says, as restrictions of the domains, and the fewest that cannot all hold."""
+"""Pins: layouts of arguments that the user sets, as restrictions of the domains; and the fewest pins that conflict."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from shardplan.search.memory import liveness as memory
 from shardplan.search.problem.problem import Domain, Problem
 
 Pins = Mapping[str, Sequence[Entry]]
-"""Glob of argument paths -> the entries of the PartitionSpec that they must have, over the names of the factors or levels."""
+"""Glob of argument paths -> the PartitionSpec entries of these arguments, over the names of the factors or levels."""
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What one pin asks of one argument: its variable's state. ``pin`` is its glob, ``said`` the pin as the user wrote it."""
+    """The state that one pin requires of one argument's variable. ``pin`` is its glob, ``said`` the pin as the user wrote it."""
 
     pin: str
     said: str
@@ -30,11 +30,11 @@ class Claim:
 
 
 def pinned_domains(problem: Problem, pins: Pins) -> tuple[Domain, ...]:
-    """The problem's domains with the pins in them.
+    """The problem's domains, restricted by the pins.
 
     Raises:
-        PinError: for a pin that matches nothing, names no axis or does not divide, and for pins that contradict each other: it
-            names the fewest of them.
+        PinError: for a pin that matches nothing, names no axis or does not divide, and for pins that contradict each other; the
+            error names the fewest pins in conflict.
     """
     claims = _all_claims(problem, pins)
     fewest = smallest_conflict(tuple(pins), lambda some: _agree([c for c in claims if c.pin in some]))
@@ -47,17 +47,18 @@ def pinned_domains(problem: Problem, pins: Pins) -> tuple[Domain, ...]:
 
 
 def for_pins(problem: Problem, pins: Pins) -> Problem:
-    """The problem itself, or where it has one layout for arguments that are pinned differently, one in which each of these has
-    its own, and whatever reads it a copy or a layout of its own.
+    """The problem itself; or, where arguments that share a layout are pinned differently, one in which each has its own.
+
+    In that problem the readers of these arguments read a copy or have a layout of their own.
 
     Raises:
         PinError: for a pin that matches nothing, names no axis or does not divide.
     """
-    asked: dict[int, set[int]] = {}
+    claimed: dict[int, set[int]] = {}
     claims = _all_claims(problem, pins)
     for claim in claims:
-        asked.setdefault(claim.variable, set()).add(claim.state)
-    alone = frozenset(claim.tensor for claim in claims if len(asked[claim.variable]) > 1)
+        claimed.setdefault(claim.variable, set()).add(claim.state)
+    alone = frozenset(claim.tensor for claim in claims if len(claimed[claim.variable]) > 1)
     if not alone:
         return problem
     coarse = coarsen(problem.graph, problem.coarse.one_choice, alone)
@@ -69,9 +70,9 @@ def _all_claims(problem: Problem, pins: Pins) -> list[Claim]:
 
 
 def smallest_conflict(items: Sequence[str], holds: Callable[[Sequence[str]], bool]) -> tuple[str, ...]:
-    """Of items that cannot all hold some that cannot either, though any fewer of them can; none where all can.
+    """A minimal set of items that cannot all hold: without any one of them, the others can. Empty where all items hold.
 
-    A deletion filter: one call of ``holds`` an item, which must stay true when items are left out.
+    A deletion filter: one call of ``holds`` per item. ``holds`` must stay true when items are left out.
 
     >>> smallest_conflict("abcd", lambda some: not {"b", "d"} <= set(some))
     ('b', 'd')
@@ -87,27 +88,27 @@ def smallest_conflict(items: Sequence[str], holds: Callable[[Sequence[str]], boo
 
 
 def _agree(claims: Sequence[Claim]) -> bool:
-    asked: dict[int, int] = {}
-    return all(asked.setdefault(c.variable, c.state) == c.state for c in claims)
+    claimed: dict[int, int] = {}
+    return all(claimed.setdefault(c.variable, c.state) == c.state for c in claims)
 
 
 def _contradiction(problem: Problem, claims: Sequence[Claim], pins: tuple[str, ...]) -> PinError:
-    """The error for pins that contradict each other, on the first two arguments on which they do."""
+    """The error for pins that contradict each other; it names the first two arguments on which they do."""
     first, second = next(
         (a, b) for a in claims for b in claims if a.pin != b.pin and a.variable == b.variable and a.state != b.state
     )
     if first.path == second.path:
         where = f"both match {first.path}"
     else:
-        where = f"the one matches {first.path}, the other {second.path}, and these two share one layout"
+        where = f"the first matches {first.path}, the second {second.path}, and these two share one layout"
     return PinError(
         f"{first.said} contradicts {second.said}: {where}; drop one of them, or narrow its glob", pins=(first.pin, second.pin)
     )
 
 
 def held_by_pins(problem: Problem, pins: Pins) -> dict[str, float]:
-    """For each pin the bytes of a device that it holds beyond the smallest layout of what it matches; none that hold nothing."""
-    found: dict[str, float] = {}
+    """For each pin the bytes per device beyond the smallest layouts of its arguments; pins that add none are left out."""
+    result: dict[str, float] = {}
     for pattern, entries in pins.items():
         for i in _matched(problem, pattern):
             t = problem.graph.inputs[i]
@@ -116,17 +117,17 @@ def held_by_pins(problem: Problem, pins: Pins) -> dict[str, float]:
                 continue
             tensor = problem.graph.tensors[t]
             layout = _layout(problem, problem.graph.input_paths[i], tensor.shape, pattern, entries)
-            own = memory.local_bytes(problem, v, problem.resharder.state(tensor.shape, layout))
+            fraction = memory.local_bytes(problem, v, problem.resharder.state(tensor.shape, layout))
             least = float(problem.local(v, problem.domains[v]).min())
-            found[pattern] = found.get(pattern, 0.0) + (own - least) * tensor.nbytes
-    return {pattern: held for pattern, held in found.items() if held > 0}
+            result[pattern] = result.get(pattern, 0.0) + (fraction - least) * tensor.nbytes
+    return {pattern: held for pattern, held in result.items() if held > 0}
 
 
 def _matched(problem: Problem, pattern: str) -> list[int]:
     paths = problem.graph.input_paths
     hits = [i for i, path in enumerate(paths) if fnmatch.fnmatchcase(path, pattern)]
     if not hits:
-        some = nearest(pattern, paths) or f"; there are {', '.join(paths[:3])}{', ...' if len(paths) > 3 else ''}"
+        some = nearest(pattern, paths) or f"; the arguments are {', '.join(paths[:3])}{', ...' if len(paths) > 3 else ''}"
         raise PinError(f"the pin {pattern!r} matches no argument{some}", pins=(pattern,))
     return hits
 
@@ -140,9 +141,9 @@ def _refusal(pattern: str, entries: Sequence[Entry], why: str) -> PinError:
 
 
 def _claims(problem: Problem, pattern: str, entries: Sequence[Entry]) -> list[Claim]:
-    """What a pin asks of each argument that it matches and that has a layout."""
-    found = [_claim(problem, pattern, entries, i) for i in _matched(problem, pattern)]
-    return [claim for claim in found if claim is not None]
+    """The claims of a pin, one for each argument that it matches and that has a layout."""
+    result = [_claim(problem, pattern, entries, i) for i in _matched(problem, pattern)]
+    return [claim for claim in result if claim is not None]
 
 
 def _claim(problem: Problem, pattern: str, entries: Sequence[Entry], i: int) -> Claim | None:
@@ -159,11 +160,11 @@ def _claim(problem: Problem, pattern: str, entries: Sequence[Entry], i: int) -> 
     for d, (n, over) in enumerate(zip(shape, layout.dims, strict=True)):
         parts = math.prod(problem.sizes[f] for f in over)
         if n % parts:
-            up = -(-n // parts) * parts
-            why = f"cuts dim {d} of {path} {shape} {parts} ways, which does not divide {n}; {up} would"
+            rounded_up = -(-n // parts) * parts
+            why = f"cuts dim {d} of {path} {shape} {parts} ways, which does not divide {n}; {rounded_up} would"
             raise _refusal(pattern, entries, why)
     state = problem.resharder.state(shape, layout)
-    assert state in problem.domains[v], "a layout that divides is one of the domain"
+    assert state in problem.domains[v], "a layout that divides is in the domain"
     return Claim(pattern, _named(pattern, entries), path, t, v, state)
 
 
@@ -171,7 +172,7 @@ def _layout(problem: Problem, path: str, shape: tuple[int, ...], pattern: str, e
     names = _axes(problem)
     idle = {level.name for level in problem.cluster.levels if level.size == 1}  # nothing is cut over them
     if len(entries) > len(shape):
-        raise _refusal(pattern, entries, f"has {len(entries)} entries, {path} has rank {len(shape)}")
+        raise _refusal(pattern, entries, f"has {len(entries)} entries, but {path} has rank {len(shape)}")
     dims: list[tuple[int, ...]] = []
     for entry in (*entries, *[None] * (len(shape) - len(entries))):
         axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
@@ -179,13 +180,13 @@ def _layout(problem: Problem, path: str, shape: tuple[int, ...], pattern: str, e
             if axis not in names and axis not in idle:
                 known = ", ".join(names)
                 raise _refusal(
-                    pattern, entries, f"names the axis {axis!r}; the plan's axes are {known}{nearest(axis, list(names))}"
+                    pattern, entries, f"names an unknown axis {axis!r}; the plan's axes are {known}{nearest(axis, list(names))}"
                 )
         dims.append(tuple(f for a in axes if a not in idle for f in names[a]))
     for axes in dims:
         if list(axes) != sorted(axes):
             right = tuple(problem.factors[f].name for f in sorted(axes))
-            raise _refusal(pattern, entries, f"has the axes of one dim in an order that is not planned: slowest first, {right!r}")
+            raise _refusal(pattern, entries, f"has the axes of one dim in an unsupported order: use slowest first, {right!r}")
     flat = [f for d in dims for f in d]
     if len(set(flat)) != len(flat):
         raise _refusal(pattern, entries, "uses an axis twice")
@@ -193,9 +194,9 @@ def _layout(problem: Problem, path: str, shape: tuple[int, ...], pattern: str, e
 
 
 def _axes(problem: Problem) -> dict[str, tuple[int, ...]]:
-    """The factors that each name stands for: a factor's its own, a level's all that the level is split into, major first."""
-    found: dict[str, tuple[int, ...]] = {}
+    """The factors that each name stands for: a factor's name itself, a level's name all factors of the level, major first."""
+    result: dict[str, tuple[int, ...]] = {}
     for i, factor in enumerate(problem.factors):
         level = problem.cluster.levels[factor.level].name
-        found[level] = (*found.get(level, ()), i)
-    return found | {factor.name: (i,) for i, factor in enumerate(problem.factors)}
+        result[level] = (*result.get(level, ()), i)
+    return result | {factor.name: (i,) for i, factor in enumerate(problem.factors)}

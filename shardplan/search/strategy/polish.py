@@ -1,4 +1,4 @@
-"""Polish: every variable chosen anew near where it is, to a fixpoint: on one factor, and if that gained, on pairs of factors.
+"""Polish: chooses every variable anew near its layout, to a fixpoint: on one factor and, if that gained, on pairs of factors.
 
 Pairs reach further and cost several times as much; on models over three levels they seldom find what single factors do not.
 """
@@ -18,17 +18,17 @@ from shardplan.search.problem.problem import Problem
 from shardplan.search.problem.solution import Solution
 
 JOINT_ENTRIES = 30_000_000
-"""Up to this many predicted entries in one table variables are solved jointly, again and again where need be."""
+"""Up to this many predicted entries in one table, variables are solved jointly, repeatedly where needed."""
 
 FEW_ENTRIES = 3_000_000
-"""Up to so many predicted entries in all, pairs of factors are tried in any case: the tables are small."""
+"""Up to this many predicted entries in all, pairs of factors are tried in any case: the tables are small."""
 
-_NEAR = 1 - 1e-9  # what gains less than the rest gains nothing
+_NEAR = 1 - 1e-9  # a smaller relative gain counts as none
 
 
 @dataclass(slots=True)
 class _Polish:
-    """The best so far. ``cost`` is what it costs with the price on bytes: infinite until something was solved at that price."""
+    """The best solution so far. ``cost`` is its cost with the price on bytes: infinite until one is solved at that price."""
 
     solver: Solver
     domains: Sequence[Domain]
@@ -39,7 +39,7 @@ class _Polish:
     cost: float
 
     def tried(self, step: Sequence[Domain]) -> bool | None:
-        """Whether the best of these domains is better than what was; None if they are too wide for tables."""
+        """Solves these domains; returns whether the best solution improved, None if the tables would be too large."""
         if self.watch is not None:
             self.watch.tell("memory" if self.points else "polish", 0.7 if self.points else 0.6)
         order = self.solver.order(step)
@@ -62,16 +62,19 @@ class _Polish:
         return self.solver.order(step).total <= FEW_ENTRIES
 
     def singles(self, also: Sequence[Domain] = ()) -> bool | None:
-        """Every variable may change on one factor, each on whichever, or (once) to any of ``also``: as `tried`."""
-        found = first = self.tried(near(self.solver.problem, self.domains, self.best, also))
-        while found:
-            found = self.tried(near(self.solver.problem, self.domains, self.best))
+        """Lets every variable change on any one factor, or (once) to a layout of ``also``.
+
+        Returns the first result of `tried`.
+        """
+        result = first = self.tried(near(self.solver.problem, self.domains, self.best, also))
+        while result:
+            result = self.tried(near(self.solver.problem, self.domains, self.best))
         return first
 
     def pairs(self) -> bool:
-        """Every variable may change on two factors, one pair after the other; on single ones where a pair is too wide.
+        """Lets every variable change on two factors, pair by pair; on single factors where a pair's tables are too large.
 
-        Whether that was better.
+        Returns whether the best solution improved.
         """
         problem, gained = self.solver.problem, False
         m = len(problem.sizes)
@@ -80,12 +83,12 @@ class _Polish:
         while waiting:
             move = waiting.pop(0)
             step = [problem.with_factors(v, self.best.states[v], move, d, later=False) for v, d in enumerate(self.domains)]
-            found = self.tried(step)
-            if found is None and len(move) > 1:
+            result = self.tried(step)
+            if result is None and len(move) > 1:
                 single = [(f,) for f in move if (f,) not in moves]
                 moves += single
                 waiting += single
-            elif found:
+            elif result:
                 gained = True
                 waiting = [m for m in moves if m != move]
         return gained
@@ -94,13 +97,13 @@ class _Polish:
 def near(problem: Problem, domains: Sequence[Domain], of: Solution, also: Sequence[Domain] = ()) -> list[Domain]:
     """For each variable the layouts that differ from a solution's on one factor at most, and those of ``also``.
 
-    With these, what stands behind a transposition has those of its other end where they are fewer: nothing is lost by that.
+    With ``also``, variables behind a transpose take the other side's layouts where those are fewer: nothing is lost by that.
     """
-    found = [problem.near(v, of.states[v], domain) for v, domain in enumerate(domains)]
+    result = [problem.near(v, of.states[v], domain) for v, domain in enumerate(domains)]
     if not also:
-        return found
+        return result
     memo: dict[tuple[Domain, Domain, Domain], Domain] = {}
-    rows = list(zip(domains, found, also, strict=True))
+    rows = list(zip(domains, result, also, strict=True))
     for row in rows:
         if row not in memo:
             wanted = {*row[1], *row[2]}
@@ -108,18 +111,18 @@ def near(problem: Problem, domains: Sequence[Domain], of: Solution, also: Sequen
     return _behind_transpositions(problem, domains, of, [memo[row] for row in rows])
 
 
-def _behind_transpositions(problem: Problem, domains: Sequence[Domain], of: Solution, found: list[Domain]) -> list[Domain]:
-    """``found``, but what is `Problem.turned` has the layouts of its other end, and that of ``of``, where these are fewer."""
+def _behind_transpositions(problem: Problem, domains: Sequence[Domain], of: Solution, result: list[Domain]) -> list[Domain]:
+    """Gives variables in `Problem.turned` the layouts of their other end, and their own of ``of``, where these are fewer."""
     for v, (n, other) in problem.turned.items():
         node = problem.graph.nodes[n]
         rows = problem.ops.options(node)
-        made, read = rows.gives[:, 0], rows.needs[:, 0]
-        mine, others = (made, read) if problem.coarse.of[node.outputs[0]] == v else (read, made)
-        wanted = {of.states[v], *mine[np.isin(others, found[other])].tolist()}
+        given, needed = rows.gives[:, 0], rows.needs[:, 0]
+        mine, others = (given, needed) if problem.coarse.of[node.outputs[0]] == v else (needed, given)
+        wanted = {of.states[v], *mine[np.isin(others, result[other])].tolist()}
         turned = tuple(s for s in domains[v] if s in wanted)
-        if len(turned) < len(found[v]):
-            found[v] = turned
-    return found
+        if len(turned) < len(result[v]):
+            result[v] = turned
+    return result
 
 
 def polish(
@@ -132,19 +135,19 @@ def polish(
     price: float = 0.0,
     also: Sequence[Domain] = (),
 ) -> Solution:
-    """Chooses pairs of factors anew, the others held, until nothing improves.
+    """Chooses pairs of factors anew, with the others fixed, until nothing improves.
 
-    With three factors and more, every variable on single ones too, or to the layouts of ``also`` (with which the domains must
-    not be too wide): the result is no worse than the best of these. Where that gains nothing, pairs are not tried but on small
-    problems, which begin with them.
+    With three or more factors, every variable may also change on single factors, or to a layout of ``also`` (whose tables must
+    not be too large): the result is no worse than the best assignment of these. Where that gains nothing, pairs are tried only
+    on small problems, which begin with them.
     """
     work = _Polish(solver, domains, start, watch, points, price, float("inf") if points else start.seconds)
     if len(solver.problem.sizes) < 3 or work.small():
         work.pairs()
     if len(solver.problem.sizes) < 3:
         return work.best
-    found = work.singles(also)
-    assert found is not None or not also, "the layouts to be reached are too many"
-    while found is not False and work.pairs():
-        found = work.singles()
+    result = work.singles(also)
+    assert result is not None or not also, "the layouts of `also` need too large tables"
+    while result is not False and work.pairs():
+        result = work.singles()
     return work.best

@@ -1,4 +1,4 @@
-"""The recursion over the factors, slowest first: each is placed on top of those before it (Tofu, section 5.2)."""
+"""The recursion over the factors, slowest first: each is added to those before it (Tofu, section 5.2)."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from shardplan.search.problem.solution import Solution
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """A recursion's assignment, and its cost after each step: seconds, the factors to come not yet used."""
+    """A recursion's assignment, and its cost in seconds after each step, while later factors are still unused."""
 
     solution: Solution
     after_s: tuple[float, ...]
 
 
 def recurse(solver: Solver, domains: Sequence[Domain]) -> Stepped:
-    """Factor by factor: what was split stays split, ops may be cut anew.
+    """Solves factor by factor: what is split stays split, ops may be cut anew.
 
     With the objective "bytes" every step splits every tensor (within ``domains``, which hold the pins) and cuts every op over its
-    factor, as Tofu's does.
+    factor, as Tofu's recursion does.
     """
     problem = solver.problem
     tofu = problem.objective.everything_split

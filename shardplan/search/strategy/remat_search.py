@@ -1,7 +1,7 @@
-"""The best plan of a step as it stands, and of the step with activations computed again where the memory limit costs time.
+"""The best plan of a step, unchanged or, where the memory limit costs time, with activations recomputed.
 
-Each choice of what is computed again is a program of its own (`shardplan.remat`), searched like any other: all of it, all but
-contractions, and, of the better of these, as few parts as pay.
+Each choice of parts to recompute is a program of its own (`shardplan.remat`), searched like any other: all parts, all but
+contractions, and as few parts as pay of the better of these two.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from shardplan.search.inference import anytime
 from shardplan.search.strategy.factoring_search import Found, Wanted, best_of_factorings, better
 
 FEWER = 3
-"""So many smaller numbers of parts are tried, by bisection."""
+"""The most trials of the bisection for fewer parts."""
 
 _NEAR = 1 + 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """What a search found: the program that it is for, and what of the step this computes again."""
+    """The result of a search, with its program and the parts of the step that the program recomputes."""
 
     program: Program
     found: Found
@@ -51,60 +51,60 @@ class Searcher:
     wanted: Wanted
 
     def plain(self, program: Program) -> Planned:
-        """The best of the step as it stands."""
+        """The best plan of the unchanged step."""
         return Planned(program, self._best(flatten(program, replicate=self.replicate), self.wanted), Remat())
 
     def auto(self, program: Program) -> Planned:
-        """The best of the step as it stands, and with parts of it computed again; nothing is where the limit costs nothing."""
+        """The best plan of the step, unchanged or with parts recomputed; none where the limit costs nothing."""
         graph = flatten(program, replicate=self.replicate)
         plain = Planned(program, self._best(graph, self._part(0, 0.4, half=True)), Remat())
         outcome = plain.found[1]
         free = outcome.best.fits(self.wanted.memory) and outcome.best.seconds <= outcome.bound.free_s * _NEAR
         if outcome.stopped == "interrupted":
-            return _said(plain, None, "the search was interrupted before")
+            return _annotated(plain, None, "the search was interrupted before")
         if free and not outcome.stopped:
-            return _said(plain, None, "the memory limit costs nothing")
+            return _annotated(plain, None, "the memory limit costs nothing")
         parts = _all_parts(program, graph)
         if not parts:
-            return _said(plain, None, "the step keeps nothing for a backward pass that could be computed again")
+            return _annotated(plain, None, "the step keeps nothing for a backward pass that could be computed again")
         without = Without(outcome.best.seconds, outcome.best.peak_bytes, outcome.best.fits(self.wanted.memory))
         best = self._with_parts(plain, parts)
         note = "" if best.remat.parts else "computing activations again was not faster"
-        return _said(best, without, note)
+        return _annotated(best, without, note)
 
     def _with_parts(self, plain: Planned, parts: dict[Policy, tuple[Part, ...]]) -> Planned:
         best, last = plain, plain
         step = 0.6 / (len(parts) + FEWER)
-        begun = 0.4
-        for policy, some in parts.items():
-            last = self._tried(plain.program, some, policy, self._part(begun, begun + step, half=True), best)
-            begun += step
+        start = 0.4
+        for policy, choice in parts.items():
+            last = self._try(plain.program, choice, policy, self._part(start, start + step, half=True), best)
+            start += step
             best = self._better(last, best)
             if last.found[1].stopped == "interrupted":
                 return self._stopped(best)
-        most = best.remat.parts
-        few, many = 0, len(most)
-        while many - few > 1 and begun < 1.0 - step / 2 and not self._over():
-            middle = (few + many) // 2
-            last = self._tried(plain.program, most[:middle], best.remat.policy, self._part(begun, begun + step), best)
-            begun += step
+        chosen = best.remat.parts
+        low, high = 0, len(chosen)
+        while high - low > 1 and start < 1.0 - step / 2 and not self._expired():
+            middle = (low + high) // 2
+            last = self._try(plain.program, chosen[:middle], best.remat.policy, self._part(start, start + step), best)
+            start += step
             if self._better(last, best) is last:
-                best, many = last, middle
+                best, high = last, middle
             else:
-                few = middle
+                low = middle
             if last.found[1].stopped == "interrupted":
                 return self._stopped(best)
         return best
 
-    def _tried(self, program: Program, parts: Sequence[Part], policy: Policy, wanted: Wanted, best: Planned) -> Planned:
-        again = rematerialised(program, parts)
+    def _try(self, program: Program, parts: Sequence[Part], policy: Policy, wanted: Wanted, best: Planned) -> Planned:
+        recomputed = rematerialised(program, parts)
         try:
-            found = self._best(flatten(again, replicate=self.replicate), wanted)
+            found = self._best(flatten(recomputed, replicate=self.replicate), wanted)
         except KeyboardInterrupt:
             if not best.found[1].best.fits(wanted.memory):
                 raise
             return self._stopped(best)
-        return Planned(again, found, Remat(tuple(parts), policy))
+        return Planned(recomputed, found, Remat(tuple(parts), policy))
 
     def _best(self, graph: Graph, wanted: Wanted) -> Found:
         wanted.observer("coarsening", 0.0)
@@ -117,11 +117,11 @@ class Searcher:
         problem, outcome = best.found
         return replace(best, found=(problem, replace(outcome, stopped="interrupted", exact=False)))
 
-    def _over(self) -> bool:
+    def _expired(self) -> bool:
         return self.wanted.deadline is not None and anytime.now_s() >= self.wanted.deadline
 
     def _part(self, first: float, end: float, *, half: bool = False) -> Wanted:
-        """A share of the whole search, for the observer; of the time that is left, half."""
+        """The conditions for a share of the whole search: its progress and, with ``half``, half of the time left."""
         deadline = self.wanted.deadline
         if half and deadline is not None:
             deadline -= max(0.0, deadline - anytime.now_s()) / 2
@@ -133,7 +133,7 @@ class Searcher:
 
 
 def _all_parts(program: Program, graph: Graph) -> dict[Policy, tuple[Part, ...]]:
-    """What may be computed again, for each policy that differs."""
+    """The parts that may be recomputed under each policy; policies with equal parts are listed once."""
     heavy = {
         (n.where, n.op.id)
         for n in graph.nodes
@@ -147,5 +147,5 @@ def _all_parts(program: Program, graph: Graph) -> dict[Policy, tuple[Part, ...]]
     return found
 
 
-def _said(planned: Planned, without: Without | None, note: str) -> Planned:
+def _annotated(planned: Planned, without: Without | None, note: str) -> Planned:
     return replace(planned, remat=replace(planned.remat, without=without, note=note))

@@ -1,10 +1,10 @@
-"""Into the memory limit by single steps: one price on bytes finds only the plans on the convex hull of seconds and bytes.
+"""Small changes that bring a plan within the memory limit: prices on bytes find only plans on the convex hull of time and bytes.
 
-Where the next plan on the hull is much slower than one that holds a little too much, `repaired` changes a few layouts of the
-latter: at its peak whatever gives the most bytes for the least seconds, until it fits. A price moves all equal layers at once and
-jumps over plans between two of its optima. `faster` therefore exchanges, one by one, the parts in which two solutions on both
-sides of the limit differ, and then chooses single layouts, and pairs of layouts that meet in an op, anew as long as the plan gets
-faster and keeps to the limit. `smaller` does the same for bytes where nothing fits.
+Where the next plan on the hull is much slower than one slightly over the limit, `repaired` changes a few layouts of the latter:
+at each step the change at the peak that saves the most bytes per second lost, until the plan fits. A price moves all equal layers
+at once and jumps over plans between two of its optima. Therefore `faster` exchanges, one by one, the parts in which two solutions
+on both sides of the limit differ. Then it chooses single layouts, and pairs of layouts that meet in an op, anew as long as the
+plan gets faster and fits. `smaller` does the same to save bytes where nothing fits.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from shardplan.search.problem.solution import Solution
 from shardplan.search.problem.tables import BIG, PER_SECOND
 
 STEPS = 40
-"""So many changes at most."""
+"""The most changes of one repair."""
 
-_LEAST = 0.02  # a variable that holds less than this part of what is too much is left as it is
+_LEAST = 0.02  # a variable that holds less than this fraction of the excess keeps its layout
 
-_LARGEST = 24  # so many variables, those that hold the most at the peak, are looked at in a step
+_LARGEST = 24  # variables considered in a step: those that hold the most at the peak
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,31 +43,31 @@ class _Move:
 
 
 def repaired(solver: Solver, domains: Sequence[Domain], start: Solution, limit: int) -> Solution | None:
-    """A solution like ``start`` that fits, or None where ``STEPS`` changes do not get there."""
+    """``start`` with layouts changed until it fits, or None where ``STEPS`` changes are not enough."""
     current = start
     for _ in range(STEPS):
         if current.fits(limit):
             return current
-        over = current.peak_bytes - limit
-        moves = list(_moves(solver, domains, current, over))
+        excess = current.peak_bytes - limit
+        moves = list(_moves(solver, domains, current, excess))
         if not moves:
             return None
-        best = min(moves, key=lambda m: (m.seconds / min(m.saved, over), -m.saved, m.variable))
+        best = min(moves, key=lambda m: (m.seconds / min(m.saved, excess), -m.saved, m.variable))
         current = _moved(solver, current, best)
     return None
 
 
-def _moves(solver: Solver, domains: Sequence[Domain], current: Solution, over: int) -> Iterator[_Move]:
+def _moves(solver: Solver, domains: Sequence[Domain], current: Solution, excess: int) -> Iterator[_Move]:
     problem, live, peak = solver.problem, solver.live, solver.peak_point(current)
     held = live.lifetimes.stored_at(peak, len(domains))[:-1]
     for life in live.lifetimes.of("copy"):
         if peak in life and life.holds(problem, current.states, current.keep):
             held[life.variable] += life.nbytes
-    owns = np.array([memory.local_bytes(problem, v, s) for v, s in enumerate(current.states)])
-    largest: list[int] = np.argsort(-held * owns, kind="stable")[:_LARGEST].tolist()
+    fractions = np.array([memory.local_bytes(problem, v, s) for v, s in enumerate(current.states)])
+    largest: list[int] = np.argsort(-held * fractions, kind="stable")[:_LARGEST].tolist()
     for v in largest:
-        own = float(owns[v])
-        if held[v] * own < _LEAST * over:
+        own = float(fractions[v])
+        if held[v] * own < _LEAST * excess:
             break
         priced = costs(solver, domains, current, (v,))
         by_state = np.where(priced >= BIG, np.inf, priced / PER_SECOND)
@@ -80,18 +80,18 @@ def _moves(solver: Solver, domains: Sequence[Domain], current: Solution, over: i
         v = life.variable
         if v in current.keep and peak in life:
             saved = life.nbytes * memory.local_bytes(problem, v, current.states[v])
-            if saved >= _LEAST * over:
+            if saved >= _LEAST * excess:
                 yield _Move(v, None, _gathering_s(solver, current, v), saved)
 
 
 def _gathering_s(solver: Solver, current: Solution, v: int) -> float:
-    """The seconds that making a backward view anew costs over making it from the copy that is kept."""
+    """The extra seconds of gathering a backward view again rather than making it from the kept copy."""
     problem, states = solver.problem, current.states
     variable = problem.coarse.variables[v]
     tensor = problem.graph.tensors[variable.tensors[0]]
-    again = problem.prices(tensor.shape, tensor.nbytes, (states[variable.of],))[0, states[v]]
+    regather_s = problem.prices(tensor.shape, tensor.nbytes, (states[variable.of],))[0, states[v]]
     kept = problem.kept_seconds(v, (states[variable.sibling],), (states[v],), 0.0)[0, 0]
-    return float(again - kept) * problem.view_weight[v]
+    return float(regather_s - kept) * problem.view_weight[v]
 
 
 def _moved(solver: Solver, current: Solution, move: _Move) -> Solution:
@@ -106,26 +106,26 @@ def _moved(solver: Solver, current: Solution, move: _Move) -> Solution:
 # -- exchanges ---------------------------------------------------------------------------------------------------------
 
 TRIALS = 400
-"""So many changes are tried in one go: each costs a look at the whole step's memory."""
+"""The most changes tried in one call: each computes the memory of the whole step."""
 
 PAIRED = 60
-"""Up to so many layouts to choose, pairs of them are tried too."""
+"""Up to this many layouts to choose, pairs of them are tried too."""
 
 
-def faster(solver: Solver, domains: Sequence[Domain], limit: int, found: Sequence[Solution]) -> Solution | None:
-    """The fastest within ``limit`` bytes that is made of solutions, some of which fit; None where none does."""
-    fitting = sorted((s for s in found if s.fits(limit)), key=lambda s: s.seconds)
+def faster(solver: Solver, domains: Sequence[Domain], limit: int, solutions: Sequence[Solution]) -> Solution | None:
+    """The fastest solution within ``limit`` bytes that is built from these; None where none of them fits."""
+    fitting = sorted((s for s in solutions if s.fits(limit)), key=lambda s: s.seconds)
     if not fitting:
         return None
     best = fitting[0]
     left = _Budget(TRIALS)
-    for other in sorted({s for s in found if not s.fits(limit) and s.seconds < best.seconds}, key=lambda s: s.seconds)[:3]:
+    for other in sorted({s for s in solutions if not s.fits(limit) and s.seconds < best.seconds}, key=lambda s: s.seconds)[:3]:
         best = min((best, _exchanged(solver, limit, fitting[0], other, left)), key=lambda s: s.seconds)
     return _descended(solver, domains, limit, best, left)
 
 
 def smaller(solver: Solver, domains: Sequence[Domain], start: Solution) -> Solution:
-    """A solution that needs fewer bytes than ``start``, if changing layouts one by one finds any."""
+    """A solution with fewer bytes than ``start``, if changing a few layouts at a time finds one; else ``start``."""
     best, left = start, _Budget(TRIALS)
     while left.more():
         trial = _smallest_step(solver, domains, best, left)
@@ -153,7 +153,7 @@ def _rated(solver: Solver, like: Solution, states: Sequence[int], keep: frozense
 
 
 def _exchanged(solver: Solver, limit: int, fits: Solution, fast: Solution, left: _Budget) -> Solution:
-    """``fits`` with as much of ``fast`` in it as the limit allows: the parts that gain the most first."""
+    """``fits`` with as many parts of ``fast`` as the limit allows; the parts that gain the most go first."""
     parts = _parts(solver, fits, fast)
     if len(parts) < 2:
         return fits
@@ -178,15 +178,15 @@ def _with(solver: Solver, base: Solution, other: Solution, variables: Sequence[i
 
 
 def _parts(solver: Solver, a: Solution, b: Solution) -> list[list[int]]:
-    """The variables in which two solutions differ, in groups that no op connects: each may be exchanged alone."""
-    odd = {v for v, (s, t) in enumerate(zip(a.states, b.states, strict=True)) if s != t} | (a.keep ^ b.keep)
+    """The variables in which two solutions differ, in groups that no term connects: each may be exchanged alone."""
+    differing = {v for v, (s, t) in enumerate(zip(a.states, b.states, strict=True)) if s != t} | (a.keep ^ b.keep)
     sets = Sets(len(a.states))
     for scope in solver.problem.scopes:
-        mine = [v for v in scope if v in odd]
+        mine = [v for v in scope if v in differing]
         for v in mine[1:]:
             sets.union(mine[0], v)
     groups: dict[int, list[int]] = {}
-    for v in sorted(odd):
+    for v in sorted(differing):
         groups.setdefault(sets.find(v), []).append(v)
     return list(groups.values())
 
@@ -195,27 +195,27 @@ def _parts(solver: Solver, a: Solution, b: Solution) -> list[list[int]]:
 
 
 def _descended(solver: Solver, domains: Sequence[Domain], limit: int, start: Solution, left: _Budget) -> Solution:
-    """Changes of one or two layouts, and of what is kept for the backward pass, the best first, as long as they help."""
+    """Changes one or two layouts, or a copy kept for the backward pass, the best change first, as long as that helps."""
     best = start
     while True:
-        passed = _passed(solver, domains, limit, best, left)
-        if passed is best:
+        improved = _one_pass(solver, domains, limit, best, left)
+        if improved is best:
             return best
-        best = passed
+        best = improved
 
 
-def _passed(solver: Solver, domains: Sequence[Domain], limit: int, now: Solution, left: _Budget) -> Solution:
-    """One pass over all changes that saved time before it; each is tried on top of those that were made."""
+def _one_pass(solver: Solver, domains: Sequence[Domain], limit: int, now: Solution, left: _Budget) -> Solution:
+    """One pass over the changes that each save time from ``now``; each is tried on top of those already accepted."""
     changes = sorted(
         (c for group in _neighbours(solver, domains) for c in _gains(solver, domains, now, group)), key=lambda c: (-c[0], c[1:])
     )
     for _, variables, states in changes:
         if not left.more():
             return now
-        made = list(now.states)
+        changed = list(now.states)
         for v, s in zip(variables, states, strict=True):
-            made[v] = s
-        trial = _rated(solver, now, made, now.keep)
+            changed[v] = s
+        trial = _rated(solver, now, changed, now.keep)
         if trial.fits(limit) and trial.seconds < now.seconds:
             now = trial
     for v in solver.problem.backward_views:
@@ -227,7 +227,7 @@ def _passed(solver: Solver, domains: Sequence[Domain], limit: int, now: Solution
 
 
 def _neighbours(solver: Solver, domains: Sequence[Domain]) -> Iterator[tuple[int, ...]]:
-    """The variables to choose anew: each that has a choice, and on small problems each two that share a table."""
+    """The variables to choose anew: each one with a choice, and on small problems each pair that shares a table."""
     free = [v for v, d in enumerate(domains) if len(d) > 1]
     yield from ((v,) for v in free)
     if len(free) <= PAIRED:
@@ -238,7 +238,7 @@ def _neighbours(solver: Solver, domains: Sequence[Domain]) -> Iterator[tuple[int
 def _gains(
     solver: Solver, domains: Sequence[Domain], now: Solution, variables: tuple[int, ...]
 ) -> list[tuple[float, tuple[int, ...], tuple[int, ...]]]:
-    """(seconds saved, variables, their new states) of all changes of these variables that save any."""
+    """(picoseconds saved, variables, their new states) of all changes of these variables that save time."""
     total = costs(solver, domains, now, variables)
     here = tuple(domains[v].index(now.states[v]) for v in variables)
     saved = np.where(total >= BIG, -1, int(total[here]) - total)
@@ -249,21 +249,21 @@ def _gains(
 
 
 def costs(solver: Solver, domains: Sequence[Domain], now: Solution, variables: Sequence[int]) -> NDArray[np.int64]:
-    """[*domain sizes of the variables]: picoseconds of all their terms, all others held; from `tables.BIG` on, what cannot be."""
+    """[*domain sizes of the variables]: picoseconds of their terms, all others fixed; at least `tables.BIG` where infeasible."""
     own: list[Domain] = [(s,) for s in now.states]
     for v in variables:
         own[v] = domains[v]
-    again = solver.problem.regathered(now.keep)
+    regather_s = solver.problem.regathered(now.keep)
     total = np.zeros([len(domains[v]) for v in variables], np.int64)
     for n, v in enumerate(variables):
-        for term in solver.problem.terms_of(v, own, again, now.limits):
+        for term in solver.problem.terms_of(v, own, regather_s, now.limits):
             if not set(term.scope) & set(variables[:n]):  # counted already
                 total = total + _spread(solver.problem.store.tables[term.table], term.scope, variables) + term.constant
     return total
 
 
 def _spread(table: NDArray[np.int64], scope: Sequence[int], variables: Sequence[int]) -> NDArray[np.int64]:
-    """A table over ``scope``, all but ``variables`` of one state, as an array over the variables."""
+    """A table over ``scope`` as an array over ``variables``; all other variables have one state."""
     kept = [v for v in scope if v in variables]
     squeezed = table.reshape([n for v, n in zip(scope, table.shape, strict=True) if v in variables])
     moved = squeezed.transpose(sorted(range(len(kept)), key=lambda i: variables.index(kept[i])))
@@ -275,7 +275,7 @@ def _spread(table: NDArray[np.int64], scope: Sequence[int], variables: Sequence[
 
 
 def _smallest_step(solver: Solver, domains: Sequence[Domain], now: Solution, left: _Budget) -> Solution | None:
-    """The change of one layout of what lives at the peak that makes the peak smallest."""
+    """The smallest solution after one change at the peak: one layout (two on small problems), or a kept copy dropped."""
     problem, live = solver.problem, solver.live
     held = memory.profile(problem, live, now.states, now.keep, now.limits)
     peak = int(held.argmax())
@@ -287,10 +287,12 @@ def _smallest_step(solver: Solver, domains: Sequence[Domain], now: Solution, lef
     trials = [(now.states, now.keep - {v}) for v in kept if v in now.keep]
     for v in sorted(here):
         for state in _smallest(solver, domains, v):
-            made = (*now.states[:v], state, *now.states[v + 1 :])
-            trials.append((made, now.keep))
+            changed = (*now.states[:v], state, *now.states[v + 1 :])
+            trials.append((changed, now.keep))
             for u in _met(solver, v) if len(domains) <= PAIRED else ():
-                trials += [((*made[:u], s, *made[u + 1 :]), now.keep) for s in _smallest(solver, domains, u) if s != made[u]]
+                trials += [
+                    ((*changed[:u], s, *changed[u + 1 :]), now.keep) for s in _smallest(solver, domains, u) if s != changed[u]
+                ]
     best: Solution | None = None
     for states, keep in trials:
         if (states, keep) != (now.states, now.keep) and left.more():
@@ -301,7 +303,7 @@ def _smallest_step(solver: Solver, domains: Sequence[Domain], now: Solution, lef
 
 
 def _smallest(solver: Solver, domains: Sequence[Domain], v: int) -> list[int]:
-    """The states of a variable of which a device holds the least."""
+    """The few states of a variable of which a device holds the least."""
     local = solver.problem.resharder.space(solver.problem.coarse.variables[v].shape).local
     return sorted(domains[v], key=lambda s: (local[s], s))[:4]
 

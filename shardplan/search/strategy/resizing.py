@@ -1,4 +1,4 @@
-"""A step with another size of a dim in all its shapes."""
+"""Replaces one size of a dim in all shapes of a step."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ counts, strides or modes, which stay as they are.
 
 
 def resized(program: Program, old: int, new: int) -> Program | None:
-    """The program with ``new`` in place of every ``old`` in its shapes; None where it makes other sizes out of that one."""
-    found = _resized(program, old, new)
-    return found if _whole(program, found) else None
+    """The program with ``new`` in place of every ``old`` in its shapes; None where it derives other sizes from it."""
+    result = _resized(program, old, new)
+    return result if _whole(program, result) else None
 
 
 def _resized(program: Program, old: int, new: int) -> Program:
@@ -36,7 +36,7 @@ def _resized_op(op: Op, old: int, new: int) -> Op:
 
 
 def _whole(before: Program, after: Program) -> bool:
-    """Whether operands and results of an op that had as many elements still have: a reshape of a part of the size would not."""
+    """Whether an op's tensors of equal element counts still have equal counts; a reshape to part of the size breaks this."""
     for op, other in zip(before.ops, after.ops, strict=True):
         tensors = (*op.tensors, *op.outputs)
         if len({(before.tensors[t].size, after.tensors[t].size) for t in tensors}) != len(
@@ -49,7 +49,7 @@ def _whole(before: Program, after: Program) -> bool:
 
 
 def _swap(value: Any, old: int, new: int) -> Any:
-    """Sizes that are multiples of ``old`` become the same multiples of ``new``, in tuples as deep as they go."""
+    """Replaces sizes that are multiples of ``old`` by the same multiples of ``new``, also in nested tuples."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value // old * new if value and value % old == 0 else value
     if isinstance(value, tuple):

@@ -1,8 +1,8 @@
 """The search: the cheapest assignment within the memory limit, and every baseline scored in the same tables.
 
-Two levels are solved jointly: exactly where the tables allow, else by a beam that mostly proves its optimum. More are solved over
-a group of slower and one of faster levels (else by recursion, slowest level first). Then every layout is polished on one level,
-and if that gained, on pairs of levels, to a fixpoint, and from other groupings too (Tofu, section 5.2, made joint).
+Two levels are solved jointly: exactly where the tables allow, else by a beam that mostly proves its optimum. More levels are
+solved as one group of slower and one of faster levels (else by recursion, slowest level first). Then every layout is polished on
+one level and, if that gained, on pairs of levels, to a fixpoint, and from other groupings too (Tofu, section 5.2, made joint).
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from shardplan.search.strategy.polish import JOINT_ENTRIES, near, polish
 from shardplan.search.strategy.recursion import recurse
 
 LONG_ENTRIES = 50_000_000
-"""From so many predicted table entries in all on, a joint solve takes seconds: something simpler is found first, in case it is
-interrupted.
+"""With more predicted table entries in all, a joint solve takes seconds: a simpler solution is found first, in case of an
+interrupt.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The best solution, the baselines, a lower bound on any solution's seconds, and how it was found.
+    """The best solution, the baselines, a lower bound on any solution's seconds, and how the search ended.
 
-    ``exact``: it is the optimum, where memory has no limit. ``smallest`` is there where nothing fits: the fewest bytes that were
-    found. ``stopped`` says what ended the search early: then ``best`` is the best so far, not ``exact``, and the baselines are
-    those that were solved by then.
+    ``exact``: the optimum without a memory limit is proved. ``smallest``, where nothing fits, is the solution with the fewest
+    bytes found. ``stopped`` says what ended the search early: then ``best`` is the best so far, not ``exact``, and the baselines
+    are those solved by then.
     """
 
     best: Solution
@@ -59,12 +59,12 @@ def search(
     deadline: float | None,
     observer: Observer,
 ) -> Outcome:
-    """Solves within ``limit`` bytes a device. ``domains`` hold the pins. ``deadline`` is an instant of `anytime.now_s`.
+    """Solves within ``limit`` bytes per device. ``domains`` hold the pins. ``deadline`` is an instant of `anytime.now_s`.
 
-    At the deadline, or when it is interrupted, it returns the best so far. The deadline waits until there is any solution (its
-    tables cannot be made in part); an interrupt that comes before one keeps to the limit is raised.
+    At the deadline, or on an interrupt, it returns the best so far. The deadline waits until there is a solution (tables cannot
+    be built in part); an interrupt before a solution fits is raised.
 
-    With the objective "bytes" Tofu's premise holds, which the baselines do not share: they seed nothing.
+    With the objective "bytes" Tofu's premise holds, which the baselines do not share, so they seed nothing.
     """
     live = memory.liveness(problem, donated)
     incumbent = Incumbent(limit)
@@ -94,8 +94,8 @@ def search(
 
 @dataclass(frozen=True, slots=True)
 class _Free:
-    """What is found where memory has no limit: the best, what every plan costs at least, other plans, and (``levels``) where
-    another search may begin. ``wide``: the joint tables are too large to be solved again and again.
+    """The result without a memory limit: the best solution, a lower bound on every plan, other solutions, and ``levels``, from
+    which another search may start. ``wide``: the joint tables are too large to be solved repeatedly.
     """
 
     best: Solution
@@ -111,7 +111,7 @@ class _Free:
 
 
 def _searched(solver: Solver, rivals: Rivals, limit: int, pinned: Sequence[Domain], watch: Watch) -> Outcome:
-    """The whole search, of which ``watch`` keeps the best so far."""
+    """The whole search; ``watch`` keeps the best solution so far."""
     problem = solver.problem
     domains = everything_split(problem, pinned) if problem.objective.everything_split else pinned
     free = _unlimited(solver, rivals, limit, domains, pinned, watch)
@@ -120,13 +120,13 @@ def _searched(solver: Solver, rivals: Rivals, limit: int, pinned: Sequence[Domai
     smallest: Solution | None = None
     if not best.fits(limit):
         watch.tell("memory", 0.7)
-        again = free.exact and not free.wide
+        jointly = free.exact and not free.wide
         starts = free.levels.every if free.levels is not None else []
-        candidates += (found := Descent(solver, rivals, domains, best, starts, again, watch).within(limit))
-        smallest = None if any(s.fits(limit) for s in candidates) else found[-1]
+        candidates += (result := Descent(solver, rivals, domains, best, starts, jointly, watch).within(limit))
+        smallest = None if any(s.fits(limit) for s in candidates) else result[-1]
     chosen = next((s for s in sorted(candidates, key=lambda s: s.seconds) if s.fits(limit)), smallest)
     assert chosen is not None
-    assert all(s in d for s, d in zip(chosen.states, pinned, strict=True)), "a pin is not held"
+    assert all(s in d for s, d in zip(chosen.states, pinned, strict=True)), "a pin is violated"
     bound = Bound(
         problem,
         solver.live,
@@ -143,13 +143,13 @@ def _searched(solver: Solver, rivals: Rivals, limit: int, pinned: Sequence[Domai
 def _unlimited(
     solver: Solver, rivals: Rivals, limit: int, domains: Sequence[Domain], pinned: Sequence[Domain], watch: Watch
 ) -> _Free:
-    """The search where memory has no limit; ``limit`` says which baselines seed it, too, where no polish reaches them."""
+    """The search without a memory limit; ``limit`` only selects the baselines that seed it, where no polish reaches them."""
     count = len(solver.problem.sizes)
     order = solver.order(domains) if count <= 2 else None
     watch.tell("tables", 0.05)
     if watch.deadline is not None or (order is not None and order.total > LONG_ENTRIES):
-        # in case there is no time for more: everything in the layout that uses the fewest factors, then level by level
-        _first(solver, domains)
+        # in case there is no time for more: every tensor in the layout with the fewest factors, then level by level
+        _narrowest(solver, domains)
         watch.tell("levels", 0.1)
         if count == 2:
             recurse(solver, pinned)
@@ -167,7 +167,7 @@ def _unlimited(
     if best is None:
         others = [*levels.every, *joint]
         if all(math.isinf(s.seconds) for s in others):
-            others.append(_first(solver, domains))
+            others.append(_narrowest(solver, domains))
         others += rivals.seeds(domains, limit, levels.spaces)
         watch.tell("search", 0.4)
         best = polish(solver, domains, _fastest(others), watch)
@@ -177,10 +177,10 @@ def _unlimited(
 
 
 def _reached(solver: Solver, rivals: Rivals, levels: _Levels, watch: Watch) -> Solution | None:
-    """With three factors and more: the best over one grouping, polished so that no baseline is better.
+    """With three or more factors: the best solution of one grouping, polished so that no baseline is better.
 
-    Only where that gained anything the other groupings are solved, too. None where the tables of that would be too large, or
-    where no assignment of the grouping is possible.
+    Only where the polish gains, the other groupings are solved too. None where the tables of the polish would be too large, or
+    where the grouping has no feasible assignment.
     """
     groups = levels.coarsest()
     if groups is None:
@@ -202,15 +202,15 @@ def _fastest(of: Sequence[Solution]) -> Solution:
     return min(of, key=lambda s: s.seconds)
 
 
-def _first(solver: Solver, domains: Sequence[Domain]) -> Solution:
-    """Everything in the layout that uses the fewest factors."""
+def _narrowest(solver: Solver, domains: Sequence[Domain]) -> Solution:
+    """The solution with every tensor in the layout that uses the fewest factors."""
     return solver.minimum("first", [(s,) for s in solver.problem.narrowest(domains)])[0]
 
 
 def in_seconds(problem: Problem, outcome: Outcome, donated: frozenset[int]) -> tuple[Problem, Outcome]:
-    """What a search for the fewest bytes found, priced in seconds; the baselines are solved for seconds.
+    """The outcome of a search for the fewest bytes, priced in seconds, with baselines solved for seconds.
 
-    What was found for time stays as it is. The bound is that of seconds: every op at its fastest, nothing communicated.
+    The outcome of a search for time stays as it is. The new bound is on seconds, over all layouts and all cuts of ops.
     """
     if problem.objective.unit == "picosecond":
         return problem, outcome
@@ -231,9 +231,9 @@ def in_seconds(problem: Problem, outcome: Outcome, donated: frozenset[int]) -> t
 
 
 class _Levels:
-    """The best over each grouping of the factors that solves jointly, found when it is first asked for.
+    """The best solution of each grouping of the factors that solves jointly, computed on first use.
 
-    With two factors and fewer there are none: recursion over the levels takes their place.
+    With two factors or fewer there are no groupings: recursion over the levels takes their place.
     """
 
     def __init__(self, solver: Solver, domains: Sequence[Domain], pinned: Sequence[Domain], watch: Watch) -> None:
@@ -244,36 +244,36 @@ class _Levels:
         )
         self._solver, self._pinned, self._watch = solver, pinned, watch
         self._spaces: dict[Groups, tuple[Domain, ...] | None] = {}
-        self._found: dict[Groups, Solution] = {}
+        self._solutions: dict[Groups, Solution] = {}
 
     def _space(self, groups: Groups) -> tuple[Domain, ...] | None:
-        """The layouts that treat the factors of each group alike; None where these do not solve jointly."""
+        """The layouts that treat the factors of each group alike; None where these cannot be solved jointly."""
         if groups not in self._spaces:
             space = self._solver.problem.together(self.domains, groups)
             self._spaces[groups] = space if self._solver.order(space).largest <= JOINT_ENTRIES else None
         return self._spaces[groups]
 
     def coarsest(self) -> Groups | None:
-        """Of those that solve jointly the one that treats the most slower factors alike."""
+        """The jointly solvable grouping that treats the most slower factors alike; None where there is none."""
         return next((groups for groups in reversed(self._groupings) if self._space(groups) is not None), None)
 
     @cached_property
     def spaces(self) -> dict[Groups, tuple[Domain, ...]]:
-        """The layouts of every grouping."""
-        found = {groups: self._space(groups) for groups in self._groupings}
-        return {groups: space for groups, space in found.items() if space is not None}
+        """The layouts of every grouping that can be solved jointly."""
+        result = {groups: self._space(groups) for groups in self._groupings}
+        return {groups: space for groups, space in result.items() if space is not None}
 
     def of(self, groups: Groups) -> Solution:
-        """The best in which the factors of each group do the same, in layouts and in ops."""
-        if groups not in self._found:
+        """The best solution in which the factors of each group do the same, in layouts and in ops."""
+        if groups not in self._solutions:
             self._watch.tell("levels", 0.1)
             space = self._space(groups)
-            assert space is not None, "this grouping does not solve jointly"
-            self._found[groups], _ = self._solver.minimum("plan", space, limits=Limits(groups=groups))
-        return self._found[groups]
+            assert space is not None, "this grouping cannot be solved jointly"
+            self._solutions[groups], _ = self._solver.minimum("plan", space, limits=Limits(groups=groups))
+        return self._solutions[groups]
 
     @cached_property
     def every(self) -> list[Solution]:
-        """All of them, their ops cut the best way."""
-        found = [self._solver.unlimited(self.of(groups)) for groups in self.spaces]
-        return found or [recurse(self._solver, self._pinned).solution]
+        """The solutions of all groupings, their ops cut the best way; where there is none, that of the recursion."""
+        result = [self._solver.unlimited(self.of(groups)) for groups in self.spaces]
+        return result or [recurse(self._solver, self._pinned).solution]

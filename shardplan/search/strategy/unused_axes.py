@@ -11,9 +11,9 @@ from shardplan.search.problem.problem import Problem
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """A factor over which nothing is cut, or no argument can be split: ``advice`` says what would let it be then.
+    """A factor over which nothing is cut, or over which no argument can be split; ``advice`` then says what would help.
 
-    ``works``: ops are cut over it all the same, on padded copies.
+    ``works``: ops are still cut over it, on padded copies.
     """
 
     name: str
@@ -23,34 +23,34 @@ class Idle:
 
     @property
     def text(self) -> str:
-        """What it means, and what to do."""
+        """The meaning and the remedy."""
         factor = f"{self.name}={self.size}"
         if not self.advice:
             return f"nothing is cut over {factor}: its devices all do the same, which is faster than any exchange"
-        rest = "only ops on padded copies are cut" if self.works else "its devices all do the same"
-        return f"no dim of any argument divides by {factor}: each is whole on all its devices, and {rest}; {self.advice}"
+        effect = "only ops on padded copies are cut" if self.works else "its devices all do the same"
+        return f"no dim of any argument divides by {factor}: each is whole on all its devices, and {effect}; {self.advice}"
 
 
 def idle(problem: Problem, decisions: Decisions) -> tuple[Idle, ...]:
     """The idle factors of a plan.
 
-    A device count that fits no dim (a prime one, mostly) is planned all the same; this says what came of it.
+    A device count that fits no dim (mostly a prime) is still planned; this says which factors do nothing then.
     """
     layouts = [*decisions.layouts, *decisions.views.values()]
     busy = {f for layout in layouts if layout is not None for f in layout.used}
     busy |= {f for use in decisions.uses.values() for f, loop in enumerate(use.loops) if loop >= 0}
     arguments = [tensor for t in problem.graph.inputs if (tensor := problem.graph.tensors[t]).size > 1]
-    found: list[Idle] = []
+    result: list[Idle] = []
     for f, factor in enumerate(problem.factors):
         if arguments and not any(_divides(factor.size, tensor) for tensor in arguments):
-            found.append(Idle(factor.name, factor.size, f in busy, _advice(problem, f)))
+            result.append(Idle(factor.name, factor.size, f in busy, _advice(problem, f)))
         elif f not in busy:
-            found.append(Idle(factor.name, factor.size, False))
-    return tuple(found)
+            result.append(Idle(factor.name, factor.size, False))
+    return tuple(result)
 
 
 def _advice(problem: Problem, f: int) -> str:
-    """Other sizes of the factor's level that divide a dim of the largest argument, or other dims."""
+    """Advice to change dims, or to use a size of the factor's level that divides a dim of the largest argument."""
     factor, level = problem.factors[f], problem.cluster.levels[problem.factors[f].level]
     graph = problem.graph
     named = [(graph.tensors[t], path) for t, path in zip(graph.inputs, graph.input_paths, strict=True)]

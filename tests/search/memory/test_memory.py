@@ -161,13 +161,13 @@ def test_the_error_says_all_sizes_in_units_that_fit_them() -> None:
     with pytest.raises(shardplan.MemoryLimitError) as caught:
         shardplan.plan(step, steps.array(64, 64), steps.array(16, 64), cluster="2", memory_limit="2KiB", pins={"w": P()})
     said = str(caught.value)
-    assert "of it arguments 18.00 KiB, the largest w 16.00 KiB, x 2.00 KiB" in said
+    assert "arguments take 18.00 KiB, the largest are w 16.00 KiB, x 2.00 KiB" in said
     needed = caught.value.smallest_bytes
     assert f"raise the memory limit to {-(-needed // 1024)}KiB" in said
     large = str(shardplan.MemoryLimitError(2**30, 7168 * 2**30))
     near = str(shardplan.MemoryLimitError(2**30, 2**30 + 1))
-    assert "fits in 1,073,741,824 bytes a device: the smallest found needs 1,073,741,825 bytes" in near
-    assert "fits in 1.00 GiB a device: the smallest found needs 7.00 TiB;" in large
+    assert "fits in 1,073,741,824 bytes per device: the smallest found needs 1,073,741,825 bytes" in near
+    assert "fits in 1.00 GiB per device: the smallest found needs 7.00 TiB;" in large
     assert "raise the memory limit to 7168GiB," in large
 
 

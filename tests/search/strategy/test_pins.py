@@ -61,7 +61,7 @@ def test_only_the_two_pins_that_contradict_each_other_are_named() -> None:
 def test_state_that_takes_turns_shares_one_layout_and_both_are_named() -> None:
     """Each comes back in place of the other: no copy in between could have another layout."""
     pins = {"a": P("gpu"), "b": P(None, "gpu"), "c": P()}
-    with pytest.raises(shardplan.PinError, match="the one matches a, the other b, and these two share one layout") as caught:
+    with pytest.raises(shardplan.PinError, match="the first matches a, the second b, and these two share one layout") as caught:
         shardplan.plan(lambda a, b, c: (b, a, c * 2), *[jax.ShapeDtypeStruct((8, 8), "float32")] * 3, cluster="2x4", pins=pins)
     assert caught.value.pins == ("a", "b")
 

@@ -206,9 +206,9 @@ def test_a_plan_with_it_is_never_slower_than_one_without() -> None:
 
 def test_the_error_counts_it_in() -> None:
     step, args, least = model(True)
-    with pytest.raises(MemoryLimitError, match="computed again where that helps") as caught:
+    with pytest.raises(MemoryLimitError, match="recomputed where that helps") as caught:
         shardplan.plan(step, *args, cluster="8", donate_argnums=0, memory_limit=1, remat="auto")
-    assert "or remat" not in str(caught.value)
+    assert "or set remat" not in str(caught.value)
     assert caught.value.smallest_bytes < least
 
 
@@ -223,7 +223,7 @@ def test_a_file_with_parts_of_another_step_is_refused(tmp_path: Path) -> None:
     content = plan.to_json()
     content["remat"]["parts"] = [asdict(odd)]
     (tmp_path / "plan.json").write_text(json.dumps(content))
-    with pytest.raises(PlanFileError, match="computes again is not in this step"):
+    with pytest.raises(PlanFileError, match="recomputes are not in this step"):
         shardplan.load(tmp_path / "plan.json", step, *args)
 
 

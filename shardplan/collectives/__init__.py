@@ -1,9 +1,9 @@
-"""Reductions as programs of collectives (P2): what they mean, which there are, what they cost, and how they run.
+"""Reductions as programs of collectives (P2): their semantics, synthesis, prices and execution.
 
 States and Hoare rules (section 3.2) are in `states`, the language (3.3) in `dsl`, hierarchies (3.4) in `hierarchies`,
-enumeration (3.5) in `synthesis`, prices (5) in `ranking`, the best program of every size in `envelope` and best-first search in
-`best`. What a plan pays for moving a tensor between two layouts is in `reshard`, over the graph of `layouts`.
-`shardplan.collectives.lower` runs programs in `shard_map` and imports JAX; it is imported only where one is run.
+enumeration (3.5) in `synthesis`, prices (5) in `ranking`, the best program for any number of bytes in `envelope` and best-first
+search in `best`. `reshard` prices moving a tensor between two layouts, over the graph of `layouts`.
+`shardplan.collectives.lower` runs programs in `shard_map`. It imports JAX, so import it only where a program is run.
 """
 
 from .best import best_reduction, search

@@ -1,9 +1,9 @@
-"""The best program for a reduction, without listing all of them: best-first search over contexts, with a bound.
+"""The best program for a reduction, without listing all programs: best-first search over contexts, with a bound.
 
-A* over the same contexts as `shardplan.collectives.synthesis`: the time so far plus a bound on the rest. The bound: as long as
-no device under a child of a level has any chunk complete, all bytes still have to enter through that child's link, in every
-reduction that shares it. It never exceeds the true rest, so the first program that reaches the goal is the best of all, of any
-length.
+A* over the contexts of `shardplan.collectives.synthesis`: the time so far plus a lower bound on the time left. While no device
+under some child of a level has a complete chunk, all bytes must still enter through that child's link, in every reduction that
+shares the link. This bound never exceeds the true time left, so the first program taken from the queue at the goal is the best
+of any length.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from .ranking import Entries, check_bytes, entries, held_after, shape_of, step_l
 from .states import Context, Goal
 from .synthesis import Order, Walks, shared_walks
 
-# bound on the whole, a ticket against ties, spent, context, parts held, steps
+# lower bound on the total, ticket that breaks ties, seconds spent, context, part of the data that each device holds, steps
 Node = tuple[float, int, float, Context, tuple[float, ...], tuple[Instruction, ...]]
-_NUDGE = 1e-11  # of one collective over everything, for each step: more than sums of floats differ by, less than anyone measures
+_NUDGE = 1e-11  # added per step, times one collective over everything: above rounding errors, below what can be measured
 
 
 def best_reduction(network: Network, over: Sequence[int], nbytes: float) -> tuple[float, Reduction]:
-    """The seconds of the best all-reduce program over these factors as it is emitted, and the program.
+    """The seconds of the best emitted all-reduce program over these factors, and the program.
 
-    Of at most five steps over up to three levels, of any length over more. Never slower than
-    ``network.seconds("all_reduce", over, nbytes)``, which is the program of one AllReduce.
+    Programs have at most five steps over up to three levels, and any length over more. The best is never slower than
+    ``network.seconds("all_reduce", over, nbytes)``, the program of one AllReduce.
     """
     check_bytes(nbytes)
     if len(entries(network, over)) <= DEEPEST_GRAPH:
@@ -51,7 +51,7 @@ def search(
     goal: Goal = "all_reduce",
     order: Order | None = None,
 ) -> tuple[float, Reduction]:
-    """The best program of any length for a hierarchy of any depth: seconds and program; the shorter of equals."""
+    """The seconds of the best program of any length for a hierarchy of any depth, and the program; ties go to the shorter."""
     check_bytes(nbytes)
     levels = entries(network, over)
     shape = shape_of(network, levels)
@@ -86,15 +86,15 @@ def search(
             for group in among:
                 for device, share in zip(group, held_after(step.collective, [held[d] for d in group], members), strict=True):
                     parts[device] = share
-            rest = max((seconds for seconds, under in bounds if _nothing_complete(walks, after, under)), default=0.0)
-            heapq.heappush(queue, (nudged + rest, next(ticket), total, after, tuple(parts), (*path, step)))
-    raise AssertionError("every goal is reached by one collective over everything")
+            bound = max((seconds for seconds, children in bounds if _nothing_complete(walks, after, children)), default=0.0)
+            heapq.heappush(queue, (nudged + bound, next(ticket), total, after, tuple(parts), (*path, step)))
+    raise AssertionError("one collective over everything reaches every goal")
 
 
 def _bounds(
-    network: Network, levels: Entries, nbytes: float, two: tuple[int, ...], algorithm: Algorithm
+    network: Network, levels: Entries, nbytes: float, twos: tuple[int, ...], algorithm: Algorithm
 ) -> list[tuple[float, list[range]]]:
-    """For each level: the seconds for all bytes to enter a child of it, and the devices under its children."""
+    """For each level with a bound: the least seconds for all bytes to enter one of its children, and each child's devices."""
     result: list[tuple[float, list[range]]] = []
     for index, (tier, links) in enumerate(zip(network.cluster.levels, network.topology.tiers, strict=True)):
         crossed = [e for e, entry in enumerate(levels) if network.factors[entry[0]].level <= index]
@@ -103,21 +103,21 @@ def _bounds(
         inside = math.prod(network.factors[i].size for entry in levels for i in entry if network.factors[i].level > index)
         sharing = math.prod(network.cluster.shape[index + 1 :]) // inside
         speed = tier.bandwidth_bytes_per_s * max(tier.ring_efficiency, tier.tree_efficiency)
-        below = math.prod(two[crossed[-1] + 1 :])
-        # a step that crosses the level has its latency too; Reduce and Broadcast are half of an all-reduce
+        below = math.prod(twos[crossed[-1] + 1 :])
+        # a step across the level pays latency too; take the least, as Reduce and Broadcast pay half of an all-reduce's
         crossing = [m for m in instructions(len(levels)) if m.span(len(levels))[0] <= crossed[-1] < m.span(len(levels))[1]]
         latency = min(float(step_lines(network, levels, m, algorithm)[:, 0].min()) for m in crossing)
-        result.append((latency + nbytes * sharing / speed, [range(i, i + below) for i in range(0, math.prod(two), below)]))
+        result.append((latency + nbytes * sharing / speed, [range(i, i + below) for i in range(0, math.prod(twos), below)]))
     return result
 
 
-def _nothing_complete(walks: Walks, context: Context, under: list[range]) -> bool:
-    """Whether under some child no chunk is complete yet."""
-    return any(all(not _complete(walks, context[d]) for d in devices) for devices in under)
+def _nothing_complete(walks: Walks, context: Context, children: list[range]) -> bool:
+    """Whether some child has no device with a complete chunk."""
+    return any(all(not _complete(walks, context[d]) for d in devices) for devices in children)
 
 
 def _complete(walks: Walks, state: int) -> bool:
-    """Whether a state has any chunk from everybody: a row of ones survives shifting and masking by every column."""
+    """Whether some chunk is complete: its row of the state matrix is all ones."""
     k = walks.space.k
     row = (1 << k) - 1
     return any((state >> (r * k)) & row == row for r in range(k))

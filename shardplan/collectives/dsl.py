@@ -1,9 +1,9 @@
 """The reduction language (P2, section 3.3): programs of instructions (slice, form, collective) over a synthesis hierarchy.
 
-A hierarchy is a tree, slowest level first, under a root. The slice names a level and gives one group of devices under each of its
-nodes; the form says which devices communicate: those inside each group, the first (second, ...) devices of all groups under a
-common ancestor (Parallel), or only the first devices (Master). Every pattern is a range of levels that it reduces over, and
-whether the levels below the range are fixed at their first member.
+A hierarchy is a tree of levels under a root, slowest level first. The slice names a level, and the devices under each of its
+nodes form a group. The form says which devices communicate: those inside each group (InsideGroup), the first (second, ...)
+devices of all groups under a common ancestor (Parallel), or only the first devices (Master). So a pattern is a range of levels
+to reduce over, and whether the levels below the range are fixed at their first member.
 
 >>> program = parse("(node, InsideGroup, Reduce) (node, Master(root), AllReduce) (node, InsideGroup, Broadcast)", ("node", "gpu"))
 >>> program.text(("node", "gpu"))
@@ -26,7 +26,7 @@ from ..errors import ReductionError, nearest
 from .states import COLLECTIVES, Clash, Collective, Context, Goal, Space, State
 
 Shape = tuple[int, ...]
-_REMEDY = "`shardplan reduce` lists the programs that are right"
+_REMEDY = "`shardplan reduce` lists the correct programs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Instruction:
     collective: Collective
 
     def span(self, depth: int) -> tuple[int, int]:
-        """The entries [low, high) of a hierarchy of ``depth`` entries over which the groups stretch."""
+        """The entries [low, high) that the groups span in a hierarchy of ``depth`` entries."""
         match self.form:
             case InsideGroup():
                 return self.slice, depth
@@ -71,22 +71,22 @@ class Instruction:
 
     def text(self, names: Sequence[str]) -> str:
         """The instruction as the paper writes it, with these level names."""
-        at = ("root", *names)
+        level_names = ("root", *names)
         match self.form:
             case InsideGroup():
                 form = "InsideGroup"
             case Parallel(level):
-                form = f"Parallel({at[level]})"
+                form = f"Parallel({level_names[level]})"
             case Master(level):
-                form = f"Master({at[level]})"
+                form = f"Master({level_names[level]})"
             case _:
                 assert_never(self.form)
-        return f"({at[self.slice]}, {form}, {self.collective})"
+        return f"({level_names[self.slice]}, {form}, {self.collective})"
 
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """A program: its steps in order, for a hierarchy of ``depth`` entries of any sizes."""
+    """A program: its steps in order, for hierarchies of ``depth`` entries of any sizes."""
 
     steps: tuple[Instruction, ...]
     depth: int
@@ -97,7 +97,7 @@ class Reduction:
 
     @property
     def short(self) -> str:
-        """The collectives alone: ``ReduceScatter-AllReduce-AllGather``."""
+        """The names of the collectives: ``ReduceScatter-AllReduce-AllGather``."""
         return "-".join(step.collective for step in self.steps)
 
 
@@ -106,7 +106,7 @@ def groups(shape: Shape, step: Instruction) -> tuple[tuple[int, ...], ...]:
     """The device groups of an instruction on a hierarchy of this shape; groups of one device are left out."""
     low, high = step.span(len(shape))
     if not 0 <= low <= high <= len(shape):
-        raise ReductionError(f"{step} needs a form's level above its slice, within the {len(shape)} levels of {list(shape)}")
+        raise ReductionError(f"{step}: the form's level must be above the slice, within the {len(shape)} levels of {list(shape)}")
     inner = math.prod(shape[low:high])
     if inner < 2:
         return ()
@@ -136,9 +136,9 @@ class Refusal:
 
 
 def advance(space: Space, collective: Collective, among: Sequence[Sequence[int]], context: Context) -> Context | Refusal:
-    """The context after one step, or why there is none.
+    """The context after one step, or the reason that the step is refused.
 
-    Strict information increase: a step in which a group learns nothing is refused as well.
+    Information must increase strictly: a step in which a group learns nothing is refused too.
     """
     states = list[State]()
     for number, group in enumerate(among):
@@ -146,7 +146,7 @@ def advance(space: Space, collective: Collective, among: Sequence[Sequence[int]]
         after = space.apply(collective, before)
         if isinstance(after, Clash):
             return Refusal(number, after)
-        if after == before:  # also where nobody holds anything
+        if after == before:  # also where the group holds no data
             return Refusal(number, Clash(collective, "nothing new", tuple(range(len(group)))))
         states = states or list(context)
         for device, state in zip(group, after, strict=True):
@@ -157,9 +157,10 @@ def advance(space: Space, collective: Collective, among: Sequence[Sequence[int]]
 def replay(
     program: Reduction, shape: Shape, goal: Goal = "all_reduce", order: Sequence[int] | None = None, names: Sequence[str] = ()
 ) -> tuple[Context, ...]:
-    """The contexts before, between and after the steps; raises `ReductionError` where a step's precondition fails.
+    """The contexts before, between and after the steps.
 
-    Also raises where the program ends short of the goal.
+    Raises `ReductionError` where a step's precondition fails, where the program is for another depth, and where it ends short of
+    the goal.
     """
     names = names or tuple(f"level{i}" for i in range(len(shape)))
     if program.depth != len(shape):
@@ -168,15 +169,15 @@ def replay(
     contexts = [space.initial(goal, order)]
     for number, step in enumerate(program.steps):
         among = groups(shape, step)
-        what = f"step {number + 1}, {step.text(names)}"
+        place = f"step {number + 1}, {step.text(names)}"
         if not among:
-            raise ReductionError(f"{what}: its groups are single devices", step=number)
+            raise ReductionError(f"{place}: its groups are single devices", step=number)
         after = advance(space, step.collective, among, contexts[-1])
         if isinstance(after, Refusal):
             group, clash = among[after.group], after.clash
             states = [space.show(contexts[-1][d]) for d in group]
             clashing = "; ".join(f"device {group[m]} has {brief(states[m])}" for m in clash.members[:4])
-            message = f"{what}: among devices {list(group)}, {clash.reason} ({clashing}); {_REMEDY}"
+            message = f"{place}: among devices {list(group)}, {clash.reason} ({clashing}); {_REMEDY}"
             raise ReductionError(message, step=number, devices=group, states=states)
         contexts.append(after)
     short = [d for d, (have, want) in enumerate(zip(contexts[-1], space.target(goal, order), strict=True)) if have != want]
@@ -192,7 +193,7 @@ def replay(
 
 
 def brief(state: str) -> str:
-    """A state as `Space.show` writes it, rows that repeat counted.
+    """A state as `Space.show` writes it, with runs of equal rows counted.
 
     >>> brief("1100/1100/0000/0011")
     '2 x 1100/0000/0011'
@@ -205,7 +206,7 @@ _INSTRUCTION = re.compile(r"\(\s*([^\s,()]+)\s*,\s*(InsideGroup|(?:Parallel|Mast
 
 
 def shortened(text: str) -> str:
-    """The collectives alone of a program's text.
+    """The names of the collectives in a program's text.
 
     >>> shortened("(gpu, InsideGroup, Reduce) (gpu, InsideGroup, Broadcast)")
     'Reduce-Broadcast'
@@ -214,7 +215,7 @@ def shortened(text: str) -> str:
 
 
 def parse(text: str, names: Sequence[str]) -> Reduction:
-    """The program that a text like ``(node, Master(root), AllReduce) ...`` writes, over levels with these names."""
+    """The program of a text like ``(node, Master(root), AllReduce) ...``, over levels with these names."""
     levels = ("root", *names)
 
     def level(name: str) -> int:
@@ -227,15 +228,16 @@ def parse(text: str, names: Sequence[str]) -> Reduction:
         name, form, above, collective = match.groups()
         if collective not in COLLECTIVES:
             raise ReductionError(
-                f"no collective {collective!r}{nearest(collective, COLLECTIVES)}; there are {', '.join(COLLECTIVES)}"
+                f"no collective {collective!r}{nearest(collective, COLLECTIVES)}: use one of {', '.join(COLLECTIVES)}"
             )
         if above is not None and level(above) >= level(name):
             raise ReductionError(f"in {match[0]}: {above!r} is not above {name!r}")
         shape = InsideGroup() if above is None else Parallel(level(above)) if form[0] == "P" else Master(level(above))
         steps.append(Instruction(level(name), shape, collective))
-    rest = _INSTRUCTION.sub("", text).strip(" ;,\n")
-    if rest or not steps:
+    unparsed = _INSTRUCTION.sub("", text).strip(" ;,\n")
+    if unparsed or not steps:
         raise ReductionError(
-            f"not a reduction program: {rest or text!r}; write (level, InsideGroup | Parallel(level) | Master(level), collective)"
+            f"not a reduction program: {unparsed or text!r}; "
+            "write (level, InsideGroup | Parallel(level) | Master(level), collective)"
         )
     return Reduction(tuple(steps), len(names))

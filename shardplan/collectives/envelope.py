@@ -1,10 +1,10 @@
 """The best program of a goal as a function of its bytes: the lower envelope of all programs' lines.
 
-A program's time is a sum of minima of lines (one line for each algorithm of a step), so the time of the best program is the
-minimum of finitely many lines: concave, and found exactly by probing where two neighbouring lines cross. A probe walks the graph
-of contexts (`shardplan.collectives.synthesis`) with all its steps priced at once, so no program is ever listed.
+A program's time is a sum of minima of lines, with one line for each algorithm of a step. So the time of the best program is the
+minimum of finitely many lines. It is concave, and probes where two neighbouring lines cross find it exactly. A probe prices all
+steps of the graph of contexts (`shardplan.collectives.synthesis`) at once and takes the fastest walk; programs are never listed.
 
-Whoever prices many sizes, as the search for a plan does, pays for a few probes and then for one `numpy.min`.
+A caller that prices many sizes, like the search for a plan, pays for a few probes and then for one `numpy.min`.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from .synthesis import Walks, shared_walks
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
-DEEPEST_GRAPH = 3  # hierarchies of up to so many levels are walked whole; neighbouring levels of deeper ones are joined
+DEEPEST_GRAPH = 3  # hierarchies of up to this many levels are walked whole; deeper ones have neighbouring levels joined
 MAX_SIZE = 5  # the paper's limit on a program's steps (section 4.2)
-_LEAST_BYTES, _MOST_BYTES = 1.0, 1e15  # beyond, the least latency and the least slope decide
+_LEAST_BYTES, _MOST_BYTES = 1.0, 1e15  # below, the least latency decides; above, the least slope
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Envelope:
-    """The best programs of one goal: ``lines`` are their (latency_s, seconds_per_byte) [L, 2], fewer bytes first.
+    """The best programs of one goal: ``lines`` are their (latency_s, seconds_per_byte) [L, 2], best for few bytes first.
 
-    Bytes are those of one device's data before an all-reduce, after an all-gather.
+    Bytes are those of one device's operand, for an all-gather those of its result.
     """
 
     lines: Floats
@@ -49,31 +49,31 @@ class Envelope:
 
 
 def envelope(network: Network, over: Sequence[int], goal: Goal = "all_reduce") -> Envelope:
-    """The best emitted programs of at most five steps over these factors, for any number of bytes; remembered on the network.
+    """The best emitted programs of at most five steps over these factors, for any number of bytes; cached in ``network.memo``.
 
-    Exact for up to three levels. Of a deeper hierarchy it knows the programs that treat neighbouring levels as one, so that
-    three are left; `shardplan.collectives.search` knows them all. Shards of a reduce-scatter lie in the order of the levels,
-    those of an all-gather in any: its programs and their times are the same.
+    Exact for up to three levels. For a deeper hierarchy, only programs that join neighbouring levels into three are considered;
+    `shardplan.collectives.search` considers all. A reduce-scatter leaves its shards in the order of the levels. An all-gather's
+    shards may have any order, as its programs and their times do not depend on it.
 
     >>> from ..mesh import Cluster, factors
     >>> cluster = Cluster.load("gcp-a100:4")
-    >>> found = envelope(Network(cluster, factors(cluster)), (0, 1))
-    >>> [program.short for program in found.programs]
+    >>> best = envelope(Network(cluster, factors(cluster)), (0, 1))
+    >>> [program.short for program in best.programs]
     ['Reduce-Broadcast', 'Reduce-AllReduce-Broadcast', 'ReduceScatter-AllReduce-AllGather']
     """
     key = ("envelope", frozenset(over), goal)
     if key not in network.memo:
         levels = entries(network, over)
-        found = [_envelope(network, levels, joined, goal) for joined in _joinings(len(levels))] if levels else []
-        network.memo[key] = _lowest(found)
+        result = [_envelope(network, levels, joined, goal) for joined in _joinings(len(levels))] if levels else []
+        network.memo[key] = _lowest(result)
     return network.memo[key]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Graph:
-    """Contexts by number, 0 the first, and the steps between them that can belong to a program of `MAX_SIZE` steps.
+    """Numbered contexts, 0 the start, and as edges the steps between them in programs of at most `MAX_SIZE` steps.
 
-    ``priced[what[e]]`` is the instruction of edge ``e`` and the levels over which the data that it moves is scattered.
+    ``priced[what[e]]`` is the instruction of edge ``e``, and the levels over which the data that it moves is scattered.
     """
 
     contexts: int
@@ -87,9 +87,9 @@ class _Graph:
 @lru_cache(maxsize=8)
 def _graph(depth: int, goal: Goal) -> _Graph:
     walks = shared_walks((2,) * depth, goal)
-    whole = 0 if goal != "all_gather" else (1 << depth) - 1
+    scattered_at_start = 0 if goal != "all_gather" else (1 << depth) - 1
     number = {walks.start: 0, walks.end: 1}
-    scattered = {walks.start: (whole,) * walks.space.k}
+    scattered = {walks.start: (scattered_at_start,) * walks.space.k}
     known: dict[tuple[Instruction, Parts], tuple[int, Parts]] = {}
     priced: dict[tuple[Instruction, int], int] = {}
     edges: list[tuple[int, int, int]] = []
@@ -99,25 +99,25 @@ def _graph(depth: int, goal: Goal) -> _Graph:
         for context in layer:
             parts = scattered[context]
             for step, after in walks.promising(context) if left > 1 else walks.closing(context):
-                found = known.get((step, parts))
-                if found is None:
-                    found = known[step, parts] = _after(walks, step, parts)
+                result = known.get((step, parts))
+                if result is None:
+                    result = known[step, parts] = _after(walks, step, parts)
                 if after not in scattered:
-                    scattered[after] = found[1]
+                    scattered[after] = result[1]
                     number.setdefault(after, len(number))
                     if after != walks.end:
                         following.append(after)
-                edges.append((number[context], number[after], priced.setdefault((step, found[0]), len(priced))))
+                edges.append((number[context], number[after], priced.setdefault((step, result[0]), len(priced))))
         layer = following
     kept = np.array(edges, np.int64)[_on_walks(edges, len(number))]
     levels, used = range(depth), np.flatnonzero(np.bincount(kept[:, 2]))
     rows = list(priced)
-    found = ((rows[at][0], frozenset(i for i in levels if rows[at][1] >> i & 1)) for at in used.tolist())
-    return _Graph(len(number), 1, kept[:, 0], kept[:, 1], np.searchsorted(used, kept[:, 2]), tuple(found))
+    result = ((rows[at][0], frozenset(i for i in levels if rows[at][1] >> i & 1)) for at in used.tolist())
+    return _Graph(len(number), 1, kept[:, 0], kept[:, 1], np.searchsorted(used, kept[:, 2]), tuple(result))
 
 
 def _on_walks(edges: Sequence[tuple[int, int, int]], contexts: int) -> Ints:
-    """[kept]: indices into ``edges``, of those on walks of at most `MAX_SIZE` steps from context 0 to context 1."""
+    """[kept]: indices of the edges on walks of at most `MAX_SIZE` steps from context 0 to context 1."""
     source, target, _ = np.array(edges, np.int64).T
     done, left = np.full((2, contexts), MAX_SIZE)
     done[0] = left[1] = 0
@@ -128,11 +128,11 @@ def _on_walks(edges: Sequence[tuple[int, int, int]], contexts: int) -> Ints:
 
 
 Parts = tuple[int, ...]
-"""For each device the levels over which its part of the data is scattered, as a bitset."""
+"""For each device, a bitset of the levels over which its part of the data is scattered."""
 
 
 def _after(walks: Walks, step: Instruction, parts: Parts) -> tuple[int, Parts]:
-    """The levels over which the most that a group of a step moves is scattered, and those of every device's part after it."""
+    """The scattered levels of the largest part that a group of a step moves, and those of every device's part after the step."""
     low, high = step.span(len(walks.shape))
     crossed = (1 << high) - (1 << low)
     held = list(parts)
@@ -141,10 +141,10 @@ def _after(walks: Walks, step: Instruction, parts: Parts) -> tuple[int, Parts]:
         before = after = parts[group[0]]
         match step.collective:
             case "ReduceScatter":
-                assert not before & crossed, "a level is scattered over once"
+                assert not before & crossed, "data is scattered over a level only once"
                 after = before | crossed
             case "AllGather":
-                assert not crossed & ~before, "what is gathered was scattered"
+                assert not crossed & ~before, "only scattered data is gathered"
                 before = after = before & ~crossed
             case _:
                 pass
@@ -152,18 +152,18 @@ def _after(walks: Walks, step: Instruction, parts: Parts) -> tuple[int, Parts]:
         for device in group:
             held[device] = after
     most = min(moved, key=int.bit_count)
-    assert not any(most & ~other for other in moved), "one of the groups moves the most whatever the sizes"
+    assert not any(most & ~other for other in moved), "one group moves the most for all sizes of the levels"
     return most, tuple(held)
 
 
 def _joinings(depth: int) -> Iterator[tuple[int, ...]]:
-    """Where the levels of a hierarchy are cut, 0 and ``depth`` included, so that at most `DEEPEST_GRAPH` parts are left."""
+    """The ways to cut ``depth`` levels into at most `DEEPEST_GRAPH` parts: positions of the cuts, 0 and ``depth`` included."""
     for cuts in itertools.combinations(range(1, depth), min(depth, DEEPEST_GRAPH) - 1):
         yield (0, *cuts, depth)
 
 
 def _envelope(network: Network, levels: Entries, cuts: Sequence[int], goal: Goal) -> Envelope:
-    """The envelope over a hierarchy whose levels between two cuts count as one."""
+    """The envelope over a hierarchy in which the levels between two cuts are joined."""
     joined = tuple(tuple(i for entry in levels[a:b] for i in entry) for a, b in itertools.pairwise(cuts))
     shape = shape_of(network, joined)
     graph = _graph(len(joined), goal)
@@ -173,15 +173,15 @@ def _envelope(network: Network, levels: Entries, cuts: Sequence[int], goal: Goal
     ]
     widest = max(map(len, rows))
     lines = np.stack([np.concatenate([r, np.repeat(r[-1:], widest - len(r), axis=0)]) for r in rows])  # [priced, algorithms, 2]
-    found: dict[tuple[float, float], Reduction] = {}
+    result: dict[tuple[float, float], Reduction] = {}
 
     def probe(nbytes: float) -> tuple[float, float]:
         path = _fastest(graph, np.min(lines[:, :, 0] + lines[:, :, 1] * nbytes, axis=1))
-        mine = lines[path]
-        pick = np.argmin(mine[:, :, 0] + mine[:, :, 1] * nbytes, axis=1)
-        latency, slope = mine[np.arange(len(path)), pick].sum(axis=0).tolist()
+        path_lines = lines[path]
+        pick = np.argmin(path_lines[:, :, 0] + path_lines[:, :, 1] * nbytes, axis=1)
+        latency, slope = path_lines[np.arange(len(path)), pick].sum(axis=0).tolist()
         steps = tuple(_widened(graph.priced[w][0], cuts) for w in path)
-        found.setdefault((latency, slope), Reduction(steps, len(levels)))
+        result.setdefault((latency, slope), Reduction(steps, len(levels)))
         return latency, slope
 
     def between(few: tuple[float, float], many: tuple[float, float]) -> None:
@@ -194,11 +194,11 @@ def _envelope(network: Network, levels: Entries, cuts: Sequence[int], goal: Goal
             between(middle, many)
 
     between(probe(_LEAST_BYTES), probe(_MOST_BYTES))
-    return Envelope(np.array(list(found)), tuple(found.values()))
+    return Envelope(np.array(list(result)), tuple(result.values()))
 
 
 def _fastest(graph: _Graph, seconds: Floats) -> list[int]:
-    """The fastest walk from the first context to the end, as indices into ``graph.priced``; the shortest of equals."""
+    """The fastest walk from the first context to the end, as indices into ``graph.priced``; ties go to the shortest."""
     cost = seconds[graph.what]
     spent = [np.full(graph.contexts, np.inf)]
     spent[0][0] = 0.0
@@ -217,7 +217,7 @@ def _fastest(graph: _Graph, seconds: Floats) -> list[int]:
 
 
 def _widened(step: Instruction, cuts: Sequence[int]) -> Instruction:
-    """An instruction over joined levels as one over the levels themselves."""
+    """An instruction over joined levels, rewritten for the original levels."""
     form: Form
     match step.form:
         case Parallel(level):
@@ -229,11 +229,11 @@ def _widened(step: Instruction, cuts: Sequence[int]) -> Instruction:
     return Instruction(cuts[step.slice], form, step.collective)
 
 
-def _lowest(of: Sequence[Envelope]) -> Envelope:
-    """The envelope of envelopes: lines that are nowhere the least are left out."""
-    every = [(row[1], row[0], program) for e in of for row, program in zip(e.lines.tolist(), e.programs, strict=True)]
+def _lowest(envelopes: Sequence[Envelope]) -> Envelope:
+    """The lower envelope of envelopes: lines that are the least nowhere are left out."""
+    candidates = [(row[1], row[0], program) for e in envelopes for row, program in zip(e.lines.tolist(), e.programs, strict=True)]
     kept: list[tuple[float, float, Reduction]] = []  # (slope, latency, program), steepest first
-    for line in sorted(every, key=lambda line: (-line[0], line[1], len(line[2].steps))):
+    for line in sorted(candidates, key=lambda line: (-line[0], line[1], len(line[2].steps))):
         if kept and kept[-1][0] == line[0]:
             continue
         while kept and kept[-1][1] >= line[1]:
@@ -247,5 +247,5 @@ def _lowest(of: Sequence[Envelope]) -> Envelope:
 
 
 def _crossing(few: tuple[float, float, Reduction], many: tuple[float, float, Reduction]) -> float:
-    """The bytes from which on the flatter line, ``many``, is the lower."""
+    """The number of bytes above which the flatter line, ``many``, is the lower."""
     return (many[1] - few[1]) / (few[0] - many[0])

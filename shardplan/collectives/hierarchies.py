@@ -1,9 +1,9 @@
 """The four synthesis hierarchies of a parallelism matrix (P2, section 3.4 and Table 1), and their programs on all devices.
 
 (a) the system's levels, (b) the matrix column by column, (c) row by row, (d) only the rows that are reduced, where factors of
-one level may be collapsed. A hierarchy is a list of entries, each a list of the matrix's factors (axis, level); its groups,
-lowered, are groups of devices of the whole system. The theorem is that (d) expresses every right program that (c) does, (c)
-those of (b), and (b) those of (a).
+one level may be collapsed. A hierarchy is a list of entries, each a list of the matrix's factors (axis, level). Lowering turns
+its groups into groups of devices of the whole system. The theorem is that (d) expresses every correct program of (c), (c) every
+one of (b), and (b) every one of (a).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Hierarchy:
 
 
 def hierarchy(matrix: Matrix, letter: Letter, reduced: Sequence[int] = (), *, collapse: bool = False) -> Hierarchy:
-    """One of the paper's hierarchies; ``reduced`` are the axes of (d), ``collapse`` joins its factors of the same level.
+    """One of the paper's hierarchies. ``reduced`` are the axes of (d); ``collapse`` joins its factors of the same level.
 
     >>> from ..mesh.matrix import parse
     >>> m = parse("1 1 2 2 / 1 2 1 2")
@@ -55,13 +55,13 @@ def hierarchy(matrix: Matrix, letter: Letter, reduced: Sequence[int] = (), *, co
 
 
 def lowered_groups(matrix: Matrix, of: Hierarchy, step: Instruction) -> Groups:
-    """The groups of an instruction as devices of the whole system: the pattern is repeated for every factor that is not in it."""
+    """An instruction's groups as devices of the whole system, repeated for each setting of the factors outside the hierarchy."""
     members = _members(matrix, of)
     return tuple(sorted(tuple(block[d] for d in group) for block in members for group in groups(of.sizes, step)))
 
 
 def programs(matrix: Matrix, of: Hierarchy, reduced: Sequence[int], max_size: int) -> set[Lowered]:
-    """Every right program of a hierarchy that reduces over these axes, as sequences of lowered steps on all devices."""
+    """Every correct program of a hierarchy for a reduction over these axes, as a sequence of lowered steps on all devices."""
     (cluster,) = _members(matrix, hierarchy(matrix, "a"))
     space = Space(len(cluster))
     goal: list[int] = [0] * len(cluster)
@@ -81,36 +81,36 @@ def _walks(
     moves: Sequence[tuple[Collective, Groups]],
     at: Context,
     goal: Context,
-    left: int,
-    seen: dict[object, list[Lowered]],
+    steps_left: int,
+    memo: dict[object, list[Lowered]],
 ) -> list[Lowered]:
     if at == goal:
         return [()]
-    if left == 0:
+    if steps_left == 0:
         return []
-    if (at, left) not in seen:
+    if (at, steps_left) not in memo:
         found: list[Lowered] = []
         for move in moves:
             after = advance(space, *move, at)
             if not isinstance(after, Refusal):
-                found += [(move, *rest) for rest in _walks(space, moves, after, goal, left - 1, seen)]
-        seen[at, left] = found
-    return seen[at, left]
+                found += [(move, *tail) for tail in _walks(space, moves, after, goal, steps_left - 1, memo)]
+        memo[at, steps_left] = found
+    return memo[at, steps_left]
 
 
 def _unordered(among: Groups) -> Groups:
-    """Groups without the order of their members, which only numbers the chunks; the first member is the root and stays."""
+    """Groups with their members sorted, as the order only numbers the chunks; the first member, the root, stays first."""
     return tuple(sorted((group[0], *sorted(group[1:])) for group in among))
 
 
 def _all_instructions(depth: int) -> Iterator[Instruction]:
-    """Instructions of a hierarchy some of whose entries may be one: patterns can coincide."""
+    """All instructions of a hierarchy; where some entries have size one, patterns can coincide."""
     yield from instructions(depth)
 
 
 def _members(matrix: Matrix, of: Hierarchy) -> tuple[tuple[int, ...], ...]:
-    """For each setting of the factors outside a hierarchy, the devices in the hierarchy's own order."""
-    shape = [row[j] for j in range(len(matrix.shape)) for row in matrix.rows]  # (b) is the order of the devices
+    """For each setting of the factors outside a hierarchy, the devices in the hierarchy's order."""
+    shape = [row[j] for j in range(len(matrix.shape)) for row in matrix.rows]  # devices are numbered in the order of (b)
     place = {(i, j): j * len(matrix.rows) + i for j in range(len(matrix.shape)) for i in range(len(matrix.rows))}
     inside = [place[factor] for entry in of.entries for factor in entry]
     outside = [p for p in range(len(shape)) if p not in inside]

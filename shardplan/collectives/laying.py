@@ -1,4 +1,4 @@
-"""How a hierarchy lies on mesh axes, and what a program needs to run as one code on all devices. No JAX here."""
+"""How a hierarchy maps to mesh axes, and what a program needs to run as the same code on all devices. No JAX here."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .dsl import Instruction, Master, Reduction, ReductionError, Refusal, advanc
 from .ranking import entries
 from .states import Space
 
-Part = tuple[int, int, int]  # an axis by its index, a size and a stride within the axis
-SMALL = 64  # replay a program on its true sizes up to so many devices; on two a level beyond
+Part = tuple[int, int, int]  # index of an axis, size and stride within the axis
+SMALL = 64  # up to this many devices a program is replayed on its true sizes, beyond with every level at two
 
 
 @dataclass(frozen=True, slots=True)
 class Laying:
-    """How a hierarchy lies on mesh axes: for each entry its parts, major first."""
+    """How a hierarchy maps to mesh axes: the parts of each entry, major first."""
 
     axes: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -33,7 +33,7 @@ class Laying:
         return tuple(math.prod(size for _, size, _ in entry) for entry in self.entries)
 
     def positions(self) -> list[int]:
-        """For each device of the hierarchy, in its own order, its index along all axes together."""
+        """The index along all axes together of each device, in the hierarchy's order."""
         parts = [part for entry in self.entries for part in entry]
         result: list[int] = []
         for at in itertools.product(*(range(size) for _, size, _ in parts)):
@@ -44,7 +44,7 @@ class Laying:
         return result
 
     def offsets(self) -> list[int]:
-        """The index along all axes together of each setting of what the hierarchy leaves out of them; [0] if that is nothing."""
+        """The index along all axes together of each setting of the parts outside the hierarchy; [0] if there are none."""
         gaps: list[Part] = []
         for axis, size in enumerate(self.sizes):
             at = 1
@@ -54,8 +54,8 @@ class Laying:
                 at = stride * count
             if at < size:
                 gaps.append((axis, size // at, at))
-        rest = Laying(self.axes, self.sizes, (tuple(gaps),))
-        return rest.positions()
+        outside = Laying(self.axes, self.sizes, (tuple(gaps),))
+        return outside.positions()
 
     def groups(self, step: Instruction) -> list[list[int]]:
         """The groups of an instruction as indices along all axes together."""
@@ -63,7 +63,7 @@ class Laying:
         return [[position[d] + offset for d in group] for offset in self.offsets() for group in groups(self.shape, step)]
 
     def whole_axes(self, low: int, high: int) -> tuple[str, ...] | None:
-        """The axes that entries [low, high) are made of, in their order, if these are whole axes."""
+        """The axes that make up entries [low, high), in their order; None unless these are whole axes."""
         parts = [part for entry in self.entries[low:high] for part in entry]
         merged: list[list[int]] = []
         for axis, size, stride in parts:
@@ -77,49 +77,49 @@ class Laying:
 
 
 def laying_over(network: Network, over: Sequence[int], axes: Mapping[str, Sequence[int]]) -> Laying:
-    """The laying of a reduction over some factors of a network on mesh axes, each made of factors, major first.
+    """The `Laying` of a reduction over some factors of a network.
 
-    ``axes`` are in the mesh's order; those without a factor in ``over`` are left out. An axis may hold factors that are
-    not reduced.
+    ``axes`` maps each mesh axis, in the mesh's order, to its factors, major first. Axes without a factor in ``over`` are left
+    out. An axis may also hold factors that are not reduced.
     """
     mine = {name: group for name, group in axes.items() if set(group) & set(over)}
-    where: dict[int, Part] = {}
+    part_of: dict[int, Part] = {}
     for axis, group in enumerate(mine.values()):
         stride = math.prod(network.factors[i].size for i in group)
         for i in group:
             stride //= network.factors[i].size
-            where[i] = (axis, network.factors[i].size, stride)
+            part_of[i] = (axis, network.factors[i].size, stride)
     sizes = tuple(math.prod(network.factors[i].size for i in group) for group in mine.values())
-    return Laying(tuple(mine), sizes, tuple(tuple(where[i] for i in entry) for entry in entries(network, over)))
+    return Laying(tuple(mine), sizes, tuple(tuple(part_of[i] for i in entry) for entry in entries(network, over)))
 
 
 def check(program: Reduction, shape: Sequence[int], names: Sequence[str] = ()) -> None:
-    """Refuse a program that does not compute the sum, or that needs what a device no longer has once all run the same code."""
+    """Refuse a program that does not compute the sum, or that cannot run as the same code on all devices."""
     sizes = tuple(shape) if math.prod(shape) <= SMALL else (2,) * len(shape)
     replay(program, sizes, names=names)
     _check_same_code(program, sizes, names)
 
 
 def smallest_part(program: Reduction, shape: Sequence[int]) -> int:
-    """Into how many parts the data has to be cut for every step to divide."""
-    parts = now = 1
+    """The number of parts that the data must be cut into so that every step divides evenly."""
+    parts = scattered = 1
     for step in program.steps:
         low, high = step.span(len(shape))
         members = math.prod(shape[low:high])
         if step.collective == "ReduceScatter":
-            now *= members
+            scattered *= members
         elif step.collective == "AllGather":
-            now //= members
-        parts = math.lcm(parts, now)
+            scattered //= members
+        parts = math.lcm(parts, scattered)
     return parts
 
 
 @lru_cache(maxsize=4096)
 def reorderings(program: Reduction, shape: tuple[int, ...]) -> tuple[tuple[int, ...] | None, ...]:
-    """For each step, the order into which a device has to put the parts that it gathered, None where they come in order.
+    """For each step, the permutation that sorts the parts that a device gathered; None where they arrive sorted.
 
-    Members come in the order of their group, parts in the order of the scatters: they differ where levels are gathered in another
-    order than they were scattered in.
+    Parts arrive in the order of the group's members, and are numbered in the order of the scatters. These differ where levels
+    are gathered in another order than they were scattered in.
     """
     held = np.tile(np.arange(smallest_part(program, shape)), (math.prod(shape), 1))  # parts by number  [devices, parts held]
     result: list[tuple[int, ...] | None] = []
@@ -128,12 +128,12 @@ def reorderings(program: Reduction, shape: tuple[int, ...]) -> tuple[tuple[int, 
         order = None
         if step.collective == "ReduceScatter":
             mine = held.reshape(len(held), among.shape[1], -1)
-            held = mine[:, 0].copy()  # who is outside the masters' groups holds leftovers of the right size
+            held = mine[:, 0].copy()  # devices outside the masters' groups hold leftovers of the right size
             held[among] = mine[among, np.arange(among.shape[1])[None, :]]
         elif step.collective == "AllGather":
             gathered = held[among].reshape(len(among), -1)
             orders = np.argsort(gathered, axis=1)
-            assert (orders == orders[0]).all(), "all groups gather alike"
+            assert (orders == orders[0]).all(), "all groups gather in the same order"
             held = np.repeat(held[:, :1], gathered.shape[1], axis=1)
             held[among] = np.sort(gathered, axis=1)[:, None, :]
             if not np.array_equal(orders[0], np.arange(gathered.shape[1])):
@@ -145,7 +145,10 @@ def reorderings(program: Reduction, shape: tuple[int, ...]) -> tuple[tuple[int, 
 
 
 def _check_same_code(program: Reduction, shape: tuple[int, ...], names: Sequence[str]) -> None:
-    """Replay with what the lowering loses: where masters scatter or gather, the others' buffers change size and are void."""
+    """Refuse a program that fails when it is replayed as lowered.
+
+    Where masters scatter or gather, the other devices' buffers change size, and their contents are void.
+    """
     space = Space(math.prod(shape))
     context = space.initial()
     for number, step in enumerate(program.steps):
@@ -153,9 +156,9 @@ def _check_same_code(program: Reduction, shape: tuple[int, ...], names: Sequence
         alive = tuple(g for g in among if any(context[d] for d in g))
         after = advance(space, step.collective, alive, context)
         if isinstance(after, Refusal):
-            what = step.text(names or [f"level{i}" for i in range(len(shape))])
+            label = step.text(names or [f"level{i}" for i in range(len(shape))])
             why = "devices outside the masters' groups would need data of another size"
-            raise ReductionError(f"step {number + 1}, {what}, cannot run as one code on all devices: {why}", step=number)
+            raise ReductionError(f"step {number + 1}, {label}, cannot run as the same code on all devices: {why}", step=number)
         if isinstance(step.form, Master) and step.collective in ("ReduceScatter", "AllGather"):
             inside = {d for g in among for d in g}
             after = tuple(state if d in inside else 0 for d, state in enumerate(after))

@@ -30,7 +30,7 @@ from shardplan.ir import Layout
 class Edges:
     """Collectives between states, in ascending order of (source, target); all arrays are [E].
 
-    ``which`` is a collective's place in ``names``, ``fraction`` the part of the tensor's bytes that an edge moves.
+    ``which`` is a collective's index in ``names``, ``fraction`` the part of the tensor's bytes that an edge moves.
     """
 
     source: NDArray[np.int64]
@@ -46,9 +46,9 @@ class LayoutSpace:
     def __init__(self, sizes: Sequence[int], rank: int) -> None:
         self.sizes = tuple(sizes)
         self.rank = rank
-        # the dim that each factor splits in each state, -1 for none, -2 for partial (the buffer is the last dim), and the place
-        # of each factor among those of its dim: [S, factors]
-        self.roles, self._places = _every(len(self.sizes), rank)
+        # [S, factors]: the dim that each factor splits in each state (-1 for none, -2 for partial, rank for the buffer), and the
+        # factor's place among those of its dim
+        self.roles, self._places = _all_states(len(self.sizes), rank)
         self._layouts: dict[int, Layout] = {}
         self._numbers: dict[State, int] = {}
         self._renamed: dict[tuple[int, ...], NDArray[np.int64]] = {}
@@ -59,7 +59,7 @@ class LayoutSpace:
         return len(self.roles)
 
     def state(self, number: int) -> State:
-        """A state by its number: the factors that split each dim (the buffer last), in order, and those of partial sums."""
+        """The state with a number: the factors that split each dim (the buffer last), in order, and those of partial sums."""
         dims: list[list[int]] = [[] for _ in range(self.rank + 1)]
         partial: list[int] = []
         roles: list[int] = self.roles[number].tolist()
@@ -77,8 +77,8 @@ class LayoutSpace:
         Raises:
             KeyError: if there is no such state.
         """
-        found = self._numbers.get(state)
-        if found is None:
+        result = self._numbers.get(state)
+        if result is None:
             if not {f for factors in (*state[0], state[1]) for f in factors} <= set(range(len(self.sizes))):
                 raise KeyError(state)
             roles, places = np.full(len(self.sizes), -1), np.zeros(len(self.sizes), np.int64)
@@ -86,20 +86,20 @@ class LayoutSpace:
                 roles[list(factors)], places[list(factors)] = d, range(len(factors))
             roles[list(state[1])] = -2
             codes, states = self._codes
-            found = int(states.take(np.searchsorted(codes, self._code(roles, places)), mode="clip"))
-            if self.state(found) != state:
+            result = int(states.take(np.searchsorted(codes, self._code(roles, places)), mode="clip"))
+            if self.state(result) != state:
                 raise KeyError(state)
-            self._numbers[state] = found
-        return found
+            self._numbers[state] = result
+        return result
 
     @cached_property
     def partial(self) -> NDArray[np.bool_]:
-        """[S]: whether anything is partial."""
+        """[S]: whether any factor is partial."""
         return (self.roles == -2).any(axis=1)
 
     @cached_property
     def splits(self) -> NDArray[np.int64]:
-        """[S, rank + 1]: into how many parts each state splits each dim (the buffer last)."""
+        """[S, rank + 1]: the number of parts that each state splits each dim into (the buffer last)."""
         sizes = np.array(self.sizes, np.int64)
         return np.stack([np.where(self.roles == d, sizes, 1).prod(axis=1) for d in range(self.rank + 1)], axis=1)
 
@@ -107,59 +107,59 @@ class LayoutSpace:
         """The state of a layout.
 
         Raises:
-            KeyError: if it has none.
+            KeyError: if there is no such state.
         """
         return self.number(((*layout.dims, ()), tuple(sorted(layout.partial))))
 
     def layout(self, state: int) -> Layout:
-        """The layout of a state (its buffer dim shows as one dim more)."""
-        found = self._layouts.get(state)
-        if found is None:
+        """The layout of a state; a buffer that is split appears as an extra last dim."""
+        result = self._layouts.get(state)
+        if result is None:
             dims, partial = self.state(state)
-            found = self._layouts[state] = Layout(dims if dims[-1] else dims[:-1], partial)
-        return found
+            result = self._layouts[state] = Layout(dims if dims[-1] else dims[:-1], partial)
+        return result
 
     def of_roles(self, roles: NDArray[np.int64]) -> NDArray[np.int64]:
-        """[N]: the states in which the factors have these roles [N, factors]: a dim, -1 for none, -2 for partial."""
+        """[N]: the states with these roles [N, factors] (a dim, -1 none, -2 partial), each dim's factors in ascending order."""
         code = np.zeros(len(roles), np.int64)
         for column in roles.T:
             code = code * (self.rank + 2) + column + 2
         return self._by_roles[code]
 
     def alike(self, groups: Sequence[Sequence[int]]) -> NDArray[np.bool_]:
-        """[S]: whether in a state the factors of each group split the same dim, or none, or are all partial."""
+        """[S]: whether the factors of each group all split the same dim, all split none, or are all partial."""
         return np.all([self.roles[:, f] == self.roles[:, g[0]] for g in groups for f in g], axis=0)
 
     @cached_property
     def _by_roles(self) -> NDArray[np.int64]:
-        """[(rank + 2) ** factors]: the state of every combination of roles, the first factor's the major digit."""
+        """[(rank + 2) ** factors]: the state of every combination of roles; the first factor is the major digit."""
         count = len(self.sizes)
         roles = np.indices((self.rank + 2,) * count, np.int64).reshape(count, (self.rank + 2) ** count).T - 2
         places = np.zeros_like(roles)
         for f in range(count):
             places[:, f] = ((roles[:, :f] == roles[:, f : f + 1]) & (roles[:, f : f + 1] >= 0)).sum(axis=1)
-        return self._coded(roles, places)
+        return self._lookup(roles, places)
 
     @cached_property
-    def _lasting(self) -> NDArray[np.bool_]:
-        """[S]: whether there is no buffer, and each dim's factors are slowest first."""
-        found = (self.roles != self.rank).all(axis=1)
+    def _storable(self) -> NDArray[np.bool_]:
+        """[S]: whether the buffer is not split, and each dim's factors are slowest first."""
+        result = (self.roles != self.rank).all(axis=1)
         for f, g in itertools.combinations(range(len(self.sizes)), 2):
-            found &= (self.roles[:, f] != self.roles[:, g]) | (self._places[:, f] <= self._places[:, g])
-        return found
+            result &= (self.roles[:, f] != self.roles[:, g]) | (self._places[:, f] <= self._places[:, g])
+        return result
 
     @cached_property
     def stored(self) -> tuple[int, ...]:
         """The states that a tensor may be stored in: nothing partial, no buffer, each dim's factors slowest first."""
-        return tuple(np.flatnonzero(self._lasting & ~self.partial).tolist())
+        return tuple(np.flatnonzero(self._storable & ~self.partial).tolist())
 
     @cached_property
     def deferred(self) -> tuple[int, ...]:
-        """Those of a tensor that may stay partial too: the stored ones, and partial ones likewise."""
-        return (*self.stored, *np.flatnonzero(self._lasting & self.partial).tolist())
+        """The states of a tensor that may stay partial: `stored`, then the partial ones without buffer, factors slowest first."""
+        return (*self.stored, *np.flatnonzero(self._storable & self.partial).tolist())
 
     def edge(self, before: int, after: int) -> tuple[tuple[str, tuple[int, ...]], float]:
-        """The collective of an edge and the bytes that it moves, as a fraction of the tensor's."""
+        """The collective of an edge, and the part of the tensor's bytes that it moves."""
         edges = self.edges
         at = int(np.flatnonzero((edges.source == before) & (edges.target == after))[0])
         return edges.names[int(edges.which[at])], float(edges.fraction[at])
@@ -168,19 +168,19 @@ class LayoutSpace:
     def edges(self) -> Edges:
         """The collectives between states; of several between the same two, the one over the fewest factors.
 
-        Those from states that differ in the names of dims alone are found once.
+        They are computed once for all source states that differ only in the names of dims.
         """
-        led, called = self.leaders((0,) * self.rank)
-        mine: list[int] = sorted(set(led.tolist()))
-        at = np.searchsorted(mine, led)
-        roles, places, codes, fraction, of = self._moves([self.state(leader) for leader in mine])
-        counts = np.bincount(of, minlength=len(mine))
-        source, row = _repeated(np.arange(len(led)), counts[at])
+        leader_of, new_roles = self.leaders((0,) * self.rank)
+        unique_leaders: list[int] = sorted(set(leader_of.tolist()))
+        at = np.searchsorted(unique_leaders, leader_of)
+        roles, places, codes, fraction, of = self._moves([self.state(leader) for leader in unique_leaders])
+        counts = np.bincount(of, minlength=len(unique_leaders))
+        source, row = _repeat(np.arange(len(leader_of)), counts[at])
         row += (np.cumsum(counts) - counts)[at][source]
-        # each leader's roles in each state
-        called = np.hstack([np.tile([-2, -1], (len(led), 1)), called, np.full((len(led), 1), self.rank)])
-        target = self._coded(called[source[:, None], roles[row] + 2], places[row])
-        order = np.argsort(source * len(led) + target)
+        # [S, rank + 3]: for each role in a state's leader, the role in the state
+        new_roles = np.hstack([np.tile([-2, -1], (len(leader_of), 1)), new_roles, np.full((len(leader_of), 1), self.rank)])
+        target = self._lookup(new_roles[source[:, None], roles[row] + 2], places[row])
+        order = np.argsort(source * len(leader_of) + target)
         row = row[order]
         codes = codes[row]
         known = np.flatnonzero(np.bincount(codes))
@@ -188,53 +188,55 @@ class LayoutSpace:
         return Edges(source, target[order], np.searchsorted(known, codes), fraction[row], names)
 
     def _moves(self, leaders: Sequence[State]) -> tuple[NDArray[Any], ...]:
-        """The collectives from leaders: roles and places [M, factors] of where they lead to, codes, fractions, and which leader's
-        each is, in ascending order.
+        """The collectives from leaders: roles and places [M, factors] of their targets, codes, fractions, and the index of each
+        one's leader, ascending.
         """
         split = [tuple(d for d in dims[:-1] if d) for dims, _ in leaders]
-        found = [moves_from(self.sizes, ((*own, dims[-1]), left)) for own, (dims, left) in zip(split, leaders, strict=True)]
-        of, _ = _repeated(np.arange(len(found)), np.array([len(m.codes) for m in found], np.int64))
+        result = [moves_from(self.sizes, ((*own, dims[-1]), left)) for own, (dims, left) in zip(split, leaders, strict=True)]
+        of, _ = _repeat(np.arange(len(result)), np.array([len(m.codes) for m in result], np.int64))
         roles, places, fresh, codes, fraction = (
-            np.concatenate([getattr(m, name) for m in found]) for name in ("roles", "places", "fresh", "codes", "fraction")
+            np.concatenate([getattr(m, name) for m in result]) for name in ("roles", "places", "fresh", "codes", "fraction")
         )
-        first = np.array([len(own) for own in split], np.int64)[of]  # the dim that stands for all that are not split
-        row, offset = _repeated(np.arange(len(of)), np.where(fresh, self.rank - first, 1))
+        first = np.array([len(own) for own in split], np.int64)[of]  # the dim that stands for all unsplit dims
+        row, offset = _repeat(np.arange(len(of)), np.where(fresh, self.rank - first, 1))
         roles = roles[row]
         roles += np.where(fresh[row, None] & (roles == first[row, None]), offset[:, None], 0)
         roles[roles == BUFFER] = self.rank
         return roles, places[row], codes[row], fraction[row], of[row]
 
-    # -- dims by other names ---------------------------------------------------------------------------------------
+    # -- renaming dims ---------------------------------------------------------------------------------------------
 
     def leaders(self, classes: tuple[int, ...]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """([S]: the state that stands for all those which differ from each in the names of dims alone, [S, rank]: the name in
-        that one of each of its dims). ``classes[d]``: dims of equal numbers may change names.
+        """([S]: each state's leader, [S, rank]: the state's name for each dim of its leader).
+
+        A leader stands for all states that differ from it only in the names of dims. Dims ``d`` with equal ``classes[d]`` may
+        exchange names.
         """
-        found = self._leaders.get(classes)
-        if found is None:
-            keys = _keys(self.roles, self._places, self.rank)[:, : self.rank]
+        result = self._leaders.get(classes)
+        if result is None:
+            keys = _sort_keys(self.roles, self._places, self.rank)[:, : self.rank]
             own = np.broadcast_to(np.array(classes, np.int64), keys.shape)
             names = np.empty_like(keys)
             names[:, np.argsort(classes, kind="stable")] = np.lexsort((-keys, own))
-            called = np.tile([*range(self.rank + 1), -2, -1], (len(keys), 1))
-            np.put_along_axis(called, names, np.arange(self.rank)[None, :], axis=1)
-            found = self._coded(np.take_along_axis(called, self.roles, axis=1), self._places), names
-            self._leaders[classes] = found
-        return found
+            new_roles = np.tile([*range(self.rank + 1), -2, -1], (len(keys), 1))
+            np.put_along_axis(new_roles, names, np.arange(self.rank)[None, :], axis=1)
+            result = self._lookup(np.take_along_axis(new_roles, self.roles, axis=1), self._places), names
+            self._leaders[classes] = result
+        return result
 
     def renamed(self, names: tuple[int, ...]) -> NDArray[np.int64]:
-        """[S]: what each state becomes when its dim d is called ``names[d]``."""
-        found = self._renamed.get(names)
-        if found is None:
+        """[S]: the state that each becomes when its dim d is renamed ``names[d]``."""
+        result = self._renamed.get(names)
+        if result is None:
             new = np.array((-2, -1, *names, self.rank), np.int64)
-            found = self._coded(new[self.roles + 2], self._places)
-            found.setflags(write=False)
-            self._renamed[names] = found
-        return found
+            result = self._lookup(new[self.roles + 2], self._places)
+            result.setflags(write=False)
+            self._renamed[names] = result
+        return result
 
     @cached_property
     def _codes(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(numbers that tell states apart by roles and places, in ascending order, their states)."""
+        """(codes that identify states by roles and places, ascending; the state of each code)."""
         codes = self._code(self.roles, self._places)
         order = np.argsort(codes)
         return codes[order], order
@@ -243,20 +245,20 @@ class LayoutSpace:
         count = len(self.sizes)
         return ((roles + 2) * count + places) @ ((self.rank + 3) * count) ** np.arange(count, dtype=np.int64)
 
-    def _coded(self, roles: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _lookup(self, roles: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.int64]:
         """[...]: the states with these roles and places, [..., factors]."""
         codes, states = self._codes
         return states[np.searchsorted(codes, self._code(roles, places))]
 
 
-def _repeated(what: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(each as often as its count says, the number of each among its own)."""
-    found = np.repeat(what, counts)
-    return found, np.arange(len(found)) - np.repeat(np.cumsum(counts) - counts, counts)
+def _repeat(values: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(each value repeated as often as its count says, the number of each copy among those of its value)."""
+    result = np.repeat(values, counts)
+    return result, np.arange(len(result)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
-def _keys(roles: NDArray[np.int64], places: NDArray[np.int64], rank: int) -> NDArray[np.int64]:
-    """[S, rank + 3]: numbers in the order of what splits each dim; then what splits the buffer, is partial, and does nothing."""
+def _sort_keys(roles: NDArray[np.int64], places: NDArray[np.int64], rank: int) -> NDArray[np.int64]:
+    """[S, rank + 3]: sort keys by the factors that split each dim, then the buffer, then by the partial and the unused ones."""
     count = roles.shape[1]
     keys = np.zeros((len(roles), rank + 3), np.int64)
     for f, (role, place) in enumerate(zip(roles.T, places.T, strict=True)):
@@ -264,23 +266,23 @@ def _keys(roles: NDArray[np.int64], places: NDArray[np.int64], rank: int) -> NDA
     return keys
 
 
-def _every(factors: int, rank: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """[S, factors] twice: the roles and places of all states, in the order of what splits their dims, then of what is partial.
+def _all_states(factors: int, rank: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """([S, factors], [S, factors]): the roles and places of all states, sorted by the factors of each dim, then by partial ones.
 
-    Of more factors than `ORDERED`, those of a dim are in their own order only.
+    With more factors than `ORDERED`, the factors of a dim are in ascending order only.
     """
     roles = np.indices((rank + 3,) * factors, np.int64).reshape(factors, (rank + 3) ** factors).T - 2
     same = roles[:, :, None] == roles[:, None, :]
     own, dims = np.arange(factors), (roles >= 0) & (roles < rank)
-    found: list[NDArray[np.int64]] = []
+    result: list[NDArray[np.int64]] = []
     for order in itertools.permutations(own) if factors <= ORDERED else [own]:
-        turn = np.argsort(order)  # of each factor, where a dim has several; the other roles know no order
-        before = np.where(dims[:, :, None], turn[:, None] > turn, own[:, None] > own)
-        found.append((same & before).sum(axis=2))
-    places = np.concatenate(found)
-    roles = np.tile(roles, (len(found), 1))
-    keys = _keys(roles, places, rank)[:, : rank + 2]
+        position = np.argsort(order)  # each factor's rank in this order; roles other than dims have no order
+        before = np.where(dims[:, :, None], position[:, None] > position, own[:, None] > own)
+        result.append((same & before).sum(axis=2))
+    places = np.concatenate(result)
+    roles = np.tile(roles, (len(result), 1))
+    keys = _sort_keys(roles, places, rank)[:, : rank + 2]
     order = np.lexsort(keys.T[::-1])
-    fresh = np.append(True, (keys[order[1:]] != keys[order[:-1]]).any(axis=1))  # the same by several orders
+    fresh = np.append(True, (keys[order[1:]] != keys[order[:-1]]).any(axis=1))  # several orders give the same state
     places[roles < 0] = 0
     return roles[order[fresh]], places[order[fresh]]

@@ -1,9 +1,9 @@
 """Programs on devices: each instruction becomes collectives over mesh axes, inside `shard_map` (P2, section 4).
 
-AllReduce, ReduceScatter and AllGather over every group are JAX's own, over whole mesh axes where the groups are such, else over
-groups of their indices. Reduce and Broadcast are binomial trees of ``ppermute``; what only masters do is a ring of ``ppermute``
-in which the other devices send nothing. Every device runs the same code, so a device that a program leaves empty holds
-leftovers until a Broadcast overwrites them.
+AllReduce, ReduceScatter and AllGather in which all devices take part are JAX's own: over whole mesh axes where the groups are
+such, else over groups of indices. Among masters only, they are rings of ``ppermute`` in which the other devices send nothing.
+Reduce and Broadcast are binomial trees of ``ppermute``. Every device runs the same code, so a device that a program leaves empty
+holds leftovers until a Broadcast overwrites them.
 """
 
 # pyright: basic
@@ -46,24 +46,24 @@ def all_reduce(
 ) -> Any:
     """The sum of ``x`` (any pytree of arrays) over mesh axes, by a reduction program; call it inside `jax.shard_map`.
 
-    ``program`` is "auto" (the best one for the bytes at hand on the cluster), a `Reduction`, or its text over the cluster's level
-    names. ``cluster`` says what the mesh's devices are (default, or given a mesh: what `detect` finds); its levels give the
-    hierarchy. ``chunks`` cuts the data into so many pieces that go through the program one behind another. Pass
+    ``program`` is "auto" (the best one on the cluster for the size of the data), a `Reduction`, or its text over the cluster's
+    level names. ``cluster`` describes the mesh's devices, and its levels give the hierarchy; without one, or given a mesh,
+    `detect` describes them. ``chunks`` is the number of pieces that go through the program one after another. Pass
     ``check_vma=False`` to the `shard_map`: JAX cannot infer that the result is the same along ``over``.
 
-    Raises `ReductionError` where the program does not compute the sum, an axis is not there, or no `shard_map` of this mesh runs
-    over it, and `ClusterError` where the mesh does not lie on the cluster's levels.
+    Raises `ReductionError` where the program does not compute the sum, the mesh lacks an axis, or the call is not inside a
+    `shard_map` of this mesh over it, and `ClusterError` where the mesh does not fit the cluster's levels.
     """
     if not isinstance(mesh, Mesh):  # pyright: ignore[reportUnnecessaryIsInstance]
         kind = type(mesh).__name__
-        raise ReductionError(f"the mesh has to be the jax.sharding.Mesh of the shard_map, with its devices, not an {kind}")
+        raise ReductionError(f"the mesh must be the jax.sharding.Mesh of the shard_map, with its devices, not an {kind}")
     _check_options(program, cluster, chunks)
     axes = _axes(over)
     laying, network, factors = lay(mesh, axes, cluster)
     names = names_of(network, entries(network, factors))
     _check_inside(axes, mesh)
 
-    def one(leaf: Any) -> Any:
+    def sum_leaf(leaf: Any) -> Any:
         leaf = jnp.asarray(leaf)
         nbytes = leaf.size * leaf.dtype.itemsize
         chosen = program
@@ -72,11 +72,11 @@ def all_reduce(
         check(chosen, laying.shape, names)
         return run(leaf, chosen, laying, chunks=chunks)
 
-    return jax.tree.map(one, x)
+    return jax.tree.map(sum_leaf, x)
 
 
 def _axes(over: Any) -> tuple[str, ...]:
-    """The names of the axes to reduce over, as the user gives them."""
+    """The names of the axes to reduce over, in the order that the user gives."""
     axes = (over,) if isinstance(over, str) else tuple(over) if isinstance(over, Iterable) else None
     if axes is None or not all(isinstance(axis, str) for axis in axes):
         raise ReductionError(f"over={over!r} names no mesh axes: give a name like 'data', or several: ('data', 'model')")
@@ -89,19 +89,19 @@ def _axes(over: Any) -> tuple[str, ...]:
 def _check_options(program: Any, cluster: Any, chunks: Any) -> None:
     if not isinstance(program, str | Reduction):
         raise ReductionError(
-            f"program={program!r} is none: give 'auto', a program's text (`shardplan reduce` lists them) or a Reduction"
+            f"unsupported program={program!r}: give 'auto', a program's text (`shardplan reduce` lists them) or a Reduction"
         )
     if not (cluster is None or isinstance(cluster, str | PathLike | Cluster | Mesh)):
         raise ReductionError(
-            f"cluster={cluster!r} is none: give a preset ('dgx-h100:4'), a TOML file, a shape ('2x4') or a Cluster, "
-            "or leave it out for what the devices say of themselves"
+            f"unsupported cluster={cluster!r}: give a preset ('dgx-h100:4'), a TOML file, a shape ('2x4') or a Cluster, "
+            "or leave it out to detect the devices"
         )
     if isinstance(chunks, bool) or not isinstance(chunks, int | np.integer) or chunks < 1:
-        raise ReductionError(f"chunks={chunks!r} is no number of pieces: give a whole number of at least 1")
+        raise ReductionError(f"unsupported chunks={chunks!r}: give a whole number of at least 1")
 
 
 def _check_inside(axes: Sequence[str], mesh: Mesh) -> None:
-    """Refuse a place outside of a `shard_map` over the axes, or inside of one over other axes of the same names."""
+    """Refuse a call outside a `shard_map` over the axes, or inside one whose axes differ in size or order."""
     for axis in axes:
         try:
             around = lax.axis_size(axis)
@@ -115,7 +115,7 @@ def _check_inside(axes: Sequence[str], mesh: Mesh) -> None:
                 f"the axis {axis!r} has size {mesh.shape[axis]} in the mesh given to all_reduce, {around} in the shard_map "
                 "around it: give all_reduce the mesh of the shard_map"
             )
-    # what numbers devices over several axes takes them in the order of the mesh around
+    # collectives over several axes number devices in the order of the surrounding mesh
     ours, around = (
         [str(name) for name in m.axis_names if name in axes and m.shape[name] > 1]
         for m in (mesh, jax.sharding.get_abstract_mesh())
@@ -131,12 +131,12 @@ def _check_inside(axes: Sequence[str], mesh: Mesh) -> None:
 def lay(
     mesh: Mesh, over: tuple[str, ...], cluster: str | PathLike[str] | Cluster | Mesh | None = None
 ) -> tuple[Laying, Network, tuple[int, ...]]:
-    """The hierarchy of a reduction over mesh axes, the network it runs on, and its factors there."""
+    """The `Laying` of a reduction over mesh axes, the network that it runs on, and the factors that it reduces."""
     for axis in over:
         if axis not in mesh.axis_names:
             known = tuple(str(n) for n in mesh.axis_names)
             raise ReductionError(f"the mesh has no axis {axis!r}{nearest(axis, known)}: its axes are {', '.join(known)}")
-    # in the mesh's order: ppermute numbers the devices so whatever order its axes are given in, axis_index does not
+    # in the mesh's order: ppermute numbers devices so for any order of its axes, axis_index does not
     over = tuple(str(a) for a in mesh.axis_names if a in over)
     if cluster is None or isinstance(cluster, Mesh):
         machine = detect(list((mesh if cluster is None else cluster).devices.ravel()))
@@ -147,14 +147,14 @@ def lay(
     factors, groups_of = read_order(machine, device_numbers(mesh))
     network = Network(machine, factors)
     axes = {str(a): group for a, group in zip(mesh.axis_names, groups_of, strict=True) if a in over}
-    mine = tuple(i for group in axes.values() for i in group)
-    return laying_over(network, mine, axes), network, mine
+    reduced = tuple(i for group in axes.values() for i in group)
+    return laying_over(network, reduced, axes), network, reduced
 
 
 def run(x: Array, program: Reduction, laying: Laying, *, chunks: int = 1) -> Array:
-    """``x`` summed by a program over a laying's axes, on each device of a `shard_map`; any shape, padded inside."""
+    """Sum ``x`` over a laying's axes by a program, on each device of a `shard_map`; any shape, padded inside."""
     if x.dtype == jnp.bool_:
-        return run(x.astype(jnp.int32), program, laying, chunks=chunks)  # as psum counts booleans
+        return run(x.astype(jnp.int32), program, laying, chunks=chunks)  # as psum sums booleans
     if x.size == 0:
         return x
     shape = laying.shape
@@ -164,15 +164,15 @@ def run(x: Array, program: Reduction, laying: Laying, *, chunks: int = 1) -> Arr
     flat = x.ravel()
     pieces = max(1, min(chunks, flat.size // divisor))
     padded = jnp.pad(flat, (0, -flat.size % (divisor * pieces)))
-    done = [_steps(piece, program, laying) for piece in jnp.split(padded, pieces)]
-    return jnp.concatenate(done)[: flat.size].reshape(x.shape)
+    sums = [_steps(piece, program, laying) for piece in jnp.split(padded, pieces)]
+    return jnp.concatenate(sums)[: flat.size].reshape(x.shape)
 
 
 def _steps(x: Array, program: Reduction, laying: Laying) -> Array:
     previous = None
     for step, order in zip(program.steps, reorderings(program, laying.shape), strict=True):
         if previous == step.collective:
-            x = lax.optimization_barrier(x)  # XLA on GPUs would merge two all-reduces in a row into one
+            x = lax.optimization_barrier(x)  # XLA on GPUs would merge two consecutive all-reduces into one
         x = _step(x, step, laying)
         if order is not None:
             x = x.reshape(len(order), -1)[np.array(order)].ravel()
@@ -187,7 +187,7 @@ def _step(x: Array, step: Instruction, laying: Laying) -> Array:
 
 
 def collective(x: Array, kind: Collective, among: Groups, laying: Laying, *, axes: tuple[str, ...] | None = None) -> Array:
-    """One collective among groups of indices along all of a laying's axes; over ``axes``, where these make the same groups."""
+    """One collective among groups of indices along all of a laying's axes; ``axes`` are whole axes that make the same groups."""
     if kind == "Reduce":
         return _reduce(x, among, laying)
     if kind == "Broadcast":
@@ -209,7 +209,7 @@ def collective(x: Array, kind: Collective, among: Groups, laying: Laying, *, axe
 def _reduce(x: Array, among: Groups, laying: Laying) -> Array:
     for parents, children in binomial_rounds(len(among[0])):
         pairs = [(g[c], g[p]) for g in among for p, c in zip(parents, children, strict=True)]
-        x = x + lax.ppermute(x, laying.axes, pairs)  # who gets nothing adds zero
+        x = x + lax.ppermute(x, laying.axes, pairs)  # devices that receive nothing add zero
     return x
 
 
@@ -221,7 +221,7 @@ def _broadcast(x: Array, among: Groups, laying: Laying) -> Array:
 
 
 def _masters(x: Array, kind: Collective, among: Groups, laying: Laying) -> Array:
-    """A ring among the members of the groups; everybody else computes along on zeros."""
+    """A ring among the members of the groups; all other devices run the same code and receive zeros."""
     n = len(among[0])
     pairs = [(g[i], g[(i + 1) % n]) for g in among for i in range(n)]
     places = np.zeros(math.prod(laying.sizes), np.int32)

@@ -1,7 +1,7 @@
-"""Single collectives from one layout to another: what the edges of a layout graph are.
+"""Single collectives from one layout to another: the edges of a layout graph.
 
-Which collectives lead from a layout does not depend on the names of its dims, nor on how many more dims there are that nothing
-splits: they are found once for each *leader*, in which the dims that are split come first.
+The collectives from a layout depend neither on the names of its dims nor on the number of unsplit dims. So they are enumerated
+once for each *leader*, a layout whose split dims come first.
 """
 
 from __future__ import annotations
@@ -20,22 +20,21 @@ Name = tuple[str, tuple[int, ...]]
 """A collective's kind and the factors that it runs over."""
 
 BUFFER = -3
-"""The role of a factor that splits the buffer, where it is not known how many dims there are."""
+"""The role of a factor that splits the buffer, where the number of dims is not known."""
 
 ORDERED = 3
-"""Of up to so many factors any order in a dim is a layout; of more only the ascending one."""
+"""With up to this many factors, a dim's factors may have any order; with more, only the ascending one."""
 
 _KINDS = ("slice", "all_gather", "all_to_all", "permute", "all_reduce", "reduce_scatter")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Moves:
-    """The collectives from one leader; a row each.
+    """The collectives from one leader, one row each.
 
-    ``roles`` [M, factors] and ``places`` [M, factors] say for the layout that a collective leads to which dim each factor splits
-    (-1 none, -2 partial, `BUFFER`), and its place among those of its dim. ``fresh``: among these dims is one that the leader does
-    not split, the first such; it stands for each of them. ``codes`` are of `name_of`, ``fraction`` is the part of the tensor's
-    bytes that is moved.
+    ``roles`` [M, factors] and ``places`` [M, factors] describe the target layout: the dim that each factor splits (-1 none, -2
+    partial, `BUFFER`), and its place among the factors of that dim. ``fresh``: the target splits the leader's first unsplit dim,
+    which stands for each unsplit dim. `name_of` reads ``codes``. ``fraction`` is the part of the tensor's bytes that is moved.
     """
 
     roles: NDArray[np.int64]
@@ -46,25 +45,25 @@ class Moves:
 
 
 def name_of(code: int, factors: int) -> Name:
-    """The collective of a number."""
+    """The collective of a code."""
     kind, over = divmod(code, 1 << factors)
     return _KINDS[kind], tuple(f for f in range(factors) if over >> f & 1)
 
 
 @lru_cache(maxsize=1 << 14)
 def moves_from(sizes: tuple[int, ...], leader: State) -> Moves:
-    """The collectives from a leader, of whose dims only those that are split are given, and the buffer.
+    """The collectives from a leader, which is given by its split dims and the buffer.
 
-    Of several to the same layout the one over the fewest factors, of these the one that moves the least.
+    Of several to the same layout, the one over the fewest factors is kept, and of these the one that moves the least.
     """
     (*split, buffer), partial = leader
     rank, state = len(split) + 1, ((*split, (), buffer), partial)
-    own = _part(state, sizes)
+    held = _part(state, sizes)
     best: dict[State, tuple[int, float, str, tuple[int, ...]]] = {}
     for kind, over, target in every_move(state, rank, sizes):
         if len(sizes) > ORDERED and any(d != tuple(sorted(d)) for d in target[0]):
             continue
-        fraction = _part(target, sizes) if kind == "all_gather" else 0.0 if kind == "slice" else own
+        fraction = _part(target, sizes) if kind == "all_gather" else 0.0 if kind == "slice" else held
         if target != state and (target not in best or (len(over), fraction) < best[target][:2]):
             best[target] = len(over), fraction, kind, over
     roles: list[list[int]] = []
@@ -130,7 +129,7 @@ def every_move(state: State, rank: int, sizes: Sequence[int]) -> Iterator[Move]:
 
 
 def _leaving(state: State, d: int, rank: int) -> Iterator[Move]:
-    """The minormost factors of a dim gathered, or moved to another dim."""
+    """All-gathers of a dim's minormost factors, and all-to-alls that move them to another dim."""
     dims, _ = state
     for n in range(1, len(dims[d]) + 1):
         kept, gone = dims[d][:-n], dims[d][-n:]
@@ -142,19 +141,19 @@ def _leaving(state: State, d: int, rank: int) -> Iterator[Move]:
 
 
 def _permuted(state: State, d: int, rank: int, free: Sequence[int], sizes: Sequence[int]) -> Iterator[Move]:
-    """Other devices hold the same blocks: factors of a dim in another order, or exchanged for ones of the same size."""
+    """Permutes, which move the same blocks to other devices: a dim's factors reordered, or exchanged for ones of equal size."""
     dims, _ = state
     fs = dims[d]
     for order in itertools.permutations(fs):
         if order != fs:
             yield "permute", tuple(sorted(fs)), _put(state, {d: order})
     for i, f in enumerate(fs):
-        mine = (fs[:i], fs[i + 1 :])
+        around = (fs[:i], fs[i + 1 :])
         for g in free:
             if sizes[f] == sizes[g]:
-                yield "permute", tuple(sorted((f, g))), _put(state, {d: (*mine[0], g, *mine[1])})
+                yield "permute", tuple(sorted((f, g))), _put(state, {d: (*around[0], g, *around[1])})
         for e in range(d + 1, rank):
             for j, g in enumerate(dims[e]):
                 if sizes[f] == sizes[g]:
-                    change = {d: (*mine[0], g, *mine[1]), e: (*dims[e][:j], f, *dims[e][j + 1 :])}
+                    change = {d: (*around[0], g, *around[1]), e: (*dims[e][:j], f, *dims[e][j + 1 :])}
                     yield "permute", tuple(sorted((f, g))), _put(state, change)

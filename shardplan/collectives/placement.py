@@ -1,4 +1,4 @@
-"""Parallelism matrices ranked by what the reductions asked for would take (P2, sections 3.1 and 4.1)."""
+"""Parallelism matrices ranked by the time of the requested reductions (P2, sections 3.1 and 4.1)."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from .ranking import table
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A reduction of ``nbytes`` a device over some axes (by number), and how often or how much it counts."""
+    """A reduction of ``nbytes`` per device over some axes (by number), with its weight: how often or how much it counts."""
 
     over: tuple[int, ...]
     nbytes: float
     weight: float = 1.0
 
     def __post_init__(self) -> None:
-        for what, value in (("nbytes", self.nbytes), ("weight", self.weight)):
+        for name, value in (("nbytes", self.nbytes), ("weight", self.weight)):
             if not isinstance(value, int | float) or not math.isfinite(value) or value < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise ClusterError(
-                    f"{what} of a reduction over {self.over} has to be a finite number of at least 0, got {value!r}"
+                    f"{name} of a reduction over {self.over} has to be a finite number of at least 0, got {value!r}"
                 )
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A matrix with the seconds of its requests, weighed and added: by one AllReduce each, and by the best program of each."""
+    """A matrix with the weighted sums of its requests' seconds: by one AllReduce each, and by the best program of each."""
 
     matrix: Matrix
     all_reduce_s: float
@@ -43,7 +43,7 @@ class Placed:
 def place(
     cluster: Cluster, matrix: Matrix, requests: Sequence[Request], *, algorithm: Algorithm = "auto", max_size: int = 5
 ) -> Placed:
-    """What the requests take where axes lie as ``matrix`` says."""
+    """The seconds and best programs of the requests with axes placed by ``matrix``."""
     factors, axes = matrix.factors(cluster)
     network = Network(cluster, factors)
     flat = best = 0.0
@@ -59,7 +59,7 @@ def place(
 
 
 def check_over(over: Sequence[int], axes: int) -> None:
-    """Refuse axes to reduce over that are not there, or named twice, or none at all."""
+    """Refuse axes to reduce over that do not exist or are named twice, and an empty selection."""
     for axis in over:
         if not 0 <= axis < axes:
             raise ClusterError(f"no axis {axis} to reduce over: there are {axes}, counted from 0")
@@ -74,7 +74,7 @@ def check_over(over: Sequence[int], axes: int) -> None:
 def rank_matrices(
     cluster: Cluster, axes: Sequence[int], requests: Sequence[Request], *, algorithm: Algorithm = "auto", max_size: int = 5
 ) -> tuple[Placed, ...]:
-    """Every matrix of these axes, the best first: by its best programs, then by its all-reduces, then by its text.
+    """Every matrix of these axes, best first: by seconds of its best programs, then of its all-reduces, then by its text.
 
     Raises `ClusterError` where there is no request to rank by.
     """

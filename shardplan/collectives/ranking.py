@@ -1,7 +1,7 @@
-"""What reduction programs cost on a network, and which of them is best (P2, section 5).
+"""Prices of reduction programs on a network, and the best program (P2, section 5).
 
-The steps of a program follow one another: its time is the sum of theirs. A step runs in all its groups at once, with the
-algorithm that suits it best unless one is forced, on the part of the data that its members hold by then.
+The steps of a program run one after another, so its time is the sum of theirs. A step runs in all its groups at once, on the
+part of the data that its members then hold, with the fastest algorithm unless one is forced.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ KINDS: dict[Collective, Kind] = {
 
 
 def entries(network: Network, over: Sequence[int]) -> Entries:
-    """The synthesis hierarchy of a reduction over factors: one entry a level, slowest first, its factors collapsed."""
+    """The synthesis hierarchy of a reduction over factors: one entry per level, slowest first, its factors collapsed."""
     by_level: dict[int, list[int]] = {}
     for i in sorted(set(over), key=lambda i: (network.factors[i].level, -network.factors[i].stride)):
         if network.factors[i].size > 1:
@@ -46,26 +46,26 @@ def shape_of(network: Network, levels: Entries) -> Shape:
 
 
 def names_of(network: Network, levels: Entries) -> tuple[str, ...]:
-    """Names for a hierarchy's entries: those of the cluster's levels."""
+    """The names of a hierarchy's entries: those of the cluster's levels."""
     return tuple(network.cluster.level_names[network.factors[entry[0]].level] for entry in levels)
 
 
 @lru_cache(maxsize=65536)
 def payloads(program: Reduction, shape: Shape, goal: Goal = "all_reduce") -> tuple[float, ...]:
-    """The part of the data that each step moves per device: of its operand, for an AllGather of its result.
+    """The part of the data that each step moves per device: its operand, for an AllGather its result.
 
     >>> from .dsl import parse
     >>> text = "(n, InsideGroup, ReduceScatter) (n, Parallel(root), AllReduce) (n, InsideGroup, AllGather)"
     >>> payloads(parse(text, ("n", "g")), (4, 8))
     (1.0, 0.125, 1.0)
     """
-    # what matters of a level is whether a device is its first member: two devices a level carry the parts of all
-    two = tuple(min(n, 2) for n in shape)
+    # a device's part depends only on whether it is the first member of each level, so two devices a level stand for all
+    twos = tuple(min(n, 2) for n in shape)
     start = 1.0 / np.prod(shape) if goal == "all_gather" else 1.0
-    held = [float(start)] * int(np.prod(two))
+    held = [float(start)] * int(np.prod(twos))
     moved: list[float] = []
     for step in program.steps:
-        among = groups(two, step)
+        among = groups(twos, step)
         low, high = step.span(len(shape))
         members = float(np.prod(shape[low:high]))
         moved.append(max(held[g[0]] for g in among) * (members if step.collective == "AllGather" else 1.0))
@@ -77,7 +77,7 @@ def payloads(program: Reduction, shape: Shape, goal: Goal = "all_reduce") -> tup
 
 
 def held_after(collective: Collective, held: Sequence[float], members: float) -> list[float]:
-    """The parts that a group's members hold after a collective among ``members`` of them."""
+    """The parts that a group's members hold after a collective; ``members`` is the group's true size."""
     match collective:
         case "AllReduce":
             return list(held)
@@ -100,17 +100,17 @@ def step_lines(network: Network, levels: Entries, step: Instruction, algorithm: 
 
 
 def check_bytes(nbytes: float) -> None:
-    """Refuse what is no amount of data, for which no program is the best."""
+    """Refuse a negative or non-finite number of bytes, for which no program is the best."""
     if not math.isfinite(nbytes) or nbytes < 0:
         raise ReductionError(f"{nbytes} bytes cannot be reduced: give a finite number of at least 0")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Table:
-    """Programs of one hierarchy, priced for any number of bytes at once.
+    """Programs of one hierarchy, priced for any number of bytes.
 
-    ``costs`` are the distinct steps' rows [U, A, 2], already per byte of the whole operand; ``steps[p]`` those of program ``p``
-    [P, S], padded with the step that costs nothing.
+    ``costs`` [U, A, 2] are the lines of the distinct steps, already per byte of the whole operand. ``steps`` [P, S] are the rows
+    of each program's steps in ``costs``, padded with the step that costs nothing.
     """
 
     programs: tuple[Reduction, ...]
@@ -119,11 +119,11 @@ class Table:
 
     def seconds(self, nbytes: float) -> Floats:
         """The time of each program.  # [P]"""
-        each = np.min(self.costs[:, :, 0] + self.costs[:, :, 1] * nbytes, axis=1)
-        return each[self.steps].sum(axis=1)
+        step_seconds = np.min(self.costs[:, :, 0] + self.costs[:, :, 1] * nbytes, axis=1)
+        return step_seconds[self.steps].sum(axis=1)
 
     def best(self, nbytes: float) -> tuple[float, Reduction]:
-        """The fastest program and its time; the shorter, earlier one of equals."""
+        """The least time and its program; ties go to the earlier program, which is the shorter one of synthesized programs."""
         check_bytes(nbytes)
         times = self.seconds(nbytes)
         first = int(np.flatnonzero(times <= times.min() * (1 + 1e-12))[0])
@@ -141,9 +141,9 @@ def table(
     order: Order | None = None,
     levels: Entries | None = None,
 ) -> Table:
-    """All programs of at most ``max_size`` steps (or those given) for a reduction over these factors, priced.
+    """Prices of all programs of at most ``max_size`` steps (or of those given) for a reduction over these factors.
 
-    ``levels`` is the hierarchy, where it is to be another than `entries` of the factors.
+    ``levels`` is the hierarchy, by default the `entries` of the factors.
     """
     levels = entries(network, over) if levels is None else levels
     shape = shape_of(network, levels)

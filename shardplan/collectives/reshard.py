@@ -1,13 +1,13 @@
 """Resharding: the best program of collectives that moves a tensor from one layout to another, priced whole.
 
-All layouts of a tensor are the nodes of a graph and collectives its edges (all-gather, local slice, all-to-all, permute,
-all-reduce, reduce-scatter over any set of factors); a program is a path, and the price of a pair of layouts is the shortest one.
-So an all-reduce over a hierarchy is found as reduce-scatter, all-reduce, all-gather where that is cheaper (P2, section 3), and a
-gather of a major factor as a permute and a gather. The graph itself is in `shardplan.collectives.layouts`.
+All layouts of a tensor are the nodes of a graph, and collectives are its edges (all-gather, local slice, all-to-all, permute,
+all-reduce, reduce-scatter over any set of factors). A program is a path; the price between two layouts is that of the shortest
+path. So an all-reduce over a hierarchy becomes reduce-scatter, all-reduce, all-gather where that is cheaper (P2, section 3), and
+a gather of a major factor becomes a permute and a gather. The graph is in `shardplan.collectives.layouts`.
 
-An all-reduce and an all-gather may also be programs whose states between the steps no layout describes, such as a Reduce to
-masters, an AllReduce among them and a Broadcast. So the price of these edges is the least of the collective's own and of the best
-program's of `shardplan.collectives.envelope`, which the step then names.
+An all-reduce or all-gather may also be a program with intermediate states that no layout describes, such as a Reduce to masters,
+an AllReduce among them and a Broadcast. So the price of such an edge is the lower of two: the collective's own, and that of the
+best program of `shardplan.collectives.envelope`. Where the program is cheaper, the step names it.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ if TYPE_CHECKING:
     from scipy.sparse import csr_matrix
 
 PADDING = 8
-"""A dim may be padded inside the step by at most one part in this many."""
+"""Padding inside the step may add at most one part in this many to a dim."""
 
 _SLICE_S = 1e-12  # a local slice moves nothing; the graph library reads an exact zero as no edge
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One collective of a resharding program: ``nbytes`` as `Network.lines` counts them, a slice has none.
+    """One collective of a resharding program; ``nbytes`` are counted as in `Network.lines`, 0 for a slice.
 
-    ``program`` is the reduction program that does what the collective says, in the paper's words over the cluster's levels;
-    empty where it is the collective itself.
+    ``program`` is the text of the reduction program that performs the collective, over the cluster's level names; empty where
+    the collective itself runs.
     """
 
     kind: str
@@ -60,7 +60,7 @@ class Step:
 class Ways:
     """The alternatives for one collective: rows of (latency_s, seconds_per_byte) [A, 2], and the program of each.
 
-    ``ranked`` are the same rows with as many picoseconds as a program has steps on top, by which equals are told apart.
+    ``ranked`` are the same rows with a few picoseconds added, more for longer programs, to break ties.
     """
 
     lines: NDArray[np.float64]
@@ -75,19 +75,19 @@ class Ways:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Rows:
-    """Edges row by row: which of all edges they are [K], their columns [K], and where each row starts [S + 1]."""
+    """Edges row by row: their indices among all edges [K], their columns [K], and the start of each row [S + 1]."""
 
     which: NDArray[np.int64]
     columns: NDArray[np.int32]
     starts: NDArray[np.int32]
 
 
-_Moves = tuple[int, bytes, float, bool]
-"""What prices of moves depend on: rank (of the space), legal states, bytes of the whole tensor, direction."""
+_PriceKey = tuple[int, bytes, float, bool]
+"""What prices depend on: rank of the space, legal states, bytes of the whole tensor, direction."""
 
 
 def split_dims(shape: Sequence[int]) -> list[int]:
-    """The dims of a tensor that can be split: those of more than one element, or none."""
+    """The dims of a tensor that can be split: those whose size is not 1."""
     return [d for d, n in enumerate(shape) if n != 1]
 
 
@@ -102,19 +102,19 @@ class Resharder:
         self._ways: dict[Name, Ways] = {}
         self._legal: dict[tuple[tuple[int, ...], bool], NDArray[np.bool_]] = {}
         self._masks: dict[tuple[int, ...], bytes] = {}
-        # of a rank and its legal states: each state's leader
-        self._led: dict[tuple[int, bytes], tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
-        # rows of leaders, with predecessors, and of all states
-        self._leading: dict[_Moves, dict[int, tuple[NDArray[np.float64], NDArray[np.int32]]]] = {}
-        self._rows: dict[_Moves, dict[int, NDArray[np.float64]]] = {}
-        self._sweeps: dict[_Moves, tuple[NDArray[np.float64], NDArray[np.int32]]] = {}
-        # the lines of all edges of a rank, and graphs of what they cost
-        self._graphs: dict[_Moves, csr_matrix] = {}
+        # by rank and legal states: each state's leader, and its names of the leader's dims
+        self._leader_of: dict[tuple[int, bytes], tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
+        # price rows of leaders, with predecessors, and price rows of all states
+        self._leader_rows: dict[_PriceKey, dict[int, tuple[NDArray[np.float64], NDArray[np.int32]]]] = {}
+        self._rows: dict[_PriceKey, dict[int, NDArray[np.float64]]] = {}
+        self._tables: dict[_PriceKey, tuple[NDArray[np.float64], NDArray[np.int32]]] = {}
+        # graphs of edge prices, the edges between legal states, and the lines of all edges of a rank
+        self._graphs: dict[_PriceKey, csr_matrix] = {}
         self._legal_edges: dict[tuple[int, bytes, bool], _Rows] = {}
-        self._sloped: dict[int, tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]] = {}
+        self._edge_lines: dict[int, tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]] = {}
 
     def space(self, shape: Sequence[int]) -> LayoutSpace:
-        """The layouts of tensors of a shape. Dims of one element are never split: in the space there are none."""
+        """The layouts of tensors of a shape. Dims of one element are never split, so the space leaves them out."""
         return self._space(len(split_dims(shape)))
 
     def _space(self, rank: int) -> LayoutSpace:
@@ -123,17 +123,17 @@ class Resharder:
         return self._spaces[rank]
 
     def layout(self, shape: Sequence[int], state: int) -> Layout:
-        """A state of a shape's space as a layout of all its dims (the buffer shows as one dim more)."""
+        """A state of a shape's space as a layout of all dims; a buffer that is split appears as an extra last dim."""
         own = split_dims(shape)
-        found = self._space(len(own)).layout(state)
+        result = self._space(len(own)).layout(state)
         if len(own) == len(shape):
-            return found
+            return result
         key = tuple(own), len(shape), state
         if key not in self._layouts:
             dims: list[tuple[int, ...]] = [()] * len(shape)
-            for d, factors in zip(own, found.dims, strict=False):
+            for d, factors in zip(own, result.dims, strict=False):
                 dims[d] = factors
-            self._layouts[key] = Layout((*dims, *found.dims[len(own) :]), found.partial)
+            self._layouts[key] = Layout((*dims, *result.dims[len(own) :]), result.partial)
         return self._layouts[key]
 
     def state(self, shape: Sequence[int], layout: Layout) -> int:
@@ -148,23 +148,23 @@ class Resharder:
         return self._space(len(own)).of(Layout(tuple(layout.dims[d] for d in own), layout.partial))
 
     def legal(self, shape: Sequence[int], *, pad: bool) -> NDArray[np.bool_]:
-        """[S]: the states whose split dims divide evenly, or (``pad``) waste at most an eighth in their padded last block.
+        """[S]: whether all split dims of a state divide evenly or (``pad``) need padding of at most an eighth.
 
-        What has no elements is not split.
+        Tensors without elements are not split.
         """
         key = tuple(shape), pad
-        found = self._legal.get(key)
-        if found is None:
+        result = self._legal.get(key)
+        if result is None:
             splits, sizes = self.space(shape).splits, np.array([*(shape[d] for d in split_dims(shape)), 0])
             if 0 in shape:
-                found = np.all(splits == 1, axis=1)
+                result = np.all(splits == 1, axis=1)
             elif pad:
-                found = np.all((-(-sizes // splits) * splits - sizes) * PADDING <= sizes, axis=1)
+                result = np.all((-(-sizes // splits) * splits - sizes) * PADDING <= sizes, axis=1)
             else:
-                found = np.all(sizes % splits == 0, axis=1)
-            found.setflags(write=False)
-            self._legal[key] = found
-        return found
+                result = np.all(sizes % splits == 0, axis=1)
+            result.setflags(write=False)
+            self._legal[key] = result
+        return result
 
     def seconds(self, kind: str, over: tuple[int, ...], nbytes: float) -> float:
         """One collective's time: the best of its algorithms and programs."""
@@ -178,12 +178,12 @@ class Resharder:
             lines = [own]
             programs_help = kind == "all_reduce" or (kind == "all_gather" and len(over) > 1)
             if programs_help and isinstance(self.network, Network):
-                found = envelope(self.network, over, cast(Goal, kind))
+                result = envelope(self.network, over, cast(Goal, kind))
                 levels = names_of(self.network, entries(self.network, over))
-                lines.append(found.lines)
-                # what a path of edges says too is better said so: one step more
-                steps += [len(program.steps) + 1 for program in found.programs]
-                programs += [program.text(levels) for program in found.programs]
+                lines.append(result.lines)
+                # one step more, so that an equal path of edges wins
+                steps += [len(program.steps) + 1 for program in result.programs]
+                programs += [program.text(levels) for program in result.programs]
             rows = np.concatenate(lines)
             ranked = rows + np.stack([np.array(steps) * _SLICE_S, np.zeros(len(rows))], axis=1)
             self._ways[key] = Ways(rows, ranked, tuple(programs))
@@ -192,11 +192,11 @@ class Resharder:
     def prices(self, shape: Sequence[int], nbytes: float, states: Sequence[int], *, into: bool = False) -> NDArray[np.float64]:
         """[len(states), S]: seconds from each of ``states`` to every state, or (``into``) from every state to each of them.
 
-        Infinite where no program leads.
+        Infinite where there is no program.
         """
         key = self._key(shape, nbytes, into)
         if len(self.sizes) <= 2:
-            return self._swept(key)[0][list(states)]
+            return self._table(key)[0][list(states)]
         rows = self._rows.setdefault(key, {})
         missing = [s for s in dict.fromkeys(states) if s not in rows]
         if missing:
@@ -205,64 +205,64 @@ class Resharder:
                 return filled
         return np.stack([rows[s] for s in states])
 
-    def _key(self, shape: Sequence[int], nbytes: float, into: bool) -> _Moves:
+    def _key(self, shape: Sequence[int], nbytes: float, into: bool) -> _PriceKey:
         shape = tuple(shape)
         if shape not in self._masks:
             self._masks[shape] = self.legal(shape, pad=True).tobytes()
         return len(split_dims(shape)), self._masks[shape], nbytes, into
 
-    def _row(self, key: _Moves, state: int) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
-        """[S], [S]: the seconds between one state and every other, and the state before each on the way."""
+    def _row(self, key: _PriceKey, state: int) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
+        """[S], [S]: the seconds between one state and every other, and the predecessor of each on the path."""
         if len(self.sizes) <= 2:
-            distance, before = self._swept(key)
+            distance, before = self._table(key)
             return distance[state], before[state]
         leaders, names_in = self._leaders(key)
         leader, names = int(leaders[state]), tuple(names_in[state].tolist())
-        if leader not in self._leading.get(key, {}):
+        if leader not in self._leader_rows.get(key, {}):
             self._fill(key, (state,))
-        distance, before = self._leading[key][leader]
+        distance, before = self._leader_rows[key][leader]
         space = self._space(key[0])
         new, old = space.renamed(names), space.renamed(_inverse(names))
         return distance[old], np.where(before >= 0, new[before * (before >= 0)], before)[old]
 
-    def _fill(self, key: _Moves, states: Sequence[int]) -> NDArray[np.float64]:
-        """[len(states), S]: the rows of these states, now kept; those that differ in the names of equal dims are found once."""
+    def _fill(self, key: _PriceKey, states: Sequence[int]) -> NDArray[np.float64]:
+        """[len(states), S]: compute and cache the price rows of these states, once for all states with one leader."""
         leaders, names_in = self._leaders(key)
-        led: list[int] = leaders[list(states)].tolist()
-        leading = self._leading.setdefault(key, {})
-        missing = [s for s in dict.fromkeys(led) if s not in leading]
+        state_leaders: list[int] = leaders[list(states)].tolist()
+        leader_rows = self._leader_rows.setdefault(key, {})
+        missing = [s for s in dict.fromkeys(state_leaders) if s not in leader_rows]
         if missing:
             distances, before = _shortest(self._graph(key), np.array(missing))
-            leading.update(zip(missing, zip(distances, before, strict=True), strict=True))
-        found = np.array([leading[leader][0] for leader in led])
-        other = [i for i, (state, leader) in enumerate(zip(states, led, strict=True)) if state != leader]
-        if other:
-            space, names = self._space(key[0]), names_in[[states[i] for i in other]].tolist()
-            old = np.array([space.renamed(_inverse(tuple(called))) for called in names])
-            found[other] = np.take_along_axis(found[other], old, axis=1)
-        found.setflags(write=False)  # what is kept
-        self._rows.setdefault(key, {}).update(zip(states, found, strict=True))
-        return found
+            leader_rows.update(zip(missing, zip(distances, before, strict=True), strict=True))
+        result = np.array([leader_rows[leader][0] for leader in state_leaders])
+        others = [i for i, (state, leader) in enumerate(zip(states, state_leaders, strict=True)) if state != leader]
+        if others:
+            space, names = self._space(key[0]), names_in[[states[i] for i in others]].tolist()
+            old = np.array([space.renamed(_inverse(tuple(dim_names))) for dim_names in names])
+            result[others] = np.take_along_axis(result[others], old, axis=1)
+        result.setflags(write=False)  # the cache holds it
+        self._rows.setdefault(key, {}).update(zip(states, result, strict=True))
+        return result
 
-    def _leaders(self, key: _Moves) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """`LayoutSpace.leaders`, of the dims that may be split alike."""
-        found = self._led.get(key[:2])
-        if found is None:
+    def _leaders(self, key: _PriceKey) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """`LayoutSpace.leaders`, where dims with the same legal splits may exchange names."""
+        result = self._leader_of.get(key[:2])
+        if result is None:
             space, mask = self._space(key[0]), np.frombuffer(key[1], np.bool_)
             alone = [(space.splits > 1).sum(axis=1) == (space.splits[:, d] > 1) for d in range(key[0])]
             kinds = [mask[alone[d] & (space.splits[:, d] > 1)].tobytes() for d in range(key[0])]
-            found = self._led[key[:2]] = space.leaders(tuple(kinds.index(kind) for kind in kinds))
-        return found
+            result = self._leader_of[key[:2]] = space.leaders(tuple(kinds.index(kind) for kind in kinds))
+        return result
 
-    def _swept(self, key: _Moves) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
-        """`_row` for every state at once, which is cheap where there are few of them."""
-        found = self._sweeps.get(key)
-        if found is None:
-            found = self._sweeps[key] = _shortest(self._graph(key), None)
-        return found
+    def _table(self, key: _PriceKey) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
+        """`_row` for all states at once, which is cheap where there are few."""
+        result = self._tables.get(key)
+        if result is None:
+            result = self._tables[key] = _shortest(self._graph(key), None)
+        return result
 
-    def _graph(self, key: _Moves) -> csr_matrix:
-        """[S, S]: what each edge between legal states costs, from row to column, or (``into``) from column to row."""
+    def _graph(self, key: _PriceKey) -> csr_matrix:
+        """[S, S]: the price of each edge between legal states, from row to column, or (``into``) from column to row."""
         if key not in self._graphs:
             rank, _, nbytes, _ = key
             latency_s, slope, kind = self._lines(self._space(rank))
@@ -274,7 +274,7 @@ class Resharder:
             self._graphs[key] = csr_matrix((cost, edges.columns, edges.starts), shape=(n, n))
         return self._graphs[key]
 
-    def _between(self, key: _Moves) -> _Rows:
+    def _between(self, key: _PriceKey) -> _Rows:
         rank, legal, _, into = key
         if (rank, legal, into) not in self._legal_edges:
             edges, mask = self._space(rank).edges, np.frombuffer(legal, np.bool_)
@@ -282,16 +282,16 @@ class Resharder:
             kept = np.flatnonzero(mask[rows] & mask[columns])
             kept = kept[np.argsort(rows[kept], kind="stable")]
             starts = np.concatenate([[0], np.cumsum(np.bincount(rows[kept], minlength=len(mask)))])
-            # as the graph library wants its indices
+            # the graph library takes 32-bit indices
             self._legal_edges[rank, legal, into] = _Rows(kept, columns[kept].astype(np.int32), starts.astype(np.int32))
         return self._legal_edges[rank, legal, into]
 
     def _lines(self, space: LayoutSpace) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
-        """[alternatives, kinds], [alternatives, kinds]: latency and seconds per byte of the whole tensor of the ways to go each
-        kind of edge, one that is the same collective of the same part of it; [E]: the kind of each.
+        """([A, K], [A, K]): latency and seconds per byte of the whole tensor, for each alternative and kind of edge; [E]: the
+        kind of each edge. Edges of one kind are the same collective of the same part of the tensor.
         """
-        found = self._sloped.get(space.rank)
-        if found is None:
+        result = self._edge_lines.get(space.rank)
+        if result is None:
             edges = space.edges
             parts, part = np.unique(edges.fraction, return_inverse=True)
             kind = edges.which * len(parts) + part
@@ -301,17 +301,17 @@ class Resharder:
             latency_s, slope = np.zeros((2, len(alternatives), len(known)))
             for column, code in enumerate(known.tolist()):
                 which, at = divmod(code, len(parts))
-                own = ways[which][np.minimum(alternatives, len(ways[which]) - 1)]  # the last one again
+                own = ways[which][np.minimum(alternatives, len(ways[which]) - 1)]  # repeats the last one
                 latency_s[:, column], slope[:, column] = own[:, 0], own[:, 1] * parts[at]
-            found = self._sloped[space.rank] = latency_s, slope, np.searchsorted(known, kind)
-        return found
+            result = self._edge_lines[space.rank] = latency_s, slope, np.searchsorted(known, kind)
+        return result
 
     def program(self, shape: Sequence[int], nbytes: float, before: int, after: int) -> tuple[Step, ...]:
         """The cheapest program from one state to another."""
         if before == after:
             return ()
         distance, previous = self._row(self._key(shape, nbytes, False), before)
-        assert np.isfinite(distance[after]), "no program leads there"
+        assert np.isfinite(distance[after]), "there is no program to this state"
         space = self.space(shape)
         path = [after]
         while path[-1] != before:
@@ -321,8 +321,8 @@ class Resharder:
         for a, b in itertools.pairwise(path):
             (kind, over), fraction = space.edge(a, b)
             moved = fraction * nbytes
-            took, chosen = (0.0, "") if kind == "slice" else self._way(kind, over).best(moved)
-            steps.append(Step(kind, over, moved, self.layout(shape, a), self.layout(shape, b), took, chosen))
+            duration_s, program_text = (0.0, "") if kind == "slice" else self._way(kind, over).best(moved)
+            steps.append(Step(kind, over, moved, self.layout(shape, a), self.layout(shape, b), duration_s, program_text))
         return tuple(steps)
 
 
@@ -332,21 +332,21 @@ def _inverse(names: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _shortest(graph: csr_matrix, sources: NDArray[np.int64] | None) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
-    """Distances from these states (all, where None) and predecessors on the way."""
+    """Distances from these states (from all, where None), and predecessors on the paths."""
     from scipy.sparse.csgraph import dijkstra
 
     return dijkstra(graph, indices=sources, return_predecessors=True)
 
 
 class Programs:
-    """The cheapest programs between layouts on one network; each is looked up where it was asked for before."""
+    """The cheapest programs between layouts on one network; each is computed once."""
 
     def __init__(self, resharder: Resharder) -> None:
         self.resharder = resharder
         self._known: dict[tuple[tuple[int, ...], int, Layout, Layout], tuple[Step, ...]] = {}
 
     def between(self, shape: tuple[int, ...], nbytes: int, before: Layout, after: Layout) -> tuple[Step, ...]:
-        """The steps that move a tensor of ``nbytes`` bytes in all from one layout to another; none where they are the same."""
+        """The steps that move a tensor of ``nbytes`` bytes in total from one layout to another; none where they are the same."""
         if before == after:
             return ()
         key = (shape, nbytes, before, after)

@@ -1,9 +1,8 @@
-"""State matrices and what the five collectives do to them (P2, section 3.2 and Figure 8).
+"""State matrices, and the effect of the five collectives on them (P2, section 3.2 and Figure 8).
 
-A reduction over ``k`` devices cuts the data into ``k`` chunks. The state of a device is a ``k`` by ``k`` boolean matrix: row
-``r`` holds, for chunk ``r``, which devices have contributed to what the device has of it; an empty row means that it has
-nothing. Here a state is one integer of ``k * k`` bits, row ``r`` at bits ``r * k`` and up, so that a collective is a few
-integer operations.
+A reduction over ``k`` devices cuts the data into ``k`` chunks. The state of a device is a ``k`` by ``k`` boolean matrix. Row
+``r`` says which devices have contributed to its copy of chunk ``r``; an empty row means that it has no copy. Here a state is one
+integer of ``k * k`` bits, with row ``r`` at bits ``r * k`` and up, so that a collective is a few integer operations.
 
 >>> space = Space(2)
 >>> context = space.initial()
@@ -22,7 +21,7 @@ from typing import Any, Literal, assert_never, get_args
 Collective = Literal["AllReduce", "ReduceScatter", "AllGather", "Reduce", "Broadcast"]
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 _ADDING: tuple[Collective, ...] = ("AllReduce", "ReduceScatter", "Reduce")
-"""They add up what the members of a group hold, who all hold the same chunks."""
+"""The collectives that add up the data of a group, whose members all hold the same chunks."""
 Goal = Literal["all_reduce", "reduce_scatter", "all_gather"]
 State = int
 Context = tuple[State, ...]
@@ -30,9 +29,9 @@ Context = tuple[State, ...]
 
 @dataclass(frozen=True, slots=True)
 class Clash:
-    """A precondition that does not hold, and which members of the group clash over which chunk (None: not about one).
+    """A precondition that fails, the members of the group that clash, and their chunk (None where it is not about one).
 
-    Searches meet many of these and read few, so the words are put together only when asked for.
+    Searches create many of these and read few, so `reason` is composed only on request.
     """
 
     collective: Collective
@@ -43,7 +42,7 @@ class Clash:
 
     @property
     def reason(self) -> str:
-        """The premise that fails, in words."""
+        """The precondition that fails, in words."""
         first, last = self.members[0], self.members[-1]
         match self.premise:
             case "chunks differ":
@@ -58,7 +57,7 @@ class Clash:
             case "numbers differ":
                 why = f"members {first} and {last} hold {self.values[0]} and {self.values[1]} chunks, not the same number"
             case "root ignorant":
-                why = f"member {last} knows of chunk {self.chunk} what the root does not"
+                why = f"member {last} holds contributions to chunk {self.chunk} that the root lacks"
             case "nothing new":
                 why = "nobody in the group learns anything"
             case _:
@@ -86,11 +85,11 @@ class Space:
 
     @property
     def full(self) -> State:
-        """Every chunk, from everybody."""
+        """The state with every chunk complete."""
         return (1 << (self.k * self.k)) - 1
 
     def own(self, device: int) -> State:
-        """What a device has at first: every chunk, its own contribution."""
+        """The first state of a device: every chunk with its own contribution alone."""
         return self.column(1 << device)
 
     def column(self, contributors: int) -> State:
@@ -98,19 +97,19 @@ class Space:
         return sum(contributors << (row * self.k) for row in range(self.k))
 
     def initial(self, goal: Goal = "all_reduce", order: Sequence[int] | None = None) -> Context:
-        """The states at the start: of an all-gather, each device has one chunk complete, ``order[i]`` for device ``i``."""
+        """The states at the start. For an all-gather, each device has one complete chunk: ``order[i]`` for device ``i``."""
         if goal == "all_gather":
             return self._scattered(order)
         return tuple(self.own(device) for device in range(self.k))
 
     def target(self, goal: Goal = "all_reduce", order: Sequence[int] | None = None) -> Context:
-        """The states at the end: of a reduce-scatter, each device has one chunk complete, ``order[i]`` for device ``i``."""
+        """The states at the end. For a reduce-scatter, each device has one complete chunk: ``order[i]`` for device ``i``."""
         if goal == "reduce_scatter":
             return self._scattered(order)
         return (self.full,) * self.k
 
     def chunks(self, state: State) -> int:
-        """The chunks that a state holds anything of, as a bitset of rows."""
+        """The chunks with any contribution in a state, as a bitset of rows."""
         known = self._chunks.get(state)
         if known is None:
             known = 0
@@ -121,7 +120,7 @@ class Space:
         return known
 
     def only(self, chunks: int) -> State:
-        """The mask of whole rows of these chunks."""
+        """The mask that selects the rows of these chunks."""
         known = self._masks.get(chunks)
         if known is None:
             row = (1 << self.k) - 1
@@ -132,30 +131,30 @@ class Space:
     def apply(self, collective: Collective, states: Sequence[State]) -> Context | Clash:
         """The states of a group's members after a collective among them, or the precondition of Figure 8 that fails."""
         key = collective, tuple(states)
-        found = self._applied.get(key)
-        if found is None:
-            found = self._applied[key] = self._apply(collective, states)
-        return found
+        result = self._applied.get(key)
+        if result is None:
+            result = self._applied[key] = self._apply(collective, states)
+        return result
 
     def outcomes(self, states: Context) -> Mapping[Collective, Context]:
-        """`apply` of every collective that is right here and from which somebody learns something."""
+        """`apply` of every collective whose precondition holds and which changes some state."""
         known = self._outcomes.get(states)
         if known is None:
-            found: dict[Collective, Context] = {}
+            result: dict[Collective, Context] = {}
             for collective in self._possible(states):
                 after = self._apply(collective, states)
                 if not isinstance(after, Clash) and after != states:
-                    found[collective] = after
-            known = self._outcomes[states] = found  # last: an interrupt in between leaves nothing by halves
+                    result[collective] = after
+            known = self._outcomes[states] = result  # assigned last, so that an interrupt leaves no partial entry
         return known
 
     def _possible(self, states: Context) -> tuple[Collective, ...]:
-        """The collectives whose preconditions may hold: most do not, which takes a few integer operations to see."""
+        """The collectives whose preconditions may hold; a few integer operations rule out most."""
         size = contributions = 0
         for state in states:
             size += state.bit_count()
             contributions |= state
-        if size == contributions.bit_count():  # nothing is there twice
+        if size == contributions.bit_count():  # no contribution is held twice
             held = [self.chunks(state) for state in states]
             if held.count(held[0]) == len(held):
                 return _ADDING

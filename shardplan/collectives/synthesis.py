@@ -1,9 +1,9 @@
 """All programs of a hierarchy in increasing size (P2, section 3.5).
 
-Programs are walks from the initial to the final context; contexts are shared, so each is expanded once. Which programs are
-right does not depend on the sizes of the levels, only on which are larger than one: a level of any size behaves like one of
-two, its first member and another. So walks are found with every level at two and hold for all sizes (a test compares with the
-enumeration on the true sizes; `replay` checks any single program on any size).
+Programs are walks from the initial to the final context. Walks share contexts, so each context is expanded once. Whether a
+program is correct does not depend on the sizes of the levels, only on which are larger than one: a level of any size behaves
+like one of size two, with its first member and one other. So walks are enumerated with every level at two and hold for all sizes
+(a test compares with the enumeration on the true sizes; `replay` checks any single program on any size).
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from .states import Collective, Context, Goal, Space, State
 Order = tuple[int, ...]
 Groups = tuple[tuple[int, ...], ...]
 _Pattern = tuple[tuple[tuple[int, ...], Callable[[Context], Context]], ...]
-"""Groups of devices, each with what picks their states from a context."""
+"""Groups of devices, each with a function that takes their states from a context."""
 _Moves = Sequence[tuple[_Pattern, tuple[Instruction, ...]]]
 """Patterns with the instructions that run over them."""
 
 
 def synthesize(depth: int, max_size: int = 5, goal: Goal = "all_reduce", order: Order | None = None) -> tuple[Reduction, ...]:
-    """Every program of at most ``max_size`` steps for ``depth`` levels, shortest first, without regard to sizes.
+    """Every program of at most ``max_size`` steps for ``depth`` levels, shortest first, for levels of any sizes.
 
-    ``order`` lists the levels, major first, by which chunks are numbered at the scattered end of a reduce-scatter or all-gather
-    goal: (1, 0) leaves device (c0, c1) with chunk (c1, c0), the layout P(('l1', 'l0')). The default is their own order.
+    ``order`` lists the levels, major first, that number the chunks at the scattered end of a reduce-scatter or all-gather goal:
+    (1, 0) gives device (c0, c1) chunk (c1, c0), the layout P(('l1', 'l0')). The default is the order of the hierarchy.
 
     >>> [p.short for p in synthesize(1)]
     ['AllReduce', 'ReduceScatter-AllGather', 'Reduce-Broadcast']
@@ -41,7 +41,7 @@ def synthesize(depth: int, max_size: int = 5, goal: Goal = "all_reduce", order: 
 
 @lru_cache(maxsize=256)
 def _synthesize(shape: Shape, max_size: int, goal: Goal, order: Order | None) -> tuple[Reduction, ...]:
-    """The same on exactly this shape."""
+    """`synthesize` on exactly this shape."""
     walks = Walks(shape, goal, order)
     return tuple(Reduction(steps, len(shape)) for size in range(1, max_size + 1) for steps in walks.of_size(size))
 
@@ -51,14 +51,14 @@ def _pattern(among: Groups) -> _Pattern:
     return tuple(found)
 
 
-def _apart(shape: Shape, step: Instruction) -> int:
-    """How far the devices that take part are from one another: 1, or where only masters do, so many as are below one."""
+def _stride(shape: Shape, step: Instruction) -> int:
+    """The stride between devices that take part: 1, or for masters only, the size of a group of the slice."""
     _, high = step.span(len(shape))
     return math.prod(shape[high:]) if isinstance(step.form, Master) else 1
 
 
-def _known(context: Context) -> State:
-    """What is known to one of these devices at least."""
+def _union(context: Context) -> State:
+    """The contributions that at least one of these devices holds."""
     known = 0
     for state in context:
         known |= state
@@ -66,18 +66,18 @@ def _known(context: Context) -> State:
 
 
 class _Ends:
-    """What a context has that one step over a pattern may lead from to the end; most contexts have it for no pattern."""
+    """A quick test of whether one step over a pattern may lead to the end; most contexts fail it for every pattern."""
 
     def __init__(self, end: Context, among: Groups) -> None:
         inside = {d for group in among for d in group}
         self._outside = [(d, state) for d, state in enumerate(end) if d not in inside]
-        # what is added up, gathered or scattered is parts of one whole, what is copied the first member's
+        # sums and gathers add up to one member's end state, scatters to those of all; a broadcast keeps the first member's state
         self._groups = [
             (members, (end[group[0]], sum(end[d] for d in group)), end[group[0]]) for group, members in _pattern(among)
         ]
 
     def near(self, context: Context) -> bool:
-        """Whether one step may lead from here to the end."""
+        """Whether one step may lead from this context to the end."""
         for members, wholes, first in self._groups:
             states = members(context)
             if states[0] != first and sum(states) not in wholes:
@@ -86,7 +86,7 @@ class _Ends:
 
 
 class Walks:
-    """The graph of contexts of a shape, built as it is walked. # contexts are shared by all walks that meet in them"""
+    """The graph of contexts of a shape, built as it is walked. Walks that meet in a context share it."""
 
     def __init__(self, shape: Shape, goal: Goal = "all_reduce", order: Order | None = None) -> None:
         self.shape = shape
@@ -94,15 +94,15 @@ class Walks:
         chunks = chunk_order(shape, order)
         self.start = self.space.initial(goal, chunks)
         self.end = self.space.target(goal, chunks)
-        # an instruction's collective, and its groups on this shape
+        # each instruction, and its groups on this shape
         found = ((step, groups(shape, step)) for step in instructions(len(shape)))
         patterns: dict[Groups, _Pattern] = {}
         rows = ((patterns.setdefault(among, _pattern(among)), step) for step, among in found if among)
         self._moves: _Moves = [(among, tuple(s for _, s in same)) for among, same in itertools.groupby(rows, itemgetter(0))]
-        self._apart = [_apart(shape, steps[0]) for _, steps in self._moves]
+        self._stride = [_stride(shape, steps[0]) for _, steps in self._moves]
         self._next: dict[Context, tuple[tuple[Instruction, Context], ...]] = {}
         self._walks: dict[tuple[Context, int], tuple[tuple[Instruction, ...], ...]] = {}
-        # a Reduce leaves members empty: it ends no program; a scatter ends only a scattered goal
+        # no program ends with a Reduce, which leaves members empty; a scatter ends only programs with a scattered goal
         last = {"all_reduce": ("AllReduce", "AllGather", "Broadcast"), "all_gather": ("AllGather", "Broadcast")}
         ending = last.get(goal, ("ReduceScatter", "AllReduce", "AllGather", "Broadcast"))
         steps = ((among, tuple(s for s in steps if s.collective in ending)) for among, steps in self._moves)
@@ -113,30 +113,30 @@ class Walks:
         return iter(self._from(self.start, size))
 
     def closing(self, context: Context) -> Iterator[tuple[Instruction, Context]]:
-        """The steps after which a context has reached the end."""
+        """The steps that lead from a context to the end, each with the end."""
         return ((walk[0], self.end) for walk in self._from(context, 1))
 
     def successors(self, context: Context) -> tuple[tuple[Instruction, Context], ...]:
-        """Every step that is right in a context, and the context after it."""
+        """Every step that a context allows, and the context after it."""
         known = self._next.get(context)
         if known is None:
             known = self._next[context] = tuple(self._expand(context, self._moves))
         return known
 
     def promising(self, context: Context) -> Iterator[tuple[Instruction, Context]]:
-        """`successors`, less those from which no walk leads to the end, of an all-reduce or all-gather over up to three levels.
+        """`successors` without some that cannot reach the end of an all-reduce or all-gather over up to three levels.
 
-        Masters add up and gather what they have only where all that anybody knows is known to one of them: else, what the others
-        know besides can be added to theirs no more. (Of a hierarchy of up to three levels; a test expands it whole.)
+        Masters may reduce or gather only where each contribution that any device holds is also held by some master. Otherwise
+        contributions that only other devices hold can no longer be added. (A test expands all hierarchies of up to three levels.)
         """
-        everything = _known(context)
+        everything = _union(context)
 
-        def allowed(steps: tuple[Instruction, ...], apart: int) -> tuple[Instruction, ...]:
-            if apart == 1 or _known(context[::apart]) == everything:
+        def allowed(steps: tuple[Instruction, ...], stride: int) -> tuple[Instruction, ...]:
+            if stride == 1 or _union(context[::stride]) == everything:
                 return steps
             return tuple([step for step in steps if step.collective == "Broadcast"])
 
-        moves = [(among, allowed(steps, apart)) for (among, steps), apart in zip(self._moves, self._apart, strict=True)]
+        moves = [(among, allowed(steps, stride)) for (among, steps), stride in zip(self._moves, self._stride, strict=True)]
         return self._expand(context, moves)
 
     def _expand(self, context: Context, moves: _Moves) -> Iterator[tuple[Instruction, Context]]:
@@ -147,19 +147,19 @@ class Walks:
                     yield step, found[step.collective]
 
     def _outcomes(self, context: Context, among: _Pattern) -> Mapping[Collective, Context]:
-        """The context after each collective among these groups that is right in all of them: `advance`, for all at once."""
-        each: list[Mapping[Collective, Context]] = []
-        right: list[Collective] = []
+        """The context after each collective that all these groups allow: `advance` for all collectives at once."""
+        per_group: list[Mapping[Collective, Context]] = []
+        valid: list[Collective] = []
         for _, members in among:
             outcomes = self.space.outcomes(members(context))
-            right = [c for c in right if c in outcomes] if each else list(outcomes)
-            if not right:
+            valid = [c for c in valid if c in outcomes] if per_group else list(outcomes)
+            if not valid:
                 return {}
-            each.append(outcomes)
+            per_group.append(outcomes)
         found: dict[Collective, Context] = {}
-        for collective in right:
+        for collective in valid:
             states = list(context)
-            for (group, _), outcomes in zip(among, each, strict=True):
+            for (group, _), outcomes in zip(among, per_group, strict=True):
                 for device, state in zip(group, outcomes[collective], strict=True):
                     states[device] = state
             found[collective] = tuple(states)
@@ -183,18 +183,18 @@ class Walks:
 
     def _more_steps(self, context: Context, size: int) -> Iterator[tuple[Instruction, ...]]:
         for step, after in self.successors(context):
-            for rest in self._from(after, size - 1):
-                yield (step, *rest)
+            for tail in self._from(after, size - 1):
+                yield (step, *tail)
 
 
 @lru_cache(maxsize=16)
 def shared_walks(shape: Shape, goal: Goal = "all_reduce", order: Order | None = None) -> Walks:
-    """One graph of contexts for everybody who searches this shape: what one search expands, the next finds."""
+    """One graph of contexts for all searches of a shape, so that each context is expanded once."""
     return Walks(shape, goal, order)
 
 
 def chunk_order(shape: Shape, order: Order | None) -> Order:
-    """The chunk of each device where chunks are numbered with the levels of ``order`` major first."""
+    """The chunk of each device, where the levels of ``order``, major first, number the chunks."""
     if order is None:
         return tuple(range(math.prod(shape)))
     result: list[int] = []

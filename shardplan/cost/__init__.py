@@ -1,8 +1,8 @@
-"""What things cost: collectives on links (`network`), from which every price of communication comes, and ops on one device
-(`compute`, a roofline).
+"""Prices of collectives on links (`network`, the source of every price of communication) and of ops on one device (`compute`, a
+roofline).
 
-The network follows P2, section 5: bandwidths, link sharing, ring and tree algorithms. `wire` counts bytes in its place, as Tofu
-does; `objective` says which of the two a search makes least.
+`network` follows P2, section 5: bandwidths, link sharing, ring and tree algorithms. `wire` counts bytes instead, as Tofu does;
+`objective` says which of the two a search minimizes.
 """
 
 from .network import Network, wire_bytes

@@ -17,41 +17,41 @@ from shardplan.tdl.language import Access, Apply, Match, Reduce, Scalar
 
 
 def flops(description: Description) -> float:
-    """Arithmetic of the whole op: one for each scalar operation of each element, as XLA counts (a multiply-add is two).
+    """Flops of the whole op: one for each scalar operation of each element, as XLA counts (a multiply-add is two).
 
-    A lookup said as a sum over rows reads one row, so its loop counts once. Terms that read padding count nothing.
+    A lookup described as a sum over rows reads one row, so its loop counts once. Terms that read padding count nothing.
     """
     return sum(
-        _tree(tree, description, math.prod(n for n in shape))
+        _tree_flops(tree, description, math.prod(n for n in shape))
         for tree, shape in zip(description.trees, description.call.results, strict=True)
     )
 
 
-def _tree(node: Scalar, description: Description, times: float) -> float:
+def _tree_flops(node: Scalar, description: Description, times: float) -> float:
     match node:
         case Reduce(_, loops, body):
             looked_up = _matched(body)
             inner = times * math.prod(description.loops[v].extent for v in loops if v not in looked_up)
-            # what is scattered to one row is combined there, not in every row
+            # a value that is scattered to one row is combined there, not in every row
             inner /= math.prod(description.loops[v].extent for v in looked_up if description.loops[v].reducer is None)
             inner *= _density(body, description)
-            return inner + _tree(body, description, inner)
+            return inner + _tree_flops(body, description, inner)
         case Apply(how, args, _):
-            own = 0.0 if how == "where" else times * max(1, len(args) - 1)
-            return own + sum(_tree(a, description, times) for a in args)
+            operations = 0.0 if how == "where" else times * max(1, len(args) - 1)
+            return operations + sum(_tree_flops(a, description, times) for a in args)
         case _:
-            return sum(_tree(c, description, times) for c in children(node))
+            return sum(_tree_flops(c, description, times) for c in children(node))
 
 
 def _matched(node: Scalar) -> frozenset[int]:
-    found = loops_of(node.index) if isinstance(node, Match) else frozenset[int]()
+    matched = loops_of(node.index) if isinstance(node, Match) else frozenset[int]()
     for child in children(node):
-        found |= _matched(child)
-    return found
+        matched |= _matched(child)
+    return matched
 
 
 def _density(node: Scalar, description: Description) -> float:
-    """The part of the terms of a sum in which every operand has an element: not among padding, nor between dilated ones."""
+    """The fraction of a sum's terms in which no operand reads padding or a gap between dilated elements."""
     if isinstance(node, Access):
         shape = description.call.operands[node.operand]
         return math.prod(_hits(ix, n, description) for ix, n in zip(node.indices, shape, strict=True))
@@ -59,23 +59,23 @@ def _density(node: Scalar, description: Description) -> float:
 
 
 def _hits(ix: IndexExpr, extent: int, description: Description) -> float:
-    """The part of its loops' values at which an index is one of a dim of this extent."""
+    """The fraction of its loops' values at which an index lies on an element of a dim of this extent."""
     match ix:
         case Affine(terms, const):
-            apart = 1
-        case Exact(Affine(terms, const), apart):
+            divisor = 1
+        case Exact(Affine(terms, const), divisor):
             pass
         case _:
             return 1.0
     reach = [c * (description.loops[v].extent - 1) for v, c in terms]
     inside = const + sum(r for r in reach if r < 0) >= 0 and const + sum(r for r in reach if r > 0) < extent
     count = math.prod(description.loops[v].extent for v, _ in terms)
-    if (inside and apart == 1) or not 0 < count <= _MOST_POSITIONS:
+    if (inside and divisor == 1) or not 0 < count <= _MOST_POSITIONS:
         return 1.0
     at: NDArray[np.int64] = np.array([const], np.int64)
     for v, c in terms:
         at = (at[:, None] + c * np.arange(description.loops[v].extent)).ravel()
-    hit = (at % apart == 0) & (at >= 0) & (at < extent * apart)
+    hit = (at % divisor == 0) & (at >= 0) & (at < extent * divisor)
     return int(hit.sum()) / count
 
 
@@ -96,7 +96,8 @@ def _sums_products(node: Scalar) -> bool:
 def seconds(device: Device, flop: float, nbytes: float, dtype: str, *, matrix: bool) -> float:
     """The roofline's time: the slower of arithmetic and memory, plus a launch.
 
-    ``matrix`` ops run at the dtype's peak, others at the vector rate, which no elementwise op of ours is bound by.
+    The arithmetic of ``matrix`` ops runs at the dtype's peak. That of others costs nothing: the vector rate bounds no elementwise
+    op here.
     """
     return float(seconds_each(device, np.array(flop), np.array(nbytes), dtype, matrix=matrix))
 

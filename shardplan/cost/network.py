@@ -1,11 +1,11 @@
-"""What a collective costs on the links that it really uses.
+"""Prices of collectives on the links that they use.
 
-`Network` prices a collective that runs over some factors: one group of devices for each setting of the others, all at once,
-sharing links as they are routed. Each algorithm gives a line, latency + slope * bytes; the time is the least of them. The slope
-is the load of the busiest link over its bandwidth, so it scales exactly inversely with the bandwidth of the level that limits it.
+`Network` prices a collective over some factors. Each setting of the other factors gives one group of devices; all groups run at
+once and share the links of their routes. Each algorithm gives a line, latency + slope * bytes; the time is the least of them. The
+slope is the load of the busiest link over its bandwidth, so it is inversely proportional to the bandwidth of the limiting level.
 
-Shapes are NCCL's (P2, section 5): a ring in device order; a double binary tree over the nodes with a chain inside each; pipelined
-chains for Reduce and Broadcast. Bytes are those of one device's operand, for an all-gather those of its result.
+Algorithms are NCCL's (P2, section 5): a ring in device order; a double binary tree over the nodes with a chain inside each;
+pipelined chains for Reduce and Broadcast. Bytes are those of one device's operand, for an all-gather those of its result.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
-_FEW = 1 << 14  # so many counters are kept whether they count anything or not
+_DENSE_COUNTERS = 1 << 14  # up to this many counters are all allocated; of more, only those in use
 
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """Messages that travel at once: from, to, the group of each, bytes each for one byte of operand, the round's latency."""
+    """Messages that travel at once: source, target, group and bytes per byte of operand of each, and the round's latency."""
 
     source: Ints
     target: Ints
@@ -45,7 +45,7 @@ class _Round:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Prices of collectives on ``cluster`` cut into ``factors``. ``memo`` keeps what was priced, here and by callers."""
+    """Prices of collectives on ``cluster`` cut into ``factors``. ``memo`` caches prices, of this class and of its callers."""
 
     cluster: Cluster
     factors: tuple[Factor, ...]
@@ -61,9 +61,9 @@ class Network:
     def lines(self, kind: Collective, over: Sequence[int], *, first: Sequence[int] = (), algorithm: Algorithm = "auto") -> Floats:
         """The alternatives for a collective over the factors ``over``: rows of (latency_s, seconds_per_byte).  # [A, 2]
 
-        ``first`` names factors at whose first coordinate alone the groups run (P2's Master). ``algorithm`` "ring" and "tree" are
-        NCCL's with that choice forced; "auto" offers both; "emitted" prices what `shardplan.collectives.lower` makes of a
-        collective: binomial trees of permutes for Reduce and Broadcast, a ring of permutes among masters.
+        ``first`` names factors: only devices at their first coordinate take part (P2's Master). ``algorithm`` "ring" and "tree"
+        force NCCL's choice; "auto" offers both; "emitted" prices what `shardplan.collectives.lower` emits: binomial trees of
+        permutes for Reduce and Broadcast, a ring of permutes among masters.
         """
         key = (kind, frozenset(over), frozenset(first), algorithm)
         if key not in self.memo:
@@ -78,7 +78,7 @@ class Network:
         return np.min(rows[:, 0] + np.asarray(nbytes, float)[..., None] * rows[:, 1], axis=-1)
 
     def busy(self, kind: Collective, over: Sequence[int], *, first: Sequence[int] = (), algorithm: Algorithm = "auto") -> Floats:
-        """For each alternative of `lines`, the seconds per byte that it keeps each level's busiest link.  # [A, levels]"""
+        """For each alternative of `lines`, the seconds per byte that it occupies each level's busiest link.  # [A, levels]"""
         key = ("busy", kind, frozenset(over), frozenset(first), algorithm)
         if key not in self.memo:
             members = self.groups(over, first=first)
@@ -103,7 +103,7 @@ class Network:
         inside = sorted(set(over))
         outside = [i for i in range(len(self.factors)) if i not in inside]
         keep = np.all(at[:, np.array(first, np.int64)] == 0, axis=1)
-        # devices count in row-major order, so a stable sort by group keeps each group's members in device order
+        # devices are numbered in row-major order, so a stable sort by group keeps each group's members in device order
         group = np.zeros(len(at), np.int64)
         for i in outside:
             group = group * self.factors[i].size + at[:, i]
@@ -119,7 +119,7 @@ class Network:
         return self._sum(_ROUNDS[shape](self, kind, members, over), over, tree=shape == "tree")
 
     def _ring_line(self, kind: Collective, members: Ints, over: Sequence[int]) -> tuple[float, float]:
-        """All that go around a ring once take as long as each other, and half as long as an all-reduce."""
+        """The line of a collective on a ring; an all-reduce goes around twice, all others once."""
         key = ("ring", members.tobytes(), frozenset(over))
         if key not in self.memo:
             self.memo[key] = self._sum(_ring(self, "all_gather", members, over), over, tree=False)
@@ -127,7 +127,7 @@ class Network:
         return (2 * latency_s, 2 * slope) if kind == "all_reduce" else (latency_s, slope)
 
     def _sum(self, rounds: Sequence[_Round], over: Sequence[int], *, tree: bool) -> tuple[float, float]:
-        """The line of rounds that follow one another."""
+        """The line of rounds that run one after another."""
         return sum(r.latency_s for r in rounds), sum(self._slope(r, over, tree=tree) for r in rounds)
 
     def _slope(self, r: _Round, over: Sequence[int], *, tree: bool) -> float:
@@ -135,7 +135,7 @@ class Network:
         return float(self._slopes(r, over, tree=tree).max())
 
     def _slopes(self, r: _Round, over: Sequence[int], *, tree: bool) -> Floats:
-        """Seconds per byte by level: its busiest link, or a group that drives too few of a link's rails.  # [levels]"""
+        """Seconds per byte of each level: of its busiest link, or of a group that drives too few rails of a link.  # [levels]"""
         message, link = self._routes(r.source, r.target)
         weight = r.weight[message]
         level = self.topology.link_level
@@ -147,17 +147,17 @@ class Network:
             drivers = math.prod(self.factors[i].size for i in over if self.factors[i].level > index)
             if drivers >= tier.rails:
                 continue
-            mine = level[link] == index
+            on_level = level[link] == index
             groups = int(r.group.max()) + 1
-            slot = link[mine] * groups + r.group[message[mine]]
-            if len(speed) * groups > _FEW:
+            slot = link[on_level] * groups + r.group[message[on_level]]
+            if len(speed) * groups > _DENSE_COUNTERS:
                 _, slot = np.unique(slot, return_inverse=True)
-            load = float(np.bincount(slot, weights=weight[mine]).max(initial=0.0))
+            load = float(np.bincount(slot, weights=weight[on_level]).max(initial=0.0))
             worst[index] = max(worst[index], load * tier.rails / (drivers * tier.bandwidth_bytes_per_s * efficiency[index]))
         return worst
 
     def _speeds(self, tree: bool) -> tuple[Floats, Floats]:
-        """The part of its bandwidth that an algorithm gets out of each level, and bytes a second of each link."""
+        """The fraction of each level's bandwidth that an algorithm reaches, and the bytes per second of each link."""
         key = ("speeds", tree)
         if key not in self.memo:
             tiers = self.topology.cluster.levels
@@ -166,18 +166,18 @@ class Network:
         return self.memo[key]
 
     def _routes(self, source: Ints, target: Ints) -> tuple[Ints, Ints]:
-        """`Topology.routes`: several collectives send along the same."""
+        """`Topology.routes`, cached, as several collectives use the same routes."""
         key = ("routes", source.tobytes(), target.tobytes())
         if key not in self.memo:
             self.memo[key] = self.topology.routes(source, target)
         return self.memo[key]
 
     def _even_all_to_all(self, members: Ints, over: Sequence[int]) -> tuple[float, float]:
-        """The line of `_all_to_all` without its n * n messages, where all children of a level are alike: no level is a ring."""
+        """The line of `_all_to_all` without its n * n messages, for clusters without rings: all children of a level are alike."""
         n, shape, worst = members.shape[1], self.cluster.shape, 0.0
         for index, (level, tier) in enumerate(zip(self.cluster.levels, self.topology.tiers, strict=True)):
             inside = math.prod(self.factors[i].size for i in over if self.factors[i].level > index)
-            leaving = (n - inside) / n  # the part of what a device of this child sends that leaves the child
+            leaving = (n - inside) / n  # the fraction of a device's bytes that leaves its child of the level
             speed = level.bandwidth_bytes_per_s * level.ring_efficiency
             below = math.prod(shape[index + 1 :]) * tier.ports_per
             worst = max(worst, below * leaving / speed, inside * leaving * level.rails / (min(inside, level.rails) * speed))
@@ -186,7 +186,7 @@ class Network:
 
 
 def wire_bytes(kind: Collective, n: int, nbytes: float) -> float:
-    """Bytes that one device puts on the wire, ring convention: ``nbytes`` of operand, for an all-gather of result.
+    """Bytes that one device sends, by the ring convention; ``nbytes`` are the operand's, for an all-gather the result's.
 
     >>> wire_bytes("all_reduce", 4, 100.0), wire_bytes("all_gather", 4, 100.0), wire_bytes("permute", 4, 100.0)
     (150.0, 75.0, 100.0)
@@ -203,7 +203,7 @@ def wire_bytes(kind: Collective, n: int, nbytes: float) -> float:
 
 
 def binary_tree(n: int) -> list[int]:
-    """The parent of each rank in NCCL's binary tree (leaves are the odd ranks, 0 is the root, with -1).
+    """The parent of each rank in NCCL's binary tree (the odd ranks are leaves; the root, 0, has -1).
 
     >>> binary_tree(8)
     [-1, 2, 4, 2, 0, 6, 4, 6]
@@ -217,7 +217,7 @@ def binary_tree(n: int) -> list[int]:
 
 
 def _shapes(kind: Collective, masters: bool, algorithm: Algorithm) -> tuple[str, ...]:
-    """The message patterns on offer for a collective."""
+    """The message patterns available for a collective."""
     match kind:
         case "all_reduce":
             if algorithm in ("ring", "tree"):
@@ -242,7 +242,7 @@ def _hops(net: Network, source: Ints, target: Ints) -> Floats:
 
 
 def _ring(net: Network, kind: Collective, members: Ints, over: Sequence[int]) -> list[_Round]:
-    """Each device passes (n-1)/n of the bytes to the next, twice for an all-reduce; a chunk waits for its way around."""
+    """Each device passes (n-1)/n of the bytes to the next, twice for an all-reduce; the latency is a chunk's way around."""
     n = members.shape[1]
     share = (2 if kind == "all_reduce" else 1) * (n - 1) / n
     following = np.roll(members, -1, axis=1)
@@ -251,7 +251,7 @@ def _ring(net: Network, kind: Collective, members: Ints, over: Sequence[int]) ->
 
 
 def _tree(net: Network, kind: Collective, members: Ints, over: Sequence[int]) -> list[_Round]:
-    """NCCL's double binary tree: half of the bytes in each, up and down; inside a node both are one chain to its first device."""
+    """NCCL's double binary tree: half of the bytes in each, up and down; inside a node both share a chain to its first device."""
     last = len(net.cluster.levels) - 1
     inside = math.prod(net.factors[i].size for i in over if net.factors[i].level == last)
     inside = min(inside, members.shape[1])
@@ -292,7 +292,7 @@ def _binomial(net: Network, kind: Collective, members: Ints, over: Sequence[int]
 
 
 def binomial_rounds(n: int) -> list[tuple[list[int], list[int]]]:
-    """(parents, children) of each round of a Reduce to rank 0; a Broadcast goes through them backwards.
+    """(parents, children) of each round of a Reduce to rank 0; a Broadcast runs them in reverse.
 
     >>> binomial_rounds(5)
     [([0, 2], [1, 3]), ([0], [2]), ([0], [4])]
@@ -307,7 +307,7 @@ def binomial_rounds(n: int) -> list[tuple[list[int], list[int]]]:
 
 
 def _all_to_all(net: Network, kind: Collective, members: Ints, over: Sequence[int]) -> list[_Round]:
-    """Every device sends 1/n to each other one; the furthest peer's latency once, a local one for each further peer."""
+    """Every device sends 1/n to each other device; latency: the furthest peer's once, a local one for each other peer."""
     n = members.shape[1]
     others = np.add.outer(np.arange(n, dtype=np.int64), np.arange(1, n, dtype=np.int64)).ravel() % n
     source, target = np.repeat(members, n - 1, axis=1), members[:, others]
@@ -316,7 +316,7 @@ def _all_to_all(net: Network, kind: Collective, members: Ints, over: Sequence[in
 
 
 def _permute(net: Network, kind: Collective, members: Ints, over: Sequence[int]) -> list[_Round]:
-    """Every device sends all it has to the next along each of the factors, so that all of it crosses the slowest."""
+    """Every device sends all its bytes one step along all factors at once, so that all bytes cross the slowest level."""
     inside = sorted(set(over))
     grid = members.reshape(len(members), *(net.factors[i].size for i in inside))
     target = np.roll(grid, [-1] * len(inside), axis=tuple(range(1, grid.ndim))).reshape(members.shape)

@@ -1,4 +1,4 @@
-"""What a search makes least, with its unit: the one place that knows that tables may hold bytes in place of time."""
+"""The objective that a search minimizes, and its unit. Only this file knows that tables may hold bytes instead of time."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from .wire import WireBytes
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """``unit`` is what a table counts: picoseconds of a step, or bytes that a device sends (1e12 of either
-    are a second to the search).
+    """An objective, and the unit of its tables: picoseconds of a step, or bytes that a device sends.
 
-    ``everything_split``: Tofu's premise holds (every level cuts every op and splits every tensor that it can), which baselines do
-    not share.
+    The search counts 1e12 of either unit as a second. ``everything_split``: Tofu's premise holds (every level cuts every op and
+    splits every tensor that it can); baselines do not share it.
     """
 
     name: Literal["time", "bytes"]
@@ -27,7 +26,7 @@ class Objective:
     everything_split: bool
 
     def network(self, cluster: Cluster, factors: Sequence[Factor]) -> Network | WireBytes:
-        """The prices of collectives."""
+        """The prices of collectives in this unit."""
         if self.unit == "picosecond":
             return Network(cluster, tuple(factors))
         return WireBytes(tuple(f.size for f in factors))
@@ -42,10 +41,10 @@ BYTES = Objective("bytes", "byte", everything_split=True)
 
 
 def objective_of(name: str) -> Objective:
-    """The objective of a name.
+    """The objective with this name.
 
     Raises:
-        ValueError: for any other name.
+        ValueError: if there is none.
     """
     for known in (TIME, BYTES):
         if known.name == name:

@@ -1,4 +1,4 @@
-"""Bytes on the wire in place of seconds: Tofu's measure of a plan (section 5), which knows neither latency nor links."""
+"""Bytes sent instead of seconds: Tofu's measure of a plan (section 5), without latency and links."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from .network import Collective, wire_bytes
 
 BYTE_S = 1e-12
-"""What a byte counts as, in seconds of the search's tables."""
+"""The seconds that one byte counts as in the search's tables."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -379,17 +379,17 @@ def test_an_axis_of_one_device_is_summed_as_psum_sums_it():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"program": None}, "program=None is none: give 'auto'"),
-        ({"program": ["AllReduce"]}, r"program=\['AllReduce'\] is none: give 'auto'"),
+        ({"program": None}, "unsupported program=None: give 'auto'"),
+        ({"program": ["AllReduce"]}, r"unsupported program=\['AllReduce'\]: give 'auto'"),
         ({"over": None}, "over=None names no mesh axes: give a name like 'data'"),
         ({"over": (0,)}, r"over=\(0,\) names no mesh axes"),
         ({"over": ("a", "a")}, r"names the axis 'a' twice: once is enough"),
-        ({"cluster": 5}, "cluster=5 is none: give a preset"),
-        ({"cluster": ["2x4"]}, r"cluster=\['2x4'\] is none: give a preset"),
-        ({"chunks": 1.5}, "chunks=1.5 is no number of pieces: give a whole number of at least 1"),
-        ({"chunks": "2"}, "chunks='2' is no number of pieces"),
-        ({"chunks": 0}, "chunks=0 is no number of pieces"),
-        ({"chunks": True}, "chunks=True is no number of pieces"),
+        ({"cluster": 5}, "unsupported cluster=5: give a preset"),
+        ({"cluster": ["2x4"]}, r"unsupported cluster=\['2x4'\]: give a preset"),
+        ({"chunks": 1.5}, "unsupported chunks=1.5: give a whole number of at least 1"),
+        ({"chunks": "2"}, "unsupported chunks='2': give a whole number"),
+        ({"chunks": 0}, "unsupported chunks=0: give a whole number"),
+        ({"chunks": True}, "unsupported chunks=True: give a whole number"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(options: dict[str, Any], message: str):

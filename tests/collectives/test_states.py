@@ -40,7 +40,7 @@ def test_rules_on_states_that_meet_them():
         ("Reduce", ("10/10", "10/01"), "both hold the contribution of device 0 to chunk 0"),
         ("AllGather", ("11/00", "01/00"), "members 0 and 1 both hold chunk 0"),
         ("AllGather", ("11/00", "00/00"), "members 0 and 1 hold 1 and 0 chunks, not the same number"),
-        ("Broadcast", ("10/10", "00/01"), "member 1 knows of chunk 1 what the root does not"),
+        ("Broadcast", ("10/10", "00/01"), "member 1 holds contributions to chunk 1 that the root lacks"),
         ("Broadcast", ("11/11", "11/11"), "nobody in the group learns anything"),
     ],
 )

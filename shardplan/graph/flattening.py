@@ -1,8 +1,8 @@
 """The flat graph that the search works on: every op of a program and of its bodies, with its description and how often it runs.
 
-Bodies are laid open: a tensor of a body has an id of its own, tied to the tensors outside by *links* (a reshard between two
-layouts, priced at the bytes that cross) or, where the body runs exactly once, by being the same tensor. From here on nothing
-knows primitive names.
+Bodies are inlined. Each tensor of a body has its own id, tied to the tensors outside by *links*. A link is a resharding between
+two layouts, priced at the bytes that cross. A body that runs exactly once shares tensors with the outside instead. From here on
+nothing knows primitive names.
 """
 
 from __future__ import annotations
@@ -42,13 +42,16 @@ from shardplan.tdl.xla_quirks import (
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What distinct ops share: the call and its description (None: allowed to run whole on every device).
+    """The call and description that equal ops share (description None: the op may run whole on every device).
 
-    ``shared`` are the loops that each device cuts on its own share where they divide, ``fenced`` those of them that are cut in no
-    other way, and never padded; ``defers``: terms of its sums may stay apart. ``elementwise``: every operand is read at the
-    result's own index; ``adds``: its result is a sum (or difference) of all that it reads, element by element. ``moves``: it has
-    the elements of its one operand in its result, in other places or in another dtype, or negated; ``resizes``: it only puts dims
-    of one element in or leaves them out. ``contracts``: it multiplies and adds up: a product, a convolution.
+    - ``shared``: the loops that each device cuts on its own share where they divide. ``fenced``: those that are cut in no other
+      way and never padded.
+    - ``defers``: its sums may stay partial.
+    - ``elementwise``: every operand is read at the result's own index. ``adds``: the result is the elementwise sum (or
+      difference) of all operands that are read.
+    - ``moves``: the result has the elements of the one operand, moved, converted to another dtype or negated. ``resizes``: such
+      an op only adds or removes dims of size 1.
+    - ``contracts``: it sums products, as a matrix product or a convolution does.
     """
 
     id: int
@@ -65,7 +68,7 @@ class Signature:
 
     def __post_init__(self) -> None:
         known = self.description
-        set_ = partial(object.__setattr__, self)  # once, since passes over all ops ask again and again
+        set_ = partial(object.__setattr__, self)  # computed once: many passes over all ops read these
         own = is_run_by_user(self.call.primitive)
         set_("shared", shared_loops(self.call, known, run_by_user=own))
         set_("fenced", fenced_loops(self.call, known, run_by_user=own))
@@ -77,24 +80,24 @@ class Signature:
         set_("contracts", known is not None and compute.is_contraction(known))
 
     def cut(self, loop: int, ways: int) -> Strategy | None:
-        """`tdl.cut`, the last block padded where the loop does not divide and is not fenced."""
+        """`tdl.cut`; pads the last block where the loop does not divide and is not fenced."""
         return None if self.description is None else cut(self.description, loop, ways, pad=loop not in self.fenced)
 
     @property
     def reducers(self) -> frozenset[Reducer]:
-        """How its loops reduce."""
+        """The reducers of its loops."""
         loops = () if self.description is None else self.description.loops
         return frozenset(loop.reducer for loop in loops if loop.reducer is not None)
 
     @property
     def aligned(self) -> bool:
-        """Whether every operand is read at its loops' own indices alone, from end to end."""
+        """Whether every loop indexes operand dims alone and over their whole extent."""
         known = self.description
         return known is None or all(in_step(known, loop) is not None for loop in range(len(known.loops)))
 
     @property
     def turns(self) -> bool:
-        """Whether each dim of the result is a dim of the one operand, in some order."""
+        """Whether the result's dims are those of the one operand, in some order."""
         known = self.description
         if known is None or not self.moves or self.call.dtypes != self.call.result_dtypes or len(known.accesses) > 1:
             return False
@@ -116,13 +119,13 @@ def _moves(call: Call, description: Description) -> bool:
 
 
 def _resizes(call: Call, description: Description) -> bool:
-    """Of an op that moves elements: whether dtype and dims of more than one element are the same, these in the same order."""
+    """Whether an op that moves elements keeps the dtype and, in order, every dim whose size is not 1."""
     if call.dtypes != call.result_dtypes:
         return False
-    own, made = ([d for d, n in enumerate(shape) if n != 1] for shape in (call.operands[0], call.results[0]))
-    if [call.operands[0][d] for d in own] != [call.results[0][d] for d in made]:
+    own, outs = ([d for d, n in enumerate(shape) if n != 1] for shape in (call.operands[0], call.results[0]))
+    if [call.operands[0][d] for d in own] != [call.results[0][d] for d in outs]:
         return False
-    at = [Affine(((description.results[0][d], 1),)) for d in made]
+    at = [Affine(((description.results[0][d], 1),)) for d in outs]
     return all([indices[d] for d in own] == at for _, indices in description.accesses)
 
 
@@ -142,10 +145,10 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Tensor ``source`` becomes tensor ``target`` ``weight`` times; ``lift`` says which of them has a leading loop dim more.
+    """Passes the value of tensor ``source`` to tensor ``target``, ``weight`` times.
 
-    ``lift`` is 1 where the source is stacked (a scan's xs), -1 where the target is (its ys), 0 where the shapes agree.
-    ``same``: they are one tensor (a body that runs once).
+    ``lift`` is 1 where the source has an extra leading loop dim (a scan's xs), -1 where the target has one (its ys), and 0 where
+    the shapes agree. ``same``: both are one tensor (the body runs once).
     """
 
     source: int
@@ -159,9 +162,9 @@ class Link:
 class Graph:
     """The whole program, flat.
 
-    ``bodies`` gives for each body the graph's tensor of each of its own, ``begins`` the first node behind its start; ``carries``
-    for a scan's carry inside its body the value that it starts from, the one that it is replaced by, and what it is after the
-    loop; ``boundary`` are the tensors that enter a body.
+    ``bodies`` maps each body's tensors to tensors of the graph; ``begins`` gives the first node after each body's start.
+    ``carries`` gives for each scan carry, as a tensor inside the body, its initial value, its next value and its value after the
+    loop. ``boundary`` holds the tensors by which values enter a loop's body.
     """
 
     tensors: tuple[Tensor, ...]
@@ -179,15 +182,15 @@ class Graph:
     begins: Mapping[Where, int] = field(default_factory=dict[Where, int])
 
 
-_SELDOM = 1e-3
-"""The share of its cost that a branch keeps which is not the dearest: enough to choose its layouts by."""
+_MINOR_BRANCH_SHARE = 1e-3
+"""The share of its cost that any branch but the dearest keeps: enough for the search to choose its layouts by cost."""
 
 
 def flatten(program: Program, *, replicate: Sequence[str] = ()) -> Graph:
-    """Describes every op and lays bodies open.
+    """Describes every op and inlines all bodies.
 
     Raises:
-        UndescribedPrimitiveError: for a primitive without description that ``replicate`` does not name.
+        UndescribedPrimitiveError: for a primitive that has no description and that ``replicate`` does not name.
     """
     return _Flattener(frozenset(replicate)).graph(program)
 
@@ -209,8 +212,8 @@ class _Flattener:
         self.unknown: list[str] = []
 
     def graph(self, program: Program) -> Graph:
-        """The whole program laid flat."""
-        ids = self.place(program, (), {}, 1.0, False)
+        """The flat graph of the whole program."""
+        ids = self.inline(program, (), {}, 1.0, False)
         outputs = tuple(ids[o] if isinstance(o, int) else -1 for o in program.outputs)
         return Graph(
             tuple(self.tensors),
@@ -228,16 +231,16 @@ class _Flattener:
             self.begins,
         )
 
-    def new(self, tensor: Tensor) -> int:
-        """The number of a new tensor."""
+    def add_tensor(self, tensor: Tensor) -> int:
+        """Adds a tensor and returns its number."""
         number, kind = len(self.tensors), (tensor.shape, tensor.dtype)
         self.tensors.append(tensor if tensor.id == number else Tensor(number, tensor.shape, tensor.dtype, tensor.itemsize))
         self.kinds.append(self.kind_of.setdefault(kind, len(self.kind_of)))
         return number
 
-    def place(self, program: Program, where: Where, same: Mapping[int, int], weight: float, backward: bool) -> tuple[int, ...]:
-        """Adds a program's tensors and ops; ``same`` gives local tensors that are tensors of the graph already."""
-        ids = tuple([same[t.id] if t.id in same else self.new(t) for t in program.tensors])
+    def inline(self, program: Program, where: Where, same: Mapping[int, int], weight: float, backward: bool) -> tuple[int, ...]:
+        """Adds a program's tensors and ops; ``same`` maps local tensors to tensors that the graph already has."""
+        ids = tuple([same[t.id] if t.id in same else self.add_tensor(t) for t in program.tensors])
         self.bodies[where] = ids
         self.begins[where] = len(self.nodes)
         self.constants.update(ids[t] for t, _ in program.constants)
@@ -253,7 +256,7 @@ class _Flattener:
         return ids
 
     def control(self, op: Op, where: Where, ids: tuple[int, ...], weight: float, backward: bool) -> None:
-        """Lays the bodies of one op open."""
+        """Inlines the bodies of one op."""
         inputs = [ids[i] if isinstance(i, int) else -1 for i in op.inputs]
         outputs = [ids[o] for o in op.outputs]
         match op.control:
@@ -266,25 +269,26 @@ class _Flattener:
             case "remat":
                 body = op.bodies[0]
                 same = {t: g for t, g in zip(body.inputs, inputs, strict=True) if g >= 0}
-                made = {t for inner in body.ops for t in inner.outputs}
+                outs = {t for inner in body.ops for t in inner.outputs}
                 for t, g in zip(body.outputs, outputs, strict=True):
-                    if isinstance(t, int) and t in made:
-                        same.setdefault(t, g)  # what the body makes it makes outside
-                inner = self.place(body, (*where, (op.id, 0)), same, weight, backward)
-                self.ends(body, inner, outputs, weight, same=True)
+                    if isinstance(t, int) and t in outs:
+                        same.setdefault(t, g)  # the op's output is the tensor that the body computes
+                inner = self.inline(body, (*where, (op.id, 0)), same, weight, backward)
+                self.link_outputs(body, inner, outputs, weight, same=True)
             case None:
                 raise UndescribedPrimitiveError(op.primitive, str(op.source))
 
     def cond(self, op: Op, where: Where, inputs: list[int], outputs: list[int], weight: float, backward: bool) -> None:
-        """The dearest branch carries the cost, the first of equals, of branches for platforms one that a device may take; the
-        others must still have layouts.
+        """Inlines all branches. The dearest (the first of equals) carries the cost; the others keep a small share of theirs.
+
+        A branch for `KERNELS` platforms alone never runs a step: it is the dearest only if all branches are such.
         """
         starts: list[tuple[int, int]] = []
         for b, body in enumerate(op.bodies):
             starts.append((len(self.nodes), len(self.links)))
             same = {t: g for t, g in zip(body.inputs, inputs[1:], strict=True) if g >= 0}
-            inner = self.place(body, (*where, (op.id, b)), same, weight, backward)
-            self.ends(body, inner, outputs, weight, same=False)
+            inner = self.inline(body, (*where, (op.id, b)), same, weight, backward)
+            self.link_outputs(body, inner, outputs, weight, same=False)
         starts.append((len(self.nodes), len(self.links)))
         ranges = list(itertools.pairwise(starts))
         work = [sum(self.work(n) for n in self.nodes[a:b]) for (a, _), (b, _) in ranges]
@@ -292,17 +296,17 @@ class _Flattener:
         dearest = max(range(len(work)), key=lambda b: (not KERNELS.issuperset(platforms[b] or ("any",)), work[b], -b))
         for branch, ((a, c), (b, d)) in enumerate(ranges):
             if branch != dearest:
-                self.nodes[a:b] = [replace(n, weight=n.weight * _SELDOM) for n in self.nodes[a:b]]
-                self.links[c:d] = [replace(k, weight=k.weight * _SELDOM) for k in self.links[c:d]]
+                self.nodes[a:b] = [replace(n, weight=n.weight * _MINOR_BRANCH_SHARE) for n in self.nodes[a:b]]
+                self.links[c:d] = [replace(k, weight=k.weight * _MINOR_BRANCH_SHARE) for k in self.links[c:d]]
 
     def work(self, node: Node) -> float:
-        """Arithmetic and elements made, to compare branches by."""
+        """The flops and result elements of a node, to compare branches by."""
         description = node.signature.description
         flop = compute.flops(description) if description is not None else 0.0
         return node.weight * (flop + sum(self.tensors[t].size for t in node.outputs))
 
-    def ends(self, body: Program, inner: tuple[int, ...], outputs: Sequence[int], weight: float, *, same: bool) -> None:
-        """Links what a body returns to what the op gives outside."""
+    def link_outputs(self, body: Program, inner: tuple[int, ...], outputs: Sequence[int], weight: float, *, same: bool) -> None:
+        """Links a body's results to the op's outputs outside."""
         for local, outer in zip(body.outputs, outputs, strict=True):
             if isinstance(local, int) and inner[local] != outer:
                 self.links.append(Link(inner[local], outer, 0, weight, same))
@@ -310,11 +314,11 @@ class _Flattener:
                 self.constants.add(outer)
 
     def scan(self, op: Op, where: Where, inputs: list[int], outputs: list[int], weight: float, backward: bool) -> None:
-        """A scan's body, once, with links for constants, carries and slices."""
+        """Inlines a scan's body once, with links for constants, carries and slices."""
         body = op.bodies[0]
         consts, carry = int(op.params["num_consts"]), int(op.params["num_carry"])
         trips = float(op.trips or 1)
-        ids = self.place(body, (*where, (op.id, 0)), {}, weight * trips, backward)
+        ids = self.inline(body, (*where, (op.id, 0)), {}, weight * trips, backward)
         entry = [ids[t] for t in body.inputs]
         self.boundary.update(entry)
         for i, (outer, inner) in enumerate(zip(inputs, entry, strict=True)):
@@ -334,12 +338,12 @@ class _Flattener:
                 self.constants.add(outer)
 
     def while_(self, op: Op, where: Where, inputs: list[int], outputs: list[int], weight: float, backward: bool) -> None:
-        """A while loop's body and test, once, with links for constants and carries."""
+        """Inlines a while loop's body and test once, with links for constants and carries."""
         test, body = op.bodies
         a, b = int(op.params["cond_nconsts"]), int(op.params["body_nconsts"])
         if op.trips is None:
             self.unknown.append(str(op.source))
-        ids = self.place(body, (*where, (op.id, 1)), {}, weight, backward)
+        ids = self.inline(body, (*where, (op.id, 1)), {}, weight, backward)
         entry = [ids[t] for t in body.inputs]
         self.boundary.update(entry)
         for outer, inner in zip(inputs[a:], entry, strict=True):
@@ -347,25 +351,25 @@ class _Flattener:
                 self.links.append(Link(outer, inner, 0, weight))
         same = {t: g for t, g in zip(test.inputs[:a], inputs[:a], strict=True) if g >= 0}
         same |= dict(zip(test.inputs[a:], entry[b:], strict=True))
-        self.place(test, (*where, (op.id, 0)), same, weight, backward)
+        self.inline(test, (*where, (op.id, 0)), same, weight, backward)
         for i, (local, outer) in enumerate(zip(body.outputs, outputs, strict=True)):
             if isinstance(local, int):
                 self.links.append(Link(ids[local], entry[b + i], 0, weight))
             self.links.append(Link(entry[b + i], outer, 0, weight))
 
     def signature(self, op: Op, inputs: Sequence[int], outputs: Sequence[int]) -> Signature:
-        """What an op is, equal for equal ops on equal shapes."""
+        """The op's signature; equal ops on equal shapes share one."""
         kinds = self.kinds
         reads, makes = tuple([kinds[i] if i >= 0 else -1 for i in inputs]), tuple([kinds[o] for o in outputs])
         params = tuple([(k, v) for k, v in op.params.items() if type(v) in _PLAIN or not _is_body(v)])
         key: Any = (op.primitive, reads, makes, params)
         try:
-            found = self.signatures.get(key)
+            cached = self.signatures.get(key)
         except TypeError:
             key = (op.primitive, reads, makes, repr(params))
-            found = self.signatures.get(key)
-        if found is not None:
-            return found
+            cached = self.signatures.get(key)
+        if cached is not None:
+            return cached
         shapes = tuple(self.tensors[i].shape if i >= 0 else () for i in inputs)
         dtypes = tuple(self.tensors[i].dtype if i >= 0 else "" for i in inputs)
         results = tuple((self.tensors[o].shape, self.tensors[o].dtype) for o in outputs)
@@ -382,27 +386,27 @@ def _described(call: Call, op: Op) -> Description | None:
     try:
         return describe(call)
     except MisfitError as error:
-        where = _places(call, op, error)
-        batched = (
-            "; under jax.vmap a kernel has a batch dim more: describe it for any rank (lambda *i), with a run= that takes both, "
-            "or put the vmap into a jax.jit function and register that one"
+        where = _origin(call, op, error)
+        vmap_hint = (
+            "; jax.vmap adds a batch dim to a kernel: describe it for any rank (lambda *i), with a run= that takes both ranks, "
+            "or put the vmap into a jax.jit function and register that function"
         )
-        raise MisfitError(f"{error}{where}{batched if is_named_call(call.primitive) else ''}") from error
+        raise MisfitError(f"{error}{where}{vmap_hint if is_named_call(call.primitive) else ''}") from error
     except DescriptionError as error:
-        raise DescriptionError(f"{error}{_places(call, op, error)}") from error
+        raise DescriptionError(f"{error}{_origin(call, op, error)}") from error
 
 
-def _places(call: Call, op: Op, error: DescriptionError) -> str:
-    """Where an op is used, and where the user describes it unless the error says so."""
+def _origin(call: Call, op: Op, error: DescriptionError) -> str:
+    """Where the op is used and, unless the error says so, where the user describes it."""
     function = rule_of(call.primitive)
     own = described_at(function) if function is not None and hasattr(function, "__signature__") else ""
-    said = not own or own.removeprefix("described at ").partition(":")[0] in str(error)
-    return f" (used at {op.source})" if said else f" (used at {op.source}, {own})"
+    already_named = not own or own.removeprefix("described at ").partition(":")[0] in str(error)
+    return f" (used at {op.source})" if already_named else f" (used at {op.source}, {own})"
 
 
 _PLAIN = {int, bool, str, tuple, type(None)}
 
 
 def _is_body(param: Any) -> bool:
-    """A jaxpr, or a function: both are made anew at each call, and would keep equal calls apart."""
+    """Whether a parameter is a jaxpr or a function: each call has new ones, so equal calls would not compare equal."""
     return hasattr(param, "eqns") or hasattr(param, "jaxpr") or (callable(param) and not isinstance(param, type))

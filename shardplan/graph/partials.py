@@ -1,7 +1,7 @@
-"""Which values may stay partial sums for a while: those that an addition, or the carry of a loop, adds up before they are read.
+"""Which values may stay partial sums: those that an addition or a loop's carry adds up before they are read.
 
-A gradient that is summed over microbatches or timesteps, or over the readers of an activation, then is reduced once and not for
-every term. What passes a partial sum on is linear in it, by its description, and no narrower.
+A gradient that is summed over microbatches, timesteps or the readers of an activation is then reduced once, not once per term.
+An op passes a partial sum on if its description is linear in it and its result is no narrower.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from shardplan.tdl import linear_sets
 
 @dataclass(frozen=True, slots=True)
 class Deferrable:
-    """``late``: the tensors whose layouts may be partial, on a way from a sum that is cut to an addition of several such, or to a
-    carry. ``zero``: those that depend on no input and are known to be zero, which may be called partial for nothing.
+    """The tensors that may be partial sums.
+
+    ``late``: tensors whose layouts may be partial; each lies on a path from a cut sum to an addition of several such sums, or to
+    a carry. ``zero``: tensors that depend on no input and are known to be zero; they may be called partial at no cost.
     """
 
     late: frozenset[int]
@@ -25,18 +27,18 @@ class Deferrable:
 
 
 def deferrable(graph: Graph, free: Set[int]) -> Deferrable:
-    """Looks for them; ``free`` are the tensors that depend on no input."""
+    """Finds the tensors that may be partial sums; ``free`` are the tensors that depend on no input."""
     search = _Search(graph, free)
     return Deferrable(search.useful(), frozenset(search.zero))
 
 
 class _Search:
-    """``zero`` are values known to be zero; ``terms`` gives for each value that could be partial the sums that it is made of."""
+    """The search: ``zero`` holds the values known to be zero, ``terms`` the sums in each value that could be partial."""
 
     def __init__(self, graph: Graph, free: Set[int]) -> None:
         self.graph, self.free = graph, free
         self.same: dict[int, list[int]] = {}
-        for link in reversed(graph.links):  # what leaves an outer body is known before what leaves the bodies inside
+        for link in reversed(graph.links):  # outputs of an outer body are known before those of its inner bodies
             if link.same:
                 onward = [link.target, *self.same.get(link.target, ())]
                 self.same.setdefault(link.source, []).extend(onward)
@@ -47,25 +49,25 @@ class _Search:
         self.terms = self._terms()
 
     def useful(self) -> frozenset[int]:
-        """The tensors on the ways, found backwards from where terms are added up."""
-        found: set[int] = set(self.carries)
-        found.update(self.graph.carries[t][1] for t in self.carries)
+        """The tensors on paths to an addition or a carry, found backwards from there."""
+        partials: set[int] = set(self.carries)
+        partials.update(self.graph.carries[t][1] for t in self.carries)
         for node in reversed(self.graph.nodes):
             outs = [t for t in node.outputs if t in self.terms]
-            found.update(t for t in outs if any(u in found for u in self.same.get(t, ())))
-            mine = self._passed(node, self.terms) if outs else []
-            if mine and (self._adds_up(mine, outs) or any(t in found for t in outs)):
-                found.update(mine, outs)
+            partials.update(t for t in outs if any(u in partials for u in self.same.get(t, ())))
+            passed = self._passed(node, self.terms) if outs else []
+            if passed and (self._adds_up(passed, outs) or any(t in partials for t in outs)):
+                partials.update(passed, outs)
         carried: set[tuple[int, int]] = set()
         for t in self.carries:
             _, end, after = self.graph.carries[t]
             carried.update(((end, t), (t, after)))
-        # what goes into or out of a body by another door is whole
-        doors = {k.source for k in self.graph.links if not k.same and (k.source, k.target) not in carried}
-        return frozenset(found - doors)
+        # a tensor that enters or leaves a body by any other link is whole
+        crossing = {k.source for k in self.graph.links if not k.same and (k.source, k.target) not in carried}
+        return frozenset(partials - crossing)
 
     def _adds_up(self, read: Sequence[int], made: Sequence[int]) -> bool:
-        """Whether several sums as large as the result come together: pieces of it side by side are no fewer bytes to reduce."""
+        """Whether several sums as large as the result are added: deferring smaller pieces side by side would save no bytes."""
         if len({self.terms[t] for t in read}) < 2:
             return False
         size = self.graph.tensors[made[0]].size
@@ -73,25 +75,25 @@ class _Search:
         return len(whole) > 1
 
     def _terms(self) -> dict[int, frozenset[int]]:
-        """For each tensor that could be partial the sums in it, found forwards.
+        """The sums in each tensor that could be partial, found forwards.
 
-        A carry is assumed to be one until its body turns out not to hand one on.
+        A carry counts as partial until its body turns out to return a value that is not.
         """
         while True:
-            found = {t: frozenset({t}) for t in self.carries}
+            partials = {t: frozenset({t}) for t in self.carries}
             for node in self.graph.nodes:
                 made = frozenset(node.outputs) if _sums(node.signature) else frozenset[int]()
-                made = made.union(*(found[t] for t in self._passed(node, found)))
+                made = made.union(*(partials[t] for t in self._passed(node, partials)))
                 for t in node.outputs if made else ():
                     if t not in self.free:
-                        found.update(dict.fromkeys((t, *self.same.get(t, ())), made))
-            wrong = {t for t in self.carries if self.graph.carries[t][1] not in found}
+                        partials.update(dict.fromkeys((t, *self.same.get(t, ())), made))
+            wrong = {t for t in self.carries if self.graph.carries[t][1] not in partials}
             if not wrong:
-                return found
+                return partials
             self.carries -= wrong
 
     def _passed(self, node: Node, known: Mapping[int, object]) -> list[int]:
-        """The operands that an op passes on as partial sums: all that it reads (but numbers and zeros), or none."""
+        """The operands that an op passes on as partial sums: all that depend on an input, or none."""
         alive = {i for i, t in enumerate(node.inputs) if t >= 0 and t not in self.free}
         if not alive or not all(node.inputs[i] in known for i in alive) or self._narrows(node):
             return []
@@ -118,8 +120,8 @@ class _Search:
                 self.zero.update(node.outputs)
 
     def _is_zero(self, node: Node, operand: int) -> bool:
-        given = node.op.inputs[operand]
-        return not given.value if isinstance(given, Constant) else node.inputs[operand] in self.zero
+        argument = node.op.inputs[operand]
+        return not argument.value if isinstance(argument, Constant) else node.inputs[operand] in self.zero
 
 
 def _sums(signature: Signature) -> bool:

@@ -1,8 +1,8 @@
 """Tensor descriptions and what follows from them (Tofu, section 4).
 
-`describe` reads a rule into loops and index expressions, `cuts` lists the legal strategies, `linear_sets` says through which
-operands a partial sum may pass, `shrink` gives the op that is left for one worker. The rules of all primitives live in ``rules``;
-``localize`` and ``verify`` run them against JAX.
+`describe` reads a rule into loops and index expressions, `cuts` lists the legal strategies, `linear_sets` lists the operands that
+may be partial sums together, and `shrink` gives the smaller op that one worker runs. The rules of all primitives live in
+``rules``; ``localize`` and ``verify`` run them against JAX.
 """
 
 from shardplan.tdl import rules as _rules

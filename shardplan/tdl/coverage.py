@@ -1,8 +1,8 @@
 # pyright: basic
-"""Every primitive of the installed JAX, sorted: described, opaque with a batch, or kept whole with the reason.
+"""Every primitive of the installed JAX, classified: described, opaque with a batch, or kept whole with the reason.
 
-The list is JAX's own (`_jax.primitives` reads it off the loaded modules); the tables below only say why a primitive has no
-description. A primitive that nothing here sorts is reported as undescribed, and a test fails.
+The list is JAX's own (`_jax.primitives` reads it off the loaded modules); the tables below only give the reason why a primitive
+has no description. A primitive in none of them is reported as undescribed, and a test fails.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shardplan.tdl.xla_quirks import PLATFORM
 
 Kind = Literal["described", "opaque", "structural", "placement", "collective", "effect", "kernel", "undescribed"]
 
-# Described along its batch only: the rest is a function that TDL cannot say. Each has its reason.
+# Described along the batch dims only: TDL cannot express the rest. The values are the reasons.
 OPAQUE: dict[str, str] = {
     **dict.fromkeys(
         (
@@ -33,10 +33,10 @@ OPAQUE: dict[str, str] = {
     "rng_bit_generator": "its bits depend on the global shape: no dim may be cut",
 }
 
-# Of the opaque ones, those that have no batch either.
+# Opaque primitives without batch dims.
 UNCUT = ("cholesky_update", "rng_bit_generator")
 
-# Described, with dims that stay whole for a reason of their own.
+# Described, but some dims stay whole. The values are the reasons.
 WHOLE_DIMS: dict[str, str] = {
     **dict.fromkeys(
         ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"),
@@ -80,7 +80,7 @@ _KERNEL_MODULES = ("jax._src.cudnn", "jax._src.pallas", "jax.experimental", "jax
 
 @dataclass(frozen=True, slots=True)
 class Sorted:
-    """One primitive: its kind, and why it is not (or not everywhere) described."""
+    """One primitive: its kind, and why it is not described, or only in part."""
 
     name: str
     kind: Kind
@@ -94,9 +94,9 @@ def sort_primitives() -> tuple[Sorted, ...]:
 
 
 def sort_one(name: str) -> Sorted | None:
-    """One primitive, also a kernel's of a module that is not loaded; None if JAX has none of that name."""
-    found = next((entry for entry in sort_primitives() if entry.name == name), None)
-    return found or (_sorted(name, "", set()) if name in _KERNEL else None)
+    """One primitive by name, kernels of modules that are not loaded included; None if JAX has no such primitive."""
+    result = next((entry for entry in sort_primitives() if entry.name == name), None)
+    return result or (_sorted(name, "", set()) if name in _KERNEL else None)
 
 
 def _sorted(name: str, module: str, known: set[str]) -> Sorted:
@@ -119,35 +119,35 @@ def _sorted(name: str, module: str, known: set[str]) -> Sorted:
 
 @dataclass(frozen=True, slots=True)
 class Proved:
-    """What some drawn cases of a description showed: how many cuts were run, and the first fault."""
+    """The result of a description's drawn cases: how many cuts were run, and the first fault."""
 
     cuts: int
     fault: str | None
 
 
-_MORE = 30
-"""So many further cases are drawn until one has a cut to run."""
+_EXTRA_CASES = 30
+"""At most this many further cases are drawn until one has a cut to run."""
 
 
 def prove_one(name: str, examples: int) -> Proved:
-    """Runs so many drawn cases of a description, and goes on until one of them had a cut."""
+    """Runs ``examples`` drawn cases of a description, and further ones until one of them has a cut."""
     cuts = 0
-    for seed in range(examples + _MORE):
+    for seed in range(examples + _EXTRA_CASES):
         if seed >= examples and cuts:
             break
-        found = prove(name, Drawn(seed))
-        cuts += found.cuts
-        if found.faults:
-            return Proved(cuts, str(found.faults[0]))
+        result = prove(name, Drawn(seed))
+        cuts += result.cuts
+        if result.faults:
+            return Proved(cuts, str(result.faults[0]))
     return Proved(cuts, None)
 
 
 def coverage(*, examples: int = 0, observer: Callable[[str, float], None] | None = None) -> dict[str, Any]:
     """The table of all primitives as JSON-ready values; ``examples`` > 0 runs that many proof cases of each description.
 
-    ``verified`` counts the described primitives of which at least one cut was run, and all that were run gave what the whole
-    gives; ``opaque_verified`` likewise those whose batch cut did (and ``rng_bit_generator``, which has none). Without examples
-    nothing is run, and both are 0. ``observer`` is told each name, and the share that is done, before its cases run.
+    ``verified`` counts the described primitives for which at least one cut was run and every cut gave the uncut result.
+    ``opaque_verified`` counts the opaque ones in the same way; those without batch dims (`UNCUT`) need no cut. Without examples
+    nothing is run, and both are 0. ``observer`` gets each name and the share that is done before the name's cases run.
     """
     table = sort_primitives()
     names: dict[str, list[str]] = {}
@@ -159,7 +159,7 @@ def coverage(*, examples: int = 0, observer: Callable[[str, float], None] | None
         if entry.name in CASES:
             (observer or _silent)(f"proving {entry.name}", n / len(claims))
             proved[entry.name] = prove_one(entry.name, examples)
-    passed = {n for n, found in proved.items() if found.fault is None and (found.cuts or n in UNCUT)}
+    passed = {n for n, result in proved.items() if result.fault is None and (result.cuts or n in UNCUT)}
     return {
         "primitives": len(table),
         "described": len(names.get("described", [])),
@@ -168,10 +168,10 @@ def coverage(*, examples: int = 0, observer: Callable[[str, float], None] | None
         "verified": sum(entry.kind == "described" and entry.name in passed for entry in claims),
         "opaque_verified": sum(entry.kind == "opaque" and entry.name in passed for entry in claims),
         "unverified": [entry.name for entry in claims if entry.name not in passed],
-        "faults": {n: found.fault for n, found in proved.items() if found.fault is not None},
-        "cuts": sum(found.cuts for found in proved.values()),
+        "faults": {n: result.fault for n, result in proved.items() if result.fault is not None},
+        "cuts": sum(result.cuts for result in proved.values()),
         "examples": examples,
-        "kinds": {kind: len(found) for kind, found in sorted(names.items())},
+        "kinds": {kind: len(result) for kind, result in sorted(names.items())},
         "table": [{"name": e.name, "kind": e.kind, "reason": e.reason} for e in table],
     }
 

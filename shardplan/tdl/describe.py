@@ -1,4 +1,4 @@
-"""The registry of rules: which call goes by which name, and its description."""
+"""The registry of rules: the names of calls, and their descriptions."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _RULES: dict[str, RuleFunction] = {}
 def rule(*primitives: str) -> Callable[[RuleFunction], RuleFunction]:
     """Registers ``function(call, *operands)`` as the description of these primitives.
 
-    It returns a lambda over the dims of the result, or one for each result; loops of the same name in several lambdas are the
-    same loop.
+    It returns a lambda over the dims of the result, or a tuple with one for each result. Loops of the same name in several
+    lambdas are the same loop.
     """
 
     def register(function: RuleFunction) -> RuleFunction:
@@ -42,13 +42,13 @@ def described() -> tuple[str, ...]:
 
 
 def forget(primitive: str) -> None:
-    """Takes a rule back, and how its calls are recognised."""
+    """Removes a rule, and the test that recognises its calls."""
     _RULES.pop(primitive, None)
     _SAME.pop(primitive, None)
 
 
 def put_back(primitive: str, older: RuleFunction | None) -> None:
-    """Takes a rule back, and puts an older one in its place."""
+    """Removes a rule, and restores the older one if there is one."""
     _RULES.pop(primitive, None)
     if older is not None:
         _RULES[primitive] = older
@@ -63,17 +63,17 @@ _RUN_BY_USER: set[str] = set()
 
 
 def run_by_user(primitive: str) -> None:
-    """Notes that a user has said how this primitive is run."""
+    """Records that a user gave the function that runs this primitive."""
     _RUN_BY_USER.add(primitive)
 
 
 def is_named_call(primitive: str) -> bool:
-    """Whether it calls a function that has a name of its own, as a kernel: ``pallas_call:flash``."""
+    """Whether it is a call of a named function or kernel, such as ``pallas_call:flash``."""
     return ":" in primitive
 
 
 def is_run_by_user(primitive: str) -> bool:
-    """Whether a user has said how this primitive is run."""
+    """Whether a user gave the function that runs this primitive."""
     return primitive in _RUN_BY_USER
 
 
@@ -83,31 +83,31 @@ _KERNELS = {"pallas_call": "name", "ffi_call": "target_name"}
 
 
 def recognised_by(name: str, same: Same) -> None:
-    """From now on a call of this name is the registered one only where ``same(body or params, operands)``."""
+    """From now on a call of this name counts as the registered one only if ``same(body or params, operands)`` is true."""
     _SAME[name] = same
 
 
 def kernel_name(primitive: str, params: Mapping[str, Any]) -> str | None:
-    """``pallas_call:NAME`` and ``ffi_call:TARGET``; None for what is no kernel."""
+    """``pallas_call:NAME`` or ``ffi_call:TARGET``; None for any other primitive."""
     return f"{primitive}:{params.get(_KERNELS[primitive]) or '?'}" if primitive in _KERNELS else None
 
 
 def named_call(primitive: str, params: Mapping[str, Any], operands: Sequence[Any] | None = None) -> str | None:
-    """The name under which this call is one op that is not seen through, or None.
+    """The name of a call that is kept as one op; None for a call that is seen through.
 
-    Always ``pallas_call:NAME`` and ``ffi_call:TARGET``, whose insides nobody can see. Where they are registered also
-    ``custom_vjp_call:FUNCTION``, ``custom_jvp_call:FUNCTION`` and ``jit:FUNCTION``, if it is the very function that was
-    registered: another one of that name is seen through, with a warning. ``operands`` are the types of a kernel's.
+    ``pallas_call:NAME`` and ``ffi_call:TARGET`` are always kept: their bodies are opaque. ``custom_vjp_call:FUNCTION``,
+    ``custom_jvp_call:FUNCTION`` and ``jit:FUNCTION`` are kept if that very function is registered; another function of the same
+    name is seen through, with a warning. ``operands`` are the types of a kernel's operands.
 
     Raises:
-        DescriptionError: if a kernel is another one than that which is registered under its name.
+        DescriptionError: if a different kernel is registered under this kernel's name.
     """
     kernel = kernel_name(primitive, params)
     if kernel is not None:
         if operands is not None and kernel in _RULES and kernel in _SAME and not _SAME[kernel](params, operands):
             raise DescriptionError(
-                f"another kernel than the one that run= calls goes by the name {kernel} too; give each its own (name=), and "
-                "register each",
+                f"two kernels share the name {kernel}, and run= calls the other one; give each its own (name=), and register "
+                "each",
                 expression=str(params.get("name_and_src_info") or params.get("name")),
             )
         return kernel
@@ -126,18 +126,18 @@ def _recognised(name: str, body: Any) -> bool:
     if name not in _SAME or _SAME[name](body, body.in_avals):
         return True
     warnings.warn(
-        f"{name} is seen through where it is not the function that was registered: another of the same name, or with other "
-        "static arguments or constants; give it a name of its own",
+        f"{name} is seen through where it is not the registered function but another of the same name, or the same function "
+        "with other static arguments or constants; give it a name of its own",
         stacklevel=2,
     )
     return False
 
 
 def _fits(name: str, body: Any) -> bool:
-    """Whether a call has the operands and results that its description is for.
+    """Whether a call has the operands and results that its description takes.
 
-    It has not under vmap, and inside remat, where JAX takes unused results away: there it is seen through, with a warning
-    (without one where nothing is left of it).
+    It may not under vmap, or inside remat, where JAX removes unused results. The call is then seen through, with a warning
+    (without one if no result is left).
     """
     if not body.out_avals:
         return False
@@ -151,7 +151,7 @@ def _fits(name: str, body: Any) -> bool:
 
 
 def op(function: Callable[..., Any]) -> Callable[[Call], Description]:
-    """Tofu's ``@tdl.op``: ``function(*operands)`` returns the lambda; the result reads a `Call` into a `Description`."""
+    """Tofu's ``@tdl.op``: ``function(*operands)`` returns the lambda; the decorated function maps a `Call` to a `Description`."""
 
     def of(call: Call) -> Description:
         @wraps(function)
@@ -171,24 +171,24 @@ _ELEMENTWISE = "shardplan.tdl.rules.elementwise"
 def describe(call: Call) -> Description | None:
     """The description of this application, or None where no rule covers the primitive.
 
-    Rules of elementwise ops only ask whether an extent is 0, 1 or more: they are read once for each pattern of dims.
+    Rules of elementwise ops depend only on whether an extent is 0, 1 or more: they are read once for each pattern of dims.
     """
     function = _RULES.get(call.primitive)
     if function is None:
         return None
-    alike = _pattern(call, function)
-    known = _PATTERNS.get(alike)
-    if known is not None:
-        loops = tuple([LoopInfo(loop.name, n, None, False) for loop, n in zip(known.loops, call.results[0], strict=True)])
-        return Description(call, loops, known.results, known.accesses, known.trees, known.monomials, True)
-    found = read(call, function)
-    if alike is not None and found.elementwise:
-        _PATTERNS[alike] = found
-    return found
+    key = _pattern(call, function)
+    cached = _PATTERNS.get(key)
+    if cached is not None:
+        loops = tuple([LoopInfo(loop.name, n, None, False) for loop, n in zip(cached.loops, call.results[0], strict=True)])
+        return Description(call, loops, cached.results, cached.accesses, cached.trees, cached.monomials, True)
+    description = read(call, function)
+    if key is not None and description.elementwise:
+        _PATTERNS[key] = description
+    return description
 
 
 def _pattern(call: Call, function: RuleFunction) -> Hashable:
-    """All that our own rule of an elementwise op sees of a call: of extents whether they are 0, 1 or more. None of others."""
+    """All of a call that a built-in elementwise rule depends on: its extents count as 0, 1 or more. None for other rules."""
     if function.__module__ != _ELEMENTWISE:
         return None
     shapes = tuple([tuple([n if n < 2 else 2 for n in shape]) for shape in (*call.operands, *call.results)])

@@ -1,4 +1,4 @@
-"""Descriptions: what a primitive's rule says, read into loops, accesses and linearity."""
+"""Descriptions: a primitive's rule, read into loops, accesses and linearity."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ Monomials = frozenset[tuple[int, ...]]
 class Call:
     """One application of a primitive, as a rule sees it: shapes and dtypes of operands and results, and parameters.
 
-    ``scalars[i]`` is the value of operand i where it is a literal of the program, else None (left out: nothing is known). A
-    literal zero counts as no term, so that a partial sum passes through padding with zeros.
+    ``scalars[i]`` is the value of operand i if it is a literal of the program, else None (empty: nothing is known). A literal
+    zero counts as no term, so a partial sum passes through padding with zeros.
     """
 
     primitive: str
@@ -38,7 +38,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class LoopInfo:
-    """A loop: ``reducer`` None where it is parallel; ``whole`` where an opaque function runs over it and it may not be cut."""
+    """A loop. ``reducer`` is None for a parallel loop; a ``whole`` loop runs inside an opaque function and may not be cut."""
 
     name: str
     extent: int
@@ -50,10 +50,10 @@ class LoopInfo:
 class Description:
     """A primitive application in TDL.
 
-    ``results[r][d]`` is the loop that is dim d of result r. ``accesses`` lists (operand, index expressions) once each.
-    ``trees`` are the element expressions. ``monomials[r]`` says how result r depends on its operands: a sum of products of the
-    listed operands (an operand that passes through a nonlinear function is listed twice). ``elementwise``: every operand is read
-    at the result's own index (size-1 dims and scalars broadcast).
+    ``results[r][d]`` is the loop that is dim d of result r. ``accesses`` lists each (operand, index expressions) once.
+    ``trees[r]`` is the element expression of result r. ``monomials[r]`` says how result r depends on its operands: a sum of
+    products of the listed operands (an operand that passes through a nonlinear function is listed twice). ``elementwise``: every
+    operand is read at the result's own index (size-1 dims and scalars broadcast).
     """
 
     call: Call
@@ -74,7 +74,7 @@ def _takes(function: RuleFunction, count: int) -> bool:
 
 
 def read(call: Call, function: RuleFunction) -> Description:
-    """What a rule says of this call: loops, accesses and linearity."""
+    """Reads a rule for this call into loops, accesses and linearity."""
     operands = [
         lang.TensorRef(i, shape, call.dtypes[i] if i < len(call.dtypes) else "float32") for i, shape in enumerate(call.operands)
     ]
@@ -82,19 +82,19 @@ def read(call: Call, function: RuleFunction) -> Description:
     if registered and not _takes(function, len(operands)):
         described = [str(p) for p in inspect.signature(function).parameters.values()][1:]
         raise MisfitError(
-            f"{call.primitive} has {len(operands)} operands, described are {len(described)}",
+            f"{call.primitive} has {len(operands)} operands, but its description takes {len(described)}",
             expression=f"({', '.join(described)})",
         )
     results: list[tuple[int, ...]] = []
     trees: list[lang.Scalar] = []
     with lang.Recorder() as recorder, users_code(lambda error: failed(call.primitive, function, error, lambdas=bool(results))):
-        made = function(call, *operands)
-        lambdas = cast("tuple[Lambda, ...]", made if isinstance(made, tuple) else (made,))
+        rule_result = function(call, *operands)
+        lambdas = cast("tuple[Lambda, ...]", rule_result if isinstance(rule_result, tuple) else (rule_result,))
         for body in lambdas:
             if not callable(body):
                 raise DescriptionError(f"{call.primitive}: a description returns a lambda for each result", expression=repr(body))
         if len(lambdas) != len(call.results):
-            raise MisfitError(f"{call.primitive} has {len(call.results)} results, described are {len(lambdas)}")
+            raise MisfitError(f"{call.primitive} has {len(call.results)} results, but its description returns {len(lambdas)}")
         for body, shape in zip(lambdas, call.results, strict=True):
             dims = _parallel(recorder, call, body, shape)
             recorder.open = [recorder.names[i] for i in dims]
@@ -116,7 +116,7 @@ def read(call: Call, function: RuleFunction) -> Description:
 
 
 def failed(primitive: str, function: Callable[..., Any], error: BaseException, *, lambdas: bool) -> DescriptionError:
-    """The error for what a description raises, or one of its ``lambdas``, with the line of its file that did."""
+    """The error for an exception raised by a description, or by one of its ``lambdas``, with the line in its file."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     file = None if code is None else code.co_filename
     lines = [at.tb_lineno for at in _frames(error) if at.tb_frame.f_code.co_filename == file]
@@ -177,14 +177,14 @@ def children(node: lang.Scalar) -> tuple[lang.Scalar, ...]:
 
 
 def _accesses(trees: list[lang.Scalar]) -> tuple[tuple[int, tuple[IndexExpr, ...]], ...]:
-    found: list[tuple[int, tuple[IndexExpr, ...]]] = []
+    unique: list[tuple[int, tuple[IndexExpr, ...]]] = []
     stack = list(reversed(trees))
     while stack:
         node = stack.pop()
-        if isinstance(node, lang.Access) and (node.operand, node.indices) not in found:
-            found.append((node.operand, node.indices))
+        if isinstance(node, lang.Access) and (node.operand, node.indices) not in unique:
+            unique.append((node.operand, node.indices))
         stack.extend(reversed(children(node)))
-    return tuple(found)
+    return tuple(unique)
 
 
 def _check(call: Call, accesses: tuple[tuple[int, tuple[IndexExpr, ...]], ...]) -> None:
@@ -194,7 +194,7 @@ def _check(call: Call, accesses: tuple[tuple[int, tuple[IndexExpr, ...]], ...]) 
 
 
 def _extents(recorder: lang.Recorder, call: Call, accesses: tuple[tuple[int, tuple[IndexExpr, ...]], ...]) -> tuple[int, ...]:
-    """Parallel loops have the result's extent, reduction loops that of a dim which they index alone."""
+    """The loops' extents: a parallel loop's from the result, a reduction loop's from an operand dim that it indexes alone."""
     extents = list(recorder.extents)
     if all(n is not None for n in extents):
         return cast("tuple[int, ...]", tuple(extents))
@@ -217,10 +217,10 @@ _NONE = frozenset[int]()
 def _hidden(tree: lang.Scalar) -> frozenset[int]:
     if isinstance(tree, lang.Access | lang.Number):
         return _NONE
-    own = tree.loops if isinstance(tree, lang.HiddenLoops) else _NONE
+    hidden = tree.loops if isinstance(tree, lang.HiddenLoops) else _NONE
     for child in children(tree):
-        own |= _hidden(child)
-    return own
+        hidden |= _hidden(child)
+    return hidden
 
 
 def _identity(indices: tuple[IndexExpr, ...], shape: tuple[int, ...], result: tuple[int, ...]) -> bool:
@@ -235,7 +235,7 @@ def _identity(indices: tuple[IndexExpr, ...], shape: tuple[int, ...], result: tu
 
 
 def products(node: lang.Scalar, zeros: frozenset[int] = frozenset()) -> Monomials:
-    """The expression as a sum of products of operands; what is not linear counts an operand twice. Zero is the empty sum."""
+    """The expression as a sum of products of operands; a nonlinear function lists its operands twice. Zero is the empty sum."""
     match node:
         case lang.Number(value):
             return frozenset({()}) if value else frozenset()

@@ -1,4 +1,4 @@
-"""Which ops are so light that a compiler computes them again at each reader, in place of storing what they make."""
+"""Which ops are so light that a compiler recomputes them at each reader instead of storing their results."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _LIGHT = frozenset({
 
 
 def light(description: Description) -> bool:
-    """Whether an element of every result takes but a few sums, products, comparisons and choices of elements.
+    """Whether each result element takes only a few sums, products, comparisons and selections.
 
-    No reduction, and no division, root or transcendental: broadcasts are light, a matrix product is not. XLA's fusion duplicates
-    such ops into their readers, and no others (its `InstructionFusion.IsExpensive`).
+    Reductions, divisions, roots and transcendentals are not light: a broadcast is, a matrix product is not. XLA's fusion
+    duplicates only light ops into their readers (its `InstructionFusion.IsExpensive`).
     """
     return all(_light(tree) for tree in description.trees)
 

@@ -1,8 +1,8 @@
 # pyright: basic
-"""Whether a call in a program is of the function that was registered, and not of another one of the same name.
+"""Whether a call in a program is of the registered function, and not of another one with the same name.
 
-The registered function is traced on the call's shapes, and the two programs are compared: op by op, with their constants. Where
-they differ (another function, other static arguments, another constant inside a kernel) the description says nothing about it.
+The registered function is traced on the call's shapes, and the two programs are compared op by op, with their constants. Where
+they differ (another function, other static arguments, another constant inside a kernel) the description does not apply.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ def same_function(function: Callable[..., Any], name: str, body: Any, operands: 
     if traced is None:
         return False
     for eqn in traced.jaxpr.eqns:
-        own = eqn.params.get("jaxpr" if primitive == "jit" else "call_jaxpr")
-        if eqn.primitive.name in (primitive, "pjit") and own is not None:
-            return own is body or same_program(_alive(own), _alive(body))
+        program = eqn.params.get("jaxpr" if primitive == "jit" else "call_jaxpr")
+        if eqn.primitive.name in (primitive, "pjit") and program is not None:
+            return program is body or same_program(_without_dead_code(program), _without_dead_code(body))
     return False
 
 
 def same_kernel(run: Callable[..., Any], name: str, params: Any, operands: Sequence[Any]) -> bool:
-    """Whether ``run`` on operands of these types calls this kernel; also where it calls none of that name, or takes none such."""
+    """Whether ``run`` on operands of these types calls this kernel; also if it calls none of that name or cannot be traced."""
     traced = _traced(run, name, operands)
-    found = (
+    kernels = (
         [] if traced is None else [e.params for e in _equations(traced.jaxpr) if kernel_name(e.primitive.name, e.params) == name]
     )
-    return not found or any(_same_grid(p, params) and same_program(p["jaxpr"], params["jaxpr"]) for p in found)
+    return not kernels or any(_same_grid(p, params) and same_program(p["jaxpr"], params["jaxpr"]) for p in kernels)
 
 
 def _traced(function: Callable[..., Any], name: str, operands: Sequence[Any]) -> Any | None:
@@ -54,8 +54,8 @@ def _traced(function: Callable[..., Any], name: str, operands: Sequence[Any]) ->
         return None
 
 
-def _alive(closed: Any) -> Any:
-    """The program without what its results do not depend on, which JAX leaves out of some calls (inside remat) only."""
+def _without_dead_code(closed: Any) -> Any:
+    """The program without dead code, which JAX removes from some calls only (those inside remat)."""
     jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
     return closed.replace(jaxpr=jaxpr)
 
@@ -71,32 +71,36 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def _same_grid(a: Any, b: Any) -> bool:
-    """The same blocks, cut from the operands in the same way."""
+    """Whether two kernels have the same blocks, cut from the operands in the same way."""
     one, two = a.get("grid_mapping"), b.get("grid_mapping")
     maps = [[getattr(m, "index_map_jaxpr", None) for m in getattr(g, "block_mappings", ())] for g in (one, two)]
     return str(one) == str(two) and _alike(*maps)
 
 
 def same_program(a: Any, b: Any) -> bool:
-    """Whether two programs do the same ops on the same constants: names of variables and places in the source do not count."""
+    """Whether two programs run the same ops on the same constants; variable names and source positions do not count."""
     if a is b:
         return True
     if not _alike(getattr(a, "consts", ()), getattr(b, "consts", ())):
         return False
     one, two = (getattr(x, "jaxpr", x) for x in (a, b))
-    of: dict[Any, Any] = {}
-    if not (_bound(of, one.constvars, two.constvars) and _bound(of, one.invars, two.invars) and len(one.eqns) == len(two.eqns)):
+    counterpart: dict[Any, Any] = {}
+    if not (
+        _bound(counterpart, one.constvars, two.constvars)
+        and _bound(counterpart, one.invars, two.invars)
+        and len(one.eqns) == len(two.eqns)
+    ):
         return False
     for e, f in zip(one.eqns, two.eqns, strict=True):
-        if e.primitive is not f.primitive or not _read(of, e.invars, f.invars) or not _same_params(e, f):
+        if e.primitive is not f.primitive or not _read(counterpart, e.invars, f.invars) or not _same_params(e, f):
             return False
-        if not _bound(of, e.outvars, f.outvars):
+        if not _bound(counterpart, e.outvars, f.outvars):
             return False
-    return _read(of, one.outvars, two.outvars)
+    return _read(counterpart, one.outvars, two.outvars)
 
 
-def _bound(of: dict[Any, Any], one: Sequence[Any], two: Sequence[Any]) -> bool:
-    of.update(zip(one, two, strict=False))
+def _bound(counterpart: dict[Any, Any], one: Sequence[Any], two: Sequence[Any]) -> bool:
+    counterpart.update(zip(one, two, strict=False))
     return [_type(v) for v in one] == [_type(v) for v in two]
 
 
@@ -104,24 +108,27 @@ def _type(var: Any) -> Any:
     return getattr(var.aval, "shape", None), getattr(var.aval, "dtype", None)
 
 
-def _read(of: dict[Any, Any], one: Sequence[Any], two: Sequence[Any]) -> bool:
+def _read(counterpart: dict[Any, Any], one: Sequence[Any], two: Sequence[Any]) -> bool:
     def same(a: Any, b: Any) -> bool:
         if isinstance(a, _jax.Literal) or isinstance(b, _jax.Literal):
             return type(a) is type(b) and _type(a) == _type(b) and _alike(a.val, b.val)
-        return of[a] is b
+        return counterpart[a] is b
 
     return len(one) == len(two) and all(map(same, one, two))
 
 
 def _same_params(e: Any, f: Any) -> bool:
-    """How a derivative is taken does not count where it was taken already, nor where a ``jit`` would like its values to lie."""
+    """Whether two equations have the same parameters; of custom calls and ``jit`` only the programs count.
+
+    Derivative rules are no longer needed by then, and a ``jit``'s preferred shardings do not change its values.
+    """
     name = e.primitive.name
     key = "call_jaxpr" if name in _CUSTOM else "jaxpr" if name in ("jit", "pjit") else None
     return _alike(e.params[key], f.params[key]) if key in e.params else _alike(e.params, f.params)
 
 
 def _alike(a: Any, b: Any) -> bool:
-    """Equal values; what cannot be compared is not."""
+    """Whether two values are equal; values that cannot be compared are not."""
     if a is b:
         return True
     if hasattr(a, "eqns") or hasattr(a, "jaxpr"):
@@ -132,7 +139,7 @@ def _alike(a: Any, b: Any) -> bool:
         return isinstance(b, tuple | list) and len(a) == len(b) and all(map(_alike, a, b))
     if isinstance(a, np.ndarray | np.generic | jax.Array | float | complex):
         return _same_array(a, b)
-    if hasattr(a, "__code__") and hasattr(b, "__code__"):  # a function made anew at each trace
+    if hasattr(a, "__code__") and hasattr(b, "__code__"):  # each trace makes a new function object
         cells = [tuple(c.cell_contents for c in f.__closure__ or ()) for f in (a, b)]
         return a.__code__ is b.__code__ and _alike(a.__defaults__, b.__defaults__) and _alike(*cells)
     return bool(a == b)

@@ -2,7 +2,7 @@
 
 An index of an operand dim is affine in the loops, with ``//`` and ``%`` by constants (reshape), or a full slice, or depends on
 data. `interval` is Tofu's symbolic interval analysis (paper section 4.2, eq. 1 and Figure 4), with one symbol: the worker ``w``
-that computes block ``w`` of the loop that is cut. A region is ``[step*w + lo, step*w + hi]``.
+that computes block ``w`` of the cut loop. A region is ``[step*w + lo, step*w + hi]``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class FloorDiv:
 
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """``inner / by``: there is an element only where ``by`` divides (a dilated operand, the windows that cover an element)."""
+    """``inner / by``, defined only where ``by`` divides (a dilated operand, the windows that cover an element)."""
 
     inner: IndexExpr
     by: int
@@ -48,7 +48,7 @@ class Mod:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """``inner * by`` where the inner expression holds ``//`` or ``%``."""
+    """``inner * by`` where the inner expression contains ``//`` or ``%``."""
 
     inner: IndexExpr
     by: int
@@ -56,7 +56,7 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Plus:
-    """A sum that is not affine: some term holds ``//`` or ``%``."""
+    """A sum that is not affine: some term contains ``//`` or ``%``."""
 
     left: IndexExpr
     right: IndexExpr
@@ -69,7 +69,7 @@ class Full:
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """An index that only the data know: the worker must hold the whole dim."""
+    """A data-dependent index: the worker must hold the whole dim."""
 
 
 IndexExpr = Affine | FloorDiv | Exact | Mod | Times | Plus | Full | Data
@@ -157,7 +157,7 @@ def _scale(a: IndexExpr, k: int) -> IndexExpr:
 
 
 def floordiv(a: IndexExpr, by: int) -> IndexExpr:
-    """``a // by``, folded where it is affine again."""
+    """``a // by``, simplified where the result is affine."""
     if by == 1:
         return a
     if isinstance(a, Affine) and a.const % by == 0 and all(c % by == 0 for _, c in a.terms):
@@ -166,13 +166,13 @@ def floordiv(a: IndexExpr, by: int) -> IndexExpr:
 
 
 def exact(a: IndexExpr, by: int) -> IndexExpr:
-    """``a / by``, folded where it is affine again."""
+    """``a / by``, simplified where the result is affine."""
     whole = floordiv(a, by)
     return Exact(a, by) if isinstance(whole, FloorDiv) else whole
 
 
 def mod(a: IndexExpr, by: int) -> IndexExpr:
-    """``a % by``, folded where it is a constant."""
+    """``a % by``, simplified where the result is a constant."""
     if by == 1:
         return Affine()
     if isinstance(a, Affine):
@@ -233,7 +233,7 @@ class Interval:
 
 
 def interval(expr: IndexExpr, extents: Mapping[int, int], cut: int, ways: int) -> Interval | None:
-    """The interval that ``expr`` sweeps while loop ``cut`` runs over worker w's block of ``extents[cut] / ways``.
+    """The interval that ``expr`` sweeps while loop ``cut`` runs over worker w's block of ``extents[cut] / ways`` iterations.
 
     The other loops run over their whole range. None where no single ``step`` fits all workers (a stride across blocks).
     """
@@ -277,7 +277,7 @@ def interval(expr: IndexExpr, extents: Mapping[int, int], cut: int, ways: int) -
 
 
 def _interval_mod(at: Interval, by: int, ways: int) -> Interval | None:
-    """The remainders of an interval: all of them, the same for every worker, or nothing that wraps around."""
+    """The interval of remainders; None unless it is all of them, the same for every worker, or free of wrap-around."""
     if at.hi - at.lo >= by - 1:
         return Interval(0, 0, by - 1)
     if at.step % by == 0:

@@ -8,7 +8,7 @@ A description is a Python function of symbolic tensors that returns a lambda ove
     ...     return lambda b, co, x: tdl.Sum(lambda ci, dx: data[b, ci, x + dx] * filters[ci, co, dx])
 
 Reductions are `Sum`, `Prod`, `Max`, `Min`, `And`, `Or`, `ArgMax`, `ArgMin`; `where` selects; `apply` names any other scalar
-function; `Opaque` hides what cannot be said, and ``:`` hands it a whole slice.
+function; `Opaque` stands for a function that TDL cannot express, and ``:`` passes it a whole slice.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Access(Scalar):
 
 @dataclass(frozen=True, slots=True)
 class Apply(Scalar):
-    """A scalar function of scalars; ``how`` says what linearity may be read from it."""
+    """A scalar function of scalars; ``how`` determines its linearity."""
 
     how: Arithmetic
     args: tuple[Scalar, ...]
@@ -100,7 +100,7 @@ class Apply(Scalar):
 
 @dataclass(frozen=True, slots=True)
 class Reduce(Scalar):
-    """``reducer`` over ``loops`` of ``body``."""
+    """The reduction of ``body`` over ``loops``."""
 
     reducer: Reducer
     loops: tuple[int, ...]
@@ -125,7 +125,7 @@ class TensorRef:
 
 
 DATA = Data()
-"""The index that only the data know."""
+"""The data-dependent index."""
 
 
 def _index(key: object) -> IndexExpr:
@@ -133,7 +133,7 @@ def _index(key: object) -> IndexExpr:
         case Loop():
             return key.expr
         case bool():
-            raise DescriptionError("an index is not a truth value", expression=repr(key))
+            raise DescriptionError("a bool is not an index", expression=repr(key))
         case int():
             return Affine((), key)
         case slice() if key == slice(None):
@@ -154,7 +154,7 @@ def scalar(value: object) -> Scalar:
 
 
 def where(condition: object, then: object, otherwise: object = 0.0) -> Scalar:
-    """``then`` where the condition holds, else ``otherwise``: linear in both together, not in the condition."""
+    """``then`` where the condition holds, else ``otherwise``: jointly linear in both, not in the condition."""
     return Apply("where", (scalar(condition), scalar(then), scalar(otherwise)))
 
 
@@ -164,17 +164,17 @@ def apply(name: str, *args: object) -> Scalar:
 
 
 def given(conditions: object, value: object) -> Scalar:
-    """``value``, found by way of ``conditions`` (a lookup's indices, the order of a sort): linear in the value only."""
+    """``value``, selected by ``conditions`` (a lookup's indices, the order of a sort): linear in the value only."""
     return Apply("where", (scalar(conditions), scalar(value), Number(0.0)), "given")
 
 
 def transformed(conditions: object, value: object) -> Scalar:
-    """Some linear function of ``value``'s whole slice (a transform, a solve), which ``conditions`` determine."""
+    """A linear function of ``value``'s whole slice (a transform, a solve); ``conditions`` determine which."""
     return Apply("where", (scalar(conditions), scalar(value), Number(0.0)), "transformed")
 
 
 def equals(element: object, index: Loop) -> Scalar:
-    """1 where an element holds this index, else 0: how a lookup is said as a sum over all rows."""
+    """1 where an element equals this index, else 0: expresses a lookup as a sum over all rows."""
     return Match(scalar(element), index.expr)
 
 
@@ -187,9 +187,9 @@ class Match(Scalar):
 
 
 class Opaque:
-    """Some function of its arguments that TDL cannot say; each argument's ``:`` dims stay whole.
+    """A function of its arguments that TDL cannot express; each argument's ``:`` dims stay whole.
 
-    ``lambda b, i, j: Opaque()(mat[b, :, :])[i, j]`` is Tofu's batch Cholesky: the dims given after the call are whole too.
+    ``lambda b, i, j: Opaque()(mat[b, :, :])[i, j]`` is Tofu's batch Cholesky: the dims indexed after the call stay whole too.
     """
 
     def __call__(self, *args: Scalar) -> OpaqueResult:
@@ -199,7 +199,7 @@ class Opaque:
 
 @dataclass(frozen=True, slots=True)
 class OpaqueResult(Scalar):
-    """An opaque value; index it with the loops that run inside it, or use it as it is."""
+    """An opaque value: index it with the loops that run inside the function, or use it as it is."""
 
     args: tuple[Scalar, ...]
 
@@ -210,7 +210,7 @@ class OpaqueResult(Scalar):
 
 @dataclass(frozen=True, slots=True)
 class HiddenLoops(Scalar):
-    """An opaque value whose ``loops`` must stay whole: they index what the function returns."""
+    """An opaque value whose ``loops`` must stay whole: they index the function's result."""
 
     args: tuple[Scalar, ...]
     loops: frozenset[int]
@@ -223,7 +223,7 @@ def _loops(loop: Loop) -> frozenset[int]:
 
 
 class Recorder:
-    """Hands out loops while a description's lambda runs. One recorder serves all lambdas of one description."""
+    """Numbers the loops while a description's lambda runs. One recorder serves all lambdas of one description."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -270,7 +270,7 @@ class Named:
 
 
 def lambda_names(function: Callable[..., Any], arity: int | None) -> list[str]:
-    """The index names of a description's lambda; ``*i`` takes ``arity`` names from its own."""
+    """The index names of a description's lambda; ``*i`` expands to ``i0``, ``i1``... up to ``arity`` names in all."""
     if isinstance(function, Named):
         return list(function.names)
     code = getattr(function, "__code__", None)
@@ -297,21 +297,21 @@ def _reduction(reducer: Reducer, body: Callable[..., Any], extents: tuple[int, .
             "a reducer needs an index to reduce over", expression=f"{reducer} over {names} with extents {extents}"
         )
     recorder = current()
-    taken = [n for n in names if n in recorder.open]
-    if taken:
+    shadowed = [n for n in names if n in recorder.open]
+    if shadowed:
         raise DescriptionError(
-            f"the index {taken[0]} of a reduction stands for another one around it already; give it a name of its own",
+            f"the index {shadowed[0]} of a reduction has the name of an index around it: rename it",
             expression=f"{reducer} over {', '.join(names)} inside {', '.join(recorder.open)}",
         )
     ids = tuple(recorder.loop(n, reducer, extents[i] if extents else None) for i, n in enumerate(names))
     recorder.open += names
-    made = scalar(body(*(Loop(Affine(((i, 1),))) for i in ids)))
+    term = scalar(body(*(Loop(Affine(((i, 1),))) for i in ids)))
     del recorder.open[-len(names) :]
-    return Reduce(reducer, ids, made)
+    return Reduce(reducer, ids, term)
 
 
 def Sum(body: Callable[..., Any], extents: tuple[int, ...] | None = None) -> Scalar:  # noqa: N802 (Tofu's name)
-    """Sum of ``body`` over its indices; their extents are read off the operand dims that they index alone, or given."""
+    """Sum of ``body`` over its indices; their extents are given, or read off the operand dims that they index alone."""
     return _reduction("sum", body, extents)
 
 
@@ -331,12 +331,12 @@ def Min(body: Callable[..., Any], extents: tuple[int, ...] | None = None) -> Sca
 
 
 def ArgMax(body: Callable[..., Any], extents: tuple[int, ...] | None = None) -> Scalar:  # noqa: N802
-    """The first place of the maximum: a reduction of pairs (a place, and what stands there)."""
+    """The first position of the maximum: a reduction of (position, value) pairs."""
     return _reduction("argmax", body, extents)
 
 
 def ArgMin(body: Callable[..., Any], extents: tuple[int, ...] | None = None) -> Scalar:  # noqa: N802
-    """The first place of the minimum."""
+    """The first position of the minimum."""
     return _reduction("argmin", body, extents)
 
 

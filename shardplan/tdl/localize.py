@@ -1,9 +1,8 @@
 # pyright: basic
 """Running one worker's share of an op (Tofu, section 4.2): local parameters, halo, offsets and masks.
 
-`localize` says what a worker runs; verification and the explicit emission use the same answer. The worker may be a traced index,
-so one program serves all of them: what depends on the worker is arithmetic (an offset that is added, rows that are masked), never
-a parameter.
+`localize` gives what a worker runs, for verification and for the explicit emission. The worker may be a traced index, so one
+program serves all workers: whatever depends on the worker is arithmetic (an added offset, masked rows), never a parameter.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ Run = Callable[[Bind, Sequence[Any], Any], tuple[Any, ...]]
 class Local:
     """A worker's share of a call.
 
-    ``call`` is what the primitive is bound to, its operand shapes with their halo; ``edges[i]`` says what stands in operand i's
-    halo beyond the tensor's own edge: zeros, the lowest or highest value of the dtype, or the scalar operand of that number.
-    ``run(bind, operands, worker)`` is the whole of it; ``bind`` applies the primitive, or a further cut of ``call``.
+    ``call`` is the call that the primitive runs; its operand shapes include the halos. ``edges[i]`` fills operand i's halo beyond
+    the tensor's own edge: zeros, the lowest or highest value of the dtype, or the scalar operand of that number.
+    ``run(bind, operands, worker)`` computes the share; ``bind`` applies the primitive, or a further cut of ``call``.
     """
 
     call: Call
@@ -47,7 +46,7 @@ class Local:
 
 
 def localize(call: Call, strategy: Strategy) -> Local:
-    """What each of ``strategy.ways`` workers runs in place of ``call``."""
+    """The share of ``call`` that each of ``strategy.ways`` workers runs."""
     small = shrink(call, strategy)
     small = replace(small, operands=tuple(_widened(s, p) for s, p in zip(small.operands, strategy.operands, strict=True)))
     local = Local(small, strategy, ("zero",) * len(call.operands), _plain)
@@ -61,9 +60,9 @@ def run(local: Local, operands: Sequence[Any], worker: Any) -> tuple[Any, ...]:
 
 
 def evaluate(call: Call, operands: Sequence[Any], *, primitive: Any = None) -> tuple[Any, ...]:
-    """The primitive itself, whole; index forms of our own (``random_bits_at``) are evaluated here.
+    """Applies the primitive uncut; our own index forms (``random_bits_at``) are evaluated here.
 
-    ``primitive`` is the one that a program applies; without it the name says which.
+    ``primitive`` is the primitive object in the program; without it, the call's name selects one.
     """
     own = _OWN.get(call.primitive)
     if own is not None:
@@ -76,13 +75,13 @@ def evaluate(call: Call, operands: Sequence[Any], *, primitive: Any = None) -> t
 
 
 HALO = "@halo"
-"""Ends the name of a registered call that runs on blocks with their halo."""
+"""The suffix of a registered call's name where it runs on blocks with their halo."""
 
 
 def run_as(primitive: str, function: Callable[..., Any], *, beyond: Callable[..., Any] | None = None) -> Callable[[], None]:
-    """From now on ``function(*operands, **params)`` evaluates this primitive, and ``beyond`` does on blocks with a halo.
+    """From now on ``function(*operands, **params)`` evaluates this primitive, and ``beyond`` evaluates it on blocks with a halo.
 
-    The result takes that back.
+    Returns a function that undoes this.
     """
     before = {name: _OWN.pop(name, None) for name in (primitive, f"{primitive}{HALO}")}
 
@@ -114,7 +113,7 @@ def _named_halo(call: Call, local: Local) -> Local:
 
 
 def edge_value(edge: Edge, dtype: Any, operands: Sequence[Any]) -> Any:
-    """The scalar that stands beyond the edge."""
+    """The scalar that fills a halo beyond the edge."""
     match edge:
         case "zero":
             return np.zeros((), dtype)
@@ -175,7 +174,7 @@ def _slice(call: Call, local: Local) -> Local:
 
 @_local("pad")
 def _pad(call: Call, local: Local) -> Local:
-    """The halo takes the place of padding; beyond the edge it holds the padding value."""
+    """The halo replaces padding; beyond the edge it holds the padding value."""
     config = [(int(lo), int(hi), int(gap)) for lo, hi, gap in call.params["padding_config"]]
     for dim, (halo, _) in filter(None, [_cut_dim(local.strategy.operands[0])]):
         low, _, gap = config[dim]
@@ -188,7 +187,7 @@ def _pad(call: Call, local: Local) -> Local:
 def _window_padding(
     size: int, out: int, old: tuple[int, int], window: int, stride: int, wide: int, apart: int, halo: int
 ) -> tuple[int, int]:
-    """Padding of a worker's region so that its first output reads where it should, and there are ``out`` of them."""
+    """The padding of a worker's region that aligns its first output and gives ``out`` outputs."""
     low = old[0] - halo * apart
     spread, dilated = (window - 1) * wide + 1, (size - 1) * apart + 1
     return low, (out - 1) * stride + spread - dilated - low
@@ -214,13 +213,14 @@ def _convolution(call: Call, local: Local) -> Local:
                 halo,
             )
             if padding[n] == (0, 0) and int(p["lhs_dilation"][n]) > 1:
-                return _one_more(local, padding, n, numbers.out_spec[2 + n], int(p["window_strides"][n]))
+                return _with_extra_output(local, padding, n, numbers.out_spec[2 + n], int(p["window_strides"][n]))
     return _with(local, padding=tuple(padding))
 
 
-def _one_more(local: Local, padding: list[tuple[int, int]], n: int, dim: int, stride: int) -> Local:
-    """A convolution of one output more in spatial dim ``n``, which is cropped: without padding, XLA's algebraic simplifier aborts
-    on a dilated operand whose other dim is smaller than the kernel.
+def _with_extra_output(local: Local, padding: list[tuple[int, int]], n: int, dim: int, stride: int) -> Local:
+    """Computes one more output in spatial dim ``n``, and crops it.
+
+    Without padding, XLA's algebraic simplifier aborts on a dilated operand whose other dim is smaller than the kernel.
     """
     shape = local.call.results[0]
 
@@ -263,7 +263,7 @@ def _reduce_window(call: Call, local: Local) -> Local:
 
 @_local("select_and_scatter_add")
 def _select_and_scatter_add(call: Call, local: Local) -> Local:
-    """All windows that touch the block, on all that they cover; the result is cropped to the block."""
+    """Runs all windows that touch the block, on all that they cover, and crops the result to the block."""
     p, (source, x) = call.params, local.call.operands
     edge: Edge = "lowest" if str(p["select_prim"]) == "ge" else "highest"
     local = replace(local, edges=("zero", edge))
@@ -275,7 +275,7 @@ def _select_and_scatter_add(call: Call, local: Local) -> Local:
     padding = [(int(lo), int(hi)) for lo, hi in p["padding"]]
     low = padding[dim][0] + at_source[1][0] * stride - lo
     high = (source[dim] - 1) * stride + window - x[dim] - low
-    padding[dim] = (low, min(0, high + stride - 1) if high < 0 else high)  # as many windows, and no negative padding here
+    padding[dim] = (low, min(0, high + stride - 1) if high < 0 else high)  # same number of windows, less negative padding
     size = local.call.results[0][dim]
 
     def cropped(bind: Bind, operands: Sequence[Any], worker: Any) -> tuple[Any, ...]:
@@ -288,16 +288,16 @@ def _select_and_scatter_add(call: Call, local: Local) -> Local:
 
 @_local("argmax", "argmin")
 def _argument(call: Call, local: Local) -> Local:
-    """A worker's place is counted from its own offset, and comes with the extreme that stands there: a result more."""
+    """Adds the worker's offset to its positions, and returns the extremes found there as a second result."""
     if not isinstance(local.strategy.results[0], Partial):
         return local
     (dim,) = call.params["axes"]
-    mine = call.operands[0][dim] // local.strategy.ways
+    share = call.operands[0][dim] // local.strategy.ways
 
     def paired(bind: Bind, operands: Sequence[Any], worker: Any) -> tuple[Any, ...]:
         (at,) = bind(operands)
         extreme = jnp.take_along_axis(jnp.asarray(operands[0]), jnp.expand_dims(jnp.asarray(at), dim), dim)
-        return (at + jnp.asarray(worker * mine).astype(at.dtype), lax.squeeze(extreme, (dim,)))
+        return (at + jnp.asarray(worker * share).astype(at.dtype), lax.squeeze(extreme, (dim,)))
 
     return replace(local, run=paired)
 
@@ -318,7 +318,7 @@ def _iota(call: Call, local: Local) -> Local:
 
 @_local("random_bits", "random_split", "iota_2x32_shape")
 def _counted(call: Call, local: Local) -> Local:
-    """Each element's bits follow from its place in the whole: the index form takes the place of the first element."""
+    """Each element's bits follow from its position in the whole: the index form takes the position of the first element."""
     leading = len(call.operands[0]) if call.operands else 0
     rank = len(call.results[0]) - leading
     placed = _cut_dim(local.strategy.results[0])
@@ -340,7 +340,7 @@ def _counted(call: Call, local: Local) -> Local:
 
 
 @_local("random_bits_at", "random_split_at", "iota_2x32_shape_at")
-def _counted_again(call: Call, local: Local) -> Local:
+def _counted_further(call: Call, local: Local) -> Local:
     leading = len(call.operands[0]) if len(call.operands) > 1 else 0
     placed = _cut_dim(local.strategy.results[0])
     if placed is None or placed[0] < leading:
@@ -356,7 +356,7 @@ def _counted_again(call: Call, local: Local) -> Local:
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _counts(shape: tuple[int, ...], whole: tuple[int, ...], first: Any) -> tuple[Any, Any]:
-    """The row-major numbers, high and low words, of a block of ``whole`` that starts at ``first``."""
+    """The row-major positions in ``whole`` of a block that starts at ``first``, as high and low 32-bit words."""
     hi = lo = jnp.zeros(shape, jnp.uint32)
     for dim, n in enumerate(whole):
         at = lax.broadcasted_iota(jnp.uint32, shape, dim) + first[dim]
@@ -400,7 +400,7 @@ def _gamma(keys: Any, alpha: Any, log_space: bool) -> Any:
 
 
 def _compiled_gamma(call: Call, keys: Any, alpha: Any) -> tuple[Any, ...]:
-    """Compiled as a whole: op by op its loops are compiled anew at each call, for seconds."""
+    """Runs under one jit: op by op, its loops are compiled anew at each call, which takes seconds."""
     return (_gamma(keys, alpha, bool(call.params["log_space"])),)
 
 
@@ -413,28 +413,28 @@ def _mode(params: Mapping[str, Any]) -> str:
 
 @_local("gather")
 def _gather(call: Call, local: Local) -> Local:
-    """A worker that owns rows looks up what falls among them and gives zeros for the rest."""
+    """A worker looks up the indices within its own rows and gives zeros for all others."""
     placed, numbers, mode = _cut_dim(local.strategy.operands[0]), call.params["dimension_numbers"], _mode(call.params)
     if not isinstance(local.strategy.results[0], Partial) or placed is None:
         return local
     component, size = tuple(numbers.start_index_map).index(placed[0]), call.operands[0][placed[0]]
-    mine = size // local.strategy.ways
+    share = size // local.strategy.ways
 
     def masked(bind: Bind, operands: Sequence[Any], worker: Any) -> tuple[Any, ...]:
-        """The gather on a worker's rows: what others own is zero, what is lost is filled by one worker alone."""
-        table, indices, *rest = operands
+        """Gathers from the worker's own rows: other workers' rows give zeros, and worker 0 alone fills rows out of range."""
+        table, indices, *extra = operands
         indices = jnp.asarray(indices).astype(jnp.int32)
         row = indices[..., component]
-        lost = (row < 0) | (row >= size)
+        out_of_range = (row < 0) | (row >= size)
         if mode != "FILL_OR_DROP":
-            row, lost = jnp.clip(row, 0, size - 1), jnp.zeros_like(lost)
-        here = row - worker * mine
-        owned = (here >= 0) & (here < mine)
-        (out,) = bind([table, indices.at[..., component].set(jnp.clip(here, 0, mine - 1)), *rest])
+            row, out_of_range = jnp.clip(row, 0, size - 1), jnp.zeros_like(out_of_range)
+        here = row - worker * share
+        owned = (here >= 0) & (here < share)
+        (out,) = bind([table, indices.at[..., component].set(jnp.clip(here, 0, share - 1)), *extra])
         wide = tuple(int(d) for d in numbers.offset_dims)
-        absent = jnp.where(worker == 0, _fill_value(call, out.dtype), jnp.zeros((), out.dtype))
+        fill = jnp.where(worker == 0, _fill_value(call, out.dtype), jnp.zeros((), out.dtype))
         out = jnp.where(jnp.expand_dims(owned, wide), out, jnp.zeros((), out.dtype))
-        return (jnp.where(jnp.expand_dims(lost, wide), absent, out),)
+        return (jnp.where(jnp.expand_dims(out_of_range, wide), fill, out),)
 
     return replace(local, call=_index_dtype(local.call), run=masked)
 
@@ -444,9 +444,9 @@ def _index_dtype(call: Call) -> Call:
 
 
 def _fill_value(call: Call, dtype: Any) -> Any:
-    given = call.params.get("fill_value")
-    if given is not None:
-        return jnp.asarray(given, dtype)
+    value = call.params.get("fill_value")
+    if value is not None:
+        return jnp.asarray(value, dtype)
     if jnp.issubdtype(dtype, jnp.inexact):
         return jnp.asarray(jnp.nan, dtype)
     info = jnp.iinfo(dtype)
@@ -454,7 +454,7 @@ def _fill_value(call: Call, dtype: Any) -> Any:
 
 
 def _window_sizes(call: Call) -> list[int]:
-    """For each dim of a scatter's operand the extent of an update there."""
+    """The extent of an update in each dim of a scatter's operand."""
     numbers, updates = call.params["dimension_numbers"], call.operands[2]
     alone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
     sizes = iter([updates[d] for d in numbers.update_window_dims])
@@ -463,12 +463,12 @@ def _window_sizes(call: Call) -> list[int]:
 
 @_local("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
 def _scatter(call: Call, local: Local) -> Local:
-    """A worker that owns rows drops the updates that fall elsewhere."""
+    """A worker drops the updates outside its own rows."""
     placed, numbers = _cut_dim(local.strategy.results[0]), call.params["dimension_numbers"]
     if placed is None or placed[0] not in row_dims(call):
         return local
     mode, start_map = call.params["mode"], tuple(numbers.scatter_dims_to_operand_dims)
-    component, mine = start_map.index(placed[0]), call.operands[0][placed[0]] // local.strategy.ways
+    component, share = start_map.index(placed[0]), call.operands[0][placed[0]] // local.strategy.ways
     window = _window_sizes(call)
     highest = np.array([call.operands[0][d] - window[d] for d in start_map])
     clipped = _mode(call.params) == "CLIP"
@@ -478,7 +478,7 @@ def _scatter(call: Call, local: Local) -> Local:
         indices = jnp.asarray(indices).astype(jnp.int32)
         if clipped:
             indices = jnp.clip(indices, 0, highest)
-        return bind([x, indices.at[..., component].add(-worker * mine), updates])
+        return bind([x, indices.at[..., component].add(-worker * share), updates])
 
     drop = type(mode).FILL_OR_DROP if hasattr(type(mode), "FILL_OR_DROP") else mode
     local = replace(local, call=_index_dtype(local.call), run=dropped)

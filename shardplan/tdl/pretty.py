@@ -74,7 +74,7 @@ _LINES = {
 
 
 def register_lines(kernel: str) -> list[str]:
-    """The lines by which a kernel is described, for one operand and result of two dims."""
+    """Example code that registers a kernel with one operand and one result of two dims."""
     return list(_LINES.get(kernel, ()))
 
 

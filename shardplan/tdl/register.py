@@ -1,5 +1,5 @@
 # pyright: basic
-"""A user's own descriptions: a primitive, a ``custom_vjp`` function, a Pallas kernel or an FFI call, cut as its author says."""
+"""A user's own descriptions of primitives, ``custom_vjp`` functions, Pallas kernels and FFI calls."""
 
 from __future__ import annotations
 
@@ -44,58 +44,60 @@ _FUNCTIONS = ("jit:", "custom_vjp_call:", "custom_jvp_call:")
 def register(target: Any, *, example: Sequence[Any] | None = None, run: Function | None = None) -> Callable[[Function], Function]:
     """Registers a TDL description: ``function(*operands)`` returns a lambda over the result's indices, or one for each result.
 
-    ``target`` is a primitive or its name, a ``custom_vjp``, ``custom_jvp`` or ``jit`` function, or ``"pallas_call:NAME"`` and
-    ``"ffi_call:TARGET"``. The description is proven at once: every legal cut is run on ``example``'s shapes (arguments: arrays or
-    `jax.ShapeDtypeStruct`, nested as the target takes them; the operands are their leaves). Without one, small float32 arrays
-    are tried. ``run(*operands)`` is what a worker runs where that is not the target itself: a kernel or a primitive on every
-    block (a primitive's parameters come by keyword), a function only on blocks with a halo, which it gets; it is proven where a
-    cut of the example has one.
+    ``target`` is a primitive or its name, a ``custom_vjp``, ``custom_jvp`` or ``jit`` function, ``"pallas_call:NAME"`` or
+    ``"ffi_call:TARGET"``.
 
-    Differentiation puts the forward and the backward function in place of a ``custom_vjp`` function: register those too, as
-    ``jit`` functions.
+    The description is proven at once: every legal cut is run on the shapes of ``example``, a list of the target's arguments
+    (arrays or `jax.ShapeDtypeStruct`, nested as the target takes them; the operands are their leaves). Without an example, small
+    float32 arrays are tried.
+
+    ``run(*operands)`` is what a worker runs in place of the target. For a kernel or a primitive it runs on every block (a
+    primitive's parameters come by keyword). For a function it runs only on blocks with a halo, which the operands include; it is
+    proven if a cut of the example has a halo.
+
+    Differentiation replaces a ``custom_vjp`` function by its forward and backward functions: register those too, as ``jit``
+    functions.
 
     Raises:
-        DescriptionError: if the description does not fit the example's shapes, or a cut does not give what the whole gives.
+        DescriptionError: if the description does not fit the example's shapes, or a cut's result differs from the uncut one.
     """
     name, own = _target(target)
     if own is None and name.startswith(_FUNCTIONS):
-        raise DescriptionError("a function is registered as it is, not by its name, which others may have too", expression=name)
+        raise DescriptionError("register the function itself, not its name, which other functions may share", expression=name)
     if example is not None and not isinstance(example, list | tuple):
         raise DescriptionError(
-            f"the example of {name} is a list of its arguments, also of one", expression=f"example={type(example).__name__}"
+            f"the example of {name} must be a list of its arguments, even of one", expression=f"example={type(example).__name__}"
         )
     if name == "pallas_call:?":
-        raise DescriptionError(
-            "all kernels without a name share this one; give yours one: pallas_call(..., name=)", expression=name
-        )
+        raise DescriptionError("all kernels without a name share this one; name yours: pallas_call(..., name=)", expression=name)
     if own is None and run is None and name.startswith("pallas_call:"):
         raise DescriptionError(
             f"{name} is compiled for its whole shape; say how a worker runs it on its block", expression="run="
         )
 
     def accept(function: Function) -> Function:
-        """Registers a description, proves it on the example, and takes it back where the proof fails."""
+        """Registers a description, proves it on the example, and removes it if the proof fails."""
         names = (name, f"{name}{localize.HALO}")
         old = {n: rule_of(n) for n in names}
         rule(*names)(_as_rule(function))
-        whole = own or run if ":" in name else run or own  # a primitive alone would not know its parameters in the proof
-        undo, called = _nothing, None
+        whole = own or run if ":" in name else run or own  # a primitive alone would lack its parameters in the proof
+        undo, called = _no_undo, None
         if whole is not None:
             tree = None if example is None else jax.tree.structure(tuple(example))
             called = _of_leaves(whole, tree)
             undo = localize.run_as(name, called, beyond=None if run is None else _of_leaves(run, tree))
         try:
             known = run or getattr(target, "impl", None)
-            tried = example if example is not None or whole is None else _small_example(name, whole, known, function)
-            if tried is not None:
-                _prove(name, whole, tried, halo=run is not None and (own is not None or example is None))
+            sample = example if example is not None or whole is None else _small_example(name, whole, known, function)
+            if sample is not None:
+                _prove(name, whole, sample, halo=run is not None and (own is not None or example is None))
         except DescriptionError:
             undo()
             for n, before in old.items():
                 put_back(n, before)
             raise
         if whole is not None and called is not None:
-            _say_if_replaced(name, whole, replaced=old[name] is not None)
+            _warn_if_replaced(name, whole, replaced=old[name] is not None)
             _recognise(name, called)
         return function
 
@@ -103,7 +105,7 @@ def register(target: Any, *, example: Sequence[Any] | None = None, run: Function
 
 
 def _as_rule(function: Function) -> RuleFunction:
-    """A user's description as a rule, which is given the call first and says so in its signature."""
+    """A user's description as a rule; the call is its first parameter, also in its signature."""
 
     def read(call: Call, *operands: TensorRef) -> Lambda | tuple[Lambda, ...]:
         return function(*operands)
@@ -115,18 +117,18 @@ def _as_rule(function: Function) -> RuleFunction:
     return read
 
 
-def _nothing() -> None:
-    """There is nothing to take back."""
+def _no_undo() -> None:
+    """Does nothing: there is nothing to undo."""
 
 
 def _target(target: Any) -> tuple[str, Function | None]:
-    """The name of what is described, and what evaluates it whole, if that is known."""
+    """The target's name, and the function that evaluates it whole, if that is known."""
     if isinstance(target, str):
         known = _jax.primitives()
         if ":" not in target and target not in known:
             raise DescriptionError(
-                f"the installed JAX has no such primitive{nearest(target, sorted(known))}; a primitive of your own is registered "
-                "as it is, not by its name",
+                f"the installed JAX has no such primitive{nearest(target, sorted(known))}; register a primitive of your "
+                "own as an object, not by its name",
                 expression=repr(target),
             )
         return target, None
@@ -144,7 +146,7 @@ def _target(target: Any) -> tuple[str, Function | None]:
 
 
 def _recognise(name: str, function: Function) -> None:
-    """Only calls of this function are meant, not those of another of the same name."""
+    """Applies the description only to calls of this function, not to those of others with the same name."""
     if name.startswith("pallas_call:"):
 
         def same(params: Any, operands: Sequence[Any]) -> bool:
@@ -156,7 +158,7 @@ def _recognise(name: str, function: Function) -> None:
 
 
 def _leaves_its_operands(name: str, params: Any, operands: Sequence[Any]) -> bool:
-    """Whether a kernel's worker takes edges, so that its ``run`` is for other shapes than the kernel's own."""
+    """Whether a kernel's indices leave its operands: its ``run`` then takes halos, and other shapes than the kernel's own."""
     ins, outs = (tuple(tuple(x.shape) for x in avals) for avals in (operands, params["out_avals"]))
     try:
         description = describe(Call(name, ins, outs, {}, tuple(str(x.dtype) for x in operands)))
@@ -170,7 +172,7 @@ def _leaves_its_operands(name: str, params: Any, operands: Sequence[Any]) -> boo
 _TARGETS: dict[str, Function] = {}
 
 
-def _say_if_replaced(name: str, whole: Function, *, replaced: bool) -> None:
+def _warn_if_replaced(name: str, whole: Function, *, replaced: bool) -> None:
     if ":" in name and replaced and _TARGETS.get(name, whole) is not whole:
         warnings.warn(
             f"{name} was registered for another function, which is no longer described: give each a name of its own", stacklevel=3
@@ -179,31 +181,31 @@ def _say_if_replaced(name: str, whole: Function, *, replaced: bool) -> None:
 
 
 def _of_leaves(function: Function, tree: Any) -> Function:
-    """The function as it is called in a program: on the leaves of its arguments, and with a primitive's parameters."""
+    """The function as a program calls it: on the leaves of its arguments, with a primitive's parameters by keyword."""
     return lambda *leaves, **params: function(*(leaves if tree is None else jax.tree.unflatten(tree, leaves)), **params)
 
 
-def _takes_as_many(name: str, runs: Function | None, function: Function) -> None:
-    """What runs the call by operands (a function takes trees of them) takes no fewer than are described.
+def _check_operand_count(name: str, runs: Function | None, function: Function) -> None:
+    """Checks that ``runs``, which is called on single operands, takes at least as many as are described.
 
     Raises:
-        DescriptionError: with how many it takes, where its signature says so.
+        DescriptionError: naming the parameters that it takes, if its signature is known and has fewer.
     """
     described = list(inspect.signature(function).parameters)
     try:
         known = inspect.signature(runs) if runs is not None else None
     except (TypeError, ValueError):
         return
-    if known is None or _runs_on(known, len(described)):
+    if known is None or _accepts(known, len(described)):
         return
     raise DescriptionError(
-        f"{name} takes ({', '.join(known.parameters)}), described are {len(described)} operands",
+        f"{name} takes ({', '.join(known.parameters)}), but its description takes {len(described)} operands",
         expression=f"({', '.join(described)}), {described_at(function)}",
     )
 
 
-def _runs_on(known: inspect.Signature, count: int) -> bool:
-    """Whether a function of this signature takes so many operands; others of its parameters may come by keyword."""
+def _accepts(known: inspect.Signature, count: int) -> bool:
+    """Whether a function of this signature takes ``count`` operands; other parameters may come by keyword."""
     try:
         known.bind_partial(*[None] * count)
     except TypeError:
@@ -212,11 +214,11 @@ def _runs_on(known: inspect.Signature, count: int) -> bool:
 
 
 def _small_example(name: str, whole: Function, known: Function | None, function: Function) -> list[Any] | None:
-    """Small arrays of the ranks that a description reads; None, and a warning, where the target does not take them.
+    """Small arrays of the ranks that a description reads; None, with a warning, if a rank is unknown or the target refuses them.
 
-    ``known`` takes the operands one by one, so that its signature says how many.
+    ``known`` takes the operands one by one, so its signature tells their number.
     """
-    _takes_as_many(name, known, function)
+    _check_operand_count(name, known, function)
     with users_code(lambda error: failed(name, function, error, lambdas=False)):
         ranks = _ranks(name, function)
     unknown = [p for p, rank in zip(inspect.signature(function).parameters, ranks, strict=True) if rank is None]
@@ -240,18 +242,18 @@ _SMALL = 6
 
 
 def _ranks(name: str, function: Function) -> tuple[int | None, ...]:
-    """The number of indices at which each operand is read; None for one that is read at none.
+    """The number of indices with which each operand is read; None for one that is never read.
 
     Raises:
-        DescriptionError: for what returns no lambda.
+        DescriptionError: if the description returns something other than lambdas.
     """
     count = len(inspect.signature(function).parameters)
-    found: tuple[int | None, ...] = ()
+    result: tuple[int | None, ...] = ()
     for rank in range(5):
         refs = [_Probe(i) for i in range(count)]
         with Recorder() as recorder:
-            made = function(*refs)
-            for body in made if isinstance(made, tuple) else (made,):
+            bodies = function(*refs)
+            for body in bodies if isinstance(bodies, tuple) else (bodies,):
                 if not callable(body):
                     what = f"operand {body.position}" if isinstance(body, _Probe) else repr(body)
                     raise DescriptionError(
@@ -259,14 +261,14 @@ def _ranks(name: str, function: Function) -> tuple[int | None, ...]:
                     )
                 names = lambda_names(body, rank)
                 body(*(Loop(Affine(((recorder.loop(n, None, _SMALL), 1),))) for n in names))
-        found = tuple(ref.rank for ref in refs)
-        if None not in found:
+        result = tuple(ref.rank for ref in refs)
+        if None not in result:
             break
-    return found
+    return result
 
 
 class _Probe:
-    """Stands for an operand of a rank that is not known yet."""
+    """An operand of unknown rank; it records the number of indices with which it is read."""
 
     def __init__(self, position: int) -> None:
         self.position = position
@@ -279,10 +281,10 @@ class _Probe:
 
 
 def _prove(name: str, whole: Function | None, example: Sequence[Any], *, halo: bool) -> None:
-    """Runs every legal cut on the example. ``halo``: what a worker runs takes edges, so that an index may leave its operand."""
+    """Runs every legal cut on the example. ``halo``: workers run on blocks with halos, so an index may leave its operand."""
     rng = np.random.default_rng(0)
     if whole is None:
-        raise DescriptionError(f"{name}: an example is run by run=, which is missing")
+        raise DescriptionError(f"{name}: give run=, which runs the example")
     leaves = [x if hasattr(x, "dtype") else np.asarray(x) for x in jax.tree.leaves(tuple(example))]
     operands = [draw_array(tuple(x.shape), str(x.dtype), rng) if isinstance(x, jax.ShapeDtypeStruct) else x for x in leaves]
     try:
@@ -290,7 +292,7 @@ def _prove(name: str, whole: Function | None, example: Sequence[Any], *, halo: b
     except (TypeError, ValueError) as error:
         remedy = "" if ":" in name else " (a primitive with parameters needs run=, which has values for them)"
         if ":" in name and len(leaves) > sum(hasattr(x, "dtype") for x in jax.tree.leaves(tuple(example))):
-            remedy = " (a static argument is put in by a jax.jit function of the others: register that one)"
+            remedy = " (bind static arguments in a jax.jit function of the others and register that function)"
         raise DescriptionError(
             f"{name} does not take the example{remedy}", expression=str(error).strip().splitlines()[0]
         ) from error
@@ -307,19 +309,19 @@ def _prove(name: str, whole: Function | None, example: Sequence[Any], *, halo: b
     if not halo:
         check_ranges(description)
     try:
-        found = verify(call, operands)
+        result = verify(call, operands)
     except (TypeError, ValueError) as error:
         message = str(error).splitlines()[0]
         raise DescriptionError(f"{name} refuses the regions that its description names", expression=message) from error
-    if found.faults:
-        fault = found.faults[0]
+    if result.faults:
+        fault = result.faults[0]
         loops = " then ".join(description.loops[s.loop].name for s in fault.strategies) or "nothing (linearity)"
         raise DescriptionError(
             f"the description of {name} does not hold on the example, cut along {loops} (a loop that must stay whole is written "
             f"behind Opaque(), in brackets)",
             expression=str(fault),
         )
-    _say_what_is_unproven(name, description)
+    _warn_unproven(name, description)
     if halo and ":" in name and not any(s.has_halo for k in (2, 3) for s in cuts(description, k)):
         warnings.warn(
             f"run= of {name} is neither used nor proven: a worker calls the function itself, except on blocks with a halo, and "
@@ -328,8 +330,8 @@ def _prove(name: str, whole: Function | None, example: Sequence[Any], *, halo: b
         )
 
 
-def _say_what_is_unproven(name: str, description: Description) -> None:
-    """A proof cuts 2 and 3 ways: of a loop that neither divides it says nothing."""
+def _warn_unproven(name: str, description: Description) -> None:
+    """Warns of loops that the proof does not cut: it cuts 2 and 3 ways, and neither divides their extents."""
     unproven = [
         f"{x.name} ({x.extent})"
         for x in description.loops
@@ -344,7 +346,7 @@ def _say_what_is_unproven(name: str, description: Description) -> None:
 
 
 def check_ranges(description: Description) -> None:
-    """Every index stays inside its operand's dim.
+    """Checks that every index stays inside its operand's dim.
 
     Raises:
         DescriptionError: naming the operand, the dim and the range that the index sweeps.

@@ -1,7 +1,7 @@
-"""The op that is left for one worker: shapes and parameters of its share, halo left out.
+"""The smaller op that one worker runs: shapes and parameters of its share, without the halo.
 
-`shrink` is what a recursion over levels needs: the same primitive on smaller shapes, to be described and cut again. Running it
-takes more (halo, offsets): that is ``localize``.
+`shrink` serves the recursion over levels: it gives the same primitive on smaller shapes, to be described and cut again. Running
+that op also takes halos and offsets, which ``localize`` adds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PARAMS: dict[str, ShrinkParams] = {}
 
 
 def block(shape: Shape, placement: Placement, ways: int) -> Shape:
-    """A worker's share of a shape, halo left out."""
+    """A worker's share of a shape, without the halo."""
     match placement:
         case Split(dim, _):
             return (*shape[:dim], shape[dim] // ways, *shape[dim + 1 :])
@@ -40,7 +40,7 @@ def shrink(call: Call, strategy: Strategy) -> Call:
 
 
 def shrinks(*primitives: str) -> Callable[[ShrinkParams], ShrinkParams]:
-    """Registers ``function(call, small, strategy)``: the parameters that a worker's share changes."""
+    """Registers ``function(call, small, strategy)``, which returns the parameters that differ for a worker's share."""
 
     def register(function: ShrinkParams) -> ShrinkParams:
         for name in primitives:
@@ -93,7 +93,7 @@ def _dynamic_slice(call: Call, small: Call, strategy: Strategy) -> Mapping[str, 
 
 @shrinks("conv_general_dilated")
 def _convolution(call: Call, small: Call, strategy: Strategy) -> Mapping[str, Any]:
-    """Groups go to the workers whole."""
+    """Each worker gets whole groups."""
     p, (batch, features) = call.params, call.params["dimension_numbers"].lhs_spec[:2]
     return {
         "feature_group_count": _groups(int(p["feature_group_count"]), call, small, int(features)),
@@ -108,7 +108,7 @@ def _groups(count: int, call: Call, small: Call, dim: int) -> int:
 
 @shrinks("reduce_window_sum", "reduce_window_max", "reduce_window_min")
 def _window(call: Call, small: Call, strategy: Strategy) -> Mapping[str, Any]:
-    """A window loop that is cut leaves each worker a part of the window."""
+    """A cut of a window loop gives each worker a part of the window."""
     if strategy.loop < len(call.results[0]):
         return {}
     dim = strategy.loop - len(call.results[0])

@@ -1,4 +1,4 @@
-"""Strategies: the ways in which interval analysis says that an op can be cut (Tofu, section 4.2, partition-n-reduce).
+"""Strategies: the legal ways to cut an op, by interval analysis (Tofu, section 4.2, partition-n-reduce).
 
 Case 1 cuts a parallel loop: each worker computes a block of the result. Case 2 cuts a reduction loop: each worker computes a
 whole result that is one term of the reduction.
@@ -16,14 +16,14 @@ from shardplan.tdl.description import Description, Monomials, children, products
 from shardplan.tdl.index import Affine, IndexExpr, Interval, interval, loops_of
 
 Regions = Mapping[int, Placement]
-"""What each operand that a loop reaches must look like."""
+"""The placement required of each operand that a loop splits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
     """One loop cut ``ways`` ways: the placement that each operand must have, and the one that each result gets.
 
-    ``operands[i]`` is None where the operand is never read (a literal or a dead operand: anything will do).
+    An operand that is never read is `Replicated`.
     """
 
     loop: int
@@ -40,9 +40,9 @@ class Strategy:
 def cut(description: Description, loop: int, ways: int, *, pad: bool = False) -> Strategy | None:
     """The strategy that cuts ``loop`` ``ways`` ways, or None where the cut is not legal.
 
-    With ``pad`` an extent that does not divide may be cut too, its last block padded, if all is read at the loop's own index.
-    Legal: the extent divides, every operand is needed whole or as one even block of one dim (with a constant halo), and a
-    reduction is the outermost nonlinear thing that happens to its terms.
+    A cut is legal if the extent divides, if every operand is needed whole or as one even block of one dim (with a constant halo),
+    and if a reduction over ``loop`` can come last. With ``pad``, an extent that does not divide may be cut too, its last block
+    padded, if everything is read at the loop's own index.
     """
     info = description.loops[loop]
     if info.whole or ways < 2 or info.extent < ways:
@@ -56,29 +56,29 @@ def cut(description: Description, loop: int, ways: int, *, pad: bool = False) ->
 
 
 def in_step(description: Description, loop: int) -> Regions | None:
-    """What a cut reads where everything reads a loop at its own index alone, for `cut_in_step`; None elsewhere.
+    """The placements that any cut of a loop requires if it is read at its own index alone (for `cut_in_step`); else None.
 
-    Legal cuts of such a loop, padded or not, differ in their ways alone.
+    Legal cuts of such a loop, padded or not, differ only in ``ways``.
     """
     if description.loops[loop].whole:
         return None
     if not description.elementwise:
-        own = Affine(((loop, 1),))
+        own_index = Affine(((loop, 1),))
         shapes = description.call.operands
         for operand, indices in description.accesses:
             for dim, ix in enumerate(indices):
-                if shapes[operand][dim] == 1 and ix != own and _reads(ix, loop):
+                if shapes[operand][dim] == 1 and ix != own_index and _reads(ix, loop):
                     return None
     return _regions_alone(description, loop)
 
 
 def cut_in_step(description: Description, loop: int, ways: int, regions: Regions) -> Strategy | None:
-    """`cut` with ``pad`` of a loop that is `in_step`, where that gave these regions; None where no cut is legal."""
+    """`cut` with ``pad``, for a loop and the regions that `in_step` gives for it; None where the cut is not legal."""
     return _placed(description, loop, ways, regions) if 1 < ways <= description.loops[loop].extent else None
 
 
 def _placed(description: Description, loop: int, ways: int, regions: Regions) -> Strategy | None:
-    """The cut that reads these regions, with the placements of all other operands and of the results."""
+    """The strategy that reads these regions, with the placements of all other operands and of the results."""
     info = description.loops[loop]
     operands: list[Placement] = [Replicated() for _ in description.call.operands]
     for operand, placement in regions.items():
@@ -108,10 +108,10 @@ def cuts(description: Description, ways: int) -> tuple[Strategy, ...]:
 
 
 def linear_sets(description: Description) -> tuple[tuple[int, ...], ...]:
-    """The sets of operands that may be partial sums together: the results are linear in each set jointly.
+    """The sets of operands that may be partial sums together: the results are jointly linear in each set.
 
-    A result then is a partial sum of the same kind. An op with several results must be linear in all of them. The empty set says
-    that the results are zero whatever comes in: they may be called partial for nothing.
+    The results are then partial sums too. An op with several results must be linear in all of them. The empty set means that the
+    results are zero for any operands: they may be called partial at no cost.
     """
     return _linear_sets(description.monomials)
 
@@ -142,10 +142,10 @@ def _one_of_each(monomials: list[tuple[int, ...]], chosen: frozenset[int], barre
 
 
 def _regions(description: Description, loop: int, ways: int) -> Regions | None:
-    """What each operand that the loop reaches must look like; None where some region is no placement."""
+    """The placement required of each operand that the loop splits; None where some region is no placement."""
     extents = {i: info.extent for i, info in enumerate(description.loops)}
-    own = Affine(((loop, 1),))
-    along = interval(own, extents, loop, ways)
+    own_index = Affine(((loop, 1),))
+    along = interval(own_index, extents, loop, ways)
     swept: dict[tuple[int, int], Interval] = {}
     whole: set[tuple[int, int]] = set()
     for operand, indices in description.accesses:
@@ -155,7 +155,7 @@ def _regions(description: Description, loop: int, ways: int) -> Regions | None:
                 if shape[dim] != 1:
                     whole.add((operand, dim))
                 continue
-            alone = ix == own
+            alone = ix == own_index
             if shape[dim] == 1:
                 if not alone:
                     return None  # not broadcast: its one element lies somewhere inside the worker's range
@@ -173,7 +173,7 @@ def _regions(description: Description, loop: int, ways: int) -> Regions | None:
     placements: dict[int, Placement] = {}
     for (operand, dim), at in sorted(swept.items()):
         if (operand, dim) in whole:
-            return None  # another access reads all of it: run on all of it, the op would give the whole result
+            return None  # another access reads all of it: given all of it, the op would compute the whole result
         if operand in placements:
             return None  # two dims at once: a diagonal
         halo = (max(0, -at.lo), max(0, at.hi - (at.step - 1)))
@@ -184,13 +184,13 @@ def _regions(description: Description, loop: int, ways: int) -> Regions | None:
 
 
 def _regions_alone(description: Description, loop: int) -> Regions | None:
-    """The dims that a loop indexes alone and in step, so that its extent need not divide; None if it is read in any other way."""
-    own, extent = Affine(((loop, 1),)), description.loops[loop].extent
+    """The placements for a loop that indexes dims only alone and in step, so that its extent need not divide; else None."""
+    own_index, extent = Affine(((loop, 1),)), description.loops[loop].extent
     placements: dict[int, Placement] = {}
     for operand, indices in description.accesses:
         shape = description.call.operands[operand]
         dims = [dim for dim, ix in enumerate(indices) if shape[dim] != 1 and _reads(ix, loop)]
-        if any(indices[dim] != own or shape[dim] != extent for dim in dims) or len(dims) > 1:
+        if any(indices[dim] != own_index or shape[dim] != extent for dim in dims) or len(dims) > 1:
             return None
         here = Split(dims[0]) if dims else Replicated()
         if placements.setdefault(operand, here) != here:
@@ -214,7 +214,7 @@ def _contains(tree: lang.Scalar, loop: int) -> bool:
 def _terms_beside(tree: lang.Scalar, loop: int) -> tuple[int, ...] | None:
     """The operands that are added to the reduction over ``loop`` and so must be partial too.
 
-    None if the reduction is not at the top of a sum.
+    None if the expression around the reduction cannot be applied to the workers' terms before they are reduced.
     """
     match tree:
         case lang.Reduce(outer, loops, body):
@@ -223,22 +223,22 @@ def _terms_beside(tree: lang.Scalar, loop: int) -> tuple[int, ...] | None:
             inner = _terms_beside(body, loop)
             return inner if inner == () and _reducer_of(body, loop) == outer else None
         case lang.Apply("add", args, _):
-            beside: list[int] = []
+            addends: list[int] = []
             for arg in args:
                 if _contains(arg, loop):
-                    more = _terms_beside(arg, loop)
-                    if more is None:
+                    nested = _terms_beside(arg, loop)
+                    if nested is None:
                         return None
-                    beside += more
+                    addends += nested
                 else:
                     terms = products(arg)
                     if not all(len(term) == 1 for term in terms):
                         return None
-                    beside += [term[0] for term in sorted(terms)]
-            return tuple(beside)
+                    addends += [term[0] for term in sorted(terms)]
+            return tuple(addends)
         case lang.Apply("apply", args, name) if name in _IDEMPOTENT:
             over = [arg for arg in args if _contains(arg, loop)]
-            # the largest of x and of partial maxima: every worker may have x, and counts it once more
+            # max(x, partial maximum): every worker may include x, since repeating x does not change a maximum
             return _terms_beside(over[0], loop) if len(over) == 1 and _reducer_of(over[0], loop) == name else None
         case lang.Apply("where", (condition, value, lang.Number(0.0)), _) if not _contains(condition, loop):
             return _terms_beside(value, loop) if _reducer_of(value, loop) == "sum" else None

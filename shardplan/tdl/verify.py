@@ -1,8 +1,8 @@
 # pyright: basic
-"""Every description is a claim, and here it is tested: partition-n-reduce on NumPy regions (Tofu calls this open, section 9).
+"""Tests descriptions against their primitives: partition-n-reduce on NumPy regions (Tofu calls this open, section 9).
 
-A call's operands are drawn; each legal cut is run by the real primitive on the regions that the analysis named; the workers'
-results are concatenated or reduced and compared with the uncut primitive.
+A call's operands are drawn. The real primitive runs each legal cut on the regions that the analysis gives. The workers' results
+are concatenated or reduced and compared with those of the uncut primitive.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from shardplan.tdl.description import Call, Description, children
 from shardplan.tdl.localize import Edge, Local, edge_value, evaluate, localize
 from shardplan.tdl.strategies import Strategy, cuts, linear_sets
 
-# Relative to the largest number that the sums may meet: what another order of summation may change.
+# The change that another order of summation may cause, relative to the largest number in the sums.
 _TOLERANCE = {"bfloat16": 4e-2, "float16": 5e-3, "float32": 2e-5, "complex64": 2e-5, "float64": 1e-12, "complex128": 1e-12}
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A cut whose workers do not give what the whole gives. ``strategies`` has two entries where the cut was nested."""
+    """A cut whose result differs from the uncut one. ``strategies`` has two entries for a nested cut, none for a linear set."""
 
     call: Call
     strategies: tuple[Strategy, ...]
@@ -43,7 +43,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What was run: ``cuts`` legal cuts, ``nested`` cut twice, ``linear`` sets of partial operands; and the faults found."""
+    """How many checks were run (``cuts``, ``nested`` cuts of cuts, ``linear`` sets of partial operands), and their faults."""
 
     cuts: int
     nested: int
@@ -53,8 +53,10 @@ class Verified:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a call gives whole, and how near its cuts must come: ``sizes`` are the largest numbers that each result's sums may
-    meet, ``close`` says which results only move data and must be equal to the last bit.
+    """The uncut results of a call, and how near its cuts must come.
+
+    ``sizes`` are the largest numbers in each result's sums. ``close`` tells which results only move data and so must be equal to
+    the last bit.
     """
 
     whole: tuple[Any, ...]
@@ -63,18 +65,18 @@ class Expected:
     close: tuple[bool, ...]
 
     def differences(self, results: Sequence[Any], *, exact: bool = True) -> list[tuple[int, str]]:
-        """(result, how it differs) for each that does; ``exact`` is false where sums of terms came between."""
+        """(result, how it differs) for each result that differs; ``exact`` is false where terms were summed."""
         rows = zip(results, self.whole, self.sizes, self.close, strict=True)
         found = [_difference(got, want, 0.0 if same and exact else self.tolerance, size) for got, want, size, same in rows]
         return [(n, message) for n, message in enumerate(found) if message]
 
 
 def expected(call: Call, operands: Sequence[Any], description: Description) -> Expected:
-    """Runs the call whole on these operands."""
+    """Runs the call uncut on these operands."""
     whole = tuple(_host(x) for x in evaluate(call, operands))
     tolerance = max((_TOLERANCE.get(t, 0.0) for t in (*call.dtypes, *call.result_dtypes)), default=0.0)
     sums = any(linear_sets(description)) or any(loop.reducer == "sum" for loop in description.loops)
-    close = tuple(_closeness(tree) for tree in description.trees)
+    close = tuple(_moves_data(tree) for tree in description.trees)
     return Expected(whole, tolerance, tuple(_sizes(call, operands, whole, sums)), close)
 
 
@@ -87,9 +89,9 @@ def verify(
     seed: int = 0,
     description: Description | None = None,
 ) -> Verified:
-    """Runs every legal cut of ``call`` on these operands, ``nested`` of them cut again, and every linear set, against the whole.
+    """Compares every legal cut of ``call``, ``nested`` cuts of cuts and every linear set with the uncut call on these operands.
 
-    ``description`` stands in for the registered one (a mutation, or a description that is being registered).
+    ``description`` replaces the registered one (a mutation, or a description that is being registered).
     """
     description = description or describe(call)
     assert description is not None, f"{call.primitive} is not described"
@@ -108,11 +110,13 @@ def verify(
     pairs = _pairs(call, legal, rng, nested)
     for outer, inner in pairs:
 
-        def again(local: Local, local_operands: Sequence[Any], inner: Strategy = inner) -> list[Any]:
+        def second_cuts(local: Local, local_operands: Sequence[Any], inner: Strategy = inner) -> list[Any]:
             return _partition_n_reduce(localize(local.call, inner), local_operands, rng, _evaluated)
 
         strategies = (outer, inner)
-        check(_partition_n_reduce(localize(call, outer), operands, rng, again), strategies, all(map(_no_partial, strategies)))
+        check(
+            _partition_n_reduce(localize(call, outer), operands, rng, second_cuts), strategies, all(map(_no_partial, strategies))
+        )
     for members in sets:
         check(_linear(call, operands, members, rng), (), False)
     return Verified(len(legal), len(pairs), len(sets), tuple(faults))
@@ -156,12 +160,12 @@ def _no_partial(strategy: Strategy) -> bool:
 def _partition_n_reduce(local: Local, operands: Sequence[Any], rng: np.random.Generator, evaluator: Any) -> list[Any]:
     """Runs all workers and joins their results. ``evaluator(local, operands)`` applies the primitive, or cuts it again."""
     strategy, ways = local.strategy, local.strategy.ways
-    given = [
+    shares = [
         regions(x, placement, ways, edge, operands, rng)
         for x, placement, edge in zip(operands, strategy.operands, local.edges, strict=False)
     ]
     outs = [
-        [_host(x) for x in local.run(lambda ops: tuple(evaluator(local, [_host(x) for x in ops])), [g[w] for g in given], w)]
+        [_host(x) for x in local.run(lambda ops: tuple(evaluator(local, [_host(x) for x in ops])), [g[w] for g in shares], w)]
         for w in range(ways)
     ]
     return [
@@ -173,7 +177,7 @@ def _partition_n_reduce(local: Local, operands: Sequence[Any], rng: np.random.Ge
 
 
 def regions(x: Any, placement: Placement, ways: int, edge: Edge, operands: Sequence[Any], rng: np.random.Generator) -> list[Any]:
-    """What each worker holds of an operand: its block with its halo, the whole, or a random term of a sum."""
+    """Each worker's part of an operand: its block with its halo, the whole, or a random term of a sum."""
     match placement:
         case Split(dim, (lo, hi)):
             size = x.shape[dim] // ways
@@ -188,7 +192,7 @@ def regions(x: Any, placement: Placement, ways: int, edge: Edge, operands: Seque
 
 
 def terms(x: Any, ways: int, rng: np.random.Generator) -> list[Any]:
-    """Terms whose sum is ``x`` to the last bit: any integers; floats doubled on one worker and taken off by the others."""
+    """Terms that sum to ``x`` exactly: random integers, or for floats ``2x`` on one worker and ``-x`` in all on the others."""
     if jnp.issubdtype(x.dtype, jnp.integer):
         terms = [draw_array(x.shape, str(x.dtype), rng) for _ in range(ways - 1)]
         return [np.asarray(x - sum(terms, np.zeros_like(x)), x.dtype), *terms]
@@ -204,7 +208,7 @@ _JOIN = {
 
 
 def join(parts: Sequence[Any], placement: Placement) -> Any:
-    """The whole from the workers' parts."""
+    """Joins the workers' parts of a result."""
     match placement:
         case Split(dim, _):
             return jnp.concatenate(parts, dim) if _is_key(parts[0]) else np.concatenate(parts, dim)
@@ -215,7 +219,7 @@ def join(parts: Sequence[Any], placement: Placement) -> Any:
 
 
 def _join_pairs(places: Sequence[Any], extremes: Sequence[Any], reducer: Reducer) -> Any:
-    """The place that stands with the first of the extremes."""
+    """The position that belongs to the first of the extremes."""
     first = (jnp.argmax if reducer == "argmax" else jnp.argmin)(jnp.stack(extremes), axis=0)
     return np.take_along_axis(np.stack(places), np.asarray(first)[None], 0)[0]
 
@@ -231,44 +235,44 @@ def _reduce(parts: Sequence[Any], reducer: Reducer) -> Any:
 
 
 def _pairs(call: Call, legal: list[Strategy], rng: np.random.Generator, count: int) -> list[tuple[Strategy, Strategy]]:
-    """Some cuts of what a first cut leaves."""
+    """Up to ``count`` random pairs: a cut, and a cut of the call that it leaves to each worker."""
     found: list[tuple[Strategy, Strategy]] = []
     for n in rng.permutation(len(legal)):
         local = localize(call, legal[n]).call
         inner = describe(local)
-        if inner is not None and (again := cuts(inner, 2)):
-            found.append((legal[n], again[int(rng.integers(len(again)))]))
+        if inner is not None and (second_cuts := cuts(inner, 2)):
+            found.append((legal[n], second_cuts[int(rng.integers(len(second_cuts)))]))
         if len(found) == count:
             break
     return found
 
 
 def _linear(call: Call, operands: Sequence[Any], members: tuple[int, ...], rng: np.random.Generator) -> list[Any]:
-    """Results summed over two workers whose ``members`` are terms of sums and whose other operands are whole."""
+    """The results summed over two workers; the operands in ``members`` are terms of sums, the others whole."""
     terms = {m: regions(operands[m], Partial(), 2, "zero", operands, rng) for m in members}
     outs = [evaluate(call, [terms[i][w] if i in terms else x for i, x in enumerate(operands)]) for w in range(2)]
     return [np.asarray(np.asarray(a) + np.asarray(b)) for a, b in zip(*outs, strict=True)]
 
 
-def _closeness(tree: lang.Scalar) -> bool:
-    """Whether the result moves data only, so that it must be equal to the last bit."""
+def _moves_data(tree: lang.Scalar) -> bool:
+    """Whether the result only moves data, so that it must be equal to the last bit."""
     match tree:
         case lang.Access() | lang.Number():
             return True
-        case lang.Apply("where", (_, *rest), name):
-            return name != "transformed" and all(map(_closeness, rest))
+        case lang.Apply("where", (_, *branches), name):
+            return name != "transformed" and all(map(_moves_data, branches))
         case lang.Apply("neg", (arg,), _):
-            return _closeness(arg)
+            return _moves_data(arg)
         case lang.Reduce("max" | "min" | "and" | "or", _, body):
-            return _closeness(body)
+            return _moves_data(body)
         case lang.Reduce("sum", _, lang.Apply("where", _, "given")):
-            return all(map(_closeness, children(tree)))
+            return all(map(_moves_data, children(tree)))
         case _:
             return False
 
 
 def _sizes(call: Call, operands: Sequence[Any], whole: Sequence[Any], sums: bool) -> list[float]:
-    """For each result the largest number that its sums may meet: a sum that cancels is as exact as its terms are large."""
+    """The largest number in each result's sums: rounding errors grow with the terms, even where these cancel."""
     sizes = [_magnitude(x) for x in whole]
     if not sums:
         return sizes
@@ -277,7 +281,7 @@ def _sizes(call: Call, operands: Sequence[Any], whole: Sequence[Any], sums: bool
 
 
 def _magnitude(x: Any) -> float:
-    """The largest finite element of a float."""
+    """The largest finite absolute value in an array of floats; 0 for other dtypes."""
     if _is_key(x) or not jnp.issubdtype(x.dtype, jnp.inexact):
         return 0.0
     wide = np.abs(x.astype(np.complex128))
@@ -302,7 +306,7 @@ def _difference(got: Any, want: Any, tolerance: float, size: float) -> str:
     if not np.array_equal(np.isnan(got), np.isnan(want_wide)) or not np.array_equal(
         got[~finite & ~np.isnan(got)], want_wide[~finite & ~np.isnan(want_wide)]
     ):
-        return "differs in what is not finite"
+        return "differs in its non-finite elements"
     error = float(np.abs(got[finite] - want_wide[finite]).max(initial=0.0))
     bound = tolerance * (1.0 + size)
     return "" if error <= bound else f"is off by {error:.3g} (largest number met {size:.3g})"

@@ -105,7 +105,7 @@ def test_a_literal_zero_is_no_term() -> None:
         (lambda x: lambda i, j: tdl.Sum(lambda k: x[i, 2 * k + j]), "the extent of k cannot be read off"),
         (lambda x: lambda i, j: "x", "built from operand elements and numbers"),
         (lambda x: lambda i, j: x["i", j], "an index is a loop, an integer, ':' or another tensor's element"),
-        (lambda x: (lambda i, j: x[i, j],) * 2, "has 1 results, described are 2"),
+        (lambda x: (lambda i, j: x[i, j],) * 2, "has 1 results, but its description returns 2"),
     ],
 )
 def test_a_description_that_makes_no_sense_is_refused(function: Callable[..., Any], says: str) -> None:

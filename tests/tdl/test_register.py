@@ -111,7 +111,7 @@ def test_a_kernel_must_say_how_a_worker_runs_it() -> None:
 
 
 def test_a_kernel_without_a_name_is_asked_for_one() -> None:
-    with pytest.raises(DescriptionError, match=r"give yours one: pallas_call\(..., name=\)"):
+    with pytest.raises(DescriptionError, match=r"name yours: pallas_call\(..., name=\)"):
         register("pallas_call:?", run=lambda x: x)
 
 
@@ -133,16 +133,16 @@ def test_a_kernel_without_a_name_is_asked_for_one() -> None:
         (lambda q, k, v: lambda b, i, d: q[next(iter(())), i, d], "fails on symbolic indices: StopIteration: no message"),
         (
             lambda q, k, v: lambda b, i, d: tdl.Sum(lambda k: tdl.Sum(lambda k: q[b, i, k])),
-            "the index k of a reduction stands for another one around it already.*: sum over k inside b, i, d, k",
+            "the index k of a reduction has the name of an index around it.*: sum over k inside b, i, d, k",
         ),
         (
             lambda q, k, v: lambda b, i, d: tdl.Max(lambda i: q[b, i, d]),
-            "the index i of a reduction stands for another one .*: max over i inside b, i, d",
+            "the index i of a reduction has the name of an index around it.*: max over i inside b, i, d",
         ),
         (lambda q, k, v: lambda b, i, d: q[b.size, i, d], r"fails on symbolic indices: AttributeError"),
         (lambda q, k, v: None, "a description returns a lambda for each result: None"),
-        (lambda q, k, v: (lambda b, i, d: q[b, i, d],) * 2, "has 1 results, described are 2"),
-        (lambda q, k: lambda b, i, d: q[b, i, d], r"has 3 operands, described are 2: \(q, k\)"),
+        (lambda q, k, v: (lambda b, i, d: q[b, i, d],) * 2, "has 1 results, but its description returns 2"),
+        (lambda q, k: lambda b, i, d: q[b, i, d], r"has 3 operands, but its description takes 2: \(q, k\)"),
     ],
 )
 def test_a_description_that_makes_no_sense_is_refused(function: Any, says: str) -> None:
@@ -169,7 +169,7 @@ def test_a_description_that_fails_before_its_lambda_is_refused_without_an_exampl
         (lambda x: "x", "a description returns a lambda for each result: 'x', described at"),
         (lambda x: x, "a description returns a lambda for each result: operand 0, described at"),
         (lambda x: (lambda i: x[i], None), "a description returns a lambda for each result: None, described at"),
-        (lambda x, y: lambda i, j: x[i, j], r"doubled takes \(x\), described are 2 operands: \(x, y\), described at"),
+        (lambda x, y: lambda i, j: x[i, j], r"doubled takes \(x\), but its description takes 2 operands: \(x, y\), described at"),
         (lambda x: lambda i, j: 2.0 * x[i], "doubled has a result of rank 1, described with indices"),
     ],
 )
@@ -224,7 +224,7 @@ def test_a_function_s_run_that_no_block_needs_is_said_to_be_unproven() -> None:
 
 def test_an_example_that_is_no_list_is_refused() -> None:
     with pytest.raises(
-        DescriptionError, match=r"the example of .* is a list of its arguments, also of one: example=ShapeDtypeStruct"
+        DescriptionError, match=r"the example of .* must be a list of its arguments, even of one: example=ShapeDtypeStruct"
     ):
         register(attention, example=EXAMPLE[0])  # pyright: ignore[reportArgumentType]
 
@@ -235,7 +235,7 @@ def test_a_static_argument_is_told_its_way() -> None:
 
     differences = jax.custom_vjp(scaled, nondiff_argnums=(1,))
     differences.defvjp(lambda x, how: (x, None), lambda how, saved, g: (g,))
-    with pytest.raises(DescriptionError, match=r"put in by a jax.jit function of the others: register that one"):
+    with pytest.raises(DescriptionError, match=r"bind static arguments in a jax.jit function of the others"):
         register(differences, example=[EXAMPLE[0], True])(lambda x, how: lambda *i: x[i])
 
 

@@ -1,7 +1,7 @@
-"""The proof: for each primitive a generator of calls, as wide as the primitive allows, that verification runs against JAX.
+"""Proof cases: for each primitive, a generator of calls as varied as it allows, which verification runs against JAX.
 
-A generator draws shapes (from a small pool, so that compiled ops are reused), dtypes and parameters. A new primitive adds one
-function to the file of its family.
+A generator draws shapes (from a small pool, so that compiled ops are reused), dtypes and parameters. A new primitive needs one
+function in the file of its family.
 """
 
 from shardplan.tdl.proof import (

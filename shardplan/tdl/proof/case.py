@@ -1,5 +1,5 @@
 # pyright: basic
-"""What a proof case is, and the two ways to make one: bind a primitive to operands, or take it out of a traced function."""
+"""Proof cases, and two ways to make one: bind a primitive to operands, or take it from a traced function."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from shardplan.tdl.verify import Verified, draw_array, verify
 T = TypeVar("T")
 SIZES = (2, 4, 6, 12)
 ODD = {1: 1, 2: 8, 3: 9, 4: 9, 6: 11, 12: 15}
-"""What an odd draw has in place of each size."""
+"""The size that replaces each size in an odd draw."""
 FLOATS = ("float32", "float32", "bfloat16")
 
 
 class Draw(Protocol):
-    """Where choices come from: hypothesis in tests, NumPy elsewhere."""
+    """A source of choices: hypothesis in tests, NumPy elsewhere."""
 
     @property
     def rng(self) -> np.random.Generator:
-        """For the operands' elements."""
+        """The generator of the operands' elements."""
         ...
 
     @property
     def odd(self) -> bool:
-        """Whether dims are to divide seldom."""
+        """Whether dims should seldom divide evenly."""
         ...
 
     def choose(self, options: Sequence[T]) -> T:
@@ -41,23 +41,23 @@ class Draw(Protocol):
 
 
 class Drawn:
-    """Choices from a seed; with ``odd`` dims that divide seldom, but waste little where they are padded."""
+    """Choices from a seed. With ``odd``, dims seldom divide evenly but waste little when padded."""
 
     def __init__(self, seed: int, *, odd: bool = False) -> None:
         self._rng, self._odd = np.random.default_rng(seed), odd
 
     @property
     def odd(self) -> bool:
-        """Whether dims are to divide seldom."""
+        """Whether dims should seldom divide evenly."""
         return self._odd
 
     @property
     def rng(self) -> np.random.Generator:
-        """For the operands' elements."""
+        """The generator of the operands' elements."""
         return self._rng
 
     def choose(self, options: Sequence[T]) -> T:
-        """One of the options, evenly."""
+        """One of the options, each equally likely."""
         return options[int(self._rng.integers(len(options)))]
 
 
@@ -85,19 +85,19 @@ def case(*primitives: str) -> Callable[[Callable[[str, Draw], Case]], Callable[[
 
 def prove(primitive: str, draw: Draw) -> Verified:
     """Draws one case of a primitive and verifies its description."""
-    made = CASES[primitive](draw)
-    return verify(made.call, made.operands, nested=2, seed=int(draw.rng.integers(2**31)))
+    instance = CASES[primitive](draw)
+    return verify(instance.call, instance.operands, nested=2, seed=int(draw.rng.integers(2**31)))
 
 
 def bound(primitive: str, *operands: Any, **params: Any) -> Case:
-    """The case of a primitive on these operands; result shapes are what JAX says."""
+    """The case of a primitive on these operands; JAX gives the result shapes."""
     shaped = jax.eval_shape(lambda *ops: _jax.bind(primitive, ops, params), *operands)
     results = shaped if isinstance(shaped, list | tuple) else [shaped]
     return Case(_call(primitive, operands, results, params), operands)
 
 
 def traced(primitive: str, function: Callable[..., Any], *operands: Any) -> Case:
-    """The first application of a primitive in a traced function, with the operands that it meets there."""
+    """The first application of a primitive in a traced function, with its operands there."""
     closed = jax.make_jaxpr(function)(*operands)
     for eqn, values, results in _walk(closed.jaxpr, closed.consts, operands):
         if eqn.primitive.name == primitive:
@@ -106,10 +106,10 @@ def traced(primitive: str, function: Callable[..., Any], *operands: Any) -> Case
 
 
 def applications(function: Callable[..., Any], *operands: Any) -> list[Case]:
-    """Every application of a primitive in a traced function, calls seen through, with the operands that it meets there."""
+    """Every application of a primitive in a traced function, with its operands there; calls are seen through."""
     closed = jax.make_jaxpr(function)(*operands)
-    found = _walk(closed.jaxpr, closed.consts, jax.tree.leaves(operands))
-    return [Case(_call(eqn.primitive.name, values, results, eqn.params), tuple(values)) for eqn, values, results in found]
+    equations = _walk(closed.jaxpr, closed.consts, jax.tree.leaves(operands))
+    return [Case(_call(eqn.primitive.name, values, results, eqn.params), tuple(values)) for eqn, values, results in equations]
 
 
 def array(draw: Draw, shape: Sequence[int], dtype: str = "float32", *, low: int = -4, high: int = 5) -> Any:
@@ -118,7 +118,7 @@ def array(draw: Draw, shape: Sequence[int], dtype: str = "float32", *, low: int 
 
 
 def shape(draw: Draw, rank: int | None = None, *, sizes: Sequence[int] = SIZES, largest: int = 600) -> tuple[int, ...]:
-    """A shape of small dims that 2 and 3 divide often, or seldom."""
+    """A shape of small dims that 2 and 3 often divide (less often in an odd draw)."""
     rank = draw.choose((1, 2, 2, 3)) if rank is None else rank
     dims: list[int] = []
     for _ in range(rank):
@@ -128,12 +128,12 @@ def shape(draw: Draw, rank: int | None = None, *, sizes: Sequence[int] = SIZES, 
 
 
 def extent(draw: Draw, size: int) -> int:
-    """A dim of this size, or in an odd draw one that divides less often."""
+    """The extent of a dim: ``size``, or in an odd draw one that divides evenly less often."""
     return ODD.get(size, size) if draw.odd else size
 
 
 def some(draw: Draw, options: Sequence[T], *, least: int = 0) -> tuple[T, ...]:
-    """A subset, in order."""
+    """A random subset of at least ``least`` options, in order."""
     while True:
         chosen = tuple(o for o in options if draw.choose((True, False)))
         if len(chosen) >= least:
@@ -141,10 +141,10 @@ def some(draw: Draw, options: Sequence[T], *, least: int = 0) -> tuple[T, ...]:
 
 
 def shuffled(draw: Draw, items: Sequence[T]) -> tuple[T, ...]:
-    """The items in some order."""
-    rest, out = list(items), []
-    while rest:
-        out.append(rest.pop(draw.choose(range(len(rest)))))
+    """The items in a random order."""
+    remaining, out = list(items), []
+    while remaining:
+        out.append(remaining.pop(draw.choose(range(len(remaining)))))
     return tuple(out)
 
 
@@ -159,7 +159,7 @@ def _call(primitive: str, operands: Sequence[Any], results: Sequence[Any], param
 
 
 def _walk(jaxpr: Any, consts: Sequence[Any], operands: Sequence[Any]) -> Iterator[tuple[Any, list[Any], list[Any]]]:
-    """Evaluates equation by equation, through calls; yields each with its values."""
+    """Evaluates equation by equation, calls seen through; yields each with its operand and result values."""
     known: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *operands], strict=True))
     for eqn in jaxpr.eqns:
         values = [v.val if isinstance(v, _jax.Literal) else known[v] for v in eqn.invars]

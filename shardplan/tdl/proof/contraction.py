@@ -26,7 +26,7 @@ from shardplan.tdl.proof.case import (
 
 
 def _mixed(draw: Draw, *groups: tuple[str, tuple[int, ...]]) -> tuple[tuple[int, ...], dict[str, tuple[int, ...]]]:
-    """A shape with the dims of all groups in some order, and where each group's dims went."""
+    """A shape with the dims of all groups in random order, and the positions of each group's dims."""
     tags = [(tag, n, size) for tag, sizes in groups for n, size in enumerate(sizes)]
     order = shuffled(draw, tags)
     places = {tag: tuple(order.index((tag, n, size)) for n, size in enumerate(sizes)) for tag, sizes in groups}
@@ -59,7 +59,7 @@ def _scaled_dot(name: str, draw: Draw) -> Case:
 
 @case("ragged_dot_general")
 def _ragged_dot(name: str, draw: Draw) -> Case:
-    """Ragged rows (a mixture of experts), ragged sums (its weights' gradient), a ragged batch."""
+    """Ragged rows (a mixture of experts) or a ragged sum (the gradient of its weights)."""
     groups, m, k, n = draw.choose((2, 3)), 6, draw.choose((2, 4)), draw.choose((2, 6))
     first = draw.choose(range(m))
     sizes = np.array([first, m - first] + [0] * (groups - 2), np.int32)
@@ -91,7 +91,7 @@ def _laid(spec: Sequence[int], sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 @case("conv_general_dilated")
 def _convolution(name: str, draw: Draw) -> Case:
-    """Forward, or one of its two gradients: strides, dilation of both sides, groups of features or of batch, any numbers."""
+    """Forward, or one of its two gradients: strides, dilation of both operands, feature or batch groups, any numbers."""
     spatial = draw.choose((1, 2))
     numbers = _convolution_numbers(draw, spatial)
     groups = draw.choose((("plain", 1), ("plain", 1), ("feature", 2), ("feature", 4), ("feature", 8), ("batch", 2)))

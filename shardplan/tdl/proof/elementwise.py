@@ -21,7 +21,7 @@ from shardplan.tdl.proof.case import (
 
 _INTEGERS = ("int32", "uint8", "int16")
 
-# Parameters that a unary primitive needs, and where it is defined.
+# Each unary primitive's domain, and the parameters that it needs.
 _ACCURATE: dict[str, Any] = {"accuracy": None}
 _UNARY_FLOAT: dict[str, tuple[str, dict[str, Any]]] = {
     "acos": ("unit", _ACCURATE),
@@ -60,7 +60,7 @@ _UNARY_FLOAT: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def pooled(draw: Draw) -> tuple[int, ...]:
-    """One of few shapes: all these primitives share a handful of rules, and compiling is what takes the time."""
+    """One of few shapes: these primitives share a handful of rules, and compiling takes most of the time."""
     return draw.choose(((4, 6), (12,), (4, 6)))
 
 
@@ -127,14 +127,14 @@ def _bitcast(name: str, draw: Draw) -> Case:
 
 
 def _operands(draw: Draw, count: int, dtype: str) -> list[Any]:
-    """Operands of one shape, some of them with dims of size 1 or a single element."""
+    """Operands of one shape; all but the first may be scalars or have dims of size 1."""
     dims = pooled(draw)
-    found: list[Any] = []
+    operands: list[Any] = []
     for n in range(count):
         small = some(draw, range(len(dims))) if n and draw.choose((False, True)) else ()
         scalar = n > 0 and draw.choose((False, False, True))
-        found.append(array(draw, () if scalar else tuple(1 if d in small else k for d, k in enumerate(dims)), dtype))
-    return found
+        operands.append(array(draw, () if scalar else tuple(1 if d in small else k for d, k in enumerate(dims)), dtype))
+    return operands
 
 
 _PAIR: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {

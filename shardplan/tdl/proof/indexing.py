@@ -52,9 +52,9 @@ def _lookup(draw: Draw) -> _Lookup:
     )
     windows = tuple(d for d, r in enumerate(roles) if r not in ("row", "batch"))
     # XLA drops all but the last of several updates to a lone element when the index vectors are empty: no such case here.
-    own = shape(draw, draw.choose((0, 1, 1, 2)) if mapped else 0, sizes=(2, 3, 4), largest=12)
-    tags = shuffled(draw, [("batch", d) for d in batching] + [("own", n) for n in range(len(own))])
-    dims = tuple(operand[d] if kind == "batch" else own[d] for kind, d in tags)
+    index_dims = shape(draw, draw.choose((0, 1, 1, 2)) if mapped else 0, sizes=(2, 3, 4), largest=12)
+    tags = shuffled(draw, [("batch", d) for d in batching] + [("own", n) for n in range(len(index_dims))])
+    dims = tuple(operand[d] if kind == "batch" else index_dims[d] for kind, d in tags)
     index_batching = tuple(tags.index(("batch", d)) for d in batching)
     rank = len(dims) + len(windows)
     window_dims = tuple(sorted(shuffled(draw, range(rank))[: len(windows)]))
@@ -67,7 +67,7 @@ def _lookup(draw: Draw) -> _Lookup:
 
 
 def _indices(draw: Draw, look: _Lookup, mode: str) -> Any:
-    """In range, or (where the mode says what that means) a little out of it."""
+    """Indices in range or, where the mode defines that, slightly out of range."""
     columns = []
     for d in look.mapped:
         last = look.operand[d] - look.sizes[d]

@@ -38,11 +38,11 @@ def _broadcast(name: str, draw: Draw) -> Case:
 
 @case("reshape")
 def _reshape(name: str, draw: Draw) -> Case:
-    """Two ways to group the same factors, with dims of size 1 strewn in, at times from dims in another order."""
+    """Two groupings of the same factors, sometimes with a dim of size 1, a shuffle or a ``dimensions`` order."""
     factors = [draw.choose((2, 2, 3, 4)) for _ in range(draw.choose((2, 3, 4)))]
 
     def grouped() -> tuple[int, ...]:
-        """The factors, perhaps shuffled, multiplied up to dims."""
+        """The factors, perhaps shuffled, multiplied into dims."""
         dims: list[int] = []
         for f in shuffled(draw, factors) if draw.choose((True, False, False)) else factors:
             if dims and draw.choose((True, False)):

@@ -65,7 +65,7 @@ def _clone(name: str, draw: Draw) -> Case:
 
 @case("random_gamma")
 def _gamma(name: str, draw: Draw) -> Case:
-    dims = (2,)  # it compiles for seconds
+    dims = (2,)  # compiling it takes seconds
     alpha = np.abs(array(draw, (*dims, *draw.choose(((), (4,)))))) + np.float32(0.5)
     return bound(name, array(draw, dims, "key<fry>"), alpha, log_space=False)
 

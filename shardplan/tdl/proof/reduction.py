@@ -41,7 +41,7 @@ def _reduce_bits(name: str, draw: Draw) -> Case:
 
 @case("reduce")
 def _reduce_any(name: str, draw: Draw) -> Case:
-    """Two operands at once, by a function that mixes them."""
+    """Reduces two operands at once: the sum of one, the maximum of the other."""
     dims = shape(draw)
     axes = some(draw, range(len(dims)), least=1)
     x, y = array(draw, dims, "int32"), array(draw, dims)
@@ -56,7 +56,9 @@ def _reduce_any(name: str, draw: Draw) -> Case:
 @case("argmax", "argmin")
 def _argument(name: str, draw: Draw) -> Case:
     dims = shape(draw)
-    x = np.round(array(draw, dims, draw.choose(("float32", "int32", "bfloat16"))))  # many are equal: the first one counts
+    x = np.round(
+        array(draw, dims, draw.choose(("float32", "int32", "bfloat16")))
+    )  # rounding makes ties, where the first one counts
     if x.dtype == np.float32 and draw.choose((False, False, True)):
         x = np.where(array(draw, dims) > 1, np.float32("nan"), x)
     return bound(name, x, axes=(draw.choose(range(len(dims))),), index_dtype=np.dtype("int32"))
@@ -110,7 +112,7 @@ def _plain_window(draw: Draw, *, batch: bool = False) -> tuple[tuple[int, ...], 
     if batch:
         dims = (4, *dims[1:])
         p: dict[str, Any] = {k: ((1 if k != "padding" else (0, 0)), *v[1:]) for k, v in p.items()}
-    for d, n in enumerate(dims):  # no dilation here
+    for d, n in enumerate(dims):  # padding for windows without dilation
         w, s = p["window_dimensions"][d], p["window_strides"][d]
         total = max(0, (-(-n // s) - 1) * s + w - n)
         low = draw.choose((total // 2, 0))

@@ -1,5 +1,5 @@
 # pyright: basic
-"""Cases of orders along a dim."""
+"""Cases of sorting along a dim."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The descriptions, one file a family of primitives. Importing this package registers them all."""
+"""The descriptions, one file for each family of primitives. Importing this package registers them all."""
 
 from shardplan.tdl.rules import (
     contraction,

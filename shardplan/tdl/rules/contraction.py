@@ -23,7 +23,7 @@ def _dot_general(call: Call, x: TensorRef, y: TensorRef, *_: TensorRef) -> Lambd
         batch, left, right = i[: len(batch_x)], i[len(batch_x) : len(batch_x) + len(free_x)], i[len(batch_x) + len(free_x) :]
 
         def term(*k: Any) -> Scalar:
-            """A product that is added up."""
+            """One term of the sum."""
             at_x = {
                 **dict(zip(batch_x, batch, strict=True)),
                 **dict(zip(free_x, left, strict=True)),
@@ -43,7 +43,7 @@ def _dot_general(call: Call, x: TensorRef, y: TensorRef, *_: TensorRef) -> Lambd
 
 @rule("conv_general_dilated")
 def _convolution(call: Call, x: TensorRef, kernel: TensorRef) -> Lambda:
-    """``x*stride + window*dilation - padding``, over the operand's own dilation; groups of features or of batch by ``//``."""
+    """Reads index ``(x*stride + window*dilation - padding) / operand dilation``; ``//`` picks the feature or batch group."""
     p = call.params
     numbers = p["dimension_numbers"]
     x_dims, k_dims, out_dims = (tuple(map(int, s)) for s in (numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec))
@@ -54,11 +54,11 @@ def _convolution(call: Call, x: TensorRef, kernel: TensorRef) -> Lambda:
     steps = list(zip(p["window_strides"], p["rhs_dilation"], p["padding"], p["lhs_dilation"], strict=True))
 
     def element(*i: Any) -> Scalar:
-        """One place of one feature of one image."""
+        """One output feature of one image, at one position."""
         b, o, *place = (i[d] for d in out_dims)
 
         def term(c: Any, *w: Any) -> Scalar:
-            """A product under one place of the kernel, of one channel."""
+            """The product of one channel with one element of the kernel."""
             at_x, at_k = [0] * len(x.shape), [0] * len(kernel.shape)
             at_x[x_dims[0]] = b if batches == 1 else (o // per_group) * (x.shape[x_dims[0]] // batches) + b
             at_x[x_dims[1]] = c if features == 1 else (o // per_group) * extents[0] + c
@@ -68,7 +68,9 @@ def _convolution(call: Call, x: TensorRef, kernel: TensorRef) -> Lambda:
                 at_k[k_dims[2 + n]] = w[n]
             return x[tuple(at_x)] * kernel[tuple(at_k)]
 
-        lone = [p for p, d in zip(place, x_dims[2:], strict=True) if x.shape[d] == 1]  # one element among padding is no broadcast
+        lone = [
+            p for p, d in zip(place, x_dims[2:], strict=True) if x.shape[d] == 1
+        ]  # a single element among padding is not broadcast
         return given(held(*lone), Sum(term, extents)) if lone else Sum(term, extents)
 
     return element
@@ -76,7 +78,7 @@ def _convolution(call: Call, x: TensorRef, kernel: TensorRef) -> Lambda:
 
 @rule("ragged_dot_general")
 def _ragged_dot(call: Call, x: TensorRef, y: TensorRef, sizes: TensorRef) -> Lambda:
-    """Which group a ragged position belongs to, only the sizes know: that dim and the group dim stay whole."""
+    """A ragged position's group depends on the sizes, so the ragged dim and the group dim stay whole."""
     numbers = call.params["ragged_dot_dimension_numbers"]
     (sum_x, sum_y), (batch_x, batch_y) = numbers.dot_dimension_numbers
     ragged, group = int(numbers.lhs_ragged_dimensions[0]), tuple(numbers.rhs_group_dimensions)
@@ -116,7 +118,7 @@ def _ragged_dot(call: Call, x: TensorRef, y: TensorRef, sizes: TensorRef) -> Lam
 
 @rule("scaled_dot")
 def _scaled_dot(call: Call, x: TensorRef, y: TensorRef, x_scale: TensorRef, y_scale: TensorRef) -> Lambda:
-    """`_dot_general` with a scale for each run of elements along the summed dims."""
+    """`_dot_general` with one scale for each run of elements along the summed dims."""
     (sum_x, sum_y), (batch_x, batch_y) = call.params["dimension_numbers"]
     free_x = [d for d in range(len(x.shape)) if d not in {*sum_x, *batch_x}]
     free_y = [d for d in range(len(y.shape)) if d not in {*sum_y, *batch_y}]

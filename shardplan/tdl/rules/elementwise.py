@@ -9,7 +9,7 @@ from shardplan.tdl.describe import rule
 from shardplan.tdl.description import Call, Lambda
 from shardplan.tdl.language import Opaque, Scalar, TensorRef, apply, where
 
-# Bits of the significand: a conversion to at least as many loses nothing, and so is linear.
+# Bits of the significand: a conversion to at least as many loses nothing and so is linear.
 _SIGNIFICAND = {
     "float8_e4m3fn": 4, "float8_e5m2": 3, "bfloat16": 8, "float16": 11, "float32": 24, "float64": 53,
     "complex64": 24, "complex128": 53,
@@ -94,7 +94,7 @@ def _function(call: Call, *operands: TensorRef) -> Lambda:
 
 @rule("bitcast_convert_type")
 def _bitcast(call: Call, x: TensorRef) -> Lambda:
-    """Bytes read anew: a last dim that appears or goes holds the parts of one element."""
+    """Reinterprets bytes: a last dim that is added or removed holds the parts of one element."""
     rank, new_rank = len(x.shape), len(call.results[0])
     if rank == new_rank:
         return lambda *i: apply("bitcast_convert_type", x[i])

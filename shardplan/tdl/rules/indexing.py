@@ -1,7 +1,8 @@
-"""Indices that only the data know: gather, scatter, dynamic slices.
+"""Data-dependent indices: gather, scatter, dynamic slices.
 
-A dim that is looked up row by row is said as a sum over all rows of ``index == row`` (so each worker may own rows, which is
-Megatron's vocabulary split); a dim that a slice takes whole is as good as any other; the rest is data-dependent and stays whole.
+A dim that is looked up row by row is described as a sum over all rows where ``index == row``, so each worker may own rows: this
+is Megatron's vocabulary split. A dim that a slice takes whole may be cut like any other. Other indexed dims are data-dependent
+and stay whole.
 """
 
 # pyright: reportUnknownLambdaType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
@@ -35,7 +36,7 @@ def summable(dtype: str) -> bool:
 
 
 def _fills(call: Call, dtype: str) -> bool:
-    """Whether rows out of range are filled with a number that a sum of partial lookups would count more than once."""
+    """Whether rows out of range are filled with a value that a sum of partial lookups would count more than once."""
     if "FILL" not in str(call.params["mode"]).upper():
         return False
     fill = call.params.get("fill_value")
@@ -54,7 +55,7 @@ def _gather(call: Call, x: TensorRef, indices: TensorRef, *_: TensorRef) -> Lamb
     rows = [d for d in start_map if sizes[d] == 1 and x.shape[d] > 1] if summable(x.dtype) else []
 
     def element(*i: Any) -> Scalar:
-        """What is looked up for one place of the result."""
+        """The value that is looked up for one element of the result."""
         batch = tuple(loop for d, loop in enumerate(i) if d not in offset_dims)
         offsets = dict(zip(windows, (i[d] for d in offset_dims), strict=True))
 
@@ -62,7 +63,7 @@ def _gather(call: Call, x: TensorRef, indices: TensorRef, *_: TensorRef) -> Lamb
             return indices[(*batch, component)]
 
         def term(*row: Any) -> Scalar:
-            """One row that it may be looked up in, if it is that one."""
+            """One row's value if the index is that row, else 0."""
             at_row = dict(zip(rows, row, strict=True))
             at: list[Any] = []
             for d in range(len(x.shape)):
@@ -81,7 +82,7 @@ def _gather(call: Call, x: TensorRef, indices: TensorRef, *_: TensorRef) -> Lamb
 
         inside = [offsets[d] for d in windows if sizes[d] != x.shape[d]]
         others = [index_of(n) for n, d in enumerate(start_map) if d not in rows]
-        if not start_map:  # nothing is looked up, but the batch dims are the indices' too
+        if not start_map:  # nothing is looked up, but the indices have the batch dims too
             others.append(indices[(*batch, DATA)])
         value = Sum(term, tuple(x.shape[d] for d in rows)) if rows else term()
         return given(apply("start", held(*inside), *others), value) if inside or others else value
@@ -90,7 +91,7 @@ def _gather(call: Call, x: TensorRef, indices: TensorRef, *_: TensorRef) -> Lamb
 
 
 def row_dims(call: Call) -> tuple[int, ...]:
-    """The operand dims of a scatter that are written row by row, so that each worker may own some."""
+    """The operand dims of a scatter that are written row by row, so that each worker may own some rows."""
     numbers = call.params["dimension_numbers"]
     start_map, inserted = tuple(numbers.scatter_dims_to_operand_dims), set(numbers.inserted_window_dims)
     windows = [d for d in range(len(call.operands[0])) if d not in inserted and d not in numbers.operand_batching_dims]
@@ -115,11 +116,11 @@ def _scatter(call: Call, x: TensorRef, indices: TensorRef, updates: TensorRef) -
     combine = _COMBINERS.get(call.primitive)
 
     def element(*i: Any) -> Scalar:
-        """The operand's element with all that is scattered to it."""
+        """The operand's element, combined with all updates to it."""
         whole = [i[d] for d in range(len(x.shape)) if not _known(d)]
 
         def term(*s: Any, otherwise: Any = 0.0) -> Scalar:
-            """What one update adds there, if it goes there."""
+            """One update's contribution, if it goes to this element."""
             place: dict[int, Any] = dict(zip(ways, s or [_ALL] * len(ways), strict=True))
             place.update({n: i[d] for d, n in batching.items()})
             at: dict[int, Any] = {scattered[n]: loop for n, loop in place.items()}

@@ -29,7 +29,7 @@ _CORES: dict[str, tuple[int, ...]] = {
 
 
 def batched(call: Call, operands: tuple[TensorRef, ...], cores: tuple[int, ...]) -> tuple[Lambda, ...]:
-    """All results share the leading dims of the operands; the rest is hidden."""
+    """One lambda for each result: they share the operands' batch dims, and all other dims are opaque."""
     batch = len(operands[0].shape) - cores[0]
 
     def result(number: int, rank: int) -> Lambda:
@@ -54,7 +54,7 @@ for _name, _cores in _CORES.items():
 
 @rule("triangular_solve")
 def _triangular_solve(call: Call, a: TensorRef, b: TensorRef) -> Lambda:
-    """Linear in ``b``, each of whose columns (rows, from the right) is a system of its own."""
+    """Linear in ``b``; each of its columns (rows, if ``a`` is on the right) is a system of its own."""
     left = bool(call.params["left_side"])
 
     def element(*i: Any) -> Any:
@@ -67,7 +67,7 @@ def _triangular_solve(call: Call, a: TensorRef, b: TensorRef) -> Lambda:
 
 @rule("tridiagonal_solve")
 def _tridiagonal_solve(call: Call, lower: TensorRef, main: TensorRef, upper: TensorRef, b: TensorRef) -> Lambda:
-    """As `_triangular_solve`: linear in ``b``, one system a column."""
+    """As `_triangular_solve`: linear in ``b``, one system for each column."""
 
     def element(*i: Any) -> Any:
         *batch, row, column = i
@@ -79,7 +79,7 @@ def _tridiagonal_solve(call: Call, lower: TensorRef, main: TensorRef, upper: Ten
 
 @rule("ormqr")
 def _ormqr(call: Call, a: TensorRef, taus: TensorRef, c: TensorRef) -> Lambda:
-    """``Q @ c`` or ``c @ Q``: linear in ``c``, and its other dim is free."""
+    """``Q @ c`` or ``c @ Q``: linear in ``c``, whose other dim may be cut."""
     left = bool(call.params["left"])
 
     def element(*i: Any) -> Any:
@@ -92,7 +92,7 @@ def _ormqr(call: Call, a: TensorRef, taus: TensorRef, c: TensorRef) -> Lambda:
 
 @rule("symmetric_product")
 def _symmetric_product(call: Call, a: TensorRef, c: TensorRef) -> Lambda:
-    """``alpha a a^T + beta c``: rows and columns are computed together, only the batch and the summed dim may be cut."""
+    """``alpha a a^T + beta c``: rows and columns are computed together, so only the batch and the summed dim may be cut."""
 
     def element(*i: Any) -> Any:
         *batch, row, column = i

@@ -21,7 +21,7 @@ _ALL = slice(None)
 
 
 def held(*loops: Any) -> Scalar:
-    """A condition over loops that must stay whole: which operand or offset it selects, no even block can say."""
+    """A condition over loops that must stay whole: the operand or offset that it selects does not follow even blocks."""
     return Opaque()()[loops]
 
 
@@ -33,9 +33,9 @@ def _broadcast(call: Call, x: TensorRef, *_: TensorRef) -> Lambda:
 
 @rule("reshape")
 def _reshape(call: Call, x: TensorRef, *_: TensorRef) -> Lambda:
-    """Dims are grouped where running products meet; inside a group the flat index is split by ``//`` and ``%``.
+    """Dims are grouped where running products are equal; inside a group ``//`` and ``%`` split the flat index.
 
-    The operand's dims are first brought into the order of ``dimensions``, if there is one.
+    The operand's dims are first put into the order of ``dimensions``, if there is one.
     """
     new = call.results[0]
     order = tuple(call.params.get("dimensions") or range(len(x.shape)))
@@ -43,7 +43,7 @@ def _reshape(call: Call, x: TensorRef, *_: TensorRef) -> Lambda:
     groups = _groups(old, new)
 
     def element(*i: Any) -> Scalar:
-        """The operand's element at the same place of the flat order."""
+        """The operand's element at the same flat position."""
         index: list[Any] = [0] * len(x.shape)
         for old_dims, new_dims in groups:
             flat = sum(i[d] * prod(new[e] for e in new_dims if e > d) for d in new_dims)
@@ -58,7 +58,7 @@ def _reshape(call: Call, x: TensorRef, *_: TensorRef) -> Lambda:
 
 
 def _groups(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
-    """The finest pairs of runs of dims with equal sizes; dims of size 1 are left out."""
+    """The shortest runs of old and new dims, paired in order, with equal products; dims of size 1 are left out."""
     if 0 in old:
         return []
     olds, news = [d for d, n in enumerate(old) if n > 1], [d for d, n in enumerate(new) if n > 1]
@@ -88,8 +88,8 @@ def _squeeze(call: Call, x: TensorRef) -> Lambda:
     gone = {d % len(x.shape) for d in call.params["dimensions"]}
 
     def element(*i: Any) -> Scalar:
-        rest = iter(i)
-        return x[tuple(0 if d in gone else next(rest) for d in range(len(x.shape)))]
+        kept = iter(i)
+        return x[tuple(0 if d in gone else next(kept) for d in range(len(x.shape)))]
 
     return element
 
@@ -116,9 +116,11 @@ def _rev(call: Call, x: TensorRef) -> Lambda:
 
 @rule("pad")
 def _pad(call: Call, x: TensorRef, value: TensorRef) -> Lambda:
-    """Inside, the operand; around and between its elements, the value."""
+    """The operand's elements, with the padding value around and between them."""
     config = call.params["padding_config"]
-    lone = [d for d, n in enumerate(x.shape) if n == 1 and call.results[0][d] > 1]  # one element among padding is no broadcast
+    lone = [
+        d for d, n in enumerate(x.shape) if n == 1 and call.results[0][d] > 1
+    ]  # a single element among padding is not broadcast
     return lambda *i: where(
         held(*(i[d] for d in lone)),
         x[tuple((loop - int(lo)) / (int(gap) + 1) for loop, (lo, _, gap) in zip(i, config, strict=True))],
@@ -175,7 +177,7 @@ def _unstack(call: Call, x: TensorRef) -> tuple[Lambda, ...]:
 
 @rule("tile")
 def _tile(call: Call, x: TensorRef) -> Lambda:
-    """The operand over and over: a dim that is repeated stays whole."""
+    """The operand repeated: a repeated dim stays whole."""
     reps = tuple(int(r) for r in call.params["reps"])
 
     def element(*i: Any) -> Scalar:

@@ -1,4 +1,4 @@
-"""Primitives that say where a value lies and leave it as it is."""
+"""Primitives that place a value without changing it."""
 
 # pyright: reportUnknownLambdaType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardplan.tdl.language import Named, TensorRef
     "preduced",
 )
 def _identity(call: Call, *operands: TensorRef) -> tuple[Lambda, ...]:
-    """Each result is its operand; those of one shape are cut together, others have loops of their own."""
+    """Each result is its operand. Operands of the same shape share loops and so are cut together."""
     shapes = sorted({x.shape for x in operands})
 
     def same(x: TensorRef) -> Lambda:
@@ -31,5 +31,5 @@ def _identity(call: Call, *operands: TensorRef) -> tuple[Lambda, ...]:
 
 @rule("tie")
 def _tie(call: Call, before: TensorRef, x: TensorRef) -> Lambda:
-    """The second operand, once the first is there."""
+    """Returns the second operand, ordered after the first."""
     return lambda *i: x[i]

@@ -1,4 +1,4 @@
-"""Random keys and bits. Threefry computes each element from its own index, so its bits may be cut and stay the same."""
+"""Random keys and bits. Threefry computes each element from its own index, so a cut does not change the bits."""
 
 # pyright: reportUnknownLambdaType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ALL = slice(None)
 def _bits(call: Call, keys: TensorRef, *_: TensorRef) -> Lambda:
     """Result dims: those of the keys, then ``shape``. Only threefry is known to count elements; other generators stay whole.
 
-    The forms ``_at`` are a worker's: they take the place of their first element in the whole.
+    The ``_at`` forms run on a worker's block: they take the position of its first element in the whole.
     """
     rank = len(keys.shape)
 
@@ -64,7 +64,7 @@ def _iota_2x32(call: Call, *_: TensorRef) -> tuple[Lambda, ...]:
 
 @rule("random_gamma")
 def _gamma(call: Call, keys: TensorRef, alpha: TensorRef) -> Lambda:
-    """Each element is drawn from its own key, or all of a key's elements from the keys that it is split into."""
+    """Each element is drawn from its own key, or each key is split for all of its elements, which then stay whole."""
     rank = len(keys.shape)
     if rank == len(alpha.shape):
         return lambda *i: apply("random_gamma", at(keys, i), at(alpha, i))
@@ -84,5 +84,5 @@ def _generator(call: Call, key: TensorRef) -> tuple[Lambda, ...]:
 
 @rule("rng_uniform")
 def _uniform(call: Call, low: TensorRef, high: TensorRef) -> Lambda:
-    """A state of the device's own: nothing may be cut."""
+    """Draws from the device's own state: nothing may be cut."""
     return lambda *i: Opaque()(low[()], high[()])[i]

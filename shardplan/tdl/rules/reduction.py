@@ -1,4 +1,4 @@
-"""Reductions: over dims, over windows, running along a dim, and the place of the extreme."""
+"""Reductions over dims and over windows, running reductions along a dim, and positions of extremes."""
 
 # pyright: reportUnknownLambdaType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 from __future__ import annotations
@@ -27,8 +27,8 @@ _REDUCERS: dict[str, Callable[..., Scalar]] = {
 
 def _kept(operand: TensorRef, axes: Any, index: tuple[Any, ...], reduced: Any) -> Scalar:
     """The operand at the result's index, with ``reduced`` (an iterator) at the dims that the result lacks."""
-    rest = iter(index)
-    return operand[tuple(next(reduced) if d in axes else next(rest) for d in range(len(operand.shape)))]
+    kept = iter(index)
+    return operand[tuple(next(reduced) if d in axes else next(kept) for d in range(len(operand.shape)))]
 
 
 @rule("reduce_sum", "reduce_prod", "reduce_max", "reduce_min", "reduce_and", "reduce_or")
@@ -49,7 +49,7 @@ def _reduce_xor(call: Call, x: TensorRef) -> Lambda:
 
 @rule("reduce")
 def _reduce_any(call: Call, *operands: TensorRef) -> tuple[Lambda, ...]:
-    """By a function of the user's: the dims that it reduces stay whole."""
+    """Reduces by a user's function: the reduced dims stay whole."""
     axes = set(call.params["dimensions"])
     half = len(operands) // 2
 
@@ -63,7 +63,7 @@ def _reduce_any(call: Call, *operands: TensorRef) -> tuple[Lambda, ...]:
 
 @rule("argmax", "argmin")
 def _argument(call: Call, x: TensorRef) -> Lambda:
-    """The extreme and its place travel together, as a pair."""
+    """Reduces (position, extreme) pairs."""
     axes = sorted(call.params["axes"])
     reducer = lang.ArgMax if call.primitive == "argmax" else lang.ArgMin
     return lambda *i: reducer(lambda *k: _kept(x, axes, i, iter(k)), tuple(x.shape[d] for d in axes))
@@ -85,7 +85,7 @@ def _cumulative(call: Call, x: TensorRef) -> Lambda:
 
 
 def window_index(params: Any, i: tuple[Any, ...], w: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The operand's element that position ``w`` of the window at ``i`` covers."""
+    """The index of the operand's element that position ``w`` of the window at ``i`` covers."""
     ones = (1,) * len(i)
     base, wide = params.get("base_dilation") or ones, params.get("window_dilation") or ones
     return tuple(
@@ -108,15 +108,15 @@ def _reduce_window(call: Call, x: TensorRef) -> Lambda:
 
 
 def _lone(x: TensorRef, i: tuple[Any, ...]) -> list[Any]:
-    """The loops over dims of size 1: one element among padding is no broadcast."""
+    """The loops over dims of size 1: a single element among padding is not broadcast."""
     return [loop for loop, n in zip(i, x.shape, strict=True) if n == 1]
 
 
 @rule("reduce_window")
 def _reduce_window_any(call: Call, *operands: TensorRef) -> tuple[Lambda, ...]:
-    """By a function of the user's: the result may be cut, the window not.
+    """Reduces windows by a user's function: the result may be cut, the window may not.
 
-    Nor a dim with padding, which the function never sees: no value that stands beyond an edge would do in its place.
+    A dim with padding may not be cut either: the function never sees padding, and no value in a halo could replace it.
     """
     half = len(operands) // 2
     window = tuple(int(n) for n in call.params["window_dimensions"])
@@ -135,7 +135,7 @@ def _reduce_window_any(call: Call, *operands: TensorRef) -> tuple[Lambda, ...]:
 
 @rule("select_and_gather_add")
 def _select_and_gather(call: Call, tangents: TensorRef, x: TensorRef) -> Lambda:
-    """The tangent at the place of the window's extreme."""
+    """The tangent at the position of the window's extreme."""
     window = tuple(int(n) for n in call.params["window_dimensions"])
     return lambda *i: apply(
         "select_and_gather_add",
@@ -146,17 +146,17 @@ def _select_and_gather(call: Call, tangents: TensorRef, x: TensorRef) -> Lambda:
 
 @rule("select_and_scatter_add")
 def _select_and_scatter_add(call: Call, source: TensorRef, x: TensorRef) -> Lambda:
-    """Each window's source goes to the place of its extreme: a worker needs the windows on its block, and all they cover."""
+    """Adds each window's source at its extreme: a worker needs the windows on its block, and all that they cover."""
     p = call.params
     window = tuple(int(n) for n in p["window_dimensions"])
     strides, low = tuple(map(int, p["window_strides"])), tuple(int(lo) for lo, _ in p["padding"])
 
     def element(*i: Any) -> Scalar:
-        """What the windows that cover an element give to it."""
+        """The sum over the windows that cover an element."""
         far = [loop for loop, n, lo in zip(i, window, low, strict=True) if lo >= n]  # windows that lie in the padding
 
         def term(*w: Any) -> Scalar:
-            """``w`` is where the element lies in a window that covers it, and where that window's extreme lies."""
+            """``w`` is the element's position in a window that covers it, then the position of that window's extreme."""
             windows = [(loop + lo - at) / s for loop, lo, at, s in zip(i, low, w, strides, strict=False)]
             extremes = [o * s + at - lo for o, s, at, lo in zip(windows, strides, w[len(i) :], low, strict=True)]
             return given(held(*w, *far) + x[tuple(extremes)], source[tuple(windows)])
@@ -168,13 +168,13 @@ def _select_and_scatter_add(call: Call, source: TensorRef, x: TensorRef) -> Lamb
 
 @rule("select_and_scatter")
 def _select_and_scatter(call: Call, x: TensorRef, source: TensorRef, start: TensorRef) -> Lambda:
-    """By functions of the user's: a dim may be cut where each window lies in one block, with the block's own source."""
+    """Uses a user's functions: a dim may be cut where each window lies in one block, together with its source."""
     p = call.params
     apart = [
         int(n) <= int(s)
         and not any(map(int, pad))
         and size == sources * int(s)
-        and (int(s) == 1 or sources > 1)  # one window's source says nothing of where the window lies
+        and (int(s) == 1 or sources > 1)  # the source of a single window does not tell where the window lies
         for n, s, pad, size, sources in zip(
             p["window_dimensions"], p["window_strides"], p["padding"], x.shape, source.shape, strict=True
         )

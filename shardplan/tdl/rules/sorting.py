@@ -1,4 +1,4 @@
-"""Orders along a dim: that dim stays whole, all others may be cut."""
+"""Sorting along a dim: that dim stays whole, all others may be cut."""
 
 # pyright: reportUnknownLambdaType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 from __future__ import annotations

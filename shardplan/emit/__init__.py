@@ -1,4 +1,4 @@
-"""The step that runs, and what its compiled form sends.
+"""The step that a plan runs, and the collectives in its compiled form.
 
-`hlo` reads compiled HLO text: the collectives and their bytes on the wire, against which a plan's prediction is checked.
+`hlo` reads compiled HLO text: the collectives and their wire bytes, which a plan's prediction is checked against.
 """

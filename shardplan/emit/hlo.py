@@ -1,7 +1,7 @@
 """The meter: collectives in compiled HLO text, and the bytes that they put on the wire.
 
-Wire bytes are per device and follow the ring convention: n devices in a group, all-reduce 2(n-1)/n of its operand, all-gather
-(n-1)/n of its result, reduce-scatter and all-to-all (n-1)/n of their operand, collective-permute its operand.
+Wire bytes are per device and follow the ring convention. In a group of n devices an all-reduce sends 2(n-1)/n of its operand,
+an all-gather (n-1)/n of its result, a reduce-scatter or all-to-all (n-1)/n of its operand, a collective-permute its operand.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 class HloCollective:
     """One collective instruction, or one part of it after `measure` has undone what the CPU compiler did.
 
-    ``operand_bytes`` and ``result_bytes`` are per device; ``groups`` lists the devices that talk, for a permute the (source,
-    target) pairs. ``trips`` is how often it runs in a step; ``trips_known`` is false where a loop's trip count is not known and
+    ``operand_bytes`` and ``result_bytes`` are per device; ``groups`` lists the devices of each group, for a permute the (source,
+    target) pairs. ``trips`` is how often it runs in a step; ``trips_known`` is false where an unknown trip count of a loop
     was taken as one. ``wire_bytes`` is per device and execution. ``dtype`` is that of the first operand.
     """
 
@@ -59,7 +59,7 @@ class KindTotal:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a compiled step sends. ``wire_bytes`` sums ``kinds``; ``raw_wire_bytes`` is what the text says, nothing undone."""
+    """The collectives of a compiled step. ``wire_bytes`` sums ``kinds``; ``raw_wire_bytes`` is the text's sum, nothing undone."""
 
     kinds: Mapping[str, KindTotal]
     wire_bytes: float
@@ -68,9 +68,9 @@ class Measured:
 
 
 def parse(hlo_text: str) -> tuple[HloCollective, ...]:
-    """Every collective that a compiled module runs, in the order of the text, as the text has them.
+    """Every collective that a compiled module runs, in the order of the text, nothing undone.
 
-    Raises `HloError` on a collective of a form that is not known.
+    Raises `HloError` on a collective of an unknown form.
     """
     module = parse_module(hlo_text)
     return tuple(collective for _, _, collective in _collectives(module))
@@ -79,16 +79,16 @@ def parse(hlo_text: str) -> tuple[HloCollective, ...]:
 def measure(hlo_text: str, *, undo_cpu: bool = True) -> Measured:
     """The wire bytes of a step, by kind.
 
-    With ``undo_cpu`` the figures are those of a compiler that keeps narrow types and knows reduce-scatter: a collective that
-    XLA's CPU compiler widened counts at its own width, and an all-reduce of which each device keeps only its own slice counts as
-    a reduce-scatter, with an all-reduce of the slice over what is left of the group. Constant tables that the text leaves out
-    (``{...}``, from more than ten devices on) are taken to give each device of a group its own slice where the sizes allow it.
+    With ``undo_cpu`` the figures are those of a compiler that keeps narrow types and has reduce-scatter. A collective that XLA's
+    CPU compiler widened counts at its original width. An all-reduce of which each device keeps only a slice counts as a
+    reduce-scatter, and an all-reduce of the slice over the rest of the group. The text leaves out constant tables for more than
+    ten devices (``{...}``); they are assumed to give each device of a group its own slice where the sizes allow it.
     """
     module = parse_module(hlo_text)
-    found = _collectives(module)
-    raw = tuple(collective for _, _, collective in found)
+    rows = _collectives(module)
+    raw = tuple(collective for _, _, collective in rows)
     undo = Undo(module)
-    pieces = [p for c, i, collective in found for p in _undone(undo, c, i, collective)] if undo_cpu else raw
+    pieces = [p for c, i, collective in rows for p in _undone(undo, c, i, collective)] if undo_cpu else raw
     kinds = {kind: _total([p for p in pieces if p.kind == kind]) for kind in KINDS if any(p.kind == kind for p in pieces)}
     return Measured(kinds, sum(t.wire_bytes for t in kinds.values()), _total(raw).wire_bytes, tuple(pieces))
 
@@ -116,17 +116,17 @@ def _total(collectives: Sequence[HloCollective]) -> KindTotal:
 
 
 def _collectives(module: Module) -> list[tuple[Computation, Instruction, HloCollective]]:
-    found: list[tuple[Computation, Instruction, HloCollective]] = []
+    rows: list[tuple[Computation, Instruction, HloCollective]] = []
     for computation in module.computations.values():
         for instruction in computation.instructions.values():
             kind = _kind(instruction)
             if kind is not None and module.runs[computation.name].times:
-                found.append((computation, instruction, _collective(module, computation, instruction, kind)))
-    return found
+                rows.append((computation, instruction, _collective(module, computation, instruction, kind)))
+    return rows
 
 
 def _kind(instruction: Instruction) -> Kind | None:
-    """The kind of a collective's first half, None for everything else. Raises `HloError` on a collective without a kind."""
+    """The kind of a collective or of its ``-start`` half; None for all else. Raises `HloError` on an unknown collective."""
     base = instruction.opcode.removesuffix("-start")
     for kind in KINDS:
         if base == kind:
@@ -165,7 +165,7 @@ def _collective(module: Module, computation: Computation, instruction: Instructi
 
 
 def operand_shapes(computation: Computation, instruction: Instruction, kind: Kind) -> tuple[Shape, ...]:
-    """The shapes of the data that a collective sends; a ragged one's first operand alone, offsets and sizes left out."""
+    """The shapes of the data that a collective sends: for a ragged one or a send only the first operand, else all of them."""
     names = instruction.operands[:1] if kind == "ragged-all-to-all" or instruction.opcode == "send" else instruction.operands
     if not names or any(name not in computation.instructions for name in names):
         raise instruction.error("a collective with operands that are not in its computation")
@@ -185,7 +185,7 @@ def _result_bytes(kind: Kind, operand_bytes: int, group_size: int) -> int:
 def _groups(module: Module, instruction: Instruction, kind: Kind) -> Groups:
     if kind != "collective-permute":
         if module.replica_count > 1 < module.num_partitions and "use_global_device_ids=true" not in instruction.attributes:
-            raise instruction.error("groups of replicas in a module of replicas and partitions")
+            raise instruction.error("replica_groups without use_global_device_ids=true in a module of replicas and partitions")
         return replica_groups(instruction, module)
     text = instruction.attribute(r"source_target_pairs=(\{\{.*)$")
     if text is None:
@@ -194,7 +194,7 @@ def _groups(module: Module, instruction: Instruction, kind: Kind) -> Groups:
 
 
 def _undone(undo: Undo, computation: Computation, instruction: Instruction, collective: HloCollective) -> list[HloCollective]:
-    """The parts of one collective, one or two for each operand; equal parts of one instruction are put together again."""
+    """The parts of one collective, one or two for each operand; parts of the same kind and group size are merged."""
     shapes = operand_shapes(computation, instruction, collective.kind)
     pieces: list[HloCollective] = []
     for number, shape in enumerate(shapes):
@@ -208,7 +208,7 @@ def _undone(undo: Undo, computation: Computation, instruction: Instruction, coll
 
 
 def _parts(collective: HloCollective, nbytes: int, ways: int) -> list[HloCollective]:
-    """One operand's part; an all-reduce of which each device keeps 1/ways is a reduce-scatter and an all-reduce of the slice."""
+    """One operand's parts; an all-reduce that leaves each device 1/ways is a reduce-scatter and an all-reduce of the slice."""
     if ways == 1:
         return [_resized(collective, collective.kind, nbytes, collective.group_size)]
     parts = [_resized(collective, "reduce-scatter", nbytes, ways)]

@@ -1,4 +1,4 @@
-"""Following values through HLO: forwards to the uses of a result, backwards to what a start index is on each device."""
+"""Dataflow in HLO: forwards from a result to its uses, backwards from a start index to its value on each device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Array = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """What an instruction yields; ``index`` picks an element where that is a tuple."""
+    """The result of an instruction; ``index`` picks an element where the result is a tuple."""
 
     computation: Computation
     instruction: Instruction
@@ -33,14 +33,14 @@ class Use:
 
 
 ESCAPES = "escapes"
-"""In place of a use: the value leaves by a loop, a branch or the entry, or nobody reads it."""
+"""In place of a use: the value enters or leaves a loop or a branch, or is the entry's result, and is not followed further."""
 
 
 def uses(module: Module, value: Value) -> Iterator[Value | Use | str]:
-    """One step forwards from a value.
+    """One step forwards from a value, for each of its readers.
 
     A `Value` where the same data goes on under another name (tuples, fusions, calls, barriers, the later half of an async
-    pair), a `Use` where an instruction works on it, `ESCAPES` where it cannot be followed.
+    pair), a `Use` where an instruction computes with it, `ESCAPES` where it cannot be followed.
     """
     name = value.instruction.name
     for user in value.computation.users.get(name, ()):
@@ -73,7 +73,7 @@ def _step(module: Module, value: Value, user: Instruction, number: int) -> Itera
 
 
 def _leave(module: Module, value: Value) -> Iterator[Value | str]:
-    """The value is its computation's result: it goes on at the callers that only pass it on."""
+    """The steps from a value that is its computation's result: to each caller that passes it on, else `ESCAPES`."""
     sites = module.callers.get(value.computation.name, ())
     if not sites:
         yield ESCAPES
@@ -85,10 +85,10 @@ def _leave(module: Module, value: Value) -> Iterator[Value | str]:
 
 
 def source(module: Module, value: Value) -> Value | None:
-    """One step backwards through names: to the value that a parameter, a tuple element, a call or a barrier stands for.
+    """One step backwards: the value that a parameter, a tuple element, a call or a barrier stands for.
 
-    A loop's parameter stands for its first value only where the loop hands that element on untouched. None where nothing is
-    known, and where the instruction computes.
+    A loop's parameter stands for its initial value only where the loop leaves that element unchanged. None where the
+    instruction computes, or where its source is unknown.
     """
     here, at = value.computation, value.instruction
     match at.opcode:
@@ -101,7 +101,7 @@ def source(module: Module, value: Value) -> Value | None:
         case "fusion" | "call":
             inner = module.computations[at.called[0][1]]
             return Value(inner, inner.root, value.index)
-        case "while" if value.index is not None and _untouched(module, at, value.index):
+        case "while" if value.index is not None and _unchanged(module, at, value.index):
             return Value(here, here.instructions[at.operands[0]], value.index)
         case "parameter":
             return _argument(module, value)
@@ -116,7 +116,7 @@ def _argument(module: Module, value: Value) -> Value | None:
     computation, call, _ = sites[0]
     number = int(value.instruction.inner)
     if call.opcode == "while":
-        if value.index is None or not _untouched(module, call, value.index):
+        if value.index is None or not _unchanged(module, call, value.index):
             return None
     elif call.opcode == "conditional":
         number = 1 + [name for _, name in call.called].index(value.computation.name)
@@ -125,8 +125,8 @@ def _argument(module: Module, value: Value) -> Value | None:
     return Value(computation, computation.instructions[call.operands[number]], value.index)
 
 
-def _untouched(module: Module, loop: Instruction, index: int) -> bool:
-    """Whether the body of a loop returns this element of its state as it got it."""
+def _unchanged(module: Module, loop: Instruction, index: int) -> bool:
+    """Whether the body of a loop returns this element of its state unchanged."""
     body = module.computations[dict(loop.called)["body"]]
     if body.root.opcode != "tuple":
         return False
@@ -139,25 +139,25 @@ def _untouched(module: Module, loop: Instruction, index: int) -> bool:
 
 
 class DeviceValues:
-    """Integers that depend on nothing but the device: partition-id, tables of constants, and arithmetic on them."""
+    """Integers that depend only on the device: partition-id, tables of constants, and arithmetic on them."""
 
     def __init__(self, module: Module) -> None:
         self._module = module
         self._memo: dict[Value, Array | None] = {}
 
     def of(self, value: Value) -> Array | None:
-        """The value on every device, [devices, *shape]; None where it depends on data, on a loop or on what is not known here."""
+        """The value on every device, [devices, *shape]; None where it depends on data, a loop or an unknown instruction."""
         for part in reversed(self._cone(value)):
             if part not in self._memo:
                 self._memo[part] = self._compute(part)
         return self._memo[value]
 
     def varies(self, value: Value) -> bool:
-        """Whether the device's number goes into a value, as far as its definition can be followed."""
+        """Whether a value depends on the device's number, as far as its definition can be followed."""
         return any(part.instruction.opcode in ("partition-id", "replica-id") for part in self._cone(value))
 
     def _cone(self, value: Value) -> list[Value]:
-        """Everything that goes into a value, each before what goes into it; without recursion, for chains may be long."""
+        """A value and all that it depends on, each before its own inputs; without recursion, because chains may be long."""
         order: list[Value] = []
         todo: list[tuple[Value, bool]] = [(value, False)]
         seen: set[Value] = set()
@@ -203,7 +203,7 @@ class DeviceValues:
 
 
 def _literal(at: Instruction) -> Array | None:
-    """A constant of integers or truth values; None where the text leaves its elements out."""
+    """The elements of a constant of integers or booleans; None where the text leaves them out."""
     words = re.findall(r"-?\d+|true|false", at.inner)
     if len(words) != at.shape.size:
         return None
@@ -212,7 +212,7 @@ def _literal(at: Instruction) -> Array | None:
 
 
 def _apply(at: Instruction, operands: list[Array]) -> Array | None:
-    """One instruction on all devices; None for what has no rule here."""
+    """The result of one instruction on all devices; None for an opcode without a rule here."""
     match at.opcode, operands:
         case opcode, [x, y] if opcode in _BINARY:
             return _BINARY[opcode](x, y)
@@ -240,7 +240,7 @@ def _apply(at: Instruction, operands: list[Array]) -> Array | None:
 
 
 def _quotient(x: Array, y: Array) -> Array:
-    """Division towards zero, as HLO has it."""
+    """Division that rounds towards zero, as in HLO."""
     return (np.abs(x) // np.maximum(np.abs(y), 1)) * np.sign(x) * np.sign(y)
 
 
@@ -274,13 +274,13 @@ def _pick(at: Instruction, table: Array, starts: list[Array]) -> Array:
     sizes = at.shape.dims
     rows: list[Array] = []
     for device, row in enumerate(table):
-        begin = [min(max(int(s[device]), 0), full - n) for s, full, n in zip(starts, row.shape, sizes, strict=True)]
-        rows.append(row[tuple(slice(b, b + n) for b, n in zip(begin, sizes, strict=True))])
+        firsts = [min(max(int(s[device]), 0), full - n) for s, full, n in zip(starts, row.shape, sizes, strict=True)]
+        rows.append(row[tuple(slice(b, b + n) for b, n in zip(firsts, sizes, strict=True))])
     return np.stack(rows)
 
 
 def _reshaped(at: Instruction, x: Array) -> Array | None:
-    """Element order is kept only where both sides are vectors but for dims of size one."""
+    """The elements in the result's shape; None unless both shapes are vectors but for dims of size one: else order may change."""
     flat = sum(d > 1 for d in x.shape[1:]) <= 1 and sum(d > 1 for d in at.shape.dims) <= 1
     return x.reshape((x.shape[0], *at.shape.dims)) if flat else None
 

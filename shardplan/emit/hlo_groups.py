@@ -1,8 +1,11 @@
 """The device groups of a collective, in every form in which HLO writes them.
 
-Lists ``{{0,1},{2,3}}``; iota ``[2,4]<=[4,2]T(1,0)``: the devices counted in an array of the right-hand shape, transposed, cut
-into rows; mesh ``mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b','a':(1)2}``: the devices that differ only in the named axes,
-where ``'a':(p)s`` is the sub-axis of size s of the axis a split into [p, s, rest].
+Lists: ``{{0,1},{2,3}}``.
+
+Iota: ``[2,4]<=[4,2]T(1,0)``. The devices are numbered in an array of the right-hand shape, transposed and cut into rows.
+
+Mesh: ``mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b','a':(1)2}``. The devices of a group differ only in the named axes;
+``'a':(p)s`` is the sub-axis of size s of the axis a split into [p, s, rest].
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ _ARRANGEMENT = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?$")
 
 
 def replica_groups(instruction: Instruction, module: Module) -> Groups:
-    """The groups of a collective; all devices where the list is empty or absent. Raises `HloError` on another form."""
+    """The groups of a collective; one of all devices where the list is empty or absent. Raises `HloError` on an unknown form."""
     text = instruction.attribute(r"\breplica_groups=(.*)$")
     if text is None or text.startswith("{}"):
         return (tuple(range(module.num_devices)),)
@@ -40,7 +43,7 @@ def replica_groups(instruction: Instruction, module: Module) -> Groups:
 
 
 def id_lists(text: str) -> Groups:
-    """``{{0,1},{2,3}}...`` -> ((0, 1), (2, 3)); what follows the closing brace is left."""
+    """``{{0,1},{2,3}}...`` -> ((0, 1), (2, 3)); text after the closing braces is ignored."""
     body = text[: text.index("}}") + 1]
     return tuple(_ints(group) for group in re.findall(r"\{([\d,\s]+)\}", body))
 
@@ -50,7 +53,7 @@ def _mesh_groups(instruction: Instruction, axes: str, device_ids: str | None, ch
     refs = [(name, int(pre or 1), int(size) if size else sizes.get(name, 0)) for name, pre, size in _AXIS_REF.findall(chosen)]
     if unknown := [name for name, _, _ in refs if name not in sizes]:
         raise instruction.error(f"the axis {unknown[0]!r} is not in its mesh")
-    # Every axis is cut at the borders of the sub-axes that are named, so that each reference is whole dims of the array.
+    # Cut every axis at the borders of its named sub-axes, so that each reference covers whole dims of the array.
     dims: list[int] = []
     place: dict[tuple[str, int], int] = {}
     for name, full in sizes.items():

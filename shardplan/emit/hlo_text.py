@@ -1,6 +1,6 @@
 """HLO text as data: a module of computations of instructions, and how often each computation runs.
 
-Only what the meter needs is understood: names, shapes, opcodes, operands, who calls whom, trip counts. The grammar is that of
+The parser reads only what the meter needs: names, shapes, opcodes, operands, calls and trip counts. The grammar is that of
 ``compiled.as_text()``, with or without ``%`` before names and types before operands.
 """
 
@@ -14,7 +14,7 @@ from functools import cached_property
 
 from shardplan.errors import HloError
 
-# Bits of one element; the many forms of f8 and f4 are matched by their start.
+# Bits of one element; the many forms of f8 and f4 are matched by prefix.
 _BITS = {
     "pred": 8, "s2": 2, "u2": 2, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "s32": 32, "u32": 32, "s64": 64,
     "u64": 64, "bf16": 16, "f16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128, "token": 0, "opaque": 0,
@@ -23,7 +23,7 @@ _LEAF = re.compile(r"([a-z][a-z0-9]*)\[([^\]]*)\](?:\{([\d,]*))?")
 
 
 def dtype_bits(dtype: str) -> int | None:
-    """Bits of one element of an HLO dtype, None for a name that is not known."""
+    """Bits of one element of an HLO dtype, None for an unknown name."""
     if dtype in _BITS:
         return _BITS[dtype]
     return 8 if dtype.startswith("f8") else 4 if dtype.startswith("f4") else None
@@ -89,7 +89,7 @@ class Instruction:
     def shape(self) -> Shape:
         """The shape of an array result."""
         if self.is_tuple or len(self.leaves) != 1:
-            raise self.error("an array result is expected")
+            raise self.error("expected an array result")
         return self.leaves[0]
 
     def _leaf(self, match: re.Match[str]) -> Shape:
@@ -98,7 +98,7 @@ class Instruction:
             raise self.error(f"unknown element type {dtype!r}")
         sizes = [d.strip().removeprefix("<=") for d in dims.split(",") if d.strip()]
         if not all(d.isdigit() for d in sizes):
-            raise self.error("a dim without a bound")
+            raise self.error("a dim without a static bound")
         order = tuple(int(d) for d in layout.split(",") if d) if layout is not None else None
         return Shape(dtype, tuple(int(d) for d in sizes), order)
 
@@ -107,7 +107,7 @@ class Instruction:
         return HloError(message, line=self.line, text=self.text)
 
     def attribute(self, pattern: str) -> str | None:
-        """The first group of a pattern in the attributes."""
+        """The first group of the pattern's first match in the attributes; None without a match."""
         match = re.search(pattern, self.attributes)
         return match.group(1) if match else None
 
@@ -118,15 +118,15 @@ class Instruction:
 
     @cached_property
     def called(self) -> tuple[tuple[str, str], ...]:
-        """Pairs (role, computation): ``calls``, ``to_apply``, ``body``, ``condition`` or ``branch``."""
+        """The (role, computation) of each call; a role is ``calls``, ``to_apply``, ``body``, ``condition`` or ``branch``."""
         if "=%" not in self.attributes and not _CALL.search(self.attributes):
             return ()
         plain = _QUOTED.sub('""', self.attributes)
-        found: list[tuple[str, str]] = []
-        for role, one, many in _CALL.findall(plain):
-            names = [one] if one else [n.strip().removeprefix("%") for n in many.split(",") if n.strip()]
-            found += [("branch" if "computation" in role else role, name) for name in names]
-        return tuple(found)
+        result: list[tuple[str, str]] = []
+        for role, single, listed in _CALL.findall(plain):
+            names = [single] if single else [n.strip().removeprefix("%") for n in listed.split(",") if n.strip()]
+            result += [("branch" if "computation" in role else role, name) for name in names]
+        return tuple(result)
 
 
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
@@ -155,17 +155,17 @@ class Computation:
 
     @cached_property
     def users(self) -> Mapping[str, tuple[Instruction, ...]]:
-        """For each name the instructions that read it, each once."""
-        found: dict[str, list[Instruction]] = {}
+        """The instructions that read each name, each once."""
+        result: dict[str, list[Instruction]] = {}
         for instruction in self.instructions.values():
             for operand in dict.fromkeys(instruction.operands):
-                found.setdefault(operand, []).append(instruction)
-        return {name: tuple(users) for name, users in found.items()}
+                result.setdefault(operand, []).append(instruction)
+        return {name: tuple(users) for name, users in result.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """How often a computation runs in one step; ``known`` is false where a loop's trip count is not and was taken as one."""
+    """How often a computation runs in one step; ``known`` is false where an unknown trip count of a loop was taken as one."""
 
     times: int
     known: bool = True
@@ -187,16 +187,16 @@ class Module:
 
     @cached_property
     def callers(self) -> Mapping[str, tuple[tuple[Computation, Instruction, str], ...]]:
-        """For each computation its call sites: (the caller's computation, the instruction, the role)."""
-        found: dict[str, list[tuple[Computation, Instruction, str]]] = {}
+        """The call sites of each computation: (the caller's computation, the instruction, the role)."""
+        result: dict[str, list[tuple[Computation, Instruction, str]]] = {}
         for computation in self.computations.values():
             for instruction in computation.instructions.values():
                 # The later halves of an async call repeat the name; the body runs once.
                 if instruction.opcode in ("async-update", "async-done"):
                     continue
                 for role, name in instruction.called:
-                    found.setdefault(name, []).append((computation, instruction, role))
-        return {name: tuple(sites) for name, sites in found.items()}
+                    result.setdefault(name, []).append((computation, instruction, role))
+        return {name: tuple(sites) for name, sites in result.items()}
 
     @cached_property
     def runs(self) -> Mapping[str, Runs]:
@@ -232,7 +232,7 @@ _OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
 
 
 def parse_module(text: str) -> Module:
-    """HLO text -> `Module`. Raises `HloError` on what is no HLO."""
+    """HLO text -> `Module`. Raises `HloError` on text that is not HLO."""
     computations: dict[str, Computation] = {}
     entry, header = "", ""
     current: dict[str, Instruction] | None = None
@@ -259,15 +259,15 @@ def _count(header: str, key: str) -> int:
 
 
 def _instruction(match: re.Match[str], number: int, line: str) -> Instruction:
-    root, name, rest = match.groups()
-    rest = re.sub(r"/\*.*?\*/", "", rest) if "/*" in rest else rest
-    end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.find(" ")
-    opcode = _OPCODE.match(rest, end) if end > 0 else None
-    close = _closing(rest, opcode.end() - 1) if opcode else -1
+    root, name, definition = match.groups()
+    definition = re.sub(r"/\*.*?\*/", "", definition) if "/*" in definition else definition
+    end = _closing(definition, 0) + 1 if definition.startswith("(") else definition.find(" ")
+    opcode = _OPCODE.match(definition, end) if end > 0 else None
+    close = _closing(definition, opcode.end() - 1) if opcode else -1
     if opcode is None or close < 0:
-        raise HloError("no instruction", line=number, text=line)
-    inner = rest[opcode.end() : close]
-    return Instruction(name, rest[:end], opcode.group(1), inner, rest[close + 1 :], bool(root), number, line)
+        raise HloError("not an instruction", line=number, text=line)
+    inner = definition[opcode.end() : close]
+    return Instruction(name, definition[:end], opcode.group(1), inner, definition[close + 1 :], bool(root), number, line)
 
 
 def _closing(text: str, start: int) -> int:
@@ -281,7 +281,7 @@ def _closing(text: str, start: int) -> int:
 
 
 def _split_top(text: str) -> Iterator[str]:
-    """The pieces between commas that stand in no bracket."""
+    """The pieces between the commas outside all brackets."""
     depth, start = 0, 0
     for at, char in enumerate(text):
         if char in "([{":

@@ -1,8 +1,8 @@
-"""What XLA's CPU compiler does to collectives, recognised so that it can be undone.
+"""Recognises what XLA's CPU compiler does to collectives, so that the meter can undo it.
 
-It widens what it has no kernels for: a bfloat16 collective becomes convert, float32 collective, convert. It has no pass that
-makes a reduce-scatter of an all-reduce of which each device keeps its own slice. Both change the bytes on the wire, and neither
-happens on the accelerators that a plan is for.
+It widens types that it has no kernels for: a bfloat16 collective becomes convert, float32 collective, convert. It has no pass
+that turns an all-reduce into a reduce-scatter where each device keeps only its own slice. Both change the bytes on the wire, and
+neither happens on the accelerators that a plan is for.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _ELEMENTWISE = frozenset(
     "subtract tan tanh xor".split()
 )
 
-# Of each dim of a value, how far apart its elements lie in the all-reduce's operand; None where a reshape has mixed dims.
+# For each dim of a value, the stride of its elements in the all-reduce's operand; None where a reshape has mixed dims.
 Strides = tuple[int | None, ...]
 
-# Every path must end in a slice; the walk gives up after so many steps and counts the all-reduce as one.
+# The search for slices gives up after this many values; the collective then counts as an all-reduce.
 _STEPS = 10_000
 
 
@@ -37,9 +37,9 @@ _STEPS = 10_000
 class _Slice:
     """A slice that differs between devices.
 
-    ``cut`` names what is kept on each device, in the all-reduce's own coordinates: for each dim that is cut its stride there
-    (None where a reshape has mixed dims), its size and the size kept. ``classes`` numbers the devices by what they keep;
-    None where that is not known, and ``ways`` then says into how many pieces the sizes divide.
+    ``cut`` describes it in the coordinates of the all-reduce's operand: for each dim that is cut its stride there (None where a
+    reshape has mixed dims), its size and the size kept. ``classes`` has for each device the starts of its slice; None where they
+    are unknown. ``ways`` is the number of pieces that the sizes give.
     """
 
     cut: tuple[tuple[int | None, int, int], ...]
@@ -57,7 +57,7 @@ class Undo:
     def bits(self, computation: Computation, at: Instruction, number: int, shape: Shape) -> int:
         """Bits of one element of an operand before the compiler widened it; those of ``shape`` where it did not.
 
-        The compiler's own conversions are told from the user's by their name: a user's is ``convert_element_type``.
+        Names tell the compiler's own conversions from the user's, which are called ``convert_element_type``.
         """
         wide = dtype_bits(shape.dtype) or 0
         if wide <= 8:
@@ -70,17 +70,17 @@ class Undo:
         before = self._widened(operand)
         if before is not None and before < wide:
             return before
-        # The pass that promotes reductions leaves its mark; combined ones may mix, and each element speaks for itself. Where sums
-        # were reordered, "promoted" means that a wider sum was meant.
+        # The pass that promotes reductions marks the reducer's name. A combined collective may mix promoted operands with others,
+        # so the mark counts only for a single operand. Where sums were reassociated, a wider sum was intended.
         reduction = at.attribute(r"to_apply=%?([\w.\-]+)") or ""
         promoted = reduction.endswith("_promoted") and not reduction.endswith("_reassoc_promoted")
         return wide // 2 if promoted and len(at.operands) == 1 else wide
 
     def scattered(self, computation: Computation, at: Instruction, number: int, groups: Groups) -> int:
-        """Over how many devices of each group an all-reduce is really a reduce-scatter: 1 where it is none.
+        """The number of pieces that an all-reduce really scatters its result into, in each group; 1 where it does not.
 
-        It is one where every path from the result ends in a dynamic-slice that gives the devices of a group different pieces,
-        each piece to equally many, and all paths cut alike.
+        It does where every path from the result ends in a dynamic-slice that gives the devices of a group different pieces,
+        each piece to equally many devices, and all paths slice alike.
         """
         shape = computation.instructions[at.operands[number]].shape
         slices = self._slices(self._result(computation, at, number), shape)
@@ -102,12 +102,12 @@ class Undo:
         return Value(computation, at, number if len(at.operands) > 1 else None)
 
     def _narrowed(self, value: Value) -> int | None:
-        """Bits of the narrow type that every reader converts a result back to; None where one does not."""
+        """Bits of the narrow type that every reader converts a result back to; None where a reader does not."""
         bits: set[int] = set()
         todo, seen = [value], {value}
         while todo:
             for step in uses(self._module, todo.pop()):
-                if isinstance(step, Use) and step.instruction.opcode == "convert" and not _is_users(step.instruction):
+                if isinstance(step, Use) and step.instruction.opcode == "convert" and not _is_from_user(step.instruction):
                     bits.add(dtype_bits(step.instruction.shape.dtype) or 0)
                     continue
                 if isinstance(step, Use) and step.operand == 0 and step.instruction.opcode in _MOVES:
@@ -125,7 +125,7 @@ class Undo:
             at = value.instruction
             if at.opcode == "convert":
                 narrow = value.computation.instructions[at.operands[0]].shape
-                return dtype_bits(narrow.dtype) if _family(narrow) == _family(at.shape) and not _is_users(at) else None
+                return dtype_bits(narrow.dtype) if _family(narrow) == _family(at.shape) and not _is_from_user(at) else None
             if at.opcode in _MOVES:
                 value = Value(value.computation, value.computation.instructions[at.operands[0]])
             else:
@@ -133,8 +133,8 @@ class Undo:
         return None
 
     def _slices(self, value: Value, shape: Shape) -> list[_Slice] | None:
-        """The slices in which all paths from a value end; None where one ends otherwise."""
-        found: list[_Slice] = []
+        """The slices at which all paths from a value end; None where a path ends otherwise."""
+        pieces: list[_Slice] = []
         todo: list[tuple[Value, Strides]] = [(value, _row_major(shape.dims))]
         seen: set[tuple[Value, Strides]] = set(todo)
         while todo and len(seen) < _STEPS:
@@ -147,21 +147,21 @@ class Undo:
                         cut = self._slice(step, strides)
                         if cut is None:
                             return None
-                        found.append(cut)
+                        pieces.append(cut)
                         continue
                     moved = _moved(step, strides)
                     if moved is None:
                         return None
-                    following = (Value(step.computation, step.instruction), moved)
+                    successor = (Value(step.computation, step.instruction), moved)
                 else:
-                    following = (step, strides)
-                if following not in seen:
-                    seen.add(following)
-                    todo.append(following)
-        return None if todo else found
+                    successor = (step, strides)
+                if successor not in seen:
+                    seen.add(successor)
+                    todo.append(successor)
+        return None if todo else pieces
 
     def _slice(self, use: Use, strides: Strides) -> _Slice | None:
-        """What a dynamic-slice keeps on each device; None where it is the same everywhere."""
+        """The piece that a dynamic-slice keeps on each device; None where it is the same on all devices."""
         here, at = use.computation, use.instruction
         full, kept = here.instructions[at.operands[0]].shape.dims, at.shape.dims
         dims = [d for d in range(len(full)) if kept[d] < full[d]]
@@ -184,7 +184,7 @@ def _family(shape: Shape) -> str:
     return "float" if shape.dtype.startswith(("f", "bf")) else shape.dtype.rstrip("0123456789")
 
 
-def _is_users(convert: Instruction) -> bool:
+def _is_from_user(convert: Instruction) -> bool:
     return convert.op_name.endswith("convert_element_type")
 
 
@@ -193,7 +193,7 @@ def _row_major(dims: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _moved(use: Use, strides: Strides) -> Strides | None:
-    """The strides of a result's dims in the all-reduce's coordinates; None where the instruction does more than move elements."""
+    """The strides of a result's dims in the all-reduce's operand; None unless it is elementwise or a known move."""
     at = use.instruction
     if at.opcode in _ELEMENTWISE:
         return strides if at.shape.dims == use.computation.instructions[at.operands[use.operand]].shape.dims else None
@@ -209,7 +209,7 @@ def _moved(use: Use, strides: Strides) -> Strides | None:
         case "reshape":
             return _reshaped(before.dims, strides, at.shape.dims)
         case "bitcast":
-            # The same bytes: from the one layout's order of dims to the other's.
+            # The bytes stay: a reshape between the two layouts' orders of dims.
             outer_first = tuple(reversed(before.minor_to_major))
             target = tuple(reversed(at.shape.minor_to_major))
             after = _reshaped(
@@ -223,11 +223,11 @@ def _moved(use: Use, strides: Strides) -> Strides | None:
 
 
 def _reshaped(dims: tuple[int, ...], strides: Strides, target: tuple[int, ...]) -> Strides:
-    """Strides after a reshape in row-major order; None for a dim that mixes dims whose strides do not follow on each other."""
+    """Strides after a reshape in row-major order; None for a dim that merges dims whose strides do not fit together."""
     result: list[int | None] = []
     source_at = _row_major(dims)
     for place, size in zip(_row_major(target), target, strict=True):
-        # The dims of the source whose elements this dim walks over.
+        # The source dims whose elements this dim runs over.
         inside = [d for d in range(len(dims)) if dims[d] > 1 and source_at[d] < place * size and place < source_at[d] * dims[d]]
         known = [(strides[d], source_at[d]) for d in inside]
         whole = [s * place // at for s, at in known if s is not None and (s * place) % at == 0]

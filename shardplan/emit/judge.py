@@ -1,8 +1,8 @@
-"""Whether two runs of a step are equal: what rounding may change, and what a run differs by.
+"""Judges whether two runs of a step are equal up to rounding, and by how much they differ.
 
 Equal means, for every leaf after every step: |sharded - single| is at most ten times the largest change that perturbations of the
-arguments cause, plus 1e-6 of the leaf's largest finite number. Infinities and NaN stand in the same places, but for places where
-a perturbation makes them come or go. Integers, booleans and random keys are equal exactly.
+arguments cause, plus 1e-6 of the leaf's largest finite number. Infinities and NaN are in the same places, except where a
+perturbation makes them come or go. Integers, booleans and random keys are equal exactly.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 ALLOWED = 10.0
-"""Times the largest change that a perturbation causes."""
+"""The multiple of the largest change by a perturbation that the tolerance allows."""
 FLOOR = 1e-6
-"""Of the leaf's largest finite number, allowed in any case."""
+"""The part of the leaf's largest finite number that the tolerance allows in addition."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,9 @@ class Worst:
 
 @dataclass(frozen=True, slots=True)
 class Largest:
-    """The leaf with the largest error as a part of its array's maximum. ``noise`` is the same part of what one unit in the last
-    place of the inputs changes in it: where that is large, the step itself does not determine the array. An array that is not
-    ``inexact`` (integers, booleans, keys) must be the same.
+    """The leaf with the largest error, relative to its maximum. ``noise`` is the change, relative to the same maximum, that one
+    unit in the last place of the inputs causes: where it is large, the step itself does not determine the leaf. A leaf that is
+    not ``inexact`` (integers, booleans, keys) must be the same.
     """
 
     path: str
@@ -47,23 +47,23 @@ class Largest:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What perturbations change in a leaf: by how much at most, among places where it stays finite, and (``unsettled``, None for
-    none) the places where infinities or NaN come or go.
+    """The change that perturbations cause in a leaf. ``size`` is the largest difference among places that stay finite;
+    ``unsettled`` are the places where infinities or NaN come or go (None for none).
     """
 
     size: float = 0.0
     unsettled: NDArray[np.bool_] | None = None
 
     def with_run(self, single: NDArray[Any], nudged: NDArray[Any]) -> Change:
-        """With one more perturbed run of the leaf."""
-        odd = _differs_in_kind(single, nudged)
-        unsettled = self.unsettled if not odd.any() else odd if self.unsettled is None else self.unsettled | odd
+        """The change with one more perturbed run of the leaf."""
+        differs = _differs_in_kind(single, nudged)
+        unsettled = self.unsettled if not differs.any() else differs if self.unsettled is None else self.unsettled | differs
         return Change(max(self.size, difference(single, nudged, unsettled)), unsettled)
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """The paths of leaves that are not equal, how many numbers were compared of how many, and the leaves to report."""
+    """The paths of unequal leaves, how many of the ``numbers`` could be ``compared``, and the leaves to report."""
 
     unequal: tuple[str, ...]
     compared: int
@@ -73,7 +73,7 @@ class Judged:
 
 
 def difference(a: NDArray[Any], b: NDArray[Any], left_out: NDArray[np.bool_] | None = None) -> float:
-    """The largest difference outside the places that are left out; infinite where only one is finite, or another infinity."""
+    """The largest difference outside the places left out; infinite where only one number is finite, or infinities differ."""
     if not jnp.issubdtype(a.dtype, jnp.inexact):
         return 0.0 if np.array_equal(a, b) else max(1.0, float(np.max(np.abs(a.astype(np.float64) - b.astype(np.float64)))))
     x, y = wide(a), wide(b)
@@ -91,7 +91,7 @@ def wide(x: NDArray[Any]) -> NDArray[Any]:
 
 
 def _differs_in_kind(a: NDArray[Any], b: NDArray[Any]) -> NDArray[np.bool_]:
-    """Where only one is finite, or both are infinities or NaN that differ."""
+    """Places where only one number is finite, or where infinities or NaN differ."""
     if not jnp.issubdtype(a.dtype, jnp.inexact):
         return np.zeros(a.shape, np.bool_)
     x, y = wide(a), wide(b)

@@ -1,8 +1,8 @@
-"""Plans broken on purpose: one exchange of a step is left out, so that the proof of a plan can be shown to notice.
+"""Plans broken on purpose: one exchange of a step is left out, to show that the proof of a plan notices.
 
-An *exchange* is where devices must talk: an op that leaves a partial sum, or a value that changes its layout. They are numbered
-in the order in which the step is evaluated. Left out, a partial sum stays each device's own term, and a value that should have
-come from other devices is made of copies of the device's own block.
+An *exchange* is a place where devices must communicate: an op that leaves a partial sum, or a value that changes its layout.
+Exchanges are numbered in the order of evaluation. Without its exchange, a partial sum stays each device's own term, and a value
+that should come from other devices consists of copies of the device's own block.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from shardplan.ir import Layout, Op, Reducer, Use
 class DroppingEmitter(SpecsEmitter):
     """Evaluates a step without its exchange number ``dropped``.
 
-    After a trace ``exchanges`` says what there is to drop, and ``skipped`` which sums cannot be left out here: those of ops that
-    are not themselves on one device's blocks (their parameters hold sizes).
+    After a trace ``exchanges`` lists what can be dropped. ``skipped`` lists the sums that cannot be left out here: those of ops
+    that do not run unchanged on one device's blocks, because their parameters hold sizes.
     """
 
     def __init__(self, planned: PlannedProgram, mesh: Mesh, dropped: int) -> None:
@@ -45,16 +45,16 @@ class DroppingEmitter(SpecsEmitter):
         return super().__call__(*flat)
 
     def plain(self, frame: Any, op: Op) -> None:
-        """Notes which op comes, and whether it leaves a partial sum."""
+        """Evaluates an op, after noting whether it leaves a partial sum."""
         node = self.planned.nodes.get((frame.where, op.id))
         use = self.planned.uses.get(node.id) if node is not None else None
-        # terms that are kept are added up later
+        # kept terms are summed later
         added = use is not None and any(g.partial for g in use.gives) and not term_factors(use)
         self._now = (op, use) if use is not None and added else None
         super().plain(frame, op)
 
     def bind(self, op: Op, inputs: Sequence[Any], *, constant: bool = False) -> list[Any]:
-        """The op; where its sum is left out, each device's own term."""
+        """The op's results; if its sum is left out, each device's own term."""
         if self._now is None or self._now[0] is not op:
             return super().bind(op, inputs, constant=constant)
         use, self._now = self._now[1], None
@@ -70,7 +70,7 @@ class DroppingEmitter(SpecsEmitter):
         return list(local(*inputs)) if self._drops(what) else super().bind(op, inputs, constant=constant)
 
     def _same_parameters(self, op: Op, local: Any, inputs: Sequence[Any]) -> bool:
-        """Whether one device's share of the op is the op itself on its blocks; of any other the sum cannot be left out here."""
+        """Whether the op runs unchanged on one device's blocks; otherwise its sum cannot be left out here."""
         try:
             results = jax.eval_shape(local, *inputs)
         except (TypeError, ValueError):
@@ -82,7 +82,7 @@ class DroppingEmitter(SpecsEmitter):
         return super().bind(op, inputs, constant=constant)
 
     def move(self, value: Any, shape: tuple[int, ...], nbytes: int, before: Layout, after: Layout) -> Any:
-        """Resharding; left out, copies of the device's own block."""
+        """The value resharded; if this is left out, copies of the device's own block."""
         steps = () if before == after or before.partial else self.planned.programs.between(shape, nbytes, before, after)
         talks = any(step.kind != "slice" for step in steps)
         ends = [partition_spec(layout, self.planned.names) for layout in (before, after)]
@@ -98,22 +98,22 @@ class DroppingEmitter(SpecsEmitter):
         return self.constrain(whole(self.constrain(value, before)), after)
 
     def collected(self, value: Any, terms: tuple[int, ...], before: Layout, after: Layout) -> Any:
-        """Terms added up; left out, each device's own one, as if it were the whole."""
+        """The sum of terms; if left out, each device's own term as if it were the whole."""
         if not set(terms) - set(after.partial) or not self._drops(f"the sum of terms of {value.shape}"):
             return super().collected(value, terms, before, after)
-        own, whole = replace(before, partial=terms), replace(before, partial=after.partial)
-        gone = tuple(i for i, f in enumerate(terms) if f not in after.partial)
-        alone = jax.shard_map(
-            lambda x: jnp.squeeze(x, gone),
+        terms_layout, whole = replace(before, partial=terms), replace(before, partial=after.partial)
+        summed_dims = tuple(i for i, f in enumerate(terms) if f not in after.partial)
+        single_term = jax.shard_map(
+            lambda x: jnp.squeeze(x, summed_dims),
             mesh=self.mesh,
-            in_specs=partition_spec(own, self.planned.names),
+            in_specs=partition_spec(terms_layout, self.planned.names),
             out_specs=partition_spec(whole, self.planned.names),
             check_vma=False,
         )
-        return super().collected(alone(self.constrain(value, own)), after.partial, whole, after)
+        return super().collected(single_term(self.constrain(value, terms_layout)), after.partial, whole, after)
 
     def reduced(self, x: Any, extreme: Any, reducer: Reducer, axes: tuple[str, ...], dim: int | None) -> Any:
-        """The reduction of a call's terms; left out, each device's own, or its block of that."""
+        """The reduction of a call's terms; if left out, each device's own term, or its block of that."""
         if not self._drops(f"the {reducer} over {axes} of a call's terms"):
             return super().reduced(x, extreme, reducer, axes, dim)
         if dim is None:
@@ -122,7 +122,7 @@ class DroppingEmitter(SpecsEmitter):
         return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, dim)
 
     def permuted(self, x: Any, axes: tuple[str, ...], pairs: Pairs) -> Any:
-        """A neighbour's edge; left out, the device's own."""
+        """A neighbour's edge; if left out, the device's own edge."""
         return x if self._drops(f"the halo over {axes}") else super().permuted(x, axes, pairs)
 
     def _drops(self, what: str) -> bool:

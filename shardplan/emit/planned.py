@@ -1,4 +1,4 @@
-"""A program with what a plan chose for it: all that a backend needs to know of a plan."""
+"""A program with the choices of a plan: all that a backend needs to know of the plan."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from shardplan.mesh import Cluster
 
 @dataclass(frozen=True, slots=True)
 class PlannedProgram:
-    """The choices of a plan by the numbers of the program's flat graph.
+    """The choices of a plan, by the node and tensor numbers of the program's flat graph.
 
-    ``layouts[t]`` is the stored layout of tensor t (None: made anew where it is read), ``uses`` has the use of each node that has
-    one, ``reads`` the number of the copy through which (node, operand) reads, and ``programs`` the collectives of each
-    resharding. ``held`` are the tensors that ops with a use read.
+    ``layouts[t]`` is the stored layout of tensor t (None: computed anew where it is read). ``nodes`` maps (path of a body, op id)
+    to a node, ``uses`` a node to its use if it has one, ``reads`` (node, operand) to the number of the copy that it reads.
+    ``programs`` has the collectives of each resharding. ``held`` are the tensors that nodes with a use read.
     """
 
     program: Program
@@ -46,7 +46,7 @@ class PlannedProgram:
 def planned_program(
     program: Program, graph: Graph, choices: Choices, cluster: Cluster, factors: Sequence[Factor]
 ) -> PlannedProgram:
-    """A program, and its graph, with these choices."""
+    """Joins a program and its graph with the choices of a plan."""
     factors = tuple(factors)
     layouts: list[Layout | None] = [None] * len(graph.tensors)
     for where, body in choices.bodies.items():
@@ -64,6 +64,6 @@ def planned_program(
         uses=uses,
         reads={(nodes[where, op].id, i): copy for where, b in choices.bodies.items() for (op, i), copy in b.reads.items()},
         copies=choices.copies,
-        # an operand is held in its stored layout, or the layout that the op needs would spread back into the chain before it
+        # operands are held in their stored layout, else the layout that the op needs would spread back into the chain before it
         held=frozenset(t for n in uses for t in graph.nodes[n].inputs if t >= 0),
     )

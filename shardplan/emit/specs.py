@@ -1,9 +1,9 @@
 """The ``specs`` backend: the step evaluated again under sharding constraints, which XLA's partitioner turns into collectives.
 
-At each op that has a table of its own the operands are constrained to the layouts that its strategy needs and the results to the
-layouts they are stored in, in the forward and the backward pass and inside loop bodies; elementwise ops in between follow. Values
-that depend on no input are made anew for each layout that reads them. A weight that is to be gathered again for the backward pass
-goes through an optimization barrier, so that XLA cannot reuse the first copy. Partial sums that are kept are arrays of their
+Each op with a table of its own has its operands constrained to the layouts that its strategy needs, and its results to their
+stored layouts. This holds in the forward and the backward pass and inside loop bodies; elementwise ops in between follow. Values
+that depend on no input are computed anew for each layout in which they are read. A weight that is gathered again for the backward
+pass goes through an optimization barrier, so that XLA cannot reuse the first copy. Partial sums that are kept are arrays of their
 terms (`emit.stacked`).
 """
 
@@ -33,7 +33,7 @@ from shardplan.tdl.xla_quirks import loses_nan
 
 @dataclass(frozen=True, slots=True)
 class _Later:
-    """A value that depends on no input: made when it is read."""
+    """A free value: it depends on no input and is computed when it is read."""
 
     op: Op
     result: int
@@ -41,7 +41,7 @@ class _Later:
 
 @dataclass(slots=True)
 class _Frame:
-    """The values of one program; ``copies`` are resharded copies by their number and tensor, ``made`` free values by layout."""
+    """The values of one program; ``copies`` holds resharded copies by number and tensor, ``made`` free values by layout."""
 
     where: Where
     ids: tuple[int, ...]
@@ -61,7 +61,7 @@ class SpecsEmitter:
         return self.run(self.planned.program, (), flat)
 
     def constrain(self, x: Any, layout: Layout | None) -> Any:
-        """A value held in a layout; scalars and values without one stay as they are."""
+        """A value constrained to a layout; unchanged if it is a scalar or has no layout."""
         if layout is None or not np.ndim(x):
             return x
         return lax.with_sharding_constraint(x, NamedSharding(self.mesh, partition_spec(layout, self.planned.names)))
@@ -71,7 +71,7 @@ class SpecsEmitter:
     def run(
         self, program: Program, where: Where, arguments: Sequence[Any], copies: dict[tuple[int | None, int], Any] | None = None
     ) -> list[Any]:
-        """Evaluates a program or a body; a body that runs once shares the ``copies`` of what it runs in."""
+        """Evaluates a program or a body; a body that runs once shares the ``copies`` of the program around it."""
         frame = _Frame(where, self.planned.graph.bodies[where], {}, {} if copies is None else copies, {})
         for t, value in program.constants:
             frame.values[t] = value
@@ -86,16 +86,16 @@ class SpecsEmitter:
         return self.planned.layouts[frame.ids[local]]
 
     def value(self, frame: _Frame, operand: int | Constant) -> Any:
-        """A tensor in its stored layout; a free one without any."""
+        """The value of an operand: a tensor in its stored layout, a free value in none."""
         if isinstance(operand, Constant):
             return jax.numpy.asarray(operand.value, dtype=operand.dtype) if np.ndim(operand.value) == 0 else operand.value
         found = frame.values[operand]
         return self.force(frame, operand, found, None) if isinstance(found, _Later) else found
 
     def force(self, frame: _Frame, local: int, later: _Later, layout: Layout | None) -> Any:
-        """A free value, made anew for each layout that reads it."""
+        """A free value, computed once for each layout in which it is read."""
         node = self.planned.nodes[frame.where, later.op.id]
-        layout = layout if node.signature.aligned else None  # made whole on every device
+        layout = layout if node.signature.aligned else None  # computed whole on every device
         key = (local, layout)
         if key not in frame.made:
             inputs = []
@@ -133,7 +133,7 @@ class SpecsEmitter:
             frame.values[t] = self.constrain(value, self.layout(frame, t))
 
     def plain(self, frame: _Frame, op: Op) -> None:
-        """Evaluates an op without a body, its operands and results held in the layouts of its strategy."""
+        """Evaluates an op without a body, its operands and results in the layouts of its strategy."""
         if self._is_free(frame, op):
             for r, t in enumerate(op.outputs):
                 frame.values[t] = _Later(op, r)
@@ -157,7 +157,7 @@ class SpecsEmitter:
         if share is not None:
             outputs = self.shared(node, share, inputs)
         elif use is None and not node.signature.aligned:
-            assert not any(self._partial(frame, i) for i in op.inputs), "only what reads at its own index hands terms on"
+            assert not any(self._partial(frame, i) for i in op.inputs), "only aligned ops pass terms on"
             outputs = self.whole(node, inputs)
         else:
             outputs = self.apply(frame, op, use, inputs)
@@ -169,7 +169,7 @@ class SpecsEmitter:
             frame.values[t] = value
 
     def apply(self, frame: _Frame, op: Op, use: Use | None, inputs: Sequence[Any]) -> list[Any]:
-        """An op's results, with a leading axis for each factor whose terms it hands on."""
+        """An op's results, with a leading axis for each factor whose terms it passes on."""
         bind = partial(self.bind, op, constant=self._constant(frame, op))
         signature = self.planned.nodes[frame.where, op.id].signature
         if use is not None and loses_nan(signature.call, any(g.partial for g in use.gives)):
@@ -177,10 +177,12 @@ class SpecsEmitter:
             largest = any(reducer == "max" for reducer in signature.reducers)
             (found,) = bind([as_integers(x, "max" if largest else "min")])
             return [as_floats(found, x.dtype)]
-        own = [self._partial(frame, i) for i in op.inputs] if use is None else [() if n is None else n.partial for n in use.needs]
-        over = tuple(sorted({f for fs in own for f in fs}))
-        assert use is None or over == term_factors(use), "what is not run on shares hands on all terms that it reads"
-        return map_terms(lambda *xs: bind(xs), inputs, own, over) if over else bind(inputs)
+        partials = (
+            [self._partial(frame, i) for i in op.inputs] if use is None else [() if n is None else n.partial for n in use.needs]
+        )
+        over = tuple(sorted({f for fs in partials for f in fs}))
+        assert use is None or over == term_factors(use), "an op that does not run on shares passes on all terms that it reads"
+        return map_terms(lambda *xs: bind(xs), inputs, partials, over) if over else bind(inputs)
 
     def _constant(self, frame: _Frame, op: Op) -> bool:
         """Whether the first operand depends on no argument."""
@@ -195,20 +197,20 @@ class SpecsEmitter:
         return () if layout is None else layout.partial
 
     def _is_free(self, frame: _Frame, op: Op) -> bool:
-        """Whether the op makes values (not scalars) that depend on no input."""
+        """Whether all results are free: values (not scalars) that depend on no input."""
         makes = all(self._follows(frame, t) and math.prod(self._shape(frame, t)) > 1 for t in op.outputs)
         return makes and not op.handle.effects and all(self._follows(frame, i) for i in op.inputs)
 
     def _free_layout(self, frame: _Frame, i: int, op: Op, use: Use | None, follow: Layout | None) -> Layout | None:
-        """A free operand of the result's shape is made in the result's layout; any other in none."""
+        """The layout for a free operand: the result's if it has the result's shape, else None."""
         if use is not None and op.outputs and not use.gives[0].partial:
             follow = use.gives[0]
         if follow is None or self._shape(frame, i) != self._shape(frame, op.outputs[0]):
             return None
-        return replace(follow, partial=())  # a factor of every term, none itself
+        return replace(follow, partial=())  # it multiplies each term, and is no term itself
 
     def operand(self, frame: _Frame, node: Node, use: Use, slot: int, local: int) -> Any:
-        """An operand in the layout that the op needs, through the copy that it reads."""
+        """An operand in the layout that the op needs, taken from the copy that the op reads."""
         need = use.needs[slot]
         assert need is not None
         tensor = self.planned.graph.tensors[frame.ids[local]]
@@ -231,14 +233,14 @@ class SpecsEmitter:
             assert copy.source is not None
             value, at = frame.copies[origin], self.planned.copies[copy.source].layout
         elif copy.backward and target != at:
-            # tied to a value of the backward pass, so that the forward copy is not kept in its place
+            # tied to a value of the backward pass, so that XLA does not keep the forward copy instead
             later = [frame.values[i] for i in node.op.inputs if isinstance(i, int) and i != local]
             late = next((x for x in later if not isinstance(x, _Later)), None)
             value = lax.optimization_barrier((value, late))[0] if late is not None else value
         return self.move(value, tensor.shape, tensor.nbytes, at, target)
 
     def move(self, value: Any, shape: tuple[int, ...], nbytes: int, before: Layout, after: Layout) -> Any:
-        """Resharding, one constraint for each step of the program."""
+        """A value resharded, with one constraint for each step of the planned program."""
         if before == after:
             return self.constrain(value, after)
         if before.partial:
@@ -248,15 +250,15 @@ class SpecsEmitter:
         return value
 
     def collected(self, value: Any, terms: tuple[int, ...], before: Layout, after: Layout) -> Any:
-        """A partial sum, of which there are these ``terms``, reduced and moved into another layout.
+        """A partial sum with terms over the factors ``terms``, reduced and moved into another layout.
 
-        Reduced first, then cut: asked for both at once, XLA takes another axis of the same size and permutes.
+        It is reduced first and then cut: asked for both at once, XLA takes another axis of the same size and permutes.
         """
         left = replace(before, partial=after.partial)
         return self.constrain(self.constrain(summed(value, terms, after.partial), left), after)
 
     def result(self, use: Use, share: Share | None, r: int, value: Any) -> Any:
-        """A result reduced and moved into its stored layout; ``share``: how the op was run on each device's share."""
+        """A result reduced and moved into its stored layout; ``share`` says how the op ran on shares, None if it did not."""
         give, stored = use.gives[r], use.stored[r]
         terms = term_factors(use) if share is None else share.kept[r]
         if stored is None:
@@ -271,7 +273,7 @@ class SpecsEmitter:
         return self.move(self.constrain(value, give), tuple(value.shape), tensor_bytes, give, stored)
 
     def bind(self, op: Op, inputs: Sequence[Any], *, constant: bool = False) -> list[Any]:
-        """The op itself on these values; ``constant`` as in `cuttable`."""
+        """The results of the op's primitive on these values; ``constant`` as in `cuttable`."""
         eqn = op.handle
         with eqn.ctx.manager:
             made = eqn.primitive.bind(
@@ -280,7 +282,7 @@ class SpecsEmitter:
         return in_row_major_order(op.primitive, made if eqn.primitive.multiple_results else [made])
 
     def whole(self, node: Node, inputs: Sequence[Any]) -> list[Any]:
-        """An op that each device makes whole, from whole operands: nothing is left to the partitioner."""
+        """An op that each device computes whole, from whole operands, so that the partitioner decides nothing."""
         made = jax.shard_map(
             lambda *xs: tuple(self.bind(node.op, xs)),
             mesh=self.mesh,
@@ -291,18 +293,18 @@ class SpecsEmitter:
         return list(made(*inputs))
 
     def shared(self, node: Node, share: Share, inputs: Sequence[Any]) -> list[Any]:
-        """A call that each device makes on its own share."""
+        """An op that each device runs on its own share."""
         op, description = node.op, node.signature.description
         assert description is not None
         call = on_shares(description, share, self.mesh, Exchanges(self.reduced, self.permuted), primitive=op.handle.primitive)
         return list(call(*inputs))
 
     def reduced(self, x: Any, extreme: Any, reducer: Reducer, axes: tuple[str, ...], dim: int | None) -> Any:
-        """The sum (or other reduction) of what each device holds of such a call's result."""
+        """The sum (or other reduction) of the devices' results of an op on shares."""
         return reduced(x, extreme, reducer, axes, dim)
 
     def permuted(self, x: Any, axes: tuple[str, ...], pairs: Pairs) -> Any:
-        """What a neighbour sends of such a call's operand."""
+        """The edge of an operand that a neighbour sends to an op on shares."""
         return lax.ppermute(x, axes, pairs)
 
     # -- control flow ------------------------------------------------------------------------------------------------
@@ -312,7 +314,8 @@ class SpecsEmitter:
     ) -> list[Any]:
         """The operands of a body in the layouts of its inputs; ``lifts`` says which are stacked over a loop.
 
-        None in place of a free value that does not change in the loop: it is made inside (`remade`), where it takes no memory.
+        The first ``fixed`` operands do not change in the loop. None stands for a free value among them: `remade` computes it
+        inside the loop, where it takes no memory.
         """
         ids = self.planned.graph.bodies[where]
         values: list[Any] = []
@@ -326,7 +329,7 @@ class SpecsEmitter:
                 outer = self.planned.graph.tensors[frame.ids[operand]]
                 wanted = Layout(((), *target.dims)) if lift else target
                 at = self.layout(frame, operand)
-                if wanted.partial and at is None:  # a sum starts from zero
+                if wanted.partial and at is None:  # a partial sum starts from zero
                     value = jax.numpy.zeros(stacked_shape(outer.shape, wanted, self.planned.sizes), value.dtype)
                 value = self.constrain(value, wanted) if at is None else self.move(value, outer.shape, outer.nbytes, at, wanted)
             values.append(value)
@@ -357,8 +360,8 @@ class SpecsEmitter:
         return [*left, *ys]
 
     def remade(self, frame: _Frame, op: Op, fixed: Sequence[Any], inner: Sequence[int]) -> list[Any]:
-        """What does not change in a loop, free values among it made here."""
-        here = replace(frame, made={})  # what is made inside a loop is not there outside
+        """The operands that do not change in a loop; free values among them are computed here, inside the loop."""
+        here = replace(frame, made={})  # values computed inside a loop do not exist outside
         found: list[Any] = []
         for operand, value, t in zip(op.inputs, fixed, inner, strict=False):
             if value is None:
@@ -368,13 +371,13 @@ class SpecsEmitter:
         return found
 
     def handed(self, value: Any, before: Layout | None, after: Layout | None) -> Any:
-        """A value that a loop hands on, in its next layout; a partial sum is reduced where that one is not partial."""
+        """A value that a loop carries, in its next layout; a partial sum is reduced unless that layout is partial too."""
         if before is not None and before.partial and after is not None:
             return self.collected(value, before.partial, before, after)
         return self.constrain(value, after)
 
     def while_(self, frame: _Frame, op: Op) -> list[Any]:
-        """A while loop, likewise. Under ``vmap`` it runs while any test holds, and changes only what belongs to those."""
+        """A while loop, like `scan`. Under ``vmap`` it runs while any test holds, and updates only elements whose test holds."""
         test, body = op.bodies
         a, b = op.params["cond_nconsts"], op.params["body_nconsts"]
         where, at_test = (*frame.where, (op.id, 1)), (*frame.where, (op.id, 0))
@@ -398,7 +401,7 @@ class SpecsEmitter:
         return list(lax.while_loop(lambda state: jax.numpy.any(holds(state)) if batched else holds(state), iteration, start))
 
     def cond(self, frame: _Frame, op: Op) -> list[Any]:
-        """A conditional; every branch leaves its results in the layouts outside. JAX chooses among those for platforms."""
+        """A conditional; every branch leaves its results in the layouts outside. JAX selects the branch for a platform."""
         values = [self.value(frame, i) for i in op.inputs[1:]]
 
         def branch(index: int, body: Program) -> Callable[..., list[Any]]:
@@ -412,18 +415,18 @@ class SpecsEmitter:
 
         branches = [branch(b, body) for b, body in enumerate(op.bodies)]
         platforms = op.params.get("branches_platforms")
-        if platforms is not None:  # a branch for another platform is not even lowered: it may have kernels of that one
+        if platforms is not None:  # branches for other platforms must not be lowered: they may hold those platforms' kernels
             named = {name: made for names, made in zip(platforms, branches, strict=True) for name in names or ("default",)}
             return list(lax.platform_dependent(*values, **named))
         index = self.value(frame, op.inputs[0])
         return list(lax.switch(index.astype("int32"), branches, *values))
 
     def remat(self, frame: _Frame, op: Op) -> list[Any]:
-        """Differentiated remat is its body behind a barrier, as JAX lowers it: what was saved is not what is computed again."""
+        """A remat op: if differentiated, its body runs behind a barrier, as JAX lowers it, so that nothing saved is reused."""
         values = [self.value(frame, i) for i in op.inputs]
         copies = frame.copies
         if op.params.get("differentiated") and op.params.get("prevent_cse"):
-            # resharded copies of what goes in go through the barrier as well: by them the body would read what was there before
+            # resharded copies of its operands go through the barrier as well: else the body would read the copies made before it
             entered = {frame.ids[i] for i in op.inputs if isinstance(i, int)}
             entering = {key: x for key, x in frame.copies.items() if key[1] in entered}
             values, behind = lax.optimization_barrier((values, list(entering.values())))
@@ -438,12 +441,12 @@ def _literal(value: Any) -> Any:
 
 
 def _where(on: Any, x: Any, otherwise: Any, layout: Layout | None) -> Any:
-    """A choice along the leading dims of a value, which come behind those of its terms."""
+    """A selection along the leading dims of a value; the dims of its terms come before these."""
     terms = 0 if layout is None else len(layout.partial)
     shape = (1,) * terms + on.shape + (1,) * (np.ndim(x) - terms - on.ndim)
     return lax.select(jax.numpy.broadcast_to(on.reshape(shape), np.shape(x)), x, otherwise)
 
 
 def _as(x: Any, like: Any) -> Any:
-    """A carry keeps its type; only weakness of type can differ here."""
+    """A carry in the dtype that it started with; only weak types can differ here."""
     return x if getattr(x, "dtype", None) == like.dtype else lax.convert_element_type(x, like.dtype)

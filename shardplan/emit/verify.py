@@ -1,4 +1,4 @@
-"""The proof of a plan: the sharded step beside the single-device step, and what was predicted beside what was compiled.
+"""The proof of a plan: compares the sharded step with the single-device step, and the prediction with the compiled program.
 
 Both run a few steps with their state fed back. `shardplan.emit.judge` says what equal means, given five seeded perturbations of
 the arguments by one unit in the last place (of the type that the step reads them in, see `shardplan.frontend.perturb`).
@@ -35,7 +35,7 @@ class Sends(Protocol):
 
     @property
     def wire_bytes(self) -> float:
-        """What a device sends, each time."""
+        """Bytes that a device sends, each time."""
         ...
 
     @property
@@ -45,18 +45,18 @@ class Sends(Protocol):
 
 
 class Runs(Protocol):
-    """What a verification needs of a plan (`shardplan.Plan`)."""
+    """The parts of a plan that a verification needs (`shardplan.Plan`)."""
 
     traced: Traced
 
     @property
     def donate_argnums(self) -> tuple[int, ...]:
-        """The arguments whose memory the step takes."""
+        """The arguments that are donated to the step."""
         ...
 
     @property
     def donated_leaves(self) -> tuple[int, ...]:
-        """Their leaves."""
+        """The leaves of the donated arguments."""
         ...
 
     @property
@@ -66,12 +66,12 @@ class Runs(Protocol):
 
     @property
     def communication_bytes(self) -> float:
-        """What a device sends in a step."""
+        """Bytes that a device sends in a step."""
         ...
 
     @property
     def peak_bytes(self) -> int:
-        """The most that a device holds."""
+        """The most bytes that a device holds at once."""
         ...
 
     def mesh(self, devices: Sequence[Any] | None = None) -> Any:
@@ -101,16 +101,16 @@ class Bytes:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What a verification found.
+    """The result of a verification.
 
-    ``compared`` counts the numbers of the single-device step that say something: those that are neither infinite nor NaN. Where
-    there are ``numbers`` but none of these, nothing is proven and ``equal`` is false. ``largest`` is the
-    leaf with the largest error, ``worst`` the one nearest to its tolerance. ``recompiles`` counts compilations after
-    the first step, ``single_recompiles`` those of the step under plain `jax.jit`, which are none of the plan's; ``retyped`` lists
-    the arguments that make both compile again: they come back weakly typed and went in otherwise, or the other way round.
-    ``moved`` lists the state that comes back in another sharding than it went in. ``zeros`` lists the integer and boolean
-    arguments that were only shapes: they were all zero, so that a fault that moves integers is not seen in them. Bytes are per
-    device and step; ``measured_bytes`` undoes what only the CPU compiler does (see `shardplan.emit.hlo.measure`).
+    ``compared`` counts the numbers of the single-device step that are neither infinite nor NaN. If there are ``numbers`` but none
+    of them is compared, nothing is proven and ``equal`` is false. ``largest`` is the leaf with the largest error, ``worst`` the
+    one nearest to its tolerance. ``recompiles`` counts compilations after the first step, ``single_recompiles`` those of the step
+    under plain `jax.jit`, which the plan does not cause. ``retyped`` lists the arguments that make both compile again, because
+    they go in weakly typed and come back strongly typed, or the other way round. ``moved`` lists the state that comes back in
+    another sharding than it went in. ``zeros`` lists the integer and boolean arguments that were only shapes: they were all
+    zero, so a fault that moves integers cannot show in them. Bytes are per device and step; ``measured_bytes`` undoes what only
+    the CPU compiler does (see `shardplan.emit.hlo.measure`).
     """
 
     equal: bool
@@ -144,7 +144,7 @@ class Verified:
 
     @property
     def json(self) -> dict[str, Any]:
-        """As JSON values."""
+        """The fields as JSON values."""
         return asdict(self) | {"passed": self.passed, "max_error": self.max_error}
 
 
@@ -159,16 +159,16 @@ def verify(
     drop: int | None = None,
     observer: Callable[[str, float], None] | None = None,
 ) -> Verified:
-    """Runs ``step`` on one device and, by ``plan``, on all, and compares; ``args`` may be shapes (see `drawn`).
+    """Runs ``step`` on one device and under ``plan``, and compares the results; ``args`` may be shapes (see `drawn`).
 
-    ``drop`` leaves out the exchange of that number (see `shardplan.emit.mutate`), after which nothing should be equal any more.
+    ``drop`` leaves out the exchange of that number (see `shardplan.emit.mutate`); the results should then differ.
 
     Raises:
         DeviceError: if there are fewer devices than the plan needs.
         ShardplanError: for a step count under one.
     """
     if steps < 1:
-        raise ShardplanError(f"steps={steps}: at least one step is needed to compare")
+        raise ShardplanError(f"unsupported steps={steps}: give at least 1")
     tell = observer or (lambda _what, _part: None)
     leaves, tree = jax.tree.flatten(apart(tuple(args)))
     host = [_host(x) for x in drawn(leaves)]
@@ -181,11 +181,11 @@ def verify(
     own_recompiles = one.recompiles
     tell("the sharded step", 0.3)
     sharded = _Sharded(plan, step, devices, backend, drop, loop)
-    found = sharded.run(host)
+    results = sharded.run(host)
     changes = _changes(_Perturbed(pure, first, loop) if narrows(plan.traced.program) else one, host, single, tell)
     tell("bytes", 0.9)
     measured, peak = sharded.compiled(host)
-    judged = judge(plan.traced.program.output_paths, single, found, changes)
+    judged = judge(plan.traced.program.output_paths, single, results, changes)
     return Verified(
         equal=not judged.unequal and (judged.compared > 0 or not judged.numbers),
         compared=judged.compared,
@@ -216,7 +216,7 @@ def measured_program(
 
 
 def by_kind(plan: Runs, measured: Measured) -> dict[str, Bytes]:
-    """Predicted beside measured, for every kind that either has."""
+    """Predicted and measured bytes, for every kind of collective that either has."""
     predicted: dict[str, tuple[float, float]] = {}
     for c in plan.collectives:
         nbytes, count = predicted.get(c.kind, (0.0, 0.0))
@@ -230,7 +230,7 @@ def by_kind(plan: Runs, measured: Measured) -> dict[str, Bytes]:
 
 
 def drawn(leaves: Sequence[Any], *, seed: int = 0) -> list[Any]:
-    """Values for the leaves that are only shapes: floats normal from a seed, integers zero, random keys from the seed."""
+    """Values for the leaves that are only shapes: floats normal and random keys, both from the seed; integers zero."""
     rng = np.random.default_rng(seed)
     return [_draw(x, rng, seed + i) if isinstance(x, jax.ShapeDtypeStruct) else x for i, x in enumerate(leaves)]
 
@@ -244,7 +244,7 @@ def _draw(shape: jax.ShapeDtypeStruct, rng: np.random.Generator, seed: int) -> A
 
 
 def _drawn_as_zero(leaf: Any) -> bool:
-    """Whether a leaf is a shape that holds integers or booleans, and any of them."""
+    """Whether a leaf is a nonempty shape of integers or booleans, for which `drawn` gives zeros."""
     return (
         isinstance(leaf, jax.ShapeDtypeStruct)
         and leaf.size > 0
@@ -253,11 +253,11 @@ def _drawn_as_zero(leaf: Any) -> bool:
 
 
 def _retyped(traced: Traced) -> list[str]:
-    """The arguments that come back weakly typed and went in otherwise, or the other way round: ``lr (weak to strong)``."""
+    """The arguments whose weak typing changes over a step, with the change: ``lr (weak to strong)``."""
     pairs = zip(traced.out_shapes, traced.program.feedback, strict=True)
-    odd = sorted({i for out, i in pairs if i is not None and out.weak_type != traced.in_shapes[i].weak_type})
+    changed = sorted({i for out, i in pairs if i is not None and out.weak_type != traced.in_shapes[i].weak_type})
     ways = {True: "weak to strong", False: "strong to weak"}
-    return [f"{traced.program.input_paths[i]} ({ways[traced.in_shapes[i].weak_type]})" for i in odd]
+    return [f"{traced.program.input_paths[i]} ({ways[traced.in_shapes[i].weak_type]})" for i in changed]
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------
@@ -273,7 +273,7 @@ class _Key:
 
 @dataclass(frozen=True, slots=True)
 class _Loop:
-    """How a step's results become its next arguments. ``weak``: which leaves of these are weakly typed, as Python's numbers."""
+    """How a step's results become its next arguments. ``weak`` marks the argument leaves typed weakly, as Python numbers are."""
 
     tree: Any
     feedback: tuple[int | None, ...]
@@ -287,14 +287,14 @@ class _Loop:
 
 
 class _Single:
-    """The step as it is, compiled for one device; it notes what compiled again in the latest run."""
+    """The step as it is, compiled for one device; ``recompiles`` counts compilations after the latest run's first step."""
 
     def __init__(self, run: Callable[..., Any], device: Any, loop: _Loop) -> None:
         self._run, self._device, self._loop = run, device, loop
         self.recompiles = 0
 
     def run(self, host: Sequence[Any], seed: int = 0) -> list[list[np.ndarray]]:
-        """What the loop returns after each step, on one device."""
+        """The results after each step of the loop, on one device."""
         flat = [self._loop.put(i, x, self._device) for i, x in enumerate(host)]
         after: list[list[np.ndarray]] = []
         self.recompiles = 0
@@ -309,12 +309,12 @@ class _Single:
         return after
 
     def _step(self, seed: int, *args: Any) -> Any:
-        """Nothing is drawn here: ``seed`` is for the step whose narrow copies are moved."""
+        """The results of one step; only `_Perturbed` uses ``seed``."""
         return self._run(*args)
 
 
 class _Perturbed(_Single):
-    """The step with the narrow copies of its arguments moved, compiled once for all seeds."""
+    """The step with the narrow copies of its arguments perturbed, compiled once for all seeds."""
 
     def __init__(self, step: Callable[..., Any], device: Any, loop: _Loop) -> None:
         super().__init__(jax.jit(lambda seed, *args: narrowed(step, seed)(*args)), device, loop)
@@ -324,7 +324,7 @@ class _Perturbed(_Single):
 
 
 class _Sharded:
-    """The step under a plan; it notes what compiled again and what came back elsewhere."""
+    """The step under a plan; ``moved`` lists the results that came back in another sharding."""
 
     def __init__(
         self, plan: Runs, step: Callable[..., Any], devices: Sequence[Any] | None, backend: str, drop: int | None, loop: _Loop
@@ -338,11 +338,11 @@ class _Sharded:
         self.moved: list[str] = []
 
     def put(self, host: Sequence[Any]) -> list[Any]:
-        """The arguments where the plan lays them."""
+        """The arguments in the shardings of the plan."""
         return [self._loop.put(i, x, self._shardings[i]) for i, x in enumerate(host)]
 
     def run(self, host: Sequence[Any]) -> list[list[np.ndarray]]:
-        """What the loop returns after each step, sharded."""
+        """The results after each step of the loop, sharded."""
         flat = self.put(host)
         after: list[list[np.ndarray]] = []
         fed = {i for i in self._loop.feedback if i is not None}
@@ -363,14 +363,14 @@ class _Sharded:
         return after
 
     def compiled(self, host: Sequence[Any]) -> tuple[Measured, int]:
-        """What the compiled step sends, and its peak bytes on one device."""
+        """The collectives of the compiled step, and its peak bytes on one device."""
         return _measured(self._jitted, jax.tree.unflatten(self._loop.tree, self.put(host)))
 
 
 def _changes(
     perturbed: _Single, host: Sequence[Any], single: Sequence[Sequence[np.ndarray]], tell: Callable[[str, float], None]
 ) -> list[list[Change]]:
-    """What perturbations change in each leaf after each step."""
+    """The change that perturbations cause in each leaf after each step."""
     changes = [[Change()] * len(leaf) for leaf in single]
     for n in range(PERTURBATIONS):
         tell("perturbed steps", 0.6 + 0.05 * n)
@@ -394,7 +394,7 @@ def _is_key(x: Any) -> bool:
 
 
 def _host(x: Any) -> Any:
-    """A copy on the host, which no donation reaches."""
+    """A copy on the host, which donation cannot invalidate."""
     if _is_key(x):
         return _Key(np.array(jax.random.key_data(x)), jax.random.key_impl(x))
     return np.array(x) if hasattr(x, "dtype") else x

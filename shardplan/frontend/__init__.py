@@ -1,4 +1,5 @@
 """The front end: a step and its arguments become a `Program`.
 
-`trace` reads the jaxpr, `nnx_state` takes nnx objects among the arguments apart, `argnums` resolves argument numbers.
+`trace` reads the jaxpr, `nnx_state` splits nnx objects among the arguments into arrays, `argnums` resolves argument numbers,
+`perturb` moves arguments by one unit in the last place.
 """

@@ -11,24 +11,24 @@ from shardplan.errors import ShardplanError
 
 
 def positions(numbers: Sequence[int] | int, count: int, what: str) -> tuple[int, ...]:
-    """``numbers`` among ``count`` arguments, each from 0, sorted and once; ``what`` names the option that holds them.
+    """Resolves ``numbers`` of ``count`` arguments: counted from 0, sorted, each once; ``what`` names the option in errors.
 
     >>> positions((-1, 0), 3, "donate_argnums")
     (0, 2)
 
     Raises:
-        ShardplanError: for a number that names no argument.
+        ShardplanError: for a number that names no argument, or that is not an integer.
     """
-    found: set[int] = set()
-    listed = (numbers,) if isinstance(numbers, int) else numbers
-    if not isinstance(listed, Iterable) or not all(isinstance(n, int) for n in listed):
-        raise ShardplanError(f"{what}={numbers!r}: give whole numbers, those of arguments, or () for none")
-    for n in listed:
+    result: set[int] = set()
+    given = (numbers,) if isinstance(numbers, int) else numbers
+    if not isinstance(given, Iterable) or not all(isinstance(n, int) for n in given):
+        raise ShardplanError(f"{what}={numbers!r}: give whole numbers, the positions of arguments, or () for none")
+    for n in given:
         if not -count <= n < count:
-            there = f"they are numbered 0 to {count - 1}, or -1 to -{count} from the end" if count else "it takes none"
-            raise ShardplanError(f"{what}={n} names no argument: the step takes {count}; {there}")
-        found.add(n % count)
-    return tuple(sorted(found))
+            valid = f"they are numbered 0 to {count - 1}, or -1 to -{count} from the end" if count else "it takes none"
+            raise ShardplanError(f"{what}={n} names no argument: the step takes {count}; {valid}")
+        result.add(n % count)
+    return tuple(sorted(result))
 
 
 def tuple_of(trees: Sequence[Any]) -> Any:
@@ -37,7 +37,7 @@ def tuple_of(trees: Sequence[Any]) -> Any:
 
 
 def leaves_of(tree: Any, numbers: Sequence[int]) -> tuple[int, ...]:
-    """Positions, among all leaves of a tree of arguments (a `jax.tree.structure`), of those of the arguments ``numbers``."""
+    """The positions of the leaves of the arguments ``numbers`` among all leaves of ``tree``, a `jax.tree.structure`."""
     sizes = [child.num_leaves for child in tree.children()]
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     return tuple(k for i in sorted(numbers) for k in range(starts[i], starts[i] + sizes[i]))

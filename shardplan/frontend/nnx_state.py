@@ -1,9 +1,9 @@
-"""nnx objects at the two ends of a step: taken apart into arrays before it, changed in place after it, as `nnx.jit` does.
+"""nnx objects around a step: split into arrays before it, updated in place after it, as `nnx.jit` does.
 
-All arguments are taken apart together, so an object that stands in several of them is one object inside the step too. What is
-not an array (train or eval, an optimizer's transformation) is static: it stands in the structure of the arguments, and changes
-that the step makes to it come back in the structure of its result. An `nnx.State` is a tree of arrays, as for `jax.jit`: what a
-step does to it comes back only where the step returns it.
+All arguments are split together, so an object that several of them share is one object inside the step too. Everything but
+arrays (train or eval mode, an optimizer's transformation) is static: it belongs to the tree structure of the arguments, and the
+step's changes to it come back in the tree structure of the result. An `nnx.State` is a tree of arrays, as for `jax.jit`: changes
+to it come back only where the step returns it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _VALUE = GetAttrKey("value")  # paths of arguments leave this key out
 @jax.tree_util.register_pytree_with_keys_class
 @dataclass(frozen=True, slots=True)
 class Held:
-    """An object taken apart: ``value`` is the tree of its arrays, ``graph`` everything else, which is static."""
+    """An object split into arrays: ``value`` is the tree of its arrays, ``graph`` everything else, which is static."""
 
     graph: Any
     value: Any
@@ -47,7 +47,7 @@ class Held:
 @jax.tree_util.register_static
 @dataclass(frozen=True, slots=True)
 class Same:
-    """In place of an array that the step left as it was: leaf ``index`` of the arguments."""
+    """Stands for an array that the step left unchanged: leaf ``index`` of the arguments."""
 
     index: int
 
@@ -55,7 +55,7 @@ class Same:
 @jax.tree_util.register_pytree_with_keys_class
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """What a step with objects returns: its result, and by argument the objects in it (None for what is none)."""
+    """The return value of a step with objects: its result, and by argument name the objects there (None for other leaves)."""
 
     result: Any
     objects: Mapping[str, Any]
@@ -71,17 +71,17 @@ class Stepped:
 
 
 def is_object(value: Any) -> bool:
-    """A module, an optimizer, a metric, random streams, a variable by itself: what nnx updates in place."""
+    """Whether nnx updates a value in place: a module, an optimizer, a metric, random streams, a variable by itself."""
     return isinstance(value, nnx.Variable) or nnx.graphlib.is_graph_node(value)
 
 
 def has_objects(args: Any) -> bool:
-    """Whether an object stands anywhere in a tree."""
+    """Whether a tree holds an object anywhere."""
     return any(is_object(x) for x in jax.tree.leaves(args, is_leaf=_stops))
 
 
 def apart(args: Any) -> Any:
-    """The arguments with each object as `Held`; arguments without objects as they are."""
+    """The arguments with each object as `Held`; unchanged if there are no objects."""
     if not has_objects(args):
         return args
     with nnx.update_context(_TAG):
@@ -89,21 +89,21 @@ def apart(args: Any) -> Any:
 
 
 def together(args: Any) -> Any:
-    """The arguments with new objects in place of `Held`; what they share they share again."""
+    """The arguments with new objects in place of `Held`; shared parts are shared again."""
     with nnx.update_context(_TAG):
         return _merged(args, inner=True)
 
 
 def bare(tree: Any, leaves: Sequence[Any]) -> Any:
-    """A tree of anything: of a `Stepped` the result, in place of `Held` its values, in place of `Same` that one of ``leaves``."""
+    """A tree without wrappers: a `Stepped` becomes its result, a `Held` its values, a `Same` its entry of ``leaves``."""
     tree = _unchanged(tree.result if isinstance(tree, Stepped) else tree, leaves)
     return jax.tree.map(lambda x: x.value if isinstance(x, Held) else x, tree, is_leaf=_held)
 
 
 def through(args: Any, run: Callable[[list[Any], Any], tuple[Any, Sequence[Any]]]) -> Any:
-    """The result of ``run(leaves, tree)`` on the arguments taken apart, whose objects are changed as it says.
+    """The step's result from ``run(leaves, tree)`` on the split arguments; updates the objects among them in place.
 
-    ``run`` returns what a `Pure` step does, and the leaves that it used.
+    ``run`` returns the return value of a `Pure` step, and the leaves that it used.
     """
     with nnx.update_context(_TAG):
         leaves, tree = jax.tree.flatten(_split(args))
@@ -112,9 +112,9 @@ def through(args: Any, run: Callable[[list[Any], Any], tuple[Any, Sequence[Any]]
 
 
 class Pure:
-    """A step on arguments taken apart: it returns `Stepped` where there are objects among them, else what the step does.
+    """A step on split arguments: it returns `Stepped` where there are objects among them, else the step's own result.
 
-    Arrays of objects that the step leaves as they were are not results, those of the arguments ``donated`` excepted.
+    Object arrays that the step leaves unchanged are not returned, except those of the arguments ``donated``.
     """
 
     def __init__(self, step: Callable[..., Any], donated: Sequence[int] = ()) -> None:
@@ -122,7 +122,7 @@ class Pure:
         self._step, self._donated = step, frozenset(donated)
 
     def __call__(self, *args: Any) -> Any:
-        """The step."""
+        """Runs the step."""
         leaves = jax.tree.leaves(args)
         if not any(isinstance(x, Held) for x in jax.tree.leaves(args, is_leaf=_held)):
             return self._step(*args)
@@ -138,31 +138,29 @@ class Pure:
         kept = [i for i, n in enumerate(_arguments(args)) if n not in self._donated]
         known = {id(leaves[i]): Same(i) for i in kept}
         stepped = Stepped(result, dict(zip(names, objects, strict=True)))
-        return jax.tree.map(lambda x: _noted(x, known) if isinstance(x, Held) else x, stepped, is_leaf=_held)
+        return jax.tree.map(lambda x: _marked(x, known) if isinstance(x, Held) else x, stepped, is_leaf=_held)
 
 
 def trace_step(step: Callable[..., Any], args: Sequence[Any], donated: Sequence[int] = ()) -> Traced:
-    """Traces a step on arguments that may hold objects, whole or taken apart; what an object holds feeds back into it.
+    """Traces a step on arguments that may hold objects, whole or split; the arrays of an object feed back into it.
 
     Raises:
-        TraceError: if the step is no function, or fails on these shapes.
+        TraceError: if the step is no function, if an argument holds anything but arrays, or if the step fails on these shapes.
     """
     if not callable(step):
-        raise TraceError(
-            f"the step is {step!r}, a value of type {type(step).__name__}: give the function that makes a train step"
-        )
+        raise TraceError(f"the step is {step!r}, a value of type {type(step).__name__}: give the function that runs a train step")
     args = jax.tree_util.tree_map_with_path(lambda path, x: _abstract(step, path, x), apart(tuple(args)))
     traced = trace(Pure(step, donated), *args, donate_argnums=donated)
     back = _feedback(step, traced)
-    own = {i for i in back if i is not None}
+    fed = {i for i in back if i is not None}
     program = traced.program
-    feedback = tuple(i if i is not None else None if old in own else old for i, old in zip(back, program.feedback, strict=True))
+    feedback = tuple(i if i is not None else None if old in fed else old for i, old in zip(back, program.feedback, strict=True))
     return replace(traced, program=replace(program, feedback=feedback))
 
 
 def abstract(leaf: Any) -> jax.ShapeDtypeStruct | None:
-    """The shape and dtype that a leaf has once JAX has it: numbers are weakly typed, 64 bits are 32 unless JAX is told to keep
-    them. None for what is no array.
+    """The shape and dtype of a leaf inside JAX; None for a leaf that is no array. Python numbers are weakly typed; 64-bit types
+    become 32-bit ones unless JAX is told to keep them.
     """
     dtype: Any = getattr(leaf, "dtype", None)
     shape, weak = getattr(leaf, "shape", ()), getattr(leaf, "weak_type", False)
@@ -172,7 +170,7 @@ def abstract(leaf: Any) -> jax.ShapeDtypeStruct | None:
         return None
     try:
         if not jax.numpy.issubdtype(dtype, jax.dtypes.extended):
-            if not _taken(np.dtype(dtype)):
+            if not _is_supported(np.dtype(dtype)):
                 return None
             dtype = jax.dtypes.canonicalize_dtype(dtype)
         return jax.ShapeDtypeStruct(tuple(shape), dtype, weak_type=weak)
@@ -181,8 +179,8 @@ def abstract(leaf: Any) -> jax.ShapeDtypeStruct | None:
 
 
 @functools.cache
-def _taken(dtype: np.dtype[Any]) -> bool:
-    """Whether JAX has arrays of a NumPy dtype; it has none of text, objects, dates or records."""
+def _is_supported(dtype: np.dtype[Any]) -> bool:
+    """Whether JAX supports arrays of a NumPy dtype; it supports none of text, objects, dates or records."""
     try:
         jax.eval_shape(lambda x: x, np.zeros((), dtype))
     except TypeError:
@@ -205,7 +203,7 @@ def _abstract(step: Callable[..., Any], path: Sequence[Any], leaf: Any) -> Any:
 
 
 def _feedback(step: Callable[..., Any], traced: Traced) -> list[int | None]:
-    """For each result the leaf of the arguments that it replaces, by its place in an object."""
+    """For each result the leaf of the arguments that it replaces, matched by its path in an object."""
     args = jax.tree.unflatten(traced.in_tree, range(traced.in_tree.num_leaves))
     if not any(isinstance(x, Held) for x in jax.tree.leaves(args, is_leaf=_held)):
         return [None] * traced.out_tree.num_leaves
@@ -245,7 +243,7 @@ def _merged(tree: Any, *, inner: bool) -> Any:
         return jax.tree.map(lambda x: context.merge(x.graph, x.value) if isinstance(x, Held) else x, tree, is_leaf=_held)
 
 
-def _noted(held: Held, known: Mapping[int, Same]) -> Held:
+def _marked(held: Held, known: Mapping[int, Same]) -> Held:
     return Held(held.graph, jax.tree.map(lambda x: known.get(id(x), x), held.value))
 
 

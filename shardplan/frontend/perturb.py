@@ -1,9 +1,9 @@
-"""Arguments moved by one unit in the last place, in the precision in which a step reads them.
+"""Perturbs arguments by one unit in the last place, in the precision in which a step reads them.
 
 A float argument is moved to one of its neighbours. Where the step narrows an argument before it computes with it (parameters in
-float32, products in bfloat16), such a move seldom reaches the narrow copy, though that copy is what any other order of summation
-rounds otherwise. There the copy is moved by a unit of its own type as well, and the argument keeps its value: what the
-optimizer adds to stays exact.
+float32, products in bfloat16), such a move seldom reaches the narrow copy, yet a different order of summation rounds in that
+narrow type. There the copy is moved by one unit of its own type as well. The argument does not take this larger move: the
+value that the optimizer updates stays precise.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardplan.ir import Op, Program
 
 
 def neighbours(x: NDArray[Any], rng: np.random.Generator) -> NDArray[Any]:
-    """Each float moved to one of its neighbours, up or down at random; what is no float as it is."""
+    """Each float moved to one of its neighbours, up or down at random; other arrays unchanged."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return x
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
@@ -32,7 +32,7 @@ def neighbours(x: NDArray[Any], rng: np.random.Generator) -> NDArray[Any]:
 
 
 def narrows(program: Program) -> bool:
-    """Whether a program, or a body in it, makes a float narrower."""
+    """Whether a program, or a body in it, converts floats to a narrower type."""
 
     def narrower(op: Op) -> bool:
         if op.primitive != "convert_element_type":
@@ -44,7 +44,7 @@ def narrows(program: Program) -> bool:
 
 
 def narrowed(step: Callable[..., Any], seed: Any) -> Callable[..., Any]:
-    """The step with each narrow copy of an argument moved; ``seed`` (a uint32 scalar) says which way each number goes."""
+    """The step with each narrow copy of an argument moved; ``seed`` (a uint32 scalar) decides the directions."""
 
     def run(*args: Any) -> Any:
         closed, shape = jax.make_jaxpr(step, return_shape=True)(*args)
@@ -56,7 +56,7 @@ def narrowed(step: Callable[..., Any], seed: Any) -> Callable[..., Any]:
 
 
 def moved(x: Any, seed: Any) -> Any:
-    """Each number of a narrow float array one unit up or down, by a hash of its bits, its place and the seed.
+    """Each number of a narrow float array moved one unit up or down, by a hash of its bits, its place and the seed.
 
     Zeros, infinities and NaN stay, as does a number that has no finite neighbour on that side.
     """
@@ -75,24 +75,24 @@ def moved(x: Any, seed: Any) -> Any:
 class _Reader:
     """Evaluates a jaxpr and applies ``change`` to each narrow copy of an argument, inside calls, scans and remat too.
 
-    Inside a ``while`` and a ``cond`` arguments are read as they are.
+    Arguments that are read inside a ``while`` or a ``cond`` stay as they are.
     """
 
     def __init__(self, change: Callable[[Any], Any]) -> None:
         self.change = change
 
     def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], own: Sequence[bool]) -> list[Any]:
-        """``own`` marks which ``args`` are arguments of the step, or slices of them."""
+        """The results of a jaxpr; ``own`` marks which ``args`` are arguments of the step, or slices of them."""
         values: dict[Any, Any] = {**dict(zip(jaxpr.constvars, consts, strict=True)), **dict(zip(jaxpr.invars, args, strict=True))}
-        mine = {v for v, is_own in zip(jaxpr.invars, own, strict=True) if is_own}
+        arguments = {v for v, is_argument in zip(jaxpr.invars, own, strict=True) if is_argument}
 
         def read(atom: Any) -> Any:
             return atom.val if isinstance(atom, _jax.Literal) else values[atom]
 
         for eqn in jaxpr.eqns:
             inputs = [read(a) for a in eqn.invars]
-            marks = [not isinstance(a, _jax.Literal) and a in mine for a in eqn.invars]
-            outs = self.equation(eqn, inputs, marks)
+            flags = [not isinstance(a, _jax.Literal) and a in arguments for a in eqn.invars]
+            outs = self.equation(eqn, inputs, flags)
             values.update(zip(eqn.outvars, outs, strict=True))
         return [read(a) for a in jaxpr.outvars]
 
@@ -120,13 +120,13 @@ class _Reader:
         return _bound(eqn, inputs)
 
     def scan(self, params: Any, inputs: Sequence[Any], own: Sequence[bool]) -> list[Any]:
-        """A scan: its constants and the slices that it reads are arguments where the whole is; carries are not."""
+        """A scan: its constants and slices count as arguments where the whole operand does; carries do not."""
         inner, consts, carry = params["jaxpr"], params["num_consts"], params["num_carry"]
         fixed, start, stacked = inputs[:consts], inputs[consts : consts + carry], inputs[consts + carry :]
-        marks = [*own[:consts], *[False] * carry, *own[consts + carry :]]
+        flags = [*own[:consts], *[False] * carry, *own[consts + carry :]]
 
         def body(state: Sequence[Any], slices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            results = self.run(inner.jaxpr, inner.consts, [*fixed, *state, *slices], marks)
+            results = self.run(inner.jaxpr, inner.consts, [*fixed, *state, *slices], flags)
             after = [lax.convert_element_type(x, s.dtype) for x, s in zip(results, state, strict=False)]
             return [_jax.weakly_typed(x) if s.weak_type else x for x, s in zip(after, state, strict=True)], results[carry:]
 
@@ -143,5 +143,5 @@ def _is_narrower(new: Any, old: Any) -> bool:
 
 def _bound(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
     with eqn.ctx.manager:
-        made = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
-    return list(made) if eqn.primitive.multiple_results else [made]
+        result = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
+    return list(result) if eqn.primitive.multiple_results else [result]

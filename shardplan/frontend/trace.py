@@ -1,7 +1,7 @@
-"""A step and its arguments go in, a `Program` comes out.
+"""Traces a step and its arguments into a `Program`.
 
 The step is traced by ``jax.jit(step).trace`` on shapes alone. Call-like primitives (``jit``, ``custom_jvp_call``,
-``custom_vjp_call``, ``closed_call``) are seen through, so that the program is flat, unless a description is registered for the
+``custom_vjp_call``, ``closed_call``) are inlined, so that the program is flat, unless a description is registered for the
 function: then the call is one op. ``scan``, ``while``, ``cond`` and ``remat2`` stay ops with bodies. Dead ops are left out.
 """
 
@@ -30,7 +30,7 @@ _CALLS = {
     "custom_vjp_call_jaxpr": "fun_jaxpr",
     "custom_lin": "call_jaxpr",
 }
-# Each result is its operand: an op for each pair, so that all of them may be cut at once, each in its own way.
+# Result i is operand i. Each pair becomes an op of its own, so that each may be cut in its own way.
 _APART = ("optimization_barrier",)
 _BODIES: dict[str, tuple[str, ...]] = {
     "scan": ("jaxpr",),
@@ -42,7 +42,7 @@ _BODIES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """A step's `Program` and what its two ends need: the trees of its arguments and of its result, and their shapes."""
+    """A step's `Program`, with the trees and shapes of its arguments and of its result."""
 
     program: Program
     in_tree: Any
@@ -85,7 +85,7 @@ def _untraceable(error: BaseException) -> TraceError:
     place = _jax.raised_at(error)
     return TraceError(
         f"the step could not be traced on these shapes: {type(error).__name__}: {_first_line(error)}"
-        f"{f', at {place}' if place else ''}; jax.eval_shape(step, *args) fails alike, and shows the whole way there"
+        f"{f', at {place}' if place else ''}; jax.eval_shape(step, *args) fails in the same way and shows the full traceback"
     )
 
 
@@ -109,13 +109,13 @@ def _path(path: Sequence[Any], names: Sequence[str]) -> str:
 
 
 def path_words(path: Sequence[Any]) -> list[str]:
-    """The keys of a path as text; the attribute that a variable or an object keeps its value in is left out."""
+    """The keys of a path as text; the attribute in which a variable or an object keeps its value is left out."""
     hidden = (jax.tree_util.GetAttrKey("value"), jax.tree_util.GetAttrKey("raw_value"))
     return [jax.tree_util.keystr((key,), simple=True) for key in path if key not in hidden]
 
 
 def _feedback(program: Program, ins: Sequence[Any], outs: Sequence[Any], donated: frozenset[int]) -> tuple[int | None, ...]:
-    """For each output the input whose state it replaces: the same path below its argument, the same shape and dtype."""
+    """For each output the input whose state it replaces: one with the same path below its argument, shape and dtype."""
     below: dict[tuple[str, ...], list[int]] = {}
     for i, path in enumerate(ins):
         below.setdefault(_relative(path, 1), []).append(i)
@@ -129,14 +129,14 @@ def _feedback(program: Program, ins: Sequence[Any], outs: Sequence[Any], donated
             for strip in (1, 2, 0):
                 if strip > len(path):
                     continue
-                rest = _relative(path, strip)
+                relative = _relative(path, strip)
                 fits = [
                     i
-                    for i in below.get(rest, ())
+                    for i in below.get(relative, ())
                     if i not in taken
                     and (program.tensors[program.inputs[i]].shape, program.tensors[program.inputs[i]].dtype) == kind
                 ]
-                if not rest:  # a bare array: only a donated argument, or the one in the same place of the result
+                if not relative:  # a bare array matches only a donated argument, or the argument of the same position
                     fits = [i for i in fits if ins[i][0].idx in donated or (strip and path[0] == _key(ins[i][0].idx))]
                 fits.sort(key=lambda i: (ins[i][0].idx not in donated, bool(strip) and path[0] != _key(ins[i][0].idx), i))
                 if fits:
@@ -156,7 +156,7 @@ def _relative(path: Sequence[Any], strip: int) -> tuple[str, ...]:
 
 
 class _Source:
-    """A source line that is looked up when it is shown; where JAX knows none, that of the call around it."""
+    """A source line, looked up when it is printed; where JAX knows none, the line of the call around it."""
 
     __slots__ = ("caller", "eqn")
 
@@ -195,14 +195,14 @@ class _Builder:
         return _prune(Program(tuple(self.tensors), tuple(self.ops), tuple(inputs), outputs, tuple(self.constants)))
 
     def bind_constants(self, env: dict[Any, Operand], jaxpr: Any, consts: Sequence[Any]) -> None:
-        """Gives closed-over arrays numbers."""
+        """Adds closed-over arrays as tensors."""
         for var, value in zip(jaxpr.constvars, consts, strict=True):
             t = self.tensor(var.aval)
             env[var] = t
             self.constants.append((t, value))
 
     def read(self, env: Mapping[Any, Operand], atom: Any) -> Operand:
-        """The tensor or scalar that an atom is."""
+        """The operand for an atom of a jaxpr: a tensor's number or a scalar."""
         if isinstance(atom, _jax.Literal):
             value = atom.val
             if np.ndim(value):
@@ -213,7 +213,7 @@ class _Builder:
         return env[atom]
 
     def run(self, jaxpr: Any, env: dict[Any, Operand], scope: str, caller: _Source | None = None) -> None:
-        """Adds the equations of a jaxpr, calls seen through."""
+        """Adds the equations of a jaxpr, with calls inlined."""
         for eqn in jaxpr.eqns:
             name = eqn.primitive.name
             inputs = tuple(self.read(env, a) for a in eqn.invars)
@@ -222,10 +222,10 @@ class _Builder:
             if named is None and key is not None and key in eqn.params:
                 self.inline(eqn, eqn.params[key], inputs, env, scope, caller)
                 continue
-            if named is None and name == "custom_linear_solve":  # differentiated already: what is left is its solver
-                lengths, own = eqn.params["const_lengths"], eqn.params["jaxprs"].solve
+            if named is None and name == "custom_linear_solve":  # differentiation is done already: only its solver is left to run
+                lengths, solver = eqn.params["const_lengths"], eqn.params["jaxprs"].solve
                 first = lengths.matvec + lengths.vecmat
-                self.inline(eqn, own, inputs[first : first + lengths.solve] + inputs[sum(lengths) :], env, scope, caller)
+                self.inline(eqn, solver, inputs[first : first + lengths.solve] + inputs[sum(lengths) :], env, scope, caller)
                 continue
             if name in _APART:
                 for operand, var in zip(inputs, eqn.outvars, strict=True):
@@ -243,7 +243,7 @@ class _Builder:
         scope: str,
         caller: _Source | None,
     ) -> None:
-        """Adds one primitive's application."""
+        """Adds one application of a primitive."""
         outputs = []
         for var in results:
             t = self.tensor(var.aval)
@@ -274,7 +274,7 @@ class _Builder:
         scope: str,
         caller: _Source | None,
     ) -> None:
-        """Adds the equations of what is called in the place of the call."""
+        """Adds the equations of the called jaxpr in place of the call."""
         consts: Sequence[Any] = ()
         if hasattr(inner, "consts"):
             inner, consts = inner.jaxpr, inner.consts
@@ -289,12 +289,12 @@ class _Builder:
 def _bodies(eqn: Any) -> tuple[Program, ...]:
     name = eqn.primitive.name
     if name == "cond":
-        found = eqn.params["branches"]
+        jaxprs = eqn.params["branches"]
     elif name in _BODIES:
-        found = tuple(eqn.params[k] for k in _BODIES[name])
+        jaxprs = tuple(eqn.params[k] for k in _BODIES[name])
     else:
         return ()
-    return tuple(_Builder().program(b.jaxpr, b.consts) if hasattr(b, "consts") else _Builder().program(b, ()) for b in found)
+    return tuple(_Builder().program(b.jaxpr, b.consts) if hasattr(b, "consts") else _Builder().program(b, ()) for b in jaxprs)
 
 
 def _trips(eqn: Any) -> int | None:

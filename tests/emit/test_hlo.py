@@ -226,7 +226,7 @@ def test_short_names_and_types_before_operands_are_read() -> None:
             "unknown element type 'q9'",
         ),
         ("all-reduce(%v)", "all-reduce(%nobody)", "operands that are not in its computation"),
-        ("= f32[64]{0} all-reduce(%v)", "= all-reduce", "no instruction"),
+        ("= f32[64]{0} all-reduce(%v)", "= all-reduce", "not an instruction"),
         ("source_target_pairs", "pairs", "a permute without source_target_pairs"),
         ("ENTRY", "EXIT", "no ENTRY computation"),
     ],

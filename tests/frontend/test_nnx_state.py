@@ -200,11 +200,11 @@ def test_what_is_static_is_part_of_the_plan(devices: list[Any]) -> None:
 def test_a_plan_refuses_arguments_whose_static_part_is_another_program(devices: list[Any]) -> None:
     run = shardplan.plan(train, *made(0.1), X, cluster="2x4").jit(train, devices)
     run(*made(0.1), X)  # another optimizer object that does the same
-    with pytest.raises(shardplan.ShardplanError, match="static in these arguments"):
+    with pytest.raises(shardplan.ShardplanError, match="static parts of these arguments"):
         run(*made(0.5), X)
     model, optimizer = made(0.1)
     model.eval()
-    with pytest.raises(shardplan.ShardplanError, match="static in these arguments"):
+    with pytest.raises(shardplan.ShardplanError, match="static parts of these arguments"):
         run(model, optimizer, X)
 
 

@@ -1,5 +1,7 @@
-"""Values as text that is equal exactly where the values are, in every process: arrays by a hash of their bytes, programs by what
-they do, functions by their code and what they close over. No address of an object and no order of a set comes in.
+"""Tokens: text that is equal exactly when the values are, in every process.
+
+An array is a hash of its bytes, a program its computation, a function its code and what it closes over. No token depends on an
+object's address or on the order of a set.
 """
 
 from __future__ import annotations
@@ -17,16 +19,16 @@ import jax
 import numpy as np
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-# What a program is called and where it was written changes no number.
+# The name and the source lines of a program do not change its results.
 _NAMES = frozenset({"name", "debug_info", "source_info"})
 
 
 class Tokens:
-    """Tokens of values; each program and each large array is read once, however often it is met."""
+    """Makes tokens of values. Each program and each array is read once, however often it occurs."""
 
     def __init__(self) -> None:
-        self._read: dict[int, tuple[Any, str]] = {}  # the value is held, so that its id stays its own
-        self._inside: set[int] = set()
+        self._memo: dict[int, tuple[Any, str]] = {}  # by id; the value is kept, so that its id is not reused
+        self._in_progress: set[int] = set()
 
     def of(self, value: Any) -> str:
         """The token of any value that a program holds."""
@@ -42,22 +44,22 @@ class Tokens:
             case Mapping():
                 return f"map({', '.join(sorted(f'{self.of(k)}: {self.of(v)}' for k, v in value.items()))})"
             case _:
-                return self._once(value)
+                return self._memoised(value)
 
     def params(self, params: Mapping[str, Any], *, but: Sequence[str] = ()) -> str:
         """The parameters of an equation, without those named in ``but``."""
         return ", ".join(f"{k}={self.of(v)}" for k, v in sorted(params.items()) if k not in _NAMES and k not in but)
 
-    def _once(self, value: Any) -> str:
-        found = self._read.get(id(value))
-        if found is not None:
-            return found[1]
-        if id(value) in self._inside:
+    def _memoised(self, value: Any) -> str:
+        known = self._memo.get(id(value))
+        if known is not None:
+            return known[1]
+        if id(value) in self._in_progress:
             return "itself"
-        self._inside.add(id(value))
+        self._in_progress.add(id(value))
         token = self._token(value)
-        self._inside.discard(id(value))
-        self._read[id(value)] = (value, token)
+        self._in_progress.discard(id(value))
+        self._memo[id(value)] = (value, token)
         return token
 
     def _token(self, value: Any) -> str:
@@ -94,25 +96,25 @@ class Tokens:
             reads = " ".join(atom(a) for a in eqn.invars)
             for v in eqn.outvars:
                 numbers[v] = len(numbers)
-            made = " ".join(f"{v.aval}" for v in eqn.outvars)
-            lines.append(f"{eqn.primitive.name} {reads} -> {made} [{self.params(eqn.params)}] {context(eqn)}")
+            results = " ".join(f"{v.aval}" for v in eqn.outvars)
+            lines.append(f"{eqn.primitive.name} {reads} -> {results} [{self.params(eqn.params)}] {context(eqn)}")
         lines.append(" ".join(atom(a) for a in jaxpr.outvars))
         return "\n".join(lines)
 
     def _function(self, value: FunctionType) -> str:
-        held = [c.cell_contents for c in value.__closure__ or () if _filled(c)]
-        parts = (value.__code__, value.__defaults__, value.__kwdefaults__, held)
+        captured = [c.cell_contents for c in value.__closure__ or () if _filled(c)]
+        parts = (value.__code__, value.__defaults__, value.__kwdefaults__, captured)
         return f"{value.__module__}.{value.__qualname__}({', '.join(self.of(part) for part in parts)})"
 
 
 def array_token(value: Any) -> str:
-    """An array by its dtype, its shape and a hash of its bytes; a random key by its words and its kind.
+    """The token of an array: its dtype, its shape and a hash of its bytes. A random key has its kind and its words.
 
     >>> array_token(np.zeros(2)) == array_token(np.zeros(2)) != array_token(np.zeros((2, 1)))
     True
     """
     kind = ""
-    if not getattr(value, "is_fully_addressable", True):  # of several processes none has all of it
+    if not getattr(value, "is_fully_addressable", True):  # spread over several processes: none has all of it
         return f"array {value.dtype}{list(value.shape)}"
     if hasattr(value, "dtype") and jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
         kind, value = f"{jax.random.key_impl(value)} ", jax.random.key_data(value)
@@ -122,7 +124,7 @@ def array_token(value: Any) -> str:
 
 
 def context(eqn: Any) -> str:
-    """What an equation was bound under, as far as it changes numbers: how random bits are drawn."""
+    """The part of an equation's context that changes its results: how random bits are drawn."""
     return str(getattr(getattr(eqn, "ctx", None), "threefry_partitionable", ""))
 
 

@@ -1,6 +1,6 @@
-"""The choices of a plan as JSON values: by the path of each body and the number of each argument and op.
+"""The choices of a plan as JSON values, by the path of each body and the numbers of its tensors and ops.
 
-Layouts and uses stand once each, in tables: most of them are those of many tensors and ops.
+Each layout and each use is written once, in a table, because many tensors and ops share them.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _REDUCERS: tuple[Reducer, ...] = ("sum", "prod", "max", "min", "and", "or", *PAI
 
 @dataclass(frozen=True, slots=True)
 class Layouts:
-    """A table of layouts: ``numbers`` is kept while a plan is written, ``rows`` is what is read."""
+    """A table of layouts: ``rows`` holds them, ``numbers`` gives the row of each layout while a plan is written."""
 
     rows: list[Layout]
     numbers: dict[Layout, int]
 
     @classmethod
     def empty(cls) -> Layouts:
-        """A table to be written."""
+        """An empty table, to write to."""
         return cls([], {})
 
     @classmethod
@@ -31,10 +31,10 @@ class Layouts:
         """The table of a file.
 
         Raises:
-            ValueError: for a layout over factors that are not there, or that uses one twice.
+            ValueError: for a layout that uses a factor that does not exist, or a factor twice.
         """
-        found = [_layout(row, factors) for row in rows]
-        return cls(found, {})
+        result = [_layout(row, factors) for row in rows]
+        return cls(result, {})
 
     @property
     def json(self) -> list[Any]:
@@ -42,7 +42,7 @@ class Layouts:
         return [[[list(dim) for dim in x.dims], list(x.partial), x.reducer] for x in self.rows]
 
     def number(self, layout: Layout | None) -> int | None:
-        """The row of a layout, which is added where it is new."""
+        """The row of a layout; a new layout is appended."""
         if layout is None:
             return None
         if layout not in self.numbers:
@@ -55,19 +55,19 @@ class Layouts:
         if number is None:
             return None
         if type(number) is not int or not 0 <= number < len(self.rows):
-            raise ValueError(f"layout {number!r} of {len(self.rows)}")
+            raise ValueError(f"no layout {number!r}: the file has {len(self.rows)}")
         return self.rows[number]
 
     def some(self, number: Any) -> Layout:
-        """The layout in a row, where there must be one."""
-        found = self.of(number)
-        if found is None:
+        """The layout in a row; the row must not be None."""
+        result = self.of(number)
+        if result is None:
             raise ValueError("a layout is missing")
-        return found
+        return result
 
 
 def choices_json(choices: Choices, layouts: Layouts) -> dict[str, Any]:
-    """The choices as JSON values over a table of layouts, which grows."""
+    """The choices as JSON values; their layouts are added to the table."""
     uses: dict[Use, int] = {}
     bodies = [
         {
@@ -98,7 +98,7 @@ def choices_from(content: Mapping[str, Any], layouts: Layouts, factors: int) -> 
     """The choices of a file.
 
     Raises:
-        ValueError: for a number that points nowhere.
+        ValueError: for a number that is in no table.
     """
     uses = [_use(row, layouts, factors) for row in content["uses"]]
     copies = tuple(_copy(row, layouts, len(content["copies"])) for row in content["copies"])
@@ -115,7 +115,7 @@ def choices_from(content: Mapping[str, Any], layouts: Layouts, factors: int) -> 
 
 def _row(number: Any, count: int, what: str) -> int:
     if type(number) is not int or not 0 <= number < count:
-        raise ValueError(f"{what} {number!r} of {count}")
+        raise ValueError(f"no {what} {number!r}: the file has {count}")
     return number
 
 
@@ -124,7 +124,7 @@ def _layout(row: Any, factors: int) -> Layout:
     layout = Layout(tuple(tuple(int(f) for f in dim) for dim in dims), tuple(int(f) for f in partial), _reducer(reducer))
     used = [*(f for dim in layout.dims for f in dim), *layout.partial]
     if len(set(used)) < len(used) or not set(used) <= set(range(factors)):
-        raise ValueError(f"a layout over factors {used} of {factors}")
+        raise ValueError(f"a layout uses the factors {used}: each must be below {factors} and occur once")
     return layout
 
 
@@ -132,7 +132,7 @@ def _reducer(text: Any) -> Reducer:
     for known in _REDUCERS:
         if text == known:
             return known
-    raise ValueError(f"reducer={text!r}")
+    raise ValueError(f"unsupported reducer={text!r}")
 
 
 def _use(row: Mapping[str, Any], layouts: Layouts, factors: int) -> Use:
@@ -151,5 +151,5 @@ def _use(row: Mapping[str, Any], layouts: Layouts, factors: int) -> Use:
 def _copy(row: Sequence[Any], layouts: Layouts, count: int) -> Copy:
     number, source, backward = row
     if not isinstance(backward, bool):
-        raise ValueError(f"a copy is for the backward pass or not: {backward!r}")
+        raise ValueError(f"backward={backward!r} of a copy is neither true nor false")
     return Copy(layouts.some(number), None if source is None else _row(source, count, "copy"), backward)

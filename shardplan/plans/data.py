@@ -17,10 +17,10 @@ from shardplan.search.inference.anytime import Stopped
 class Collective:
     """One collective that the plan issues, ``times`` a step.
 
-    ``bytes`` are of its operand on one device (of the result for an all-gather), ``wire_bytes`` what a device sends in the ring
-    convention, ``seconds`` what the model of the network says: all three of one execution. ``source`` is the user's line.
-    ``program`` is the reduction program whose time ``seconds`` is, in P2's words over the cluster's levels; empty where that is
-    the collective itself.
+    ``bytes`` is the size of its operand on one device (of its result for an all-gather), ``wire_bytes`` what one device sends in
+    the ring convention, ``seconds`` the time in the network model. All three are for one execution. ``source`` is the user's
+    line. ``program`` is the reduction program that takes ``seconds``, in P2's notation over the cluster's levels; it is empty if
+    that is the collective itself.
     """
 
     kind: str
@@ -36,7 +36,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """A sharding that people use today, scored in the plan's tables: seconds of one step, bytes of one device and step."""
+    """A sharding that people use today, priced like the plan: seconds per step, bytes per device and step."""
 
     name: str
     step_time_s: float
@@ -47,7 +47,7 @@ class Baseline:
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """One leaf of the arguments: its path, its array, and the layout that the plan gives it (None: whole on every device)."""
+    """One leaf of the arguments: its path, its array type, and its layout in the plan (None: whole on every device)."""
 
     path: str
     shape: tuple[int, ...]
@@ -60,16 +60,16 @@ class Argument:
 class PlanData:
     """Everything that a plan says. Seconds are predicted for one step, bytes for one device.
 
-    ``name`` is "plan", or that of the baseline that it is. ``result_layouts`` are those of the leaves of the step's result.
-    ``exact``: the plan is the optimum of its mesh where memory has no limit, ``unlimited_s`` the seconds of that optimum where it
-    is known. ``stopped`` says what ended the search early ("time budget", "interrupted"; else empty). ``limited``: the ops are
-    cut as a baseline or an objective prescribes; ``regather``: no forward copy of a weight is kept for the backward pass.
-    ``idle_axes`` says of each axis over which nothing is cut why, ``unknown_trips`` has the source lines of while loops that are
-    priced as one iteration. ``trace_s`` and ``search_s`` were measured.
+    ``name`` is "plan", or the name of a baseline. ``result_layouts`` has a layout for each leaf of the step's result. ``exact``:
+    the search found the optimum of its mesh without a memory limit; ``unlimited_s`` is the time of that optimum, if it is known.
+    ``stopped`` says what ended the search early ("time budget", "interrupted"; else empty). ``limited``: a baseline or an
+    objective prescribes how ops are cut. ``regather``: no forward copy of a weight is kept for the backward pass. ``idle_axes``
+    explains each axis over which nothing is cut. ``unknown_trips`` has the source lines of while loops that are priced as one
+    iteration. ``trace_s`` and ``search_s`` are measured.
 
-    The last fields are filled when they are first asked for, and before the plan is saved: ``fingerprint`` is of the traced
-    step, ``left_out`` names baselines that do not exist here, each with the reason, and ``explanations`` has one text for each
-    path and, under ``""``, one for the whole plan.
+    The last fields are filled on first use, and before the plan is saved. ``fingerprint`` is that of the traced step.
+    ``left_out`` names the baselines that this step does not have, each with the reason. ``explanations`` has a text for each path
+    and, under ``""``, one for the whole plan.
     """
 
     name: str
@@ -109,7 +109,7 @@ class PlanData:
 
     @property
     def communication_s(self) -> float:
-        """The seconds in which devices talk."""
+        """The seconds in which devices communicate."""
         return sum(c.seconds * c.times for c in self.collectives)
 
     @property
@@ -119,7 +119,7 @@ class PlanData:
 
     @property
     def gap(self) -> float | None:
-        """The part of ``lower_bound_s`` by which the plan lies above it; None where the bound was not asked for."""
+        """How far the plan lies above ``lower_bound_s``, as a fraction of it; None if the bound is not known."""
         if self.lower_bound_s is None:
             return None
         return max(0.0, self.step_time_s / self.lower_bound_s - 1) if self.lower_bound_s > 0 else 0.0
@@ -138,6 +138,6 @@ class PlanData:
 
     @property
     def entries(self) -> dict[str, tuple[Entry, ...]]:
-        """By path of each argument the entries of its PartitionSpec."""
+        """The entries of each argument's PartitionSpec, by path."""
         names = tuple(self.axes)
         return {a.path: () if a.layout is None else a.layout.entries(names) for a in self.arguments}

@@ -1,4 +1,4 @@
-"""Plans as files: JSON values of a `PlanData`, and what is refused when they are read."""
+"""Plan files: a `PlanData` written as JSON, and checked when it is read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FORMAT = 6
 
 
 def plan_file(data: PlanData) -> dict[str, Any]:
-    """A plan as JSON values: `parsed` reads them back. All fields that are filled late must be there."""
+    """A plan as JSON values, which `read` accepts. The fields that are filled late must be set."""
     assert data.fingerprint is not None
     assert data.baselines is not None
     assert data.explanations is not None
@@ -76,7 +76,7 @@ def plan_file(data: PlanData) -> dict[str, Any]:
 
 
 def save(data: PlanData, file: str | PathLike[str]) -> None:
-    """Writes a plan as JSON; the file is replaced only once all of it is written."""
+    """Writes a plan as JSON; an existing file is replaced only once the new one is complete."""
     write_whole(Path(file), json.dumps(plan_file(data)))
 
 
@@ -93,11 +93,11 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def read(file: str | PathLike[str]) -> PlanData:
-    """A plan from its file, each of its fields checked.
+    """Reads a plan from its file and checks every field.
 
     Raises:
-        PlanFileError: if it cannot be read, is no plan, or lacks something.
-        ClusterError: if the cluster in it makes no sense.
+        PlanFileError: if the file cannot be read, is not a plan, or lacks a field.
+        ClusterError: if its cluster is invalid.
     """
     path = Path(file)
     try:
@@ -107,14 +107,14 @@ def read(file: str | PathLike[str]) -> PlanData:
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise PlanFileError(f"{path}: not a plan file: {error}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        found = content.get("format") if isinstance(content, dict) else type(content).__name__
-        raise PlanFileError(f"{path}: plan format {found!r}, this version reads format {FORMAT}; plan the step anew")
+        actual = content.get("format") if isinstance(content, dict) else type(content).__name__
+        raise PlanFileError(f"{path}: plan format {actual!r}, this version reads format {FORMAT}; plan the step again")
     try:
         return _parsed(str(path), content)
     except ClusterError:
         raise
     except KeyError as error:
-        raise PlanFileError(f"{path}: not a whole plan: {error} is missing; plan the step anew") from error
+        raise PlanFileError(f"{path}: incomplete plan: {error} is missing; plan the step again") from error
     except (TypeError, ValueError, AttributeError, IndexError) as error:
         raise PlanFileError(f"{path}: not a plan: {type(error).__name__}: {error}") from error
 
@@ -122,29 +122,29 @@ def read(file: str | PathLike[str]) -> PlanData:
 def _parsed(name: str, content: dict[str, Any]) -> PlanData:
     cluster = Cluster.from_toml(content["cluster"], source=f"{name}: cluster")
     if content["cluster_fingerprint"] != cluster.fingerprint():
-        raise ValueError(f"cluster_fingerprint={content['cluster_fingerprint']!r} is not that of the cluster in it")
-    over = tuple(Factor(str(n), int(s), int(level), int(stride)) for n, s, level, stride in content["factors"])
-    check_cover(cluster, over)
-    layouts = Layouts.parsed(content["layouts"], len(over))
+        raise ValueError(f"cluster_fingerprint={content['cluster_fingerprint']!r} does not match the cluster in the file")
+    mesh_factors = tuple(Factor(str(n), int(s), int(level), int(stride)) for n, s, level, stride in content["factors"])
+    check_cover(cluster, mesh_factors)
+    layouts = Layouts.parsed(content["layouts"], len(mesh_factors))
     return PlanData(
         name=str(content["name"]),
         cluster=cluster,
-        factors=over,
+        factors=mesh_factors,
         arguments=tuple(_argument(row, layouts) for row in content["arguments"]),
         result_layouts=tuple(layouts.of(n) for n in content["result_layouts"]),
         operators=int(content["operators"]),
-        choices=choices_from(content["choices"], layouts, len(over)),
+        choices=choices_from(content["choices"], layouts, len(mesh_factors)),
         collectives=tuple(Collective(**{**c, "axes": tuple(map(str, c["axes"]))}) for c in content["collectives"]),
         step_time_s=float(content["step_time_s"]),
         compute_s=float(content["compute_s"]),
         peak_bytes=int(content["peak_bytes"]),
         memory_limit=int(content["memory_limit"]),
         objective=_one_of(content, "objective", ("time", "bytes")),
-        exact=_truth(content, "exact"),
+        exact=_boolean(content, "exact"),
         unlimited_s=_optional(content["unlimited_s"]),
         stopped=_stopped(content["stopped"]),
-        limited=_truth(content, "limited"),
-        regather=_truth(content, "regather"),
+        limited=_boolean(content, "limited"),
+        regather=_boolean(content, "regather"),
         remat=_remat(content["remat"]),
         one_choice=one_choice_of(content["one_choice"]),
         donate_argnums=_positions(content["donate_argnums"]),
@@ -168,7 +168,7 @@ def _argument(row: Mapping[str, Any], layouts: Layouts) -> Argument:
     return Argument(str(row["path"]), shape, str(row["dtype"]), int(row["nbytes"]), layouts.of(row["layout"]))
 
 
-def _truth(content: Mapping[str, Any], key: str) -> bool:
+def _boolean(content: Mapping[str, Any], key: str) -> bool:
     if not isinstance(content[key], bool):
         raise ValueError(f"{key}={content[key]!r} is neither true nor false")
     return content[key]
@@ -176,7 +176,7 @@ def _truth(content: Mapping[str, Any], key: str) -> bool:
 
 def _one_of(content: Mapping[str, Any], key: str, known: tuple[str, ...]) -> str:
     if content[key] not in known:
-        raise ValueError(f"{key}={content[key]!r}")
+        raise ValueError(f"unsupported {key}={content[key]!r}")
     return content[key]
 
 
@@ -186,19 +186,19 @@ def _optional(value: Any) -> float | None:
 
 def _positions(numbers: Any) -> tuple[int, ...]:
     if not isinstance(numbers, list) or not all(type(n) is int and n >= 0 for n in numbers):
-        raise ValueError(f"donate_argnums={numbers!r}")
+        raise ValueError(f"donate_argnums={numbers!r} is not a list of argument numbers")
     return tuple(numbers)
 
 
 def _names(names: Any, key: str) -> tuple[str, ...]:
     if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
-        raise ValueError(f"{key}={names!r}")
+        raise ValueError(f"{key}={names!r} is not a list of strings")
     return tuple(names)
 
 
-def _remat(said: Mapping[str, Any]) -> Remat:
-    without = None if said["without"] is None else Without(**said["without"])
-    return Remat(tuple(_part(p) for p in said["parts"]), _policy(said["policy"]), without, str(said["note"]))
+def _remat(fields: Mapping[str, Any]) -> Remat:
+    without = None if fields["without"] is None else Without(**fields["without"])
+    return Remat(tuple(_part(p) for p in fields["parts"]), _policy(fields["policy"]), without, str(fields["note"]))
 
 
 def _part(row: Mapping[str, Any]) -> Part:
@@ -212,7 +212,7 @@ def _policy(text: Any) -> Policy:
         case "all" | "light":
             return text
         case _:
-            raise ValueError(f"policy={text!r}")
+            raise ValueError(f"unsupported policy={text!r}")
 
 
 def _stopped(text: Any) -> Stopped:
@@ -220,7 +220,7 @@ def _stopped(text: Any) -> Stopped:
         case "" | "time budget" | "interrupted":
             return text
         case _:
-            raise ValueError(f"stopped={text!r}")
+            raise ValueError(f"unsupported stopped={text!r}")
 
 
 def _entries(entries: Any) -> tuple[Entry, ...]:

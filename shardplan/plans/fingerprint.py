@@ -1,4 +1,4 @@
-"""What makes two traced steps the same, and where two of them first differ."""
+"""Whether two traced steps are the same, and where they first differ."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from shardplan.plans.canonical import Tokens, array_token, context
 
 
 def fingerprint(traced: Traced) -> str:
-    """A hash of the program, all that changes its numbers: ops with their parameters, shapes, dtypes and wiring, the arrays that
-    it closes over, and the argument paths. Two processes find the same.
+    """A hash of everything in the program that changes its results; it is the same in every process.
+
+    That is: ops with their parameters, shapes, dtypes and wiring; the arrays that it closes over; and the argument paths.
     """
     hasher = hashlib.blake2b(digest_size=16)
     for line in _lines(traced.program, Tokens()):
@@ -23,14 +24,14 @@ def fingerprint(traced: Traced) -> str:
 
 
 def arguments(traced: Traced) -> dict[str, str]:
-    """Each argument's path and what it is: ``{"params/up": "float32[512, 2048]"}``."""
+    """The type of each argument, by path: ``{"params/up": "float32[512, 2048]"}``."""
     program = traced.program
     tensors = [program.tensors[t] for t in program.inputs]
     return {path: f"{t.dtype}{list(t.shape)}" for path, t in zip(program.input_paths, tensors, strict=True)}
 
 
 def different_arguments(planned: dict[str, str], found: dict[str, str]) -> str:
-    """The first argument in which two steps differ, as a sentence; ``""`` where all agree."""
+    """The first argument in which two steps differ, as text; ``""`` if all agree."""
     for path in dict.fromkeys([*planned, *found]):
         if path not in found:
             return f"{path}, {planned[path]}, is missing"
@@ -42,25 +43,25 @@ def different_arguments(planned: dict[str, str], found: dict[str, str]) -> str:
 
 
 def difference(planned: Traced, found: Traced) -> str:
-    """Where two steps first differ, arrays that they close over included, as words; ``""`` where they are the same."""
-    said = different_arguments(arguments(planned), arguments(found))
-    if said or fingerprint(planned) == fingerprint(found):
-        return said
+    """The first difference between two steps and the arrays that they close over, as text; ``""`` if they are the same."""
+    text = different_arguments(arguments(planned), arguments(found))
+    if text or fingerprint(planned) == fingerprint(found):
+        return text
     tokens = Tokens()
-    odd = _first_op(planned.program, found.program, tokens)
+    op_difference = _first_op(planned.program, found.program, tokens)
     same = list(_constants(planned.program, tokens)) == list(_constants(found.program, tokens))
-    return odd or ("its results" if same else "an array that the step closes over")
+    return op_difference or ("its results" if same else "an array that the step closes over")
 
 
 def _first_op(planned: Program, found: Program, tokens: Tokens) -> str:
-    """The first op in which two programs differ, bodies included, as it is in both."""
+    """The first op in which two programs differ, as text with both versions; bodies are searched too."""
     for a, b in itertools.zip_longest(planned.ops, found.ops):
         if a is None or b is None or _op_line(planned, a, tokens) != _op_line(found, b, tokens):
             return " and ".join(f"{op.primitive} at {op.source}" for op in (a, b) if op is not None)
         inner = (_first_op(p, q, tokens) for p, q in zip(a.bodies, b.bodies, strict=False))
-        odd = next(filter(None, inner), "")
-        if odd:
-            return odd
+        op_difference = next(filter(None, inner), "")
+        if op_difference:
+            return op_difference
     return ""
 
 
@@ -79,14 +80,14 @@ def _lines(program: Program, tokens: Tokens) -> Iterator[str]:
         for body in op.bodies:
             yield from _lines(body, tokens)
     outputs = [o if isinstance(o, int) else _scalar(o) for o in program.outputs]
-    given = [(t, program.tensors[t].shape, program.tensors[t].dtype) for t in program.inputs]
-    yield repr((given, outputs, program.input_paths, program.feedback))
+    input_types = [(t, program.tensors[t].shape, program.tensors[t].dtype) for t in program.inputs]
+    yield repr((input_types, outputs, program.input_paths, program.feedback))
 
 
 def _op_line(program: Program, op: Op, tokens: Tokens) -> str:
     shapes = [(program.tensors[t].shape, program.tensors[t].dtype) for t in (*op.tensors, *op.outputs)]
     wires = [i if isinstance(i, int) else _scalar(i) for i in op.inputs]
-    # bodies are read as programs: pruned, and with calls seen through
+    # bodies are compared as programs: pruned, and with calls inlined
     bodies = [k for k, v in op.params.items() if op.bodies and _is_program(v)]
     return repr((op.primitive, wires, op.outputs, shapes, op.trips, tokens.params(op.params, but=bodies), context(op.handle)))
 

@@ -1,4 +1,4 @@
-"""Whether the choices of a plan fit a program: asked before they are run, since a wrong choice gives wrong numbers."""
+"""Checks that the choices of a plan fit a program before they run: a wrong choice would give wrong results."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from shardplan.search.problem.strategies import Late, Options, options
 def check_choices(name: str, data: PlanData, program: Program, graph: Graph) -> None:
     """Refuses a plan that does not fit a program.
 
-    It must have a layout of the right rank for each value, arguments must divide, and every op must be cut in a way that its
+    Each value needs a layout of its rank, layouts must divide the arguments, and each op must be cut in a way that its
     description allows.
 
     Raises:
-        PlanFileError: that says what does not fit; ``name`` is that of the file.
+        PlanFileError: with what does not fit; ``name`` is the name of the file.
     """
     _Fit(name, data, graph).check(program)
 
@@ -35,7 +35,7 @@ class _Fit:
         self._allowed: dict[tuple[int, Use], bool] = {}
 
     def check(self, program: Program) -> None:
-        """Everything, the whole first."""
+        """Checks the layouts of all bodies first, then every op."""
         choices = self.data.choices
         count = f"the plan has {len(choices.bodies)} bodies, the step {len(self.graph.bodies)}"
         self.need(set(choices.bodies) == set(self.graph.bodies), count)
@@ -44,18 +44,18 @@ class _Fit:
         self.ends(program, choices.bodies[()].layouts)
         for where, body in choices.bodies.items():
             for op, use in body.uses.items():
-                self.need((where, op) in self.nodes, f"it cuts op {op}, which is not in this step")
+                self.need((where, op) in self.nodes, f"the plan cuts op {op}, which is not in this step")
                 self.use(self.nodes[where, op], use, body, where)
             for (op, slot), copy in body.reads.items():
                 self.read(where, op, slot, choices.copies[copy].layout)
 
     def need(self, holds: bool, what: str) -> None:
-        """Refuses where this does not hold."""
+        """Refuses the plan unless ``holds``; ``what`` is the reason."""
         if not holds:
-            raise PlanFileError(f"{self.name}: {what}; plan this step anew")
+            raise PlanFileError(f"{self.name}: {what}; plan this step again")
 
     def layouts(self, where: Where, body: BodyChoices) -> None:
-        """A layout for each value of a body."""
+        """Each value of a body has a layout of its rank, or None."""
         tensors = [self.graph.tensors[t] for t in self.graph.bodies[where]]
         self.need(len(tensors) == len(body.layouts), f"{len(body.layouts)} layouts for {len(tensors)} values")
         for tensor, layout in zip(tensors, body.layouts, strict=True):
@@ -63,31 +63,31 @@ class _Fit:
             self.need(fits, f"a layout of rank {len(layout.dims) if layout else 0} for a value of shape {tensor.shape}")
 
     def ends(self, program: Program, layouts: Sequence[Layout | None]) -> None:
-        """The layouts of arguments and results: those of their values, which they divide."""
+        """Arguments and results have the layouts of their values, and layouts divide the arguments."""
         names = [f.name for f in self.data.factors]
         for t, argument in zip(program.inputs, self.data.arguments, strict=True):
             layout, shape = layouts[t], program.tensors[t].shape
-            self.need(layout == argument.layout, f"it gives {argument.path} two layouts")
+            self.need(layout == argument.layout, f"the plan gives {argument.path} two layouts")
             if layout is not None:
                 text = spec_text(layout.entries(names))
                 self.need(
                     self.divides(layout, shape), f"the layout {text} of {argument.path} of shape {shape} does not divide it"
                 )
         for n, (o, layout) in enumerate(zip(program.outputs, self.data.result_layouts, strict=True)):
-            self.need(layout == (layouts[o] if isinstance(o, int) else None), f"it gives result {n} two layouts")
+            self.need(layout == (layouts[o] if isinstance(o, int) else None), f"the plan gives result {n} two layouts")
 
     def use(self, node: Node, use: Use, body: BodyChoices, where: Where) -> None:
-        """An op is cut as its description allows, and its results are stored where its body says."""
-        what = f"op {node.op.id} ({node.op.primitive}) cannot be cut as it says"
+        """An op is cut as its description allows, and its results are stored in the layouts of its body."""
+        what = f"op {node.op.id} ({node.op.primitive}) cannot be cut as the plan says"
         key = node.signature.id, use
         if key not in self._allowed:
             self._allowed[key] = self.allowed(node.signature, use)
         self.need(self._allowed[key], what)
         stored = tuple(body.layouts[t] for t in node.op.outputs)
-        self.need(use.stored == stored, f"it stores the results of op {node.op.id} ({node.op.primitive}) in two layouts")
+        self.need(use.stored == stored, f"the plan stores the results of op {node.op.id} ({node.op.primitive}) in two layouts")
 
     def allowed(self, signature: Signature, use: Use) -> bool:
-        """Whether a use is one of the strategies of an op; what it does not reduce may be stored as terms."""
+        """Whether a use is one of an op's strategies; partial results may be stored as terms where the strategy allows it."""
         call = signature.call
         if len(use.needs) != len(call.operands) or len(use.gives) != len(call.results):
             return False
@@ -102,14 +102,14 @@ class _Fit:
         return False
 
     def options(self, signature: Signature) -> Options:
-        """All strategies of an op, those that hand terms on among them."""
+        """All strategies of an op, including those that pass partial sums on."""
         if signature.id not in self._options:
             late = Late(frozenset(), frozenset()) if signature.defers else None
             self._options[signature.id] = options(signature, self.resharder, None, late=late)
         return self._options[signature.id]
 
     def read(self, where: Where, op: int, slot: int, copy: Layout) -> None:
-        """An op reads an operand that it has, through a copy of its rank."""
+        """The op has the operand that it reads, and the copy that it reads has the operand's rank."""
         node = self.nodes.get((where, op))
         inside = node is not None and 0 <= slot < len(node.inputs) and node.inputs[slot] >= 0
         self.need(inside, f"op {op} reads operand {slot}, which is not in this step")
@@ -118,7 +118,7 @@ class _Fit:
         self.need(len(copy.dims) == len(shape), f"a copy of rank {len(copy.dims)} for a value of shape {shape}")
 
     def divides(self, layout: Layout, shape: Sequence[int]) -> bool:
-        """Whether every block of a stored value is alike."""
+        """Whether a layout splits a shape into equal blocks, without partial sums."""
         for n, dim in zip(shape, layout.dims, strict=True):
             for f in dim:
                 if n % self.sizes[f]:

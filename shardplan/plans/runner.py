@@ -1,4 +1,4 @@
-"""A planned step, jitted, and what it asks of its arguments: the shapes that were planned, on the planned devices."""
+"""A planned step, jitted, and its checks: arguments must have the planned types, and are moved to the planned devices."""
 
 from __future__ import annotations
 
@@ -18,81 +18,82 @@ from shardplan.plans.fingerprint import difference
 
 
 class Leaves:
-    """Leaves of arguments that must have the planned shapes and dtypes, and are moved to the planned devices.
+    """The planned types and shardings of arguments' leaves: checks leaves, and moves them to the planned devices.
 
-    With ``weak`` they must be weakly typed, as Python's numbers are, exactly where the planned ones were. A leaf that comes back
-    with the type and the sharding of the call before costs next to nothing.
+    With ``weak``, leaves must be weakly typed (as Python numbers are) exactly where the planned ones were. A leaf with the type
+    and the sharding of the last call costs next to nothing.
     """
 
     def __init__(
         self, paths: Sequence[str], shapes: Sequence[Any], shardings: Sequence[NamedSharding], *, weak: bool = False
     ) -> None:
         self._paths, self._shapes, self._shardings, self._weak = paths, shapes, shardings, weak
-        self._typed: list[Any] = [None] * len(paths)  # of the call before
-        self._lain: list[Any] = [None] * len(paths)
+        self._seen_avals: list[Any] = [None] * len(paths)  # of the last call
+        self._seen_shardings: list[Any] = [None] * len(paths)
 
     @property
     def shardings(self) -> list[NamedSharding]:
-        """Where they lie."""
+        """The planned shardings."""
         return list(self._shardings)
 
     def part(self, numbers: Sequence[int]) -> Leaves:
-        """The same of some of them."""
+        """The `Leaves` with these numbers."""
         shapes, shardings = [self._shapes[i] for i in numbers], [self._shardings[i] for i in numbers]
         return Leaves([self._paths[i] for i in numbers], shapes, shardings, weak=self._weak)
 
     def fit(self, leaves: Sequence[Any]) -> None:
-        """Passes where every leaf is as planned; the leaves may be shapes.
+        """Checks that every leaf has its planned type; leaves may be `jax.ShapeDtypeStruct`.
 
         Raises:
-            ArgumentError: for one that is not, or that was donated to an earlier call.
+            ArgumentError: for a leaf of another type.
+            ShardplanError: for a leaf that was donated to an earlier call.
         """
-        typed, plain = self._typed, _jax.array_type()
+        seen_avals, array_class = self._seen_avals, _jax.array_type()
         for i, x in enumerate(leaves):
-            if type(x) is plain:
-                if x.aval is not typed[i]:
-                    self._fits(i, x)
-                    typed[i] = x.aval
+            if type(x) is array_class:
+                if x.aval is not seen_avals[i]:
+                    self._check_leaf(i, x)
+                    seen_avals[i] = x.aval
                 if x.is_deleted():
-                    raise self._gone(i)
+                    raise self._deleted_error(i)
             else:
-                self._fits(i, x)
+                self._check_leaf(i, x)
                 if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted():
-                    raise self._gone(i)
+                    raise self._deleted_error(i)
 
     def placed(self, leaves: Sequence[Any]) -> list[Any]:
-        """The leaves on the devices that the plan has for them; values of a trace that goes on stay as they are."""
-        taken, lain, plain = list(leaves), self._lain, _jax.array_type()
+        """The leaves on their planned devices; tracers and shapes stay as they are."""
+        moved, seen_shardings, array_class = list(leaves), self._seen_shardings, _jax.array_type()
         for i, x in enumerate(leaves):
-            if type(x) is plain:
-                if x.sharding is not lain[i]:
+            if type(x) is array_class:
+                if x.sharding is not seen_shardings[i]:
                     if x.sharding.is_equivalent_to(self._shardings[i], x.ndim):
-                        lain[i] = x.sharding
+                        seen_shardings[i] = x.sharding
                     else:
-                        taken[i] = jax.device_put(x, self._shardings[i])
+                        moved[i] = jax.device_put(x, self._shardings[i])
             elif not isinstance(x, Tracer | jax.ShapeDtypeStruct):
-                there = isinstance(x, jax.Array) and x.sharding.is_equivalent_to(self._shardings[i], x.ndim)
-                taken[i] = x if there else jax.device_put(x, self._shardings[i])
-        return taken
+                in_place = isinstance(x, jax.Array) and x.sharding.is_equivalent_to(self._shardings[i], x.ndim)
+                moved[i] = x if in_place else jax.device_put(x, self._shardings[i])
+        return moved
 
-    def _fits(self, i: int, x: Any) -> None:
+    def _check_leaf(self, i: int, x: Any) -> None:
         found, planned = abstract(x), self._shapes[i]
         if found is None or (found.shape, found.dtype) != (planned.shape, planned.dtype):
             raise ArgumentError(self._paths[i], shape_text(planned), shape_text(found) if found is not None else type(x).__name__)
         if self._weak and found.weak_type != planned.weak_type:
             raise ArgumentError(self._paths[i], f"{shape_text(planned)}, weak={planned.weak_type}", f"weak={found.weak_type}")
 
-    def _gone(self, i: int) -> ShardplanError:
+    def _deleted_error(self, i: int) -> ShardplanError:
         return ShardplanError(
-            f"{self._paths[i]} was donated to an earlier call and is deleted: pass on what that call returned, "
+            f"{self._paths[i]} was donated to an earlier call and is deleted: pass what that call returned, "
             "or do not donate it (donate_argnums)"
         )
 
 
 class Runner:
-    """A planned step, jitted: called, lowered and inspected like the function that `jax.jit` returns.
+    """A planned step, jitted: it is called, lowered and inspected like the function that `jax.jit` returns.
 
-    Arguments lie where the plan has them, or are moved there; nnx objects among them are changed in place, as under `nnx.jit`.
+    Arguments with another sharding are moved to the planned one. nnx objects are updated in place, as under `nnx.jit`.
     """
 
     def __init__(self, flat: Any, step: Callable[..., Any], traced: Traced, donated: Sequence[int], leaves: Leaves) -> None:
@@ -112,54 +113,54 @@ class Runner:
         return self.run(leaves, tree)[0]
 
     def run(self, leaves: Sequence[Any], tree: Any) -> tuple[Any, Sequence[Any]]:
-        """Runs the step on leaves of arguments taken apart: (what the traced step returns, the leaves as they were placed)."""
+        """Runs the step on the leaves of flattened arguments: (the result of the traced step, the leaves as placed)."""
         results = self._results.get(tree)
         if results is None:
-            results = self._results[tree] = self._adopted(tree)
+            results = self._results[tree] = self._result_tree(tree)
         self._fit.fit(leaves)
         placed = self._fit.placed(leaves)
         return results.unflatten(self._flat(*placed)), placed
 
     def lower(self, *args: Any) -> Any:
-        """The step lowered for these arguments, to compile or to read."""
+        """The step lowered for these arguments, to compile or inspect it."""
         leaves, tree = jax.tree.flatten(apart(args))
         if tree not in self._results:
-            self._results[tree] = self._adopted(tree)
+            self._results[tree] = self._result_tree(tree)
         self._fit.fit(leaves)
         return self._flat.lower(*leaves)
 
     def _cache_size(self) -> int:
-        """How many entries the call cache holds, as of a jitted function."""
+        """`cache_size`, by the name that it has on a jitted function."""
         return self.cache_size()
 
     def cache_size(self) -> int:
-        """How many entries the call cache holds: one for each combination of shapes, dtypes and shardings."""
+        """The number of entries in the call cache: one for each combination of shapes, dtypes and shardings."""
         return _jax.compilations(self._flat)
 
-    def _adopted(self, tree: Any) -> Any:
-        """The tree of the results for arguments whose static parts are other objects than at planning, but do the same."""
+    def _result_tree(self, tree: Any) -> Any:
+        """The tree of the results for arguments whose static parts are other objects than at planning but act the same."""
         count = tree.num_leaves
         check_tree(tree, self._traced, self._step)
-        again = trace_step(self._step, jax.tree.unflatten(tree, self._traced.in_shapes[:count]), self._donated)
-        odd = difference(self._traced, again)
-        if odd:
+        retraced = trace_step(self._step, jax.tree.unflatten(tree, self._traced.in_shapes[:count]), self._donated)
+        first_difference = difference(self._traced, retraced)
+        if first_difference:
             raise ShardplanError(
-                "what is static in these arguments (a module's mode, an optimizer's settings, functions) makes another program "
-                f"than the one that was planned: they differ first at {odd}; plan for these arguments"
+                "the static parts of these arguments (a module's mode, an optimizer's settings, functions) make another program "
+                f"than the one that was planned: they differ first at {first_difference}; plan for these arguments"
             )
-        return again.out_tree
+        return retraced.out_tree
 
 
 def check_tree(tree: Any, traced: Traced, step: Callable[..., Any]) -> None:
-    """Passes where a tree of arguments has the leaves that were planned, static parts aside.
+    """Checks that a tree of arguments has the planned leaves; static parts may differ.
 
     Raises:
-        ShardplanError: where it has others, with the first of them.
+        ShardplanError: if it does not, with the first difference.
     """
     found, planned = leaf_paths(tree, step), leaf_paths(traced.in_tree, step)
     for a, b in itertools.zip_longest(found, planned):
         if a != b:
-            what = f"{b} is missing" if a is None else f"{a} is not in it" if b is None else f"{a} stands in place of {b}"
+            what = f"{b} is missing" if a is None else f"{a} is not in the plan" if b is None else f"{a} stands in place of {b}"
             raise ShardplanError(f"the plan was made for arguments of another structure: {what}; plan for these arguments")
 
 

@@ -1,4 +1,4 @@
-"""From a search to a plan as plain data, and back to a search."""
+"""Makes a plan as plain data from a search, and rebuilds the search from such a plan."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def decided(session: Session) -> dict[str, Any]:
 def _collectives(
     graph: Graph, decisions: Decisions, factors: tuple[Factor, ...], output_paths: Iterable[str]
 ) -> tuple[Collective, ...]:
-    """Every collective of one step, in the order of the program, with the path of its tensor where that has one."""
+    """Every collective of one step, in the order of the program, with the path of its tensor if it has one."""
     paths = {t: f"result {p}" for t, p in zip(graph.outputs, output_paths, strict=True) if t >= 0}
     paths.update(zip(graph.inputs, graph.input_paths, strict=True))
     return tuple(
@@ -83,10 +83,10 @@ def baselines(session: Session) -> dict[str, Any]:
 
 
 def session_of(data: PlanData, program: Program, donated: frozenset[int]) -> Session:
-    """The search behind a plan, made anew.
+    """Rebuilds the search behind a plan.
 
     Raises:
-        PlanFileError: where this version of shardplan groups the tensors of the step otherwise.
+        PlanFileError: if this version of shardplan groups the tensors of the step differently.
     """
     graph = flatten(program, replicate=data.replicate)
     pins = dict(data.pins)
@@ -126,8 +126,8 @@ def _solution(data: PlanData, problem: Problem, solver: Solver) -> Solution:
         found = {problem.resharder.state(shape, layout) for shape, layout in ends if layout is not None}
         if len(found) != 1:
             raise PlanFileError(
-                f"the plan was made by another version of shardplan, which gives its own layout to each of {len(ends)} values of "
-                f"shape {list(variable.shape)} that share one here: plan the step anew to have it explained"
+                f"the plan was made by another version of shardplan, which chose separate layouts for {len(ends)} values of "
+                f"shape {list(variable.shape)} that share one in this version: plan the step again to have it explained"
             )
         states += found
     limits = _limits(choices, graph) if data.limited else None
@@ -135,7 +135,7 @@ def _solution(data: PlanData, problem: Problem, solver: Solver) -> Solution:
 
 
 def _copies(choices: Choices, problem: Problem) -> dict[int, set[int]]:
-    """For each variable that is a view the copies that its readers read."""
+    """For each view variable, the numbers of the copies that its readers read."""
     found: dict[int, set[int]] = {v.id: set() for v in problem.coarse.variables if v.kind != "stored"}
     for (n, slot), v in problem.coarse.read.items():
         node = problem.graph.nodes[n]
@@ -146,6 +146,6 @@ def _copies(choices: Choices, problem: Problem) -> dict[int, set[int]]:
 
 
 def _limits(choices: Choices, graph: Graph) -> Limits:
-    """Each op cut as the plan cuts it."""
+    """Limits that cut each op as the plan cuts it."""
     cuts = {n.id: use for n in graph.nodes if (use := choices.use(n.where, n.op.id)) is not None}
     return Limits({n: tuple(frozenset({loop}) for loop in use.loops) for n, use in cuts.items()})

@@ -1,5 +1,5 @@
-"""The outer ends, which know files, clocks, terminals and devices.
+"""The outer layer: files, clocks, terminals and devices.
 
-`api` is `shardplan.plan`, `parallel` the decorator, `cli` the command line with `target` and `interrupts`, `clusters` what a
-``cluster=`` argument may be, `pytest_plugin` a fixture for other projects' tests.
+`api` holds `shardplan.plan`, `parallel` the decorator, `planned` the `Plan`, and `load` reads a saved one. `cli` is the command
+line, with `target` and `interrupts`. `clusters` resolves ``cluster=`` arguments. `pytest_plugin` is a fixture for other projects.
 """

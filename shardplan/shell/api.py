@@ -1,4 +1,4 @@
-"""`plan`: a step and its arguments go in, a `Plan` comes out."""
+"""`shardplan.plan`: takes a step and its arguments, returns a `Plan`."""
 
 from __future__ import annotations
 
@@ -66,45 +66,53 @@ def plan(
 ) -> Plan:
     """Plans how ``step(*args)`` runs on a cluster.
 
-    ``args`` are arrays or `jax.ShapeDtypeStruct` trees; nothing is allocated. ``cluster`` is a `Cluster`, a preset with its
-    node count (``"dgx-h100:4"``), a TOML file, a shape (``"2x4"``, of H100s) or a `jax.sharding.Mesh`, whose axes and devices
-    are kept: GPUs that a preset knows get its figures, other devices those of H100s. ``memory_limit`` is in bytes or like
-    ``"70GiB"``, by default the device's memory. ``pins`` maps globs of argument paths to the PartitionSpec that they must have,
-    over the names of factors or levels. ``objective`` "bytes" is Tofu's: the fewest bytes on the wire where all is cut and split
-    that can be (`shardplan.search.baselines.tofu_premise`); its plan is priced in seconds too. ``donate_argnums`` may be
-    negative. ``time_budget_s`` is for all of planning, tracing included: when it is over, the plan is the best so far, and
-    ``plan.stopped`` says so; a first plan, with its tables, is made in any case. An interrupt (Ctrl-C) of the search gives the
-    best so far likewise, if one fits by then; else it is raised. ``observer`` is told how far it is. ``replicate`` names
-    primitives without a description that may run whole everywhere. ``one_choice`` says what shares one choice though it could
-    have several: "timesteps", three steps and more of an unrolled recurrence; "layers", equal layers of an unrolled model too;
-    or "none". ``remat`` "auto" lets the plan compute activations again in the backward pass where the memory limit costs time,
-    or where nothing fits without: bodies of scans, and blocks of straight-line code (`shardplan.remat`); ``plan.remat`` says
-    what. It takes longer. "none" leaves the step as it is; what is under `jax.checkpoint` stays so.
+    An interrupt (Ctrl-C) of the search returns the best plan so far if that one fits; otherwise it is raised.
+
+    Args:
+        step: The function to plan.
+        args: Its arguments: trees of arrays or `jax.ShapeDtypeStruct`. Nothing is allocated.
+        cluster: A `Cluster`, a preset with its node count (``"dgx-h100:4"``), a TOML file, a shape (``"2x4"``, of H100s), or a
+            `jax.sharding.Mesh`, whose axes and devices are kept. In a mesh, GPUs that a preset knows get its figures; other
+            devices get those of H100s.
+        memory_limit: Bytes per device, as a number or as text (``"70GiB"``); by default the device's memory.
+        objective: "time", or Tofu's "bytes": the fewest bytes on the wire when everything that can be cut or split is
+            (`shardplan.search.baselines.tofu_premise`). That plan is priced in seconds too.
+        pins: The PartitionSpec that arguments must have, by glob of their paths, over the names of factors or levels.
+        donate_argnums: Arguments whose buffers the step may reuse; negative numbers count from the end.
+        time_budget_s: Seconds for all of planning, tracing included. After that the plan is the best so far, and
+            ``plan.stopped`` says so. A first plan, with its tables, is always made.
+        observer: Called with the current activity and the fraction done.
+        replicate: Primitives without a description that may run whole on every device.
+        one_choice: What shares one layout although it could have several: "timesteps" (three or more steps of an unrolled
+            recurrence), "layers" (equal layers of an unrolled model too) or "none".
+        remat: "auto" lets the plan recompute activations in the backward pass (bodies of scans and blocks of straight-line
+            code, `shardplan.remat`) where the memory limit costs time, or where nothing fits otherwise. Planning takes longer;
+            ``plan.remat`` says what is recomputed. "none" leaves the step as it is. `jax.checkpoint` is kept either way.
 
     Raises:
         MemoryLimitError: if no plan fits.
-        PinError: for a pin that matches nothing, names no axis, does not divide, or splits what has no elements.
+        PinError: for a pin that matches nothing, names no axis, does not divide, or splits an array without elements.
         UndescribedPrimitiveError: for a primitive without a description.
-        UncompiledPrimitiveError: for one that XLA compiles for a single device alone, on several.
-        ClusterError: for a cluster that cannot be, or on which the step takes 1,000 s or more.
+        UncompiledPrimitiveError: for a primitive that XLA compiles for one device only, on a cluster of several.
+        ClusterError: for an invalid cluster, or one on which the step takes 1,000 s or more.
     """
     measure, deadline, shared = _check(objective, time_budget_s, one_choice, remat)
-    observer = _told(observer)
+    observer = _checked_observer(observer)
     donated = positions(donate_argnums, len(args), "donate_argnums")
-    loaded, user_mesh = resolve_cluster(cluster)
-    limit = parse_bytes(memory_limit) if memory_limit is not None else loaded.device.memory_bytes
+    resolved, user_mesh = resolve_cluster(cluster)
+    limit = parse_bytes(memory_limit) if memory_limit is not None else resolved.device.memory_bytes
     began = time.perf_counter()
     observer("tracing", 0.0)
     traced = trace_step(step, args, donated)
     traced_at = time.perf_counter()
-    replicate = _checked_primitives(replicate, traced.program, loaded.size)
-    wanted = Wanted(limit, frozenset(leaves_of(traced.in_tree, donated)), _entries(pins or {}), deadline, observer, measure)
+    replicate = _checked_primitives(replicate, traced.program, resolved.size)
+    wanted = Wanted(limit, frozenset(leaves_of(traced.in_tree, donated)), _pin_entries(pins or {}), deadline, observer, measure)
     with uncollected():
-        planned = _searched(traced.program, Searcher(replicate, shared, loaded, wanted), again=remat == "auto")
+        planned = _search(traced.program, Searcher(replicate, shared, resolved, wanted), recompute=remat == "auto")
     session = _session(planned, wanted, replicate)
     data = PlanData(
         **decided(session),
-        **_chosen(planned, wanted),
+        **_search_fields(planned, wanted),
         operators=traced.program.count_ops(),
         one_choice=shared,
         donate_argnums=donated,
@@ -119,7 +127,7 @@ def plan(
 
 
 def _session(planned: Planned, wanted: Wanted, replicate: tuple[str, ...]) -> Session:
-    """The search, for what asks it again. Warns of factors that fit no dim."""
+    """The search behind the plan, kept for later questions. Warns of factors that divide no dim of any argument."""
     problem, outcome = planned.found
     session = Session(
         program=planned.program,
@@ -140,8 +148,8 @@ def _session(planned: Planned, wanted: Wanted, replicate: tuple[str, ...]) -> Se
     return session
 
 
-def _chosen(planned: Planned, wanted: Wanted) -> dict[str, Any]:
-    """The fields of `PlanData` that say under what the search was made, and how it ended."""
+def _search_fields(planned: Planned, wanted: Wanted) -> dict[str, Any]:
+    """The fields of `PlanData` that record the conditions of the search and how it ended."""
     problem, outcome = planned.found
     return {
         "cluster": problem.cluster,
@@ -156,26 +164,24 @@ def _chosen(planned: Planned, wanted: Wanted) -> dict[str, Any]:
     }
 
 
-def _told(observer: Observer | None) -> Observer:
-    """Who is told what is being done; nobody by default."""
+def _checked_observer(observer: Observer | None) -> Observer:
+    """The observer, checked; by default one that does nothing."""
     if observer is not None and not callable(observer):
-        raise ShardplanError(f"observer={observer!r} cannot be called: give a function of (what, part), or None")
+        raise ShardplanError(f"observer={observer!r} is not callable: give a function of (what, part), or None")
     return observer or _silent
 
 
 def _silent(_what: str, _part: float) -> None:
-    """Nobody watches."""
+    """The default observer: does nothing."""
 
 
 def _check(objective: str, time_budget_s: float | None, one_choice: str, remat: str) -> tuple[Objective, float | None, OneChoice]:
-    """(what to make least, when the time is over, what shares one choice), of options that can be."""
+    """Checks these options and returns (objective, deadline, what shares one layout)."""
     if remat not in ("none", "auto"):
-        raise ShardplanError(f"unsupported remat {remat!r}: use 'none', or 'auto' to compute activations again")
+        raise ShardplanError(f"unsupported remat {remat!r}: use 'none', or 'auto' to recompute activations")
     number = isinstance(time_budget_s, int | float) and not isinstance(time_budget_s, bool)
     if time_budget_s is not None and not (number and time_budget_s > 0):
-        raise ShardplanError(
-            f"time_budget_s={time_budget_s!r} leaves no time to plan: give a positive number of seconds, or None"
-        )
+        raise ShardplanError(f"unsupported time_budget_s={time_budget_s!r}: give a positive number of seconds, or None")
     deadline = anytime.now_s() + time_budget_s if time_budget_s is not None else None
     try:
         measure, shared = objective_of(objective), one_choice_of(one_choice)
@@ -185,7 +191,10 @@ def _check(objective: str, time_budget_s: float | None, one_choice: str, remat: 
 
 
 def _checked_primitives(names: Sequence[str], program: Program, devices: int) -> tuple[str, ...]:
-    """The names, each of a primitive of this step or of JAX; refuses a step that XLA compiles for one device alone."""
+    """The names in ``replicate``, checked: each is a primitive of this step or of JAX.
+
+    Refuses a step that XLA cannot compile for the cluster's number of devices.
+    """
     if devices > 1:
         _check_compiled(program)
     if not isinstance(names, Iterable) or not all(isinstance(name, str) for name in names):
@@ -194,12 +203,12 @@ def _checked_primitives(names: Sequence[str], program: Program, devices: int) ->
     used = set(_primitives(program))
     for name in names:
         if name not in used and name not in _jax.primitives():
-            raise ShardplanError(f"replicate names {name!r}, which is no primitive{nearest(name, sorted(used))}")
+            raise ShardplanError(f"replicate names {name!r}, which is not a primitive{nearest(name, sorted(used))}")
     return names
 
 
 def _check_compiled(program: Program) -> None:
-    """Passes where XLA compiles every op of a program for several devices."""
+    """Refuses a program with an op that XLA compiles for one device only."""
     for op in program.ops:
         remedy = uncompiled(op.primitive)
         if remedy is not None:
@@ -215,73 +224,86 @@ def _primitives(program: Program) -> Iterator[str]:
             yield from _primitives(body)
 
 
-def _entries(pins: Mapping[str, PartitionSpec]) -> dict[str, tuple[Any, ...]]:
-    """Pins as the search reads them."""
+def _pin_entries(pins: Mapping[str, PartitionSpec]) -> dict[str, tuple[Any, ...]]:
+    """Pins as tuples of entries, as the search reads them; refuses invalid ones."""
     if not isinstance(pins, Mapping):
-        raise PinError(f"pins={pins!r}: give a dict from globs of argument paths to jax.sharding.PartitionSpec")
+        raise PinError(f"pins={pins!r} is not a mapping: give a dict from globs of argument paths to jax.sharding.PartitionSpec")
     for glob, spec in pins.items():
         if not isinstance(glob, str):
-            raise PinError(f"the pin {glob!r} is no glob of argument paths: write it as text, for example 'params/*'")
+            raise PinError(f"the pin {glob!r} is not a glob of argument paths: write it as a string, for example 'params/*'")
         if not isinstance(spec, PartitionSpec):
             raise PinError(f"the pin {glob!r} is {spec!r}: give a jax.sharding.PartitionSpec over the plan's axes")
         if spec.unreduced or spec.reduced:
-            raise PinError(f"the pin {glob!r} = {spec} says what is reduced: an argument is whole, give axes alone")
-        odd = [e for e in spec if not (e is None or all(isinstance(a, str) for a in (e if isinstance(e, tuple) else (e,))))]
-        if odd:
-            raise PinError(f"the pin {glob!r} = {spec} says {odd[0]}: each entry is None, an axis or a tuple of axes")
+            raise PinError(
+                f"the pin {glob!r} = {spec} has reduced or unreduced axes: an argument is never partial, give axes alone"
+            )
+        invalid = [e for e in spec if not (e is None or all(isinstance(a, str) for a in (e if isinstance(e, tuple) else (e,))))]
+        if invalid:
+            raise PinError(
+                f"the pin {glob!r} = {spec} has the entry {invalid[0]}: each entry is None, an axis or a tuple of axes"
+            )
     return {glob: tuple(spec) for glob, spec in pins.items()}
 
 
-def _searched(program: Program, searcher: Searcher, *, again: bool) -> Planned:
-    """The best outcome over all factorings, and over what may be computed ``again``, in seconds; raises where none fits."""
+def _search(program: Program, searcher: Searcher, *, recompute: bool) -> Planned:
+    """The best outcome over all factorings, priced in seconds; with ``recompute``, also over what to recompute.
+
+    Raises:
+        MemoryLimitError: if no outcome fits.
+        ClusterError: if the step takes too long to be priced.
+    """
     wanted = searcher.wanted
     wanted.observer("describing", 0.0)
-    later = replace(wanted, observer=lambda what, part: wanted.observer(what, 0.05 + 0.95 * part))
-    searcher = replace(searcher, wanted=later)
-    planned = searcher.auto(program) if again else searcher.plain(program)
+    rescaled = replace(wanted, observer=lambda what, part: wanted.observer(what, 0.05 + 0.95 * part))
+    searcher = replace(searcher, wanted=rescaled)
+    planned = searcher.auto(program) if recompute else searcher.plain(program)
     problem, outcome = planned.found
     for source in problem.graph.unknown_trips:
         _log.warning("the while loop at %s has no known trip count: it is priced as one iteration", source)
     if not outcome.best.fits(wanted.memory):
-        raise _too_small(problem, outcome.smallest or outcome.best, wanted, stopped=bool(outcome.stopped), again=again)
+        raise _memory_error(problem, outcome.smallest or outcome.best, wanted, stopped=bool(outcome.stopped), recompute=recompute)
     if outcome.best.seconds >= LONGEST_S:
-        raise _endless(problem)
+        raise _too_slow_error(problem)
     return replace(planned, found=in_seconds(problem, outcome, wanted.donated))
 
 
-def _endless(problem: Problem) -> ShardplanError:
-    """The error for a step that takes longer than tables can tell in every layout that was tried."""
+def _too_slow_error(problem: Problem) -> ShardplanError:
+    """The error for a step that takes `LONGEST_S` or more in every layout tried: tables do not tell such times apart."""
     if problem.objective.everything_split:
-        return ShardplanError("no layout splits the step as objective='bytes' asks, or it sends a petabyte: use objective='time'")
+        return ShardplanError(
+            "objective='bytes' found no layout that splits everything and sends less than a petabyte: use objective='time'"
+        )
     return ClusterError(
-        f"on {problem.cluster.name or 'this cluster'} the step takes {LONGEST_S:,.0f} s or more in every layout, and such times "
-        "are not told apart: look at the units of the cluster's figures (bytes and flops per second), or plan a smaller step"
+        f"on {problem.cluster.name or 'this cluster'} the step takes {LONGEST_S:,.0f} s or more in every layout, too long "
+        "to compare layouts: check the units of the cluster's figures (bytes and flops per second), or plan a smaller step"
     )
 
 
-def _too_small(problem: Problem, smallest: Solution, wanted: Wanted, *, stopped: bool, again: bool) -> MemoryLimitError:
-    """The error for a step that fits in no way, with the smallest there is and the pins that keep it from being smaller."""
+def _memory_error(problem: Problem, smallest: Solution, wanted: Wanted, *, stopped: bool, recompute: bool) -> MemoryLimitError:
+    """The error for a step that does not fit, with the smallest solution found and the pins in the way."""
     live = memory.liveness(problem, wanted.donated)
 
-    def may_fit(some: Sequence[str]) -> bool:
-        domains = pinned_domains(problem, {glob: wanted.pins[glob] for glob in some})
+    def may_fit(globs: Sequence[str]) -> bool:
+        domains = pinned_domains(problem, {glob: wanted.pins[glob] for glob in globs})
         return memory.floor_bytes(problem, live, domains) <= wanted.memory
 
-    guilty = smallest_conflict(tuple(wanted.pins), may_fit) if may_fit(()) else ()
+    conflict = smallest_conflict(tuple(wanted.pins), may_fit) if may_fit(()) else ()
     held = sorted(held_by_pins(problem, wanted.pins).items(), key=lambda row: (-row[1], row[0]))
     return MemoryLimitError(
         wanted.memory,
         smallest.peak_bytes,
-        detail=_largest(problem, smallest),
-        together=bool(guilty),
+        detail=_largest_arguments(problem, smallest),
+        together=bool(conflict),
         unfinished=stopped,
-        rematerialised=again,
-        pins={f"{glob!r} = {spec_text(wanted.pins[glob])}": int(nbytes) for glob, nbytes in held if not guilty or glob in guilty},
+        rematerialised=recompute,
+        pins={
+            f"{glob!r} = {spec_text(wanted.pins[glob])}": int(nbytes) for glob, nbytes in held if not conflict or glob in conflict
+        },
     )
 
 
-def _largest(problem: Problem, solution: Solution) -> str:
-    """What takes the memory of a solution: its three largest arguments."""
+def _largest_arguments(problem: Problem, solution: Solution) -> str:
+    """The bytes per device of a solution's arguments, and the three largest, as text."""
     graph = problem.graph
     rows: list[tuple[float, str]] = []
     for t, path in zip(graph.inputs, graph.input_paths, strict=True):
@@ -290,4 +312,4 @@ def _largest(problem: Problem, solution: Solution) -> str:
         rows.append((graph.tensors[t].nbytes * part, path))
     held = sum(n for n, _ in rows)
     top = ", ".join(f"{p} {size_text(n)}" for n, p in sorted(rows, reverse=True)[:3])
-    return f"of it arguments {size_text(held)}, the largest {top}"
+    return f"arguments take {size_text(held)}, the largest are {top}"

@@ -1,8 +1,8 @@
 """The command line: `shardplan plan | verify | compare | score | explain | mesh | reduce | tdl | calibrate`.
 
-With ``--json`` one JSON object goes to stdout and nothing else does; progress and warnings go to stderr. Exit code 0: done, 1: a
-check failed, 2: the user's error, said in one line (with SHARDPLAN_TRACEBACK=1 in the environment, the whole way to it too), 130:
-interrupted by Ctrl-C, said in one line.
+With ``--json``, stdout holds one JSON object and nothing else; progress and warnings go to stderr. Exit codes: 0, done; 1, a
+check failed; 2, a user's error, printed as one line (with its traceback too if SHARDPLAN_TRACEBACK=1 is set); 130, interrupted by
+Ctrl-C, printed as one line.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from shardplan.shell import interrupts
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
-    # XLA's remarks on its own partitioning are not about the user's step; errors still show
+    # hides XLA's notes on its own partitioning, which are not about the user's step; errors still show
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     try:
         options = _parser().parse_args(argv)
-        # a factory may print: nothing but the report belongs on stdout
+        # a factory may print, but only the report belongs on stdout
         with contextlib.redirect_stdout(sys.stderr), interrupts.heard():
             report: Report = options.run(options)
         print(json.dumps(report.json) if options.json else report.text)
@@ -43,9 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exception(error)
         return 2
     except KeyboardInterrupt as error:
-        print(f"shardplan: interrupted {str(error) or 'before it was done'}", file=sys.stderr)
+        print(f"shardplan: interrupted {str(error) or 'before it finished'}", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader has seen enough
+    except BrokenPipeError:  # the reader closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return 0 if report.passed else 1
@@ -60,14 +60,14 @@ def _plan(options: argparse.Namespace) -> Report:
     from shardplan.report.text import plan_text
 
     if options.output == "":
-        raise ShardplanError("-o needs the name of a file")
+        raise ShardplanError("-o is empty: give the name of a file")
     if options.draw is not None:
-        picture_format(options.draw)  # before the search, not after it
+        picture_format(options.draw)  # refuses a wrong suffix before the search
         if options.output and Path(options.output).resolve() == Path(options.draw).resolve():
             raise ShardplanError(
                 f"-o and --draw both name {options.draw!r}: the picture would overwrite the plan; give it another name"
             )
-    made, _, _ = _planned(options)
+    made, _, _ = _target_plan(options)
     data = made.completed()
     text = plan_text(data, title=options.target)
     if options.output:
@@ -84,41 +84,41 @@ def _verify(options: argparse.Namespace) -> Report:
     from shardplan.report import Progress
     from shardplan.report.text import verified_text
 
-    made, step, args = _planned(options, concrete=True, file=options.plan)
-    devices = _simulated(made)
+    made, step, args = _target_plan(options, concrete=True, file=options.plan)
+    devices = _simulated_devices(made)
     with Progress() as progress:
-        found = verify(made, step, args, steps=options.steps, backend=options.backend, devices=devices, observer=progress)
-    return Report(verified_text(found.json), found.json, found.passed)
+        result = verify(made, step, args, steps=options.steps, backend=options.backend, devices=devices, observer=progress)
+    return Report(verified_text(result.json), result.json, result.passed)
 
 
 def _compare(options: argparse.Namespace) -> Report:
     from shardplan.report.json import comparison_rows
     from shardplan.report.text import comparison_text
 
-    made, step, _ = _planned(options)
+    made, step, _ = _target_plan(options)
     rows = comparison_rows(made.completed(), _measured(made, step) if options.measure else None)
     return Report(comparison_text(rows), {"plans": rows})
 
 
 def _measured(made: Any, step: Callable[..., Any]) -> Mapping[str, tuple[float, float, int]]:
-    """What the compiled program of the plan and of each baseline sends and holds."""
+    """(wire bytes, raw wire bytes, peak bytes) of the compiled program of the plan and of each baseline, by name."""
     from shardplan.emit.verify import measured_program
     from shardplan.report import Progress
 
-    devices = _simulated(made)
-    found: dict[str, tuple[float, float, int]] = {}
+    devices = _simulated_devices(made)
+    result: dict[str, tuple[float, float, int]] = {}
     plans = {"this plan": made, **made.baseline_plans()}
     with Progress() as progress:
         for n, (name, one) in enumerate(plans.items()):
             progress(f"compiling {name}", n / len(plans))
             sent, peak = measured_program(one, step, devices=devices)
-            found[name] = (sent.wire_bytes, sent.raw_wire_bytes, peak)
-    return found
+            result[name] = (sent.wire_bytes, sent.raw_wire_bytes, peak)
+    return result
 
 
 def _score(options: argparse.Namespace) -> Report:
     raise ShardplanError(
-        "score is not supported yet: price your own sharding with shardplan plan --pin 'GLOB=SPEC' for each of its arrays"
+        "score is not supported yet: to price your own sharding, use shardplan plan with --pin 'GLOB=SPEC' for each of its arrays"
     )
 
 
@@ -132,7 +132,7 @@ def _explain(options: argparse.Namespace) -> Report:
 
     known = read(options.file).explanations
     if not known:
-        raise ShardplanError(f"{options.file} has no explanations in it: plan the step anew and save it")
+        raise ShardplanError(f"{options.file} holds no explanations: plan the step again and save the plan")
     if options.path is None:
         hits = [""]
     else:
@@ -158,10 +158,10 @@ def _mesh_detect(options: argparse.Namespace) -> Report:
     from shardplan.mesh.devices import detected
     from shardplan.report import mesh_text
 
-    found = detected()
+    result = detected()
     if options.output:
-        _write(options.output, mesh_text.detected_toml(found))
-    return mesh_text.mesh_detect(found)
+        _write(options.output, mesh_text.detected_toml(result))
+    return mesh_text.mesh_detect(result)
 
 
 def _mesh_matrices(options: argparse.Namespace) -> Report:
@@ -190,8 +190,8 @@ def _tdl(options: argparse.Namespace) -> Report:
     if options.primitive is None:
         examples = int(options.coverage) if options.examples is None else options.examples
         with Progress() as progress:
-            found = coverage(examples=examples, observer=progress)
-        return Report(coverage_text(found), found, not found["undescribed"] and not found["faults"])
+            result = coverage(examples=examples, observer=progress)
+        return Report(coverage_text(result), result, not result["undescribed"] and not result["faults"])
     entry = sort_one(options.primitive)
     if entry is None:
         known = [entry.name for entry in sort_primitives()]
@@ -215,37 +215,40 @@ def _write(file: str, text: str) -> None:
 # -- what commands share -----------------------------------------------------------------------------------------------
 
 
-def _planned(
+def _target_plan(
     options: argparse.Namespace, *, concrete: bool = False, file: str | None = None
 ) -> tuple[Any, Callable[..., Any], tuple[Any, ...]]:
-    """(plan, step, args) of a TARGET; the plan is read from a file where one is given."""
-    rest = "any plan fit: wait longer, or give a --time-budget, after which the best plan so far is taken"
-    with interrupts.before(rest if file is None else f"the plan in {file} was read"):
-        made, step, args = _made(options, concrete=concrete, file=file)
+    """(plan, step, args) of a TARGET; with ``file``, the plan is read from it."""
+    event = "a plan that fits was found: wait longer, or give a --time-budget to get the best plan so far"
+    with interrupts.before(event if file is None else f"the plan in {file} was read"):
+        made, step, args = _read_or_plan(options, concrete=concrete, file=file)
     if made.stopped == "interrupted" and file is None:
-        if options.run is not _plan:  # what comes next would take longer than the search
+        if options.run is not _plan:  # the work after the search takes longer than the search
             raise KeyboardInterrupt(
-                f"before {options.command} began: shardplan plan -o FILE saves the best plan so far, also with a --time-budget"
+                f"before {options.command} began: to save the best plan so far, use shardplan plan -o FILE, "
+                "with or without --time-budget"
             )
-        print("shardplan: interrupted: this is the best plan until then", file=sys.stderr)
+        print("shardplan: interrupted: this is the best plan so far", file=sys.stderr)
     return made, step, args
 
 
-def _made(options: argparse.Namespace, *, concrete: bool, file: str | None) -> tuple[Any, Callable[..., Any], tuple[Any, ...]]:
+def _read_or_plan(
+    options: argparse.Namespace, *, concrete: bool, file: str | None
+) -> tuple[Any, Callable[..., Any], tuple[Any, ...]]:
     from shardplan.shell.target import load_target, read_options, read_pins, simulate, use_cpu
 
     if file is not None:
-        _nothing_for_a_new_plan(options, file)
+        _refuse_planning_options(options, file)
     pins = read_pins(options.pin)
     cluster = _cluster(options.cluster, file)
-    # before the factory makes arrays: no device of this machine is touched
+    # before the factory makes arrays, so that it uses no accelerator of this machine
     if concrete:
         simulate(math.prod(level.size for level in cluster.levels))
     else:
         use_cpu()
     step, args = load_target(options.target, read_options(options.set), concrete=concrete)
     if file is not None:
-        return _loaded(file, step, args, cluster), step, args
+        return _load_plan(file, step, args, cluster), step, args
     from shardplan.report import Progress
     from shardplan.shell.api import plan
 
@@ -267,40 +270,40 @@ def _made(options: argparse.Namespace, *, concrete: bool, file: str | None) -> t
     return made, step, args
 
 
-def _nothing_for_a_new_plan(options: argparse.Namespace, file: str) -> None:
-    """Refuses what a plan that is read from a file would not heed."""
-    ruled = {"objective": "time"}  # what holds where nothing is said; else nothing does
-    for name in ("memory", "pin", "donate", "replicate", "time_budget", "one_choice", "remat", *ruled):
-        if getattr(options, name) and getattr(options, name) != ruled.get(name):
+def _refuse_planning_options(options: argparse.Namespace, file: str) -> None:
+    """Refuses options that a plan read from a file would ignore."""
+    defaults = {"objective": "time"}  # all other options are empty by default
+    for name in ("memory", "pin", "donate", "replicate", "time_budget", "one_choice", "remat", *defaults):
+        if getattr(options, name) and getattr(options, name) != defaults.get(name):
             raise ShardplanError(
-                f"--{name.replace('_', '-')} is for a new plan: {file} was made with its own; leave out one of both"
+                f"--{name.replace('_', '-')} is for a new plan: {file} has its own setting; leave out this option or --plan"
             )
 
 
 def _cluster(given: str | None, file: str | None) -> Any:
-    """The cluster that is named, else that of the plan file."""
+    """The cluster that was given, else that of the plan file."""
     from shardplan.mesh import Cluster
     from shardplan.plans.files import read
 
     if given is not None:
         return Cluster.load(given)
     if file is None:
-        raise ShardplanError("--cluster is missing: a preset (shardplan mesh list), a TOML file or a shape such as 2x4")
+        raise ShardplanError("--cluster is missing: give a preset (see shardplan mesh list), a TOML file or a shape such as 2x4")
     return read(file).cluster
 
 
-def _loaded(file: str, step: Callable[..., Any], args: Sequence[Any], cluster: Any) -> Any:
+def _load_plan(file: str, step: Callable[..., Any], args: Sequence[Any], cluster: Any) -> Any:
     from shardplan.shell.load import load
 
     made = load(file, step, *args)
     if cluster.fingerprint() != made.cluster.fingerprint():
         raise PlanFileError(
-            f"{file}: the plan was made for the cluster {made.cluster.name}, not for {cluster.name}; plan it anew"
+            f"{file}: the plan was made for the cluster {made.cluster.name}, not for {cluster.name}; plan the step again"
         )
     return made
 
 
-def _simulated(made: Any) -> list[Any]:
+def _simulated_devices(made: Any) -> list[Any]:
     from shardplan.shell.target import simulate
 
     return simulate(math.prod(level.size for level in made.cluster.levels))
@@ -310,10 +313,10 @@ def _simulated(made: Any) -> list[Any]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """An argument parser that reports an error in one line."""
 
     def error(self, message: str) -> NoReturn:
-        """One line, and exit code 2."""
+        """Prints one line and exits with code 2."""
         print(f"{self.prog}: {message} (see {self.prog} --help)", file=sys.stderr)
         raise SystemExit(2)
 
@@ -321,78 +324,84 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     from shardplan import __version__
 
-    parser = _Parser(prog="shardplan", description="A training step goes in, a verified sharding comes out.", allow_abbrev=False)
+    parser = _Parser(prog="shardplan", description="Plan the sharding of a JAX training step, and verify it.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"shardplan {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    one = _command(commands, "plan", _plan, "plan a step on a cluster")
-    _takes_target(one)
+    one = _add_command(commands, "plan", _plan, "plan the sharding of a step on a cluster")
+    _add_target_options(one)
     one.add_argument("-o", "--output", metavar="FILE", help="save the plan as JSON")
-    one.add_argument("--draw", metavar="FILE", help="a picture of the plan (.png, .svg or .pdf): how each layer is cut")
+    one.add_argument("--draw", metavar="FILE", help="save a picture of how each layer is cut (.png, .svg or .pdf)")
 
-    one = _command(commands, "verify", _verify, "run a plan on simulated devices beside the single-device step, and measure it")
-    _takes_target(one)
-    one.add_argument("--plan", metavar="FILE", help="a saved plan instead of a new one")
+    one = _add_command(commands, "verify", _verify, "run a plan on simulated devices, compare it with one device, and measure it")
+    _add_target_options(one)
+    one.add_argument("--plan", metavar="FILE", help="use a saved plan instead of a new one")
     one.add_argument("--backend", default="specs", choices=["specs", "explicit"])
-    one.add_argument("--steps", type=_count, default=3, metavar="N", help="steps to compare (3)")
+    one.add_argument("--steps", type=_count, default=3, metavar="N", help="number of steps to compare (default: 3)")
 
-    one = _command(commands, "compare", _compare, "the plan beside every baseline")
-    _takes_target(one)
-    one.add_argument("--measure", action="store_true", help="compile each and measure its bytes and memory")
+    one = _add_command(commands, "compare", _compare, "compare the plan with every baseline")
+    _add_target_options(one)
+    one.add_argument("--measure", action="store_true", help="compile the plan and every baseline, and measure bytes and memory")
 
-    one = _command(commands, "score", _score, "price a sharding of your own")
-    _takes_target(one, required=False)  # whatever it is given, it is not supported yet
+    one = _add_command(commands, "score", _score, "price your own sharding (not supported yet)")
+    _add_target_options(one, required=False)  # it answers "not supported yet" without a TARGET too
     one.add_argument("--specs", metavar="FILE")
 
-    one = _command(commands, "explain", _explain, "why a saved plan is as it is")
+    one = _add_command(commands, "explain", _explain, "explain the choices of a saved plan")
     one.add_argument("file", metavar="plan.json")
-    one.add_argument("path", nargs="?", metavar="PATH", help="an argument's path, or a glob of paths")
+    one.add_argument("path", nargs="?", metavar="PATH", help="path of an argument, or a glob of paths (default: the whole plan)")
 
-    _mesh_commands(commands)
+    _add_mesh_commands(commands)
 
-    one = _command(commands, "tdl", _tdl, "what the description language covers")
+    one = _add_command(commands, "tdl", _tdl, "show what the description language covers")
     one.add_argument("primitive", nargs="?", metavar="PRIMITIVE")
     one.add_argument(
-        "--coverage", action="store_true", help="all primitives of the installed JAX, each description run on a drawn case"
+        "--coverage", action="store_true", help="list all primitives of JAX, and verify each description on one random case"
     )
     one.add_argument(
         "--examples",
         type=partial(_count, least=0),
         metavar="N",
-        help="drawn cases of each description to run (1 with --coverage, else none)",
+        help="number of random cases to verify per description (default: 1 with --coverage, else 0)",
     )
 
-    one = _command(commands, "calibrate", _calibrate, "measure this machine for the cost model")
+    one = _add_command(commands, "calibrate", _calibrate, "measure this machine for the cost model (not supported yet)")
     one.add_argument("-o", "--output", metavar="FILE")
     return parser
 
 
-def _mesh_commands(commands: Any) -> None:
-    mesh = commands.add_parser("mesh", help="clusters, and axes on them").add_subparsers(
+def _add_mesh_commands(commands: Any) -> None:
+    mesh = commands.add_parser("mesh", help="show clusters and parallelism matrices").add_subparsers(
         dest="mesh", required=True, metavar="COMMAND"
     )
-    _command(mesh, "list", _mesh_list, "the presets")
-    one = _command(mesh, "show", _mesh_show, "a cluster's levels, links and device")
+    _add_command(mesh, "list", _mesh_list, "list the presets")
+    one = _add_command(mesh, "show", _mesh_show, "show a cluster's levels, links and device")
     one.add_argument("cluster", metavar="CLUSTER")
-    one = _command(mesh, "detect", _mesh_detect, "the cluster that this machine's devices make")
+    one = _add_command(mesh, "detect", _mesh_detect, "detect the cluster of this machine's devices")
     one.add_argument("-o", "--output", metavar="FILE", help="save it as TOML")
-    one = _command(mesh, "matrices", _mesh_matrices, "parallelism matrices, ranked by the reduction that they allow")
-    _takes_axes(one, over_required=False)
-    one = _command(commands, "reduce", _reduce, "reduction programs for one parallelism matrix, ranked")
-    _takes_axes(one, over_required=True)
-    one.add_argument("--matrix", required=True, metavar="ROWS", help='rows are axes, columns levels: "1 4 / 4 4"')
-    one.add_argument("--max-size", type=_count, default=5, metavar="N", help="longest program (5)")
+    one = _add_command(
+        mesh, "matrices", _mesh_matrices, "list parallelism matrices; with --over and --bytes, ranked by the time of a reduction"
+    )
+    _add_axes_options(one, over_required=False)
+    one = _add_command(commands, "reduce", _reduce, "rank the reduction programs for one parallelism matrix")
+    _add_axes_options(one, over_required=True)
+    one.add_argument(
+        "--matrix", required=True, metavar="ROWS", help='parallelism matrix; rows are axes, columns are levels: "1 4 / 4 4"'
+    )
+    one.add_argument("--max-size", type=_count, default=5, metavar="N", help="most steps of a program (default: 5)")
 
 
-def _takes_axes(one: argparse.ArgumentParser, *, over_required: bool) -> None:
+def _add_axes_options(one: argparse.ArgumentParser, *, over_required: bool) -> None:
     one.add_argument("--cluster", required=True, metavar="CLUSTER")
     one.add_argument("--axes", required=True, metavar="SIZES", help='sizes of the mesh axes: "4 16"')
-    one.add_argument("--over", required=over_required, metavar="AXES", help='numbers of the axes that are reduced over: "0"')
-    one.add_argument("--bytes", type=_bytes, required=over_required, metavar="SIZE", help="of each device: 2147483648, 2GiB, 1e9")
+    one.add_argument("--over", required=over_required, metavar="AXES", help='numbers of the axes to reduce over: "0"')
+    one.add_argument(
+        "--bytes", type=_bytes, required=over_required, metavar="SIZE", help="bytes to reduce per device: 2147483648, 2GiB, 1e9"
+    )
     one.add_argument("--algorithm", default="auto", choices=["auto", "ring", "tree"])
 
 
-def _takes_target(one: argparse.ArgumentParser, *, required: bool = True) -> None:
+def _add_target_options(one: argparse.ArgumentParser, *, required: bool = True) -> None:
     one.add_argument(
         "target",
         nargs=None if required else "?",
@@ -400,26 +409,45 @@ def _takes_target(one: argparse.ArgumentParser, *, required: bool = True) -> Non
         help="package.module:factory or file.py:factory; the factory returns (step, args)",
     )
     one.add_argument(
-        "--cluster", metavar="CLUSTER", help='a preset with its nodes ("dgx-h100:4"), a TOML file or a shape ("2x4")'
+        "--cluster", metavar="CLUSTER", help='a preset with its node count ("dgx-h100:4"), a TOML file or a shape ("2x4")'
     )
-    one.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="an option of the factory")
-    one.add_argument("--memory", metavar="SIZE", help='limit of a device ("70GiB"; default: its memory)')
+    one.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="an option of the factory; may be repeated")
+    one.add_argument("--memory", metavar="SIZE", help='memory limit per device, such as "70GiB" (default: its memory)')
     one.add_argument("--objective", default="time", choices=["time", "bytes"])
     one.add_argument(
-        "--pin", action="append", default=[], metavar="GLOB=SPEC", help="""arguments that must lie so: '*kernel=P(None, "gpu")'"""
+        "--pin",
+        action="append",
+        default=[],
+        metavar="GLOB=SPEC",
+        help="""the spec that matching arguments must have; may be repeated: '*kernel=P(None, "gpu")'""",
     )
     one.add_argument(
-        "--donate", action="append", default=[], type=int, metavar="N", help="an argument whose buffers the step may reuse"
+        "--donate",
+        action="append",
+        default=[],
+        type=int,
+        metavar="N",
+        help="number of an argument whose buffers the step may reuse; may be repeated",
     )
-    one.add_argument("--replicate", action="append", default=[], metavar="PRIMITIVE", help="may run whole on every device")
-    one.add_argument("--time-budget", type=float, metavar="SECONDS", help="for all of planning: then the best plan until then")
-    one.add_argument("--one-choice", metavar="none|timesteps|layers", help="what shares one choice (timesteps)")
-    one.add_argument("--remat", metavar="none|auto", help="auto: activations may be computed again in the backward pass (none)")
+    one.add_argument(
+        "--replicate",
+        action="append",
+        default=[],
+        metavar="PRIMITIVE",
+        help="a primitive that may run whole on every device; may be repeated",
+    )
+    one.add_argument(
+        "--time-budget", type=float, metavar="SECONDS", help="limit for all of planning; after it, the best plan so far is used"
+    )
+    one.add_argument("--one-choice", metavar="none|timesteps|layers", help="what shares one layout (default: timesteps)")
+    one.add_argument(
+        "--remat", metavar="none|auto", help="auto: activations may be recomputed in the backward pass (default: none)"
+    )
 
 
-def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], Report], what: str) -> argparse.ArgumentParser:
+def _add_command(commands: Any, name: str, run: Callable[[argparse.Namespace], Report], what: str) -> argparse.ArgumentParser:
     one = commands.add_parser(name, help=what, description=what[0].upper() + what[1:] + ".", allow_abbrev=False)
-    one.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    one.add_argument("--json", action="store_true", help="print one JSON object to stdout")
     one.set_defaults(run=run)
     return one
 
@@ -434,7 +462,7 @@ def _count(text: str, *, least: int = 1) -> int:
     try:
         value = int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
     if value < least:
         raise argparse.ArgumentTypeError(f"{value} is not positive" if least else f"{value} is negative")
     return value

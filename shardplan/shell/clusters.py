@@ -1,4 +1,4 @@
-"""What a user means by ``cluster=``: a description by name, file or shape, or a mesh of devices that are there."""
+"""Resolves ``cluster=`` arguments: a preset, a file, a shape, or a mesh of present devices."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ ClusterLike = Cluster | Mesh | str | PathLike[str]
 
 
 def resolve_cluster(cluster: ClusterLike) -> tuple[Cluster, Mesh | None]:
-    """The cluster that the user means; a Mesh keeps its axis names and devices (as Auto axes).
+    """The cluster that the user means, and the user's Mesh with Auto axes (None if no Mesh was given).
 
-    A mesh has one level for each of its axes. GPUs that a preset knows get that preset's figures; simulated devices get those of
-    H100s, as a bare shape does; so do all others, and a mesh that does not follow the machine's levels, with a warning.
+    A Mesh gives one level per mesh axis. GPUs that a preset knows get that preset's figures. Simulated devices get those of
+    H100s, as a shape does. Other devices, and a Mesh that does not follow the machine's levels, get the same with a warning.
     """
     if not isinstance(cluster, Mesh):
         if not isinstance(cluster, Cluster | str | PathLike):
             raise ClusterError(
-                f"cluster={cluster!r} is none: give a preset ('dgx-h100:4'), a TOML file, a shape ('2x4') or a jax.sharding.Mesh"
+                f"cluster={cluster!r} is not a cluster: "
+                "give a preset ('dgx-h100:4'), a TOML file, a shape ('2x4') or a jax.sharding.Mesh"
             )
         return Cluster.load(cluster), None
     names = tuple(str(n) for n in cluster.axis_names)
@@ -44,19 +45,20 @@ def resolve_cluster(cluster: ClusterLike) -> tuple[Cluster, Mesh | None]:
 
 
 def like_shape(shape: Sequence[int], names: Sequence[str]) -> Cluster:
-    """H100s, one level for each axis: the last on NVSwitch, those above it on InfiniBand."""
+    """A cluster of H100s with one level per axis: the last on NVSwitch, those above it on InfiniBand."""
     like = Cluster.load("x".join(str(int(n)) for n in shape))
     levels = tuple(replace(level, name=name) for level, name in zip(like.levels, names, strict=True))
     return replace(like, name="mesh, priced as H100s", levels=levels)
 
 
 def like_machine(machine: Cluster, order: np.ndarray[Any, Any], names: Sequence[str]) -> Cluster:
-    """A machine seen through a mesh: ``order`` has its device numbers, with one array axis for each of ``names``.
+    """The cluster that a mesh makes of a machine, with one level per mesh axis.
 
-    Each axis is a level with the link of the slowest level of the machine that it crosses.
+    ``order`` has the device numbers, with one array axis for each of ``names``. A level has the link of the slowest machine level
+    that its axis crosses.
 
     Raises:
-        ClusterError: where an axis does not follow the machine's levels, or a faster axis stands before a slower one.
+        ClusterError: if an axis does not follow the machine's levels, or a faster axis comes before a slower one.
     """
     factors, groups = read_order(machine, order)
     crossed = [min((factors[f].level for f in group), default=len(machine.levels) - 1) for group in groups]

@@ -1,4 +1,4 @@
-"""Ctrl-C on the command line: heard wherever it comes, and told before what it came."""
+"""Ctrl-C on the command line: no interrupt is lost, and its message says what it came before."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from sys import UnraisableHookArgs
     from types import FrameType
 
-_AGAIN_S = 0.01
+_RETRY_S = 0.01
 
 
 @contextmanager
 def before(what: str) -> Iterator[None]:
-    """An interrupt inside has ``before what`` as its message, unless it has one already."""
+    """Gives an interrupt inside the message ``before what``, unless it has a message already."""
     try:
         yield
     except KeyboardInterrupt as error:
@@ -28,56 +28,56 @@ def before(what: str) -> Iterator[None]:
 
 @contextmanager
 def heard() -> Iterator[None]:
-    """Interrupts that others drop are raised all the same.
+    """Raises interrupts inside even where other code drops them.
 
-    Python drops every exception in some callbacks, one of which is JAX's in the garbage collector (during tracing it is
-    often what runs when the signal comes): such an interrupt comes again a moment later. Modules in C, while they are
-    imported, make an `ImportError` of it.
+    Python drops every exception in some callbacks. One is JAX's callback in the garbage collector, which often runs during
+    tracing. A dropped interrupt is sent again a moment later. C modules turn an interrupt during their import into an
+    `ImportError`, which becomes a `KeyboardInterrupt` again.
     """
-    came: list[int] = []
-    with _dropped_again(), _noted(came):
+    signals: list[int] = []
+    with _retry_dropped(), _recorded(signals):
         try:
             yield
         except ImportError as error:
-            if came:
+            if signals:
                 raise KeyboardInterrupt from error
             raise
 
 
 @contextmanager
-def _dropped_again() -> Iterator[None]:
-    others = sys.unraisablehook
+def _retry_dropped() -> Iterator[None]:
+    previous_hook = sys.unraisablehook
 
     def hook(dropped: UnraisableHookArgs) -> None:
         if issubclass(dropped.exc_type, KeyboardInterrupt):
-            # from a thread, for an interrupt that is asked for in here is raised in here, and dropped too
-            again = threading.Timer(_AGAIN_S, _thread.interrupt_main)
-            again.daemon = True
-            again.start()
+            # from a thread: an interrupt sent from inside this hook would be raised here and dropped too
+            timer = threading.Timer(_RETRY_S, _thread.interrupt_main)
+            timer.daemon = True
+            timer.start()
         else:
-            others(dropped)
+            previous_hook(dropped)
 
     sys.unraisablehook = hook
     try:
         yield
     finally:
-        sys.unraisablehook = others
+        sys.unraisablehook = previous_hook
 
 
 @contextmanager
-def _noted(came: list[int]) -> Iterator[None]:
-    """Adds to ``came`` the interrupts that come inside; only the main thread hears of any."""
-    usual = signal.getsignal(signal.SIGINT)
-    if not callable(usual) or threading.current_thread() is not threading.main_thread():
+def _recorded(signals: list[int]) -> Iterator[None]:
+    """Appends the interrupts that arrive inside to ``signals``; only the main thread receives them."""
+    previous_handler = signal.getsignal(signal.SIGINT)
+    if not callable(previous_handler) or threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def note(number: int, frame: FrameType | None) -> None:
-        came.append(number)
-        usual(number, frame)
+    def record(number: int, frame: FrameType | None) -> None:
+        signals.append(number)
+        previous_handler(number, frame)
 
-    signal.signal(signal.SIGINT, note)
+    signal.signal(signal.SIGINT, record)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, usual)
+        signal.signal(signal.SIGINT, previous_handler)

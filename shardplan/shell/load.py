@@ -1,4 +1,4 @@
-"""A saved plan for a step: read from its file, nothing planned."""
+"""Loads a saved plan for a step, without planning."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from shardplan.shell.planned import Plan
 
 
 def load(file: str | PathLike[str], step: Callable[..., Any], *args: Any, mesh: Mesh | None = None) -> Plan:
-    """Reads a saved plan for this step and these shapes. A plan that was made on your own `Mesh` takes it again: ``mesh=``.
+    """Reads a saved plan for this step and these arguments. If it was made on your own `Mesh`, pass that again as ``mesh``.
 
     Raises:
-        PlanFileError: if the file is no plan, or was made for another model, other shapes or another version.
+        PlanFileError: if the file is not a plan, or was made for another model, other shapes or another version.
         DeviceError: if the mesh has other axes.
     """
     data = files.read(file)
@@ -34,7 +34,7 @@ def load(file: str | PathLike[str], step: Callable[..., Any], *args: Any, mesh: 
 
 
 def for_step(name: str, data: PlanData, step: Callable[..., Any], traced: Traced, mesh: Mesh | None) -> Plan:
-    """A plan that was read from the file ``name``, for a step that was traced with its ``donate_argnums``."""
+    """The `Plan` of data read from the file ``name``, for a step that was traced with the plan's ``donate_argnums``."""
     _check_step(name, data, traced)
     program = _program(name, data, traced)
     graph = flatten(program, replicate=data.replicate)
@@ -51,22 +51,22 @@ def _check_step(name: str, data: PlanData, traced: Traced) -> None:
     counts = f"{data.operators} operators then, {now} now" if now != data.operators else f"its {now} operators differ"
     raise PlanFileError(
         f"{name}: the plan was made for another model or other shapes: "
-        f"{different or f'the arguments agree, the program does not ({counts})'}; plan this step anew"
+        f"{different or f'the arguments agree, the program does not ({counts})'}; plan this step again"
     )
 
 
 def _program(name: str, data: PlanData, traced: Traced) -> Program:
-    """What the plan is for: the step, with what is computed again."""
+    """The program that the plan is for: the step with its recomputed parts."""
     try:
         return rematerialised(traced.program, data.remat.parts)
     except (KeyError, IndexError, ValueError, StopIteration) as error:
-        raise PlanFileError(f"{name}: what it computes again is not in this step; plan this step anew") from error
+        raise PlanFileError(f"{name}: the parts that it recomputes are not in this step; plan this step again") from error
 
 
 def _mesh(name: str, data: PlanData, mesh: Mesh | None) -> Mesh | None:
     if mesh is None:
         return None
-    own, given = data.axes, {str(n): int(k) for n, k in mesh.shape.items() if k > 1}
-    if own != given:
-        raise DeviceError(f"{name}: the plan is for the mesh axes {own}, the mesh given has {given}")
+    plan_axes, mesh_axes = data.axes, {str(n): int(k) for n, k in mesh.shape.items() if k > 1}
+    if plan_axes != mesh_axes:
+        raise DeviceError(f"{name}: the plan is for the mesh axes {plan_axes}, but the given mesh has {mesh_axes}")
     return auto(mesh)

@@ -1,4 +1,4 @@
-"""A plan together with the step that it is for: what `shardplan.plan` gives and users hold."""
+"""`Plan`: a plan together with its step, as `shardplan.plan` returns it."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ from shardplan.search.session import Session
 class Plan:
     """How a step runs on a cluster. Made by `shardplan.plan` or `shardplan.load`.
 
-    ``data`` is all that the plan says, as a value; most properties here hand its fields on. What needs the search again (the
-    bound, the baselines, explanations) asks ``session`` when it is first asked for, and keeps the answer in ``data``.
+    ``data`` holds everything that the plan says; most properties here return its fields. The bound, the baselines and the
+    explanations need the search: they ask ``session`` when first used. The bound and the baselines are then kept in ``data``.
     """
 
     def __init__(
@@ -68,12 +68,12 @@ class Plan:
 
     @property
     def data(self) -> PlanData:
-        """All that the plan says so far; `completed` asks for the rest."""
+        """Everything that the plan says so far; `completed` adds the bound and the baselines."""
         return self._data
 
     @property
     def cluster(self) -> Cluster:
-        """The cluster that it is for."""
+        """The cluster that the plan is for."""
         return self._data.cluster
 
     @property
@@ -88,12 +88,12 @@ class Plan:
 
     @property
     def compute_s(self) -> float:
-        """Of them the seconds in which devices compute."""
+        """The seconds of ``step_time_s`` in which devices compute."""
         return self._data.compute_s
 
     @property
     def communication_s(self) -> float:
-        """Of them the seconds in which devices talk."""
+        """The seconds of ``step_time_s`` in which devices communicate."""
         return self._data.communication_s
 
     @property
@@ -113,8 +113,9 @@ class Plan:
 
     @property
     def lower_bound_s(self) -> float:
-        """No plan of this mesh within the pins and the memory limit takes fewer seconds, what shares a choice of layouts being
-        settled (``one_choice``); found when it is first asked for.
+        """A lower bound on the seconds of any plan on this mesh with the same pins, memory limit and ``one_choice``.
+
+        It is computed on first use.
         """
         if self._data.lower_bound_s is None:
             bound = self.session.bound
@@ -125,13 +126,13 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """The part of ``lower_bound_s`` by which the plan lies above it."""
+        """How far the plan lies above ``lower_bound_s``, as a fraction of it."""
         assert self.lower_bound_s >= 0
         return self._data.gap or 0.0
 
     @property
     def baselines(self) -> tuple[Baseline, ...]:
-        """What people use today, each at its best, in the plan's tables and under its memory limit; solved when first read."""
+        """Shardings that people use today, each at its best under the plan's costs and memory limit; solved on first use."""
         if self._data.baselines is None:
             self._data = replace(self._data, **baselines(self.session))
         assert self._data.baselines is not None
@@ -149,7 +150,7 @@ class Plan:
 
     @property
     def objective(self) -> str:
-        """What the search made least: "time" or "bytes"."""
+        """What the search minimised: "time" or "bytes"."""
         return self._data.objective
 
     @property
@@ -159,17 +160,17 @@ class Plan:
 
     @property
     def exact(self) -> bool:
-        """Whether it is the optimum of its mesh where memory has no limit."""
+        """Whether the search found the optimum of its mesh without a memory limit."""
         return self._data.exact
 
     @property
     def stopped(self) -> Stopped:
-        """What ended the search early: "time budget", "interrupted", or nothing."""
+        """What ended the search early: "time budget" or "interrupted"; empty if nothing did."""
         return self._data.stopped
 
     @property
     def remat(self) -> Remat:
-        """What is computed again in the backward pass."""
+        """What is recomputed in the backward pass."""
         return self._data.remat
 
     @property
@@ -184,7 +185,7 @@ class Plan:
 
     @property
     def donate_argnums(self) -> tuple[int, ...]:
-        """The arguments whose memory the step takes."""
+        """Numbers of the arguments whose buffers the step may reuse."""
         return self._data.donate_argnums
 
     @property
@@ -194,21 +195,21 @@ class Plan:
 
     @property
     def pins(self) -> Mapping[str, PartitionSpec]:
-        """The PartitionSpecs that arguments had to have, by glob of their paths."""
+        """The PartitionSpecs that the user required, by glob of argument paths."""
         return {glob: PartitionSpec(*entries) for glob, entries in self._data.pins.items()}
 
     @property
     def time_budget_s(self) -> float | None:
-        """The seconds that planning was given."""
+        """The seconds that planning was allowed; None for no limit."""
         return self._data.time_budget_s
 
     @property
     def operators(self) -> int:
-        """Number of ops of the step, those of bodies once."""
+        """Number of ops of the step; ops in bodies count once."""
         return self._data.operators
 
     def completed(self) -> PlanData:
-        """The plan with its bound and its baselines, which are looked for now if they are not known."""
+        """The data with the bound and the baselines, which are computed now if they are missing."""
         self.lower_bound_s  # noqa: B018 - asking fills the field
         self.baselines  # noqa: B018
         return self._data
@@ -237,17 +238,17 @@ class Plan:
 
     @property
     def specs_by_path(self) -> dict[str, PartitionSpec]:
-        """Path of each argument leaf to its spec."""
+        """The spec of each argument leaf, by path."""
         return dict(zip(self.traced.program.input_paths, self.flat_in_specs, strict=True))
 
     @property
     def in_specs(self) -> Any:
-        """A pytree of PartitionSpec like the arguments (a tuple); for an nnx object those of its state."""
+        """A pytree of PartitionSpec like the tuple of arguments; an nnx object has the specs of its state."""
         return bare(jax.tree.unflatten(self.traced.in_tree, self.flat_in_specs), self.flat_in_specs)
 
     @property
     def out_specs(self) -> Any:
-        """A pytree of PartitionSpec like the step's result; an nnx object that the step changes keeps those of ``in_specs``."""
+        """A pytree of PartitionSpec like the step's result; an nnx object that the step updates has its ``in_specs``."""
         return bare(jax.tree.unflatten(self.traced.out_tree, self.flat_out_specs), self.flat_in_specs)
 
     # -- devices -----------------------------------------------------------------------------------------------------
@@ -271,7 +272,7 @@ class Plan:
         return _shardings(mesh, self.out_specs)
 
     def put(self, args: Sequence[Any], *, mesh: Mesh | None = None) -> tuple[Any, ...]:
-        """The arguments placed on the devices; arrays that are sharded otherwise are moved. Of nnx objects there are new ones.
+        """The arguments placed on the devices. Arrays with another sharding are moved; nnx objects are returned as new objects.
 
         Raises:
             ArgumentError: for an array of another shape or dtype than was planned.
@@ -285,38 +286,38 @@ class Plan:
         return together(placed) if has_objects(args) else placed
 
     def put_local(self, batch: Any, *, argument: int = -1, mesh: Mesh | None = None) -> Any:
-        """One argument from the data of this process alone (each process gives its part of the global batch).
+        """One argument, made from the data of this process alone: each process gives its part of the global batch.
 
         Raises:
-            ArgumentError: where the parts do not add up to the shape that was planned, or have another dtype.
-            ShardplanError: for an argument that is not there, or of another structure.
+            ArgumentError: if the parts do not add up to the planned shape, or have another dtype.
+            ShardplanError: for an argument that does not exist, or one of another structure.
         """
         mesh = mesh or self.mesh()
         children = self.traced.in_tree.children()
         (at,) = positions(argument, len(children), "argument")
-        own = leaves_of(self.traced.in_tree, (at,))
-        given, tree = jax.tree.flatten(batch)
-        whole = list(children)
-        whole[at] = tree
-        check_tree(tuple_of(whole), self.traced, self.step)
-        placed = [self._from_local(i, x, mesh) for i, x in zip(own, given, strict=True)]
+        leaf_numbers = leaves_of(self.traced.in_tree, (at,))
+        parts, tree = jax.tree.flatten(batch)
+        trees = list(children)
+        trees[at] = tree
+        check_tree(tuple_of(trees), self.traced, self.step)
+        placed = [self._from_local(i, x, mesh) for i, x in zip(leaf_numbers, parts, strict=True)]
         return jax.tree.unflatten(tree, placed)
 
     def _from_local(self, leaf: int, part: Any, mesh: Mesh) -> Any:
-        """Leaf number ``leaf`` of the arguments from this process's part of it."""
+        """Leaf number ``leaf`` of the arguments, made from this process's part of it."""
         path, planned = self.traced.program.input_paths[leaf], self.traced.in_shapes[leaf]
         local = np.asarray(part)
         local = local.astype(jax.dtypes.canonicalize_dtype(local.dtype))
         try:
-            made = jax.make_array_from_process_local_data(NamedSharding(mesh, self.flat_in_specs[leaf]), local)
+            array = jax.make_array_from_process_local_data(NamedSharding(mesh, self.flat_in_specs[leaf]), local)
         except ValueError as error:
-            raise ArgumentError(path, shape_text(planned), f"in part {shape_text(local)}") from error
-        if (made.shape, made.dtype) != (planned.shape, planned.dtype):
-            raise ArgumentError(path, shape_text(planned), shape_text(made))
-        return made
+            raise ArgumentError(path, shape_text(planned), f"given in parts of {shape_text(local)}") from error
+        if (array.shape, array.dtype) != (planned.shape, planned.dtype):
+            raise ArgumentError(path, shape_text(planned), shape_text(array))
+        return array
 
     def leaves(self, mesh: Mesh, *, weak: bool = False) -> Leaves:
-        """What the leaves of the arguments must be, and where they lie on a mesh."""
+        """The planned types of the arguments' leaves, and their shardings on a mesh."""
         shardings = [NamedSharding(mesh, s) for s in self.flat_in_specs]
         return Leaves(self.traced.program.input_paths, self.traced.in_shapes, shardings, weak=weak)
 
@@ -329,9 +330,10 @@ class Plan:
         drop: int | None = None,
         weak: bool = False,
     ) -> Runner:
-        """The step to run, jitted with this plan's shardings; without exchange number ``drop``, for proofs of proofs.
+        """The step, jitted with this plan's shardings.
 
-        With ``weak`` it takes Python numbers and their like only where the planned arguments had them.
+        ``drop`` leaves out the exchange of that number, to test that verification notices. With ``weak``, arguments must be
+        weakly typed (as Python numbers are) exactly where the planned ones were.
 
         Raises:
             PlanFileError: if ``step`` is not the step that was planned.
@@ -364,7 +366,7 @@ class Plan:
 
     @property
     def donated_leaves(self) -> tuple[int, ...]:
-        """Positions, among all leaves of the arguments, of those that are donated."""
+        """Positions of the donated leaves among all leaves of the arguments."""
         return leaves_of(self.traced.in_tree, self.donate_argnums)
 
     def check(self, step: Callable[..., Any]) -> None:
@@ -372,21 +374,23 @@ class Plan:
         if self.step is step:
             return
         args = jax.tree.unflatten(self.traced.in_tree, self.traced.in_shapes)
-        odd = difference(self.traced, trace_step(step, args, self.donate_argnums))
-        if odd:
-            raise PlanFileError(f"this step is not the one that was planned, they differ first at {odd}; plan it anew")
+        first_difference = difference(self.traced, trace_step(step, args, self.donate_argnums))
+        if first_difference:
+            raise PlanFileError(
+                f"this step is not the one that was planned: they differ first at {first_difference}; plan this step again"
+            )
 
     # -- the search again --------------------------------------------------------------------------------------------
 
     @property
     def session(self) -> Session:
-        """The search behind the plan; made anew, once, for a plan that was loaded."""
+        """The search behind the plan; for a loaded plan it is rebuilt once, on first use."""
         if self._session is None:
             self._session = session_of(self._data, self.program, frozenset(self.donated_leaves))
         return self._session
 
     def at(self, session: Session) -> Plan:
-        """The plan that another solution of the same search is."""
+        """The plan of another solution of the same search."""
         data = replace(self._data, **decided(session), exact=False, explanations=None)
         return Plan(
             data,
@@ -399,14 +403,14 @@ class Plan:
         )
 
     def as_baseline(self, name: str) -> Plan:
-        """The plan that a baseline is, to run or measure it: its name as in ``baselines``.
+        """The plan of a baseline, to run or measure it; ``name`` as in ``baselines``.
 
         Raises:
             ShardplanError: if there is no such baseline.
         """
         known = self.baseline_plans()
         if name not in known:
-            raise ShardplanError(f"no baseline {name!r} here: there are {', '.join(known) or 'none'}")
+            raise ShardplanError(f"no baseline {name!r}: this step has {', '.join(known) or 'none'}")
         return known[name]
 
     def baseline_plans(self) -> dict[str, Plan]:
@@ -416,7 +420,10 @@ class Plan:
     # -- words and files ---------------------------------------------------------------------------------------------
 
     def explain(self, path: str | None = None) -> str:
-        """Why: for a path (or glob) what was chosen for it, what else would cost, and the source; without one, the whole plan."""
+        """The reasons for the plan, as text.
+
+        For a path (or a glob of paths): the choice, the costs of alternatives, and the source line. Without: the whole plan.
+        """
         return explain(self.completed(), self.session, path)
 
     def to_json(self) -> dict[str, Any]:
@@ -424,11 +431,11 @@ class Plan:
         return plan_file(self._whole())
 
     def save(self, file: str | os.PathLike[str]) -> None:
-        """Writes the plan as JSON; the file is replaced only once all of it is written."""
+        """Writes the plan as JSON; an existing file is replaced only once the new one is complete."""
         save(self._whole(), file)
 
     def _whole(self) -> PlanData:
-        """The plan with all that its file holds."""
+        """The data with all fields that the file of a plan needs."""
         data = self.completed()
         if data.explanations is None:
             data = replace(data, explanations=explain_all(data, self.session))
@@ -438,12 +445,12 @@ class Plan:
         return data
 
     def draw(self, file: str | os.PathLike[str], *, title: str = "") -> None:
-        """A picture of the plan (Tofu, Figure 11): weights and activations of each layer as tiles, a line for each cut.
+        """Draws the plan (Tofu, Figure 11): weights and activations of each layer as tiles, with a line for each cut.
 
-        The suffix of ``file`` says as what it is written: .png, .svg or .pdf. Needs matplotlib (the extra ``draw``).
+        The suffix of ``file`` sets the format: .png, .svg or .pdf. Needs matplotlib (the extra ``draw``).
 
         Raises:
-            ShardplanError: for another suffix, where matplotlib is not installed, or where the file cannot be written.
+            ShardplanError: for another suffix, if matplotlib is not installed, or if the file cannot be written.
         """
         suffix = picture_format(os.fspath(file))
         shown = drawing(self.planned)

@@ -1,6 +1,6 @@
-"""A pytest plugin for projects that train by plans: simulated devices, and a fixture that proves a step's plan.
+"""A pytest plugin for projects that use plans: simulated devices, and a fixture that verifies the plan of a step.
 
-It is there wherever shardplan is installed (without an install: ``pytest -p shardplan.shell.pytest_plugin``):
+pytest loads it wherever shardplan is installed; without an install, use ``pytest -p shardplan.shell.pytest_plugin``:
 
     pytest --shardplan-devices 8
 
@@ -23,7 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Makes the devices, before any test has started JAX."""
+    """Simulates the devices before any test starts JAX."""
     count = config.getoption("--shardplan-devices")
     if count is not None:
         from shardplan.shell.target import simulate
@@ -33,20 +33,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def verify_plan() -> Callable[..., Any]:
-    """``verify_plan(step, *args, cluster=..., **options)``: plans, verifies, fails where a check does; returns the `Verified`.
+    """``verify_plan(step, *args, cluster=..., **options)`` plans a step, verifies the plan, and returns the `Verified`.
 
-    ``options`` are those of `shardplan.plan`.
+    The test fails if a check fails. ``options`` are those of `shardplan.plan`.
     """
 
     def check(step: Callable[..., Any], *args: Any, cluster: Any, **options: Any) -> Any:
-        """Plans and verifies a step, or fails the test with what differs."""
+        """Plans and verifies a step; fails the test with the report if a check fails."""
         import shardplan
         from shardplan.emit.verify import verify
         from shardplan.report.text import verified_text
 
-        found = verify(shardplan.plan(step, *args, cluster=cluster, **options), step, args)
-        if not found.passed:
-            pytest.fail(verified_text(found.json), pytrace=False)
-        return found
+        verified = verify(shardplan.plan(step, *args, cluster=cluster, **options), step, args)
+        if not verified.passed:
+            pytest.fail(verified_text(verified.json), pytrace=False)
+        return verified
 
     return check

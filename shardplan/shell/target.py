@@ -1,4 +1,4 @@
-"""What the command line is given: a TARGET that makes a step and its arguments, and values written as text."""
+"""Reads the words of a command line: a TARGET that makes a step and its arguments, and values written as text."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def use_cpu(count: int = 1) -> None:
-    """From now on JAX has ``count`` simulated CPU devices, unless it is running already. Starts no backend."""
-    # JAX refuses these settings once a backend runs; then what is there has to do
+    """Gives JAX ``count`` simulated CPU devices, unless it is already running. Starts no backend."""
+    # JAX refuses these settings once a backend runs; its devices are then kept
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_platforms", "cpu")
         if count > 1:
@@ -33,85 +33,90 @@ def use_cpu(count: int = 1) -> None:
 
 
 def simulate(count: int) -> list[Any]:
-    """``count`` simulated CPU devices. Where JAX is already running, the first of those that are there.
+    """``count`` simulated CPU devices; if JAX is already running, the first ``count`` of its CPU devices.
 
     Raises:
         DeviceError: if there are fewer.
     """
     use_cpu(count)
-    found = jax.devices("cpu")
-    if len(found) < count:
-        raise DeviceError(f"{count} simulated devices are needed and JAX already runs with {len(found)}: start a new process")
-    return found[:count]
+    result = jax.devices("cpu")
+    if len(result) < count:
+        raise DeviceError(
+            f"{count} simulated devices are needed, but JAX is already running with {len(result)}: start a new process"
+        )
+    return result[:count]
 
 
 def load_target(target: str, options: dict[str, Any], *, concrete: bool = False) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """(step, args) of ``package.module:factory`` or ``file.py:factory``, the factory called with ``options``.
+    """(step, args) of ``package.module:factory`` or ``file.py:factory``; the factory is called with ``options``.
 
-    With ``concrete`` the factory is asked for real arguments where it has such a parameter.
+    With ``concrete``, a factory that has a parameter ``concrete`` is called with ``concrete=True``, for real arguments.
 
     Raises:
-        TargetError: if it does not import, is not there, fails, or returns something else.
+        TargetError: if the factory cannot be imported, does not exist, fails, or returns something else.
     """
     factory = _factory(target)
     if concrete and "concrete" in _parameters(factory):
         options = {"concrete": True, **options}
-    with users_code(lambda error: TargetError(f"{target} failed{_with(options)}: {_said(error)}")):
-        made = factory(**options)
-    if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0]) and isinstance(made[1], tuple | list)):
-        hint = "; return the tuple (step, args) in place of the list" if isinstance(made, list) and len(made) == 2 else ""
+    with users_code(lambda error: TargetError(f"{target} failed{_options_text(options)}: {_error_text(error)}")):
+        returned = factory(**options)
+    if not (
+        isinstance(returned, tuple) and len(returned) == 2 and callable(returned[0]) and isinstance(returned[1], tuple | list)
+    ):
+        hint = "; return the tuple (step, args) in place of the list" if isinstance(returned, list) and len(returned) == 2 else ""
         raise TargetError(
-            f"{target} returned {_kind(made)}: a factory returns (step, args), a function and the tuple of its arguments{hint}"
+            f"{target} returned {_type_text(returned)}: "
+            f"a factory returns (step, args), a function and the tuple of its arguments{hint}"
         )
-    if hasattr(made[0], "prepare") and hasattr(made[0], "__wrapped__"):
-        raise TargetError(f"the step of {target} is decorated with @shardplan.parallelize already: give the bare step (no @)")
-    return made[0], tuple(made[1])
+    if hasattr(returned[0], "prepare") and hasattr(returned[0], "__wrapped__"):
+        raise TargetError(f"the step of {target} is already decorated with @shardplan.parallelize: give the bare step (no @)")
+    return returned[0], tuple(returned[1])
 
 
 def _factory(target: str) -> Callable[..., Any]:
     place, colon, name = target.rpartition(":")
     if not colon or not place or not name.isidentifier():
-        raise TargetError(f"TARGET {target!r} is not written as package.module:factory or file.py:factory")
-    module = _module(place)
+        raise TargetError(f"TARGET {target!r} names no factory: write it as package.module:factory or file.py:factory")
+    module = _load_module(place)
     if not hasattr(module, name):
         own = (n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", None) == module.__name__)
         known = [n for n in own if not n.startswith("_")]
         raise TargetError(f"{place} has no {name!r}{nearest(name, known)}")
     factory = getattr(module, name)
     if not callable(factory):
-        raise TargetError(f"{target} is {_kind(factory)}: a factory is a function that returns (step, args)")
+        raise TargetError(f"{target} is {_type_text(factory)}: a factory must be a function that returns (step, args)")
     return factory
 
 
-def _module(place: str) -> Any:
+def _load_module(place: str) -> Any:
     _put_on_path(str(Path.cwd()))
-    with users_code(lambda error: TargetError(f"{place} does not import: {_not_imported(place, error)}")):
-        return _file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    with users_code(lambda error: TargetError(f"{place} cannot be imported: {_import_error_text(place, error)}")):
+        return _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
 
 
-def _not_imported(place: str, error: BaseException) -> str:
+def _import_error_text(place: str, error: BaseException) -> str:
     if not isinstance(error, ModuleNotFoundError):
-        return _said(error)
+        return _error_text(error)
     own = error.name is not None and error.name.split(".")[0] == place.split(".")[0]
     return f"{error}{' (is it installed, or under the current directory?)' if own else ''}"
 
 
-def _file(path: Path) -> Any:
+def _load_file(path: Path) -> Any:
     if not path.is_file():
         raise TargetError(f"no file {path}")
-    name = f"_shardplan_target_{path.stem}"  # a name of its own: json.py must not take the place of json
+    name = f"_shardplan_target_{path.stem}"  # a distinct name, so that json.py does not replace the module json
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
+    sys.modules[name] = module  # dataclasses look up their module there
     _put_on_path(str(path.resolve().parent))
     spec.loader.exec_module(module)
     return module
 
 
 def _put_on_path(folder: str) -> None:
-    """``folder`` comes first for imports; it stays on the path, because a factory may import too."""
+    """Puts ``folder`` first on the import path. It stays there, because a factory may import from it too."""
     if folder not in sys.path:
         sys.path.insert(0, folder)
 
@@ -123,18 +128,18 @@ def _parameters(factory: Callable[..., Any]) -> Sequence[str]:
         return ()
 
 
-def _with(options: dict[str, Any]) -> str:
+def _options_text(options: dict[str, Any]) -> str:
     return " with " + ", ".join(f"{k}={v!r}" for k, v in options.items()) if options else ""
 
 
-def _said(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         return f"SyntaxError: {error.msg} ({error.filename}:{error.lineno})"
     text = _ADDRESS.sub("", str(error))
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _kind(value: Any) -> str:
+def _type_text(value: Any) -> str:
     if isinstance(value, tuple):
         return f"a tuple of {len(value)} ({', '.join(type(v).__name__ for v in value[:4])})"
     return f"a value of type {type(value).__name__}"
@@ -145,13 +150,13 @@ def _kind(value: Any) -> str:
 
 def read_options(pairs: Sequence[str]) -> dict[str, Any]:
     """``["layers=24", "dtype=bfloat16"]`` -> ``{"layers": 24, "dtype": "bfloat16"}``: Python literals, else strings."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for pair in pairs:
         name, equals, text = pair.partition("=")
         if not equals or not name.strip().isidentifier():
             raise ShardplanError(f"--set {pair}: write it as NAME=VALUE")
-        found[name.strip()] = _literal(text)
-    return found
+        result[name.strip()] = _literal(text)
+    return result
 
 
 def _literal(text: str) -> Any:
@@ -162,17 +167,17 @@ def _literal(text: str) -> Any:
 
 
 def read_pins(pairs: Sequence[str]) -> dict[str, PartitionSpec]:
-    """``["*kernel=P(None, 'gpu')"]`` -> path glob to `PartitionSpec`."""
-    found: dict[str, PartitionSpec] = {}
+    """``["*kernel=P(None, 'gpu')"]`` -> the `PartitionSpec` of each path glob."""
+    result: dict[str, PartitionSpec] = {}
     for pair in pairs:
         pattern, equals, text = pair.partition("=")
         if not equals or not pattern or not text.strip():
             raise PinError(f"--pin {pair}: write it as 'GLOB=SPEC', for example '*kernel=P(None, \"gpu\")'")
         spec = read_spec(text)
-        if found.get(pattern, spec) != spec:
-            raise PinError(f"--pin gives {pattern} twice: {spec_text(found[pattern])} and {spec_text(spec)}")
-        found[pattern] = spec
-    return found
+        if result.get(pattern, spec) != spec:
+            raise PinError(f"--pin gives {pattern} twice: {spec_text(result[pattern])} and {spec_text(spec)}")
+        result[pattern] = spec
+    return result
 
 
 def read_spec(text: str) -> PartitionSpec:
@@ -189,20 +194,20 @@ def read_spec(text: str) -> PartitionSpec:
     try:
         value = ast.literal_eval(f"({inner},)") if inner.strip() else ()
     except (ValueError, SyntaxError):
-        value = tuple(_entry(part.strip()) for part in inner.split(","))
+        value = tuple(_spec_entry(part.strip()) for part in inner.split(","))
     for entry in value:
         names = entry if isinstance(entry, tuple) else (entry,)
         if entry is not None and not all(isinstance(n, str) and n for n in names):
             raise PinError(
-                f"{text!r} is no PartitionSpec: {entry!r} is neither None, an axis name nor a tuple of them; say P('node', None)"
+                f"{text!r} is not a PartitionSpec: {entry!r} is not None, an axis name or a tuple of them; write P('node', None)"
             )
     return PartitionSpec(*value)
 
 
-def _entry(text: str) -> Any:
+def _spec_entry(text: str) -> Any:
     if text in ("None", "-", ""):
         return None
     names = tuple(n.strip().strip("'\"") for n in text.split("+"))
     if not all(n.isidentifier() for n in names):
-        raise PinError(f"{text!r} is no axis name in a PartitionSpec; write P('node', None) or node, None")
+        raise PinError(f"{text!r} is not an axis name: write a PartitionSpec as P('node', None) or node, None")
     return names[0] if len(names) == 1 else names

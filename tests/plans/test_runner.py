@@ -33,7 +33,7 @@ WRONG: dict[str, tuple[tuple[Any, ...], str]] = {
     "another dtype": (({"w": jnp.ones((64, 32), jnp.bfloat16)}, BATCH), r"state/w is bfloat16\[64, 32\].*for float32\[64, 32\]"),
     "no array": (({"w": "w"}, BATCH), r"state/w is str"),
     "another key": ((STATE, {"y": jnp.ones((128, 64))}), "batch/y stands in place of batch/x"),
-    "one more": ((STATE, {"x": BATCH["x"], "z": 1}), "batch/z is not in it"),
+    "one more": ((STATE, {"x": BATCH["x"], "z": 1}), "batch/z is not in the plan"),
     "one less": ((STATE,), "batch/x is missing"),
 }
 
@@ -85,7 +85,7 @@ def test_a_static_part_that_does_the_same_is_taken_and_comes_back(devices: list[
     run = shardplan.plan(trains, make(0.1), x, cluster="2x4").jit(trains, devices)
     other = make(0.1)
     assert run(other, x).tx is other.tx
-    with pytest.raises(shardplan.ShardplanError, match="static in these arguments"):
+    with pytest.raises(shardplan.ShardplanError, match="static parts of these arguments"):
         run(make(0.2), x)
 
 
@@ -200,5 +200,5 @@ def test_static_arguments_may_come_by_position_or_by_name(devices: list[Any]) ->
         for args, named, want in calls:
             assert float(run(jnp.ones(8), *args, **named)[0]) == want
         assert run.cache_size() == 4, "the same values are the same plan, however they come"
-    with pytest.raises(shardplan.ShardplanError, match="cannot be called so: got an unexpected keyword argument 'm'"):
+    with pytest.raises(shardplan.ShardplanError, match="with these arguments: got an unexpected keyword argument 'm'"):
         run(jnp.ones(8), m=3)

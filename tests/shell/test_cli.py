@@ -258,7 +258,7 @@ def test_the_machine_is_detected_and_written(run: Callable[..., Any], tmp_path: 
 
 
 MISTAKES = [
-    (["plan", "small.py", "--cluster", "2x4"], "not written as package.module:factory"),
+    (["plan", "small.py", "--cluster", "2x4"], "write it as package.module:factory"),
     (["plan", "nowhere.at.all:step", "--cluster", "2x4"], "No module named 'nowhere'"),
     (["plan", "none.py:step", "--cluster", "2x4"], "no file none.py"),
     (["plan", "small.py:train_stp", "--cluster", "2x4"], "nearest: train_step"),
@@ -280,7 +280,7 @@ MISTAKES = [
     (["plan", "small.py:train_step", "--cluster", "2x4", "--memory", "4KiB"], "no plan fits"),
     (["plan", "small.py:train_step", "--cluster", "2x4", "--pin", "state/params/uo=P('gpu')"], "matches no argument"),
     (["plan", "small.py:train_step", "--cluster", "2x4", "--pin", "ZZZ=P('gpu')"], "there are state/"),
-    (["plan", "small.py:train_step", "--cluster", "2x4", "--pin", "state/params/up=P(3)"], "is no PartitionSpec"),
+    (["plan", "small.py:train_step", "--cluster", "2x4", "--pin", "state/params/up=P(3)"], "is not a PartitionSpec"),
     (["plan", "small.py:train_step", "--cluster", "2x4", "--pin", "state/params/up"], "write it as 'GLOB=SPEC'"),
     (["plan", "small.py:train_step", "--cluster", "2x4", "--objective", "speed"], "invalid choice"),
     (["plan", "small.py:train_step", "--cluster", "2x4", "-o", "no/such/place.json"], "cannot write"),
@@ -297,7 +297,7 @@ MISTAKES = [
     (["mesh", "show", "nothing"], "nothing"),
     (["mesh", "matrices", "--cluster", "2x4", "--axes", "3 3"], "3"),
     (["mesh", "matrices", "--cluster", "2x4", "--axes", "two"], "whole numbers"),
-    (["mesh", "matrices", "--cluster", "2x4", "--axes", "2 4", "--bytes", "10"], "--bytes rank matrices by a reduction: name"),
+    (["mesh", "matrices", "--cluster", "2x4", "--axes", "2 4", "--bytes", "10"], "--bytes: without --over there is no reduction"),
     (["mesh", "matrices", "--cluster", "2x4", "--axes", "2 4", "--over", "7"], "no axis 7 to reduce over"),
     (["mesh", "matrices", "--cluster", "2x4", "--axes", "2 4", "--over", "0", "--bytes", "two"], "--bytes 'two' is not a size"),
     (["reduce", "--cluster", "2x4", "--axes", "2 4", "--over", "7", "--matrix", "2 1 / 1 4", "--bytes", "10"], "7"),

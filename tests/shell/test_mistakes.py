@@ -35,32 +35,32 @@ def step(w: Any) -> Any:
 
 
 OPTIONS: list[tuple[dict[str, Any], str]] = [
-    ({"cluster": None}, "cluster=None is none: give a preset"),
-    ({"cluster": 8}, "cluster=8 is none"),
-    ({"cluster": ("2", "4")}, "is none: give a preset"),
+    ({"cluster": None}, "cluster=None is not a cluster: give a preset"),
+    ({"cluster": 8}, "cluster=8 is not a cluster"),
+    ({"cluster": ("2", "4")}, "is not a cluster: give a preset"),
     ({"cluster": "1000000x4"}, "4000000 devices are more than"),
     ({"cluster": "99999999999x4"}, "devices are more than"),
     ({"memory_limit": float("inf")}, "is not a size"),
     ({"memory_limit": [1]}, "is not a size"),
     ({"pins": 3}, "give a dict from globs"),
     ({"pins": [("w", P())]}, "give a dict from globs"),
-    ({"pins": {3: P()}}, "the pin 3 is no glob"),
+    ({"pins": {3: P()}}, "the pin 3 is not a glob"),
     ({"pins": {"w": None}}, "give a jax.sharding.PartitionSpec"),
     ({"pins": {"w": P(P.UNCONSTRAINED)}}, "UNCONSTRAINED"),
-    ({"pins": {"w": P(("gpu", 3))}}, "says .'gpu', 3.: each entry is None, an axis"),
+    ({"pins": {"w": P(("gpu", 3))}}, "has the entry .'gpu', 3.: each entry is None, an axis"),
     ({"pins": {"w": P(("gpu", None))}}, "each entry is None, an axis"),
-    ({"pins": {"w": P("gpu", unreduced=frozenset({"node"}))}}, "says what is reduced"),
+    ({"pins": {"w": P("gpu", unreduced=frozenset({"node"}))}}, "has reduced or unreduced axes"),
     ({"time_budget_s": True}, "time_budget_s=True"),
     ({"time_budget_s": "3"}, "time_budget_s='3'"),
     ({"donate_argnums": "0"}, "give whole numbers"),
     ({"donate_argnums": None}, "donate_argnums=None: give whole numbers"),
     ({"donate_argnums": 1.5}, "donate_argnums=1.5: give whole numbers"),
-    ({"observer": 3}, "observer=3 cannot be called"),
+    ({"observer": 3}, "observer=3 is not callable"),
     ({"replicate": None}, "replicate=None: give names of primitives"),
     ({"replicate": [3]}, "replicate=.3.: give names of primitives"),
     ({"cluster": "\uff12x4"}, "no cluster"),
     ({"donate_argnums": 5}, "donate_argnums=5 names no argument"),
-    ({"replicate": "nosuch"}, "'nosuch', which is no primitive"),
+    ({"replicate": "nosuch"}, "'nosuch', which is not a primitive"),
     ({"replicate": ("mull",)}, "nearest: mul"),
 ]
 
@@ -125,7 +125,7 @@ def test_an_array_of_what_jax_has_no_arrays_of_is_named(value: Any) -> None:
         shardplan.plan(lambda tree: tree, {"a": value}, cluster="4")
     plan = shardplan.plan(lambda tree: tree, {"a": np.ones(2)}, cluster="4")
     run = plan.jit(lambda tree: tree, devices=jax.devices()[:4])
-    with pytest.raises(shardplan.ArgumentError, match=r"tree/a is ndarray, the plan was made for float32\[2\]"):
+    with pytest.raises(shardplan.ArgumentError, match=r"tree/a is ndarray, but the plan was made for float32\[2\]"):
         run({"a": value})
 
 
@@ -246,9 +246,9 @@ def in_step(): return stop, shape
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["plan", "theirs.py:stop"], "before any plan fit: wait longer, or give a --time-budget"),
-        (["plan", "theirs.py:in_step"], "before any plan fit: wait longer, or give a --time-budget"),
-        (["verify", "theirs.py:in_step"], "before any plan fit: wait longer"),
+        (["plan", "theirs.py:stop"], "before a plan that fits was found: wait longer, or give a --time-budget"),
+        (["plan", "theirs.py:in_step"], "before a plan that fits was found: wait longer, or give a --time-budget"),
+        (["verify", "theirs.py:in_step"], "before a plan that fits was found: wait longer"),
     ],
 )
 def test_an_interrupt_is_said_in_one_line(words: list[str], says: str, code: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -303,17 +303,17 @@ def test_an_interrupt_while_loading_is_said_in_one_line(
     monkeypatch.setattr(sys, "meta_path", [Interrupting(), *sys.meta_path])
     assert entry() == 130
     said = capsys.readouterr().err
-    assert said == "shardplan: interrupted while it was loading: nothing was done\n"
+    assert said == "shardplan: interrupted while loading: nothing was done\n"
 
 
 # -- options of the command line ---------------------------------------------------------------------------------------
 
 LINES: list[tuple[list[str], str]] = [
     (["plan", "--donate", "5"], "donate_argnums=5 names no argument"),
-    (["plan", "--replicate", "nosuch"], "'nosuch', which is no primitive"),
+    (["plan", "--replicate", "nosuch"], "'nosuch', which is not a primitive"),
     (["plan", "--pin", "w="], "--pin w=: write it as 'GLOB=SPEC'"),
     (["plan", "--pin", "w=gpu", "--pin", "w=node"], "--pin gives w twice: P('gpu') and P('node')"),
-    (["plan", "-o", ""], "-o needs the name of a file"),
+    (["plan", "-o", ""], "-o is empty: give the name of a file"),
     (["verify", "--plan", "p.json", "--memory", "1KiB"], "--memory is for a new plan"),
     (["verify", "--plan", "p.json", "--pin", "w=gpu"], "--pin is for a new plan"),
     (["verify", "--plan", "p.json", "--objective", "bytes"], "--objective is for a new plan"),
@@ -350,7 +350,7 @@ def test_a_plan_without_explanations_says_so(code: str, capsys: pytest.CaptureFi
     shardplan.plan(step, W, cluster="4").save("p.json")
     Path("p.json").write_text(json.dumps({**json.loads(Path("p.json").read_text()), "explanations": {}}))
     assert main(["explain", "p.json", "w"]) == 2
-    assert "has no explanations in it" in capsys.readouterr().err
+    assert "holds no explanations" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("shape", ["8", "2x4"])

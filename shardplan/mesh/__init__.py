@@ -1,7 +1,7 @@
 """The machine: levels and links, presets, parallelism matrices (P2, section 3.1).
 
-A `Cluster` is a tree of levels, slowest first, with the device at its leaves; `factors` are what the search cuts over. Nothing
-here imports JAX except `shardplan.mesh.devices`, which makes a `jax.sharding.Mesh` and is imported only where one is wanted.
+A `Cluster` is a tree of levels, slowest first, with devices at its leaves. The search cuts over its `factors`. Only
+`shardplan.mesh.devices` imports JAX: it makes a `jax.sharding.Mesh` and is imported only where one is wanted.
 """
 
 from .cluster import Cluster

@@ -26,10 +26,10 @@ class Cluster(Machine):
     """
 
     def device_order(self, matrix: Matrix | Mapping[str, Any]) -> NDArray[np.int64]:
-        """The device numbers laid out as a parallelism matrix says, one array axis for each of its rows.
+        """The device numbers arranged by a parallelism matrix, one array axis for each row.
 
         ``jax.sharding.Mesh(np.array(jax.devices())[cluster.device_order(matrix)], names)`` is the mesh. ``plan.matrix``
-        is a matrix as well.
+        is accepted too.
         """
         if isinstance(matrix, Mapping):
             matrix = Matrix(tuple(tuple(row) for row in matrix["factors"]))

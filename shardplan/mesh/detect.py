@@ -1,4 +1,4 @@
-"""A cluster from what a running machine says of itself: device kind, processes and slices, and ``nvidia-smi topo -m``."""
+"""Reads a cluster from the running machine: device kind, processes and slices, and ``nvidia-smi topo -m``."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from .cluster import Cluster
 from .gpus import Gpu, gpu
 from .machine import Level
 
-# Bytes per second of one NVLink each way, by preset: the data sheets' totals over their numbers of links.
+# Bytes per second of one NVLink each way, by preset: the data sheet's total divided by its number of links.
 _NVLINK = {"dgx-h200": 25e9, "dgx-h100": 25e9, "gb200-nvl72": 50e9, "dgx-a100": 25e9, "gcp-v100": 25e9, "flexflow-p100": 20e9}
-_ACROSS_HOSTS = ("gb200-nvl72",)  # whose NVLink joins the GPUs of many hosts
+_ACROSS_HOSTS = ("gb200-nvl72",)  # presets whose NVLink joins the GPUs of many hosts
 _PCIE_BYTES_PER_S = 25e9
 _CORRECT = "if not so, save the cluster (`shardplan mesh detect -o cluster.toml`), correct it and pass its path"
 
 
 @dataclass(frozen=True, slots=True)
 class Detected:
-    """A cluster read from its devices, and what had to be assumed for it, a sentence each."""
+    """A cluster read from its devices, and the assumptions made for it, a sentence each."""
 
     cluster: Cluster
     assumed: tuple[str, ...] = ()
 
 
 def machine(platform: str, kind: str, seats: Sequence[tuple[int, int]], *, topology: str | None = None) -> Detected:
-    """The cluster of devices that sit at ``seats`` (slice, process), all of one kind.
+    """The cluster of devices, all of one kind; ``seats`` has the (slice, process) of each.
 
-    JAX gives the GPUs of one host, or of one NVLink domain, one slice. Processes are no hosts: one host may run one for each GPU.
+    JAX gives the GPUs of one host, or of one NVLink domain, one slice. A process is not a host: a host may run one for each GPU.
 
-    Raises `ClusterError` where slices or processes that stand for hosts hold different numbers of devices, for no devices, and
-    for devices without figures.
+    Raises `ClusterError` if there are no devices, if their kind has no figures, and if slices, or processes that stand for hosts,
+    hold different numbers of devices.
     """
     if not seats:
         raise ClusterError("no devices to detect a cluster from")
@@ -51,7 +51,7 @@ def machine(platform: str, kind: str, seats: Sequence[tuple[int, int]], *, topol
     elif figures.pcie and inner > 1:
         inside = _pcie(inside)
     nics = replace(node, size=nodes)
-    if node.rails > 1:  # one NIC a device, as the preset has it
+    if node.rails > 1:  # one NIC a device, as in the preset
         each = node.bandwidth_bytes_per_s / node.rails
         nics = replace(nics, rails=inside.size, bandwidth_bytes_per_s=each * inside.size)
     levels = [replace(nics, name="slice", size=slices, latency_s=2 * node.latency_s)] if slices > 1 else []
@@ -63,37 +63,37 @@ def machine(platform: str, kind: str, seats: Sequence[tuple[int, int]], *, topol
 def _tiers(
     platform: str, figures: Gpu, seats: Sequence[tuple[int, int]], most: int
 ) -> tuple[tuple[int, int, int], tuple[str, ...]]:
-    """How many slices, nodes in each and devices in each of these there are; and what was assumed.
+    """The numbers of slices, of nodes in a slice and of devices in a node; and the assumptions.
 
-    ``most`` is how many devices the preset joins in a node.
+    ``most`` is the number of devices that the preset joins in a node.
     """
     per_slice, per_process = Counter(s for s, _ in seats), Counter(seats)
     total, slices = len(seats), len(per_slice)
     if platform == "cpu":
-        part, one = _even(per_slice.values(), "slices"), _even(per_process.values(), "processes")
-        return (slices, part // one, one), ()
-    assumed = () if _contiguous(seats) else (f"the processes of different hosts count in turn, not host by host; {_CORRECT}",)
+        slice_size, process_size = _even(per_slice.values(), "slices"), _even(per_process.values(), "processes")
+        return (slices, slice_size // process_size, process_size), ()
+    assumed = () if _contiguous(seats) else (f"the processes of different hosts are numbered in turn; {_CORRECT}",)
     if figures.preset in _ACROSS_HOSTS and len(per_process) > 1:
         unit = _even(per_slice.values(), "slices") if slices > 1 else _even(per_process.values(), "processes")
         inner = _largest(total, unit, most)
-        joined = (
+        domains = (
             f"{total // unit} groups of {unit} GPUs are taken for NVLink domains of {inner}, {total // inner} in all; {_CORRECT}"
         )
-        return (1, total // inner, inner), (*assumed, joined)
-    part = _even(per_slice.values(), "slices")
+        return (1, total // inner, inner), (*assumed, domains)
+    slice_size = _even(per_slice.values(), "slices")
     processes = len(per_process) // slices
-    if processes == 1 or (slices > 1 and part <= most):
-        return (1, slices, part), assumed
-    unit = 1 if part <= most else _even(per_process.values(), "processes")
-    inner = _largest(part, unit, most)
+    if processes == 1 or (slices > 1 and slice_size <= most):
+        return (1, slices, slice_size), assumed
+    unit = 1 if slice_size <= most else _even(per_process.values(), "processes")
+    inner = _largest(slice_size, unit, most)
     hosts = (
         f"the {total} GPUs of {len(per_process)} processes are taken for hosts of {inner}, {total // inner} in all; {_CORRECT}"
     )
-    return ((slices, part // inner, inner) if part > inner else (1, slices, inner)), (*assumed, hosts)
+    return ((slices, slice_size // inner, inner) if slice_size > inner else (1, slices, inner)), (*assumed, hosts)
 
 
 def _largest(total: int, unit: int, most: int) -> int:
-    """The most devices of a node, at most ``most``, that whole units make and that divide all; a unit where nothing else does."""
+    """The largest multiple of ``unit`` that divides ``total`` and is at most ``most``; ``unit`` if there is none."""
     return max((n for n in range(unit, most + 1, unit) if total % n == 0), default=unit)
 
 
@@ -105,19 +105,19 @@ def _even(counts: Iterable[int], what: str) -> int:
 
 
 def _contiguous(seats: Sequence[tuple[int, int]]) -> bool:
-    """Whether the processes of a slice follow one another."""
+    """Whether the processes of each slice follow one another."""
     order = [s for s, _ in sorted(set(seats), key=lambda seat: seat[1])]
     return len(list(itertools.groupby(order))) == len(set(order))
 
 
 @cache
 def nvidia_smi_topology() -> str | None:
-    """What ``nvidia-smi topo -m`` prints, asked once; None where there is no such program or it fails."""
+    """The output of ``nvidia-smi topo -m``, cached; None if the program is missing or fails."""
     try:
-        done = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=20, check=True)
+        completed = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout
+    return completed.stdout
 
 
 def links(topology: str) -> list[list[str]]:
@@ -135,7 +135,11 @@ def links(topology: str) -> list[list[str]]:
 
 
 def _linked(level: Level, preset: str, topology: str) -> Level:
-    """A node's inner level as its links say: all on NVLink is a switch of that many links, anything less shares PCIe."""
+    """A node's inner level, by its links.
+
+    A switch needs NVLink between all pairs; the pair with the fewest links sets its bandwidth. A ring needs NVLink somewhere. All
+    other GPUs share PCIe.
+    """
     between = [word for i, row in enumerate(links(topology)) for j, word in enumerate(row) if i != j]
     if not between:
         return level

@@ -1,4 +1,4 @@
-"""From factors to a `jax.sharding.Mesh`: the one place where the machine meets JAX's devices."""
+"""Builds a `jax.sharding.Mesh` from factors: the one place where the machine meets JAX's devices."""
 
 # pyright: basic
 from __future__ import annotations
@@ -26,28 +26,28 @@ def build_mesh(
     axes: Mapping[str, Sequence[int]],
     devices: Sequence[Any] | None = None,
 ) -> Mesh:
-    """A mesh of Auto axes, each a group of factors (by index, major first), over the first ``cluster.size`` devices.
+    """A mesh over the first ``cluster.size`` devices. Each axis is Auto, and a group of factors (by index, major first).
 
-    Device ``i`` is the cluster's device ``i``: its coordinates are those of ``i`` in row-major order of the levels. ``axes`` have
-    to name every factor once. Raises `DeviceError` where there are too few devices.
+    Device ``i`` is the cluster's device ``i``: its coordinates are those of ``i`` in row-major order of the levels. ``axes`` must
+    name every factor once. Raises `DeviceError` if there are too few devices.
     """
     check_cover(cluster, factors)
     named = [f for group in axes.values() for f in group]
     if sorted(named) != list(range(len(factors))):
-        raise ClusterError(f"the axes name the factors {named}, each of 0 to {len(factors) - 1} belongs to exactly one axis")
+        raise ClusterError(f"the axes name the factors {named}: each of 0 to {len(factors) - 1} belongs to exactly one axis")
     order = device_order(cluster, factors, tuple(axes.values()))
     return Mesh(_first(cluster, devices)[order], tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
 def _first(cluster: Cluster, devices: Sequence[Any] | None) -> np.ndarray[Any, Any]:
-    everything = cast("Any", jax).devices  # whose list is untyped
+    everything = cast("Any", jax).devices  # jax.devices returns an untyped list
     found: list[Any] = np.asarray(everything() if devices is None else devices, dtype=object).ravel().tolist()
     if len(found) < cluster.size:
         kind = f" ({found[0].platform})" if len(found) else ""
         raise DeviceError(
-            f"the cluster {cluster.name!r} has {cluster.size} devices, {len(found)} are present{kind}; for a trial on one "
-            f'machine, jax.config.update("jax_num_cpu_devices", {cluster.size}) before JAX starts, or '
-            f"XLA_FLAGS=--xla_force_host_platform_device_count={cluster.size} in the environment, simulates them"
+            f"the cluster {cluster.name!r} has {cluster.size} devices, {len(found)} are present{kind}; to simulate them on "
+            f'one machine, call jax.config.update("jax_num_cpu_devices", {cluster.size}) before JAX starts, or set '
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={cluster.size} in the environment"
         )
     result = np.empty(cluster.size, dtype=object)
     result[:] = found[: cluster.size]
@@ -55,7 +55,7 @@ def _first(cluster: Cluster, devices: Sequence[Any] | None) -> np.ndarray[Any, A
 
 
 def device_numbers(mesh: Mesh) -> np.ndarray[Any, Any]:
-    """The place of each device of a mesh in its cluster: devices count by process and id, as `jax.devices` lists them."""
+    """The number in its cluster of each device of a mesh. Devices count by process and id, as `jax.devices` lists them."""
     flat: list[Any] = mesh.devices.ravel().tolist()
     order = sorted(range(len(flat)), key=lambda i: (flat[i].process_index, flat[i].id))
     numbers = np.empty(len(flat), np.int64)
@@ -64,7 +64,7 @@ def device_numbers(mesh: Mesh) -> np.ndarray[Any, Any]:
 
 
 def detect(devices: Sequence[Any] | None = None, *, topology: str | None = None) -> Cluster:
-    """The running machine as a cluster, with the figures of the nearest preset: see `detected`, whose assumptions are logged."""
+    """The running machine as a cluster, with the figures of the nearest preset; logs the assumptions of `detected`."""
     found = detected(devices, topology=topology)
     for assumed in found.assumed:
         _log.warning("%s: %s", found.cluster.name, assumed)
@@ -72,10 +72,10 @@ def detect(devices: Sequence[Any] | None = None, *, topology: str | None = None)
 
 
 def detected(devices: Sequence[Any] | None = None, *, topology: str | None = None) -> Detected:
-    """The running machine as a cluster: slices, hosts and the devices of each; and what was assumed where JAX does not say.
+    """The running machine as a cluster of slices, hosts and devices, and the assumptions made where JAX does not say.
 
-    ``topology`` is the output of ``nvidia-smi topo -m``, which tells NVLink from PCIe. Where it is not given, the devices are
-    this machine's GPUs and there is such a program, it is asked. Raises `ClusterError` for devices without figures in a preset.
+    ``topology`` is the output of ``nvidia-smi topo -m``, which tells NVLink from PCIe. If it is not given,
+    the program is run where the devices are this machine's GPUs. Raises `ClusterError` for devices without figures in a preset.
     """
     found: list[Any] = np.asarray(cast("Any", jax).devices() if devices is None else devices, dtype=object).ravel().tolist()
     if not found:
@@ -87,5 +87,5 @@ def detected(devices: Sequence[Any] | None = None, *, topology: str | None = Non
 
 
 def auto(mesh: Mesh) -> Mesh:
-    """A mesh with Auto axes, on which constraints are requests that XLA's partitioner carries out."""
+    """The mesh with Auto axes: XLA's partitioner carries out the constraints on them."""
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))

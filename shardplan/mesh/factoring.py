@@ -1,4 +1,4 @@
-"""Factors: the levels of a cluster, or divisors of their sizes where a level has to be split."""
+"""Factors: the levels of a cluster, or divisors of their sizes where a level must be split."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .machine import Machine
 
 
 def factors(cluster: Machine, splits: Mapping[str, Sequence[int]] | None = None) -> tuple[Factor, ...]:
-    """One factor a level, slowest first; ``splits`` names levels to be cut into several, major first.
+    """One factor a level, slowest first; ``splits`` names levels to split into several, major first.
 
     A level of one child gives no factor: nothing can be cut over it. A level split as (4, 2) gives ``gpu0`` of 4 and ``gpu1``
     of 2, the latter varying fastest.
@@ -48,7 +48,7 @@ def coordinates(cluster: Machine, of: Sequence[Factor]) -> NDArray[np.int64]:
 
 
 def device_order(cluster: Machine, factors: Sequence[Factor], groups: Sequence[Sequence[int]]) -> NDArray[np.int64]:
-    """The cluster's device numbers laid out with one axis for each group of factors, major first within a group."""
+    """The cluster's device numbers with one array axis for each group of factors, major first within a group."""
     by_device = sorted(range(len(factors)), key=lambda i: (factors[i].level, -factors[i].stride))
     grid = np.arange(cluster.size).reshape([factors[i].size for i in by_device])
     axes = [by_device.index(i) for group in groups for i in group]
@@ -56,19 +56,19 @@ def device_order(cluster: Machine, factors: Sequence[Factor], groups: Sequence[S
 
 
 def check_cover(cluster: Machine, of: Sequence[Factor]) -> None:
-    """Refuse factors that do not make up the cluster exactly: every device has its own coordinates."""
+    """Refuse factors that do not cover the cluster exactly: every device needs coordinates of its own."""
     product = math.prod(f.size for f in of)
     if product != cluster.size:
         raise ClusterError(f"the factors {_product(of)} make {product} devices, {cluster.name!r} has {cluster.size}")
     for level, tier in enumerate(cluster.levels):
-        mine = sorted((f for f in of if f.level == level), key=lambda f: f.stride)
+        members = sorted((f for f in of if f.level == level), key=lambda f: f.stride)
         stride = 1
-        for f in mine:
+        for f in members:
             if f.stride != stride:
                 raise ClusterError(f"factor {f.name!r} of level {tier.name!r} has stride {f.stride}, {stride} is next")
             stride *= f.size
         if stride != tier.size:
-            raise ClusterError(f"the factors {_product(mine)} make {stride} of level {tier.name!r}, which has {tier.size}")
+            raise ClusterError(f"the factors {_product(members)} make {stride} of level {tier.name!r}, which has {tier.size}")
 
 
 def _product(of: Sequence[Factor]) -> str:
@@ -76,9 +76,9 @@ def _product(of: Sequence[Factor]) -> str:
 
 
 def read_order(cluster: Machine, order: NDArray[np.int64]) -> tuple[tuple[Factor, ...], tuple[tuple[int, ...], ...]]:
-    """How ``order`` lays out the cluster's devices: factors, and for each array axis the indices of its own, major first.
+    """The factors of a device array, and for each array axis the indices of its factors, major first.
 
-    The inverse of `device_order`. Raises `ClusterError` where an axis does not follow the levels.
+    The inverse of `device_order`. Raises `ClusterError` if an axis does not follow the levels.
     """
     refusal = ClusterError(
         f"the mesh does not lay its axes on the levels of {cluster.name!r} ({'x'.join(map(str, cluster.shape))}): build it as "
@@ -86,24 +86,24 @@ def read_order(cluster: Machine, order: NDArray[np.int64]) -> tuple[tuple[Factor
     )
     if sorted(order.ravel().tolist()) != list(range(cluster.size)):
         raise refusal
-    found: list[Factor] = []
+    by_axis: list[Factor] = []
     groups: list[tuple[int, ...]] = []
     for axis in range(order.ndim):
         line = np.moveaxis(order, axis, 0).reshape(order.shape[axis], -1)[:, 0]
-        mine = _parts(cluster, [int(d - line[0]) for d in line])
-        if mine is None:
+        members = _parts(cluster, [int(d - line[0]) for d in line])
+        if members is None:
             raise refusal
-        groups.append(tuple(range(len(found), len(found) + len(mine))))
-        found += mine
-    if not np.array_equal(device_order(cluster, found, groups), order):
+        groups.append(tuple(range(len(by_axis), len(by_axis) + len(members))))
+        by_axis += members
+    if not np.array_equal(device_order(cluster, by_axis, groups), order):
         raise refusal
-    by_device = sorted(range(len(found)), key=lambda i: (found[i].level, -found[i].stride))
+    by_device = sorted(range(len(by_axis)), key=lambda i: (by_axis[i].level, -by_axis[i].stride))
     place = {old: new for new, old in enumerate(by_device)}
-    return tuple(found[i] for i in by_device), tuple(tuple(place[i] for i in group) for group in groups)
+    return tuple(by_axis[i] for i in by_device), tuple(tuple(place[i] for i in group) for group in groups)
 
 
 def _parts(cluster: Machine, line: list[int]) -> list[Factor] | None:
-    """The factors, major first, that make up one axis whose devices have these numbers; None if there are none such."""
+    """The factors, major first, of an axis whose devices have these numbers relative to the first; None if none fit."""
     result: list[Factor] = []
     while len(line) > 1:
         step = line[1]
@@ -122,7 +122,7 @@ def _parts(cluster: Machine, line: list[int]) -> list[Factor] | None:
 
 
 def _level_of(cluster: Machine, step: int) -> tuple[int, int]:
-    """The level whose children are ``step`` devices apart, and how many children that is."""
+    """The slowest level of which ``step`` devices are whole children, and the number of these children."""
     below = cluster.size
     for level, size in enumerate(cluster.shape):
         below //= size

@@ -1,6 +1,6 @@
-"""Which figures a GPU gets, by what the driver calls it: a preset's device, and what this variant of it has otherwise.
+"""The figures of a GPU by its driver's name for it: a preset's device, with the figures in which a variant differs.
 
-Figures are the data sheets'. A name that is not listed gets those of the preset that its words suggest, and a remark to say so.
+Figures are from data sheets. A name that is not listed gets those of the preset that its words suggest, and a remark.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from .machine import Device
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A preset's links and device for a name of the driver (a regular expression), with what differs; zero is the preset's own.
+    """The preset of a driver's name (``kind``, a regular expression), and the figures that differ; zero keeps the preset's.
 
-    ``flops`` is the part of the preset device's peaks. ``pcie``: the GPUs of a node are not joined by NVLink.
+    ``flops`` scales the peaks of the preset's device. ``pcie``: no NVLink joins the GPUs of a node.
     """
 
     kind: str
@@ -29,7 +29,7 @@ class Gpu:
     pcie: bool = False
 
     def device(self) -> Device:
-        """The preset's device with what differs."""
+        """The preset's device with the figures that differ."""
         base = Cluster.load(self.preset).device
         return replace(
             base,
@@ -68,12 +68,12 @@ _MAKERS = re.compile(r"(NVIDIA|Tesla)\s+", re.IGNORECASE)
 
 
 def gpu(platform: str, kind: str) -> tuple[Gpu, tuple[str, ...]]:
-    """The figures of a device kind, and remarks on what was assumed.
+    """The figures of a device kind, and remarks on the assumptions.
 
     >>> gpu("gpu", "NVIDIA A100-SXM4-40GB")[0].memory_bytes
     42505273344
     >>> gpu("gpu", "NVIDIA H100 64GB")[1]
-    ("'NVIDIA H100 64GB' is no GPU whose figures are known: it has those of H100-SXM5-80GB, with 64 GB as its name says",)
+    ("'NVIDIA H100 64GB' is not a known GPU: it gets the figures of H100-SXM5-80GB, with 64 GB as its name says",)
     """
     if platform == "cpu":
         return Gpu("cpu", "cpu"), ()
@@ -93,5 +93,5 @@ def gpu(platform: str, kind: str) -> tuple[Gpu, tuple[str, ...]]:
     if size is not None:
         near = replace(near, name=plain, memory_bytes=int(float(size[1]) * 1e9))
     near = replace(near, pcie=near.pcie or "PCIE" in plain.upper())
-    said = f", with {size[1]} GB as its name says" if size is not None else ""
-    return near, (f"{kind!r} is no GPU whose figures are known: it has those of {named}{said}",)
+    size_remark = f", with {size[1]} GB as its name says" if size is not None else ""
+    return near, (f"{kind!r} is not a known GPU: it gets the figures of {named}{size_remark}",)

@@ -1,6 +1,6 @@
 """Clusters from presets, files and shapes, and back to TOML.
 
-One reader serves the presets (``presets/*.toml``) and the user's files; every complaint names the file and the key.
+One reader serves the presets (``presets/*.toml``) and the user's files. Every error names the file and the key.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def load(spec: str | PathLike[str]) -> Machine:
 
 
 def from_shape(shape: tuple[int, ...]) -> Machine:
-    """H100s in this shape, slowest level first: the last level NVSwitch, every level above it InfiniBand, one NIC a GPU."""
+    """H100s in this shape, slowest level first: NVSwitch in the last level, InfiniBand above it, one NIC a GPU."""
     text = "x".join(map(str, shape))
     if not shape or 0 in shape:
         raise ClusterError(f"every level of a shape needs at least one child, got {text!r}")
@@ -78,7 +78,7 @@ def from_toml(text: str, *, source: str) -> Machine:
     parsed = tuple(_level(item, source, f"levels[{i}]") for i, item in enumerate(cast("list[Any]", levels)))
     device = cast(Device, _build(Device, table["device"], source, "device"))
     if not table["name"]:
-        raise ClusterError("is empty: plans and messages tell the cluster by it", where=f"{source}: name")
+        raise ClusterError("is empty: plans and messages name the cluster by it", where=f"{source}: name")
     try:
         return Machine(table["name"], parsed, device, source=source)
     except ClusterError as err:
@@ -143,7 +143,7 @@ _TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "Kind": (str,), "int": (in
 
 
 def _build(kind: type[Any], item: Any, source: str, key: str) -> object:
-    """One of our dataclasses from a TOML table, every key checked."""
+    """A level, interconnect or device from a TOML table, every key checked."""
     if not isinstance(item, dict):
         raise ClusterError(f"must be a table, got {item!r}", where=f"{source}: {key}")
     table = cast("dict[str, Any]", item)
@@ -179,7 +179,7 @@ def _peaks(value: Any, where: str) -> dict[str, float]:
 
 
 def _at(err: ClusterError, source: str, key: str) -> ClusterError:
-    """The same complaint, its place given as file and key: ``level 'x': size`` becomes ``file: levels[0].size``."""
+    """The same error, with its place as file and key: ``level 'x': size`` becomes ``file: levels[0].size``."""
     last = (err.where or "").rsplit(": ", 1)[-1]
     message = str(err).removeprefix(f"{err.where}: ") if err.where else str(err)
     return ClusterError(message, where=f"{source}: {key}.{last}")
@@ -203,4 +203,4 @@ def _value(value: str | int | float) -> str:
 
 
 def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")  # what JSON lets stand and TOML does not
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON admits it unescaped, TOML does not

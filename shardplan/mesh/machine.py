@@ -16,9 +16,9 @@ from ..errors import ClusterError, nearest
 
 Kind = Literal["switch", "ring", "bus"]
 LARGEST = 2**20
-"""Devices of a cluster: orders of all of them are made as arrays."""
+"""The most devices of a cluster: some arrays have an entry for each device."""
 LARGEST_PART = 2.0
-"""Of a bandwidth or peak that may be reached: fits against assumed bandwidths end a little above one, never at 90."""
+"""The largest efficiency: fits against assumed bandwidths end a little above 1, never at 90 (a percentage)."""
 NAME = re.compile(r"[\w.\-]+")
 DTYPES: tuple[str, ...] = (
     "float32", "bfloat16", "float16", "float64", "complex64", "complex128", "bool",
@@ -33,11 +33,11 @@ KINDS: tuple[str, ...] = get_args(Kind)
 
 @dataclass(frozen=True, slots=True)
 class Interconnect:
-    """A second way between the children of a level, used where the level's own links do not lead.
+    """A second interconnect of a ring's children, for traffic that the ring's own links do not carry.
 
     Each ``domain`` consecutive children share one medium of ``bandwidth_bytes_per_s`` each direction (the PCIe switch under a
-    CPU); where ``domain`` does not divide the children, the last medium has fewer. Traffic between children that are not
-    neighbours on the level's ring, and traffic that leaves the level, goes this way.
+    CPU); where ``domain`` does not divide the children, the last medium has fewer. It carries traffic between children that are
+    not neighbours on the ring, and traffic that leaves the level.
     """
 
     name: str
@@ -56,11 +56,11 @@ class Interconnect:
 class Level:
     """A tier of the cluster: ``size`` children under each parent, and the link that joins ONE of these children to it.
 
-    ``bandwidth_bytes_per_s`` is each direction's: on a ``switch``, of the link from one child into the switch (all NICs of a node
+    ``bandwidth_bytes_per_s`` is one direction's: on a ``switch``, of the link from one child into the switch (all NICs of a node
     together, if children are nodes); on a ``ring``, of the link between two neighbours; on a ``bus``, of the medium that all
     children share. ``latency_s`` is that of a message between two children. ``rails`` is the number of equal parallel links that
-    ``bandwidth_bytes_per_s`` sums up: one device drives one of them at a time. The efficiencies say which part of the
-    bandwidth ring and tree algorithms reach.
+    ``bandwidth_bytes_per_s`` sums up: one device drives one of them at a time. The efficiencies are the parts of the bandwidth
+    that ring and tree algorithms reach.
     """
 
     name: str
@@ -89,11 +89,11 @@ class Level:
         if self.also is not None and self.kind != "ring":
             raise ClusterError(f"a second interconnect belongs to a ring, this level is a {self.kind}", where=f"{where}: also")
         if self.also is not None and self.also.domain > self.size:
-            message = f"{self.also.domain} children share a medium, the level has {self.size}: at most these"
+            message = f"{self.also.domain} children share a medium, but the level has only {self.size}"
             raise ClusterError(message, where=f"{where}: also.domain")
 
     def resized(self, size: int) -> Level:
-        """The same level with another number of children; fewer than a medium's share that one medium."""
+        """The same level with another number of children; if fewer than ``also.domain``, all share one medium."""
         if self.also is None or self.also.domain <= size or size < 1:
             return replace(self, size=size)
         return replace(self, size=size, also=replace(self.also, domain=size))
@@ -101,10 +101,10 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One accelerator: peaks, memory, and the part of the peaks that kernels reach.
+    """One accelerator: peaks, memory, and the parts of the peaks that kernels reach.
 
-    ``flops_per_s`` maps a dtype (one of `DTYPES`) to the dense peak; ``flops_efficiency`` and ``memory_efficiency`` are what
-    large kernels attain of it, ``launch_s`` the overhead of one kernel.
+    ``flops_per_s`` maps a dtype (one of `DTYPES`) to its dense peak; ``flops_efficiency`` and ``memory_efficiency`` are the parts
+    of the peaks that large kernels reach, ``launch_s`` the overhead of one kernel.
     """
 
     name: str
@@ -146,7 +146,7 @@ class Machine:
 
     def __post_init__(self) -> None:
         if not self.name:
-            raise ClusterError("is empty: plans and messages tell the cluster by it", where="cluster: name")
+            raise ClusterError("is empty: plans and messages name the cluster by it", where="cluster: name")
         if not self.levels:
             raise ClusterError("a cluster needs at least one level", where=f"cluster {self.name!r}: levels")
         names = [level.name for level in self.levels]
@@ -186,35 +186,35 @@ class Machine:
 
 
 def check_positive(value: float, where: str) -> None:
-    """Refuse what is not a finite number above zero."""
+    """Raise `ClusterError` unless the value is a finite number above zero."""
     if not _is_number(value) or not math.isfinite(value) or value <= 0:
         raise ClusterError(f"must be a finite number above 0, got {value!r}", where=where)
 
 
 def check_at_least(value: float, least: float, where: str) -> None:
-    """Refuse what is not a finite number of at least ``least``."""
+    """Raise `ClusterError` unless the value is a finite number of at least ``least``."""
     if not _is_number(value) or not math.isfinite(value) or value < least:
         raise ClusterError(f"must be a finite number of at least {least:g}, got {value!r}", where=where)
 
 
 def check_part(value: float, where: str) -> None:
-    """Refuse what is not a part of a bandwidth or peak."""
+    """Raise `ClusterError` unless the value is an efficiency: above 0, at most `LARGEST_PART`."""
     check_positive(value, where)
     if value > LARGEST_PART:
-        raise ClusterError(f"is a part of what the hardware does, 0.9 for 90%, got {value!r}", where=where)
+        raise ClusterError(f"must be a fraction of the hardware's rate, such as 0.9 for 90%, got {value!r}", where=where)
 
 
 def check_name(value: str, where: str) -> None:
-    """Refuse a name of a level that the text of a reduction program could not hold, as ``a, b`` or ``root``."""
+    """Raise `ClusterError` for a level name that cannot stand in the text of a reduction program, like ``a, b`` or ``root``."""
     if not NAME.fullmatch(value) or value == "root":
         raise ClusterError(
-            f"must be letters, digits, '_', '-' and '.', and not 'root', which programs call the whole, got {value!r}: rename it",
+            f"must be letters, digits, '_', '-' and '.', but not 'root', a word of reduction programs, got {value!r}: rename it",
             where=where,
         )
 
 
 def check_count(value: int, where: str) -> None:
-    """Refuse what is not a whole number above zero."""
+    """Raise `ClusterError` unless the value is a whole number above zero."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ClusterError(f"must be a whole number above 0, got {value!r}", where=where)
 

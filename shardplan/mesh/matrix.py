@@ -1,7 +1,7 @@
 """Parallelism matrices: how parallelism axes are laid on the levels of a cluster (P2, section 3.1).
 
-Entry ``x[i][j]`` is how many ways level ``j`` is cut for axis ``i``. Every column multiplies to its level's size (the paper's
-equation 1), every row to its axis's size (equation 2).
+Entry ``x[i][j]`` is how many ways axis ``i`` cuts level ``j``. The product of a column is its level's size (the paper's
+equation 1), that of a row its axis's size (equation 2).
 
 >>> [str(m) for m in matrices((2, 4), (4, 2))]
 ['1 4 / 2 1', '2 2 / 1 2']
@@ -31,15 +31,15 @@ class Matrix:
     rows: tuple[tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
-        like = "write rows of whole numbers above 0, one entry a level, like ((1, 4), (4, 4))"
+        hint = "write rows of whole numbers above 0, one entry a level, like ((1, 4), (4, 4))"
         for i, row in enumerate(self.rows):
             for entry in row:
                 if not isinstance(entry, int) or isinstance(entry, bool) or entry < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-                    raise ClusterError(f"row {i} of a parallelism matrix holds {entry!r}: {like}")
+                    raise ClusterError(f"row {i} of a parallelism matrix holds {entry!r}: {hint}")
         lengths = [len(row) for row in self.rows]
         if len(set(lengths)) != 1 or not lengths[0]:
-            said = f"rows of {', '.join(map(str, lengths))} entries" if lengths else "no rows"
-            raise ClusterError(f"a parallelism matrix has {said}: {like}")
+            wrong_shape = f"rows of {', '.join(map(str, lengths))} entries" if lengths else "no rows"
+            raise ClusterError(f"a parallelism matrix has {wrong_shape}: {hint}")
 
     def __str__(self) -> str:
         return " / ".join(" ".join(map(str, row)) for row in self.rows)
@@ -78,9 +78,9 @@ class Matrix:
                 raise ClusterError(f"row {i} of the matrix {self} {why}; {_REMEDY}")
 
     def factors(self, cluster: Machine) -> tuple[tuple[Factor, ...], tuple[tuple[int, ...], ...]]:
-        """The entries above one as factors in device order, and for each axis the indices of its own, slowest first.
+        """The entries above one as factors in device order, and for each axis the indices of its factors, slowest first.
 
-        Within a level the axes follow one another, the first major.
+        Within a level the factors are in the order of the axes, the first one major.
         """
         self.check(cluster)
         result: list[Factor] = []
@@ -106,7 +106,7 @@ class Matrix:
 
 
 def parse(text: str) -> Matrix:
-    """The matrix that ``1 4 / 4 4`` writes: rows are axes, columns levels."""
+    """The matrix of a text like ``1 4 / 4 4``: rows are axes, columns levels."""
     rows = [row.split() for row in text.strip().split("/")]
     if not all(entry.isdecimal() and int(entry) > 0 for row in rows for entry in row) or not all(rows):
         raise ClusterError(f"not a parallelism matrix: {text!r}; write rows of whole numbers above 0 like '1 4 / 4 4'")
@@ -132,7 +132,7 @@ def matrices(shape: Sequence[int], axes: Sequence[int]) -> Iterator[Matrix]:
 
 
 def _columns(shape: tuple[int, ...], left: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """Columns for these levels where ``left`` remains of each axis."""
+    """The lists of columns for these levels; ``left`` is what remains of each axis."""
     if not shape:
         yield ()  # the products agree, so nothing is left
         return
@@ -143,7 +143,7 @@ def _columns(shape: tuple[int, ...], left: tuple[int, ...]) -> Iterator[tuple[tu
 
 
 def _cuts(size: int, left: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """The ways to write ``size`` as a product of one divisor of each axis."""
+    """The ways to write ``size`` as a product of one divisor of each entry of ``left``."""
     if not left:
         if size == 1:
             yield ()

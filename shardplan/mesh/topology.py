@@ -1,7 +1,7 @@
-"""The links behind the levels, and which of them a message takes.
+"""The links of the levels, and the ones that a message takes.
 
 A message between two devices climbs from its source to the level where their coordinates first differ, crosses there, and
-descends. `Topology.loads` adds up what many messages put on every link at once; `graph` is the same topology for networkx.
+descends. `Topology.loads` sums the bytes that many messages put on every link; `graph` is the same topology for networkx.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Tier:
     counter: int | None = None
 
     def port(self, child: Ints) -> Ints:
-        """The port of a child, counted over the whole cluster."""
+        """The port of a child, numbered over the whole cluster."""
         parent, place = child // self.level.size, child % self.level.size
         ports = -(-self.level.size // self.ports_per)
         return parent * ports + place // self.ports_per
@@ -92,7 +92,7 @@ class Topology:
         return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
     def meeting_level(self, source: Ints, target: Ints) -> Ints:
-        """The level at which two devices' coordinates first differ; the number of levels where they are one device."""
+        """The level at which two devices' coordinates first differ; the number of levels if they are one device."""
         meet = np.zeros(len(source), np.int64)
         for below in self._below:
             meet += source // below == target // below
@@ -112,7 +112,7 @@ class Topology:
             a, b = source // below, target // below
             if tier.clockwise is None:
                 via = np.flatnonzero(meet <= index)
-            else:  # between two children of this level, or up or down through it
+            else:  # a ring carries messages between its own children; others only pass through the level
                 crossing = _around_ring(tier, np.flatnonzero(meet == index), a, b, take)
                 via = np.concatenate([np.flatnonzero(meet < index), crossing])
             if tier.up is not None and tier.down is not None:
@@ -122,12 +122,15 @@ class Topology:
         return np.concatenate([empty, *messages]), np.concatenate([empty, *links])
 
     def loads(self, source: Ints, target: Ints, weight: Floats) -> Floats:
-        """Bytes on every link, each message weighing ``weight``.  # [links]"""
+        """Bytes on every link; each message has ``weight`` bytes.  # [links]"""
         message, link = self.routes(source, target)
         return np.bincount(link, weights=weight[message], minlength=len(self.bandwidth)).astype(np.float64)
 
     def latencies(self, source: Ints, target: Ints) -> Floats:
-        """Seconds before the first byte of each message arrives: the latency of the level where the two meet."""
+        """Seconds until each message's first byte arrives: the latency of the level where its ends meet.
+
+        On a ring it is paid for every hop; a second interconnect takes messages of more than one hop at its own latency.
+        """
         meet = self.meeting_level(source, target)
         result = np.array([*(tier.level.latency_s for tier in self.tiers), 0.0])[meet]
         for index, (tier, below) in enumerate(zip(self.tiers, self._below, strict=True)):
@@ -143,14 +146,14 @@ class Topology:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """How many links `Topology` has, and how many places `graph`."""
+    """The number of links in `Topology` and of places in `graph`."""
 
     links: int
     places: int
 
 
 def counts(cluster: Cluster) -> Counts:
-    """The size of a cluster's topology, without making it."""
+    """The size of a cluster's topology, without building it."""
     links, places = 0, 1
     for index, level in enumerate(cluster.levels):
         children = math.prod(cluster.shape[: index + 1])
@@ -162,12 +165,12 @@ def counts(cluster: Cluster) -> Counts:
 
 
 def graph(cluster: Cluster) -> nx.DiGraph[str]:
-    """The topology for networkx: devices ``gpu:3`` (by the last level's name), inner children, media, and links between them.
+    """The topology for networkx: devices like ``gpu:3`` (by the last level's name), inner children, media, and their links.
 
-    Edges carry ``link`` (its number in `Topology`), ``bandwidth_bytes_per_s``, ``latency_s`` and ``level``. The port of a ring
-    without a second interconnect is the child itself, at no cost (an edge without a ``link``).
+    Edges carry ``link`` (its number in `Topology`), ``bandwidth_bytes_per_s``, ``latency_s`` and ``level``. In a ring without
+    a second interconnect a child is its own port, at no cost (an edge without a ``link``).
     """
-    import networkx as nx  # takes half a second to load, and a plan has no use for it
+    import networkx as nx  # takes half a second to load, and plans do not need it
 
     topology = Topology(cluster)
     result: nx.DiGraph[str] = nx.DiGraph()
@@ -194,7 +197,7 @@ def graph(cluster: Cluster) -> nx.DiGraph[str]:
                 for step, base in (
                     (-1, tier.counter),
                     (1, tier.clockwise),
-                ):  # on a ring of two the clockwise link is the one kept
+                ):  # on a ring of two only the clockwise link stays
                     other = f"{level.name}:{first + (child - first + step) % level.size}"
                     result.add_edge(name, other, link=base + child, bandwidth_bytes_per_s=level.bandwidth_bytes_per_s, **data)
     return result
@@ -205,7 +208,7 @@ def _parent_name(cluster: Cluster, index: int, parent: int) -> str:
 
 
 def _ports(level: Level) -> tuple[int, float | None]:
-    """How many children share a port of this level's medium, and its speed; no speed where nothing limits it."""
+    """The number of children that share a port of this level's medium, and its speed; None if nothing limits it."""
     if level.kind == "switch":
         return 1, level.bandwidth_bytes_per_s
     if level.kind == "bus":
@@ -214,7 +217,7 @@ def _ports(level: Level) -> tuple[int, float | None]:
 
 
 def _around_ring(tier: Tier, crossing: Ints, a: Ints, b: Ints, take: Any) -> Ints:
-    """Send messages between children of a ring along it, the shorter way; return those that take the second interconnect."""
+    """Send messages between a ring's children around it, the shorter way; return those that take the second interconnect."""
     assert tier.clockwise is not None
     assert tier.counter is not None
     size = tier.level.size

@@ -1,4 +1,4 @@
-"""What a person or a program reads of a plan: numbers with units, plain-text tables, progress."""
+"""Reports for people and programs: numbers with units, text, tables, JSON, drawings, progress."""
 
 from shardplan.report.progress import Progress
 from shardplan.report.tables import rate, seconds, size, table

@@ -1,7 +1,7 @@
-"""A drawing of a plan on paper: a picture file (needs matplotlib, the extra ``draw``).
+"""Draws a plan as a picture file (needs matplotlib, the extra ``draw``).
 
-Each column is an op; a rectangle is a tensor, its sides the logarithms of two dims; a line is a cut over one level, a colour one
-device.
+Each column is an op. A rectangle is a tensor, its sides the logarithms of two dims. A line is a cut over one mesh axis; a
+colour is one device.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from shardplan.errors import ShardplanError
 from shardplan.report.drawing import Column, Cuts, Drawing, Tile
 
 Axes = Any
-"""matplotlib's, whose types are not all known."""
+"""matplotlib's ``Axes``, whose types are only partly known."""
 
 FORMATS = ("png", "svg", "pdf")
-"""What a picture may be written as, by the suffix of its file."""
+"""The formats of picture files, by the file's suffix."""
 
 _LINES = ("#111111", "#c0262d", "#1f5fa8", "#1e8449", "#8e44ad")
 _WIDTHS = (1.5, 0.9, 0.6, 0.4)
 _WHOLE = (0.93, 0.93, 0.93)
-_MOST = 32
-"""More parts than this along one side are drawn as their slower axes alone; the text below has all."""
+_MOST_PARTS = 32
+"""A side with more parts than this is drawn with the cuts of its slower axes only; the text below it counts all parts."""
 _PER_ROW = 16
-_LEAST = 0.25
-"""The side of a dim of one, as a part of the longest side."""
+_SHORTEST = 0.25
+"""The side of a dim of size 1, as a fraction of the longest side."""
 _SIZE, _GAP, _HEAD, _ROW = 0.8, 0.16, 0.85, 2.75
-"""Inches: the longest side of a rectangle, what lies between two columns, the height of the legend and of a row."""
+"""Inches: the longest side of a rectangle, the gap between columns, the height of the legend, the height of a row."""
 _MARGIN = 0.4
-"""Inches left of the columns, where a row's names stand."""
+"""Inches to the left of the columns, for the names of a row."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A column on the paper: its row, where it begins, and, where it opens or closes a repeat, how often that comes."""
+    """A column on the paper: its row and left edge. ``opens`` and ``closes`` count a repeat that begins or ends there."""
 
     column: Column
     row: int
@@ -54,7 +54,7 @@ def picture_format(file: str) -> str:
     """The format that a file's suffix names.
 
     Raises:
-        ShardplanError: for another suffix, or where matplotlib is not installed.
+        ShardplanError: if the suffix is none of `FORMATS`, or matplotlib is not installed.
     """
     suffix = Path(file).suffix.lower().removeprefix(".")
     if suffix not in FORMATS:
@@ -65,7 +65,7 @@ def picture_format(file: str) -> str:
 
 
 def picture(drawn: Drawing, *, title: str, suffix: str) -> bytes:
-    """The bytes of a picture file in the format ``suffix``, equal for equal plans."""
+    """The bytes of a picture file in the format ``suffix``. Equal plans give equal bytes."""
     figure = _matplotlib()(dpi=120)
     places = list(_placed(drawn))
     rows = 1 + max((p.row for p in places), default=0)
@@ -76,9 +76,9 @@ def picture(drawn: Drawing, *, title: str, suffix: str) -> bytes:
     axes.set_ylim(-height, 0)
     axes.axis("off")
     _legend(axes, drawn, title)
-    most = max((s for p in places for t in p.column.tiles for s in t.shape), default=2)
+    longest = max((s for p in places for t in p.column.tiles for s in t.shape), default=2)
     for place in places:
-        _column(axes, drawn, place, math.log2(max(most, 2)))
+        _column(axes, drawn, place, math.log2(max(longest, 2)))
     _blocks(axes, places)
     if not places:
         axes.text(width / 2, _top(0), "no product, convolution or lookup to draw", fontsize=9, ha="center", va="top")
@@ -90,7 +90,7 @@ def picture(drawn: Drawing, *, title: str, suffix: str) -> bytes:
 
 
 def _matplotlib() -> Any:
-    """matplotlib's Figure: without pyplot, which keeps figures and looks for a screen."""
+    """matplotlib's Figure. It comes without pyplot, which would keep figures and look for a screen."""
     try:
         return import_module("matplotlib.figure").Figure
     except ImportError as error:
@@ -106,10 +106,10 @@ def _rendered(figure: Any, suffix: str) -> bytes:
 
 
 def _placed(drawn: Drawing) -> Iterator[_Place]:
-    """Columns from left to right, in rows; a repeat is not broken where it fits in a row."""
+    """Columns from left to right, in rows. A repeat is not broken if it fits in one row."""
     chunks = list(_chunks(drawn))
     total = sum(len(columns) for columns, _ in chunks)
-    wide = math.ceil(total / math.ceil(total / _PER_ROW)) + 1 if total else 1  # rows of about one length
+    wide = math.ceil(total / math.ceil(total / _PER_ROW)) + 1 if total else 1  # rows of about equal length
     row, left, count = 0, _MARGIN, 0
     for columns, times in chunks:
         for i, column in enumerate(columns):
@@ -122,7 +122,7 @@ def _placed(drawn: Drawing) -> Iterator[_Place]:
 
 
 def _chunks(drawn: Drawing) -> Iterator[tuple[tuple[Column, ...], int]]:
-    """What is to stay in one row, and how often it comes: a repeat, or the columns of one block."""
+    """The columns to keep in one row, and their repeat count: a repeat, or the columns of one block."""
     for run in drawn.runs:
         if run.times > 1:
             yield run.columns, run.times
@@ -149,32 +149,32 @@ def _legend(axes: Axes, drawn: Drawing, title: str) -> None:
     )  # fmt: skip
 
 
-def _column(axes: Axes, drawn: Drawing, place: _Place, most: float) -> None:
+def _column(axes: Axes, drawn: Drawing, place: _Place, longest: float) -> None:
     top = _top(place.row)
     middle = place.left + _SIZE / 2
     axes.text(middle, top + 0.02, place.column.label, fontsize=min(6.4, 90 / len(place.column.label)), ha="center", va="bottom")
     for i, tile in enumerate(place.column.tiles):
         above = top - 1.06 * i
-        _tile(axes, drawn, tile, place.left, above - 0.03, most)
+        _tile(axes, drawn, tile, place.left, above - 0.03, longest)
         axes.text(middle, above - 0.86, _shape(drawn, tile), fontsize=4.7, ha="center", va="top")
         _moves(axes, middle, above - 0.945, tile.moves, "")
     _moves(axes, middle, top - 2.12, place.column.gives, "gives: ")
 
 
 def _top(row: int) -> float:
-    """Where a row's rectangles begin."""
+    """The y coordinate at which a row's rectangles begin."""
     return -_HEAD - 0.42 - _ROW * row
 
 
 def _moves(axes: Axes, x: float, y: float, moves: Sequence[str], before: str) -> None:
-    """Equal ones in a row share a line."""
+    """Write collectives below a rectangle; equal ones that follow each other share a line."""
     lines = [kind if n == 1 else f"{n} x {kind}" for kind, same in itertools.groupby(moves) if (n := len(list(same)))]
     if lines:
         axes.text(x, y, before + "\n".join(lines), fontsize=5.2, ha="center", va="top", color="#b3181f", linespacing=0.95)
 
 
 def _blocks(axes: Axes, places: Sequence[_Place]) -> None:
-    """Names of blocks over their columns, and brackets round what repeats."""
+    """Draw the names of blocks above their columns, and brackets around repeats."""
     start = opened = places[0] if places else None
     for place, after in itertools.zip_longest(places, places[1:]):
         assert start is not None
@@ -196,9 +196,9 @@ def _bracket(axes: Axes, left: float, right: float, top: float, times: int) -> N
     axes.text(right - 0.02, top + 0.3, f"x{times}", fontsize=9, weight="bold", ha="right", va="bottom")
 
 
-def _tile(axes: Axes, drawn: Drawing, tile: Tile, left: float, top: float, most: float) -> None:
+def _tile(axes: Axes, drawn: Drawing, tile: Tile, left: float, top: float, longest: float) -> None:
     vertical, horizontal = tile.shown if len(tile.shown) == 2 else (None, *tile.shown[:1]) if tile.shown else (None, None)
-    height, width = _side(tile, vertical, most), _side(tile, horizontal, most)
+    height, width = _side(tile, vertical, longest), _side(tile, horizontal, longest)
     x, y = left + (_SIZE - width) / 2, top - _SIZE + (_SIZE - height) / 2
     down, across = _parts(drawn, tile.kept, vertical), _parts(drawn, tile.kept, horizontal)
     for i, a in enumerate(down):
@@ -217,34 +217,34 @@ def _tile(axes: Axes, drawn: Drawing, tile: Tile, left: float, top: float, most:
 
 
 def _cut(axes: Axes, axis: int, part: float, x: Sequence[float], y: Sequence[float]) -> None:
-    """A line between parts so many inches wide, of which it hides little."""
+    """Draw the line between two parts ``part`` inches wide; it is thinner where parts are narrow."""
     color, width = _line(axis)
     axes.plot(x, y, color=color, lw=min(width, 0.2 * 72 * part), solid_capstyle="butt")
 
 
-def _side(tile: Tile, dim: int | None, most: float) -> float:
-    """Inches: the logarithm of the dim."""
-    return _SIZE * (_LEAST if dim is None else _LEAST + (1 - _LEAST) * math.log2(max(tile.shape[dim], 1)) / most)
+def _side(tile: Tile, dim: int | None, longest: float) -> float:
+    """The side of a rectangle in inches: the logarithm of the dim, scaled."""
+    return _SIZE * (_SHORTEST if dim is None else _SHORTEST + (1 - _SHORTEST) * math.log2(max(tile.shape[dim], 1)) / longest)
 
 
 def _parts(drawn: Drawing, cuts: Cuts, dim: int | None) -> list[dict[int, int]]:
-    """The parts along a dim, each with its place along every axis that cuts the dim: slower axes alone where there are many."""
+    """The parts along a dim, each as its index along every axis that cuts the dim; only slower axes where parts are many."""
     parts: list[dict[int, int]] = [{}]
     for axis in cuts[dim] if dim is not None else ():
         finer = [part | {axis: i} for part in parts for i in range(drawn.axes[axis][1])]
-        if len(finer) > _MOST:
+        if len(finer) > _MOST_PARTS:
             break
         parts = finer
     return parts
 
 
 def _changes(a: dict[int, int], b: dict[int, int]) -> int:
-    """The axis whose cut lies between two parts that touch: the major one of those that change."""
+    """The axis whose cut separates two adjacent parts: the major one of the axes that change."""
     return next(axis for axis in a if a[axis] != b[axis])
 
 
 def _color(drawn: Drawing, cuts: Cuts, part: dict[int, int]) -> tuple[float, float, float]:
-    """That of the first device that holds the part; the paler, the more devices hold it."""
+    """The colour of the first device that holds the part; the more devices hold it, the paler."""
     sizes = [size for _, size in drawn.axes]
     cutting = {axis for fs in cuts for axis in fs}
     first = sum(part.get(axis, 0) * math.prod(sizes[axis + 1 :]) for axis in range(len(sizes)))
@@ -255,11 +255,11 @@ def _color(drawn: Drawing, cuts: Cuts, part: dict[int, int]) -> tuple[float, flo
 
 
 def _line(axis: int) -> tuple[str, float]:
-    """Colour and width (points) of a cut over this axis: the slower, the thicker."""
+    """The colour and width (points) of a cut over this axis; slower axes get thicker lines."""
     return _LINES[axis % len(_LINES)], _WIDTHS[min(axis, len(_WIDTHS) - 1)]
 
 
 def _shape(drawn: Drawing, tile: Tile) -> str:
-    """The dims, each with the number of parts that it is kept in."""
+    """The dims as text, each with the number of parts that it is stored in."""
     parts = [math.prod(drawn.axes[axis][1] for axis in axes) for axes in tile.kept]
     return " x ".join(f"{n}/{k}" if k > 1 else f"{n}" for n, k in zip(tile.shape, parts, strict=True))

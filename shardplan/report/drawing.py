@@ -1,7 +1,7 @@
-"""What a drawing of a plan shows: the weight and the activation of each layer, how each is cut over the levels, repeats folded.
+"""The content of a drawing of a plan: the weight and the activation of each layer, how each is cut, repeats folded.
 
-As in Tofu's Figure 11: one column for each op of the forward pass that multiplies, or looks up in a weight, in the order of the
-program. `shardplan.report.draw` puts it on paper.
+As in Tofu's Figure 11, each column is an op of the forward pass that multiplies or looks up rows of a weight, in program order.
+`shardplan.report.draw` renders it.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from shardplan.graph import Graph, Node
 from shardplan.ir import Layout, Tensor, Use
 
 Cuts = tuple[tuple[int, ...], ...]
-"""For each dim the axes that cut it, major first: numbers in `Drawing.axes`."""
+"""For each dim the axes that cut it, major first, as indices into `Drawing.axes`."""
 
-_LONGEST = 128
-"""Repeats of at most so many columns are looked for."""
+_LONGEST_REPEAT = 128
+"""The most columns that one repeat may have."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One tensor: how it is kept, how the op reads it, and the collectives in between.
+    """One tensor: its stored layout, the layout that the op reads, and the collectives in between.
 
-    ``shown`` are the one or two dims that it is drawn by, vertical first.
+    ``shown`` are the one or two dims that are drawn, vertical first.
     """
 
     kind: Literal["weight", "activation"]
@@ -40,10 +40,10 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One op: what it reads, a weight first, and the collectives that make what is stored out of what it gives.
+    """One op: the tensors that it reads, a weight first, and the collectives that bring its result into the stored layout.
 
-    ``block`` and ``label`` are the last words of the weight's path, else of the op's scope; ``numbers`` are those in the path.
-    ``trips``: how often a loop around it runs it.
+    ``block`` and ``label`` are the last two words of the weight's path; without a weight, the last word of the op's scope and the
+    primitive. ``numbers`` are the numbers in that path or scope. ``trips`` is how often a loop around the op runs it.
     """
 
     block: str
@@ -55,13 +55,13 @@ class Column:
 
     @property
     def looks(self) -> tuple[str, tuple[Tile, ...], tuple[str, ...]]:
-        """What it is drawn as but for numbers in its name: columns of equal looks may be folded."""
+        """How the column is drawn, without numbers in its name. Columns of equal looks may be folded."""
         return re.sub(r"\d+", "", f"{self.block}/{self.label}"), self.tiles, self.gives
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Columns that come ``times`` times, in a row or in a loop, each time with these looks."""
+    """Columns that repeat ``times`` times, in a row or in a loop, each time with the same looks."""
 
     columns: tuple[Column, ...]
     times: int = 1
@@ -76,7 +76,7 @@ class Drawing:
 
 
 def drawing(plan: PlannedProgram) -> Drawing:
-    """What a plan looks like."""
+    """The drawing of a plan."""
     graph = plan.graph
     origins = _origins(graph, frozenset(t for t, layout in enumerate(plan.layouts) if layout is None))
     columns = [c for node in graph.nodes if (c := _column(plan, node, origins)) is not None]
@@ -87,33 +87,34 @@ def drawing(plan: PlannedProgram) -> Drawing:
 
 
 def _origins(graph: Graph, free: frozenset[int]) -> Mapping[int, int]:
-    """For each tensor that is one weight (an input that the step feeds back; any input, where none is), cast, sliced by a loop
-    or laid out anew, the number of that input.
+    """The tensors that hold one weight (itself, its slice in a loop, a cast, a transpose), each with the number of that input.
+
+    Weights are inputs with two dims or more that the step feeds back; where it feeds none back, all such inputs.
     """
     state = {i for i in graph.feedback if i is not None} or set(range(len(graph.inputs)))
-    found = {t: i for i, t in enumerate(graph.inputs) if i in state and len(graph.tensors[t].shape) > 1}
+    weight_of = {t: i for i, t in enumerate(graph.inputs) if i in state and len(graph.tensors[t].shape) > 1}
     entered: dict[int, list[int]] = {}
     for link in graph.links:
         if link.target in graph.boundary:
             entered.setdefault(link.target, []).append(link.source)
     changed = True
-    while changed:  # bodies inside bodies
-        before = len(found)
+    while changed:  # bodies may be nested
+        before = len(weight_of)
         for target, sources in entered.items():
-            if len(sources) == 1 and sources[0] in found:  # a carry is entered twice
-                found.setdefault(target, found[sources[0]])
+            if len(sources) == 1 and sources[0] in weight_of:  # a carry has two sources
+                weight_of.setdefault(target, weight_of[sources[0]])
         for node in graph.nodes:
             alive = {t for t in node.inputs if t >= 0 and t not in free}
             if len(alive) == 1 and len(node.outputs) == 1:
                 (t,) = alive
-                if t in found and graph.tensors[t].size == graph.tensors[node.outputs[0]].size:
-                    found.setdefault(node.outputs[0], found[t])
-        changed = len(found) != before
-    return found
+                if t in weight_of and graph.tensors[t].size == graph.tensors[node.outputs[0]].size:
+                    weight_of.setdefault(node.outputs[0], weight_of[t])
+        changed = len(weight_of) != before
+    return weight_of
 
 
 def _column(plan: PlannedProgram, node: Node, origins: Mapping[int, int]) -> Column | None:
-    """The column of an op; None for one that is not drawn: elementwise, backward, or of fewer than two tensors."""
+    """The column of an op; None where it is not drawn: elementwise, backward, no product or lookup, fewer than two tensors."""
     use = plan.uses.get(node.id)
     description = node.signature.description
     if use is None or node.backward or node.signature.elementwise or description is None:
@@ -146,7 +147,7 @@ def _tile(plan: PlannedProgram, node: Node, use: Use, slot: int, origins: Mappin
 
 
 def _at_rest(plan: PlannedProgram, tensor: Tensor, stored: Layout, origin: int | None) -> Layout:
-    """How a weight lies between steps, where that can be said of what the op reads: a cast of it, or a slice of a stack."""
+    """The weight's layout between steps, where the op reads a cast of it or a slice of a stack; else ``stored``."""
     if origin is None:
         return stored
     graph = plan.graph
@@ -169,7 +170,7 @@ def _moves(plan: PlannedProgram, tensor: Tensor, before: Layout, after: Layout) 
 
 
 def _shown(shape: tuple[int, ...], used: set[int], kind: str) -> tuple[int, ...]:
-    """The two dims that say most: those that are cut, then an activation's first and last, or the largest."""
+    """The two dims to draw: cut dims first, then an activation's first and last, then the largest."""
     last = len(shape) - 1
 
     def rank(d: int) -> tuple[bool, bool, int, int]:
@@ -179,11 +180,11 @@ def _shown(shape: tuple[int, ...], used: set[int], kind: str) -> tuple[int, ...]
 
 
 _NO_NAMES = frozenset({"params", "kernel", "weight", "w"})
-"""Words of a path that every weight has."""
+"""Words of paths that do not tell weights apart."""
 
 
 def _names(path: str, op: str | None) -> tuple[str, str]:
-    """(block, label) by the last words of a path whose first is the argument; an ``op`` without a weight has a scope for one."""
+    """(block, label) from a path whose first word is the argument; with ``op``, the label is the op and the path its scope."""
     words = [w for w in path.split("/")[op is None :] if w not in _NO_NAMES and not w.isdigit() and not re.search(r"[(>]", w)]
     words = [w for w, _ in itertools.groupby(words)]
     label = op if op is not None else words.pop() if words else path
@@ -194,9 +195,9 @@ def _names(path: str, op: str | None) -> tuple[str, str]:
 
 
 def folded(columns: Sequence[Column]) -> tuple[Run, ...]:
-    """Columns with their repeats folded: the repeat that saves most first, then what is left and right of it.
+    """Columns with their repeats folded: first the repeat that saves most columns, then those to its left and right.
 
-    Of equal savings the one whose columns bear the fewest different numbers, so that a run begins where a block does.
+    Of equal savings, the columns with the fewest different numbers win, so that a run begins where a block does.
 
     >>> a, b = Column("", "a", (), (), ()), Column("", "b", (), (), ())
     >>> [(len(run.columns), run.times) for run in folded([a, b, a, b, a])]
@@ -224,10 +225,10 @@ def _folded(columns: Sequence[Column], looks: Sequence[int]) -> list[Run]:
 def _best_repeat(columns: Sequence[Column], looks: Sequence[int]) -> tuple[int, int, int] | None:
     """(start, columns of one repeat, times) of the repeat that saves most columns."""
     best: tuple[tuple[int, ...], tuple[int, int, int]] | None = None
-    for period in range(1, min(_LONGEST, len(looks) // 2) + 1):
+    for period in range(1, min(_LONGEST_REPEAT, len(looks) // 2) + 1):
         run = 0
         for i in range(len(looks) - period - 1, -1, -1):
-            run = run + 1 if looks[i] == looks[i + period] else 0  # so many columns from i on equal those a period later
+            run = run + 1 if looks[i] == looks[i + period] else 0  # columns from i on that equal those a period later
             times = run // period + 1
             if times > 1:
                 numbers = len({c.numbers for c in columns[i : i + period]})

@@ -1,7 +1,7 @@
-"""Why a plan is as it is: for an argument what was chosen, what else would cost, what binds, and where it is read.
+"""Explains a plan: for each argument its layout, the cost of the runner-up, the binding constraint, and its readers.
 
-The cost of another layout is that of the same plan with this one layout changed and all others held: how much the choice matters,
-not what a search would make of it (other layouts would follow).
+The cost of another layout is that of the same plan with this one layout changed and all others held. It says how much the choice
+matters, not what a new search would find: that would change other layouts too.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from shardplan.search.coarsening.variables import FREE
 from shardplan.search.session import Session
 
 _LINES = 3
-"""So many source lines and dearest collectives are named."""
+"""At most this many source lines, uses and collectives are named."""
 _NEAR = 1e-9
-"""Seconds below which two choices cost the same."""
+"""Two choices cost the same if they differ by fewer seconds than this."""
 
 
 def explain(plan: PlanData, session: Session, path: str | None = None) -> str:
-    """The whole plan in words, or the arguments whose path is ``path`` or matches it as a glob.
+    """The whole plan in words, or the arguments whose path equals ``path`` or matches it as a glob.
 
     Raises:
         ShardplanError: if no argument matches.
@@ -50,8 +50,8 @@ def explain(plan: PlanData, session: Session, path: str | None = None) -> str:
 def explain_all(plan: PlanData, session: Session) -> dict[str, str]:
     """Every explanation by path, ``""`` for the whole plan.
 
-    Of the dims that do not divide only the one of the largest array is priced padded, for each price is a search of its own;
-    none under a time budget.
+    Each price of a padded dim takes a search of its own. So only the indivisible dim of the largest array is priced, and none
+    where the plan has a time budget or was stopped.
     """
     sizes = [(nbytes, odd.size) for shape, _, nbytes in argument_shapes(plan).values() for odd in uneven(shape, plan.axes)]
     largest = {max(sizes)[1]} if sizes and plan.time_budget_s is None and not plan.stopped else set[int]()
@@ -60,7 +60,7 @@ def explain_all(plan: PlanData, session: Session) -> dict[str, str]:
 
 
 def unknown(path: str, paths: Sequence[str]) -> str:
-    """The message for a path that names nothing."""
+    """The error message for a path that matches no argument."""
     return f"no argument {path!r}{nearest(path, paths)}; a glob such as '*kernel' names several"
 
 
@@ -81,10 +81,9 @@ def _why(plan: PlanData, session: Session, priced_sizes: frozenset[int] | None) 
 
 @dataclass(frozen=True, slots=True)
 class _Why:
-    """What all explanations of one plan share: arguments by path, the ops that read each, and those that share a layout.
+    """What all explanations of one plan share: arguments by path, the ops that read each, and the arguments that share a layout.
 
-    ``priced_sizes`` are the dims whose padding is priced, all that can be where it is None. The last three fields keep what was
-    worked out already.
+    ``priced_sizes`` are the dim sizes whose padding is priced; None prices all that can be. The last three fields are caches.
     """
 
     plan: PlanData
@@ -102,7 +101,7 @@ class _Why:
     # -- the whole plan ------------------------------------------------------------------------------------------------
 
     def whole(self) -> str:
-        """Of the plan: its time, its memory, and what it beats."""
+        """The plan's time, memory, best baseline, binding constraints, dearest collectives and indivisible dims."""
         plan = self.plan
         mesh = " x ".join(f"{name}={k}" for name, k in plan.axes.items())
         spent = f"compute {seconds(plan.compute_s)}, communication {seconds(plan.communication_s)}"
@@ -132,19 +131,19 @@ class _Why:
         plan = self.plan
         pins = plan.pins
         hits = [p for p in pins if path is None or fnmatch.fnmatchcase(path, p)]
-        found = [f"the pin {p!r} = {spec_text(pins[p])} fixes {'it' if path else 'what it matches'}" for p in hits]
+        texts = [f"the pin {p!r} = {spec_text(pins[p])} fixes {'it' if path else 'what it matches'}" for p in hits]
         unlimited_s = plan.unlimited_s
         if path is None and unlimited_s is not None and plan.step_time_s > unlimited_s * (1 + 1e-6):
-            found.append(
+            texts.append(
                 f"the memory limit of {size(plan.memory_limit)} binds: without it a step takes {seconds(unlimited_s)}, "
                 f"{_more(unlimited_s - plan.step_time_s)}"
             )
-        return found
+        return texts
 
     # -- one argument --------------------------------------------------------------------------------------------------
 
     def argument(self, path: str, pattern: str | None = None, alike: int = 1) -> str:
-        """Of one argument (or of all that ``pattern`` stands for): how it lies, and why."""
+        """The explanation of one argument, or of all that ``pattern`` stands for: its layout and the reasons."""
         plan = self.plan
         shape, dtype, nbytes = self.shapes[path]
         t = self.tensors[path]
@@ -179,27 +178,27 @@ class _Why:
         return [f"one layout with {', '.join(others[:2])}{more}"]
 
     def _uses(self, t: int) -> list[str]:
-        """The layouts in which ops read it where they differ from its own."""
+        """Lines on the layouts in which ops read the argument, where they differ from its stored layout."""
         plan = self.plan
         graph, decisions, programs = self.session.graph, self.session.decisions, self.session.extractor.programs
-        own, found = decisions.layouts[t], dict[str, None]()
-        assert own is not None
+        stored, texts = decisions.layouts[t], dict[str, None]()
+        assert stored is not None
         for node in self.readers[t]:
             use = decisions.uses.get(node.id)
             for i, need in enumerate(use.needs if use is not None else ()):
-                if node.inputs[i] != t or need is None or need == own:
+                if node.inputs[i] != t or need is None or need == stored:
                     continue
-                steps = programs.between(graph.tensors[t].shape, graph.tensors[t].nbytes, own, need)
-                talk = [s for s in steps if s.kind != "slice"]
-                cost = sum(s.seconds for s in talk)
+                steps = programs.between(graph.tensors[t].shape, graph.tensors[t].nbytes, stored, need)
+                moves = [s for s in steps if s.kind != "slice"]
+                cost = sum(s.seconds for s in moves)
                 kinds = ", ".join(
                     f"{s.kind.replace('_', '-')}{' as ' + shortened(s.program) if s.program else ''}"
                     f" over {' x '.join(plan.factors[f].name for f in s.over)}"
-                    for s in talk
+                    for s in moves
                 )
-                how = f"by {kinds}, {seconds(cost)}" if talk else "by a local slice"
-                found[f"{'backward' if node.backward else 'forward'} it is read as {self._layout(need)}, {how}"] = None
-        return list(found)[:_LINES]
+                how = f"by {kinds}, {seconds(cost)}" if moves else "by a local slice"
+                texts[f"{'backward' if node.backward else 'forward'} it is read as {self._layout(need)}, {how}"] = None
+        return list(texts)[:_LINES]
 
     def _others(self, v: int, path: str) -> list[str]:
         bound = self._binding(path)
@@ -249,7 +248,7 @@ class _Why:
         )
 
     def _read_at(self, t: int) -> list[str]:
-        """The source lines that read it, contractions first."""
+        """The source lines that read the argument; elementwise ops come last."""
         rank = sorted(self.readers[t], key=lambda n: (n.signature.elementwise, n.id))
         lines = dict.fromkeys(f"{self._source(n)} ({n.op.primitive})" for n in rank)
         if not lines:

@@ -13,7 +13,7 @@ from shardplan.report.text import collective_rows
 
 
 def figures(plan: PlanData) -> dict[str, Any]:
-    """What a plan says in numbers, for a program: seconds of one step, bytes of one device and step."""
+    """The figures of a plan as JSON values: seconds of one step, bytes of one device and step."""
     return {
         "step_time_s": plan.step_time_s,
         "compute_s": plan.compute_s,
@@ -39,7 +39,7 @@ def figures(plan: PlanData) -> dict[str, Any]:
 
 
 def remat_json(remat: Remat) -> dict[str, Any]:
-    """What is computed again: bytes of whole values; ``without`` is the best plan that computes nothing again."""
+    """What the backward pass computes again. Bytes are of whole values; ``without`` is the best plan that recomputes nothing."""
     return {
         "chosen": bool(remat.parts),
         "policy": remat.policy,
@@ -65,8 +65,8 @@ def plan_json(plan: PlanData) -> dict[str, Any]:
 
 
 def comparison_rows(plan: PlanData, measured: Mapping[str, tuple[float, float, int]] | None = None) -> list[dict[str, Any]]:
-    """The plan, then every baseline by time; ``measured`` has (wire bytes, raw wire bytes, peak bytes) by name."""
-    own: dict[str, Any] = {
+    """The plan, then baselines by time, those that fit first; ``measured``: (wire bytes, raw wire bytes, peak bytes) by name."""
+    plan_row: dict[str, Any] = {
         "name": "this plan",
         "step_time_s": plan.step_time_s,
         "communication_bytes": plan.communication_bytes,
@@ -74,7 +74,7 @@ def comparison_rows(plan: PlanData, measured: Mapping[str, tuple[float, float, i
         "fits": plan.peak_bytes <= plan.memory_limit,
     }
     rows: list[dict[str, Any]] = [
-        own,
+        plan_row,
         *sorted((asdict(b) for b in plan.baselines or ()), key=lambda b: (not b["fits"], b["step_time_s"], b["name"])),
     ]
     for row in rows:

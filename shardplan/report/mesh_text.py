@@ -1,4 +1,4 @@
-"""What the command line says of clusters, parallelism matrices and reduction programs: one object of text and JSON each."""
+"""Reports on clusters, parallelism matrices and reduction programs, each as text and JSON."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def mesh_show(spec: Spec) -> Report:
 
 
 def mesh_detect(found: Detected) -> Report:
-    """The machine that `shardplan.mesh.devices.detected` found, what was assumed, and the TOML that describes it."""
+    """The machine that `shardplan.mesh.devices.detected` found, the assumptions about it, and the TOML that describes it."""
     cluster, toml = found.cluster, detected_toml(found)
     note = "Bandwidths are those of the nearest preset: correct them in the file where this machine differs."
     assumed = [f"Assumed: {one}." for one in found.assumed]
@@ -55,7 +55,7 @@ def mesh_detect(found: Detected) -> Report:
 
 
 def detected_toml(found: Detected) -> str:
-    """The TOML of a machine that was found, what was assumed in comments above it."""
+    """The TOML of a detected machine, with the assumptions in comments above it."""
     return "".join(f"# assumed: {one}\n" for one in found.assumed) + found.cluster.to_toml()
 
 
@@ -66,13 +66,13 @@ def mesh_matrices(
     nbytes: float | None = None,
     algorithm: Algorithm = "auto",
 ) -> Report:
-    """Every matrix of these axes on a cluster; ranked where a reduction over some axes of so many bytes a device is asked for."""
+    """Every matrix of these axes on a cluster; with ``over``, ranked by a reduction of ``nbytes`` a device over those axes."""
     cluster, sizes = Cluster.load(spec), numbers(axes, "axes")
     if over is None:
         given = [*(["bytes"] if nbytes is not None else []), *(["algorithm"] if algorithm != "auto" else [])]
         if given:
             said = " and ".join(f"--{option}" for option in given)
-            raise ClusterError(f'{said} rank matrices by a reduction: name the axes that it runs over, --over "0"')
+            raise ClusterError(f'{said}: without --over there is no reduction to rank matrices by; name its axes, --over "0"')
         found = list(matrices(cluster.shape, sizes))
         listed = [{"matrix": str(m), "rows": m.rows, "all_reduce_s": None, "best_s": None} for m in found]
         lines = [f"{m}    {_in_words(m, cluster)}" for m in found]
@@ -118,7 +118,7 @@ def reduce_report(
     algorithm: Algorithm = "auto",
     max_size: int = 5,
 ) -> Report:
-    """All programs of a reduction, ranked; without a matrix, of the best one."""
+    """All programs of a reduction, ranked; without ``matrix``, on the best matrix."""
     cluster, sizes, reduced = Cluster.load(spec), numbers(axes, "axes"), numbers(over, "over")
     amount = _bytes(nbytes)
     if matrix is None:
@@ -128,14 +128,14 @@ def reduce_report(
     factors, of_axes = chosen.factors(cluster)
     check_over(reduced, len(of_axes))
     network = Network(cluster, factors)
-    mine = tuple(i for axis in reduced for i in of_axes[axis])
+    reduced_factors = tuple(i for axis in reduced for i in of_axes[axis])
     started = time.perf_counter()
-    priced = table(network, mine, algorithm=algorithm, max_size=max_size)
-    spent = time.perf_counter() - started
+    priced = table(network, reduced_factors, algorithm=algorithm, max_size=max_size)
+    synthesis_s = time.perf_counter() - started
     seconds = priced.seconds(amount)
     order = sorted(range(len(seconds)), key=lambda i: (float(seconds[i]), i))
-    names = names_of(network, entries(network, mine))
-    flat = float(network.seconds("all_reduce", mine, amount, algorithm=algorithm))
+    names = names_of(network, entries(network, reduced_factors))
+    flat = float(network.seconds("all_reduce", reduced_factors, amount, algorithm=algorithm))
     ranked = [{"program": priced.programs[i].text(names), "seconds": float(seconds[i])} for i in order]
     rows = [
         (n + 1, tables.seconds(float(seconds[i])), f"{flat / seconds[i]:.2f}x" if flat else "", priced.programs[i].text(names))
@@ -144,23 +144,23 @@ def reduce_report(
     head = [
         f"matrix {chosen}: {_in_words(chosen, cluster)}",
         f"{tables.size(amount)} a device reduced over {_axes(reduced)}, {_which(algorithm)}",
-        f"{len(order)} programs of at most {max_size} steps, synthesized and priced in {tables.seconds(spent)}",
+        f"{len(order)} programs of at most {max_size} steps, synthesized and priced in {tables.seconds(synthesis_s)}",
         f"one AllReduce takes {tables.seconds(flat)}",
     ]
     more = [f"and {len(order) - _SHOWN} more"] if len(order) > _SHOWN else []
     best = priced.programs[order[0]]
-    told = ["the best in words:", *(f"  {i + 1}. {line}" for i, line in enumerate(words(best, names)))]
-    told += ["", *_legend([priced.programs[i] for i in order[:_SHOWN]], names)]
+    explanation = ["the best in words:", *(f"  {i + 1}. {line}" for i, line in enumerate(words(best, names)))]
+    explanation += ["", *_legend([priced.programs[i] for i in order[:_SHOWN]], names)]
     body = tables.table(("rank", "time", "against AllReduce", "program"), rows)
     json = {
         "matrix": str(chosen),
         "programs": len(order),
-        "synthesis_s": spent,
+        "synthesis_s": synthesis_s,
         "all_reduce_s": flat,
         "best_s": float(seconds[order[0]]),
         "ranked": ranked,
     }
-    return Report("\n".join([*head, "", body, *more, "", *told]), json)
+    return Report("\n".join([*head, "", body, *more, "", *explanation]), json)
 
 
 def words(program: Reduction, names: Sequence[str]) -> list[str]:
@@ -195,7 +195,7 @@ _MEANS = {
 
 
 def _legend(programs: Sequence[Reduction], names: Sequence[str]) -> list[str]:
-    """What the patterns and collectives of these programs mean, a line each."""
+    """The meaning of the patterns and collectives of these programs, a line each."""
     steps = [step for program in programs for step in program.steps]
     if not steps:
         return []
@@ -206,7 +206,7 @@ def _legend(programs: Sequence[Reduction], names: Sequence[str]) -> list[str]:
 
 
 def numbers(text: str | Sequence[int], what: str) -> tuple[int, ...]:
-    """Whole numbers like ``4 16``."""
+    """The whole numbers in text like ``4 16``; ``what`` names them in errors."""
     if not isinstance(text, str):
         return tuple(text)
     parts = text.replace(",", " ").split()
@@ -264,7 +264,7 @@ def _tree(cluster: Cluster) -> str:
 
 
 def _article(name: str) -> str:
-    """As it is said: an A100, an H200, a V100."""
+    """The article as spoken: an A100, an H200, a V100."""
     return "an" if name[:1].upper() in "AEFHILMNORSX" and (name[1:2].isdigit() or name[0].upper() in "AEIO") else "a"
 
 

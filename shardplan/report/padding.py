@@ -1,4 +1,4 @@
-"""Dims that do not divide, and the sizes that would."""
+"""Dims that mesh axes do not divide, and the next sizes that they divide."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 _TILE = 128
-"""Matrix units work on tiles of this many elements: a large dim is padded to a multiple of it too."""
+"""Matrix units work on tiles of this many elements: a large dim is padded to whole tiles too."""
 _LARGE = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Uneven:
-    """A dim that not every axis divides: ``axes`` do not, ``padded`` is the next size that all devices divide."""
+    """A dim that some mesh axes do not divide: ``axes`` are these, ``padded`` is the next size that all devices divide."""
 
     dim: int
     size: int
@@ -22,25 +22,25 @@ class Uneven:
 
 
 def uneven(shape: Sequence[int], axes: Mapping[str, int]) -> tuple[Uneven, ...]:
-    """The dims that some axis does not divide although they have an element for every device.
+    """The dims that some mesh axis does not divide although they have an element for every device.
 
     >>> uneven((768, 50257), {"node": 2, "gpu": 4})
     (Uneven(dim=1, size=50257, axes=('node', 'gpu'), padded=50304),)
     """
-    found: list[Uneven] = []
+    uneven_dims: list[Uneven] = []
     for dim, n in enumerate(shape):
-        bad = tuple(name for name, k in axes.items() if n % k)
-        if bad and n >= math.prod(axes.values()):
-            found.append(Uneven(dim, n, bad, padded(n, math.prod(axes.values()))))
-    return tuple(found)
+        indivisible_by = tuple(name for name, k in axes.items() if n % k)
+        if indivisible_by and n >= math.prod(axes.values()):
+            uneven_dims.append(Uneven(dim, n, indivisible_by, padded(n, math.prod(axes.values()))))
+    return tuple(uneven_dims)
 
 
 def padded(size: int, devices: int) -> int:
-    """The next size that ``devices`` divide, and tiles too where the dim is large."""
+    """The next multiple of ``devices``; for a large dim, of the tile too."""
     unit = math.lcm(devices, _TILE) if size >= _LARGE else devices
     return -(-size // unit) * unit
 
 
 def priced(size: int) -> bool:
-    """Whether padding a dim of this size can be priced: smaller numbers stand in a program for other things too."""
+    """Whether padding a dim of this size can be priced. Smaller numbers may mean other things in a program."""
     return size >= _TILE

@@ -1,4 +1,4 @@
-"""Paths that differ by a number or a name and lie alike are read as one: ``blocks/{0..11}/mlp/up/kernel``."""
+"""Paths that differ in a number or a name and are otherwise alike share one pattern: ``blocks/{0..11}/mlp/up/kernel``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 _NAMES = 3
-"""At most so many names stand in one brace."""
+"""The most names in one brace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class Group:
 
 
 def grouped(attributes: Mapping[str, Hashable]) -> tuple[Group, ...]:
-    """Paths with equal attributes that differ in one number, then in one name, under one pattern; in the order of first paths.
+    """Groups of paths with equal attributes that differ in numbers, then in names; in the order of their first paths.
 
     >>> same = {f"blocks/{i}/{n}": "P()" for i in range(3) for n in ("bias", "scale")}
     >>> [g.pattern for g in grouped(same | {"blocks/1/kernel": "P('gpu')"})]
@@ -37,25 +37,25 @@ def grouped(attributes: Mapping[str, Hashable]) -> tuple[Group, ...]:
 def _merged(
     groups: Sequence[tuple[tuple[str, ...], tuple[str, ...]]], at: int, attributes: Mapping[str, Hashable], *, numbers: bool
 ) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
-    found: dict[Hashable, list[tuple[tuple[str, ...], tuple[str, ...]]]] = {}
+    by_common: dict[Hashable, list[tuple[tuple[str, ...], tuple[str, ...]]]] = {}
     for parts, paths in groups:
         fits = at < len(parts) and (parts[at].isdigit() if numbers else parts[at].isidentifier())
-        rest: Hashable = (parts[:at], parts[at + 1 :], attributes[paths[0]]) if fits else paths
-        found.setdefault(rest, []).append((parts, paths))
+        common: Hashable = (parts[:at], parts[at + 1 :], attributes[paths[0]]) if fits else paths
+        by_common.setdefault(common, []).append((parts, paths))
     result: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
-    for same in found.values():
-        if len(same) == 1 or (not numbers and len(same) > _NAMES):
-            result += same
+    for members in by_common.values():
+        if len(members) == 1 or (not numbers and len(members) > _NAMES):
+            result += members
             continue
-        parts = same[0][0]
-        inside = [p[at] for p, _ in same]
-        brace = _numbers([int(n) for n in inside]) if numbers else ",".join(inside)
-        result.append(((*parts[:at], "{" + brace + "}", *parts[at + 1 :]), tuple(p for _, paths in same for p in paths)))
+        parts = members[0][0]
+        varying = [p[at] for p, _ in members]
+        brace = _numbers([int(n) for n in varying]) if numbers else ",".join(varying)
+        result.append(((*parts[:at], "{" + brace + "}", *parts[at + 1 :]), tuple(p for _, paths in members for p in paths)))
     return result
 
 
 def _numbers(values: Sequence[int]) -> str:
-    """``0..3,5``."""
+    """Numbers as ranges, like ``0..3,5``."""
     runs: list[list[int]] = []
     for n in sorted(values):
         if runs and n == runs[-1][-1] + 1:

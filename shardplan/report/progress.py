@@ -1,4 +1,4 @@
-"""A progress bar for work that turns out to be long: silent for the first second, and where nobody watches."""
+"""A progress bar for long work: silent for the first second, and where the stream is no terminal."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _REDRAW_S = 0.1
 
 
 class Progress:
-    """An observer of work that says how far it is: ``progress(stage, share)``.
+    """An observer of work that draws a progress bar: ``progress(stage, share)``.
 
-    The bar appears on ``stream`` (standard error) once the work has lasted over ``after_s`` seconds, and only if that is a
-    terminal. Used as a context manager it wipes the bar at the end.
+    The bar appears on ``stream`` (standard error) once the work has lasted ``after_s`` seconds, and only on a terminal. Used as a
+    context manager it wipes the bar at the end.
 
     >>> with Progress() as progress:
     ...     for done in range(3):
@@ -37,7 +37,7 @@ class Progress:
         self._width = 0
 
     def __call__(self, stage: str, share: float | None = None) -> None:
-        """The work is in ``stage``, and this share of the whole is done (0 to 1; None where nobody knows)."""
+        """Report the stage, and the share of the whole that is done (0 to 1; None if unknown)."""
         now = self._clock()
         lasted_s = now - self._start_s
         if not self._watched or lasted_s < self._after_s or now - self._drawn_s < _REDRAW_S:
@@ -46,14 +46,14 @@ class Progress:
         self._write(bar(stage, share, lasted_s))
 
     def close(self) -> None:
-        """Wipes the bar, if one was drawn."""
+        """Wipe the bar, if one was drawn."""
         if self._width:
             self._write("")
             self._stream.write("\r")
             self._stream.flush()
 
     def _write(self, line: str) -> None:
-        # Spaces wipe what a longer line before has left.
+        # spaces overwrite the end of a longer line before
         self._stream.write("\r" + line.ljust(self._width))
         self._stream.flush()
         self._width = len(line)

@@ -1,4 +1,4 @@
-"""What a command of the command line says."""
+"""The answer of a command of the command line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """One answer, for a person as text and for a program as JSON values; ``passed``: its check did not fail."""
+    """One answer, as text for people and as JSON values for programs; ``passed`` is false if its check failed."""
 
     text: str
     json: Any

@@ -22,7 +22,7 @@ def seconds(duration_s: float) -> str:
         return "-" + seconds(-duration_s)
     if not math.isfinite(duration_s) or duration_s == 0:
         return f"{duration_s:g} s"
-    # What would be rounded up to sixty seconds is a minute.
+    # 59.95 s and more would be rounded to 60.0 s
     if duration_s >= 59.95:
         whole = round(duration_s)
         if whole < 3600:
@@ -59,8 +59,8 @@ def rate(bytes_per_s: float) -> str:
 def table(headers: Sequence[str], rows: Iterable[Sequence[object]], align: str | None = None) -> str:
     """Rows under underlined headers, two spaces between columns, no space at the ends of lines.
 
-    ``align`` has ``l`` or ``r`` for each column; without it a column of numbers goes right, every other left. A cell that is None
-    stays empty.
+    ``align`` has ``l`` or ``r`` for each column; without it columns of numbers go right, others left. A cell that is None stays
+    empty.
 
     >>> print(table(["plan", "step"], [["fsdp", "12.3 ms"], ["data parallel", "140 ms"]]))
     plan              step
@@ -88,7 +88,7 @@ def _side(column: Sequence[str]) -> str:
 
 
 def _scaled(value: float, units: Sequence[tuple[float, str]], base: int) -> str:
-    """In the largest unit of which there is one at least, after rounding; ``units`` from large to small."""
+    """The value in the largest unit of which there is at least one after rounding; ``units`` go from large to small."""
     for at, (scale, unit) in enumerate(units):
         shown = _three_digits(value / scale)
         if float(shown) >= 1 or at == len(units) - 1:
@@ -98,7 +98,7 @@ def _scaled(value: float, units: Sequence[tuple[float, str]], base: int) -> str:
 
 
 def _three_digits(value: float) -> str:
-    """Three significant digits, trailing zeros kept, never an exponent for what a unit prefix leaves."""
+    """Three significant digits, trailing zeros kept, never an exponent."""
     if value == 0:
         return "0"
     digits = 2 - math.floor(math.log10(abs(value)))

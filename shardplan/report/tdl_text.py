@@ -11,18 +11,18 @@ from shardplan.report.tables import table
 _WIDTH = 100
 
 
-def coverage_text(found: Mapping[str, Any]) -> str:
-    """What `shardplan.tdl.coverage` counts: kinds of primitives, and the names that deserve one."""
-    kinds = [[kind, str(count)] for kind, count in sorted(found["kinds"].items(), key=lambda k: (-k[1], k[0]))]
-    lines = [f"{found['primitives']} primitives in the installed JAX", "", table(["kind", "count"], kinds), ""]
-    if found["examples"]:
+def coverage_text(counts: Mapping[str, Any]) -> str:
+    """The counts of `shardplan.tdl.coverage`: primitives by kind, and the names that need attention."""
+    kinds = [[kind, str(count)] for kind, count in sorted(counts["kinds"].items(), key=lambda k: (-k[1], k[0]))]
+    lines = [f"{counts['primitives']} primitives in the installed JAX", "", table(["kind", "count"], kinds), ""]
+    if counts["examples"]:
         lines.append(
-            f"{found['verified']} descriptions and {found['opaque_verified']} batch cuts proven: {found['cuts']} cuts run, "
-            f"each description on at least {found['examples']} drawn cases"
+            f"{counts['verified']} descriptions and {counts['opaque_verified']} batch cuts proven: {counts['cuts']} cuts run, "
+            f"each description on at least {counts['examples']} drawn cases"
         )
-        lines += _list("without a proof", found["unverified"])
-    lines += _list("undescribed", found["undescribed"])
-    lines += [f"FAULT {name}: {fault}" for name, fault in sorted(found["faults"].items())]
+        lines += _list("without a proof", counts["unverified"])
+    lines += _list("undescribed", counts["undescribed"])
+    lines += [f"FAULT {name}: {fault}" for name, fault in sorted(counts["faults"].items())]
     return "\n".join(lines)
 
 
@@ -30,22 +30,22 @@ def _list(title: str, names: Sequence[str]) -> list[str]:
     return textwrap.wrap(f"{title}: {', '.join(names)}", _WIDTH, subsequent_indent="  ") if names else []
 
 
-def primitive_text(made: Mapping[str, Any]) -> str:
-    """One primitive: its kind and, where it has one, its description with the strategies that follow."""
-    lines = [f"{made['primitive']}: {made['kind']}" + (f" ({made['reason']})" if made["reason"] else "")]
-    if made.get("register"):
-        lines += ["", "for example:"] + [f"  {text}".rstrip() for text in made["register"]]
-    if "description" not in made:
+def primitive_text(facts: Mapping[str, Any]) -> str:
+    """One primitive: its kind and, if it is described, its description and the strategies that follow."""
+    lines = [f"{facts['primitive']}: {facts['kind']}" + (f" ({facts['reason']})" if facts["reason"] else "")]
+    if facts.get("register"):
+        lines += ["", "for example:"] + [f"  {text}".rstrip() for text in facts["register"]]
+    if "description" not in facts:
         return "\n".join(lines)
-    shapes = ", ".join(f"x{i} {shape}" for i, shape in enumerate(made["operands"]))
+    shapes = ", ".join(f"x{i} {shape}" for i, shape in enumerate(facts["operands"]))
     lines += ["", f"for example with {shapes or 'no operands'}:"]
-    lines += [f"  {text}" for text in made["description"]]
-    lines += ["", table(["loop", "extent", "kind"], [[v["name"], str(v["extent"]), v["kind"]] for v in made["loops"]])]
-    if made["strategies"]:
-        lines += ["", "cut two ways:"] + [f"  {s}" for s in made["strategies"]]
-    if made["linear_in"]:
+    lines += [f"  {text}" for text in facts["description"]]
+    lines += ["", table(["loop", "extent", "kind"], [[v["name"], str(v["extent"]), v["kind"]] for v in facts["loops"]])]
+    if facts["strategies"]:
+        lines += ["", "cut two ways:"] + [f"  {s}" for s in facts["strategies"]]
+    if facts["linear_in"]:
         lines += [
             "",
-            "linear in " + "; ".join(" with ".join(members) for members in made["linear_in"]) + ": a partial sum passes through",
+            "linear in " + "; ".join(" with ".join(members) for members in facts["linear_in"]) + ": a partial sum passes through",
         ]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Plans, verifications and comparisons as text that a person enjoys reading."""
+"""Plans, verifications and comparisons as text for people."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STOPPED = {
 }
 
 _REST = 12
-"""So many rows of collectives are shown; the others are summed up."""
+"""The most rows of collectives that are shown; the total counts all."""
 
 
 def plan_text(plan: PlanData, *, title: str = "the step") -> str:
@@ -57,7 +57,7 @@ def _head(plan: PlanData, title: str) -> str:
 
 
 def _unknown(plan: PlanData) -> list[tuple[str, str]]:
-    """The loops that nobody knows the length of, with their lines."""
+    """The while loops of unknown trip count, with their source lines."""
     found = plan.unknown_trips
     return (
         [("a while loop" if len(found) == 1 else f"{len(found)} while loops", ", ".join(dict.fromkeys(found)))] if found else []
@@ -71,11 +71,11 @@ def _step_time(plan: PlanData) -> str:
 
 
 def remat_text(remat: Remat) -> str:
-    """What is computed again in the backward pass, and what the plan would be without."""
+    """What the backward pass computes again, and the plan without that."""
     if not remat.parts:
         return f"nothing is computed again: {remat.note}"
     counts = [(remat.loops, "loop body", "loop bodies"), (remat.blocks, "block", "blocks")]
-    what = " and ".join(f"{n} {one if n == 1 else many}" for n, one, many in counts if n)
+    what = " and ".join(f"{n} {one if n == 1 else plural}" for n, one, plural in counts if n)
     but = ", contractions excepted" if remat.policy == "light" else ""
     text = f"{what} computed again in the backward pass{but} ({remat.operators} operators): {size(remat.saved_bytes)} not kept"
     without = remat.without
@@ -87,7 +87,7 @@ def remat_text(remat: Remat) -> str:
 
 
 def bound_text(plan: PlanData) -> str:
-    """How far from the best the plan may be."""
+    """How far the plan may be from the optimum."""
     if plan.lower_bound_s is None or plan.gap is None or plan.lower_bound_s <= 0:
         return "no lower bound is known"
     pins = " with these pins" if plan.pins else ""
@@ -110,7 +110,7 @@ def matrix_text(plan: PlanData) -> str:
 
 
 def specs_text(plan: PlanData) -> str:
-    """The PartitionSpec of every argument; arguments that lie alike share a row."""
+    """The PartitionSpec of every argument; equal arrays with equal specs share a row."""
     shapes = argument_shapes(plan)
     texts = {path: spec_text(entries) for path, entries in plan.entries.items()}
     rows: list[list[str]] = []
@@ -137,7 +137,7 @@ def _ways(plan: PlanData, path: str) -> int:
 
 
 def collective_rows(plan: PlanData) -> list[dict[str, Any]]:
-    """The plan's collectives by kind, axes and program, dearest first: how often, wire bytes, seconds, who pays most."""
+    """The plan's collectives by kind, axes and program, dearest first; each row names its dearest tensor."""
     found: dict[tuple[str, tuple[str, ...], str], dict[str, Any]] = {}
     for c in plan.collectives:
         row = found.setdefault(
@@ -215,7 +215,7 @@ def best_baseline(plan: PlanData) -> Baseline | None:
 
 
 def verified_text(found: Mapping[str, Any]) -> str:
-    """A verification (`Verified.json`)."""
+    """A verification; ``found`` is its `Verified.json`."""
     worst = found["worst"]
     lines = [
         f"{_verdict(found)} to the single-device step after each of {found['steps']} steps",
@@ -263,7 +263,7 @@ def verified_text(found: Mapping[str, Any]) -> str:
 
 
 def _largest_error(largest: Mapping[str, Any]) -> str:
-    """The largest error, beside what rounding alone does there."""
+    """The largest error, beside the change that rounding alone causes in that array."""
     if not largest["error"]:
         return "  no number differs"
     if not largest["inexact"]:
@@ -276,7 +276,7 @@ def _largest_error(largest: Mapping[str, Any]) -> str:
 
 
 def _undetermined(noise: float) -> str:
-    """What the user should know of an array that is mostly rounding, for one a gradient that is zero on paper."""
+    """A remark on an array that is mostly rounding, such as a gradient that is zero on paper."""
     return "" if noise < 0.1 else "\n    the step does not determine that array: it is rounding for the most part"
 
 
@@ -287,14 +287,14 @@ def _verdict(found: Mapping[str, Any]) -> str:
 
 
 def _compiled_again(found: Mapping[str, Any]) -> str:
-    """How often the step compiled after its first run, and how often it does so without a plan."""
-    count, own = found["recompiles"], found["single_recompiles"]
-    without = "" if not (count and own) else ", as without a plan" if count == own else f", {own} without a plan"
+    """How often the step compiled after its first run, with the plan and without it."""
+    count, single = found["recompiles"], found["single_recompiles"]
+    without = "" if not (count and single) else ", as without a plan" if count == single else f", {single} without a plan"
     return f"{count} compilation{'' if count == 1 else 's'} after the first step{without}"
 
 
 def _some(paths: Sequence[str]) -> str:
-    """The first four, and how many there are besides."""
+    """The first four paths, and the number of the others."""
     return ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
 
 
@@ -303,12 +303,12 @@ def _pair(predicted: float, measured: float) -> list[str]:
 
 
 def ratio(measured: float, predicted: float) -> str:
-    """``1.03``; nothing to divide by is a dash."""
+    """A ratio like ``1.03``; a dash if only the prediction is zero, 1.00 if both are."""
     return f"{measured / predicted:.2f}" if predicted else "-" if measured else "1.00"
 
 
 def comparison_text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The plan and its baselines side by side, with what their compiled programs measure where that was asked for."""
+    """The plan and its baselines side by side, with the measurements of their compiled programs if there are any."""
     measured = any(r.get("measured_bytes") is not None for r in rows)
     first = rows[0]["step_time_s"]
     heads = ["plan", "step time", "ratio", "on the wire", "memory", "fits"] + (

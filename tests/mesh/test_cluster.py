@@ -133,7 +133,7 @@ def test_equal_clusters_and_only_those_have_equal_fingerprints():
         ('name = "gpu"', 'name = "node"', "levels", "two levels"),
         ('name = "dgx-h100"', "name = 3", "name", "string"),
         ('name = "dgx-h100"', 'name = ""', "name", "is empty"),
-        ('name = "gpu"', 'name = "root"', "levels[1].name", "not 'root', which programs call the whole"),
+        ('name = "gpu"', 'name = "root"', "levels[1].name", "not 'root', a word of reduction programs"),
         ('name = "gpu"', 'name = "a, b / root"', "levels[1].name", "got 'a, b / root': rename it"),
         ('name = "gpu"', 'name = ""', "levels[1].name", "letters, digits"),
         ('name = "gpu"', 'name = "a(b"', "levels[1].name", "letters, digits"),
@@ -200,7 +200,7 @@ def test_a_medium_has_no_more_children_than_its_level():
     assert ring.also is not None
     assert [ring.resized(n).also.domain for n in (8, 4, 2, 1)] == [4, 4, 2, 1]  # pyright: ignore[reportOptionalMemberAccess]
     assert Cluster.load("gcp-v100").resized(2, 2).shape == (2, 2)
-    with pytest.raises(ClusterError, match=r"also\.domain: 12 children share a medium, the level has 6: at most these"):
+    with pytest.raises(ClusterError, match=r"also\.domain: 12 children share a medium, but the level has only 6"):
         replace(ring, size=6, also=replace(ring.also, domain=12))
 
 

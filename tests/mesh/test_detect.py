@@ -47,7 +47,7 @@ def test_slices_are_hosts_of_all_their_processes():
         ),
         ("H100 80GB HBM3", [(s, s) for s in range(2) for _ in range(8)], (2, 8), ""),
         ("H100 80GB HBM3", [(s, 8 * s + p) for s in range(2) for p in range(8)], (2, 8), ""),
-        ("H100 80GB HBM3", [(p % 2, p) for p in range(8) for _ in range(2)], (2, 8), "count in turn, not host by host"),
+        ("H100 80GB HBM3", [(p % 2, p) for p in range(8) for _ in range(2)], (2, 8), "are numbered in turn; if not so"),
         ("H100 80GB HBM3", [(s, 16 * s + p) for s in range(2) for p in range(16)], (2, 2, 8), "taken for hosts of 8, 4 in all"),
         (
             "GB200",
@@ -107,7 +107,7 @@ def test_a_device_has_the_figures_of_its_name(kind: str, gib: float, terabytes_p
 def test_a_name_that_is_not_known_has_its_size_and_says_whose_figures_it_has():
     found = machine("gpu", "NVIDIA A100-SXM-64GB", [(0, 0)] * 4)
     assert found.cluster.device.memory_bytes == 64e9
-    assert "'NVIDIA A100-SXM-64GB' is no GPU whose figures are known: it has those of A100-SXM4-80GB" in found.assumed[0]
+    assert "'NVIDIA A100-SXM-64GB' is not a known GPU: it gets the figures of A100-SXM4-80GB" in found.assumed[0]
     assert machine("gpu", "NVIDIA H100 64GB PCIe", [(0, 0)] * 4).cluster.levels[-1].kind == "bus"
     with pytest.raises(ClusterError, match=r"'NVIDIA H100 80GB HBM3 MIG 1g.10gb' is a part of a GPU.*TOML"):
         machine("gpu", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", [(0, 0)])

@@ -76,8 +76,8 @@ def test_reduce_ranks_programs():
 
 def test_a_ranking_needs_a_reduction():
     for given, message in (
-        ((10.0, "auto"), "--bytes rank"),
-        ((None, "tree"), "--algorithm rank"),
+        ((10.0, "auto"), "--bytes: without --over"),
+        ((None, "tree"), "--algorithm: without --over"),
         ((10.0, "ring"), "--bytes and"),
     ):
         with pytest.raises(ClusterError, match=message):

@@ -1,8 +1,8 @@
 """A sharding planner for JAX: a training step goes in, a verified sharding comes out.
 
-The way of the data: `trace` turns a step into a `Program`; `tdl` describes each op and derives the ways to cut it; `search` picks
+The data flow: `trace` turns a step into a `Program`; `tdl` describes each op and derives the ways to cut it; `search` picks
 one way per op and one layout per tensor, under the costs of `cost`, `mesh` and `collectives`; `emit` runs the plan; `report`
-shows it. The names below are imported when they are first used, so that reading an error class or the version loads no JAX.
+shows it. The names below are imported on first use, so that using an error class or the version does not load JAX.
 """
 
 from __future__ import annotations
@@ -75,6 +75,6 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'shardplan' has no attribute {name!r}")
-    found = getattr(importlib.import_module(f"shardplan.{_HOMES.get(name, 'errors')}"), name)
-    globals()[name] = found
-    return found
+    value = getattr(importlib.import_module(f"shardplan.{_HOMES.get(name, 'errors')}"), name)
+    globals()[name] = value
+    return value

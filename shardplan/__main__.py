@@ -1,4 +1,4 @@
-"""The command ``shardplan``, and ``python -m shardplan``: it loads the command line, and answers Ctrl-C already then."""
+"""The command ``shardplan``, and ``python -m shardplan``. It handles Ctrl-C while the command line is still loading."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def main() -> int:
 
         return command()
     except KeyboardInterrupt:
-        sys.stderr.write("shardplan: interrupted while it was loading: nothing was done\n")
+        sys.stderr.write("shardplan: interrupted while loading: nothing was done\n")
         return 130
 
 

@@ -1,4 +1,4 @@
-"""Every use of JAX's private names, with what it is for and what to do when it moves. Works with jax 0.10 and 0.11."""
+"""All uses of JAX's private names, each with its purpose and its fallback if JAX moves it. Works with jax 0.10 and 0.11."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jax.extend.core import Primitive
 
 
 def source_line(eqn: Any) -> str:
-    """``file:line (function)`` of the user's code behind an equation, libraries left out; ``?`` if JAX stops saying so."""
+    """``file:line (function)`` of the user's code behind an equation, libraries left out; ``?`` if JAX no longer tells."""
     try:
         from jax._src import source_info_util
     except ImportError:  # the module moved: only messages lose their line
@@ -30,9 +30,9 @@ def source_line(eqn: Any) -> str:
 
 
 def raised_at(error: BaseException) -> str:
-    """``file:line (function)`` of the last of the user's lines on the way to an error, libraries left out.
+    """``file:line (function)`` of the user's last line in the traceback of an error, libraries left out.
 
-    Where there is none the user's code was not reached: then it is the line that called us, or nothing where none did.
+    If the traceback has none, it is the user's line that called shardplan, or ``""`` if there is none.
     """
     for frames in (traceback.extract_tb(error.__traceback__), traceback.extract_stack()):
         own = [f for f in frames if not f.filename.startswith(_NOT_THE_USERS)]
@@ -64,7 +64,7 @@ def argument_names(step: Callable[..., Any], count: int) -> tuple[str, ...]:
     return tuple(names)
 
 
-# Modules that register primitives once they are imported; one that moved is passed over (the coverage test then says so).
+# Modules that register primitives when they are imported. One that has moved is skipped; the coverage test then reports it.
 _FAMILIES = (
     "jax.lax.linalg", "jax.experimental.shard_map", "jax._src.ad_checkpoint", "jax._src.callback", "jax._src.checkify",
     "jax._src.custom_batching", "jax._src.custom_partitioning", "jax._src.debugging", "jax._src.ffi", "jax._src.hijax",
@@ -76,7 +76,7 @@ _FAMILIES = (
 
 @cache
 def primitives() -> Mapping[str, tuple[str, Any]]:
-    """Every primitive of the installed JAX by name, with the module that holds it: attributes of all loaded ``jax`` modules."""
+    """Every primitive of the installed JAX by name, with its module: an attribute of any loaded ``jax`` module counts."""
     for family in _FAMILIES:
         try:
             importlib.import_module(family)
@@ -87,14 +87,15 @@ def primitives() -> Mapping[str, tuple[str, Any]]:
         if module == "jax" or module.startswith(("jax.", "jax._src")):
             for value in list(vars(contents).values()):
                 if isinstance(value, Primitive):
-                    old = found.get(value.name)
-                    if old is None or module.count(".") > old[0].count("."):  # a package hands on what its modules define
+                    previous = found.get(value.name)
+                    # packages re-export: the innermost module counts
+                    if previous is None or module.count(".") > previous[0].count("."):
                         found[value.name] = (module, value)
     return found
 
 
 def bind(primitive: str, operands: Sequence[Any], params: Mapping[str, Any], *, own: Any = None) -> Any:
-    """Applies a primitive by name, or the one that a program holds by that name (JAX does not know a user's own)."""
+    """Applies a primitive by name: ``own`` if it has that name (a user's primitive, unknown to JAX), else JAX's."""
     value = own if own is not None and own.name == primitive else primitives()[primitive][1]
     return value.bind(*operands, **value.get_bind_params(dict(params)))
 
@@ -106,12 +107,12 @@ def compilations(jitted: Any) -> int:
 
 @cache
 def array_type() -> type:
-    """The class of concrete arrays, whose ``aval`` and ``sharding`` are cheap to read; of random keys it is another."""
+    """The class of concrete arrays, whose ``aval`` and ``sharding`` are cheap to read; random keys have another class."""
     return type(jax.numpy.zeros(()))
 
 
 def weakly_typed(x: Any) -> Any:
-    """The value with a weak type, as a step's Python number leaves it; as it is, if JAX takes that function away."""
+    """The value with a weak type, as a Python number leaves a step; unchanged if JAX removes this function."""
     try:
         return importlib.import_module("jax._src.lax.lax")._convert_element_type(x, weak_type=True)
     except (ImportError, AttributeError):
@@ -119,7 +120,7 @@ def weakly_typed(x: Any) -> Any:
 
 
 def row_major(x: Any) -> Any:
-    """The value in row-major order in memory, whatever the compiler would choose; experimental API, left out where it is gone."""
+    """The value in row-major memory order, whatever the compiler would choose; unchanged if JAX removes this experimental API."""
     try:
         layout = importlib.import_module("jax.experimental.layout")
         return layout.with_layout_constraint(x, layout.Layout(tuple(range(x.ndim))))
@@ -129,7 +130,7 @@ def row_major(x: Any) -> Any:
 
 @cache
 def _compiled() -> list[str]:
-    """One entry for each program that this process compiles from the first call on; a listener cannot be taken away again."""
+    """A log with one entry for each program compiled after the first call. Its listener is never removed."""
     log: list[str] = []
 
     def listen(event: str, duration_secs: float, **kwargs: Any) -> None:
@@ -146,10 +147,10 @@ def programs_compiled() -> int:
 
 
 def linalg() -> Any:
-    """The module with the factorisations that ``jax.lax.linalg`` does not hand on, for proof cases: geqrf, geqp3, ormqr."""
+    """The module with the factorisations that ``jax.lax.linalg`` does not export, for proof cases: geqrf, geqp3, ormqr."""
     return importlib.import_module("jax._src.lax.linalg")
 
 
 def select_and_scatter() -> Callable[..., Any]:
-    """The function that binds the primitive of the same name, for its proof case: JAX itself only makes its ``_add`` form."""
+    """The function that binds the primitive of the same name, for its proof case: JAX itself only uses its ``_add`` form."""
     return importlib.import_module("jax._src.lax.windowed_reductions")._select_and_scatter

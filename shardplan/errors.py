@@ -1,7 +1,7 @@
 """Every error that a user can cause.
 
-Each says what is wrong, with which values, where it comes from and what to do; the exception carries the data. A mistake of our
-own is an ``assert``, never one of these.
+Each says what is wrong, with which values, where it comes from and what to do; the exception carries the data. A bug in shardplan
+is an ``assert``, never one of these.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ class ShardplanError(Exception):
 
 
 class ClusterError(ShardplanError):
-    """A cluster that cannot be read or makes no sense. ``where`` names the file and the key."""
+    """A cluster that cannot be read or is invalid. ``where`` names the file and the key."""
 
     def __init__(self, message: str, *, where: str | None = None) -> None:
         super().__init__(f"{where}: {message}" if where else message)
@@ -26,10 +26,12 @@ class TraceError(ShardplanError):
 
 
 class ArgumentError(ShardplanError):
-    """An argument of another shape or dtype than was planned. ``path`` names it; ``planned`` and ``found`` say what it is."""
+    """An argument of another shape or dtype than was planned. ``path`` names it; ``planned`` and ``found`` are types."""
 
     def __init__(self, path: str, planned: str, found: str) -> None:
-        super().__init__(f"{path} is {found}, the plan was made for {planned}: plan for these arguments, or give it that shape")
+        super().__init__(
+            f"{path} is {found}, but the plan was made for {planned}: plan for these arguments, or pass that shape and dtype"
+        )
         self.path = path
         self.planned = planned
         self.found = found
@@ -38,7 +40,7 @@ class ArgumentError(ShardplanError):
 class UndescribedPrimitiveError(ShardplanError):
     """A primitive that no description covers.
 
-    ``primitive`` is its name (of a kernel, the name to register it by), ``source`` the user's source line.
+    ``primitive`` is its name (for a kernel, the name to register), ``source`` the user's source line.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class UndescribedPrimitiveError(ShardplanError):
         super().__init__(
             f"no description of the primitive {primitive!r}, used at {source}: "
             + (
-                _lines_to_write(primitive, operands, results)
+                _registration_lines(primitive, operands, results)
                 if ":" in primitive or results
                 else f"describe it with @shardplan.tdl.rule({primitive!r}), "
             )
@@ -63,16 +65,16 @@ class UndescribedPrimitiveError(ShardplanError):
 
 
 class UncompiledPrimitiveError(ShardplanError):
-    """A primitive that XLA compiles for one device alone. ``primitive`` is its name, ``source`` the user's source line."""
+    """A primitive that XLA compiles for one device only. ``primitive`` is its name, ``source`` the user's source line."""
 
     def __init__(self, primitive: str, source: str, remedy: str) -> None:
-        super().__init__(f"XLA compiles no program for several devices with {primitive!r}, used at {source}: {remedy}")
+        super().__init__(f"XLA cannot compile the primitive {primitive!r}, used at {source}, for several devices: {remedy}")
         self.primitive = primitive
         self.source = source
 
 
-def _lines_to_write(primitive: str, operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]]) -> str:
-    """The three lines to write, for these shapes: an op that is cut along the leading dim of its results, if they share one."""
+def _registration_lines(primitive: str, operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]]) -> str:
+    """The three lines that register a primitive of these shapes, cut along the leading dim of its results if they share one."""
     leading = {s[0] if s else 0 for s in results}
     shared = len(leading) == 1 and leading != {0} and any(s[:1] == results[0][:1] for s in operands)
     names = [f"x{i}" for i in range(len(operands))]
@@ -84,14 +86,14 @@ def _lines_to_write(primitive: str, operands: Sequence[tuple[int, ...]], results
     lambdas = [_opaque_lambda(slices, s, 1 if shared else 0) for s in results]
     body = lambdas[0] if len(lambdas) == 1 else f"({', '.join(lambdas)})"
     if primitive == "pallas_call:?":
-        return "the kernel has no name to describe it by: give it one, pallas_call(..., name=), "
+        return "the kernel has no name to describe it by: name it with pallas_call(..., name=), "
     run = "" if primitive.startswith("ffi_call:") else ", run=function_that_calls_it"
-    target, own = (
-        (repr(primitive), "") if ":" in primitive else ("the_primitive", "  # itself; without parameters it needs no run=")
+    target, comment = (
+        (repr(primitive), "") if ":" in primitive else ("the_primitive", "  # the Primitive; without parameters it needs no run=")
     )
     return (
-        f"say what it reads (here {'only the leading dim is cut' if shared else 'nothing is cut'}):\n"
-        f"    @shardplan.register({target}{run}){own}\n    def describe({', '.join(names)}):\n        return {body}\n"
+        f"describe what it reads (here {'only the leading dim is cut' if shared else 'nothing is cut'}):\n"
+        f"    @shardplan.register({target}{run}){comment}\n    def describe({', '.join(names)}):\n        return {body}\n"
     )
 
 
@@ -110,13 +112,13 @@ class DescriptionError(ShardplanError):
 
 
 class MisfitError(DescriptionError):
-    """A description of another rank, or of another number of operands or results, than the call that it meets."""
+    """A description whose rank, or whose number of operands or results, is not that of its call."""
 
 
 class PinError(ShardplanError):
-    """A pin that names no argument, no axis, or does not divide; or pins that contradict each other.
+    """A pin that matches no argument, names no axis or does not divide; or pins that contradict each other.
 
-    ``pins`` are the globs of the fewest pins that cannot hold together: lifting any one of them is enough.
+    ``pins`` are the globs of a smallest set of pins that cannot hold together: lifting any one of them is enough.
     """
 
     def __init__(self, message: str, *, pins: Sequence[str] = ()) -> None:
@@ -125,11 +127,11 @@ class PinError(ShardplanError):
 
 
 class MemoryLimitError(ShardplanError):
-    """No plan fits in the memory limit. ``limit_bytes`` was asked for, ``smallest_bytes`` is the least that a plan needs.
+    """No plan fits in the memory limit ``limit_bytes``; the smallest plan found needs ``smallest_bytes``.
 
-    ``pins`` are those in the way, each with the bytes of a device that it holds beyond what it would take otherwise; with
-    ``together`` they alone are too much, and any fewer of them are not known to be. ``unfinished``: the time budget ended the
-    search, so that more time may find a smaller plan. ``rematerialised``: activations were computed again where that helps.
+    ``pins`` are the pins in the way, each with the bytes per device that it holds beyond its smallest layout. With ``together``
+    they alone exceed the limit, and no fewer of them are known to. ``unfinished``: the time budget ended the search, so more time
+    may find a smaller plan. ``rematerialised``: activations were recomputed where that helps.
     """
 
     def __init__(
@@ -144,19 +146,19 @@ class MemoryLimitError(ShardplanError):
         rematerialised: bool = False,
     ) -> None:
         limit, least = size_text(limit_bytes), size_text(smallest_bytes)
-        if limit == least:  # they differ by less than that says
+        if limit == least:  # equal as text: show every byte
             limit, least = f"{limit_bytes:,} bytes", f"{smallest_bytes:,} bytes"
         held = ", ".join(f"{pin} ({size_text(nbytes)} more than its smallest layout)" for pin, nbytes in (pins or {}).items())
         super().__init__(
-            ("no plan was found in the time budget that" if unfinished else "no plan")
-            + f" fits in {limit} a device: the smallest found"
-            + (", activations computed again where that helps," if rematerialised else "")
+            ("no plan found in the time budget" if unfinished else "no plan")
+            + f" fits in {limit} per device: the smallest found"
+            + (", with activations recomputed where that helps," if rematerialised else "")
             + f" needs {least}"
             + (f" ({detail})" if detail else "")
             + (f"; pins {'that alone exceed it' if together else 'in the way'}: {held}" if held else "")
             + ("; give it more time (time_budget_s)" if unfinished else "")
-            + f"; raise the memory limit to {_enough(smallest_bytes)}, use more devices"
-            + (", or remat" if not rematerialised else "")
+            + f"; raise the memory limit to {_sufficient_limit(smallest_bytes)}, use more devices"
+            + (", or set remat='auto'" if not rematerialised else "")
             + (", or lift pins" if held else "")
         )
         self.limit_bytes = limit_bytes
@@ -171,7 +173,7 @@ class PlanFileError(ShardplanError):
 
 
 class ReductionError(ShardplanError):
-    """A program that is wrong: ``step`` counts from 0, ``devices`` the group's, ``states`` theirs before it, as text."""
+    """An invalid reduction program. ``step`` counts from 0; ``devices`` are its group, ``states`` theirs before it, as text."""
 
     def __init__(self, message: str, *, step: int | None = None, devices: Sequence[int] = (), states: Sequence[str] = ()) -> None:
         super().__init__(message)
@@ -181,7 +183,7 @@ class ReductionError(ShardplanError):
 
 
 class HloError(ShardplanError):
-    """HLO text of a form that is not known. ``line`` counts from 1."""
+    """HLO text in an unknown form. ``line`` counts from 1."""
 
     def __init__(self, message: str, *, line: int, text: str) -> None:
         shown = text.strip()
@@ -191,21 +193,21 @@ class HloError(ShardplanError):
 
 
 class DeviceError(ShardplanError):
-    """The devices present do not carry the plan."""
+    """The devices present cannot run the plan."""
 
 
 class TargetError(ShardplanError):
-    """A command-line TARGET that does not import, or whose factory returns the wrong thing."""
+    """A command-line TARGET that cannot be imported, or whose factory returns the wrong thing."""
 
 
 def size_text(nbytes: float) -> str:
-    """Bytes as errors say them: 1.50 GiB."""
+    """Bytes as text for errors: 1.50 GiB."""
     units = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
     return next((f"{nbytes / unit:.2f} {name}" for unit, name in units if nbytes >= unit), f"{nbytes:.0f} bytes")
 
 
-def _enough(nbytes: int) -> str:
-    """A limit that so many bytes keep to, as options take it: rounded up, by a part in a thousand at most."""
+def _sufficient_limit(nbytes: int) -> str:
+    """A memory limit that admits so many bytes, as options take it: in KiB, MiB from 1000 MiB on, or GiB from 1000 GiB on."""
     unit, name = next((row for row in ((2**30, "GiB"), (2**20, "MiB")) if nbytes >= 1000 * row[0]), (2**10, "KiB"))
     return f"{-(-nbytes // unit)}{name}"
 

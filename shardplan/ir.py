@@ -1,8 +1,8 @@
 """The types that cross stages. Read these first.
 
-A step is traced to a `Program`; a description of each of its ops gives a `Graph`; `Choices` say how each tensor lies on the
-devices and how each op is cut. All of them are frozen, and none of them knows JAX: what only emission needs (the equation behind
-an op) travels as an opaque ``handle``.
+A step is traced to a `Program`; a description of each of its ops gives a `Graph`; `Choices` hold the layout of each tensor and
+the cut of each op. All of them are frozen and independent of JAX: the equation behind an op, which only emission needs, is an
+opaque ``handle``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any, Literal
 
 Reducer = Literal["sum", "prod", "max", "min", "and", "or", "argmax", "argmin"]
-"""How terms make a whole. The last two reduce pairs: a place, and the extreme that was found there."""
+"""How partial terms are combined. The last two reduce pairs: an index, and the extreme value at it."""
 
 PAIRS: tuple[Reducer, ...] = ("argmax", "argmin")
 """The reducers of pairs."""
@@ -58,11 +58,11 @@ class Factor:
 
 
 Entry = None | str | tuple[str, ...]
-"""What a PartitionSpec says of one dim."""
+"""The entry of a PartitionSpec for one dim."""
 
 
 def spec_text(entries: Iterable[object]) -> str:
-    """A PartitionSpec, or its entries, as it is written.
+    """A PartitionSpec, or its entries, as source text.
 
     >>> spec_text(("node", None, ("gpu", "core")))
     "P('node', None, ('gpu', 'core'))"
@@ -72,10 +72,10 @@ def spec_text(entries: Iterable[object]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a stored tensor lies on the factors.
+    """How a stored tensor is laid out over the factors.
 
     ``dims[d]`` lists, major first, the indices of the factors that split dim ``d``; ``partial`` those over which the tensor is a
-    sum of terms (reduced by ``reducer``). A factor that stands nowhere replicates.
+    sum of terms (or another reduction, by ``reducer``). All other factors replicate the tensor.
     """
 
     dims: tuple[tuple[int, ...], ...]
@@ -88,15 +88,15 @@ class Layout:
         return tuple(sorted(f for dim in self.dims for f in dim))
 
     def entries(self, names: Sequence[str]) -> tuple[Entry, ...]:
-        """The entries of a PartitionSpec over axes named like the factors; trailing whole dims are left out.
+        """The entries of a PartitionSpec over axes named like the factors; trailing dims without a split are left out.
 
         >>> Layout(((1,), (0, 2), ())).entries(("node", "gpu", "core"))
         ('gpu', ('node', 'core'))
         """
-        found = [None if not fs else names[fs[0]] if len(fs) == 1 else tuple(names[f] for f in fs) for fs in self.dims]
-        while found and found[-1] is None:
-            found.pop()
-        return tuple(found)
+        spec = [None if not fs else names[fs[0]] if len(fs) == 1 else tuple(names[f] for f in fs) for fs in self.dims]
+        while spec and spec[-1] is None:
+            spec.pop()
+        return tuple(spec)
 
 
 _KEYS = {"key<fry>": 8, "key<rbg>": 16, "key<urbg>": 16}
@@ -104,7 +104,7 @@ _KEYS = {"key<fry>": 8, "key<rbg>": 16, "key<urbg>": 16}
 
 @cache
 def itemsize(dtype: str) -> int:
-    """Bytes of one element of a dtype by its name; none of a literal, which has none. Sizes below a byte take one.
+    """Bytes of one element of a dtype, by its name; 0 for the empty dtype of a literal. Types below a byte take one.
 
     >>> [itemsize(name) for name in ("float32", "bfloat16", "complex64", "bool", "int4", "float8_e4m3fn", "key<rbg>", "")]
     [4, 2, 8, 1, 1, 1, 16, 0]
@@ -152,14 +152,14 @@ class Constant:
 Operand = int | Constant
 
 Control = Literal["scan", "while", "cond", "remat"]
-"""What an op with bodies does with them."""
+"""The kind of control flow of an op with bodies."""
 
 _CONTROL: Mapping[str, Control] = {"scan": "scan", "while": "while", "cond": "cond", "remat2": "remat", "checkpoint": "remat"}
-_DRAWS = frozenset({"rng_uniform"})
-"""Primitives that give something else each time; random bits that are made from a key do not."""
+_NONDETERMINISTIC = frozenset({"rng_uniform"})
+"""Primitives whose result differs each time; random bits that are made from a key do not."""
 
 RECOMPUTED = "rematted_computation"
-"""Stands in the scope of an op that is computed again in the backward pass, as under `jax.checkpoint`."""
+"""The mark in the scope of an op that is recomputed in the backward pass, as under `jax.checkpoint`."""
 
 _TRANSPOSED = "transpose("
 
@@ -169,8 +169,8 @@ class Op:
     """One primitive application.
 
     ``inputs`` are tensor ids or literals, ``outputs`` tensor ids. ``bodies`` are the sub-programs of control flow with their
-    roles in ``params``; ``trips`` how often a body runs (None where nobody knows). ``source`` is the user's line, ``scope`` the
-    name stack. ``handle`` is the equation that emission evaluates again.
+    roles in ``params``; ``trips`` how often a body runs (None if unknown). ``source`` is the user's line, ``scope`` the
+    name stack. ``handle`` is the equation, for emission to evaluate.
     """
 
     id: int
@@ -191,23 +191,25 @@ class Op:
 
     @property
     def control(self) -> Control | None:
-        """What it does with its bodies; None for an op without bodies, or of a kind that is not known."""
+        """Its kind of control flow; None for an op without bodies, or of an unknown kind."""
         return _CONTROL.get(self.primitive) if self.bodies else None
 
     @property
     def recomputed(self) -> bool:
-        """Whether it computes a value of the forward pass again: JAX says so in its scope."""
+        """Whether it recomputes a value of the forward pass; JAX marks its scope."""
         return RECOMPUTED in self.scope
 
     @property
     def backward(self) -> bool:
-        """Whether it belongs to the backward pass: JAX says so in its scope, or marks its bodies as differentiated."""
+        """Whether it belongs to the backward pass; JAX marks its scope, or its bodies as differentiated."""
         return _TRANSPOSED in self.scope or self.recomputed or bool(self.bodies and self.params.get("differentiated"))
 
     @property
     def repeatable(self) -> bool:
-        """Whether it may run twice: it makes the same again, and has no effects; control flow is left as it is."""
-        return not self.bodies and self.primitive not in _DRAWS and not (self.handle is not None and self.handle.effects)
+        """Whether it may run twice: it is deterministic, has no effects, and is no control flow."""
+        return (
+            not self.bodies and self.primitive not in _NONDETERMINISTIC and not (self.handle is not None and self.handle.effects)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,11 +231,11 @@ class Program:
 
     @property
     def returned(self) -> frozenset[int]:
-        """The tensors among the outputs; constants may be of a type that knows no hash."""
+        """The tensors among the outputs, without constants, whose values may be unhashable."""
         return frozenset(o for o in self.outputs if isinstance(o, int))
 
     def count_ops(self) -> int:
-        """Number of ops, those in bodies included once."""
+        """Number of ops; ops in bodies count once."""
         return len(self.ops) + sum(body.count_ops() for op in self.ops for body in op.bodies)
 
 
@@ -247,7 +249,7 @@ Where = tuple[tuple[int, int], ...]
 class Use:
     """How one op reads its operands and leaves its results.
 
-    ``loops[f]`` is the loop that factor f cuts: -1 for none, below -1 where partial sums are handed on. ``needs[i]`` is the
+    ``loops[f]`` is the loop that factor f cuts: -1 for none, below -1 where partial sums are passed on. ``needs[i]`` is the
     layout of operand i (None for literals and for values that depend on no input), ``gives[r]`` that of result r before its
     reduction, ``stored[r]`` the one it is stored in. ``compute_s`` are the seconds of one execution.
     """
@@ -273,8 +275,10 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class BodyChoices:
-    """The choices for one program or body: the stored layout of each of its tensors (None: made anew where it is read), the use
-    of each op that has one, and by (op id, operand) the number of the copy through which an op reads an operand.
+    """The choices for one program or body.
+
+    ``layouts`` has the stored layout of each tensor (None: recomputed where it is read), ``uses`` the use of each op that has
+    one, and ``reads`` the number of the copy through which an op reads an operand, by (op id, operand).
     """
 
     layouts: tuple[Layout | None, ...]
@@ -284,11 +288,11 @@ class BodyChoices:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """Everything that a plan chooses for a program: by the path of each body, and the copies that ops share."""
+    """Everything that a plan chooses for a program: the choices of each body, by its path, and the copies that ops share."""
 
     bodies: Mapping[Where, BodyChoices]
     copies: tuple[Copy, ...] = ()
 
     def use(self, where: Where, op: int) -> Use | None:
-        """How an op of a body is run; None for one that follows its operands."""
+        """The use of an op in a body; None for an op that follows its operands."""
         return self.bodies[where].uses.get(op)

@@ -1,4 +1,4 @@
-"""Sizes as users write them."""
+"""Parses sizes as users write them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .errors import ShardplanError
 
 
 def parse_bytes(text: object, *, what: str = "memory limit") -> int:
-    """``"70GiB"``, ``"80GB"``, ``"512 MiB"``, ``"1e9"`` or a number of bytes; ``what`` it is goes into the complaint."""
+    """``"70GiB"``, ``"80GB"``, ``"512 MiB"``, ``"1e9"`` or a number, as bytes. ``what`` names the value in errors."""
     if isinstance(text, int | float) and math.isfinite(text):
         value = int(text)
     elif not isinstance(text, str):
@@ -32,8 +32,8 @@ def parse_bytes(text: object, *, what: str = "memory limit") -> int:
             value = int(float(digits) * units[unit])
         except (ValueError, KeyError, OverflowError):
             raise ShardplanError(
-                f"{what} {text!r} is not a size: write bytes, or a number with KiB, MiB, GiB, KB, MB or GB"
+                f"{what} {text!r} is not a size: write bytes, or a number with a unit from KB to TB or from KiB to TiB"
             ) from None
     if value <= 0:
-        raise ShardplanError(f"{what} {text!r} is not positive")
+        raise ShardplanError(f"{what} {text!r} is not positive: give at least 1 byte")
     return value

@@ -10,10 +10,10 @@ from shardplan.errors import ShardplanError
 
 @contextmanager
 def users_code(told: Callable[[BaseException], ShardplanError]) -> Iterator[None]:
-    """Whatever is raised inside becomes the error that ``told`` makes of it, which has it as its cause.
+    """Turns an exception raised inside into the error that ``told`` makes of it; the exception is its cause.
 
-    Our own errors pass, and so does an interrupt from the keyboard. This is the one place that catches every exception: code that
-    others wrote has exceptions of its own, and one that leaves by ``sys.exit()`` has failed too.
+    `ShardplanError` and `KeyboardInterrupt` pass unchanged. This is the one place that catches every exception: a user's code
+    may raise its own, and code that calls ``sys.exit()`` has failed too.
     """
     try:
         yield

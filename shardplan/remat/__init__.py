@@ -1,9 +1,9 @@
-"""Rematerialisation: a `Program` goes in, and one that keeps fewer activations for its backward pass comes out.
+"""Rematerialisation: rewrites a `Program` so that it keeps fewer activations for its backward pass.
 
-`find` names what may be computed again, as `Part`s; `rematerialised` rewrites the program accordingly (Chen et al., "Training
-Deep Nets with Sublinear Memory Cost"). A loop's backward body computes again what its forward body handed over; in straight-line
-code the ops between two cuts run again, behind a barrier, before the first backward op that reads them. What is computed again is
-part of the program: it is priced, lives and runs like all else.
+`find` lists what is worth recomputing, as `Part`s; `rematerialised` rewrites the program accordingly (Chen et al., "Training
+Deep Nets with Sublinear Memory Cost"). In a loop, the backward body recomputes values that the forward body handed over. In
+straight-line code, the ops between two cuts run again, behind a barrier, before the first backward op that reads their results.
+Recomputed ops are part of the program: they are priced, take memory and run like all others.
 """
 
 from shardplan.remat.find import find

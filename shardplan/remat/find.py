@@ -1,4 +1,4 @@
-"""What of a program may be computed again: loops first, then what is left of straight-line code."""
+"""Finds the parts of a program that are worth recomputing: loops first, then straight-line code."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from shardplan.remat.rewrite import rematerialised
 
 
 def find(program: Program, heavy: IsHeavy, policy: Policy = "all") -> tuple[Part, ...]:
-    """The parts of a program that are worth computing again, in the order in which `rematerialised` takes them.
+    """The parts of a program that are worth recomputing, loops before blocks, as `rematerialised` takes them.
 
-    ``heavy`` says of an op of the program whether it is a contraction; with the policy "light" their results are kept.
+    ``heavy`` tells whether an op of the program is a contraction; the policy "light" keeps the results of contractions.
     """
-    loops = [part for where, there in inner(program) for part in find_loops(there, where, heavy, policy)]
+    loops = [part for where, body in inner(program) for part in find_loops(body, where, heavy, policy)]
     left, saved = rematerialised(program, loops), sum(part.saved_bytes for part in loops)
     blocks = [part for where, _ in inner(program) for part in find_blocks(program_at(left, where), where, heavy, policy, saved)]
     return (*loops, *blocks)

@@ -1,7 +1,7 @@
-"""Scans: what the forward loop stacks up for the backward loop alone, the backward body computes again.
+"""Scans: the backward body recomputes the values that the forward loop stacks up for the backward loop alone.
 
-It needs what the forward body reads: constants and slices are there anyway, and what is carried is stacked up in place of all
-else. With the policy "light" the results of contractions are stacked up, too.
+For this it needs the values that the forward body reads. Constants and slices are available anyway; carried values are stacked up
+in place of all others. With the policy "light" the results of contractions are stacked up, too.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from shardplan.remat.parts import (
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """A scan's parameters as they are read here."""
+    """A scan op with its parameters by name."""
 
     op: Op
 
     @property
     def body(self) -> Program:
-        """What runs in each iteration."""
+        """The program that runs in each iteration."""
         return self.op.bodies[0]
 
     @property
@@ -39,12 +39,12 @@ class Scan:
 
     @property
     def carry(self) -> int:
-        """How many are carried: they come next, and are the first results."""
+        """How many inputs are carried: they come next, and are the first results."""
         return int(self.op.params["num_carry"])
 
     @property
     def length(self) -> int:
-        """Iterations."""
+        """Number of iterations."""
         return int(self.op.params["length"])
 
     def stacked(self, local: int) -> list[int]:
@@ -53,26 +53,26 @@ class Scan:
 
 
 def find_loops(program: Program, where: Where, heavy: IsHeavy, policy: Policy) -> list[Part]:
-    """The scans of a program whose bodies are worth computing again: fewer bytes are stacked up."""
+    """The scans of a program whose bodies are worth recomputing, because fewer bytes are then stacked up."""
     read, places = readers(program), {op.id: i for i, op in enumerate(program.ops)}
-    found: list[Part] = []
+    result: list[Part] = []
     for op in program.ops:
         if op.control != "scan" or op.backward:
             continue
         forward = Scan(op)
         pairs = _handed_over(program, forward, read)
         for reader in sorted({b for b, _ in pairs.values()}, key=lambda b: places[b]):
-            own = {local: nbytes for local, (b, nbytes) in pairs.items() if b == reader}
-            part = _part(forward, reader, own, where, heavy, policy)
+            stack_bytes = {local: nbytes for local, (b, nbytes) in pairs.items() if b == reader}
+            part = _part(forward, reader, stack_bytes, where, heavy, policy)
             if part is not None:
-                found.append(part)
+                result.append(part)
                 break  # one backward loop each: a second one reads what is left on the stacks
-    return found
+    return result
 
 
 def _handed_over(program: Program, forward: Scan, read: Mapping[int, list[int]]) -> dict[int, tuple[int, int]]:
-    """Values of the forward body that one backward loop alone reads, slice by slice: (its id, bytes of the stacks)."""
-    found: dict[int, tuple[int, int]] = {}
+    """For each forward body value that only one backward loop reads, slice by slice: (that loop's id, bytes of the stacks)."""
+    result: dict[int, tuple[int, int]] = {}
     shared: set[int] = set()
     ends = program.returned
     for outer, local in zip(forward.op.outputs[forward.carry :], forward.body.outputs[forward.carry :], strict=True):
@@ -80,11 +80,11 @@ def _handed_over(program: Program, forward: Scan, read: Mapping[int, list[int]])
             continue
         by = [program.ops[i] for i in read.get(outer, [])]
         alone = len(by) == 1 and outer not in ends and _reads_slices(by[0], outer, forward)
-        if not alone or (local in found and found[local][0] != by[0].id):
+        if not alone or (local in result and result[local][0] != by[0].id):
             shared.add(local)
             continue
-        found[local] = by[0].id, found.get(local, (0, 0))[1] + program.tensors[outer].nbytes
-    return {local: row for local, row in found.items() if local not in shared}
+        result[local] = by[0].id, result.get(local, (0, 0))[1] + program.tensors[outer].nbytes
+    return {local: row for local, row in result.items() if local not in shared}
 
 
 def _reads_slices(op: Op, outer: int, forward: Scan) -> bool:
@@ -94,7 +94,9 @@ def _reads_slices(op: Op, outer: int, forward: Scan) -> bool:
     return outer not in op.inputs[: other.consts + other.carry]
 
 
-def _part(forward: Scan, reader: int, own: Mapping[int, int], where: Where, heavy: IsHeavy, policy: Policy) -> Part | None:
+def _part(
+    forward: Scan, reader: int, stack_bytes: Mapping[int, int], where: Where, heavy: IsHeavy, policy: Policy
+) -> Part | None:
     body, inside = forward.body, (*where, (forward.op.id, 0))
     maker = made_by(body)
 
@@ -102,17 +104,17 @@ def _part(forward: Scan, reader: int, own: Mapping[int, int], where: Where, heav
         op = body.ops[maker[t]] if t in maker else None
         return op is None or not op.repeatable or (policy == "light" and heavy(inside, op.id))
 
-    wanted = [t for t in own if not kept(t)]
+    wanted = [t for t in stack_bytes if not kept(t)]
     if not wanted:
         return None
     places, entries = closure(body, wanted, kept)
-    more = [t for t in _stacked_too(forward, entries) if not forward.stacked(t)]
-    saved = sum(own[t] for t in wanted) - forward.length * sum(body.tensors[t].nbytes for t in more)
+    extra = [t for t in _stacked_too(forward, entries) if not forward.stacked(t)]
+    saved = sum(stack_bytes[t] for t in wanted) - forward.length * sum(body.tensors[t].nbytes for t in extra)
     return Part(where, tuple(body.ops[i].id for i in places), (forward.op.id, reader), saved) if saved > 0 else None
 
 
 def _stacked_too(forward: Scan, entries: frozenset[int]) -> list[int]:
-    """Of what is read to compute again that which differs from iteration to iteration, and is no slice."""
+    """The ``entries`` of a recomputation that change from iteration to iteration and are no slices, so must be stacked up."""
     place = {t: i for i, t in enumerate(forward.body.inputs)}
     steady = {t for t, _ in forward.body.constants}
     lasting = {t for t, i in place.items() if i < forward.consts or i >= forward.consts + forward.carry}
@@ -120,44 +122,44 @@ def _stacked_too(forward: Scan, entries: frozenset[int]) -> list[int]:
 
 
 def loop_again(program: Program, part: Part) -> Program:
-    """The program with this part computed again in its backward loop."""
+    """The program with this part recomputed in its backward loop."""
     assert part.loop is not None
     ops = {op.id: op for op in program.ops}
     forward, back = Scan(ops[part.loop[0]]), Scan(ops[part.loop[1]])
-    again = [op for op in forward.body.ops if op.id in set(part.ops)]
-    made = {t for op in again for t in op.outputs}
-    entries = frozenset(t for op in again for t in op.tensors) - made
+    recomputed = [op for op in forward.body.ops if op.id in set(part.ops)]
+    made = {t for op in recomputed for t in op.outputs}
+    entries = frozenset(t for op in recomputed for t in op.tensors) - made
     tensors = list(program.tensors)
     handed = {t for t, (by, _) in _handed_over(program, forward, readers(program)).items() if t in made and by == back.op.id}
     slim, stacks = _slim(forward, handed, _stacked_too(forward, entries), tensors)
-    fed = _Feeder(forward, back, stacks, again, handed)
+    fed = _Feeder(forward, back, stacks, recomputed, handed)
     changed = {forward.op.id: slim, back.op.id: fed.op()}
     return replace(program, tensors=tuple(tensors), ops=tuple(changed.get(op.id, op) for op in program.ops))
 
 
 def _slim(forward: Scan, handed: set[int], entries: Sequence[int], tensors: list[Tensor]) -> tuple[Op, dict[int, int]]:
-    """(the forward loop without the stacks of what is ``handed`` over no more, the stack of each of these ``entries``)."""
+    """(the forward loop without the stacks of ``handed`` values, the stack of each of the ``entries``)."""
     body, op = forward.body, forward.op
     pairs = list(zip(op.outputs, body.outputs, strict=True))
     stays = [(o, t) for i, (o, t) in enumerate(pairs) if i < forward.carry or t not in handed]
     stacks: dict[int, int] = {}
     for t in entries:
-        there = [o for o, local in stays[forward.carry :] if local == t]
-        if not there:
+        existing = [o for o, local in stays[forward.carry :] if local == t]
+        if not existing:
             of = body.tensors[t]
             tensors.append(Tensor(len(tensors), (forward.length, *of.shape), of.dtype, of.itemsize))
-            there = [tensors[-1].id]
-            stays.append((there[0], t))
-        stacks[t] = there[0]
+            existing = [tensors[-1].id]
+            stays.append((existing[0], t))
+        stacks[t] = existing[0]
     slim = pruned(replace(body, outputs=tuple(t for _, t in stays)))
     return replace(op, outputs=tuple(o for o, _ in stays), bodies=(slim,)), stacks
 
 
 class _Feeder:
-    """Puts ops of the forward body before those of the backward body."""
+    """Builds the backward loop, with ops of the forward body before those of its own body."""
 
-    def __init__(self, forward: Scan, back: Scan, stacks: Mapping[int, int], again: Sequence[Op], handed: set[int]) -> None:
-        self.forward, self.back, self.stacks, self.again, self.handed = forward, back, stacks, again, handed
+    def __init__(self, forward: Scan, back: Scan, stacks: Mapping[int, int], recomputed: Sequence[Op], handed: set[int]) -> None:
+        self.forward, self.back, self.stacks, self.recomputed, self.handed = forward, back, stacks, recomputed, handed
         self.tensors = list(back.body.tensors)
         entry, inputs = back.body.inputs, back.op.inputs
         at = back.consts, back.consts + back.carry
@@ -171,7 +173,7 @@ class _Feeder:
         body, back = self.back.body, self.back
         first = 1 + max((op.id for op in body.ops), default=-1)
         ops: list[Op] = []
-        for n, op in enumerate(self.again):
+        for n, op in enumerate(self.recomputed):
             inputs = tuple(self.of(i) if isinstance(i, int) else i for i in op.inputs)
             outputs = tuple(self.made(t) for t in op.outputs)
             ops.append(replace(op, id=first + n, inputs=inputs, outputs=outputs, scope=f"{RECOMPUTED}/{op.scope}"))
@@ -190,24 +192,24 @@ class _Feeder:
         return replace(back.op, inputs=outer, bodies=(new,), params=params)
 
     def replaced(self) -> dict[int, int]:
-        """Inputs of the backward body that are slices of what is now made in it."""
+        """The recomputed value for each input of the backward body that it replaces."""
         pairs = zip(self.forward.op.outputs[self.forward.carry :], self.forward.body.outputs[self.forward.carry :], strict=True)
         of = {outer: self.new[local] for outer, local in pairs if isinstance(local, int) and local in self.handed}
         return {t: of[o] for t, o in self.slices if isinstance(o, int) and o in of}
 
     def made(self, local: int) -> int:
-        """A new tensor of the backward body for one of the forward body."""
+        """A new tensor of the backward body for a recomputed one of the forward body."""
         self.new[local] = self.tensor(self.forward.body.tensors[local])
         return self.new[local]
 
     def of(self, local: int) -> int:
-        """The tensor of the backward body that is this one of the forward body; what comes from outside enters it."""
+        """The tensor of the backward body for this one of the forward body; a value from outside becomes an input or constant."""
         if local not in self.new:
             self.new[local] = self.entered(local)
         return self.new[local]
 
     def entered(self, local: int) -> int:
-        """The input of the backward body for a value that the forward body reads, or stacks up."""
+        """The input or constant of the backward body for a value that the forward body reads, or stacks up."""
         forward = self.forward
         value = dict(forward.body.constants).get(local)
         if value is not None:
@@ -221,10 +223,10 @@ class _Feeder:
         return self.input(self.consts if place < forward.consts else self.slices, forward.op.inputs[place], local)
 
     def input(self, rows: list[tuple[int, Operand]], outer: Operand, local: int) -> int:
-        """The input that reads this operand: one that is there, or a new one."""
-        there = [t for t, o in rows if isinstance(o, int) and o == outer]
-        if there:
-            return there[0]
+        """The body's input for this operand: an existing one, or a new one."""
+        existing = [t for t, o in rows if isinstance(o, int) and o == outer]
+        if existing:
+            return existing[0]
         rows.append((self.tensor(self.forward.body.tensors[local]), outer))
         return rows[-1][0]
 
@@ -235,7 +237,7 @@ class _Feeder:
 
 
 def renamed(op: Op, names: Mapping[int, int]) -> Op:
-    """The op with other operands."""
+    """The op with operands renamed by ``names``."""
     if not any(t in names for t in op.tensors):
         return op
     return replace(op, inputs=tuple(names.get(i, i) if isinstance(i, int) else i for i in op.inputs))

@@ -1,4 +1,4 @@
-"""What is computed again, and what the ops of a program are to it."""
+"""The parts of a program that are recomputed, and helpers to find them."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Literal
 from shardplan.ir import Program, Where
 
 Policy = Literal["all", "light"]
-"""What of a body is computed again: all of it, or all but its contractions, whose results are kept."""
+"""Which ops are recomputed: all, or all but contractions, whose results are kept."""
 
 IsHeavy = Callable[[Where, int], bool]
-"""Whether the op of this id in the program there is a contraction."""
+"""Whether the op with this id, in the program at this path, is a contraction."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Ops that are computed again together, in the program at ``where``.
+    """Ops that are recomputed together, in the program at ``where``.
 
-    ``ops`` are their ids, in order. ``loop`` is (forward scan, backward scan) where they are ops of the forward scan's body, by
-    their ids at ``where``; else they stand at ``where`` itself. ``saved_bytes``: so many fewer are kept between the passes, of
-    whole values, over all iterations.
+    ``ops`` are their ids, in order. If they belong to the body of a scan, ``loop`` is (forward scan, backward scan), by their ids
+    at ``where``; if they belong to the program at ``where`` itself, it is None. ``saved_bytes`` are the bytes, of whole values,
+    that are no longer kept between the passes, over all iterations.
     """
 
     where: Where
@@ -32,7 +32,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Without:
-    """The best plan that computes nothing again: seconds of a step, bytes of a device, and whether these fit."""
+    """The best plan without recomputation: seconds of a step, peak bytes of a device, and whether these fit."""
 
     step_time_s: float
     peak_bytes: int
@@ -41,7 +41,7 @@ class Without:
 
 @dataclass(frozen=True, slots=True)
 class Remat:
-    """What a plan computes again in the backward pass; ``without`` is there where the search looked for it."""
+    """The parts that a plan recomputes in the backward pass; ``without`` is set if the search looked for that plan."""
 
     parts: tuple[Part, ...] = ()
     policy: Policy = "all"
@@ -50,41 +50,41 @@ class Remat:
 
     @property
     def loops(self) -> int:
-        """How many scans have bodies that are computed again."""
+        """How many scans have bodies that are recomputed."""
         return sum(part.loop is not None for part in self.parts)
 
     @property
     def blocks(self) -> int:
-        """How many stretches of straight-line code are computed again."""
+        """How many blocks of straight-line code are recomputed."""
         return len(self.parts) - self.loops
 
     @property
     def operators(self) -> int:
-        """How many ops are, those of loops once."""
+        """How many ops are recomputed; those of a loop count once."""
         return sum(len(part.ops) for part in self.parts)
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes, of whole values, that are not kept between the passes."""
+        """Bytes, of whole values, that are no longer kept between the passes."""
         return sum(part.saved_bytes for part in self.parts)
 
 
 def made_by(program: Program) -> Mapping[int, int]:
-    """For each tensor that an op makes the op's place."""
+    """The position of the op that computes each tensor."""
     return {t: i for i, op in enumerate(program.ops) for t in op.outputs}
 
 
 def readers(program: Program) -> Mapping[int, list[int]]:
-    """For each tensor the places of the ops that read it, in order."""
-    found: dict[int, list[int]] = {}
+    """The positions of the ops that read each tensor, in order."""
+    result: dict[int, list[int]] = {}
     for i, op in enumerate(program.ops):
         for t in dict.fromkeys(op.tensors):
-            found.setdefault(t, []).append(i)
-    return found
+            result.setdefault(t, []).append(i)
+    return result
 
 
 def closure(program: Program, wanted: Sequence[int], kept: Callable[[int], bool]) -> tuple[list[int], frozenset[int]]:
-    """(places of the ops that make these tensors, in order; the kept tensors that they read)."""
+    """(positions of the ops that compute these tensors from kept ones, in order; the kept tensors that they read)."""
     maker = made_by(program)
     places: set[int] = set()
     inputs: set[int] = set()
@@ -100,26 +100,26 @@ def closure(program: Program, wanted: Sequence[int], kept: Callable[[int], bool]
 
 
 def free(program: Program) -> frozenset[int]:
-    """Tensors that depend on no input of the program: constants and what is made of them, random bits left out."""
-    found = {t for t, _ in program.constants}
+    """Tensors that depend on no input of the program: constants and values computed from them, random bits left out."""
+    result = {t for t, _ in program.constants}
     for op in program.ops:
         keyed = any(program.tensors[t].dtype.startswith("key") for t in (*op.tensors, *op.outputs))
-        if op.repeatable and not keyed and all(t in found for t in op.tensors):
-            found.update(op.outputs)
-    return frozenset(found)
+        if op.repeatable and not keyed and all(t in result for t in op.tensors):
+            result.update(op.outputs)
+    return frozenset(result)
 
 
 def program_at(program: Program, where: Where) -> Program:
-    """The body there."""
+    """The body at this path."""
     for op_id, body in where:
         program = next(op for op in program.ops if op.id == op_id).bodies[body]
     return program
 
 
 def inner(program: Program, where: Where = ()) -> Iterator[tuple[Where, Program]]:
-    """The program and all bodies in which a forward and a backward pass may stand, innermost first.
+    """The program and all bodies that may hold a forward and a backward pass, innermost first.
 
-    Not those of `jax.checkpoint`, nor of the backward pass itself.
+    Bodies of `jax.checkpoint` and of backward ops are left out.
     """
     for op in program.ops:
         if op.bodies and "differentiated" not in op.params and not op.backward:

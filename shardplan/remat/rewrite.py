@@ -1,4 +1,4 @@
-"""Parts carried out, one after the other."""
+"""Rewrites a program to recompute its parts, one after the other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardplan.remat.parts import Part
 
 
 def rematerialised(program: Program, parts: Sequence[Part]) -> Program:
-    """The program in which these parts are computed again in the backward pass."""
+    """The program in which the backward pass recomputes these parts."""
     loops = [part for part in parts if part.loop is not None]
     blocks = [part for part in parts if part.loop is None]
     for part in (*loops, *reversed(blocks)):  # in the order of the backward pass

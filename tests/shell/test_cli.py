@@ -279,7 +279,7 @@ MISTAKES = [
     (["plan", "small.py:train_step", "--cluster", "2x4", "--memory", "20 parsecs"], "is not a size"),
     (["plan", "small.py:train_step", "--cluster", "2x4", "--memory", "4KiB"], "no plan fits"),
     (["plan", "small.py:train_step", "--cluster", "2x4", "--pin", "state/params/uo=P('gpu')"], "matches no argument"),
-    (["plan", "small.py:train_step", "--cluster", "2x4", "--pin", "ZZZ=P('gpu')"], "there are state/"),
+    (["plan", "small.py:train_step", "--cluster", "2x4", "--pin", "ZZZ=P('gpu')"], "the arguments are state/"),
     (["plan", "small.py:train_step", "--cluster", "2x4", "--pin", "state/params/up=P(3)"], "is not a PartitionSpec"),
     (["plan", "small.py:train_step", "--cluster", "2x4", "--pin", "state/params/up"], "write it as 'GLOB=SPEC'"),
     (["plan", "small.py:train_step", "--cluster", "2x4", "--objective", "speed"], "invalid choice"),

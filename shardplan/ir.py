@@ -1,4 +1,4 @@
-"""The types that cross stages. Read these first.
+"""The types of a traced step and of what a plan chooses for it. Read these first.
 
 A step is traced to a `Program`; a description of each of its ops gives a `Graph`; `Choices` hold the layout of each tensor and
 the cut of each op. All of them are frozen and independent of JAX: the equation behind an op, which only emission needs, is an

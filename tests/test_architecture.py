@@ -6,6 +6,7 @@ Everything here reads source text, so that a file is held to the order as soon a
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -56,7 +57,6 @@ JAX_FILES = (
     "tdl.verify",
     "tdl.register",
     "tdl.coverage",
-    "cost.calibrate",
     "collectives.lower",
 )
 JAX_PACKAGES = ("frontend", "emit", "tdl.proof")
@@ -169,6 +169,18 @@ def test_no_files_import_each_other_in_a_circle() -> None:
     circles = [sorted(part) for part in nx.strongly_connected_components(imports) if len(part) > 1]
     print(f"{imports.number_of_nodes()} files, {imports.number_of_edges()} imports, circles: {circles or 'none'}")  # noqa: T201 - shown with -s
     assert not circles
+
+
+def test_architecture_md_lists_the_rooms_in_this_order() -> None:
+    table = (PACKAGE.parent / "ARCHITECTURE.md").read_text().partition("| room |")[2].partition("\n\n")[0]
+    named = [
+        name
+        for line in table.splitlines()
+        for name in re.findall(r"`(\w+)(?:/|\.py)`?", line.split("|")[1] if "|" in line else "")
+    ]
+    listed = [name for name in dict.fromkeys(named) if name in RANK]
+    assert [RANK[name] for name in listed] == sorted(RANK[name] for name in listed)
+    assert {name for row in ROWS[1:-1] for name in row} <= set(listed)
 
 
 def test_a_room_imports_only_from_rooms_above_it() -> None:

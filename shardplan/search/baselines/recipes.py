@@ -50,6 +50,8 @@ class Restriction:
 class _Recipe:
     """Batch split over ``data``; optimizer state over ``zero``; all state over ``shard``; matrix weights over ``tensor``.
 
+    The reduced gradient lies as the optimizer state does (they share a variable), so ``zero`` says ZeRO-1 and ZeRO-2.
+
     ``sequence``: between products, ``tensor`` may split activations along data dims other than the batch, as in Megatron's
     sequence parallelism.
     """
@@ -99,7 +101,7 @@ class LeftOut:
 
 
 def baselines(problem: Problem) -> tuple[Restriction, ...]:
-    """All baselines that exist on these factors; one whose batch or weights do not divide is left out."""
+    """The baselines by recipe that exist on these factors (`heuristics` has others); what does not divide is left out."""
     return tuple(f for f in examined(problem) if isinstance(f, Restriction))
 
 

@@ -1,4 +1,7 @@
-"""Elementwise primitives: every operand is read at the result's own index; scalars and size-1 dims broadcast."""
+"""Elementwise primitives: every operand is read at the result's own index; scalars and size-1 dims broadcast.
+
+Descriptions of these are shared by calls whose extents are 0, 1 or more in the same places: a rule here must not read an extent.
+"""
 
 # pyright: reportUnknownLambdaType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 from __future__ import annotations

@@ -8,8 +8,9 @@ from shardplan.collectives.reshard import Resharder
 from shardplan.cost import Network
 from shardplan.errors import PlanFileError
 from shardplan.graph import Graph, Node, Signature
-from shardplan.ir import BodyChoices, Layout, Program, Use, Where, spec_text
+from shardplan.ir import BodyChoices, Constant, Layout, Program, Use, Where, spec_text
 from shardplan.plans.data import PlanData
+from shardplan.search.coarsening.tensor_roles import mark
 from shardplan.search.problem.strategies import Late, Options, options
 
 
@@ -31,8 +32,9 @@ class _Fit:
         self.nodes = {(n.where, n.op.id): n for n in graph.nodes}
         self.sizes = [f.size for f in data.factors]
         self.resharder = Resharder(Network(data.cluster, data.factors), self.sizes)
-        self._options: dict[int, Options] = {}
-        self._allowed: dict[tuple[int, Use], bool] = {}
+        self._options: dict[tuple[int, Late | None], Options] = {}
+        self._allowed: dict[tuple[int, Late | None, Use], bool] = {}
+        self.roles = mark(graph)
 
     def check(self, program: Program) -> None:
         """Checks the layouts of all bodies first, then every op."""
@@ -61,10 +63,16 @@ class _Fit:
         for tensor, layout in zip(tensors, body.layouts, strict=True):
             fits = layout is None or len(layout.dims) == len(tensor.shape)
             self.need(fits, f"a layout of rank {len(layout.dims) if layout else 0} for a value of shape {tensor.shape}")
+            free = tensor.id in self.roles.free
+            # a value that no op touches has no layout either
+            self.need(layout is None or not free, f"a value of shape {tensor.shape} on every device has a layout")
 
     def ends(self, program: Program, layouts: Sequence[Layout | None]) -> None:
         """Arguments and results have the layouts of their values, and layouts divide the arguments."""
         names = [f.name for f in self.data.factors]
+        counts = [(len(self.data.arguments), len(program.inputs)), (len(self.data.result_layouts), len(program.outputs))]
+        for what, (given, own) in zip(("arguments", "results"), counts, strict=True):
+            self.need(given == own, f"the plan has {given} {what}, the step {own}")
         for t, argument in zip(program.inputs, self.data.arguments, strict=True):
             layout, shape = layouts[t], program.tensors[t].shape
             self.need(layout == argument.layout, f"the plan gives {argument.path} two layouts")
@@ -79,34 +87,47 @@ class _Fit:
     def use(self, node: Node, use: Use, body: BodyChoices, where: Where) -> None:
         """An op is cut as its description allows, and its results are stored in the layouts of its body."""
         what = f"op {node.op.id} ({node.op.primitive}) cannot be cut as the plan says"
-        key = node.signature.id, use
+        late = self.late(node) if node.signature.defers else None
+        key = node.signature.id, late, use
         if key not in self._allowed:
-            self._allowed[key] = self.allowed(node.signature, use)
+            self._allowed[key] = self.allowed(node.signature, late, use)
         self.need(self._allowed[key], what)
+        for i, (t, need) in enumerate(zip(node.inputs, use.needs, strict=True)):
+            free = t < 0 or t in self.roles.free
+            self.need(
+                (need is None) == free, f"operand {i} of op {node.op.id} ({node.op.primitive}) has {'a' if free else 'no'} layout"
+            )
         stored = tuple(body.layouts[t] for t in node.op.outputs)
         self.need(use.stored == stored, f"the plan stores the results of op {node.op.id} ({node.op.primitive}) in two layouts")
 
-    def allowed(self, signature: Signature, use: Use) -> bool:
+    def late(self, node: Node) -> Late:
+        """The op's operands without a layout, and those of them that one term of a sum alone could contain."""
+        free = {i for i, t in enumerate(node.inputs) if t < 0 or t in self.roles.free}
+        zero = {i for i in free if node.inputs[i] in self.roles.zero}
+        zero |= {i for i in free if isinstance(c := node.op.inputs[i], Constant) and not c.value}
+        return Late(frozenset(free), frozenset(free - zero))
+
+    def allowed(self, signature: Signature, late: Late | None, use: Use) -> bool:
         """Whether a use is one of an op's strategies; partial results may be stored as terms where the strategy allows it."""
         call = signature.call
         if len(use.needs) != len(call.operands) or len(use.gives) != len(call.results):
             return False
-        rows = self.options(signature)
+        rows = self.options(signature, late)
         for s in (rows.loops == use.loops).all(axis=1).nonzero()[0].tolist():
             needs = [self.resharder.layout(x, int(n)) for x, n in zip(call.operands, rows.needs[s], strict=True)]
             gives = [self.resharder.layout(x, int(g)) for x, g in zip(call.results, rows.gives[s], strict=True)]
             if list(use.gives) == gives and all(a is None or a == b for a, b in zip(use.needs, needs, strict=True)):
-                kept = [stored.partial for stored in use.stored if stored is not None]
-                inside = all(set(p) <= set(g.partial) for p, g in zip(kept, use.gives, strict=False))
+                kept = [() if stored is None else stored.partial for stored in use.stored]
+                inside = all(set(p) <= set(g.partial) for p, g in zip(kept, use.gives, strict=True))
                 return inside and (bool(rows.terms[s]) or not any(kept))
         return False
 
-    def options(self, signature: Signature) -> Options:
+    def options(self, signature: Signature, late: Late | None) -> Options:
         """All strategies of an op, including those that pass partial sums on."""
-        if signature.id not in self._options:
-            late = Late(frozenset(), frozenset()) if signature.defers else None
-            self._options[signature.id] = options(signature, self.resharder, None, late=late)
-        return self._options[signature.id]
+        key = signature.id, late
+        if key not in self._options:
+            self._options[key] = options(signature, self.resharder, None, late=late)
+        return self._options[key]
 
     def read(self, where: Where, op: int, slot: int, copy: Layout) -> None:
         """The op has the operand that it reads, and the copy that it reads has the operand's rank."""

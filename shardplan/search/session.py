@@ -19,7 +19,7 @@ from shardplan.search.inference.bound import Bound
 from shardplan.search.problem.extract import Decisions, Extractor
 from shardplan.search.problem.problem import Problem
 from shardplan.search.problem.solution import Solution
-from shardplan.search.problem.tables import PER_SECOND
+from shardplan.search.problem.tables import BIG, seconds_of
 from shardplan.search.strategy.pins import Pins, for_pins, pinned_domains
 from shardplan.search.strategy.resizing import resized
 from shardplan.search.strategy.solve import in_seconds, search
@@ -81,12 +81,12 @@ class Session:
         total = np.zeros(len(domains[v]))
         for term in problem.terms_of(v, domains, keep_s, solution.limits):
             total = total + term.constant + problem.store.tables[term.table].reshape(-1)
-        current = total[domains[v].index(solution.states[v])]
+        current = seconds_of(float(total[domains[v].index(solution.states[v])]))
         shape = problem.coarse.variables[v].shape
         others = [
-            Alternative(problem.resharder.layout(shape, s), float(c - current) / PER_SECOND)
+            Alternative(problem.resharder.layout(shape, s), seconds_of(float(c)) - current)
             for s, c in zip(domains[v], total, strict=True)
-            if s != solution.states[v]
+            if s != solution.states[v] and c < BIG
         ]
         return sorted(others, key=lambda a: (a.more_s, str(a.layout)))
 

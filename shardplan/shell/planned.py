@@ -127,7 +127,7 @@ class Plan:
     @property
     def gap(self) -> float:
         """How far the plan lies above ``lower_bound_s``, as a fraction of it."""
-        assert self.lower_bound_s >= 0
+        self.lower_bound_s  # noqa: B018 - asks for the bound where it is not known yet
         return self._data.gap or 0.0
 
     @property
@@ -431,7 +431,10 @@ class Plan:
         return plan_file(self._whole())
 
     def save(self, file: str | os.PathLike[str]) -> None:
-        """Writes the plan as JSON; an existing file is replaced only once the new one is complete."""
+        """Writes the plan as JSON; an existing file is replaced only once the new one is complete.
+
+        The file holds the bound, the baselines and all explanations: those not asked for yet are worked out first.
+        """
         save(self._whole(), file)
 
     def _whole(self) -> PlanData:

@@ -132,6 +132,7 @@ def test_a_saved_plan_for_bytes_is_cut_as_before(tmp_path: Path) -> None:
             lambda c: [use.__setitem__("stored", use["needs"][:1] * len(use["stored"])) for use in c["uses"]],
             "two layouts|as the plan says",
         ),
+        (lambda c: c["uses"][0]["needs"].__setitem__(0, None), "operand 0 of op . .* has no layout|as the plan says"),
         (lambda c: c["copies"][0].__setitem__(2, "yes"), "backward='yes' of a copy is neither true nor false"),
         (lambda c: c["copies"][0].__setitem__(1, 77), "not a plan: ValueError: no copy 77: the file has"),
         (lambda c: c.pop("copies"), "incomplete plan: 'copies' is missing"),
@@ -144,6 +145,40 @@ def test_choices_that_do_not_fit_are_refused(three: Planned, tmp_path: Path, cha
     file = tmp_path / "plan.json"
     file.write_text(json.dumps(content))
     with pytest.raises(shardplan.PlanFileError, match=rf"plan\.json: .*{says}"):
+        shardplan.load(file, step, *args)
+
+
+@pytest.mark.parametrize("what", ["arguments", "results"])
+def test_a_file_with_another_number_of_ends_is_refused(three: Planned, tmp_path: Path, what: str) -> None:
+    plan, step, args = three
+    content = json.loads(json.dumps(plan.to_json()))
+    key = "arguments" if what == "arguments" else "result_layouts"
+    content[key].pop()
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(content))
+    with pytest.raises(shardplan.PlanFileError, match=rf"plan\.json: .*\d+ {what}"):
+        shardplan.load(file, step, *args)
+
+
+def test_a_sum_does_not_take_a_number_as_a_term(tmp_path: Path) -> None:
+    """``x @ w + 1.0 + y @ w``: were the partial sum handed through ``+ 1.0``, each device would add one."""
+
+    def step(w: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+        return x @ w + 1.0 + y @ w
+
+    args = [jax.ShapeDtypeStruct(s, "float32") for s in ((8, 8), (8, 8), (8, 8))]
+    plan = shardplan.plan(step, *args, cluster="4")
+    content = json.loads(json.dumps(plan.to_json()))
+    node = next(n for n in plan.graph.nodes if n.op.primitive == "add" and any(t < 0 for t in n.inputs))
+    layouts = content["layouts"]
+    layouts.append([[[], []], [0], "sum"])
+    at = len(layouts) - 1
+    content["choices"]["uses"].append({"loops": [-2], "needs": [at, None], "gives": [at], "stored": [at], "compute_s": 0.0})
+    body = content["choices"]["bodies"][0]
+    body["uses"] = [u for u in body["uses"] if u[0] != node.op.id] + [[node.op.id, len(content["choices"]["uses"]) - 1]]
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(content))
+    with pytest.raises(shardplan.PlanFileError, match="cannot be cut as the plan says"):
         shardplan.load(file, step, *args)
 
 

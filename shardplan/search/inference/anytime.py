@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +10,6 @@ from typing import Literal
 
 from shardplan.search.problem.pricing import Domain
 from shardplan.search.problem.solution import Solution
-from shardplan.search.problem.tables import BIG, PER_SECOND
 
 Observer = Callable[[str, float], None]
 """Called with the current activity and the progress of the search (0 to 1)."""
@@ -90,7 +90,7 @@ class Watch:
         """Offers a solution to the incumbent, unless it breaks a pin or cannot run."""
         if (
             self._open
-            and solution.seconds * PER_SECOND < BIG
+            and math.isfinite(solution.seconds)
             and all(s in d for s, d in zip(solution.states, self.domains, strict=True))
         ):
             self.incumbent.offer(solution)

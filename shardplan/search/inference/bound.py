@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, assert_never
 
 import numpy as np
 from numpy.typing import NDArray
@@ -115,6 +115,8 @@ class _Builder:
                     self._link(summand, unary, result)
                 case "view":
                     result.append(self._view(summand))
+                case _:
+                    assert_never(summand.kind)
         # a plan is priced with rounded tables, so it may be cheaper by the rounding
         return Stars(tuple(unary), tuple(_merged(result)), constant - self.problem.rounding_s)
 

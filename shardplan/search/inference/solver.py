@@ -15,7 +15,7 @@ from shardplan.search.memory import liveness as memory
 from shardplan.search.problem.pricing import Domain, Limits
 from shardplan.search.problem.problem import Problem
 from shardplan.search.problem.solution import Peak, Solution
-from shardplan.search.problem.tables import PER_SECOND, seconds_of
+from shardplan.search.problem.tables import seconds_of
 
 
 class Solver:
@@ -61,7 +61,7 @@ class Solver:
         """
         states, result = self._solve(domains, {}, (), 0.0, None, self.limits)
         solution = self.rate(name, states, {}, False, self.limits, seconds=seconds_of(result.cost))
-        return solution, result.bound / PER_SECOND
+        return solution, seconds_of(result.bound)
 
     def _solve(
         self,
@@ -114,7 +114,7 @@ class Solver:
         at = [domain.index(s) for domain, s in zip(domains, states, strict=True)]
         tables = self.problem.store.tables
         terms = self.problem.terms(domains, keep_s, self.limits)
-        return sum(t.constant + int(tables[t.table][tuple([at[v] for v in t.scope])]) for t in terms) / PER_SECOND
+        return seconds_of(sum(t.constant + int(tables[t.table][tuple([at[v] for v in t.scope])]) for t in terms))
 
     def peak_point(self, solution: Solution) -> int:
         """The point of the step at which the solution's memory peaks."""

@@ -168,7 +168,9 @@ def _copies(problem: Problem) -> Iterator[Lifetime]:
         nbytes = float(problem.graph.tensors[t].nbytes)
         yield Lifetime("copy", v, nbytes, min(nodes), max(nodes), variable.of)
         if variable.kind == "backward" and (variable.sibling, t) in reads:
-            yield Lifetime("kept", v, nbytes, max(reads[variable.sibling, t]) + 1, min(nodes) - 1, variable.of)
+            first, last = max(reads[variable.sibling, t]) + 1, min(nodes) - 1
+            if first <= last:
+                yield Lifetime("kept", v, nbytes, first, last, variable.of)
 
 
 def _stacks(problem: Problem, loops: Loops) -> Iterator[Lifetime]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import assert_never
 
 import numpy as np
 from numpy.typing import NDArray
@@ -107,6 +108,8 @@ class Extractor:
                     self._link_steps(summand, states, issued)
                 case "view":
                     self._view_steps(summand, solution, issued)
+                case _:
+                    assert_never(summand.kind)
         views = {v.id: problem.resharder.layout(v.shape, states[v.id]) for v in coarse.variables if v.kind != "stored"}
         return Decisions(tuple(layouts), uses, views, solution.keep, tuple(issued), compute_s)
 

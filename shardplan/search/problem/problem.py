@@ -26,7 +26,7 @@ from shardplan.search.problem.ops import Ops
 from shardplan.search.problem.pricing import Domain, Limits, Pricer
 from shardplan.search.problem.strategies import Groups
 from shardplan.search.problem.summands import Summand, by_variable
-from shardplan.search.problem.tables import PER_SECOND, Costs, Store, Term, picoseconds
+from shardplan.search.problem.tables import Costs, Store, Term, picoseconds, seconds_of
 
 _ROUNDED_S = 0.5e-12  # the largest rounding error of a table entry
 
@@ -192,7 +192,7 @@ class Problem:
     def seconds(self, states: Sequence[int], keep_s: Mapping[int, float], limits: Limits | None = None) -> float:
         """The cost of one assignment."""
         terms = self.terms([(s,) for s in states], keep_s, limits)
-        return sum(t.constant + self.store.tables[t.table].item() for t in terms) / PER_SECOND
+        return seconds_of(sum(t.constant + self.store.tables[t.table].item() for t in terms))
 
     @cached_property
     def view_sources(self) -> Mapping[tuple[int, int], str]:

@@ -7,6 +7,7 @@ layers share tables and the elimination of equal tables is done once.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,9 +15,10 @@ from numpy.typing import NDArray
 Costs = NDArray[np.int64]
 
 BIG = 1 << 50
-"""Infinite: larger than any sum of finite costs, small enough that sums of it do not overflow."""
+"""Infinite: larger than any finite cost (`LONGEST_S`), small enough that sums of it do not overflow. A sum that reaches it counts
+as infinite, though two of the longest finite costs do."""
 
-PER_SECOND = 1e12
+_PER_SECOND = 1e12
 """Cost units (picoseconds) in a second."""
 
 LONGEST_S = 1e3
@@ -25,12 +27,17 @@ LONGEST_S = 1e3
 
 def picoseconds(seconds: NDArray[np.float64]) -> Costs:
     """Seconds as integer picoseconds; infinities and NaN become `BIG`."""
-    return np.where(np.isfinite(seconds), np.rint(np.fmin(seconds, LONGEST_S) * PER_SECOND).astype(np.int64), BIG)
+    return np.where(np.isfinite(seconds), np.rint(np.fmin(seconds, LONGEST_S) * _PER_SECOND).astype(np.int64), BIG)
 
 
 def seconds_of(cost: float) -> float:
     """A sum of costs in seconds; infinite if one of them is."""
-    return float("inf") if cost >= BIG else cost / PER_SECOND
+    return float("inf") if cost >= BIG else cost / _PER_SECOND
+
+
+def seconds_of_each(costs: NDArray[Any]) -> NDArray[np.float64]:
+    """Sums of costs in seconds; infinite where one of a sum is."""
+    return np.where(costs >= BIG, np.inf, costs / _PER_SECOND)
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ from shardplan.search.inference.solver import Solver
 from shardplan.search.memory import liveness as memory
 from shardplan.search.problem.pricing import Domain
 from shardplan.search.problem.solution import Solution
-from shardplan.search.problem.tables import BIG, PER_SECOND
+from shardplan.search.problem.tables import BIG, seconds_of_each
 
 STEPS = 40
 """The most changes of one repair."""
@@ -70,7 +70,7 @@ def _moves(solver: Solver, domains: Sequence[Domain], current: Solution, excess:
         if held[v] * own < _LEAST * excess:
             break
         priced = costs(solver, domains, current, (v,))
-        by_state = np.where(priced >= BIG, np.inf, priced / PER_SECOND)
+        by_state = seconds_of_each(priced)
         now = by_state[domains[v].index(current.states[v])]
         for state, seconds in zip(domains[v], by_state.tolist(), strict=True):
             saved = held[v] * (own - memory.local_bytes(problem, v, state))
@@ -297,7 +297,7 @@ def _smallest_step(solver: Solver, domains: Sequence[Domain], now: Solution, lef
     for states, keep in trials:
         if (states, keep) != (now.states, now.keep) and left.more():
             trial = _rated(solver, now, states, keep)
-            if trial.seconds * PER_SECOND < BIG and (best is None or trial.peak_bytes < best.peak_bytes):
+            if math.isfinite(trial.seconds) and (best is None or trial.peak_bytes < best.peak_bytes):
                 best = trial
     return best
 

@@ -1,4 +1,4 @@
-"""The search against oracles that share none of its tables: every assignment tried, and an integer program."""
+"""The search against oracles: every assignment tried with prices summed anew, and an integer program over the search's tables."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from models import gpt
 from shardplan.mesh import Cluster
+from shardplan.search.coarsening.variables import FREE
 from shardplan.search.inference.eliminate import Eliminator, Order, find_order
 from shardplan.search.inference.solver import Solver
 from shardplan.search.memory import liveness as memory
@@ -193,6 +195,19 @@ def test_scopes_are_those_of_the_terms(scan: bool) -> None:
     step, args = gpt.train_step(layers=2, scan=scan)
     problem = steps.problem(step, *args, on=Cluster.load("4"))
     assert sorted(problem.scopes) == sorted(t.scope for t in problem.terms(problem.domains))
+    # the summands are those of the graph: each op that joins variables, each view, each loop link between layouts
+    kinds = Counter(s.kind for s in problem.summands)
+    coarse = problem.coarse
+    joins = [
+        n
+        for n in coarse.joins
+        if any(t >= 0 and coarse.of[t] != FREE for t in (*problem.graph.nodes[n].inputs, *problem.graph.nodes[n].outputs))
+    ]
+    ends = [(coarse.of[k.source], coarse.of[k.target], k.lift) for k in problem.graph.links]
+    assert kinds["op"] == len(joins) > 20
+    assert kinds["view"] == sum(v.kind != "stored" for v in coarse.variables) > 0
+    assert kinds["link"] == sum(FREE not in (a, b) and (a != b or lift != 0) for a, b, lift in ends)
+    assert (kinds["link"] > 0) == scan
 
 
 @pytest.mark.parametrize("shape", ["4", "2x2"])
@@ -200,7 +215,8 @@ def test_the_cost_of_a_solution_is_the_sum_of_its_terms(shape: str) -> None:
     problem = _small(shape)
     solver = Solver(problem, memory.liveness(problem))
     solution, seconds = solver.minimum("x", problem.domains)
-    assert solution.seconds == pytest.approx(seconds, abs=1e-15)
+    keep_s = problem.regathered(solution.keep)
+    assert problem.seconds(solution.states, keep_s) == pytest.approx(seconds, abs=1e-15)
 
 
 def _small(shape: str) -> Problem:

@@ -39,7 +39,7 @@ def test_blocks_computed_again_are_what_they_were(devices: list[Any]) -> None:
     assert found.json["recompiles"] == 0
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_a_loop_body_computed_again_is_what_it_was(dtype: str, devices: list[Any]) -> None:
     """Random masks too: their keys are read again."""
     step, args = gpt.train_step(**SMALL, scan=True, dtype=dtype, concrete=True)

@@ -80,6 +80,7 @@ def test_leaving_out_any_one_exchange_is_noticed(planned: Any) -> None:
     assert all(caught), [what for what, seen in zip(emitter.exchanges, caught, strict=True) if not seen]
 
 
+@pytest.mark.slow
 def test_leaving_out_any_one_exchange_is_noticed_in_bfloat16(devices: list[Any]) -> None:
     step, args = small(batch=2048, dtype="bfloat16")
     plan = shardplan.plan(step, *args, cluster=shardplan.Cluster.load("gcp-a100").resized(2, 2), pins=PINS)

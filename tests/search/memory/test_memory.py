@@ -230,6 +230,7 @@ def test_what_surely_fits_fits(factory: Any) -> None:
     assert quick
 
 
+@pytest.mark.slow
 def test_a_slower_machine_has_the_same_smallest_plan() -> None:
     """However long the step takes: prices on bytes go with it."""
     step, args = gpt.train_step(layers=1, width=256, batch=32)

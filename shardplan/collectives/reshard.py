@@ -16,10 +16,12 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.sparse import csr_matrix
+from scipy.sparse.csgraph import dijkstra
 
 from shardplan.collectives.envelope import envelope
 from shardplan.collectives.layouts import LayoutSpace
@@ -29,9 +31,6 @@ from shardplan.collectives.states import Goal
 from shardplan.cost.network import Collective, Network
 from shardplan.cost.wire import WireBytes
 from shardplan.ir import Layout
-
-if TYPE_CHECKING:
-    from scipy.sparse import csr_matrix
 
 PADDING = 8
 """Padding inside the step may add at most one part in this many to a dim."""
@@ -269,8 +268,6 @@ class Resharder:
             edges = self._between(key)
             cost = np.min(latency_s + slope * nbytes, axis=0)[kind[edges.which]]
             n = len(edges.starts) - 1
-            from scipy.sparse import csr_matrix  # takes half a second to load
-
             self._graphs[key] = csr_matrix((cost, edges.columns, edges.starts), shape=(n, n))
         return self._graphs[key]
 
@@ -333,8 +330,6 @@ def _inverse(names: tuple[int, ...]) -> tuple[int, ...]:
 
 def _shortest(graph: csr_matrix, sources: NDArray[np.int64] | None) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
     """Distances from these states (from all, where None), and predecessors on the paths."""
-    from scipy.sparse.csgraph import dijkstra
-
     return dijkstra(graph, indices=sources, return_predecessors=True)
 
 

@@ -211,6 +211,16 @@ class Op:
             not self.bodies and self.primitive not in _NONDETERMINISTIC and not (self.handle is not None and self.handle.effects)
         )
 
+    @property
+    def acts(self) -> bool:
+        """Whether it does something beside its results, such as printing: it must run once, on one device."""
+        return self.handle is not None and bool(self.handle.effects)
+
+    @property
+    def ordered(self) -> bool:
+        """Whether its effects must come in the order of the program."""
+        return self.acts and bool(self.params.get("ordered", False))
+
 
 @dataclass(frozen=True, slots=True)
 class Program:

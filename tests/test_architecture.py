@@ -29,6 +29,7 @@ ROWS = (
     ("graph",),
     ("collectives",),
     ("search",),
+    ("schedule",),
     ("emit",),
     ("plans",),
     ("report",),
@@ -60,7 +61,7 @@ JAX_FILES = (
     "collectives.lower",
 )
 JAX_PACKAGES = ("frontend", "emit", "tdl.proof")
-WITHOUT_JAX = ("emit.hlo", "emit.planned")
+WITHOUT_JAX = ("emit.hlo",)
 JAX_LIBRARIES = ("jax", "jaxlib", "flax", "optax")
 PRIVATE_JAX = ("jax._src", "jax.extend", "jaxlib")
 
@@ -330,6 +331,8 @@ NOT_FROZEN = {
     "emit.hlo_text.Computation": "works out its index at first use",
     "emit.hlo_text.Module": "works out its index at first use",
     "emit.specs._Frame": "the values of a program while it is evaluated",
+    "schedule.build._Frame": "the values of a body while it is spelled out",
+    "schedule.extents._Facts": "grows while classes are joined",
     "mesh.topology.Tier": "made by a topology alone",
     "mesh.topology.Topology": "works out sizes at first use",
     "search.inference.anytime.Incumbent": "the best so far",

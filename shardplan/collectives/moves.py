@@ -115,7 +115,8 @@ def every_move(state: State, rank: int, sizes: Sequence[int]) -> Iterator[Move]:
     used = {f for d in dims for f in d} | set(partial)
     free = [f for f in range(len(sizes)) if f not in used]
     for d, fs in enumerate(dims):
-        yield from _leaving(state, d, rank)
+        if d == rank or not dims[rank]:  # elements in a row are not put together by a dim
+            yield from _leaving(state, d, rank)
         if d < rank:
             for f in free:
                 yield "slice", (), _put(state, {d: (*fs, f)})

@@ -76,6 +76,23 @@ def parse(hlo_text: str) -> tuple[HloCollective, ...]:
     return tuple(collective for _, _, collective in _collectives(module))
 
 
+def operands(hlo_text: str) -> tuple[HloCollective, ...]:
+    """Every collective that a compiled module runs, one row for each tensor, at its width before XLA's CPU compiler widened it.
+
+    Raises `HloError` on a collective of an unknown form.
+    """
+    module = parse_module(hlo_text)
+    undo = Undo(module)
+    rows: list[HloCollective] = []
+    for computation, instruction, collective in _collectives(module):
+        shapes = operand_shapes(computation, instruction, collective.kind)
+        each = [(s.size * undo.bits(computation, instruction, n, s) + 7) // 8 for n, s in enumerate(shapes)]
+        # the CPU's all-to-all has an operand for each member of its group
+        parts = [sum(each)] if collective.kind == "all-to-all" else each
+        rows += [_resized(collective, collective.kind, nbytes, collective.group_size) for nbytes in parts]
+    return tuple(rows)
+
+
 def measure(hlo_text: str, *, undo_cpu: bool = True) -> Measured:
     """The wire bytes of a step, by kind.
 

@@ -17,11 +17,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from shardplan.collectives.reshard import Step
+from shardplan.cost import Network
 from shardplan.emit.calls import Pairs
-from shardplan.emit.planned import PlannedProgram
+from shardplan.emit.explicit import ExplicitEmitter
 from shardplan.emit.specs import SpecsEmitter
 from shardplan.emit.stacked import partition_spec, term_factors
+from shardplan.emit.transfers import Transfers
 from shardplan.ir import Layout, Op, Reducer, Use
+from shardplan.schedule import PlannedProgram, Schedule
 
 
 class DroppingEmitter(SpecsEmitter):
@@ -128,3 +132,60 @@ class DroppingEmitter(SpecsEmitter):
     def _drops(self, what: str) -> bool:
         self.exchanges.append(what)
         return len(self.exchanges) - 1 == self.dropped
+
+
+class DroppingExplicitEmitter(ExplicitEmitter):
+    """Runs a schedule without its exchange number ``dropped``; after a trace ``exchanges`` lists what can be dropped."""
+
+    def __init__(self, planned: PlannedProgram, mesh: Mesh, dropped: int, schedule: Schedule | None = None) -> None:
+        self.dropped = dropped
+        self.exchanges: list[str] = []
+        super().__init__(planned, mesh, schedule)
+
+    def __call__(self, *flat: Any) -> list[Any]:
+        """The step on flat arguments; flat results."""
+        self.exchanges.clear()
+        return super().__call__(*flat)
+
+    def transfers_on(self, network: Network) -> Transfers:
+        """What moves values, but for one exchange."""
+        return _DroppingTransfers(self, network)
+
+    def drops(self, what: str) -> bool:
+        """Notes an exchange; whether it is the one that is left out."""
+        self.exchanges.append(what)
+        return len(self.exchanges) - 1 == self.dropped
+
+
+class _DroppingTransfers(Transfers):
+    """Transfers in which a device that is not told anything takes what it holds for what it should get."""
+
+    def __init__(self, emitter: DroppingExplicitEmitter, network: Network) -> None:
+        super().__init__(network, emitter.planned.names, emitter.planned.sizes)
+        self.emitter = emitter
+
+    def gather(self, x: Any, step: Step, over: Sequence[int], dim: int) -> Any:
+        """A gather; if left out, copies of the device's own block."""
+        if not self.emitter.drops(f"a gather over {self.axes(over)}"):
+            return super().gather(x, step, over, dim)
+        return jnp.concatenate([x] * self.ways(over), dim)
+
+    def all_reduce(self, x: Any, step: Step, reducer: Reducer, extreme: Any) -> Any:
+        """A reduction; if left out, the device's own term."""
+        dropped = self.emitter.drops(f"the {reducer} over {self.axes(step.over)}")
+        return x if dropped else super().all_reduce(x, step, reducer, extreme)
+
+    def reduce_scatter(self, x: Any, over: Sequence[int], reducer: Reducer, dim: int) -> Any:
+        """A reduce-scatter; if left out, the device's block of its own term."""
+        dropped = self.emitter.drops(f"the scattered {reducer} over {self.axes(over)}")
+        return self.sliced(x, dim, over) if dropped else super().reduce_scatter(x, over, reducer, dim)
+
+    def all_to_all(self, x: Any, over: Sequence[int], split: int, joined: int) -> Any:
+        """An all-to-all; if left out, the device's own blocks in place of the others'."""
+        if not self.emitter.drops(f"an all-to-all over {self.axes(over)}"):
+            return super().all_to_all(x, over, split, joined)
+        return jnp.concatenate(jnp.split(x, self.ways(over), split), joined)
+
+    def permute(self, x: Any, axes: tuple[str, ...], pairs: Sequence[tuple[int, int]]) -> Any:
+        """A permute; if left out, what the device has."""
+        return x if self.emitter.drops(f"a permute over {axes}") else super().permute(x, axes, pairs)

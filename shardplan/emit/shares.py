@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from shardplan.collectives.reshard import Step
 from shardplan.emit.calls import Share, Sum, divides
-from shardplan.emit.planned import PlannedProgram
 from shardplan.emit.stacked import term_factors
 from shardplan.graph import Node
 from shardplan.ir import Layout, Use
+from shardplan.schedule.planned import PlannedProgram
 
 
 def share_of(node: Node, use: Use | None, planned: PlannedProgram) -> Share | None:

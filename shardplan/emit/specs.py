@@ -22,11 +22,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardplan.emit.calls import Exchanges, Pairs, Share, on_shares, reduced
 from shardplan.emit.extremes import as_floats, as_integers
-from shardplan.emit.planned import PlannedProgram
 from shardplan.emit.shares import share_of
 from shardplan.emit.stacked import map_terms, partition_spec, stacked_shape, summed, term_factors
 from shardplan.graph import Node
 from shardplan.ir import Constant, Layout, Op, Program, Reducer, Use, Where
+from shardplan.schedule.planned import PlannedProgram
 from shardplan.tdl.rewrite import cuttable, in_row_major_order
 from shardplan.tdl.xla_quirks import loses_nan
 

@@ -17,10 +17,12 @@ import numpy as np
 from shardplan import _jax
 from shardplan.emit.hlo import Measured, measure
 from shardplan.emit.judge import Change, Largest, Worst, judge
+from shardplan.emit.one_for_one import UNTOUCHED, Pair, one_for_one
 from shardplan.errors import ShardplanError
 from shardplan.frontend.nnx_state import Pure, apart
 from shardplan.frontend.perturb import narrowed, narrows, neighbours
 from shardplan.frontend.trace import Traced
+from shardplan.schedule import Send
 
 PERTURBATIONS = 5
 
@@ -62,6 +64,11 @@ class Runs(Protocol):
     @property
     def collectives(self) -> Sequence[Sends]:
         """All collectives of a step."""
+        ...
+
+    @property
+    def sends(self) -> Sequence[Send]:
+        """What each collective of the explicit backend sends."""
         ...
 
     @property
@@ -113,6 +120,7 @@ class Verified:
     the CPU compiler does (see `shardplan.emit.hlo.measure`).
     """
 
+    backend: str
     equal: bool
     compared: int
     numbers: int
@@ -131,6 +139,7 @@ class Verified:
     predicted_peak_bytes: int
     measured_peak_bytes: int
     collectives: Mapping[str, Bytes]
+    pairs: tuple[Pair, ...] = ()
 
     @property
     def max_error(self) -> float:
@@ -138,14 +147,27 @@ class Verified:
         return self.largest.error
 
     @property
+    def explicit(self) -> bool:
+        """Whether the plan's own collectives were compared with the compiled ones, one for one."""
+        return self.backend == "explicit"
+
+    @property
+    def unmatched(self) -> tuple[Pair, ...]:
+        """The collectives of the plan or of the program that the other does not have."""
+        return tuple(pair for pair in self.pairs if not pair.matched)
+
+    @property
     def passed(self) -> bool:
-        """Equal, compiled no more often than the single-device step, and no state moved between steps."""
-        return self.equal and self.recompiles <= self.single_recompiles and not self.moved
+        """Equal, compiled no more often than the single-device step, no state moved between steps, and one for one."""
+        return self.equal and self.recompiles <= self.single_recompiles and not self.moved and not self.unmatched
 
     @property
     def json(self) -> dict[str, Any]:
         """The fields as JSON values."""
-        return asdict(self) | {"passed": self.passed, "max_error": self.max_error}
+        rows = [pair.json for pair in self.pairs]
+        fields = {name: value for name, value in asdict(self).items() if name != "pairs"}
+        own = {"one_for_one": rows, "unmatched": [r for r in rows if r["planned"] != r["compiled"]]} if self.explicit else {}
+        return fields | {"passed": self.passed, "max_error": self.max_error} | own
 
 
 def verify(
@@ -184,9 +206,9 @@ def verify(
     results = sharded.run(host)
     changes = _changes(_Perturbed(pure, first, loop) if narrows(plan.traced.program) else one, host, single, tell)
     tell("bytes", 0.9)
-    measured, peak = sharded.compiled(host)
     judged = judge(plan.traced.program.output_paths, single, results, changes)
     return Verified(
+        backend=backend,
         equal=not judged.unequal and (judged.compared > 0 or not judged.numbers),
         compared=judged.compared,
         numbers=judged.numbers,
@@ -199,13 +221,26 @@ def verify(
         retyped=tuple(_retyped(plan.traced)),
         moved=tuple(sharded.moved),
         zeros=tuple(p for p, x in zip(plan.traced.program.input_paths, leaves, strict=True) if _drawn_as_zero(x)),
-        predicted_bytes=float(plan.communication_bytes),
-        measured_bytes=float(measured.wire_bytes),
-        raw_measured_bytes=float(measured.raw_wire_bytes),
         predicted_peak_bytes=int(plan.peak_bytes),
-        measured_peak_bytes=peak,
-        collectives=by_kind(plan, measured),
+        **_bytes(plan, sharded, host, explicit=backend == "explicit"),
     )
+
+
+def _bytes(plan: Runs, sharded: _Sharded, host: Sequence[Any], *, explicit: bool) -> dict[str, Any]:
+    """The fields of `Verified` about what is sent; under the explicit backend each collective beside its instruction."""
+    measured, peak = sharded.compiled(host)
+    common = {"raw_measured_bytes": float(measured.raw_wire_bytes), "measured_peak_bytes": peak}
+    if not explicit:
+        sent = {"predicted_bytes": float(plan.communication_bytes), "measured_bytes": float(measured.wire_bytes)}
+        return {**common, **sent, "collectives": by_kind(plan, measured)}
+    pairs = one_for_one(plan.sends, sharded.untouched(host))
+    return {
+        **common,
+        "predicted_bytes": sum(p.planned_bytes for p in pairs),
+        "measured_bytes": sum(p.wire_bytes for p in pairs),
+        "collectives": _pairs_by_kind(pairs),
+        "pairs": pairs,
+    }
 
 
 def measured_program(
@@ -226,6 +261,17 @@ def by_kind(plan: Runs, measured: Measured) -> dict[str, Bytes]:
         nbytes, count = predicted.get(kind, (0.0, 0.0))
         total = measured.kinds.get(kind)  # type: ignore[call-overload]
         rows[kind] = Bytes(nbytes, float(total.wire_bytes) if total else 0.0, count, float(total.count) if total else 0.0)
+    return rows
+
+
+def _pairs_by_kind(pairs: Sequence[Pair]) -> dict[str, Bytes]:
+    """Planned and compiled bytes, for every kind of collective."""
+    rows: dict[str, Bytes] = {}
+    for kind in sorted({p.kind for p in pairs}):
+        own = [p for p in pairs if p.kind == kind]
+        planned = sum(p.planned_bytes for p in own), sum(p.planned * p.times for p in own)
+        compiled = sum(p.wire_bytes for p in own), sum(p.compiled * p.times for p in own)
+        rows[kind] = Bytes(planned[0], compiled[0], planned[1], compiled[1])
     return rows
 
 
@@ -365,6 +411,11 @@ class _Sharded:
     def compiled(self, host: Sequence[Any]) -> tuple[Measured, int]:
         """The collectives of the compiled step, and its peak bytes on one device."""
         return _measured(self._jitted, jax.tree.unflatten(self._loop.tree, self.put(host)))
+
+    def untouched(self, host: Sequence[Any]) -> str:
+        """The compiled step's text, without the passes of XLA's CPU compiler that merge or move collectives."""
+        lowered = self._jitted.lower(*jax.tree.unflatten(self._loop.tree, self.put(host)))
+        return lowered.compile(compiler_options=UNTOUCHED).as_text()
 
 
 def _changes(

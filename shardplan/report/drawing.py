@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from shardplan.emit.planned import PlannedProgram
 from shardplan.graph import Graph, Node
 from shardplan.ir import Layout, Tensor, Use
+from shardplan.schedule.planned import PlannedProgram
 
 Cuts = tuple[tuple[int, ...], ...]
 """For each dim the axes that cut it, major first, as indices into `Drawing.axes`."""

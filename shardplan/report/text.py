@@ -214,6 +214,21 @@ def best_baseline(plan: PlanData) -> Baseline | None:
 # -- verification and comparison ---------------------------------------------------------------------------------------
 
 
+def _one_for_one(found: Mapping[str, Any]) -> list[str]:
+    """Whether the compiled program has the planned collectives and no others."""
+    rows, left = found.get("one_for_one"), found.get("unmatched", ())
+    if rows is None:
+        return []
+    if not left:
+        return [f"  one for one: {len(rows)} collectives as planned, none beside them"]
+    first = [
+        f"    {row['kind']} of {size(row['bytes'])} over {row['groups'] or 'pairs'}: planned {row['planned']}, "
+        f"compiled {row['compiled']} ({row['source'] or row['scope'] or 'by XLA'})"
+        for row in left[:5]
+    ]
+    return [f"  NOT one for one: {len(left)} of {len(rows)} differ", *first]
+
+
 def verified_text(found: Mapping[str, Any]) -> str:
     """A verification; ``found`` is its `Verified.json`."""
     worst = found["worst"]
@@ -258,6 +273,7 @@ def verified_text(found: Mapping[str, Any]) -> str:
     rows.append(["on the wire", "", "", *_pair(found["predicted_bytes"], found["measured_bytes"])])
     rows.append(["(as compiled)", "", "", *_pair(found["predicted_bytes"], found["raw_measured_bytes"])])
     rows.append(["peak memory", "", "", *_pair(found["predicted_peak_bytes"], found["measured_peak_bytes"])])
+    lines += _one_for_one(found)
     heads = ["per device and step", "planned", "compiled", "predicted", "measured", "ratio"]
     return "\n".join(lines) + "\n\n" + table(heads, rows, align="lrrrrr")
 

@@ -14,8 +14,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardplan import _jax
-from shardplan.emit.mutate import DroppingEmitter
-from shardplan.emit.planned import PlannedProgram, planned_program
+from shardplan.emit.explicit import ExplicitEmitter
+from shardplan.emit.mutate import DroppingEmitter, DroppingExplicitEmitter
 from shardplan.emit.specs import SpecsEmitter
 from shardplan.emit.stacked import partition_spec
 from shardplan.errors import ArgumentError, PlanFileError, ShardplanError
@@ -35,8 +35,12 @@ from shardplan.remat import Remat
 from shardplan.report.draw import picture, picture_format
 from shardplan.report.drawing import drawing
 from shardplan.report.explain import explain, explain_all
+from shardplan.schedule import PlannedProgram, Schedule, Send, build, planned_program, sends
 from shardplan.search.inference.anytime import Stopped
 from shardplan.search.session import Session
+
+BACKENDS = ("explicit", "specs")
+"""The ways to run a plan: each device its own program, or constraints that XLA's partitioner follows."""
 
 
 class Plan:
@@ -339,11 +343,17 @@ class Plan:
             PlanFileError: if ``step`` is not the step that was planned.
             ShardplanError: for a backend that does not exist.
         """
-        if backend != "specs":
-            raise ShardplanError(f"unsupported backend {backend!r}: use 'specs'")
+        if backend not in BACKENDS:
+            raise ShardplanError(f"unsupported backend {backend!r}: use {' or '.join(map(repr, BACKENDS))}")
         self.check(step)
         mesh = self.mesh(devices)
-        emitter = SpecsEmitter(self.planned, mesh) if drop is None else DroppingEmitter(self.planned, mesh, dropped=drop)
+        emitter: Callable[..., list[Any]]
+        if backend == "explicit" and drop is not None:
+            emitter = DroppingExplicitEmitter(self.planned, mesh, drop, self.schedule)
+        elif backend == "explicit":
+            emitter = ExplicitEmitter(self.planned, mesh, self.schedule)
+        else:
+            emitter = SpecsEmitter(self.planned, mesh) if drop is None else DroppingEmitter(self.planned, mesh, dropped=drop)
         weak_results = [shape.weak_type for shape in self.traced.out_shapes]
 
         def run(*leaves: Any) -> list[Any]:
@@ -363,6 +373,16 @@ class Plan:
     def planned(self) -> PlannedProgram:
         """The program with the plan's choices, as backends run it."""
         return planned_program(self.program, self.graph, self._data.choices, self.cluster, self.factors)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The program of each device under the explicit backend."""
+        return build(self.planned)
+
+    @property
+    def sends(self) -> tuple[Send, ...]:
+        """Every collective instruction of the explicit backend, with its bytes and its times a step."""
+        return sends(self.schedule, self.planned)
 
     @property
     def donated_leaves(self) -> tuple[int, ...]:

@@ -339,6 +339,14 @@ def _counted(call: Call, local: Local) -> Local:
     return replace(local, call=at, run=counted, edges=("zero",) * len(at.operands))
 
 
+def counted_in(local: Local, call: Call) -> Local:
+    """A share whose random bits are counted in the shape of ``call``, which was resized to be cut."""
+    if "whole" not in local.call.params or "whole" in call.params:
+        return local
+    leading = len(call.operands[0]) if call.operands else 0
+    return _with(local, whole=call.results[0][leading:])
+
+
 @_local("random_bits_at", "random_split_at", "iota_2x32_shape_at")
 def _counted_further(call: Call, local: Local) -> Local:
     leading = len(call.operands[0]) if len(call.operands) > 1 else 0

@@ -30,10 +30,27 @@ def block(shape: Shape, placement: Placement, ways: int) -> Shape:
 
 def shrink(call: Call, strategy: Strategy) -> Call:
     """The call that each of ``strategy.ways`` workers makes, as if its block were the whole."""
+    return _with_blocks(call, strategy, lambda shape, placement: block(shape, placement, strategy.ways))
+
+
+def resized(call: Call, strategy: Strategy, extent: int) -> Call:
+    """The call with another extent of the loop that a strategy cuts, which everything reads at its own index."""
+
+    def longer(shape: Shape, placement: Placement) -> Shape:
+        match placement:
+            case Split(dim, _):
+                return (*shape[:dim], extent, *shape[dim + 1 :])
+            case _:
+                return shape
+
+    return _with_blocks(call, strategy, longer)
+
+
+def _with_blocks(call: Call, strategy: Strategy, block_of: Callable[[Shape, Placement], Shape]) -> Call:
     small = replace(
         call,
-        operands=tuple(block(s, p, strategy.ways) for s, p in zip(call.operands, strategy.operands, strict=True)),
-        results=tuple(block(s, p, strategy.ways) for s, p in zip(call.results, strategy.results, strict=True)),
+        operands=tuple(block_of(s, p) for s, p in zip(call.operands, strategy.operands, strict=True)),
+        results=tuple(block_of(s, p) for s, p in zip(call.results, strategy.results, strict=True)),
     )
     change = _PARAMS.get(call.primitive)
     return small if change is None else replace(small, params={**call.params, **change(call, small, strategy)})

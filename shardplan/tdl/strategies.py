@@ -80,6 +80,8 @@ def cut_in_step(description: Description, loop: int, ways: int, regions: Regions
 def _placed(description: Description, loop: int, ways: int, regions: Regions) -> Strategy | None:
     """The strategy that reads these regions, with the placements of all other operands and of the results."""
     info = description.loops[loop]
+    if info.extent % ways and info.reducer is not None and not _maskable(description, loop, regions):
+        return None
     operands: list[Placement] = [Replicated() for _ in description.call.operands]
     for operand, placement in regions.items():
         operands[operand] = placement
@@ -200,6 +202,13 @@ def _regions_alone(description: Description, loop: int) -> Regions | None:
 
 def _reads(index: IndexExpr, loop: int) -> bool:
     return loop in [v for v, _ in index.terms] if type(index) is Affine else loop in loops_of(index)
+
+
+def _maskable(description: Description, loop: int, regions: Regions) -> bool:
+    """Whether the terms beyond the end of a padded reduction vanish when its operands there are the reducer's identity."""
+    if description.loops[loop].reducer != "sum":
+        return len(description.call.operands) == 1
+    return all(any(o in regions and m.count(o) == 1 for o in m) for result in description.monomials for m in result)
 
 
 _IDEMPOTENT = ("max", "min", "and", "or")

@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from shardplan.emit.planned import planned_program
 from shardplan.emit.specs import SpecsEmitter
 from shardplan.frontend.trace import trace
 from shardplan.graph.flattening import Node, flatten
 from shardplan.ir import Layout, Use
 from shardplan.mesh import Cluster, factors
+from shardplan.schedule.planned import planned_program
 from shardplan.search.coarsening.coarsen import coarsen
 from shardplan.search.problem.extract import Decisions, Extractor
 from shardplan.search.problem.problem import Problem

@@ -1,0 +1,303 @@
+"""The steps of a resharding as JAX's collectives, inside a `shard_map` over the plan's mesh.
+
+A block lies as its layout says: a dim's factors are major first, so that the order of gathers, and of a device's place among
+them, follows the layout and not the mesh. A tensor that is split over its *buffer* is flat and padded in between.
+"""
+
+# pyright: basic
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from shardplan.collectives.dsl import Master, Reduction, groups, parse
+from shardplan.collectives.laying import Laying, laying_over
+from shardplan.collectives.lower import collective, run
+from shardplan.collectives.ranking import entries, names_of
+from shardplan.collectives.reshard import Step
+from shardplan.cost import Network
+from shardplan.emit.reductions import all_reduced, combined
+from shardplan.ir import PAIRS, Reducer
+from shardplan.schedule import Change, Move, Reblock, later_splits, splits_buffer
+
+
+class Transfers:
+    """Moves values between layouts on a mesh whose axes are named like the plan's factors."""
+
+    def __init__(self, network: Network, names: Sequence[str], sizes: Sequence[int]) -> None:
+        self.network, self.names, self.sizes = network, tuple(names), tuple(sizes)
+
+    def move(self, x: Any, move: Move, extreme: Any = None) -> Any:
+        """A block after all steps of a move, each in a named scope of its own."""
+        buffered: _Buffered | None = None
+        for n, step in enumerate(move.steps):
+            with jax.named_scope(f"{move.scope}.{n}"):
+                if buffered is None and splits_buffer(step, move):
+                    buffered = _Buffered(self, x, move, n)
+                if buffered is None:
+                    x = self.fitted(self.step(self.fitted(x, step, move, 1), step, move, extreme), step, move, -1)
+                else:
+                    x = buffered.step(step)
+                    buffered = None if x is not None else buffered
+        return x
+
+    def fitted(self, x: Any, step: Step, move: Move, way: int) -> Any:
+        """A block padded in the dim that a step splits first (``way`` 1), or cut to its true extent where one is whole again."""
+        for d, (n, padded) in enumerate(zip(move.shape, move.extents, strict=True)):
+            if n != padded:
+                was, now = bool(step.before.dims[d]), bool(step.after.dims[d])
+                if way == 1 and now and not was:
+                    x = _padded(x, d, padded)
+                if way == -1 and was and not now:
+                    x = lax.slice_in_dim(x, 0, n, axis=d)
+        return x
+
+    def reblocked(self, x: Any, reblock: Reblock) -> Any:
+        """The same value in blocks of another extent of one dim."""
+        dim, factors = reblock.dim, reblock.layout.dims[reblock.dim]
+        ways, axes = self.ways(factors), self.axes(factors)
+        old, new = x.shape[dim], reblock.extent // ways
+        worker = lax.axis_index(axes)
+        parts = [x]
+        for n, rows in enumerate(reblock.heads(ways)):
+            far = n + 1
+            with jax.named_scope(f"{reblock.scope}.{n}"):
+                if new > old:
+                    sent = lax.slice_in_dim(x, 0, rows, axis=dim)
+                    parts.append(self.permute(sent, axes, [(w + far, w) for w in range(ways - far)]))
+                else:
+                    sent = lax.slice_in_dim(x, old - rows, old, axis=dim)
+                    parts.insert(0, self.permute(sent, axes, [(w, w + far) for w in range(ways - far)]))
+        x = jnp.concatenate(parts, dim)
+        if new > old:
+            x = _padded(x, dim, (ways - 1) * (new - old) + new)
+            return lax.dynamic_slice_in_dim(x, worker * (new - old), new, dim)
+        before = x.shape[dim] - old
+        x = _padded(x, dim, max(x.shape[dim], before + new))
+        return lax.dynamic_slice_in_dim(x, jnp.maximum(before - worker * (old - new), 0), new, dim)
+
+    def axes(self, factors: Sequence[int]) -> tuple[str, ...]:
+        """The mesh axes of some factors, in their order."""
+        return tuple(self.names[f] for f in factors)
+
+    def ways(self, factors: Sequence[int]) -> int:
+        """How many devices there are along some factors."""
+        return math.prod(self.sizes[f] for f in factors)
+
+    def step(self, x: Any, step: Step, move: Move, extreme: Any) -> Any:
+        """A block after one step."""
+        change = Change.of(step)
+        match step.kind:
+            case "slice":
+                return self.sliced(x, change.longer, change.gained)
+            case "all_gather":
+                return self.gather(x, step, change.lost, change.shorter)
+            case "all_to_all":
+                return self.all_to_all(x, change.lost, change.longer, change.shorter)
+            case "permute":
+                return self.permute(x, self.names, self.pairs(step.before.dims, step.after.dims))
+            case "all_reduce":
+                return self.all_reduce(x, step, move.reducer, extreme)
+            case "reduce_scatter":
+                return self.reduce_scatter(x, change.gained, move.reducer, change.longer)
+            case _:
+                raise AssertionError(step.kind)
+
+    def sliced(self, x: Any, dim: int, factors: Sequence[int]) -> Any:
+        """A device's block along a dim."""
+        size = x.shape[dim] // self.ways(factors)
+        return lax.dynamic_slice_in_dim(x, lax.axis_index(self.axes(factors)) * size, size, dim)
+
+    # -- gathers -----------------------------------------------------------------------------------------------------
+
+    def gather(self, x: Any, step: Step, over: Sequence[int], dim: int) -> Any:
+        """All blocks along a dim, in the order of the factors ``over``."""
+        if not step.program:
+            return lax.all_gather(x, self.axes(over), axis=dim, tiled=True)
+        program, laying, own = self.program(step)
+        ways, shape = self.ways(over), x.shape
+        flat = jnp.ravel(x)
+        held = _places(laying)
+        for one in program.steps:
+            low, high = one.span(len(laying.shape))
+            masters = isinstance(one.form, Master)
+            axes = None if masters else laying.whole_axes(low, high)
+            flat = collective(flat, one.collective, laying.groups(one), laying, axes=axes)
+            held = _gathered(held, one.collective, groups(laying.shape, one))
+        order = np.argsort(np.array(_in_order(held)))
+        parts = flat.reshape(ways, -1)[order]  # by the hierarchy's own order of devices
+        sizes = [self.sizes[f] for f in own]
+        parts = parts.reshape(*sizes, -1).transpose(*(own.index(f) for f in over), len(own))
+        parts = parts.reshape(ways, *shape)
+        return jnp.concatenate([parts[i] for i in range(ways)], axis=dim)
+
+    def program(self, step: Step) -> tuple[Reduction, Laying, tuple[int, ...]]:
+        """A step's program, how it lies on the mesh, and its factors in the order of the hierarchy."""
+        levels = entries(self.network, step.over)
+        own = tuple(f for entry in levels for f in entry)
+        laying = laying_over(self.network, step.over, {self.names[f]: (f,) for f in range(len(self.names))})
+        return parse(step.program, names_of(self.network, levels)), laying, own
+
+    # -- reductions --------------------------------------------------------------------------------------------------
+
+    def all_reduce(self, x: Any, step: Step, reducer: Reducer, extreme: Any) -> Any:
+        """The reduction of the terms that the devices along some factors hold, on each of them."""
+        axes = self.axes(step.over)
+        if reducer == "sum" and step.program:
+            program, laying, _ = self.program(step)
+            return run(x, program, laying)
+        return all_reduced(x, extreme, reducer, axes)
+
+    def reduce_scatter(self, x: Any, over: Sequence[int], reducer: Reducer, dim: int) -> Any:
+        """A device's block of the reduction, along a dim; other reductions than sums send blocks and combine them here."""
+        axes = self.axes(over)
+        assert reducer not in PAIRS, "pairs are reduced by all-reduces"
+        if reducer == "sum":
+            return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+        ways = self.ways(over)
+        parts = x.reshape(*x.shape[:dim], ways, x.shape[dim] // ways, *x.shape[dim + 1 :])
+        return combined(jnp.moveaxis(lax.all_to_all(parts, axes, split_axis=dim, concat_axis=dim, tiled=True), dim, 0), reducer)
+
+    def all_to_all(self, x: Any, over: Sequence[int], split: int, joined: int) -> Any:
+        """A block of dim ``split`` from each device, one behind another along dim ``joined``."""
+        return lax.all_to_all(x, self.axes(over), split_axis=split, concat_axis=joined, tiled=True)
+
+    def permute(self, x: Any, axes: tuple[str, ...], pairs: Sequence[tuple[int, int]]) -> Any:
+        """What another device sends; zeros where none does."""
+        return lax.ppermute(x, axes, pairs)
+
+    # -- permutes ----------------------------------------------------------------------------------------------------
+
+    def pairs(self, before: Sequence[tuple[int, ...]], after: Sequence[tuple[int, ...]]) -> list[tuple[int, int]]:
+        """Who sends to whom, in the numbering of the mesh: each device gets the block that it needs from one that has it."""
+        count = len(self.sizes)
+
+        def order(dims: Sequence[tuple[int, ...]]) -> list[int]:
+            used = [f for dim in dims for f in dim]
+            return used + [f for f in range(count) if f not in used]
+
+        first, last = order(before), order(after)
+        found: list[tuple[int, int]] = []
+        for at in itertools.product(*(range(n) for n in self.sizes)):
+            held = self.places(at, after)
+            # the device whose block before has the same number in every dim, and the same place among those that hold it
+            source = [0] * count
+            for f, c in zip(first, self._digits(held, before, [at[f] for f in last[sum(map(len, after)) :]]), strict=True):
+                source[f] = c
+            here, there = (int(np.ravel_multi_index(c, self.sizes)) for c in (at, source))
+            found.append((there, here))
+        return [(a, b) for a, b in found]
+
+    def places(self, at: Sequence[int], dims: Sequence[tuple[int, ...]]) -> list[int]:
+        """The number of a device's block in each dim."""
+        return [functools.reduce(lambda n, f: n * self.sizes[f] + at[f], factors, 0) for factors in dims]
+
+    def _digits(self, places: Sequence[int], dims: Sequence[tuple[int, ...]], rest: Sequence[int]) -> list[int]:
+        digits: list[int] = []
+        for place, factors in zip(places, dims, strict=True):
+            own: list[int] = []
+            for f in reversed(factors):
+                own.insert(0, place % self.sizes[f])
+                place //= self.sizes[f]
+            digits += own
+        return [*digits, *rest]
+
+
+def _padded(x: Any, dim: int, extent: int) -> Any:
+    """A block filled up to an extent of a dim, or cut to it; what is added says nothing."""
+    if x.shape[dim] >= extent:
+        return lax.slice_in_dim(x, 0, extent, axis=dim) if x.shape[dim] > extent else x
+    return jnp.pad(x, [(0, extent - x.shape[dim]) if d == dim else (0, 0) for d in range(x.ndim)])
+
+
+class _Buffered:
+    """A block while it is split over its buffer: its elements in a row, cut over some factors.
+
+    Dims that are split meanwhile are blocked first: the array is [a dim for each such split, the elements of a block in a row],
+    so that what is gathered at the end is a block of the new layout.
+    """
+
+    def __init__(self, transfers: Transfers, x: Any, move: Move, start: int) -> None:
+        self.transfers = transfers
+        self.reducer: Reducer = move.reducer
+        self.splits = list(later_splits(move, start))
+        for d, factors in enumerate(move.steps[start].before.dims):
+            if not factors and any(dim == d for dim, _ in self.splits):
+                x = _padded(x, d, move.extents[d])
+        shape: list[list[int]] = [[n] for n in x.shape]
+        for dim, factors in self.splits:
+            ways = transfers.ways(factors)
+            shape[dim] = [*shape[dim][:-1], ways, shape[dim][-1] // ways]
+        self.shape = [own[-1] for own in shape]
+        at = list(itertools.accumulate([0, *map(len, shape)]))
+        seen = [0] * len(shape)
+        front: list[int] = []
+        for dim, _ in self.splits:
+            front.append(at[dim] + seen[dim])
+            seen[dim] += 1
+        back = [at[d + 1] - 1 for d in range(len(shape))]
+        blocks = x.reshape([n for own in shape for n in own]).transpose(*front, *back)
+        self.x = blocks.reshape(*(transfers.ways(factors) for _, factors in self.splits), -1)
+
+    def step(self, step: Step) -> Any:
+        """Takes a step; the block in its own shape after the last one, None before."""
+        own, change = self.transfers, Change.of(step)
+        row = self.x.ndim - 1
+        buffer = len(self.shape)
+        match step.kind:
+            case "reduce_scatter" if change.longer == buffer:
+                short = -self.x.shape[row] % own.ways(change.gained)
+                x = jnp.pad(self.x, [(0, 0)] * row + [(0, short)])
+                self.x = own.reduce_scatter(x, change.gained, self.reducer, row)
+            case "all_gather":
+                self.x = own.gather(self.x, step, change.lost, row)
+                if len(step.after.dims) == buffer:
+                    return self.x[: math.prod(self.shape)].reshape(self.shape)
+            case "reduce_scatter":
+                self.x = lax.squeeze(own.reduce_scatter(self.x, change.gained, self.reducer, 0), (0,))
+            case "slice":
+                self.x = lax.squeeze(own.sliced(self.x, 0, change.gained), (0,))
+            case "all_reduce":
+                self.x = own.all_reduce(self.x, step, self.reducer, None)
+            case "permute":
+                self.x = own.permute(self.x, own.names, own.pairs(step.before.dims, step.after.dims))
+            case _:
+                raise AssertionError(step.kind)
+        return None
+
+
+def _places(laying: Laying) -> list[list[int]]:
+    """What each device of a hierarchy holds before a gather: its own part."""
+    return [[d] for d in range(math.prod(laying.shape))]
+
+
+def _gathered(held: list[list[int]], kind: str, among: Sequence[Sequence[int]]) -> list[list[int]]:
+    """What each device holds after a step; those that take no part hold leftovers of the same size."""
+    after = [list(h) for h in held]
+    for group in among:
+        if kind == "AllGather":
+            parts = [p for d in group for p in held[d]]
+            for d in group:
+                after[d] = parts
+        else:
+            assert kind == "Broadcast", "a gather's program gathers and broadcasts"
+            for d in group:
+                after[d] = list(held[group[0]])
+    if kind == "AllGather":
+        longest = max(map(len, after))
+        after = [h if len(h) == longest else [*h, *([-1] * (longest - len(h)))] for h in after]
+    return after
+
+
+def _in_order(held: list[list[int]]) -> list[int]:
+    """The parts in the order in which every device holds them at the end."""
+    assert all(h == held[0] for h in held), "all devices gather alike"
+    return held[0]

@@ -1,0 +1,52 @@
+"""The program that each device runs, spelled out: a plan's choices become a list of instructions for every body of the step.
+
+`build` reads the choices and puts a `Move` wherever a value changes its layout, with the collectives that carry it out, and a
+`Compute` for every op on a device's share of its operands. What stands here is what the explicit backend runs and what a plan
+predicts: nothing else moves a byte. No JAX here.
+"""
+
+from shardplan.schedule.build import build
+from shardplan.schedule.changes import Change, later_splits, splits_buffer
+from shardplan.schedule.instructions import (
+    Barrier,
+    Block,
+    Compute,
+    Cond,
+    Cut,
+    Fill,
+    Instruction,
+    Move,
+    Reblock,
+    Scan,
+    Schedule,
+    Source,
+    While,
+    instructions_of,
+)
+from shardplan.schedule.planned import PlannedProgram, planned_program
+from shardplan.schedule.sends import Send, sends
+
+__all__ = [
+    "Barrier",
+    "Block",
+    "Change",
+    "Compute",
+    "Cond",
+    "Cut",
+    "Fill",
+    "Instruction",
+    "Move",
+    "PlannedProgram",
+    "Reblock",
+    "Scan",
+    "Schedule",
+    "Send",
+    "Source",
+    "While",
+    "build",
+    "instructions_of",
+    "later_splits",
+    "planned_program",
+    "sends",
+    "splits_buffer",
+]

@@ -1,0 +1,498 @@
+"""From a plan's choices to the instructions of a device.
+
+The step's ops are walked in their order. An op with a use has its operands moved into the layouts that it needs, computes on
+shares, and its results are moved into the layouts they are stored in; an op inside a group of one layout follows its results.
+Values that depend on no input are made where they are read, in the reader's layout. A copy that several ops read is made at its
+first reader; one for the backward pass is tied to a value of that pass by a barrier.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from shardplan.collectives.reshard import Step
+from shardplan.errors import ShardplanError
+from shardplan.graph import Node
+from shardplan.ir import PAIRS, Constant, Layout, Op, Program, Reducer, Use, Where
+from shardplan.schedule.cuts import following_cuts, operand_layouts, planned_cuts, reducer_of, taking, whole_layout
+from shardplan.schedule.extents import with_extents
+from shardplan.schedule.instructions import (
+    Barrier,
+    Block,
+    Compute,
+    Cond,
+    Fill,
+    Instruction,
+    Move,
+    Scan,
+    Schedule,
+    Source,
+    While,
+)
+from shardplan.schedule.planned import PlannedProgram
+from shardplan.schedule.prune import pruned
+from shardplan.schedule.share import shared
+
+
+def build(planned: PlannedProgram) -> Schedule:
+    """The schedule of a planned step."""
+    builder = _Builder(planned)
+    frame = _Frame((), planned.graph.bodies[()], [])
+    parameters = tuple(builder.new() for _ in planned.program.inputs)
+    results = builder.run(frame, planned.program, parameters)
+    layouts = tuple(builder.layout(frame, o) if isinstance(o, int) else None for o in planned.program.outputs)
+    body = pruned(shared(Block(parameters, tuple(frame.out), tuple(results))))
+    shapes = [planned.graph.tensors[t].shape for t in planned.graph.inputs]
+    return Schedule(with_extents(body, planned.sizes, shapes), layouts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Later:
+    """A value that depends on no input: made when it is read."""
+
+    op: Op
+    result: int
+
+
+@dataclass(slots=True)
+class _Frame:
+    """One body being spelled out into ``out``; ``copies`` are the resharded copies by number and tensor, ``free`` the values that
+    depend on no input by layout, ``times`` how often a training step runs the body.
+    """
+
+    where: Where
+    ids: tuple[int, ...]
+    out: list[Instruction]
+    values: dict[int, Source | _Later] = field(default_factory=dict[int, "Source | _Later"])
+    copies: dict[tuple[int | None, int], int] = field(default_factory=dict[tuple["int | None", int], int])
+    moved: dict[tuple[int, Layout], bool] = field(default_factory=dict[tuple[int, Layout], bool])
+    free: dict[tuple[int, Layout | None], Source] = field(default_factory=dict[tuple[int, "Layout | None"], Source])
+
+
+class _Builder:
+    def __init__(self, planned: PlannedProgram) -> None:
+        self.planned, self.graph = planned, planned.graph
+        self.count = 0
+
+    def new(self) -> int:
+        """The number of a new value."""
+        self.count += 1
+        return self.count - 1
+
+    # -- bodies ------------------------------------------------------------------------------------------------------
+
+    def run(self, frame: _Frame, program: Program, arguments: Sequence[Source]) -> list[Source]:
+        """Spells out a program or a body on these arguments; its results."""
+        for t, value in program.constants:
+            frame.values[t] = Constant(value, program.tensors[t].dtype)
+        frame.values.update(zip(program.inputs, arguments, strict=True))
+        for op in program.ops:
+            self.step(frame, op)
+        return [self.value(frame, o) for o in program.outputs]
+
+    def layout(self, frame: _Frame, local: int) -> Layout | None:
+        """The stored layout of a tensor of a frame's program."""
+        return self.planned.layouts[frame.ids[local]]
+
+    def value(self, frame: _Frame, operand: int | Constant) -> Source:
+        """A tensor in its stored layout; a free one whole."""
+        if isinstance(operand, Constant):
+            return operand
+        value = frame.values[operand]
+        return self.force(frame, operand, value, None) if isinstance(value, _Later) else value
+
+    def force(self, frame: _Frame, local: int, later: _Later, layout: Layout | None) -> Source:
+        """A free value in a layout (None: whole), made anew for each layout that reads it."""
+        node = self.planned.nodes[frame.where, later.op.id]
+        key = (local, layout)
+        if key in frame.free:
+            return frame.free[key]
+        inside = layout is not None and node.signature.aligned and not layout.partial
+        cuts = following_cuts(node, layout, self.planned.sizes) if inside and layout is not None else ()
+        wanted = operand_layouts(node, cuts)
+        inputs: list[Source] = []
+        whole: set[int] = set()
+        for slot, i in enumerate(later.op.inputs):
+            value = frame.values[i] if isinstance(i, int) else i
+            if isinstance(value, _Later):
+                assert isinstance(i, int)
+                value = self.force(frame, i, value, wanted[slot])
+                whole |= {slot} if wanted[slot] is None else set()
+            else:
+                whole.add(slot)
+            inputs.append(value)
+        results = tuple(self.new() for _ in later.op.outputs)
+        frame.out.append(Compute(node, tuple(inputs), results, taking(cuts, whole)))
+        made: Source = results[later.result]
+        if layout is not None and not inside:
+            assert not layout.partial, "a term of a sum is made by an op that hands terms on"
+            made = self.move(frame, made, frame.ids[local], whole_layout(layout), layout, node.op.source)
+        frame.free[key] = made
+        return made
+
+    # -- ops ---------------------------------------------------------------------------------------------------------
+
+    def step(self, frame: _Frame, op: Op) -> None:
+        """Spells out one op of a frame."""
+        match op.control:
+            case "scan":
+                self.scan(frame, op)
+            case "while":
+                self.while_(frame, op)
+            case "cond":
+                self.cond(frame, op)
+            case "remat":
+                self.remat(frame, op)
+            case None:
+                self.plain(frame, op)
+
+    def plain(self, frame: _Frame, op: Op) -> None:
+        """An op without a body."""
+        if self._is_free(frame, op):
+            frame.values.update((t, _Later(op, r)) for r, t in enumerate(op.outputs))
+            return
+        node = self.planned.nodes[frame.where, op.id]
+        use = self.planned.uses.get(node.id)
+        if use is not None:
+            self.used(frame, node, use)
+            return
+        layouts = [self.layout(frame, t) for t in op.outputs]
+        layout = next((at for at in layouts if at is not None), None)
+        cuts = ()
+        if layout is not None and node.signature.description is not None:
+            assert node.signature.aligned, "an op inside a group reads at its own index"
+            cuts = following_cuts(node, layout, self.planned.sizes)
+        wanted = operand_layouts(node, cuts)
+        inputs: list[Source] = []
+        whole: set[int] = set()
+        for slot, i in enumerate(op.inputs):
+            value = frame.values[i] if isinstance(i, int) else i
+            if isinstance(value, _Later):
+                assert isinstance(i, int)
+                value = self.force(frame, i, value, wanted[slot])
+                whole |= {slot} if wanted[slot] is None else set()
+            elif not isinstance(i, int) or self.layout(frame, i) is None:
+                whole.add(slot)
+            inputs.append(value)
+        results = tuple(self.new() for _ in op.outputs)
+        frame.out.append(Compute(node, tuple(inputs), results, taking(cuts, whole), op.acts))
+        frame.values.update(zip(op.outputs, results, strict=True))
+        if op.acts:
+            self.told(frame, op, results, layouts)
+
+    def used(self, frame: _Frame, node: Node, use: Use) -> None:
+        """An op that is cut as a plan says: operands moved to where it needs them, results to where they are stored."""
+        op, sizes = node.op, self.planned.sizes
+        cuts = planned_cuts(use, sizes)
+        wanted = operand_layouts(node, cuts)
+        inputs: list[Source] = []
+        whole: set[int] = set()
+        for slot, i in enumerate(op.inputs):
+            value = frame.values[i] if isinstance(i, int) else i
+            if isinstance(value, _Later):
+                assert isinstance(i, int)
+                value = self.force(frame, i, value, wanted[slot])
+                whole |= {slot} if wanted[slot] is None else set()
+            elif isinstance(i, int) and use.needs[slot] is not None:
+                assert not isinstance(value, Constant)
+                value = self.operand(frame, node, use, slot, i)
+            else:
+                whole.add(slot)
+            inputs.append(value)
+        terms = {i: need.partial for i, need in enumerate(use.needs) if need is not None}
+        cuts = tuple(
+            replace(c, terms=frozenset(i for i, fs in terms.items() if not set(fs).isdisjoint(c.factors)))
+            for c in taking(cuts, whole)
+        )
+        reducer = reducer_of(node, use)
+        paired = reducer in PAIRS
+        results = tuple(self.new() for _ in range(len(op.outputs) + paired))
+        frame.out.append(Compute(node, tuple(inputs), results, cuts, op.acts))
+        if op.acts:
+            self.told(frame, op, results, use.stored)
+            return
+        for r, t in enumerate(op.outputs):
+            give, stored = use.gives[r], use.stored[r]
+            target = stored if stored is not None else Layout(((),) * len(self.shape(frame, t)))
+            frame.values[t] = self.move(
+                frame, results[r], frame.ids[t], give, target, op.source, reducer, extreme=results[-1] if paired else None
+            )
+
+    def told(self, frame: _Frame, op: Op, results: Sequence[int], layouts: Sequence[Layout | None]) -> None:
+        """Hands the results of an op with effects, which the first device has, to all others: they are sums with zeros."""
+        if op.ordered:
+            raise ShardplanError(
+                f"{op.primitive} at {op.source} is ordered, which JAX allows on one device alone: use ordered=False"
+            )
+        everywhere = tuple(range(len(self.planned.sizes)))
+        for t, value, layout in zip(op.outputs, results, layouts, strict=True):
+            tensor = self.graph.tensors[frame.ids[t]]
+            whole = ((),) * len(tensor.shape)
+            reducer: Reducer = "or" if tensor.dtype == "bool" else "sum"
+            target = Layout(whole) if layout is None else layout
+            frame.values[t] = self.move(frame, value, frame.ids[t], Layout(whole, everywhere), target, op.source, reducer)
+
+    def shape(self, frame: _Frame, local: int) -> tuple[int, ...]:
+        """The whole shape of a tensor of a frame's program."""
+        return self.graph.tensors[frame.ids[local]].shape
+
+    def _follows(self, frame: _Frame, operand: int | Constant) -> bool:
+        """Whether an operand has no layout of its own: a literal, a scalar, or a value that depends on no argument."""
+        return not isinstance(operand, int) or self.layout(frame, operand) is None
+
+    def _is_free(self, frame: _Frame, op: Op) -> bool:
+        """Whether the op makes values (not scalars) that depend on no input."""
+        makes = all(self._follows(frame, t) and math.prod(self.shape(frame, t)) > 1 for t in op.outputs)
+        return makes and not op.handle.effects and all(self._follows(frame, i) for i in op.inputs)
+
+    # -- moves -------------------------------------------------------------------------------------------------------
+
+    def operand(self, frame: _Frame, node: Node, use: Use, slot: int, local: int) -> Source:
+        """An operand in the layout that the op needs, through the copy that it reads."""
+        need, at = use.needs[slot], self.layout(frame, local)
+        value = frame.values[local]
+        assert need is not None
+        assert at is not None
+        assert isinstance(value, int)
+        number = self.planned.reads.get((node.id, slot))
+        if number is not None:
+            key = number, frame.ids[local]
+            if key not in frame.copies:
+                frame.copies[key] = self.copy(frame, node, number, value, at, local)
+            value, at = frame.copies[key], self.planned.copies[number].layout
+        if at != need:
+            first = frame.moved.setdefault((value, need), node.backward)
+            if node.backward and not first:
+                value = self.tied(frame, node, value, local)  # what the forward pass made is not kept until now
+                frame.moved[value, need] = True
+        return self.move(frame, value, frame.ids[local], at, need, node.op.source)
+
+    def tied(self, frame: _Frame, node: Node, value: int, local: int) -> int:
+        """A value behind a barrier with another operand of an op, so that it is not moved before that is there."""
+        others = [frame.values[i] for i in node.op.inputs if isinstance(i, int) and i != local]
+        late = next((x for x in others if isinstance(x, int)), None)
+        return value if late is None else self.barrier(frame, (value, late))[0]
+
+    def copy(self, frame: _Frame, node: Node, number: int, value: int, at: Layout, local: int) -> int:
+        """The resharded copy that several ops read, made at its first reader."""
+        copy = self.planned.copies[number]
+        origin = (copy.source, frame.ids[local])
+        if origin in frame.copies:
+            assert copy.source is not None
+            value, at = frame.copies[origin], self.planned.copies[copy.source].layout
+        elif copy.backward and copy.layout != at:
+            value = self.tied(frame, node, value, local)  # so that the forward copy is not kept in its place
+        moved = self.move(frame, value, frame.ids[local], at, copy.layout, node.op.source)
+        assert isinstance(moved, int)
+        return moved
+
+    def barrier(self, frame: _Frame, values: Sequence[int]) -> tuple[int, ...]:
+        """The same values behind a barrier."""
+        results = tuple(self.new() for _ in values)
+        frame.out.append(Barrier(tuple(values), results))
+        return results
+
+    def move(
+        self,
+        frame: _Frame,
+        value: Source,
+        tensor: int,
+        before: Layout | None,
+        after: Layout | None,
+        line: str,
+        reducer: Reducer = "sum",
+        *,
+        extreme: int | None = None,
+    ) -> Source:
+        """A value of a tensor in another layout (None: whole)."""
+        if before is None and after is None:
+            return value
+        shape = self.graph.tensors[tensor].shape
+        whole = Layout(((),) * len(shape))
+        before, after = before or whole, after or whole
+        if before == after:
+            return value
+        if isinstance(value, Constant):
+            value = self.literal(frame, value, tensor)
+        result = self.new()
+        steps = self._steps(shape, self.graph.tensors[tensor].nbytes, before, after, paired=extreme is not None)
+        frame.out.append(Move(value, result, tensor, shape, before, after, steps, line, reducer, extreme))
+        return result
+
+    def _steps(self, shape: tuple[int, ...], nbytes: int, before: Layout, after: Layout, *, paired: bool) -> tuple[Step, ...]:
+        """The planned steps; pairs are reduced first, by one all-reduce, since their places and extremes travel together."""
+        between = self.planned.programs.between
+        if not paired or not before.partial:
+            return between(shape, nbytes, before, after)
+        reduced = replace(before, partial=())
+        over = tuple(sorted(before.partial))
+        local = nbytes / math.prod(self.planned.sizes[f] for f in before.used)
+        seconds = self.planned.programs.resharder.seconds("all_reduce", over, local)
+        return (Step("all_reduce", over, local, before, reduced, seconds), *between(shape, nbytes, reduced, after))
+
+    def literal(self, frame: _Frame, value: Constant, tensor: int) -> int:
+        """A constant as a value that can be moved."""
+        result = self.new()
+        frame.out.append(Fill(result, tensor, self.graph.tensors[tensor].shape, None, value))
+        return result
+
+    # -- control flow ------------------------------------------------------------------------------------------------
+
+    def inner(self, frame: _Frame, op: Op, body: int) -> _Frame:
+        """The frame of a body that may run another number of times: it has no copies of its own yet, and sees outer values."""
+        where: Where = (*frame.where, (op.id, body))
+        return _Frame(where, self.graph.bodies[where], [])
+
+    def entering(self, frame: _Frame, op: Op, skip: int, inside: _Frame, inner: Sequence[int], stacked_from: int) -> list[Source]:
+        """The operands of a body in the layouts of its inputs; from ``stacked_from`` on they are stacked over the loop."""
+        values: list[Source] = []
+        for i, (operand, t) in enumerate(zip(op.inputs[skip:], inner, strict=True)):
+            target = self.layout(inside, t)
+            value = self.value(frame, operand)
+            if target is not None and isinstance(operand, int):
+                at = self.layout(frame, operand)
+                wanted = Layout(((), *target.dims), target.partial) if i >= stacked_from else target
+                if wanted.partial and at is None:  # a sum starts from zero
+                    result = self.new()
+                    frame.out.append(Fill(result, frame.ids[operand], self.shape(frame, operand), wanted))
+                    value = result
+                else:
+                    value = self.move(frame, value, frame.ids[operand], at, wanted, op.source)
+            values.append(value)
+        return values
+
+    def handed(
+        self, frame: _Frame, inside: _Frame, value: Source, local: int | Constant, to: Layout | None, tensor: int
+    ) -> Source:
+        """What a body hands on, in its next layout."""
+        before = self.layout(inside, local) if isinstance(local, int) else None
+        return self.move(frame, value, tensor, before, to, "loop")
+
+    def scan(self, frame: _Frame, op: Op) -> None:
+        """A scan; what does not change in it is read by its body from outside, free values among that are made inside."""
+        body = op.bodies[0]
+        consts, carry = int(op.params["num_consts"]), int(op.params["num_carry"])
+        inside = self.inner(frame, op, 0)
+        free = [i for i in range(consts) if self._later(frame, op.inputs[i])]
+        values = self.entering_kept(frame, op, 0, inside, body.inputs, consts + carry, free)
+        start, stacked = values[consts : consts + carry], values[consts + carry :]
+        parameters = [self.new() for _ in body.inputs[consts:]]
+        arguments = [*self.remade(frame, inside, op, values[:consts], body.inputs[:consts]), *parameters]
+        results = self.run(inside, body, arguments)
+        entry = body.inputs[consts : consts + carry]
+        after = [
+            self.handed(inside, inside, x, o, self.layout(inside, t), inside.ids[t])
+            for x, o, t in zip(results[:carry], body.outputs, entry, strict=False)
+        ]
+        block = Block(tuple(parameters), tuple(inside.out), (*after, *results[carry:]))
+        made = tuple(self.new() for _ in op.outputs)
+        frame.out.append(Scan(op, tuple(start), tuple(stacked), block, made))
+        for n, (t, value) in enumerate(zip(op.outputs, made, strict=True)):
+            tensor = frame.ids[t]
+            if n < carry:
+                left = self.layout(inside, entry[n])
+            else:
+                o = body.outputs[n]
+                inner_layout = self.layout(inside, o) if isinstance(o, int) else None
+                left = None if inner_layout is None else Layout(((), *inner_layout.dims), inner_layout.partial)
+            frame.values[t] = self.move(frame, value, tensor, left, self.layout(frame, t), op.source)
+
+    def _later(self, frame: _Frame, operand: int | Constant) -> bool:
+        return isinstance(operand, int) and isinstance(frame.values[operand], _Later)
+
+    def entering_kept(
+        self, frame: _Frame, op: Op, skip: int, inside: _Frame, inner: Sequence[int], stacked_from: int, free: Sequence[int]
+    ) -> list[Source]:
+        """`entering`, but for the ``free`` operands, which `remade` makes inside."""
+        if not free:
+            return self.entering(frame, op, skip, inside, inner, stacked_from)
+        kept = [i for i in range(len(inner)) if i not in free]
+        picked = replace(op, inputs=tuple(op.inputs[skip + i] for i in kept))
+        moved = self.entering(frame, picked, 0, inside, [inner[i] for i in kept], stacked_from - len(free))
+        values: list[Source] = [Constant(0, "int32")] * len(inner)
+        for i, value in zip(kept, moved, strict=True):
+            values[i] = value
+        return values
+
+    def remade(self, frame: _Frame, inside: _Frame, op: Op, fixed: Sequence[Source], inner: Sequence[int]) -> list[Source]:
+        """What does not change in a loop, free values among it made in its body, where they take no memory outside."""
+        here = replace(frame, out=inside.out, free={})
+        found: list[Source] = []
+        for operand, value, t in zip(op.inputs, fixed, inner, strict=False):
+            later = frame.values[operand] if isinstance(operand, int) else None
+            if isinstance(later, _Later):
+                assert isinstance(operand, int)
+                value = self.force(here, operand, later, self.layout(inside, t))
+            found.append(value)
+        return found
+
+    def while_(self, frame: _Frame, op: Op) -> None:
+        """A while loop. Under ``vmap`` it runs while any test holds, and changes only what belongs to those."""
+        test, body = op.bodies
+        a, b = int(op.params["cond_nconsts"]), int(op.params["body_nconsts"])
+        inside, at_test = self.inner(frame, op, 1), self.inner(frame, op, 0)
+        values = self.entering(frame, op, a, inside, body.inputs, len(body.inputs))
+        fixed, start = values[:b], values[b:]
+        batched = isinstance(test.outputs[0], int) and bool(test.tensors[test.outputs[0]].shape)
+        tested = [self.value(frame, i) for i in op.inputs[:a]]
+        parameters = [self.new() for _ in start]
+        (holds,) = self.run(at_test, test, [*tested, *parameters])
+        at = self.layout(at_test, test.outputs[0]) if isinstance(test.outputs[0], int) else None
+        if batched:
+            assert isinstance(test.outputs[0], int)
+            holds = self.move(at_test, holds, at_test.ids[test.outputs[0]], at, None, op.source)
+        carried = [self.new() for _ in start]
+        results = self.run(inside, body, [*fixed, *carried])
+        after = [
+            self.handed(inside, inside, x, o, self.layout(inside, t), inside.ids[t])
+            for x, o, t in zip(results, body.outputs, body.inputs[b:], strict=True)
+        ]
+        made = tuple(self.new() for _ in op.outputs)
+        test_block = Block(tuple(parameters), tuple(at_test.out), (holds,))
+        block = Block(tuple(carried), tuple(inside.out), tuple(after))
+        entries = tuple(self.layout(inside, t) for t in body.inputs[b:]) if batched else ()
+        shapes = tuple(self.shape(inside, t) for t in body.inputs[b:]) if batched else ()
+        frame.out.append(While(op, tuple(start), test_block, block, made, batched, shapes, entries))
+        for t, value, entry in zip(op.outputs, made, body.inputs[b:], strict=True):
+            frame.values[t] = self.move(frame, value, frame.ids[t], self.layout(inside, entry), self.layout(frame, t), op.source)
+
+    def cond(self, frame: _Frame, op: Op) -> None:
+        """A conditional; every branch leaves its results in the layouts outside."""
+        arguments = [self.value(frame, i) for i in op.inputs[1:]]
+        branches: list[Block] = []
+        for number, body in enumerate(op.bodies):
+            inside = self.inner(frame, op, number)
+            parameters = [self.new() for _ in arguments]
+            results = self.run(inside, body, parameters)
+            left = [
+                self.handed(inside, inside, x, o, self.layout(frame, t), frame.ids[t])
+                for x, o, t in zip(results, body.outputs, op.outputs, strict=True)
+            ]
+            branches.append(Block(tuple(parameters), tuple(inside.out), tuple(left)))
+        made = tuple(self.new() for _ in op.outputs)
+        index = None if op.params.get("branches_platforms") is not None else self.value(frame, op.inputs[0])
+        frame.out.append(Cond(op, index, tuple(arguments), tuple(branches), made))
+        frame.values.update(zip(op.outputs, made, strict=True))
+
+    def remat(self, frame: _Frame, op: Op) -> None:
+        """Differentiated remat is its body behind a barrier, as JAX lowers it: what was saved is not what is computed again."""
+        body = op.bodies[0]
+        where: Where = (*frame.where, (op.id, 0))
+        values = [self.value(frame, i) for i in op.inputs]
+        copies = dict(frame.copies)
+        if op.params.get("differentiated") and op.params.get("prevent_cse"):
+            # resharded copies of what goes in go through the barrier as well: by them the body would read what was there before
+            entered = {frame.ids[i] for i in op.inputs if isinstance(i, int)}
+            entering = {key: x for key, x in frame.copies.items() if key[1] in entered}
+            own = [x for x in values if isinstance(x, int)]
+            behind = self.barrier(frame, [*own, *entering.values()])
+            renamed = dict(zip(own, behind, strict=False))
+            values = [renamed[x] if isinstance(x, int) else x for x in values]
+            copies |= dict(zip(entering, behind[len(own) :], strict=True))
+        inside = _Frame(where, self.graph.bodies[where], frame.out, copies=copies)
+        results = self.run(inside, body, values)
+        frame.copies.update({key: x for key, x in inside.copies.items() if key not in frame.copies})
+        for t, o, value in zip(op.outputs, body.outputs, results, strict=True):
+            frame.values[t] = self.handed(frame, inside, value, o, self.layout(frame, t), frame.ids[t])

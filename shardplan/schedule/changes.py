@@ -1,0 +1,48 @@
+"""What a step of a resharding does to the dims of a tensor, and to its buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shardplan.collectives.reshard import Step
+from shardplan.schedule.instructions import Move
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Dim ``shorter`` loses its minormost factors ``lost``, dim ``longer`` gains ``gained`` as its minormost ones; -1 for none.
+
+    The buffer counts as the dim behind the last.
+    """
+
+    shorter: int
+    lost: tuple[int, ...]
+    longer: int
+    gained: tuple[int, ...]
+
+    @classmethod
+    def of(cls, step: Step) -> Change:
+        """That of a step; a permute has none."""
+        rank = max(len(step.before.dims), len(step.after.dims))
+        before, after = (list(layout.dims) + [()] * (rank - len(layout.dims)) for layout in (step.before, step.after))
+        shorter = next((d for d in range(rank) if len(after[d]) < len(before[d])), -1)
+        longer = next((d for d in range(rank) if len(after[d]) > len(before[d])), -1)
+        lost = before[shorter][len(after[shorter]) :] if shorter >= 0 else ()
+        gained = after[longer][len(before[longer]) :] if longer >= 0 else ()
+        return cls(shorter, lost, longer, gained)
+
+
+def splits_buffer(step: Step, move: Move) -> bool:
+    """Whether a step splits the tensor's buffer."""
+    return step.kind == "reduce_scatter" and Change.of(step).longer == len(move.shape)
+
+
+def later_splits(move: Move, start: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """(dim, factors) of the splits of dims that follow step ``start`` until the buffer is whole again."""
+    for step in move.steps[start + 1 :]:
+        change = Change.of(step)
+        if step.kind in ("slice", "reduce_scatter"):
+            yield change.longer, change.gained
+        if len(step.after.dims) == len(move.shape):
+            return

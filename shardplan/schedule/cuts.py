@@ -1,0 +1,68 @@
+"""The cuts of an op: those that a plan chose, or those that follow from the layout of its results."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from shardplan.graph import Node
+from shardplan.ir import Layout, Reducer, Split, Use
+from shardplan.schedule.instructions import Cut
+
+
+def planned_cuts(use: Use, sizes: Sequence[int]) -> tuple[Cut, ...]:
+    """The cuts of a use, the last loop's first: a loop of which one element is left may be gone from what is left to cut."""
+    found: list[Cut] = []
+    for v in sorted({v for v in use.loops if v >= 0}, reverse=True):
+        factors = tuple(f for f, at in enumerate(use.loops) if at == v)
+        found.append(Cut(v, factors, math.prod(sizes[f] for f in factors)))
+    return tuple(found)
+
+
+def following_cuts(node: Node, layout: Layout | None, sizes: Sequence[int]) -> tuple[Cut, ...]:
+    """The cuts of an op whose results are made in a layout."""
+    description = node.signature.description
+    if layout is None or description is None:
+        return ()
+    rank = len(layout.dims)
+    dims = next(dims for dims in description.results if len(dims) == rank)
+    over = {v: factors for v, factors in zip(dims, layout.dims, strict=True) if factors}
+    return tuple(Cut(v, over[v], math.prod(sizes[f] for f in over[v])) for v in sorted(over, reverse=True))
+
+
+def taking(cuts: Sequence[Cut], whole: set[int]) -> tuple[Cut, ...]:
+    """The cuts, where these operands are whole on every device."""
+    return tuple(replace(c, whole=frozenset(whole)) for c in cuts)
+
+
+def operand_layouts(node: Node, cuts: Sequence[Cut]) -> list[Layout | None]:
+    """The layout of the block of each operand that a device needs; None for all of it, or for a block with a halo."""
+    signature = node.signature
+    dims: list[list[tuple[int, ...]] | None] = [[()] * len(shape) for shape in signature.call.operands]
+    for c in cuts:
+        strategy = signature.cut(c.loop, c.ways)
+        assert strategy is not None, "a plan cuts what may be cut"
+        for i, place in enumerate(strategy.operands):
+            own = dims[i]
+            if isinstance(place, Split) and own is not None:
+                if place.halo != (0, 0):
+                    dims[i] = None
+                else:
+                    own[place.dim] = c.factors
+    return [None if own is None or not any(own) else Layout(tuple(own)) for own in dims]
+
+
+def reducer_of(node: Node, use: Use) -> Reducer:
+    """How the terms of an op's results are reduced."""
+    description = node.signature.description
+    if description is None:
+        return "sum"
+    reducers: list[Reducer] = [r for v in use.loops if v >= 0 and (r := description.loops[v].reducer) is not None]
+    assert len(set(reducers)) <= 1, "an op reduces in one way"
+    return reducers[0] if reducers else "sum"
+
+
+def whole_layout(layout: Layout) -> Layout:
+    """A layout of the same rank that splits nothing."""
+    return Layout(((),) * len(layout.dims))

@@ -1,0 +1,211 @@
+"""The instructions of a device's program. Values have numbers that are unique over all bodies; a body may read outer values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from shardplan.collectives.reshard import Step
+from shardplan.graph import Node
+from shardplan.ir import Constant, Layout, Op, Reducer
+
+Source = int | Constant
+"""A value by its number, or a literal of the program."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """One loop of an op cut over some factors, major first.
+
+    ``ways`` is the product of their sizes. ``terms`` are the operands of which each device holds its own term of a sum, ``whole``
+    those that every device holds whole, so that it takes its block out of them.
+    """
+
+    loop: int
+    factors: tuple[int, ...]
+    ways: int
+    terms: frozenset[int] = frozenset()
+    whole: frozenset[int] = frozenset()
+    extent: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """An op on a device's share; a reduction of pairs (argmax) has the extreme of its share as one result more.
+
+    ``once``: the op has effects, so that the first device alone runs it; the others have zeros for results.
+    """
+
+    node: Node
+    inputs: tuple[Source, ...]
+    results: tuple[int, ...]
+    cuts: tuple[Cut, ...]
+    once: bool = False
+
+    @property
+    def scope(self) -> str:
+        """The named scope of its exchanges with neighbours, before the number of the cut, the operand, and the side."""
+        return f"halo{self.results[0]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A value brought from one layout into another by these steps.
+
+    ``shape`` is that of the whole tensor, number ``tensor`` of the flat graph; wherever dim d is split, it is padded to
+    ``extents[d]``. ``reducer`` says how terms are
+    reduced where the value is partial; with a reduction of pairs ``extreme`` is the value that came with the places.
+    """
+
+    source: int
+    result: int
+    tensor: int
+    shape: tuple[int, ...]
+    before: Layout
+    after: Layout
+    steps: tuple[Step, ...]
+    line: str
+    reducer: Reducer = "sum"
+    extreme: int | None = None
+    extents: tuple[int, ...] = ()
+
+    @property
+    def scope(self) -> str:
+        """The named scope of its collectives; step n's has ``.n`` behind it."""
+        return f"move{self.result}"
+
+
+@dataclass(frozen=True, slots=True)
+class Reblock:
+    """A value in a layout whose padded extent of dim ``dim`` changes from ``extents[dim]`` to ``extent``, all else as it is.
+
+    Neighbours exchange the rows that then lie elsewhere.
+    """
+
+    source: int
+    result: int
+    tensor: int
+    shape: tuple[int, ...]
+    layout: Layout
+    extents: tuple[int, ...]
+    dim: int
+    extent: int
+    line: str
+
+    @property
+    def scope(self) -> str:
+        """The named scope of its exchanges; that with the n-th neighbour has ``.n`` behind it."""
+        return f"reblock{self.result}"
+
+    def heads(self, ways: int) -> list[int]:
+        """How many rows come from each neighbour, the next one first: from behind where blocks grow, from before where they
+        shrink.
+        """
+        n, old, new = self.shape[self.dim], self.extents[self.dim] // ways, self.extent // ways
+        if new > old:
+            missing = max(min((i + 1) * new, n) - (i + 1) * old for i in range(ways))
+        else:
+            missing = max(i * (old - new) for i in range(ways) if i * new < n)
+        return [min(old, missing - at) for at in range(0, missing, old)]
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """A value that is known: a literal, or a partial sum that nothing was added to yet (zeros of a block in ``layout``)."""
+
+    result: int
+    tensor: int
+    shape: tuple[int, ...]
+    layout: Layout | None
+    value: Constant | None = None
+    extents: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Barrier:
+    """An optimization barrier: what comes after it reads the results, which hold the values."""
+
+    values: tuple[int, ...]
+    results: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Instructions with parameters and results: a body of control flow, or the whole step."""
+
+    parameters: tuple[int, ...]
+    instructions: tuple[Instruction, ...]
+    results: tuple[Source, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """A scan: ``start`` are the carries, ``stacked`` what it takes slice by slice; the body's parameters are a carry each, then a
+    slice each, its results likewise. ``results`` are the carries after the last iteration, then the stacks.
+    """
+
+    op: Op
+    start: tuple[Source, ...]
+    stacked: tuple[Source, ...]
+    body: Block
+    results: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class While:
+    """A while loop. With ``batched`` the test is a vector: the loop runs while any of it holds, and changes only the elements of
+    the carries, of these ``shapes``, ``layouts`` and padded ``extents``, for which it does.
+    """
+
+    op: Op
+    start: tuple[Source, ...]
+    test: Block
+    body: Block
+    results: tuple[int, ...]
+    batched: bool = False
+    shapes: tuple[tuple[int, ...], ...] = ()
+    layouts: tuple[Layout | None, ...] = ()
+    extents: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Cond:
+    """A conditional: each branch leaves its results in the layouts outside. ``index`` is None where the platform decides."""
+
+    op: Op
+    index: Source | None
+    arguments: tuple[Source, ...]
+    branches: tuple[Block, ...]
+    results: tuple[int, ...]
+
+
+Instruction = Compute | Move | Reblock | Fill | Barrier | Scan | While | Cond
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The program of a device: ``body``'s parameters are the step's arguments in their layouts, its results the step's."""
+
+    body: Block
+    results: tuple[Layout | None, ...]
+
+
+def instructions_of(instructions: Sequence[Instruction]) -> Iterator[Instruction]:
+    """All instructions, those of bodies included, in their order."""
+    for i in instructions:
+        yield i
+        for block in blocks_of(i):
+            yield from instructions_of(block.instructions)
+
+
+def blocks_of(instruction: Instruction) -> tuple[Block, ...]:
+    """The bodies of an instruction."""
+    match instruction:
+        case Scan():
+            return (instruction.body,)
+        case While():
+            return (instruction.test, instruction.body)
+        case Cond():
+            return instruction.branches
+        case _:
+            return ()

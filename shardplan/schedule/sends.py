@@ -1,0 +1,275 @@
+"""What a schedule sends: every collective instruction with its devices, its bytes and how often a training step runs it.
+
+This is the prediction that a compiled program is compared with, one for one: each collective stands in a named scope that the
+backend gives it too. Devices are numbered row-major over the mesh's axes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal, cast
+
+import numpy as np
+
+from shardplan.collectives.dsl import Reduction, parse
+from shardplan.collectives.laying import Laying, laying_over, smallest_part
+from shardplan.collectives.ranking import entries, names_of
+from shardplan.collectives.reshard import Step
+from shardplan.cost import Network
+from shardplan.cost.network import binomial_rounds
+from shardplan.ir import PAIRS, Layout, Reducer, Split, itemsize
+from shardplan.schedule.changes import Change, later_splits, splits_buffer
+from shardplan.schedule.instructions import Block, Compute, Cond, Cut, Move, Reblock, Scan, Schedule, While
+from shardplan.schedule.planned import PlannedProgram
+
+Groups = tuple[tuple[int, ...], ...]
+
+Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"]
+"""A collective by HLO's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """One collective instruction.
+
+    ``kind`` is HLO's name, ``groups`` the devices of each group, or (from, to) pairs of a permute. ``nbytes`` is the operand's of
+    a device, ``wire_bytes`` what the device sends in the ring convention, each ``times`` a training step. ``scope`` is the named
+    scope that the instruction stands in.
+    """
+
+    scope: str
+    kind: Kind
+    groups: Groups
+    nbytes: int
+    wire_bytes: float
+    times: float
+    tensor: int
+    line: str
+
+
+def sends(schedule: Schedule, planned: PlannedProgram) -> tuple[Send, ...]:
+    """All collectives of a schedule, in its order; bodies of loops with their trips, each branch of a conditional."""
+    return tuple(_Reader(planned).block(schedule.body, 1.0))
+
+
+@dataclass(frozen=True, slots=True)
+class _One:
+    """A collective instruction before it is known where it stands: ``size`` elements of a device's operand."""
+
+    kind: Kind
+    groups: Groups
+    size: int
+
+
+class _Reader:
+    def __init__(self, planned: PlannedProgram) -> None:
+        self.planned, self.sizes = planned, planned.sizes
+        network = planned.programs.resharder.network
+        assert isinstance(network, Network)
+        self.network = network
+        self.groups = cache(self._groups)
+
+    def block(self, block: Block, times: float) -> Iterator[Send]:
+        """The collectives of a body."""
+        for instruction in block.instructions:
+            match instruction:
+                case Move():
+                    yield from self.move(instruction, times)
+                case Compute():
+                    yield from self.halos(instruction, times)
+                case Reblock():
+                    yield from self.reblock(instruction, times)
+                case Scan():
+                    yield from self.block(instruction.body, times * float(instruction.op.params["length"]))
+                case While():
+                    trips = float(instruction.op.trips or 1)
+                    again = trips if instruction.batched else 0.0  # the body asks which elements go on
+                    yield from self.block(instruction.test, times * (trips + 1 + again))
+                    yield from self.block(instruction.body, times * trips)
+                case Cond():
+                    for branch in instruction.branches:
+                        yield from self.block(branch, times)
+                case _:
+                    pass
+
+    def move(self, move: Move, times: float) -> Iterator[Send]:
+        """The collectives of a move: those of step n stand in its scope number n."""
+        dtype = self.planned.graph.tensors[move.tensor].dtype
+        size, buffered = 0, False
+        for n, step in enumerate(move.steps):
+            change = Change.of(step)
+            if splits_buffer(step, move):
+                splits = list(later_splits(move, n))
+                blocks, ways = math.prod(self.ways(factors) for _, factors in splits), self.ways(change.gained)
+                size = self.local_size(move, step.before, padded=[dim for dim, _ in splits])
+                size, buffered = -(-size // blocks // ways) * ways * blocks, True  # a block's elements are padded
+            if not buffered:
+                size = self.local_size(move, step.before, step.after)  # what is about to be split is padded
+            for one, bits in self.step(step, move, size, dtype):
+                yield _send(f"{move.scope}.{n}", one, bits, times, move.tensor, move.line)
+            buffered = buffered and len(step.after.dims) > len(move.shape)
+            if buffered:
+                size = size * self.ways(change.lost) // self.ways(change.gained)
+
+    def local_size(self, move: Move, layout: Layout, after: Layout | None = None, *, padded: Sequence[int] = ()) -> int:
+        """Elements of a device's block; dims that a step is about to split are padded."""
+        size = 1
+        for d, (n, extent, factors) in enumerate(zip(move.shape, move.extents, layout.dims, strict=False)):
+            splits = bool(factors) or d in padded or (after is not None and bool(after.dims[d]))
+            size *= extent // self.ways(factors) if splits else n
+        return size
+
+    def reblock(self, reblock: Reblock, times: float) -> Iterator[Send]:
+        """What neighbours exchange where the blocks of a dim change their extent; all other dims as they lie."""
+        sizes = [
+            p // self.ways(fs) if fs else n for n, p, fs in zip(reblock.shape, reblock.extents, reblock.layout.dims, strict=True)
+        ]
+        row = math.prod(n for d, n in enumerate(sizes) if d != reblock.dim)
+        width = itemsize(self.planned.graph.tensors[reblock.tensor].dtype)
+        for n, rows in enumerate(reblock.heads(self.ways(reblock.layout.dims[reblock.dim]))):
+            one = _One("collective-permute", (), rows * row)
+            yield _send(f"{reblock.scope}.{n}", one, width, times, reblock.tensor, reblock.line)
+
+    def ways(self, factors: Sequence[int]) -> int:
+        """How many devices there are along some factors."""
+        return math.prod(self.sizes[f] for f in factors)
+
+    def step(self, step: Step, move: Move, size: int, dtype: str) -> Iterator[tuple[_One, int]]:
+        """The collectives of one step, each with the bytes of an element."""
+        width = itemsize(dtype)
+        match step.kind:
+            case "slice":
+                return
+            case "permute":
+                yield _One("collective-permute", (), size), width
+            case "all_reduce":
+                for one, wide in self.all_reduce(step, move.reducer, size, dtype):
+                    yield one, wide
+            case "reduce_scatter":
+                kind = "reduce-scatter" if move.reducer == "sum" else "all-to-all"
+                yield _One(kind, self.groups(step.over), size), width
+            case "all_gather" if step.program:
+                program, laying = self.program(step)
+                for one in _of_program(program, laying, size, self.everywhere(laying)):
+                    yield one, width
+            case _:
+                yield _One(cast(Kind, step.kind.replace("_", "-")), self.groups(step.over), size), width
+
+    def all_reduce(self, step: Step, reducer: Reducer, size: int, dtype: str) -> Iterator[tuple[_One, int]]:
+        """An all-reduce, or the collectives that stand for it."""
+        width, groups = itemsize(dtype), self.groups(step.over)
+        if reducer == "sum" and step.program:
+            program, laying = self.program(step)
+            divisor = smallest_part(program, laying.shape)
+            for one in _of_program(program, laying, -(-size // divisor) * divisor, self.everywhere(laying)):
+                yield one, width
+        elif reducer == "prod" or (reducer in ("and", "or") and dtype != "bool"):
+            yield _One("all-gather", groups, size), width
+        else:
+            yield _One("all-reduce", groups, size), width
+            if reducer in PAIRS:
+                yield _One("all-reduce", groups, size), 4
+
+    def program(self, step: Step) -> tuple[Reduction, Laying]:
+        """A step's program, and how it lies on the mesh."""
+        names = self.planned.names
+        laying = laying_over(self.network, step.over, {name: (f,) for f, name in enumerate(names)})
+        return parse(step.program, names_of(self.network, entries(self.network, step.over))), laying
+
+    def everywhere(self, laying: Laying) -> Callable[[Sequence[Sequence[int]]], Groups]:
+        """What turns groups of indices along a laying's axes into groups of devices, for every place along the other axes."""
+        names, sizes = self.planned.names, self.sizes
+        inside = [names.index(axis) for axis in laying.axes]
+        rest = [f for f in range(len(sizes)) if f not in inside]
+        devices = np.arange(math.prod(sizes)).reshape(sizes).transpose(*rest, *inside).reshape(-1, math.prod(laying.sizes))
+        return lambda among: tuple(tuple(int(row[i]) for i in group) for row in devices for group in among)
+
+    def _groups(self, over: tuple[int, ...]) -> Groups:
+        """The groups of devices along some factors."""
+        devices = np.arange(math.prod(self.sizes)).reshape(self.sizes)
+        rest = [f for f in range(len(self.sizes)) if f not in over]
+        rows = devices.transpose(*rest, *sorted(over)).reshape(-1, self.ways(over))
+        return tuple(tuple(map(int, row)) for row in rows)
+
+    def extent(self, compute: Compute, c: Cut) -> int:
+        """The true extent of the loop that is cut."""
+        description = compute.node.signature.description
+        assert description is not None, "only what is described is cut"
+        return description.loops[c.loop].extent
+
+    def halos(self, compute: Compute, times: float) -> Iterator[Send]:
+        """What neighbours exchange for an op: the first cut's blocks first, each with the halos of those before it."""
+        signature = compute.node.signature
+        strategies = [signature.cut(c.loop, c.ways) for c in compute.cuts]
+        shapes = [list(shape) for shape in signature.call.operands]
+        for strategy, c in zip(strategies, compute.cuts, strict=True):
+            assert strategy is not None, "a plan cuts what may be cut"
+            for i, place in enumerate(strategy.operands):
+                if isinstance(place, Split):
+                    shapes[i][place.dim] = -(-shapes[i][place.dim] * c.extent // (self.extent(compute, c) * c.ways))
+        for number, (strategy, c) in enumerate(zip(strategies, compute.cuts, strict=True)):
+            assert strategy is not None
+            for i, place in enumerate(strategy.operands):
+                if not isinstance(place, Split) or place.halo == (0, 0):
+                    continue
+                width = itemsize(signature.call.dtypes[i])
+                if i not in c.whole:
+                    row = math.prod(n for d, n in enumerate(shapes[i]) if d != place.dim)
+                    for side, n in zip(("lo", "hi"), place.halo, strict=True):
+                        if n:
+                            scope = f"{compute.scope}.{number}.{i}.{side}"
+                            one = _One("collective-permute", (), row * n)
+                            yield _send(scope, one, width, times, compute.node.inputs[i], compute.node.op.source)
+                shapes[i][place.dim] += sum(place.halo)
+
+
+def _send(scope: str, one: _One, width: int, times: float, tensor: int, line: str) -> Send:
+    nbytes = one.size * width
+    members = len(one.groups[0]) if one.groups else 1
+    part = (members - 1) / members
+    match one.kind:
+        case "all-reduce":
+            wire = 2 * part * nbytes
+        case "all-gather":
+            wire = part * nbytes * members
+        case "collective-permute":
+            wire = float(nbytes)
+        case _:
+            wire = part * nbytes
+    return Send(scope, one.kind, one.groups, nbytes, wire, times, tensor, line)
+
+
+def _of_program(
+    program: Reduction, laying: Laying, size: int, everywhere: Callable[[Sequence[Sequence[int]]], Groups]
+) -> Iterator[_One]:
+    """The collective instructions of a program on ``size`` elements a device, as `shardplan.collectives.lower` runs it."""
+    everyone = math.prod(laying.sizes)
+    for step in program.steps:
+        among = laying.groups(step)
+        members = len(among[0])
+        masters = sum(map(len, among)) < everyone
+        rounds = len(binomial_rounds(members))
+        match step.collective:
+            case "Reduce" | "Broadcast":
+                yield from itertools.repeat(_One("collective-permute", (), size), rounds)
+            case "AllReduce" if masters:
+                chunk = -(-size // members)
+                yield from itertools.repeat(_One("collective-permute", (), chunk), 2 * (members - 1))
+            case "ReduceScatter" if masters:
+                yield from itertools.repeat(_One("collective-permute", (), size // members), members - 1)
+            case "AllGather" if masters:
+                yield from itertools.repeat(_One("collective-permute", (), size), members - 1)
+            case "AllReduce":
+                yield _One("all-reduce", everywhere(among), size)
+            case "ReduceScatter":
+                yield _One("reduce-scatter", everywhere(among), size)
+            case "AllGather":
+                yield _One("all-gather", everywhere(among), size)
+        if step.collective == "ReduceScatter":
+            size //= members
+        elif step.collective == "AllGather":
+            size *= members

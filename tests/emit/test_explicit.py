@@ -1,0 +1,174 @@
+"""The explicit backend: what was planned is what runs, one for one, and the numbers are those of one device."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax
+import jax.experimental
+import jax.numpy as jnp
+import pytest
+
+import shardplan
+from shardplan.emit.mutate import DroppingExplicitEmitter
+from shardplan.emit.verify import verify
+from shardplan.schedule import Compute, Move, Reblock, instructions_of
+from tests.machines import machine
+from tests.models.test_factories import TINY, factory
+
+MACHINES = ("2x4:slow", "2x2x2:slow", "3x2:slow", "8:slow", "4x2:slow")
+
+
+def check(step: Any, args: Any, on: str, **options: Any) -> shardplan.Plan:
+    """Plans the step on a machine where cutting pays, and verifies it under the explicit backend."""
+    plan = shardplan.plan(step, *args, cluster=machine(on), **options)
+    found = verify(plan, step, args, steps=2, backend="explicit", devices=jax.devices()[: plan.cluster.size])
+    assert found.equal, (found.worst, found.unequal)
+    assert not found.unmatched, found.unmatched[:5]
+    assert found.passed, found
+    assert found.measured_bytes == pytest.approx(found.predicted_bytes, abs=0.5)
+    return plan
+
+
+@pytest.mark.parametrize(("name", "on"), list(zip(TINY, itertools.cycle(MACHINES[:3]), strict=False)))
+def test_a_tiny_model_runs_as_planned(name: str, on: str) -> None:
+    step, args = factory(name)(**TINY[name], concrete=True)
+    plan = check(step, args, on, donate_argnums=0)
+    assert plan.sends, "nothing is cut that has to be reduced"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on", MACHINES)
+@pytest.mark.parametrize("name", TINY)
+def test_a_model_runs_as_planned(name: str, on: str) -> None:
+    step, args = factory(name)(concrete=True)
+    check(step, args, on, donate_argnums=0)
+
+
+@pytest.mark.parametrize("on", ["2x2x2:slow", "3x2:slow"])
+def test_leaving_out_any_one_exchange_is_noticed(on: str) -> None:
+    step, args = factory("mlp")(**TINY["mlp"], concrete=True)
+    plan = check(step, args, on)
+    devices = jax.devices()[: plan.cluster.size]
+    emitter = DroppingExplicitEmitter(plan.planned, plan.mesh(devices), -1, plan.schedule)
+    jax.eval_shape(emitter, *jax.tree.leaves(args))
+    assert len(emitter.exchanges) >= 5
+    missed = [
+        emitter.exchanges[n]
+        for n in range(len(emitter.exchanges))
+        if verify(plan, step, args, steps=2, backend="explicit", drop=n, devices=devices).equal
+    ]
+    assert not missed
+
+
+def test_a_dim_that_does_not_divide_is_padded_and_its_end_is_not_read() -> None:
+    """22 rows over three and over six devices, reduced, normalised and multiplied."""
+
+    def step(w: jax.Array, x: jax.Array) -> Any:
+        def loss(w: jax.Array) -> jax.Array:
+            y = x @ w
+            y = (y - y.mean(axis=0)) / (1e-3 + y.max(axis=0) - y.min(axis=0))
+            return jnp.sum(jnp.argmax(y, axis=0)) * 1e-3 + jnp.sum(jax.nn.softmax(y, axis=0) * x[:, :1])
+
+        return w - jax.grad(loss)(w), loss(w)
+
+    keys = jax.random.split(jax.random.key(1), 2)
+    args = (jax.random.normal(keys[0], (46, 22)), jax.random.normal(keys[1], (22, 46)))
+    plan = check(step, args, "3x2:slow")
+    cuts = [
+        (i.node.signature, c) for i in instructions_of(plan.schedule.body.instructions) if isinstance(i, Compute) for c in i.cuts
+    ]
+    assert any(s.description.loops[c.loop].extent != c.extent for s, c in cuts if s.description is not None)
+
+
+def test_equal_moves_are_made_once_and_dead_ones_not_at_all() -> None:
+    def step(w: jax.Array, x: jax.Array) -> Any:
+        y = x @ w
+        unused = jnp.sum(jnp.sin(x) @ w)
+        return jnp.tanh(y).sum() + jnp.sin(y).sum() + 0.0 * jax.lax.stop_gradient(y).sum(), w, unused * 0
+
+    args = (jax.random.normal(jax.random.key(0), (32, 32)), jax.random.normal(jax.random.key(1), (64, 32)))
+    plan = check(step, args, "2x4:slow")
+    moves = [i for i in instructions_of(plan.schedule.body.instructions) if isinstance(i, Move)]
+    assert len({(m.source, m.before, m.after) for m in moves}) == len(moves)
+
+
+def test_an_argument_that_divides_meets_a_padded_copy() -> None:
+    """30 rows are stored over two devices, 15 each; a product cuts them four ways, 8 each."""
+
+    def step(w: jax.Array, x: jax.Array) -> Any:
+        return jnp.tanh(w @ x).sum(axis=1) @ jnp.tanh(w @ x), w * 0.5
+
+    args = (jax.random.normal(jax.random.key(0), (30, 64)), jax.random.normal(jax.random.key(1), (64, 64)))
+    spec = jax.sharding.PartitionSpec("gpu")
+    plan = check(step, args, "2x2:slow", pins={"w": spec})
+    instructions = list(instructions_of(plan.schedule.body.instructions))
+    cuts = [(i.node.signature.description, c) for i in instructions if isinstance(i, Compute) for c in i.cuts]
+    padded = [c for description, c in cuts if description is not None and description.loops[c.loop].extent != c.extent]
+    assert not padded or any(isinstance(i, Reblock) for i in instructions)
+
+
+def test_loops_branches_and_remat_run_on_blocks() -> None:
+    def step(w: jax.Array, x: jax.Array, flag: jax.Array) -> Any:
+        @jax.checkpoint
+        def layer(h: jax.Array, p: jax.Array) -> jax.Array:
+            return jnp.tanh(h @ p)
+
+        def loss(w: jax.Array) -> jax.Array:
+            h, _ = jax.lax.scan(lambda h, p: (layer(h, p), h.sum()), x, w)
+            h = jax.lax.cond(flag > 0, lambda h: h * 2.0, lambda h: h - 1.0, h)
+            h = jax.lax.fori_loop(0, 3, lambda i, h: h * 0.9 + jnp.float32(i), jax.lax.stop_gradient(h)) + h
+            return jnp.mean(h**2)
+
+        return w - 0.1 * jax.grad(loss)(w), loss(w)
+
+    args = (jax.random.normal(jax.random.key(0), (4, 32, 32)) / 6, jax.random.normal(jax.random.key(1), (64, 32)), jnp.int32(1))
+    check(step, args, "2x4:slow")
+    check(step, args, "3x2:slow")
+
+
+def test_random_bits_are_those_of_one_device() -> None:
+    """Each device draws its own block of a dropout mask: with the mask of the whole, bit by bit."""
+
+    def step(key: jax.Array, x: jax.Array, w: jax.Array) -> Any:
+        mask = jax.random.bernoulli(key, 0.7, (64, 32))
+        return jnp.where(mask, x @ w, 0.0), jax.random.normal(key, (22, 32)) @ w
+
+    args = (jax.random.key(7), jax.random.normal(jax.random.key(1), (64, 32)), jax.random.normal(jax.random.key(2), (32, 32)))
+    check(step, args, "2x4:slow")
+    check(step, args, "3x2:slow")
+
+
+def test_effects_happen_once(capfd: pytest.CaptureFixture[str]) -> None:
+    seen: list[float] = []
+
+    def note(x: Any) -> Any:
+        seen.append(float(x))
+        return x * 2
+
+    def step(w: jax.Array, x: jax.Array) -> Any:
+        y = x @ w
+        jax.debug.print("largest {}", y.max())
+        doubled = jax.experimental.io_callback(note, jax.ShapeDtypeStruct((), "float32"), y.sum())
+        return y * doubled
+
+    args = (jnp.eye(32), jnp.ones((64, 32)))
+    plan = shardplan.plan(step, *args, cluster=machine("2x4:slow"))
+    run = plan.jit(step, jax.devices()[:8], "explicit")
+    out = run(*args)
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("largest") == 1
+    assert seen == [2048.0]
+    assert jnp.array_equal(out, jnp.ones((64, 32)) * 4096.0)
+
+
+def test_ordered_effects_are_refused() -> None:
+    def step(x: jax.Array) -> jax.Array:
+        jax.debug.print("{}", x.sum(), ordered=True)
+        return x * 2
+
+    args = (jnp.ones((64, 32)),)
+    plan = shardplan.plan(step, *args, cluster=machine("2x4:slow"))
+    with pytest.raises(shardplan.ShardplanError, match=r"at .*test_explicit.py.* is ordered, which JAX allows on one device"):
+        plan.jit(step, jax.devices()[:8], "explicit")

@@ -9,7 +9,7 @@ from typing import Any
 import jaxlib
 import pytest
 
-from shardplan.emit import calls
+from shardplan.emit import blocks
 from shardplan.graph import flattening as graph
 from shardplan.tdl import Call
 from shardplan.tdl.localize import Local, localize
@@ -25,10 +25,10 @@ GROUPS = 4
 
 
 def sample(group: int) -> Iterator[Task]:
-    """A quarter of a sample: what is `FENCED`, and of all others every sixth primitive."""
+    """A quarter of a sample: what is `FENCED` twice, and of all others every sixth primitive."""
     others = [name for name in primitives() if name not in FENCED][::6]
     yield from ([Task(tuple(REMEMBERED), 12)] if group == 0 else [])
-    yield from list(tasks(FENCED, 1, 1))[group::GROUPS]
+    yield from list(tasks(FENCED, 1, 2))[group::GROUPS]
     yield from list(tasks(["gather"], 14, 2))[group::GROUPS]
     yield from list(tasks(others, 1, 1))[group::GROUPS]
 
@@ -66,7 +66,7 @@ def test_the_proof_is_of_the_installed_jaxlib() -> None:
 
 def unshifted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every device looks up, and writes, as if it were the first."""
-    monkeypatch.setattr(calls, "localize", lambda call, strategy: replace(local := localize(call, strategy), run=_first(local)))
+    monkeypatch.setattr(blocks, "localize", lambda call, strategy: replace(local := localize(call, strategy), run=_first(local)))
 
 
 def _first(local: Local) -> Any:

@@ -11,7 +11,7 @@ import pytest
 
 from shardplan.emit import blocks
 from shardplan.graph import flattening as graph
-from shardplan.tdl import Call
+from shardplan.tdl import Call, strategies
 from shardplan.tdl.localize import Local, localize
 from shardplan.tdl.proof import CASES
 from shardplan.tdl.xla_quirks import PROVEN_WITH, UNCOMPILED
@@ -84,6 +84,7 @@ def unfenced(primitives: frozenset[str]) -> Callable[[pytest.MonkeyPatch], None]
                 return frozenset() if call.primitive in primitives else real(call, known, run_by_user=run_by_user)
 
             monkeypatch.setattr(graph, name, changed)
+        monkeypatch.setattr(strategies, "_maskable", lambda *_: True)
 
     return mutate
 

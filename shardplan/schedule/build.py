@@ -23,6 +23,7 @@ from shardplan.schedule.instructions import (
     Block,
     Compute,
     Cond,
+    Cut,
     Fill,
     Instruction,
     Move,
@@ -164,18 +165,7 @@ class _Builder:
         if layout is not None and node.signature.description is not None:
             assert node.signature.aligned, "an op inside a group reads at its own index"
             cuts = following_cuts(node, layout, self.planned.sizes)
-        wanted = operand_layouts(node, cuts)
-        inputs: list[Source] = []
-        whole: set[int] = set()
-        for slot, i in enumerate(op.inputs):
-            value = frame.values[i] if isinstance(i, int) else i
-            if isinstance(value, _Later):
-                assert isinstance(i, int)
-                value = self.force(frame, i, value, wanted[slot])
-                whole |= {slot} if wanted[slot] is None else set()
-            elif not isinstance(i, int) or self.layout(frame, i) is None:
-                whole.add(slot)
-            inputs.append(value)
+        inputs, whole = self.read(frame, node, cuts, None)
         results = tuple(self.new() for _ in op.outputs)
         frame.out.append(Compute(node, tuple(inputs), results, taking(cuts, whole), op.acts))
         frame.values.update(zip(op.outputs, results, strict=True))
@@ -186,21 +176,7 @@ class _Builder:
         """An op that is cut as a plan says: operands moved to where it needs them, results to where they are stored."""
         op, sizes = node.op, self.planned.sizes
         cuts = planned_cuts(use, sizes)
-        wanted = operand_layouts(node, cuts)
-        inputs: list[Source] = []
-        whole: set[int] = set()
-        for slot, i in enumerate(op.inputs):
-            value = frame.values[i] if isinstance(i, int) else i
-            if isinstance(value, _Later):
-                assert isinstance(i, int)
-                value = self.force(frame, i, value, wanted[slot])
-                whole |= {slot} if wanted[slot] is None else set()
-            elif isinstance(i, int) and use.needs[slot] is not None:
-                assert not isinstance(value, Constant)
-                value = self.operand(frame, node, use, slot, i)
-            else:
-                whole.add(slot)
-            inputs.append(value)
+        inputs, whole = self.read(frame, node, cuts, use)
         terms = {i: need.partial for i, need in enumerate(use.needs) if need is not None}
         cuts = tuple(
             replace(c, terms=frozenset(i for i, fs in terms.items() if not set(fs).isdisjoint(c.factors)))
@@ -219,6 +195,24 @@ class _Builder:
             frame.values[t] = self.move(
                 frame, results[r], frame.ids[t], give, target, op.source, reducer, extreme=results[-1] if paired else None
             )
+
+    def read(self, frame: _Frame, node: Node, cuts: Sequence[Cut], use: Use | None) -> tuple[list[Source], set[int]]:
+        """The operands of an op with these cuts, moved as ``use`` says, and the slots of those that every device has whole."""
+        wanted = operand_layouts(node, cuts)
+        inputs: list[Source] = []
+        whole: set[int] = set()
+        for slot, i in enumerate(node.op.inputs):
+            value = frame.values[i] if isinstance(i, int) else i
+            if isinstance(value, _Later):
+                assert isinstance(i, int)
+                value = self.force(frame, i, value, wanted[slot])
+                whole |= {slot} if wanted[slot] is None else set()
+            elif not isinstance(i, int) or (self.layout(frame, i) if use is None else use.needs[slot]) is None:
+                whole.add(slot)
+            elif use is not None:
+                value = self.operand(frame, node, use, slot, i)
+            inputs.append(value)
+        return inputs, whole
 
     def told(self, frame: _Frame, op: Op, results: Sequence[int], layouts: Sequence[Layout | None]) -> None:
         """Hands the results of an op with effects, which the first device has, to all others: they are sums with zeros."""

@@ -27,6 +27,7 @@ from shardplan.schedule.instructions import (
     Scan,
     Source,
     While,
+    blocks_of,
 )
 from shardplan.tdl import in_step
 
@@ -59,20 +60,8 @@ def _numbers(block: Block) -> Iterator[int]:
                 yield i.result
             case _:
                 yield from i.results
-        for inner in _blocks(i):
+        for inner in blocks_of(i):
             yield from _numbers(inner)
-
-
-def _blocks(i: Instruction) -> tuple[Block, ...]:
-    match i:
-        case Scan():
-            return (i.body,)
-        case While():
-            return (i.test, i.body)
-        case Cond():
-            return i.branches
-        case _:
-            return ()
 
 
 @dataclass(slots=True)
@@ -174,7 +163,7 @@ class _Classes:
                     for branch in i.branches:
                         self.pairs(i.arguments, branch.parameters)
                         self.pairs(i.results, branch.results)
-            for inner in _blocks(i):
+            for inner in blocks_of(i):
                 self.block(inner)
 
     def pairs(self, outer: Sequence[Source], inner: Sequence[Source], lift: int = 0) -> None:

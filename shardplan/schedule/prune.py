@@ -5,12 +5,25 @@ A compiler would leave it out as well, and what is predicted must be what is sen
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
 
 from shardplan.ir import Constant
-from shardplan.schedule.instructions import Barrier, Block, Compute, Cond, Fill, Instruction, Move, Reblock, Scan, Source, While
+from shardplan.schedule.instructions import (
+    Barrier,
+    Block,
+    Compute,
+    Cond,
+    Fill,
+    Instruction,
+    Move,
+    Reblock,
+    Scan,
+    Source,
+    While,
+    blocks_of,
+)
 
 _T = TypeVar("_T")
 
@@ -31,8 +44,7 @@ def _left(instruction: Instruction, live: set[int]) -> Instruction | None:
     """What is left of an instruction of whose results these are read."""
     match instruction:
         case Compute():
-            effects = instruction.node.op.handle is not None and instruction.node.op.handle.effects
-            return instruction if effects or not live.isdisjoint(instruction.results) else None
+            return instruction if instruction.once or not live.isdisjoint(instruction.results) else None
         case Move() | Reblock() | Fill():
             return instruction if instruction.result in live else None
         case Barrier():
@@ -76,22 +88,7 @@ def _picked(values: Sequence[_T], kept: Sequence[bool]) -> tuple[_T, ...]:
 
 def _acts(block: Block) -> bool:
     """Whether anything in a block has effects."""
-    return any(
-        (isinstance(i, Compute) and i.node.op.handle is not None and bool(i.node.op.handle.effects)) or any(map(_acts, _inner(i)))
-        for i in block.instructions
-    )
-
-
-def _inner(instruction: Instruction) -> Iterable[Block]:
-    match instruction:
-        case Scan():
-            return (instruction.body,)
-        case While():
-            return (instruction.test, instruction.body)
-        case Cond():
-            return instruction.branches
-        case _:
-            return ()
+    return any((isinstance(i, Compute) and i.once) or any(map(_acts, blocks_of(i))) for i in block.instructions)
 
 
 def reads(instruction: Instruction) -> set[int]:
@@ -115,6 +112,6 @@ def reads(instruction: Instruction) -> set[int]:
         case Cond():
             sources += [*instruction.arguments, *([] if instruction.index is None else [instruction.index])]
     found = {s for s in sources if not isinstance(s, Constant)}
-    for block in _inner(instruction):
+    for block in blocks_of(instruction):
         found |= {v for i in block.instructions for v in reads(i)} | {s for s in block.results if isinstance(s, int)}
     return found

@@ -3,7 +3,8 @@
 # pyright: basic
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -28,6 +29,16 @@ class Blocks:
 
     def __init__(self, names: Sequence[str], permute: Permute = lax.ppermute) -> None:
         self.names, self.permute = tuple(names), permute
+        self._places: dict[tuple[int, ...], Any] = {}
+
+    @contextmanager
+    def body(self) -> Iterator[None]:
+        """While this lasts, a new body is traced: values of the outer one are not its own."""
+        outer, self._places = self._places, {}
+        try:
+            yield
+        finally:
+            self._places = outer
 
     def run(
         self, call: Call, cuts: Sequence[Cut], operands: Sequence[Any], primitive: Any, scope: str = "halo"
@@ -90,8 +101,10 @@ class Blocks:
         return jnp.where(at < loop.extent, x, _identity(loop.reducer, x.dtype))
 
     def _worker(self, c: Cut) -> Any:
-        """A device's place along the factors of a cut."""
-        return lax.axis_index(tuple(self.names[f] for f in c.factors))
+        """A device's place along the factors of a cut, computed once in each body."""
+        if c.factors not in self._places:
+            self._places[c.factors] = lax.axis_index(tuple(self.names[f] for f in c.factors))
+        return self._places[c.factors]
 
     def _given(self, share: Local, made: Cut, operands: Sequence[Any], worker: Any, scope: str) -> list[Any]:
         """The operands of one cut, with their halos."""

@@ -86,7 +86,8 @@ def on_shares(
     def local(*operands: Any) -> tuple[Any, ...]:
         """The call on a device's share."""
         own = [lax.squeeze(x, range(n)) if n else x for x, n in zip(operands, leading, strict=True)]
-        results = blocks.run(call, split, own, primitive)
+        with blocks.body():
+            results = blocks.run(call, split, own, primitive)
         return tuple(_reduced_result(results, r, places, term_axes, exchanges, share, names) for r in range(len(call.results)))
 
     ins = tuple(

@@ -72,8 +72,9 @@ class ExplicitEmitter:
     def block(self, block: Block, arguments: Sequence[Any], outer: Mapping[int, Any]) -> list[Any]:
         """The results of a body."""
         values: Values = {**outer, **dict(zip(block.parameters, arguments, strict=True))}
-        for instruction in block.instructions:
-            self.instruction(instruction, values)
+        with self.blocks.body():
+            for instruction in block.instructions:
+                self.instruction(instruction, values)
         return [self.value(values, source) for source in block.results]
 
     def value(self, values: Values, source: Source) -> Any:

@@ -89,8 +89,12 @@ class Runs(Protocol):
         """A sharding for each leaf of the arguments."""
         ...
 
+    def backend_for(self, backend: str = "auto") -> str:
+        """The backend that this name stands for."""
+        ...
+
     def jit(
-        self, step: Callable[..., Any], devices: Sequence[Any] | None = None, backend: str = "specs", *, drop: int | None = None
+        self, step: Callable[..., Any], devices: Sequence[Any] | None = None, backend: str = "auto", *, drop: int | None = None
     ) -> Any:
         """The step, jitted."""
         ...
@@ -176,7 +180,7 @@ def verify(
     args: Sequence[Any],
     *,
     steps: int = 3,
-    backend: str = "specs",
+    backend: str = "auto",
     devices: Sequence[Any] | None = None,
     drop: int | None = None,
     observer: Callable[[str, float], None] | None = None,
@@ -191,6 +195,7 @@ def verify(
     """
     if steps < 1:
         raise ShardplanError(f"unsupported steps={steps}: give at least 1")
+    backend = plan.backend_for(backend)
     tell = observer or (lambda _what, _part: None)
     leaves, tree = jax.tree.flatten(apart(tuple(args)))
     host = [_host(x) for x in drawn(leaves)]
@@ -244,7 +249,7 @@ def _bytes(plan: Runs, sharded: _Sharded, host: Sequence[Any], *, explicit: bool
 
 
 def measured_program(
-    plan: Runs, step: Callable[..., Any], *, devices: Sequence[Any] | None = None, backend: str = "specs"
+    plan: Runs, step: Callable[..., Any], *, devices: Sequence[Any] | None = None, backend: str = "auto"
 ) -> tuple[Measured, int]:
     """The collectives of the compiled step and its peak bytes on one device; nothing is run."""
     return _measured(plan.jit(step, devices, backend), jax.tree.unflatten(plan.traced.in_tree, plan.traced.in_shapes))

@@ -65,6 +65,8 @@ class Signature:
     moves: bool = field(init=False)
     resizes: bool = field(init=False)
     contracts: bool = field(init=False)
+    _strategies: dict[tuple[int, int], Strategy | None] = field(init=False, repr=False, compare=False)
+    _in_step: dict[int, bool] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         known = self.description
@@ -78,10 +80,24 @@ class Signature:
         set_("moves", known is not None and _moves(self.call, known))
         set_("resizes", known is not None and self.moves and not self.elementwise and _resizes(self.call, known))
         set_("contracts", known is not None and compute.is_contraction(known))
+        set_("_strategies", {})
+        set_("_in_step", {})
 
     def cut(self, loop: int, ways: int) -> Strategy | None:
         """`tdl.cut`; pads the last block where the loop does not divide and is not fenced."""
-        return None if self.description is None else cut(self.description, loop, ways, pad=loop not in self.fenced)
+        if self.description is None:
+            return None
+        key = loop, ways
+        if key not in self._strategies:
+            self._strategies[key] = cut(self.description, loop, ways, pad=loop not in self.fenced)
+        return self._strategies[key]
+
+    def in_step(self, loop: int) -> bool:
+        """Whether this loop indexes operand dims alone and over their whole extent."""
+        assert self.description is not None, "only what is described has loops"
+        if loop not in self._in_step:
+            self._in_step[loop] = in_step(self.description, loop) is not None
+        return self._in_step[loop]
 
     @property
     def reducers(self) -> frozenset[Reducer]:
@@ -93,7 +109,7 @@ class Signature:
     def aligned(self) -> bool:
         """Whether every loop indexes operand dims alone and over their whole extent."""
         known = self.description
-        return known is None or all(in_step(known, loop) is not None for loop in range(len(known.loops)))
+        return known is None or all(self.in_step(loop) for loop in range(len(known.loops)))
 
     @property
     def turns(self) -> bool:

@@ -12,6 +12,9 @@ from shardplan.remat import Remat
 from shardplan.search.coarsening.variables import OneChoice
 from shardplan.search.inference.anytime import Stopped
 
+Backend = Literal["explicit", "specs"]
+"""What runs a plan: each device its own program, or XLA's partitioner."""
+
 
 @dataclass(frozen=True, slots=True)
 class Collective:
@@ -65,7 +68,7 @@ class PlanData:
     ``stopped`` says what ended the search early ("time budget", "interrupted"; else empty). ``limited``: a baseline or an
     objective prescribes how ops are cut. ``regather``: no forward copy of a weight is kept for the backward pass. ``idle_axes``
     explains each axis over which nothing is cut. ``unknown_trips`` has the source lines of while loops that are priced as one
-    iteration. ``trace_s`` and ``search_s`` are measured.
+    iteration. ``backend`` runs the plan by default, and ``backend_reason`` says how. ``trace_s`` and ``search_s`` are measured.
 
     The last fields are filled on first use, and before the plan is saved. ``fingerprint`` is that of the traced step.
     ``left_out`` names the baselines that this step does not have, each with the reason. ``explanations`` has a text for each path
@@ -100,6 +103,8 @@ class PlanData:
     unknown_trips: tuple[str, ...]
     trace_s: float
     search_s: float
+    backend: Backend
+    backend_reason: str
     time_model: Literal["sum"] = "sum"
     fingerprint: str | None = None
     lower_bound_s: float | None = None

@@ -16,12 +16,12 @@ from shardplan.ir import Entry, Factor, spec_text
 from shardplan.mesh import Cluster
 from shardplan.mesh.factoring import check_cover
 from shardplan.plans.choices_json import Layouts, choices_from, choices_json
-from shardplan.plans.data import Argument, Baseline, Collective, PlanData
+from shardplan.plans.data import Argument, Backend, Baseline, Collective, PlanData
 from shardplan.remat import Part, Policy, Remat, Without
 from shardplan.search.coarsening.variables import one_choice_of
 from shardplan.search.inference.anytime import Stopped
 
-FORMAT = 6
+FORMAT = 7
 """Version of the plan file."""
 
 
@@ -57,6 +57,8 @@ def plan_file(data: PlanData) -> dict[str, Any]:
         "regather": data.regather,
         "one_choice": data.one_choice,
         "time_budget_s": data.time_budget_s,
+        "backend": data.backend,
+        "backend_reason": data.backend_reason,
         "remat": {**asdict(data.remat), "parts": [asdict(part) for part in data.remat.parts]},
         "donate_argnums": list(data.donate_argnums),
         "replicate": list(data.replicate),
@@ -146,6 +148,8 @@ def _parsed(name: str, content: dict[str, Any]) -> PlanData:
         limited=_boolean(content, "limited"),
         regather=_boolean(content, "regather"),
         remat=_remat(content["remat"]),
+        backend=_backend(content["backend"]),
+        backend_reason=str(content["backend_reason"]),
         one_choice=one_choice_of(content["one_choice"]),
         donate_argnums=_positions(content["donate_argnums"]),
         replicate=_names(content["replicate"], "replicate"),
@@ -213,6 +217,14 @@ def _policy(text: Any) -> Policy:
             return text
         case _:
             raise ValueError(f"unsupported policy={text!r}")
+
+
+def _backend(text: Any) -> Backend:
+    match text:
+        case "explicit" | "specs":
+            return text
+        case _:
+            raise ValueError(f"unsupported backend={text!r}")
 
 
 def _stopped(text: Any) -> Stopped:

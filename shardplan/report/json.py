@@ -32,6 +32,7 @@ def figures(plan: PlanData) -> dict[str, Any]:
         "remat": remat_json(plan.remat),
         "objective": plan.objective,
         "time_model": plan.time_model,
+        "backend": plan.backend,
         "axes": dict(plan.axes),
         "matrix": plan.matrix,
         "in_specs": {path: spec_text(entries) for path, entries in plan.entries.items()},

@@ -48,6 +48,7 @@ def _head(plan: PlanData, title: str) -> str:
         ("memory", f"{size(plan.peak_bytes)} a device of {size(plan.memory_limit)} ({plan.peak_bytes / plan.memory_limit:.1%})"),
         ("traffic", f"{size(plan.communication_bytes)} on the wire, per device and step"),
         *((("remat", remat_text(plan.remat)),) if plan.remat != Remat() else ()),
+        ("backend", f"{plan.backend}: {plan.backend_reason}"),
         ("planned in", f"{seconds(plan.search_s)}, after {seconds(plan.trace_s)} of tracing"),
     ]
     rows += [("note", _STOPPED[plan.stopped])] if plan.stopped else []

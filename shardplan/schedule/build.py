@@ -175,7 +175,7 @@ class _Builder:
     def used(self, frame: _Frame, node: Node, use: Use) -> None:
         """An op that is cut as a plan says: operands moved to where it needs them, results to where they are stored."""
         op, sizes = node.op, self.planned.sizes
-        cuts = planned_cuts(use, sizes)
+        cuts = planned_cuts(node, use, sizes)
         inputs, whole = self.read(frame, node, cuts, use)
         terms = {i: need.partial for i, need in enumerate(use.needs) if need is not None}
         cuts = tuple(

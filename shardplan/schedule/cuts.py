@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from shardplan.graph import Node
@@ -11,13 +11,10 @@ from shardplan.ir import Layout, Reducer, Split, Use
 from shardplan.schedule.instructions import Cut
 
 
-def planned_cuts(use: Use, sizes: Sequence[int]) -> tuple[Cut, ...]:
+def planned_cuts(node: Node, use: Use, sizes: Sequence[int]) -> tuple[Cut, ...]:
     """The cuts of a use, the last loop's first: a loop of which one element is left may be gone from what is left to cut."""
-    found: list[Cut] = []
-    for v in sorted({v for v in use.loops if v >= 0}, reverse=True):
-        factors = tuple(f for f, at in enumerate(use.loops) if at == v)
-        found.append(Cut(v, factors, math.prod(sizes[f] for f in factors)))
-    return tuple(found)
+    over = {v: tuple(f for f, at in enumerate(use.loops) if at == v) for v in use.loops if v >= 0}
+    return _cuts(node, over, sizes)
 
 
 def following_cuts(node: Node, layout: Layout | None, sizes: Sequence[int]) -> tuple[Cut, ...]:
@@ -28,7 +25,19 @@ def following_cuts(node: Node, layout: Layout | None, sizes: Sequence[int]) -> t
     rank = len(layout.dims)
     dims = next(dims for dims in description.results if len(dims) == rank)
     over = {v: factors for v, factors in zip(dims, layout.dims, strict=True) if factors}
-    return tuple(Cut(v, over[v], math.prod(sizes[f] for f in over[v])) for v in sorted(over, reverse=True))
+    return _cuts(node, over, sizes)
+
+
+def _cuts(node: Node, over: Mapping[int, tuple[int, ...]], sizes: Sequence[int]) -> tuple[Cut, ...]:
+    """Loops cut over these factors, the last loop first."""
+    description = node.signature.description
+    if not over:
+        return ()
+    assert description is not None, "only what is described is cut"
+    loops = description.loops
+    return tuple(
+        Cut(v, over[v], math.prod(sizes[f] for f in over[v]), extent=loops[v].extent) for v in sorted(over, reverse=True)
+    )
 
 
 def taking(cuts: Sequence[Cut], whole: set[int]) -> tuple[Cut, ...]:

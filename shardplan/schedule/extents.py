@@ -28,8 +28,8 @@ from shardplan.schedule.instructions import (
     Source,
     While,
     blocks_of,
+    instructions_of,
 )
-from shardplan.tdl import in_step
 
 _Place = tuple[str, int, int]
 """Dim d of value v ("value", v, d), cut number c of an op ("cut", the op's first result, c), or dim d inside a move."""
@@ -37,6 +37,8 @@ _Place = tuple[str, int, int]
 
 def with_extents(body: Block, sizes: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> Block:
     """A block whose cuts and moves say what extents their blocks have; ``shapes`` are those of its parameters."""
+    if _divides(body, sizes):
+        return _Writer(None, 0).block(body)
     classes = _Classes(sizes)
     classes.block(body)
     for v, shape in zip(body.parameters, shapes, strict=True):
@@ -50,6 +52,30 @@ def with_extents(body: Block, sizes: Sequence[int], shapes: Sequence[tuple[int, 
 
 
 _MOST_DIMS = 32
+
+
+def _divides(body: Block, sizes: Sequence[int]) -> bool:
+    """Whether every dim divides by all the ways that it is cut into, so that nothing is padded."""
+    for i in instructions_of(body.instructions):
+        match i:
+            case Compute() if any(c.extent % c.ways for c in i.cuts):
+                return False
+            case Move() if any(_remainder(i.shape, layout, sizes) for layout in _layouts(i)):
+                return False
+            case Fill() if i.layout is not None and _remainder(i.shape, i.layout, sizes):
+                return False
+            case While() if any(
+                at is not None and _remainder(shape, at, sizes) for shape, at in zip(i.shapes, i.layouts, strict=True)
+            ):
+                return False
+            case _:
+                pass
+    return True
+
+
+def _remainder(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> bool:
+    """Whether some dim does not divide by the ways that it is split."""
+    return any(n % math.prod(sizes[f] for f in factors) for n, factors in zip(shape, layout.dims, strict=False))
 
 
 def _numbers(block: Block) -> Iterator[int]:
@@ -181,12 +207,10 @@ class _Classes:
 
     def compute(self, compute: Compute) -> None:
         """The dims that an op cuts by one loop have one extent."""
-        description = compute.node.signature.description
         for number, c in enumerate(compute.cuts):
-            assert description is not None, "only what is described is cut"
             place: _Place = ("cut", compute.results[0], number)
-            self.cut(place, description.loops[c.loop].extent, c.ways)
-            alone = in_step(description, c.loop) is not None
+            self.cut(place, c.extent, c.ways)
+            alone = compute.node.signature.in_step(c.loop)
             if not alone:
                 self.exact(place)
             strategy = compute.node.signature.cut(c.loop, c.ways)
@@ -222,9 +246,9 @@ class _Classes:
 
 
 class _Writer:
-    """Writes the extents into a block's instructions."""
+    """Writes the extents into a block's instructions; without ``classes`` all are the true ones."""
 
-    def __init__(self, classes: _Classes, count: int) -> None:
+    def __init__(self, classes: _Classes | None, count: int) -> None:
         self.classes, self.count = classes, count
 
     def block(self, block: Block) -> Block:
@@ -232,8 +256,8 @@ class _Writer:
         instructions: list[Instruction] = []
         for i in block.instructions:
             match i:
-                case Compute():
-                    instructions.append(replace(i, cuts=tuple(self.cuts(i))))
+                case Compute() if self.classes is not None:
+                    instructions.append(replace(i, cuts=tuple(self.cuts(self.classes, i))))
                 case Move():
                     instructions += self.move(i)
                 case Fill():
@@ -252,21 +276,26 @@ class _Writer:
                     instructions.append(i)
         return replace(block, instructions=tuple(instructions))
 
-    def cuts(self, compute: Compute) -> Iterator[Cut]:
+    def cuts(self, classes: _Classes, compute: Compute) -> Iterator[Cut]:
         """An op's cuts with the extents of their loops."""
         for number, c in enumerate(compute.cuts):
-            yield replace(c, extent=self.classes.extent(("cut", compute.results[0], number)))
+            yield replace(c, extent=classes.extent(("cut", compute.results[0], number)))
 
     def extents(self, kind: str, value: int, shape: Sequence[int], layout: Layout | None) -> tuple[int, ...]:
         """The extents of a value: the padded one of every dim that is split."""
+        classes = self.classes
+        if classes is None:
+            return tuple(shape)
         dims = ((),) * len(shape) if layout is None else layout.dims
         return tuple(
-            self.classes.extent((kind, value, d)) if factors else n
-            for d, (n, factors) in enumerate(zip(shape, dims, strict=False))
+            classes.extent((kind, value, d)) if factors else n for d, (n, factors) in enumerate(zip(shape, dims, strict=False))
         )
 
     def move(self, move: Move) -> Iterator[Instruction]:
         """A move, and reblocks where its ends have other extents."""
+        if self.classes is None:
+            yield replace(move, extents=move.shape)
+            return
         touched = [any(layout.dims[d] for layout in _layouts(move)) for d in range(len(move.shape))]
         inside = tuple(self.classes.extent(("move", move.result, d)) if touched[d] else n for d, n in enumerate(move.shape))
         first = self.extents("value", move.source, move.shape, move.before)

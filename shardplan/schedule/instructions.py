@@ -18,7 +18,8 @@ class Cut:
     """One loop of an op cut over some factors, major first.
 
     ``ways`` is the product of their sizes. ``terms`` are the operands of which each device holds its own term of a sum, ``whole``
-    those that every device holds whole, so that it takes its block out of them.
+    those that every device holds whole, so that it takes its block out of them. ``extent`` is the loop's, padded where it does
+    not divide.
     """
 
     loop: int

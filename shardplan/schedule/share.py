@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
 from shardplan.ir import Constant
 from shardplan.schedule.instructions import Barrier, Block, Compute, Cond, Fill, Instruction, Move, Reblock, Scan, Source, While
 
@@ -48,7 +50,8 @@ class _Sharing:
         sources = lambda own: tuple(self.source(s) for s in own)  # noqa: E731
         match instruction:
             case Compute():
-                return replace(instruction, inputs=sources(instruction.inputs))
+                inputs = sources(instruction.inputs)
+                return instruction if inputs == instruction.inputs else replace(instruction, inputs=inputs)
             case Move():
                 extreme = None if instruction.extreme is None else self.number(instruction.extreme)
                 return replace(instruction, source=self.number(instruction.source), extreme=extreme)
@@ -94,7 +97,7 @@ def _plain(inputs: tuple[Source, ...]) -> tuple[object, ...] | None:
             shape = getattr(i.value, "shape", ())
             if shape:
                 return None
-            found.append((i.dtype, repr(i.value)))
+            found.append((i.dtype, np.asarray(i.value).tobytes()))
         else:
             found.append(i)
     return tuple(found)

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from shardplan import _jax
 from shardplan.cost import Objective, objective_of
+from shardplan.emit.backends import chosen
 from shardplan.errors import (
     ClusterError,
     MemoryLimitError,
@@ -63,6 +64,7 @@ def plan(
     replicate: Sequence[str] = (),
     one_choice: str = "timesteps",
     remat: str = "none",
+    backend: str = "auto",
 ) -> Plan:
     """Plans how ``step(*args)`` runs on a cluster.
 
@@ -88,6 +90,8 @@ def plan(
         remat: "auto" lets the plan recompute activations in the backward pass (bodies of scans and blocks of straight-line
             code, `shardplan.remat`) where the memory limit costs time, or where nothing fits otherwise. Planning takes longer;
             ``plan.remat`` says what is recomputed. "none" leaves the step as it is. `jax.checkpoint` is kept either way.
+        backend: What runs the plan where `Plan.jit` is not told otherwise: "explicit" (each device its own program, which sends
+            what was planned; "auto" is the same) or "specs" (XLA's partitioner follows the PartitionSpecs).
 
     Raises:
         MemoryLimitError: if no plan fits.
@@ -97,7 +101,7 @@ def plan(
         ClusterError: for an invalid cluster, or one on which the step takes 1,000 s or more.
     """
     measure, deadline, shared = _check(objective, time_budget_s, one_choice, remat)
-    observer = _checked_observer(observer)
+    observer, runs = _checked_observer(observer), chosen(backend)
     donated = positions(donate_argnums, len(args), "donate_argnums")
     resolved, user_mesh = resolve_cluster(cluster)
     limit = parse_bytes(memory_limit) if memory_limit is not None else resolved.device.memory_bytes
@@ -113,6 +117,7 @@ def plan(
     data = PlanData(
         **decided(session),
         **_search_fields(planned, wanted),
+        **runs,
         operators=traced.program.count_ops(),
         one_choice=shared,
         donate_argnums=donated,

@@ -96,11 +96,11 @@ def _compare(options: argparse.Namespace) -> Report:
     from shardplan.report.text import comparison_text
 
     made, step, _ = _target_plan(options)
-    rows = comparison_rows(made.completed(), _measured(made, step) if options.measure else None)
+    rows = comparison_rows(made.completed(), _measured(made, step, options.backend) if options.measure else None)
     return Report(comparison_text(rows), {"plans": rows})
 
 
-def _measured(made: Any, step: Callable[..., Any]) -> Mapping[str, tuple[float, float, int]]:
+def _measured(made: Any, step: Callable[..., Any], backend: str) -> Mapping[str, tuple[float, float, int]]:
     """(wire bytes, raw wire bytes, peak bytes) of the compiled program of the plan and of each baseline, by name."""
     from shardplan.emit.verify import measured_program
     from shardplan.report import Progress
@@ -111,7 +111,7 @@ def _measured(made: Any, step: Callable[..., Any]) -> Mapping[str, tuple[float, 
     with Progress() as progress:
         for n, (name, one) in enumerate(plans.items()):
             progress(f"compiling {name}", n / len(plans))
-            sent, peak = measured_program(one, step, devices=devices)
+            sent, peak = measured_program(one, step, devices=devices, backend=backend)
             result[name] = (sent.wire_bytes, sent.raw_wire_bytes, peak)
     return result
 
@@ -265,6 +265,7 @@ def _read_or_plan(
             time_budget_s=options.time_budget,
             one_choice=options.one_choice or "timesteps",
             remat=options.remat or "none",
+            backend=options.backend,
             observer=progress,
         )
     return made, step, args
@@ -336,7 +337,6 @@ def _parser() -> argparse.ArgumentParser:
     one = _add_command(commands, "verify", _verify, "run a plan on simulated devices, compare it with one device, and measure it")
     _add_target_options(one)
     one.add_argument("--plan", metavar="FILE", help="use a saved plan instead of a new one")
-    one.add_argument("--backend", default="specs", choices=["specs", "explicit"])
     one.add_argument("--steps", type=_count, default=3, metavar="N", help="number of steps to compare (default: 3)")
 
     one = _add_command(commands, "compare", _compare, "compare the plan with every baseline")
@@ -414,6 +414,12 @@ def _add_target_options(one: argparse.ArgumentParser, *, required: bool = True) 
     one.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="an option of the factory; may be repeated")
     one.add_argument("--memory", metavar="SIZE", help='memory limit per device, such as "70GiB" (default: its memory)')
     one.add_argument("--objective", default="time", choices=["time", "bytes"])
+    one.add_argument(
+        "--backend",
+        default="auto",
+        choices=["auto", "explicit", "specs"],
+        help="what runs the plan: each device its own program (explicit), or XLA's partitioner (specs)",
+    )
     one.add_argument(
         "--pin",
         action="append",

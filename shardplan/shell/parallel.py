@@ -58,7 +58,6 @@ class _Settings:
     static_argnames: tuple[str, ...]
     devices: Sequence[Any] | None
     cache_dir: str | PathLike[str] | None
-    backend: str
     options: Mapping[str, Any]
 
 
@@ -70,7 +69,6 @@ def parallelize(
     static_argnames: Sequence[str] | str = (),
     devices: Sequence[Any] | None = None,
     cache_dir: str | PathLike[str] | None = None,
-    backend: str = "specs",
     **options: Any,
 ) -> Callable[[Callable[..., Any]], Parallel]:
     """A decorator that shards a step: the first call traces, plans, places and compiles; later calls only run.
@@ -90,7 +88,7 @@ def parallelize(
                 f"parallelize has no option {option!r}{nearest(option, known) or ' (known: ' + ', '.join(known) + ')'}"
             )
     names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
-    settings = _Settings(cluster, donate_argnums, static_argnums, names, devices, cache_dir, backend, options)
+    settings = _Settings(cluster, donate_argnums, static_argnums, names, devices, cache_dir, options)
     return lambda step: Parallel(step, settings)
 
 
@@ -216,7 +214,7 @@ class Parallel:
         pure = call.pure(self._step)
         shapes = [x if (shape_dtype := abstract(x)) is None else shape_dtype for x in leaves]
         step_plan = self._load_or_plan(pure, call, jax.tree.unflatten(tree, shapes))
-        run = step_plan.jit(pure, devices=self._settings.devices, backend=self._settings.backend, weak=True)
+        run = step_plan.jit(pure, devices=self._settings.devices, weak=True)
         if _log.isEnabledFor(logging.INFO):  # the message needs the baselines, which take time to solve
             best = best_baseline(step_plan.data) if step_plan.baselines else None
             mesh = " x ".join(f"{n}={k}" for n, k in step_plan.axes.items())

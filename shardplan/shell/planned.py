@@ -14,9 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardplan import _jax
-from shardplan.emit.explicit import ExplicitEmitter
-from shardplan.emit.mutate import DroppingEmitter, DroppingExplicitEmitter
-from shardplan.emit.specs import SpecsEmitter
+from shardplan.emit.backends import checked_backend, emitter
 from shardplan.emit.stacked import partition_spec
 from shardplan.errors import ArgumentError, PlanFileError, ShardplanError
 from shardplan.frontend.argnums import leaves_of, positions, tuple_of
@@ -38,9 +36,6 @@ from shardplan.report.explain import explain, explain_all
 from shardplan.schedule import PlannedProgram, Schedule, Send, build, planned_program, sends
 from shardplan.search.inference.anytime import Stopped
 from shardplan.search.session import Session
-
-BACKENDS = ("explicit", "specs")
-"""The ways to run a plan: each device its own program, or constraints that XLA's partitioner follows."""
 
 
 class Plan:
@@ -198,6 +193,11 @@ class Plan:
         return self._data.replicate
 
     @property
+    def backend(self) -> str:
+        """What runs the plan by default: "explicit" or "specs"."""
+        return self._data.backend
+
+    @property
     def pins(self) -> Mapping[str, PartitionSpec]:
         """The PartitionSpecs that the user required, by glob of argument paths."""
         return {glob: PartitionSpec(*entries) for glob, entries in self._data.pins.items()}
@@ -329,35 +329,30 @@ class Plan:
         self,
         step: Callable[..., Any],
         devices: Sequence[Any] | None = None,
-        backend: str = "specs",
+        backend: str = "auto",
         *,
         drop: int | None = None,
         weak: bool = False,
     ) -> Runner:
         """The step, jitted with this plan's shardings.
 
-        ``drop`` leaves out the exchange of that number, to test that verification notices. With ``weak``, arguments must be
-        weakly typed (as Python numbers are) exactly where the planned ones were.
+        ``backend`` is "explicit" (each device runs its own program, which sends what was planned), "specs" (XLA's partitioner
+        follows the plan's PartitionSpecs) or "auto" (the plan's own ``backend``). ``drop`` leaves out the exchange of that
+        number, to test that verification notices. With ``weak``, arguments must be weakly typed (as Python numbers are) exactly
+        where the planned ones were.
 
         Raises:
             PlanFileError: if ``step`` is not the step that was planned.
             ShardplanError: for a backend that does not exist.
         """
-        if backend not in BACKENDS:
-            raise ShardplanError(f"unsupported backend {backend!r}: use {' or '.join(map(repr, BACKENDS))}")
+        name = self.backend_for(backend)
         self.check(step)
         mesh = self.mesh(devices)
-        emitter: Callable[..., list[Any]]
-        if backend == "explicit" and drop is not None:
-            emitter = DroppingExplicitEmitter(self.planned, mesh, drop, self.schedule)
-        elif backend == "explicit":
-            emitter = ExplicitEmitter(self.planned, mesh, self.schedule)
-        else:
-            emitter = SpecsEmitter(self.planned, mesh) if drop is None else DroppingEmitter(self.planned, mesh, dropped=drop)
+        emit = emitter(self.planned, mesh, name, lambda: self.schedule, drop)
         weak_results = [shape.weak_type for shape in self.traced.out_shapes]
 
         def run(*leaves: Any) -> list[Any]:
-            return [_jax.weakly_typed(x) if w else x for x, w in zip(emitter(*leaves), weak_results, strict=True)]
+            return [_jax.weakly_typed(x) if w else x for x, w in zip(emit(*leaves), weak_results, strict=True)]
 
         run.__name__ = getattr(step, "__name__", "step")
         flat = jax.jit(
@@ -368,6 +363,10 @@ class Plan:
             keep_unused=True,
         )
         return Runner(flat, step, self.traced, self.donate_argnums, self.leaves(mesh, weak=weak))
+
+    def backend_for(self, backend: str = "auto") -> str:
+        """The backend that this name stands for: "auto" is the plan's own."""
+        return self.backend if checked_backend(backend) == "auto" else backend
 
     @cached_property
     def planned(self) -> PlannedProgram:

@@ -1,4 +1,5 @@
-"""The whole way once: plan a GPT on 2x4 devices, read the plan, prove it, and train by it beside the step on one device.
+"""The whole way once: plan a GPT on 2x4 devices, read the plan, prove it, and train by it beside the step on one device, under
+both backends.
 
     python examples/demo.py
 
@@ -57,19 +58,22 @@ def main() -> int:
 
 
 def train(plan, step, state, batches) -> bool:
-    """Both runs over the same batches; whether all losses agree."""
+    """One device and both backends over the same batches; whether all losses agree."""
     single = jax.jit(step)
-    sharded = plan.jit(step)
-    (ours, _), alone = plan.put((state, batches[0])), state
+    sharded = {backend: plan.jit(step, backend=backend) for backend in ("explicit", "specs")}
+    alone, ours = state, {backend: plan.put((state, batches[0]))[0] for backend in sharded}
     started = time.perf_counter()
-    print("step   one device   eight devices   difference")
+    print("step   one device   explicit   difference      specs   difference")
     agree = True
     for number, batch in enumerate(batches, 1):
         alone, expected = single(alone, batch)
-        ours, loss = sharded(ours, plan.put((ours, batch))[1])
-        a, b = float(expected), float(loss)
-        agree &= abs(a - b) <= AGREE * abs(a)
-        print(f"{number:4d}   {a:10.5f}   {b:13.5f}   {b - a:+10.1e}", flush=True)
+        a, row = float(expected), ""
+        for backend, run in sharded.items():
+            ours[backend], loss = run(ours[backend], plan.put((ours[backend], batch))[1])
+            b = float(loss)
+            agree &= abs(a - b) <= AGREE * abs(a)
+            row += f"   {b:8.5f}   {b - a:+10.1e}"
+        print(f"{number:4d}   {a:10.5f}{row}", flush=True)
     took = f"{time.perf_counter() - started:.0f} s, compiling included"
     print(f"\nlosses agree within {AGREE:g}: {'yes' if agree else 'NO'}   ({took})")
     return agree

@@ -169,6 +169,16 @@ class Resharder:
         """One collective's time: the best of its algorithms and programs."""
         return _SLICE_S if kind == "slice" else self._way(kind, over).best(nbytes)[0]
 
+    def seconds_with(self, kind: str, over: tuple[int, ...], nbytes: float, program: str) -> float:
+        """One collective's time as this program (empty: the collective itself, by the best of its algorithms)."""
+        way = self._way(kind, over)
+        own = [n for n, text in enumerate(way.programs) if text == program]
+        return float(np.min(way.lines[own, 0] + way.lines[own, 1] * nbytes))
+
+    def program_for(self, kind: str, over: tuple[int, ...], nbytes: float) -> str:
+        """The program that is fastest for one collective of these bytes; empty for the collective itself."""
+        return self._way(kind, over).best(nbytes)[1]
+
     def _way(self, kind: str, over: tuple[int, ...]) -> Ways:
         key = (kind, over)
         if key not in self._ways:

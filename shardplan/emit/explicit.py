@@ -24,6 +24,7 @@ from shardplan.ir import Constant, Layout
 from shardplan.schedule import (
     Barrier,
     Block,
+    Bundle,
     Compute,
     Cond,
     Fill,
@@ -92,6 +93,9 @@ class ExplicitEmitter:
             case Move():
                 extreme = None if instruction.extreme is None else values[instruction.extreme]
                 values[instruction.result] = self.transfers.move(values[instruction.source], instruction, extreme)
+            case Bundle():
+                moved = self.transfers.bundle([values[m.source] for m in instruction.moves], instruction)
+                values.update(zip((m.result for m in instruction.moves), moved, strict=True))
             case Reblock():
                 values[instruction.result] = self.transfers.reblocked(values[instruction.source], instruction)
             case Fill():

@@ -14,7 +14,7 @@ from shardplan.schedule import Send
 UNTOUCHED = {"xla_disable_hlo_passes": "cpu-all-reduce-combiner,cse_barrier_expander,while-loop-invariant-code-motion"}
 """Options that keep XLA's CPU compiler from merging collectives, undoing barriers and moving gathers out of loops."""
 
-_SCOPE = re.compile(r"(?:^|/)((?:move\d+\.\d+)|(?:reblock\d+\.\d+)|(?:halo\d+\.\d+\.\d+\.(?:lo|hi)))(?=/|$)")
+_SCOPE = re.compile(r"(?:^|/)((?:(?:move|bundle)\d+\.\d+)|(?:reblock\d+\.\d+)|(?:halo\d+\.\d+\.\d+\.(?:lo|hi)))(?=/|$)")
 
 
 @dataclass(frozen=True, slots=True)

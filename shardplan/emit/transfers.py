@@ -11,6 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -26,7 +27,7 @@ from shardplan.collectives.reshard import Step
 from shardplan.cost import Network
 from shardplan.emit.reductions import all_reduced, combined
 from shardplan.ir import PAIRS, Reducer
-from shardplan.schedule import Change, Move, Reblock, later_splits, splits_buffer
+from shardplan.schedule import Bundle, Change, Hop, Move, Reblock, later_splits, splits_buffer
 
 
 class Transfers:
@@ -59,6 +60,52 @@ class Transfers:
                 if way == -1 and was and not now:
                     x = lax.slice_in_dim(x, 0, n, axis=d)
         return x
+
+    def bundle(self, values: Sequence[Any], bundle: Bundle) -> list[Any]:
+        """The blocks of several moves after all their steps; each collective carries all of them."""
+        blocks, done = list(values), [0] * len(values)
+
+        def slice_up_to_next() -> None:
+            for i, move in enumerate(bundle.moves):
+                while done[i] < len(move.steps) and move.steps[done[i]].kind == "slice":
+                    change = Change.of(move.steps[done[i]])
+                    blocks[i] = self.sliced(blocks[i], change.longer, change.gained)
+                    done[i] += 1
+
+        for n, hop in enumerate(bundle.hops):
+            slice_up_to_next()
+            with jax.named_scope(f"{bundle.scope}.{n}"):
+                blocks = self.together(blocks, bundle.steps(n), hop)
+            done = [at + 1 for at in done]
+        slice_up_to_next()
+        return blocks
+
+    def together(self, blocks: Sequence[Any], steps: Sequence[Step], hop: Hop) -> list[Any]:
+        """One collective on all blocks, packed into rows: a row for each part that a device sends or gets."""
+        ways, step = self.ways(hop.over), replace(steps[0], program=hop.program)
+        dims = [c.longer if hop.kind == "reduce_scatter" else c.shorter for c in map(Change.of, steps)]
+        match hop.kind:
+            case "all_reduce":
+                sent = jnp.concatenate([x.ravel() for x in blocks])
+                parts = _columns(self.all_reduce(sent, step, "sum", None)[None], [x.size for x in blocks])
+                return [p.reshape(x.shape) for p, x in zip(parts, blocks, strict=True)]
+            case "reduce_scatter":
+                split = [
+                    x.reshape(*x.shape[:d], ways, x.shape[d] // ways, *x.shape[d + 1 :])
+                    for x, d in zip(blocks, dims, strict=True)
+                ]
+                rows = [jnp.moveaxis(x, d, 0) for x, d in zip(split, dims, strict=True)]
+                sent = jnp.concatenate([x.reshape(ways, -1) for x in rows], 1)
+                parts = _columns(self.reduce_scatter(sent, hop.over, "sum", 0), [x.size // ways for x in blocks])
+                return [p.reshape(x.shape[1:]) for p, x in zip(parts, rows, strict=True)]
+            case _:
+                sent = jnp.concatenate([x.ravel() for x in blocks])[None]
+                parts = _columns(self.gather(sent, step, hop.over, 0), [x.size for x in blocks])
+                apart = [jnp.moveaxis(p.reshape(ways, *x.shape), 0, d) for p, x, d in zip(parts, blocks, dims, strict=True)]
+                return [
+                    p.reshape(*x.shape[:d], ways * x.shape[d], *x.shape[d + 1 :])
+                    for p, x, d in zip(apart, blocks, dims, strict=True)
+                ]
 
     def reblocked(self, x: Any, reblock: Reblock) -> Any:
         """The same value in blocks of another extent of one dim."""
@@ -209,6 +256,12 @@ class Transfers:
                 place //= self.sizes[f]
             digits += own
         return [*digits, *rest]
+
+
+def _columns(rows: Any, sizes: Sequence[int]) -> list[Any]:
+    """Rows taken apart into columns of these widths."""
+    ends = list(itertools.accumulate(sizes))
+    return [lax.slice_in_dim(rows, end - n, end, axis=1) for n, end in zip(sizes, ends, strict=True)]
 
 
 def _padded(x: Any, dim: int, extent: int) -> Any:

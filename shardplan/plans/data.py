@@ -63,8 +63,10 @@ class Argument:
 class PlanData:
     """Everything that a plan says. Seconds are predicted for one step, bytes for one device.
 
-    ``name`` is "plan", or the name of a baseline. ``result_layouts`` has a layout for each leaf of the step's result. ``exact``:
-    the search found the optimum of its mesh without a memory limit; ``unlimited_s`` is the time of that optimum, if it is known.
+    ``name`` is "plan", or the name of a baseline. ``step_time_s`` counts what the backend sends; ``searched_s`` is the price in
+    the search's tables, in which each reader has its own collective and nothing is padded. ``result_layouts`` has a layout for
+    each leaf of the step's result. ``exact``: the search found the optimum of its mesh without a memory limit; ``unlimited_s`` is
+    the price of that optimum in the search's tables, if it is known.
     ``stopped`` says what ended the search early ("time budget", "interrupted"; else empty). ``limited``: a baseline or an
     objective prescribes how ops are cut. ``regather``: no forward copy of a weight is kept for the backward pass. ``idle_axes``
     explains each axis over which nothing is cut. ``unknown_trips`` has the source lines of while loops that are priced as one
@@ -84,6 +86,7 @@ class PlanData:
     choices: Choices = field(repr=False)
     collectives: tuple[Collective, ...] = field(repr=False)
     step_time_s: float
+    searched_s: float
     compute_s: float
     peak_bytes: int
     memory_limit: int

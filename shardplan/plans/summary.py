@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from shardplan.cost import objective_of
 from shardplan.errors import PlanFileError
 from shardplan.graph import Graph, flatten
 from shardplan.ir import Choices, Factor, Program
-from shardplan.plans.data import Argument, Baseline, Collective, PlanData
+from shardplan.plans.data import Argument, Backend, Baseline, Collective, PlanData
+from shardplan.schedule import Issued, PlannedProgram, Schedule, build, issued, planned_program
 from shardplan.search.baselines.rivals import Rivals
 from shardplan.search.coarsening import coarsen
 from shardplan.search.inference.solver import Solver
@@ -23,8 +25,40 @@ from shardplan.search.strategy.pins import for_pins
 from shardplan.search.strategy.unused_axes import idle
 
 
-def decided(session: Session) -> dict[str, Any]:
-    """The fields of `PlanData` that follow from the solution of a session."""
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """A solution as the explicit backend runs it."""
+
+    planned: PlannedProgram
+    schedule: Schedule
+    issued: tuple[Issued, ...]
+
+    @property
+    def communication_s(self) -> float:
+        """Seconds of all collectives of one step."""
+        return sum(i.seconds * i.times for i in self.issued)
+
+    @property
+    def communication_bytes(self) -> float:
+        """Bytes on the wire per device and step."""
+        return sum(i.wire_bytes * i.times for i in self.issued)
+
+
+def scheduled(session: Session) -> Scheduled:
+    """The program of each device under the solution of a session, and what it sends."""
+    problem = session.problem
+    choices = session.extractor.choices(session.decisions)
+    planned = planned_program(session.program, problem.graph, choices, problem.cluster, problem.factors)
+    schedule = build(planned)
+    return Scheduled(planned, schedule, issued(schedule, planned))
+
+
+def decided(session: Session, run: Scheduled | None) -> dict[str, Any]:
+    """The fields of `PlanData` that follow from the solution of a session.
+
+    Where the explicit backend runs it (``run``), its collectives are those of its schedule, in which equal ones are one and
+    blocks are padded; else those that the search priced.
+    """
     problem, solution, decisions = session.problem, session.solution, session.decisions
     graph, program = problem.graph, session.program
     layouts = decisions.layouts
@@ -38,8 +72,9 @@ def decided(session: Session) -> dict[str, Any]:
         ),
         "result_layouts": tuple(layouts[t] if t >= 0 else None for t in graph.outputs),
         "choices": session.extractor.choices(decisions),
-        "collectives": _collectives(graph, decisions, problem.factors, program.output_paths),
-        "step_time_s": solution.seconds,
+        "collectives": _collectives(graph, decisions, run, problem.factors, program.output_paths),
+        "step_time_s": solution.seconds if run is None else decisions.compute_s + run.communication_s,
+        "searched_s": solution.seconds,
         "compute_s": decisions.compute_s,
         "peak_bytes": solution.peak_bytes,
         "limited": solution.limits is not None,
@@ -49,11 +84,27 @@ def decided(session: Session) -> dict[str, Any]:
 
 
 def _collectives(
-    graph: Graph, decisions: Decisions, factors: tuple[Factor, ...], output_paths: Iterable[str]
+    graph: Graph, decisions: Decisions, run: Scheduled | None, factors: tuple[Factor, ...], output_paths: Iterable[str]
 ) -> tuple[Collective, ...]:
     """Every collective of one step, in the order of the program, with the path of its tensor if it has one."""
     paths = {t: f"result {p}" for t, p in zip(graph.outputs, output_paths, strict=True) if t >= 0}
     paths.update(zip(graph.inputs, graph.input_paths, strict=True))
+    if run is not None:
+        return tuple(
+            Collective(
+                i.kind,
+                i.nbytes,
+                i.wire_bytes,
+                tuple(factors[f].name for f in i.over),
+                i.times,
+                i.seconds,
+                paths.get(i.sends[0].tensor, f"value {i.sends[0].tensor}")
+                + (f" and {i.values - 1} more" if i.values > 1 else ""),
+                str(i.sends[0].line),
+                i.program,
+            )
+            for i in run.issued
+        )
     return tuple(
         Collective(
             i.step.kind.replace("_", "-").replace("permute", "collective-permute"),
@@ -70,13 +121,19 @@ def _collectives(
     )
 
 
-def baselines(session: Session) -> dict[str, Any]:
-    """The fields of `PlanData` about baselines; solves those that are not solved yet."""
-    found = tuple(
-        Baseline(s.name, s.seconds, session.extractor.decide(s).communication_bytes, s.peak_bytes, s.fits(session.memory_limit))
-        for s in session.rivals.solutions
-    )
+def baselines(session: Session, backend: Backend) -> dict[str, Any]:
+    """The fields of `PlanData` about baselines, priced as the plan is; solves those that are not solved yet."""
+    found = tuple(_baseline(session.at(s), backend) for s in session.rivals.solutions)
     return {"baselines": found, "left_out": tuple((row.name, row.reason) for row in session.rivals.left_out)}
+
+
+def _baseline(session: Session, backend: Backend) -> Baseline:
+    solution, decisions = session.solution, session.decisions
+    took, sent = solution.seconds, decisions.communication_bytes
+    if backend == "explicit":
+        run = scheduled(session)
+        took, sent = decisions.compute_s + run.communication_s, run.communication_bytes
+    return Baseline(solution.name, took, sent, solution.peak_bytes, solution.fits(session.memory_limit))
 
 
 # -- back to a search --------------------------------------------------------------------------------------------------

@@ -133,10 +133,10 @@ class _Why:
         hits = [p for p in pins if path is None or fnmatch.fnmatchcase(path, p)]
         texts = [f"the pin {p!r} = {spec_text(pins[p])} fixes {'it' if path else 'what it matches'}" for p in hits]
         unlimited_s = plan.unlimited_s
-        if path is None and unlimited_s is not None and plan.step_time_s > unlimited_s * (1 + 1e-6):
+        if path is None and unlimited_s is not None and plan.searched_s > unlimited_s * (1 + 1e-6):
             texts.append(
                 f"the memory limit of {size(plan.memory_limit)} binds: without it a step takes {seconds(unlimited_s)}, "
-                f"{_more(unlimited_s - plan.step_time_s)}"
+                f"{_more(unlimited_s - plan.searched_s)}"
             )
         return texts
 
@@ -239,13 +239,11 @@ class _Why:
             return text
         if math.isinf(after):
             return text + ", but no such plan fits in memory"
-        gain = self.plan.step_time_s - after
+        before = self.plan.searched_s
+        gain = before - after
         if gain <= _NEAR:
             return text + f", which gains nothing here ({seconds(after)} a step)"
-        return (
-            text
-            + f": {seconds(after)} a step in place of {seconds(self.plan.step_time_s)}, {gain / self.plan.step_time_s:.1%} less"
-        )
+        return text + f": {seconds(after)} a step in place of {seconds(before)}, {gain / before:.1%} less"
 
     def _read_at(self, t: int) -> list[str]:
         """The source lines that read the argument; elementwise ops come last."""

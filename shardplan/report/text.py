@@ -95,7 +95,7 @@ def bound_text(plan: PlanData) -> str:
     pins += {"layers": " with one choice for equal layers", "none": "", "timesteps": ""}[plan.one_choice]
     pins += " with what is computed again" if plan.remat.parts else ""
     unlimited_s = plan.unlimited_s
-    if unlimited_s is not None and plan.step_time_s <= unlimited_s * (1 + 1e-6):
+    if unlimited_s is not None and plan.searched_s <= unlimited_s * (1 + 1e-6):
         return f"the optimum of the cost model{pins}: no layout of this mesh is faster"
     text = f"at most {plan.gap:.1%} above the optimum{pins} (lower bound {seconds(plan.lower_bound_s)})"
     if unlimited_s is None:

@@ -10,10 +10,12 @@ from shardplan.schedule.changes import Change, later_splits, splits_buffer
 from shardplan.schedule.instructions import (
     Barrier,
     Block,
+    Bundle,
     Compute,
     Cond,
     Cut,
     Fill,
+    Hop,
     Instruction,
     Move,
     Reblock,
@@ -24,17 +26,20 @@ from shardplan.schedule.instructions import (
     instructions_of,
 )
 from shardplan.schedule.planned import PlannedProgram, planned_program
-from shardplan.schedule.sends import Send, sends
+from shardplan.schedule.sends import Issued, Send, issued, sends
 
 __all__ = [
     "Barrier",
     "Block",
+    "Bundle",
     "Change",
     "Compute",
     "Cond",
     "Cut",
     "Fill",
+    "Hop",
     "Instruction",
+    "Issued",
     "Move",
     "PlannedProgram",
     "Reblock",
@@ -45,6 +50,7 @@ __all__ = [
     "While",
     "build",
     "instructions_of",
+    "issued",
     "later_splits",
     "planned_program",
     "sends",

@@ -29,6 +29,7 @@ from shardplan.schedule.instructions import (
     While,
     blocks_of,
     instructions_of,
+    results_of,
 )
 
 _Place = tuple[str, int, int]
@@ -81,11 +82,7 @@ def _remainder(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> bo
 def _numbers(block: Block) -> Iterator[int]:
     yield from block.parameters
     for i in block.instructions:
-        match i:
-            case Move() | Fill() | Reblock():
-                yield i.result
-            case _:
-                yield from i.results
+        yield from results_of(i)
         for inner in blocks_of(i):
             yield from _numbers(inner)
 

@@ -77,6 +77,32 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
+class Hop:
+    """One collective of a chain, over these factors in the order of the blocks; ``program`` as in `Step`."""
+
+    kind: str
+    over: tuple[int, ...]
+    program: str
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """Moves with the same chain of collectives, ``hops``, whose blocks travel as one flat buffer."""
+
+    moves: tuple[Move, ...]
+    hops: tuple[Hop, ...]
+
+    @property
+    def scope(self) -> str:
+        """The named scope of its collectives; hop n's has ``.n`` behind it."""
+        return f"bundle{self.moves[0].result}"
+
+    def steps(self, hop: int) -> list[Step]:
+        """The step of each move that is this hop."""
+        return [[s for s in move.steps if s.kind != "slice"][hop] for move in self.moves]
+
+
+@dataclass(frozen=True, slots=True)
 class Reblock:
     """A value in a layout whose padded extent of dim ``dim`` changes from ``extents[dim]`` to ``extent``, all else as it is.
 
@@ -180,7 +206,7 @@ class Cond:
     results: tuple[int, ...]
 
 
-Instruction = Compute | Move | Reblock | Fill | Barrier | Scan | While | Cond
+Instruction = Compute | Move | Bundle | Reblock | Fill | Barrier | Scan | While | Cond
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +223,17 @@ def instructions_of(instructions: Sequence[Instruction]) -> Iterator[Instruction
         yield i
         for block in blocks_of(i):
             yield from instructions_of(block.instructions)
+
+
+def results_of(instruction: Instruction) -> tuple[int, ...]:
+    """The values that an instruction makes."""
+    match instruction:
+        case Move() | Reblock() | Fill():
+            return (instruction.result,)
+        case Bundle():
+            return tuple(move.result for move in instruction.moves)
+        case _:
+            return instruction.results
 
 
 def blocks_of(instruction: Instruction) -> tuple[Block, ...]:

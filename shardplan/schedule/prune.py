@@ -13,6 +13,7 @@ from shardplan.ir import Constant
 from shardplan.schedule.instructions import (
     Barrier,
     Block,
+    Bundle,
     Compute,
     Cond,
     Fill,
@@ -99,6 +100,8 @@ def reads(instruction: Instruction) -> set[int]:
             sources += instruction.inputs
         case Move():
             sources += [instruction.source, *([instruction.extreme] if instruction.extreme is not None else [])]
+        case Bundle():
+            sources += [move.source for move in instruction.moves]
         case Reblock():
             sources.append(instruction.source)
         case Fill():

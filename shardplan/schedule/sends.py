@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal, cast
 
@@ -22,8 +22,9 @@ from shardplan.collectives.reshard import Step
 from shardplan.cost import Network
 from shardplan.cost.network import binomial_rounds
 from shardplan.ir import PAIRS, Layout, Reducer, Split, itemsize
+from shardplan.schedule.bundles import copying_s
 from shardplan.schedule.changes import Change, later_splits, splits_buffer
-from shardplan.schedule.instructions import Block, Compute, Cond, Cut, Move, Reblock, Scan, Schedule, While
+from shardplan.schedule.instructions import Block, Bundle, Compute, Cond, Cut, Move, Reblock, Scan, Schedule, While
 from shardplan.schedule.planned import PlannedProgram
 
 Groups = tuple[tuple[int, ...], ...]
@@ -51,9 +52,41 @@ class Send:
     line: str
 
 
+@dataclass(frozen=True, slots=True)
+class Issued:
+    """One collective as it was priced: over these factors, as a ``program`` of several instructions or (empty) as one.
+
+    ``nbytes`` are the operand's of a device, for an all-gather the result's; ``seconds`` are those of one execution. ``values``
+    counts the values that travel together.
+    """
+
+    kind: Kind
+    over: tuple[int, ...]
+    nbytes: float
+    seconds: float
+    program: str
+    sends: tuple[Send, ...]
+    values: int = 1
+
+    @property
+    def times(self) -> float:
+        """How often a step runs it."""
+        return self.sends[0].times
+
+    @property
+    def wire_bytes(self) -> float:
+        """What a device sends in one execution, in the ring convention."""
+        return sum(s.wire_bytes for s in self.sends)
+
+
 def sends(schedule: Schedule, planned: PlannedProgram) -> tuple[Send, ...]:
     """All collectives of a schedule, in its order; bodies of loops with their trips, each branch of a conditional."""
-    return tuple(_Reader(planned).block(schedule.body, 1.0))
+    return tuple(s for i in _Reader(planned, branches=True).block(schedule.body, 1.0) for s in i.sends)
+
+
+def issued(schedule: Schedule, planned: PlannedProgram) -> tuple[Issued, ...]:
+    """The priced collectives of a schedule, in its order; of the branches of a conditional the dearest alone."""
+    return tuple(_Reader(planned, branches=False).block(schedule.body, 1.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +99,21 @@ class _One:
 
 
 class _Reader:
-    def __init__(self, planned: PlannedProgram) -> None:
-        self.planned, self.sizes = planned, planned.sizes
-        network = planned.programs.resharder.network
-        assert isinstance(network, Network)
-        self.network = network
+    def __init__(self, planned: PlannedProgram, *, branches: bool) -> None:
+        self.planned, self.sizes, self.branches = planned, planned.sizes, branches
+        self.resharder = planned.programs.resharder
+        assert isinstance(self.resharder.network, Network)
+        self.network = self.resharder.network
         self.groups = cache(self._groups)
 
-    def block(self, block: Block, times: float) -> Iterator[Send]:
+    def block(self, block: Block, times: float) -> Iterator[Issued]:
         """The collectives of a body."""
         for instruction in block.instructions:
             match instruction:
                 case Move():
                     yield from self.move(instruction, times)
+                case Bundle():
+                    yield from self.bundle(instruction, times)
                 case Compute():
                     yield from self.halos(instruction, times)
                 case Reblock():
@@ -91,14 +126,14 @@ class _Reader:
                     yield from self.block(instruction.test, times * (trips + 1 + again))
                     yield from self.block(instruction.body, times * trips)
                 case Cond():
-                    for branch in instruction.branches:
-                        yield from self.block(branch, times)
+                    branches = [list(self.block(branch, times)) for branch in instruction.branches]
+                    for found in branches if self.branches else [max(branches, key=_seconds)]:
+                        yield from found
                 case _:
                     pass
 
-    def move(self, move: Move, times: float) -> Iterator[Send]:
+    def move(self, move: Move, times: float) -> Iterator[Issued]:
         """The collectives of a move: those of step n stand in its scope number n."""
-        dtype = self.planned.graph.tensors[move.tensor].dtype
         size, buffered = 0, False
         for n, step in enumerate(move.steps):
             change = Change.of(step)
@@ -109,11 +144,42 @@ class _Reader:
                 size, buffered = -(-size // blocks // ways) * ways * blocks, True  # a block's elements are padded
             if not buffered:
                 size = self.local_size(move, step.before, step.after)  # what is about to be split is padded
-            for one, bits in self.step(step, move, size, dtype):
-                yield _send(f"{move.scope}.{n}", one, bits, times, move.tensor, move.line)
+            yield from self.hop(f"{move.scope}.{n}", step, move, size, times)
             buffered = buffered and len(step.after.dims) > len(move.shape)
             if buffered:
                 size = size * self.ways(change.lost) // self.ways(change.gained)
+
+    def hop(self, scope: str, step: Step, move: Move, size: int, times: float) -> Iterator[Issued]:
+        """The collectives of one step on ``size`` elements of a device."""
+        dtype = self.planned.graph.tensors[move.tensor].dtype
+        own = [_send(scope, one, width, times, move.tensor, move.line) for one, width in self.step(step, move, size, dtype)]
+        if step.program and (step.kind == "all_gather" or move.reducer == "sum"):  # no other reducer has programs
+            yield self.issued(own, step.kind, step.over, size * itemsize(dtype), step.program)
+        else:
+            yield from (self.alone(send, step.over) for send in own)
+
+    def bundle(self, bundle: Bundle, times: float) -> Iterator[Issued]:
+        """The collectives of moves that travel together, each with the seconds of its copies to and from the buffer."""
+        for n, hop in enumerate(bundle.hops):
+            steps = bundle.steps(n)
+            size = sum(self.local_size(move, step.before) for move, step in zip(bundle.moves, steps, strict=True))
+            together = replace(steps[0], program=hop.program)
+            for one in self.hop(f"{bundle.scope}.{n}", together, bundle.moves[0], size, times):
+                copies = copying_s(bundle, n, self.planned)
+                yield replace(one, seconds=one.seconds + copies, values=len(bundle.moves))
+
+    def alone(self, send: Send, over: tuple[int, ...]) -> Issued:
+        """One instruction that is a collective itself."""
+        kind = "permute" if send.kind == "collective-permute" else send.kind.replace("-", "_")
+        return self.issued([send], kind, over, send.nbytes, "")
+
+    def issued(self, own: Sequence[Send], kind: str, over: tuple[int, ...], nbytes: int, program: str) -> Issued:
+        """A priced collective; ``nbytes`` are those of a device's operand."""
+        nbytes *= self.ways(over) if kind == "all_gather" else 1
+        name = "collective-permute" if kind == "permute" else kind.replace("_", "-")
+        return Issued(
+            cast(Kind, name), over, nbytes, self.resharder.seconds_with(kind, over, nbytes, program), program, tuple(own)
+        )
 
     def local_size(self, move: Move, layout: Layout, after: Layout | None = None, *, padded: Sequence[int] = ()) -> int:
         """Elements of a device's block; dims that a step is about to split are padded."""
@@ -123,16 +189,17 @@ class _Reader:
             size *= extent // self.ways(factors) if splits else n
         return size
 
-    def reblock(self, reblock: Reblock, times: float) -> Iterator[Send]:
+    def reblock(self, reblock: Reblock, times: float) -> Iterator[Issued]:
         """What neighbours exchange where the blocks of a dim change their extent; all other dims as they lie."""
         sizes = [
             p // self.ways(fs) if fs else n for n, p, fs in zip(reblock.shape, reblock.extents, reblock.layout.dims, strict=True)
         ]
         row = math.prod(n for d, n in enumerate(sizes) if d != reblock.dim)
         width = itemsize(self.planned.graph.tensors[reblock.tensor].dtype)
-        for n, rows in enumerate(reblock.heads(self.ways(reblock.layout.dims[reblock.dim]))):
+        over = reblock.layout.dims[reblock.dim]
+        for n, rows in enumerate(reblock.heads(self.ways(over))):
             one = _One("collective-permute", (), rows * row)
-            yield _send(f"{reblock.scope}.{n}", one, width, times, reblock.tensor, reblock.line)
+            yield self.alone(_send(f"{reblock.scope}.{n}", one, width, times, reblock.tensor, reblock.line), over)
 
     def ways(self, factors: Sequence[int]) -> int:
         """How many devices there are along some factors."""
@@ -201,7 +268,7 @@ class _Reader:
         assert description is not None, "only what is described is cut"
         return description.loops[c.loop].extent
 
-    def halos(self, compute: Compute, times: float) -> Iterator[Send]:
+    def halos(self, compute: Compute, times: float) -> Iterator[Issued]:
         """What neighbours exchange for an op: the first cut's blocks first, each with the halos of those before it."""
         signature = compute.node.signature
         strategies = [signature.cut(c.loop, c.ways) for c in compute.cuts]
@@ -223,8 +290,13 @@ class _Reader:
                         if n:
                             scope = f"{compute.scope}.{number}.{i}.{side}"
                             one = _One("collective-permute", (), row * n)
-                            yield _send(scope, one, width, times, compute.node.inputs[i], compute.node.op.source)
+                            send = _send(scope, one, width, times, compute.node.inputs[i], compute.node.op.source)
+                            yield self.alone(send, c.factors)
                 shapes[i][place.dim] += sum(place.halo)
+
+
+def _seconds(found: Sequence[Issued]) -> float:
+    return sum(i.seconds * i.times for i in found)
 
 
 def _send(scope: str, one: _One, width: int, times: float, tensor: int, line: str) -> Send:

@@ -10,7 +10,21 @@ from dataclasses import replace
 import numpy as np
 
 from shardplan.ir import Constant
-from shardplan.schedule.instructions import Barrier, Block, Compute, Cond, Fill, Instruction, Move, Reblock, Scan, Source, While
+from shardplan.schedule.instructions import (
+    Barrier,
+    Block,
+    Bundle,
+    Compute,
+    Cond,
+    Fill,
+    Instruction,
+    Move,
+    Reblock,
+    Scan,
+    Source,
+    While,
+    results_of,
+)
 
 
 def shared(block: Block) -> Block:
@@ -31,9 +45,9 @@ class _Sharing:
             key = _key(instruction)
             if key is not None:
                 if key in known:
-                    self.same.update(zip(_results(instruction), known[key], strict=True))
+                    self.same.update(zip(results_of(instruction), known[key], strict=True))
                     continue
-                known[key] = _results(instruction)
+                known[key] = results_of(instruction)
             kept.append(instruction)
         return Block(block.parameters, tuple(kept), tuple(self.source(s) for s in block.results))
 
@@ -55,6 +69,8 @@ class _Sharing:
             case Move():
                 extreme = None if instruction.extreme is None else self.number(instruction.extreme)
                 return replace(instruction, source=self.number(instruction.source), extreme=extreme)
+            case Bundle():
+                raise AssertionError("moves are bundled last")
             case Reblock():
                 return replace(instruction, source=self.number(instruction.source))
             case Fill():
@@ -101,11 +117,3 @@ def _plain(inputs: tuple[Source, ...]) -> tuple[object, ...] | None:
         else:
             found.append(i)
     return tuple(found)
-
-
-def _results(instruction: Instruction) -> tuple[int, ...]:
-    match instruction:
-        case Move() | Reblock() | Fill():
-            return (instruction.result,)
-        case _:
-            return instruction.results

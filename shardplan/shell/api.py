@@ -26,7 +26,7 @@ from shardplan.frontend.argnums import leaves_of, positions
 from shardplan.frontend.nnx_state import trace_step
 from shardplan.ir import Program, spec_text
 from shardplan.plans.data import PlanData
-from shardplan.plans.summary import decided
+from shardplan.plans.summary import decided, scheduled
 from shardplan.search.coarsening.coarsen import FREE
 from shardplan.search.coarsening.variables import OneChoice, one_choice_of
 from shardplan.search.inference import anytime
@@ -114,8 +114,9 @@ def plan(
     with uncollected():
         planned = _search(traced.program, Searcher(replicate, shared, resolved, wanted), recompute=remat == "auto")
     session = _session(planned, wanted, replicate)
+    run = scheduled(session) if runs["backend"] == "explicit" else None
     data = PlanData(
-        **decided(session),
+        **decided(session, run),
         **_search_fields(planned, wanted),
         **runs,
         operators=traced.program.count_ops(),
@@ -127,7 +128,14 @@ def plan(
         search_s=time.perf_counter() - traced_at,
     )
     return Plan(
-        data, traced=traced, program=planned.program, graph=session.graph, step=step, user_mesh=user_mesh, session=session
+        data,
+        traced=traced,
+        program=planned.program,
+        graph=session.graph,
+        step=step,
+        user_mesh=user_mesh,
+        session=session,
+        run=run,
     )
 
 

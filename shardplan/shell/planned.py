@@ -28,7 +28,7 @@ from shardplan.plans.data import Argument, Baseline, Collective, PlanData
 from shardplan.plans.files import plan_file, save, write_whole
 from shardplan.plans.fingerprint import difference, fingerprint
 from shardplan.plans.runner import Leaves, Runner, check_tree, shape_text
-from shardplan.plans.summary import baselines, decided, session_of
+from shardplan.plans.summary import Scheduled, baselines, decided, scheduled, session_of
 from shardplan.remat import Remat
 from shardplan.report.draw import picture, picture_format
 from shardplan.report.drawing import drawing
@@ -55,8 +55,9 @@ class Plan:
         step: Callable[..., Any],
         user_mesh: Mesh | None = None,
         session: Session | None = None,
+        run: Scheduled | None = None,
     ) -> None:
-        self._data, self._session = data, session
+        self._data, self._session, self._run = data, session, run
         self.traced, self.program, self.graph, self.step, self.user_mesh = traced, program, graph, step, user_mesh
 
     def __repr__(self) -> str:
@@ -84,6 +85,11 @@ class Plan:
     def step_time_s(self) -> float:
         """Predicted seconds of one step."""
         return self._data.step_time_s
+
+    @property
+    def searched_s(self) -> float:
+        """The price of the step in the search's tables, in which each reader has its own collective and nothing is padded."""
+        return self._data.searched_s
 
     @property
     def compute_s(self) -> float:
@@ -119,7 +125,8 @@ class Plan:
         if self._data.lower_bound_s is None:
             bound = self.session.bound
             assert bound is not None, "a plan that was loaded has its bound in its file"
-            self._data = replace(self._data, lower_bound_s=bound.seconds)
+            # copies that several readers share can take less than the bound, which counts each reader's
+            self._data = replace(self._data, lower_bound_s=min(bound.seconds, self.step_time_s))
         assert self._data.lower_bound_s is not None
         return self._data.lower_bound_s
 
@@ -133,7 +140,7 @@ class Plan:
     def baselines(self) -> tuple[Baseline, ...]:
         """Shardings that people use today, each at its best under the plan's costs and memory limit; solved on first use."""
         if self._data.baselines is None:
-            self._data = replace(self._data, **baselines(self.session))
+            self._data = replace(self._data, **baselines(self.session, self._data.backend))
         assert self._data.baselines is not None
         return self._data.baselines
 
@@ -371,12 +378,14 @@ class Plan:
     @cached_property
     def planned(self) -> PlannedProgram:
         """The program with the plan's choices, as backends run it."""
+        if self._run is not None:
+            return self._run.planned
         return planned_program(self.program, self.graph, self._data.choices, self.cluster, self.factors)
 
     @cached_property
     def schedule(self) -> Schedule:
         """The program of each device under the explicit backend."""
-        return build(self.planned)
+        return build(self.planned) if self._run is None else self._run.schedule
 
     @property
     def sends(self) -> tuple[Send, ...]:
@@ -410,7 +419,8 @@ class Plan:
 
     def at(self, session: Session) -> Plan:
         """The plan of another solution of the same search."""
-        data = replace(self._data, **decided(session), exact=False, explanations=None)
+        run = scheduled(session) if self.backend == "explicit" else None
+        data = replace(self._data, **decided(session, run), exact=False, explanations=None)
         return Plan(
             data,
             traced=self.traced,
@@ -419,6 +429,7 @@ class Plan:
             step=self.step,
             user_mesh=self.user_mesh,
             session=session,
+            run=run,
         )
 
     def as_baseline(self, name: str) -> Plan:

@@ -53,7 +53,7 @@ def test_a_padded_price_is_that_of_the_padded_step(factory: Any, options: dict[s
     step, args = factory(2049)
     plan = shardplan.plan(step, *args, cluster="8", **options)
     wide, shapes = factory(2176)
-    assert plan.session.padded_seconds(2049, 2176) == shardplan.plan(wide, *shapes, cluster="8", **options).step_time_s
+    assert plan.session.padded_seconds(2049, 2176) == shardplan.plan(wide, *shapes, cluster="8", **options).searched_s
 
 
 def test_pins_hold_in_the_padded_plan() -> None:

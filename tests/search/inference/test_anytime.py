@@ -119,13 +119,13 @@ def test_an_interrupt_at_any_stage_gives_the_best_so_far(how: Callable[[], None]
         assert plan.stopped == "interrupted"
         assert not plan.exact
         assert plan.peak_bytes <= plan.memory_limit
-        assert best.step_time_s <= plan.step_time_s <= last
-        assert plan.lower_bound_s <= plan.step_time_s
-        last = plan.step_time_s
+        assert best.searched_s <= plan.searched_s <= last
+        assert plan.lower_bound_s <= plan.searched_s
+        last = plan.searched_s
     assert all(seen[stage] == {False} for stage in ("tracing", "describing", "coarsening")), "nothing is found by then"
     assert seen["done"] == {True}
     assert len(calls) >= 20 or seen.keys() == {what for what, _ in whole.told}
-    assert last == best.step_time_s
+    assert last == best.searched_s
 
 
 def test_what_was_not_solved_is_said_and_what_was_is_right() -> None:
@@ -216,11 +216,11 @@ def test_a_longer_budget_never_gives_a_worse_plan(cluster: str, monkeypatch: pyt
     whole = planned(cluster=cluster)
     looks = [1, 20, 100, 300, 1000, 3000, 10000]
     plans = [within(n, monkeypatch, cluster=cluster) for n in looks]
-    seconds = [plan.step_time_s for plan in plans]
+    seconds = [plan.searched_s for plan in plans]
     assert seconds == sorted(seconds, reverse=True)
     assert plans[0].stopped == "time budget"
     assert not plans[0].exact
-    assert plans[0].step_time_s >= whole.step_time_s
+    assert plans[0].searched_s >= whole.searched_s
     unhurried = within(FOREVER, monkeypatch, cluster=cluster)
     assert unhurried.stopped == ""
     assert (unhurried.step_time_s, unhurried.flat_in_specs, unhurried.exact) == (
@@ -240,7 +240,7 @@ def test_a_budget_under_a_limit_gives_a_plan_within_it_or_says_that_there_was_no
     with pytest.raises(shardplan.MemoryLimitError) as caught:
         planned(memory_limit=1000, time_budget_s=FOREVER)
     assert not caught.value.unfinished
-    seconds = [within(n, monkeypatch, memory_limit=tight()).step_time_s for n in (3000, 30000)]
+    seconds = [within(n, monkeypatch, memory_limit=tight()).searched_s for n in (3000, 30000)]
     assert seconds == sorted(seconds, reverse=True)
 
 

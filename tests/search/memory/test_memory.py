@@ -129,7 +129,7 @@ def test_a_plan_keeps_to_its_limit_and_pays_for_it() -> None:
     free = fitted(None)
     tight = fitted(int(free.peak_bytes * 0.8))
     assert tight.peak_bytes <= free.peak_bytes * 0.8
-    assert tight.step_time_s >= free.step_time_s
+    assert tight.searched_s >= free.searched_s
     assert tight.memory_limit == int(free.peak_bytes * 0.8)
 
 
@@ -282,7 +282,7 @@ def test_what_prices_cannot_find_is_found_by_single_steps(monkeypatch: pytest.Mo
     monkeypatch.setattr(repair, "faster", lambda *_: None)
     priced = plan(limit)
     assert max(repaired.peak_bytes, priced.peak_bytes) <= limit
-    assert priced.step_time_s > 2 * repaired.step_time_s
+    assert priced.searched_s > 2 * repaired.searched_s
     assert repaired.gap < 0.15
 
 

@@ -36,6 +36,7 @@ def _planned(step: Callable[..., Any], *args: Any, shape: str = "4", pins: Mappi
         memory_efficiency=1.0,
         memory_bytes=2**40,
         launch_s=0.0,
+        collective_launch_s=0.0,
     )
     plan = shardplan.plan(step, *args, cluster=replace(base, name="round", levels=levels, device=device), pins=pins)
     assert plan.exact

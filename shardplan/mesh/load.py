@@ -142,6 +142,7 @@ def _level(item: Any, source: str, key: str) -> Level:
 _TYPES: dict[str, tuple[type, ...]] = {
     "str": (str,),
     "Kind": (str,),
+    "Platform": (str,),
     "int": (int,),
     "float": (int, float),
     "float | None": (int, float),

@@ -21,7 +21,7 @@ from shardplan.remat import Part, Policy, Remat, Without
 from shardplan.search.coarsening.variables import one_choice_of
 from shardplan.search.inference.anytime import Stopped
 
-FORMAT = 6
+FORMAT = 7
 """Version of the plan file."""
 
 
@@ -45,6 +45,7 @@ def plan_file(data: PlanData) -> dict[str, Any]:
         "compute_s": data.compute_s,
         "peak_bytes": data.peak_bytes,
         "memory_limit": data.memory_limit,
+        "limit_origin": data.limit_origin,
         "lower_bound_s": data.lower_bound_s,
         "unlimited_s": data.unlimited_s,
         "exact": data.exact,
@@ -139,6 +140,7 @@ def _parsed(name: str, content: dict[str, Any]) -> PlanData:
         compute_s=float(content["compute_s"]),
         peak_bytes=int(content["peak_bytes"]),
         memory_limit=int(content["memory_limit"]),
+        limit_origin=str(content["limit_origin"]),
         objective=_one_of(content, "objective", ("time", "bytes")),
         exact=_boolean(content, "exact"),
         unlimited_s=_optional(content["unlimited_s"]),

@@ -2,9 +2,9 @@
 
 ``python benchmarks/memory.py [--rows 4096x64/512 ...] [--json FILE]``
 
-A row is sequence x batch / block of attention (0: all scores at once). Each step is planned for dgx-h100:8, compiled ahead of
-time for that topology, and its `memory_analysis()` set beside the plan: arguments, and the peak (arguments + outputs - aliases
-+ temporaries). Each row in a process of its own.
+All of a device's memory is the limit. A row is sequence x batch / block of attention (0: all scores at once). Each step is
+planned for dgx-h100:8, compiled ahead of time for that topology, and its `memory_analysis()` set beside the plan: arguments,
+and the peak (arguments + outputs - aliases + temporaries). Each row in a process of its own.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ def measured(row: str) -> dict[str, Any]:
     sequence, batch = map(int, shape.split("x"))
     options = {"sequence": sequence, "batch": batch, "block": int(block) or None}
     step, args = llama.train_step(size="70b", scan=True, remat=True, dtype="bfloat16", **options)
-    plan = shardplan.plan(step, *args, cluster=f"dgx-h100:{NODES}", donate_argnums=0)
+    cluster = shardplan.Cluster.load(f"dgx-h100:{NODES}")
+    plan = shardplan.plan(step, *args, cluster=cluster, donate_argnums=0, memory_limit=cluster.device.memory_bytes)
     problem = plan.session.problem
     arguments = 0
     for t in problem.graph.inputs:

@@ -152,7 +152,8 @@ def _measure(case: Case) -> dict[str, Any]:
     began = time.perf_counter()
     jax.make_jaxpr(step)(*args)
     trace_s = time.perf_counter() - began
-    plan = shardplan.plan(step, *args, cluster=case.cluster, donate_argnums=0)
+    cluster = shardplan.Cluster.load(case.cluster)
+    plan = shardplan.plan(step, *args, cluster=cluster, donate_argnums=0, memory_limit=cluster.device.memory_bytes)
     return {
         "trace_s": trace_s,
         "plan_s": plan.search_s,

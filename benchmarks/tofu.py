@@ -52,7 +52,9 @@ def planned(model: str, *, objective: str = "time") -> Any:
         step, args = rnn.train_step(layers=4, hidden=8192, batch=512, optimizer="sgd")
     else:
         step, args = wresnet.train_step(depth=152, width=10, image=224, batch=8, classes=1000)
-    return shardplan.plan(step, *args, cluster=CLUSTER, donate_argnums=0, objective=objective)
+    cluster = shardplan.Cluster.load(CLUSTER)
+    limit = cluster.device.memory_bytes
+    return shardplan.plan(step, *args, cluster=cluster, donate_argnums=0, objective=objective, memory_limit=limit)
 
 
 def rows(model: str) -> list[dict[str, Any]]:

@@ -131,7 +131,8 @@ class MemoryLimitError(ShardplanError):
 
     ``pins`` are the pins in the way, each with the bytes per device that it holds beyond its smallest layout. With ``together``
     they alone exceed the limit, and no fewer of them are known to. ``unfinished``: the time budget ended the search, so more time
-    may find a smaller plan. ``rematerialised``: activations were recomputed where that helps.
+    may find a smaller plan. ``rematerialised``: activations were recomputed where that helps. ``origin`` says where the limit
+    comes from, if not from the user.
     """
 
     def __init__(
@@ -144,6 +145,7 @@ class MemoryLimitError(ShardplanError):
         together: bool = False,
         unfinished: bool = False,
         rematerialised: bool = False,
+        origin: str = "",
     ) -> None:
         limit, least = size_text(limit_bytes), size_text(smallest_bytes)
         if limit == least:  # equal as text: show every byte
@@ -151,7 +153,7 @@ class MemoryLimitError(ShardplanError):
         held = ", ".join(f"{pin} ({size_text(nbytes)} more than its smallest layout)" for pin, nbytes in (pins or {}).items())
         super().__init__(
             ("no plan found in the time budget" if unfinished else "no plan")
-            + f" fits in {limit} per device: the smallest found"
+            + f" fits in {limit} per device{f' ({origin})' if origin else ''}: the smallest found"
             + (", with activations recomputed where that helps," if rematerialised else "")
             + f" needs {least}"
             + (f" ({detail})" if detail else "")

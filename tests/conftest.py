@@ -19,6 +19,10 @@ GOLDEN = Path(__file__).parent / "golden"
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 16)
 
+# What these say changes the default memory limit of plans.
+for _name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_ALLOCATOR"):
+    os.environ.pop(_name, None)
+
 # A shell's background jobs ignore Ctrl-C, which some tests send.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -54,7 +58,7 @@ def eager() -> Any:
         replace(level, bandwidth_bytes_per_s=b, latency_s=1e-12, rails=1, ring_efficiency=1.0, tree_efficiency=1.0)
         for level, b in zip(base.levels, (1e10, 1e11), strict=True)
     )
-    device = replace(base.device, flops_per_s={"float32": 1e7}, memory_bytes_per_s=1e8, launch_s=0.0)
+    device = replace(base.device, flops_per_s={"float32": 1e7}, memory_bytes_per_s=1e8, launch_s=0.0, collective_launch_s=0.0)
     return replace(base, name="eager", levels=levels, device=device)
 
 
@@ -65,7 +69,7 @@ def slow_devices() -> Callable[[int], Any]:
 
     def cluster(ways: int) -> Any:
         base = Cluster.load(str(ways))
-        device = replace(base.device, flops_per_s={"float32": 1e6}, memory_bytes_per_s=1e6, launch_s=0.0)
+        device = replace(base.device, flops_per_s={"float32": 1e6}, memory_bytes_per_s=1e6, launch_s=0.0, collective_launch_s=0.0)
         return replace(base, name="slow", levels=tuple(replace(level, latency_s=1e-9) for level in base.levels), device=device)
 
     return cluster

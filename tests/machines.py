@@ -16,6 +16,11 @@ LINKS = {"eager": (1e9, 1e10, 1e11), "crawl": (1e9, 1e10, 1e11), "slow": (5e7, 1
 """For each kind the bandwidths of the links, slowest first; fewer levels take the last ones."""
 
 
+def launchless(cluster: Cluster) -> Cluster:
+    """The same machine with collectives that cost their messages alone, so that programs of many steps pay."""
+    return replace(cluster, device=replace(cluster.device, collective_launch_s=0.0))
+
+
 def machine(name: str) -> Cluster:
     """The cluster of that name."""
     shape, _, kind = name.partition(":")
@@ -28,5 +33,7 @@ def machine(name: str) -> Cluster:
         replace(level, bandwidth_bytes_per_s=speed, latency_s=1e-12, rails=1, ring_efficiency=1.0, tree_efficiency=1.0)
         for level, speed in zip(base.levels, speeds, strict=True)
     )
-    device = replace(base.device, flops_per_s={"float32": flops}, memory_bytes_per_s=memory, launch_s=0.0)
+    device = replace(
+        base.device, flops_per_s={"float32": flops}, memory_bytes_per_s=memory, launch_s=0.0, collective_launch_s=0.0
+    )
     return replace(base, name=name, levels=levels, device=device)

@@ -3,6 +3,7 @@
 `Network` prices a collective over some factors. Each setting of the other factors gives one group of devices; all groups run at
 once and share the links of their routes. Each algorithm gives a line, latency + slope * bytes; the time is the least of them. The
 slope is the load of the busiest link over its bandwidth, so it is inversely proportional to the bandwidth of the limiting level.
+The latency is that of the messages that wait for one another, and a launch for each instruction (`Device.instruction_s`).
 
 Algorithms are NCCL's (P2, section 5): a ring in device order; a double binary tree over the nodes with a chain inside each;
 pipelined chains for Reduce and Broadcast. Bytes are those of one device's operand, for an all-gather those of its result.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -34,13 +35,17 @@ _DENSE_COUNTERS = 1 << 14  # up to this many counters are all allocated; of more
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """Messages that travel at once: source, target, group and bytes per byte of operand of each, and the round's latency."""
+    """One instruction: source, target, group and bytes per byte of operand of each message, and the latency of them together.
+
+    It runs ``times`` in a row.
+    """
 
     source: Ints
     target: Ints
     group: Ints
     weight: Floats
     latency_s: float
+    times: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +68,7 @@ class Network:
 
         ``first`` names factors: only devices at their first coordinate take part (P2's Master). ``algorithm`` "ring" and "tree"
         force NCCL's choice; "auto" offers both; "emitted" prices what `shardplan.collectives.lower` emits: binomial trees of
-        permutes for Reduce and Broadcast, a ring of permutes among masters.
+        permutes for Reduce and Broadcast, a ring of permutes among masters. Each permute of those is an instruction.
         """
         key = (kind, frozenset(over), frozenset(first), algorithm)
         if key not in self.memo:
@@ -86,7 +91,7 @@ class Network:
             result = np.zeros((max(1, len(shapes)), len(self.cluster.levels)))
             for row, shape in enumerate(shapes):
                 for r in _ROUNDS[shape](self, kind, members, over):
-                    result[row] += self._slopes(r, over, tree=shape == "tree")
+                    result[row] += r.times * self._slopes(r, over, tree=shape == "tree")
             self.memo[key] = result
         return self.memo[key]
 
@@ -112,14 +117,20 @@ class Network:
         return order.reshape(-1, math.prod(self.factors[i].size for i in inside if i not in first))
 
     def _line(self, kind: Collective, members: Ints, over: Sequence[int], shape: str) -> tuple[float, float]:
+        """The line of a message pattern: that of its messages, and the launches of its instructions."""
+        instructions = 1
         if shape == "all_to_all" and all(level.kind != "ring" for level in self.cluster.levels):
-            return self._even_all_to_all(members, over)
-        if shape == "ring":
-            return self._ring_line(kind, members, over)
-        return self._sum(_ROUNDS[shape](self, kind, members, over), over, tree=shape == "tree")
+            latency_s, slope = self._even_all_to_all(members, over)
+        elif shape == "ring":
+            latency_s, slope = self._ring_line(kind, members, over)
+        else:
+            rounds = _ROUNDS[shape](self, kind, members, over)
+            instructions = sum(r.times for r in rounds)
+            latency_s, slope = self._sum(rounds, over, tree=shape == "tree")
+        return latency_s + instructions * self.cluster.device.instruction_s, slope
 
     def _ring_line(self, kind: Collective, members: Ints, over: Sequence[int]) -> tuple[float, float]:
-        """The line of a collective on a ring; an all-reduce goes around twice, all others once."""
+        """The line of a collective's messages on a ring; an all-reduce goes around twice, all others once."""
         key = ("ring", members.tobytes(), frozenset(over))
         if key not in self.memo:
             self.memo[key] = self._sum(_ring(self, "all_gather", members, over), over, tree=False)
@@ -127,8 +138,8 @@ class Network:
         return (2 * latency_s, 2 * slope) if kind == "all_reduce" else (latency_s, slope)
 
     def _sum(self, rounds: Sequence[_Round], over: Sequence[int], *, tree: bool) -> tuple[float, float]:
-        """The line of rounds that run one after another."""
-        return sum(r.latency_s for r in rounds), sum(self._slope(r, over, tree=tree) for r in rounds)
+        """The line of the messages of rounds that run one after another."""
+        return sum(r.times * r.latency_s for r in rounds), sum(r.times * self._slope(r, over, tree=tree) for r in rounds)
 
     def _slope(self, r: _Round, over: Sequence[int], *, tree: bool) -> float:
         """Seconds per byte of operand: those of the busiest level."""
@@ -222,11 +233,11 @@ def _shapes(kind: Collective, masters: bool, algorithm: Algorithm) -> tuple[str,
         case "all_reduce":
             if algorithm in ("ring", "tree"):
                 return (algorithm,)
-            return ("ring",) if algorithm == "emitted" and masters else ("ring", "tree")
+            return ("relay",) if algorithm == "emitted" and masters else ("ring", "tree")
         case "reduce" | "broadcast":
             return ("binomial",) if algorithm == "emitted" else ("chain",)
         case "reduce_scatter" | "all_gather":
-            return ("ring",)
+            return ("relay",) if algorithm == "emitted" and masters else ("ring",)
         case "all_to_all" | "permute":
             return (kind,)
 
@@ -248,6 +259,14 @@ def _ring(net: Network, kind: Collective, members: Ints, over: Sequence[int]) ->
     following = np.roll(members, -1, axis=1)
     around = float(_hops(net, members, following).sum(axis=1).max())
     return [_round(net, members, following, share, share * around)]
+
+
+def _relay(net: Network, kind: Collective, members: Ints, over: Sequence[int]) -> list[_Round]:
+    """A ring of permutes: each passes 1/n of the bytes to the next device, n - 1 times, twice as often for an all-reduce."""
+    n = members.shape[1]
+    following = np.roll(members, -1, axis=1)
+    step = _round(net, members, following, 1 / n, float(_hops(net, members, following).max()))
+    return [replace(step, times=(2 if kind == "all_reduce" else 1) * (n - 1))]
 
 
 def _tree(net: Network, kind: Collective, members: Ints, over: Sequence[int]) -> list[_Round]:
@@ -325,6 +344,7 @@ def _permute(net: Network, kind: Collective, members: Ints, over: Sequence[int])
 
 _ROUNDS: dict[str, Callable[[Network, Collective, Ints, Sequence[int]], list[_Round]]] = {
     "ring": _ring,
+    "relay": _relay,
     "tree": _tree,
     "chain": _chain,
     "binomial": _binomial,

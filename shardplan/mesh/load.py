@@ -139,7 +139,14 @@ def _level(item: Any, source: str, key: str) -> Level:
         raise _at(err, source, key) from err
 
 
-_TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "Kind": (str,), "int": (int,), "float": (int, float)}
+_TYPES: dict[str, tuple[type, ...]] = {
+    "str": (str,),
+    "Kind": (str,),
+    "Platform": (str,),
+    "int": (int,),
+    "float": (int, float),
+    "float | None": (int, float),
+}
 
 
 def _build(kind: type[Any], item: Any, source: str, key: str) -> object:
@@ -195,7 +202,8 @@ def _check_keys(table: dict[str, Any], known: set[str], required: set[str], sour
 
 
 def _fields_toml(value: Any, *, skip: tuple[str, ...] = ()) -> list[str]:
-    return [f"{f.name} = {_value(getattr(value, f.name))}" for f in fields(value) if f.name not in skip]
+    given = [(f.name, getattr(value, f.name)) for f in fields(value) if f.name not in skip]
+    return [f"{name} = {_value(x)}" for name, x in given if x is not None]
 
 
 def _value(value: str | int | float) -> str:

@@ -15,6 +15,7 @@ from typing import Literal, Self, get_args
 from ..errors import ClusterError, nearest
 
 Kind = Literal["switch", "ring", "bus"]
+Platform = Literal["gpu", "tpu", "cpu"]
 LARGEST = 2**20
 """The most devices of a cluster: some arrays have an entry for each device."""
 LARGEST_PART = 2.0
@@ -29,6 +30,7 @@ DTYPES: tuple[str, ...] = (
 )  # fmt: skip
 """The dtypes that a device may have a peak for: those of arrays in JAX."""
 KINDS: tuple[str, ...] = get_args(Kind)
+PLATFORMS: tuple[str, ...] = get_args(Platform)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,9 @@ class Device:
     """One accelerator: peaks, memory, and the parts of the peaks that kernels reach.
 
     ``flops_per_s`` maps a dtype (one of `DTYPES`) to its dense peak; ``flops_efficiency`` and ``memory_efficiency`` are the parts
-    of the peaks that large kernels reach, ``launch_s`` the overhead of one kernel.
+    of the peaks that large kernels reach, ``launch_s`` the overhead of one kernel. ``collective_launch_s`` is that of one
+    collective instruction before its first message, over whatever links; a file that does not say gets ``launch_s``, as a
+    collective is at least a kernel. ``platform`` is JAX's word for its kind: on GPUs, JAX's allocator takes a part of the memory.
     """
 
     name: str
@@ -114,6 +118,8 @@ class Device:
     launch_s: float = 3e-6
     flops_efficiency: float = 0.6
     memory_efficiency: float = 0.8
+    collective_launch_s: float | None = None
+    platform: Platform = "gpu"
 
     def __post_init__(self) -> None:
         where = f"device {self.name!r}"
@@ -127,12 +133,21 @@ class Device:
         check_positive(self.memory_bytes_per_s, f"{where}: memory_bytes_per_s")
         check_count(self.memory_bytes, f"{where}: memory_bytes")
         check_at_least(self.launch_s, 0.0, f"{where}: launch_s")
+        if self.collective_launch_s is not None:
+            check_at_least(self.collective_launch_s, 0.0, f"{where}: collective_launch_s")
+        if self.platform not in PLATFORMS:
+            raise ClusterError(f"must be one of {', '.join(PLATFORMS)}, got {self.platform!r}", where=f"{where}: platform")
         check_part(self.flops_efficiency, f"{where}: flops_efficiency")
         check_part(self.memory_efficiency, f"{where}: memory_efficiency")
         object.__setattr__(self, "flops_per_s", dict(sorted(self.flops_per_s.items())))
 
     def __hash__(self) -> int:
         return hash((self.name, tuple(self.flops_per_s.items()), self.memory_bytes_per_s, self.memory_bytes, self.launch_s))
+
+    @property
+    def instruction_s(self) -> float:
+        """The overhead of one collective instruction."""
+        return self.launch_s if self.collective_launch_s is None else self.collective_launch_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,13 +64,14 @@ class PlanData:
     """Everything that a plan says. Seconds are predicted for one step, bytes for one device.
 
     ``name`` is "plan", or the name of a baseline. ``step_time_s`` counts what the backend sends; ``searched_s`` is the price in
-    the search's tables, in which each reader has its own collective and nothing is padded. ``result_layouts`` has a layout for
-    each leaf of the step's result. ``exact``: the search found the optimum of its mesh without a memory limit; ``unlimited_s`` is
-    the price of that optimum in the search's tables, if it is known.
-    ``stopped`` says what ended the search early ("time budget", "interrupted"; else empty). ``limited``: a baseline or an
-    objective prescribes how ops are cut. ``regather``: no forward copy of a weight is kept for the backward pass. ``idle_axes``
-    explains each axis over which nothing is cut. ``unknown_trips`` has the source lines of while loops that are priced as one
-    iteration. ``backend`` runs the plan by default, and ``backend_reason`` says how. ``trace_s`` and ``search_s`` are measured.
+    the search's tables, in which each reader has its own collective and nothing is padded. ``limit_origin`` says where
+    ``memory_limit`` comes from, if not from the user. ``result_layouts`` has a layout for each leaf of the step's result.
+    ``exact``: the search found the optimum of its mesh without a memory limit; ``unlimited_s`` is the price of that optimum in
+    the search's tables, if it is known. ``stopped`` says what ended the search early ("time budget", "interrupted"; else empty).
+    ``limited``: a baseline or an objective prescribes how ops are cut. ``regather``: no forward copy of a weight is kept for the
+    backward pass. ``idle_axes`` explains each axis over which nothing is cut. ``unknown_trips`` has the source lines of while
+    loops that are priced as one iteration. ``backend`` runs the plan by default, and ``backend_reason`` says how. ``trace_s`` and
+    ``search_s`` are measured.
 
     The last fields are filled on first use, and before the plan is saved. ``fingerprint`` is that of the traced step.
     ``left_out`` names the baselines that this step does not have, each with the reason. ``explanations`` has a text for each path
@@ -90,6 +91,7 @@ class PlanData:
     compute_s: float
     peak_bytes: int
     memory_limit: int
+    limit_origin: str
     objective: str
     exact: bool
     unlimited_s: float | None

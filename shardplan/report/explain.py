@@ -106,7 +106,8 @@ class _Why:
         mesh = " x ".join(f"{name}={k}" for name, k in plan.axes.items())
         spent = f"compute {seconds(plan.compute_s)}, communication {seconds(plan.communication_s)}"
         lines = [f"{seconds(plan.step_time_s)} a step on {mesh}: {spent};"]
-        lines.append(f"{size(plan.peak_bytes)} a device at its peak, of {size(plan.memory_limit)}. {_sentence(bound_text(plan))}")
+        limit = size(plan.memory_limit) + (f" ({plan.limit_origin})" if plan.limit_origin else "")
+        lines.append(f"{size(plan.peak_bytes)} a device at its peak, of {limit}. {_sentence(bound_text(plan))}")
         best = best_baseline(plan)
         if best is not None:
             change = _more(best.step_time_s - plan.step_time_s)

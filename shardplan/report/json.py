@@ -21,6 +21,7 @@ def figures(plan: PlanData) -> dict[str, Any]:
         "communication_bytes": plan.communication_bytes,
         "peak_bytes": plan.peak_bytes,
         "memory_limit": plan.memory_limit,
+        "memory_limit_origin": plan.limit_origin,
         "lower_bound_s": plan.lower_bound_s,
         "gap": plan.gap,
         "unlimited_s": plan.unlimited_s,

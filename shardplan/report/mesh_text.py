@@ -259,6 +259,7 @@ def _tree(cluster: Cluster) -> str:
     memory = f"{tables.size(device.memory_bytes)} at {tables.rate(device.memory_bytes_per_s)}"
     lines.append(f"each {cluster.levels[-1].name} is {_article(device.name)} {device.name}: {memory}")
     lines += [f"   {peak / 1e12:g} TFLOP/s {dtype}" for dtype, peak in device.flops_per_s.items()]
+    lines.append(f"   {tables.seconds(device.launch_s)} to launch a kernel, {tables.seconds(device.instruction_s)} a collective")
     lines.append(f"{size.links} links in {size.places} places")
     return "\n".join(lines)
 
@@ -303,4 +304,6 @@ def _json(cluster: Cluster) -> dict[str, Any]:
         "shape": cluster.shape,
         "levels": levels,
         "device": cluster.device.name,
+        "launch_s": cluster.device.launch_s,
+        "collective_launch_s": cluster.device.instruction_s,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -44,8 +45,9 @@ from shardplan.search.strategy.remat_search import Planned, Searcher
 from shardplan.search.strategy.solve import in_seconds
 from shardplan.search.strategy.unused_axes import idle
 from shardplan.shell.clusters import ClusterLike, resolve_cluster
+from shardplan.shell.memory_default import MemoryLimit
+from shardplan.shell.memory_default import memory_limit as read_limit
 from shardplan.shell.planned import Plan
-from shardplan.sizes import parse_bytes
 from shardplan.tdl.xla_quirks import uncompiled
 
 _log = logging.getLogger("shardplan")
@@ -76,7 +78,8 @@ def plan(
         cluster: A `Cluster`, a preset with its node count (``"dgx-h100:4"``), a TOML file, a shape (``"2x4"``, of H100s), or a
             `jax.sharding.Mesh`, whose axes and devices are kept. In a mesh, GPUs that a preset knows get its figures; other
             devices get those of H100s.
-        memory_limit: Bytes per device, as a number or as text (``"70GiB"``); by default the device's memory.
+        memory_limit: Bytes per device, as a number or as text (``"70GiB"``); by default what JAX's allocator gives of the
+            device's memory (`shardplan.shell.memory_default`).
         objective: "time", or Tofu's "bytes": the fewest bytes on the wire when everything that can be cut or split is
             (`shardplan.search.baselines.tofu_premise`). That plan is priced in seconds too.
         pins: The PartitionSpec that arguments must have, by glob of their paths, over the names of factors or levels.
@@ -104,21 +107,24 @@ def plan(
     observer, runs = _checked_observer(observer), chosen(backend)
     donated = positions(donate_argnums, len(args), "donate_argnums")
     resolved, user_mesh = resolve_cluster(cluster)
-    limit = parse_bytes(memory_limit) if memory_limit is not None else resolved.device.memory_bytes
+    limit = read_limit(memory_limit, resolved.device, os.environ)
     began = time.perf_counter()
     observer("tracing", 0.0)
     traced = trace_step(step, args, donated)
     traced_at = time.perf_counter()
     replicate = _checked_primitives(replicate, traced.program, resolved.size)
-    wanted = Wanted(limit, frozenset(leaves_of(traced.in_tree, donated)), _pin_entries(pins or {}), deadline, observer, measure)
+    wanted = Wanted(
+        limit.nbytes, frozenset(leaves_of(traced.in_tree, donated)), _pin_entries(pins or {}), deadline, observer, measure
+    )
     with uncollected():
-        planned = _search(traced.program, Searcher(replicate, shared, resolved, wanted), recompute=remat == "auto")
+        planned = _search(traced.program, Searcher(replicate, shared, resolved, wanted), limit, recompute=remat == "auto")
     session = _session(planned, wanted, replicate)
     run = scheduled(session) if runs["backend"] == "explicit" else None
     data = PlanData(
         **decided(session, run),
         **_search_fields(planned, wanted),
         **runs,
+        limit_origin=limit.origin,
         operators=traced.program.count_ops(),
         one_choice=shared,
         donate_argnums=donated,
@@ -258,7 +264,7 @@ def _pin_entries(pins: Mapping[str, PartitionSpec]) -> dict[str, tuple[Any, ...]
     return {glob: tuple(spec) for glob, spec in pins.items()}
 
 
-def _search(program: Program, searcher: Searcher, *, recompute: bool) -> Planned:
+def _search(program: Program, searcher: Searcher, limit: MemoryLimit, *, recompute: bool) -> Planned:
     """The best outcome over all factorings, priced in seconds; with ``recompute``, also over what to recompute.
 
     Raises:
@@ -274,7 +280,8 @@ def _search(program: Program, searcher: Searcher, *, recompute: bool) -> Planned
     for source in problem.graph.unknown_trips:
         _log.warning("the while loop at %s has no known trip count: it is priced as one iteration", source)
     if not outcome.best.fits(wanted.memory):
-        raise _memory_error(problem, outcome.smallest or outcome.best, wanted, stopped=bool(outcome.stopped), recompute=recompute)
+        smallest = outcome.smallest or outcome.best
+        raise _memory_error(problem, smallest, wanted, limit.origin, stopped=bool(outcome.stopped), recompute=recompute)
     if outcome.best.seconds >= LONGEST_S:
         raise _too_slow_error(problem)
     return replace(planned, found=in_seconds(problem, outcome, wanted.donated))
@@ -292,7 +299,9 @@ def _too_slow_error(problem: Problem) -> ShardplanError:
     )
 
 
-def _memory_error(problem: Problem, smallest: Solution, wanted: Wanted, *, stopped: bool, recompute: bool) -> MemoryLimitError:
+def _memory_error(
+    problem: Problem, smallest: Solution, wanted: Wanted, origin: str, *, stopped: bool, recompute: bool
+) -> MemoryLimitError:
     """The error for a step that does not fit, with the smallest solution found and the pins in the way."""
     live = memory.liveness(problem, wanted.donated)
 
@@ -309,6 +318,7 @@ def _memory_error(problem: Problem, smallest: Solution, wanted: Wanted, *, stopp
         together=bool(conflict),
         unfinished=stopped,
         rematerialised=recompute,
+        origin=origin,
         pins={
             f"{glob!r} = {spec_text(wanted.pins[glob])}": int(nbytes) for glob, nbytes in held if not conflict or glob in conflict
         },

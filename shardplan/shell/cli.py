@@ -412,7 +412,9 @@ def _add_target_options(one: argparse.ArgumentParser, *, required: bool = True) 
         "--cluster", metavar="CLUSTER", help='a preset with its node count ("dgx-h100:4"), a TOML file or a shape ("2x4")'
     )
     one.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="an option of the factory; may be repeated")
-    one.add_argument("--memory", metavar="SIZE", help='memory limit per device, such as "70GiB" (default: its memory)')
+    one.add_argument(
+        "--memory", metavar="SIZE", help='memory limit per device, such as "70GiB" (default: what JAX\'s allocator gives)'
+    )
     one.add_argument("--objective", default="time", choices=["time", "bytes"])
     one.add_argument(
         "--backend",

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import inspect
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -34,8 +35,8 @@ from shardplan.report.text import best_baseline
 from shardplan.shell.api import plan as make_plan
 from shardplan.shell.clusters import ClusterLike, resolve_cluster
 from shardplan.shell.load import for_step
+from shardplan.shell.memory_default import memory_limit
 from shardplan.shell.planned import Plan
-from shardplan.sizes import parse_bytes
 
 _log = logging.getLogger("shardplan")
 
@@ -237,11 +238,13 @@ class Parallel:
         if settings.cache_dir is None:
             return plan_now()
         traced = trace_step(pure, args, call.donated)
+        cluster = resolve_cluster(settings.cluster)[0]
         key = (
             fingerprint(traced),
-            resolve_cluster(settings.cluster)[0].fingerprint(),
+            cluster.fingerprint(),
             call.donated,
-            sorted((k, _option(k, v)) for k, v in settings.options.items() if k != "observer"),
+            memory_limit(settings.options.get("memory_limit"), cluster.device, os.environ),
+            sorted((k, _option(k, v)) for k, v in settings.options.items() if k not in ("observer", "memory_limit")),
         )
         file = Path(settings.cache_dir) / (hashlib.blake2b(repr(key).encode(), digest_size=12).hexdigest() + ".plan.json")
         if file.exists():
@@ -264,8 +267,6 @@ def _option(name: str, value: Any) -> str:
     match name:
         case "pins":
             return repr(sorted((glob, spec_text(spec)) for glob, spec in (value or {}).items()))
-        case "memory_limit":
-            return str(value if value is None else parse_bytes(value))
         case "replicate":
             return repr(sorted(value))
         case _:

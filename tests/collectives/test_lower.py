@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
 
@@ -21,6 +22,7 @@ from shardplan.collectives import Reduction, ReductionError, parse, replay, synt
 from shardplan.collectives.dsl import Refusal, advance, groups
 from shardplan.collectives.laying import Laying, check, laying_over, reorderings, smallest_part
 from shardplan.collectives.lower import _step, all_reduce, collective, lay, run
+from shardplan.collectives.ranking import program_seconds
 from shardplan.collectives.states import Space
 from shardplan.cost import Network
 from shardplan.errors import ClusterError
@@ -28,6 +30,7 @@ from shardplan.mesh import Cluster, Matrix, factors, matrices
 from shardplan.mesh.matrix import parse as parse_matrix
 
 SHAPES = ((2, 8), (2, 2, 2), (4, 4), (2, 2, 4))
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute")
 FIGURE_10 = "(node, InsideGroup, ReduceScatter) (node, Parallel(root), AllReduce) (node, InsideGroup, AllGather)"
 
 
@@ -253,6 +256,23 @@ def test_steps_are_collectives_over_their_axes():
     twice = text("(node, InsideGroup, AllReduce) (node, Parallel(root), AllReduce)")
     assert twice.count("stablehlo.all_reduce") == 2
     assert twice.count("optimization_barrier") == 1
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (2, 2, 2)])
+def test_a_price_counts_a_launch_for_every_instruction(shape: tuple[int, ...]):
+    """With links that cost nothing, the price of a program is the number of collectives that it becomes."""
+    cluster = Cluster.load("x".join(map(str, shape)))
+    levels = tuple(replace(level, bandwidth_bytes_per_s=1e30, latency_s=0.0) for level in cluster.levels)
+    free = replace(cluster, levels=levels, device=replace(cluster.device, collective_launch_s=1.0))
+    network, over = Network(free, factors(free)), tuple(range(len(shape)))
+    mesh = mesh_of(shape, Matrix((shape,)))
+    laying, *_ = lay(mesh, ("a",), cluster)
+    for program in synthesize(len(shape), 3)[:24]:
+        f = on(mesh, lambda v, program=program: run(v[0], program, laying)[None])
+        text = f.lower(np.ones((8, 8), np.float32)).as_text()
+        emitted = sum(text.count(f"stablehlo.{c}") for c in COLLECTIVES)
+        price = program_seconds(network, over, program, 8.0, algorithm="emitted")
+        assert price == pytest.approx(emitted, abs=1e-9), program.text(cluster.level_names)
 
 
 def test_what_cannot_run_is_refused():

@@ -12,8 +12,9 @@ from shardplan.collectives import parse, program_seconds, synthesize
 from shardplan.collectives.pipeline import _stages, best_chunks, pipelined_seconds
 from shardplan.cost import Network
 from shardplan.mesh import Cluster, Level, factors
+from tests.machines import launchless
 
-DEVICE = Cluster.load("8").device
+DEVICE = launchless(Cluster.load("8")).device
 FIGURE_10 = parse(
     "(node, InsideGroup, ReduceScatter) (node, Parallel(root), AllReduce) (node, InsideGroup, AllGather)", ("node", "gpu")
 )

@@ -25,6 +25,7 @@ from shardplan.cost import Network
 from shardplan.errors import ReductionError
 from shardplan.mesh import Cluster, Interconnect, Level, factors
 from shardplan.mesh.machine import Kind
+from tests.machines import launchless
 
 DEVICE = Cluster.load("8").device
 NAMES = ("node", "gpu")
@@ -124,7 +125,8 @@ def test_best_first_finds_the_optimum_of_the_enumeration(net: Network, nbytes: f
 
 @pytest.mark.parametrize(("shape", "nbytes", "steps"), [("2x2x4", 1e6, 5), ("2x2x2x2", 1e4, 7), ("2x2x2x2", 1e6, 7)])
 def test_the_shorter_of_equal_programs_is_the_best(shape: str, nbytes: float, steps: int):
-    net = Network(Cluster.load(shape), factors(Cluster.load(shape)))
+    cluster = launchless(Cluster.load(shape))
+    net = Network(cluster, factors(cluster))
     over = tuple(range(len(net.factors)))
     seconds, program = search(net, over, nbytes, algorithm="emitted")
     assert len(program.steps) == steps

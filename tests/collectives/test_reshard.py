@@ -22,6 +22,7 @@ from shardplan.collectives.states import Goal
 from shardplan.cost import Network
 from shardplan.ir import Layout
 from shardplan.mesh import Cluster, factors
+from tests.machines import launchless
 
 SHAPES = {"4": (8, 12), "2x2": (8, 4, 8), "2x4": (8, 16), "2x2x2": (8, 8), "3x2": (6, 12)}
 
@@ -32,7 +33,7 @@ def _network(own: Resharder) -> Network:
 
 
 @cache
-def resharder(cluster: str) -> Resharder:
+def resharder(cluster: str | Cluster) -> Resharder:
     loaded = Cluster.load(cluster)
     cut = factors(loaded)
     return Resharder(Network(loaded, cut), [f.size for f in cut])
@@ -299,13 +300,21 @@ def test_shards_too_are_made_and_gathered_by_the_best_program(cluster: str, goal
 
 
 def test_a_step_names_the_program_that_it_is_priced_as() -> None:
-    own = resharder("gcp-a100:4")
+    own = resharder(launchless(Cluster.load("gcp-a100:4")))
     space = own.space((8,))
     (few,) = own.program((4,), 16, space.of(Layout(((),), (0, 1))), space.of(Layout(((),))))
     assert (few.kind, few.over) == ("all_reduce", (0, 1))
     assert few.program == "(root, InsideGroup, Reduce) (root, InsideGroup, Broadcast)"
     (more,) = own.program((2**18,), 2**20, space.of(Layout(((),), (0, 1))), space.of(Layout(((),))))
     assert more.program == "(node, InsideGroup, Reduce) (node, Master(root), AllReduce) (node, InsideGroup, Broadcast)"
+
+
+def test_a_tree_of_permutes_is_no_program_for_a_few_bytes_where_each_is_launched() -> None:
+    for cluster, trees in ((launchless(Cluster.load("gcp-a100:4")), True), (Cluster.load("gcp-a100:4"), False)):
+        own = resharder(cluster)
+        space = own.space((8,))
+        (step,) = own.program((4,), 16, space.of(Layout(((),), (0, 1))), space.of(Layout(((),))))
+        assert bool(step.program) == trees
 
 
 def _beyond_the_language(steps: tuple[Step, ...], over: tuple[int, ...]) -> bool:

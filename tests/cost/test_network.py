@@ -17,8 +17,9 @@ from shardplan.cost.network import Collective, _all_to_all, binary_tree, binomia
 from shardplan.errors import ClusterError
 from shardplan.mesh import Cluster, Interconnect, Level, factors
 from shardplan.mesh.machine import Kind
+from tests.machines import launchless
 
-DEVICE = Cluster.load("8").device
+DEVICE = launchless(Cluster.load("8")).device
 KINDS: tuple[Collective, ...] = get_args(Collective)
 # two nodes of four, a byte per second out of a node and four into a GPU: slopes can be counted by hand
 SLOW = Cluster("slow", (Level("node", 2, 1.0, 10.0), Level("gpu", 4, 4.0, 1.0)), DEVICE)
@@ -61,6 +62,27 @@ def test_lines_counted_by_hand():
     assert net.lines("permute", (1,)).tolist() == [[1.0, 1 / 4]]
     # two nodes in a double tree: all bytes each way over the NIC once; chains of three hops inside
     assert net.lines("all_reduce", (0, 1), algorithm="tree").tolist() == [[2 * (3 + 10), 1.0]]
+
+
+def test_every_instruction_costs_a_launch():
+    """One for each collective; of what is emitted among masters or to a root, one for each permute."""
+    launched = replace(SLOW, device=replace(DEVICE, collective_launch_s=100.0))
+    bare, net = network(SLOW), network(launched)
+    for kind in KINDS:
+        assert (net.lines(kind, (0, 1)) - bare.lines(kind, (0, 1))).tolist() == [[100.0, 0.0]] * len(net.lines(kind, (0, 1)))
+    for kind, first, count in (
+        ("reduce", (), 3), ("broadcast", (), 3), ("all_reduce", (), 1), ("all_gather", (), 1),
+        ("all_reduce", (0,), 2 * 3), ("reduce_scatter", (0,), 3), ("all_gather", (0,), 3), ("reduce", (0,), 2),
+    ):  # fmt: skip
+        over = (1,) if first else (0, 1)
+        a, b = (n.lines(kind, over, first=first, algorithm="emitted") for n in (bare, net))
+        assert (b - a).tolist() == [[100.0 * count, 0.0]] * len(a), (kind, first)
+
+
+def test_a_file_without_the_launch_of_a_collective_gets_that_of_a_kernel():
+    silent = replace(SLOW, device=replace(DEVICE, launch_s=0.5, collective_launch_s=None))
+    assert network(silent).lines("permute", (1,)).tolist() == [[1.5, 1 / 4]]
+    assert Cluster.from_toml(silent.to_toml()).device == silent.device
 
 
 def test_strided_groups_share_the_link_of_their_node():

@@ -1,7 +1,8 @@
 """Prices of strategies and of reshardings, derived from descriptions and the cluster alone: nothing of the search is used.
 
 A strategy is an assignment of loops to factors: `tdl.cut` says what each cut needs and gives, a roofline on local shapes what it
-costs. A resharding is a shortest path over layouts that moves one factor, or several at once, by one collective a step.
+costs. A resharding is a shortest path over layouts that moves one factor, or several at once, by one collective a step. A step
+costs what it does on a network that launches for nothing, and the device's launch of a collective.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardplan.cost import Network
 from shardplan.ir import Layout, Partial, Split, itemsize
@@ -86,6 +87,9 @@ def _seconds(
 def resharding_s(network: Network, shape: Sequence[int], nbytes: int, before: Layout, after: Layout) -> float:
     """Seconds of the cheapest chain of collectives between two layouts; infinite where there is none."""
     sizes = [f.size for f in network.factors]
+    device = network.cluster.device
+    launch_s = device.launch_s if device.collective_launch_s is None else device.collective_launch_s
+    network = Network(replace(network.cluster, device=replace(device, collective_launch_s=0.0)), network.factors)
     best = {(before.dims, frozenset(before.partial)): 0.0}
     queue = [(0.0, before.dims, tuple(sorted(before.partial)))]
     goal = after.dims, frozenset(after.partial)
@@ -102,7 +106,7 @@ def resharding_s(network: Network, shape: Sequence[int], nbytes: int, before: La
                 continue
             bytes_here = nbytes / _parts(dims, sizes)
             size = nbytes / _parts(target[0], sizes) if kind == "all_gather" else bytes_here
-            step_s = 0.0 if kind == "slice" else float(network.seconds(kind, over, size))  # type: ignore[arg-type]
+            step_s = 0.0 if kind == "slice" else launch_s + float(network.seconds(kind, over, size))  # type: ignore[arg-type]
             if so_far + step_s < best.get(target, math.inf):
                 best[target] = so_far + step_s
                 heapq.heappush(queue, (so_far + step_s, target[0], tuple(sorted(target[1]))))

@@ -81,7 +81,9 @@ def test_the_specs_carry_the_matrix_onto_the_devices() -> None:
     node, gpu = ring.levels
     assert gpu.also is not None
     levels = (replace(node, name="rack"), node, replace(gpu, size=4, also=replace(gpu.also, domain=2)))
-    slow = replace(ring.device, flops_per_s={"float32": 1e6}, launch_s=0.0)  # so that a small step is worth splitting
+    slow = replace(
+        ring.device, flops_per_s={"float32": 1e6}, launch_s=0.0, collective_launch_s=0.0
+    )  # so that a small step is worth splitting
     cluster = Cluster("racks", levels, slow)
 
     def step(w: Any, x: jax.Array) -> jax.Array:

@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 import shardplan
 from models import gpt, llama, mlp
 from shardplan.errors import ShardplanError
+from shardplan.mesh import Cluster
 from shardplan.report.draw import FORMATS, picture
 from shardplan.report.drawing import Column, Drawing, Run, drawing, folded
 from shardplan.shell.planned import Plan
+from tests.machines import launchless
 
 MAGIC = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
 
@@ -25,7 +27,7 @@ MAGIC = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     step, args = gpt.train_step(layers=3, width=256, sequence=64, batch=32, vocabulary=512)
-    return shardplan.plan(step, *args, cluster="2x2x2", donate_argnums=0)
+    return shardplan.plan(step, *args, cluster=launchless(Cluster.load("2x2x2")), donate_argnums=0)
 
 
 @pytest.fixture(scope="module")

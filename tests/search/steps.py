@@ -36,7 +36,9 @@ def cluster(
         replace(level, bandwidth_bytes_per_s=g * 1e9, latency_s=latency_s, rails=1, ring_efficiency=1.0, tree_efficiency=1.0)
         for level, g in zip(base.levels, gbps, strict=False)
     )
-    device = replace(base.device, flops_per_s={"float32": gflops * 1e9}, memory_bytes_per_s=1e11, launch_s=0.0)
+    device = replace(
+        base.device, flops_per_s={"float32": gflops * 1e9}, memory_bytes_per_s=1e11, launch_s=0.0, collective_launch_s=0.0
+    )
     return replace(base, name="small", levels=levels, device=device)
 
 

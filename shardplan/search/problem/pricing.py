@@ -193,9 +193,9 @@ class Pricer:
             loop_cuts.append((over, found))
             for i, place in enumerate(found.operands):
                 if isinstance(place, Split) and place.halo != (0, 0):
-                    slab = halo_bytes(signature.call, i, place)
                     empty = Layout(((),) * len(signature.call.operands[i]))
-                    steps.append(Step("permute", over, slab, empty, empty, self.resharder.seconds("permute", over, slab)))
+                    for side in halo_bytes(signature.call, i, place):
+                        steps.append(Step("permute", over, side, empty, empty, self.resharder.seconds("permute", over, side)))
         for over, extra in pair_bytes(signature.call, loop_cuts):
             empty = Layout(((),) * len(signature.call.results[0]))
             steps.append(Step("all_reduce", over, extra, empty, empty, self.resharder.seconds("all_reduce", over, extra)))

@@ -322,7 +322,7 @@ def _halos_s(call: Call, resharder: Resharder, cut_info: Sequence[_CutInfo]) -> 
             for mask in range(1, len(row)):
                 over = tuple(f for f in range(len(resharder.sizes)) if mask >> f & 1)
                 if m.strategy is not None and math.prod(resharder.sizes[f] for f in over) == m.strategy.ways:
-                    row[mask] += resharder.seconds("permute", over, halo_bytes(call, i, place))
+                    row[mask] += sum(resharder.seconds("permute", over, side) for side in halo_bytes(call, i, place))
     return found
 
 
@@ -431,10 +431,11 @@ def pair_bytes(call: Call, cut_info: Sequence[tuple[tuple[int, ...], Strategy]])
     return found
 
 
-def halo_bytes(call: Call, operand: int, place: Split) -> float:
-    """Bytes that a device receives from its neighbours along a split dim, all other dims whole."""
+def halo_bytes(call: Call, operand: int, place: Split) -> tuple[float, ...]:
+    """Bytes that a device receives from each neighbour along a split dim, all other dims whole: each comes by its own permute."""
     shape = call.operands[operand]
-    return nbytes(shape, call.dtypes[operand]) / shape[place.dim] * sum(place.halo)
+    row = nbytes(shape, call.dtypes[operand]) / shape[place.dim]
+    return tuple(row * n for n in place.halo if n)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,12 +17,12 @@ STAGES = {0: 2, 1: 7, 2: 35, 3: 2}  # how often the later block of each stage co
 
 @pytest.fixture(scope="module")
 def ours() -> Drawing:
-    return drawing(tofu.planned("wresnet-152-10"))
+    return drawing(tofu.planned("wresnet-152-10").planned)
 
 
 @pytest.fixture(scope="module")
 def fewest_bytes() -> Drawing:
-    return drawing(tofu.planned("wresnet-152-10", objective="bytes"))
+    return drawing(tofu.planned("wresnet-152-10", objective="bytes").planned)
 
 
 def convolutions(drawn: Drawing) -> list[tuple[int, Column]]:

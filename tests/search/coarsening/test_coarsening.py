@@ -54,7 +54,8 @@ def test_every_assignment_of_single_tensors_tried_is_their_optimum(recipe: steps
 def test_real_steps_lose_little(factory: tuple[Callable[..., Any], tuple[Any, ...]], most: float) -> None:
     problem = steps.problem(factory[0], *factory[1], on=Cluster.load("8"))
     alone = steps.uncoarsened_seconds(problem)
-    assert alone <= coarse_seconds(problem) <= alone * (1 + most)
+    # both count whole picoseconds, in different tables
+    assert alone - problem.rounding_s <= coarse_seconds(problem) <= alone * (1 + most)
 
 
 def hidden_ops(function: Callable[[jax.Array], jax.Array], dtype: str = "float32") -> Problem:

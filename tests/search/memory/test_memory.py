@@ -24,6 +24,7 @@ from shardplan.search.memory import liveness as memory
 from shardplan.search.memory.buffers import Buffers
 from shardplan.search.problem import Limits, Peak, Problem
 from shardplan.search.strategy import memory_pricing, repair
+from tests.machines import launchless
 from tests.search import nets, steps
 from tests.search.strategy.test_solve import searched
 
@@ -272,9 +273,10 @@ def test_a_limit_that_nothing_can_keep_to_names_the_same_bytes_as_one_that_nothi
 def test_what_prices_cannot_find_is_found_by_single_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan, and the next on the convex hull three times slower: the limit lies just below the first."""
     step, args = mlp.train_step(width=4096, batch=1024)
+    cluster = launchless(Cluster.load("gcp-a100:4"))
 
     def plan(limit: int | None = None) -> shardplan.Plan:
-        return shardplan.plan(step, *args, cluster="gcp-a100:4", donate_argnums=0, memory_limit=limit)
+        return shardplan.plan(step, *args, cluster=cluster, donate_argnums=0, memory_limit=limit)
 
     limit = int(0.999 * plan(int(0.8 * plan().peak_bytes)).peak_bytes)
     repaired = plan(limit)

@@ -36,6 +36,7 @@ def _planned(step: Callable[..., Any], *args: Any, shape: str = "4", pins: Mappi
         memory_efficiency=1.0,
         memory_bytes=2**40,
         launch_s=0.0,
+        collective_launch_s=0.0,
     )
     plan = shardplan.plan(step, *args, cluster=replace(base, name="round", levels=levels, device=device), pins=pins)
     assert plan.exact
@@ -199,7 +200,7 @@ def test_one_large_image_is_split_with_a_halo_and_several_are_not() -> None:
         return _planned(_descent(_filtered), {"f": _like(3, 3, 16, 16)}, _like(images, side, side, 16))
 
     one, several = plan(1, 1024), plan(4, 512)
-    assert _kinds(one).count("collective-permute") == 2, "the filter reads across forward, and for its gradient"
+    assert _kinds(one).count("collective-permute") == 4, "the filter reads across both edges, forward and for its gradient"
     assert set(_layouts(one, 1, 1024, 1024, 16)) in ({((), (0,), (), ())}, {((), (), (0,), ())})
     assert _kinds(several).count("collective-permute") == 0
     assert set(_layouts(several, 4, 512, 512, 16)) == {((0,), (), (), ())}

@@ -26,6 +26,7 @@ from shardplan.search.problem.solution import Solution
 from shardplan.search.strategy import polish, solve
 from shardplan.search.strategy.recursion import recurse
 from shardplan.search.strategy.solve import Outcome
+from tests.machines import launchless
 from tests.search import steps
 
 Factory = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -131,7 +132,7 @@ def test_a_search_over_three_levels_ends_below_every_baseline(seeded: bool, monk
 @pytest.mark.parametrize(("shape", "solved"), [("2x2x2", 1), ("4x4x4", 2)])
 def test_other_groupings_of_levels_are_solved_where_polishing_the_first_gained(shape: str, solved: int) -> None:
     step, args = gpt.train_step(layers=1, batch=64, width=1024, sequence=512)
-    problem = steps.problem(step, *args, on=Cluster.load(shape))
+    problem = steps.problem(step, *args, on=launchless(Cluster.load(shape)))
     told: list[str] = []
     outcome = searched(problem, observer=lambda what, _: told.append(what))
     assert told.count("levels") == solved

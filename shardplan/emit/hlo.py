@@ -204,10 +204,10 @@ def _groups(module: Module, instruction: Instruction, kind: Kind) -> Groups:
         if module.replica_count > 1 < module.num_partitions and "use_global_device_ids=true" not in instruction.attributes:
             raise instruction.error("replica_groups without use_global_device_ids=true in a module of replicas and partitions")
         return replica_groups(instruction, module)
-    text = instruction.attribute(r"source_target_pairs=(\{\{.*)$")
+    text = instruction.attribute(r"source_target_pairs=(\{[{}].*)$")
     if text is None:
         raise instruction.error("a permute without source_target_pairs")
-    return id_lists(text)
+    return () if text.startswith("{}") else id_lists(text)  # nobody sends
 
 
 def _undone(undo: Undo, computation: Computation, instruction: Instruction, collective: HloCollective) -> list[HloCollective]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from shardplan.ir import spec_text
 from shardplan.plans.data import PlanData
+from shardplan.plans.xla_flags import xla_flags
 from shardplan.remat import Remat
 from shardplan.report.text import collective_rows
 
@@ -63,6 +64,7 @@ def plan_json(plan: PlanData) -> dict[str, Any]:
         "unknown_trips": list(plan.unknown_trips),
         "collectives": collective_rows(plan),
         "baselines": [asdict(b) for b in plan.baselines or ()],
+        "xla_flags": xla_flags(plan.cluster),
     }
 
 

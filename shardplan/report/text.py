@@ -9,6 +9,7 @@ from typing import Any
 from shardplan.collectives.dsl import shortened
 from shardplan.ir import spec_text
 from shardplan.plans.data import Baseline, PlanData
+from shardplan.plans.xla_flags import xla_flags
 from shardplan.remat import Remat
 from shardplan.report.paths import grouped
 from shardplan.report.tables import rate, seconds, size, table
@@ -23,12 +24,13 @@ _REST = 12
 
 
 def plan_text(plan: PlanData, *, title: str = "the step") -> str:
-    """The whole plan: machine, mesh, times, memory, shardings, collectives, baselines."""
+    """The whole plan: machine, mesh, times, memory, shardings, collectives, flags, baselines."""
     parts = [
         _head(plan, title),
         _section("Mesh and parallelism matrix (axis by level)", matrix_text(plan)),
         _section("Arguments", specs_text(plan)),
         _section("Collectives of one step, per device", collectives_text(plan)),
+        _section("XLA flags that the plan counts on, on GPUs", flags_text(plan)),
         _section("Baselines, in the same cost model", baselines_text(plan)),
     ]
     return "\n\n".join(parts)
@@ -176,6 +178,11 @@ def collectives_text(plan: PlanData) -> str:
     ]
     total = ["total", "", f"{sum(r['times'] for r in rows):g}", size(plan.communication_bytes), seconds(plan.communication_s), ""]
     return table(["collective", "over", "times", "on the wire", "time", "the dearest"], [*shown, total], align="llrrrl")
+
+
+def flags_text(plan: PlanData) -> str:
+    """The flags in the form that the environment's XLA_FLAGS takes."""
+    return "\n".join(f"--{name}={value}" for name, value in xla_flags(plan.cluster).items())
 
 
 def _way(row: Mapping[str, Any]) -> str:

@@ -29,6 +29,7 @@ from shardplan.plans.files import plan_file, save, write_whole
 from shardplan.plans.fingerprint import difference, fingerprint
 from shardplan.plans.runner import Leaves, Runner, check_tree, shape_text
 from shardplan.plans.summary import Scheduled, baselines, decided, scheduled, session_of
+from shardplan.plans.xla_flags import xla_flags
 from shardplan.remat import Remat
 from shardplan.report.draw import picture, picture_format
 from shardplan.report.drawing import drawing
@@ -391,6 +392,11 @@ class Plan:
     def sends(self) -> tuple[Send, ...]:
         """Every collective instruction of the explicit backend, with its bytes and its times a step."""
         return sends(self.schedule, self.planned)
+
+    @property
+    def xla_flags(self) -> dict[str, int]:
+        """The flags that the plan counts on where XLA compiles it for GPUs: by name, as `compiler_options` of a compilation."""
+        return xla_flags(self.cluster)
 
     @property
     def donated_leaves(self) -> tuple[int, ...]:

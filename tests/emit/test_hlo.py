@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,12 @@ def test_short_names_and_types_before_operands_are_read() -> None:
         "whole": ("all-gather", 8, 4),
         "sent": ("collective-permute", 128, 2),
     }
+
+
+def test_a_permute_in_which_nobody_sends_has_no_bytes() -> None:
+    text = re.sub(r"source_target_pairs=\{\{.*?\}\}", "source_target_pairs={}", fixture("gpu_permute"))
+    (found,) = hlo.parse(text)
+    assert (found.kind, found.groups, found.wire_bytes) == ("collective-permute", (), 0.0)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,32 @@
+"""The XLA flags that a plan counts on, on GPUs: which collectives may be merged, and how many may be under way at once."""
+
+from __future__ import annotations
+
+from ..mesh.machine import Machine
+
+WHOLE = ("all_gather", "all_reduce", "collective_permute")
+"""The collectives whose result is as large as what passes over the link."""
+
+
+def xla_flags(cluster: Machine) -> dict[str, int]:
+    """Flags by name, without dashes, as `compiler_options` of `jax.jit` or ``--NAME=VALUE`` in the environment's XLA_FLAGS.
+
+    - A plan reduces each gradient when it is there. XLA's GPU compiler merges collectives of one kind and the same groups, up to
+      30 MiB, which then wait for the last of their operands; the flags merge only those that are too small to fill a link.
+    - A plan moves data over all levels at once. XLA has one collective under way at a time; the flag allows one for each level.
+    """
+    levels = [level for level in range(len(cluster.levels)) if cluster.levels[level].size > 1]
+    largest = [bytes_in_latency(cluster, level) for level in levels]
+    parts = [nbytes // cluster.levels[level].size for level, nbytes in zip(levels, largest, strict=True)]
+    return {
+        **{f"xla_gpu_{kind}_combine_threshold_bytes": max(largest, default=0) for kind in WHOLE},
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": max(parts, default=0),  # XLA adds up results
+        "xla_gpu_experimental_parallel_collective_overlap_limit": max(len(levels), 1),
+    }
+
+
+def bytes_in_latency(cluster: Machine, level: int) -> int:
+    """Bytes that a device sends over a level in the time that a collective takes to launch and to pass once around."""
+    link = cluster.levels[level]
+    bandwidth = link.bandwidth_bytes_per_s * link.ring_efficiency / link.rails
+    return int(bandwidth * (cluster.device.launch_s + link.size * link.latency_s))

@@ -10,7 +10,7 @@ from tests.fuzz.arguments import WORDS
 from tests.fuzz.check import Finding
 from tests.fuzz.program import Program, source
 
-STATUSES = ("equal", "wrong", "crashed", "aborted", "hung", "refused", "invalid")
+STATUSES = ("equal", "wrong", "unplanned", "crashed", "aborted", "hung", "refused", "invalid")
 
 
 def as_test(program: Program, name: str) -> str:

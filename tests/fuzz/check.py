@@ -24,7 +24,8 @@ Status = Literal["equal", "wrong", "unplanned", "crashed", "aborted", "hung", "r
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What became of a program. ``communicates``: its plan sends something. ``silent``: no number of it is finite.
+    """What became of a program. ``communicates``: its plan sends something. ``silent``: no number of it is finite. ``folded``:
+    XLA left out a collective that the plan sends, as equal to another one or not needed.
 
     ``unplanned``: the compiled program does not send what the plan does, one for one (under the explicit backend);
     ``crashed``: an error of the planner or the compiler; ``aborted``: the process died; ``hung``: it took too long; ``refused``:
@@ -35,6 +36,7 @@ class Finding:
     detail: str = ""
     communicates: bool = False
     silent: bool = False
+    folded: bool = False
 
     @property
     def failed(self) -> bool:
@@ -83,7 +85,8 @@ def examine(
     if found.unmatched and drop is None:
         return Finding("unplanned", _unplanned(found), communicates=sends)
     if found.equal or not found.compared:
-        return Finding("equal", communicates=sends, silent=not found.compared and found.numbers > 0)
+        silent = not found.compared and found.numbers > 0
+        return Finding("equal", communicates=sends, silent=silent, folded=bool(found.folded))
     run, placed = plan.jit(step, devices, backend, drop=drop), plan.put(_copies(args), mesh=plan.mesh(devices))
     if noisy is not None and not _beyond_rounding(_run(run, placed, plan), plan, step, args, noisy):
         return Finding("equal", "differs by rounding", communicates=sends)

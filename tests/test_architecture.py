@@ -331,7 +331,7 @@ NOT_FROZEN = {
     "emit.hlo_text.Computation": "works out its index at first use",
     "emit.hlo_text.Module": "works out its index at first use",
     "emit.specs._Frame": "the values of a program while it is evaluated",
-    "schedule.build._Frame": "the values of a body while it is spelled out",
+    "schedule.frame.Frame": "the values of a body while it is spelled out",
     "schedule.extents._Facts": "grows while classes are joined",
     "mesh.topology.Tier": "made by a topology alone",
     "mesh.topology.Topology": "works out sizes at first use",

@@ -76,20 +76,23 @@ def parse(hlo_text: str) -> tuple[HloCollective, ...]:
     return tuple(collective for _, _, collective in _collectives(module))
 
 
-def operands(hlo_text: str) -> tuple[HloCollective, ...]:
-    """Every collective that a compiled module runs, one row for each tensor, at its width before XLA's CPU compiler widened it.
+def operands(hlo_text: str) -> tuple[tuple[HloCollective, int], ...]:
+    """Every collective that a compiled module runs, one row for each tensor: (the collective, the bytes of its operand).
+
+    The collective is that before XLA's CPU compiler widened its type; the bytes are those of the text.
 
     Raises `HloError` on a collective of an unknown form.
     """
     module = parse_module(hlo_text)
     undo = Undo(module)
-    rows: list[HloCollective] = []
+    rows: list[tuple[HloCollective, int]] = []
     for computation, instruction, collective in _collectives(module):
         shapes = operand_shapes(computation, instruction, collective.kind)
         each = [(s.size * undo.bits(computation, instruction, n, s) + 7) // 8 for n, s in enumerate(shapes)]
-        # the CPU's all-to-all has an operand for each member of its group
-        parts = [sum(each)] if collective.kind == "all-to-all" else each
-        rows += [_resized(collective, collective.kind, nbytes, collective.group_size) for nbytes in parts]
+        parts = list(zip(each, (shape.nbytes for shape in shapes), strict=True))
+        if collective.kind == "all-to-all":  # the CPU's has an operand for each member of its group
+            parts = [(sum(each), sum(shape.nbytes for shape in shapes))]
+        rows += [(_resized(collective, collective.kind, narrow, collective.group_size), text) for narrow, text in parts]
     return tuple(rows)
 
 

@@ -6,6 +6,7 @@ the arguments by one unit in the last place (of the type that the step reads the
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
@@ -15,9 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardplan import _jax
-from shardplan.emit.hlo import Measured, measure
+from shardplan.emit.emitted import emitted
+from shardplan.emit.hlo import Kind, Measured, measure
 from shardplan.emit.judge import Change, Largest, Worst, judge
-from shardplan.emit.one_for_one import UNTOUCHED, Pair, one_for_one
+from shardplan.emit.one_for_one import UNTOUCHED, Pair, folded, one_for_one
 from shardplan.errors import ShardplanError
 from shardplan.frontend.nnx_state import Pure, apart
 from shardplan.frontend.perturb import narrowed, narrows, neighbours
@@ -161,6 +163,11 @@ class Verified:
         return tuple(pair for pair in self.pairs if not pair.matched)
 
     @property
+    def folded(self) -> tuple[Pair, ...]:
+        """The collectives that were handed to XLA as planned, and of which it left some out as equal to others or not needed."""
+        return tuple(pair for pair in self.pairs if pair.folded)
+
+    @property
     def passed(self) -> bool:
         """Equal, compiled no more often than the single-device step, no state moved between steps, and one for one."""
         return self.equal and self.recompiles <= self.single_recompiles and not self.moved and not self.unmatched
@@ -170,8 +177,8 @@ class Verified:
         """The fields as JSON values."""
         rows = [pair.json for pair in self.pairs]
         fields = {name: value for name, value in asdict(self).items() if name != "pairs"}
-        own = {"one_for_one": rows, "unmatched": [r for r in rows if r["planned"] != r["compiled"]]} if self.explicit else {}
-        return fields | {"passed": self.passed, "max_error": self.max_error} | own
+        own = {"one_for_one": rows, "unmatched": [p.json for p in self.unmatched], "folded": [p.json for p in self.folded]}
+        return fields | {"passed": self.passed, "max_error": self.max_error} | (own if self.explicit else {})
 
 
 def verify(
@@ -238,7 +245,8 @@ def _bytes(plan: Runs, sharded: _Sharded, host: Sequence[Any], *, explicit: bool
     if not explicit:
         sent = {"predicted_bytes": float(plan.communication_bytes), "measured_bytes": float(measured.wire_bytes)}
         return {**common, **sent, "collectives": by_kind(plan, measured)}
-    pairs = one_for_one(plan.sends, sharded.untouched(host))
+    text, handed = sharded.untouched(host)
+    pairs = folded(one_for_one(plan.sends, text), handed)
     return {
         **common,
         "predicted_bytes": sum(p.planned_bytes for p in pairs),
@@ -417,10 +425,10 @@ class _Sharded:
         """The collectives of the compiled step, and its peak bytes on one device."""
         return _measured(self._jitted, jax.tree.unflatten(self._loop.tree, self.put(host)))
 
-    def untouched(self, host: Sequence[Any]) -> str:
-        """The compiled step's text, without the passes of XLA's CPU compiler that merge or move collectives."""
-        lowered = self._jitted.lower(*jax.tree.unflatten(self._loop.tree, self.put(host)))
-        return lowered.compile(compiler_options=UNTOUCHED).as_text()
+    def untouched(self, host: Sequence[Any]) -> tuple[str, Counter[tuple[str, Kind, int, int]]]:
+        """The compiled step's text, without the passes that merge or move collectives; the collectives that XLA was handed."""
+        traced = self._jitted.trace(*jax.tree.unflatten(self._loop.tree, self.put(host)))
+        return traced.lower().compile(compiler_options=UNTOUCHED).as_text(), emitted(traced.jaxpr.jaxpr)
 
 
 def _changes(

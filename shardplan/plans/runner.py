@@ -123,11 +123,15 @@ class Runner:
 
     def lower(self, *args: Any) -> Any:
         """The step lowered for these arguments, to compile or inspect it."""
+        return self.trace(*args).lower()
+
+    def trace(self, *args: Any) -> Any:
+        """The step traced for these arguments, to lower or inspect it."""
         leaves, tree = jax.tree.flatten(apart(args))
         if tree not in self._results:
             self._results[tree] = self._result_tree(tree)
         self._fit.fit(leaves)
-        return self._flat.lower(*leaves)
+        return self._flat.trace(*leaves)
 
     def _cache_size(self) -> int:
         """`cache_size`, by the name that it has on a jitted function."""

@@ -229,7 +229,9 @@ def _one_for_one(found: Mapping[str, Any]) -> list[str]:
     if rows is None:
         return []
     if not left:
-        return [f"  one for one: {len(rows)} collectives as planned, none beside them"]
+        lost = sum(row["folded"] for row in found.get("folded", ()))
+        but = f"; XLA left out {lost} of them as equal to others or not needed" if lost else ""
+        return [f"  one for one: {len(rows)} collectives as planned, none beside them{but}"]
     first = [
         f"    {row['kind']} of {size(row['bytes'])} over {row['groups'] or 'pairs'}: planned {row['planned']}, "
         f"compiled {row['compiled']} ({row['source'] or row['scope'] or 'by XLA'})"

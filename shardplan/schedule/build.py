@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from shardplan.collectives.reshard import Step
 from shardplan.errors import ShardplanError
 from shardplan.graph import Node
 from shardplan.ir import PAIRS, Constant, Layout, Op, Program, Reducer, Use, Where
 from shardplan.schedule.bundles import bundled
+from shardplan.schedule.changes import single_steps
 from shardplan.schedule.cuts import following_cuts, operand_layouts, planned_cuts, reducer_of, taking, whole_layout
 from shardplan.schedule.extents import with_extents
+from shardplan.schedule.frame import Frame, Later
 from shardplan.schedule.instructions import (
     Barrier,
     Block,
@@ -26,7 +28,6 @@ from shardplan.schedule.instructions import (
     Cond,
     Cut,
     Fill,
-    Instruction,
     Move,
     Scan,
     Schedule,
@@ -41,36 +42,13 @@ from shardplan.schedule.share import shared
 def build(planned: PlannedProgram) -> Schedule:
     """The schedule of a planned step."""
     builder = _Builder(planned)
-    frame = _Frame((), planned.graph.bodies[()], [])
+    frame = Frame((), planned.graph.bodies[()], [])
     parameters = tuple(builder.new() for _ in planned.program.inputs)
     results = builder.run(frame, planned.program, parameters)
     layouts = tuple(builder.layout(frame, o) if isinstance(o, int) else None for o in planned.program.outputs)
-    body = pruned(shared(Block(parameters, tuple(frame.out), tuple(results))))
+    body = shared(pruned(Block(parameters, tuple(frame.out), tuple(results))))
     shapes = [planned.graph.tensors[t].shape for t in planned.graph.inputs]
     return Schedule(bundled(with_extents(body, planned.sizes, shapes), planned), layouts)
-
-
-@dataclass(frozen=True, slots=True)
-class _Later:
-    """A value that depends on no input: made when it is read."""
-
-    op: Op
-    result: int
-
-
-@dataclass(slots=True)
-class _Frame:
-    """One body being spelled out into ``out``; ``copies`` are the resharded copies by number and tensor, ``free`` the values that
-    depend on no input by layout, ``times`` how often a training step runs the body.
-    """
-
-    where: Where
-    ids: tuple[int, ...]
-    out: list[Instruction]
-    values: dict[int, Source | _Later] = field(default_factory=dict[int, "Source | _Later"])
-    copies: dict[tuple[int | None, int], int] = field(default_factory=dict[tuple["int | None", int], int])
-    moved: dict[tuple[int, Layout], bool] = field(default_factory=dict[tuple[int, Layout], bool])
-    free: dict[tuple[int, Layout | None], Source] = field(default_factory=dict[tuple[int, "Layout | None"], Source])
 
 
 class _Builder:
@@ -85,7 +63,7 @@ class _Builder:
 
     # -- bodies ------------------------------------------------------------------------------------------------------
 
-    def run(self, frame: _Frame, program: Program, arguments: Sequence[Source]) -> list[Source]:
+    def run(self, frame: Frame, program: Program, arguments: Sequence[Source]) -> list[Source]:
         """Spells out a program or a body on these arguments; its results."""
         for t, value in program.constants:
             frame.values[t] = Constant(value, program.tensors[t].dtype)
@@ -94,18 +72,18 @@ class _Builder:
             self.step(frame, op)
         return [self.value(frame, o) for o in program.outputs]
 
-    def layout(self, frame: _Frame, local: int) -> Layout | None:
+    def layout(self, frame: Frame, local: int) -> Layout | None:
         """The stored layout of a tensor of a frame's program."""
         return self.planned.layouts[frame.ids[local]]
 
-    def value(self, frame: _Frame, operand: int | Constant) -> Source:
+    def value(self, frame: Frame, operand: int | Constant) -> Source:
         """A tensor in its stored layout; a free one whole."""
         if isinstance(operand, Constant):
             return operand
         value = frame.values[operand]
-        return self.force(frame, operand, value, None) if isinstance(value, _Later) else value
+        return self.force(frame, operand, value, None) if isinstance(value, Later) else value
 
-    def force(self, frame: _Frame, local: int, later: _Later, layout: Layout | None) -> Source:
+    def force(self, frame: Frame, local: int, later: Later, layout: Layout | None) -> Source:
         """A free value in a layout (None: whole), made anew for each layout that reads it."""
         node = self.planned.nodes[frame.where, later.op.id]
         key = (local, layout)
@@ -118,7 +96,7 @@ class _Builder:
         whole: set[int] = set()
         for slot, i in enumerate(later.op.inputs):
             value = frame.values[i] if isinstance(i, int) else i
-            if isinstance(value, _Later):
+            if isinstance(value, Later):
                 assert isinstance(i, int)
                 value = self.force(frame, i, value, wanted[slot])
                 whole |= {slot} if wanted[slot] is None else set()
@@ -136,7 +114,7 @@ class _Builder:
 
     # -- ops ---------------------------------------------------------------------------------------------------------
 
-    def step(self, frame: _Frame, op: Op) -> None:
+    def step(self, frame: Frame, op: Op) -> None:
         """Spells out one op of a frame."""
         match op.control:
             case "scan":
@@ -150,10 +128,13 @@ class _Builder:
             case None:
                 self.plain(frame, op)
 
-    def plain(self, frame: _Frame, op: Op) -> None:
+    def plain(self, frame: Frame, op: Op) -> None:
         """An op without a body."""
         if self._is_free(frame, op):
-            frame.values.update((t, _Later(op, r)) for r, t in enumerate(op.outputs))
+            frame.values.update((t, Later(op, r)) for r, t in enumerate(op.outputs))
+            return
+        if self._is_empty(frame, op):
+            self.empty(frame, op)
             return
         node = self.planned.nodes[frame.where, op.id]
         use = self.planned.uses.get(node.id)
@@ -164,7 +145,7 @@ class _Builder:
         layout = next((at for at in layouts if at is not None), None)
         cuts = ()
         if layout is not None and node.signature.description is not None:
-            assert node.signature.aligned, "an op inside a group reads at its own index"
+            assert node.signature.aligned or node.signature.resizes, "an op inside a group reads at its own index"
             cuts = following_cuts(node, layout, self.planned.sizes)
         inputs, whole = self.read(frame, node, cuts, None)
         results = tuple(self.new() for _ in op.outputs)
@@ -173,7 +154,14 @@ class _Builder:
         if op.acts:
             self.told(frame, op, results, layouts)
 
-    def used(self, frame: _Frame, node: Node, use: Use) -> None:
+    def empty(self, frame: Frame, op: Op) -> None:
+        """An op without elements in its results: nothing is moved for it."""
+        for t in op.outputs:
+            shape, layout = self.shape(frame, t), self.layout(frame, t)
+            frame.values[t] = result = self.new()
+            frame.out.append(Fill(result, frame.ids[t], shape, Layout(((),) * len(shape)) if layout is None else layout))
+
+    def used(self, frame: Frame, node: Node, use: Use) -> None:
         """An op that is cut as a plan says: operands moved to where it needs them, results to where they are stored."""
         op, sizes = node.op, self.planned.sizes
         cuts = planned_cuts(node, use, sizes)
@@ -197,14 +185,14 @@ class _Builder:
                 frame, results[r], frame.ids[t], give, target, op.source, reducer, extreme=results[-1] if paired else None
             )
 
-    def read(self, frame: _Frame, node: Node, cuts: Sequence[Cut], use: Use | None) -> tuple[list[Source], set[int]]:
+    def read(self, frame: Frame, node: Node, cuts: Sequence[Cut], use: Use | None) -> tuple[list[Source], set[int]]:
         """The operands of an op with these cuts, moved as ``use`` says, and the slots of those that every device has whole."""
         wanted = operand_layouts(node, cuts)
         inputs: list[Source] = []
         whole: set[int] = set()
         for slot, i in enumerate(node.op.inputs):
             value = frame.values[i] if isinstance(i, int) else i
-            if isinstance(value, _Later):
+            if isinstance(value, Later):
                 assert isinstance(i, int)
                 value = self.force(frame, i, value, wanted[slot])
                 whole |= {slot} if wanted[slot] is None else set()
@@ -215,7 +203,7 @@ class _Builder:
             inputs.append(value)
         return inputs, whole
 
-    def told(self, frame: _Frame, op: Op, results: Sequence[int], layouts: Sequence[Layout | None]) -> None:
+    def told(self, frame: Frame, op: Op, results: Sequence[int], layouts: Sequence[Layout | None]) -> None:
         """Hands the results of an op with effects, which the first device has, to all others: they are sums with zeros."""
         if op.ordered:
             raise ShardplanError(
@@ -229,22 +217,27 @@ class _Builder:
             target = Layout(whole) if layout is None else layout
             frame.values[t] = self.move(frame, value, frame.ids[t], Layout(whole, everywhere), target, op.source, reducer)
 
-    def shape(self, frame: _Frame, local: int) -> tuple[int, ...]:
+    def shape(self, frame: Frame, local: int) -> tuple[int, ...]:
         """The whole shape of a tensor of a frame's program."""
         return self.graph.tensors[frame.ids[local]].shape
 
-    def _follows(self, frame: _Frame, operand: int | Constant) -> bool:
+    def _follows(self, frame: Frame, operand: int | Constant) -> bool:
         """Whether an operand has no layout of its own: a literal, a scalar, or a value that depends on no argument."""
         return not isinstance(operand, int) or self.layout(frame, operand) is None
 
-    def _is_free(self, frame: _Frame, op: Op) -> bool:
+    def _is_free(self, frame: Frame, op: Op) -> bool:
         """Whether the op makes values (not scalars) that depend on no input."""
         makes = all(self._follows(frame, t) and math.prod(self.shape(frame, t)) > 1 for t in op.outputs)
         return makes and not op.handle.effects and all(self._follows(frame, i) for i in op.inputs)
 
+    def _is_empty(self, frame: Frame, op: Op) -> bool:
+        """Whether the op only makes arrays without elements."""
+        outs = [self.graph.tensors[frame.ids[t]] for t in op.outputs]
+        return not op.acts and all(0 in t.shape and not t.dtype.startswith("key") for t in outs)
+
     # -- moves -------------------------------------------------------------------------------------------------------
 
-    def operand(self, frame: _Frame, node: Node, use: Use, slot: int, local: int) -> Source:
+    def operand(self, frame: Frame, node: Node, use: Use, slot: int, local: int) -> Source:
         """An operand in the layout that the op needs, through the copy that it reads."""
         need, at = use.needs[slot], self.layout(frame, local)
         value = frame.values[local]
@@ -264,13 +257,13 @@ class _Builder:
                 frame.moved[value, need] = True
         return self.move(frame, value, frame.ids[local], at, need, node.op.source)
 
-    def tied(self, frame: _Frame, node: Node, value: int, local: int) -> int:
+    def tied(self, frame: Frame, node: Node, value: int, local: int) -> int:
         """A value behind a barrier with another operand of an op, so that it is not moved before that is there."""
         others = [frame.values[i] for i in node.op.inputs if isinstance(i, int) and i != local]
         late = next((x for x in others if isinstance(x, int)), None)
         return value if late is None else self.barrier(frame, (value, late))[0]
 
-    def copy(self, frame: _Frame, node: Node, number: int, value: int, at: Layout, local: int) -> int:
+    def copy(self, frame: Frame, node: Node, number: int, value: int, at: Layout, local: int) -> int:
         """The resharded copy that several ops read, made at its first reader."""
         copy = self.planned.copies[number]
         origin = (copy.source, frame.ids[local])
@@ -283,7 +276,7 @@ class _Builder:
         assert isinstance(moved, int)
         return moved
 
-    def barrier(self, frame: _Frame, values: Sequence[int]) -> tuple[int, ...]:
+    def barrier(self, frame: Frame, values: Sequence[int]) -> tuple[int, ...]:
         """The same values behind a barrier."""
         results = tuple(self.new() for _ in values)
         frame.out.append(Barrier(tuple(values), results))
@@ -291,7 +284,7 @@ class _Builder:
 
     def move(
         self,
-        frame: _Frame,
+        frame: Frame,
         value: Source,
         tensor: int,
         before: Layout | None,
@@ -313,7 +306,7 @@ class _Builder:
             value = self.literal(frame, value, tensor)
         result = self.new()
         steps = self._steps(shape, self.graph.tensors[tensor].nbytes, before, after, paired=extreme is not None)
-        frame.out.append(Move(value, result, tensor, shape, before, after, steps, line, reducer, extreme))
+        frame.out += single_steps(Move(value, result, tensor, shape, before, after, steps, line, reducer, extreme), self.new)
         return result
 
     def _steps(self, shape: tuple[int, ...], nbytes: int, before: Layout, after: Layout, *, paired: bool) -> tuple[Step, ...]:
@@ -327,7 +320,7 @@ class _Builder:
         seconds = self.planned.programs.resharder.seconds("all_reduce", over, local)
         return (Step("all_reduce", over, local, before, reduced, seconds), *between(shape, nbytes, reduced, after))
 
-    def literal(self, frame: _Frame, value: Constant, tensor: int) -> int:
+    def literal(self, frame: Frame, value: Constant, tensor: int) -> int:
         """A constant as a value that can be moved."""
         result = self.new()
         frame.out.append(Fill(result, tensor, self.graph.tensors[tensor].shape, None, value))
@@ -335,37 +328,37 @@ class _Builder:
 
     # -- control flow ------------------------------------------------------------------------------------------------
 
-    def inner(self, frame: _Frame, op: Op, body: int) -> _Frame:
+    def inner(self, frame: Frame, op: Op, body: int) -> Frame:
         """The frame of a body that may run another number of times: it has no copies of its own yet, and sees outer values."""
         where: Where = (*frame.where, (op.id, body))
-        return _Frame(where, self.graph.bodies[where], [])
+        return Frame(where, self.graph.bodies[where], [])
 
-    def entering(self, frame: _Frame, op: Op, skip: int, inside: _Frame, inner: Sequence[int], stacked_from: int) -> list[Source]:
+    def entering(self, frame: Frame, op: Op, skip: int, inside: Frame, inner: Sequence[int], stacked_from: int) -> list[Source]:
         """The operands of a body in the layouts of its inputs; from ``stacked_from`` on they are stacked over the loop."""
         values: list[Source] = []
         for i, (operand, t) in enumerate(zip(op.inputs[skip:], inner, strict=True)):
             target = self.layout(inside, t)
             value = self.value(frame, operand)
-            if target is not None and isinstance(operand, int):
+            if isinstance(operand, int):
                 at = self.layout(frame, operand)
-                wanted = Layout(((), *target.dims), target.partial) if i >= stacked_from else target
-                if wanted.partial and at is None:  # a sum starts from zero
+                wanted = target
+                if target is not None and i >= stacked_from:
+                    wanted = Layout(((), *target.dims), target.partial)
+                if wanted is not None and wanted.partial and at is None:  # a sum starts from zero
                     result = self.new()
                     frame.out.append(Fill(result, frame.ids[operand], self.shape(frame, operand), wanted))
                     value = result
-                else:
+                else:  # of a stack of single elements every device reads all
                     value = self.move(frame, value, frame.ids[operand], at, wanted, op.source)
             values.append(value)
         return values
 
-    def handed(
-        self, frame: _Frame, inside: _Frame, value: Source, local: int | Constant, to: Layout | None, tensor: int
-    ) -> Source:
+    def handed(self, frame: Frame, inside: Frame, value: Source, local: int | Constant, to: Layout | None, tensor: int) -> Source:
         """What a body hands on, in its next layout."""
         before = self.layout(inside, local) if isinstance(local, int) else None
         return self.move(frame, value, tensor, before, to, "loop")
 
-    def scan(self, frame: _Frame, op: Op) -> None:
+    def scan(self, frame: Frame, op: Op) -> None:
         """A scan; what does not change in it is read by its body from outside, free values among that are made inside."""
         body = op.bodies[0]
         consts, carry = int(op.params["num_consts"]), int(op.params["num_carry"])
@@ -394,11 +387,11 @@ class _Builder:
                 left = None if inner_layout is None else Layout(((), *inner_layout.dims), inner_layout.partial)
             frame.values[t] = self.move(frame, value, tensor, left, self.layout(frame, t), op.source)
 
-    def _later(self, frame: _Frame, operand: int | Constant) -> bool:
-        return isinstance(operand, int) and isinstance(frame.values[operand], _Later)
+    def _later(self, frame: Frame, operand: int | Constant) -> bool:
+        return isinstance(operand, int) and isinstance(frame.values[operand], Later)
 
     def entering_kept(
-        self, frame: _Frame, op: Op, skip: int, inside: _Frame, inner: Sequence[int], stacked_from: int, free: Sequence[int]
+        self, frame: Frame, op: Op, skip: int, inside: Frame, inner: Sequence[int], stacked_from: int, free: Sequence[int]
     ) -> list[Source]:
         """`entering`, but for the ``free`` operands, which `remade` makes inside."""
         if not free:
@@ -411,19 +404,19 @@ class _Builder:
             values[i] = value
         return values
 
-    def remade(self, frame: _Frame, inside: _Frame, op: Op, fixed: Sequence[Source], inner: Sequence[int]) -> list[Source]:
+    def remade(self, frame: Frame, inside: Frame, op: Op, fixed: Sequence[Source], inner: Sequence[int]) -> list[Source]:
         """What does not change in a loop, free values among it made in its body, where they take no memory outside."""
         here = replace(frame, out=inside.out, free={})
         found: list[Source] = []
         for operand, value, t in zip(op.inputs, fixed, inner, strict=False):
             later = frame.values[operand] if isinstance(operand, int) else None
-            if isinstance(later, _Later):
+            if isinstance(later, Later):
                 assert isinstance(operand, int)
                 value = self.force(here, operand, later, self.layout(inside, t))
             found.append(value)
         return found
 
-    def while_(self, frame: _Frame, op: Op) -> None:
+    def while_(self, frame: Frame, op: Op) -> None:
         """A while loop. Under ``vmap`` it runs while any test holds, and changes only what belongs to those."""
         test, body = op.bodies
         a, b = int(op.params["cond_nconsts"]), int(op.params["body_nconsts"])
@@ -453,7 +446,7 @@ class _Builder:
         for t, value, entry in zip(op.outputs, made, body.inputs[b:], strict=True):
             frame.values[t] = self.move(frame, value, frame.ids[t], self.layout(inside, entry), self.layout(frame, t), op.source)
 
-    def cond(self, frame: _Frame, op: Op) -> None:
+    def cond(self, frame: Frame, op: Op) -> None:
         """A conditional; every branch leaves its results in the layouts outside."""
         arguments = [self.value(frame, i) for i in op.inputs[1:]]
         branches: list[Block] = []
@@ -471,7 +464,7 @@ class _Builder:
         frame.out.append(Cond(op, index, tuple(arguments), tuple(branches), made))
         frame.values.update(zip(op.outputs, made, strict=True))
 
-    def remat(self, frame: _Frame, op: Op) -> None:
+    def remat(self, frame: Frame, op: Op) -> None:
         """Differentiated remat is its body behind a barrier, as JAX lowers it: what was saved is not what is computed again."""
         body = op.bodies[0]
         where: Where = (*frame.where, (op.id, 0))
@@ -486,7 +479,7 @@ class _Builder:
             renamed = dict(zip(own, behind, strict=False))
             values = [renamed[x] if isinstance(x, int) else x for x in values]
             copies |= dict(zip(entering, behind[len(own) :], strict=True))
-        inside = _Frame(where, self.graph.bodies[where], frame.out, copies=copies)
+        inside = Frame(where, self.graph.bodies[where], frame.out, copies=copies)
         results = self.run(inside, body, values)
         frame.copies.update({key: x for key, x in inside.copies.items() if key not in frame.copies})
         for t, o, value in zip(op.outputs, body.outputs, results, strict=True):

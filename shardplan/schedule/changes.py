@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 from shardplan.collectives.reshard import Step
 from shardplan.schedule.instructions import Move
@@ -31,6 +31,19 @@ class Change:
         lost = before[shorter][len(after[shorter]) :] if shorter >= 0 else ()
         gained = after[longer][len(before[longer]) :] if longer >= 0 else ()
         return cls(shorter, lost, longer, gained)
+
+
+def single_steps(move: Move, new: Callable[[], int]) -> Iterator[Move]:
+    """A move for each step, so that moves that begin alike share them; steps on a split buffer stay together."""
+    source, before, start = move.source, move.before, 0
+    for n, step in enumerate(move.steps, 1):
+        if len(step.after.dims) > len(move.shape):
+            continue
+        last = n == len(move.steps)
+        result, after = (move.result, move.after) if last else (new(), step.after)
+        extreme = None if start else move.extreme
+        yield replace(move, source=source, result=result, before=before, after=after, steps=move.steps[start:n], extreme=extreme)
+        source, before, start = result, after, n
 
 
 def splits_buffer(step: Step, move: Move) -> bool:

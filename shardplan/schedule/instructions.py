@@ -138,7 +138,7 @@ class Reblock:
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """A value that is known: a literal, or a partial sum that nothing was added to yet (zeros of a block in ``layout``)."""
+    """A value that is known: a literal, or zeros of a block in ``layout`` (a sum that starts, a result without elements)."""
 
     result: int
     tensor: int

@@ -29,9 +29,9 @@ from shardplan.schedule.instructions import (
 _T = TypeVar("_T")
 
 
-def pruned(block: Block, kept: Sequence[bool] | None = None) -> Block:
-    """A block without its dead instructions; of its results those that are not ``kept`` may be anything."""
-    live = {s for n, s in enumerate(block.results) if isinstance(s, int) and (kept is None or kept[n])}
+def pruned(block: Block) -> Block:
+    """A block without its dead instructions."""
+    live = {s for s in block.results if isinstance(s, int)}
     instructions: list[Instruction] = []
     for instruction in reversed(block.instructions):
         left = _left(instruction, live)
@@ -52,16 +52,22 @@ def _left(instruction: Instruction, live: set[int]) -> Instruction | None:
             pairs = [(v, r) for v, r in zip(instruction.values, instruction.results, strict=True) if r in live]
             return Barrier(tuple(v for v, _ in pairs), tuple(r for _, r in pairs)) if pairs else None
         case Cond():
-            kept = [r in live for r in instruction.results]
-            picked = [replace(b, results=_picked(b.results, kept)) for b in instruction.branches]
-            branches = tuple(map(pruned, picked))
-            left = replace(instruction, branches=branches, results=_picked(instruction.results, kept))
-            return left if any(kept) or any(map(_acts, branches)) else None
+            return _cond(instruction, live)
         case Scan():
             return _scan(instruction, live)
         case While():
-            left = replace(instruction, body=pruned(instruction.body), test=pruned(instruction.test))
-            return left if not live.isdisjoint(instruction.results) or _acts(left.body) or _acts(left.test) else None
+            return _while(instruction, live)
+
+
+def _cond(cond: Cond, live: set[int]) -> Cond | None:
+    """A conditional without the results that nobody reads, and the arguments that only those need."""
+    kept = [r in live for r in cond.results]
+    branches = [pruned(replace(b, results=_picked(b.results, kept))) for b in cond.branches]
+    read = [any(b.parameters[n] in _needs(b) for b in branches) for n in range(len(cond.arguments))]
+    branches = [replace(b, parameters=_picked(b.parameters, read)) for b in branches]
+    results, arguments = _picked(cond.results, kept), _picked(cond.arguments, read)
+    left = replace(cond, branches=tuple(branches), results=results, arguments=arguments)
+    return left if any(kept) or any(map(_acts, branches)) else None
 
 
 def _scan(scan: Scan, live: set[int]) -> Scan | None:
@@ -69,18 +75,45 @@ def _scan(scan: Scan, live: set[int]) -> Scan | None:
     carry = len(scan.start)
     kept = [r in live for r in scan.results]
     while True:
-        body = pruned(scan.body, kept)
-        needed = {s for s, k in zip(body.results, kept, strict=True) if k and isinstance(s, int)}
-        needed |= {v for i in body.instructions for v in reads(i)}
+        body = pruned(replace(scan.body, results=_picked(scan.body.results, kept)))
+        needed = _needs(body)
         grown = [k or (n < carry and scan.body.parameters[n] in needed) for n, k in enumerate(kept)]
         if grown == kept:
             break
         kept = grown
-    # a carry that nobody reads stays as it is, a stack that nobody reads is not filled
-    stacks = [n < carry or k for n, k in enumerate(kept)]
-    handed = [s if k or n >= carry else scan.body.parameters[n] for n, (s, k) in enumerate(zip(body.results, kept, strict=True))]
-    body = replace(body, results=_picked(handed, stacks))
-    return replace(scan, body=body, results=_picked(scan.results, stacks)) if any(kept) or _acts(body) else None
+    stacked = [p in needed for p in scan.body.parameters[carry:]]
+    body = replace(body, parameters=_picked(body.parameters, [*kept[:carry], *stacked]))
+    start, slices, results = _picked(scan.start, kept[:carry]), _picked(scan.stacked, stacked), _picked(scan.results, kept)
+    left = replace(scan, start=start, stacked=slices, body=body, results=results)
+    return left if any(kept) or _acts(body) else None
+
+
+def _while(loop: While, live: set[int]) -> While | None:
+    """A while loop without the carries that neither its test nor a live result needs."""
+    test = pruned(loop.test)
+    kept = [r in live or p in _needs(test) for r, p in zip(loop.results, test.parameters, strict=True)]
+    while True:
+        body = pruned(replace(loop.body, results=_picked(loop.body.results, kept)))
+        needed = _needs(body)
+        grown = [k or p in needed for k, p in zip(kept, body.parameters, strict=True)]
+        if grown == kept:
+            break
+        kept = grown
+    left = replace(
+        loop,
+        start=_picked(loop.start, kept),
+        test=replace(test, parameters=_picked(test.parameters, kept)),
+        body=replace(body, parameters=_picked(body.parameters, kept)),
+        results=_picked(loop.results, kept),
+        shapes=_picked(loop.shapes, kept) if loop.batched else (),
+        layouts=_picked(loop.layouts, kept) if loop.batched else (),
+    )
+    return left if not live.isdisjoint(loop.results) or _acts(body) or _acts(test) else None
+
+
+def _needs(block: Block) -> set[int]:
+    """The values that a block reads: for its instructions, and for its results."""
+    return {s for s in block.results if isinstance(s, int)} | {v for i in block.instructions for v in reads(i)}
 
 
 def _picked(values: Sequence[_T], kept: Sequence[bool]) -> tuple[_T, ...]:
@@ -116,5 +149,5 @@ def reads(instruction: Instruction) -> set[int]:
             sources += [*instruction.arguments, *([] if instruction.index is None else [instruction.index])]
     found = {s for s in sources if not isinstance(s, Constant)}
     for block in blocks_of(instruction):
-        found |= {v for i in block.instructions for v in reads(i)} | {s for s in block.results if isinstance(s, int)}
+        found |= _needs(block)
     return found

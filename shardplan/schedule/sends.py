@@ -105,6 +105,7 @@ class _Reader:
         assert isinstance(self.resharder.network, Network)
         self.network = self.resharder.network
         self.groups = cache(self._groups)
+        self.extremes: dict[int, int] = {}
 
     def block(self, block: Block, times: float) -> Iterator[Issued]:
         """The collectives of a body."""
@@ -114,7 +115,9 @@ class _Reader:
                     yield from self.move(instruction, times)
                 case Bundle():
                     yield from self.bundle(instruction, times)
-                case Compute():
+                case Compute(node=node, results=results):
+                    if len(results) > len(node.outputs):
+                        self.extremes[results[-1]] = itemsize(node.signature.call.dtypes[0])
                     yield from self.halos(instruction, times)
                 case Reblock():
                     yield from self.reblock(instruction, times)
@@ -214,8 +217,13 @@ class _Reader:
             case "permute":
                 yield _One("collective-permute", (), size), width
             case "all_reduce":
-                for one, wide in self.all_reduce(step, move.reducer, size, dtype):
-                    yield one, wide
+                if move.reducer in PAIRS:
+                    assert move.extreme is not None, "places are reduced with their extremes"
+                    yield _One("all-reduce", self.groups(step.over), size), self.extremes[move.extreme]
+                    yield _One("all-reduce", self.groups(step.over), size), itemsize("int32")
+                    return
+                for one in self.all_reduce(step, move.reducer, size, dtype):
+                    yield one, width
             case "reduce_scatter":
                 kind = "reduce-scatter" if move.reducer == "sum" else "all-to-all"
                 yield _One(kind, self.groups(step.over), size), width
@@ -226,20 +234,17 @@ class _Reader:
             case _:
                 yield _One(cast(Kind, step.kind.replace("_", "-")), self.groups(step.over), size), width
 
-    def all_reduce(self, step: Step, reducer: Reducer, size: int, dtype: str) -> Iterator[tuple[_One, int]]:
+    def all_reduce(self, step: Step, reducer: Reducer, size: int, dtype: str) -> Iterator[_One]:
         """An all-reduce, or the collectives that stand for it."""
-        width, groups = itemsize(dtype), self.groups(step.over)
+        groups = self.groups(step.over)
         if reducer == "sum" and step.program:
             program, laying = self.program(step)
             divisor = smallest_part(program, laying.shape)
-            for one in _of_program(program, laying, -(-size // divisor) * divisor, self.everywhere(laying)):
-                yield one, width
+            yield from _of_program(program, laying, -(-size // divisor) * divisor, self.everywhere(laying))
         elif reducer == "prod" or (reducer in ("and", "or") and dtype != "bool"):
-            yield _One("all-gather", groups, size), width
+            yield _One("all-gather", groups, size)
         else:
-            yield _One("all-reduce", groups, size), width
-            if reducer in PAIRS:
-                yield _One("all-reduce", groups, size), 4
+            yield _One("all-reduce", groups, size)
 
     def program(self, step: Step) -> tuple[Reduction, Laying]:
         """A step's program, and how it lies on the mesh."""

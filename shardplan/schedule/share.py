@@ -1,6 +1,7 @@
 """Equal instructions are run once: the same op on the same values, the same value brought into the same layout.
 
-A compiler would find them as well, and what is predicted must be what is sent. Barriers keep apart what a plan wants made twice.
+A compiler would find them as well, and what is predicted must be what is sent. Barriers keep apart what a plan wants made twice;
+two barriers before the same values are one.
 """
 
 from __future__ import annotations
@@ -93,27 +94,24 @@ def _key(instruction: Instruction) -> tuple[object, ...] | None:
     """What equal instructions have in common; None for one that is never shared."""
     match instruction:
         case Compute():
-            if not instruction.node.op.repeatable or any(isinstance(i, Constant) for i in instruction.inputs):
-                inputs = _plain(instruction.inputs)
-                if inputs is None or not instruction.node.op.repeatable:
-                    return None
-                return "compute", instruction.node.signature.id, inputs, instruction.cuts
-            return "compute", instruction.node.signature.id, instruction.inputs, instruction.cuts
+            if not instruction.node.op.repeatable:
+                return None
+            return "compute", instruction.node.signature.id, tuple(map(_plain, instruction.inputs)), instruction.cuts
         case Move():
             return "move", instruction.source, instruction.before, instruction.after, instruction.reducer, instruction.extreme
+        case Fill(value=Constant() as value):
+            return "fill", _plain(value)
+        case Barrier():
+            return "barrier", instruction.values
         case _:
             return None
 
 
-def _plain(inputs: tuple[Source, ...]) -> tuple[object, ...] | None:
-    """Inputs with scalar literals by their values; None where one is an array."""
-    found: list[object] = []
-    for i in inputs:
-        if isinstance(i, Constant):
-            shape = getattr(i.value, "shape", ())
-            if shape:
-                return None
-            found.append((i.dtype, np.asarray(i.value).tobytes()))
-        else:
-            found.append(i)
-    return tuple(found)
+def _plain(source: Source) -> object:
+    """A value by its number, a literal by its type and content; random keys are equal only to themselves."""
+    if not isinstance(source, Constant):
+        return source
+    if source.dtype.startswith("key"):
+        return source.dtype, id(source.value)
+    array = np.asarray(source.value)
+    return source.dtype, array.shape, array.tobytes()

@@ -111,7 +111,7 @@ def read(call: Call, function: RuleFunction) -> Description:
     booleans = tuple(t == "bool" for t in call.result_dtypes) or (False,) * len(trees)
     monomials = tuple(_twice(t) if b else products(t, zeros) for t, b in zip(trees, booleans, strict=True))
     plain = all(k is None for k in recorder.kinds) and len(set(results)) == 1 and not whole
-    elementwise = plain and all(_identity(ix, call.operands[o], results[0]) for o, ix in accesses)
+    elementwise = plain and all(_identity(ix, call.operands[o], results[0], loops) for o, ix in accesses)
     return Description(call, loops, tuple(results), accesses, tuple(trees), monomials, elementwise)
 
 
@@ -223,13 +223,16 @@ def _hidden(tree: lang.Scalar) -> frozenset[int]:
     return hidden
 
 
-def _identity(indices: tuple[IndexExpr, ...], shape: tuple[int, ...], result: tuple[int, ...]) -> bool:
+def _identity(
+    indices: tuple[IndexExpr, ...], shape: tuple[int, ...], result: tuple[int, ...], loops: tuple[LoopInfo, ...]
+) -> bool:
     if not indices:
         return True
     if len(indices) != len(result):
         return False
     for ix, n, loop in zip(indices, shape, result, strict=True):
-        if not (isinstance(ix, Affine) and ix.terms == ((loop, 1),) and ix.const == 0) and n != 1:
+        own = isinstance(ix, Affine) and ix.terms == ((loop, 1),) and ix.const == 0
+        if not (own and n == loops[loop].extent) and n != 1:  # a slice from the start reads only the first elements
             return False
     return True
 

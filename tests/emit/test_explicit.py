@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,8 +13,9 @@ import pytest
 
 import shardplan
 from shardplan.emit.mutate import DroppingExplicitEmitter
+from shardplan.emit.one_for_one import folded
 from shardplan.emit.verify import verify
-from shardplan.schedule import Compute, Move, Reblock, instructions_of
+from shardplan.schedule import Compute, Move, Reblock, Scan, instructions_of
 from tests.machines import machine
 from tests.models.test_factories import TINY, factory
 
@@ -27,6 +29,7 @@ def check(step: Any, args: Any, on: str, **options: Any) -> shardplan.Plan:
     assert found.equal, (found.worst, found.unequal)
     assert not found.unmatched, found.unmatched[:5]
     assert found.passed, found
+    assert not found.folded, found.folded[:5]
     assert found.measured_bytes == pytest.approx(found.predicted_bytes, abs=0.5)
     return plan
 
@@ -92,6 +95,67 @@ def test_equal_moves_are_made_once_and_dead_ones_not_at_all() -> None:
     plan = check(step, args, "2x4:slow")
     moves = [i for i in instructions_of(plan.schedule.body.instructions) if isinstance(i, Move)]
     assert len({(m.source, m.before, m.after) for m in moves}) == len(moves)
+
+
+def test_nothing_moves_for_what_nobody_reads() -> None:
+    """A carry that is only handed on, and a result without elements."""
+
+    def step(w: jax.Array, x: jax.Array) -> Any:
+        (total, _, _), _ = jax.lax.scan(lambda c, v: ((c[0] * v, c[1] + v, c[1]), None), (x, w, jnp.cos(w)), jnp.ones(3))
+        return total, (x @ w)[:0].sum(axis=0)
+
+    args = (jax.random.normal(jax.random.key(0), (32, 32)), jax.random.normal(jax.random.key(1), (64, 32)))
+    plan = check(step, args, "2x4:slow", pins={"w": jax.sharding.PartitionSpec("gpu")})
+    (loop,) = [i for i in plan.schedule.body.instructions if isinstance(i, Scan)]
+    assert len(loop.start) == 1
+    assert not plan.sends
+
+
+def test_lookups_by_equal_constants_are_one() -> None:
+
+    def step(table: jax.Array, x: jax.Array) -> Any:
+        rows = [(table @ x)[jnp.array([5, 3, 3, 0])].sum() for _ in range(2)]
+        return rows[0] * rows[1]
+
+    args = (jax.random.normal(jax.random.key(0), (16, 32)), jax.random.normal(jax.random.key(1), (32, 32)))
+    plan = check(step, args, "2x4:slow", pins={"x": jax.sharding.PartitionSpec("gpu")})
+    assert plan.sends
+
+
+def test_a_loop_over_single_elements_reads_them_whole() -> None:
+    def step(w: jax.Array, x: jax.Array) -> Any:
+        return jax.lax.scan(lambda c, v: (jnp.tanh(c * v), c.sum()), w, jnp.sin(x))
+
+    args = (jax.random.normal(jax.random.key(0), (8, 16)), jax.random.normal(jax.random.key(1), (12,)))
+    plan = check(step, args, "2x2:slow", pins={"x": jax.sharding.PartitionSpec("gpu")})
+    assert any(c.kind == "all-gather" for c in plan.collectives), "the plan has no price for it"
+
+
+def test_a_place_travels_with_an_extreme_of_its_own_width() -> None:
+    def step(flags: jax.Array, x: jax.Array) -> Any:
+        return jnp.argmax(flags), jnp.argmin(x.astype("bfloat16")), jnp.cumsum(jnp.tanh(x)[None], axis=0)[0]
+
+    args = (jnp.arange(64) == 40, jax.random.normal(jax.random.key(1), (64,)))
+    spec = jax.sharding.PartitionSpec("gpu")
+    plan = check(step, args, "2x4:slow", pins={"flags": spec, "x": spec})
+    assert {s.nbytes for s in plan.sends if s.kind == "all-reduce"} == {1, 2, 4}
+
+
+def test_what_xla_folds_is_known_and_what_was_not_handed_to_it_is_not_forgiven() -> None:
+    """The place of the least of one element: XLA knows it, so that its gather is left out of what is compiled."""
+
+    def step(x: jax.Array) -> Any:
+        return jnp.argmin(x, axis=0)
+
+    args = (jnp.ones((1, 16)),)
+    plan = shardplan.plan(step, *args, cluster=machine("3x2:eager"))
+    found = verify(plan, step, args, steps=1, backend="explicit", devices=jax.devices()[:6])
+    assert found.passed
+    assert found.folded
+    bare = [replace(pair, folded=0) for pair in found.pairs]
+    handed = {(p.scope, p.kind, p.groups, p.nbytes): p.planned for p in bare}
+    assert folded(bare, handed) == found.pairs
+    assert not any(p.matched for p in folded(bare, {key: n + 1 for key, n in handed.items()}) if p.planned != p.compiled)
 
 
 def test_an_argument_that_divides_meets_a_padded_copy() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -19,7 +21,9 @@ from shardplan.emit.transfers import Transfers
 from shardplan.ir import Factor, Layout, Reducer
 from shardplan.mesh import Cluster
 from shardplan.mesh.factoring import factors
-from shardplan.schedule import Move, Reblock
+from shardplan.schedule import Block, Move, Reblock
+from shardplan.schedule.changes import single_steps
+from shardplan.schedule.share import shared
 from tests.machines import machine
 
 SHAPES = ("8", "2x4", "2x2x2", "3x2")
@@ -108,6 +112,18 @@ def test_a_moved_block_is_where_its_layout_says(bench: Bench, shape: tuple[int, 
         expected = x.sum(axis=tuple(range(len(terms))))
         assert np.array_equal(bench.moved(x, move), expected), move
     assert len(kinds) > 1
+
+
+def test_moves_that_begin_alike_share_their_steps() -> None:
+    bench, shape = Bench(machine("2x2x2:slow")), (16,)
+    new = itertools.count(3).__next__
+    before, ends = Layout(((0, 1),)), (Layout(((2,),)), Layout(((),)))
+    moves = [replace(_move(bench, shape, before, after), result=n) for n, after in enumerate(ends, 1)]
+    single = [one for move in moves for one in single_steps(move, new)]
+    assert [one.steps for one in single] == [(step,) for move in moves for step in move.steps]
+    kept = shared(Block((0,), tuple(single), (1, 2))).instructions
+    alike = sum(a == b for a, b in zip(moves[0].steps, moves[1].steps, strict=False))
+    assert len(kept) == len(single) - alike < len(single)
 
 
 @pytest.mark.parametrize("reducer", ["max", "min", "prod", "and", "or"])

@@ -19,13 +19,15 @@ from tests.scattered import scattered
 STEPS = 2
 NOISES = 4
 Step = Callable[..., Any]
-Status = Literal["equal", "wrong", "crashed", "aborted", "hung", "refused", "invalid"]
+Status = Literal["equal", "wrong", "unplanned", "crashed", "aborted", "hung", "refused", "invalid"]
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What became of a program. ``communicates``: its plan sends something. ``silent``: no number of it is finite.
+    """What became of a program. ``communicates``: its plan sends something. ``silent``: no number of it is finite. ``folded``:
+    XLA left out a collective that the plan sends, as equal to another one or not needed.
 
+    ``unplanned``: the compiled program does not send what the plan does, one for one (under the explicit backend);
     ``crashed``: an error of the planner or the compiler; ``aborted``: the process died; ``hung``: it took too long; ``refused``:
     pins or the memory limit cannot be kept; ``invalid``: the step fails under plain `jax.jit` too, which is the fuzzer's fault.
     """
@@ -34,6 +36,7 @@ class Finding:
     detail: str = ""
     communicates: bool = False
     silent: bool = False
+    folded: bool = False
 
     @property
     def failed(self) -> bool:
@@ -52,6 +55,7 @@ def examine(
     objective: str = "time",
     donate: bool = False,
     layouts: int | None = None,
+    backend: str = "specs",
     noisy: Callable[[int], Step] | None = None,
     drop: int | None = None,
 ) -> Finding:
@@ -76,11 +80,14 @@ def examine(
         raise
     plan = plan if layouts is None else scattered(plan, layouts) or plan
     devices = jax.devices()[: machine(cluster).size]
-    found = verify(plan, step, args, steps=STEPS, devices=devices, drop=drop)
+    found = verify(plan, step, args, steps=STEPS, backend=backend, devices=devices, drop=drop)
     sends = plan.communication_bytes > 0
+    if found.unmatched and drop is None:
+        return Finding("unplanned", _unplanned(found), communicates=sends)
     if found.equal or not found.compared:
-        return Finding("equal", communicates=sends, silent=not found.compared and found.numbers > 0)
-    run, placed = plan.jit(step, devices, drop=drop), plan.put(_copies(args), mesh=plan.mesh(devices))
+        silent = not found.compared and found.numbers > 0
+        return Finding("equal", communicates=sends, silent=silent, folded=bool(found.folded))
+    run, placed = plan.jit(step, devices, backend, drop=drop), plan.put(_copies(args), mesh=plan.mesh(devices))
     if noisy is not None and not _beyond_rounding(_run(run, placed, plan), plan, step, args, noisy):
         return Finding("equal", "differs by rounding", communicates=sends)
     return Finding("wrong", _worst(found), communicates=sends)
@@ -90,6 +97,12 @@ def _worst(found: Verified) -> str:
     worst = found.worst
     where = f"leaf {worst.path} after step {worst.step}: off by {worst.error:.2g}, {worst.tolerance:.2g} allowed"
     return f"{where}; {len(found.unequal)} unequal"
+
+
+def _unplanned(found: Verified) -> str:
+    first = found.unmatched[0]
+    what = f"{first.kind} of {first.nbytes} bytes in {first.scope or 'no scope'}, {first.times:g} times"
+    return f"{what}: planned {first.planned}, compiled {first.compiled}; {len(found.unmatched)} unmatched; {first.line}"
 
 
 def _line(error: BaseException) -> str:

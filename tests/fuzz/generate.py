@@ -29,12 +29,12 @@ SPEEDS = {"eager": 0.45, "crawl": 0.38, "slow": 0.12, "": 0.05}
 """How often clusters of each kind are drawn."""
 
 
-def program(seed: int) -> Program:
-    """The program of that seed."""
+def program(seed: int, backend: str = "specs") -> Program:
+    """The program of that seed, to run under a backend."""
     rng = np.random.default_rng([seed, 20])
     form: Form = "plain" if rng.random() < 0.5 else "sgd" if rng.random() < 0.5 else "adam"
     drawer = _grown(rng, form != "plain", LEAST + int((MOST - LEAST + 1) * rng.random() ** 2.5))
-    return _options(rng, _finished(rng, drawer, form))
+    return replace(_options(rng, _finished(rng, drawer, form)), backend=backend)
 
 
 def _grown(rng: np.random.Generator, trains: bool, count: int) -> Drawer:

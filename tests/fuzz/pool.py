@@ -25,8 +25,8 @@ class Worker(processes.Worker):
     def __init__(self, limit_s: float = LIMIT_S) -> None:
         super().__init__("tests.fuzz.worker", limit_s=limit_s, life=LIFE, environment={"XLA_FLAGS": UNOPTIMIZED})
 
-    def judge(self, task: int | Program) -> Finding:
-        """What becomes of a program, or of that of a seed."""
+    def judge(self, task: Program) -> Finding:
+        """What becomes of a program."""
         answer = self.ask(task)
         return Finding("hung" if answer.hung else "aborted", answer.detail) if isinstance(answer, Lost) else answer
 

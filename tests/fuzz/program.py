@@ -109,6 +109,7 @@ class Program:
     objective: str = "time"
     donate: bool = False
     layouts: int | None = None
+    backend: str = "specs"
 
     @property
     def values(self) -> dict[str, Value]:
@@ -122,7 +123,14 @@ class Program:
         if self.pins:
             named = {place(self)[name]: entries for name, entries in self.pins}
             found["pins"] = named
-        defaults = {"memory_part": None, "remat": "none", "objective": "time", "donate": False, "layouts": None}
+        defaults = {
+            "memory_part": None,
+            "remat": "none",
+            "objective": "time",
+            "donate": False,
+            "layouts": None,
+            "backend": "specs",
+        }
         for name, default in defaults.items():
             if getattr(self, name) != default:
                 found[name] = getattr(self, name)

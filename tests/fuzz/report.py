@@ -10,7 +10,7 @@ from tests.fuzz.arguments import WORDS
 from tests.fuzz.check import Finding
 from tests.fuzz.program import Program, source
 
-STATUSES = ("equal", "wrong", "crashed", "aborted", "hung", "refused", "invalid")
+STATUSES = ("equal", "wrong", "unplanned", "crashed", "aborted", "hung", "refused", "invalid")
 
 
 def as_test(program: Program, name: str) -> str:
@@ -50,6 +50,7 @@ def counts(findings: Mapping[int, Finding], templates: Counter[str]) -> str:
     by_status = Counter(f.status for f in findings.values())
     sending = sum(f.communicates for f in findings.values())
     silent = sum(f.silent for f in findings.values())
+    folded = sum(f.folded for f in findings.values())
     rounding = sum(f.status == "equal" and bool(f.detail) for f in findings.values())
     return "\n".join(
         [
@@ -57,7 +58,7 @@ def counts(findings: Mapping[int, Finding], templates: Counter[str]) -> str:
             *_columns([f"{name} {n}" for name, n in sorted(templates.items(), key=lambda row: (-row[1], row[0]))]),
             f"{len(findings)} programs: " + ", ".join(f"{by_status[s]} {s}" for s in STATUSES),
             f"{sending} communicate ({100 * sending / total:.0f}%)",
-            f"{rounding} differ by rounding alone, {silent} have no finite number",
+            f"{rounding} differ by rounding alone, {silent} have no finite number, of {folded} XLA left out a collective",
         ]
     )
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tests.fuzz.check import Finding
-from tests.fuzz.generate import program
 from tests.fuzz.pool import Worker, judge_all
 from tests.fuzz.program import Program
 from tests.fuzz.shrink import shrunk
@@ -23,6 +22,7 @@ class Failure:
 
     seed: int
     finding: Finding
+    program: Program
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +34,18 @@ class Reduced:
     program: Program
 
 
-def examined(seeds: Iterable[int], jobs: int, told: Told = lambda _done, _seed, _found: None) -> dict[int, Finding]:
+def examined(programs: Mapping[int, Program], jobs: int, told: Told = lambda _done, _seed, _found: None) -> dict[int, Finding]:
     """What became of the program of each seed."""
     found: dict[int, Finding] = {}
     lock = threading.Lock()
 
     def run(worker: Worker, seed: int) -> None:
-        finding = worker.judge(seed)
+        finding = worker.judge(programs[seed])
         with lock:
             found[seed] = finding
             told(len(found), seed, finding)
 
-    judge_all(seeds, run, jobs)
+    judge_all(programs, run, jobs)
     return found
 
 
@@ -54,7 +54,7 @@ def reduced(failures: Sequence[Failure], jobs: int, *, shrink: bool = True) -> l
     found: dict[int, Reduced] = {}
 
     def run(worker: Worker, failure: Failure) -> None:
-        whole = program(failure.seed)
+        whole = failure.program
         last = failure.finding
 
         def fails(candidate: Program) -> bool:
@@ -76,9 +76,9 @@ def _kind(finding: Finding) -> tuple[str, str]:
     return finding.status, finding.detail.split(":")[0] if finding.status in ("crashed", "invalid") else ""
 
 
-def templates_of(seeds: Iterable[int]) -> Counter[str]:
+def templates_of(programs: Iterable[Program]) -> Counter[str]:
     """How many of the programs have each template."""
     found: Counter[str] = Counter()
-    for seed in seeds:
-        found.update({x.template for x in program(seed).instructions})
+    for made in programs:
+        found.update({x.template for x in made.instructions})
     return found

@@ -11,6 +11,7 @@ from contextlib import closing
 import jax
 import pytest
 
+from shardplan.shell.planned import BACKENDS
 from tests.fuzz.check import Finding, examine
 from tests.fuzz.generate import LEAST, MOST, program
 from tests.fuzz.pool import Worker
@@ -26,9 +27,10 @@ SHRUNK = 2
 
 
 def assert_equal(seeds: Iterable[int]) -> None:
-    """Fails with the failures of the programs of these seeds, the first of them as tests."""
-    found = examined(seeds, JOBS)
-    failures = [Failure(seed, finding) for seed, finding in sorted(found.items()) if finding.failed]
+    """Fails with the failures of the programs of these seeds, under one backend after another, the first of them as tests."""
+    programs = {seed: program(seed, BACKENDS[seed % len(BACKENDS)]) for seed in seeds}
+    found = examined(programs, JOBS)
+    failures = [Failure(seed, finding, programs[seed]) for seed, finding in sorted(found.items()) if finding.failed]
     if failures:
         small = reduced(failures[:SHRUNK], JOBS)
         tests = [as_test(x.program, f"seed_{x.seed}") for x in small]

@@ -1,6 +1,6 @@
 """A process that examines programs one after another, and may die of one.
 
-A task is a seed or a program, the answer to it a `Finding`.
+A task is a program, the answer to it a `Finding`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Any
 import jax
 
 from tests.fuzz.check import Finding, examine
-from tests.fuzz.generate import program
 from tests.fuzz.program import Program, make
 from tests.processes import outcome, serve
 
@@ -53,7 +52,7 @@ def _named(error: BaseException) -> str:
 
 def main() -> None:
     """Answers tasks until there are no more."""
-    serve(lambda task: judged(program(task) if isinstance(task, int) else task), kept=KEPT)
+    serve(judged, kept=KEPT)
 
 
 if __name__ == "__main__":

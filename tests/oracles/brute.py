@@ -140,14 +140,16 @@ class Oracle:
     def _link(self, link: Link) -> Iterator[Summand]:
         of, tensors = self.problem.coarse.of, self.problem.graph.tensors
         a, b, outer = of[link.source], of[link.target], tensors[link.target if link.lift < 0 else link.source]
-        if FREE in (a, b) or (a == b and not link.lift):
+        if a == FREE or (a == b and not link.lift):
             return
+        inner = tensors[link.target].shape
+        whole = self.problem.resharder.state(inner, Layout(((),) * len(inner)))
 
         def price(at: Sequence[int]) -> float:
-            (before,), (after,) = self.problem.outside(link, (at[0],), (at[-1],))
+            (before,), (after,) = self.problem.outside(link, (at[0],), (whole if b == FREE else at[-1],))
             return self.reshard_seconds(outer.shape, outer.nbytes, before, after) * link.weight
 
-        yield Summand((a, b) if a != b else (a,), price)
+        yield Summand((a, b) if b not in (a, FREE) else (a,), price)
 
     def _view(self, view: Variable) -> Summand:
         problem = self.problem

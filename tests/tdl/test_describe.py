@@ -55,3 +55,11 @@ def test_a_reshape_splits_and_merges_dims() -> None:
     found = describe(Call("reshape", ((8, 3),), ((24,),), {}))
     assert found is not None
     assert found.accesses[0][1] == (FloorDiv(Affine(((0, 1),)), 3), Mod(Affine(((0, 1),)), 3))
+
+
+@pytest.mark.parametrize(("start", "stop", "whole"), [(0, 4, True), (0, 2, False), (0, 1, False), (2, 4, False)])
+def test_only_a_slice_of_everything_reads_at_its_own_index(start: int, stop: int, whole: bool) -> None:
+    params = {"start_indices": (start,), "limit_indices": (stop,), "strides": None}
+    found = describe(Call("slice", ((4,),), ((stop - start,),), params))
+    assert found is not None
+    assert found.elementwise == whole

@@ -181,13 +181,13 @@ class _Builder:
         return Star(scope, *self._memo[key])
 
     def _link(self, summand: Summand, unary: list[Floats], result: list[Star]) -> None:
-        first, last = summand.scope[0], summand.scope[-1]
         link = self.problem.graph.links[summand.at]
-        seconds = self.problem.crossing_seconds(link, self.domains[first], self.domains[last])
+        seconds = self.problem.crossing_seconds(link, [self.domains[v] for v in summand.scope])
         costs = self._finite(seconds * summand.weight)
-        if first == last:
-            unary[first] += np.diag(costs)
+        if len(summand.scope) == 1:
+            unary[summand.scope[0]] += costs
         else:
+            first, last = summand.scope
             result.append(_pair(first, last, costs))
 
     def _view(self, summand: Summand) -> Star:

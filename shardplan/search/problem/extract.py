@@ -218,7 +218,7 @@ class Extractor:
         problem, link = self.problem, self.problem.graph.links[summand.at]
         first, last = summand.scope[0], summand.scope[-1]
         outer = problem.crossing_tensor(link)
-        (before,), (after,) = problem.outside(link, (states[first],), (states[last],))
+        (before,), (after,) = problem.outside(link, (states[first],), problem.entering(link, (states[last],)))
         ends = (problem.resharder.layout(outer.shape, state) for state in (before, after))
         steps = self.programs.between(outer.shape, outer.nbytes, *ends)
         self._add(issued, steps, summand.weight, outer.id, "loop")

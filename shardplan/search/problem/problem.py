@@ -19,7 +19,7 @@ from shardplan.collectives.layouts import LayoutSpace
 from shardplan.collectives.reshard import Resharder
 from shardplan.cost import TIME, Objective, compute
 from shardplan.graph.flattening import Graph, Link
-from shardplan.ir import Factor, Tensor
+from shardplan.ir import Factor, Layout, Tensor
 from shardplan.mesh import Cluster
 from shardplan.search.coarsening.coarsen import FREE, Coarse
 from shardplan.search.problem.ops import Ops
@@ -84,8 +84,8 @@ class Problem:
                 result.append(Summand("op", n, scope, self.graph.nodes[n].weight))
         for k, link in enumerate(self.graph.links):
             ends = self.coarse.of[link.source], self.coarse.of[link.target]
-            if FREE not in ends and (ends[0] != ends[1] or link.lift):
-                result.append(Summand("link", k, tuple(dict.fromkeys(ends)), link.weight))
+            if ends[0] != FREE and (ends[0] != ends[1] or link.lift):
+                result.append(Summand("link", k, tuple(dict.fromkeys(v for v in ends if v != FREE)), link.weight))
         for v in self.coarse.variables:
             if v.kind != "stored":
                 scope = (v.of, v.id) if v.kind == "view" else (v.of, v.sibling, v.id)
@@ -333,8 +333,7 @@ class Problem:
         key = ("link", tensor.shape, tensor.itemsize, link.lift, link.weight)
 
         def build(candidates: tuple[Domain, ...]) -> Costs:
-            costs = self.crossing_seconds(link, candidates[0], candidates[-1]) * link.weight
-            return picoseconds(costs if len(candidates) == 2 else np.diag(costs))
+            return picoseconds(self.crossing_seconds(link, candidates) * link.weight)
 
         return self._term(key, scope, domains, build)
 
@@ -351,11 +350,21 @@ class Problem:
             self.lifted(after, target, source) if link.lift > 0 else after,
         )
 
-    def crossing_seconds(self, link: Link, before: Domain, after: Domain) -> NDArray[np.float64]:
-        """[before, after]: seconds of one resharding on a link."""
+    def entering(self, link: Link, domain: Domain) -> Domain:
+        """The states of a link's target among which ``domain`` chooses: one, where every device has the slices whole."""
+        if self.coarse.of[link.target] != FREE:
+            return domain
+        shape = self.graph.tensors[link.target].shape
+        return (self.resharder.state(shape, Layout(((),) * len(shape))),)
+
+    def crossing_seconds(self, link: Link, candidates: Sequence[Domain]) -> NDArray[np.float64]:
+        """[the states of its variables, one or two]: seconds of one resharding on a link."""
         tensor = self.crossing_tensor(link)
-        first, last = self.outside(link, before, after)
-        return self.prices(tensor.shape, tensor.nbytes, first)[:, list(last)]
+        first, last = self.outside(link, candidates[0], self.entering(link, candidates[-1]))
+        seconds = self.prices(tensor.shape, tensor.nbytes, first)[:, list(last)]
+        if len(candidates) == 2:
+            return seconds
+        return seconds[:, 0] if self.coarse.of[link.target] == FREE else np.diag(seconds)
 
     def lifted(self, states: Domain, shape: tuple[int, ...], stacked: tuple[int, ...]) -> Domain:
         """The same layouts for the stacked tensor, whose additional leading dim is not split."""

@@ -7,6 +7,7 @@ import time
 
 import jaxlib
 
+from shardplan.shell.planned import BACKENDS
 from tests.emit.proof.runs import Tally
 from tests.emit.proof.sweep import primitives, sweep, whole
 
@@ -19,6 +20,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=6, help="draws of each primitive; four times as many of what is fenced")
     parser.add_argument("--budget", type=float, default=3600.0, help="seconds after which nothing more is begun")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--backend", choices=BACKENDS, default="specs")
     options = parser.parse_args()
     names = tuple(options.only.split(",")) if options.only else primitives()
     began = time.monotonic()
@@ -27,7 +29,9 @@ def main() -> int:
         for fault in found.faults:
             print("WRONG", fault, flush=True)
 
-    total = sweep(whole(names, options.first, options.rounds), jobs=options.jobs, budget_s=options.budget, tell=tell)
+    total = sweep(
+        whole(names, options.first, options.rounds, options.backend), jobs=options.jobs, budget_s=options.budget, tell=tell
+    )
     print(
         f"jaxlib {jaxlib.version.__version__}: {len(total.primitives)} primitives, {total.cases} cases: {total.cuts} with one "
         f"loop cut, {total.pairs} with several, {total.idle} of them with an idle axis; {total.uneven} uneven, "

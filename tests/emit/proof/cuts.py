@@ -1,4 +1,4 @@
-"""One op and one of its composite strategies, emitted: what `SpecsEmitter` makes of decisions that no search chose.
+"""One op and one of its composite strategies, emitted: what a backend makes of decisions that no search chose.
 
 The strategy is forced, operands and results lie as the seed says: in the layouts that the strategy needs and gives, in others (so
 that they are moved), or as terms of a sum that are handed on.
@@ -7,15 +7,17 @@ that they are moved), or as terms of a sum that are handed on.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import Mesh
 
+from shardplan.emit.explicit import ExplicitEmitter
 from shardplan.emit.specs import SpecsEmitter
 from shardplan.frontend.trace import trace
 from shardplan.graph.flattening import Node, flatten
@@ -42,7 +44,7 @@ class Emitted:
     """
 
     name: str
-    emitter: SpecsEmitter
+    emitter: Callable[..., list[Any]]
     arguments: tuple[Any, ...]
     kept: tuple[int, ...]
     exact: bool
@@ -59,10 +61,10 @@ class Emitted:
 
 
 class Cuts:
-    """All composite strategies of a call on one mesh."""
+    """All composite strategies of a call on one mesh, for one backend."""
 
-    def __init__(self, case: Case, shape: str) -> None:
-        self.case, self.shape = case, shape
+    def __init__(self, case: Case, shape: str, backend: str = "specs") -> None:
+        self.case, self.shape, self.explicit = case, shape, backend == "explicit"
         program = trace(lambda *xs: evaluate(case.call, xs), *case.operands).program
         cluster = Cluster.load(shape)
         graph = flatten(program)
@@ -90,7 +92,8 @@ class Cuts:
         for t, shape, need in zip(self.node.inputs, call.operands, needs, strict=True):
             scalar = t < 0 or math.prod(shape) == 1
             given.append(None if scalar else need)
-            layouts[t] = None if scalar else need if need.partial or rng.random() < 0.5 else self._any(shape, rng)
+            if not scalar:
+                layouts[t] = self._end(shape, need if need.partial or rng.random() < 0.5 else self._any(shape, rng))
         keep = self.node.signature.defers and bool(rows.terms[row]) and rng.random() < 0.5
         stored = [self._stored(s, g, rng, keep=keep) for s, g in zip(call.results, gives, strict=True)]
         for t, layout in zip(self.node.outputs, stored, strict=True):
@@ -99,7 +102,7 @@ class Cuts:
         decisions = Decisions(tuple(layouts), {self.node.id: use}, {}, frozenset(), (), 0.0)
         problem, choices = self.problem, self.extractor.choices(decisions)
         planned = planned_program(self.program, problem.graph, choices, problem.cluster, problem.factors)
-        emitter = SpecsEmitter(planned, mesh)
+        emitter = _OnTerms(planned, mesh) if self.explicit else SpecsEmitter(planned, mesh)
         handed = [layouts[t] for t in self.problem.graph.inputs]
         arguments = tuple(_stacked(x, at, self.problem.sizes, rng) for x, at in zip(self.case.operands, handed, strict=True))
         summed = any(g.partial for g in gives) or any(n.partial for n in needs)
@@ -128,13 +131,36 @@ class Cuts:
         states = [s for s in resharder.space(shape).stored if legal[s]]
         return resharder.layout(shape, int(rng.choice(states)))
 
+    def _end(self, shape: tuple[int, ...], layout: Layout) -> Layout:
+        """A layout that an argument or a result of a step may have: under the explicit backend each has its true extent."""
+        if not self.explicit:
+            return layout
+        sizes = self.problem.sizes
+        ways = [math.prod(sizes[f] for f in factors) for factors in layout.dims]
+        return replace(layout, dims=tuple(fs if n % k == 0 else () for n, k, fs in zip(shape, ways, layout.dims, strict=True)))
+
     def _stored(self, shape: tuple[int, ...], give: Layout, rng: np.random.Generator, *, keep: bool) -> Layout | None:
         if math.prod(shape) == 1:
             return None
         if give.partial and keep:
             left = tuple(f for f in give.partial if rng.random() < 0.7) or give.partial[:1]
-            return Layout(give.dims, left)
-        return Layout(give.dims) if rng.random() < 0.5 else self._any(shape, rng)
+            return self._end(shape, Layout(give.dims, left))
+        return self._end(shape, Layout(give.dims) if rng.random() < 0.5 else self._any(shape, rng))
+
+
+class _OnTerms(ExplicitEmitter):
+    """Takes and gives partial values as arrays of their terms."""
+
+    def local(self, *arguments: Any) -> tuple[Any, ...]:
+        """The program of one device, which holds one term of each."""
+        layouts = [self.planned.layouts[t] for t in self.planned.graph.inputs]
+        own = [lax.squeeze(x, range(_terms(at))) for x, at in zip(arguments, layouts, strict=True)]
+        results = zip(super().local(*own), self.schedule.results, strict=True)
+        return tuple(lax.expand_dims(x, range(_terms(at))) for x, at in results)
+
+
+def _terms(layout: Layout | None) -> int:
+    return 0 if layout is None else len(layout.partial)
 
 
 def _node(nodes: Sequence[Node], case: Case) -> Node:

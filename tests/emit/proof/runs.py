@@ -38,11 +38,12 @@ class Draw:
 
 @dataclass(frozen=True)
 class Task:
-    """Draws to run together, at most so many strategies of each op; with ``only`` just the strategy of that number."""
+    """Draws to run together under a backend, at most so many strategies of each op; with ``only`` just that number's."""
 
     draws: tuple[Draw, ...]
     most: int
     only: int | None = None
+    backend: str = "specs"
 
 
 @dataclass
@@ -92,13 +93,13 @@ def cases_of(draw: Draw) -> list[Case]:
     return _of_gradient(case) if draw.gradient else [case]
 
 
-def strategies(draw: Draw, most: int) -> list[Emitted]:
+def strategies(draw: Draw, most: int, backend: str = "specs") -> list[Emitted]:
     """At most so many strategies of each op of a draw, by its seed."""
     mesh = mesh_of(draw.mesh)
     found: list[Emitted] = []
     for n, case in enumerate(cases_of(draw)):
         rng = np.random.default_rng([draw.seed, n])
-        cuts = Cuts(case, draw.mesh)
+        cuts = Cuts(case, draw.mesh, backend)
         rows = cuts.options
         found += [cuts.emitted(rows, row, mesh, rng) for row in sorted(_chosen(rows, most, rng))]
     return found
@@ -128,7 +129,7 @@ def run(task: Task, tell: Callable[[Emitted], None]) -> Tally:
     tally = Tally()
     every: list[Emitted] = []
     for draw in task.draws:
-        made = outcome(lambda draw=draw: strategies(draw, task.most))
+        made = outcome(lambda draw=draw: strategies(draw, task.most, task.backend))
         if isinstance(made, BaseException):
             tally.faults.append(f"{draw}: {_first_line(made)}")
         else:

@@ -28,19 +28,19 @@ def primitives() -> tuple[str, ...]:
     return tuple(sorted(e.name for e in sort_primitives() if e.kind in ("described", "opaque") and e.name not in UNCOMPILED))
 
 
-def tasks(names: Sequence[str], first: int, rounds: int) -> Iterator[Task]:
+def tasks(names: Sequence[str], first: int, rounds: int, backend: str = "specs") -> Iterator[Task]:
     """A task for each primitive and round: even and odd dims, the op and the ops of its gradient, on one mesh after another."""
     for seed in range(first, first + rounds):
         for n, name in enumerate(names):
             mesh = MESHES[(seed + n) % len(MESHES)]
             draws = [Draw(name, seed, mesh, odd, gradient) for odd in (False, True) for gradient in (False, True)]
-            yield Task(tuple(draws), STRATEGIES)
+            yield Task(tuple(draws), STRATEGIES, backend=backend)
 
 
-def whole(names: Sequence[str], first: int, rounds: int) -> Iterator[Task]:
+def whole(names: Sequence[str], first: int, rounds: int, backend: str = "specs") -> Iterator[Task]:
     """The tasks of the whole proof: so many rounds, of what is `FENCED` four times as many."""
-    yield from tasks(names, first, rounds)
-    yield from tasks([name for name in names if name in FENCED], first + rounds, 3 * rounds)
+    yield from tasks(names, first, rounds, backend)
+    yield from tasks([name for name in names if name in FENCED], first + rounds, 3 * rounds, backend)
 
 
 def sweep(

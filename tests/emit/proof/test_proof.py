@@ -11,6 +11,7 @@ import pytest
 
 from shardplan.emit import blocks
 from shardplan.graph import flattening as graph
+from shardplan.shell.planned import BACKENDS
 from shardplan.tdl import Call, strategies
 from shardplan.tdl.localize import Local, localize
 from shardplan.tdl.proof import CASES
@@ -25,12 +26,14 @@ GROUPS = 4
 
 
 def sample(group: int) -> Iterator[Task]:
-    """A quarter of a sample: what is `FENCED` twice, and of all others every sixth primitive."""
+    """A quarter of a sample: what is `FENCED` once under each backend, and of all others every sixth primitive under one."""
     others = [name for name in primitives() if name not in FENCED][::6]
     yield from ([Task(tuple(REMEMBERED), 12)] if group == 0 else [])
-    yield from list(tasks(FENCED, 1, 2))[group::GROUPS]
+    yield from list(tasks(FENCED, 2, 1))[group::GROUPS]
+    yield from list(tasks(FENCED, 1, 1, "explicit"))[group::GROUPS]
     yield from list(tasks(["gather"], 14, 2))[group::GROUPS]
-    yield from list(tasks(others, 1, 1))[group::GROUPS]
+    yield from list(tasks(others[::2], 1, 1))[group::GROUPS]
+    yield from list(tasks(others[1::2], 1, 1, "explicit"))[group::GROUPS]
 
 
 @pytest.mark.parametrize("group", range(GROUPS))
@@ -43,8 +46,9 @@ def test_a_sample_of_all_strategies(group: int) -> None:
 
 
 @pytest.mark.slow
-def test_strategies_of_every_primitive() -> None:
-    found = sweep(whole(primitives(), 0, 6), jobs=2, budget_s=3600.0)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_strategies_of_every_primitive(backend: str) -> None:
+    found = sweep(whole(primitives(), 0, 6, backend), jobs=2, budget_s=3600.0)
     assert not found.faults, "\n".join(found.faults)
     assert not found.skipped
     assert set(found.primitives) >= set(primitives())

@@ -217,6 +217,11 @@ class _Builder:
         for eqn in jaxpr.eqns:
             name = eqn.primitive.name
             inputs = tuple(self.read(env, a) for a in eqn.invars)
+            if name == "check":
+                raise TraceError(
+                    f"the checkify.check at {_Source(eqn, caller)} is not functionalized: put jax.experimental.checkify.checkify "
+                    "around the function that checks, and return its error"
+                )
             named = named_call(name, eqn.params, [a.aval for a in eqn.invars])
             key = _CALLS.get(name)
             if named is None and key is not None and key in eqn.params:

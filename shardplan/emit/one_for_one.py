@@ -66,19 +66,53 @@ class Pair:
 
 
 def one_for_one(planned: Sequence[Send], hlo_text: str) -> tuple[Pair, ...]:
-    """Every collective of the plan and of the program in the order of the plan, then what the program has beside it."""
+    """Every collective of the plan and of the program in the order of the plan, then what the program has beside it.
+
+    A loop that is compiled unrolled has each collective several times, run as often in all. A loop of unknown trip count may have
+    a known one once compiled: its collectives are counted as often as the program runs them.
+    """
     lines = {s.scope: s.line for s in planned}
-    ours = Counter((s.scope, s.kind, _ways(s.groups, s.kind), s.nbytes, s.times) for s in planned)
-    theirs = Counter(_key(c) for c in operands(hlo_text))
-    rows = [*ours, *(key for key in theirs if key not in ours)]
-    return tuple(Pair(*key, planned=ours[key], compiled=theirs[key], line=str(lines.get(key[0], ""))) for key in rows)
+    open_ended = {s.scope for s in planned if not s.known}
+    ours, theirs = _by_call([_planned(s) for s in planned]), _by_call([_compiled(c) for c in operands(hlo_text)])
+    pairs: list[Pair] = []
+    for call in dict.fromkeys((*ours, *theirs)):
+        line = str(lines.get(call[0], ""))
+        rows = _rows(ours.get(call, Counter()), theirs.get(call, Counter()), open_ended=call[0] in open_ended)
+        pairs += [Pair(*call, times=times, planned=n, compiled=m, line=line) for times, n, m in rows]
+    return tuple(pairs)
+
+
+_Call = tuple[str, Kind, int, int]
+"""A collective's scope, kind, group size and bytes."""
+
+
+def _by_call(found: Sequence[tuple[_Call, float]]) -> dict[_Call, Counter[float]]:
+    """For each call how often it stands in places that run so many times."""
+    result: dict[_Call, Counter[float]] = {}
+    for call, times in found:
+        result.setdefault(call, Counter())[times] += 1
+    return result
+
+
+def _rows(ours: Counter[float], theirs: Counter[float], *, open_ended: bool) -> list[tuple[float, int, int]]:
+    """(times, planned, compiled) for one call."""
+    runs = sum(times * n for times, n in theirs.items())
+    if open_ended and theirs:
+        return [(runs / theirs.total(), ours.total(), theirs.total())]
+    if sum(times * n for times, n in ours.items()) == runs:
+        return [(times, n, n) for times, n in ours.items()]
+    return [(times, ours[times], theirs[times]) for times in dict.fromkeys((*ours, *theirs))]
+
+
+def _planned(send: Send) -> tuple[_Call, float]:
+    return (send.scope, send.kind, _ways(send.groups, send.kind), send.nbytes), send.times
 
 
 def _ways(groups: Sequence[Sequence[int]], kind: str) -> int:
     return 0 if kind == "collective-permute" else len(groups[0])
 
 
-def _key(collective: HloCollective) -> tuple[str, Kind, int, int, float]:
+def _compiled(collective: HloCollective) -> tuple[_Call, float]:
     scopes = _SCOPE.findall(collective.op_name)
     ways = 0 if collective.kind == "collective-permute" else collective.group_size
-    return scopes[-1] if scopes else "", collective.kind, ways, collective.operand_bytes, float(collective.trips)
+    return (scopes[-1] if scopes else "", collective.kind, ways, collective.operand_bytes), float(collective.trips)

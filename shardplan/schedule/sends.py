@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal, cast
 
@@ -38,7 +38,7 @@ class Send:
 
     ``kind`` is HLO's name, ``groups`` the devices of each group, or (from, to) pairs of a permute. ``nbytes`` is the operand's of
     a device, ``wire_bytes`` what the device sends in the ring convention, each ``times`` a training step. ``scope`` is the named
-    scope that the instruction stands in.
+    scope that the instruction stands in. ``known`` is false in a loop of unknown trip count, which is taken as one.
     """
 
     scope: str
@@ -49,6 +49,7 @@ class Send:
     times: float
     tensor: int
     line: str
+    known: bool = True
 
 
 def sends(schedule: Schedule, planned: PlannedProgram) -> tuple[Send, ...]:
@@ -86,15 +87,18 @@ class _Reader:
                 case Scan():
                     yield from self.block(instruction.body, times * float(instruction.op.params["length"]))
                 case While():
-                    trips = float(instruction.op.trips or 1)
-                    again = trips if instruction.batched else 0.0  # the body asks which elements go on
-                    yield from self.block(instruction.test, times * (trips + 1 + again))
-                    yield from self.block(instruction.body, times * trips)
+                    yield from self.loop(instruction, times)
                 case Cond():
                     for branch in instruction.branches:
                         yield from self.block(branch, times)
                 case _:
                     pass
+
+    def loop(self, loop: While, times: float) -> Iterator[Send]:
+        """The collectives of a while loop, taken as one iteration; where the test is batched, the body asks which elements go on."""
+        for block in (loop.test, *([loop.test] if loop.batched else []), loop.body):
+            for send in self.block(block, times):
+                yield replace(send, known=False)
 
     def move(self, move: Move, times: float) -> Iterator[Send]:
         """The collectives of a move: those of step n stand in its scope number n."""

@@ -154,6 +154,9 @@ class _Builder:
         if self._is_free(frame, op):
             frame.values.update((t, _Later(op, r)) for r, t in enumerate(op.outputs))
             return
+        if op.outputs and not op.acts and all(0 in self.shape(frame, t) for t in op.outputs):
+            frame.values.update((t, self.zeros(frame, t, self.layout(frame, t))) for t in op.outputs)
+            return
         node = self.planned.nodes[frame.where, op.id]
         use = self.planned.uses.get(node.id)
         if use is not None:
@@ -171,6 +174,12 @@ class _Builder:
         frame.values.update(zip(op.outputs, results, strict=True))
         if op.acts:
             self.told(frame, op, results, layouts)
+
+    def zeros(self, frame: _Frame, local: int, layout: Layout | None) -> int:
+        """Zeros for a sum that nothing was added to yet, or for a value without elements, whose op reads nothing."""
+        result, shape = self.new(), self.shape(frame, local)
+        frame.out.append(Fill(result, frame.ids[local], shape, layout or Layout(((),) * len(shape))))
+        return result
 
     def used(self, frame: _Frame, node: Node, use: Use) -> None:
         """An op that is cut as a plan says: operands moved to where it needs them, results to where they are stored."""
@@ -345,13 +354,11 @@ class _Builder:
         for i, (operand, t) in enumerate(zip(op.inputs[skip:], inner, strict=True)):
             target = self.layout(inside, t)
             value = self.value(frame, operand)
-            if target is not None and isinstance(operand, int):
+            if isinstance(operand, int):
                 at = self.layout(frame, operand)
-                wanted = Layout(((), *target.dims), target.partial) if i >= stacked_from else target
-                if wanted.partial and at is None:  # a sum starts from zero
-                    result = self.new()
-                    frame.out.append(Fill(result, frame.ids[operand], self.shape(frame, operand), wanted))
-                    value = result
+                wanted = Layout(((), *target.dims), target.partial) if target is not None and i >= stacked_from else target
+                if wanted is not None and wanted.partial and at is None:
+                    value = self.zeros(frame, operand, wanted)
                 else:
                     value = self.move(frame, value, frame.ids[operand], at, wanted, op.source)
             values.append(value)

@@ -1,0 +1,140 @@
+"""What users write inside their steps, under the explicit backend: control flow, random keys, callbacks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import checkify
+
+import shardplan
+from shardplan.schedule import instructions_of
+from tests.emit.test_explicit import check
+from tests.machines import machine
+
+X = jax.random.normal(jax.random.key(0), (64, 32))
+W = jax.random.normal(jax.random.key(1), (32, 32)) / 6
+WS = jax.random.normal(jax.random.key(2), (4, 32, 32)) / 6
+
+
+def drop(key: Any, x: Any) -> Any:
+    return jnp.where(jax.random.bernoulli(key, 0.7, x.shape), x / 0.7, 0.0)
+
+
+# -- control flow ------------------------------------------------------------------------------------------------------
+
+
+def test_an_unrolled_scan_sends_as_often_as_planned() -> None:
+    def step(ws: Any, x: Any) -> Any:
+        def loss(ws: Any) -> Any:
+            h, ys = lax.scan(lambda h, w: (jnp.tanh(h @ w), h.sum(0)), x, ws, reverse=True, unroll=3)
+            return jnp.mean(h**2) + ys.mean()
+
+        return ws - 0.1 * jax.grad(loss)(ws)
+
+    plan = check(step, (WS, X), "2x4:slow")
+    assert any(s.times == 4 for s in plan.sends)
+
+
+def test_a_while_loop_whose_test_reads_a_cut_array_stops_everywhere_at_once() -> None:
+    def step(w: Any, x: Any) -> Any:
+        return lax.while_loop(lambda s: (s[0] < 7) & (jnp.max(s[1]) < 9.0), lambda s: (s[0] + 1, s[1] @ w * 1.4), (0, x))
+
+    plan = check(step, (W, X), "2x4:slow")
+    (test,) = [i.test for i in plan.schedule.body.instructions if hasattr(i, "test")]
+    assert [s.kind for s in plan.sends] == ["all-reduce"], "the test alone reads what lies on other devices"
+    assert any(type(i).__name__ == "Move" for i in instructions_of(test.instructions))
+    assert 1 < int(step(W, X)[0]) < 7, "the array decides when the loop ends"
+
+
+def test_a_loop_for_each_row_ends_with_the_last_row() -> None:
+    def step(w: Any, x: Any, n: Any) -> Any:
+        return jax.vmap(lambda x, n: lax.while_loop(lambda s: s[0] < n, lambda s: (s[0] + 1, jnp.tanh(s[1] @ w)), (0, x)))(x, n)
+
+    check(step, (W, X, jnp.arange(64) % 5), "2x4:slow")
+
+
+def test_values_without_elements_are_not_moved() -> None:
+    def step(w: Any, x: Any) -> Any:
+        return lax.associative_scan(lambda a, b: a * 0.5 + b, (x @ w)[:8], axis=0)
+
+    plan = check(step, (W, X), "2x4:slow")
+    assert all(s.nbytes for s in plan.sends)
+
+
+# -- random keys -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
+def test_keys_are_split_folded_and_mapped_as_on_one_device(impl: str) -> None:
+    """XLA's own generator draws the bits of a batch of keys from the first one: such a batch is never cut."""
+
+    def step(w: Any, x: Any, key: Any) -> Any:
+        keys = jax.random.split(key, 64)
+        noise = jax.vmap(lambda k, n: drop(jax.random.fold_in(k, n), jnp.ones(32)))(keys, jnp.arange(64))
+        return drop(key, jnp.tanh(x @ w)) + noise, jax.random.fold_in(key, 3)
+
+    check(step, (W, X, jax.random.key(7, impl=impl)), "2x4:slow")
+
+
+def test_keys_that_a_scan_takes_one_by_one_are_whole() -> None:
+    def step(ws: Any, x: Any, key: Any) -> Any:
+        return lax.scan(lambda h, wk: (drop(wk[1], jnp.tanh(h @ wk[0])), None), x, (ws, jax.random.split(key, 4)))[0]
+
+    check(step, (WS, X, jax.random.key(7)), "2x4:slow")
+
+
+def test_numbers_that_a_scan_takes_one_by_one_are_whole() -> None:
+    def step(w: Any, x: Any, rates: Any) -> Any:
+        return lax.scan(lambda h, r: (jnp.tanh(h @ w) * r, None), x, jnp.sin(rates))[0]
+
+    spec = jax.sharding.PartitionSpec(("node", "gpu"))
+    check(step, (W, X, jnp.arange(8.0)), "2x4:slow", pins={"rates": spec})
+
+
+# -- effects -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_callback_without_results_sees_the_whole_value_once() -> None:
+    seen: list[Any] = []
+
+    def step(w: Any, x: Any) -> Any:
+        def body(h: Any, w: Any) -> Any:
+            h = jnp.tanh(h @ w)
+            jax.debug.callback(lambda h: seen.append(np.array(h)), h)
+            return h, None
+
+        return lax.scan(body, x, w)[0]
+
+    plan = shardplan.plan(step, WS, X, cluster=machine("2x4:slow"))
+    out = plan.jit(step, jax.devices()[:8], "explicit")(WS, X)
+    jax.effects_barrier()
+    assert len(seen) == 4
+    assert any(np.array_equal(h, np.asarray(out)) for h in seen)
+
+
+def test_a_check_outside_of_checkify_is_refused_with_its_line() -> None:
+    def step(x: Any) -> Any:
+        checkify.check(jnp.all(x > 0), "negative")
+        return x * 2
+
+    with pytest.raises(shardplan.TraceError, match=r"check at .*test_user_code.py.* is not functionalized: put .*checkify"):
+        shardplan.plan(step, X, cluster=machine("2x4:slow"))
+
+
+def test_checks_inside_of_checkify_are_those_of_the_whole() -> None:
+    def step(w: Any, x: Any) -> Any:
+        def logs(x: Any) -> Any:
+            checkify.check(jnp.all(x > -1e9), "too small: {}", x.min())
+            return jnp.log(x)
+
+        error, y = checkify.checkify(logs, errors=checkify.user_checks | checkify.nan_checks)(x @ w)
+        return error, y
+
+    plan = shardplan.plan(step, W, X, cluster=machine("2x4:slow"))
+    error, _ = plan.jit(step, jax.devices()[:8], "explicit")(W, X)
+    assert "nan generated by primitive: log" in str(error.get())

@@ -111,7 +111,7 @@ class Reblock:
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """A value that is known: a literal, or zeros of a block in ``layout``: a sum that nothing was added to yet, or no elements."""
+    """A known value: a literal, or zeros of a block in ``layout``, for a sum that nothing was added to yet or for no elements."""
 
     result: int
     tensor: int

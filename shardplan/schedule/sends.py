@@ -95,7 +95,7 @@ class _Reader:
                     pass
 
     def loop(self, loop: While, times: float) -> Iterator[Send]:
-        """The collectives of a while loop, taken as one iteration; where the test is batched, the body asks which elements go on."""
+        """The collectives of a while loop, taken as one iteration; a body with a batched test asks again which elements go on."""
         for block in (loop.test, *([loop.test] if loop.batched else []), loop.body):
             for send in self.block(block, times):
                 yield replace(send, known=False)

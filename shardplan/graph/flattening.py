@@ -361,7 +361,7 @@ class _Flattener:
         """The op's signature; equal ops on equal shapes share one."""
         kinds = self.kinds
         reads, makes = tuple([kinds[i] if i >= 0 else -1 for i in inputs]), tuple([kinds[o] for o in outputs])
-        params = tuple([(k, v) for k, v in op.params.items() if type(v) in _PLAIN or not _is_body(v)])
+        params = tuple([(k, v if type(v) in _PLAIN or not _is_body(v) else _body_key(v)) for k, v in op.params.items()])
         key: Any = (op.primitive, reads, makes, params)
         try:
             cached = self.signatures.get(key)
@@ -410,3 +410,8 @@ _PLAIN = {int, bool, str, tuple, type(None)}
 def _is_body(param: Any) -> bool:
     """Whether a parameter is a jaxpr or a function: each call has new ones, so equal calls would not compare equal."""
     return hasattr(param, "eqns") or hasattr(param, "jaxpr") or (callable(param) and not isinstance(param, type))
+
+
+def _body_key(param: Any) -> object:
+    """What equal bodies have in common: the text of a jaxpr without arrays; a function (a callback) equals itself alone."""
+    return id(param) if callable(param) or getattr(param, "consts", ()) else str(param)

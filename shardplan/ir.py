@@ -142,6 +142,20 @@ class Tensor:
 
 
 @dataclass(frozen=True, slots=True)
+class Constraint:
+    """Where the step says that a value lies: for each dim the mesh axes that split it, major first (None: any).
+
+    ``axes`` are these axes with their sizes.
+    """
+
+    dims: tuple[tuple[str, ...] | None, ...]
+    axes: tuple[tuple[str, int], ...]
+
+    def __str__(self) -> str:
+        return spec_text(["UNCONSTRAINED" if d is None else d[0] if len(d) == 1 else d or None for d in self.dims])
+
+
+@dataclass(frozen=True, slots=True)
 class Constant:
     """A scalar constant written into the program."""
 
@@ -243,6 +257,11 @@ class Program:
     def returned(self) -> frozenset[int]:
         """The tensors among the outputs, without constants, whose values may be unhashable."""
         return frozenset(o for o in self.outputs if isinstance(o, int))
+
+    @property
+    def meshed(self) -> bool:
+        """Whether the step itself names axes of a mesh, so that it cannot run on one device."""
+        return any("constraint" in op.params or any(body.meshed for body in op.bodies) for op in self.ops)
 
     def count_ops(self) -> int:
         """Number of ops; ops in bodies count once."""

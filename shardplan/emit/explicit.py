@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
+from shardplan import _jax
 from shardplan.cost import Network
 from shardplan.emit.blocks import Blocks
 from shardplan.emit.stacked import partition_spec
@@ -113,9 +114,9 @@ class ExplicitEmitter:
         if compute.once:
             return self.once(compute, inputs)
         if compute.cuts:
-            with eqn.ctx.manager:
+            with _jax.settings_of(eqn):
                 return self.blocks.run(signature.call, compute.cuts, inputs, eqn.primitive, compute.scope)
-        with eqn.ctx.manager:
+        with _jax.settings_of(eqn):
             made = eqn.primitive.bind(*cuttable(op.primitive, inputs, eqn.params), **eqn.primitive.get_bind_params(eqn.params))
         return in_row_major_order(op.primitive, made if eqn.primitive.multiple_results else [made])
 
@@ -125,7 +126,7 @@ class ExplicitEmitter:
         shapes = [v.aval for v in eqn.outvars]
 
         def run(*operands: Any) -> tuple[Any, ...]:
-            with eqn.ctx.manager:
+            with _jax.settings_of(eqn):
                 made = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
             return tuple(made) if eqn.primitive.multiple_results else (made,)
 

@@ -20,6 +20,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from shardplan import _jax
 from shardplan.emit.calls import Exchanges, Pairs, Share, on_shares, reduced
 from shardplan.emit.extremes import as_floats, as_integers
 from shardplan.emit.shares import share_of
@@ -275,7 +276,7 @@ class SpecsEmitter:
     def bind(self, op: Op, inputs: Sequence[Any], *, constant: bool = False) -> list[Any]:
         """The results of the op's primitive on these values; ``constant`` as in `cuttable`."""
         eqn = op.handle
-        with eqn.ctx.manager:
+        with _jax.settings_of(eqn):
             made = eqn.primitive.bind(
                 *cuttable(op.primitive, inputs, eqn.params, constant=constant), **eqn.primitive.get_bind_params(eqn.params)
             )

@@ -16,7 +16,7 @@ from typing import Any
 
 from shardplan.cost import compute
 from shardplan.errors import DescriptionError, MisfitError, UndescribedPrimitiveError
-from shardplan.ir import Op, Program, Reducer, Tensor, Where
+from shardplan.ir import Constraint, Op, Program, Reducer, Tensor, Where
 from shardplan.tdl import (
     Call,
     Description,
@@ -51,6 +51,7 @@ class Signature:
       difference) of all operands that are read.
     - ``moves``: the result has the elements of the one operand, moved, converted to another dtype or negated. ``resizes``: such
       an op only adds or removes dims of size 1.
+    - ``constraint``: where the step says that the result lies (None: it does not say).
     - ``contracts``: it sums products, as a matrix product or a convolution does.
     """
 
@@ -65,6 +66,7 @@ class Signature:
     moves: bool = field(init=False)
     resizes: bool = field(init=False)
     contracts: bool = field(init=False)
+    constraint: Constraint | None = field(init=False)
 
     def __post_init__(self) -> None:
         known = self.description
@@ -77,6 +79,7 @@ class Signature:
         set_("adds", known is not None and known.elementwise and _adds(known))
         set_("moves", known is not None and _moves(self.call, known))
         set_("resizes", known is not None and self.moves and not self.elementwise and _resizes(self.call, known))
+        set_("constraint", self.call.params.get("constraint"))
         set_("contracts", known is not None and compute.is_contraction(known))
 
     def cut(self, loop: int, ways: int) -> Strategy | None:
@@ -180,6 +183,11 @@ class Graph:
     carries: Mapping[int, tuple[int, int, int]]
     unknown_trips: tuple[str, ...]
     begins: Mapping[Where, int] = field(default_factory=dict[Where, int])
+
+    @property
+    def placed(self) -> Mapping[int, Node]:
+        """The tensors for which the step says where they lie, each with the node that says so."""
+        return {node.outputs[0]: node for node in self.nodes if node.signature.constraint is not None}
 
 
 _MINOR_BRANCH_SHARE = 1e-3

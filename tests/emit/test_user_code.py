@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import checkify
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import shardplan
 from shardplan.schedule import instructions_of
@@ -66,6 +68,19 @@ def test_values_without_elements_are_not_moved() -> None:
     assert all(s.nbytes for s in plan.sends)
 
 
+def test_functions_inside_ops_are_told_apart() -> None:
+    """Equal ops run once: two callbacks, or two reductions by functions of the user, are not equal."""
+
+    def step(w: Any, x: Any) -> Any:
+        y = x @ w
+        like = jax.ShapeDtypeStruct(y.shape, y.dtype)
+        doubled, tripled = (jax.pure_callback(lambda a, n=n: np.asarray(a) * n, like, y) for n in (2, 3))
+        folded = [lax.reduce(y, 0.0, f, (1,)) for f in (lambda a, b: a + b * 2.0, lambda a, b: a * 0.5 + b)]
+        return doubled, tripled, folded
+
+    check(step, (W, X), "2x4:slow")
+
+
 # -- random keys -------------------------------------------------------------------------------------------------------
 
 
@@ -92,8 +107,77 @@ def test_numbers_that_a_scan_takes_one_by_one_are_whole() -> None:
     def step(w: Any, x: Any, rates: Any) -> Any:
         return lax.scan(lambda h, r: (jnp.tanh(h @ w) * r, None), x, jnp.sin(rates))[0]
 
-    spec = jax.sharding.PartitionSpec(("node", "gpu"))
-    check(step, (W, X, jnp.arange(8.0)), "2x4:slow", pins={"rates": spec})
+    check(step, (W, X, jnp.arange(8.0)), "2x4:slow", pins={"rates": P(("node", "gpu"))})
+
+
+# -- sharding constraints ----------------------------------------------------------------------------------------------
+
+
+def mesh(*names: str) -> Mesh:
+    return Mesh(np.array(jax.devices()[:8]).reshape(2, 4), names or ("node", "gpu"))
+
+
+def lies(x: Any, *entries: Any, over: Mesh | None = None) -> Any:
+    return lax.with_sharding_constraint(x, NamedSharding(over or mesh(), P(*entries)))
+
+
+@pytest.mark.parametrize("backend", ["explicit", "specs"])
+def test_a_sharding_constraint_holds(backend: str) -> None:
+    def step(w: Any, x: Any) -> Any:
+        def loss(w: Any) -> Any:
+            h = lies(jnp.tanh(x @ w), "gpu", None)
+            h = lies(jnp.sin(h), None, ("node", "gpu"))
+            return jnp.mean(lies(h @ w, P.UNCONSTRAINED, "node") ** 2)
+
+        return w - 0.1 * jax.grad(loss)(w), lies(x @ w, None, "gpu")
+
+    plan = check(step, (W, X), "2x4:slow") if backend == "explicit" else shardplan.plan(step, W, X, cluster=machine("2x4:slow"))
+    held = {n.signature.constraint: plan.planned.layouts[t] for t, n in plan.graph.placed.items()}
+    assert {str(c): layout.dims for c, layout in held.items() if layout is not None} == {
+        "P('gpu', None)": ((1,), ()),
+        "P(None, ('node', 'gpu'))": ((), (0, 1)),
+        "P('UNCONSTRAINED', 'node')": (held_rows(held), (0,)),
+        "P(None, 'gpu')": ((), (1,)),
+    }
+    assert plan.out_specs[1] == P(None, "gpu")
+    run = plan.jit(step, jax.devices()[:8], backend)
+    for found, want in zip(run(W, X), jax.jit(step)(W, X), strict=True):
+        np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-6)
+
+
+def held_rows(held: Any) -> Any:
+    """Whatever the plan chose for the dim that the step leaves open."""
+    return next(layout.dims[0] for constraint, layout in held.items() if constraint.dims[0] is None)
+
+
+def test_a_constraint_over_another_mesh_is_refused() -> None:
+    def step(w: Any, x: Any) -> Any:
+        return lies(x @ w, "data", over=mesh("data", "model"))
+
+    says = r"P\('data', None\) at .*test_user_code.py.* axis 'data' of size 2, and the plan's mesh has node=2, gpu=4: plan with"
+    with pytest.raises(shardplan.PinError, match=says):
+        shardplan.plan(step, W, X, cluster=machine("2x4:slow"))
+    assert shardplan.plan(step, W, X, cluster=mesh("data", "model")).out_specs == P("data")
+
+
+def test_a_constraint_on_an_order_of_axes_that_no_layout_has_is_refused() -> None:
+    with pytest.raises(shardplan.PinError, match=r"unsupported order: use slowest first, \('node', 'gpu'\)"):
+        shardplan.plan(lambda x: lies(x * 2, ("gpu", "node")), X, cluster="2x4")
+
+
+@pytest.mark.parametrize("backend", ["explicit", "specs"])
+def test_a_step_traced_under_a_mesh_runs_under_a_plan(backend: str) -> None:
+    """`jax.set_mesh` puts its mesh into every op that it traces; a constraint by names alone means that mesh."""
+
+    def step(w: Any, x: Any) -> Any:
+        return lax.scan(lambda h, _: (lax.with_sharding_constraint(jnp.tanh(h @ w), P("gpu")), None), x, None, length=2)[0]
+
+    with jax.set_mesh(mesh()):
+        plan = shardplan.plan(step, W, X, cluster=mesh())
+        want = jax.jit(step)(W, X)
+        inside = plan.jit(step, backend=backend)(W, X)
+    np.testing.assert_allclose(inside, want, rtol=1e-5)
+    np.testing.assert_allclose(plan.jit(step, backend=backend)(W, X), want, rtol=1e-5)
 
 
 # -- effects -----------------------------------------------------------------------------------------------------------

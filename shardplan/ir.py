@@ -156,6 +156,23 @@ class Constraint:
 
 
 @dataclass(frozen=True, slots=True)
+class Manual:
+    """How a function that the step itself runs on each device takes and leaves values: the axes that split each of their dims.
+
+    ``axes`` are the axes of its mesh with their sizes.
+    """
+
+    ins: tuple[tuple[tuple[str, ...], ...], ...]
+    outs: tuple[tuple[tuple[str, ...], ...], ...]
+    axes: tuple[tuple[str, int], ...]
+
+    def layouts(self, names: Sequence[str]) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
+        """The layouts of operands and results over factors of these names."""
+        ins, outs = ([Layout(tuple(tuple(map(names.index, d)) for d in dims)) for dims in own] for own in (self.ins, self.outs))
+        return tuple(ins), tuple(outs)
+
+
+@dataclass(frozen=True, slots=True)
 class Constant:
     """A scalar constant written into the program."""
 
@@ -261,7 +278,9 @@ class Program:
     @property
     def meshed(self) -> bool:
         """Whether the step itself names axes of a mesh, so that it cannot run on one device."""
-        return any("constraint" in op.params or any(body.meshed for body in op.bodies) for op in self.ops)
+        return any(
+            not {"constraint", "manual"}.isdisjoint(op.params) or any(body.meshed for body in op.bodies) for op in self.ops
+        )
 
     def count_ops(self) -> int:
         """Number of ops; ops in bodies count once."""

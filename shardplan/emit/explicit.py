@@ -19,6 +19,8 @@ from jax.sharding import Mesh
 from shardplan import _jax
 from shardplan.cost import Network
 from shardplan.emit.blocks import Blocks
+from shardplan.emit.manual import evaluated
+from shardplan.emit.one_for_one import OWN
 from shardplan.emit.stacked import partition_spec
 from shardplan.emit.transfers import Transfers
 from shardplan.ir import Constant, Layout
@@ -113,6 +115,9 @@ class ExplicitEmitter:
         eqn = op.handle
         if compute.once:
             return self.once(compute, inputs)
+        if signature.manual is not None:
+            with jax.named_scope(OWN):
+                return evaluated(eqn.params["jaxpr"], inputs)
         if compute.cuts:
             with _jax.settings_of(eqn):
                 return self.blocks.run(signature.call, compute.cuts, inputs, eqn.primitive, compute.scope)

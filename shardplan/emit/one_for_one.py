@@ -14,6 +14,9 @@ from shardplan.schedule import Send
 UNTOUCHED = {"xla_disable_hlo_passes": "cpu-all-reduce-combiner,cse_barrier_expander,while-loop-invariant-code-motion"}
 """Options that keep XLA's CPU compiler from merging collectives, undoing barriers and moving gathers out of loops."""
 
+OWN = "collectives_of_the_step"
+"""The named scope of what the step itself runs on each device: its collectives are the user's, and no plan has them."""
+
 _SCOPE = re.compile(r"(?:^|/)((?:move\d+\.\d+)|(?:reblock\d+\.\d+)|(?:halo\d+\.\d+\.\d+\.(?:lo|hi)))(?=/|$)")
 
 
@@ -73,7 +76,10 @@ def one_for_one(planned: Sequence[Send], hlo_text: str) -> tuple[Pair, ...]:
     """
     lines = {s.scope: s.line for s in planned}
     open_ended = {s.scope for s in planned if not s.known}
-    ours, theirs = _by_call([_planned(s) for s in planned]), _by_call([_compiled(c) for c in operands(hlo_text)])
+    ours, theirs = (
+        _by_call([_planned(s) for s in planned]),
+        _by_call([_compiled(c) for c in operands(hlo_text) if f"/{OWN}/" not in c.op_name]),
+    )
     pairs: list[Pair] = []
     for call in dict.fromkeys((*ours, *theirs)):
         line = str(lines.get(call[0], ""))

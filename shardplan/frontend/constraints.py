@@ -1,7 +1,7 @@
-"""Shardings that a step asks for inside: `jax.lax.with_sharding_constraint`, and `jax.device_put` on a sharding.
+"""Shardings that a step asks for inside: `jax.lax.with_sharding_constraint`, `jax.device_put` on a sharding, `jax.shard_map`.
 
-Each becomes an op that hands its operand on and says where the value lies. JAX's own primitives would bind the user's mesh again,
-which a plan's program does not run on.
+A constraint becomes an op that hands its operand on and says where the value lies. JAX's own primitives would bind the user's
+mesh again, which a plan's program does not run on.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardplan import _jax
 from shardplan.errors import PinError
-from shardplan.ir import Constraint
+from shardplan.ir import Constraint, Manual
 
 _DEVICE_MEMORY = (None, "device", "unpinned_host")
 """Kinds of memory that are a device's own: the second is that of a CPU."""
@@ -62,6 +62,30 @@ def _axes(entry: Any, sizes: dict[str, int]) -> tuple[str, ...]:
     """The axes of a dim, major first."""
     axes = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
     return tuple(a for a in axes if sizes[a] > 1)
+
+
+def manual_of(eqn: Any, source: object) -> Manual:
+    """How a `jax.shard_map` takes and leaves its values. Axes of size one are left out.
+
+    Raises:
+        PinError: if its function has sharding constraints of its own, over axes that are not manual.
+    """
+    params, sizes = eqn.params, dict(eqn.params["mesh"].shape)
+    inner = next((e for e in params["jaxpr"].eqns if asked_shardings(e) is not None and e.outvars[0].aval.shape), None)
+    if inner is not None:
+        raise PinError(
+            f"{inner.primitive.name} stands inside the jax.shard_map at {source}: put it outside, or name all axes of the mesh "
+            "in axis_names"
+        )
+
+    def dims(specs: Any, variables: Any) -> tuple[tuple[tuple[str, ...], ...], ...]:
+        ranks = [len(v.aval.shape) for v in variables]
+        return tuple(
+            tuple(_axes(e, sizes) for e in (*spec, *[None] * (rank - len(spec)))) for spec, rank in zip(specs, ranks, strict=True)
+        )
+
+    axes = tuple((str(name), int(size)) for name, size in sizes.items() if size > 1)
+    return Manual(dims(params["in_specs"], eqn.invars), dims(params["out_specs"], eqn.outvars), axes)
 
 
 def handed_on(eqn: Any, operand: int) -> Any:

@@ -16,7 +16,8 @@ import numpy as np
 
 from shardplan import _jax
 from shardplan.errors import TraceError
-from shardplan.frontend.constraints import asked_shardings, constraint_of, handed_on, without_sharding
+from shardplan.frontend.collectives import over_dims
+from shardplan.frontend.constraints import asked_shardings, constraint_of, handed_on, manual_of, without_sharding
 from shardplan.ir import Constant, Op, Operand, Program, Tensor, itemsize
 from shardplan.tdl import named_call
 from shardplan.user_code import users_code
@@ -215,7 +216,7 @@ class _Builder:
 
     def run(self, jaxpr: Any, env: dict[Any, Operand], scope: str, caller: _Source | None = None) -> None:
         """Adds the equations of a jaxpr, with calls inlined."""
-        for eqn in jaxpr.eqns:
+        for eqn in map(over_dims, jaxpr.eqns):
             name = eqn.primitive.name
             inputs = tuple(self.read(env, a) for a in eqn.invars)
             if name == "check":
@@ -240,6 +241,10 @@ class _Builder:
             asked = asked_shardings(eqn)
             if asked is not None:
                 self.constrain(eqn, asked, inputs, env, scope, caller)
+                continue
+            if name == "shard_map":
+                own = {"manual": manual_of(eqn, _Source(eqn, caller)), "body": eqn.params["jaxpr"]}
+                self.op(eqn, name, inputs, eqn.outvars, env, scope, caller, own)
                 continue
             eqn = without_sharding(eqn, _Source(eqn, caller))
             self.op(eqn, named or name, inputs, eqn.outvars, env, scope, caller)

@@ -16,7 +16,7 @@ from typing import Any
 
 from shardplan.cost import compute
 from shardplan.errors import DescriptionError, MisfitError, UndescribedPrimitiveError
-from shardplan.ir import Constraint, Op, Program, Reducer, Tensor, Where
+from shardplan.ir import Constraint, Manual, Op, Program, Reducer, Tensor, Where
 from shardplan.tdl import (
     Call,
     Description,
@@ -52,6 +52,7 @@ class Signature:
     - ``moves``: the result has the elements of the one operand, moved, converted to another dtype or negated. ``resizes``: such
       an op only adds or removes dims of size 1.
     - ``constraint``: where the step says that the result lies (None: it does not say).
+    - ``manual``: how it takes and leaves values where the step itself runs it on each device (None: the plan chooses).
     - ``contracts``: it sums products, as a matrix product or a convolution does.
     """
 
@@ -67,6 +68,7 @@ class Signature:
     resizes: bool = field(init=False)
     contracts: bool = field(init=False)
     constraint: Constraint | None = field(init=False)
+    manual: Manual | None = field(init=False)
 
     def __post_init__(self) -> None:
         known = self.description
@@ -80,6 +82,7 @@ class Signature:
         set_("moves", known is not None and _moves(self.call, known))
         set_("resizes", known is not None and self.moves and not self.elementwise and _resizes(self.call, known))
         set_("constraint", self.call.params.get("constraint"))
+        set_("manual", self.call.params.get("manual"))
         set_("contracts", known is not None and compute.is_contraction(known))
 
     def cut(self, loop: int, ways: int) -> Strategy | None:
@@ -384,7 +387,7 @@ class _Flattener:
         call = Call(op.primitive, shapes, tuple(s for s, _ in results), op.params, dtypes, tuple(d for _, d in results))
         description = _described(call, op)
         waived = self.replicate | HOST | {PLATFORM}
-        if description is None and waived.isdisjoint((op.primitive, op.primitive.split(":")[0])):
+        if description is None and "manual" not in op.params and waived.isdisjoint((op.primitive, op.primitive.split(":")[0])):
             raise UndescribedPrimitiveError(op.primitive, str(op.source), operands=shapes, results=call.results)
         self.signatures[key] = Signature(len(self.signatures), call, description)
         return self.signatures[key]

@@ -112,7 +112,7 @@ class _Builder:
             return frame.free[key]
         inside = layout is not None and node.signature.aligned and not layout.partial
         cuts = following_cuts(node, layout, self.planned.sizes) if inside and layout is not None else ()
-        wanted = operand_layouts(node, cuts)
+        wanted = operand_layouts(node, cuts, self.planned.names)
         inputs: list[Source] = []
         whole: set[int] = set()
         for slot, i in enumerate(later.op.inputs):
@@ -207,7 +207,7 @@ class _Builder:
 
     def read(self, frame: _Frame, node: Node, cuts: Sequence[Cut], use: Use | None) -> tuple[list[Source], set[int]]:
         """The operands of an op with these cuts, moved as ``use`` says, and the slots of those that every device has whole."""
-        wanted = operand_layouts(node, cuts)
+        wanted = operand_layouts(node, cuts, self.planned.names)
         inputs: list[Source] = []
         whole: set[int] = set()
         for slot, i in enumerate(node.op.inputs):
@@ -218,6 +218,8 @@ class _Builder:
                 whole |= {slot} if wanted[slot] is None else set()
             elif not isinstance(i, int) or (self.layout(frame, i) if use is None else use.needs[slot]) is None:
                 whole.add(slot)
+                if node.signature.manual is not None and isinstance(i, int):
+                    value = self.move(frame, value, frame.ids[i], None, wanted[slot], node.op.source)
             elif use is not None:
                 value = self.operand(frame, node, use, slot, i)
             inputs.append(value)
@@ -241,14 +243,11 @@ class _Builder:
         """The whole shape of a tensor of a frame's program."""
         return self.graph.tensors[frame.ids[local]].shape
 
-    def _follows(self, frame: _Frame, operand: int | Constant) -> bool:
-        """Whether an operand has no layout of its own: a literal, a scalar, or a value that depends on no argument."""
-        return not isinstance(operand, int) or self.layout(frame, operand) is None
-
     def _is_free(self, frame: _Frame, op: Op) -> bool:
-        """Whether the op makes values (not scalars) that depend on no input."""
-        makes = all(self._follows(frame, t) and math.prod(self.shape(frame, t)) > 1 for t in op.outputs)
-        return makes and not op.handle.effects and all(self._follows(frame, i) for i in op.inputs)
+        """Whether the op makes values (not scalars) that depend on no input: they have no layout, and its operands have none."""
+        tensors = [t for t in (*op.outputs, *op.inputs) if isinstance(t, int)]
+        makes = all(math.prod(self.shape(frame, t)) > 1 for t in op.outputs)
+        return makes and not op.handle.effects and all(self.layout(frame, t) is None for t in tensors)
 
     # -- moves -------------------------------------------------------------------------------------------------------
 

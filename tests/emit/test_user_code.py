@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 from jax.experimental import checkify
@@ -178,6 +179,170 @@ def test_a_step_traced_under_a_mesh_runs_under_a_plan(backend: str) -> None:
         inside = plan.jit(step, backend=backend)(W, X)
     np.testing.assert_allclose(inside, want, rtol=1e-5)
     np.testing.assert_allclose(plan.jit(step, backend=backend)(W, X), want, rtol=1e-5)
+
+
+# -- functions that the user runs on each device -------------------------------------------------------------------------
+
+
+def product(w: Any, x: Any, **options: Any) -> Any:
+    """A product cut along its inner dim over "gpu" and along its rows over "node", by hand."""
+    over = jax.shard_map(
+        lambda w, x: lax.psum(x @ w, "gpu"),
+        mesh=options.pop("over", None) or mesh(),
+        in_specs=(P("gpu", None), P("node" if not options.get("axis_names") else None, "gpu")),
+        out_specs=P("node" if not options.get("axis_names") else None, None),
+        **options,
+    )
+    return over(w, x)
+
+
+@pytest.mark.parametrize("options", [{}, {"check_vma": False}, {"axis_names": {"gpu"}}], ids=["all", "unchecked", "some axes"])
+def test_a_shard_map_runs_on_the_blocks_that_it_asks_for(options: Any) -> None:
+    def step(w: Any, x: Any) -> Any:
+        return w - 0.1 * jax.grad(lambda w: jnp.mean(jnp.tanh(product(w, x, **options) @ w) ** 2))(w)
+
+    plan = check(step, (W, X), "2x4:slow")
+    (forward, *_) = [n for n in plan.graph.nodes if n.signature.manual is not None]
+    use = plan.planned.uses[forward.id]
+    rows = () if options.get("axis_names") else (0,)
+    assert [need.dims for need in use.needs if need is not None] == [((1,), ()), (rows, (1,))]
+    assert use.gives[0].dims == (rows, ())
+
+
+def test_a_shard_map_runs_on_the_users_mesh_under_the_specs_backend_too() -> None:
+    def step(w: Any, x: Any) -> Any:
+        return jnp.tanh(product(w, x)) @ w
+
+    plan = shardplan.plan(step, W, X, cluster=mesh())
+    np.testing.assert_allclose(plan.jit(step, backend="specs")(W, X), jax.jit(step)(W, X), rtol=1e-5, atol=1e-6)
+
+
+def test_loops_and_branches_inside_a_shard_map_run_on_blocks() -> None:
+    def local(m: Any, x: Any) -> Any:
+        h = lax.scan(lambda h, _: (h * 0.5 + lax.pmean(h.sum(), ("node", "gpu")) * m, None), x, None, length=3)[0]
+        h = lax.while_loop(
+            lambda s: (s[0] < 3) & (lax.pmax(s[1].max(), ("node", "gpu")) < 9), lambda s: (s[0] + 1, s[1] * 1.5), (0, h)
+        )[1]
+        return lax.cond(lax.axis_index("gpu") > 1, lambda h: h * 2.0, jnp.sin, h) + jax.nn.relu(h)
+
+    def step(w: Any, x: Any) -> Any:
+        rows = P(("node", "gpu"))
+        made = jnp.arange(64.0)[:, None] * jnp.ones((1, 32))  # whole on every device: each takes its block
+        return jax.shard_map(local, mesh=mesh(), in_specs=(rows, rows), out_specs=rows)(made, x @ w)
+
+    check(step, (W, X), "2x4:slow")
+
+
+def test_a_shard_map_over_another_mesh_is_refused() -> None:
+    with pytest.raises(shardplan.PinError, match=r"shard_map at .*test_user_code.py.* axis 'node' of size 2, .*gpu=8: plan with"):
+        shardplan.plan(lambda w, x: product(w, x), W, X, cluster="8")
+
+
+def test_an_axis_of_vmap_is_none_of_the_mesh() -> None:
+    """Batch statistics over a mapped axis that is named like an axis of the plan's mesh."""
+
+    def step(w: Any, x: Any) -> Any:
+        def one(row: Any) -> Any:
+            h = row @ w
+            h = (h - lax.pmean(h, "gpu")) / (1.0 + lax.stop_gradient(lax.pmax(h, "gpu") - lax.pmin(h, "gpu")))
+            return h + 0.01 * lax.axis_index("gpu")
+
+        return jax.vmap(one, axis_name="gpu")(x)
+
+    check(step, (W, X), "2x4:slow")
+
+
+# -- devices -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_that_splits_an_axis_of_the_users_mesh_runs_on_its_devices() -> None:
+    devices = jax.devices()[6:0:-1]
+    plan = shardplan.plan(jnp.dot, jnp.ones((16, 16)), jnp.ones((16, 16)), cluster=Mesh(np.array(devices), ("data",)))
+    assert plan.axes == {"data0": 2, "data1": 3}
+    assert plan.mesh().devices.ravel().tolist() == devices
+    assert jnp.array_equal(
+        plan.jit(jnp.dot, backend="explicit")(jnp.ones((16, 16)), jnp.ones((16, 16))), jnp.full((16, 16), 16.0)
+    )
+
+
+def test_arrays_of_other_devices_come_along() -> None:
+    """Arguments are moved; what a step closes over is moved too."""
+    closed = jax.device_put(jnp.arange(32.0), NamedSharding(mesh(), P("gpu")))
+
+    def step(x: Any) -> Any:
+        return x * closed
+
+    plan = shardplan.plan(step, X, cluster=machine("2x2:slow"))
+    out = plan.jit(step, jax.devices()[2:6], "explicit")(jax.device_put(X, jax.devices()[7]))
+    assert out.sharding.device_set == set(jax.devices()[2:6])
+    assert jnp.array_equal(out, X * jnp.arange(32.0))
+
+
+def test_a_donated_argument_is_not_used_again() -> None:
+    def step(w: Any, x: Any) -> Any:
+        return w + 1.0, (x @ w).sum()
+
+    plan = shardplan.plan(step, W, X, cluster=machine("2x4:slow"), donate_argnums=0)
+    run, (w, x) = plan.jit(step, jax.devices()[:8], "explicit"), plan.put((W, X), mesh=plan.mesh(jax.devices()[:8]))
+    run(w, x)
+    with pytest.raises(shardplan.ShardplanError, match="w was donated to an earlier call and is deleted"):
+        run(w, x)
+
+
+# -- what is reduced -----------------------------------------------------------------------------------------------------
+
+
+def weighed(loss: Any, *shapes: Any, on: str) -> tuple[list[tuple[int, float]], set[int]]:
+    """Of a step's gradients (bytes, times) for each reduction, and the sizes of all else that it sends."""
+    parameters = {name: jax.ShapeDtypeStruct((1024, 1024), "float32") for name in "ab"}
+    sends = shardplan.plan(loss, parameters, *(jax.ShapeDtypeStruct(s, "float32") for s in shapes), cluster=on).sends
+    reduced = [(s.nbytes, s.times) for s in sends if s.kind in ("all-reduce", "reduce-scatter") and s.nbytes > 2**16]
+    return reduced, {s.nbytes for s in sends if s.kind not in ("all-gather", "reduce-scatter") and s.nbytes < 2**16}
+
+
+def squares(w: Any, x: Any) -> Any:
+    return jnp.mean((jnp.tanh(x @ w["a"]) @ w["b"]) ** 2)
+
+
+@pytest.mark.parametrize("on", ["2x4", "8"])
+@pytest.mark.parametrize("loop", ["scan", "python"])
+def test_accumulated_gradients_are_reduced_once_a_step(loop: str, on: str) -> None:
+    def step(w: Any, x: Any) -> Any:
+        add = lambda g, part: jax.tree.map(jnp.add, g, jax.grad(squares)(w, part))  # noqa: E731
+        total = jax.tree.map(jnp.zeros_like, w)
+        if loop == "scan":
+            total = lax.scan(lambda g, part: (add(g, part), None), total, x)[0]
+        else:
+            for part in x:
+                total = add(total, part)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, w, total)
+
+    reduced, others = weighed(step, (4, 2**16, 1024), on=on)
+    assert reduced == [(4 * 1024**2, 1.0)] * 2
+    assert not others
+
+
+@pytest.mark.parametrize("on", ["2x4", "8"])
+def test_means_norms_and_statistics_of_a_cut_batch_cost_their_own_numbers(on: str) -> None:
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
+
+    def clipped(w: Any, x: Any) -> Any:
+        loss, g = jax.value_and_grad(squares)(w, x)
+        return optax.apply_updates(w, optimizer.update(g, optimizer.init(w))[0]), loss
+
+    def normed(w: Any, x: Any) -> Any:
+        def loss(w: Any) -> Any:
+            h = x @ w["a"]
+            h = (h - h.mean(0)) * lax.rsqrt(h.var(0) + 1e-5)
+            return jnp.mean((h @ w["b"]) ** 2)
+
+        value, g = jax.value_and_grad(loss)(w)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, w, g), value
+
+    for step, numbers in ((clipped, {4}), (normed, {4, 4 * 1024})):
+        reduced, others = weighed(step, (2**18, 1024), on=on)
+        assert reduced == [(4 * 1024**2, 1.0)] * 2
+        assert others == numbers
 
 
 # -- effects -----------------------------------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ def _free(graph: Graph) -> frozenset[int]:
     free = set(graph.constants) | {t.id for t in graph.tensors if t.size == 1}
     for node in graph.nodes:
         keyed = any(d.startswith("key") for d in node.signature.call.dtypes)
-        if not keyed and all(t < 0 or t in free for t in node.inputs):
+        if not keyed and node.signature.manual is None and all(t < 0 or t in free for t in node.inputs):
             free.update(node.outputs)
     return frozenset(free - inputs)
 

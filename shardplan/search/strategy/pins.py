@@ -75,6 +75,7 @@ def for_pins(problem: Problem, pins: Pins) -> Problem:
 
 def _all_claims(problem: Problem, pins: Pins) -> list[Claim]:
     claims = [claim for pattern, entries in pins.items() for claim in _claims(problem, pattern, entries)]
+    _check_manual(problem)
     constrained = [_constrained(problem, node) for node in problem.graph.placed.values()]
     return claims + [claim for claim in constrained if claim is not None]
 
@@ -178,6 +179,29 @@ def _claim(problem: Problem, pattern: str, entries: Sequence[Entry], i: int) -> 
     state = problem.resharder.state(shape, layout)
     assert state in problem.domains[v], "a layout that divides is in the domain"
     return Claim(pattern, _named(pattern, entries), path, t, v, (state,))
+
+
+def _check_manual(problem: Problem) -> None:
+    """Refuses a mesh without the axes over which the step itself runs a function on each device."""
+    names = [f.name for f in problem.factors]
+    have = ", ".join(f"{level.name}={level.size}" for level in problem.cluster.levels)
+    for node in problem.graph.nodes:
+        manual = node.signature.manual
+        if manual is None:
+            continue
+        for name, size in manual.axes:
+            if name not in names or problem.sizes[names.index(name)] != size:
+                raise PinError(
+                    f"the jax.shard_map at {node.op.source} is over a mesh with the axis {name!r} of size {size}, and the plan's "
+                    f"mesh has {have}: plan with cluster= that mesh"
+                )
+        wrong = next((d for own in (*manual.ins, *manual.outs) for d in own if [*d] != sorted(d, key=names.index)), None)
+        if wrong is not None:
+            right = tuple(sorted(wrong, key=names.index))
+            raise PinError(
+                f"the jax.shard_map at {node.op.source} has the axes of one dim in an unsupported order, {wrong!r}: use slowest "
+                f"first, {right!r}"
+            )
 
 
 def _constrained(problem: Problem, node: Node) -> Claim | None:

@@ -18,6 +18,7 @@ from shardplan.graph import Node
 from shardplan.ir import PAIRS, Constant, Layout, Op, Program, Reducer, Use, Where
 from shardplan.schedule.cuts import following_cuts, operand_layouts, planned_cuts, reducer_of, taking, whole_layout
 from shardplan.schedule.extents import with_extents
+from shardplan.schedule.first_steps import with_first_steps_shared
 from shardplan.schedule.instructions import (
     Barrier,
     Block,
@@ -46,7 +47,7 @@ def build(planned: PlannedProgram) -> Schedule:
     layouts = tuple(builder.layout(frame, o) if isinstance(o, int) else None for o in planned.program.outputs)
     body = pruned(shared(Block(parameters, tuple(frame.out), tuple(results))))
     shapes = [planned.graph.tensors[t].shape for t in planned.graph.inputs]
-    return Schedule(with_extents(body, planned.sizes, shapes), layouts)
+    return Schedule(with_first_steps_shared(with_extents(body, planned.sizes, shapes)), layouts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from shardplan.schedule.instructions import (
     Source,
     While,
     blocks_of,
+    numbers_of,
 )
 from shardplan.tdl import in_step
 
@@ -46,22 +47,10 @@ def with_extents(body: Block, sizes: Sequence[int], shapes: Sequence[tuple[int, 
         if not isinstance(source, Constant):
             for d in range(_MOST_DIMS):
                 classes.exact(("value", source, d))
-    return _Writer(classes, 1 + max(_numbers(body), default=0)).block(body)
+    return _Writer(classes, 1 + max(numbers_of(body), default=0)).block(body)
 
 
 _MOST_DIMS = 32
-
-
-def _numbers(block: Block) -> Iterator[int]:
-    yield from block.parameters
-    for i in block.instructions:
-        match i:
-            case Move() | Fill() | Reblock():
-                yield i.result
-            case _:
-                yield from i.results
-        for inner in blocks_of(i):
-            yield from _numbers(inner)
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardplan
-from shardplan.schedule import instructions_of
+from shardplan.schedule import Move, instructions_of
 from tests.emit.test_explicit import check
 from tests.machines import machine
 
@@ -149,6 +149,16 @@ def test_a_sharding_constraint_holds(backend: str) -> None:
 def held_rows(held: Any) -> Any:
     """Whatever the plan chose for the dim that the step leaves open."""
     return next(layout.dims[0] for constraint, layout in held.items() if constraint.dims[0] is None)
+
+
+def test_moves_that_begin_alike_make_their_first_step_once() -> None:
+    def step(w: Any, x: Any) -> Any:
+        return lies(w - 0.1 * (x.T @ x), "gpu", "node"), lies(jnp.tanh(x @ w), None, ("node", "gpu"))
+
+    plan = check(step, (W, X), "2x4:slow")
+    moves = [i for i in instructions_of(plan.schedule.body.instructions) if isinstance(i, Move)]
+    begun = [(m.source, m.before, m.steps[0].after) for m in moves]
+    assert len(set(begun)) == len(begun)
 
 
 def test_a_constraint_over_another_mesh_is_refused() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,14 @@ def primitives() -> Mapping[str, tuple[str, Any]]:
                     if previous is None or module.count(".") > previous[0].count("."):
                         found[value.name] = (module, value)
     return found
+
+
+@contextlib.contextmanager
+def settings_of(eqn: Any) -> Iterator[None]:
+    """The settings under which an equation was traced, all but the mesh: it runs on the one in scope here."""
+    here = jax.sharding.get_abstract_mesh()
+    with eqn.ctx.manager, jax.sharding.use_abstract_mesh(here):
+        yield
 
 
 def bind(primitive: str, operands: Sequence[Any], params: Mapping[str, Any], *, own: Any = None) -> Any:

@@ -142,6 +142,37 @@ class Tensor:
 
 
 @dataclass(frozen=True, slots=True)
+class Constraint:
+    """Where the step says that a value lies: for each dim the mesh axes that split it, major first (None: any).
+
+    ``axes`` are these axes with their sizes.
+    """
+
+    dims: tuple[tuple[str, ...] | None, ...]
+    axes: tuple[tuple[str, int], ...]
+
+    def __str__(self) -> str:
+        return spec_text(["UNCONSTRAINED" if d is None else d[0] if len(d) == 1 else d or None for d in self.dims])
+
+
+@dataclass(frozen=True, slots=True)
+class Manual:
+    """How a function that the step itself runs on each device takes and leaves values: the axes that split each of their dims.
+
+    ``axes`` are the axes of its mesh with their sizes.
+    """
+
+    ins: tuple[tuple[tuple[str, ...], ...], ...]
+    outs: tuple[tuple[tuple[str, ...], ...], ...]
+    axes: tuple[tuple[str, int], ...]
+
+    def layouts(self, names: Sequence[str]) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
+        """The layouts of operands and results over factors of these names."""
+        ins, outs = ([Layout(tuple(tuple(map(names.index, d)) for d in dims)) for dims in own] for own in (self.ins, self.outs))
+        return tuple(ins), tuple(outs)
+
+
+@dataclass(frozen=True, slots=True)
 class Constant:
     """A scalar constant written into the program."""
 
@@ -243,6 +274,13 @@ class Program:
     def returned(self) -> frozenset[int]:
         """The tensors among the outputs, without constants, whose values may be unhashable."""
         return frozenset(o for o in self.outputs if isinstance(o, int))
+
+    @property
+    def meshed(self) -> bool:
+        """Whether the step itself names axes of a mesh, so that it cannot run on one device."""
+        return any(
+            not {"constraint", "manual"}.isdisjoint(op.params) or any(body.meshed for body in op.bodies) for op in self.ops
+        )
 
     def count_ops(self) -> int:
         """Number of ops; ops in bodies count once."""

@@ -58,6 +58,11 @@ class Network:
     _coordinates: Ints = field(init=False, repr=False, compare=False)
     memo: dict[Any, Any] = field(default_factory=dict[Any, Any], init=False, repr=False, compare=False)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the factors."""
+        return tuple(f.name for f in self.factors)
+
     def __post_init__(self) -> None:
         check_cover(self.cluster, self.factors)
         object.__setattr__(self, "topology", Topology(self.cluster))

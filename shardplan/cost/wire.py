@@ -18,9 +18,10 @@ BYTE_S = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class WireBytes:
-    """Prices collectives over factors of these sizes by what one device sends, in the ring convention."""
+    """Prices collectives over factors of these sizes and names by what one device sends, in the ring convention."""
 
     sizes: tuple[int, ...]
+    names: tuple[str, ...] = ()
 
     def lines(self, kind: str, over: Sequence[int]) -> NDArray[np.float64]:
         """[1, 2]: no latency, and `BYTE_S` for every byte sent."""

@@ -16,8 +16,11 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
+from shardplan import _jax
 from shardplan.cost import Network
 from shardplan.emit.blocks import Blocks
+from shardplan.emit.manual import evaluated
+from shardplan.emit.one_for_one import OWN
 from shardplan.emit.stacked import partition_spec
 from shardplan.emit.transfers import Transfers
 from shardplan.ir import Constant, Layout
@@ -116,10 +119,13 @@ class ExplicitEmitter:
         eqn = op.handle
         if compute.once:
             return self.once(compute, inputs)
+        if signature.manual is not None:
+            with jax.named_scope(OWN):
+                return evaluated(eqn.params["jaxpr"], inputs)
         if compute.cuts:
-            with eqn.ctx.manager:
+            with _jax.settings_of(eqn):
                 return self.blocks.run(signature.call, compute.cuts, inputs, eqn.primitive, compute.scope)
-        with eqn.ctx.manager:
+        with _jax.settings_of(eqn):
             made = eqn.primitive.bind(*cuttable(op.primitive, inputs, eqn.params), **eqn.primitive.get_bind_params(eqn.params))
         return in_row_major_order(op.primitive, made if eqn.primitive.multiple_results else [made])
 
@@ -129,7 +135,7 @@ class ExplicitEmitter:
         shapes = [v.aval for v in eqn.outvars]
 
         def run(*operands: Any) -> tuple[Any, ...]:
-            with eqn.ctx.manager:
+            with _jax.settings_of(eqn):
                 made = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
             return tuple(made) if eqn.primitive.multiple_results else (made,)
 

@@ -20,10 +20,10 @@ UNTOUCHED = {"xla_disable_hlo_passes": _DISABLED}
 """Options that keep XLA's CPU compiler from merging collectives, undoing barriers, moving gathers out of loops, and making
 kernels of whole loops, in which it cannot compile a barrier."""
 
+OWN = "collectives_of_the_step"
+"""The named scope of what the step itself runs on each device: its collectives are the user's, and no plan has them."""
+
 _SCOPE = re.compile(r"(?:^|/)((?:(?:move|bundle)\d+\.\d+)|(?:reblock\d+\.\d+)|(?:halo\d+\.\d+\.\d+\.(?:lo|hi)))(?=/|$)")
-
-
-_Key = tuple[str, Kind, int, int, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,16 +77,47 @@ class Pair:
 
 
 def one_for_one(planned: Sequence[Send], hlo_text: str) -> tuple[Pair, ...]:
-    """Every collective of the plan and of the program in the order of the plan, then what the program has beside it."""
+    """Every collective of the plan and of the program in the order of the plan, then what the program has beside it.
+
+    A loop that is compiled unrolled has each collective several times, run as often in all. A loop of unknown trip count may have
+    a known one once compiled: its collectives are counted as often as the program runs them.
+    """
     lines = {s.scope: s.line for s in planned}
-    ours = Counter((s.scope, s.kind, _ways(s.groups, s.kind), s.nbytes, s.times) for s in planned)
-    theirs: Counter[_Key] = Counter()
-    for collective, text_bytes in operands(hlo_text):
-        narrow, text = _key(collective), _key(replace(collective, operand_bytes=text_bytes))
-        # one of the width that was planned was not widened, though it may look so
-        theirs[text if narrow not in ours and text in ours else narrow] += 1
-    rows = [*ours, *(key for key in theirs if key not in ours)]
-    return tuple(Pair(*key, planned=ours[key], compiled=theirs[key], line=str(lines.get(key[0], ""))) for key in rows)
+    open_ended = {s.scope for s in planned if not s.known}
+    ours = _by_call([_planned(s) for s in planned])
+    theirs = _by_call([_compiled(c, n, ours) for c, n in operands(hlo_text) if f"/{OWN}/" not in c.op_name])
+    pairs: list[Pair] = []
+    for call in dict.fromkeys((*ours, *theirs)):
+        line = str(lines.get(call[0], ""))
+        rows = _rows(ours.get(call, Counter()), theirs.get(call, Counter()), open_ended=call[0] in open_ended)
+        pairs += [Pair(*call, times=times, planned=n, compiled=m, line=line) for times, n, m in rows]
+    return tuple(pairs)
+
+
+_Call = tuple[str, Kind, int, int]
+"""A collective's scope, kind, group size and bytes."""
+
+
+def _by_call(found: Sequence[tuple[_Call, float]]) -> dict[_Call, Counter[float]]:
+    """For each call how often it stands in places that run so many times."""
+    result: dict[_Call, Counter[float]] = {}
+    for call, times in found:
+        result.setdefault(call, Counter())[times] += 1
+    return result
+
+
+def _rows(ours: Counter[float], theirs: Counter[float], *, open_ended: bool) -> list[tuple[float, int, int]]:
+    """(times, planned, compiled) for one call."""
+    runs = sum(times * n for times, n in theirs.items())
+    if open_ended and theirs:
+        return [(runs / theirs.total(), ours.total(), theirs.total())]
+    if sum(times * n for times, n in ours.items()) == runs:
+        return [(times, n, n) for times, n in ours.items()]
+    return [(times, ours[times], theirs[times]) for times in dict.fromkeys((*ours, *theirs))]
+
+
+def _planned(send: Send) -> tuple[_Call, float]:
+    return (send.scope, send.kind, _ways(send.groups, send.kind), send.nbytes), send.times
 
 
 def folded(pairs: Sequence[Pair], emitted: Mapping[tuple[str, Kind, int, int], int]) -> tuple[Pair, ...]:
@@ -103,7 +134,11 @@ def _ways(groups: Sequence[Sequence[int]], kind: str) -> int:
     return 0 if kind == "collective-permute" else len(groups[0])
 
 
-def _key(collective: HloCollective) -> _Key:
+def _compiled(collective: HloCollective, text_bytes: int, ours: Mapping[_Call, Any]) -> tuple[_Call, float]:
+    """A compiled collective; one of the width that was planned was not widened, though it may look so."""
     scopes = _SCOPE.findall(collective.op_name)
     ways = 0 if collective.kind == "collective-permute" else collective.group_size
-    return scopes[-1] if scopes else "", collective.kind, ways, collective.operand_bytes, float(collective.trips)
+    narrow, text = (
+        (scopes[-1] if scopes else "", collective.kind, ways, nbytes) for nbytes in (collective.operand_bytes, text_bytes)
+    )
+    return text if narrow not in ours and text in ours else narrow, float(collective.trips)

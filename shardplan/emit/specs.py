@@ -20,6 +20,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from shardplan import _jax
 from shardplan.emit.calls import Exchanges, Pairs, Share, on_shares, reduced
 from shardplan.emit.extremes import as_floats, as_integers
 from shardplan.emit.shares import share_of
@@ -275,9 +276,10 @@ class SpecsEmitter:
     def bind(self, op: Op, inputs: Sequence[Any], *, constant: bool = False) -> list[Any]:
         """The results of the op's primitive on these values; ``constant`` as in `cuttable`."""
         eqn = op.handle
-        with eqn.ctx.manager:
+        params = eqn.params if "manual" not in op.params else {**eqn.params, "mesh": self.mesh}
+        with _jax.settings_of(eqn):
             made = eqn.primitive.bind(
-                *cuttable(op.primitive, inputs, eqn.params, constant=constant), **eqn.primitive.get_bind_params(eqn.params)
+                *cuttable(op.primitive, inputs, params, constant=constant), **eqn.primitive.get_bind_params(params)
             )
         return in_row_major_order(op.primitive, made if eqn.primitive.multiple_results else [made])
 

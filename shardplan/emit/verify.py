@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from shardplan import _jax
 from shardplan.emit.emitted import emitted
@@ -194,6 +195,7 @@ def verify(
 ) -> Verified:
     """Runs ``step`` on one device and under ``plan``, and compares the results; ``args`` may be shapes (see `drawn`).
 
+    A step that names axes of a mesh cannot run on one device: it runs by `jax.jit` on all of them, with its arguments whole.
     ``drop`` leaves out the exchange of that number (see `shardplan.emit.mutate`); the results should then differ.
 
     Raises:
@@ -210,7 +212,9 @@ def verify(
     tell("the single-device step", 0.1)
     first = devices[0] if devices is not None else jax.devices()[0]
     pure = Pure(step, plan.donate_argnums)
-    one = _Single(jax.jit(pure), first, loop)
+    if plan.traced.program.meshed:
+        first = NamedSharding(plan.mesh(devices), PartitionSpec())
+    one = _Single(jax.jit(pure, out_shardings=None if isinstance(first, jax.Device) else first), first, loop)
     single = one.run(host)
     own_recompiles = one.recompiles
     tell("the sharded step", 0.3)

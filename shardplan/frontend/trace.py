@@ -16,6 +16,8 @@ import numpy as np
 
 from shardplan import _jax
 from shardplan.errors import TraceError
+from shardplan.frontend.collectives import over_dims
+from shardplan.frontend.constraints import asked_shardings, constraint_of, handed_on, manual_of, without_sharding
 from shardplan.ir import Constant, Op, Operand, Program, Tensor, itemsize
 from shardplan.tdl import named_call
 from shardplan.user_code import users_code
@@ -214,9 +216,14 @@ class _Builder:
 
     def run(self, jaxpr: Any, env: dict[Any, Operand], scope: str, caller: _Source | None = None) -> None:
         """Adds the equations of a jaxpr, with calls inlined."""
-        for eqn in jaxpr.eqns:
+        for eqn in map(over_dims, jaxpr.eqns):
             name = eqn.primitive.name
             inputs = tuple(self.read(env, a) for a in eqn.invars)
+            if name == "check":
+                raise TraceError(
+                    f"the checkify.check at {_Source(eqn, caller)} is not functionalized: put jax.experimental.checkify.checkify "
+                    "around the function that checks, and return its error"
+                )
             named = named_call(name, eqn.params, [a.aval for a in eqn.invars])
             key = _CALLS.get(name)
             if named is None and key is not None and key in eqn.params:
@@ -231,6 +238,15 @@ class _Builder:
                 for operand, var in zip(inputs, eqn.outvars, strict=True):
                     self.op(eqn, name, (operand,), (var,), env, scope, caller)
                 continue
+            asked = asked_shardings(eqn)
+            if asked is not None:
+                self.constrain(eqn, asked, inputs, env, scope, caller)
+                continue
+            if name == "shard_map":
+                own = {"manual": manual_of(eqn, _Source(eqn, caller)), "body": eqn.params["jaxpr"]}
+                self.op(eqn, name, inputs, eqn.outvars, env, scope, caller, own)
+                continue
+            eqn = without_sharding(eqn, _Source(eqn, caller))
             self.op(eqn, named or name, inputs, eqn.outvars, env, scope, caller)
 
     def op(
@@ -242,6 +258,7 @@ class _Builder:
         env: dict[Any, Operand],
         scope: str,
         caller: _Source | None,
+        params: Mapping[str, Any] | None = None,
     ) -> None:
         """Adds one application of a primitive."""
         outputs = []
@@ -256,7 +273,7 @@ class _Builder:
                 primitive=name,
                 inputs=inputs,
                 outputs=tuple(outputs),
-                params=eqn.params,
+                params=eqn.params if params is None else params,
                 source=cast(str, _Source(eqn, caller)),
                 scope=f"{scope}/{stack}" if scope and stack else scope or stack,
                 bodies=_bodies(eqn),
@@ -264,6 +281,23 @@ class _Builder:
                 handle=eqn,
             )
         )
+
+    def constrain(
+        self,
+        eqn: Any,
+        asked: Sequence[Any],
+        inputs: tuple[Operand, ...],
+        env: dict[Any, Operand],
+        scope: str,
+        caller: _Source | None,
+    ) -> None:
+        """Adds an op for each operand that is to lie somewhere; others are handed on as they are."""
+        for n, (sharding, var) in enumerate(zip(asked, eqn.outvars, strict=True)):
+            constraint = constraint_of(eqn, n, sharding, _Source(eqn, caller))
+            if constraint is None:
+                env[var] = inputs[n]
+            else:
+                self.op(handed_on(eqn, n), "placed", (inputs[n],), (var,), env, scope, caller, {"constraint": constraint})
 
     def inline(
         self,

@@ -16,7 +16,7 @@ from typing import Any
 
 from shardplan.cost import compute
 from shardplan.errors import DescriptionError, MisfitError, UndescribedPrimitiveError
-from shardplan.ir import Op, Program, Reducer, Tensor, Where
+from shardplan.ir import Constraint, Manual, Op, Program, Reducer, Tensor, Where
 from shardplan.tdl import (
     Call,
     Description,
@@ -51,6 +51,8 @@ class Signature:
       difference) of all operands that are read.
     - ``moves``: the result has the elements of the one operand, moved, converted to another dtype or negated. ``resizes``: such
       an op only adds or removes dims of size 1.
+    - ``constraint``: where the step says that the result lies (None: it does not say).
+    - ``manual``: how it takes and leaves values where the step itself runs it on each device (None: the plan chooses).
     - ``contracts``: it sums products, as a matrix product or a convolution does.
     """
 
@@ -65,6 +67,8 @@ class Signature:
     moves: bool = field(init=False)
     resizes: bool = field(init=False)
     contracts: bool = field(init=False)
+    constraint: Constraint | None = field(init=False)
+    manual: Manual | None = field(init=False)
     _strategies: dict[tuple[int, int], Strategy | None] = field(init=False, repr=False, compare=False)
     _in_step: dict[int, bool] = field(init=False, repr=False, compare=False)
 
@@ -79,6 +83,8 @@ class Signature:
         set_("adds", known is not None and known.elementwise and _adds(known))
         set_("moves", known is not None and _moves(self.call, known))
         set_("resizes", known is not None and self.moves and not self.elementwise and _resizes(self.call, known))
+        set_("constraint", self.call.params.get("constraint"))
+        set_("manual", self.call.params.get("manual"))
         set_("contracts", known is not None and compute.is_contraction(known))
         set_("_strategies", {})
         set_("_in_step", {})
@@ -196,6 +202,11 @@ class Graph:
     carries: Mapping[int, tuple[int, int, int]]
     unknown_trips: tuple[str, ...]
     begins: Mapping[Where, int] = field(default_factory=dict[Where, int])
+
+    @property
+    def placed(self) -> Mapping[int, Node]:
+        """The tensors for which the step says where they lie, each with the node that says so."""
+        return {node.outputs[0]: node for node in self.nodes if node.signature.constraint is not None}
 
 
 _MINOR_BRANCH_SHARE = 1e-3
@@ -377,7 +388,7 @@ class _Flattener:
         """The op's signature; equal ops on equal shapes share one."""
         kinds = self.kinds
         reads, makes = tuple([kinds[i] if i >= 0 else -1 for i in inputs]), tuple([kinds[o] for o in outputs])
-        params = tuple([(k, v) for k, v in op.params.items() if type(v) in _PLAIN or not _is_body(v)])
+        params = tuple([(k, v if type(v) in _PLAIN or not _is_body(v) else _body_key(v)) for k, v in op.params.items()])
         key: Any = (op.primitive, reads, makes, params)
         try:
             cached = self.signatures.get(key)
@@ -392,7 +403,7 @@ class _Flattener:
         call = Call(op.primitive, shapes, tuple(s for s, _ in results), op.params, dtypes, tuple(d for _, d in results))
         description = _described(call, op)
         waived = self.replicate | HOST | {PLATFORM}
-        if description is None and waived.isdisjoint((op.primitive, op.primitive.split(":")[0])):
+        if description is None and "manual" not in op.params and waived.isdisjoint((op.primitive, op.primitive.split(":")[0])):
             raise UndescribedPrimitiveError(op.primitive, str(op.source), operands=shapes, results=call.results)
         self.signatures[key] = Signature(len(self.signatures), call, description)
         return self.signatures[key]
@@ -426,3 +437,8 @@ _PLAIN = {int, bool, str, tuple, type(None)}
 def _is_body(param: Any) -> bool:
     """Whether a parameter is a jaxpr or a function: each call has new ones, so equal calls would not compare equal."""
     return hasattr(param, "eqns") or hasattr(param, "jaxpr") or (callable(param) and not isinstance(param, type))
+
+
+def _body_key(param: Any) -> object:
+    """What equal bodies have in common: the text of a jaxpr without arrays; a function (a callback) equals itself alone."""
+    return id(param) if callable(param) or getattr(param, "consts", ()) else str(param)

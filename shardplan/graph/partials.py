@@ -104,7 +104,8 @@ class _Search:
 
     def _narrows(self, node: Node) -> bool:
         sizes = [self.graph.tensors[t].itemsize for t in node.inputs if t >= 0 and t not in self.free]
-        return min(self.graph.tensors[t].itemsize for t in node.outputs) < max(sizes, default=0)
+        widest = max(sizes, default=0)
+        return any(self.graph.tensors[t].itemsize < widest for t in node.outputs)
 
     def _linear(self, signature: Signature) -> tuple[frozenset[int], ...]:
         if signature.id not in self._sets:

@@ -91,7 +91,7 @@ class _Builder:
             return frame.free[key]
         inside = layout is not None and node.signature.aligned and not layout.partial
         cuts = following_cuts(node, layout, self.planned.sizes) if inside and layout is not None else ()
-        wanted = operand_layouts(node, cuts)
+        wanted = operand_layouts(node, cuts, self.planned.names)
         inputs: list[Source] = []
         whole: set[int] = set()
         for slot, i in enumerate(later.op.inputs):
@@ -156,10 +156,13 @@ class _Builder:
 
     def empty(self, frame: Frame, op: Op) -> None:
         """An op without elements in its results: nothing is moved for it."""
-        for t in op.outputs:
-            shape, layout = self.shape(frame, t), self.layout(frame, t)
-            frame.values[t] = result = self.new()
-            frame.out.append(Fill(result, frame.ids[t], shape, Layout(((),) * len(shape)) if layout is None else layout))
+        frame.values.update((t, self.zeros(frame, t, self.layout(frame, t))) for t in op.outputs)
+
+    def zeros(self, frame: Frame, local: int, layout: Layout | None) -> int:
+        """Zeros for a sum that nothing was added to yet, or for a value without elements, whose op reads nothing."""
+        result, shape = self.new(), self.shape(frame, local)
+        frame.out.append(Fill(result, frame.ids[local], shape, layout or Layout(((),) * len(shape))))
+        return result
 
     def used(self, frame: Frame, node: Node, use: Use) -> None:
         """An op that is cut as a plan says: operands moved to where it needs them, results to where they are stored."""
@@ -187,7 +190,7 @@ class _Builder:
 
     def read(self, frame: Frame, node: Node, cuts: Sequence[Cut], use: Use | None) -> tuple[list[Source], set[int]]:
         """The operands of an op with these cuts, moved as ``use`` says, and the slots of those that every device has whole."""
-        wanted = operand_layouts(node, cuts)
+        wanted = operand_layouts(node, cuts, self.planned.names)
         inputs: list[Source] = []
         whole: set[int] = set()
         for slot, i in enumerate(node.op.inputs):
@@ -198,6 +201,8 @@ class _Builder:
                 whole |= {slot} if wanted[slot] is None else set()
             elif not isinstance(i, int) or (self.layout(frame, i) if use is None else use.needs[slot]) is None:
                 whole.add(slot)
+                if node.signature.manual is not None and isinstance(i, int):
+                    value = self.move(frame, value, frame.ids[i], None, wanted[slot], node.op.source)
             elif use is not None:
                 value = self.operand(frame, node, use, slot, i)
             inputs.append(value)
@@ -341,14 +346,10 @@ class _Builder:
             value = self.value(frame, operand)
             if isinstance(operand, int):
                 at = self.layout(frame, operand)
-                wanted = target
-                if target is not None and i >= stacked_from:
-                    wanted = Layout(((), *target.dims), target.partial)
-                if wanted is not None and wanted.partial and at is None:  # a sum starts from zero
-                    result = self.new()
-                    frame.out.append(Fill(result, frame.ids[operand], self.shape(frame, operand), wanted))
-                    value = result
-                else:  # of a stack of single elements every device reads all
+                wanted = Layout(((), *target.dims), target.partial) if target is not None and i >= stacked_from else target
+                if wanted is not None and wanted.partial and at is None:
+                    value = self.zeros(frame, operand, wanted)
+                else:
                     value = self.move(frame, value, frame.ids[operand], at, wanted, op.source)
             values.append(value)
         return values

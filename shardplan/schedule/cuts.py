@@ -45,9 +45,11 @@ def taking(cuts: Sequence[Cut], whole: set[int]) -> tuple[Cut, ...]:
     return tuple(replace(c, whole=frozenset(whole)) for c in cuts)
 
 
-def operand_layouts(node: Node, cuts: Sequence[Cut]) -> list[Layout | None]:
+def operand_layouts(node: Node, cuts: Sequence[Cut], names: Sequence[str]) -> list[Layout | None]:
     """The layout of the block of each operand that a device needs; None for all of it, or for a block with a halo."""
     signature = node.signature
+    if signature.manual is not None:
+        return [at if any(at.dims) else None for at in signature.manual.layouts(names)[0]]
     dims: list[list[tuple[int, ...]] | None] = [[()] * len(shape) for shape in signature.call.operands]
     for c in cuts:
         strategy = signature.cut(c.loop, c.ways)

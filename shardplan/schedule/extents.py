@@ -29,7 +29,7 @@ from shardplan.schedule.instructions import (
     While,
     blocks_of,
     instructions_of,
-    results_of,
+    numbers_of,
 )
 
 _Place = tuple[str, int, int]
@@ -49,7 +49,7 @@ def with_extents(body: Block, sizes: Sequence[int], shapes: Sequence[tuple[int, 
         if not isinstance(source, Constant):
             for d in range(_MOST_DIMS):
                 classes.exact(("value", source, d))
-    return _Writer(classes, 1 + max(_numbers(body), default=0)).block(body)
+    return _Writer(classes, 1 + max(numbers_of(body), default=0)).block(body)
 
 
 _MOST_DIMS = 32
@@ -77,14 +77,6 @@ def _divides(body: Block, sizes: Sequence[int]) -> bool:
 def _remainder(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> bool:
     """Whether some dim does not divide by the ways that it is split."""
     return any(n % math.prod(sizes[f] for f in factors) for n, factors in zip(shape, layout.dims, strict=False))
-
-
-def _numbers(block: Block) -> Iterator[int]:
-    yield from block.parameters
-    for i in block.instructions:
-        yield from results_of(i)
-        for inner in blocks_of(i):
-            yield from _numbers(inner)
 
 
 @dataclass(slots=True)

@@ -247,3 +247,12 @@ def blocks_of(instruction: Instruction) -> tuple[Block, ...]:
             return instruction.branches
         case _:
             return ()
+
+
+def numbers_of(block: Block) -> Iterator[int]:
+    """The numbers of all values that a block, and the blocks in it, take or make."""
+    yield from block.parameters
+    for i in block.instructions:
+        yield from results_of(i)
+        for inner in blocks_of(i):
+            yield from numbers_of(inner)

@@ -39,7 +39,7 @@ class Send:
 
     ``kind`` is HLO's name, ``groups`` the devices of each group, or (from, to) pairs of a permute. ``nbytes`` is the operand's of
     a device, ``wire_bytes`` what the device sends in the ring convention, each ``times`` a training step. ``scope`` is the named
-    scope that the instruction stands in.
+    scope that the instruction stands in. ``known`` is false in a loop of unknown trip count, which is taken as one.
     """
 
     scope: str
@@ -50,6 +50,7 @@ class Send:
     times: float
     tensor: int
     line: str
+    known: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,16 +125,19 @@ class _Reader:
                 case Scan():
                     yield from self.block(instruction.body, times * float(instruction.op.params["length"]))
                 case While():
-                    trips = float(instruction.op.trips or 1)
-                    again = trips if instruction.batched else 0.0  # the body asks which elements go on
-                    yield from self.block(instruction.test, times * (trips + 1 + again))
-                    yield from self.block(instruction.body, times * trips)
+                    yield from self.loop(instruction, times)
                 case Cond():
                     branches = [list(self.block(branch, times)) for branch in instruction.branches]
                     for found in branches if self.branches else [max(branches, key=_seconds)]:
                         yield from found
                 case _:
                     pass
+
+    def loop(self, loop: While, times: float) -> Iterator[Issued]:
+        """The collectives of a while loop, taken as one iteration; a body with a batched test asks again which elements go on."""
+        for block in (loop.test, *([loop.test] if loop.batched else []), loop.body):
+            for one in self.block(block, times):
+                yield replace(one, sends=tuple(replace(s, known=False) for s in one.sends))
 
     def move(self, move: Move, times: float) -> Iterator[Issued]:
         """The collectives of a move: those of step n stand in its scope number n."""

@@ -7,6 +7,7 @@ two barriers before the same values are one.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 
@@ -43,6 +44,9 @@ class _Sharing:
         kept: list[Instruction] = []
         for before in block.instructions:
             instruction = self.renamed(before)
+            if isinstance(instruction, Compute) and _hands_on(instruction):
+                self.same[instruction.results[0]] = cast(int, instruction.inputs[0])
+                continue
             key = _key(instruction)
             if key is not None:
                 if key in known:
@@ -88,6 +92,12 @@ class _Sharing:
                 branches = tuple(self.block(b) for b in instruction.branches)
                 index = None if instruction.index is None else self.source(instruction.index)
                 return replace(instruction, index=index, arguments=sources(instruction.arguments), branches=branches)
+
+
+def _hands_on(compute: Compute) -> bool:
+    """Whether an op says where its operand lies and no more: that operand was moved there."""
+    taken = {slot for c in compute.cuts for slot in c.whole}
+    return compute.node.signature.constraint is not None and isinstance(compute.inputs[0], int) and not taken
 
 
 def _key(instruction: Instruction) -> tuple[object, ...] | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardplan import _jax
 from shardplan.emit.backends import checked_backend, emitter
@@ -266,13 +266,18 @@ class Plan:
     # -- devices -----------------------------------------------------------------------------------------------------
 
     def mesh(self, devices: Sequence[Any] | None = None) -> Mesh:
-        """The mesh (Auto axes) on these devices, by default `jax.devices()`.
+        """The mesh (Auto axes) on these devices, by default `jax.devices()`, or those of the mesh that was planned for.
+
+        A plan that splits an axis of the user's mesh has an axis for each part.
 
         Raises:
             DeviceError: if there are fewer devices than the cluster has.
         """
         if self.user_mesh is not None and devices is None:
-            return self.user_mesh
+            sizes, names = [f.size for f in self.factors], tuple(f.name for f in self.factors)
+            if self.user_mesh.axis_names == names:
+                return self.user_mesh
+            return Mesh(self.user_mesh.devices.reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names))
         return build_mesh(self.cluster, self.factors, {f.name: (i,) for i, f in enumerate(self.factors)}, devices)
 
     def in_shardings(self, mesh: Mesh) -> Any:

@@ -412,7 +412,12 @@ def _compiled_gamma(call: Call, keys: Any, alpha: Any) -> tuple[Any, ...]:
     return (_gamma(keys, alpha, bool(call.params["log_space"])),)
 
 
-_OWN.update(random_bits_at=_bits_at, random_split_at=_split_at, iota_2x32_shape_at=_iota_at, random_gamma=_compiled_gamma)
+def _handed_on(call: Call, x: Any) -> tuple[Any, ...]:
+    return (x,)
+
+
+_OWN.update(random_bits_at=_bits_at, random_split_at=_split_at, iota_2x32_shape_at=_iota_at)
+_OWN.update(random_gamma=_compiled_gamma, placed=_handed_on)
 
 
 def _mode(params: Mapping[str, Any]) -> str:

@@ -130,7 +130,8 @@ def draw(call: Call, rng: np.random.Generator, *, low: int = -4, high: int = 5) 
 def draw_array(shape: tuple[int, ...], dtype: str, rng: np.random.Generator, *, low: int = -4, high: int = 5) -> Any:
     """One random operand."""
     if dtype.startswith("key"):
-        return jax.random.wrap_key_data(jnp.asarray(rng.integers(0, 2**32, (*shape, 2), np.uint32)), impl="threefry2x32")
+        impl, words = _KEYS[dtype]
+        return jax.random.wrap_key_data(jnp.asarray(rng.integers(0, 2**32, (*shape, words), np.uint32)), impl=impl)
     kind = jnp.dtype(dtype)
     if kind == np.bool_:
         return rng.integers(0, 2, shape).astype(bool)
@@ -143,6 +144,10 @@ def draw_array(shape: tuple[int, ...], dtype: str, rng: np.random.Generator, *, 
 
 def _host(x: Any) -> Any:
     return x if _is_key(x) else np.asarray(x)
+
+
+_KEYS = {"key<fry>": ("threefry2x32", 2), "key<rbg>": ("rbg", 4), "key<urbg>": ("unsafe_rbg", 4)}
+"""By the dtype of keys: their generator, and how many words a key has."""
 
 
 def _is_key(x: Any) -> bool:

@@ -15,8 +15,8 @@ class Marks:
 
     ``free`` depend on no input: every device has them. ``weights`` are inputs, or made from one input each; ``parameters`` are
     the weights that a non-elementwise op reads. ``apart`` keep a layout of their own; ``soft`` follow the layout of their reader;
-    ``deferred`` may stay partial sums; ``zero`` are free and zero. ``uses`` counts each tensor's readers. ``alone`` are the
-    arguments that the caller asked to keep apart.
+    ``deferred`` may stay partial sums; ``zero`` are free and zero. ``uses`` counts each tensor's readers. ``alone`` are those
+    that the caller or the step asks to keep apart.
     """
 
     free: frozenset[int]
@@ -31,7 +31,11 @@ class Marks:
 
 
 def mark(graph: Graph, alone: frozenset[int] = frozenset()) -> Marks:
-    """Finds the roles of a graph's tensors. The arguments ``alone``, and the outputs that replace them, are kept apart."""
+    """Finds the roles of a graph's tensors.
+
+    The arguments ``alone``, the outputs that replace them, and tensors for which the step says where they lie are kept apart.
+    """
+    alone |= graph.placed.keys()
     free = _free(graph)
     weights = _weights(graph, free)
     parameters = _parameters(graph, weights)
@@ -71,7 +75,7 @@ def _free(graph: Graph) -> frozenset[int]:
     free = set(graph.constants) | {t.id for t in graph.tensors if t.size == 1}
     for node in graph.nodes:
         keyed = any(d.startswith("key") for d in node.signature.call.dtypes)
-        if not keyed and all(t < 0 or t in free for t in node.inputs):
+        if not keyed and node.signature.manual is None and all(t < 0 or t in free for t in node.inputs):
             free.update(node.outputs)
     return frozenset(free - inputs)
 

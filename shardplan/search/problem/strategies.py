@@ -22,7 +22,7 @@ from shardplan.collectives.layouts import LayoutSpace
 from shardplan.collectives.reshard import Resharder, split_dims
 from shardplan.cost import compute
 from shardplan.graph.flattening import Signature
-from shardplan.ir import PAIRS, Partial, Placement, Replicated, Split, itemsize
+from shardplan.ir import PAIRS, Manual, Partial, Placement, Replicated, Split, itemsize
 from shardplan.mesh import Device
 from shardplan.tdl import Call, Strategy, cut_in_step, in_step, linear_sets
 
@@ -104,6 +104,8 @@ def options(
     Rows are ordered like the digits of a number: the fastest factor's loop changes first. Without a device, compute is 0.
     ``memo`` holds the rows that signatures with equal cuts share on this resharder.
     """
+    if signature.manual is not None:
+        return _held(signature, signature.manual, resharder, device)
     call = signature.call
     cuts = _Cuts(signature, resharder, late)
     cut_info = [cuts.cut_info(code, ways) for code, ways in cuts.tried.cuts]
@@ -131,6 +133,19 @@ def options(
         halo_s,
         _terms(cut_info, at),
     )
+
+
+def _held(signature: Signature, manual: Manual, resharder: Resharder, device: Device | None) -> Options:
+    """The one way to run an op that the step itself runs on each device: its blocks, with nothing cut by the plan."""
+    layouts = manual.layouts(resharder.network.names)
+    shapes = signature.call.operands, signature.call.results
+    needs, gives = (
+        np.array([[resharder.state(s, at) for s, at in zip(own, ats, strict=True)]], np.int64).reshape(1, len(own))
+        for own, ats in zip(shapes, layouts, strict=True)
+    )
+    whole = np.full((1, len(resharder.sizes)), -1, np.int64)
+    compute_s = _compute_s(signature, resharder, device, needs, gives, np.ones(1))
+    return Options(whole, needs, gives, compute_s, np.zeros(1), np.zeros(1, np.bool_))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

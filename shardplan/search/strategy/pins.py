@@ -1,4 +1,7 @@
-"""Pins: layouts of arguments that the user sets, as restrictions of the domains; and the fewest pins that conflict."""
+"""Pins: layouts that the user sets, as restrictions of the domains; and the fewest pins that conflict.
+
+The user pins arguments for a plan, by their paths, and values inside the step, by sharding constraints.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardplan.errors import PinError, nearest
+from shardplan.graph import Node
 from shardplan.ir import Entry, Layout, spec_text
 from shardplan.search.coarsening.coarsen import FREE, coarsen
 from shardplan.search.memory import liveness as memory
@@ -19,30 +23,34 @@ Pins = Mapping[str, Sequence[Entry]]
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The state that one pin requires of one argument's variable. ``pin`` is its glob, ``said`` the pin as the user wrote it."""
+    """The states that one pin allows a variable: that of the argument at ``path``, or that of a value inside the step.
+
+    ``pin`` is its glob, of a constraint its text; ``said`` is the pin as the user wrote it.
+    """
 
     pin: str
     said: str
     path: str
     tensor: int
     variable: int
-    state: int
+    states: Domain
 
 
 def pinned_domains(problem: Problem, pins: Pins) -> tuple[Domain, ...]:
-    """The problem's domains, restricted by the pins.
+    """The problem's domains, restricted by the pins and by the step's own constraints.
 
     Raises:
         PinError: for a pin that matches nothing, names no axis or does not divide, and for pins that contradict each other; the
             error names the fewest pins in conflict.
     """
     claims = _all_claims(problem, pins)
-    fewest = smallest_conflict(tuple(pins), lambda some: _agree([c for c in claims if c.pin in some]))
+    known = tuple(dict.fromkeys((*pins, *(c.pin for c in claims))))
+    fewest = smallest_conflict(known, lambda some: _agree([c for c in claims if c.pin in some]))
     if fewest:
         raise _contradiction(problem, [c for c in claims if c.pin in fewest], fewest)
     domains = list(problem.domains)
     for claim in claims:
-        domains[claim.variable] = (claim.state,)
+        domains[claim.variable] = tuple(s for s in domains[claim.variable] if s in claim.states)
     return tuple(domains)
 
 
@@ -54,10 +62,10 @@ def for_pins(problem: Problem, pins: Pins) -> Problem:
     Raises:
         PinError: for a pin that matches nothing, names no axis or does not divide.
     """
-    claimed: dict[int, set[int]] = {}
+    claimed: dict[int, set[Domain]] = {}
     claims = _all_claims(problem, pins)
     for claim in claims:
-        claimed.setdefault(claim.variable, set()).add(claim.state)
+        claimed.setdefault(claim.variable, set()).add(claim.states)
     alone = frozenset(claim.tensor for claim in claims if len(claimed[claim.variable]) > 1)
     if not alone:
         return problem
@@ -66,7 +74,10 @@ def for_pins(problem: Problem, pins: Pins) -> Problem:
 
 
 def _all_claims(problem: Problem, pins: Pins) -> list[Claim]:
-    return [claim for pattern, entries in pins.items() for claim in _claims(problem, pattern, entries)]
+    claims = [claim for pattern, entries in pins.items() for claim in _claims(problem, pattern, entries)]
+    _check_manual(problem)
+    constrained = [_constrained(problem, node) for node in problem.graph.placed.values()]
+    return claims + [claim for claim in constrained if claim is not None]
 
 
 def smallest_conflict(items: Sequence[str], holds: Callable[[Sequence[str]], bool]) -> tuple[str, ...]:
@@ -88,14 +99,16 @@ def smallest_conflict(items: Sequence[str], holds: Callable[[Sequence[str]], boo
 
 
 def _agree(claims: Sequence[Claim]) -> bool:
-    claimed: dict[int, int] = {}
-    return all(claimed.setdefault(c.variable, c.state) == c.state for c in claims)
+    left: dict[int, set[int]] = {}
+    for claim in claims:
+        left[claim.variable] = left.get(claim.variable, set(claim.states)) & set(claim.states)
+    return all(left.values())
 
 
 def _contradiction(problem: Problem, claims: Sequence[Claim], pins: tuple[str, ...]) -> PinError:
     """The error for pins that contradict each other; it names the first two arguments on which they do."""
     first, second = next(
-        (a, b) for a in claims for b in claims if a.pin != b.pin and a.variable == b.variable and a.state != b.state
+        (a, b) for a in claims for b in claims if a.pin != b.pin and a.variable == b.variable and a.states != b.states
     )
     if first.path == second.path:
         where = f"both match {first.path}"
@@ -165,7 +178,63 @@ def _claim(problem: Problem, pattern: str, entries: Sequence[Entry], i: int) -> 
             raise _refusal(pattern, entries, why)
     state = problem.resharder.state(shape, layout)
     assert state in problem.domains[v], "a layout that divides is in the domain"
-    return Claim(pattern, _named(pattern, entries), path, t, v, state)
+    return Claim(pattern, _named(pattern, entries), path, t, v, (state,))
+
+
+def _check_manual(problem: Problem) -> None:
+    """Refuses a mesh without the axes over which the step itself runs a function on each device."""
+    names = [f.name for f in problem.factors]
+    have = ", ".join(f"{level.name}={level.size}" for level in problem.cluster.levels)
+    for node in problem.graph.nodes:
+        manual = node.signature.manual
+        if manual is None:
+            continue
+        for name, size in manual.axes:
+            if name not in names or problem.sizes[names.index(name)] != size:
+                raise PinError(
+                    f"the jax.shard_map at {node.op.source} is over a mesh with the axis {name!r} of size {size}, and the plan's "
+                    f"mesh has {have}: plan with cluster= that mesh"
+                )
+        wrong = next((d for own in (*manual.ins, *manual.outs) for d in own if [*d] != sorted(d, key=names.index)), None)
+        if wrong is not None:
+            right = tuple(sorted(wrong, key=names.index))
+            raise PinError(
+                f"the jax.shard_map at {node.op.source} has the axes of one dim in an unsupported order, {wrong!r}: use slowest "
+                f"first, {right!r}"
+            )
+
+
+def _constrained(problem: Problem, node: Node) -> Claim | None:
+    """The claim of a sharding constraint inside the step; None for a value that depends on no input, which lies everywhere.
+
+    Raises:
+        PinError: for axes that the plan's mesh lacks, or has with other sizes, and for a layout that the value cannot have.
+    """
+    constraint, t = node.signature.constraint, node.outputs[0]
+    assert constraint is not None, "a placed tensor has a constraint"
+    v, shape, axes = problem.coarse.of[t], problem.graph.tensors[t].shape, _axes(problem)
+    said = f"the sharding constraint {constraint} at {node.op.source}"
+    have = ", ".join(f"{level.name}={level.size}" for level in problem.cluster.levels)
+    for name, size in constraint.axes:
+        if name not in axes or math.prod(problem.sizes[f] for f in axes[name]) != size:
+            raise PinError(
+                f"{said} is over a mesh with the axis {name!r} of size {size}, and the plan's mesh has {have}: "
+                "plan with cluster= that mesh, or leave the constraint out"
+            )
+    if v == FREE or 0 in shape:
+        return None
+    wanted = [None if dim is None else tuple(f for name in dim for f in axes[name]) for dim in constraint.dims]
+    unsorted = next((dim for dim in wanted if dim is not None and list(dim) != sorted(dim)), None)
+    if unsorted is not None:
+        right = tuple(problem.factors[f].name for f in sorted(unsorted))
+        raise PinError(f"{said} has the axes of one dim in an unsupported order: use slowest first, {right!r}")
+    space = problem.space(v)
+    states = tuple(
+        s for s in problem.domains[v] if all(w is None or w == d for w, d in zip((*wanted, ()), space.state(s)[0], strict=True))
+    )
+    if not states:
+        raise PinError(f"{said} cuts a value of shape {shape} in a way that it cannot be: cut dims that the axes divide")
+    return Claim(said, said, f"the value at {node.op.source}", t, v, states)
 
 
 def _layout(problem: Problem, path: str, shape: tuple[int, ...], pattern: str, entries: Sequence[Entry]) -> Layout:

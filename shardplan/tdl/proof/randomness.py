@@ -22,7 +22,7 @@ _SHAPES = ((4, 6), (12,))
 
 
 def _keys(draw: Draw) -> Any:
-    return array(draw, draw.choose(((), (), (2,))), "key<fry>")
+    return array(draw, draw.choose(((), (), (2,))), draw.choose(("key<fry>", "key<fry>", "key<rbg>", "key<urbg>")))
 
 
 @case("random_bits")

@@ -11,6 +11,7 @@ from shardplan.tdl.language import Named, TensorRef
 @rule(
     "optimization_barrier",
     "device_put",
+    "placed",
     "sharding_constraint",
     "layout_constraint",
     "reshard",

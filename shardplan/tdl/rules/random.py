@@ -24,13 +24,23 @@ def _bits(call: Call, keys: TensorRef, *_: TensorRef) -> Lambda:
     def element(*i: Any) -> Scalar:
         if keys.dtype == "key<fry>":
             return apply(call.primitive, keys[i[:rank]])
-        return Opaque()(keys[i[:rank]])[i[rank:]]
+        if _of_its_own_key(call, keys):
+            return Opaque()(keys[i[:rank]])[i[rank:]]
+        return Opaque()(keys[(_ALL,) * rank])[i]
 
     return element
 
 
+def _of_its_own_key(call: Call, keys: TensorRef) -> bool:
+    """Whether each result depends on one key alone. XLA's generator draws the bits of all keys from the first one."""
+    splits = call.primitive in ("random_split", "random_split_at", "random_fold_in")
+    return keys.dtype == "key<fry>" or (keys.dtype == "key<rbg>" and splits)
+
+
 @rule("random_fold_in")
 def _fold_in(call: Call, keys: TensorRef, data: TensorRef) -> Lambda:
+    if not _of_its_own_key(call, keys):
+        return lambda *i: Opaque()(keys[(_ALL,) * len(keys.shape)], data[(_ALL,) * len(data.shape)])[i]
     return lambda *i: apply("random_fold_in", at(keys, i), at(data, i))
 
 
@@ -66,6 +76,8 @@ def _iota_2x32(call: Call, *_: TensorRef) -> tuple[Lambda, ...]:
 def _gamma(call: Call, keys: TensorRef, alpha: TensorRef) -> Lambda:
     """Each element is drawn from its own key, or each key is split for all of its elements, which then stay whole."""
     rank = len(keys.shape)
+    if not _of_its_own_key(call, keys):
+        return lambda *i: Opaque()(keys[(_ALL,) * rank], alpha[(_ALL,) * len(alpha.shape)])[i]
     if rank == len(alpha.shape):
         return lambda *i: apply("random_gamma", at(keys, i), at(alpha, i))
     return lambda *i: Opaque()(keys[i[:rank]], alpha[(*i[:rank], *[_ALL] * (len(i) - rank))])[i[rank:]]

@@ -1,0 +1,89 @@
+"""What the step itself runs on each device, `jax.shard_map`'s function, as part of a device's program.
+
+A `jax.shard_map` inside another over the same axes is an error, so its function is evaluated where it stands. JAX tracks there
+which values differ between devices; a plan's program does not, so that marks of it are left out, in loops and branches too.
+"""
+
+# pyright: basic
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from shardplan import _jax
+
+_MARKS = ("pvary", "pcast", "vary_unreduced_cast_p", "reduced_vary_cast_p")
+_CALLS = {
+    "jit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_lin": "call_jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+    "shard_map": "jaxpr",
+}
+
+
+def evaluated(jaxpr: Any, operands: Sequence[Any], consts: Sequence[Any] = ()) -> list[Any]:
+    """The results of a jaxpr on a device's blocks, with the axes of the mesh in scope."""
+    values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *operands), strict=True))
+    for eqn in jaxpr.eqns:
+        inputs = [a.val if isinstance(a, _jax.Literal) else values[a] for a in eqn.invars]
+        with _jax.settings_of(eqn):
+            values.update(zip(eqn.outvars, _equation(eqn, inputs), strict=True))
+    return [a.val if isinstance(a, _jax.Literal) else values[a] for a in jaxpr.outvars]
+
+
+def _equation(eqn: Any, inputs: list[Any]) -> Sequence[Any]:
+    name, params = eqn.primitive.name, eqn.params
+    if name in _MARKS:
+        return inputs
+    if name in _CALLS:
+        return _function(params[_CALLS[name]])(*inputs)
+    match name:
+        case "psum_invariant":
+            return [lax.psum(x, params["axes"]) for x in inputs]
+        case "all_gather_invariant":
+            return [
+                lax.all_gather(x, params["axis_name"], axis=params["all_gather_dimension"], tiled=params["tiled"]) for x in inputs
+            ]
+        case "scan":
+            return _scan(params, inputs)
+        case "while":
+            return _while(params, inputs)
+        case "cond" if params.get("branches_platforms") is None:
+            return lax.switch(inputs[0].astype("int32"), [_function(b) for b in params["branches"]], *inputs[1:])
+        case _:
+            made = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(params))
+            return made if eqn.primitive.multiple_results else [made]
+
+
+def _function(jaxpr: Any) -> Callable[..., list[Any]]:
+    """A jaxpr, closed or not, as a function that returns arrays."""
+    inner, consts = (jaxpr.jaxpr, jaxpr.consts) if hasattr(jaxpr, "consts") else (jaxpr, ())
+    return lambda *xs: [jnp.asarray(x) for x in evaluated(inner, xs, consts)]
+
+
+def _scan(params: Any, inputs: Sequence[Any]) -> list[Any]:
+    consts, carry = params["num_consts"], params["num_carry"]
+    body, fixed = _function(params["jaxpr"]), inputs[:consts]
+
+    def iteration(state: Sequence[Any], slices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        results = body(*fixed, *state, *slices)
+        return results[:carry], results[carry:]
+
+    start, stacked = ([jnp.asarray(x) for x in own] for own in (inputs[consts : consts + carry], inputs[consts + carry :]))
+    end, ys = lax.scan(iteration, start, stacked, length=params["length"], reverse=params["reverse"], unroll=params["unroll"])
+    return [*end, *ys]
+
+
+def _while(params: Any, inputs: Sequence[Any]) -> Sequence[Any]:
+    a, b = params["cond_nconsts"], params["body_nconsts"]
+    test, body = _function(params["cond_jaxpr"]), _function(params["body_jaxpr"])
+    start = [jnp.asarray(x) for x in inputs[a + b :]]
+    return lax.while_loop(lambda state: test(*inputs[:a], *state)[0], lambda state: body(*inputs[a : a + b], *state), start)

@@ -24,6 +24,7 @@ from shardplan.search.memory import liveness as memory
 from shardplan.search.problem import ops
 from shardplan.search.problem.pricing import Limits
 from shardplan.search.problem.tables import BIG, Store, Term
+from tests.machines import launchless
 from tests.oracles import ilp
 from tests.search import nets, steps
 from tests.search.problem.test_terms import Drawn, sums_of_tables
@@ -100,12 +101,14 @@ def test_where_tables_allow_the_minimum_is_exact_and_beyond_it_is_bounded() -> N
 
 @pytest.mark.parametrize(("layers", "cluster"), [(12, "8"), (16, "8"), (8, "2x4"), (10, "2x4")])
 def test_layers_that_all_read_each_other_are_planned(layers: int, cluster: str) -> None:
+    """Proved to be the best, but for ten layers, where collectives cost their messages alone; with launches, nearly."""
     step, args = nets.all_to_all(layers)
-    plan = shardplan.plan(step, *args, cluster=cluster, donate_argnums=0)
-    assert plan.exact or layers == 10
-    assert plan.lower_bound_s <= plan.step_time_s
-    assert plan.exact == (plan.gap == 0)
-    assert all(plan.step_time_s <= b.step_time_s for b in plan.baselines)
+    for machine in (launchless(Cluster.load(cluster)), Cluster.load(cluster)):
+        plan = shardplan.plan(step, *args, cluster=machine, donate_argnums=0)
+        assert plan.exact or layers == 10 or (machine.device.instruction_s and plan.gap < 0.03)
+        assert plan.lower_bound_s <= plan.step_time_s
+        assert plan.exact == (plan.gap == 0)
+        assert all(plan.step_time_s <= b.step_time_s for b in plan.baselines)
 
 
 @pytest.mark.parametrize("cluster", ["8", "2x4", "2x2x2"])

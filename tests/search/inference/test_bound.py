@@ -21,6 +21,7 @@ from shardplan.search.inference.solver import Solver
 from shardplan.search.memory import liveness as memory
 from shardplan.search.problem.problem import Problem
 from shardplan.search.problem.solution import Peak, Solution
+from tests.machines import launchless
 from tests.oracles import ilp
 from tests.search import steps
 
@@ -128,7 +129,7 @@ def test_priced_stars_cost_what_the_profile_counts(price: float, keeps: bool) ->
     Each op may be cut in another way there, where it holds less: the price of buffers is between nothing and all of it.
     """
     step, args = _gpt()
-    problem = steps.problem(step, *args, on=Cluster.load("2x2"))
+    problem = steps.problem(step, *args, on=launchless(Cluster.load("2x2")))
     live = memory.liveness(problem)
     solver = Solver(problem, live)
     fsdp = next(s for s in Rivals(solver).solutions if s.name == "FSDP")

@@ -1,11 +1,12 @@
 """Planned beside compiled bytes and memory on H100s that are not there, under both backends (needs the extra ``gpu-aot``).
 
-``python benchmarks/gpu_bytes.py [NAME ...] [--backend explicit] [--kinds] [--json FILE]``
+``python benchmarks/gpu_bytes.py [NAME ...] [--ways explicit flags] [--kinds] [--json FILE]``
 
 A NAME is one of `STEPS`, on each of its clusters, or ``STEP@CLUSTER`` for one of them; without names all are run. Each step is
 planned, its plan compiled ahead of time for H100s, the collectives of the compiled text counted (bytes of a device in a step,
-ring convention, bodies of loops by their trips), and its `memory_analysis()` set beside the plan. ``--kinds`` adds a line for
-each kind of collective. Each row runs in a process of its own.
+ring convention, bodies of loops by their trips), and its `memory_analysis()` set beside the plan. The ways are the backends
+``specs`` and ``explicit``, and ``flags``: explicit, compiled with `Plan.xla_flags`. ``--kinds`` adds a line for each kind of
+collective. Each row runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 TARGET = ROOT / "tests" / "collectives" / "h100_target.txtpb"
-BACKENDS = ("specs", "explicit")
+WAYS = ("specs", "explicit", "flags")
 TEXT = {"heads": 16, "sequence": 512, "batch": 64}
 DECODER = {**TEXT, "layers": 2, "width": 1024, "key_heads": 8, "vocabulary": 32000, "dtype": "bfloat16"}
 
@@ -66,25 +67,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME")
-    parser.add_argument("--backend", choices=BACKENDS, help="this one alone")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--kinds", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--text", type=Path, metavar="DIRECTORY", help="keeps the compiled programs")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     given = parser.parse_args(argv)
-    backends = (given.backend,) if given.backend else BACKENDS
     if given.one:
-        print(json.dumps(measured(given.one, backends, given.text)))
+        print(json.dumps(measured(given.one, given.ways, given.text)))
         return 0
     rows: list[dict[str, Any]] = []
-    print(
-        "| step | cluster | backend | planned MB | compiled MB | ratio | collectives | instructions | peak planned GiB |", end=""
-    )
+    print("| step | cluster | way | planned MB | compiled MB | ratio | collectives | instructions | peak planned GiB |", end="")
     print(" compiled GiB | ratio | compile s |")
     print("|---|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
     for name in given.names or STEPS:
         for row in _rows(parser, name):
-            found = fresh(row, backends, given.text)
+            found = fresh(row, given.ways, given.text)
             rows.append(found)
             print("\n".join(lines(found, kinds=given.kinds)), flush=True)
             if given.json:
@@ -104,11 +102,11 @@ def lines(found: Mapping[str, Any], *, kinds: bool) -> list[str]:
     """The table's rows of one step on one cluster."""
     step, _, cluster = found["row"].partition("@")
     rows: list[str] = []
-    for backend, made in found["backends"].items():
+    for way, made in found["ways"].items():
         planned, sent, peak = made["planned"], made["compiled"], made["peak"]
         counts = f"{_total(planned, 'count'):.0f} | {_total(sent, 'count'):.0f}"
         rows.append(
-            f"| {step} | {cluster} | {backend} | {_total(planned, 'bytes') / 1e6:.2f} | {_total(sent, 'bytes') / 1e6:.2f} "
+            f"| {step} | {cluster} | {way} | {_total(planned, 'bytes') / 1e6:.2f} | {_total(sent, 'bytes') / 1e6:.2f} "
             f"| {_ratio(_total(sent, 'bytes'), _total(planned, 'bytes'))} | {counts} | {found['peak'] / 2**30:.2f} "
             f"| {peak / 2**30:.2f} | {_ratio(peak, found['peak'])} | {made['compile_s']:.1f} |"
         )
@@ -129,34 +127,33 @@ def _ratio(measured: float, predicted: float) -> str:
     return f"{measured / predicted:.3f}" if predicted else "1.000" if not measured else "-"
 
 
-def fresh(row: str, backends: Sequence[str] = BACKENDS, text: Path | None = None) -> dict[str, Any]:
+def fresh(row: str, ways: Sequence[str] = WAYS, text: Path | None = None) -> dict[str, Any]:
     """One row from a new process: the compiler's flags are read when its backend starts."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0".strip()
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-    command = [sys.executable, str(Path(__file__)), "--one", row, *(["--backend", *backends] if len(backends) == 1 else [])]
-    command += ["--text", str(text)] if text else []
+    command = [sys.executable, str(Path(__file__)), "--one", row, "--ways", *ways, *(["--text", str(text)] if text else [])]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def measured(row: str, backends: Sequence[str], text: Path | None) -> dict[str, Any]:
-    """A plan beside what is compiled of it, for each backend: ``planned`` and ``compiled`` hold {kind: count, bytes}."""
+def measured(row: str, ways: Sequence[str], text: Path | None) -> dict[str, Any]:
+    """A plan beside what is compiled of it, in each way: ``planned`` and ``compiled`` hold {kind: count, bytes}."""
     import shardplan
 
     name, _, place = row.partition("@")
     step, args, pins = _step(STEPS[name])
     plan = shardplan.plan(step, *args, cluster=_cluster(place), donate_argnums=0, pins=pins)
-    result: dict[str, Any] = {"row": row, "peak": plan.peak_bytes, "plan_s": plan.trace_s + plan.search_s, "backends": {}}
-    for backend in backends:
-        result["backends"][backend] = _compiled(plan, step, args, backend, text / f"{row}.{backend}.hlo" if text else None)
+    result: dict[str, Any] = {"row": row, "peak": plan.peak_bytes, "plan_s": plan.trace_s + plan.search_s, "ways": {}}
+    for way in ways:
+        result["ways"][way] = _compiled(plan, step, args, way, text / f"{row}.{way}.hlo" if text else None)
     return result
 
 
-def _compiled(plan: Any, step: Any, args: Any, backend: str, text: Path | None) -> dict[str, Any]:
-    """What one backend sends and holds."""
+def _compiled(plan: Any, step: Any, args: Any, way: str, text: Path | None) -> dict[str, Any]:
+    """What the compiled plan sends and holds."""
     from jax.experimental import topologies
 
     from shardplan.emit.hlo import measure
@@ -164,9 +161,10 @@ def _compiled(plan: Any, step: Any, args: Any, backend: str, text: Path | None) 
     per_node = plan.cluster.levels[-1].size
     shape = f"1x{plan.cluster.size // per_node}x{per_node}"
     machine = topologies.get_topology_desc("h100", "cuda", target_config=TARGET.read_text(), topology=shape)
+    backend, flags = ("explicit", plan.xla_flags) if way == "flags" else (way, None)
     lowered = plan.jit(step, machine.devices, backend).lower(*args)
     started = time.perf_counter()
-    made = lowered.compile()
+    made = lowered.compile(compiler_options=flags)
     seconds = time.perf_counter() - started
     if text:
         text.parent.mkdir(parents=True, exist_ok=True)

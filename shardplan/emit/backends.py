@@ -13,8 +13,8 @@ from shardplan.emit.specs import SpecsEmitter
 from shardplan.errors import ShardplanError
 from shardplan.schedule import PlannedProgram, Schedule
 
-BACKENDS = ("auto", "explicit", "specs")
-"""Each device its own program, or constraints that XLA's partitioner follows; "auto" is what the plan was made for."""
+BACKENDS = ("explicit", "specs")
+"""Each device its own program, or constraints that XLA's partitioner follows."""
 
 
 _WORDS = {
@@ -34,12 +34,12 @@ def chosen(backend: str) -> dict[str, Any]:
 
 
 def checked_backend(backend: str) -> str:
-    """The name of a backend.
+    """The name of a backend, or "auto", which stands for the one that the plan was made for.
 
     Raises:
         ShardplanError: for a backend that does not exist.
     """
-    if backend not in BACKENDS:
+    if backend not in ("auto", *BACKENDS):
         raise ShardplanError(f"unsupported backend {backend!r}: use 'auto', 'explicit' or 'specs'")
     return backend
 

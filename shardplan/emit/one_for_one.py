@@ -138,7 +138,6 @@ def _compiled(collective: HloCollective, text_bytes: int, ours: Mapping[_Call, A
     """A compiled collective; one of the width that was planned was not widened, though it may look so."""
     scopes = _SCOPE.findall(collective.op_name)
     ways = 0 if collective.kind == "collective-permute" else collective.group_size
-    narrow, text = (
-        (scopes[-1] if scopes else "", collective.kind, ways, nbytes) for nbytes in (collective.operand_bytes, text_bytes)
-    )
+    scope = scopes[-1] if scopes else ""
+    narrow, text = (scope, collective.kind, ways, collective.operand_bytes), (scope, collective.kind, ways, text_bytes)
     return text if narrow not in ours and text in ours else narrow, float(collective.trips)

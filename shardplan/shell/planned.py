@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -21,25 +21,22 @@ from shardplan.frontend.argnums import leaves_of, positions, tuple_of
 from shardplan.frontend.nnx_state import apart, bare, has_objects, together, trace_step
 from shardplan.frontend.trace import Traced
 from shardplan.graph import Graph
-from shardplan.ir import Factor, Program
-from shardplan.mesh import Cluster
+from shardplan.ir import Program
 from shardplan.mesh.devices import build_mesh
-from shardplan.plans.data import Argument, Baseline, Collective, PlanData
+from shardplan.plans.data import Baseline, PlanData
 from shardplan.plans.files import plan_file, save, write_whole
 from shardplan.plans.fingerprint import difference, fingerprint
 from shardplan.plans.runner import Leaves, Runner, check_tree, shape_text
 from shardplan.plans.summary import Scheduled, baselines, decided, scheduled, session_of
-from shardplan.plans.xla_flags import xla_flags
-from shardplan.remat import Remat
 from shardplan.report.draw import picture, picture_format
 from shardplan.report.drawing import drawing
 from shardplan.report.explain import explain, explain_all
 from shardplan.schedule import PlannedProgram, Schedule, Send, build, planned_program, sends
-from shardplan.search.inference.anytime import Stopped
 from shardplan.search.session import Session
+from shardplan.shell.figures import Figures
 
 
-class Plan:
+class Plan(Figures):
     """How a step runs on a cluster. Made by `shardplan.plan` or `shardplan.load`.
 
     ``data`` holds everything that the plan says; most properties here return its fields. The bound, the baselines and the
@@ -66,56 +63,6 @@ class Plan:
         return f"<Plan of {self.operators} operators on {self.cluster.name} ({mesh}): {self.step_time_s:.3g} s a step>"
 
     # -- figures -----------------------------------------------------------------------------------------------------
-
-    @property
-    def data(self) -> PlanData:
-        """Everything that the plan says so far; `completed` adds the bound and the baselines."""
-        return self._data
-
-    @property
-    def cluster(self) -> Cluster:
-        """The cluster that the plan is for."""
-        return self._data.cluster
-
-    @property
-    def factors(self) -> tuple[Factor, ...]:
-        """The factors of the levels: one mesh axis each, slowest first."""
-        return self._data.factors
-
-    @property
-    def step_time_s(self) -> float:
-        """Predicted seconds of one step."""
-        return self._data.step_time_s
-
-    @property
-    def searched_s(self) -> float:
-        """The price of the step in the search's tables, in which each reader has its own collective and nothing is padded."""
-        return self._data.searched_s
-
-    @property
-    def compute_s(self) -> float:
-        """The seconds of ``step_time_s`` in which devices compute."""
-        return self._data.compute_s
-
-    @property
-    def communication_s(self) -> float:
-        """The seconds of ``step_time_s`` in which devices communicate."""
-        return self._data.communication_s
-
-    @property
-    def communication_bytes(self) -> float:
-        """Bytes that one device sends in one step, in the ring convention."""
-        return self._data.communication_bytes
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most bytes that one device holds at any point of a step."""
-        return self._data.peak_bytes
-
-    @property
-    def memory_limit(self) -> int:
-        """The bytes that a device may hold."""
-        return self._data.memory_limit
 
     @property
     def lower_bound_s(self) -> float:
@@ -145,81 +92,6 @@ class Plan:
         assert self._data.baselines is not None
         return self._data.baselines
 
-    @property
-    def collectives(self) -> tuple[Collective, ...]:
-        """Every collective of one step, in the order of the program."""
-        return self._data.collectives
-
-    @property
-    def arguments(self) -> tuple[Argument, ...]:
-        """The leaves of the arguments, with their layouts."""
-        return self._data.arguments
-
-    @property
-    def objective(self) -> str:
-        """What the search minimised: "time" or "bytes"."""
-        return self._data.objective
-
-    @property
-    def time_model(self) -> str:
-        """How ``step_time_s`` adds up: "sum" is compute plus communication, without overlap."""
-        return self._data.time_model
-
-    @property
-    def exact(self) -> bool:
-        """Whether the search found the optimum of its mesh without a memory limit."""
-        return self._data.exact
-
-    @property
-    def stopped(self) -> Stopped:
-        """What ended the search early: "time budget" or "interrupted"; empty if nothing did."""
-        return self._data.stopped
-
-    @property
-    def remat(self) -> Remat:
-        """What is recomputed in the backward pass."""
-        return self._data.remat
-
-    @property
-    def trace_s(self) -> float:
-        """Measured seconds of tracing."""
-        return self._data.trace_s
-
-    @property
-    def search_s(self) -> float:
-        """Measured seconds of the search."""
-        return self._data.search_s
-
-    @property
-    def donate_argnums(self) -> tuple[int, ...]:
-        """Numbers of the arguments whose buffers the step may reuse."""
-        return self._data.donate_argnums
-
-    @property
-    def replicate(self) -> tuple[str, ...]:
-        """Primitives without a description that run whole on every device."""
-        return self._data.replicate
-
-    @property
-    def backend(self) -> str:
-        """What runs the plan by default: "explicit" or "specs"."""
-        return self._data.backend
-
-    @property
-    def pins(self) -> Mapping[str, PartitionSpec]:
-        """The PartitionSpecs that the user required, by glob of argument paths."""
-        return {glob: PartitionSpec(*entries) for glob, entries in self._data.pins.items()}
-
-    @property
-    def time_budget_s(self) -> float | None:
-        """The seconds that planning was allowed; None for no limit."""
-        return self._data.time_budget_s
-
-    @property
-    def operators(self) -> int:
-        """Number of ops of the step; ops in bodies count once."""
-        return self._data.operators
-
     def completed(self) -> PlanData:
         """The data with the bound and the baselines, which are computed now if they are missing."""
         self.lower_bound_s  # noqa: B018 - asking fills the field
@@ -227,16 +99,6 @@ class Plan:
         return self._data
 
     # -- layouts -----------------------------------------------------------------------------------------------------
-
-    @property
-    def axes(self) -> dict[str, int]:
-        """Mesh axis names and sizes, slowest first."""
-        return self._data.axes
-
-    @property
-    def matrix(self) -> dict[str, Any]:
-        """The parallelism matrix (P2, section 3.1): one row per mesh axis, one column per level."""
-        return self._data.matrix
 
     @property
     def flat_in_specs(self) -> tuple[PartitionSpec, ...]:
@@ -397,11 +259,6 @@ class Plan:
     def sends(self) -> tuple[Send, ...]:
         """Every collective instruction of the explicit backend, with its bytes and its times a step."""
         return sends(self.schedule, self.planned)
-
-    @property
-    def xla_flags(self) -> dict[str, int]:
-        """The flags that the plan counts on where XLA compiles it for GPUs: by name, as `compiler_options` of a compilation."""
-        return xla_flags(self.cluster)
 
     @property
     def donated_leaves(self) -> tuple[int, ...]:

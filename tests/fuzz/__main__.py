@@ -9,7 +9,7 @@ import argparse
 import sys
 import time
 
-from shardplan.shell.planned import BACKENDS
+from shardplan.emit.backends import BACKENDS
 from tests.fuzz.check import Finding
 from tests.fuzz.generate import program
 from tests.fuzz.report import as_test, counts, line

@@ -11,7 +11,7 @@ from contextlib import closing
 import jax
 import pytest
 
-from shardplan.shell.planned import BACKENDS
+from shardplan.emit.backends import BACKENDS
 from tests.fuzz.check import Finding, examine
 from tests.fuzz.generate import LEAST, MOST, program
 from tests.fuzz.pool import Worker

@@ -7,7 +7,7 @@ import time
 
 import jaxlib
 
-from shardplan.shell.planned import BACKENDS
+from shardplan.emit.backends import BACKENDS
 from tests.emit.proof.runs import Tally
 from tests.emit.proof.sweep import primitives, sweep, whole
 

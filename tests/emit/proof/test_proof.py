@@ -10,8 +10,8 @@ import jaxlib
 import pytest
 
 from shardplan.emit import blocks
+from shardplan.emit.backends import BACKENDS
 from shardplan.graph import flattening as graph
-from shardplan.shell.planned import BACKENDS
 from shardplan.tdl import Call, strategies
 from shardplan.tdl.localize import Local, localize
 from shardplan.tdl.proof import CASES

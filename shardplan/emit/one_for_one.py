@@ -139,5 +139,6 @@ def _compiled(collective: HloCollective, text_bytes: int, ours: Mapping[_Call, A
     scopes = _SCOPE.findall(collective.op_name)
     ways = 0 if collective.kind == "collective-permute" else collective.group_size
     scope = scopes[-1] if scopes else ""
-    narrow, text = (scope, collective.kind, ways, collective.operand_bytes), (scope, collective.kind, ways, text_bytes)
+    narrow: _Call = (scope, collective.kind, ways, collective.operand_bytes)
+    text: _Call = (scope, collective.kind, ways, text_bytes)
     return text if narrow not in ours and text in ours else narrow, float(collective.trips)

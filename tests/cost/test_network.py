@@ -70,10 +70,11 @@ def test_every_instruction_costs_a_launch():
     bare, net = network(SLOW), network(launched)
     for kind in KINDS:
         assert (net.lines(kind, (0, 1)) - bare.lines(kind, (0, 1))).tolist() == [[100.0, 0.0]] * len(net.lines(kind, (0, 1)))
-    for kind, first, count in (
+    counts: tuple[tuple[Collective, tuple[int, ...], int], ...] = (
         ("reduce", (), 3), ("broadcast", (), 3), ("all_reduce", (), 1), ("all_gather", (), 1),
         ("all_reduce", (0,), 2 * 3), ("reduce_scatter", (0,), 3), ("all_gather", (0,), 3), ("reduce", (0,), 2),
-    ):  # fmt: skip
+    )  # fmt: skip
+    for kind, first, count in counts:
         over = (1,) if first else (0, 1)
         a, b = (n.lines(kind, over, first=first, algorithm="emitted") for n in (bare, net))
         assert (b - a).tolist() == [[100.0 * count, 0.0]] * len(a), (kind, first)

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardplan
-from shardplan.schedule import Move, instructions_of
+from shardplan.schedule import Move, While, instructions_of
 from tests.emit.test_explicit import check
 from tests.machines import machine
 

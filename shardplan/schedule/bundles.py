@@ -6,9 +6,12 @@ it brings what is gathered a little earlier: so it takes no more bytes than make
 
 from __future__ import annotations
 
+import functools
+import heapq
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from shardplan.collectives.reshard import Resharder
 from shardplan.cost import Network
@@ -31,11 +34,12 @@ _Key = tuple[str, tuple[Hop, ...]]
 
 
 @dataclass(slots=True)
-class _Open:
-    """Moves that wait to be sent together."""
+class _Group:
+    """Moves that travel together: numbers of instructions, and as a mask."""
 
-    moves: list[Move] = field(default_factory=list[Move])
-    nbytes: float = 0.0
+    members: list[int]
+    mask: int
+    nbytes: float
 
 
 class _Bundling:
@@ -47,13 +51,8 @@ class _Bundling:
     def block(self, block: Block) -> Block:
         """A block with its bundles."""
         instructions = [self.inside(i) for i in block.instructions]
-        keys = [self.key(i) if isinstance(i, Move) else None for i in instructions]
-        same: dict[_Key, list[int]] = {}
-        for n, key in enumerate(keys):
-            if key is not None:
-                same.setdefault(key, []).append(n)
-        one = _Block(self, instructions, {key: ns for key, ns in same.items() if len(ns) > 1}, keys)
-        return replace(block, instructions=tuple(one.run()))
+        bundles = [self.bundle(key, moves) for key, moves in self.groups(instructions)]
+        return replace(block, instructions=tuple(_ordered(instructions, bundles) if bundles else instructions))
 
     def inside(self, instruction: Instruction) -> Instruction:
         """An instruction with bundles in its bodies."""
@@ -66,6 +65,29 @@ class _Bundling:
                 return replace(instruction, branches=tuple(self.block(b) for b in instruction.branches))
             case _:
                 return instruction
+
+    def groups(self, instructions: Sequence[Instruction]) -> Iterator[tuple[_Key, list[Move]]]:
+        """Moves with one key of which none depends on another, until they are full, in the order of the instructions."""
+        after: dict[int, int] = {}  # by value the moves, as a mask, that it depends on
+        open_: dict[_Key, _Group] = {}
+        closed: list[tuple[_Key, _Group]] = []
+        for n, instruction in enumerate(instructions):
+            before = functools.reduce(operator.or_, (after.get(v, 0) for v in reads(instruction)), 0)
+            key = self.key(instruction) if isinstance(instruction, Move) else None
+            if key is not None and isinstance(instruction, Move):
+                group, nbytes = open_.get(key), self.nbytes(instruction)
+                if group is None or before & group.mask or group.nbytes + nbytes > self.full(key):
+                    group = open_[key] = _Group([], 0, 0.0)
+                    closed.append((key, group))
+                group.members.append(n)
+                group.mask |= 1 << n
+                group.nbytes += nbytes
+                before |= 1 << n
+            after.update((v, before) for v in results_of(instruction))
+        for key, group in closed:
+            moves = [i for i in (instructions[n] for n in group.members) if isinstance(i, Move)]
+            if self.faster(key, moves):
+                yield key, moves
 
     def key(self, move: Move) -> _Key | None:
         """What moves that may travel together have in common; None for a move that travels alone."""
@@ -92,6 +114,21 @@ class _Bundling:
     def nbytes(self, move: Move) -> float:
         """The most bytes of a device's operand in any step of a move, for a gather of its result."""
         return max(step.nbytes for step in move.steps)
+
+    def bundle(self, key: _Key, moves: Sequence[Move]) -> Bundle:
+        """Moves as one instruction, each collective by the program that is best for all of them together."""
+        found = Bundle(tuple(moves), key[1])
+        hops: list[Hop] = []
+        for n, hop in enumerate(key[1]):
+            steps = found.steps(n)
+            program = self.resharder.program_for(hop.kind, steps[0].over, sum(s.nbytes for s in steps))
+            hops.append(replace(hop, program=program))
+        return replace(found, hops=tuple(hops))
+
+    def faster(self, key: _Key, moves: Sequence[Move]) -> bool:
+        """Whether these moves take less time together, their copies to and from the buffer included."""
+        alone = sum(step.seconds for move in moves for step in move.steps)
+        return len(moves) > 1 and self.seconds(self.bundle(key, moves)) < alone
 
     def seconds(self, bundle: Bundle) -> float:
         """The time of all hops of a bundle, and of the copies."""
@@ -121,103 +158,44 @@ def copying_s(bundle: Bundle, hop: int, planned: PlannedProgram) -> float:
     return copied / network.cluster.device.memory_bytes_per_s
 
 
-class _Block:
-    """Walks the instructions of one block; moves wait until one of their results is read or enough are there."""
+def _ordered(instructions: Sequence[Instruction], bundles: Sequence[Bundle]) -> list[Instruction]:
+    """The instructions with bundles in place of their moves: each as soon as what it reads is there, the earliest first.
 
-    def __init__(
-        self,
-        bundling: _Bundling,
-        instructions: Sequence[Instruction],
-        same: dict[_Key, list[int]],
-        keys: Sequence[_Key | None],
-    ) -> None:
-        self.bundling, self.instructions, self.same, self.keys = bundling, instructions, same, keys
-        self.open: dict[_Key, _Open] = {}
-        self.waiting: dict[int, _Key] = {}
-        self.taken: set[int] = set()
-        self.later: set[int] = {r for i in instructions for r in results_of(i)}
-        self.out: list[Instruction] = []
+    Bundles that wait for each other are taken apart.
+    """
+    while True:
+        found, stuck = _in_turn(instructions, bundles)
+        if stuck is None:
+            return found
+        bundles = [b for b in bundles if b is not stuck]
 
-    def run(self) -> list[Instruction]:
-        """The instructions, with bundles in place of moves that travel together."""
-        for n, instruction in enumerate(self.instructions):
-            if n in self.taken:
-                continue
-            for key in sorted({self.waiting[v] for v in reads(instruction) if v in self.waiting}, key=self._first):
-                self.send(key, n)
-            key = self.keys[n]
-            if key in self.same and isinstance(instruction, Move):
-                assert key is not None
-                self.add(key, n, instruction)
-                if self.open[key].nbytes >= self.bundling.full(key):
-                    self.send(key, n)
-                continue
-            self.out.append(instruction)
-            self.later.difference_update(results_of(instruction))
-        for key in list(self.open):
-            self.send(key, len(self.instructions))
-        return self.out
 
-    def _first(self, key: _Key) -> int:
-        return self.open[key].moves[0].result
-
-    def add(self, key: _Key, n: int, move: Move) -> None:
-        """Lets a move wait."""
-        bundle = self.open.setdefault(key, _Open())
-        bundle.moves.append(move)
-        bundle.nbytes += self.bundling.nbytes(move)
-        self.waiting[move.result] = key
-        self.taken.add(n)
-
-    def send(self, key: _Key, at: int) -> None:
-        """Sends what waits, and with it later moves whose source is there already, until the bundle is full."""
-        if key not in self.open:
-            return
-        full = self.bundling.full(key)
-        for n in self.same[key]:
-            move = self.instructions[n]
-            assert isinstance(move, Move)
-            if n > at and n not in self.taken and move.source not in self.later:
-                if self.open[key].nbytes + self.bundling.nbytes(move) > full:
-                    break
-                self.add(key, n, move)
-        bundle = self.open.pop(key)
-        for move in bundle.moves:
-            del self.waiting[move.result]
-        self.out += self.parts(key, bundle.moves, full)
-        self.later.difference_update(move.result for move in bundle.moves)
-
-    def parts(self, key: _Key, moves: Sequence[Move], full: float) -> list[Instruction]:
-        """Bundles that are not over-full; a move that fills one alone stays a move."""
-        found: list[Instruction] = []
-        own: list[Move] = []
-        nbytes = 0.0
-        for move in moves:
-            more = self.bundling.nbytes(move)
-            if own and nbytes + more > full:
-                found += self.faster(key, own)
-                own, nbytes = [], 0.0
-            own.append(move)
-            nbytes += more
-        found += self.faster(key, own)
-        return found
-
-    def faster(self, key: _Key, moves: Sequence[Move]) -> list[Instruction]:
-        """These moves as a bundle if that takes less time, its copies to and from the buffer included; else as they are."""
-        bundle = self.bundle(key, moves)
-        if not isinstance(bundle, Bundle):
-            return [bundle]
-        alone = sum(step.seconds for move in moves for step in move.steps)
-        return [bundle] if self.bundling.seconds(bundle) < alone else [*moves]
-
-    def bundle(self, key: _Key, moves: Sequence[Move]) -> Instruction:
-        """Moves as one instruction, each collective by the program that is best for all of them together."""
-        if len(moves) == 1:
-            return moves[0]
-        found = Bundle(tuple(moves), key[1])
-        hops: list[Hop] = []
-        for n, hop in enumerate(key[1]):
-            steps = found.steps(n)
-            program = self.bundling.resharder.program_for(hop.kind, steps[0].over, sum(s.nbytes for s in steps))
-            hops.append(replace(hop, program=program))
-        return replace(found, hops=tuple(hops))
+def _in_turn(instructions: Sequence[Instruction], bundles: Sequence[Bundle]) -> tuple[list[Instruction], Bundle | None]:
+    """The instructions in an order in which each is preceded by what it reads; else a bundle that prevents that."""
+    of = {move.result: bundle for bundle in bundles for move in bundle.moves}
+    nodes: list[Instruction] = []
+    for i in instructions:
+        bundle = of.get(i.result) if isinstance(i, Move) else None
+        if bundle is None:
+            nodes.append(i)
+        elif isinstance(i, Move) and i.result == bundle.moves[0].result:
+            nodes.append(bundle)
+    maker = {v: n for n, node in enumerate(nodes) for v in results_of(node)}
+    needs = [{maker[v] for v in reads(node) if v in maker} for node in nodes]
+    readers: list[list[int]] = [[] for _ in nodes]
+    for n, before in enumerate(needs):
+        for m in before:
+            readers[m].append(n)
+    waits = [len(before) for before in needs]
+    ready = [n for n, count in enumerate(waits) if not count]
+    heapq.heapify(ready)
+    found: list[Instruction] = []
+    while ready:
+        n = heapq.heappop(ready)
+        found.append(nodes[n])
+        waits[n] = -1
+        for m in readers[n]:
+            waits[m] -= 1
+            if not waits[m]:
+                heapq.heappush(ready, m)
+    return found, next((node for n, node in enumerate(nodes) if waits[n] > 0 and isinstance(node, Bundle)), None)

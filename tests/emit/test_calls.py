@@ -112,7 +112,7 @@ def test_a_registered_function_is_one_op_forward_and_backward(eager: Any) -> Non
     plan = shardplan.plan(step, *args, cluster=eager, pins={"x": P(("node", "gpu"))})
     assert names(plan) == {"jit:flash_forward", "jit:flash_backward"}
     assert cut_loops(plan, "jit:flash_forward") == cut_loops(plan, "jit:flash_backward") == {"b"}
-    found = verify(plan, step, args)
+    found = verify(plan, step, args, backend="specs")
     assert found.passed, found
 
 
@@ -120,7 +120,7 @@ def test_what_is_partial_after_a_call_is_summed(eager: Any) -> None:
     register_flash()
     step, args = attention_step()
     plan = shardplan.plan(step, *args, cluster=eager, pins={"x": P("node", "gpu")})
-    found = verify(plan, step, args)
+    found = verify(plan, step, args, backend="specs")
     assert found.passed, found
 
 
@@ -133,7 +133,7 @@ def test_a_registered_function_that_is_not_differentiated_is_one_op(eager: Any) 
 
     plan = shardplan.plan(step, *args, cluster=eager, pins={"q": P("node", "gpu")})
     assert names(plan) == {"custom_vjp_call:flash"}
-    assert verify(plan, step, args).passed
+    assert verify(plan, step, args, backend="specs").passed
 
 
 def test_a_call_that_remat_has_cut_down_is_seen_through(eager: Any) -> None:
@@ -144,7 +144,7 @@ def test_a_call_that_remat_has_cut_down_is_seen_through(eager: Any) -> None:
     inside = {op.primitive for outer in plan.traced.program.ops for body in outer.bodies for op in body.ops}
     assert names(plan) == {"custom_vjp_call:flash"}  # which the forward function calls
     assert "jit:flash_backward" in inside
-    assert verify(plan, step, args).passed
+    assert verify(plan, step, args, backend="specs").passed
 
 
 def test_a_registered_function_in_a_loop_is_one_op_of_its_body(eager: Any) -> None:
@@ -164,7 +164,7 @@ def test_a_registered_function_in_a_loop_is_one_op_of_its_body(eager: Any) -> No
     plan = shardplan.plan(step, *args, cluster=eager)
     inside = {op.primitive for outer in plan.traced.program.ops for body in outer.bodies for op in body.ops}
     assert inside >= {"jit:flash_forward", "jit:flash_backward"}
-    assert verify(plan, step, args).passed
+    assert verify(plan, step, args, backend="specs").passed
 
 
 def test_a_call_under_vmap_is_seen_through(eager: Any) -> None:
@@ -209,7 +209,7 @@ def test_a_pallas_kernel_runs_on_each_devices_rows(eager: Any) -> None:
     step, args = kernel_step(smooth)
     plan = shardplan.plan(step, *args, cluster=eager, pins={"x": P(("node", "gpu"))})
     assert names(plan) == {"pallas_call:smooth"}
-    found = verify(plan, step, args)
+    found = verify(plan, step, args, backend="specs")
     assert found.passed, found
     assert found.measured_bytes == pytest.approx(found.predicted_bytes, rel=0.01)  # no operand of a kernel is gathered
 
@@ -234,7 +234,7 @@ def test_a_kernel_with_a_halo_gets_its_neighbours_edges(eager: Any) -> None:
     plan = shardplan.plan(step, *args, cluster=eager, pins={"x": P(("node", "gpu"))})
     assert names(plan) == {"jit:differences"}
     assert cut_loops(plan, "jit:differences") == {"i"}
-    assert verify(plan, step, args).passed
+    assert verify(plan, step, args, backend="specs").passed
 
 
 def cholesky_by_ffi(x: Any) -> Any:
@@ -263,7 +263,7 @@ def test_an_ffi_call_is_cut_along_its_batch(eager: Any) -> None:
     step, args = ffi_step()
     plan = shardplan.plan(step, *args, cluster=eager, pins={"x": P(("node", "gpu"))})
     assert cut_loops(plan, "ffi_call:lapack_spotrf_ffi") == {"b"}
-    found = verify(plan, step, args)
+    found = verify(plan, step, args, backend="specs")
     assert found.passed, found
 
 
@@ -286,7 +286,7 @@ def test_a_primitive_that_jax_does_not_know_runs_on_each_devices_rows(eager: Any
     args = (jax.random.normal(KEYS[0], (16, 4)),)
     plan = shardplan.plan(step, *args, cluster=eager, pins={"x": P(("node", "gpu"))})
     assert cut_loops(plan, "shares_of_row") == {"i"}
-    found = verify(plan, step, args)
+    found = verify(plan, step, args, backend="specs")
     assert found.passed, found
 
 
@@ -326,7 +326,7 @@ def test_the_lines_of_the_error_work(eager: Any) -> None:
 def test_an_opaque_call_may_run_whole(eager: Any) -> None:
     step, args = kernel_step(smooth)
     plan = shardplan.plan(step, *args, cluster=eager, replicate=("pallas_call",))
-    assert verify(plan, step, args).passed
+    assert verify(plan, step, args, backend="specs").passed
 
 
 # -- reductions of pairs ------------------------------------------------------------------------------------------------
@@ -346,7 +346,7 @@ def test_the_place_of_an_extreme_is_found_across_devices(place: Any, dtype: str,
 
     plan = shardplan.plan(step, *args, cluster=eager, pins={"x": P(None, ("node", "gpu"))})
     assert "k0" in cut_loops(plan, place.__name__)
-    found = verify(plan, step, args)
+    found = verify(plan, step, args, backend="specs")
     assert found.passed, found
     if dtype == "int32":
         assert found.predicted_bytes == pytest.approx(found.measured_bytes, rel=0.15)
@@ -362,4 +362,4 @@ def test_the_values_of_a_barrier_are_cut_each_in_its_own_way(eager: Any) -> None
 
     args = (jax.random.normal(KEYS[0], (16, 8)), jax.random.normal(KEYS[1], (32, 16)))
     plan = shardplan.plan(step, *args, cluster=eager, pins={"x": P("node"), "w": P(None, "gpu")})
-    assert verify(plan, step, args).passed
+    assert verify(plan, step, args, backend="specs").passed

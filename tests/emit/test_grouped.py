@@ -37,9 +37,9 @@ def test_shares_are_as_large_as_predicted_and_right(groups: int, stride: int, de
     args = draw(3, 3, 32 // groups, 32), draw(8, 28, 28, 32)
     plan = shardplan.plan(step, *args, cluster="2x4")
     assert any(entry for spec in plan.in_specs for entry in spec), "it is cut"
-    program, _ = measured_program(plan, step, devices=devices)
+    program, _ = measured_program(plan, step, backend="specs", devices=devices)
     assert program.wire_bytes <= plan.communication_bytes
-    assert verify(plan, step, args, devices=devices).passed
+    assert verify(plan, step, args, backend="specs", devices=devices).passed
 
 
 def test_a_share_is_not_padded(devices: list[Any]) -> None:
@@ -58,7 +58,7 @@ def test_a_share_is_not_padded(devices: list[Any]) -> None:
         for loop, info in enumerate(loops):
             assert node.signature.cut(loop, 2) is None or info.extent % 2 == 0
             assert use is None or loop not in use.loops or info.extent % 2 == 0
-    program, _ = measured_program(plan, step, devices=devices)
+    program, _ = measured_program(plan, step, backend="specs", devices=devices)
     assert program.wire_bytes <= plan.communication_bytes
 
 

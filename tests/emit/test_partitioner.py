@@ -173,7 +173,7 @@ def test_the_step_is_right_however_it_is_cut(name: str) -> None:
     step, args = make()
     plan = shardplan.plan(step, *args, cluster=machine(cluster), pins=pins)
     assert name in UNCUT or any(loop != -1 for use in plan.session.decisions.uses.values() for loop in use.loops)
-    got = plan.jit(step)(*plan.put(args))
+    got = plan.jit(step, backend="specs")(*plan.put(args))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(jax.jit(step)(*args)), strict=True):
         scale = float(np.abs(np.asarray(b, float), where=np.isfinite(b), out=np.zeros(np.shape(b))).max(initial=0.0)) or 1.0
         np.testing.assert_allclose(np.asarray(a, float), np.asarray(b, float), rtol=0, atol=1e-5 * scale)
@@ -201,5 +201,5 @@ def test_leaving_out_any_one_exchange_of_shares_is_noticed() -> None:
     jax.eval_shape(emitter, *args)
     halos = [n for n, what in enumerate(emitter.exchanges) if "halo" in what]
     assert len(halos) >= 2
-    caught = [not verify(plan, step, args, drop=n, steps=1).equal for n in range(len(emitter.exchanges))]
+    caught = [not verify(plan, step, args, backend="specs", drop=n, steps=1).equal for n in range(len(emitter.exchanges))]
     assert all(caught), [what for what, seen in zip(emitter.exchanges, caught, strict=True) if not seen]

@@ -26,7 +26,7 @@ def check(program: Callable[[], Program], machine: str, seed: int) -> None:
     made = scattered(plan, seed)
     assert made is not None
     assert made.communication_bytes > 0
-    found = verify(made, step, args, steps=1, devices=jax.devices()[: int(np.prod(list(plan.axes.values())))])
+    found = verify(made, step, args, backend="specs", steps=1, devices=jax.devices()[: int(np.prod(list(plan.axes.values())))])
     assert found.equal, found
 
 
@@ -54,7 +54,7 @@ def check_product(primitive: str, machine: str, seed: int) -> None:
     plan = shardplan.plan(step, *args, cluster=machines.machine(machine))
     drawn = scattered(plan, seed)
     assert drawn is not None
-    found = verify(drawn, step, args, steps=1, devices=jax.devices()[: int(np.prod(list(plan.axes.values())))])
+    found = verify(drawn, step, args, backend="specs", steps=1, devices=jax.devices()[: int(np.prod(list(plan.axes.values())))])
     assert found.equal, found
 
 

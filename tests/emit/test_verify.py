@@ -76,7 +76,7 @@ def test_leaving_out_any_one_exchange_is_noticed(planned: Any) -> None:
     jax.eval_shape(emitter, *jax.tree.leaves(args))
     assert len(emitter.exchanges) >= 4
     assert not emitter.skipped
-    caught = [not verify(plan, step, args, drop=n).equal for n in range(len(emitter.exchanges))]
+    caught = [not verify(plan, step, args, backend="specs", drop=n).equal for n in range(len(emitter.exchanges))]
     assert all(caught), [what for what, seen in zip(emitter.exchanges, caught, strict=True) if not seen]
 
 
@@ -87,7 +87,7 @@ def test_leaving_out_any_one_exchange_is_noticed_in_bfloat16(devices: list[Any])
     assert verify(plan, step, args).passed
     emitter = DroppingEmitter(plan.planned, plan.mesh(), dropped=-1)
     jax.eval_shape(emitter, *jax.tree.leaves(args))
-    caught = [not verify(plan, step, args, drop=n).equal for n in range(len(emitter.exchanges))]
+    caught = [not verify(plan, step, args, backend="specs", drop=n).equal for n in range(len(emitter.exchanges))]
     assert len(caught) >= 4
     assert all(caught), [what for what, seen in zip(emitter.exchanges, caught, strict=True) if not seen]
 

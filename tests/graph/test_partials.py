@@ -59,7 +59,7 @@ def test_accumulated_gradients_are_reduced_once(devices: list[Any], kind: str) -
     sums = [c for c in plan.collectives if c.kind in ("all-reduce", "reduce-scatter") and c.bytes > 1024]
     assert sums
     assert sum(c.bytes * c.times for c in sums) <= MOST
-    found = verify(plan, step, args)
+    found = verify(plan, step, args, backend="specs")
     assert (found.equal, found.unequal) == (True, ())
     assert found.measured_bytes == pytest.approx(found.predicted_bytes, rel=0.05)
 
@@ -122,7 +122,7 @@ def test_leaving_out_a_late_sum_is_noticed(devices: list[Any], kind: str) -> Non
     jax.eval_shape(emitter, *jax.tree.leaves(args))
     late = [n for n, what in enumerate(emitter.exchanges) if "terms" in what]
     assert len(late) == 2
-    assert not any(verify(plan, step, args, drop=n).equal for n in late)
+    assert not any(verify(plan, step, args, backend="specs", drop=n).equal for n in late)
 
 
 # -- everything that terms may meet on their way ---------------------------------------------------------------------------------
@@ -206,5 +206,5 @@ def test_terms_are_added_up_to_what_they_are_terms_of(devices: list[Any], step: 
     rng = np.random.default_rng(0)
     args = tuple(jnp.asarray(rng.standard_normal((4, ROWS // 2, WIDTH)) / 16, "float32") for _ in range(2))
     plan = shardplan.plan(step, *args, cluster=_slow_devices(cluster))
-    found = verify(plan, step, args)
+    found = verify(plan, step, args, backend="specs")
     assert (found.equal, found.unequal) == (True, ())

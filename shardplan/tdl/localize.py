@@ -340,7 +340,9 @@ def _counted(call: Call, local: Local) -> Local:
 
 
 def counted_in(local: Local, call: Call) -> Local:
-    """A share whose random bits are counted in the shape of ``call``, which was resized to be cut."""
+    """A share of ``call``, which was resized to be cut: bits are counted, and rows looked up, in the true shape."""
+    if call.primitive == "gather":
+        return _gather(call, local)
     if "whole" not in local.call.params or "whole" in call.params:
         return local
     leading = len(call.operands[0]) if call.operands else 0
@@ -431,7 +433,7 @@ def _gather(call: Call, local: Local) -> Local:
     if not isinstance(local.strategy.results[0], Partial) or placed is None:
         return local
     component, size = tuple(numbers.start_index_map).index(placed[0]), call.operands[0][placed[0]]
-    share = size // local.strategy.ways
+    share = local.call.operands[0][placed[0]]
 
     def masked(bind: Bind, operands: Sequence[Any], worker: Any) -> tuple[Any, ...]:
         """Gathers from the worker's own rows: other workers' rows give zeros, and worker 0 alone fills rows out of range."""

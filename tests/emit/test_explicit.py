@@ -237,3 +237,17 @@ def test_ordered_effects_are_refused() -> None:
     plan = shardplan.plan(step, *args, cluster=machine("2x4:slow"))
     with pytest.raises(shardplan.ShardplanError, match=r"at .*test_explicit.py.* is ordered, which JAX allows on one device"):
         plan.jit(step, jax.devices()[:8], "explicit")
+
+
+@pytest.mark.parametrize("mode", ["clip", "fill"])
+def test_rows_are_looked_up_among_those_that_there_are(mode: str) -> None:
+    """15 rows over four devices are padded to 16; the index 15 is beyond the end."""
+
+    def step(x: jax.Array, y: jax.Array) -> Any:
+        rows = jnp.array([7, 15, 1, 4, 6, 1, 4, 12])
+        return sum(jnp.take(x @ z, rows, axis=0, mode=mode) for z in (y, 2 * y))
+
+    args = (jax.random.normal(jax.random.key(0), (15, 1)), jnp.ones((1, 1)))
+    plan = check(step, args, "2x2:eager")
+    lookups = [i for i in plan.schedule.body.instructions if isinstance(i, Compute) and i.node.op.primitive == "gather"]
+    assert any(c.extent == 16 for i in lookups for c in i.cuts)

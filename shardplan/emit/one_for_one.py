@@ -52,8 +52,8 @@ class Pair:
 
     @property
     def planned_bytes(self) -> float:
-        """What a device sends in a step as planned, ring convention."""
-        return self._each_bytes * self.times * self.planned
+        """What a device sends in a step as planned, but for what XLA folded, ring convention."""
+        return self._each_bytes * self.times * (self.planned - self.folded)
 
     @property
     def _each_bytes(self) -> float:

@@ -210,7 +210,7 @@ class _Builder:
 
     def told(self, frame: Frame, op: Op, results: Sequence[int], layouts: Sequence[Layout | None]) -> None:
         """Hands the results of an op with effects, which the first device has, to all others: they are sums with zeros."""
-        if op.ordered:
+        if op.ordered and math.prod(self.planned.sizes) > 1:
             raise ShardplanError(
                 f"{op.primitive} at {op.source} is ordered, which JAX allows on one device alone: use ordered=False"
             )

@@ -128,8 +128,13 @@ class _Reader:
                     yield from self.loop(instruction, times)
                 case Cond():
                     branches = [list(self.block(branch, times)) for branch in instruction.branches]
-                    for found in branches if self.branches else [max(branches, key=_seconds)]:
-                        yield from found
+                    platforms = instruction.op.params.get("branches_platforms")
+                    if self.branches:
+                        yield from itertools.chain.from_iterable(branches)
+                    elif platforms is not None and None in platforms:  # the others are for insides of kernels
+                        yield from branches[list(platforms).index(None)]
+                    else:
+                        yield from max(branches, key=_seconds)
                 case _:
                     pass
 

@@ -72,7 +72,7 @@ def test_the_compiled_step_holds_less(devices: list[Any]) -> None:
 def test_blocks_wait_for_the_backward_pass(devices: list[Any]) -> None:
     """Each has a barrier, which what is kept and what the backward pass made before both go through."""
     step, args, plan = straight()
-    text = plan.jit(step, devices).lower(*args).as_text()
+    text = plan.jit(step, devices, "specs").lower(*args).as_text()
     again = [op for op in plan.program.ops if op.primitive == "remat2"]
     assert len(again) == plan.remat.blocks
     backward = {t for op in plan.program.ops if "transpose(" in op.scope for t in op.outputs}

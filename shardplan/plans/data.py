@@ -63,17 +63,19 @@ class Argument:
 class PlanData:
     """Everything that a plan says. Seconds are predicted for one step, bytes for one device.
 
-    ``name`` is "plan", or the name of a baseline. ``step_time_s`` counts what the backend sends; ``searched_s`` is the price in
-    the search's tables, in which each reader has its own collective and nothing is padded. ``limit_origin`` says where
-    ``memory_limit`` comes from, if not from the user. ``result_layouts`` has a layout for each leaf of the step's result.
-    ``exact``: the search found the optimum of its mesh without a memory limit; ``unlimited_s`` is the price of that optimum in
-    the search's tables, if it is known. ``stopped`` says what ended the search early ("time budget", "interrupted"; else empty).
+    ``name`` is "plan", or the name of a baseline. ``step_time_s`` counts what the backend sends; ``searched_s`` is the least
+    price in the search's tables, in which each reader has its own collective, all travel alone, and nothing is padded.
+    ``limit_origin`` says where ``memory_limit`` comes from, if not from the user. ``result_layouts`` has a layout for each leaf
+    of the step's result. ``exact``: the search found the optimum of its mesh without a memory limit; ``unlimited_s`` is the price of
+    that optimum in the search's tables, if it is known. ``stopped`` says what ended the search early ("time budget",
+    "interrupted"; else empty).
     ``limited``: a baseline or an objective prescribes how ops are cut. ``regather``: no forward copy of a weight is kept for the
     backward pass. ``idle_axes`` explains each axis over which nothing is cut. ``unknown_trips`` has the source lines of while
     loops that are priced as one iteration. ``backend`` runs the plan by default, and ``backend_reason`` says how. ``trace_s`` and
     ``search_s`` are measured.
 
-    The last fields are filled on first use, and before the plan is saved. ``fingerprint`` is that of the traced step.
+    The last fields are filled on first use, and before the plan is saved. ``fingerprint`` is that of the traced step. ``bound_s``
+    is a lower bound on ``searched_s``.
     ``left_out`` names the baselines that this step does not have, each with the reason. ``explanations`` has a text for each path
     and, under ``""``, one for the whole plan.
     """
@@ -112,7 +114,7 @@ class PlanData:
     backend_reason: str
     time_model: Literal["sum"] = "sum"
     fingerprint: str | None = None
-    lower_bound_s: float | None = None
+    bound_s: float | None = None
     baselines: tuple[Baseline, ...] | None = None
     left_out: tuple[tuple[str, str], ...] = ()
     explanations: Mapping[str, str] | None = None
@@ -129,10 +131,15 @@ class PlanData:
 
     @property
     def gap(self) -> float | None:
-        """How far the plan lies above ``lower_bound_s``, as a fraction of it; None if the bound is not known."""
-        if self.lower_bound_s is None:
+        """How far ``searched_s`` lies above its bound, as a fraction of that; None if the bound is not known."""
+        if self.bound_s is None:
             return None
-        return max(0.0, self.step_time_s / self.lower_bound_s - 1) if self.lower_bound_s > 0 else 0.0
+        return max(0.0, self.searched_s / self.bound_s - 1) if self.bound_s > 0 else 0.0
+
+    @property
+    def lower_bound_s(self) -> float | None:
+        """A lower bound on ``step_time_s``, if it is known: what readers share may take less than the search's own bound."""
+        return None if self.bound_s is None else min(self.bound_s, self.step_time_s)
 
     @property
     def axes(self) -> dict[str, int]:

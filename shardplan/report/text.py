@@ -100,7 +100,7 @@ def bound_text(plan: PlanData) -> str:
     unlimited_s = plan.unlimited_s
     if unlimited_s is not None and plan.searched_s <= unlimited_s * (1 + 1e-6):
         return f"the optimum of the cost model{pins}: no layout of this mesh is faster"
-    text = f"at most {plan.gap:.1%} above the optimum{pins} (lower bound {seconds(plan.lower_bound_s)})"
+    text = f"at most {plan.gap:.1%} above the optimum{pins} (lower bound {seconds(plan.bound_s or 0.0)})"
     if unlimited_s is None:
         return text
     return f"{text}; without the memory limit {seconds(unlimited_s)}"

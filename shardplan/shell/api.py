@@ -27,7 +27,7 @@ from shardplan.frontend.argnums import leaves_of, positions
 from shardplan.frontend.nnx_state import trace_step
 from shardplan.ir import Program, spec_text
 from shardplan.plans.data import PlanData
-from shardplan.plans.summary import decided, scheduled
+from shardplan.plans.summary import best_scheduled, decided, scheduled
 from shardplan.search.coarsening.coarsen import FREE
 from shardplan.search.coarsening.variables import OneChoice, one_choice_of
 from shardplan.search.inference import anytime
@@ -119,9 +119,12 @@ def plan(
     with uncollected():
         planned = _search(traced.program, Searcher(replicate, shared, resolved, wanted), limit, recompute=remat == "auto")
     session = _session(planned, wanted, replicate)
-    run = scheduled(session) if runs["backend"] == "explicit" else None
+    run = None
+    if runs["backend"] == "explicit":
+        free = measure.name == "time" and not pins and not planned.found[1].stopped  # baselines know no pins
+        session, run = best_scheduled(session) if free else (session, scheduled(session))
     data = PlanData(
-        **decided(session, run),
+        **decided(session, run) | {"searched_s": planned.found[1].best.seconds},
         **_search_fields(planned, wanted),
         **runs,
         limit_origin=limit.origin,

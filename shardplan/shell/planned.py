@@ -70,11 +70,10 @@ class Plan(Figures):
 
         It is computed on first use.
         """
-        if self._data.lower_bound_s is None:
+        if self._data.bound_s is None:
             bound = self.session.bound
             assert bound is not None, "a plan that was loaded has its bound in its file"
-            # copies that several readers share can take less than the bound, which counts each reader's
-            self._data = replace(self._data, lower_bound_s=min(bound.seconds, self.step_time_s))
+            self._data = replace(self._data, bound_s=bound.seconds)
         assert self._data.lower_bound_s is not None
         return self._data.lower_bound_s
 
@@ -137,8 +136,8 @@ class Plan(Figures):
         """
         if self.user_mesh is not None and devices is None:
             sizes, names = [f.size for f in self.factors], tuple(f.name for f in self.factors)
-            if self.user_mesh.axis_names == names:
-                return self.user_mesh
+            if tuple(name for name, size in self.user_mesh.shape.items() if size > 1 or name in names) == names:
+                return self.user_mesh  # axes of one device are no factors
             return Mesh(self.user_mesh.devices.reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names))
         return build_mesh(self.cluster, self.factors, {f.name: (i,) for i, f in enumerate(self.factors)}, devices)
 

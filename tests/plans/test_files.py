@@ -239,7 +239,7 @@ def test_a_file_that_is_not_there_says_so(tmp_path: Path) -> None:
 
 READ = (
     "name fingerprint arguments operators cluster factors choices layouts collectives result_layouts regather limited"
-    " step_time_s compute_s peak_bytes memory_limit objective donate_argnums replicate pins baselines left_out lower_bound_s"
+    " step_time_s compute_s peak_bytes memory_limit objective donate_argnums replicate pins baselines left_out bound_s"
     " unlimited_s exact trace_s search_s explanations stopped one_choice idle_axes unknown_trips time_budget_s remat"
 ).split()
 
@@ -266,7 +266,7 @@ def test_a_file_that_lacks_a_field_names_it(saved: dict[str, Any], tmp_path: Pat
         ({"stopped": "tired"}, "not a plan: ValueError: unsupported stopped='tired'"),
         ({"one_choice": "all"}, "not a plan: ValueError: unsupported one_choice 'all'"),
         ({"baselines": [{"name": "FSDP"}]}, "not a plan: TypeError"),
-        ({"lower_bound_s": "soon"}, "not a plan: ValueError"),
+        ({"bound_s": "soon"}, "not a plan: ValueError"),
         ({"explanations": []}, "not a plan: AttributeError"),
         ({"objective": "x"}, "not a plan: ValueError: unsupported objective='x'"),
         ({"donate_argnums": [-1]}, r"not a plan: ValueError: donate_argnums=\[-1\]"),

@@ -114,7 +114,7 @@ def test_layers_that_all_read_each_other_are_planned(layers: int, cluster: str) 
 @pytest.mark.parametrize("cluster", ["8", "2x4", "2x2x2"])
 def test_an_op_with_many_operands_is_planned(cluster: str) -> None:
     step, args = nets.tables(26)
-    plan = shardplan.plan(step, *args, cluster=cluster, donate_argnums=0)
+    plan = shardplan.plan(step, *args, cluster=cluster, donate_argnums=0, backend="specs")
     assert plan.gap < 0.01
     assert plan.exact or cluster == "2x2x2"
     assert all(plan.step_time_s <= b.step_time_s for b in plan.baselines)

@@ -187,7 +187,7 @@ class _Builder:
         if len(summand.scope) == 1:
             unary[summand.scope[0]] += costs
         else:
-            result.append(_pair(*summand.scope, costs))
+            result.append(_pair(summand.scope[0], summand.scope[1], costs))
 
     def _view(self, summand: Summand) -> Star:
         """The star of a view; its hidden state is the view's state and, for a backward view, whether the forward copy is kept."""

@@ -66,8 +66,8 @@ class PlanData:
     ``name`` is "plan", or the name of a baseline. ``step_time_s`` counts what the backend sends; ``searched_s`` is the least
     price in the search's tables, in which each reader has its own collective, all travel alone, and nothing is padded.
     ``limit_origin`` says where ``memory_limit`` comes from, if not from the user. ``result_layouts`` has a layout for each leaf
-    of the step's result. ``exact``: the search found the optimum of its mesh without a memory limit; ``unlimited_s`` is the price of
-    that optimum in the search's tables, if it is known. ``stopped`` says what ended the search early ("time budget",
+    of the step's result. ``exact``: the search found the optimum of its mesh without a memory limit; ``unlimited_s`` is the price
+    of that optimum in the search's tables, if it is known. ``stopped`` says what ended the search early ("time budget",
     "interrupted"; else empty).
     ``limited``: a baseline or an objective prescribes how ops are cut. ``regather``: no forward copy of a weight is kept for the
     backward pass. ``idle_axes`` explains each axis over which nothing is cut. ``unknown_trips`` has the source lines of while

@@ -33,11 +33,12 @@ _Key = tuple[str, tuple[Hop, ...]]
 """The dtype of moves, and their chain: the collective, factors and program of each step."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Group:
-    """Moves that travel together: numbers of instructions, and as a mask."""
+    """Moves that travel together; ``mask`` has a bit for the number of each instruction."""
 
-    members: list[int]
+    key: _Key
+    members: tuple[Move, ...]
     mask: int
     nbytes: float
 
@@ -66,28 +67,25 @@ class _Bundling:
             case _:
                 return instruction
 
-    def groups(self, instructions: Sequence[Instruction]) -> Iterator[tuple[_Key, list[Move]]]:
+    def groups(self, instructions: Sequence[Instruction]) -> Iterator[tuple[_Key, tuple[Move, ...]]]:
         """Moves with one key of which none depends on another, until they are full, in the order of the instructions."""
         after: dict[int, int] = {}  # by value the moves, as a mask, that it depends on
-        open_: dict[_Key, _Group] = {}
-        closed: list[tuple[_Key, _Group]] = []
+        current: dict[_Key, int] = {}  # the number of the group that takes the next move
+        groups: list[_Group] = []
         for n, instruction in enumerate(instructions):
             before = functools.reduce(operator.or_, (after.get(v, 0) for v in reads(instruction)), 0)
             key = self.key(instruction) if isinstance(instruction, Move) else None
             if key is not None and isinstance(instruction, Move):
-                group, nbytes = open_.get(key), self.nbytes(instruction)
+                nbytes = self.nbytes(instruction)
+                group = groups[current[key]] if key in current else None
                 if group is None or before & group.mask or group.nbytes + nbytes > self.full(key):
-                    group = open_[key] = _Group([], 0, 0.0)
-                    closed.append((key, group))
-                group.members.append(n)
-                group.mask |= 1 << n
-                group.nbytes += nbytes
+                    current[key] = len(groups)
+                    group = _Group(key, (), 0, 0.0)
+                    groups.append(group)
+                groups[current[key]] = _Group(key, (*group.members, instruction), group.mask | 1 << n, group.nbytes + nbytes)
                 before |= 1 << n
             after.update((v, before) for v in results_of(instruction))
-        for key, group in closed:
-            moves = [i for i in (instructions[n] for n in group.members) if isinstance(i, Move)]
-            if self.faster(key, moves):
-                yield key, moves
+        return ((group.key, group.members) for group in groups if self.faster(group.key, group.members))
 
     def key(self, move: Move) -> _Key | None:
         """What moves that may travel together have in common; None for a move that travels alone."""

@@ -27,7 +27,7 @@ from shardplan.frontend.argnums import leaves_of, positions
 from shardplan.frontend.nnx_state import trace_step
 from shardplan.ir import Program, spec_text
 from shardplan.plans.data import PlanData
-from shardplan.plans.summary import best_scheduled, decided, scheduled
+from shardplan.plans.summary import Scheduled, best_scheduled, decided, scheduled
 from shardplan.search.coarsening.coarsen import FREE
 from shardplan.search.coarsening.variables import OneChoice, one_choice_of
 from shardplan.search.inference import anytime
@@ -118,16 +118,9 @@ def plan(
     )
     with uncollected():
         planned = _search(traced.program, Searcher(replicate, shared, resolved, wanted), limit, recompute=remat == "auto")
-    session = _session(planned, wanted, replicate)
-    run = None
-    if runs["backend"] == "explicit":
-        free = measure.name == "time" and not pins and not planned.found[1].stopped  # baselines know no pins
-        session, run = best_scheduled(session) if free else (session, scheduled(session))
+    session, run = _scheduled(_session(planned, wanted, replicate), runs["backend"], stopped=bool(planned.found[1].stopped))
     data = PlanData(
-        **decided(session, run) | {"searched_s": planned.found[1].best.seconds},
-        **_search_fields(planned, wanted),
-        **runs,
-        limit_origin=limit.origin,
+        **(decided(session, run) | _search_fields(planned, wanted, limit) | runs),
         operators=traced.program.count_ops(),
         one_choice=shared,
         donate_argnums=donated,
@@ -146,6 +139,15 @@ def plan(
         session=session,
         run=run,
     )
+
+
+def _scheduled(session: Session, backend: str, *, stopped: bool) -> tuple[Session, Scheduled | None]:
+    """The session with the solution to run, and its schedule if the explicit backend runs it."""
+    if backend != "explicit":
+        return session, None
+    if stopped or session.pins or session.objective.everything_split:  # baselines know neither pins nor this premise
+        return session, scheduled(session)
+    return best_scheduled(session)
 
 
 def _session(planned: Planned, wanted: Wanted, replicate: tuple[str, ...]) -> Session:
@@ -170,12 +172,14 @@ def _session(planned: Planned, wanted: Wanted, replicate: tuple[str, ...]) -> Se
     return session
 
 
-def _search_fields(planned: Planned, wanted: Wanted) -> dict[str, Any]:
+def _search_fields(planned: Planned, wanted: Wanted, limit: MemoryLimit) -> dict[str, Any]:
     """The fields of `PlanData` that record the conditions of the search and how it ended."""
     problem, outcome = planned.found
     return {
         "cluster": problem.cluster,
+        "searched_s": outcome.best.seconds,
         "memory_limit": wanted.memory,
+        "limit_origin": limit.origin,
         "objective": wanted.objective.name,
         "pins": {glob: tuple(entries) for glob, entries in wanted.pins.items()},
         "exact": outcome.exact,

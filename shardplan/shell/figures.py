@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
-
-from jax.sharding import PartitionSpec
 
 from shardplan.ir import Factor
 from shardplan.mesh import Cluster
@@ -129,11 +126,6 @@ class Figures:
     def backend(self) -> str:
         """What runs the plan by default: "explicit" or "specs"."""
         return self._data.backend
-
-    @property
-    def pins(self) -> Mapping[str, PartitionSpec]:
-        """The PartitionSpecs that the user required, by glob of argument paths."""
-        return {glob: PartitionSpec(*entries) for glob, entries in self._data.pins.items()}
 
     @property
     def time_budget_s(self) -> float | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -98,6 +98,11 @@ class Plan(Figures):
         return self._data
 
     # -- layouts -----------------------------------------------------------------------------------------------------
+
+    @property
+    def pins(self) -> Mapping[str, PartitionSpec]:
+        """The PartitionSpecs that the user required, by glob of argument paths."""
+        return {glob: PartitionSpec(*entries) for glob, entries in self._data.pins.items()}
 
     @property
     def flat_in_specs(self) -> tuple[PartitionSpec, ...]:

@@ -106,7 +106,7 @@ def plan(
     measure, deadline, shared = _check(objective, time_budget_s, one_choice, remat)
     observer, runs = _checked_observer(observer), chosen(backend)
     donated = positions(donate_argnums, len(args), "donate_argnums")
-    resolved, user_mesh = resolve_cluster(cluster)
+    resolved, mesh = resolve_cluster(cluster)
     limit = read_limit(memory_limit, resolved.device, os.environ)
     began = time.perf_counter()
     observer("tracing", 0.0)

@@ -130,14 +130,7 @@ def plan(
         search_s=time.perf_counter() - traced_at,
     )
     return Plan(
-        data,
-        traced=traced,
-        program=planned.program,
-        graph=session.graph,
-        step=step,
-        user_mesh=user_mesh,
-        session=session,
-        run=run,
+        data, traced=traced, program=planned.program, graph=session.graph, step=step, user_mesh=mesh, session=session, run=run
     )
 
 

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 import shardplan
 from shardplan.emit.mutate import DroppingEmitter
 from shardplan.emit.verify import verify
-from tests.machines import machine
+from tests.machines import launchless, machine
 
 IMAGES = ("NHWC", "HWIO", "NHWC")
 Step = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -171,7 +171,7 @@ UNCUT = ("a loop without ops", "the gradient of a lookup of 4,095 tokens")
 def test_the_step_is_right_however_it_is_cut(name: str) -> None:
     make, cluster, pins = CASES[name]
     step, args = make()
-    plan = shardplan.plan(step, *args, cluster=machine(cluster), pins=pins, backend="specs")
+    plan = shardplan.plan(step, *args, cluster=launchless(machine(cluster)), pins=pins, backend="specs")
     assert name in UNCUT or any(loop != -1 for use in plan.session.decisions.uses.values() for loop in use.loops)
     got = plan.jit(step, backend="specs")(*plan.put(args))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(jax.jit(step)(*args)), strict=True):
@@ -183,7 +183,7 @@ def test_lookups_wait_for_each_other() -> None:
     """The two lookups' sums are reduced once, added up: their terms are looked up with indices of their own rows."""
     make, cluster, pins = CASES["two lookups added before they are reduced"]
     step, args = make()
-    plan = shardplan.plan(step, *args, cluster=machine(cluster), pins=pins, backend="specs")
+    plan = shardplan.plan(step, *args, cluster=launchless(machine(cluster)), pins=pins, backend="specs")
     late = [t.partial for t in plan.session.decisions.layouts if t is not None and t.partial]
     assert late, "no value stays partial"
 

@@ -59,7 +59,7 @@ def envelope(network: Network, over: Sequence[int], goal: Goal = "all_reduce") -
     >>> cluster = Cluster.load("gcp-a100:4")
     >>> best = envelope(Network(cluster, factors(cluster)), (0, 1))
     >>> [program.short for program in best.programs]
-    ['Reduce-Broadcast', 'Reduce-AllReduce-Broadcast', 'ReduceScatter-AllReduce-AllGather']
+    ['AllReduce', 'ReduceScatter-AllReduce-AllGather']
     """
     key = ("envelope", frozenset(over), goal)
     if key not in network.memo:

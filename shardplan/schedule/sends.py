@@ -231,6 +231,8 @@ class _Reader:
                     yield _One("all-reduce", self.groups(step.over), size), self.extremes[move.extreme]
                     yield _One("all-reduce", self.groups(step.over), size), itemsize("int32")
                     return
+                if move.reducer in ("max", "min") and dtype.startswith(("float", "bfloat")):
+                    width = max(width, itemsize("int32"))  # they compare as integers, of at least 32 bits
                 for one in self.all_reduce(step, move.reducer, size, dtype):
                     yield one, width
             case "reduce_scatter":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,10 +18,10 @@ from shardplan.search.inference.solver import Solver
 from shardplan.search.memory import liveness as memory
 from shardplan.search.problem.extract import Decisions, Extractor
 from shardplan.search.problem.pricing import Limits
-from shardplan.search.problem.problem import Problem
+from shardplan.search.problem.problem import Domain, Problem
 from shardplan.search.problem.solution import Solution
 from shardplan.search.session import Session
-from shardplan.search.strategy.pins import for_pins
+from shardplan.search.strategy.pins import for_pins, pinned_domains
 from shardplan.search.strategy.unused_axes import idle
 
 
@@ -57,18 +57,26 @@ def best_scheduled(session: Session) -> tuple[Session, Scheduled]:
     """The session with the solution that takes least as it is run: the search's own, or a baseline that fits.
 
     The search prices each collective alone. Where collectives take long to start, a baseline whose collectives travel together
-    may be faster. One whose compute and bytes alone take longer is not looked at.
+    may be faster. One that pins forbid, or whose compute and bytes alone take longer, is not looked at.
     """
     run = scheduled(session)
     best, took = (session, run), session.decisions.compute_s + run.communication_s
+    domains = pinned_domains(session.problem, session.pins)
     for solution in session.rivals.solutions:
+        if not solution.fits(session.memory_limit) or not _within(solution.states, domains):
+            continue
         rival = session.at(replace(solution, name=session.solution.name))
-        if solution.fits(session.memory_limit) and _at_least_s(rival) < took * (1 - _GAIN):
+        if _at_least_s(rival) < took * (1 - _GAIN):
             run = scheduled(rival)
             seconds = rival.decisions.compute_s + run.communication_s
             if seconds < took * (1 - _GAIN):
                 best, took = (rival, run), seconds
     return best
+
+
+def _within(states: Sequence[int], domains: Sequence[Domain]) -> bool:
+    """Whether the user's pins and the step's own constraints allow these states."""
+    return all(s in domain for s, domain in zip(states, domains, strict=True))
 
 
 _GAIN = 1e-6

@@ -138,7 +138,7 @@ def _scheduled(session: Session, backend: str, *, stopped: bool) -> tuple[Sessio
     """The session with the solution to run, and its schedule if the explicit backend runs it."""
     if backend != "explicit":
         return session, None
-    if stopped or session.pins or session.objective.everything_split:  # baselines know neither pins nor this premise
+    if stopped or session.objective.everything_split:  # baselines do not know this premise
         return session, scheduled(session)
     return best_scheduled(session)
 

@@ -62,7 +62,7 @@ def test_layers_computed_again_are_what_they_were(options: dict[str, Any], devic
 def test_the_compiled_step_holds_less(devices: list[Any]) -> None:
     """With a scan: where code is straight the CPU's compiler drops barriers."""
     step, args = gpt.train_step(layers=8, width=64, sequence=64, batch=32, scan=True)
-    plan = rematerialised(step, args, 0.06)
+    plan = rematerialised(step, args, 0.25)
     _, peak = measured_program(plan, step, devices=devices)
     assert plan.remat.without is not None
     assert peak < 0.75 * plan.remat.without.peak_bytes

@@ -17,8 +17,8 @@ from shardplan.graph.partials import deferrable
 from shardplan.search.coarsening.coarsen import coarsen
 
 WIDTH, ROWS, PARTS = 64, 8192, 4
-MOST = 2 * WIDTH * WIDTH * 4
-"""Bytes of both weights: what one reduction of every gradient moves, at most."""
+MOST = 2 * WIDTH * WIDTH * 4 + PARTS * 4
+"""Bytes of both weights and of the losses: what one reduction of every gradient moves at most, with all that may go along."""
 
 
 def _loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:

@@ -356,7 +356,9 @@ def test_means_norms_and_statistics_of_a_cut_batch_cost_their_own_numbers(on: st
 
     for step, numbers in ((clipped, [4]), (normed, [4, *[4 * 1024] * 4])):  # the loss; two statistics and their gradients
         reduced, others = weighed(step, (2**18, 1024), on=on)
-        assert sum(nbytes for nbytes, _ in reduced) + sum(others) == 2 * 4 * 1024**2 + sum(numbers), "each once, together or apart"
+        assert sum(nbytes for nbytes, _ in reduced) + sum(others) == 2 * 4 * 1024**2 + sum(numbers), (
+            "each once, together or apart"
+        )
         assert {times for _, times in reduced} == {1.0}
 
 

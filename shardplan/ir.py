@@ -236,6 +236,11 @@ class Op:
         return _TRANSPOSED in self.scope or self.recomputed or bool(self.bodies and self.params.get("differentiated"))
 
     @property
+    def again(self) -> bool:
+        """Whether it computes values of the forward pass again and must not find them saved: differentiated remat."""
+        return self.control == "remat" and bool(self.params.get("differentiated") and self.params.get("prevent_cse"))
+
+    @property
     def repeatable(self) -> bool:
         """Whether it may run twice: it is deterministic, has no effects, and is no control flow."""
         return (

@@ -427,7 +427,7 @@ class SpecsEmitter:
         """A remat op: if differentiated, its body runs behind a barrier, as JAX lowers it, so that nothing saved is reused."""
         values = [self.value(frame, i) for i in op.inputs]
         copies = frame.copies
-        if op.params.get("differentiated") and op.params.get("prevent_cse"):
+        if op.again:
             # resharded copies of its operands go through the barrier as well: else the body would read the copies made before it
             entered = {frame.ids[i] for i in op.inputs if isinstance(i, int)}
             entering = {key: x for key, x in frame.copies.items() if key[1] in entered}

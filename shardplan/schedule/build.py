@@ -20,7 +20,7 @@ from shardplan.schedule.bundles import bundled
 from shardplan.schedule.changes import single_steps
 from shardplan.schedule.cuts import following_cuts, operand_layouts, planned_cuts, reducer_of, taking, whole_layout
 from shardplan.schedule.extents import with_extents
-from shardplan.schedule.frame import Frame, Later
+from shardplan.schedule.frame import Frame, Later, only_empty, waiting
 from shardplan.schedule.instructions import (
     Barrier,
     Block,
@@ -37,6 +37,7 @@ from shardplan.schedule.instructions import (
 from shardplan.schedule.planned import PlannedProgram
 from shardplan.schedule.prune import pruned
 from shardplan.schedule.share import shared
+from shardplan.schedule.waits import waited
 
 
 def build(planned: PlannedProgram) -> Schedule:
@@ -46,7 +47,7 @@ def build(planned: PlannedProgram) -> Schedule:
     parameters = tuple(builder.new() for _ in planned.program.inputs)
     results = builder.run(frame, planned.program, parameters)
     layouts = tuple(builder.layout(frame, o) if isinstance(o, int) else None for o in planned.program.outputs)
-    body = shared(pruned(Block(parameters, tuple(frame.out), tuple(results))))
+    body = shared(pruned(waited(Block(parameters, tuple(frame.out), tuple(results)))))
     shapes = [planned.graph.tensors[t].shape for t in planned.graph.inputs]
     return Schedule(bundled(with_extents(body, planned.sizes, shapes), planned), layouts)
 
@@ -55,6 +56,7 @@ class _Builder:
     def __init__(self, planned: PlannedProgram) -> None:
         self.planned, self.graph = planned, planned.graph
         self.count = 0
+        self.origin: dict[int, int] = {}  # by moved value: the value that was moved
 
     def new(self) -> int:
         """The number of a new value."""
@@ -68,6 +70,7 @@ class _Builder:
         for t, value in program.constants:
             frame.values[t] = Constant(value, program.tensors[t].dtype)
         frame.values.update(zip(program.inputs, arguments, strict=True))
+        frame.waiting = waiting(program)
         for op in program.ops:
             self.step(frame, op)
         return [self.value(frame, o) for o in program.outputs]
@@ -133,7 +136,7 @@ class _Builder:
         if self._is_free(frame, op):
             frame.values.update((t, Later(op, r)) for r, t in enumerate(op.outputs))
             return
-        if self._is_empty(frame, op):
+        if only_empty(op, [self.graph.tensors[frame.ids[t]] for t in op.outputs]):
             self.empty(frame, op)
             return
         node = self.planned.nodes[frame.where, op.id]
@@ -235,11 +238,6 @@ class _Builder:
         makes = all(self._follows(frame, t) and math.prod(self.shape(frame, t)) > 1 for t in op.outputs)
         return makes and not op.handle.effects and all(self._follows(frame, i) for i in op.inputs)
 
-    def _is_empty(self, frame: Frame, op: Op) -> bool:
-        """Whether the op only makes arrays without elements."""
-        outs = [self.graph.tensors[frame.ids[t]] for t in op.outputs]
-        return not op.acts and all(0 in t.shape and not t.dtype.startswith("key") for t in outs)
-
     # -- moves -------------------------------------------------------------------------------------------------------
 
     def operand(self, frame: Frame, node: Node, use: Use, slot: int, local: int) -> Source:
@@ -266,7 +264,7 @@ class _Builder:
         """A value behind a barrier with another operand of an op, so that it is not moved before that is there."""
         others = [frame.values[i] for i in node.op.inputs if isinstance(i, int) and i != local]
         late = next((x for x in others if isinstance(x, int)), None)
-        return value if late is None else self.barrier(frame, (value, late))[0]
+        return value if late is None else self.barrier(frame, (value,), (late,))[0]
 
     def copy(self, frame: Frame, node: Node, number: int, value: int, at: Layout, local: int) -> int:
         """The resharded copy that several ops read, made at its first reader."""
@@ -281,10 +279,10 @@ class _Builder:
         assert isinstance(moved, int)
         return moved
 
-    def barrier(self, frame: Frame, values: Sequence[int]) -> tuple[int, ...]:
-        """The same values behind a barrier."""
-        results = tuple(self.new() for _ in values)
-        frame.out.append(Barrier(tuple(values), results))
+    def barrier(self, frame: Frame, values: Sequence[int], late: Sequence[int]) -> tuple[int, ...]:
+        """The same values behind a barrier that waits for others as well, and these behind it."""
+        results = tuple(self.new() for _ in (*values, *late))
+        frame.out.append(Barrier((*values, *late), results, len(late)))
         return results
 
     def move(
@@ -310,9 +308,16 @@ class _Builder:
         if isinstance(value, Constant):
             value = self.literal(frame, value, tensor)
         result = self.new()
+        self.origin[result] = value
         steps = self._steps(shape, self.graph.tensors[tensor].nbytes, before, after, paired=extreme is not None)
         frame.out += single_steps(Move(value, result, tensor, shape, before, after, steps, line, reducer, extreme), self.new)
         return result
+
+    def unmoved(self, value: int) -> int:
+        """A value before all its moves."""
+        while value in self.origin:
+            value = self.origin[value]
+        return value
 
     def _steps(self, shape: tuple[int, ...], nbytes: int, before: Layout, after: Layout, *, paired: bool) -> tuple[Step, ...]:
         """The planned steps; pairs are reduced first, by one all-reduce, since their places and extremes travel together."""
@@ -466,20 +471,27 @@ class _Builder:
         frame.values.update(zip(op.outputs, made, strict=True))
 
     def remat(self, frame: Frame, op: Op) -> None:
-        """Differentiated remat is its body behind a barrier, as JAX lowers it: what was saved is not what is computed again."""
+        """Differentiated remat is its body behind a barrier, as JAX lowers it: what was saved is not what is computed again.
+
+        The barrier waits for what the backward pass has made since the one before, as it is before it is moved: a compiler that
+        delays gradients of weights would keep their operands, block after block.
+        """
         body = op.bodies[0]
         where: Where = (*frame.where, (op.id, 0))
         values = [self.value(frame, i) for i in op.inputs]
         copies = dict(frame.copies)
-        if op.params.get("differentiated") and op.params.get("prevent_cse"):
+        if op.again:
             # resharded copies of what goes in go through the barrier as well: by them the body would read what was there before
             entered = {frame.ids[i] for i in op.inputs if isinstance(i, int)}
             entering = {key: x for key, x in frame.copies.items() if key[1] in entered}
             own = [x for x in values if isinstance(x, int)]
-            behind = self.barrier(frame, [*own, *entering.values()])
+            read = body.returned.union(*(inner.tensors for inner in body.ops))
+            late = [x for i, x in zip(body.inputs, values, strict=True) if i not in read]
+            late += [frame.values[t] for t in frame.waiting.get(op.id, ())]
+            behind = self.barrier(frame, [*own, *entering.values()], [self.unmoved(x) for x in late if isinstance(x, int)])
             renamed = dict(zip(own, behind, strict=False))
             values = [renamed[x] if isinstance(x, int) else x for x in values]
-            copies |= dict(zip(entering, behind[len(own) :], strict=True))
+            copies |= dict(zip(entering, behind[len(own) :], strict=False))
         inside = Frame(where, self.graph.bodies[where], frame.out, copies=copies)
         results = self.run(inside, body, values)
         frame.copies.update({key: x for key, x in inside.copies.items() if key not in frame.copies})

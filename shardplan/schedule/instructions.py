@@ -150,10 +150,15 @@ class Fill:
 
 @dataclass(frozen=True, slots=True)
 class Barrier:
-    """An optimization barrier: what comes after it reads the results, which hold the values."""
+    """An optimization barrier: what comes after it reads the results, which hold the values.
+
+    All that is later than the barrier reads the last ``late`` of the results in place of their values; of the others, what was
+    told to.
+    """
 
     values: tuple[int, ...]
     results: tuple[int, ...]
+    late: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ two barriers before the same values are one.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import cast
 
 import numpy as np
@@ -15,29 +14,22 @@ from shardplan.ir import Constant
 from shardplan.schedule.instructions import (
     Barrier,
     Block,
-    Bundle,
     Compute,
-    Cond,
     Fill,
     Instruction,
     Move,
-    Reblock,
-    Scan,
     Source,
-    While,
     results_of,
 )
+from shardplan.schedule.renaming import Renaming
 
 
 def shared(block: Block) -> Block:
     """A block, and the blocks in it, each without what it has made before."""
-    return _Sharing({}).block(block)
+    return _Sharing().block(block)
 
 
-class _Sharing:
-    def __init__(self, same: dict[int, int]) -> None:
-        self.same = same  # by value the earlier one that equals it
-
+class _Sharing(Renaming):
     def block(self, block: Block) -> Block:
         """A block in which equal instructions are one."""
         known: dict[tuple[object, ...], tuple[int, ...]] = {}
@@ -55,43 +47,6 @@ class _Sharing:
                 known[key] = results_of(instruction)
             kept.append(instruction)
         return Block(block.parameters, tuple(kept), tuple(self.source(s) for s in block.results))
-
-    def source(self, source: Source) -> Source:
-        """A value by its first name."""
-        return source if isinstance(source, Constant) else self.same.get(source, source)
-
-    def number(self, value: int) -> int:
-        """A value by its first name."""
-        return self.same.get(value, value)
-
-    def renamed(self, instruction: Instruction) -> Instruction:
-        """An instruction on values by their first names."""
-        sources = lambda own: tuple(self.source(s) for s in own)  # noqa: E731
-        match instruction:
-            case Compute():
-                inputs = sources(instruction.inputs)
-                return instruction if inputs == instruction.inputs else replace(instruction, inputs=inputs)
-            case Move():
-                extreme = None if instruction.extreme is None else self.number(instruction.extreme)
-                return replace(instruction, source=self.number(instruction.source), extreme=extreme)
-            case Bundle():
-                raise AssertionError("moves are bundled last")
-            case Reblock():
-                return replace(instruction, source=self.number(instruction.source))
-            case Fill():
-                return instruction
-            case Barrier():
-                return replace(instruction, values=tuple(self.number(v) for v in instruction.values))
-            case Scan():
-                start, stacked = sources(instruction.start), sources(instruction.stacked)
-                return replace(instruction, start=start, stacked=stacked, body=self.block(instruction.body))
-            case While():
-                test, body = self.block(instruction.test), self.block(instruction.body)
-                return replace(instruction, start=sources(instruction.start), test=test, body=body)
-            case Cond():
-                branches = tuple(self.block(b) for b in instruction.branches)
-                index = None if instruction.index is None else self.source(instruction.index)
-                return replace(instruction, index=index, arguments=sources(instruction.arguments), branches=branches)
 
 
 def _hands_on(compute: Compute) -> bool:

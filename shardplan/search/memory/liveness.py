@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.graph.flattening import Graph
+from shardplan.graph.flattening import Graph, Node
 from shardplan.graph.loops import Loops, loops_of
 from shardplan.search.coarsening.coarsen import FREE
 from shardplan.search.memory.buffers import Buffers
@@ -100,30 +100,79 @@ def _through_links(graph: Graph, loops: Loops, birth: dict[int, int], death: dic
 
 def _fused(problem: Problem, death: dict[int, int]) -> frozenset[int]:
     """The values that are never stored. Their operands live until they are read: ``death`` is changed accordingly."""
-    graph, of = problem.graph, problem.coarse.of
+    graph = problem.graph
     readers = _readers(graph)
     ends = {*graph.outputs, *graph.inputs} | {t for link in graph.links for t in (link.source, link.target)}
     every = {n.signature.id: n.signature.description for n in graph.nodes}
-    recomputable = {s: description is not None and light(description) for s, description in every.items()}
-    summed = _summed(graph, readers)
+    cheap = {s: description is not None and light(description) for s, description in every.items()}
+    stored = ends | _summed(graph, readers)
     fused: set[int] = set()
+    across: set[int] = set()  # values that an op of the other pass reads
     for node in reversed(graph.nodes):
-        alive = [t for t in dict.fromkeys(node.inputs) if t >= 0 and of[t] != FREE]
-        cheap = recomputable[node.signature.id]
-        spread = cheap and all(graph.tensors[o].size > sum(graph.tensors[t].size for t in alive) for o in node.outputs)
-        if not (node.signature.elementwise or spread):
+        if not (node.signature.elementwise or (cheap[node.signature.id] and _spread(problem, node))):
             continue
         for t in node.outputs:
             using = [graph.nodes[r] for r in readers.get(t, ())]
-            if t in ends or t in summed or not all(u.signature.elementwise or _reduces(u.signature.call) for u in using):
+            if t in stored or not all(u.signature.elementwise or _reduces(u.signature.call) for u in using):
                 continue
-            last = death.get(t, node.id)
-            same = all(u.backward == node.backward for u in using)
-            # a heavy value is computed once, a light one again in the other pass if its operands are alive anyway
-            if (same and (cheap or len(using) <= 1)) or (cheap and all(death.get(u, 0) >= last for u in alive)):
+            if any(u.backward != node.backward for u in using):
+                across.add(t)
+            elif cheap[node.signature.id] or len(using) <= 1:  # a heavy value is computed once in a pass
                 fused.add(t)
-                death.update({u: max(death.get(u, 0), last) for u in alive})
-    return frozenset(fused)
+                death.update({u: max(death.get(u, 0), death.get(t, node.id)) for u in _operands(problem, node)})
+    return _computed_again(problem, fused, across, cheap, death)
+
+
+def _computed_again(
+    problem: Problem, fused: set[int], across: set[int], cheap: Mapping[int, bool], death: dict[int, int]
+) -> frozenset[int]:
+    """``fused`` with those of ``across`` that the other pass computes again, from stored values that it reads or smaller ones.
+
+    XLA's compiler for GPUs computes roots and transcendentals again rather than store them; others only what is ``cheap``.
+    A stored value takes the place of one that it is computed from, if nothing reads that later: ``death`` is changed accordingly.
+    """
+    heavy = problem.cluster.device.platform == "gpu"
+    tensors, inputs = problem.graph.tensors, set(problem.graph.inputs)
+    sources: dict[int, frozenset[int]] = {}  # by fused value: the stored values that it is computed from
+    pure: set[int] = set()  # the fused values on whose way only cheap ops are
+    for node in problem.graph.nodes:
+        if not (fused.intersection(node.outputs) or node.signature.elementwise or cheap[node.signature.id]):
+            continue
+        operands = _operands(problem, node)
+        of = frozenset(s for u in operands for s in sources.get(u, (u,)))
+        light_way = cheap[node.signature.id] and all(u in pure for u in operands if u in sources)
+        for t in node.outputs:
+            until = death.get(t, node.id)
+            late = [u for u in of if death.get(u, 0) < until]
+            smaller = sum(tensors[u].nbytes for u in late) < tensors[t].nbytes
+            if t in fused or (t in across and (heavy or light_way) and smaller):
+                sources[t] = of
+                pure |= {t} if light_way else set()
+                death.update(dict.fromkeys(late, until))
+            elif node.signature.elementwise:
+                _take_place(problem, node, t, of, inputs, death)
+    return frozenset(sources)
+
+
+def _take_place(problem: Problem, node: Node, result: int, of: frozenset[int], inputs: Set[int], death: dict[int, int]) -> None:
+    """Ends the life of one of the values that the op computes its result from, and nothing reads later, before the op."""
+    graph, variable = problem.graph, problem.coarse.of
+    for t in sorted(of):
+        alike = variable[t] == variable[result] != FREE and graph.tensors[t].nbytes == graph.tensors[result].nbytes
+        if alike and death.get(t) == node.id and t not in inputs and t not in graph.boundary:
+            death[t] = node.id - 1
+            return
+
+
+def _operands(problem: Problem, node: Node) -> list[int]:
+    """The operands of an op that take memory."""
+    return [t for t in dict.fromkeys(node.inputs) if t >= 0 and problem.coarse.of[t] != FREE]
+
+
+def _spread(problem: Problem, node: Node) -> bool:
+    """Whether an op's results are larger than all its operands."""
+    tensors = problem.graph.tensors
+    return all(tensors[o].size > sum(tensors[t].size for t in _operands(problem, node)) for o in node.outputs)
 
 
 def _summed(graph: Graph, readers: Mapping[int, Sequence[int]]) -> set[int]:

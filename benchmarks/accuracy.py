@@ -6,6 +6,8 @@
 Each row plans a step once and proves the plan under `explicit` and under `specs` (`shardplan.emit.verify`). Bytes are those that
 a device sends in a step, predicted by the plan and measured in the compiled program; memory is the peak of one device. Seconds
 are medians of ``--repeats`` of lowering and of compiling, beside those of the plain step under `jax.jit`.
+
+The links are those of the shape; the devices are CPUs, so slow that small steps are worth cutting (`slow_devices`).
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +74,7 @@ def row(name: str, model: str, cluster: str, settings: dict[str, Any], repeats: 
     from shardplan.emit.verify import verify
 
     step, args = importlib.import_module(f"models.{model}").train_step(**settings, concrete=True)
-    plan = shardplan.plan(step, *args, cluster=cluster, donate_argnums=0)
+    plan = shardplan.plan(step, *args, cluster=slow_devices(cluster), donate_argnums=0)
     devices = jax.devices()[: plan.cluster.size]
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
     plain = seconds(lambda: jax.jit(step, donate_argnums=0), shapes, repeats)
@@ -87,6 +90,15 @@ def row(name: str, model: str, cluster: str, settings: dict[str, Any], repeats: 
         print(f"| {name} | {cluster} | {backend} | {equal} | {sent} | {held:.2f} | {lower:.2f} | {compiled:.2f} |", flush=True)
         good &= found.passed
     return good
+
+
+def slow_devices(shape: str) -> Any:
+    """A cluster of this shape whose devices compute a hundredth of what an H100 does."""
+    from shardplan import Cluster
+
+    cluster = Cluster.load(shape)
+    flops = {"float32": 1e11, "bfloat16": 1e11}
+    return replace(cluster, device=replace(cluster.device, platform="cpu", memory_bytes_per_s=2e10, flops_per_s=flops))
 
 
 def seconds(jitted: Callable[[], Any], shapes: Sequence[Any], repeats: int) -> tuple[float, float]:

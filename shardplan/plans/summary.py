@@ -14,6 +14,7 @@ from shardplan.plans.data import Argument, Backend, Baseline, Collective, PlanDa
 from shardplan.schedule import Issued, PlannedProgram, Schedule, build, issued, planned_program
 from shardplan.search.baselines.rivals import Rivals
 from shardplan.search.coarsening import coarsen
+from shardplan.search.inference import anytime
 from shardplan.search.inference.solver import Solver
 from shardplan.search.memory import liveness as memory
 from shardplan.search.problem.extract import Decisions, Extractor
@@ -53,16 +54,19 @@ def scheduled(session: Session) -> Scheduled:
     return Scheduled(planned, schedule, issued(schedule, planned))
 
 
-def best_scheduled(session: Session) -> tuple[Session, Scheduled]:
+def best_scheduled(session: Session, deadline: float | None) -> tuple[Session, Scheduled]:
     """The session with the solution that takes least as it is run: the search's own, or a baseline that fits.
 
     The search prices each collective alone. Where collectives take long to start, a baseline whose collectives travel together
-    may be faster. One that pins forbid, or whose compute and bytes alone take longer, is not looked at.
+    may be faster. One that pins forbid, or whose compute and bytes alone take longer, is not looked at; nor is any after the
+    ``deadline``, an instant of `anytime.now_s`.
     """
     run = scheduled(session)
     best, took = (session, run), session.decisions.compute_s + run.communication_s
     domains = pinned_domains(session.problem, session.pins)
-    for solution in session.rivals.solutions:
+    for solution in session.rivals.each():
+        if deadline is not None and anytime.now_s() >= deadline:
+            break
         if not solution.fits(session.memory_limit) or not _within(solution.states, domains):
             continue
         rival = session.at(replace(solution, name=session.solution.name))

@@ -118,7 +118,8 @@ def plan(
     )
     with uncollected():
         planned = _search(traced.program, Searcher(replicate, shared, resolved, wanted), limit, recompute=remat == "auto")
-    session, run = _scheduled(_session(planned, wanted, replicate), runs["backend"], stopped=bool(planned.found[1].stopped))
+        stopped = bool(planned.found[1].stopped)
+        session, run = _scheduled(_session(planned, wanted, replicate), runs["backend"], wanted.deadline, stopped=stopped)
     data = PlanData(
         **(decided(session, run) | _search_fields(planned, wanted, limit) | runs),
         operators=traced.program.count_ops(),
@@ -134,13 +135,13 @@ def plan(
     )
 
 
-def _scheduled(session: Session, backend: str, *, stopped: bool) -> tuple[Session, Scheduled | None]:
+def _scheduled(session: Session, backend: str, deadline: float | None, *, stopped: bool) -> tuple[Session, Scheduled | None]:
     """The session with the solution to run, and its schedule if the explicit backend runs it."""
     if backend != "explicit":
         return session, None
     if stopped or session.objective.everything_split:  # baselines do not know this premise
         return session, scheduled(session)
-    return best_scheduled(session)
+    return best_scheduled(session, deadline)
 
 
 def _session(planned: Planned, wanted: Wanted, replicate: tuple[str, ...]) -> Session:

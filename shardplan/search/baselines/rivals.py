@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -83,7 +83,11 @@ class Rivals:
     @property
     def solutions(self) -> tuple[Solution, ...]:
         """The best solution of every baseline that exists; solved level by level where its tables are large."""
-        return tuple(s for r in self.restrictions for s in self._solve(r))
+        return tuple(self.each())
+
+    def each(self) -> Iterator[Solution]:
+        """`solutions`, one after the other."""
+        return (s for r in self.restrictions for s in self._solve(r))
 
     def seeds(
         self, domains: Sequence[Domain], limit: int, spaces: Mapping[Groups, Sequence[Domain]] | None = None

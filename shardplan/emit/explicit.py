@@ -83,6 +83,8 @@ class ExplicitEmitter:
 
     def value(self, values: Values, source: Source) -> Any:
         """A value, or a literal as an array."""
+        if isinstance(source, Constant) and source.dtype.startswith("key"):
+            return source.value
         if isinstance(source, Constant):
             return np.asarray(source.value, dtype=jnp.dtype(source.dtype)) if np.ndim(source.value) == 0 else source.value
         return values[source]

@@ -43,6 +43,8 @@ def _equation(eqn: Any, inputs: list[Any]) -> Sequence[Any]:
     name, params = eqn.primitive.name, eqn.params
     if name in _MARKS:
         return inputs
+    if name in ("remat2", "checkpoint") and params["differentiated"] and params["prevent_cse"]:
+        inputs = list(lax.optimization_barrier(inputs))
     if name in _CALLS:
         return _function(params[_CALLS[name]])(*inputs)
     match name:
@@ -86,4 +88,21 @@ def _while(params: Any, inputs: Sequence[Any]) -> Sequence[Any]:
     a, b = params["cond_nconsts"], params["body_nconsts"]
     test, body = _function(params["cond_jaxpr"]), _function(params["body_jaxpr"])
     start = [jnp.asarray(x) for x in inputs[a + b :]]
-    return lax.while_loop(lambda state: test(*inputs[:a], *state)[0], lambda state: body(*inputs[a : a + b], *state), start)
+    batched = bool(params["cond_jaxpr"].out_avals[0].shape)
+
+    def holds(state: Sequence[Any]) -> Any:
+        return jnp.any(test(*inputs[:a], *state)[0])
+
+    def iteration(state: Sequence[Any]) -> list[Any]:
+        after = body(*inputs[a : a + b], *state)
+        if not batched:
+            return after
+        on = test(*inputs[:a], *state)[0]  # under vmap each element goes on as long as its own test holds
+        return [_where(on, x, before) for x, before in zip(after, state, strict=True)]
+
+    return lax.while_loop(holds, iteration, start)
+
+
+def _where(on: Any, x: Any, otherwise: Any) -> Any:
+    """``x`` where ``on`` holds, which has the leading dims of both."""
+    return lax.select(jnp.broadcast_to(on.reshape(on.shape + (1,) * (x.ndim - on.ndim)), x.shape), x, otherwise)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -64,19 +64,13 @@ class Runs(Protocol):
         """The leaves of the donated arguments."""
         ...
 
-    @property
-    def collectives(self) -> Sequence[Sends]:
-        """All collectives of a step."""
+    def collectives_under(self, backend: Literal["explicit", "specs"]) -> Sequence[Sends]:
+        """All collectives of a step under a backend."""
         ...
 
     @property
     def sends(self) -> Sequence[Send]:
         """What each collective of the explicit backend sends."""
-        ...
-
-    @property
-    def communication_bytes(self) -> float:
-        """Bytes that a device sends in a step."""
         ...
 
     @property
@@ -247,8 +241,12 @@ def _bytes(plan: Runs, sharded: _Sharded, host: Sequence[Any], *, explicit: bool
     measured, peak = sharded.compiled(host)
     common = {"raw_measured_bytes": float(measured.raw_wire_bytes), "measured_peak_bytes": peak}
     if not explicit:
-        sent = {"predicted_bytes": float(plan.communication_bytes), "measured_bytes": float(measured.wire_bytes)}
-        return {**common, **sent, "collectives": by_kind(plan, measured)}
+        planned = plan.collectives_under("specs")
+        sent = {
+            "predicted_bytes": float(sum(c.wire_bytes * c.times for c in planned)),
+            "measured_bytes": float(measured.wire_bytes),
+        }
+        return {**common, **sent, "collectives": by_kind(planned, measured)}
     text, handed = sharded.untouched(host)
     pairs = folded(one_for_one(plan.sends, text), handed)
     return {
@@ -267,10 +265,10 @@ def measured_program(
     return _measured(plan.jit(step, devices, backend), jax.tree.unflatten(plan.traced.in_tree, plan.traced.in_shapes))
 
 
-def by_kind(plan: Runs, measured: Measured) -> dict[str, Bytes]:
+def by_kind(planned: Sequence[Sends], measured: Measured) -> dict[str, Bytes]:
     """Predicted and measured bytes, for every kind of collective that either has."""
     predicted: dict[str, tuple[float, float]] = {}
-    for c in plan.collectives:
+    for c in planned:
         nbytes, count = predicted.get(c.kind, (0.0, 0.0))
         predicted[c.kind] = nbytes + c.wire_bytes * c.times, count + c.times
     rows: dict[str, Bytes] = {}

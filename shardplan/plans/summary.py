@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from shardplan.cost import objective_of
 from shardplan.errors import PlanFileError
 from shardplan.graph import Graph, flatten
-from shardplan.ir import Choices, Factor, Program
+from shardplan.ir import Choices, Program
 from shardplan.plans.data import Argument, Backend, Baseline, Collective, PlanData
 from shardplan.schedule import Issued, PlannedProgram, Schedule, build, issued, planned_program
 from shardplan.search.baselines.rivals import Rivals
 from shardplan.search.coarsening import coarsen
 from shardplan.search.inference import anytime
+from shardplan.search.inference.anytime import Stopped
 from shardplan.search.inference.solver import Solver
 from shardplan.search.memory import liveness as memory
-from shardplan.search.problem.extract import Decisions, Extractor
+from shardplan.search.problem.extract import Extractor
 from shardplan.search.problem.pricing import Limits
 from shardplan.search.problem.problem import Domain, Problem
 from shardplan.search.problem.solution import Solution
@@ -54,28 +56,36 @@ def scheduled(session: Session) -> Scheduled:
     return Scheduled(planned, schedule, issued(schedule, planned))
 
 
-def best_scheduled(session: Session, deadline: float | None) -> tuple[Session, Scheduled]:
+def best_scheduled(session: Session, deadline: float | None) -> tuple[Session, Scheduled, Stopped]:
     """The session with the solution that takes least as it is run: the search's own, or a baseline that fits.
 
     The search prices each collective alone. Where collectives take long to start, a baseline whose collectives travel together
-    may be faster. One that pins forbid, or whose compute and bytes alone take longer, is not looked at; nor is any after the
-    ``deadline``, an instant of `anytime.now_s`.
+    may be faster. One that pins forbid, or whose compute and bytes alone take longer, is not looked at. At the
+    ``deadline`` (an instant of `anytime.now_s`) or an interrupt it returns the best so far, and what stopped it.
     """
     run = scheduled(session)
-    best, took = (session, run), session.decisions.compute_s + run.communication_s
+    best, best_s = (session, run), session.decisions.compute_s + run.communication_s
     domains = pinned_domains(session.problem, session.pins)
-    for solution in session.rivals.each():
-        if deadline is not None and anytime.now_s() >= deadline:
-            break
-        if not solution.fits(session.memory_limit) or not _within(solution.states, domains):
-            continue
-        rival = session.at(replace(solution, name=session.solution.name))
-        if _at_least_s(rival) < took * (1 - _GAIN):
-            run = scheduled(rival)
-            seconds = rival.decisions.compute_s + run.communication_s
-            if seconds < took * (1 - _GAIN):
-                best, took = (rival, run), seconds
-    return best
+    stopped: Stopped = ""
+    try:
+        for restriction in session.rivals.restrictions:
+            if deadline is not None and anytime.now_s() >= deadline:
+                stopped = "time budget"
+                break
+            for solution in session.rivals.of(restriction):
+                if not solution.fits(session.memory_limit) or not _within(solution.states, domains):
+                    continue
+                rival = session.at(replace(solution, name=session.solution.name))
+                if _at_least_s(rival) < best_s * (1 - _GAIN):
+                    run = scheduled(rival)
+                    seconds = rival.decisions.compute_s + run.communication_s
+                    if seconds < best_s * (1 - _GAIN):
+                        best, best_s = (rival, run), seconds
+    except KeyboardInterrupt:
+        stopped = "interrupted"
+    if stopped:
+        session.rivals.close()
+    return *best, stopped
 
 
 def _within(states: Sequence[int], domains: Sequence[Domain]) -> bool:
@@ -88,12 +98,14 @@ _GAIN = 1e-6
 
 
 def _at_least_s(session: Session) -> float:
-    """The seconds of a solution if its collectives started at once."""
+    """The seconds of a solution if its collectives started at once, and readers that move a value alike shared it."""
     resharder, decisions = session.problem.resharder, session.decisions
-    return decisions.compute_s + sum(
-        (i.step.seconds - min(i.step.seconds, resharder.seconds(i.step.kind, i.step.over, 0.0))) * i.times
-        for i in decisions.issued
-    )
+    seconds: dict[object, float] = {}
+    for i in decisions.issued:
+        moved = i.tensor, i.step.kind, i.step.before, i.step.after
+        at_once = i.step.seconds - min(i.step.seconds, resharder.seconds(i.step.kind, i.step.over, 0.0))
+        seconds[moved] = min(seconds.get(moved, math.inf), at_once * i.times)
+    return decisions.compute_s + sum(seconds.values())
 
 
 def decided(session: Session, run: Scheduled | None) -> dict[str, Any]:
@@ -103,7 +115,7 @@ def decided(session: Session, run: Scheduled | None) -> dict[str, Any]:
     blocks are padded; else those that the search priced.
     """
     problem, solution, decisions = session.problem, session.solution, session.decisions
-    graph, program = problem.graph, session.program
+    graph = problem.graph
     layouts = decisions.layouts
     tensors = [graph.tensors[t] for t in graph.inputs]
     return {
@@ -115,7 +127,7 @@ def decided(session: Session, run: Scheduled | None) -> dict[str, Any]:
         ),
         "result_layouts": tuple(layouts[t] if t >= 0 else None for t in graph.outputs),
         "choices": session.extractor.choices(decisions),
-        "collectives": _collectives(graph, decisions, run, problem.factors, program.output_paths),
+        "collectives": collectives_of(session, run),
         "step_time_s": solution.seconds if run is None else decisions.compute_s + run.communication_s,
         "searched_s": solution.seconds,
         "compute_s": decisions.compute_s,
@@ -126,11 +138,13 @@ def decided(session: Session, run: Scheduled | None) -> dict[str, Any]:
     }
 
 
-def _collectives(
-    graph: Graph, decisions: Decisions, run: Scheduled | None, factors: tuple[Factor, ...], output_paths: Iterable[str]
-) -> tuple[Collective, ...]:
-    """Every collective of one step, in the order of the program, with the path of its tensor if it has one."""
-    paths = {t: f"result {p}" for t, p in zip(graph.outputs, output_paths, strict=True) if t >= 0}
+def collectives_of(session: Session, run: Scheduled | None) -> tuple[Collective, ...]:
+    """Every collective of one step, in the order of the program, with the path of its tensor if it has one.
+
+    They are those of the schedule (``run``), or, without one, those that the search priced.
+    """
+    graph, decisions, factors = session.graph, session.decisions, session.problem.factors
+    paths = {t: f"result {p}" for t, p in zip(graph.outputs, session.program.output_paths, strict=True) if t >= 0}
     paths.update(zip(graph.inputs, graph.input_paths, strict=True))
     if run is not None:
         return tuple(

@@ -29,4 +29,4 @@ def bytes_in_latency(cluster: Machine, level: int) -> int:
     """Bytes that a device sends over a level in the time that a collective takes to launch and to pass once around."""
     link = cluster.levels[level]
     bandwidth = link.bandwidth_bytes_per_s * link.ring_efficiency / link.rails
-    return int(bandwidth * (cluster.device.launch_s + link.size * link.latency_s))
+    return round(bandwidth * (cluster.device.instruction_s + link.size * link.latency_s))

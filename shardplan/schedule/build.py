@@ -56,7 +56,6 @@ class _Builder:
     def __init__(self, planned: PlannedProgram) -> None:
         self.planned, self.graph = planned, planned.graph
         self.count = 0
-        self.origin: dict[int, int] = {}  # by moved value: the value that was moved
 
     def new(self) -> int:
         """The number of a new value."""
@@ -308,16 +307,9 @@ class _Builder:
         if isinstance(value, Constant):
             value = self.literal(frame, value, tensor)
         result = self.new()
-        self.origin[result] = value
         steps = self._steps(shape, self.graph.tensors[tensor].nbytes, before, after, paired=extreme is not None)
         frame.out += single_steps(Move(value, result, tensor, shape, before, after, steps, line, reducer, extreme), self.new)
         return result
-
-    def unmoved(self, value: int) -> int:
-        """A value before all its moves."""
-        while value in self.origin:
-            value = self.origin[value]
-        return value
 
     def _steps(self, shape: tuple[int, ...], nbytes: int, before: Layout, after: Layout, *, paired: bool) -> tuple[Step, ...]:
         """The planned steps; pairs are reduced first, by one all-reduce, since their places and extremes travel together."""
@@ -488,7 +480,7 @@ class _Builder:
             read = body.returned.union(*(inner.tensors for inner in body.ops))
             late = [x for i, x in zip(body.inputs, values, strict=True) if i not in read]
             late += [frame.values[t] for t in frame.waiting.get(op.id, ())]
-            behind = self.barrier(frame, [*own, *entering.values()], [self.unmoved(x) for x in late if isinstance(x, int)])
+            behind = self.barrier(frame, [*own, *entering.values()], [x for x in late if isinstance(x, int)])
             renamed = dict(zip(own, behind, strict=False))
             values = [renamed[x] if isinstance(x, int) else x for x in values]
             copies |= dict(zip(entering, behind[len(own) :], strict=False))

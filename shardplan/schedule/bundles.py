@@ -149,10 +149,16 @@ class _Bundling:
 
 
 def copying_s(bundle: Bundle, hop: int, planned: PlannedProgram) -> float:
-    """The seconds in which a device packs its blocks before a hop and unpacks them after it: each is read and written."""
+    """The seconds in which a device packs its blocks before a hop and unpacks them after it: each is read and written.
+
+    One side of a gather or a reduce-scatter is smaller than its ``nbytes``.
+    """
     network = planned.programs.resharder.network
     assert isinstance(network, Network)
-    copied = 4.0 * sum(step.nbytes for step in bundle.steps(hop))
+    steps = bundle.steps(hop)
+    uneven = bundle.hops[hop].kind in ("all_gather", "reduce_scatter")
+    other = 1.0 / math.prod(planned.sizes[f] for f in steps[0].over) if uneven else 1.0
+    copied = 2.0 * (1.0 + other) * sum(step.nbytes for step in steps)
     return copied / network.cluster.device.memory_bytes_per_s
 
 

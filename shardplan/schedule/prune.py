@@ -48,6 +48,8 @@ def _left(instruction: Instruction, live: set[int]) -> Instruction | None:
             return instruction if instruction.once or not live.isdisjoint(instruction.results) else None
         case Move() | Reblock() | Fill():
             return instruction if instruction.result in live else None
+        case Bundle():
+            raise AssertionError("moves are bundled last")
         case Barrier():
             pairs = [(v, r) for v, r in zip(instruction.values, instruction.results, strict=True) if r in live]
             return Barrier(tuple(v for v, _ in pairs), tuple(r for _, r in pairs)) if pairs else None

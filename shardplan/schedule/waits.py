@@ -1,14 +1,14 @@
-"""Barriers that later values wait at: their readers come after them, and so do moves that nobody reads before.
+"""Delays the readers of a value until after the barrier that waits for it, and the moves of it that nothing reads earlier.
 
-The builder moves a value at once. A barrier that waits for the value, as it is before it is moved, must neither wait for the
-collective nor be without readers: a compiler drops what a barrier hands to nobody, and then the barrier does not wait for it.
+The builder emits a move at once. The barrier must wait for the unmoved value, not for the collective. It also needs a reader of
+that value: a compiler drops what a barrier hands to nobody, and then the barrier does not wait for it.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from shardplan.schedule.instructions import Barrier, Block, Instruction, Move
+from shardplan.schedule.instructions import Barrier, Block, Compute, Instruction, Move
 from shardplan.schedule.prune import reads
 from shardplan.schedule.renaming import Renaming
 
@@ -23,48 +23,70 @@ class _Waiting(Renaming):
         """A block with its readers after their barriers."""
         if not any(isinstance(i, Barrier) and i.late for i in block.instructions):
             return super().block(block)
-        sunk = _sunk(block)
+        instructions, sunk = _sunk(block)
+        outside = dict(self.same)
         after: dict[int, list[Instruction]] = {}
         for place, barrier in sunk.items():
-            after.setdefault(barrier, []).append(block.instructions[place])
+            after.setdefault(barrier, []).append(instructions[place])
         kept: list[Instruction] = []
-        for place, before in enumerate(block.instructions):
+        for place, before in enumerate(instructions):
             if place in sunk:
                 continue
             instruction = self.renamed(before)
             if isinstance(instruction, Barrier) and isinstance(before, Barrier) and before.late:
                 self.same |= dict(zip(before.values[-before.late :], before.results[-before.late :], strict=True))
                 kept.append(replace(instruction, late=0))
-                kept += [self.renamed(move) for move in after.get(place, ())]
+                kept += [self.renamed(step) for step in after.get(place, ())]
             else:
                 kept.append(instruction)
-        return Block(block.parameters, tuple(kept), tuple(self.source(s) for s in block.results))
+        renamed = Block(block.parameters, tuple(kept), tuple(self.source(s) for s in block.results))
+        self.same = outside  # what a body hands on is not known around it
+        return renamed
 
 
-def _sunk(block: Block) -> dict[int, int]:
-    """By place of a move: the place of the barrier that it comes after, which waits for the value that it moves."""
+def _sunk(block: Block) -> tuple[list[Instruction], dict[int, int]]:
+    """(the instructions, their barriers waiting for values before they are moved; by place of a step: that of its barrier)."""
     needed = _needed(block)
-    origin: dict[int, int] = {}
-    barriers: dict[int, list[int]] = {}
+    steps = {step[1]: (step[0], place) for place, i in enumerate(block.instructions) if (step := step_of(i)) is not None}
+    instructions, sunk = list(block.instructions), dict[int, int]()
     for place, i in enumerate(block.instructions):
-        if isinstance(i, Barrier) and i.late:
-            for v in i.values[-i.late :]:
-                barriers.setdefault(v, []).append(place)
-        elif isinstance(i, Move) and i.extreme is None:
-            origin[i.result] = origin.get(i.source, i.source)
-    result: dict[int, int] = {}
-    for place, i in enumerate(block.instructions):
-        if isinstance(i, Move) and i.extreme is None:
-            at = next((b for b in barriers.get(origin[i.result], ()) if b > place), None)
-            if at is not None and needed.get(i.result, place) > at:
-                result[place] = at
-    return result
+        if not isinstance(i, Barrier) or not i.late:
+            continue
+        origins: list[int] = []
+        for v in i.values[-i.late :]:
+            chain, path, moved = list[int](), [v], 0
+            while path[-1] in steps and needed.get(path[-1], place) > place and steps[path[-1]][1] not in sunk:
+                before, at = steps[path[-1]]
+                chain.append(at)
+                path.append(before)
+                moved = len(chain) if isinstance(block.instructions[at], Move) else moved
+            origins.append(path[moved])
+            sunk |= dict.fromkeys(chain[:moved], place)
+        instructions[place] = replace(i, values=(*i.values[: -i.late], *origins))
+    return instructions, dict(sorted(sunk.items()))
 
 
 def _needed(block: Block) -> dict[int, int]:
-    """By value: the place of the first instruction that reads it, or anything that is only moved from it."""
-    result = {s: len(block.instructions) for s in block.results if isinstance(s, int)}
+    """By value: the place of the first instruction that reads it, or what steps make of it.
+
+    Neither a step is such an instruction, nor a barrier that waits for the value.
+    """
+    end = len(block.instructions)
+    result = {s: end for s in block.results if isinstance(s, int)}
     for place, i in reversed(list(enumerate(block.instructions))):
-        at = result.get(i.result, len(block.instructions)) if isinstance(i, Move) and i.extreme is None else place
-        result |= {v: min(at, result.get(v, at)) for v in reads(i)}
+        step = step_of(i)
+        at = place if step is None else result.get(step[1], end)
+        read = i.values[: len(i.values) - i.late] if isinstance(i, Barrier) else reads(i)
+        result |= {v: min(at, result.get(v, at)) for v in read}
     return result
+
+
+def step_of(instruction: Instruction) -> tuple[int, int] | None:
+    """(the value that goes in, the value that comes out) of a move, or of an op that only moves elements; None for others."""
+    match instruction:
+        case Move(extreme=None):
+            return instruction.source, instruction.result
+        case Compute(inputs=(int() as source,), results=(result,)) if instruction.node.signature.moves and not instruction.once:
+            return source, result
+        case _:
+            return None

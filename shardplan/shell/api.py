@@ -31,7 +31,7 @@ from shardplan.plans.summary import Scheduled, best_scheduled, decided, schedule
 from shardplan.search.coarsening.coarsen import FREE
 from shardplan.search.coarsening.variables import OneChoice, one_choice_of
 from shardplan.search.inference import anytime
-from shardplan.search.inference.anytime import Observer
+from shardplan.search.inference.anytime import Observer, Stopped
 from shardplan.search.inference.garbage import uncollected
 from shardplan.search.memory import liveness as memory
 from shardplan.search.problem.extract import Extractor
@@ -118,10 +118,12 @@ def plan(
     )
     with uncollected():
         planned = _search(traced.program, Searcher(replicate, shared, resolved, wanted), limit, recompute=remat == "auto")
-        stopped = bool(planned.found[1].stopped)
-        session, run = _scheduled(_session(planned, wanted, replicate), runs["backend"], wanted.deadline, stopped=stopped)
+        stopped = planned.found[1].stopped
+        session, run, stopped = _scheduled(_session(planned, wanted, replicate), runs["backend"], wanted.deadline, stopped)
+    observer("done", 1.0)
     data = PlanData(
         **(decided(session, run) | _search_fields(planned, wanted, limit) | runs),
+        stopped=stopped,
         operators=traced.program.count_ops(),
         one_choice=shared,
         donate_argnums=donated,
@@ -135,12 +137,14 @@ def plan(
     )
 
 
-def _scheduled(session: Session, backend: str, deadline: float | None, *, stopped: bool) -> tuple[Session, Scheduled | None]:
-    """The session with the solution to run, and its schedule if the explicit backend runs it."""
+def _scheduled(
+    session: Session, backend: str, deadline: float | None, stopped: Stopped
+) -> tuple[Session, Scheduled | None, Stopped]:
+    """(the session with the solution to run, its schedule if the explicit backend runs it, what stopped the planning)."""
     if backend != "explicit":
-        return session, None
+        return session, None, stopped
     if stopped or session.objective.everything_split:  # baselines do not know this premise
-        return session, scheduled(session)
+        return session, scheduled(session), stopped
     return best_scheduled(session, deadline)
 
 
@@ -178,7 +182,6 @@ def _search_fields(planned: Planned, wanted: Wanted, limit: MemoryLimit) -> dict
         "pins": {glob: tuple(entries) for glob, entries in wanted.pins.items()},
         "exact": outcome.exact,
         "unlimited_s": outcome.bound.unlimited_s,
-        "stopped": outcome.stopped,
         "remat": planned.remat,
         "unknown_trips": problem.graph.unknown_trips,
     }
@@ -274,7 +277,9 @@ def _search(program: Program, searcher: Searcher, limit: MemoryLimit, *, recompu
     """
     wanted = searcher.wanted
     wanted.observer("describing", 0.0)
-    rescaled = replace(wanted, observer=lambda what, part: wanted.observer(what, 0.05 + 0.95 * part))
+    rescaled = replace(
+        wanted, observer=lambda what, part: wanted.observer("scheduling" if what == "done" else what, 0.05 + 0.85 * part)
+    )
     searcher = replace(searcher, wanted=rescaled)
     planned = searcher.auto(program) if recompute else searcher.plain(program)
     problem, outcome = planned.found

@@ -39,7 +39,10 @@ class Figures:
 
     @property
     def searched_s(self) -> float:
-        """The price of the step in the search's tables, in which each reader has its own collective and nothing is padded."""
+        """The least price in the search's tables, in which each reader has its own collective and nothing is padded.
+
+        Where a baseline took the place of the search's own plan, it is still that of the latter.
+        """
         return self._data.searched_s
 
     @property

@@ -23,11 +23,11 @@ from shardplan.frontend.trace import Traced
 from shardplan.graph import Graph
 from shardplan.ir import Program
 from shardplan.mesh.devices import build_mesh
-from shardplan.plans.data import Baseline, PlanData
+from shardplan.plans.data import Backend, Baseline, Collective, PlanData
 from shardplan.plans.files import plan_file, save, write_whole
 from shardplan.plans.fingerprint import difference, fingerprint
 from shardplan.plans.runner import Leaves, Runner, check_tree, shape_text
-from shardplan.plans.summary import Scheduled, baselines, decided, scheduled, session_of
+from shardplan.plans.summary import Scheduled, baselines, collectives_of, decided, scheduled, session_of
 from shardplan.report.draw import picture, picture_format
 from shardplan.report.drawing import drawing
 from shardplan.report.explain import explain, explain_all
@@ -68,7 +68,8 @@ class Plan(Figures):
     def lower_bound_s(self) -> float:
         """A lower bound on the seconds of any plan on this mesh with the same pins, memory limit and ``one_choice``.
 
-        It is computed on first use.
+        Each collective is priced alone. Plans whose collectives travel together may be faster; if this one is, its own seconds
+        are the bound. It is computed on first use.
         """
         if self._data.bound_s is None:
             bound = self.session.bound
@@ -79,7 +80,7 @@ class Plan(Figures):
 
     @property
     def gap(self) -> float:
-        """How far the plan lies above ``lower_bound_s``, as a fraction of it."""
+        """How far the search's plan, each collective priced alone, lies above its lower bound, as a fraction of it."""
         self.lower_bound_s  # noqa: B018 - asks for the bound where it is not known yet
         return self._data.gap or 0.0
 
@@ -263,6 +264,13 @@ class Plan(Figures):
     def sends(self) -> tuple[Send, ...]:
         """Every collective instruction of the explicit backend, with its bytes and its times a step."""
         return sends(self.schedule, self.planned)
+
+    def collectives_under(self, backend: Backend) -> tuple[Collective, ...]:
+        """`collectives` as a backend sends them: by the schedule, or as the search priced them."""
+        if backend == self._data.backend:
+            return self._data.collectives
+        run = scheduled(self.session) if backend == "explicit" else None
+        return collectives_of(self.session, run)
 
     @property
     def donated_leaves(self) -> tuple[int, ...]:

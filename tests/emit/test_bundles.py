@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,7 +15,11 @@ import shardplan
 from shardplan.emit.mutate import DroppingExplicitEmitter
 from shardplan.emit.verify import verify
 from shardplan.mesh import Cluster
-from shardplan.schedule import Bundle, instructions_of
+from shardplan.plans import summary
+from shardplan.report.text import bound_text
+from shardplan.schedule import Barrier, Bundle, Move, instructions_of
+from shardplan.search.inference import anytime
+from shardplan.search.session import Session
 from tests.machines import machine
 
 WEIGHTS = {f"w{n}": jax.random.normal(jax.random.key(n), (32, 32)) / 6 for n in range(5)}
@@ -67,3 +72,62 @@ def test_leaving_out_a_bundle_is_noticed(devices: list[Any]) -> None:
 
 def test_nothing_waits_where_starting_costs_nothing() -> None:
     assert not moves(planned(P(None, "gpu"), slow_to_start(0.0)), Bundle)
+
+
+def test_a_fitting_baseline_that_is_faster_once_bundled_is_the_plan(tmp_path: Path) -> None:
+    plan = shardplan.plan(step, WEIGHTS, BATCH, cluster=slow_to_start())
+    fitting = [b.step_time_s for b in plan.baselines if b.fits]
+    assert plan.step_time_s <= min(fitting) * (1 + 1e-9)
+    assert plan.step_time_s < summary.scheduled(_search_alone(plan)).communication_s + plan.compute_s
+    assert "a baseline took its place" in bound_text(plan.completed())
+    plan.save(tmp_path / "plan.json")
+    assert shardplan.load(tmp_path / "plan.json", step, WEIGHTS, BATCH).step_time_s == plan.step_time_s
+
+
+def _search_alone(plan: shardplan.Plan) -> Session:
+    """The session with the search's own plan."""
+    other = shardplan.plan(step, WEIGHTS, BATCH, cluster=slow_to_start(), backend="specs")
+    assert other.searched_s == plan.searched_s
+    return other.session
+
+
+def test_a_plan_that_runs_out_of_time_among_baselines_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = _search_alone(shardplan.plan(step, WEIGHTS, BATCH, cluster=slow_to_start()))
+    assert summary.best_scheduled(session, anytime.now_s() - 1)[2] == "time budget"
+    assert summary.best_scheduled(session, None)[2] == ""
+
+
+def test_an_interrupt_among_baselines_keeps_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, calls = summary.scheduled, iter(range(9))
+
+    def second_raises(session: Session) -> summary.Scheduled:
+        if next(calls):
+            raise KeyboardInterrupt
+        return whole(session)
+
+    monkeypatch.setattr(summary, "scheduled", second_raises)
+    plan = shardplan.plan(step, WEIGHTS, BATCH, cluster=slow_to_start())
+    assert plan.stopped == "interrupted"
+    assert plan.step_time_s > 0
+
+
+def test_gradients_wait_for_the_layer_before_to_be_computed_again() -> None:
+    """What a remat op of the backward pass made is reduced behind the barrier of the next one."""
+
+    def descend(weights: Any, x: Any) -> Any:
+        def loss(weights: Any) -> Any:
+            h = x
+            for name in sorted(weights):
+                h = jax.checkpoint(lambda w, h: jnp.tanh(jnp.sin(h @ w)))(weights[name], h)
+            return jnp.mean(h**2)
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))
+
+    plan = shardplan.plan(descend, WEIGHTS, BATCH, cluster=machine("2x4:slow"), pins={"weights/*": P(), "x": P(("node", "gpu"))})
+    own = list(instructions_of(plan.schedule.body.instructions))
+    behind = {r for i in own if isinstance(i, Barrier) for r in i.results}
+    moved = [m for i in own if isinstance(i, Move | Bundle) for m in (i.moves if isinstance(i, Bundle) else (i,))]
+    reduced = [m for m in moved if m.before.partial]
+    assert len(reduced) >= len(WEIGHTS)
+    assert sum(m.source in behind for m in reduced) >= len(WEIGHTS) - 1
+    assert verify(plan, descend, (WEIGHTS, BATCH), steps=2).passed

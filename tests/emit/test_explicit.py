@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +17,7 @@ from shardplan.emit.one_for_one import folded
 from shardplan.emit.verify import verify
 from shardplan.schedule import Compute, Move, Reblock, Scan, instructions_of
 from tests.machines import machine
-from tests.models.test_factories import TINY, factory
+from tests.models.test_factories import TINY, factory, tiny_on
 
 MACHINES = ("2x4:slow", "2x2x2:slow", "3x2:slow", "8:slow", "4x2:slow")
 
@@ -35,7 +34,7 @@ def check(step: Any, args: Any, on: str, **options: Any) -> shardplan.Plan:
     return plan
 
 
-@pytest.mark.parametrize(("name", "on"), list(zip(TINY, itertools.cycle(MACHINES[:3]), strict=False)))
+@pytest.mark.parametrize(("name", "on"), tiny_on(MACHINES[:3]))
 def test_a_tiny_model_runs_as_planned(name: str, on: str) -> None:
     step, args = factory(name)(**TINY[name], concrete=True)
     plan = check(step, args, on, donate_argnums=0)
@@ -50,7 +49,7 @@ def test_a_model_runs_as_planned(name: str, on: str) -> None:
     check(step, args, on, donate_argnums=0)
 
 
-@pytest.mark.parametrize("on", ["2x2x2:slow", "3x2:slow"])
+@pytest.mark.parametrize("on", [pytest.param("2x2x2:slow", marks=pytest.mark.slow), "3x2:slow"])
 def test_leaving_out_any_one_exchange_is_noticed(on: str) -> None:
     step, args = factory("mlp")(**TINY["mlp"], concrete=True)
     plan = check(step, args, on)
@@ -86,11 +85,10 @@ def test_a_dim_that_does_not_divide_is_padded_and_its_end_is_not_read() -> None:
     assert any(s.description.loops[c.loop].extent != c.extent for s, c in cuts if s.description is not None)
 
 
-def test_equal_moves_are_made_once_and_dead_ones_not_at_all() -> None:
+def test_equal_moves_are_made_once() -> None:
     def step(w: jax.Array, x: jax.Array) -> Any:
         y = x @ w
-        unused = jnp.sum(jnp.sin(x) @ w)
-        return jnp.tanh(y).sum() + jnp.sin(y).sum() + 0.0 * jax.lax.stop_gradient(y).sum(), w, unused * 0
+        return jnp.tanh(y).sum() + jnp.sin(y).sum() + 0.0 * jax.lax.stop_gradient(y).sum(), w, jnp.sum(jnp.sin(x) @ w)
 
     args = (jax.random.normal(jax.random.key(0), (32, 32)), jax.random.normal(jax.random.key(1), (64, 32)))
     plan = check(step, args, "2x4:slow")
@@ -121,6 +119,8 @@ def test_lookups_by_equal_constants_are_one() -> None:
     args = (jax.random.normal(jax.random.key(0), (16, 32)), jax.random.normal(jax.random.key(1), (32, 32)))
     plan = check(step, args, "2x4:slow", pins={"x": jax.sharding.PartitionSpec("gpu")})
     assert plan.sends
+    instructions = instructions_of(plan.schedule.body.instructions)
+    assert len([i for i in instructions if isinstance(i, Compute) and i.node.op.primitive == "gather"]) == 1
 
 
 def test_a_loop_over_single_elements_reads_them_whole() -> None:
@@ -163,18 +163,18 @@ def test_what_xla_folds_is_known_and_what_was_not_handed_to_it_is_not_forgiven()
 
 
 def test_an_argument_that_divides_meets_a_padded_copy() -> None:
-    """30 rows are stored over two devices, 15 each; a product cuts them four ways, 8 each."""
+    """30 rows are stored over two nodes, 15 each; products cut them eight ways, 4 each."""
 
     def step(w: jax.Array, x: jax.Array) -> Any:
-        return jnp.tanh(w @ x).sum(axis=1) @ jnp.tanh(w @ x), w * 0.5
+        return jnp.tanh(jnp.tanh(w @ x) @ x).sum(), w * 0.5
 
     args = (jax.random.normal(jax.random.key(0), (30, 64)), jax.random.normal(jax.random.key(1), (64, 64)))
-    spec = jax.sharding.PartitionSpec("gpu")
-    plan = check(step, args, "2x2:slow", pins={"w": spec})
+    plan = check(step, args, "2x4:slow", pins={"w": jax.sharding.PartitionSpec("node")})
     instructions = list(instructions_of(plan.schedule.body.instructions))
     cuts = [(i.node.signature.description, c) for i in instructions if isinstance(i, Compute) for c in i.cuts]
     padded = [c for description, c in cuts if description is not None and description.loops[c.loop].extent != c.extent]
-    assert not padded or any(isinstance(i, Reblock) for i in instructions)
+    assert padded
+    assert any(isinstance(i, Reblock) for i in instructions)
 
 
 def test_loops_branches_and_remat_run_on_blocks() -> None:

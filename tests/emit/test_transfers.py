@@ -157,13 +157,13 @@ def test_a_buffer_is_split_beside_the_dims(bench: Bench) -> None:
     assert found or len(bench.sizes) == 1
 
 
-@pytest.mark.parametrize(("n", "old", "new"), [(30, 32, 30), (30, 30, 32), (22, 24, 32), (22, 32, 24), (9, 16, 16), (17, 24, 40)])
+@pytest.mark.parametrize(("n", "old", "new"), [(30, 32, 30), (30, 30, 32), (22, 24, 32), (22, 32, 24), (17, 24, 40)])
 def test_rows_are_exchanged_where_blocks_change_their_extent(n: int, old: int, new: int) -> None:
     bench = Bench(machine("2x4:slow"))
-    for split in ((1,), (0, 1), (0,)):
+    splits = [split for split in ((1,), (0, 1), (0,)) if not old % bench.ways(split) and not new % bench.ways(split)]
+    assert splits
+    for split in splits:
         ways = bench.ways(split)
-        if old % ways or new % ways or old == new:
-            continue
         layout = Layout((split, ()))
         reblock = Reblock(0, 1, 0, (n, 3), layout, (old, 3), 0, new, "")
         x = np.arange(3 * n, dtype=np.float32).reshape(n, 3)

@@ -28,6 +28,21 @@ def drop(key: Any, x: Any) -> Any:
     return jnp.where(jax.random.bernoulli(key, 0.7, x.shape), x / 0.7, 0.0)
 
 
+@pytest.mark.parametrize("backend", ["explicit", "specs"])
+def test_a_random_key_that_the_step_closes_over(backend: str) -> None:
+    key = jax.random.key(3)
+
+    def step(w: Any, x: Any) -> Any:
+        def body(h: Any, i: Any) -> Any:
+            return drop(jax.random.fold_in(key, i), jnp.tanh(h @ w)), None
+
+        return lax.scan(body, x + jax.random.normal(key, x.shape), jnp.arange(3))[0]
+
+    plan = shardplan.plan(step, W, X, cluster=machine("2x4:slow"))
+    run = plan.jit(step, jax.devices()[:8], backend)
+    np.testing.assert_allclose(run(W, X), jax.jit(step)(W, X), rtol=1e-5, atol=1e-6)
+
+
 # -- control flow ------------------------------------------------------------------------------------------------------
 
 
@@ -225,6 +240,28 @@ def test_a_shard_map_runs_on_the_users_mesh_under_the_specs_backend_too() -> Non
 
     plan = shardplan.plan(step, W, X, cluster=mesh())
     np.testing.assert_allclose(plan.jit(step, backend="specs")(W, X), jax.jit(step)(W, X), rtol=1e-5, atol=1e-6)
+
+
+def test_a_loop_for_each_row_inside_a_shard_map_ends_with_its_last_row() -> None:
+    def until(v: Any) -> Any:
+        return lax.while_loop(lambda a: a.sum() < 100.0, lambda a: a * 2 + 1, v)
+
+    def step(x: Any) -> Any:
+        return jax.shard_map(jax.vmap(until), mesh=mesh(), in_specs=P("node", None), out_specs=P("node", None))(jnp.abs(x)) * 2
+
+    plan = shardplan.plan(step, X, cluster=mesh())
+    for backend in ("explicit", "specs"):
+        np.testing.assert_allclose(plan.jit(step, backend=backend)(X), jax.jit(step)(X), rtol=1e-5)
+
+
+def test_remat_inside_a_shard_map_computes_again() -> None:
+    def step(w: Any, x: Any) -> Any:
+        layer = jax.checkpoint(lambda w, x: jnp.tanh(jnp.sin(x @ w)))
+        local = jax.shard_map(layer, mesh=mesh(), in_specs=(P(), P("node")), out_specs=P("node"))
+        return w - 0.1 * jax.grad(lambda w: jnp.mean(local(w, x) ** 2))(w)
+
+    plan = check(step, (W, X), "2x4:slow")
+    assert "optimization_barrier" in plan.jit(step, jax.devices()[:8], "explicit").lower(W, X).as_text()
 
 
 def test_loops_and_branches_inside_a_shard_map_run_on_blocks() -> None:

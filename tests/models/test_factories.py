@@ -5,6 +5,8 @@ import functools
 import importlib
 import inspect
 import itertools
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -39,6 +41,14 @@ VARIANTS = [
     ("vit", {"scan": True, "remat": True, "dropout": 0.1, "dtype": "bfloat16", "batch": 5}),
     ("vit", {"dropout": 0.1, "remat": True}),
 ]
+
+
+def tiny_on(machines: Sequence[str]) -> list[Any]:
+    """Each tiny model with one of these machines in turn; those that take longest to compile are slow."""
+    return [
+        pytest.param(name, on, marks=[pytest.mark.slow] if name in ("unet", "vit") else [])
+        for name, on in zip(TINY, itertools.cycle(machines), strict=False)
+    ]
 
 
 def factory(name):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import jax
@@ -11,7 +10,7 @@ import pytest
 import shardplan
 from shardplan.emit.verify import verify
 from tests.machines import machine
-from tests.models.test_factories import TINY, factory
+from tests.models.test_factories import TINY, factory, tiny_on
 
 MACHINES = ("2x4:slow", "2x2x2:slow", "3x2:slow")
 DEVICES = {"2x4:slow": 8, "2x2x2:slow": 8, "3x2:slow": 6}
@@ -25,7 +24,7 @@ def check(name: str, on: str, options: dict[str, Any], steps: int) -> None:
     assert found.passed, found
 
 
-@pytest.mark.parametrize(("name", "on"), list(zip(TINY, itertools.cycle(MACHINES), strict=False)))
+@pytest.mark.parametrize(("name", "on"), tiny_on(MACHINES))
 def test_a_tiny_model_is_right_where_it_is_cut(name: str, on: str) -> None:
     check(name, on, TINY[name], 2)
 

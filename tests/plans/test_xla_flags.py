@@ -30,13 +30,13 @@ def _plugin() -> bool:
 
 def test_collectives_merge_while_latency_is_most_of_their_time() -> None:
     cluster = shardplan.Cluster.load("dgx-h100:4")
-    # 450 GB/s at 0.8, 3 us to launch and 8 messages of 1 us; one of 8 rails of 400 GB/s at 0.92, 3 us and 4 messages of 6 us
-    assert [bytes_in_latency(cluster, level) for level in range(2)] == [1_242_000, 3_960_000]
+    # 450 GB/s at 0.8, 7 us to launch and 8 messages of 1 us; one of 8 rails of 400 GB/s at 0.92, 7 us and 4 messages of 6 us
+    assert [bytes_in_latency(cluster, level) for level in range(2)] == [1_426_000, 5_400_000]
     assert xla_flags(cluster) == {
-        "xla_gpu_all_gather_combine_threshold_bytes": 3_960_000,
-        "xla_gpu_all_reduce_combine_threshold_bytes": 3_960_000,
-        "xla_gpu_collective_permute_combine_threshold_bytes": 3_960_000,
-        "xla_gpu_reduce_scatter_combine_threshold_bytes": 495_000,
+        "xla_gpu_all_gather_combine_threshold_bytes": 5_400_000,
+        "xla_gpu_all_reduce_combine_threshold_bytes": 5_400_000,
+        "xla_gpu_collective_permute_combine_threshold_bytes": 5_400_000,
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": 675_000,
         LIMIT: 2,
     }
 

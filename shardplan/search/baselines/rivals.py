@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -49,7 +49,7 @@ class Rivals:
     def outside(self, spaces: Mapping[Groups, Sequence[Domain]]) -> tuple[Solution, ...]:
         """Solutions of the baselines outside these spaces; a space holds the layouts that treat the factors of a group alike."""
         result = [r for r in self.restrictions if r.limits.groups not in spaces]
-        return tuple(s for r in result for s in self._solve(r))
+        return tuple(s for r in result for s in self.of(r))
 
     def reach(self, domains: Sequence[Domain], spaces: Collection[Groups]) -> tuple[Domain, ...]:
         """For each variable the layouts in these domains that any baseline outside the spaces allows.
@@ -83,11 +83,7 @@ class Rivals:
     @property
     def solutions(self) -> tuple[Solution, ...]:
         """The best solution of every baseline that exists; solved level by level where its tables are large."""
-        return tuple(self.each())
-
-    def each(self) -> Iterator[Solution]:
-        """`solutions`, one after the other."""
-        return (s for r in self.restrictions for s in self._solve(r))
+        return tuple(s for r in self.restrictions for s in self.of(r))
 
     def seeds(
         self, domains: Sequence[Domain], limit: int, spaces: Mapping[Groups, Sequence[Domain]] | None = None
@@ -109,7 +105,8 @@ class Rivals:
         """Stops solving: baselines that are not solved yet never will be."""
         self._closed = True
 
-    def _solve(self, r: Restriction) -> tuple[Solution, ...]:
+    def of(self, r: Restriction) -> tuple[Solution, ...]:
+        """The best solution of a baseline; none if it has none, or if solving was stopped before."""
         if r.name not in self._by_name:
             if self._closed:
                 return ()

@@ -26,12 +26,12 @@ GROUPS = 4
 
 
 def sample(group: int) -> Iterator[Task]:
-    """A quarter of a sample: what is `FENCED` once under each backend, and of all others every sixth primitive under one."""
-    others = [name for name in primitives() if name not in FENCED][::6]
+    """A quarter of a sample: what is `FENCED` once under each backend, and of all others every twelfth primitive under one."""
+    others = [name for name in primitives() if name not in FENCED][::12]
     yield from ([Task(tuple(REMEMBERED), 12)] if group == 0 else [])
     yield from list(tasks(FENCED, 2, 1))[group::GROUPS]
     yield from list(tasks(FENCED, 1, 1, "explicit"))[group::GROUPS]
-    yield from list(tasks(["gather"], 14, 2))[group::GROUPS]
+    yield from list(tasks(["gather"], 8, 2))[group::GROUPS]
     yield from list(tasks(others[::2], 1, 1))[group::GROUPS]
     yield from list(tasks(others[1::2], 1, 1, "explicit"))[group::GROUPS]
 

@@ -1,7 +1,7 @@
-"""What the step itself runs on each device, `jax.shard_map`'s function, as part of a device's program.
+"""Evaluates the function of the user's own `jax.shard_map` as part of each device's program.
 
-A `jax.shard_map` inside another over the same axes is an error, so its function is evaluated where it stands. JAX tracks there
-which values differ between devices; a plan's program does not, so that marks of it are left out, in loops and branches too.
+A `jax.shard_map` inside another over the same axes is an error. JAX marks in such a function which values differ between devices;
+the plan's program does not use the marks, so they are dropped, in loops and branches too.
 """
 
 # pyright: basic

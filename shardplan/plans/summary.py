@@ -57,7 +57,7 @@ def scheduled(session: Session) -> Scheduled:
 
 
 def best_scheduled(session: Session, deadline: float | None) -> tuple[Session, Scheduled, Stopped]:
-    """The session with the solution that takes least as it is run: the search's own, or a baseline that fits.
+    """The session with the solution that is fastest as scheduled: the search's own, or a baseline that fits.
 
     The search prices each collective alone. Where collectives take long to start, a baseline whose collectives travel together
     may be faster. One that pins forbid, or whose compute and bytes alone take longer, is not looked at. At the
@@ -186,11 +186,11 @@ def baselines(session: Session, backend: Backend) -> dict[str, Any]:
 
 def _baseline(session: Session, backend: Backend) -> Baseline:
     solution, decisions = session.solution, session.decisions
-    took, sent = solution.seconds, decisions.communication_bytes
+    seconds, wire_bytes = solution.seconds, decisions.communication_bytes
     if backend == "explicit":
         run = scheduled(session)
-        took, sent = decisions.compute_s + run.communication_s, run.communication_bytes
-    return Baseline(solution.name, took, sent, solution.peak_bytes, solution.fits(session.memory_limit))
+        seconds, wire_bytes = decisions.compute_s + run.communication_s, run.communication_bytes
+    return Baseline(solution.name, seconds, wire_bytes, solution.peak_bytes, solution.fits(session.memory_limit))
 
 
 # -- back to a search --------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 `build` reads the choices and puts a `Move` wherever a value changes its layout, with the collectives that carry it out, and a
 `Compute` for every op on a device's share of its operands. What stands here is what the explicit backend runs and what a plan
-predicts: nothing else moves a byte. No JAX here.
+predicts: nothing else moves a byte, but for the collectives of a `jax.shard_map` in the step itself. No JAX here.
 """
 
 from shardplan.schedule.build import build

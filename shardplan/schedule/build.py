@@ -279,7 +279,7 @@ class _Builder:
         return moved
 
     def barrier(self, frame: Frame, values: Sequence[int], late: Sequence[int]) -> tuple[int, ...]:
-        """The same values behind a barrier that waits for others as well, and these behind it."""
+        """Puts values behind a barrier that waits for the ``late`` ones too; the results for both."""
         results = tuple(self.new() for _ in (*values, *late))
         frame.out.append(Barrier((*values, *late), results, len(late)))
         return results

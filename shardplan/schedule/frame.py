@@ -22,8 +22,8 @@ class Frame:
     """One body being spelled out into ``out``.
 
     ``copies`` are the resharded copies by number and tensor, ``free`` the values that depend on no input, by tensor and layout.
-    ``moved`` says of each value and layout whether the backward pass has moved it there. ``waiting`` is `waiting` of its
-    program.
+    ``moved`` says of each value and layout whether the backward pass has moved it there. ``waiting`` is what the
+    function `waiting` returns for its program.
     """
 
     where: Where
@@ -37,7 +37,7 @@ class Frame:
 
 
 def waiting(program: Program) -> dict[int, list[int]]:
-    """By op that computes values again: the tensors that the backward pass made since the one before, and that are read later."""
+    """For each op that computes values again: what the backward pass made since the one before it, and is still read later."""
     last = {t: i for i, op in enumerate(program.ops) for t in op.tensors} | dict.fromkeys(program.returned, len(program.ops))
     result: dict[int, list[int]] = {}
     since: list[int] = []

@@ -150,10 +150,10 @@ class Fill:
 
 @dataclass(frozen=True, slots=True)
 class Barrier:
-    """An optimization barrier: what comes after it reads the results, which hold the values.
+    """An optimization barrier: the results are the values, and are there only when all values are.
 
-    All that is later than the barrier reads the last ``late`` of the results in place of their values; of the others, what was
-    told to.
+    Every later instruction reads the last ``late`` results instead of their values. Only instructions built to do so read the
+    other results.
     """
 
     values: tuple[int, ...]

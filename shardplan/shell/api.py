@@ -337,7 +337,7 @@ def _largest_arguments(problem: Problem, solution: Solution) -> str:
     rows: list[tuple[float, str]] = []
     for t, path in zip(graph.inputs, graph.input_paths, strict=True):
         v = problem.coarse.of[t]
-        part = 1.0 if v == FREE else memory.local_bytes(problem, v, solution.states[v])
+        part = 1.0 if v == FREE else memory.local_part(problem, v, solution.states[v])
         rows.append((graph.tensors[t].nbytes * part, path))
     held = sum(n for n, _ in rows)
     top = ", ".join(f"{p} {size_text(n)}" for n, p in sorted(rows, reverse=True)[:3])

@@ -24,7 +24,7 @@ from shardplan.search.memory.lifetimes import Lifetime, Lifetimes
 from shardplan.search.problem.pricing import Domain, Limits
 from shardplan.search.problem.problem import Problem
 from shardplan.search.problem.tables import Term, picoseconds
-from shardplan.tdl import light
+from shardplan.tdl import Call, light
 
 SLACK = 0.01
 """The rounding error of sums of parts of tensors, in bytes."""
@@ -129,12 +129,13 @@ def _computed_again(
     """``fused`` with those of ``across`` that the other pass computes again, from stored values that it reads or smaller ones.
 
     XLA's compiler for GPUs computes roots and transcendentals again rather than store them; others only what is ``cheap``.
-    A stored value takes the place of one that it is computed from, if nothing reads that later: ``death`` is changed accordingly.
+    A stored value takes the memory of one that it is computed from, if nothing reads that later.
+    ``death`` is changed accordingly.
     """
     heavy = problem.cluster.device.platform == "gpu"
     tensors, inputs = problem.graph.tensors, set(problem.graph.inputs)
     sources: dict[int, frozenset[int]] = {}  # by fused value: the stored values that it is computed from
-    pure: set[int] = set()  # the fused values on whose way only cheap ops are
+    pure: set[int] = set()  # fused values that cheap ops alone compute from stored ones
     for node in problem.graph.nodes:
         if not (fused.intersection(node.outputs) or node.signature.elementwise or cheap[node.signature.id]):
             continue
@@ -155,7 +156,7 @@ def _computed_again(
 
 
 def _take_place(problem: Problem, node: Node, result: int, of: frozenset[int], inputs: Set[int], death: dict[int, int]) -> None:
-    """Ends the life of one of the values that the op computes its result from, and nothing reads later, before the op."""
+    """Frees a value that is read last here, of those that the op computes its result from: the result takes its memory."""
     graph, variable = problem.graph, problem.coarse.of
     for t in sorted(of):
         alike = variable[t] == variable[result] != FREE and graph.tensors[t].nbytes == graph.tensors[result].nbytes
@@ -200,10 +201,8 @@ def _readers(graph: Graph) -> dict[int, list[int]]:
     return readers
 
 
-def _reduces(call: object) -> bool:
-    from shardplan.tdl import Call
-
-    assert isinstance(call, Call)
+def _reduces(call: Call) -> bool:
+    """Whether a call reduces its one operand."""
     return len(call.operands) == 1 and all(len(r) < len(call.operands[0]) for r in call.results)
 
 
@@ -261,7 +260,7 @@ def _entering(problem: Problem, loops: Loops) -> tuple[list[Lifetime], frozenset
     return every, frozenset(constant)
 
 
-def local_bytes(problem: Problem, v: int, state: int) -> float:
+def local_part(problem: Problem, v: int, state: int) -> float:
     """The fraction of a variable's tensors that one device holds in this state."""
     return float(problem.local(v, (state,))[0])
 
@@ -300,7 +299,7 @@ def peak(
 
 def _stored(problem: Problem, live: Liveness, assignment: Assignment, keep: frozenset[int]) -> NDArray[np.float64]:
     """[length]: `profile` without the buffers of ops."""
-    parts = np.array([*(local_bytes(problem, v, s) for v, s in enumerate(assignment)), 1.0])
+    parts = np.array([*(local_part(problem, v, s) for v, s in enumerate(assignment)), 1.0])
     change = live.lifetimes.changes(parts)
     for life in live.lifetimes.conditional:
         if life.holds(problem, assignment, keep):

@@ -130,7 +130,7 @@ def held_by_pins(problem: Problem, pins: Pins) -> dict[str, float]:
                 continue
             tensor = problem.graph.tensors[t]
             layout = _layout(problem, problem.graph.input_paths[i], tensor.shape, pattern, entries)
-            fraction = memory.local_bytes(problem, v, problem.resharder.state(tensor.shape, layout))
+            fraction = memory.local_part(problem, v, problem.resharder.state(tensor.shape, layout))
             least = float(problem.local(v, problem.domains[v]).min())
             result[pattern] = result.get(pattern, 0.0) + (fraction - least) * tensor.nbytes
     return {pattern: held for pattern, held in result.items() if held > 0}

@@ -63,7 +63,7 @@ def _moves(solver: Solver, domains: Sequence[Domain], current: Solution, excess:
     for life in live.lifetimes.of("copy"):
         if peak in life and life.holds(problem, current.states, current.keep):
             held[life.variable] += life.nbytes
-    fractions = np.array([memory.local_bytes(problem, v, s) for v, s in enumerate(current.states)])
+    fractions = np.array([memory.local_part(problem, v, s) for v, s in enumerate(current.states)])
     largest: list[int] = np.argsort(-held * fractions, kind="stable")[:_LARGEST].tolist()
     for v in largest:
         own = float(fractions[v])
@@ -73,13 +73,13 @@ def _moves(solver: Solver, domains: Sequence[Domain], current: Solution, excess:
         by_state = seconds_of_each(priced)
         now = by_state[domains[v].index(current.states[v])]
         for state, seconds in zip(domains[v], by_state.tolist(), strict=True):
-            saved = held[v] * (own - memory.local_bytes(problem, v, state))
+            saved = held[v] * (own - memory.local_part(problem, v, state))
             if saved > 0 and math.isfinite(seconds):
                 yield _Move(v, state, seconds - now, saved)
     for life in live.lifetimes.of("kept"):
         v = life.variable
         if v in current.keep and peak in life:
-            saved = life.nbytes * memory.local_bytes(problem, v, current.states[v])
+            saved = life.nbytes * memory.local_part(problem, v, current.states[v])
             if saved >= _LEAST * excess:
                 yield _Move(v, None, _gathering_s(solver, current, v), saved)
 

@@ -99,7 +99,21 @@ def primitives() -> Mapping[str, tuple[str, Any]]:
 def settings_of(eqn: Any) -> Iterator[None]:
     """The settings under which an equation was traced, all but the mesh: it runs on the one in scope here."""
     here = jax.sharding.get_abstract_mesh()
-    with eqn.ctx.manager, jax.sharding.use_abstract_mesh(here):
+    with eqn.ctx.manager, _on(here):
+        yield
+
+
+@contextlib.contextmanager
+def on_mesh(mesh: Any) -> Iterator[None]:
+    """Traces for this mesh, whatever mesh the user has set."""
+    with _on(mesh.abstract_mesh):
+        yield
+
+
+@contextlib.contextmanager
+def _on(mesh: Any) -> Iterator[None]:
+    """Enters an abstract mesh; JAX goes from one to another of another size only over none."""
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())), jax.sharding.use_abstract_mesh(mesh):
         yield
 
 
@@ -117,7 +131,23 @@ def compilations(jitted: Any) -> int:
 @cache
 def array_type() -> type:
     """The class of concrete arrays, whose ``aval`` and ``sharding`` are cheap to read; random keys have another class."""
-    return type(jax.numpy.zeros(()))
+    with jax.ensure_compile_time_eval():  # under another trace it would be the class of a tracer
+        return type(jax.numpy.zeros(()))
+
+
+def threefry_partitionable() -> bool:
+    """Whether the bits that threefry draws depend on the key and the place of an element alone."""
+    return bool(jax.config.jax_threefry_partitionable)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownArgumentType]
+
+
+def explicit_axes(x: Any) -> tuple[str, ...]:
+    """The Explicit axes that an array is cut over."""
+    sharding = getattr(x, "sharding", None)
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return ()
+    types = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
+    used = {a for entry in sharding.spec if entry is not None for a in ((entry,) if isinstance(entry, str) else entry)}
+    return tuple(sorted(str(a) for a in used if types.get(a) == jax.sharding.AxisType.Explicit))
 
 
 def weakly_typed(x: Any) -> Any:

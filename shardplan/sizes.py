@@ -9,7 +9,7 @@ from .errors import ShardplanError
 
 def parse_bytes(text: object, *, what: str = "memory limit") -> int:
     """``"70GiB"``, ``"80GB"``, ``"512 MiB"``, ``"1e9"`` or a number, as bytes. ``what`` names the value in errors."""
-    if isinstance(text, int | float) and math.isfinite(text):
+    if isinstance(text, int | float) and not isinstance(text, bool) and math.isfinite(text):
         value = int(text)
     elif not isinstance(text, str):
         raise ShardplanError(f"{what} {text!r} is not a size: give bytes, or text such as '70GiB'")

@@ -67,7 +67,8 @@ class ExplicitEmitter:
         ins = tuple(partition_spec(layouts[t], self.planned.names) for t in self.planned.graph.inputs)
         outs = tuple(partition_spec(layout, self.planned.names) for layout in self.schedule.results)
         run = jax.shard_map(self.local, mesh=self.mesh, in_specs=ins, out_specs=outs, check_vma=False)
-        return list(run(*flat))
+        with _jax.on_mesh(self.mesh):
+            return list(run(*flat))
 
     def local(self, *arguments: Any) -> tuple[Any, ...]:
         """The program of one device."""

@@ -59,7 +59,8 @@ class SpecsEmitter:
 
     def __call__(self, *flat: Any) -> list[Any]:
         """The step on flat arguments; flat results."""
-        return self.run(self.planned.program, (), flat)
+        with _jax.on_mesh(self.mesh):
+            return self.run(self.planned.program, (), flat)
 
     def constrain(self, x: Any, layout: Layout | None) -> Any:
         """A value constrained to a layout; unchanged if it is a scalar or has no layout."""

@@ -197,8 +197,19 @@ class _Builder:
         return _prune(Program(tuple(self.tensors), tuple(self.ops), tuple(inputs), outputs, tuple(self.constants)))
 
     def bind_constants(self, env: dict[Any, Operand], jaxpr: Any, consts: Sequence[Any]) -> None:
-        """Adds closed-over arrays as tensors."""
+        """Adds closed-over arrays as tensors.
+
+        Raises:
+            TraceError: for one that is cut over Explicit axes, which no other mesh takes.
+        """
         for var, value in zip(jaxpr.constvars, consts, strict=True):
+            cut_over = _jax.explicit_axes(value)
+            if cut_over:
+                raise TraceError(
+                    f"the step closes over an array {var.aval.str_short()} that is cut over the Explicit axes "
+                    f"{', '.join(cut_over)}: pass it as an argument, or make its mesh with "
+                    "axis_types=(jax.sharding.AxisType.Auto, ...)"
+                )
             t = self.tensor(var.aval)
             env[var] = t
             self.constants.append((t, value))

@@ -28,6 +28,7 @@ class Leaves:
         self, paths: Sequence[str], shapes: Sequence[Any], shardings: Sequence[NamedSharding], *, weak: bool = False
     ) -> None:
         self._paths, self._shapes, self._shardings, self._weak = paths, shapes, shardings, weak
+        self._size = shardings[0].mesh.size if shardings else 0
         self._seen_avals: list[Any] = [None] * len(paths)  # of the last call
         self._seen_shardings: list[Any] = [None] * len(paths)
 
@@ -60,6 +61,19 @@ class Leaves:
                 self._check_leaf(i, x)
                 if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted():
                     raise self._deleted_error(i)
+
+    def check_context(self) -> None:
+        """Refuses to run where the user has set a mesh of another size: JAX does so, in words about its own insides.
+
+        Raises:
+            ShardplanError: where such a mesh is set.
+        """
+        context = jax.sharding.get_abstract_mesh()
+        if not context.empty and self._size not in (0, context.size):
+            raise ShardplanError(
+                f"jax.set_mesh has set a mesh of {context.size} devices, and the plan runs on {self._size}: call the step "
+                "outside, or under jax.set_mesh(plan.mesh())"
+            )
 
     def placed(self, leaves: Sequence[Any]) -> list[Any]:
         """The leaves on their planned devices; tracers and shapes stay as they are."""
@@ -100,13 +114,15 @@ class Runner:
         self._flat, self._step, self._traced, self._donated, self._fit = flat, step, traced, donated, leaves
         self._results = {traced.in_tree: traced.out_tree}
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **named: Any) -> Any:
         """Runs the step.
 
         Raises:
             ArgumentError: for an argument of another shape or dtype than was planned.
-            ShardplanError: for arguments of another structure, or for deleted ones.
+            ShardplanError: for arguments of another structure, given by name, or deleted, and where another mesh is set.
         """
+        if named:
+            raise ShardplanError(f"a planned step takes its arguments by position: pass {', '.join(named)} so")
         leaves, tree = jax.tree.flatten(args)
         if self._results.get(tree) is None and has_objects(args):
             return through(args, self.run)
@@ -118,6 +134,7 @@ class Runner:
         if results is None:
             results = self._results[tree] = self._result_tree(tree)
         self._fit.fit(leaves)
+        self._fit.check_context()
         placed = self._fit.placed(leaves)
         return results.unflatten(self._flat(*placed)), placed
 
@@ -131,6 +148,7 @@ class Runner:
         if tree not in self._results:
             self._results[tree] = self._result_tree(tree)
         self._fit.fit(leaves)
+        self._fit.check_context()
         return self._flat.trace(*leaves)
 
     def _cache_size(self) -> int:

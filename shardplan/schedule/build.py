@@ -91,8 +91,8 @@ class _Builder:
         key = (local, layout)
         if key in frame.free:
             return frame.free[key]
-        inside = layout is not None and node.signature.aligned and not layout.partial
-        cuts = following_cuts(node, layout, self.planned.sizes) if inside and layout is not None else ()
+        inside = None if layout is None or layout.partial else following_cuts(node, layout, self.planned.sizes)
+        cuts = inside or ()
         wanted = operand_layouts(node, cuts, self.planned.names)
         inputs: list[Source] = []
         whole: set[int] = set()
@@ -108,7 +108,7 @@ class _Builder:
         results = tuple(self.new() for _ in later.op.outputs)
         frame.out.append(Compute(node, tuple(inputs), results, taking(cuts, whole)))
         made: Source = results[later.result]
-        if layout is not None and not inside:
+        if layout is not None and inside is None:
             assert not layout.partial, "a term of a sum is made by an op that hands terms on"
             made = self.move(frame, made, frame.ids[local], whole_layout(layout), layout, node.op.source)
         frame.free[key] = made
@@ -145,16 +145,17 @@ class _Builder:
             return
         layouts = [self.layout(frame, t) for t in op.outputs]
         layout = next((at for at in layouts if at is not None), None)
-        cuts = ()
-        if layout is not None and node.signature.description is not None:
-            assert node.signature.aligned or node.signature.resizes, "an op inside a group reads at its own index"
-            cuts = following_cuts(node, layout, self.planned.sizes)
-        inputs, whole = self.read(frame, node, cuts, None)
+        cuts = () if layout is None else following_cuts(node, layout, self.planned.sizes)
+        inputs, whole = self.read(frame, node, cuts or (), None)
         results = tuple(self.new() for _ in op.outputs)
-        frame.out.append(Compute(node, tuple(inputs), results, taking(cuts, whole), op.acts))
+        frame.out.append(Compute(node, tuple(inputs), results, taking(cuts or (), whole), op.acts))
         frame.values.update(zip(op.outputs, results, strict=True))
         if op.acts:
             self.told(frame, op, results, layouts)
+        elif cuts is None:
+            assert len(whole) == len(inputs), "an op inside a group reads at its own index"
+            for t, x, at in zip(op.outputs, results, layouts, strict=True):
+                frame.values[t] = self.move(frame, x, frame.ids[t], None, at, op.source)
 
     def empty(self, frame: Frame, op: Op) -> None:
         """An op without elements in its results: nothing is moved for it."""
@@ -245,6 +246,9 @@ class _Builder:
         value = frame.values[local]
         assert need is not None
         assert at is not None
+        if isinstance(value, Constant):
+            assert not at.used, "what is cut is no literal"
+            value = frame.values[local] = self.literal(frame, value, frame.ids[local])
         assert isinstance(value, int)
         number = self.planned.reads.get((node.id, slot))
         if number is not None:

@@ -17,15 +17,16 @@ def planned_cuts(node: Node, use: Use, sizes: Sequence[int]) -> tuple[Cut, ...]:
     return _cuts(node, over, sizes)
 
 
-def following_cuts(node: Node, layout: Layout | None, sizes: Sequence[int]) -> tuple[Cut, ...]:
-    """The cuts of an op whose results are made in a layout."""
-    description = node.signature.description
-    if layout is None or description is None:
-        return ()
+def following_cuts(node: Node, layout: Layout, sizes: Sequence[int]) -> tuple[Cut, ...] | None:
+    """The cuts of an op whose results are made in a layout; None for one that cannot make them so, and runs whole."""
+    signature, description = node.signature, node.signature.description
+    if description is None or not (signature.aligned or signature.resizes):
+        return None
     rank = len(layout.dims)
     dims = next(dims for dims in description.results if len(dims) == rank)
     over = {v: factors for v, factors in zip(dims, layout.dims, strict=True) if factors}
-    return _cuts(node, over, sizes)
+    cuts = _cuts(node, over, sizes)
+    return None if any(signature.cut(c.loop, c.ways) is None for c in cuts) else cuts
 
 
 def _cuts(node: Node, over: Mapping[int, tuple[int, ...]], sizes: Sequence[int]) -> tuple[Cut, ...]:

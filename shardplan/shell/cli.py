@@ -95,7 +95,7 @@ def _compare(options: argparse.Namespace) -> Report:
     from shardplan.report.json import comparison_rows
     from shardplan.report.text import comparison_text
 
-    made, step, _ = _target_plan(options)
+    made, step, _ = _target_plan(options, simulated=options.measure)
     rows = comparison_rows(made.completed(), _measured(made, step, options.backend) if options.measure else None)
     return Report(comparison_text(rows), {"plans": rows})
 
@@ -216,12 +216,12 @@ def _write(file: str, text: str) -> None:
 
 
 def _target_plan(
-    options: argparse.Namespace, *, concrete: bool = False, file: str | None = None
+    options: argparse.Namespace, *, concrete: bool = False, simulated: bool = False, file: str | None = None
 ) -> tuple[Any, Callable[..., Any], tuple[Any, ...]]:
-    """(plan, step, args) of a TARGET; with ``file``, the plan is read from it."""
+    """(plan, step, args) of a TARGET; with ``file``, the plan is read from it. Both options simulate devices."""
     event = "a plan that fits was found: wait longer, or give a --time-budget to get the best plan so far"
     with interrupts.before(event if file is None else f"the plan in {file} was read"):
-        made, step, args = _read_or_plan(options, concrete=concrete, file=file)
+        made, step, args = _read_or_plan(options, concrete=concrete, simulated=simulated or concrete, file=file)
     if made.stopped == "interrupted" and file is None:
         if options.run is not _plan:  # the work after the search takes longer than the search
             raise KeyboardInterrupt(
@@ -233,7 +233,7 @@ def _target_plan(
 
 
 def _read_or_plan(
-    options: argparse.Namespace, *, concrete: bool, file: str | None
+    options: argparse.Namespace, *, concrete: bool, simulated: bool, file: str | None
 ) -> tuple[Any, Callable[..., Any], tuple[Any, ...]]:
     from shardplan.shell.target import load_target, read_options, read_pins, simulate, use_cpu
 
@@ -242,7 +242,7 @@ def _read_or_plan(
     pins = read_pins(options.pin)
     cluster = _cluster(options.cluster, file)
     # before the factory makes arrays, so that it uses no accelerator of this machine
-    if concrete:
+    if simulated:
         simulate(math.prod(level.size for level in cluster.levels))
     else:
         use_cpu()

@@ -62,23 +62,9 @@ class Transfers:
         return x
 
     def bundle(self, values: Sequence[Any], bundle: Bundle) -> list[Any]:
-        """The blocks of several moves after all their steps; each collective carries all of them."""
-        blocks, done = list(values), [0] * len(values)
-
-        def slice_up_to_next() -> None:
-            for i, move in enumerate(bundle.moves):
-                while done[i] < len(move.steps) and move.steps[done[i]].kind == "slice":
-                    change = Change.of(move.steps[done[i]])
-                    blocks[i] = self.sliced(blocks[i], change.longer, change.gained)
-                    done[i] += 1
-
-        for n, hop in enumerate(bundle.hops):
-            slice_up_to_next()
-            with jax.named_scope(f"{bundle.scope}.{n}"):
-                blocks = self.together(blocks, bundle.steps(n), hop)
-            done = [at + 1 for at in done]
-        slice_up_to_next()
-        return blocks
+        """The blocks of several moves after their steps; one collective carries all of them."""
+        with jax.named_scope(bundle.scope):
+            return self.together(values, bundle.steps, bundle.hop)
 
     def together(self, blocks: Sequence[Any], steps: Sequence[Step], hop: Hop) -> list[Any]:
         """One collective on all blocks, packed into rows: a row for each part that a device sends or gets."""
@@ -241,7 +227,7 @@ class Transfers:
                 source[f] = c
             here, there = (int(np.ravel_multi_index(c, self.sizes)) for c in (at, source))
             found.append((there, here))
-        return [(a, b) for a, b in found]
+        return found
 
     def places(self, at: Sequence[int], dims: Sequence[tuple[int, ...]]) -> list[int]:
         """The number of a device's block in each dim."""

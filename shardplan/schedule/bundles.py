@@ -29,8 +29,8 @@ def bundled(block: Block, planned: PlannedProgram) -> Block:
     return _Bundling(planned).block(block)
 
 
-_Key = tuple[str, tuple[Hop, ...]]
-"""The dtype of moves, and their chain: the collective, factors and program of each step."""
+_Key = tuple[str, Hop]
+"""The dtype of moves, and their collective."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class _Bundling:
     def __init__(self, planned: PlannedProgram) -> None:
         self.planned = planned
         self.resharder: Resharder = planned.programs.resharder
-        self._full: dict[tuple[Hop, ...], float] = {}
+        self._full: dict[Hop, float] = {}
 
     def block(self, block: Block) -> Block:
         """A block with its bundles."""
@@ -89,39 +89,22 @@ class _Bundling:
 
     def key(self, move: Move) -> _Key | None:
         """What moves that may travel together have in common; None for a move that travels alone."""
-        if move.reducer != "sum" or move.extents != move.shape or 0 in move.shape:
-            return None
-        hops: list[Hop] = []
-        for step in move.steps:
-            change = Change.of(step)
-            if change.longer >= len(move.shape) or change.shorter >= len(move.shape):
-                return None  # the buffer is split
-            match step.kind:
-                case "slice":
-                    continue
-                case "all_reduce":
-                    hops.append(Hop(step.kind, step.over, step.program))
-                case "reduce_scatter":
-                    hops.append(Hop(step.kind, change.gained, step.program))
-                case "all_gather":
-                    hops.append(Hop(step.kind, change.lost, step.program))
-                case _:
-                    return None
-        return (self.planned.graph.tensors[move.tensor].dtype, tuple(hops)) if hops else None
+        if move.reducer != "sum" or move.extents != move.shape or 0 in move.shape or len(move.steps) != 1:
+            return None  # of several steps are those that split the buffer
+        step = move.steps[0]
+        change = Change.of(step)
+        over = {"all_reduce": step.over, "reduce_scatter": change.gained, "all_gather": change.lost}.get(step.kind)
+        return None if over is None else (self.planned.graph.tensors[move.tensor].dtype, Hop(step.kind, over, step.program))
 
     def nbytes(self, move: Move) -> float:
-        """The most bytes of a device's operand in any step of a move, for a gather of its result."""
-        return max(step.nbytes for step in move.steps)
+        """The bytes of a device's operand, for a gather of its result."""
+        return move.steps[0].nbytes
 
     def bundle(self, key: _Key, moves: Sequence[Move]) -> Bundle:
-        """Moves as one instruction, each collective by the program that is best for all of them together."""
-        found = Bundle(tuple(moves), key[1])
-        hops: list[Hop] = []
-        for n, hop in enumerate(key[1]):
-            steps = found.steps(n)
-            program = self.resharder.program_for(hop.kind, steps[0].over, sum(s.nbytes for s in steps))
-            hops.append(replace(hop, program=program))
-        return replace(found, hops=tuple(hops))
+        """Moves as one instruction, by the program that is best for all of them together."""
+        together = Bundle(tuple(moves), key[1])
+        program = self.resharder.program_for(key[1].kind, together.steps[0].over, sum(s.nbytes for s in together.steps))
+        return replace(together, hop=replace(key[1], program=program))
 
     def faster(self, key: _Key, moves: Sequence[Move]) -> bool:
         """Whether these moves take less time together, their copies to and from the buffer included."""
@@ -129,36 +112,31 @@ class _Bundling:
         return len(moves) > 1 and self.seconds(self.bundle(key, moves)) < alone
 
     def seconds(self, bundle: Bundle) -> float:
-        """The time of all hops of a bundle, and of the copies."""
-        took = 0.0
-        for n, hop in enumerate(bundle.hops):
-            steps = bundle.steps(n)
-            took += self.resharder.seconds_with(hop.kind, steps[0].over, sum(s.nbytes for s in steps), hop.program)
-            took += copying_s(bundle, n, self.planned)
-        return took
+        """The time of a bundle and of the copies."""
+        hop, steps = bundle.hop, bundle.steps
+        carried = self.resharder.seconds_with(hop.kind, steps[0].over, sum(s.nbytes for s in steps), hop.program)
+        return carried + copying_s(bundle, self.planned)
 
     def full(self, key: _Key) -> float:
         """The bytes at which a bundle has gained what it can."""
-        hops = key[1]
-        if hops not in self._full:
-            wide = 2.0**40
-            at_once = sum(self.resharder.seconds(h.kind, tuple(sorted(h.over)), 0.0) for h in hops)
-            slope = sum(self.resharder.seconds(h.kind, tuple(sorted(h.over)), wide) for h in hops) / wide
-            self._full[hops] = at_once / slope / LATENCY_SHARE if slope > 0 else math.inf
-        return self._full[hops]
+        hop = key[1]
+        if hop not in self._full:
+            wide, over = 2.0**40, tuple(sorted(hop.over))
+            slope = self.resharder.seconds(hop.kind, over, wide) / wide
+            self._full[hop] = self.resharder.seconds(hop.kind, over, 0.0) / slope / LATENCY_SHARE if slope > 0 else math.inf
+        return self._full[hop]
 
 
-def copying_s(bundle: Bundle, hop: int, planned: PlannedProgram) -> float:
-    """The seconds in which a device packs its blocks before a hop and unpacks them after it: each is read and written.
+def copying_s(bundle: Bundle, planned: PlannedProgram) -> float:
+    """The seconds in which a device packs its blocks before the collective and unpacks them after it: each is read and written.
 
     One side of a gather or a reduce-scatter is smaller than its ``nbytes``.
     """
     network = planned.programs.resharder.network
     assert isinstance(network, Network)
-    steps = bundle.steps(hop)
-    uneven = bundle.hops[hop].kind in ("all_gather", "reduce_scatter")
-    other = 1.0 / math.prod(planned.sizes[f] for f in steps[0].over) if uneven else 1.0
-    copied = 2.0 * (1.0 + other) * sum(step.nbytes for step in steps)
+    uneven = bundle.hop.kind in ("all_gather", "reduce_scatter")
+    other = 1.0 / math.prod(planned.sizes[f] for f in bundle.hop.over) if uneven else 1.0
+    copied = 2.0 * (1.0 + other) * sum(step.nbytes for step in bundle.steps)
     return copied / network.cluster.device.memory_bytes_per_s
 
 

@@ -78,7 +78,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """One collective of a chain, over these factors in the order of the blocks; ``program`` as in `Step`."""
+    """A collective over these factors, in the order of the blocks; ``program`` as in `Step`."""
 
     kind: str
     over: tuple[int, ...]
@@ -87,19 +87,20 @@ class Hop:
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """Moves with the same chain of collectives, ``hops``, whose blocks travel as one flat buffer."""
+    """Moves of one step each, the same collective, whose blocks travel as one flat buffer."""
 
     moves: tuple[Move, ...]
-    hops: tuple[Hop, ...]
+    hop: Hop
 
     @property
     def scope(self) -> str:
-        """The named scope of its collectives; hop n's has ``.n`` behind it."""
-        return f"bundle{self.moves[0].result}"
+        """The named scope of its collective, numbered like the only step of a move."""
+        return f"bundle{self.moves[0].result}.0"
 
-    def steps(self, hop: int) -> list[Step]:
-        """The step of each move that is this hop."""
-        return [[s for s in move.steps if s.kind != "slice"][hop] for move in self.moves]
+    @property
+    def steps(self) -> list[Step]:
+        """The step of each move."""
+        return [move.steps[0] for move in self.moves]
 
 
 @dataclass(frozen=True, slots=True)

@@ -172,13 +172,10 @@ class _Reader:
 
     def bundle(self, bundle: Bundle, times: float) -> Iterator[Issued]:
         """The collectives of moves that travel together, each with the seconds of its copies to and from the buffer."""
-        for n, hop in enumerate(bundle.hops):
-            steps = bundle.steps(n)
-            size = sum(self.local_size(move, step.before) for move, step in zip(bundle.moves, steps, strict=True))
-            together = replace(steps[0], program=hop.program)
-            for one in self.hop(f"{bundle.scope}.{n}", together, bundle.moves[0], size, times):
-                copies = copying_s(bundle, n, self.planned)
-                yield replace(one, seconds=one.seconds + copies, values=len(bundle.moves))
+        size = sum(self.local_size(move, step.before) for move, step in zip(bundle.moves, bundle.steps, strict=True))
+        together = replace(bundle.steps[0], program=bundle.hop.program)
+        for one in self.hop(bundle.scope, together, bundle.moves[0], size, times):
+            yield replace(one, seconds=one.seconds + copying_s(bundle, self.planned), values=len(bundle.moves))
 
     def alone(self, send: Send, over: tuple[int, ...]) -> Issued:
         """One instruction that is a collective itself."""

@@ -117,10 +117,14 @@ def _on(mesh: Any) -> Iterator[None]:
         yield
 
 
+WHOLE_SHAPE = "whole_shape"
+"""Our own parameter of ops that draw bits: they depend on the whole shape."""
+
+
 def bind(primitive: str, operands: Sequence[Any], params: Mapping[str, Any], *, own: Any = None) -> Any:
     """Applies a primitive by name: ``own`` if it has that name (a user's primitive, unknown to JAX), else JAX's."""
     value = own if own is not None and own.name == primitive else primitives()[primitive][1]
-    return value.bind(*operands, **value.get_bind_params(dict(params)))
+    return value.bind(*operands, **value.get_bind_params({k: v for k, v in params.items() if k != WHOLE_SHAPE}))
 
 
 def compilations(jitted: Any) -> int:
@@ -135,9 +139,9 @@ def array_type() -> type:
         return type(jax.numpy.zeros(()))
 
 
-def threefry_partitionable() -> bool:
-    """Whether the bits that threefry draws depend on the key and the place of an element alone."""
-    return bool(jax.config.jax_threefry_partitionable)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownArgumentType]
+def threefry_partitionable(eqn: Any) -> bool:
+    """Whether the bits that threefry draws here depend on the key and the place of an element alone."""
+    return bool(getattr(eqn.ctx, "threefry_partitionable", True))
 
 
 def explicit_axes(x: Any) -> tuple[str, ...]:

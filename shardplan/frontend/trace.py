@@ -284,7 +284,7 @@ class _Builder:
                 primitive=name,
                 inputs=inputs,
                 outputs=tuple(outputs),
-                params=eqn.params if params is None else params,
+                params=_params(eqn, name) if params is None else params,
                 source=cast(str, _Source(eqn, caller)),
                 scope=f"{scope}/{stack}" if scope and stack else scope or stack,
                 bodies=_bodies(eqn),
@@ -329,6 +329,12 @@ class _Builder:
         self.run(inner, below, f"{scope}/{stack}" if scope and stack else scope or stack, _Source(eqn, caller))
         for var, atom in zip(eqn.outvars, inner.outvars, strict=True):
             env[var] = self.read(below, atom)
+
+
+def _params(eqn: Any, name: str) -> Mapping[str, Any]:
+    """The parameters of an equation; what draws bits that depend on the whole shape says so."""
+    whole = name in ("random_bits", "random_split") and not _jax.threefry_partitionable(eqn)
+    return {**eqn.params, _jax.WHOLE_SHAPE: True} if whole else eqn.params
 
 
 def _bodies(eqn: Any) -> tuple[Program, ...]:

@@ -98,8 +98,13 @@ def bound_text(plan: PlanData) -> str:
     pins += {"layers": " with one choice for equal layers", "none": "", "timesteps": ""}[plan.one_choice]
     pins += " with what is computed again" if plan.remat.parts else ""
     pins += ", each collective priced alone" if plan.backend == "explicit" else ""
-    if plan.limited and plan.objective == "time":
-        pins += " (a baseline took its place: it is faster as its collectives travel together)"
+    return f"{_bound_text(plan, pins)}{_REPLACED if plan.limited and plan.objective == 'time' else ''}"
+
+
+_REPLACED = "; in its place runs a baseline, which is faster because its collectives travel together"
+
+
+def _bound_text(plan: PlanData, pins: str) -> str:
     unlimited_s = plan.unlimited_s
     if unlimited_s is not None and plan.searched_s <= unlimited_s * (1 + 1e-6):
         return f"the optimum of the cost model{pins}: no layout of this mesh is faster"

@@ -120,10 +120,14 @@ def plan(
         planned = _search(traced.program, Searcher(replicate, shared, resolved, wanted), limit, recompute=remat == "auto")
         stopped = planned.found[1].stopped
         session, run, stopped = _scheduled(_session(planned, wanted, replicate), runs["backend"], wanted.deadline, stopped)
-    observer("done", 1.0)
+    try:
+        observer("done", 1.0)
+    except KeyboardInterrupt:
+        stopped = "interrupted"
     data = PlanData(
         **(decided(session, run) | _search_fields(planned, wanted, limit) | runs),
         stopped=stopped,
+        exact=planned.found[1].exact and not stopped,
         operators=traced.program.count_ops(),
         one_choice=shared,
         donate_argnums=donated,
@@ -180,7 +184,6 @@ def _search_fields(planned: Planned, wanted: Wanted, limit: MemoryLimit) -> dict
         "limit_origin": limit.origin,
         "objective": wanted.objective.name,
         "pins": {glob: tuple(entries) for glob, entries in wanted.pins.items()},
-        "exact": outcome.exact,
         "unlimited_s": outcome.bound.unlimited_s,
         "remat": planned.remat,
         "unknown_trips": problem.graph.unknown_trips,

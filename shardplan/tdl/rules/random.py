@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardplan import _jax
 from shardplan.tdl.describe import rule
 from shardplan.tdl.description import Call, Lambda
 from shardplan.tdl.language import Opaque, Scalar, TensorRef, apply
@@ -18,13 +17,13 @@ _ALL = slice(None)
 def _bits(call: Call, keys: TensorRef, *_: TensorRef) -> Lambda:
     """Result dims: those of the keys, then ``shape``. Only threefry is known to count elements; other generators stay whole.
 
-    With ``jax_threefry_partitionable=False`` the bits of a key depend on the whole shape. The ``_at`` forms run on a worker's
-    block: they take the position of its first element in the whole.
+    Traced under ``jax_threefry_partitionable=False``, the bits of a key depend on the whole shape. The ``_at`` forms run on a
+    worker's block: they take the position of its first element in the whole.
     """
-    rank, partitionable = len(keys.shape), _jax.threefry_partitionable()
+    rank = len(keys.shape)
 
     def element(*i: Any) -> Scalar:
-        if keys.dtype == "key<fry>" and partitionable:
+        if keys.dtype == "key<fry>" and "whole_shape" not in call.params:
             return apply(call.primitive, keys[i[:rank]])
         if _of_its_own_key(call, keys):
             return Opaque()(keys[i[:rank]])[i[rank:]]

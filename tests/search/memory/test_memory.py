@@ -271,17 +271,17 @@ def test_a_limit_that_nothing_can_keep_to_names_the_same_bytes_as_one_that_nothi
 
 
 def test_what_prices_cannot_find_is_found_by_single_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan, and the next on the convex hull much slower: the limit lies just below the first."""
+    """A plan, and the next on the convex hull three times slower: the limit lies just below the first."""
     step, args = mlp.train_step(width=4096, batch=1024)
     plan = partial(shardplan.plan, step, *args, cluster=launchless(Cluster.load("gcp-a100:4")), donate_argnums=0)
-    limit = int(0.999 * plan(memory_limit=int(0.8 * plan().peak_bytes)).peak_bytes)
+    limit = int(0.999 * plan(memory_limit=int(0.9 * plan().peak_bytes)).peak_bytes)
     repaired = plan(memory_limit=limit)
     monkeypatch.setattr(memory_pricing, "REPAIRS", 0)
     monkeypatch.setattr(repair, "faster", lambda *_: None)
     priced = plan(memory_limit=limit)
     assert max(repaired.peak_bytes, priced.peak_bytes) <= limit
-    assert priced.searched_s > 1.5 * repaired.searched_s
-    assert repaired.gap < 0.15
+    assert priced.searched_s > 3 * repaired.searched_s
+    assert repaired.gap < 0.2
 
 
 def test_every_limit_is_met_at_nearly_the_least_cost() -> None:
@@ -496,18 +496,3 @@ def test_parts_of_a_byte_are_rounded_up_and_the_bound_holds() -> None:
         assert plan.peak_bytes <= limit
     assert memory.whole_bytes(10.001) == 10 == memory.whole_bytes(9.999)
     assert memory.whole_bytes(10.02) == 11
-
-
-def test_gpus_compute_transcendentals_again_and_results_take_the_place_of_operands() -> None:
-    def step(w: jax.Array, x: jax.Array) -> Any:
-        def loss(w: jax.Array) -> jax.Array:
-            h = x @ w
-            return jnp.sum(jnp.tanh(h) * jnp.sin(h) @ w)
-
-        return w - 0.1 * jax.grad(loss)(w)
-
-    args = (jax.ShapeDtypeStruct((W, W), "float32"), jax.ShapeDtypeStruct((64 * N, W), "float32"))
-    gpu = Cluster.load("1")
-    cpu = replace(gpu, device=replace(gpu.device, platform="cpu"))
-    on_gpu, on_cpu = (shardplan.plan(step, *args, cluster=c).peak_bytes for c in (gpu, cpu))
-    assert on_gpu <= on_cpu - 64 * ROW

@@ -65,7 +65,7 @@ def measured(row: str) -> dict[str, Any]:
 
     import shardplan
     from models import llama
-    from shardplan.search.memory.liveness import local_bytes
+    from shardplan.search.memory.liveness import local_part
 
     shape, _, block = row.partition("/")
     sequence, batch = map(int, shape.split("x"))
@@ -77,7 +77,7 @@ def measured(row: str) -> dict[str, Any]:
     arguments = 0
     for t in problem.graph.inputs:
         v = problem.coarse.of[t]
-        part = 1.0 if v < 0 else local_bytes(problem, v, plan.session.solution.states[v])
+        part = 1.0 if v < 0 else local_part(problem, v, plan.session.solution.states[v])
         arguments += round(problem.graph.tensors[t].nbytes * part)
     machine = topologies.get_topology_desc(
         "h100", "cuda", target_config=TARGET.read_text(), topology=f"1x{NODES}x{GPUS}"

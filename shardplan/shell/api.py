@@ -120,10 +120,7 @@ def plan(
         planned = _search(traced.program, Searcher(replicate, shared, resolved, wanted), limit, recompute=remat == "auto")
         stopped = planned.found[1].stopped
         session, run, stopped = _scheduled(_session(planned, wanted, replicate), runs["backend"], wanted.deadline, stopped)
-    try:
-        observer("done", 1.0)
-    except KeyboardInterrupt:
-        stopped = "interrupted"
+    stopped = _done(observer, stopped)
     data = PlanData(
         **(decided(session, run) | _search_fields(planned, wanted, limit) | runs),
         stopped=stopped,
@@ -139,6 +136,16 @@ def plan(
     return Plan(
         data, traced=traced, program=planned.program, graph=session.graph, step=step, user_mesh=mesh, session=session, run=run
     )
+
+
+def _done(observer: Observer, stopped: Stopped) -> Stopped:
+    """Tells that planning is done, if nothing has stopped it; what has stopped it by then."""
+    try:
+        if not stopped:
+            observer("done", 1.0)
+    except KeyboardInterrupt:
+        return "interrupted"
+    return stopped
 
 
 def _scheduled(

@@ -33,7 +33,7 @@ def main() -> None:
     for _ in range(3):
         state, loss = run(state, batch)
         losses.append(float(loss))
-    print(losses)
+    sys.stdout.write(f"{losses}\n")
 
 
 if __name__ == "__main__":

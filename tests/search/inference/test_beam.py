@@ -101,7 +101,12 @@ def test_where_tables_allow_the_minimum_is_exact_and_beyond_it_is_bounded() -> N
 
 @pytest.mark.parametrize(
     ("layers", "cluster"),
-    [(12, "8"), pytest.param(16, "8", marks=pytest.mark.slow), (8, "2x4"), pytest.param(10, "2x4", marks=pytest.mark.slow)],
+    [
+        (12, "8"),
+        pytest.param(16, "8", marks=pytest.mark.slow),
+        pytest.param(8, "2x4", marks=pytest.mark.slow),
+        pytest.param(10, "2x4", marks=pytest.mark.slow),
+    ],
 )
 def test_layers_that_all_read_each_other_are_planned(layers: int, cluster: str) -> None:
     """Proved to be the best, but for ten layers, where collectives cost their messages alone; with launches, nearly."""

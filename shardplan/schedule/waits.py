@@ -6,6 +6,7 @@ that value: a compiler drops what a barrier hands to nobody, and then the barrie
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from shardplan.schedule.instructions import Barrier, Block, Compute, Instruction, Move
@@ -47,23 +48,46 @@ class _Waiting(Renaming):
 def _sunk(block: Block) -> tuple[list[Instruction], dict[int, int]]:
     """(the instructions, their barriers waiting for values before they are moved; by place of a step: that of its barrier)."""
     needed = _needed(block)
-    steps = {step[1]: (step[0], place) for place, i in enumerate(block.instructions) if (step := step_of(i)) is not None}
+    steps: dict[int, tuple[int, int]] = {}  # by value that a step makes: (the value that it reads, its place)
+    readers: dict[int, list[int]] = {}  # by value: the places of the steps that read it
+    for place, i in enumerate(block.instructions):
+        if (step := step_of(i)) is not None:
+            steps[step[1]] = step[0], place
+            readers.setdefault(step[0], []).append(place)
     instructions, sunk = list(block.instructions), dict[int, int]()
+
+    def may_sink(value: int, place: int) -> bool:
+        """Whether a value is made by a step that may come after the barrier at this place."""
+        first = min((sunk[r] for r in readers.get(value, ()) if r in sunk), default=place)
+        return value in steps and needed.get(value, place) > place and steps[value][1] not in sunk and first >= place
+
     for place, i in enumerate(block.instructions):
         if not isinstance(i, Barrier) or not i.late:
             continue
         origins: list[int] = []
         for v in i.values[-i.late :]:
             chain, path, moved = list[int](), [v], 0
-            while path[-1] in steps and needed.get(path[-1], place) > place and steps[path[-1]][1] not in sunk:
+            while may_sink(path[-1], place):
                 before, at = steps[path[-1]]
                 chain.append(at)
                 path.append(before)
                 moved = len(chain) if isinstance(block.instructions[at], Move) else moved
             origins.append(path[moved])
             sunk |= dict.fromkeys(chain[:moved], place)
+            for value in path[:moved]:  # what else is made of these waits with them: nothing reads it before
+                sunk |= _after(value, place, readers, block)
         instructions[place] = replace(i, values=(*i.values[: -i.late], *origins))
     return instructions, dict(sorted(sunk.items()))
+
+
+def _after(value: int, place: int, readers: Mapping[int, Sequence[int]], block: Block) -> dict[int, int]:
+    """The steps before a place that read a value, or what they make of it."""
+    result: dict[int, int] = {}
+    for reader in readers.get(value, ()):
+        step = step_of(block.instructions[reader])
+        if reader < place and step is not None:
+            result |= {reader: place, **_after(step[1], place, readers, block)}
+    return result
 
 
 def _needed(block: Block) -> dict[int, int]:

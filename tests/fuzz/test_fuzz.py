@@ -44,6 +44,10 @@ def test_random_programs_compute_under_a_plan_what_they_compute_under_plain_jit(
     assert_equal(range(10))
 
 
+def test_a_program_whose_barriers_delay_values_that_others_read() -> None:
+    assert_equal([3032])
+
+
 @pytest.mark.slow
 def test_hundreds_of_random_programs_compute_what_they_compute_under_plain_jit() -> None:
     assert_equal(range(1000, 1300))

@@ -141,7 +141,7 @@ def array_type() -> type:
 
 def threefry_partitionable(eqn: Any) -> bool:
     """Whether the bits that threefry draws here depend on the key and the place of an element alone."""
-    return bool(getattr(eqn.ctx, "threefry_partitionable", True))
+    return bool(eqn.ctx.threefry_partitionable)
 
 
 def explicit_axes(x: Any) -> tuple[str, ...]:

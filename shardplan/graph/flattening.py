@@ -204,9 +204,25 @@ class Graph:
     begins: Mapping[Where, int] = field(default_factory=dict[Where, int])
 
     @property
+    def whole(self) -> tuple[str, ...]:
+        """The ops on arrays that no device can run a part of, each with its source line."""
+        return tuple(dict.fromkeys(f"{n.op.primitive} at {n.op.source}" for n in self.nodes if _is_whole(n)))
+
+    @property
     def placed(self) -> Mapping[int, Node]:
         """The tensors for which the step says where they lie, each with the node that says so."""
         return {node.outputs[0]: node for node in self.nodes if node.signature.constraint is not None}
+
+
+def _is_whole(node: Node) -> bool:
+    """Whether an op on arrays runs whole on every device: it has no description, or no loop that may be cut."""
+    signature = node.signature
+    if signature.manual is not None or all(
+        math.prod(shape) <= 1 for shape in (*signature.call.operands, *signature.call.results)
+    ):
+        return False
+    loops = () if signature.description is None else signature.description.loops
+    return all(loop.whole or loop.extent <= 1 for loop in loops)
 
 
 _MINOR_BRANCH_SHARE = 1e-3

@@ -71,8 +71,8 @@ class PlanData:
     "interrupted"; else empty).
     ``limited``: a baseline or an objective prescribes how ops are cut. ``regather``: no forward copy of a weight is kept for the
     backward pass. ``idle_axes`` explains each axis over which nothing is cut. ``unknown_trips`` has the source lines of while
-    loops that are priced as one iteration. ``backend`` runs the plan by default, and ``backend_reason`` says how. ``trace_s`` and
-    ``search_s`` are measured.
+    loops that are priced as one iteration, ``whole_ops`` the ops that run whole on every device, with theirs. ``backend`` runs
+    the plan by default, and ``backend_reason`` says how. ``trace_s`` and ``search_s`` are measured.
 
     The last fields are filled on first use, and before the plan is saved. ``fingerprint`` is that of the traced step. ``bound_s``
     is a lower bound on ``searched_s``.
@@ -108,6 +108,7 @@ class PlanData:
     time_budget_s: float | None
     idle_axes: Mapping[str, str]
     unknown_trips: tuple[str, ...]
+    whole_ops: tuple[str, ...]
     trace_s: float
     search_s: float
     backend: Backend

@@ -21,7 +21,7 @@ from shardplan.remat import Part, Policy, Remat, Without
 from shardplan.search.coarsening.variables import one_choice_of
 from shardplan.search.inference.anytime import Stopped
 
-FORMAT = 7
+FORMAT = 8
 """Version of the plan file."""
 
 
@@ -33,7 +33,6 @@ def plan_file(data: PlanData) -> dict[str, Any]:
     layouts = Layouts.empty()
     arguments = [{**asdict(a), "layout": layouts.number(a.layout)} for a in data.arguments]
     results = [layouts.number(layout) for layout in data.result_layouts]
-    choices = choices_json(data.choices, layouts)
     return {
         "format": FORMAT,
         "name": data.name,
@@ -66,6 +65,7 @@ def plan_file(data: PlanData) -> dict[str, Any]:
         "pins": {glob: [list(e) if isinstance(e, tuple) else e for e in spec] for glob, spec in data.pins.items()},
         "idle_axes": dict(data.idle_axes),
         "unknown_trips": list(data.unknown_trips),
+        "whole_ops": list(data.whole_ops),
         "baselines": [asdict(b) for b in data.baselines],
         "left_out": [list(row) for row in data.left_out],
         "explanations": dict(data.explanations),
@@ -73,7 +73,7 @@ def plan_file(data: PlanData) -> dict[str, Any]:
         "in_specs": {path: spec_text(entries) for path, entries in data.entries.items()},
         "arguments": arguments,
         "result_layouts": results,
-        "choices": choices,
+        "choices": choices_json(data.choices, layouts),
         "layouts": layouts.json,
     }
 
@@ -160,6 +160,7 @@ def _parsed(name: str, content: dict[str, Any]) -> PlanData:
         time_budget_s=_optional(content["time_budget_s"]),
         idle_axes={str(axis): str(text) for axis, text in content["idle_axes"].items()},
         unknown_trips=_names(content["unknown_trips"], "unknown_trips"),
+        whole_ops=_names(content["whole_ops"], "whole_ops"),
         trace_s=float(content["trace_s"]),
         search_s=float(content["search_s"]),
         fingerprint=str(content["fingerprint"]),

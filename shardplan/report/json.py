@@ -62,6 +62,7 @@ def plan_json(plan: PlanData) -> dict[str, Any]:
         "cluster": plan.cluster.name,
         "idle_axes": dict(plan.idle_axes),
         "unknown_trips": list(plan.unknown_trips),
+        "whole_ops": list(plan.whole_ops),
         "collectives": collective_rows(plan),
         "baselines": [asdict(b) for b in plan.baselines or ()],
         "xla_flags": xla_flags(plan.cluster),

@@ -56,6 +56,7 @@ def _head(plan: PlanData, title: str) -> str:
     ]
     rows += [("note", _STOPPED[plan.stopped])] if plan.stopped else []
     rows += [("note", f"{n} of unknown trip count, priced as one iteration: {where}") for n, where in _unknown(plan)]
+    rows += [("note", f"{what} whole on every device: {where}") for what, where in _whole(plan)]
     rows += [("note", text) for text in plan.idle_axes.values()]
     return "\n".join(f"{name:<11} {text}" for name, text in rows)
 
@@ -66,6 +67,15 @@ def _unknown(plan: PlanData) -> list[tuple[str, str]]:
     return (
         [("a while loop" if len(found) == 1 else f"{len(found)} while loops", ", ".join(dict.fromkeys(found)))] if found else []
     )
+
+
+def _whole(plan: PlanData) -> list[tuple[str, str]]:
+    """The primitives of which no device can run a part, with their source lines."""
+    places: dict[str, list[str]] = {}
+    for text in plan.whole_ops:
+        primitive, _, place = text.partition(" at ")
+        places.setdefault(primitive, []).append(place)
+    return [(f"{primitive} runs", ", ".join(found)) for primitive, found in places.items()]
 
 
 def _step_time(plan: PlanData) -> str:

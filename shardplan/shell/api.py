@@ -194,6 +194,7 @@ def _search_fields(planned: Planned, wanted: Wanted, limit: MemoryLimit) -> dict
         "unlimited_s": outcome.bound.unlimited_s,
         "remat": planned.remat,
         "unknown_trips": problem.graph.unknown_trips,
+        "whole_ops": problem.graph.whole,
     }
 
 

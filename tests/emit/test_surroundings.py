@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardplan
+from shardplan.report.text import plan_text
 from tests.emit.test_explicit import check
 from tests.emit.test_user_code import W, X, drop
 from tests.machines import machine
@@ -48,6 +49,18 @@ def test_a_callback_that_reads_no_array_gives_the_whole_result(backend: str, on:
     run = plan.jit(step, jax.devices()[: plan.cluster.size], backend)
     for found, want in zip(run(W), jax.jit(step)(W), strict=True):
         np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-5)
+
+
+def test_what_runs_whole_on_every_device_is_named() -> None:
+    def step(key: Any, w: Any) -> Any:
+        own = jax.pure_callback(lambda: np.ones((32, 32), "float32"), jax.ShapeDtypeStruct((32, 32), jnp.float32))
+        return own @ w + jax.random.normal(key, (32, 32)), w.sum()
+
+    plan = shardplan.plan(step, jax.random.key(0, impl="rbg"), W, cluster="2x4")
+    assert [text.split(" at ")[0] for text in plan.data.whole_ops] == ["pure_callback", "random_bits"]
+    report = plan_text(plan.completed())
+    assert "pure_callback runs whole on every device: " in report
+    assert not shardplan.plan(lambda w: jnp.tanh(w @ w).sum(), W, cluster="2x4").data.whole_ops
 
 
 @pytest.mark.parametrize("backend", ["explicit", "specs"])

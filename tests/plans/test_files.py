@@ -241,7 +241,7 @@ def test_a_file_that_is_not_there_says_so(tmp_path: Path) -> None:
 READ = (
     "name fingerprint arguments operators cluster factors choices layouts collectives result_layouts regather limited"
     " step_time_s compute_s peak_bytes memory_limit objective donate_argnums replicate pins baselines left_out bound_s"
-    " unlimited_s exact trace_s search_s explanations stopped one_choice idle_axes unknown_trips time_budget_s remat"
+    " unlimited_s exact trace_s search_s explanations stopped one_choice idle_axes unknown_trips whole_ops time_budget_s remat"
 ).split()
 
 

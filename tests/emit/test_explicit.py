@@ -20,6 +20,25 @@ from tests.machines import machine
 from tests.models.test_factories import TINY, factory, tiny_on
 
 MACHINES = ("2x4:slow", "2x2x2:slow", "3x2:slow", "8:slow", "4x2:slow")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "scan": {"scan": True},
+    "remat": {"remat": True},
+    "scan and remat": {"scan": True, "remat": True},
+    "dropout": {"dropout": 0.1},
+    "bfloat16": {"dtype": "bfloat16"},
+    "all": {"scan": True, "remat": True, "dropout": 0.1, "accumulate": 2, "dtype": "bfloat16", "tied": True},
+}
+"""What users turn on, and turn on at once."""
+HAVE = {
+    "gpt": tuple(OPTIONS),
+    "gpt_linen": ("scan and remat", "all"),
+    "llama": ("scan", "scan and remat", "bfloat16"),
+    "moe": ("scan", "scan and remat", "bfloat16"),
+    "rnn": ("scan", "bfloat16"),
+    "unet": ("remat", "bfloat16"),
+    "wresnet": ("remat", "bfloat16"),
+    "vit": ("scan", "remat", "bfloat16"),
+}
 
 
 def check(step: Any, args: Any, on: str, **options: Any) -> shardplan.Plan:
@@ -46,6 +65,17 @@ def test_a_tiny_model_runs_as_planned(name: str, on: str) -> None:
 @pytest.mark.parametrize("name", TINY)
 def test_a_model_runs_as_planned(name: str, on: str) -> None:
     step, args = factory(name)(concrete=True)
+    check(step, args, on, donate_argnums=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on", MACHINES)
+@pytest.mark.parametrize(("name", "chosen"), [(name, chosen) for name, have in HAVE.items() for chosen in have])
+def test_a_model_with_options_runs_as_planned(name: str, chosen: str, on: str) -> None:
+    size = {key: value for key, value in TINY[name].items() if key != "layers"} | (
+        {"layers": 3} if "layers" in TINY[name] else {}
+    )
+    step, args = factory(name)(**{**size, **OPTIONS[chosen]}, concrete=True)
     check(step, args, on, donate_argnums=0)
 
 

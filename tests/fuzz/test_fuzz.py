@@ -41,9 +41,10 @@ def assert_equal(seeds: Iterable[int]) -> None:
 
 
 def test_random_programs_compute_under_a_plan_what_they_compute_under_plain_jit() -> None:
-    assert_equal(range(10))
+    assert_equal(range(6))
 
 
+@pytest.mark.slow
 def test_a_program_whose_barriers_delay_values_that_others_read() -> None:
     assert_equal([3032])
 

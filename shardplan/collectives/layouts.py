@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 
 from shardplan.collectives.moves import (
     BUFFER,
-    ORDERED,
     Name,
     State,
     moves_from,
     name_of,
+    orders,
 )
 from shardplan.ir import Layout
 
@@ -41,14 +41,18 @@ class Edges:
 
 
 class LayoutSpace:
-    """All layouts of a tensor of one rank over factors of given sizes, and the single collectives between them."""
+    """All layouts of a tensor of one rank over factors of given sizes, and the single collectives between them.
 
-    def __init__(self, sizes: Sequence[int], rank: int) -> None:
+    ``levels`` are those of the factors, by default a level for each (see `moves.orders`).
+    """
+
+    def __init__(self, sizes: Sequence[int], rank: int, levels: Sequence[int] | None = None) -> None:
         self.sizes = tuple(sizes)
         self.rank = rank
+        self.levels = tuple(range(len(self.sizes)) if levels is None else levels)
         # [S, factors]: the dim that each factor splits in each state (-1 for none, -2 for partial, rank for the buffer), and the
-        # factor's place among those of its dim
-        self.roles, self._places = _all_states(len(self.sizes), rank)
+        # factor's place among those of its dim, 0 where it splits none
+        self.roles, self.places = _all_states(self.levels, rank)
         self._layouts: dict[int, Layout] = {}
         self._numbers: dict[State, int] = {}
         self._renamed: dict[tuple[int, ...], NDArray[np.int64]] = {}
@@ -63,7 +67,7 @@ class LayoutSpace:
         dims: list[list[int]] = [[] for _ in range(self.rank + 1)]
         partial: list[int] = []
         roles: list[int] = self.roles[number].tolist()
-        order: list[int] = np.argsort(self._places[number], kind="stable").tolist()
+        order: list[int] = np.argsort(self.places[number], kind="stable").tolist()
         for f in order:
             if roles[f] >= 0:
                 dims[roles[f]].append(f)
@@ -145,7 +149,7 @@ class LayoutSpace:
         """[S]: whether the buffer is not split, and each dim's factors are slowest first."""
         result = (self.roles != self.rank).all(axis=1)
         for f, g in itertools.combinations(range(len(self.sizes)), 2):
-            result &= (self.roles[:, f] != self.roles[:, g]) | (self._places[:, f] <= self._places[:, g])
+            result &= (self.roles[:, f] != self.roles[:, g]) | (self.places[:, f] <= self.places[:, g])
         return result
 
     @cached_property
@@ -192,7 +196,10 @@ class LayoutSpace:
         one's leader, ascending.
         """
         split = [tuple(d for d in dims[:-1] if d) for dims, _ in leaders]
-        result = [moves_from(self.sizes, ((*own, dims[-1]), left)) for own, (dims, left) in zip(split, leaders, strict=True)]
+        result = [
+            moves_from(self.sizes, ((*own, dims[-1]), left), self.levels)
+            for own, (dims, left) in zip(split, leaders, strict=True)
+        ]
         of, _ = _repeat(np.arange(len(result)), np.array([len(m.codes) for m in result], np.int64))
         roles, places, fresh, codes, fraction = (
             np.concatenate([getattr(m, name) for m in result]) for name in ("roles", "places", "fresh", "codes", "fraction")
@@ -214,13 +221,13 @@ class LayoutSpace:
         """
         result = self._leaders.get(classes)
         if result is None:
-            keys = _sort_keys(self.roles, self._places, self.rank)[:, : self.rank]
+            keys = _sort_keys(self.roles, self.places, self.rank)[:, : self.rank]
             own = np.broadcast_to(np.array(classes, np.int64), keys.shape)
             names = np.empty_like(keys)
             names[:, np.argsort(classes, kind="stable")] = np.lexsort((-keys, own))
             new_roles = np.tile([*range(self.rank + 1), -2, -1], (len(keys), 1))
             np.put_along_axis(new_roles, names, np.arange(self.rank)[None, :], axis=1)
-            result = self._lookup(np.take_along_axis(new_roles, self.roles, axis=1), self._places), names
+            result = self._lookup(np.take_along_axis(new_roles, self.roles, axis=1), self.places), names
             self._leaders[classes] = result
         return result
 
@@ -229,7 +236,7 @@ class LayoutSpace:
         result = self._renamed.get(names)
         if result is None:
             new = np.array((-2, -1, *names, self.rank), np.int64)
-            result = self._lookup(new[self.roles + 2], self._places)
+            result = self._lookup(new[self.roles + 2], self.places)
             result.setflags(write=False)
             self._renamed[names] = result
         return result
@@ -237,13 +244,20 @@ class LayoutSpace:
     @cached_property
     def _codes(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(codes that identify states by roles and places, ascending; the state of each code)."""
-        codes = self._code(self.roles, self._places)
+        codes = self._code(self.roles, self.places)
         order = np.argsort(codes)
         return codes[order], order
 
     def _code(self, roles: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.int64]:
         count = len(self.sizes)
         return ((roles + 2) * count + places) @ ((self.rank + 3) * count) ** np.arange(count, dtype=np.int64)
+
+    def numbers(self, roles: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.int64]:
+        """[...]: the states with these roles and places, [..., factors]; -1 where there is none."""
+        codes, states = self._codes
+        wanted = self._code(roles, places)
+        at = np.minimum(np.searchsorted(codes, wanted), len(codes) - 1)
+        return np.where(codes[at] == wanted, states[at], -1)
 
     def _lookup(self, roles: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.int64]:
         """[...]: the states with these roles and places, [..., factors]."""
@@ -266,16 +280,17 @@ def _sort_keys(roles: NDArray[np.int64], places: NDArray[np.int64], rank: int) -
     return keys
 
 
-def _all_states(factors: int, rank: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _all_states(levels: tuple[int, ...], rank: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """([S, factors], [S, factors]): the roles and places of all states, sorted by the factors of each dim, then by partial ones.
 
-    With more factors than `ORDERED`, the factors of a dim are in ascending order only.
+    The factors of a dim are in one of the `moves.orders` of their levels.
     """
+    factors = len(levels)
     roles = np.indices((rank + 3,) * factors, np.int64).reshape(factors, (rank + 3) ** factors).T - 2
     same = roles[:, :, None] == roles[:, None, :]
     own, dims = np.arange(factors), (roles >= 0) & (roles < rank)
     result: list[NDArray[np.int64]] = []
-    for order in itertools.permutations(own) if factors <= ORDERED else [own]:
+    for order in map(np.array, orders(levels)):
         position = np.argsort(order)  # each factor's rank in this order; roles other than dims have no order
         before = np.where(dims[:, :, None], position[:, None] > position, own[:, None] > own)
         result.append((same & before).sum(axis=2))

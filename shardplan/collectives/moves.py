@@ -23,7 +23,7 @@ BUFFER = -3
 """The role of a factor that splits the buffer, where the number of dims is not known."""
 
 ORDERED = 3
-"""With up to this many factors, a dim's factors may have any order; with more, only the ascending one."""
+"""With up to this many factors, a dim's factors may have any order; with more, see `orders`."""
 
 _KINDS = ("slice", "all_gather", "all_to_all", "permute", "all_reduce", "reduce_scatter")
 
@@ -50,18 +50,37 @@ def name_of(code: int, factors: int) -> Name:
     return _KINDS[kind], tuple(f for f in range(factors) if over >> f & 1)
 
 
+@lru_cache(maxsize=64)
+def orders(levels: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """The orders that the factors of a layout's dims may have: each is an order of all factors, of which a dim keeps its own.
+
+    ``levels`` are the levels of the factors. Up to `ORDERED` factors have any order. Of more, those of a level keep theirs and
+    stay side by side, while up to `ORDERED` levels may have any order: what whole levels can do, their parts can do together.
+
+    >>> orders((0, 0, 0, 1))
+    ((0, 1, 2, 3), (3, 0, 1, 2))
+    """
+    every = range(len(levels))
+    if len(levels) <= ORDERED:
+        return tuple(itertools.permutations(every))
+    known = sorted(set(levels))
+    arranged = itertools.permutations(known) if len(known) <= ORDERED else [known]
+    return tuple(tuple(f for level in order for f in every if levels[f] == level) for order in arranged)
+
+
 @lru_cache(maxsize=1 << 14)
-def moves_from(sizes: tuple[int, ...], leader: State) -> Moves:
-    """The collectives from a leader, which is given by its split dims and the buffer.
+def moves_from(sizes: tuple[int, ...], leader: State, levels: tuple[int, ...]) -> Moves:
+    """The collectives from a leader, which is given by its split dims and the buffer; ``levels`` as in `orders`.
 
     Of several to the same layout, the one over the fewest factors is kept, and of these the one that moves the least.
     """
     (*split, buffer), partial = leader
     rank, state = len(split) + 1, ((*split, (), buffer), partial)
     held = _part(state, sizes)
+    allowed = None if len(sizes) <= ORDERED else _dims_in(orders(levels))
     best: dict[State, tuple[int, float, str, tuple[int, ...]]] = {}
     for kind, over, target in every_move(state, rank, sizes):
-        if len(sizes) > ORDERED and any(d != tuple(sorted(d)) for d in target[0]):
+        if allowed is not None and not any(one.issuperset(target[0]) for one in allowed):
             continue
         fraction = _part(target, sizes) if kind == "all_gather" else 0.0 if kind == "slice" else held
         if target != state and (target not in best or (len(over), fraction) < best[target][:2]):
@@ -86,6 +105,13 @@ def moves_from(sizes: tuple[int, ...], leader: State) -> Moves:
         np.array(codes, np.int64),
         np.array([part for _, part, _, _ in best.values()]),
     )
+
+
+@lru_cache(maxsize=64)
+def _dims_in(arranged: tuple[tuple[int, ...], ...]) -> tuple[frozenset[tuple[int, ...]], ...]:
+    """For each of these orders, every choice of factors in it."""
+    count = len(arranged[0])
+    return tuple(frozenset(c for n in range(count + 1) for c in itertools.combinations(order, n)) for order in arranged)
 
 
 def _part(state: State, sizes: Sequence[int]) -> float:

@@ -8,6 +8,9 @@ a gather of a major factor becomes a permute and a gather. The graph is in `shar
 An all-reduce or all-gather may also be a program with intermediate states that no layout describes, such as a Reduce to masters,
 an AllReduce among them and a Broadcast. So the price of such an edge is the lower of two: the collective's own, and that of the
 best program of `shardplan.collectives.envelope`. Where the program is cheaper, the step names it.
+
+Where a level is taken apart into several factors, a pair of layouts is priced over the fewest parts in which both can be written
+(`shardplan.collectives.parts`), and so is a collective: neither costs nor gains anything by parts that it does not tell apart.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
@@ -26,11 +29,13 @@ from scipy.sparse.csgraph import dijkstra
 from shardplan.collectives.envelope import envelope
 from shardplan.collectives.layouts import LayoutSpace
 from shardplan.collectives.moves import Name
+from shardplan.collectives.parts import in_runs, open_seams, runs, seams
 from shardplan.collectives.ranking import entries, names_of
 from shardplan.collectives.states import Goal
 from shardplan.cost.network import Collective, Network
 from shardplan.cost.wire import WireBytes
-from shardplan.ir import Layout
+from shardplan.ir import Factor, Layout
+from shardplan.mesh.factoring import joined
 
 PADDING = 8
 """Padding inside the step may add at most one part in this many to a dim."""
@@ -81,6 +86,8 @@ class _Rows:
     starts: NDArray[np.int32]
 
 
+Family = dict[tuple[Factor, ...], "Resharder"]
+
 _PriceKey = tuple[int, bytes, float, bool]
 """What prices depend on: rank of the space, legal states, bytes of the whole tensor, direction."""
 
@@ -91,11 +98,21 @@ def split_dims(shape: Sequence[int]) -> list[int]:
 
 
 class Resharder:
-    """Prices and programs of resharding on one network."""
+    """Prices and programs of resharding on one network.
 
-    def __init__(self, network: Network | WireBytes, sizes: Sequence[int]) -> None:
+    ``family`` holds the resharders of one cluster by their factors; those of fewer factors are shared through it.
+    """
+
+    def __init__(self, network: Network | WireBytes, sizes: Sequence[int], family: Family | None = None) -> None:
         self.network = network
         self.sizes = tuple(sizes)
+        self._family: Family = {} if family is None else family
+        self._family.setdefault(network.factors, self)
+        self._seams = seams(network.factors)
+        self._every = (1 << len(self._seams)) - 1
+        # by rank, the seams that each state keeps open; by rank and open seams, each state over the runs that are left
+        self._open: dict[int, NDArray[np.int64]] = {}
+        self._in_runs: dict[tuple[int, int], NDArray[np.int64]] = {}
         self._spaces: dict[int, LayoutSpace] = {}
         self._layouts: dict[tuple[tuple[int, ...], int, int], Layout] = {}
         self._ways: dict[Name, Ways] = {}
@@ -118,7 +135,7 @@ class Resharder:
 
     def _space(self, rank: int) -> LayoutSpace:
         if rank not in self._spaces:
-            self._spaces[rank] = LayoutSpace(self.sizes, rank)
+            self._spaces[rank] = LayoutSpace(self.sizes, rank, [f.level for f in self.network.factors])
         return self._spaces[rank]
 
     def layout(self, shape: Sequence[int], state: int) -> Layout:
@@ -181,6 +198,9 @@ class Resharder:
 
     def _way(self, kind: str, over: tuple[int, ...]) -> Ways:
         key = (kind, over)
+        if key not in self._ways and (apart := self._apart(over)) != self._every:
+            fewer, of = self._fewer(apart)
+            self._ways[key] = fewer._way(kind, tuple(g for g, run in enumerate(of) if run[0] in over))
         if key not in self._ways:
             own = self.network.lines(cast(Collective, kind), over)
             steps, programs = [1] * len(own), [""] * len(own)
@@ -204,15 +224,67 @@ class Resharder:
         Infinite where there is no program.
         """
         key = self._key(shape, nbytes, into)
-        if len(self.sizes) <= 2:
+        if len(self.sizes) <= 2 and not self._seams:
             return self._table(key)[0][list(states)]
         rows = self._rows.setdefault(key, {})
         missing = [s for s in dict.fromkeys(states) if s not in rows]
         if missing:
-            filled = self._fill(key, missing)
+            filled = self._table(key)[0][missing] if len(self.sizes) <= 2 else self._fill(key, missing)
+            if self._seams:
+                filled = self._over_fewer(shape, key, missing, filled)
+            filled.setflags(write=False)  # the cache holds it
+            rows.update(zip(missing, filled, strict=True))
             if len(missing) == len(states):
                 return filled
         return np.stack([rows[s] for s in states])
+
+    # -- over fewer factors --------------------------------------------------------------------------------------------
+
+    def _apart(self, over: Sequence[int]) -> int:
+        """The seams between a factor of a collective and one outside of it, as bits."""
+        return sum(1 << k for k, i in enumerate(self._seams) if (i in over) != (i + 1 in over))
+
+    def _fewer(self, apart: int) -> tuple[Resharder, tuple[tuple[int, ...], ...]]:
+        """The resharder with only these seams open, and the runs of factors that are its factors."""
+        closed = frozenset(i for k, i in enumerate(self._seams) if not apart >> k & 1)
+        of = runs(len(self.sizes), closed)
+        factors = joined(self.network.cluster, self.network.factors, of)
+        if factors not in self._family:
+            Resharder(self.network.over(factors), [f.size for f in factors], self._family)
+        return self._family[factors], of
+
+    def _open_seams(self, rank: int) -> NDArray[np.int64]:
+        """[S]: the seams that each layout keeps open, as bits."""
+        if rank not in self._open:
+            self._open[rank] = open_seams(self._space(rank), self._seams)
+        return self._open[rank]
+
+    def _states_over(self, rank: int, apart: int) -> NDArray[np.int64]:
+        """[S]: each state in the space of the resharder with only these seams open; -1 where it keeps others open."""
+        if (rank, apart) not in self._in_runs:
+            fewer, of = self._fewer(apart)
+            self._in_runs[rank, apart] = in_runs(self._space(rank), fewer._space(rank), of)
+        return self._in_runs[rank, apart]
+
+    def _over_fewer(
+        self, shape: Sequence[int], key: _PriceKey, states: Sequence[int], own: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """[len(states), S]: these price rows, with the prices of every pair over the fewest factors that tell both apart."""
+        rank, _, nbytes, into = key
+        open_ = self._open_seams(rank)
+        result, mine = own.copy(), open_[list(states)]
+        for apart in range(self._every):
+            rows = np.flatnonzero((mine & ~apart) == 0)
+            if not len(rows):
+                continue
+            fewer, _ = self._fewer(apart)
+            at = self._states_over(rank, apart)
+            prices = fewer.prices(shape, nbytes, at[np.array(states)[rows]].tolist(), into=into)
+            for own_apart in np.unique(mine[rows]).tolist():
+                some = np.flatnonzero(mine[rows] == own_apart)
+                columns = np.flatnonzero((open_ | own_apart) == apart)
+                result[np.ix_(rows[some], columns)] = prices[np.ix_(some, at[columns])]
+        return result
 
     def _key(self, shape: Sequence[int], nbytes: float, into: bool) -> _PriceKey:
         shape = tuple(shape)
@@ -235,7 +307,7 @@ class Resharder:
         return distance[old], np.where(before >= 0, new[before * (before >= 0)], before)[old]
 
     def _fill(self, key: _PriceKey, states: Sequence[int]) -> NDArray[np.float64]:
-        """[len(states), S]: compute and cache the price rows of these states, once for all states with one leader."""
+        """[len(states), S]: the price rows of these states over the factors themselves, once for all states with one leader."""
         leaders, names_in = self._leaders(key)
         state_leaders: list[int] = leaders[list(states)].tolist()
         leader_rows = self._leader_rows.setdefault(key, {})
@@ -249,8 +321,6 @@ class Resharder:
             space, names = self._space(key[0]), names_in[[states[i] for i in others]].tolist()
             old = np.array([space.renamed(_inverse(tuple(dim_names))) for dim_names in names])
             result[others] = np.take_along_axis(result[others], old, axis=1)
-        result.setflags(write=False)  # the cache holds it
-        self._rows.setdefault(key, {}).update(zip(states, result, strict=True))
         return result
 
     def _leaders(self, key: _PriceKey) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -317,6 +387,12 @@ class Resharder:
         """The cheapest program from one state to another."""
         if before == after:
             return ()
+        rank = len(split_dims(shape))
+        open_ = self._open_seams(rank)
+        if (apart := int(open_[before] | open_[after])) != self._every:
+            fewer, of = self._fewer(apart)
+            at = self._states_over(rank, apart)
+            return tuple(_in_parts(s, of) for s in fewer.program(shape, nbytes, int(at[before]), int(at[after])))
         distance, previous = self._row(self._key(shape, nbytes, False), before)
         assert np.isfinite(distance[after]), "there is no program to this state"
         space = self.space(shape)
@@ -331,6 +407,16 @@ class Resharder:
             duration_s, program_text = (0.0, "") if kind == "slice" else self._way(kind, over).best(moved)
             steps.append(Step(kind, over, moved, self.layout(shape, a), self.layout(shape, b), duration_s, program_text))
         return tuple(steps)
+
+
+def _in_parts(step: Step, of: Sequence[tuple[int, ...]]) -> Step:
+    """A step over runs of factors as one over the factors themselves."""
+
+    def spread(some: Sequence[int]) -> tuple[int, ...]:
+        return tuple(f for g in some for f in of[g])
+
+    before, after = (Layout(tuple(map(spread, one.dims)), spread(one.partial)) for one in (step.before, step.after))
+    return replace(step, over=spread(step.over), before=before, after=after)
 
 
 @functools.cache

@@ -68,6 +68,10 @@ class Network:
         object.__setattr__(self, "topology", Topology(self.cluster))
         object.__setattr__(self, "_coordinates", coordinates(self.cluster, self.factors))
 
+    def over(self, factors: Sequence[Factor]) -> Network:
+        """The prices over other factors of the same cluster."""
+        return Network(self.cluster, tuple(factors))
+
     def lines(self, kind: Collective, over: Sequence[int], *, first: Sequence[int] = (), algorithm: Algorithm = "auto") -> Floats:
         """The alternatives for a collective over the factors ``over``: rows of (latency_s, seconds_per_byte).  # [A, 2]
 

@@ -29,7 +29,7 @@ class Objective:
         """The prices of collectives in this unit."""
         if self.unit == "picosecond":
             return Network(cluster, tuple(factors))
-        return WireBytes(tuple(f.size for f in factors), tuple(f.name for f in factors))
+        return WireBytes(cluster, tuple(factors))
 
     def device(self, cluster: Cluster) -> Device | None:
         """The device that computes; None where compute costs nothing."""

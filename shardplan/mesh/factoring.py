@@ -40,6 +40,21 @@ def factors(cluster: Machine, splits: Mapping[str, Sequence[int]] | None = None)
     return tuple(result)
 
 
+def joined(cluster: Machine, of: Sequence[Factor], runs: Sequence[Sequence[int]]) -> tuple[Factor, ...]:
+    """One factor for each run of neighbouring factors of one level.
+
+    >>> from shardplan.mesh import Cluster
+    >>> cluster = Cluster.load("2x8")
+    >>> [f.name for f in joined(cluster, factors(cluster, {"gpu": (2, 2, 2)}), ((0,), (1,), (2, 3)))]
+    ['node', 'gpu0', 'gpu1']
+    """
+    sizes: dict[str, list[int]] = {}
+    for run in runs:
+        name = cluster.levels[of[run[0]].level].name
+        sizes.setdefault(name, []).append(math.prod(of[i].size for i in run))
+    return factors(cluster, sizes)
+
+
 def coordinates(cluster: Machine, of: Sequence[Factor]) -> NDArray[np.int64]:
     """The coordinate of every device along every factor.  # [devices, factors]"""
     levels = np.stack(np.unravel_index(np.arange(cluster.size), cluster.shape), axis=1)

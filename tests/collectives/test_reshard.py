@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from scipy.sparse.csgraph import dijkstra
 
 from shardplan.collectives import best_reduction, parse, program_seconds, table
-from shardplan.collectives.layouts import ORDERED, LayoutSpace, State
-from shardplan.collectives.moves import Name, every_move
+from shardplan.collectives.layouts import LayoutSpace, State
+from shardplan.collectives.moves import ORDERED, Name, every_move
 from shardplan.collectives.ranking import entries, names_of
 from shardplan.collectives.reshard import Resharder, Step
 from shardplan.collectives.states import Goal

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.collectives.layouts import LayoutSpace
-from shardplan.collectives.reshard import Resharder
+from shardplan.collectives.reshard import Family, Resharder
 from shardplan.cost import TIME, Objective, compute
 from shardplan.graph.flattening import Graph, Link
 from shardplan.ir import Factor, Layout, Tensor
@@ -32,16 +32,26 @@ _ROUNDED_S = 0.5e-12  # the largest rounding error of a table entry
 
 
 class Problem:
-    """A graph on a cluster: its variables' domains and its terms."""
+    """A graph on a cluster: its variables' domains and its terms. Problems of one cluster may share a ``family`` of prices."""
 
     def __init__(
-        self, graph: Graph, coarse: Coarse, cluster: Cluster, factors: Sequence[Factor], *, objective: Objective = TIME
+        self,
+        graph: Graph,
+        coarse: Coarse,
+        cluster: Cluster,
+        factors: Sequence[Factor],
+        *,
+        objective: Objective = TIME,
+        family: Family | None = None,
     ) -> None:
         self.graph, self.coarse, self.cluster = graph, coarse, cluster
         self.objective = objective
         self.factors = tuple(factors)
         self.sizes = tuple(f.size for f in factors)
-        self.resharder = Resharder(objective.network(cluster, self.factors), self.sizes)
+        self.family: Family = {} if family is None else family
+        self.resharder = self.family.get(self.factors) or Resharder(
+            objective.network(cluster, self.factors), self.sizes, self.family
+        )
         self.store = Store()
         self.pricer = Pricer(self.resharder, objective.device(cluster))
         self.ops = Ops(graph, coarse, self.pricer, self.store)

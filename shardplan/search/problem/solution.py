@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from shardplan.ir import Factor
 from shardplan.search.problem.pricing import Limits
 
 
@@ -55,3 +56,17 @@ class Solution:
     def fits(self, limit: int) -> bool:
         """Whether a device's peak is within the limit."""
         return self.peak.within(limit)
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A factoring that the search came to: the seconds of its best plan, whether that fits, and a lower bound on all its plans.
+
+    One that was left out has no seconds; ``why`` says the reason.
+    """
+
+    factors: tuple[Factor, ...]
+    seconds: float | None
+    fits: bool
+    bound_s: float | None
+    why: str = ""

@@ -406,6 +406,15 @@ def _compute_s(
     return compute.seconds_each(device, work.flops * part, moved, work.dtype, matrix=work.matrix)
 
 
+def least_compute_s(signature: Signature, device: Device, devices: int) -> float:
+    """A lower bound on the compute of an op under any strategy: its arithmetic and traffic spread evenly over all devices."""
+    work = _work(signature)
+    if not work.counts:
+        return 0.0
+    moved = np.array([sum((*work.operand_bytes, *work.result_bytes)) / devices])
+    return float(compute.seconds_each(device, np.array([work.flops / devices]), moved, work.dtype, matrix=work.matrix)[0])
+
+
 def _may_pass(operands: frozenset[int], late: Late) -> bool:
     return not operands & late.nonzero and not operands <= late.free
 

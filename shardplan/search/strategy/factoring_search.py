@@ -1,29 +1,43 @@
-"""The best plan over all factorings of a cluster that are worth trying."""
+"""The best plan over all factorings of a cluster: levels are taken apart as long as that gains.
+
+Best first: of the factorings that gained, the fastest is split next, in every way that one more factor allows. A factoring is
+searched from the solution of the one that it refines, which costs the same there (`shardplan.collectives.parts`): so it is never
+worse. Nothing is split once the best is at the bound of every factoring: its compute, spread evenly over all devices.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from shardplan.collectives.parts import in_runs
+from shardplan.collectives.reshard import Family
 from shardplan.cost import Objective
 from shardplan.errors import PinError
 from shardplan.graph.flattening import Graph
+from shardplan.ir import Factor
 from shardplan.mesh import Cluster
 from shardplan.search.coarsening.coarsen import Coarse
 from shardplan.search.inference.anytime import Observer, Stopped
-from shardplan.search.problem.problem import Domain, Problem
-from shardplan.search.strategy.factorings import factor_choices, merged
+from shardplan.search.problem.problem import Problem
+from shardplan.search.problem.solution import Tried
+from shardplan.search.problem.strategies import least_compute_s
+from shardplan.search.strategy.factorings import Work, factor_choices, merged, splits, work_of
 from shardplan.search.strategy.pins import Pins, for_pins, pinned_domains
-from shardplan.search.strategy.solve import Outcome, search
+from shardplan.search.strategy.solve import Outcome, Start, search
 
 Found = tuple[Problem, Outcome]
-_Solve = Callable[[Problem, Sequence[Domain]], Outcome]
+
+_GAIN = 1e-6
+"""What one more factor must gain, as a fraction of the seconds: each is one more mesh axis for its user to read."""
+
+MOST_TRIED = 12
+"""The most factorings that are searched. Counted, not timed, so that plans are reproducible."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """The conditions of a search: bytes per device, donated leaves, pins, a deadline (an instant of `anytime.now_s`), an observer
-    of its progress, and the objective to minimise.
+    of its progress, and the objective to minimise. ``factors`` fixes the factoring.
     """
 
     memory: int
@@ -32,97 +46,177 @@ class Wanted:
     deadline: float | None
     observer: Observer
     objective: Objective
+    factors: tuple[Factor, ...] | None = None
 
 
 def best_of_factorings(graph: Graph, coarse: Coarse, cluster: Cluster, wanted: Wanted) -> Found:
-    """The best outcome, with its problem, over whole levels and levels split where dims need it. It may not fit.
+    """The best outcome, with its problem, over the factorings of a cluster. It may not fit.
 
     Stopped by the deadline or an interrupt, it returns the best so far; an interrupt before a plan fits is raised.
 
     Raises:
         PinError: if no factoring can hold the pins.
     """
-    problems = [Problem(graph, coarse, cluster, over, objective=wanted.objective) for over in factor_choices(cluster, graph)]
-    candidates = _pinned(problems, wanted.pins)
-    best: Found | None = None
-    progress = 0.0
+    return _Search(graph, coarse, cluster, wanted).best()
 
-    def tell(what: str, part: float) -> None:
-        nonlocal progress
-        progress = max(progress, part)
-        wanted.observer(what, progress)
 
-    for n, (problem, domains) in enumerate(candidates):
+class _Search:
+    """A search over factorings; ``found`` holds the outcome of each that was searched, ``left_out`` why others were not."""
 
-        def solve(over: Problem, domains: Sequence[Domain], n: int = n) -> Outcome:
-            """Searches over these factors and reports their share of the progress."""
-            return search(
-                over,
-                limit=wanted.memory,
-                donated=wanted.donated,
-                domains=domains,
-                deadline=wanted.deadline,
-                observer=lambda what, part: tell(what, (n + part) / len(candidates)),
-            )
+    def __init__(self, graph: Graph, coarse: Coarse, cluster: Cluster, wanted: Wanted) -> None:
+        self.graph, self.coarse, self.cluster, self.wanted = graph, coarse, cluster, wanted
+        self.family: Family = {}
+        self.found: dict[tuple[Factor, ...], Found] = {}
+        self.left_out: dict[tuple[Factor, ...], str] = {}
+        self.refusals: list[PinError] = []
+        self._progress = 0.0
 
+    def best(self) -> Found:
+        """Searches the first factorings, then those that refine the best."""
+        work = work_of(self.graph)
+        stopped: Stopped = ""
         try:
-            result = problem, solve(problem, domains)
-            if len(problem.factors) > len(problems[0].factors) and not wanted.pins:
-                result = _fewest_factors(result, solve, wanted)
+            for factors in factor_choices(self.cluster, work) if self.wanted.factors is None else (self.wanted.factors,):
+                stopped = self._try(factors, None) or stopped
+            if not self.found:
+                raise self.refusals[0]
+            if self.wanted.factors is None and not stopped:
+                stopped = self._refine(work)
+            if not stopped and not self.wanted.pins:
+                stopped = self._merge()
         except KeyboardInterrupt:
-            if best is None or not best[1].best.fits(wanted.memory):
+            if not self.found or not self._fastest()[1].best.fits(self.wanted.memory):
                 raise
-            return _stopped_by(best, "interrupted")
-        if best is None or better(result, best, wanted.memory):
-            best = result
-        if result[1].stopped:
-            return _stopped_by(best, result[1].stopped)
-    assert best is not None
-    return best
+            stopped = "interrupted"
+        problem, outcome = self._fastest()
+        outcome = replace(outcome, tried=self._tried())
+        return (problem, replace(outcome, stopped=stopped, exact=False)) if stopped else (problem, outcome)
 
+    def _refine(self, work: Work) -> Stopped:
+        """Splits factors, best first, as long as that gains."""
+        waiting = list(self.found)
+        while waiting:
+            at = min(waiting, key=lambda f: (self._rank(self.found[f]), len(f)))
+            waiting.remove(at)
+            parent = self.found[at]
+            if parent[1].best.seconds <= least_s(parent[0]) * (1 + _GAIN) and parent[1].best.fits(self.wanted.memory):
+                return ""  # every device computes its share and sends nothing
+            for factors in splits(self.cluster, at, work):
+                if factors in self.found or factors in self.left_out:
+                    continue
+                if len(self.found) >= MOST_TRIED:
+                    self.left_out[factors] = f"{MOST_TRIED} others were searched"
+                    continue
+                if stopped := self._try(factors, parent):
+                    return stopped
+                if factors in self.found and better(self.found[factors], parent, self.wanted.memory, gain=_GAIN):
+                    waiting.append(factors)
+        return ""
 
-def _fewest_factors(result: Found, solve: _Solve, wanted: Wanted) -> Found:
-    """Merges neighbouring factors of a level where that is no slower: each factor is a mesh axis and pays latency."""
-    while not result[1].stopped and (fewer := merged(result[0], result[1].best.states)) is not None:
-        problem = Problem(result[0].graph, result[0].coarse, result[0].cluster, fewer, objective=wanted.objective)
+    def _merge(self) -> Stopped:
+        """Merges neighbouring factors of a level that no layout keeps apart, where that is no slower."""
+        best = self._fastest()
+        while (fewer := merged(best[0], best[1].best.states)) is not None:
+            if fewer not in self.found and (stopped := self._try(fewer, None)):
+                return stopped
+            if fewer not in self.found or better(best, self.found[fewer], self.wanted.memory):
+                return ""
+            best = self.found[fewer]
+        return ""
+
+    def _try(self, factors: tuple[Factor, ...], parent: Found | None) -> Stopped:
+        """Searches a factoring, from the solutions of the one that it refines; what stopped that."""
+        problem = Problem(self.graph, self.coarse, self.cluster, factors, objective=self.wanted.objective, family=self.family)
         try:
-            coarser = problem, solve(problem, problem.domains)
-        except KeyboardInterrupt:
-            if not result[1].best.fits(wanted.memory):
-                raise
-            return _stopped_by(result, "interrupted")
-        if better(result, coarser, wanted.memory):
-            return _stopped_by(result, coarser[1].stopped) if coarser[1].stopped else result
-        result = coarser
-    return result
-
-
-def _stopped_by(result: Found, stopped: Stopped) -> Found:
-    return result[0], replace(result[1], stopped=stopped, exact=False)
-
-
-def _pinned(problems: Sequence[Problem], pins: Pins) -> list[tuple[Problem, tuple[Domain, ...]]]:
-    """The factorings that can hold the pins, each with its domains. A part of a level is an axis in only one factoring.
-
-    Raises:
-        PinError: if there is none; it is the error of the pins on whole levels.
-    """
-    result: list[tuple[Problem, tuple[Domain, ...]]] = []
-    refusals: list[PinError] = []
-    for problem in problems:
-        try:
-            pinned = for_pins(problem, pins)
-            result.append((pinned, pinned_domains(pinned, pins)))
+            problem = for_pins(problem, self.wanted.pins)
+            domains = pinned_domains(problem, self.wanted.pins)
         except PinError as error:
-            refusals.append(error)
-    if not result:
-        raise refusals[0]
-    return result
+            self.refusals.append(error)
+            self.left_out[factors] = "the pins name other axes"
+            return ""
+        done = len(self.found)
+        first, last = (0.0, 0.5) if not done else (0.5 + 0.5 * (done - 1) / MOST_TRIED, 0.5 + 0.5 * done / MOST_TRIED)
+
+        def tell(what: str, part: float) -> None:
+            self._progress = max(self._progress, first + (last - first) * part)
+            if what != "done":
+                self.wanted.observer(what, self._progress)
+
+        starts = [] if parent is None else refined(problem, parent)
+        outcome = search(
+            problem,
+            limit=self.wanted.memory,
+            donated=self.wanted.donated,
+            domains=domains,
+            deadline=self.wanted.deadline,
+            observer=tell,
+            starts=starts,
+        )
+        self.found[factors] = problem, outcome
+        return outcome.stopped
+
+    def _rank(self, found: Found) -> tuple[bool, float]:
+        best = found[1].best
+        return (False, best.seconds) if best.fits(self.wanted.memory) else (True, float(best.peak_bytes))
+
+    def _fastest(self) -> Found:
+        """The best outcome so far; of equals, the one with the fewest factors."""
+        order = sorted(self.found, key=len)
+        best = self.found[order[0]]
+        for factors in order[1:]:
+            if better(self.found[factors], best, self.wanted.memory, gain=_GAIN):
+                best = self.found[factors]
+        return best
+
+    def _tried(self) -> tuple[Tried, ...]:
+        """What was searched, in that order, and what was left out."""
+        rows = [
+            Tried(factors, o.best.seconds, o.best.fits(self.wanted.memory), o.bound.unlimited_s or least_s(p))
+            for factors, (p, o) in self.found.items()
+        ]
+        return (*rows, *(Tried(factors, None, False, None, why) for factors, why in self.left_out.items()))
 
 
-def better(a: Found, b: Found, limit: int) -> bool:
+def refined(problem: Problem, parent: Found) -> list[Start]:
+    """The solutions of a factoring in a problem over one that refines it: whole factors become all of their parts."""
+    coarser, outcome = parent
+    if len(problem.coarse.variables) != len(coarser.coarse.variables):
+        return []  # pins have given arguments layouts of their own in one of the two
+    of = [
+        tuple(i for i, f in enumerate(problem.factors) if f.level == c.level and c.stride <= f.stride < c.stride * c.size)
+        for c in coarser.factors
+    ]
+    known: dict[int, dict[int, int]] = {}
+
+    def state(v: int, s: int) -> int:
+        space, over = problem.space(v), coarser.space(v)
+        if space.rank not in known:
+            at = in_runs(space, over, of).tolist()
+            known[space.rank] = {s: fine for fine, s in enumerate(at) if s >= 0}
+        return known[space.rank][s]
+
+    solutions = dict.fromkeys([outcome.best, outcome.free])
+    return [Start(tuple(state(v, s) for v, s in enumerate(one.states)), one.keep, one.regather) for one in solutions]
+
+
+def least_s(problem: Problem) -> float:
+    """The seconds of the compute alone, spread evenly over all devices: a bound for every factoring."""
+    device = problem.objective.device(problem.cluster)
+    if device is None:
+        return 0.0
+    devices = problem.cluster.size
+    total = sum(seconds for seconds, _ in problem.interior.values()) / devices
+    for summand in problem.summands:
+        if summand.kind == "op":
+            total += summand.weight * least_compute_s(problem.graph.nodes[summand.at].signature, device, devices)
+    return total
+
+
+def better(a: Found, b: Found, limit: int, *, gain: float = 0.0) -> bool:
     """Whether ``a`` beats ``b``: a plan that fits beats one that does not, then the faster wins (the smaller if neither fits)."""
     one, other = a[1].best, b[1].best
     if one.fits(limit) != other.fits(limit):
         return one.fits(limit)
-    return one.seconds < other.seconds if one.fits(limit) else one.peak_bytes < other.peak_bytes
+    if one.fits(limit):
+        return one.seconds < other.seconds * (1 - gain)
+    return one.peak_bytes < other.peak_bytes

@@ -1,13 +1,15 @@
-"""The factors to plan over: whole levels, levels split where a dim needs it, and factors merged where no layout needs them.
+"""The ways to take the levels of a cluster apart into factors: where a search begins, and how it goes on from there.
 
-A level stays whole wherever a dim divides by it: each further factor pays its own latency. Where no loop of the ops that do the
-work divides by a level (12 devices, dims that are powers of two), it is split into the largest parts of it that do divide.
+A level starts whole. Where no loop of the ops that do the work divides by it (12 devices, dims that are powers of two), it also
+starts as the largest parts of it that do divide. From any factoring, one factor is split into an ordered pair of divisors. In the
+end, factors that no layout keeps apart are merged.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from shardplan.cost import compute
 from shardplan.graph.flattening import Graph
@@ -15,26 +17,79 @@ from shardplan.ir import Factor
 from shardplan.mesh import Cluster, factors
 from shardplan.search.problem.problem import Problem
 
+Work = Sequence[tuple[float, tuple[int, ...]]]
+"""(flops, extents of the loops that can be cut) of contractions."""
+
 _STUCK = 0.02
-"""A level is split if more than this fraction of the flops is in ops whose loops divide only by parts of it."""
-_MOST = 4
+"""A level is split from the start if more than this fraction of the flops is in ops whose loops divide only by parts of it."""
+MOST = 4
 """The most factors of a split: the number of layouts grows exponentially with the number of factors."""
 
 
-def factor_choices(cluster: Cluster, graph: Graph) -> tuple[tuple[Factor, ...], ...]:
-    """The factorings to try, whole levels first."""
+def factor_choices(cluster: Cluster, work: Work) -> tuple[tuple[Factor, ...], ...]:
+    """The factorings to begin with, whole levels first."""
     whole = factors(cluster)
-    work = _work(graph)
     parts = {level.name: _parts(level.size, work) for level in cluster.levels if level.size > 1}
-    while sum(map(len, parts.values())) > max(_MOST, len(parts)):
+    while sum(map(len, parts.values())) > max(MOST, len(parts)):
         longest = max(parts, key=lambda name: len(parts[name]))
         parts[longest] = (*parts[longest][:-2], math.prod(parts[longest][-2:]))
     split = {name: p for name, p in parts.items() if len(p) > 1}
     return (whole, factors(cluster, split)) if split else (whole,)
 
 
-def _work(graph: Graph) -> list[tuple[float, tuple[int, ...]]]:
-    """(flops, extents of the loops that can be cut) of every contraction; equal contractions are summed."""
+def splits(cluster: Cluster, of: Sequence[Factor], work: Work) -> Iterator[tuple[Factor, ...]]:
+    """Every factoring with one more factor, the most promising first: those whose parts divide the loops of the most flops.
+
+    None beyond `MOST` factors.
+
+    >>> cluster = Cluster.load("2x8")
+    >>> [[f.size for f in one] for one in splits(cluster, factors(cluster), [(1.0, (64,))])]
+    [[2, 2, 4], [2, 4, 2]]
+    """
+    if len(of) >= MOST:
+        return
+    found: list[tuple[float, float, tuple[Factor, ...]]] = []
+    for i, factor in enumerate(of):
+        for major in range(2, factor.size):
+            if factor.size % major == 0:
+                sizes = [f.size for f in of if f.level == factor.level]
+                place = sum(f.level == factor.level for f in of[:i])
+                parts = (*sizes[:place], major, factor.size // major, *sizes[place + 1 :])
+                every = levels_of(cluster, of) | {cluster.levels[factor.level].name: parts}
+                even = abs(math.log(major * major / factor.size))
+                found.append((_left(every, work), round(even, 6), factors(cluster, every)))
+    for _, _, one in sorted(found, key=lambda row: row[:2]):
+        yield one
+
+
+def levels_of(cluster: Cluster, of: Sequence[Factor]) -> dict[str, tuple[int, ...]]:
+    """The parts of each level that has any.
+
+    >>> cluster = Cluster.load("2x8")
+    >>> levels_of(cluster, factors(cluster, {"gpu": (4, 2)}))
+    {'node': (2,), 'gpu': (4, 2)}
+    """
+    names = [cluster.levels[f.level].name for f in of]
+    return {name: tuple(f.size for f, own in zip(of, names, strict=True) if own == name) for name in dict.fromkeys(names)}
+
+
+def _left(parts: Mapping[str, Sequence[int]], work: Work) -> float:
+    """The flops that a device is left with at least, where each part cuts one loop that it divides or none."""
+    sizes = sorted(itertools.chain.from_iterable(parts.values()), reverse=True)
+    total = 0.0
+    for flops, extents in work:
+        left, ways = list(extents), 1
+        for size in sizes:
+            at = next((i for i, n in enumerate(left) if n % size == 0), None)
+            if at is not None:
+                left[at] //= size
+                ways *= size
+        total += flops / ways
+    return total
+
+
+def work_of(graph: Graph) -> Work:
+    """The contractions of a step; equal ones are summed."""
     weights: dict[int, float] = {}
     for node in graph.nodes:
         weights[node.signature.id] = weights.get(node.signature.id, 0.0) + node.weight
@@ -48,7 +103,7 @@ def _work(graph: Graph) -> list[tuple[float, tuple[int, ...]]]:
     return contractions
 
 
-def _parts(size: int, work: Sequence[tuple[float, tuple[int, ...]]]) -> tuple[int, ...]:
+def _parts(size: int, work: Work) -> tuple[int, ...]:
     """The parts of a level of ``size`` that suit the most flops of ops that cannot use it whole; (size,) leaves it whole."""
     stuck: dict[tuple[int, ...], float] = {}
     for flop, extents in work:

@@ -21,7 +21,7 @@ from shardplan.search.inference.solver import Solver
 from shardplan.search.memory import liveness as memory
 from shardplan.search.problem.pricing import Domain, Limits
 from shardplan.search.problem.problem import Problem
-from shardplan.search.problem.solution import Solution
+from shardplan.search.problem.solution import Solution, Tried
 from shardplan.search.problem.strategies import Groups
 from shardplan.search.strategy.memory_pricing import Descent
 from shardplan.search.strategy.polish import JOINT_ENTRIES, near, polish
@@ -39,7 +39,8 @@ class Outcome:
 
     ``exact``: the optimum without a memory limit is proved. ``smallest``, where nothing fits, is the solution with the fewest
     bytes found. ``stopped`` says what ended the search early: then ``best`` is the best so far, not ``exact``, and the baselines
-    are those solved by then.
+    are those solved by then. ``free`` is the best solution without a memory limit,
+    ``tried`` are the factorings that a search over them came to.
     """
 
     best: Solution
@@ -47,7 +48,18 @@ class Outcome:
     bound: Bound
     exact: bool
     smallest: Solution | None
+    free: Solution
     stopped: Stopped = ""
+    tried: tuple[Tried, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A solution that is known already: its states, the weights whose forward copy it keeps, and whether it keeps none."""
+
+    states: tuple[int, ...]
+    keep: frozenset[int]
+    regather: bool
 
 
 def search(
@@ -58,8 +70,12 @@ def search(
     domains: Sequence[Domain],
     deadline: float | None,
     observer: Observer,
+    starts: Sequence[Start] = (),
 ) -> Outcome:
     """Solves within ``limit`` bytes per device. ``domains`` hold the pins. ``deadline`` is an instant of `anytime.now_s`.
+
+    ``starts`` are solutions to improve on: the result is no worse than any of them. With three or more factors, they take the
+    place of the groupings.
 
     At the deadline, or on an interrupt, it returns the best so far. The deadline waits until there is a solution (tables cannot
     be built in part); an interrupt before a solution fits is raised.
@@ -72,7 +88,7 @@ def search(
     solver = Solver(problem, live, everything_cut(problem) if problem.objective.everything_split else None, watch)
     rivals = Rivals(solver)
     try:
-        outcome = _searched(solver, rivals, limit, domains, watch)
+        outcome = _searched(solver, rivals, limit, domains, watch, starts)
         observer("done", 1.0)
         return outcome
     except OutOfTimeError:
@@ -89,7 +105,7 @@ def search(
     bound = Bound(
         problem, live, domains, free=best, chosen=best, limit=limit, unlimited_s=None, known_s=incumbent.least_s, work=WORK / 20
     )
-    return Outcome(best, rivals, bound, False, best, stopped)
+    return Outcome(best, rivals, bound, False, best, best, stopped)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,19 +126,26 @@ class _Free:
         return self.known_s >= self.best.seconds
 
 
-def _searched(solver: Solver, rivals: Rivals, limit: int, pinned: Sequence[Domain], watch: Watch) -> Outcome:
+def _searched(
+    solver: Solver, rivals: Rivals, limit: int, pinned: Sequence[Domain], watch: Watch, starts: Sequence[Start]
+) -> Outcome:
     """The whole search; ``watch`` keeps the best solution so far."""
     problem = solver.problem
     domains = everything_split(problem, pinned) if problem.objective.everything_split else pinned
-    free = _unlimited(solver, rivals, limit, domains, pinned, watch)
+    known = [
+        solver.rate("plan", start.states, problem.regathered(start.keep), start.regather)
+        for start in starts
+        if all(s in d for s, d in zip(start.states, domains, strict=True))
+    ]
+    free = _unlimited(solver, rivals, limit, domains, pinned, watch, known)
     best = free.best
-    candidates = [best, *free.others]
+    candidates = [best, *free.others, *known]
     smallest: Solution | None = None
     if not best.fits(limit):
         watch.tell("memory", 0.7)
         jointly = free.exact and not free.wide
-        starts = free.levels.every if free.levels is not None else []
-        candidates += (result := Descent(solver, rivals, domains, best, starts, jointly, watch).within(limit))
+        others = known or (free.levels.every if free.levels is not None else [])
+        candidates += (result := Descent(solver, rivals, domains, best, others, jointly, watch).within(limit))
         smallest = None if any(s.fits(limit) for s in candidates) else result[-1]
     chosen = next((s for s in sorted(candidates, key=lambda s: s.seconds) if s.fits(limit)), smallest)
     assert chosen is not None
@@ -137,17 +160,26 @@ def _searched(solver: Solver, rivals: Rivals, limit: int, pinned: Sequence[Domai
         unlimited_s=best.seconds if free.exact else None,
         known_s=free.known_s,
     )
-    return Outcome(replace(chosen, name="plan"), rivals, bound, free.exact, smallest)
+    return Outcome(replace(chosen, name="plan"), rivals, bound, free.exact, smallest, best)
 
 
 def _unlimited(
-    solver: Solver, rivals: Rivals, limit: int, domains: Sequence[Domain], pinned: Sequence[Domain], watch: Watch
+    solver: Solver,
+    rivals: Rivals,
+    limit: int,
+    domains: Sequence[Domain],
+    pinned: Sequence[Domain],
+    watch: Watch,
+    known: Sequence[Solution],
 ) -> _Free:
-    """The search without a memory limit; ``limit`` only selects the baselines that seed it, where no polish reaches them."""
+    """The search without a memory limit; ``limit`` only selects the baselines that seed it, where no polish reaches them.
+
+    ``known`` are solutions to improve on.
+    """
     count = len(solver.problem.sizes)
     order = solver.order(domains) if count <= 2 else None
     watch.tell("tables", 0.05)
-    if watch.deadline is not None or (order is not None and order.total > LONG_ENTRIES):
+    if not known and (watch.deadline is not None or (order is not None and order.total > LONG_ENTRIES)):
         # in case there is no time for more: every tensor in the layout with the fewest factors, then level by level
         _narrowest(solver, domains)
         watch.tell("levels", 0.1)
@@ -163,9 +195,9 @@ def _unlimited(
             return _Free(best, known_s, (), None, wide)
         joint = [best]
     levels = _Levels(solver, domains, pinned, watch)
-    best = _reached(solver, rivals, levels, watch)
+    best = _reached(solver, rivals, levels, watch, known)
     if best is None:
-        others = [*levels.every, *joint]
+        others = [*known, *joint] if known else [*levels.every, *joint]
         if all(math.isinf(s.seconds) for s in others):
             others.append(_narrowest(solver, domains))
         others += rivals.seeds(domains, limit, levels.spaces)
@@ -176,16 +208,23 @@ def _unlimited(
     return _Free(best, known_s, others, levels, wide)
 
 
-def _reached(solver: Solver, rivals: Rivals, levels: _Levels, watch: Watch) -> Solution | None:
-    """With three or more factors: the best solution of one grouping, polished so that no baseline is better.
+def _reached(solver: Solver, rivals: Rivals, levels: _Levels, watch: Watch, known: Sequence[Solution]) -> Solution | None:
+    """With three or more factors: the best solution of one grouping, or that is known, polished so that no baseline is better.
 
     Only where the polish gains, the other groupings are solved too. None where the tables of the polish would be too large, or
     where the grouping has no feasible assignment.
     """
+    domains = levels.domains
+    if known and len(solver.problem.sizes) > 2 and not solver.problem.objective.everything_split:
+        reach, start = rivals.reach(domains, ()), _fastest(known)
+        if solver.order(near(solver.problem, domains, start, reach)).largest > JOINT_ENTRIES:
+            return None
+        watch.tell("search", 0.4)
+        return polish(solver, domains, start, watch, also=reach)
     groups = levels.coarsest()
     if groups is None:
         return None
-    start, domains = levels.of(groups), levels.domains
+    start = levels.of(groups)
     reach = rivals.reach(domains, (groups,))
     step = near(solver.problem, domains, start, reach)
     if math.isinf(start.seconds) or solver.order(step).largest > JOINT_ENTRIES:
@@ -227,7 +266,7 @@ def in_seconds(problem: Problem, outcome: Outcome, donated: frozenset[int]) -> t
         rivals.close()
     best = priced(outcome.best)
     bound = Bound(timed, live, timed.domains, free=best, chosen=best, limit=best.peak_bytes, unlimited_s=None)
-    return timed, Outcome(best, rivals, bound, False, smallest, outcome.stopped)
+    return timed, Outcome(best, rivals, bound, False, smallest, priced(outcome.free), outcome.stopped, outcome.tried)
 
 
 class _Levels:

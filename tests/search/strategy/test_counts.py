@@ -20,7 +20,7 @@ from shardplan.mesh import Cluster, factors
 from shardplan.report.json import plan_json
 from shardplan.report.text import plan_text
 from shardplan.search.problem.problem import Problem
-from shardplan.search.strategy.factorings import factor_choices, largest_parts, merged
+from shardplan.search.strategy.factorings import factor_choices, largest_parts, merged, work_of
 from tests.search import steps
 
 
@@ -58,7 +58,7 @@ def test_the_parts_of_a_level_make_it_up_and_divide_loops_but_for_the_last(size:
 def test_a_level_is_split_only_where_a_dim_needs_it(cluster: str, width: int, batch: int, sizes: list[int]) -> None:
     step, args = mlp.train_step(layers=3, width=width, batch=batch)
     problem = steps.problem(step, *args, on=Cluster.load(cluster))
-    assert [f.size for f in factor_choices(Cluster.load(cluster), problem.graph)[-1]] == sizes
+    assert [f.size for f in factor_choices(Cluster.load(cluster), work_of(problem.graph))[-1]] == sizes
 
 
 def test_a_split_level_wins_where_its_dims_need_it() -> None:

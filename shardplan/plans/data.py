@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from shardplan.ir import Choices, Entry, Factor, Layout
@@ -11,6 +12,8 @@ from shardplan.mesh import Cluster
 from shardplan.remat import Remat
 from shardplan.search.coarsening.variables import OneChoice
 from shardplan.search.inference.anytime import Stopped
+from shardplan.search.problem.solution import Tried
+from shardplan.search.strategy.purposes import PURPOSES, Shares
 
 Backend = Literal["explicit", "specs"]
 """What runs a plan: each device its own program, or XLA's partitioner."""
@@ -71,8 +74,9 @@ class PlanData:
     "interrupted"; else empty).
     ``limited``: a baseline or an objective prescribes how ops are cut. ``regather``: no forward copy of a weight is kept for the
     backward pass. ``idle_axes`` explains each axis over which nothing is cut. ``unknown_trips`` has the source lines of while
-    loops that are priced as one iteration, ``whole_ops`` the ops that run whole on every device, with theirs. ``backend`` runs
-    the plan by default, and ``backend_reason`` says how. ``trace_s`` and ``search_s`` are measured.
+    loops that are priced as one iteration, ``whole_ops`` the ops that run whole on every device, with theirs. ``purposes`` say what
+    the plan uses each factor for, ``tried`` which factorings were searched. ``backend`` runs the plan by default, and
+    ``backend_reason`` says how. ``trace_s`` and ``search_s`` are measured.
 
     The last fields are filled on first use, and before the plan is saved. ``fingerprint`` is that of the traced step. ``bound_s``
     is a lower bound on ``searched_s``.
@@ -109,6 +113,8 @@ class PlanData:
     idle_axes: Mapping[str, str]
     unknown_trips: tuple[str, ...]
     whole_ops: tuple[str, ...]
+    purposes: tuple[Shares, ...]
+    tried: tuple[Tried, ...]
     trace_s: float
     search_s: float
     backend: Backend
@@ -149,10 +155,29 @@ class PlanData:
 
     @property
     def matrix(self) -> dict[str, Any]:
-        """The parallelism matrix (P2, section 3.1): one row per mesh axis, one column per level."""
-        levels = list(self.cluster.level_names)
-        rows = [[f.size if f.level == n else 1 for n in range(len(levels))] for f in self.factors]
-        return {"axes": list(self.axes), "levels": levels, "factors": rows}
+        """The parallelism matrix (P2, section 3.1): a row for each purpose that factors serve, a column for each level.
+
+        The entries of a row multiply to the size of its axis, those of a column to the size of its level.
+        """
+        levels = range(len(self.cluster.levels))
+        own = {p: [f for f, shares in zip(self.factors, self.purposes, strict=True) if shares[0][0] == p] for p in PURPOSES}
+        rows = {p: [math.prod(f.size for f in some if f.level == n) for n in levels] for p, some in own.items() if some}
+        return {"axes": list(rows), "levels": list(self.cluster.level_names), "factors": list(rows.values())}
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """How the plan was found: each factoring that the search came to, with its seconds in the search's tables and a lower
+        bound on them, or the reason why it was left out.
+        """
+        names = self.cluster.level_names
+        rows = [
+            {
+                "factors": {names[n]: [f.size for f in t.factors if f.level == n] for n in sorted({f.level for f in t.factors})},
+                **{key: value for key, value in asdict(t).items() if key != "factors"},
+            }
+            for t in self.tried
+        ]
+        return {"factorings": rows}
 
     @property
     def entries(self) -> dict[str, tuple[Entry, ...]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from os import PathLike
 from pathlib import Path
@@ -20,8 +20,10 @@ from shardplan.plans.data import Argument, Backend, Baseline, Collective, PlanDa
 from shardplan.remat import Part, Policy, Remat, Without
 from shardplan.search.coarsening.variables import one_choice_of
 from shardplan.search.inference.anytime import Stopped
+from shardplan.search.problem.solution import Tried
+from shardplan.search.strategy.purposes import Shares, purpose_of
 
-FORMAT = 8
+FORMAT = 9
 """Version of the plan file."""
 
 
@@ -39,7 +41,7 @@ def plan_file(data: PlanData) -> dict[str, Any]:
         "fingerprint": data.fingerprint,
         "cluster": data.cluster.to_toml(),
         "cluster_fingerprint": data.cluster.fingerprint(),
-        "factors": [[f.name, f.size, f.level, f.stride] for f in data.factors],
+        "factors": _factors_json(data.factors),
         "step_time_s": data.step_time_s,
         "searched_s": data.searched_s,
         "compute_s": data.compute_s,
@@ -48,16 +50,12 @@ def plan_file(data: PlanData) -> dict[str, Any]:
         "limit_origin": data.limit_origin,
         "bound_s": data.bound_s,
         "unlimited_s": data.unlimited_s,
-        "exact": data.exact,
-        "stopped": data.stopped,
-        "trace_s": data.trace_s,
-        "search_s": data.search_s,
+        **_found(data),
         "operators": data.operators,
         "objective": data.objective,
         "limited": data.limited,
         "regather": data.regather,
         "one_choice": data.one_choice,
-        "time_budget_s": data.time_budget_s,
         "backend": [data.backend, data.backend_reason],
         "remat": {**asdict(data.remat), "parts": [asdict(part) for part in data.remat.parts]},
         "donate_argnums": list(data.donate_argnums),
@@ -76,6 +74,24 @@ def plan_file(data: PlanData) -> dict[str, Any]:
         "choices": choices_json(data.choices, layouts),
         "layouts": layouts.json,
     }
+
+
+def _found(data: PlanData) -> dict[str, Any]:
+    """How the search found the plan."""
+    tried = [{**asdict(t), "factors": _factors_json(t.factors)} for t in data.tried]
+    return {
+        "exact": data.exact,
+        "stopped": data.stopped,
+        "time_budget_s": data.time_budget_s,
+        "trace_s": data.trace_s,
+        "search_s": data.search_s,
+        "purposes": [[list(row) for row in shares] for shares in data.purposes],
+        "tried": tried,
+    }
+
+
+def _factors_json(factors: Sequence[Factor]) -> list[list[Any]]:
+    return [[f.name, f.size, f.level, f.stride] for f in factors]
 
 
 def save(data: PlanData, file: str | PathLike[str]) -> None:
@@ -126,7 +142,7 @@ def _parsed(name: str, content: dict[str, Any]) -> PlanData:
     cluster = Cluster.from_toml(content["cluster"], source=f"{name}: cluster")
     if content["cluster_fingerprint"] != cluster.fingerprint():
         raise ValueError(f"cluster_fingerprint={content['cluster_fingerprint']!r} does not match the cluster in the file")
-    mesh_factors = tuple(Factor(str(n), int(s), int(level), int(stride)) for n, s, level, stride in content["factors"])
+    mesh_factors = _factors(content["factors"])
     check_cover(cluster, mesh_factors)
     layouts = Layouts.parsed(content["layouts"], len(mesh_factors))
     return PlanData(
@@ -161,6 +177,8 @@ def _parsed(name: str, content: dict[str, Any]) -> PlanData:
         idle_axes={str(axis): str(text) for axis, text in content["idle_axes"].items()},
         unknown_trips=_names(content["unknown_trips"], "unknown_trips"),
         whole_ops=_names(content["whole_ops"], "whole_ops"),
+        purposes=_purposes(content["purposes"], len(mesh_factors)),
+        tried=tuple(_tried(row) for row in content["tried"]),
         trace_s=float(content["trace_s"]),
         search_s=float(content["search_s"]),
         fingerprint=str(content["fingerprint"]),
@@ -169,6 +187,23 @@ def _parsed(name: str, content: dict[str, Any]) -> PlanData:
         left_out=tuple((str(name), str(reason)) for name, reason in content["left_out"]),
         explanations={str(path): str(text) for path, text in content["explanations"].items()},
     )
+
+
+def _factors(rows: Any) -> tuple[Factor, ...]:
+    return tuple(Factor(str(n), int(s), int(level), int(stride)) for n, s, level, stride in rows)
+
+
+def _purposes(rows: Any, count: int) -> tuple[Shares, ...]:
+    """The purposes of each factor, as they were written."""
+    found: tuple[Shares, ...] = tuple(tuple((purpose_of(name), float(part)) for name, part in shares) for shares in rows)
+    if len(found) != count or not all(found):
+        raise ValueError(f"purposes={rows!r} says nothing of some of the {count} factors")
+    return found
+
+
+def _tried(row: Mapping[str, Any]) -> Tried:
+    seconds, bound_s = _optional(row["seconds"]), _optional(row["bound_s"])
+    return Tried(_factors(row["factors"]), seconds, _boolean(row, "fits"), bound_s, str(row["why"]))
 
 
 def _argument(row: Mapping[str, Any], layouts: Layouts) -> Argument:

@@ -25,6 +25,7 @@ from shardplan.search.problem.problem import Domain, Problem
 from shardplan.search.problem.solution import Solution
 from shardplan.search.session import Session
 from shardplan.search.strategy.pins import for_pins, pinned_domains
+from shardplan.search.strategy.purposes import purposes
 from shardplan.search.strategy.unused_axes import idle
 
 
@@ -135,6 +136,7 @@ def decided(session: Session, run: Scheduled | None) -> dict[str, Any]:
         "limited": solution.limits is not None,
         "regather": solution.regather,
         "idle_axes": {unused.name: unused.text for unused in idle(problem, decisions)},
+        "purposes": purposes(problem, decisions),
     }
 
 

@@ -37,6 +37,7 @@ def figures(plan: PlanData) -> dict[str, Any]:
         "backend": plan.backend,
         "axes": dict(plan.axes),
         "matrix": plan.matrix,
+        "provenance": plan.provenance,
         "in_specs": {path: spec_text(entries) for path, entries in plan.entries.items()},
     }
 

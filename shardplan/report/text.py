@@ -11,6 +11,7 @@ from shardplan.ir import spec_text
 from shardplan.plans.data import Baseline, PlanData
 from shardplan.plans.xla_flags import xla_flags
 from shardplan.remat import Remat
+from shardplan.report.parallelism import matrix_text
 from shardplan.report.paths import grouped
 from shardplan.report.tables import rate, seconds, size, table
 
@@ -27,7 +28,7 @@ def plan_text(plan: PlanData, *, title: str = "the step") -> str:
     """The whole plan: machine, mesh, times, memory, shardings, collectives, flags, baselines."""
     parts = [
         _head(plan, title),
-        _section("Mesh and parallelism matrix (axis by level)", matrix_text(plan)),
+        _section("Parallelism matrix (purpose by level)", matrix_text(plan)),
         _section("Arguments", specs_text(plan)),
         _section("Collectives of one step, per device", collectives_text(plan)),
         _section("XLA flags that the plan counts on, on GPUs", flags_text(plan)),
@@ -122,13 +123,6 @@ def _bound_text(plan: PlanData, pins: str) -> str:
     if unlimited_s is None:
         return text
     return f"{text}; without the memory limit {seconds(unlimited_s)}"
-
-
-def matrix_text(plan: PlanData) -> str:
-    """The parallelism matrix: one row for each mesh axis, one column for each level."""
-    matrix = plan.matrix
-    rows = [[axis, *map(str, row)] for axis, row in zip(matrix["axes"], matrix["factors"], strict=True)]
-    return table(["axis", *matrix["levels"]], rows)
 
 
 def specs_text(plan: PlanData) -> str:

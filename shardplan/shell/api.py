@@ -45,6 +45,7 @@ from shardplan.search.strategy.remat_search import Planned, Searcher
 from shardplan.search.strategy.solve import in_seconds
 from shardplan.search.strategy.unused_axes import idle
 from shardplan.shell.clusters import ClusterLike, resolve_cluster
+from shardplan.shell.factor_options import FactorsLike, checked_factors
 from shardplan.shell.memory_default import MemoryLimit
 from shardplan.shell.memory_default import memory_limit as read_limit
 from shardplan.shell.planned import Plan
@@ -60,6 +61,7 @@ def plan(
     memory_limit: int | float | str | None = None,
     objective: str = "time",
     pins: Mapping[str, PartitionSpec] | None = None,
+    factors: FactorsLike | None = None,
     donate_argnums: Sequence[int] | int = (),
     time_budget_s: float | None = None,
     observer: Observer | None = None,
@@ -83,6 +85,9 @@ def plan(
         objective: "time", or Tofu's "bytes": the fewest bytes on the wire when everything that can be cut or split is
             (`shardplan.search.baselines.tofu_premise`). That plan is priced in seconds too.
         pins: The PartitionSpec that arguments must have, by glob of their paths, over the names of factors or levels.
+        factors: How levels are taken apart, by level name: ``{"gpu": (2, 2, 2)}``, or ``{"gpu": 8}`` for a level that stays
+            whole, as those do that are not named. By default the search decides, and ``plan.provenance`` says what it tried. The
+            axes of a `jax.sharding.Mesh` stay whole unless no dim divides by them.
         donate_argnums: Arguments whose buffers the step may reuse; negative numbers count from the end.
         time_budget_s: Seconds for all of planning, tracing included. After that the plan is the best so far, and
             ``plan.stopped`` says so. A first plan, with its tables, is always made.
@@ -101,20 +106,28 @@ def plan(
         PinError: for a pin that matches nothing, names no axis, does not divide, or splits an array without elements.
         UndescribedPrimitiveError: for a primitive without a description.
         UncompiledPrimitiveError: for a primitive that XLA compiles for one device only, on a cluster of several.
-        ClusterError: for an invalid cluster, or one on which the step takes 1,000 s or more.
+        ClusterError: for an invalid cluster or ``factors``, or a cluster on which the step takes 1,000 s or more.
     """
     measure, deadline, shared = _check(objective, time_budget_s, one_choice, remat)
     observer, runs = _checked_observer(observer), chosen(backend)
     donated = positions(donate_argnums, len(args), "donate_argnums")
     resolved, mesh = resolve_cluster(cluster)
     limit = read_limit(memory_limit, resolved.device, os.environ)
+    fixed = checked_factors(factors, resolved)
     began = time.perf_counter()
     observer("tracing", 0.0)
     traced = trace_step(step, args, donated)
     traced_at = time.perf_counter()
     replicate = _checked_primitives(replicate, traced.program, resolved.size)
     wanted = Wanted(
-        limit.nbytes, frozenset(leaves_of(traced.in_tree, donated)), _pin_entries(pins or {}), deadline, observer, measure
+        limit.nbytes,
+        frozenset(leaves_of(traced.in_tree, donated)),
+        _pin_entries(pins or {}),
+        deadline,
+        observer,
+        measure,
+        factors=fixed,
+        refine=mesh is None,
     )
     with uncollected():
         planned = _search(traced.program, Searcher(replicate, shared, resolved, wanted), limit, recompute=remat == "auto")
@@ -192,6 +205,7 @@ def _search_fields(planned: Planned, wanted: Wanted, limit: MemoryLimit) -> dict
         "objective": wanted.objective.name,
         "pins": {glob: tuple(entries) for glob, entries in wanted.pins.items()},
         "unlimited_s": outcome.bound.unlimited_s,
+        "tried": outcome.tried,
         "remat": planned.remat,
         "unknown_trips": problem.graph.unknown_trips,
         "whole_ops": problem.graph.whole,

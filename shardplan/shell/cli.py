@@ -251,6 +251,7 @@ def _read_or_plan(
         return _load_plan(file, step, args, cluster), step, args
     from shardplan.report import Progress
     from shardplan.shell.api import plan
+    from shardplan.shell.factor_options import read_factors
 
     with Progress() as progress:
         made = plan(
@@ -260,6 +261,7 @@ def _read_or_plan(
             memory_limit=options.memory,
             objective=options.objective,
             pins=pins,
+            factors=read_factors(options.factors),
             donate_argnums=tuple(options.donate),
             replicate=tuple(options.replicate),
             time_budget_s=options.time_budget,
@@ -274,7 +276,7 @@ def _read_or_plan(
 def _refuse_planning_options(options: argparse.Namespace, file: str) -> None:
     """Refuses options that a plan read from a file would ignore."""
     defaults = {"objective": "time"}  # all other options are empty by default
-    for name in ("memory", "pin", "donate", "replicate", "time_budget", "one_choice", "remat", *defaults):
+    for name in ("memory", "pin", "factors", "donate", "replicate", "time_budget", "one_choice", "remat", *defaults):
         if getattr(options, name) and getattr(options, name) != defaults.get(name):
             raise ShardplanError(
                 f"--{name.replace('_', '-')} is for a new plan: {file} has its own setting; leave out this option or --plan"
@@ -428,6 +430,13 @@ def _add_target_options(one: argparse.ArgumentParser, *, required: bool = True) 
         default=[],
         metavar="GLOB=SPEC",
         help="""the spec that matching arguments must have; may be repeated: '*kernel=P(None, "gpu")'""",
+    )
+    one.add_argument(
+        "--factors",
+        action="append",
+        default=[],
+        metavar="LEVEL=NxM",
+        help="how a level is taken apart: gpu=2x4, or gpu=8 for whole; may be repeated (default: the search decides)",
     )
     one.add_argument(
         "--donate",

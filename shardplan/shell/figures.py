@@ -147,8 +147,15 @@ class Figures:
 
     @property
     def matrix(self) -> dict[str, Any]:
-        """The parallelism matrix (P2, section 3.1): one row per mesh axis, one column per level."""
+        """The parallelism matrix (P2, section 3.1): a row for each purpose (data, fsdp, tensor, sequence, expert, replica) that
+        factors serve, a column for each level. Entries multiply to the sizes of both.
+        """
         return self._data.matrix
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """How the plan was found: the factorings that were searched, with their seconds and bounds, and what was left out."""
+        return self._data.provenance
 
     @property
     def xla_flags(self) -> dict[str, int]:

@@ -19,7 +19,7 @@ Root = tuple[int, int]
 
 def sides(graph: Graph, coarse: Coarse) -> Mapping[int, frozenset[int]]:
     """For each weight that a product reads (a program input, or computed from one alone), the dims that may be cut."""
-    roots = _roots(graph, coarse)
+    root_of = roots(graph, coarse)
     chosen: dict[int, frozenset[int]] = {}
     split: set[int] = set()
     link_sources: dict[int, list[int]] = {}
@@ -31,15 +31,15 @@ def sides(graph: Graph, coarse: Coarse) -> Mapping[int, frozenset[int]]:
         alive = [t for t in dict.fromkeys(node.inputs) if t >= 0 and t not in coarse.free]
         read = [t for t in alive if t in coarse.weights]
         is_split = any(t in split or any(s in split for s in link_sources.get(t, ())) for t in alive if t not in read)
-        if len(read) == 1 and len(alive) == 2 and read[0] in roots and node.signature.contracts:
-            root, stack_dims = roots[read[0]]
+        if len(read) == 1 and len(alive) == 2 and read[0] in root_of and node.signature.contracts:
+            root, stack_dims = root_of[read[0]]
             rows, columns = _dims(node, read[0])
             if root not in chosen:
                 chosen[root] = frozenset(d + stack_dims for d in (rows if is_split else columns))
             is_split = not any(d - stack_dims in rows for d in chosen[root])
         if is_split:
             split.update(node.outputs)
-    return {t: frozenset(d - stack_dims for d in chosen[root]) for t, (root, stack_dims) in roots.items() if root in chosen}
+    return {t: frozenset(d - stack_dims for d in chosen[root]) for t, (root, stack_dims) in root_of.items() if root in chosen}
 
 
 def _dims(node: Node, weight: int) -> tuple[frozenset[int], frozenset[int]]:
@@ -57,20 +57,21 @@ def _dims(node: Node, weight: int) -> tuple[frozenset[int], frozenset[int]]:
     return frozenset(rows), frozenset(every - rows)
 
 
-def _roots(graph: Graph, coarse: Coarse) -> dict[int, Root]:
-    roots: dict[int, Root] = {t: (t, 0) for t in graph.inputs if t in coarse.weights}
+def roots(graph: Graph, coarse: Coarse) -> dict[int, Root]:
+    """For each weight the input of the program that it is made from."""
+    result: dict[int, Root] = {t: (t, 0) for t in graph.inputs if t in coarse.weights}
     changed = True
     while changed:
-        size = len(roots)
+        size = len(result)
         for link in graph.links:
-            if link.source in roots and link.target in coarse.weights:
-                root, stack_dims = roots[link.source]
-                roots.setdefault(link.target, (root, stack_dims + link.lift))
+            if link.source in result and link.target in coarse.weights:
+                root, stack_dims = result[link.source]
+                result.setdefault(link.target, (root, stack_dims + link.lift))
         for node in graph.nodes:
             if node.signature.elementwise:
-                origins = [t for t in dict.fromkeys(node.inputs) if t in roots]
+                origins = [t for t in dict.fromkeys(node.inputs) if t in result]
                 for o in node.outputs:
                     if len(origins) == 1 and o in coarse.weights:
-                        roots.setdefault(o, roots[origins[0]])
-        changed = len(roots) > size
-    return roots
+                        result.setdefault(o, result[origins[0]])
+        changed = len(result) > size
+    return result

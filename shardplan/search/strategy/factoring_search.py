@@ -37,7 +37,8 @@ MOST_TRIED = 12
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """The conditions of a search: bytes per device, donated leaves, pins, a deadline (an instant of `anytime.now_s`), an observer
-    of its progress, and the objective to minimise. ``factors`` fixes the factoring.
+    of its progress, and the objective to minimise. ``factors`` fixes the factoring; without ``refine``, levels are taken apart
+    only where no dim divides by them.
     """
 
     memory: int
@@ -47,6 +48,7 @@ class Wanted:
     observer: Observer
     objective: Objective
     factors: tuple[Factor, ...] | None = None
+    refine: bool = True
 
 
 def best_of_factorings(graph: Graph, coarse: Coarse, cluster: Cluster, wanted: Wanted) -> Found:
@@ -80,9 +82,10 @@ class _Search:
                 stopped = self._try(factors, None) or stopped
             if not self.found:
                 raise self.refusals[0]
-            if self.wanted.factors is None and not stopped:
+            free = self.wanted.factors is None
+            if free and self.wanted.refine and not stopped:
                 stopped = self._refine(work)
-            if not stopped and not self.wanted.pins:
+            if free and not stopped and not self.wanted.pins:
                 stopped = self._merge()
         except KeyboardInterrupt:
             if not self.found or not self._fastest()[1].best.fits(self.wanted.memory):

@@ -1,0 +1,67 @@
+"""The parallelism of a plan in words: what each part of the mesh is for, and which factorings were tried."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardplan.ir import Factor
+from shardplan.plans.data import PlanData
+from shardplan.report.tables import seconds, table
+from shardplan.search.problem.solution import Tried
+
+_SMALL = 0.005
+"""A purpose with a smaller part of a factor's seconds is not named."""
+
+
+def matrix_text(plan: PlanData) -> str:
+    """The parallelism matrix, each row in words, factors of mixed purpose, and the factorings that were tried."""
+    matrix = plan.matrix
+    rows = [[axis, *map(str, row)] for axis, row in zip(matrix["axes"], matrix["factors"], strict=True)]
+    parts = [table(["axis", *matrix["levels"]], rows), purposes_text(plan), *_mixed(plan)]
+    return "\n".join(part for part in (*parts, tried_text(plan)) if part)
+
+
+def purposes_text(plan: PlanData) -> str:
+    """Each purpose with its size as a product of levels: ``data 16 = 4 node x 4 gpu, tensor 2 = 2 gpu``."""
+    matrix = plan.matrix
+    texts: list[str] = []
+    for axis, row in zip(matrix["axes"], matrix["factors"], strict=True):
+        parts = [f"{n} {level}" for n, level in zip(row, matrix["levels"], strict=True) if n > 1]
+        total = 1
+        for n in row:
+            total *= n
+        texts.append(f"{axis} {total} = {' x '.join(parts)}")
+    return ", ".join(texts)
+
+
+def _mixed(plan: PlanData) -> list[str]:
+    """A line for each factor that ops use for several purposes."""
+    lines: list[str] = []
+    for factor, shares in zip(plan.factors, plan.purposes, strict=True):
+        others = [f"{purpose} in {part:.0%}" for purpose, part in shares if part >= _SMALL]
+        if len(others) > 1:
+            lines.append(f"{factor.name}={factor.size}: {', '.join(others)} of its products' seconds")
+    return lines
+
+
+def tried_text(plan: PlanData) -> str:
+    """The factorings that the search came to, the fastest first; empty where there was one alone."""
+    searched = sorted((t for t in plan.tried if t.seconds is not None), key=lambda t: t.seconds or 0.0)
+    if len(searched) < 2:
+        return ""
+    left = len(plan.tried) - len(searched)
+    return f"searched: {'; '.join(map(_tried, searched))}" + (f"; {left} left out" if left else "")
+
+
+def _tried(one: Tried) -> str:
+    fits = "" if one.fits else ", too large"
+    return f"{factors_text(one.factors)} {seconds(one.seconds or 0.0)}{fits}"
+
+
+def factors_text(factors: Sequence[Factor]) -> str:
+    """The sizes of a factoring's factors: ``2 x 4``, those of one level in parentheses where it has several."""
+    levels: dict[int, list[str]] = {}
+    for f in factors:
+        levels.setdefault(f.level, []).append(str(f.size))
+    parts = [one[0] if len(one) == 1 or len(levels) == 1 else f"({' x '.join(one)})" for one in levels.values()]
+    return " x ".join(levels[next(iter(levels))]) if len(levels) == 1 else " x ".join(parts)

@@ -1,0 +1,155 @@
+"""What a plan uses each factor for: the rows of its parallelism matrix.
+
+The contractions say it, by the loops that a factor cuts. Loops over the batch are data parallelism, or FSDP where the op's weight
+is stored split over the factor; loops over other dims of the data (positions, height, width) are sequence parallelism; loops that
+run over a weight and an activation side by side, without being summed, are experts; all others, over features and heads, are
+tensor parallelism. A factor that cuts no contraction is a replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Literal, get_args
+
+from shardplan.graph.flattening import Node
+from shardplan.search.baselines.batch_dims import follow
+from shardplan.search.baselines.megatron import roots
+from shardplan.search.coarsening.coarsen import FREE
+from shardplan.search.problem.extract import Decisions
+from shardplan.search.problem.problem import Problem
+from shardplan.search.problem.strategies import least_compute_s
+from shardplan.tdl.index import loops_of
+
+Purpose = Literal["data", "fsdp", "tensor", "sequence", "expert", "replica"]
+PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
+Kind = Literal["batch", "sequence", "expert", "tensor"]
+"""What a loop of a contraction runs over."""
+
+Shares = tuple[tuple[Purpose, float], ...]
+"""The purposes of a factor with their parts of its seconds, the largest first."""
+
+
+def purpose_of(name: object) -> Purpose:
+    """The purpose with this name.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    known: dict[object, Purpose] = {p: p for p in PURPOSES}
+    if name in known:
+        return known[name]
+    raise ValueError(f"unsupported purpose {name!r}: use one of {', '.join(PURPOSES)}")
+
+
+class Loops:
+    """The kinds of the loops of a step's contractions. ``root`` has the argument that each weight is made from."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.graph, self.coarse = problem, problem.graph, problem.coarse
+        state = {i for i in self.graph.feedback if i is not None}
+        kept = {self.graph.inputs[i] for i in state}
+        self.root = {t: root for t, (root, _) in roots(self.graph, self.coarse).items() if root in kept}
+        given = [t for i, t in enumerate(self.graph.inputs) if self.coarse.of[t] != FREE and i not in state]
+        self.examples = follow(self.graph, given)
+
+    @cached_property
+    def contractions(self) -> tuple[Node, ...]:
+        """The contractions that have a table."""
+        nodes = (self.graph.nodes[n] for n in self.coarse.joins)
+        return tuple(n for n in nodes if n.signature.contracts and n.signature.description is not None)
+
+    @cached_property
+    def _expert_dims(self) -> Mapping[int, frozenset[int]]:
+        """By variable of a weight: its dims that an activation has too, and that are not summed over."""
+        found: dict[int, frozenset[int]] = {}
+        for node in self.contractions:
+            description = node.signature.description
+            assert description is not None
+            summed = {v for v, info in enumerate(description.loops) if info.reducer is not None}
+            for operand, indices in description.accesses:
+                t = node.inputs[operand]
+                if t not in self.root:
+                    continue
+                others = {v for o, ix in description.accesses if o != operand for i in ix for v in loops_of(i)}
+                dims = frozenset(d for d, ix in enumerate(indices) if (loops_of(ix) & others) - summed)
+                for v in self.variables(t):
+                    found[v] = found.get(v, frozenset()) | dims
+        return found
+
+    def variables(self, t: int) -> tuple[int, ...]:
+        """The variable of a tensor; none where it is free."""
+        v = self.coarse.of[t]
+        return () if v == FREE else (v,)
+
+    def kinds(self, node: Node) -> Mapping[int, Kind]:
+        """The kind of each loop of a contraction."""
+        description = node.signature.description
+        assert description is not None
+        batch, data = self.examples.loops(node)
+        experts: set[int] = set()
+        for operand, indices in description.accesses:
+            t = node.inputs[operand]
+            for v in self.variables(t) if t >= 0 else ():
+                experts |= {loop for d in self._expert_dims.get(v, ()) for loop in loops_of(indices[d])}
+        for t, dims in zip(node.outputs, description.results, strict=False):
+            for v in self.variables(t):
+                experts |= {dims[d] for d in self._expert_dims.get(v, ())}
+
+        def kind(loop: int) -> Kind:
+            if loop in experts:
+                return "expert"
+            if loop in batch:
+                return "batch"
+            return "sequence" if loop in data else "tensor"
+
+        return {v: kind(v) for v in range(len(description.loops))}
+
+
+def purposes(problem: Problem, decisions: Decisions) -> tuple[Shares, ...]:
+    """For each factor what the plan uses it for. Seconds are those of the ops, spread evenly over all devices."""
+    loops, device = Loops(problem), problem.cluster.device
+    spent: list[dict[Purpose, float]] = [{} for _ in problem.factors]
+    stored = _stored(loops, decisions)
+    undecided = [0.0] * len(problem.factors)  # of ops over the batch without a weight
+    for node in loops.contractions:
+        use = decisions.uses.get(node.id)
+        if use is None:
+            continue
+        seconds = node.weight * least_compute_s(node.signature, device, problem.cluster.size)
+        kinds = loops.kinds(node)
+        weights = [v for t in (*node.inputs, *node.outputs) if t >= 0 and (v := problem.coarse.of[t]) in stored]
+        for f, loop in enumerate(use.loops):
+            if loop < 0:
+                continue
+            match kinds[loop]:
+                case "batch" if weights:
+                    purpose: Purpose = "fsdp" if any(f in stored[v] for v in weights) else "data"
+                    spent[f][purpose] = spent[f].get(purpose, 0.0) + seconds
+                case "batch":
+                    undecided[f] += seconds
+                case "sequence" | "expert" | "tensor" as kind:
+                    spent[f][kind] = spent[f].get(kind, 0.0) + seconds
+    result: list[Shares] = []
+    for own, more in zip(spent, undecided, strict=True):
+        if more:  # they go with the ops that have weights
+            of_batch: Purpose = "fsdp" if own.get("fsdp", 0.0) > own.get("data", 0.0) else "data"
+            own[of_batch] = own.get(of_batch, 0.0) + more
+        total = sum(own.values())
+        rows = sorted(own.items(), key=lambda row: (-row[1], PURPOSES.index(row[0])))
+        result.append(tuple((p, s / total) for p, s in rows) if total > 0 else (("replica", 1.0),))
+    return tuple(result)
+
+
+def _stored(loops: Loops, decisions: Decisions) -> Mapping[int, frozenset[int]]:
+    """By variable of a weight, of its views and of its gradient: the factors over which the weight is stored split."""
+    coarse = loops.coarse
+    result: dict[int, frozenset[int]] = {}
+    for t, root in sorted(loops.root.items()):
+        layout = decisions.layouts[root]
+        for v in loops.variables(t):
+            result[v] = result.get(v, frozenset()) | {f for dim in (layout.dims if layout is not None else ()) for f in dim}
+    for variable in coarse.variables:
+        if variable.kind != "stored" and variable.of in result:
+            result[variable.id] = result[variable.of]
+    return result

@@ -1,0 +1,64 @@
+"""The options that say how levels are taken apart, and what for: ``factors=`` and ``axes=``, as values and as text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from shardplan.errors import ClusterError, ShardplanError
+from shardplan.ir import Factor
+from shardplan.mesh import Cluster, factors
+
+FactorsLike = Mapping[str, int | Sequence[int]]
+"""By level name: its size, where it stays whole, or the sizes of its parts, the major one first."""
+
+
+def checked_factors(given: FactorsLike | None, cluster: Cluster) -> tuple[Factor, ...] | None:
+    """The factoring that the user asks for; levels that are not named stay whole. None where the search may choose.
+
+    Raises:
+        ClusterError: for a level that the cluster lacks, and for parts that do not multiply to its size.
+    """
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        raise ClusterError(f'factors={given!r} is not a mapping: give parts by level, for example {{"gpu": (2, 2, 2)}}')
+    parts: dict[str, tuple[int, ...]] = {}
+    for level, sizes in given.items():
+        own = (sizes,) if isinstance(sizes, int) else sizes
+        if isinstance(own, str) or not isinstance(own, Sequence) or not all(type(n) is int and n > 0 for n in own):
+            raise ClusterError(f"factors[{level!r}]={sizes!r}: give the sizes of the level's parts, for example (2, 2, 2), or 8")
+        parts[level] = tuple(own)
+    return factors(cluster, parts)
+
+
+def read_factors(texts: Sequence[str]) -> dict[str, tuple[int, ...]] | None:
+    """The value of ``--factors``: ``gpu=2x2x2``; several levels in several options, or with commas between them.
+
+    >>> read_factors(["node=4,gpu=2x4"])
+    {'node': (4,), 'gpu': (2, 4)}
+    """
+    pairs = _pairs("--factors", "gpu=2x2x2", texts)
+    found: dict[str, tuple[int, ...]] = {}
+    for level, text in pairs:
+        sizes = text.split("x")
+        if not all(n.isdecimal() and int(n) > 0 for n in sizes):
+            raise ShardplanError(f"--factors {level}={text}: write sizes with an x between them, for example gpu=2x2x2")
+        found[level] = tuple(map(int, sizes))
+    return found or None
+
+
+def _pairs(option: str, example: str, texts: Sequence[str]) -> list[tuple[str, str]]:
+    """The (name, value) pairs of an option that may be repeated.
+
+    Raises:
+        ShardplanError: for text of another form, and for a name that is given twice.
+    """
+    found: list[tuple[str, str]] = []
+    for part in ",".join(texts).split(",") if texts else []:
+        name, equals, value = part.strip().partition("=")
+        if not name or not equals or not value:
+            raise ShardplanError(f"{option} {part!r}: write it like {example}")
+        if name in dict(found):
+            raise ShardplanError(f"{option} gives {name!r} twice: once is enough")
+        found.append((name, value))
+    return found

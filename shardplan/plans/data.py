@@ -74,9 +74,9 @@ class PlanData:
     "interrupted"; else empty).
     ``limited``: a baseline or an objective prescribes how ops are cut. ``regather``: no forward copy of a weight is kept for the
     backward pass. ``idle_axes`` explains each axis over which nothing is cut. ``unknown_trips`` has the source lines of while
-    loops that are priced as one iteration, ``whole_ops`` the ops that run whole on every device, with theirs. ``purposes`` say what
-    the plan uses each factor for, ``tried`` which factorings were searched. ``backend`` runs the plan by default, and
-    ``backend_reason`` says how. ``trace_s`` and ``search_s`` are measured.
+    loops that are priced as one iteration, ``whole_ops`` the ops that run whole on every device, with theirs. ``purposes`` say
+    what each factor is for, ``tried`` which factorings were searched, ``fixed_axes`` the sizes of purposes that the user gave.
+    ``backend`` runs the plan by default, and ``backend_reason`` says how. ``trace_s`` and ``search_s`` are measured.
 
     The last fields are filled on first use, and before the plan is saved. ``fingerprint`` is that of the traced step. ``bound_s``
     is a lower bound on ``searched_s``.
@@ -115,6 +115,7 @@ class PlanData:
     whole_ops: tuple[str, ...]
     purposes: tuple[Shares, ...]
     tried: tuple[Tried, ...]
+    fixed_axes: Mapping[str, int]
     trace_s: float
     search_s: float
     backend: Backend

@@ -87,6 +87,7 @@ def _found(data: PlanData) -> dict[str, Any]:
         "search_s": data.search_s,
         "purposes": [[list(row) for row in shares] for shares in data.purposes],
         "tried": tried,
+        "fixed_axes": dict(data.fixed_axes),
     }
 
 
@@ -179,6 +180,7 @@ def _parsed(name: str, content: dict[str, Any]) -> PlanData:
         whole_ops=_names(content["whole_ops"], "whole_ops"),
         purposes=_purposes(content["purposes"], len(mesh_factors)),
         tried=tuple(_tried(row) for row in content["tried"]),
+        fixed_axes={purpose_of(name): int(n) for name, n in content["fixed_axes"].items()},
         trace_s=float(content["trace_s"]),
         search_s=float(content["search_s"]),
         fingerprint=str(content["fingerprint"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from shardplan.ir import Factor
@@ -22,16 +23,18 @@ def matrix_text(plan: PlanData) -> str:
 
 
 def purposes_text(plan: PlanData) -> str:
-    """Each purpose with its size as a product of levels: ``data 16 = 4 node x 4 gpu, tensor 2 = 2 gpu``."""
+    """Each purpose with its size as a product of levels: ``data 16 = 4 nodes x 4 GPUs, tensor 2 = 2 GPUs``."""
     matrix = plan.matrix
     texts: list[str] = []
     for axis, row in zip(matrix["axes"], matrix["factors"], strict=True):
-        parts = [f"{n} {level}" for n, level in zip(row, matrix["levels"], strict=True) if n > 1]
-        total = 1
-        for n in row:
-            total *= n
-        texts.append(f"{axis} {total} = {' x '.join(parts)}")
+        parts = [f"{n} {_several(level)}" for n, level in zip(row, matrix["levels"], strict=True) if n > 1]
+        texts.append(f"{axis} {math.prod(row)} = {' x '.join(parts)}")
     return ", ".join(texts)
+
+
+def _several(level: str) -> str:
+    """The name of a level's children, more than one of them."""
+    return f"{level.upper() if level in ('gpu', 'tpu', 'cpu') else level}s"
 
 
 def _mixed(plan: PlanData) -> list[str]:
@@ -63,5 +66,5 @@ def factors_text(factors: Sequence[Factor]) -> str:
     levels: dict[int, list[str]] = {}
     for f in factors:
         levels.setdefault(f.level, []).append(str(f.size))
-    parts = [one[0] if len(one) == 1 or len(levels) == 1 else f"({' x '.join(one)})" for one in levels.values()]
-    return " x ".join(levels[next(iter(levels))]) if len(levels) == 1 else " x ".join(parts)
+    parts = [" x ".join(own) for own in levels.values()]
+    return " x ".join(f"({part})" if " " in part and len(parts) > 1 else part for part in parts)

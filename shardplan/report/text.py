@@ -109,7 +109,7 @@ def bound_text(plan: PlanData) -> str:
     pins += {"layers": " with one choice for equal layers", "none": "", "timesteps": ""}[plan.one_choice]
     pins += " with what is computed again" if plan.remat.parts else ""
     pins += ", each collective priced alone" if plan.backend == "explicit" else ""
-    return f"{_bound_text(plan, pins)}{_REPLACED if plan.limited and plan.objective == 'time' else ''}"
+    return f"{_bound_text(plan, pins)}{_REPLACED if plan.limited and plan.objective == 'time' and not plan.fixed_axes else ''}"
 
 
 _REPLACED = "; in its place runs a baseline, which is faster because its collectives travel together"

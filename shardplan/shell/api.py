@@ -45,7 +45,7 @@ from shardplan.search.strategy.remat_search import Planned, Searcher
 from shardplan.search.strategy.solve import in_seconds
 from shardplan.search.strategy.unused_axes import idle
 from shardplan.shell.clusters import ClusterLike, resolve_cluster
-from shardplan.shell.factor_options import FactorsLike, checked_factors
+from shardplan.shell.factor_options import FactorsLike, checked_axes, checked_factors
 from shardplan.shell.memory_default import MemoryLimit
 from shardplan.shell.memory_default import memory_limit as read_limit
 from shardplan.shell.planned import Plan
@@ -61,6 +61,7 @@ def plan(
     memory_limit: int | float | str | None = None,
     objective: str = "time",
     pins: Mapping[str, PartitionSpec] | None = None,
+    axes: Mapping[str, int] | None = None,
     factors: FactorsLike | None = None,
     donate_argnums: Sequence[int] | int = (),
     time_budget_s: float | None = None,
@@ -85,6 +86,8 @@ def plan(
         objective: "time", or Tofu's "bytes": the fewest bytes on the wire when everything that can be cut or split is
             (`shardplan.search.baselines.tofu_premise`). That plan is priced in seconds too.
         pins: The PartitionSpec that arguments must have, by glob of their paths, over the names of factors or levels.
+        axes: The sizes of purposes, ``{"data": 16, "tensor": 4}``: the plan is the best over all parallelism matrices with these
+            rows. Purposes are data, fsdp, tensor, sequence, expert and replica (`shardplan.search.strategy.purposes`).
         factors: How levels are taken apart, by level name: ``{"gpu": (2, 2, 2)}``, or ``{"gpu": 8}`` for a level that stays
             whole, as those do that are not named. By default the search decides, and ``plan.provenance`` says what it tried. The
             axes of a `jax.sharding.Mesh` stay whole unless no dim divides by them.
@@ -113,26 +116,19 @@ def plan(
     donated = positions(donate_argnums, len(args), "donate_argnums")
     resolved, mesh = resolve_cluster(cluster)
     limit = read_limit(memory_limit, resolved.device, os.environ)
-    fixed = checked_factors(factors, resolved)
+    fixed, sizes = checked_factors(factors, resolved), checked_axes(axes, resolved, factors)
     began = time.perf_counter()
     observer("tracing", 0.0)
     traced = trace_step(step, args, donated)
     traced_at = time.perf_counter()
     replicate = _checked_primitives(replicate, traced.program, resolved.size)
-    wanted = Wanted(
-        limit.nbytes,
-        frozenset(leaves_of(traced.in_tree, donated)),
-        _pin_entries(pins or {}),
-        deadline,
-        observer,
-        measure,
-        factors=fixed,
-        refine=mesh is None,
-    )
+    leaves, entries = frozenset(leaves_of(traced.in_tree, donated)), _pin_entries(pins or {})
+    wanted = Wanted(limit.nbytes, leaves, entries, deadline, observer, measure, fixed, mesh is None, sizes)
     with uncollected():
         planned = _search(traced.program, Searcher(replicate, shared, resolved, wanted), limit, recompute=remat == "auto")
         stopped = planned.found[1].stopped
-        session, run, stopped = _scheduled(_session(planned, wanted, replicate), runs["backend"], wanted.deadline, stopped)
+        session = _session(planned, wanted, replicate)
+        session, run, stopped = _scheduled(session, runs["backend"], deadline, stopped, fixed=sizes is not None)
     stopped = _done(observer, stopped)
     data = PlanData(
         **(decided(session, run) | _search_fields(planned, wanted, limit) | runs),
@@ -162,12 +158,15 @@ def _done(observer: Observer, stopped: Stopped) -> Stopped:
 
 
 def _scheduled(
-    session: Session, backend: str, deadline: float | None, stopped: Stopped
+    session: Session, backend: str, deadline: float | None, stopped: Stopped, *, fixed: bool
 ) -> tuple[Session, Scheduled | None, Stopped]:
-    """(the session with the solution to run, its schedule if the explicit backend runs it, what stopped the planning)."""
+    """(the session with the solution to run, its schedule if the explicit backend runs it, what stopped the planning).
+
+    ``fixed``: the user has said what factors are for, so no baseline may take the plan's place.
+    """
     if backend != "explicit":
         return session, None, stopped
-    if stopped or session.objective.everything_split:  # baselines do not know this premise
+    if stopped or fixed or session.objective.everything_split:  # baselines do not know this premise
         return session, scheduled(session), stopped
     return best_scheduled(session, deadline)
 
@@ -197,7 +196,7 @@ def _session(planned: Planned, wanted: Wanted, replicate: tuple[str, ...]) -> Se
 def _search_fields(planned: Planned, wanted: Wanted, limit: MemoryLimit) -> dict[str, Any]:
     """The fields of `PlanData` that record the conditions of the search and how it ended."""
     problem, outcome = planned.found
-    return {
+    fields = {
         "cluster": problem.cluster,
         "searched_s": outcome.best.seconds,
         "memory_limit": wanted.memory,
@@ -206,10 +205,12 @@ def _search_fields(planned: Planned, wanted: Wanted, limit: MemoryLimit) -> dict
         "pins": {glob: tuple(entries) for glob, entries in wanted.pins.items()},
         "unlimited_s": outcome.bound.unlimited_s,
         "tried": outcome.tried,
+        "fixed_axes": dict(wanted.axes or {}),
         "remat": planned.remat,
         "unknown_trips": problem.graph.unknown_trips,
         "whole_ops": problem.graph.whole,
     }
+    return fields if wanted.axes is None else {**fields, "purposes": tuple(((p, 1.0),) for p in outcome.purposes)}
 
 
 def _checked_observer(observer: Observer | None) -> Observer:

@@ -251,7 +251,7 @@ def _read_or_plan(
         return _load_plan(file, step, args, cluster), step, args
     from shardplan.report import Progress
     from shardplan.shell.api import plan
-    from shardplan.shell.factor_options import read_factors
+    from shardplan.shell.factor_options import read_axes, read_factors
 
     with Progress() as progress:
         made = plan(
@@ -262,6 +262,7 @@ def _read_or_plan(
             objective=options.objective,
             pins=pins,
             factors=read_factors(options.factors),
+            axes=read_axes(options.axes),
             donate_argnums=tuple(options.donate),
             replicate=tuple(options.replicate),
             time_budget_s=options.time_budget,
@@ -276,7 +277,7 @@ def _read_or_plan(
 def _refuse_planning_options(options: argparse.Namespace, file: str) -> None:
     """Refuses options that a plan read from a file would ignore."""
     defaults = {"objective": "time"}  # all other options are empty by default
-    for name in ("memory", "pin", "factors", "donate", "replicate", "time_budget", "one_choice", "remat", *defaults):
+    for name in ("memory", "pin", "factors", "axes", "donate", "replicate", "time_budget", "one_choice", "remat", *defaults):
         if getattr(options, name) and getattr(options, name) != defaults.get(name):
             raise ShardplanError(
                 f"--{name.replace('_', '-')} is for a new plan: {file} has its own setting; leave out this option or --plan"
@@ -424,20 +425,7 @@ def _add_target_options(one: argparse.ArgumentParser, *, required: bool = True) 
         choices=["auto", "explicit", "specs"],
         help="what runs the plan: each device its own program (explicit), or XLA's partitioner (specs)",
     )
-    one.add_argument(
-        "--pin",
-        action="append",
-        default=[],
-        metavar="GLOB=SPEC",
-        help="""the spec that matching arguments must have; may be repeated: '*kernel=P(None, "gpu")'""",
-    )
-    one.add_argument(
-        "--factors",
-        action="append",
-        default=[],
-        metavar="LEVEL=NxM",
-        help="how a level is taken apart: gpu=2x4, or gpu=8 for whole; may be repeated (default: the search decides)",
-    )
+    _add_mesh_options(one)
     one.add_argument(
         "--donate",
         action="append",
@@ -459,6 +447,30 @@ def _add_target_options(one: argparse.ArgumentParser, *, required: bool = True) 
     one.add_argument("--one-choice", metavar="none|timesteps|layers", help="what shares one layout (default: timesteps)")
     one.add_argument(
         "--remat", metavar="none|auto", help="auto: activations may be recomputed in the backward pass (default: none)"
+    )
+
+
+def _add_mesh_options(one: argparse.ArgumentParser) -> None:
+    one.add_argument(
+        "--pin",
+        action="append",
+        default=[],
+        metavar="GLOB=SPEC",
+        help="""the spec that matching arguments must have; may be repeated: '*kernel=P(None, "gpu")'""",
+    )
+    one.add_argument(
+        "--factors",
+        action="append",
+        default=[],
+        metavar="LEVEL=NxM",
+        help="how a level is taken apart: gpu=2x4, or gpu=8 for whole; may be repeated (default: the search decides)",
+    )
+    one.add_argument(
+        "--axes",
+        action="append",
+        default=[],
+        metavar="PURPOSE=N",
+        help="sizes of data, fsdp, tensor, sequence, expert or replica: data=16,tensor=4 (default: the search decides)",
     )
 
 

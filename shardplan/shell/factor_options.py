@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
-from shardplan.errors import ClusterError, ShardplanError
+from shardplan.errors import ClusterError, ShardplanError, nearest
 from shardplan.ir import Factor
 from shardplan.mesh import Cluster, factors
+from shardplan.search.strategy.purposes import PURPOSES, Purpose, purpose_of
 
 FactorsLike = Mapping[str, int | Sequence[int]]
 """By level name: its size, where it stays whole, or the sizes of its parts, the major one first."""
@@ -44,6 +46,46 @@ def read_factors(texts: Sequence[str]) -> dict[str, tuple[int, ...]] | None:
         if not all(n.isdecimal() and int(n) > 0 for n in sizes):
             raise ShardplanError(f"--factors {level}={text}: write sizes with an x between them, for example gpu=2x2x2")
         found[level] = tuple(map(int, sizes))
+    return found or None
+
+
+def checked_axes(
+    given: Mapping[str, int] | None, cluster: Cluster, factors: FactorsLike | None = None
+) -> dict[Purpose, int] | None:
+    """The sizes of purposes that the user asks for. None where the search may choose.
+
+    Raises:
+        ClusterError: for an unknown purpose, for sizes that do not multiply to the cluster's devices, and beside ``factors``.
+    """
+    if given is None:
+        return None
+    if factors is not None:
+        raise ClusterError("axes= and factors= cannot be given together: axes= chooses the factors by their purposes")
+    if not isinstance(given, Mapping) or not all(type(n) is int and n > 0 for n in given.values()):
+        raise ClusterError(f'axes={given!r}: give the size of each purpose, for example {{"data": 16, "tensor": 4}}')
+    sizes: dict[Purpose, int] = {}
+    for name, size in given.items():
+        try:
+            sizes[purpose_of(name)] = size
+        except ValueError as error:
+            raise ClusterError(f"axes: {error}{nearest(str(name), PURPOSES)}") from None
+    if math.prod(sizes.values()) != cluster.size:
+        product = " * ".join(f"{name}={n}" for name, n in sizes.items()) or "()"
+        raise ClusterError(f"axes: {product} make {math.prod(sizes.values())} devices, {cluster.name!r} has {cluster.size}")
+    return sizes
+
+
+def read_axes(texts: Sequence[str]) -> dict[str, int] | None:
+    """The value of ``--axes``: ``data=16,tensor=4``.
+
+    >>> read_axes(["data=16", "tensor=4"])
+    {'data': 16, 'tensor': 4}
+    """
+    found: dict[str, int] = {}
+    for name, text in _pairs("--axes", "data=16,tensor=4", texts):
+        if not text.isdecimal() or int(text) < 1:
+            raise ShardplanError(f"--axes {name}={text}: give a whole number above 0, for example data=16")
+        found[name] = int(text)
     return found or None
 
 

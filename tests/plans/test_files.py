@@ -168,7 +168,7 @@ def test_a_sum_does_not_take_a_number_as_a_term(tmp_path: Path) -> None:
         return x @ w + 1.0 + y @ w
 
     args = [jax.ShapeDtypeStruct(s, "float32") for s in ((8, 8), (8, 8), (8, 8))]
-    plan = shardplan.plan(step, *args, cluster="4")
+    plan = shardplan.plan(step, *args, cluster="4", factors={})
     content = json.loads(json.dumps(plan.to_json()))
     node = next(n for n in plan.graph.nodes if n.op.primitive == "add" and any(t < 0 for t in n.inputs))
     layouts = content["layouts"]

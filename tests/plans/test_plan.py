@@ -59,7 +59,7 @@ def test_the_figures_of_a_plan_agree(planned: tuple[shardplan.Plan, Any, Any]) -
     assert 0 < plan.lower_bound_s <= plan.step_time_s * (1 + 1e-9)
     assert 0 < plan.peak_bytes <= plan.memory_limit
     assert plan.axes == {"node": 2, "gpu": 4}
-    assert plan.matrix == {"axes": ["node", "gpu"], "levels": ["node", "gpu"], "factors": [[2, 1], [1, 4]]}
+    assert plan.matrix == {"axes": ["replica"], "levels": ["node", "gpu"], "factors": [[2, 4]]}, "too small to be cut"
     assert plan.time_model == "sum"
     assert plan.operators > 50
     assert min(plan.trace_s, plan.search_s) >= 0
@@ -94,7 +94,7 @@ def test_the_specs_carry_the_matrix_onto_the_devices() -> None:
     x = jax.ShapeDtypeStruct((14, 14), jnp.float32)
     plan = shardplan.plan(step, weights, x, cluster=cluster)
     assert tuple(plan.axes) == ("rack", "node", "gpu0", "gpu1")
-    matrix = Matrix(tuple(map(tuple, plan.matrix["factors"])))
+    matrix = Matrix(tuple(tuple(f.size if f.level == n else 1 for n in range(3)) for f in plan.factors))
     matrix.check(cluster, tuple(plan.axes.values()))
     mesh = plan.mesh(jax.devices())
     assert [d.id for d in mesh.devices.ravel()] == cluster.device_order(matrix).ravel().tolist()

@@ -118,7 +118,7 @@ def test_plan_as_json_is_one_object_and_nothing_else(run: Callable[..., Any], ta
     assert "a factory may print" in err
     assert set(PLAN_FIELDS) <= set(made)
     assert made["axes"] == {"node": 2, "gpu": 4}
-    assert made["matrix"] == {"axes": ["node", "gpu"], "levels": ["node", "gpu"], "factors": [[2, 1], [1, 4]]}
+    assert made["matrix"] == {"axes": ["replica"], "levels": ["node", "gpu"], "factors": [[2, 4]]}
     assert set(made["in_specs"]) >= {"state/params/up", "state/momentum/down", "batch/x"}
     assert all({"name", "step_time_s", "communication_bytes", "peak_bytes", "fits"} <= set(b) for b in made["baselines"])
     assert made["step_time_s"] <= min(b["step_time_s"] for b in made["baselines"] if b["fits"])

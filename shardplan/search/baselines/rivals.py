@@ -112,12 +112,16 @@ class Rivals:
                 return ()
             if self._solver.watch is not None:
                 self._solver.watch.tell("baselines", 0.4 - 0.3 * 0.8 ** len(self._by_name))
-            if self._solver.order(r.domains).largest <= RIVAL_ENTRIES:
-                solution, priced = self._solver.minimum(r.name, r.domains, regather=r.regather, limits=r.limits)
-            else:
-                solution, priced = _by_levels(self._solver, r)
+            solution, priced = solved(self._solver, r)
             self._by_name[r.name] = (replace(solution, name=r.name),) if priced < float("inf") else ()
         return self._by_name[r.name]
+
+
+def solved(solver: Solver, r: Restriction) -> tuple[Solution, float]:
+    """(the best solution of a restriction, its seconds or infinity); solved level by level where its tables are large."""
+    if solver.order(r.domains).largest <= RIVAL_ENTRIES:
+        return solver.minimum(r.name, r.domains, regather=r.regather, limits=r.limits)
+    return _by_levels(solver, r)
 
 
 def _by_levels(solver: Solver, r: Restriction) -> tuple[Solution, float]:

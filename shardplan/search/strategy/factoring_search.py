@@ -7,6 +7,7 @@ worse. Nothing is split once the best is at the bound of every factoring: its co
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from shardplan.collectives.parts import in_runs
@@ -23,6 +24,7 @@ from shardplan.search.problem.solution import Tried
 from shardplan.search.problem.strategies import least_compute_s
 from shardplan.search.strategy.factorings import Work, factor_choices, merged, splits, work_of
 from shardplan.search.strategy.pins import Pins, for_pins, pinned_domains
+from shardplan.search.strategy.purposes import Purpose
 from shardplan.search.strategy.solve import Outcome, Start, search
 
 Found = tuple[Problem, Outcome]
@@ -38,7 +40,7 @@ MOST_TRIED = 12
 class Wanted:
     """The conditions of a search: bytes per device, donated leaves, pins, a deadline (an instant of `anytime.now_s`), an observer
     of its progress, and the objective to minimise. ``factors`` fixes the factoring; without ``refine``, levels are taken apart
-    only where no dim divides by them.
+    only where no dim divides by them. ``axes`` fixes the sizes of purposes.
     """
 
     memory: int
@@ -49,6 +51,7 @@ class Wanted:
     objective: Objective
     factors: tuple[Factor, ...] | None = None
     refine: bool = True
+    axes: Mapping[Purpose, int] | None = None
 
 
 def best_of_factorings(graph: Graph, coarse: Coarse, cluster: Cluster, wanted: Wanted) -> Found:

@@ -24,6 +24,7 @@ from shardplan.remat import (
 from shardplan.search.coarsening.coarsen import coarsen
 from shardplan.search.coarsening.variables import OneChoice
 from shardplan.search.inference import anytime
+from shardplan.search.strategy.axes import best_of_matrices
 from shardplan.search.strategy.factoring_search import Found, Wanted, best_of_factorings, better
 
 FEWER = 3
@@ -108,7 +109,8 @@ class Searcher:
 
     def _best(self, graph: Graph, wanted: Wanted) -> Found:
         wanted.observer("coarsening", 0.0)
-        return best_of_factorings(graph, coarsen(graph, self.shared), self.cluster, wanted)
+        best = best_of_factorings if wanted.axes is None else best_of_matrices
+        return best(graph, coarsen(graph, self.shared), self.cluster, wanted)
 
     def _better(self, a: Planned, b: Planned) -> Planned:
         return a if a is not b and better(a.found, b.found, self.wanted.memory) else b

@@ -25,6 +25,7 @@ from shardplan.search.problem.solution import Solution, Tried
 from shardplan.search.problem.strategies import Groups
 from shardplan.search.strategy.memory_pricing import Descent
 from shardplan.search.strategy.polish import JOINT_ENTRIES, near, polish
+from shardplan.search.strategy.purposes import Purpose
 from shardplan.search.strategy.recursion import recurse
 
 LONG_ENTRIES = 50_000_000
@@ -40,7 +41,7 @@ class Outcome:
     ``exact``: the optimum without a memory limit is proved. ``smallest``, where nothing fits, is the solution with the fewest
     bytes found. ``stopped`` says what ended the search early: then ``best`` is the best so far, not ``exact``, and the baselines
     are those solved by then. ``free`` is the best solution without a memory limit,
-    ``tried`` are the factorings that a search over them came to.
+    ``tried`` are the factorings that a search over them came to, ``purposes`` those that the user has fixed for the factors.
     """
 
     best: Solution
@@ -51,6 +52,7 @@ class Outcome:
     free: Solution
     stopped: Stopped = ""
     tried: tuple[Tried, ...] = ()
+    purposes: tuple[Purpose, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +199,7 @@ def _unlimited(
     levels = _Levels(solver, domains, pinned, watch)
     best = _reached(solver, rivals, levels, watch, known)
     if best is None:
-        others = [*known, *joint] if known else [*levels.every, *joint]
+        others = [*known, *joint] if known and not levels.premise else [*known, *levels.every, *joint]
         if all(math.isinf(s.seconds) for s in others):
             others.append(_narrowest(solver, domains))
         others += rivals.seeds(domains, limit, levels.spaces)
@@ -215,7 +217,7 @@ def _reached(solver: Solver, rivals: Rivals, levels: _Levels, watch: Watch, know
     where the grouping has no feasible assignment.
     """
     domains = levels.domains
-    if known and len(solver.problem.sizes) > 2 and not solver.problem.objective.everything_split:
+    if known and len(solver.problem.sizes) > 2 and not levels.premise:
         reach, start = rivals.reach(domains, ()), _fastest(known)
         if solver.order(near(solver.problem, domains, start, reach)).largest > JOINT_ENTRIES:
             return None
@@ -277,10 +279,8 @@ class _Levels:
 
     def __init__(self, solver: Solver, domains: Sequence[Domain], pinned: Sequence[Domain], watch: Watch) -> None:
         problem = solver.problem
-        self.domains = domains
-        self._groupings = (
-            groupings(len(problem.sizes)) if len(problem.sizes) > 2 and not problem.objective.everything_split else ()
-        )
+        self.domains, self.premise = domains, problem.objective.everything_split
+        self._groupings = groupings(len(problem.sizes)) if len(problem.sizes) > 2 and not self.premise else ()
         self._solver, self._pinned, self._watch = solver, pinned, watch
         self._spaces: dict[Groups, tuple[Domain, ...] | None] = {}
         self._solutions: dict[Groups, Solution] = {}

@@ -27,7 +27,7 @@ SIZES = {"8": (4, 1024, 512, 64, 16, 4096), "8x8": (2, 8192, 512, 64, 64, 32768)
 def transformer(cluster: str) -> Plan:
     layers, width, sequence, batch, heads, vocabulary = SIZES[cluster]
     step, args = gpt.train_step(layers=layers, width=width, sequence=sequence, batch=batch, heads=heads, vocabulary=vocabulary)
-    return shardplan.plan(step, *args, cluster=cluster, donate_argnums=0, memory_limit="10TiB")
+    return shardplan.plan(step, *args, cluster=cluster, donate_argnums=0, memory_limit="10TiB", factors={})
 
 
 def moved(plan: Plan, name: str) -> float:

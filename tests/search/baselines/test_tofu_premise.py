@@ -147,7 +147,7 @@ def test_under_the_premise_every_tensor_is_stored_once() -> None:
 
 def test_a_plan_for_bytes_sends_no_more_than_one_for_seconds_that_splits_all() -> None:
     step, args = rnn.train_step(layers=2, hidden=64, steps=4, batch=32)
-    few = shardplan.plan(step, *args, cluster="8", objective="bytes")
+    few = shardplan.plan(step, *args, cluster="8", objective="bytes", factors={})
     rivals = {b.name: b.communication_bytes for b in few.baselines}
     for name in ("AllRow-Greedy", "Spartan", "EqualChop", "ICML18"):
         assert few.communication_bytes <= rivals[name] * (1 + 1e-6), name

@@ -112,7 +112,7 @@ def test_layers_that_all_read_each_other_are_planned(layers: int, cluster: str) 
     """Proved to be the best, but for ten layers, where collectives cost their messages alone; with launches, nearly."""
     step, args = nets.all_to_all(layers)
     for machine in (launchless(Cluster.load(cluster)), Cluster.load(cluster)):
-        plan = shardplan.plan(step, *args, cluster=machine, donate_argnums=0)
+        plan = shardplan.plan(step, *args, cluster=machine, donate_argnums=0, factors={})
         assert plan.exact or layers == 10 or (machine.device.instruction_s and plan.gap < 0.03)
         assert plan.lower_bound_s <= plan.step_time_s
         assert plan.exact == (plan.gap == 0)
@@ -122,7 +122,7 @@ def test_layers_that_all_read_each_other_are_planned(layers: int, cluster: str) 
 @pytest.mark.parametrize("cluster", ["8", "2x4", "2x2x2"])
 def test_an_op_with_many_operands_is_planned(cluster: str) -> None:
     step, args = nets.tables(26)
-    plan = shardplan.plan(step, *args, cluster=cluster, donate_argnums=0, backend="specs")
+    plan = shardplan.plan(step, *args, cluster=cluster, donate_argnums=0, backend="specs", factors={})
     assert plan.gap < 0.01
     assert plan.exact or cluster == "2x2x2"
     assert all(plan.step_time_s <= b.step_time_s for b in plan.baselines)

@@ -273,7 +273,7 @@ def test_a_limit_that_nothing_can_keep_to_names_the_same_bytes_as_one_that_nothi
 def test_what_prices_cannot_find_is_found_by_single_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan, and the next on the convex hull three times slower: the limit lies just below the first."""
     step, args = mlp.train_step(width=4096, batch=1024)
-    plan = partial(shardplan.plan, step, *args, cluster=launchless(Cluster.load("gcp-a100:4")), donate_argnums=0)
+    plan = partial(shardplan.plan, step, *args, cluster=launchless(Cluster.load("gcp-a100:4")), donate_argnums=0, factors={})
     limit = int(0.999 * plan(memory_limit=int(0.9 * plan().peak_bytes)).peak_bytes)
     repaired = plan(memory_limit=limit)
     monkeypatch.setattr(memory_pricing, "REPAIRS", 0)

@@ -38,7 +38,8 @@ def _planned(step: Callable[..., Any], *args: Any, shape: str = "4", pins: Mappi
         launch_s=0.0,
         collective_launch_s=0.0,
     )
-    plan = shardplan.plan(step, *args, cluster=replace(base, name="round", levels=levels, device=device), pins=pins)
+    round_numbers = replace(base, name="round", levels=levels, device=device)
+    plan = shardplan.plan(step, *args, cluster=round_numbers, pins=pins, factors={})
     assert plan.exact
     return plan
 

@@ -88,7 +88,7 @@ def test_arguments_that_meet_in_one_op_may_be_pinned_differently(step: Any, obje
     """One of them is resharded on the way, at a price; saved and read again it is the same plan."""
     args = (np.arange(64.0, dtype=np.float32).reshape(8, 8) / 64, np.ones((8, 8), np.float32) / 4)
     pins = {"a": P("node", "gpu"), "b": P("gpu", "node")}
-    plan = shardplan.plan(step, *args, cluster=eager, pins=pins, objective=objective)
+    plan = shardplan.plan(step, *args, cluster=eager, pins=pins, objective=objective, factors={})
     assert {path: plan.specs_by_path[path] for path in pins} == pins
     assert plan.communication_bytes > 0
     assert plan.lower_bound_s <= plan.step_time_s * (1 + 1e-9)

@@ -1,0 +1,182 @@
+"""Plans for given sizes of purposes: the best of all parallelism matrices with these rows (P2, section 3.1, for a whole step).
+
+Each factor may cut the loops of its purpose alone, in every contraction that has such loops; what the other ops do, and how
+tensors lie, stays free. Weights are stored whole over the factors of ``data``, and split over those of ``fsdp``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from shardplan.collectives.reshard import Family
+from shardplan.errors import ClusterError, PinError
+from shardplan.graph.flattening import Graph
+from shardplan.ir import Factor
+from shardplan.mesh import Cluster, Matrix, factors, matrices
+from shardplan.search.baselines.recipes import Restriction
+from shardplan.search.baselines.rivals import Rivals, solved
+from shardplan.search.coarsening.coarsen import FREE, Coarse
+from shardplan.search.inference import anytime
+from shardplan.search.inference.anytime import Stopped
+from shardplan.search.inference.bound import Bound
+from shardplan.search.inference.solver import Solver
+from shardplan.search.memory import liveness as memory
+from shardplan.search.problem.pricing import Domain, Limits
+from shardplan.search.problem.problem import Problem
+from shardplan.search.problem.solution import Solution, Tried
+from shardplan.search.problem.strategies import Cuts
+from shardplan.search.strategy.factoring_search import Found, Wanted
+from shardplan.search.strategy.pins import for_pins, pinned_domains
+from shardplan.search.strategy.polish import polish
+from shardplan.search.strategy.purposes import Kind, Loops, Purpose
+from shardplan.search.strategy.solve import Outcome
+
+_KINDS: Mapping[Purpose, Kind | None] = {
+    "data": "batch",
+    "fsdp": "batch",
+    "tensor": "tensor",
+    "sequence": "sequence",
+    "expert": "expert",
+    "replica": None,
+}
+
+
+def laid(cluster: Cluster, sizes: Mapping[Purpose, int]) -> Iterator[tuple[tuple[Factor, ...], tuple[Purpose, ...]]]:
+    """Every parallelism matrix of these axes, as factors with the purpose of each; within a level in the order of the axes."""
+    names = tuple(sizes)
+    for matrix in matrices(cluster.shape, tuple(sizes.values())):
+        parts = {level.name: [row[j] for row in matrix.rows if row[j] > 1] for j, level in enumerate(cluster.levels)}
+        yield factors(cluster, {level: own for level, own in parts.items() if own}), _purposes(matrix, names)
+
+
+def _purposes(matrix: Matrix, names: Sequence[Purpose]) -> tuple[Purpose, ...]:
+    return tuple(name for column in zip(*matrix.rows, strict=True) for name, n in zip(names, column, strict=True) if n > 1)
+
+
+def restricted(problem: Problem, domains: Sequence[Domain], of: Sequence[Purpose], loops: Loops) -> Restriction:
+    """The problem in which each factor cuts the loops of its purpose alone, where an op has any."""
+    result = list(domains)
+    for t in sorted(problem.coarse.parameters & loops.root.keys()):
+        v = problem.coarse.of[t]
+        if v != FREE and t in problem.graph.inputs:
+            result[v] = _stored(problem, v, domains[v], of)
+    cuts = {node.id: _cuts(problem, loops, node.id, of) for node in loops.contractions}
+    parts: dict[Purpose, list[int]] = {}
+    for f, purpose in enumerate(of):
+        parts.setdefault(purpose, []).append(f)
+    return Restriction("plan", tuple(result), Limits(cuts), False, tuple(map(tuple, parts.values())))
+
+
+def _stored(problem: Problem, v: int, domain: Domain, of: Sequence[Purpose]) -> Domain:
+    """The layouts of a weight that are whole over ``data`` and split over most of ``fsdp``."""
+    roles = problem.space(v).roles[list(domain)]
+    data, sharded = [f for f, p in enumerate(of) if p == "data"], [f for f, p in enumerate(of) if p == "fsdp"]
+    whole = (roles[:, data] < 0).all(axis=1)
+    parts = np.where(roles[:, sharded] >= 0, np.array(problem.sizes)[sharded], 1).prod(axis=1)
+    best = parts[whole].max(initial=0)
+    return tuple(s for s, keep in zip(domain, whole & (parts == best), strict=True) if keep) or domain
+
+
+def _cuts(problem: Problem, loops: Loops, n: int, of: Sequence[Purpose]) -> Cuts:
+    signature, kinds = problem.graph.nodes[n].signature, loops.kinds(problem.graph.nodes[n])
+
+    def may(f: int, purpose: Purpose) -> frozenset[int]:
+        wanted = (v for v, kind in kinds.items() if kind == _KINDS[purpose])
+        return frozenset(v for v in wanted if signature.cut(v, problem.sizes[f]) is not None) or frozenset({-1})
+
+    return tuple(may(f, purpose) for f, purpose in enumerate(of))
+
+
+def best_restricted(solver_of: Callable[[Limits], Solver], r: Restriction) -> Solution | None:
+    """The best solution of a restriction; None where there is none."""
+    solver = solver_of(r.limits)
+    problem = solver.problem
+    start = r
+    if len(problem.sizes) > 2:  # first the factors of one purpose alike, then each on its own
+        limits = replace(r.limits, groups=r.parts)
+        start = replace(r, domains=problem.together(r.domains, r.parts), limits=limits)
+    solution, seconds = solved(solver, start)
+    if math.isinf(seconds) and start is not r:
+        solution, seconds = solved(solver, r)
+    if math.isinf(seconds):
+        return None
+    solution = solver.rate("plan", solution.states, problem.regathered(solution.keep), False, r.limits)
+    return polish(solver, r.domains, solution)
+
+
+def best_of_matrices(graph: Graph, coarse: Coarse, cluster: Cluster, wanted: Wanted) -> Found:
+    """The best outcome over all parallelism matrices of the purposes that are wanted. It may not fit.
+
+    Raises:
+        PinError: if no matrix can hold the pins.
+        ClusterError: if the step has nothing to cut for a purpose.
+    """
+    assert wanted.axes is not None
+    family: Family = {}
+    found: dict[tuple[tuple[Factor, ...], tuple[Purpose, ...]], Found] = {}
+    refusals: list[PinError] = []
+    stopped: Stopped = ""
+    choices = list(laid(cluster, wanted.axes))
+    for n, (over, of) in enumerate(choices):
+        if stopped:
+            break
+        wanted.observer("axes", n / len(choices))
+        problem = Problem(graph, coarse, cluster, over, objective=wanted.objective, family=family)
+        try:
+            problem = for_pins(problem, wanted.pins)
+            domains = pinned_domains(problem, wanted.pins)
+        except PinError as error:
+            refusals.append(error)
+            continue
+        loops = Loops(problem)
+        _check_used(loops, of)
+        try:
+            outcome = _outcome(problem, restricted(problem, domains, of, loops), of, wanted)
+        except KeyboardInterrupt:
+            if not any(o.best.fits(wanted.memory) for _, o in found.values()):
+                raise
+            stopped = "interrupted"
+            continue
+        if outcome is not None:
+            found[over, of] = problem, outcome
+        if wanted.deadline is not None and anytime.now_s() >= wanted.deadline and found:
+            stopped = "time budget"
+    if not found:
+        raise refusals[0] if refusals else ClusterError(f"no plan has the axes {_text(wanted.axes)}: leave axes= out")
+    best = min(found.values(), key=lambda f: _rank(f[1].best, wanted.memory))
+    tried = tuple(Tried(over, o.best.seconds, o.best.fits(wanted.memory), None) for (over, _), (_, o) in found.items())
+    problem, outcome = best
+    if stopped:
+        outcome.rivals.close()
+    return problem, replace(outcome, tried=tried, stopped=stopped)
+
+
+def _outcome(problem: Problem, r: Restriction, of: Sequence[Purpose], wanted: Wanted) -> Outcome | None:
+    """The best solution of one matrix, as an outcome."""
+    live = memory.liveness(problem, wanted.donated)
+    best = best_restricted(lambda limits: Solver(problem, live, limits), r)
+    if best is None:
+        return None
+    best = replace(best, name="plan")
+    bound = Bound(problem, live, r.domains, free=best, chosen=best, limit=best.peak_bytes, unlimited_s=None)
+    return Outcome(best, Rivals(Solver(problem, live)), bound, False, best, best, purposes=tuple(of))
+
+
+def _check_used(loops: Loops, of: Sequence[Purpose]) -> None:
+    """Refuses a purpose whose loops no contraction of the step has."""
+    kinds = {kind for node in loops.contractions for kind in loops.kinds(node).values()}
+    for purpose in dict.fromkeys(of):
+        if _KINDS[purpose] is not None and _KINDS[purpose] not in kinds:
+            raise ClusterError(f"axes: no product of this step has a loop for {purpose!r}: leave it out, or give it size 1")
+
+
+def _rank(best: Solution, limit: int) -> tuple[bool, float]:
+    return (False, best.seconds) if best.fits(limit) else (True, float(best.peak_bytes))
+
+
+def _text(axes: Mapping[Purpose, int]) -> str:
+    return " x ".join(f"{name}={n}" for name, n in axes.items())

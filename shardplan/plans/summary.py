@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,18 +57,31 @@ def scheduled(session: Session) -> Scheduled:
     return Scheduled(planned, schedule, issued(schedule, planned))
 
 
-def best_scheduled(session: Session, deadline: float | None) -> tuple[Session, Scheduled, Stopped]:
-    """The session with the solution that is fastest as scheduled: the search's own, or a baseline that fits.
+def best_scheduled(
+    session: Session, deadline: float | None, others: Iterable[Session] = ()
+) -> tuple[Session, Scheduled, Stopped]:
+    """The session with the solution that is fastest as scheduled: the search's own, that over another factoring, or a baseline
+    that fits.
 
-    The search prices each collective alone. Where collectives take long to start, a baseline whose collectives travel together
-    may be faster. One that pins forbid, or whose compute and bytes alone take longer, is not looked at. At the
-    ``deadline`` (an instant of `anytime.now_s`) or an interrupt it returns the best so far, and what stopped it.
+    The search prices each collective alone. Where collectives take long to start, or readers share them, another solution whose
+    collectives travel together may be faster. One that pins forbid, or whose compute and bytes alone take longer, is not looked
+    at. At the ``deadline`` (an instant of `anytime.now_s`) or an interrupt it returns the best so far, and what stopped it.
     """
     run = scheduled(session)
     best, best_s = (session, run), session.decisions.compute_s + run.communication_s
-    domains = pinned_domains(session.problem, session.pins)
     stopped: Stopped = ""
     try:
+        for other in others:
+            if deadline is not None and anytime.now_s() >= deadline:
+                stopped = "time budget"
+                break
+            if _at_least_s(other) < best_s * (1 - _GAIN):
+                run = scheduled(other)
+                seconds = other.decisions.compute_s + run.communication_s
+                if seconds < best_s * (1 - _GAIN):
+                    best, best_s = (other, run), seconds
+        session = best[0]
+        domains = pinned_domains(session.problem, session.pins)
         for restriction in session.rivals.restrictions:
             if deadline is not None and anytime.now_s() >= deadline:
                 stopped = "time budget"

@@ -39,7 +39,7 @@ from shardplan.search.problem.problem import Problem
 from shardplan.search.problem.solution import Solution
 from shardplan.search.problem.tables import LONGEST_S
 from shardplan.search.session import Session
-from shardplan.search.strategy.factoring_search import Wanted
+from shardplan.search.strategy.factoring_search import Found, Wanted
 from shardplan.search.strategy.pins import held_by_pins, pinned_domains, smallest_conflict
 from shardplan.search.strategy.remat_search import Planned, Searcher
 from shardplan.search.strategy.solve import in_seconds
@@ -128,8 +128,9 @@ def plan(
         planned = _search(traced.program, Searcher(replicate, shared, resolved, wanted), limit, recompute=remat == "auto")
         stopped = planned.found[1].stopped
         session = _session(planned, wanted, replicate)
-        session, run, stopped = _scheduled(session, runs["backend"], deadline, stopped, fixed=sizes is not None)
-    stopped = _done(observer, stopped)
+        others = (_session_of(planned.program, found, wanted, replicate) for found in planned.found[1].others)
+        session, run, stopped = _scheduled(session, others, runs["backend"], deadline, stopped, fixed=sizes is not None)
+    planned, stopped = _of(planned, session), _done(observer, stopped)
     data = PlanData(
         **(decided(session, run) | _search_fields(planned, wanted, limit) | runs),
         stopped=stopped,
@@ -147,6 +148,15 @@ def plan(
     )
 
 
+def _of(planned: Planned, session: Session) -> Planned:
+    """What was planned, with the outcome of the session's own factoring."""
+    problem, outcome = planned.found
+    if session.problem is problem:
+        return planned
+    own = next(o for p, o in outcome.others if p is session.problem)
+    return replace(planned, found=(session.problem, replace(own, tried=outcome.tried)))
+
+
 def _done(observer: Observer, stopped: Stopped) -> Stopped:
     """Tells that planning is done, if nothing has stopped it; what has stopped it by then."""
     try:
@@ -158,7 +168,7 @@ def _done(observer: Observer, stopped: Stopped) -> Stopped:
 
 
 def _scheduled(
-    session: Session, backend: str, deadline: float | None, stopped: Stopped, *, fixed: bool
+    session: Session, others: Iterable[Session], backend: str, deadline: float | None, stopped: Stopped, *, fixed: bool
 ) -> tuple[Session, Scheduled | None, Stopped]:
     """(the session with the solution to run, its schedule if the explicit backend runs it, what stopped the planning).
 
@@ -168,14 +178,23 @@ def _scheduled(
         return session, None, stopped
     if stopped or fixed or session.objective.everything_split:  # baselines do not know this premise
         return session, scheduled(session), stopped
-    return best_scheduled(session, deadline)
+    return best_scheduled(session, deadline, others)
 
 
 def _session(planned: Planned, wanted: Wanted, replicate: tuple[str, ...]) -> Session:
     """The search behind the plan, kept for later questions. Warns of factors that divide no dim of any argument."""
-    problem, outcome = planned.found
-    session = Session(
-        program=planned.program,
+    session = _session_of(planned.program, planned.found, wanted, replicate)
+    for unused in idle(session.problem, session.decisions):
+        if unused.advice:
+            _log.warning("%s", unused.text)
+    return session
+
+
+def _session_of(program: Program, found: Found, wanted: Wanted, replicate: tuple[str, ...]) -> Session:
+    """A session with the best solution of an outcome."""
+    problem, outcome = found
+    return Session(
+        program=program,
         problem=problem,
         solution=outcome.best,
         rivals=outcome.rivals,
@@ -187,10 +206,6 @@ def _session(planned: Planned, wanted: Wanted, replicate: tuple[str, ...]) -> Se
         objective=wanted.objective,
         replicate=replicate,
     )
-    for unused in idle(problem, session.decisions):
-        if unused.advice:
-            _log.warning("%s", unused.text)
-    return session
 
 
 def _search_fields(planned: Planned, wanted: Wanted, limit: MemoryLimit) -> dict[str, Any]:

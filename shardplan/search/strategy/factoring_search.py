@@ -95,7 +95,9 @@ class _Search:
                 raise
             stopped = "interrupted"
         problem, outcome = self._fastest()
-        outcome = replace(outcome, tried=self._tried())
+        others = [(p, o) for p, o in self.found.values() if p is not problem and o.best.fits(self.wanted.memory)]
+        others.sort(key=lambda found: found[1].best.seconds)
+        outcome = replace(outcome, tried=self._tried(), others=tuple(others))
         return (problem, replace(outcome, stopped=stopped, exact=False)) if stopped else (problem, outcome)
 
     def _refine(self, work: Work) -> Stopped:

@@ -42,6 +42,7 @@ class Outcome:
     bytes found. ``stopped`` says what ended the search early: then ``best`` is the best so far, not ``exact``, and the baselines
     are those solved by then. ``free`` is the best solution without a memory limit,
     ``tried`` are the factorings that a search over them came to, ``purposes`` those that the user has fixed for the factors.
+    ``others`` are the outcomes of other factorings that fit, fastest first: as scheduled, one of them may be faster.
     """
 
     best: Solution
@@ -53,6 +54,7 @@ class Outcome:
     stopped: Stopped = ""
     tried: tuple[Tried, ...] = ()
     purposes: tuple[Purpose, ...] = ()
+    others: tuple[tuple[Problem, Outcome], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

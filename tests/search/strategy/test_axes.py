@@ -1,0 +1,142 @@
+"""Axes that a user fixes: each factor cuts what its purpose says, the matrix is the best of all legal ones, and it runs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import pytest
+
+import shardplan
+from models import gpt, moe
+from shardplan.emit.verify import verify
+from shardplan.mesh import Cluster, matrices
+from shardplan.report.parallelism import purposes_text
+from shardplan.search.strategy.axes import laid
+from shardplan.search.strategy.purposes import Loops
+from shardplan.shell.factor_options import read_axes, read_factors
+from tests.machines import machine
+
+SMALL = {"layers": 2, "width": 64, "heads": 4, "batch": 16, "sequence": 32, "vocabulary": 256}
+KIND = {"data": "batch", "fsdp": "batch", "tensor": "tensor", "sequence": "sequence", "expert": "expert"}
+
+
+def planned(axes: Any, on: str = "2x4:slow", *, model: Any = gpt, options: Any = SMALL, **more: Any) -> tuple[Any, Any, Any]:
+    step, args = model.train_step(**options, **({"concrete": True} if more.pop("concrete", False) else {}))
+    return shardplan.plan(step, *args, cluster=machine(on), donate_argnums=0, axes=axes, **more), step, args
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [{"data": 8}, {"data": 2, "tensor": 4}, {"fsdp": 4, "sequence": 2}, {"fsdp": 2, "tensor": 4}],
+    ids=str,
+)
+def test_each_factor_cuts_the_loops_of_its_purpose(axes: dict[str, int]) -> None:
+    plan, _, _ = planned(axes)
+    matrix = plan.matrix
+    assert dict(zip(matrix["axes"], map(math.prod, matrix["factors"]), strict=True)) == axes
+    assert [math.prod(column) for column in zip(*matrix["factors"], strict=True)] == [2, 4]
+    of = [shares[0][0] for shares in plan.data.purposes]
+    problem, decisions = plan.session.problem, plan.session.decisions
+    loops = Loops(problem)
+    cut = 0
+    for node in loops.contractions:
+        kinds = loops.kinds(node)
+        for purpose, loop in zip(of, decisions.uses[node.id].loops, strict=True):
+            if loop >= 0:
+                assert kinds[loop] == KIND[purpose]
+                cut += 1
+    assert cut > len(loops.contractions) / 2
+    weights = [t for t in problem.graph.inputs if t in problem.coarse.parameters & loops.root.keys()]
+    for t in weights:
+        layout = decisions.layouts[t]
+        used = {of[f] for dim in layout.dims for f in dim} if layout is not None else set()
+        assert "data" not in used
+    if "fsdp" in axes:
+        split = [t for t in weights if any(of[f] == "fsdp" for d in decisions.layouts[t].dims for f in d)]
+        assert len(split) > len(weights) / 2
+
+
+def test_the_matrix_is_the_fastest_of_all_legal_ones() -> None:
+    plan, _, _ = planned({"data": 4, "tensor": 4}, "2x8:slow")
+    every = {tuple(map(tuple, m.rows)) for m in matrices((2, 8), (4, 4))}
+    tried = plan.provenance["factorings"]
+    assert len(tried) == len(every) == 2
+    assert plan.searched_s == min(row["seconds"] for row in tried)
+    assert plan.matrix["factors"] == [[2, 2], [1, 4]], "activations are sent more often than gradients, so they stay in a node"
+
+
+@pytest.mark.parametrize(
+    ("axes", "model", "options"),
+    [
+        ({"data": 2, "tensor": 4}, gpt, SMALL),
+        ({"fsdp": 4, "sequence": 2}, gpt, {**SMALL, "scan": True}),
+        ({"data": 2, "expert": 4}, moe, {}),
+    ],
+    ids=str,
+)
+def test_a_plan_with_given_axes_runs_as_planned_and_is_read_again(axes: Any, model: Any, options: Any, tmp_path: Any) -> None:
+    plan, step, args = planned(axes, model=model, options=options, concrete=True)
+    found = verify(plan, step, args, steps=2, backend="explicit", devices=jax.devices()[:8])
+    assert found.equal
+    assert not found.unmatched
+    plan.save(tmp_path / "plan.json")
+    again = shardplan.load(tmp_path / "plan.json", step, *args)
+    assert (again.matrix, again.step_time_s, again.collectives) == (plan.matrix, plan.step_time_s, plan.collectives)
+    assert again.session.solution.seconds == plan.searched_s
+    assert again.provenance == plan.provenance
+
+
+def test_experts_are_told_from_heads_and_features() -> None:
+    step, args = moe.train_step()
+    plan = shardplan.plan(step, *args, cluster=machine("8:slow"), factors={"gpu": (2, 2, 2)})
+    problem = plan.session.problem
+    loops = Loops(problem)
+    seen = {kind for node in loops.contractions for kind in loops.kinds(node).values()}
+    assert seen == {"batch", "sequence", "expert", "tensor"}
+    dense = gpt.train_step(**SMALL)
+    other = Loops(shardplan.plan(dense[0], *dense[1], cluster="8", factors={}).session.problem)
+    assert "expert" not in {kind for node in other.contractions for kind in other.kinds(node).values()}
+
+
+def test_a_mesh_in_words() -> None:
+    plan, _, _ = planned({"data": 4, "tensor": 4}, "2x8:slow")
+    assert purposes_text(plan.data) == "data 4 = 2 nodes x 2 GPUs, tensor 4 = 4 GPUs"
+
+
+def test_every_matrix_becomes_factors_with_purposes() -> None:
+    for over, of in laid(Cluster.load("4x8"), {"data": 8, "tensor": 4}):
+        sizes = {p: math.prod(f.size for f, own in zip(over, of, strict=True) if own == p) for p in of}
+        assert sizes == {"data": 8, "tensor": 4}
+
+
+@pytest.mark.parametrize(
+    ("axes", "said"),
+    [
+        ({"data": 4}, "make 4 devices"),
+        ({"dta": 8}, "nearest: data"),
+        ({"data": 0, "tensor": 8}, "give the size"),
+        ({"expert": 8}, "no product of this step has a loop for 'expert'"),
+    ],
+)
+def test_axes_that_cannot_be(axes: Any, said: str) -> None:
+    with pytest.raises(shardplan.ClusterError, match=said):
+        planned(axes)
+
+
+def test_axes_and_factors_exclude_each_other() -> None:
+    with pytest.raises(shardplan.ClusterError, match="cannot be given together"):
+        planned({"data": 8}, factors={"gpu": 4})
+
+
+@pytest.mark.parametrize("text", ["data", "data=x", "data=0", "=4", "data=2,data=4"])
+def test_axes_as_text_that_is_malformed(text: str) -> None:
+    with pytest.raises(shardplan.ShardplanError, match="--axes"):
+        read_axes([text])
+
+
+@pytest.mark.parametrize("text", ["gpu", "gpu=2y4", "gpu=0x8", "gpu=", "gpu=8,gpu=2x4"])
+def test_factors_as_text_that_are_malformed(text: str) -> None:
+    with pytest.raises(shardplan.ShardplanError, match="--factors"):
+        read_factors([text])

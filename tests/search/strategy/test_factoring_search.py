@@ -1,0 +1,135 @@
+"""The search over factorings: it finds the best of all of them, is never worse than over whole levels, and says what it tried."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import shardplan
+from models import gpt, mlp
+from shardplan.cost import TIME
+from shardplan.ir import Factor
+from shardplan.mesh import Cluster, factors
+from shardplan.search.inference.solver import Solver
+from shardplan.search.memory import liveness as memory
+from shardplan.search.problem import Problem
+from shardplan.search.problem.pricing import Limits
+from shardplan.search.strategy.factoring_search import Wanted, best_of_factorings, least_s, refined
+from shardplan.search.strategy.factorings import levels_of, splits
+from tests.machines import machine
+from tests.models.test_factories import TINY, factory
+from tests.search import steps
+
+SMALL = ("4", "6", "8", "9", "12", "2x4", "3x4", "4x2", "2x6")
+
+
+def products(n: int) -> Iterator[tuple[int, ...]]:
+    """Every ordered product of divisors that makes a number."""
+    if n == 1:
+        yield ()
+    for first in range(2, n + 1):
+        if n % first == 0:
+            yield from ((first, *rest) for rest in products(n // first))
+
+
+def factorings(cluster: Cluster) -> list[tuple[Factor, ...]]:
+    levels = [level for level in cluster.levels if level.size > 1]
+    parts = itertools.product(*(products(level.size) for level in levels))
+    return [factors(cluster, {level.name: own for level, own in zip(levels, one, strict=True)}) for one in parts]
+
+
+def wanted(**changed: object) -> Wanted:
+    return Wanted(**({
+        "memory": 10**15, "donated": frozenset(), "pins": {}, "deadline": None, "observer": lambda *_: None, "objective": TIME
+    } | changed))  # fmt: skip
+
+
+def test_every_ordered_product_is_reached_by_splits() -> None:
+    cluster = Cluster.load("2x12")
+    reached = {factors(cluster)}
+    waiting = list(reached)
+    while waiting:
+        for one in splits(cluster, waiting.pop(), [(1.0, (24,))]):
+            if one not in reached:
+                reached.add(one)
+                waiting.append(one)
+    every = [of for of in factorings(cluster) if len(of) <= 4]
+    assert reached == set(every)
+    assert levels_of(cluster, factors(cluster, {"gpu": (3, 4)})) == {"node": (2,), "gpu": (3, 4)}
+
+
+@settings(max_examples=40)
+@given(recipe=steps.recipes(), shape=st.sampled_from(SMALL), gbps=st.sampled_from([1.0, 10.0, 100.0]))
+def test_the_best_of_all_factorings_is_found(recipe: steps.Recipe, shape: str, gbps: float) -> None:
+    """Every layout of every factoring, by exact elimination, itself held to all assignments elsewhere."""
+    cluster = steps.cluster(shape, gbps=(gbps, 100.0))
+    whole = steps.problem(recipe.step, *recipe.args(), on=cluster)
+    least = math.inf
+    for of in factorings(cluster):
+        problem = Problem(whole.graph, whole.coarse, cluster, of, family=whole.family)
+        solver = Solver(problem, memory.liveness(problem))
+        assume(solver.order(problem.domains).largest <= 3_000_000)
+        solution, seconds = solver.minimum("optimum", problem.domains)
+        assert solution.seconds >= least_s(problem) * (1 - 1e-9)
+        least = min(least, seconds)
+    problem, outcome = best_of_factorings(whole.graph, whole.coarse, cluster, wanted())
+    assert outcome.best.seconds == pytest.approx(least, rel=2e-6, abs=2 * problem.rounding_s)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_finer_factoring_is_never_worse(name: str) -> None:
+    """A plan over whole levels costs the same over their parts, where it is a start: for every model."""
+    step, args = factory(name)(**TINY[name])
+    cluster = machine("2x8:slow")
+    whole = steps.problem(step, *args, on=cluster)
+    found = best_of_factorings(whole.graph, whole.coarse, cluster, wanted(factors=factors(cluster)))
+    for split in ({"gpu": (2, 4)}, {"gpu": (4, 2)}, {"gpu": (2, 2, 2)}):
+        fine = Problem(whole.graph, whole.coarse, cluster, factors(cluster, split), family=found[0].family)
+        solver = Solver(fine, memory.liveness(fine))
+        for start, one in zip(refined(fine, found), dict.fromkeys([found[1].best, found[1].free]), strict=True):
+            assert all(s in d for s, d in zip(start.states, fine.domains, strict=True))
+            alike = Limits(groups=(tuple(f for f, factor in enumerate(fine.factors) if factor.level == 1),))
+            again = solver.rate("plan", start.states, fine.regathered(start.keep), start.regather, alike)
+            assert again.seconds == pytest.approx(one.seconds, rel=1e-9, abs=2 * fine.rounding_s)
+            assert again.peak_bytes == pytest.approx(one.peak_bytes, rel=1e-9)
+            free = solver.rate("plan", start.states, fine.regathered(start.keep), start.regather)
+            assert free.seconds <= one.seconds * (1 + 1e-9) + 2 * fine.rounding_s
+
+
+def test_the_plan_says_which_factorings_were_tried() -> None:
+    step, args = gpt.train_step(layers=1, width=64, heads=4, batch=16, sequence=32, vocabulary=128)
+    told: list[float] = []
+    plan = shardplan.plan(step, *args, cluster=machine("8:slow"), observer=lambda _, part: told.append(part))
+    rows = plan.provenance["factorings"]
+    assert rows[0]["factors"] == {"gpu": [8]}
+    assert {tuple(row["factors"]["gpu"]) for row in rows} >= {(8,), (2, 4), (4, 2)}
+    searched = [row for row in rows if row["seconds"] is not None]
+    assert all(row["bound_s"] <= row["seconds"] * (1 + 1e-9) for row in searched)
+    assert plan.searched_s <= rows[0]["seconds"]
+    assert told == sorted(told)
+    alone = shardplan.plan(step, *args, cluster=machine("8:slow"), factors={"gpu": 8})
+    assert alone.axes == {"gpu": 8}
+    assert plan.step_time_s < alone.step_time_s
+    parts = shardplan.plan(step, *args, cluster=machine("8:slow"), factors={"gpu": (2, 2, 2)})
+    assert list(parts.axes.values()) == [2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"gpu": (2, 2)}, "makes 4, the level has 8"),
+        ({"gpus": (2, 4)}, "no level 'gpus'"),
+        ({"gpu": "2x4"}, "give the sizes"),
+        ({"gpu": (0, 8)}, "give the sizes"),
+        ([2, 4], "not a mapping"),
+    ],
+)
+def test_factors_that_are_none_of_a_cluster(given: object, said: str) -> None:
+    step, args = mlp.train_step()
+    with pytest.raises(shardplan.ClusterError, match=said):
+        shardplan.plan(step, *args, cluster="8", factors=given)

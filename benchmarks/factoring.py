@@ -27,6 +27,7 @@ HERE = Path(__file__).parent / "clusters"
 ROOMY = "1000TiB"
 CLUSTERS = ("8", "2x8", "4x8", "gcp-a100:2", "gb200-nvl72:1", "ec2-p2.8xlarge", "ring8", "torus4x4")
 _LAYER = {"width": 1024, "sequence": 512, "batch": 64, "heads": 16, "vocabulary": 4096}
+_GPT2 = {"layers": 12, "width": 768, "heads": 12, "batch": 8, "sequence": 1024, "vocabulary": 50304}
 _LLAMA = {
     "layers": 1,
     "width": 1024,
@@ -39,17 +40,17 @@ _LLAMA = {
 }
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "mlp": {"width": 4096, "batch": 1024},
-    "gpt": {**_LAYER, "layers": 4},
+    "gpt": _GPT2,
     "gpt_linen": {**_LAYER, "layers": 2},
     "wresnet": {"depth": 50, "width": 4, "batch": 64},
     "rnn": {"layers": 2, "hidden": 2048, "steps": 4, "batch": 256, "vocabulary": 4096},
-    "llama": _LLAMA,
+    "llama": {"size": "8b", "scan": True},
     "moe": _LLAMA,
     "unet": {"levels": 2, "channels": 128, "image": 64, "batch": 64},
     "vit": {"layers": 2, "width": 1024, "image": 64, "batch": 128},
 }
 FORCED: Sequence[tuple[str, str, Mapping[str, Any]]] = [
-    ("GPT-12", "gpt", {"layers": 12, "width": 768, "heads": 12, "batch": 8, "sequence": 1024, "vocabulary": 50304}),
+    ("GPT-12", "gpt", _GPT2),
     ("WResNet-50-4", "wresnet", {"depth": 50, "width": 4, "batch": 64}),
     ("LLaMA-8B", "llama", {"size": "8b", "scan": True}),
 ]
@@ -84,9 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(_model_line(row), flush=True)
         print(_said(rows["models"]))
     if "forced" in given.part:
-        print(
-            "\n| step, 8 devices on one switch | " + " | ".join("x".join(map(str, f)) for f in FACTORS) + " | free | planned in |"
-        )
+        names = ["x".join(map(str, f)) for f in FACTORS]
+        print(f"\n| step, 8 devices on one switch | {' | '.join(names)} | free | planned in |")
         print("|---" * (len(FACTORS) + 3) + "|", flush=True)
         for name, model, options in FORCED:
             choices = [*({"gpu": f} for f in FACTORS), None]

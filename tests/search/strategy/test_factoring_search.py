@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
@@ -43,10 +44,8 @@ def factorings(cluster: Cluster) -> list[tuple[Factor, ...]]:
     return [factors(cluster, {level.name: own for level, own in zip(levels, one, strict=True)}) for one in parts]
 
 
-def wanted(**changed: object) -> Wanted:
-    return Wanted(**({
-        "memory": 10**15, "donated": frozenset(), "pins": {}, "deadline": None, "observer": lambda *_: None, "objective": TIME
-    } | changed))  # fmt: skip
+def wanted(over: tuple[Factor, ...] | None = None) -> Wanted:
+    return Wanted(10**15, frozenset(), {}, None, lambda _what, _part: None, TIME, over)
 
 
 def test_every_ordered_product_is_reached_by_splits() -> None:
@@ -87,7 +86,7 @@ def test_a_finer_factoring_is_never_worse(name: str) -> None:
     step, args = factory(name)(**TINY[name])
     cluster = machine("2x8:slow")
     whole = steps.problem(step, *args, on=cluster)
-    found = best_of_factorings(whole.graph, whole.coarse, cluster, wanted(factors=factors(cluster)))
+    found = best_of_factorings(whole.graph, whole.coarse, cluster, wanted(factors(cluster)))
     for split in ({"gpu": (2, 4)}, {"gpu": (4, 2)}, {"gpu": (2, 2, 2)}):
         fine = Problem(whole.graph, whole.coarse, cluster, factors(cluster, split), family=found[0].family)
         solver = Solver(fine, memory.liveness(fine))
@@ -129,7 +128,7 @@ def test_the_plan_says_which_factorings_were_tried() -> None:
         ([2, 4], "not a mapping"),
     ],
 )
-def test_factors_that_are_none_of_a_cluster(given: object, said: str) -> None:
+def test_factors_that_are_none_of_a_cluster(given: Any, said: str) -> None:
     step, args = mlp.train_step()
     with pytest.raises(shardplan.ClusterError, match=said):
         shardplan.plan(step, *args, cluster="8", factors=given)

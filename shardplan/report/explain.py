@@ -17,6 +17,7 @@ from shardplan.graph import Node
 from shardplan.ir import Entry, Layout, spec_text
 from shardplan.plans.data import PlanData
 from shardplan.report.padding import priced, uneven
+from shardplan.report.parallelism import matrix_text
 from shardplan.report.paths import grouped
 from shardplan.report.tables import seconds, size
 from shardplan.report.text import argument_shapes, best_baseline, bound_text, collective_rows, collectives_text
@@ -108,6 +109,7 @@ class _Why:
         lines = [f"{seconds(plan.step_time_s)} a step on {mesh}: {spent};"]
         limit = size(plan.memory_limit) + (f" ({plan.limit_origin})" if plan.limit_origin else "")
         lines.append(f"{size(plan.peak_bytes)} a device at its peak, of {limit}. {_sentence(bound_text(plan))}")
+        lines += matrix_text(plan).splitlines()
         best = best_baseline(plan)
         if best is not None:
             change = _more(best.step_time_s - plan.step_time_s)

@@ -126,10 +126,7 @@ def plan(
     wanted = Wanted(limit.nbytes, leaves, entries, deadline, observer, measure, fixed, mesh is None, sizes)
     with uncollected():
         planned = _search(traced.program, Searcher(replicate, shared, resolved, wanted), limit, recompute=remat == "auto")
-        stopped = planned.found[1].stopped
-        session = _session(planned, wanted, replicate)
-        others = (_session_of(planned.program, found, wanted, replicate) for found in planned.found[1].others)
-        session, run, stopped = _scheduled(session, others, runs["backend"], deadline, stopped, fixed=sizes is not None)
+        session, run, stopped = _scheduled(planned, wanted, replicate, runs["backend"])
     planned, stopped = _of(planned, session), _done(observer, stopped)
     data = PlanData(
         **(decided(session, run) | _search_fields(planned, wanted, limit) | runs),
@@ -168,17 +165,19 @@ def _done(observer: Observer, stopped: Stopped) -> Stopped:
 
 
 def _scheduled(
-    session: Session, others: Iterable[Session], backend: str, deadline: float | None, stopped: Stopped, *, fixed: bool
+    planned: Planned, wanted: Wanted, replicate: tuple[str, ...], backend: str
 ) -> tuple[Session, Scheduled | None, Stopped]:
     """(the session with the solution to run, its schedule if the explicit backend runs it, what stopped the planning).
 
-    ``fixed``: the user has said what factors are for, so no baseline may take the plan's place.
+    Where the user has said what factors are for, no baseline and no other factoring may take the plan's place.
     """
+    session, stopped = _session(planned, wanted, replicate), planned.found[1].stopped
     if backend != "explicit":
         return session, None, stopped
-    if stopped or fixed or session.objective.everything_split:  # baselines do not know this premise
+    if stopped or wanted.axes is not None or session.objective.everything_split:  # baselines do not know this premise
         return session, scheduled(session), stopped
-    return best_scheduled(session, deadline, others)
+    others = (_session_of(planned.program, found, wanted, replicate) for found in planned.found[1].others)
+    return best_scheduled(session, wanted.deadline, others)
 
 
 def _session(planned: Planned, wanted: Wanted, replicate: tuple[str, ...]) -> Session:

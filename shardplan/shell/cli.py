@@ -445,9 +445,7 @@ def _add_target_options(one: argparse.ArgumentParser, *, required: bool = True) 
         "--time-budget", type=float, metavar="SECONDS", help="limit for all of planning; after it, the best plan so far is used"
     )
     one.add_argument("--one-choice", metavar="none|timesteps|layers", help="what shares one layout (default: timesteps)")
-    one.add_argument(
-        "--remat", metavar="none|auto", help="auto: activations may be recomputed in the backward pass (default: none)"
-    )
+    one.add_argument("--remat", metavar="none|auto", help="auto: activations may be computed again (default: none)")
 
 
 def _add_mesh_options(one: argparse.ArgumentParser) -> None:

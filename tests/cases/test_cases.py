@@ -23,7 +23,7 @@ CLUSTER = Path(__file__).parent / "one-switch.toml"
 @cache
 def planned(name: str) -> Plan:
     step, args = CASES[name]()
-    return shardplan.plan(step, *args, cluster=CLUSTER, donate_argnums=0, memory_limit="1TiB")
+    return shardplan.plan(step, *args, cluster=CLUSTER, donate_argnums=0, memory_limit="1TiB", factors={})
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -207,7 +207,7 @@ def test_a_pallas_kernel_runs_on_each_devices_rows(eager: Any) -> None:
         return lambda i, j: tdl.Opaque()(x[i, :])[j]
 
     step, args = kernel_step(smooth)
-    plan = shardplan.plan(step, *args, cluster=eager, pins={"x": P(("node", "gpu"))})
+    plan = shardplan.plan(step, *args, cluster=eager, pins={"x": P(("node", "gpu"))}, factors={})
     assert names(plan) == {"pallas_call:smooth"}
     found = verify(plan, step, args, backend="specs")
     assert found.passed, found

@@ -69,9 +69,15 @@ class Searcher:
         if not parts:
             return _annotated(plain, None, "the step keeps nothing for a backward pass that could be computed again")
         without = Without(outcome.best.seconds, outcome.best.peak_bytes, outcome.best.fits(self.wanted.memory))
-        best = self._with_parts(plain, parts)
+        best = self._over(plain)._with_parts(plain, parts)
         note = "" if best.remat.parts else "computing activations again was not faster"
         return _annotated(best, without, note)
+
+    def _over(self, plain: Planned) -> Searcher:
+        """The same search over the factors of a plan alone."""
+        if self.wanted.axes is not None:
+            return self
+        return replace(self, wanted=replace(self.wanted, factors=plain.found[0].factors))
 
     def _with_parts(self, plain: Planned, parts: dict[Policy, tuple[Part, ...]]) -> Planned:
         best, last = plain, plain

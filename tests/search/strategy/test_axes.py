@@ -71,8 +71,8 @@ def test_the_matrix_is_the_fastest_of_all_legal_ones() -> None:
     ("axes", "model", "options"),
     [
         ({"data": 2, "tensor": 4}, gpt, SMALL),
-        ({"fsdp": 4, "sequence": 2}, gpt, {**SMALL, "scan": True}),
-        ({"data": 2, "expert": 4}, moe, {}),
+        pytest.param({"fsdp": 4, "sequence": 2}, gpt, {**SMALL, "scan": True}, marks=pytest.mark.slow),
+        pytest.param({"data": 2, "expert": 4}, moe, {}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 State = tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]
 Name = tuple[str, tuple[int, ...]]
-"""A collective's kind and the factors that it runs over."""
+"""A collective's kind and its factors; of a permute, the factors that tell a block's place, in their order before, then after."""
 
 BUFFER = -3
 """The role of a factor that splits the buffer, where the number of dims is not known."""
@@ -25,7 +25,7 @@ BUFFER = -3
 ORDERED = 3
 """With up to this many factors, a dim's factors may have any order; with more, see `orders`."""
 
-_KINDS = ("slice", "all_gather", "all_to_all", "permute", "all_reduce", "reduce_scatter")
+_KINDS = ("slice", "all_gather", "all_to_all", "all_reduce", "reduce_scatter")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,7 +47,37 @@ class Moves:
 def name_of(code: int, factors: int) -> Name:
     """The collective of a code."""
     kind, over = divmod(code, 1 << factors)
+    if kind >= len(_KINDS):
+        return "permute", _exchanges(factors)[code - (len(_KINDS) << factors)]
     return _KINDS[kind], tuple(f for f in range(factors) if over >> f & 1)
+
+
+def _code_of(name: Name, factors: int) -> int:
+    kind, over = name
+    if kind == "permute":
+        return (len(_KINDS) << factors) + _exchanges(factors).index(over)
+    return (_KINDS.index(kind) << factors) + sum(1 << f for f in over)
+
+
+@lru_cache(maxsize=8)
+def _exchanges(factors: int) -> tuple[tuple[int, ...], ...]:
+    """Every two orders of some factors that begin and end with different ones, one after the other."""
+    every = itertools.chain.from_iterable(itertools.combinations(range(factors), n) for n in range(2, factors + 1))
+    pairs = itertools.chain.from_iterable(itertools.product(itertools.permutations(own), repeat=2) for own in every)
+    return tuple((*a, *b) for a, b in pairs if a[0] != b[0] and a[-1] != b[-1])
+
+
+def exchanged(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[int, ...]:
+    """The factors of a permute that changes the order of a dim's factors: their orders, without what both have in common.
+
+    >>> exchanged((0, 1, 2, 3), (0, 2, 1, 3))
+    (1, 2, 2, 1)
+    """
+    while before[0] == after[0]:
+        before, after = before[1:], after[1:]
+    while before[-1] == after[-1]:
+        before, after = before[:-1], after[:-1]
+    return (*before, *after)
 
 
 @lru_cache(maxsize=64)
@@ -83,8 +113,9 @@ def moves_from(sizes: tuple[int, ...], leader: State, levels: tuple[int, ...]) -
         if allowed is not None and not any(one.issuperset(target[0]) for one in allowed):
             continue
         fraction = _part(target, sizes) if kind == "all_gather" else 0.0 if kind == "slice" else held
-        if target != state and (target not in best or (len(over), fraction) < best[target][:2]):
-            best[target] = len(over), fraction, kind, over
+        count = len(set(over))
+        if target != state and (target not in best or (count, fraction) < best[target][:2]):
+            best[target] = count, fraction, kind, over
     roles: list[list[int]] = []
     places: list[list[int]] = []
     for dims, left in best:
@@ -97,7 +128,7 @@ def moves_from(sizes: tuple[int, ...], leader: State, levels: tuple[int, ...]) -
         roles.append(row)
         places.append(place)
     shape = len(best), len(sizes)
-    codes = [(_KINDS.index(kind) << len(sizes)) + sum(1 << f for f in over) for _, _, kind, over in best.values()]
+    codes = [_code_of((kind, over), len(sizes)) for _, _, kind, over in best.values()]
     return Moves(
         np.array(roles, np.int64).reshape(shape),
         np.array(places, np.int64).reshape(shape),
@@ -167,20 +198,26 @@ def _leaving(state: State, d: int, rank: int) -> Iterator[Move]:
                     yield "all_to_all", tuple(sorted(gone)), _put(state, {d: kept, e: dims[e] + gone})
 
 
+def _swapped(f: int, g: int) -> tuple[int, ...]:
+    """The factors of a permute that exchanges two factors of one size."""
+    first, last = sorted((f, g))
+    return first, last, last, first
+
+
 def _permuted(state: State, d: int, rank: int, free: Sequence[int], sizes: Sequence[int]) -> Iterator[Move]:
     """Permutes, which move the same blocks to other devices: a dim's factors reordered, or exchanged for ones of equal size."""
     dims, _ = state
     fs = dims[d]
     for order in itertools.permutations(fs):
         if order != fs:
-            yield "permute", tuple(sorted(fs)), _put(state, {d: order})
+            yield "permute", exchanged(fs, order), _put(state, {d: order})
     for i, f in enumerate(fs):
         around = (fs[:i], fs[i + 1 :])
         for g in free:
             if sizes[f] == sizes[g]:
-                yield "permute", tuple(sorted((f, g))), _put(state, {d: (*around[0], g, *around[1])})
+                yield "permute", _swapped(f, g), _put(state, {d: (*around[0], g, *around[1])})
         for e in range(d + 1, rank):
             for j, g in enumerate(dims[e]):
                 if sizes[f] == sizes[g]:
                     change = {d: (*around[0], g, *around[1]), e: (*dims[e][:j], f, *dims[e][j + 1 :])}
-                    yield "permute", tuple(sorted((f, g))), _put(state, change)
+                    yield "permute", _swapped(f, g), _put(state, change)

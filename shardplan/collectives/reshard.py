@@ -47,6 +47,9 @@ _SLICE_S = 1e-12  # a local slice moves nothing; the graph library reads an exac
 class Step:
     """One collective of a resharding program; ``nbytes`` are counted as in `Network.lines`, 0 for a slice.
 
+    ``over`` are its factors; those of a permute stand twice, in their order before and after (`Network.lines`), and a "shift" is
+    a halo's.
+
     ``program`` is the text of the reduction program that performs the collective, over the cluster's level names; empty where
     the collective itself runs.
     """
@@ -58,6 +61,16 @@ class Step:
     after: Layout
     seconds: float
     program: str = ""
+
+    @property
+    def factors(self) -> tuple[int, ...]:
+        """The factors that it runs over, each once."""
+        return tuple(sorted(set(self.over)))
+
+    @property
+    def name(self) -> str:
+        """HLO's name of the collective."""
+        return "collective-permute" if self.kind in ("permute", "shift") else self.kind.replace("_", "-")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -198,9 +211,10 @@ class Resharder:
 
     def _way(self, kind: str, over: tuple[int, ...]) -> Ways:
         key = (kind, over)
-        if key not in self._ways and (apart := self._apart(over)) != self._every:
+        if key not in self._ways and (apart := self._apart(kind, over)) != self._every:
             fewer, of = self._fewer(apart)
-            self._ways[key] = fewer._way(kind, tuple(g for g, run in enumerate(of) if run[0] in over))
+            run_of = {run[0]: g for g, run in enumerate(of)}
+            self._ways[key] = fewer._way(kind, tuple(run_of[f] for f in over if f in run_of))
         if key not in self._ways:
             own = self.network.lines(cast(Collective, kind), over)
             steps, programs = [1] * len(own), [""] * len(own)
@@ -240,9 +254,11 @@ class Resharder:
 
     # -- over fewer factors --------------------------------------------------------------------------------------------
 
-    def _apart(self, over: Sequence[int]) -> int:
-        """The seams between a factor of a collective and one outside of it, as bits."""
-        return sum(1 << k for k, i in enumerate(self._seams) if (i in over) != (i + 1 in over))
+    def _apart(self, kind: str, over: Sequence[int]) -> int:
+        """The seams that a collective tells apart, as bits: between a factor of it and one outside, or where order matters."""
+        orders = (over[: len(over) // 2], over[len(over) // 2 :]) if kind == "permute" else (over,)
+        in_order = kind in ("permute", "shift")
+        return sum(1 << k for k, i in enumerate(self._seams) if not all(_together(one, i, in_order=in_order) for one in orders))
 
     def _fewer(self, apart: int) -> tuple[Resharder, tuple[tuple[int, ...], ...]]:
         """The resharder with only these seams open, and the runs of factors that are its factors."""
@@ -417,6 +433,13 @@ def _in_parts(step: Step, of: Sequence[tuple[int, ...]]) -> Step:
 
     before, after = (Layout(tuple(map(spread, one.dims)), spread(one.partial)) for one in (step.before, step.after))
     return replace(step, over=spread(step.over), before=before, after=after)
+
+
+def _together(over: Sequence[int], i: int, *, in_order: bool) -> bool:
+    """Whether factors i and i + 1 are one to a collective: both outside, or both inside (where order matters, side by side)."""
+    if not in_order or not (i in over and i + 1 in over):
+        return (i in over) == (i + 1 in over)
+    return over.index(i) + 1 == over.index(i + 1)
 
 
 @functools.cache

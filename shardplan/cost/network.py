@@ -24,7 +24,7 @@ from ..mesh.cluster import Cluster
 from ..mesh.factoring import check_cover, coordinates
 from ..mesh.topology import Topology
 
-Collective = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "permute", "reduce", "broadcast"]
+Collective = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "permute", "shift", "reduce", "broadcast"]
 Algorithm = Literal["auto", "ring", "tree", "emitted"]
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -78,8 +78,11 @@ class Network:
         ``first`` names factors: only devices at their first coordinate take part (P2's Master). ``algorithm`` "ring" and "tree"
         force NCCL's choice; "auto" offers both; "emitted" prices what `shardplan.collectives.lower` emits: binomial trees of
         permutes for Reduce and Broadcast, a ring of permutes among masters. Each permute of those is an instruction.
+
+        A "permute" names its factors twice: in the order by which a block's place is read before, then after. A "shift" sends
+        to the next place in the order of ``over``; the last place sends nothing.
         """
-        key = (kind, frozenset(over), frozenset(first), algorithm)
+        key = (kind, _named(kind, over), frozenset(first), algorithm)
         if key not in self.memo:
             members = self.groups(over, first=first)
             shapes = _shapes(kind, bool(first), algorithm) if members.shape[1] > 1 else ()
@@ -93,7 +96,7 @@ class Network:
 
     def busy(self, kind: Collective, over: Sequence[int], *, first: Sequence[int] = (), algorithm: Algorithm = "auto") -> Floats:
         """For each alternative of `lines`, the seconds per byte that it occupies each level's busiest link.  # [A, levels]"""
-        key = ("busy", kind, frozenset(over), frozenset(first), algorithm)
+        key = ("busy", kind, _named(kind, over), frozenset(first), algorithm)
         if key not in self.memo:
             members = self.groups(over, first=first)
             shapes = _shapes(kind, bool(first), algorithm) if members.shape[1] > 1 else ()
@@ -164,7 +167,7 @@ class Network:
         worst = np.zeros(len(tiers))
         np.maximum.at(worst, level, np.bincount(link, weights=weight, minlength=len(speed)) / speed)
         for index, tier in enumerate(tiers):
-            drivers = math.prod(self.factors[i].size for i in over if self.factors[i].level > index)
+            drivers = math.prod(self.factors[i].size for i in set(over) if self.factors[i].level > index)
             if drivers >= tier.rails:
                 continue
             on_level = level[link] == index
@@ -218,7 +221,7 @@ def wire_bytes(kind: Collective, n: int, nbytes: float) -> float:
             return 2 * (n - 1) / n * nbytes
         case "all_gather" | "reduce_scatter" | "all_to_all" | "reduce" | "broadcast":
             return (n - 1) / n * nbytes  # reduce and broadcast: n - 1 messages shared by n devices
-        case "permute":
+        case "permute" | "shift":
             return nbytes
 
 
@@ -247,8 +250,13 @@ def _shapes(kind: Collective, masters: bool, algorithm: Algorithm) -> tuple[str,
             return ("binomial",) if algorithm == "emitted" else ("chain",)
         case "reduce_scatter" | "all_gather":
             return ("relay",) if algorithm == "emitted" and masters else ("ring",)
-        case "all_to_all" | "permute":
+        case "all_to_all" | "permute" | "shift":
             return (kind,)
+
+
+def _named(kind: Collective, over: Sequence[int]) -> tuple[int, ...]:
+    """What tells collectives of one kind apart: their factors, and their order where it matters."""
+    return tuple(over) if kind in ("permute", "shift") else tuple(sorted(set(over)))
 
 
 def _round(net: Network, source: Ints, target: Ints, weight: float, latency_s: float) -> _Round:
@@ -344,11 +352,24 @@ def _all_to_all(net: Network, kind: Collective, members: Ints, over: Sequence[in
 
 
 def _permute(net: Network, kind: Collective, members: Ints, over: Sequence[int]) -> list[_Round]:
-    """Every device sends all its bytes one step along all factors at once, so that all bytes cross the slowest level."""
-    inside = sorted(set(over))
+    """Every device sends all its bytes to the one that has its place after; some stay where they are."""
+    half = len(over) // 2
+    source, target = (_in_places(net, members, order) for order in (over[:half], over[half:]))
+    return [_round(net, source, target, 1.0, float(_hops(net, source, target).max()))]
+
+
+def _shift(net: Network, kind: Collective, members: Ints, over: Sequence[int]) -> list[_Round]:
+    """Every device but the last sends all its bytes to the next one."""
+    placed = _in_places(net, members, over)
+    source, target = placed[:, :-1], placed[:, 1:]
+    return [_round(net, source, target, 1.0, float(_hops(net, source, target).max()))]
+
+
+def _in_places(net: Network, members: Ints, order: Sequence[int]) -> Ints:
+    """The devices of each group in the order of their places, which the factors give in this order.  # [groups, members]"""
+    inside = sorted(order)
     grid = members.reshape(len(members), *(net.factors[i].size for i in inside))
-    target = np.roll(grid, [-1] * len(inside), axis=tuple(range(1, grid.ndim))).reshape(members.shape)
-    return [_round(net, members, target, 1.0, float(_hops(net, members, target).max()))]
+    return grid.transpose(0, *(1 + inside.index(i) for i in order)).reshape(members.shape)
 
 
 _ROUNDS: dict[str, Callable[[Network, Collective, Ints, Sequence[int]], list[_Round]]] = {
@@ -359,4 +380,5 @@ _ROUNDS: dict[str, Callable[[Network, Collective, Ints, Sequence[int]], list[_Ro
     "binomial": _binomial,
     "all_to_all": _all_to_all,
     "permute": _permute,
+    "shift": _shift,
 }

@@ -179,10 +179,10 @@ def collectives_of(session: Session, run: Scheduled | None) -> tuple[Collective,
         )
     return tuple(
         Collective(
-            i.step.kind.replace("_", "-").replace("permute", "collective-permute"),
+            i.step.name,
             i.step.nbytes,
             i.wire_bytes,
-            tuple(factors[f].name for f in i.step.over),
+            tuple(factors[f].name for f in i.step.factors),
             i.times,
             i.step.seconds,
             paths.get(i.tensor, f"value {i.tensor}"),

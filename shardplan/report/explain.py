@@ -195,8 +195,8 @@ class _Why:
                 moves = [s for s in steps if s.kind != "slice"]
                 cost = sum(s.seconds for s in moves)
                 kinds = ", ".join(
-                    f"{s.kind.replace('_', '-')}{' as ' + shortened(s.program) if s.program else ''}"
-                    f" over {' x '.join(plan.factors[f].name for f in s.over)}"
+                    f"{s.name}{' as ' + shortened(s.program) if s.program else ''}"
+                    f" over {' x '.join(plan.factors[f].name for f in s.factors)}"
                     for s in moves
                 )
                 how = f"by {kinds}, {seconds(cost)}" if moves else "by a local slice"

@@ -168,7 +168,8 @@ class _Reader:
         if step.program and (step.kind == "all_gather" or move.reducer == "sum"):  # no other reducer has programs
             yield self.issued(own, step.kind, step.over, size * itemsize(dtype), step.program)
         else:
-            yield from (self.alone(send, step.over) for send in own)
+            kinds = ["permute" if step.kind == "permute" else send.kind.replace("-", "_") for send in own]
+            yield from (self.issued([send], kind, step.over, send.nbytes, "") for send, kind in zip(own, kinds, strict=True))
 
     def bundle(self, bundle: Bundle, times: float) -> Iterator[Issued]:
         """The collectives of moves that travel together, each with the seconds of its copies to and from the buffer."""
@@ -177,18 +178,16 @@ class _Reader:
         for one in self.hop(bundle.scope, together, bundle.moves[0], size, times):
             yield replace(one, seconds=one.seconds + copying_s(bundle, self.planned), values=len(bundle.moves))
 
-    def alone(self, send: Send, over: tuple[int, ...]) -> Issued:
-        """One instruction that is a collective itself."""
-        kind = "permute" if send.kind == "collective-permute" else send.kind.replace("-", "_")
-        return self.issued([send], kind, over, send.nbytes, "")
+    def shift(self, send: Send, over: tuple[int, ...]) -> Issued:
+        """What every device sends to its neighbour."""
+        return self.issued([send], "shift", over, send.nbytes, "")
 
     def issued(self, own: Sequence[Send], kind: str, over: tuple[int, ...], nbytes: int, program: str) -> Issued:
         """A priced collective; ``nbytes`` are those of a device's operand."""
         nbytes *= self.ways(over) if kind == "all_gather" else 1
-        name = "collective-permute" if kind == "permute" else kind.replace("_", "-")
-        return Issued(
-            cast(Kind, name), over, nbytes, self.resharder.seconds_with(kind, over, nbytes, program), program, tuple(own)
-        )
+        seconds = self.resharder.seconds_with(kind, over, nbytes, program)
+        name = "collective-permute" if kind in ("permute", "shift") else kind.replace("_", "-")
+        return Issued(cast(Kind, name), tuple(sorted(set(over))), nbytes, seconds, program, tuple(own))
 
     def local_size(self, move: Move, layout: Layout, after: Layout | None = None, *, padded: Sequence[int] = ()) -> int:
         """Elements of a device's block; dims that a step is about to split are padded."""
@@ -208,7 +207,7 @@ class _Reader:
         over = reblock.layout.dims[reblock.dim]
         for n, rows in enumerate(reblock.heads(self.ways(over))):
             one = _One("collective-permute", (), rows * row)
-            yield self.alone(_send(f"{reblock.scope}.{n}", one, width, times, reblock.tensor, reblock.line), over)
+            yield self.shift(_send(f"{reblock.scope}.{n}", one, width, times, reblock.tensor, reblock.line), over)
 
     def ways(self, factors: Sequence[int]) -> int:
         """How many devices there are along some factors."""
@@ -304,7 +303,7 @@ class _Reader:
                             scope = f"{compute.scope}.{number}.{i}.{side}"
                             one = _One("collective-permute", (), row * n)
                             send = _send(scope, one, width, times, compute.node.inputs[i], compute.node.op.source)
-                            yield self.alone(send, c.factors)
+                            yield self.shift(send, c.factors)
                 shapes[i][place.dim] += sum(place.halo)
 
 

@@ -59,9 +59,12 @@ def test_what_treats_a_level_as_a_whole_is_priced_as_over_whole_levels(
             mine = fine.prices(shape, nbytes, alike.tolist(), into=into)[:, alike]
             theirs = whole.prices(shape, nbytes, at[alike].tolist(), into=into)[:, at[alike]]
             np.testing.assert_array_equal(mine, theirs)
-    for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute"):
+    for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift"):
         for g, run in enumerate(of):
             assert fine.seconds(kind, run, 1e6) == whole.seconds(kind, (g,), 1e6)
+    for g, h in itertools.permutations(range(len(of)), 2):
+        turned = (*of[g], *of[h], *of[h], *of[g])
+        assert fine.seconds("permute", turned, 1e6) == whole.seconds("permute", (g, h, h, g), 1e6)
 
 
 @pytest.mark.parametrize(("name", "split"), CASES[2:3] + CASES[4:7], ids=str)

@@ -64,6 +64,6 @@ def test_levels_are_busy_as_long_as_the_slope_says():
     draw = random.Random(0)
     for spec in ("gcp-a100:2", "dgx-h100:4", "gcp-v100:2", "2x2x4"):
         net = Network(Cluster.load(spec), factors(Cluster.load(spec)))
-        for kind in ("all_reduce", "reduce_scatter", "all_gather", "reduce", "broadcast", "permute", "all_to_all"):
+        for kind in ("all_reduce", "reduce_scatter", "all_gather", "reduce", "broadcast", "shift", "all_to_all"):
             over = tuple(sorted(draw.sample(range(len(net.factors)), draw.randint(1, len(net.factors)))))
             assert net.busy(kind, over).max(axis=1) == pytest.approx(net.lines(kind, over)[:, 1])

@@ -48,6 +48,11 @@ def networks(draw: st.DrawFn) -> Network:
     return network(Cluster("drawn", tuple(levels), DEVICE), splits)
 
 
+def named(kind: Collective, over: tuple[int, ...]) -> tuple[int, ...]:
+    """The factors of a collective; of a permute, to the reversed order."""
+    return (*over, *reversed(over)) if kind == "permute" else over
+
+
 def test_lines_counted_by_hand():
     net = network(SLOW)
     # a ring of 8 sends 2 * 7/8 out of each node; its way around is 6 local and 2 remote hops
@@ -58,8 +63,12 @@ def test_lines_counted_by_hand():
     assert net.lines("all_gather", (0, 1)).tolist() == [[7 / 8 * 26, 7 / 8]]
     # each of four devices sends half of its bytes across
     assert net.lines("all_to_all", (0, 1)).tolist() == [[10.0 + 6, 2.0]]
-    assert net.lines("permute", (0, 1)).tolist() == [[10.0, 4.0]]
-    assert net.lines("permute", (1,)).tolist() == [[1.0, 1 / 4]]
+    # places 1 and 3 of node 0 move to node 1, and as many back; the others stay in their node
+    assert net.lines("permute", (0, 1, 1, 0)).tolist() == [[10.0, 2.0]]
+    assert net.lines("shift", (1,)).tolist() == [[1.0, 1 / 4]]
+    # by rows one block crosses, by columns every second device sends to the other node, and as many come back
+    assert net.lines("shift", (0, 1)).tolist() == [[10.0, 1.0]]
+    assert net.lines("shift", (1, 0)).tolist() == [[10.0, 4.0]]
     # two nodes in a double tree: all bytes each way over the NIC once; chains of three hops inside
     assert net.lines("all_reduce", (0, 1), algorithm="tree").tolist() == [[2 * (3 + 10), 1.0]]
 
@@ -69,7 +78,8 @@ def test_every_instruction_costs_a_launch():
     launched = replace(SLOW, device=replace(DEVICE, collective_launch_s=100.0))
     bare, net = network(SLOW), network(launched)
     for kind in KINDS:
-        assert (net.lines(kind, (0, 1)) - bare.lines(kind, (0, 1))).tolist() == [[100.0, 0.0]] * len(net.lines(kind, (0, 1)))
+        over = named(kind, (0, 1))
+        assert (net.lines(kind, over) - bare.lines(kind, over)).tolist() == [[100.0, 0.0]] * len(net.lines(kind, over))
     counts: tuple[tuple[Collective, tuple[int, ...], int], ...] = (
         ("reduce", (), 3), ("broadcast", (), 3), ("all_reduce", (), 1), ("all_gather", (), 1),
         ("all_reduce", (0,), 2 * 3), ("reduce_scatter", (0,), 3), ("all_gather", (0,), 3), ("reduce", (0,), 2),
@@ -82,7 +92,7 @@ def test_every_instruction_costs_a_launch():
 
 def test_a_file_without_the_launch_of_a_collective_gets_that_of_a_kernel():
     silent = replace(SLOW, device=replace(DEVICE, launch_s=0.5, collective_launch_s=None))
-    assert network(silent).lines("permute", (1,)).tolist() == [[1.5, 1 / 4]]
+    assert network(silent).lines("shift", (1,)).tolist() == [[1.5, 1 / 4]]
     assert Cluster.from_toml(silent.to_toml()).device == silent.device
 
 
@@ -108,7 +118,7 @@ def test_halving_every_bandwidth_doubles_slopes_and_leaves_latencies(net: Networ
     ]
     slower = Network(replace(net.cluster, levels=tuple(levels)), net.factors)
     for kind in KINDS:
-        a, b = net.lines(kind, over), slower.lines(kind, over)
+        a, b = net.lines(kind, named(kind, over)), slower.lines(kind, named(kind, over))
         assert np.allclose(b[:, 1], 2 * a[:, 1], rtol=1e-12)
         assert np.array_equal(a[:, 0], b[:, 0])
 
@@ -117,9 +127,9 @@ def test_halving_every_bandwidth_doubles_slopes_and_leaves_latencies(net: Networ
 def test_the_slope_scales_exactly_with_the_level_that_limits_it(kind: Collective):
     faster = replace(SLOW, levels=(replace(SLOW.levels[0], bandwidth_bytes_per_s=2.0), SLOW.levels[1]))
     for over in ((0,), (0, 1)):
-        a, b = (network(c).lines(kind, over) for c in (SLOW, faster))
+        a, b = (network(c).lines(kind, named(kind, over)) for c in (SLOW, faster))
         assert a[:, 1].tolist() == (2 * b[:, 1]).tolist()
-    assert network(SLOW).lines(kind, (1,)).tolist() == network(faster).lines(kind, (1,)).tolist()
+    assert network(SLOW).lines(kind, named(kind, (1,))).tolist() == network(faster).lines(kind, named(kind, (1,))).tolist()
 
 
 @given(networks())
@@ -210,7 +220,7 @@ def test_binomial_rounds_reach_everyone_once(n: int):
 
 
 def test_wire_bytes_follow_the_ring():
-    assert [wire_bytes(k, 8, 80.0) for k in KINDS] == [140.0, 70.0, 70.0, 70.0, 80.0, 70.0, 70.0]
+    assert [wire_bytes(k, 8, 80.0) for k in KINDS] == [140.0, 70.0, 70.0, 70.0, 80.0, 80.0, 70.0, 70.0]
     assert [wire_bytes(k, 1, 80.0) for k in KINDS] == [0.0] * len(KINDS)
 
 

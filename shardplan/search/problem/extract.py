@@ -201,7 +201,7 @@ class Extractor:
         return tuple(found)
 
     def _wire(self, step: Step) -> float:
-        n = math.prod(self.problem.sizes[f] for f in step.over)
+        n = math.prod(self.problem.sizes[f] for f in step.factors)
         return wire_bytes(step.kind, n, step.nbytes)  # type: ignore[arg-type]
 
     def _view_steps(self, summand: Summand, solution: Solution, issued: list[Issued]) -> None:

@@ -195,7 +195,7 @@ class Pricer:
                 if isinstance(place, Split) and place.halo != (0, 0):
                     empty = Layout(((),) * len(signature.call.operands[i]))
                     for side in halo_bytes(signature.call, i, place):
-                        steps.append(Step("permute", over, side, empty, empty, self.resharder.seconds("permute", over, side)))
+                        steps.append(Step("shift", over, side, empty, empty, self.resharder.seconds("shift", over, side)))
         for over, extra in pair_bytes(signature.call, loop_cuts):
             empty = Layout(((),) * len(signature.call.results[0]))
             steps.append(Step("all_reduce", over, extra, empty, empty, self.resharder.seconds("all_reduce", over, extra)))

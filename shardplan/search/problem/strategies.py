@@ -337,7 +337,7 @@ def _halos_s(call: Call, resharder: Resharder, cut_info: Sequence[_CutInfo]) -> 
             for mask in range(1, len(row)):
                 over = tuple(f for f in range(len(resharder.sizes)) if mask >> f & 1)
                 if m.strategy is not None and math.prod(resharder.sizes[f] for f in over) == m.strategy.ways:
-                    row[mask] += sum(resharder.seconds("permute", over, side) for side in halo_bytes(call, i, place))
+                    row[mask] += sum(resharder.seconds("shift", over, side) for side in halo_bytes(call, i, place))
     return found
 
 

@@ -1,8 +1,9 @@
 """The search: the cheapest assignment within the memory limit, and every baseline scored in the same tables.
 
-Two levels are solved jointly: exactly where the tables allow, else by a beam that mostly proves its optimum. More levels are
-solved as one group of slower and one of faster levels (else by recursion, slowest level first). Then every layout is polished on
-one level and, if that gained, on pairs of levels, to a fixpoint, and from other groupings too (Tofu, section 5.2, made joint).
+Two factors are solved jointly: exactly where the tables allow, else by a beam that mostly proves its optimum. So are more factors
+where the tables are small. Where they are not, the factors are solved as one group of slower and one of faster ones (else by
+recursion, slowest level first). Then every layout is polished on one factor and, if that gained, on pairs of factors, to a
+fixpoint, and from other groupings too (Tofu, section 5.2, made joint).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from shardplan.search.problem.problem import Problem
 from shardplan.search.problem.solution import Solution, Tried
 from shardplan.search.problem.strategies import Groups
 from shardplan.search.strategy.memory_pricing import Descent
-from shardplan.search.strategy.polish import JOINT_ENTRIES, near, polish
+from shardplan.search.strategy.polish import FEW_ENTRIES, JOINT_ENTRIES, near, polish
 from shardplan.search.strategy.purposes import Purpose
 from shardplan.search.strategy.recursion import recurse
 
@@ -78,8 +79,8 @@ def search(
 ) -> Outcome:
     """Solves within ``limit`` bytes per device. ``domains`` hold the pins. ``deadline`` is an instant of `anytime.now_s`.
 
-    ``starts`` are solutions to improve on: the result is no worse than any of them. With three or more factors, they take the
-    place of the groupings.
+    ``starts`` are solutions to improve on: the result is no worse than any of them. With three or more factors that are not
+    solved jointly, they take the place of the groupings.
 
     At the deadline, or on an interrupt, it returns the best so far. The deadline waits until there is a solution (tables cannot
     be built in part); an interrupt before a solution fits is raised.
@@ -181,7 +182,9 @@ def _unlimited(
     ``known`` are solutions to improve on.
     """
     count = len(solver.problem.sizes)
-    order = solver.order(domains) if count <= 2 else None
+    order = solver.order(domains)
+    if count > 2 and order.total > FEW_ENTRIES:
+        order = None
     watch.tell("tables", 0.05)
     if not known and (watch.deadline is not None or (order is not None and order.total > LONG_ENTRIES)):
         # in case there is no time for more: every tensor in the layout with the fewest factors, then level by level

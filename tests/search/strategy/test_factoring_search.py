@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from models import gpt, mlp
 from shardplan.cost import TIME
 from shardplan.ir import Factor
 from shardplan.mesh import Cluster, factors
+from shardplan.mesh.machine import Interconnect, Kind
 from shardplan.search.inference.solver import Solver
 from shardplan.search.memory import liveness as memory
 from shardplan.search.problem import Problem
@@ -27,6 +29,31 @@ from tests.models.test_factories import TINY, factory
 from tests.search import steps
 
 SMALL = ("4", "6", "8", "9", "12", "2x4", "3x4", "4x2", "2x6")
+
+
+PLACES: dict[str, tuple[str, tuple[Kind, ...]]] = {
+    "ring of 8": ("8", ("ring",)),
+    "ring of 6": ("6", ("ring",)),
+    "two domains": ("8", ("ring",)),
+    "bus of 8": ("8", ("bus",)),
+    "torus": ("3x4", ("ring", "ring")),
+    "rails": ("2x4", ("switch", "switch")),
+    "islands": ("2x2x2", ("switch", "switch", "switch")),
+    "rings on a switch": ("2x4", ("switch", "ring")),
+}
+"""Machines on which devices of one level are not alike: sizes of levels, and what joins the children of each."""
+
+
+def placed(where: str, gbps: float) -> Cluster:
+    """One of `PLACES`, its slowest level of ``gbps``, each further one four times faster."""
+    shape, kinds = PLACES[where]
+    base = steps.cluster(shape, gbps=tuple(gbps * 4**i for i in range(len(kinds))))
+    levels = [replace(level, kind=kind) for level, kind in zip(base.levels, kinds, strict=True)]
+    if where == "two domains":
+        levels[0] = replace(levels[0], also=Interconnect("pcie", 4, gbps * 0.25e9, 2e-9))
+    if where == "rails":
+        levels[0] = replace(levels[0], rails=4)
+    return replace(base, levels=tuple(levels))
 
 
 def products(n: int) -> Iterator[tuple[int, ...]]:
@@ -66,7 +93,18 @@ def test_every_ordered_product_is_reached_by_splits() -> None:
 @given(recipe=steps.recipes(), shape=st.sampled_from(SMALL), gbps=st.sampled_from([1.0, 10.0, 100.0]))
 def test_the_best_of_all_factorings_is_found(recipe: steps.Recipe, shape: str, gbps: float) -> None:
     """Every layout of every factoring, by exact elimination, itself held to all assignments elsewhere."""
-    cluster = steps.cluster(shape, gbps=(gbps, 100.0))
+    check_against_every_factoring(recipe, steps.cluster(shape, gbps=(gbps, 100.0)))
+
+
+@settings(max_examples=24)
+@given(recipe=steps.recipes(), where=st.sampled_from(sorted(PLACES)), gbps=st.sampled_from([2.0, 10.0, 50.0]))
+def test_the_best_placement_is_found(recipe: steps.Recipe, where: str, gbps: float) -> None:
+    """Where it matters which devices form a group: every layout of every factoring holds every placement of a level's parts."""
+    check_against_every_factoring(recipe, placed(where, gbps))
+
+
+def check_against_every_factoring(recipe: steps.Recipe, cluster: Cluster) -> None:
+    """Holds the search to the exact minimum over all layouts of all ordered factorings."""
     whole = steps.problem(recipe.step, *recipe.args(), on=cluster)
     least = math.inf
     for of in factorings(cluster):

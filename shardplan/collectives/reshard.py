@@ -179,7 +179,7 @@ class Resharder:
     def legal(self, shape: Sequence[int], *, pad: bool) -> NDArray[np.bool_]:
         """[S]: whether all split dims of a state divide evenly or (``pad``) need padding of at most an eighth.
 
-        Tensors without elements are not split.
+        Every device has elements of each split dim; tensors without elements are not split.
         """
         key = tuple(shape), pad
         result = self._legal.get(key)
@@ -189,6 +189,7 @@ class Resharder:
                 result = np.all(splits == 1, axis=1)
             elif pad:
                 result = np.all((-(-sizes // splits) * splits - sizes) * PADDING <= sizes, axis=1)
+                result &= np.all(splits[:, :-1] <= sizes[:-1], axis=1)  # no device without elements
             else:
                 result = np.all(sizes % splits == 0, axis=1)
             result.setflags(write=False)

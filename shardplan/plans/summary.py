@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -67,39 +67,55 @@ def best_scheduled(
     collectives travel together may be faster. One that pins forbid, or whose compute and bytes alone take longer, is not looked
     at. At the ``deadline`` (an instant of `anytime.now_s`) or an interrupt it returns the best so far, and what stopped it.
     """
-    run = scheduled(session)
-    best, best_s = (session, run), session.decisions.compute_s + run.communication_s
-    stopped: Stopped = ""
+    fastest = _Fastest(session, deadline)
     try:
         for other in others:
-            if deadline is not None and anytime.now_s() >= deadline:
-                stopped = "time budget"
-                break
-            if _at_least_s(other) < best_s * (1 - _GAIN):
-                run = scheduled(other)
-                seconds = other.decisions.compute_s + run.communication_s
-                if seconds < best_s * (1 - _GAIN):
-                    best, best_s = (other, run), seconds
-        session = best[0]
-        domains = pinned_domains(session.problem, session.pins)
-        for restriction in session.rivals.restrictions:
-            if deadline is not None and anytime.now_s() >= deadline:
-                stopped = "time budget"
-                break
-            for solution in session.rivals.of(restriction):
-                if not solution.fits(session.memory_limit) or not _within(solution.states, domains):
-                    continue
-                rival = session.at(replace(solution, name=session.solution.name))
-                if _at_least_s(rival) < best_s * (1 - _GAIN):
-                    run = scheduled(rival)
-                    seconds = rival.decisions.compute_s + run.communication_s
-                    if seconds < best_s * (1 - _GAIN):
-                        best, best_s = (rival, run), seconds
+            fastest.look([(_at_least_s(other), other)])
+        session = fastest.session
+        fastest.look(_rivals(session, fastest))
     except KeyboardInterrupt:
-        stopped = "interrupted"
-    if stopped:
+        fastest.stopped = "interrupted"
+    if fastest.stopped:
         session.rivals.close()
-    return *best, stopped
+    return fastest.session, fastest.run, fastest.stopped
+
+
+class _Fastest:
+    """The fastest session so far, as scheduled. ``stopped`` says that the deadline has passed."""
+
+    def __init__(self, session: Session, deadline: float | None) -> None:
+        self.session, self.run = session, scheduled(session)
+        self.seconds = session.decisions.compute_s + self.run.communication_s
+        self.stopped: Stopped = ""
+        self._deadline = deadline
+
+    def late(self) -> bool:
+        """Whether there is no time for more."""
+        if self._deadline is not None and anytime.now_s() >= self._deadline:
+            self.stopped = "time budget"
+        return bool(self.stopped)
+
+    def look(self, others: Iterable[tuple[float, Session]]) -> None:
+        """Schedules sessions, the most promising first, given with bounds on their seconds, as long as one may be faster."""
+        for least_s, other in sorted(others, key=lambda row: row[0]):
+            if least_s >= self.seconds * (1 - _GAIN) or self.late():
+                return
+            run = scheduled(other)
+            seconds = other.decisions.compute_s + run.communication_s
+            if seconds < self.seconds * (1 - _GAIN):
+                self.session, self.run, self.seconds = other, run, seconds
+
+
+def _rivals(session: Session, fastest: _Fastest) -> Iterator[tuple[float, Session]]:
+    """The baselines that fit and that the pins allow, with bounds on their seconds, until it is late."""
+    domains = pinned_domains(session.problem, session.pins)
+    for restriction in session.rivals.restrictions:
+        if fastest.late():
+            return
+        for solution in session.rivals.of(restriction):
+            if solution.fits(session.memory_limit) and _within(solution.states, domains):
+                rival = session.at(replace(solution, name=session.solution.name))
+                yield _at_least_s(rival), rival
 
 
 def _within(states: Sequence[int], domains: Sequence[Domain]) -> bool:

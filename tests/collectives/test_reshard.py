@@ -229,6 +229,14 @@ def test_every_collective_from_a_state_is_an_edge(sizes: tuple[int, ...]) -> Non
     assert list(zip(edges.source, edges.target, strict=True)) == sorted(zip(edges.source, edges.target, strict=True))
 
 
+def test_a_dim_is_split_in_no_more_ways_than_it_has_elements() -> None:
+    """Eight rows over nine devices need padding of an eighth, but one device would have none of them."""
+    own = resharder("9")
+    split = own.state((8,), Layout(((0,),)))
+    assert not own.legal((8,), pad=True)[split]
+    assert own.legal((17,), pad=True)[split]
+
+
 def test_dims_of_one_element_are_none_of_a_layout_space() -> None:
     own = resharder("2x4")
     flat, shape = (8, 16), (8, 1, 16, 1)

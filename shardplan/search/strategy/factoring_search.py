@@ -32,6 +32,12 @@ Found = tuple[Problem, Outcome]
 _GAIN = 1e-6
 """What one more factor must gain, as a fraction of the seconds: each is one more mesh axis for its user to read."""
 
+_WORTH = 0.005
+"""Where tables are large, a search over four factors or more takes seconds. So a factoring of three factors or more whose optimum
+is not proved is split further only if it gained this fraction over the one that it splits; and once the best with so many
+factors does not gain this over the best with one fewer, no more of them are searched.
+"""
+
 MOST_TRIED = 12
 """The most factorings that are searched. Counted, not timed, so that plans are reproducible."""
 
@@ -66,13 +72,17 @@ def best_of_factorings(graph: Graph, coarse: Coarse, cluster: Cluster, wanted: W
 
 
 class _Search:
-    """A search over factorings; ``found`` holds the outcome of each that was searched, ``left_out`` why others were not."""
+    """A search over factorings.
+
+    ``found`` holds the outcome of each that was searched, ``left_out`` why others were not, ``_split`` which one each splits.
+    """
 
     def __init__(self, graph: Graph, coarse: Coarse, cluster: Cluster, wanted: Wanted) -> None:
         self.graph, self.coarse, self.cluster, self.wanted = graph, coarse, cluster, wanted
         self.family: Family = {}
         self.found: dict[tuple[Factor, ...], Found] = {}
         self.left_out: dict[tuple[Factor, ...], str] = {}
+        self._split: dict[tuple[Factor, ...], tuple[Factor, ...]] = {}
         self.refusals: list[PinError] = []
         self._progress = 0.0
 
@@ -104,7 +114,7 @@ class _Search:
         """Splits factors, best first, as long as that gains."""
         waiting = list(self.found)
         while waiting:
-            at = min(waiting, key=lambda f: (self._rank(self.found[f]), len(f)))
+            at = min(waiting, key=self._order)
             waiting.remove(at)
             parent = self.found[at]
             if parent[1].best.seconds <= least_s(parent[0]) * (1 + _GAIN) and parent[1].best.fits(self.wanted.memory):
@@ -112,14 +122,32 @@ class _Search:
             for factors in splits(self.cluster, at, work):
                 if factors in self.found or factors in self.left_out:
                     continue
-                if len(self.found) >= MOST_TRIED:
-                    self.left_out[factors] = f"{MOST_TRIED} others were searched"
+                if why := self._why_not(at):
+                    self.left_out[factors] = why
                     continue
                 if stopped := self._try(factors, parent):
                     return stopped
                 if factors in self.found and better(self.found[factors], parent, self.wanted.memory, gain=_GAIN):
                     waiting.append(factors)
+                    self._split[factors] = at
         return ""
+
+    def _why_not(self, at: tuple[Factor, ...]) -> str:
+        """Why this factoring is not split further; empty where it is."""
+        if len(self.found) >= MOST_TRIED:
+            return f"{MOST_TRIED} others were searched"
+        if len(at) < 3 or self.found[at][1].exact:
+            return ""
+        if (of := self._split.get(at)) is not None and not self._worth(at, of):
+            return f"what it splits gained under {_WORTH:.1%}"
+        fewer, more = (min((f for f in self.found if len(f) == n), key=self._order, default=None) for n in (len(at), len(at) + 1))
+        if fewer is not None and more is not None and not self._worth(more, fewer):
+            return f"another of {len(more)} factors gained under {_WORTH:.1%}"
+        return ""
+
+    def _worth(self, finer: tuple[Factor, ...], coarser: tuple[Factor, ...]) -> bool:
+        """Whether a factoring gained enough over another to be refined in turn."""
+        return better(self.found[finer], self.found[coarser], self.wanted.memory, gain=_WORTH)
 
     def _merge(self) -> Stopped:
         """Merges neighbouring factors of a level that no layout keeps apart, where that is no slower."""
@@ -163,9 +191,11 @@ class _Search:
         self.found[factors] = problem, outcome
         return outcome.stopped
 
-    def _rank(self, found: Found) -> tuple[bool, float]:
-        best = found[1].best
-        return (False, best.seconds) if best.fits(self.wanted.memory) else (True, float(best.peak_bytes))
+    def _order(self, factors: tuple[Factor, ...]) -> tuple[bool, float, int]:
+        """What fits comes first, then the faster (the smaller where neither fits), then what has fewer factors."""
+        best = self.found[factors][1].best
+        fits = best.fits(self.wanted.memory)
+        return not fits, best.seconds if fits else float(best.peak_bytes), len(factors)
 
     def _fastest(self) -> Found:
         """The best outcome so far; of equals, the one with the fewest factors."""

@@ -134,8 +134,9 @@ def polish(
     points: Sequence[int] = (),
     price: float = 0.0,
     also: Sequence[Domain] = (),
+    pairs: bool = True,
 ) -> Solution:
-    """Chooses pairs of factors anew, with the others fixed, until nothing improves.
+    """Chooses pairs of factors anew, with the others fixed, until nothing improves. Without ``pairs``, only where that is fast.
 
     With three or more factors, every variable may also change on single factors, or to a layout of ``also`` (whose tables must
     not be too large): the result is no worse than the best assignment of these. Where that gains nothing, pairs are tried only
@@ -148,6 +149,6 @@ def polish(
         return work.best
     result = work.singles(also)
     assert result is not None or not also, "the layouts of `also` need too large tables"
-    while result is not False and work.pairs():
+    while result is not False and pairs and work.pairs():
         result = work.singles()
     return work.best

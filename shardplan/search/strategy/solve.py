@@ -207,9 +207,10 @@ def _unlimited(
         others = [*known, *joint] if known and not levels.premise else [*known, *levels.every, *joint]
         if all(math.isinf(s.seconds) for s in others):
             others.append(_narrowest(solver, domains))
-        others += rivals.seeds(domains, limit, levels.spaces)
+        if not known:  # what is known is no worse than the baselines over fewer factors
+            others += rivals.seeds(domains, limit, levels.spaces)
         watch.tell("search", 0.4)
-        best = polish(solver, domains, _fastest(others), watch)
+        best = polish(solver, domains, _fastest(others), watch, pairs=count < 4 or not known)
     else:
         others = []
     return _Free(best, known_s, others, levels, wide)
@@ -227,7 +228,7 @@ def _reached(solver: Solver, rivals: Rivals, levels: _Levels, watch: Watch, know
         if solver.order(near(solver.problem, domains, start, reach)).largest > JOINT_ENTRIES:
             return None
         watch.tell("search", 0.4)
-        return polish(solver, domains, start, watch, also=reach)
+        return polish(solver, domains, start, watch, also=reach, pairs=len(solver.problem.sizes) < 4)
     groups = levels.coarsest()
     if groups is None:
         return None

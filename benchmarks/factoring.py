@@ -1,17 +1,22 @@
 """What factors are worth that the search finds: seconds over whole levels beside seconds where levels may be taken apart.
 
-``python benchmarks/factoring.py [--part models forced] [--models gpt ...] [--clusters 8 2x8 ...] [--repeats 1] [--json FILE]``
+``python benchmarks/factoring.py [--part models forced axes] [--models gpt ...] [--clusters 8 ...] [--repeats 1] [--json FILE]``
 
 - ``models``: every model of models/ on every cluster of `CLUSTERS`: predicted seconds with whole levels and with free factors,
   the matrix that was found, and planning seconds of both (medians of the repeats, all in one process of a row).
 - ``forced``: three models on one switch of eight: free factors beside each factoring by itself.
+- ``axes``: P2's systems (``benchmarks/p2_a100.csv``, those with two axes) with data and tensor axes of a two-layer transformer:
+  every parallelism matrix with the seconds of its best plan, and with those of its reductions alone by the network model (all
+  gradients over the data axis, four activations a layer over the tensor axis).
 
-Exits with 1 where free factors are slower than whole levels, or than a factoring by itself.
+Exits with 1 where free factors are slower than whole levels, or than a factoring by itself, or where the chosen matrix is not the
+one with the fastest reductions.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import importlib
 import json
 import os
@@ -56,6 +61,8 @@ FORCED: Sequence[tuple[str, str, Mapping[str, Any]]] = [
 ]
 FACTORS = ((8,), (2, 4), (4, 2), (2, 2, 2))
 SLOWER = 1 + 1e-6
+PARTS = ("models", "forced", "axes")
+_TRANSFORMER = {"layers": 2, "width": 1024, "heads": 32, "batch": 64, "sequence": 512, "vocabulary": 4096}
 
 Row = dict[str, Any]
 
@@ -63,7 +70,7 @@ Row = dict[str, Any]
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the rows and prints the tables; 1 where free factors are slower."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", nargs="+", choices=("models", "forced"), default=["models", "forced"])
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS), metavar="MODEL")
     parser.add_argument("--clusters", nargs="+", default=list(CLUSTERS), metavar="CLUSTER")
     parser.add_argument("--repeats", type=int, default=1)
@@ -94,10 +101,61 @@ def main(argv: Sequence[str] | None = None) -> int:
             row = {"name": name, **task, **_fresh(task)}
             rows.setdefault("forced", []).append(row)
             print(_forced_line(row), flush=True)
+    worse = [r for own in rows.values() for r in own if r["ms"][-1] > min(r["ms"][:-1]) * SLOWER]
+    if "axes" in given.part:
+        print(
+            "\n| system | data | tensor | ms of the plans; of the reductions alone, by matrix (data / tensor) | chosen |"
+        )
+        print("|---|---|---|---|---|", flush=True)
+        rows["axes"] = [_axes_row(*one) for one in _systems()]
+        worse += [r for r in rows["axes"] if r["chosen"] != r["fastest"]]
     if given.json:
         given.json.write_text(json.dumps(rows, indent=1))
-    worse = [r for own in rows.values() for r in own if r["ms"][-1] > min(r["ms"][:-1]) * SLOWER]
     return int(bool(worse))
+
+
+def _systems() -> list[tuple[int, int, int]]:
+    """(nodes, data, tensor) of P2's systems of two axes."""
+    with (Path(__file__).parent / "p2_a100.csv").open(newline="", encoding="utf-8") as file:
+        found = {(int(line["nodes"]), *map(int, line["parallelism_axes"].split())) for line in csv.DictReader(file)}
+    return sorted(one for one in found if len(one) == 3)
+
+
+def _axes_row(nodes: int, data: int, tensor: int) -> Row:
+    """The matrices of one system, as planned and by their reductions alone."""
+    import shardplan
+    from models import gpt
+    from shardplan.cost import Network
+    from shardplan.mesh import Cluster, matrices
+
+    step, args = gpt.train_step(**_TRANSFORMER)
+    cluster = Cluster.load(f"gcp-a100:{nodes}")
+    plan = shardplan.plan(
+        step, *args, cluster=cluster, memory_limit=ROOMY, donate_argnums=0, axes={"data": data, "tensor": tensor}
+    )
+    width, batch, length = _TRANSFORMER["width"], _TRANSFORMER["batch"], _TRANSFORMER["sequence"]
+    gradients = 4 * (_TRANSFORMER["layers"] * 12 * width**2 + _TRANSFORMER["vocabulary"] * width) / tensor
+    activations = 4 * batch * length * width / data
+    alone: dict[str, float] = {}
+    for matrix in matrices(cluster.shape, (data, tensor)):
+        own, axes = matrix.factors(cluster)
+        network = Network(cluster, own)
+        reduced = network.seconds("all_reduce", axes[0], gradients)
+        alone[_matrix_text(matrix.rows)] = float(
+            reduced + 4 * _TRANSFORMER["layers"] * network.seconds("all_reduce", axes[1], activations)
+        )
+    planned = sorted(row["seconds"] for row in plan.provenance["factorings"])
+    chosen = _matrix_text(plan.matrix["factors"])
+    row = {"nodes": nodes, "data": data, "tensor": tensor, "planned_s": planned, "alone_s": alone, "chosen": chosen}
+    row["fastest"] = min(alone, key=lambda text: alone[text])
+    each = "; ".join(f"{text}: {s * 1e3:.1f}" for text, s in sorted(alone.items(), key=lambda one: one[1]))
+    plans = ", ".join(f"{s * 1e3:.1f}" for s in planned)
+    print(f"| gcp-a100:{nodes} | {data} | {tensor} | plans {plans}; reductions {each} | {chosen} |", flush=True)
+    return row
+
+
+def _matrix_text(rows: Sequence[Sequence[int]]) -> str:
+    return " / ".join(" ".join(map(str, row)) for row in rows)
 
 
 def _fresh(task: Row) -> Row:

@@ -103,9 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(_forced_line(row), flush=True)
     worse = [r for own in rows.values() for r in own if r["ms"][-1] > min(r["ms"][:-1]) * SLOWER]
     if "axes" in given.part:
-        print(
-            "\n| system | data | tensor | ms of the plans; of the reductions alone, by matrix (data / tensor) | chosen |"
-        )
+        print("\n| system | data | tensor | ms of the plans; of the reductions alone, by matrix (data / tensor) | chosen |")
         print("|---|---|---|---|---|", flush=True)
         rows["axes"] = [_axes_row(*one) for one in _systems()]
         worse += [r for r in rows["axes"] if r["chosen"] != r["fastest"]]

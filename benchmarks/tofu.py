@@ -19,6 +19,8 @@ from typing import Any
 
 CLUSTER = "ec2-p2.8xlarge"
 MODELS = ("rnn-4-8k", "wresnet-152-10")
+STEPS = (2, 2, 2)
+"""The steps of Tofu's recursion over eight workers."""
 BEATEN = ("AllRow-Greedy", "EqualChop", "ICML18")
 ALGORITHMS = ("data parallel", "FSDP", "AllRow-Greedy", "Spartan", "EqualChop", "ICML18")
 
@@ -52,7 +54,7 @@ def _out_of_order(of: Sequence[dict[str, Any]]) -> bool:
     return any(sent["Tofu"] > sent[name] for name in BEATEN if name in sent)
 
 
-def planned(model: str, parts: tuple[int, ...], *, objective: str = "time") -> Any:
+def planned(model: str, parts: tuple[int, ...] = STEPS, *, objective: str = "time") -> Any:
     """The plan of one of Tofu's two models, its level of eight in these parts."""
     import shardplan
     from models import rnn, wresnet
@@ -68,7 +70,7 @@ def planned(model: str, parts: tuple[int, ...], *, objective: str = "time") -> A
     )
 
 
-def rows(model: str, parts: tuple[int, ...]) -> list[dict[str, Any]]:
+def rows(model: str, parts: tuple[int, ...] = STEPS) -> list[dict[str, Any]]:
     """Seconds, share of communication, bytes on the wire and peak bytes of each algorithm."""
     ours, tofu = planned(model, parts), planned(model, parts, objective="bytes")
     baselines = ours.baseline_plans()

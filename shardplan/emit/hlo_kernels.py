@@ -1,0 +1,179 @@
+"""The kernels of a compiled program: how often each runs, the bytes that it reads and writes, and the flops of its products.
+
+A kernel is an instruction that a device executes by itself: a fusion, a library call, a copy, a scatter. Its bytes are those of
+its operands and results. Of an operand of which it reads slices, they are those of the slices; of a buffer that it updates in
+place, those of the update. Collectives, and what only renames a buffer, are no kernels.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shardplan.emit.hlo_text import Computation, Instruction, Module, Shape, parse_module
+
+_FREE = frozenset(
+    (
+        "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id", "while",
+        "conditional", "call", "opt-barrier", "async-start", "async-update", "async-done", "copy-done", "add-dependency",
+    )
+)  # fmt: skip
+_COLLECTIVE = re.compile(
+    r"(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast|ragged-all-to-all)(-start|-done)?$"
+)
+_RENAMES = ("bitcast", "reshape", "copy", "transpose", "convert")
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A kernel; ``flops`` are those of its products (a multiply-add is two), in ``dtype``, empty where it has none."""
+
+    name: str
+    kind: str
+    op_name: str
+    times: int
+    read_bytes: int
+    written_bytes: int
+    flops: float
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that one run moves."""
+        return self.read_bytes + self.written_bytes
+
+
+def kernels(hlo_text: str) -> tuple[Kernel, ...]:
+    """The kernels of the text of a compiled program, in its order. Raises `HloError` on text that is not HLO."""
+    module = parse_module(hlo_text)
+    inside = {
+        name
+        for computation in module.computations.values()
+        for i in computation.instructions.values()
+        for _, name in i.called
+        if i.opcode not in ("while", "conditional", "call", "async-start")
+    }
+    result: list[Kernel] = []
+    for computation in module.computations.values():
+        times = module.runs[computation.name].times
+        if computation.name in inside or not times:
+            continue
+        for i in computation.instructions.values():
+            if i.opcode not in _FREE and not _COLLECTIVE.match(i.opcode):
+                result.append(_kernel(module, computation, i, times))
+    return tuple(result)
+
+
+def _kernel(module: Module, computation: Computation, i: Instruction, times: int) -> Kernel:
+    fused = _fused(module, i)
+    kind = i.attribute(r'"kind":"([^"]+)"') or i.attribute(r'custom_call_target="([^"]+)"') or i.attribute(r"kind=(\w+)")
+    if fused is None:
+        read, written = _alone(computation, i)
+    else:
+        read = sum(_read(fused, fused.parameters[n], module) for n in range(len(i.operands)) if n in fused.parameters)
+        written = sum(_written(fused, root) for root in _roots(fused))
+    flops, dtype = _products(module, computation, i)
+    return Kernel(i.name, kind or i.opcode, i.op_name, times, read, written, flops, dtype)
+
+
+def _fused(module: Module, i: Instruction) -> Computation | None:
+    name = next((name for role, name in i.called if role == "calls"), None) if i.opcode == "fusion" else None
+    return None if name is None else module.computations[name]
+
+
+def _nbytes(shapes: tuple[Shape, ...]) -> int:
+    return sum(s.nbytes for s in shapes)
+
+
+def _alone(computation: Computation, i: Instruction) -> tuple[int, int]:
+    """What an instruction outside of fusions reads and writes."""
+    operands = [computation.instructions[name] for name in i.operands if name in computation.instructions]
+    read, written = sum(_nbytes(o.leaves) for o in operands), _nbytes(i.leaves)
+    match i.opcode:
+        case "dynamic-slice" | "slice" | "gather":
+            return _nbytes(i.leaves), written
+        case "dynamic-update-slice":
+            return _nbytes(operands[1].leaves), _nbytes(operands[1].leaves)
+        case "scatter":
+            moved = read - _nbytes(operands[0].leaves)
+            return 2 * moved, moved
+        case "copy-start":
+            return _nbytes(operands[0].leaves), _nbytes(operands[0].leaves)
+        case "custom-call" if "matmul" in i.attributes or "gemm" in i.attributes or "conv" in i.attributes:
+            return read, _nbytes(i.leaves[:1])  # what follows is workspace
+        case _:
+            return read, written
+
+
+def _read(fused: Computation, value: Instruction, module: Module) -> int:
+    """Bytes of a parameter that a fusion reads: all, or those of its slices."""
+    whole, total = _nbytes(value.leaves), 0
+    for user in fused.users.get(value.name, ()):
+        if user.opcode in ("slice", "dynamic-slice", "gather") and user.operands[0] == value.name:
+            total += _nbytes(user.leaves)
+        elif user.opcode == "dynamic-update-slice" and user.operands[0] == value.name:
+            continue
+        elif user.opcode == "scatter" and user.operands[0] == value.name:
+            total += _nbytes(fused.instructions[user.operands[2]].leaves)
+        elif user.opcode in ("bitcast", "reshape"):
+            total += _read(fused, user, module)
+        else:
+            return whole
+    return min(whole, total)
+
+
+def _roots(fused: Computation) -> Iterator[Instruction]:
+    if fused.root.opcode == "tuple":
+        yield from (fused.instructions[name] for name in fused.root.operands)
+    else:
+        yield fused.root
+
+
+def _written(fused: Computation, root: Instruction) -> int:
+    """Bytes that a fusion writes for one result: of one that is updated in place, those of the update."""
+    at = root
+    while at.opcode in _RENAMES and len(at.operands) == 1 and at.operands[0] in fused.instructions:
+        at = fused.instructions[at.operands[0]]
+    if at.opcode == "dynamic-update-slice":
+        return _nbytes(fused.instructions[list(at.operands)[1]].leaves)
+    if at.opcode == "scatter":
+        return _nbytes(fused.instructions[list(at.operands)[2]].leaves)
+    return _nbytes(root.leaves)
+
+
+def _products(module: Module, computation: Computation, i: Instruction) -> tuple[float, str]:
+    """The flops of the products of a kernel, and their dtype."""
+    if i.opcode == "fusion":
+        fused = _fused(module, i)
+        found = [] if fused is None else [_products(module, fused, one) for one in fused.instructions.values()]
+        return sum(flops for flops, _ in found), next((dtype for flops, dtype in found if flops), "")
+    if i.opcode == "dot":
+        return _dot(computation, i)
+    target = i.attribute(r'custom_call_target="([^"]+)"') or "" if i.opcode == "custom-call" else ""
+    if "matmul" in target or "gemm" in target:
+        return _dot(computation, i)
+    if i.opcode == "convolution" or "conv" in target:
+        return _convolution(computation, i, target)
+    return 0.0, ""
+
+
+def _dot(computation: Computation, i: Instruction) -> tuple[float, str]:
+    left = computation.instructions[i.operands[0]].leaves[0]
+    dims = i.attribute(r"lhs_contracting_dims=\{([\d,]*)\}") or i.attribute(r'"lhs_contracting_dimensions":\[([\d",]*)\]') or ""
+    contracted = math.prod(left.dims[int(d)] for d in re.findall(r"\d+", dims))
+    return 2.0 * i.leaves[0].size * contracted, left.dtype
+
+
+def _convolution(computation: Computation, i: Instruction, target: str) -> tuple[float, str]:
+    """By the kernel's elements that meet each output: the same product for a forward pass and both of its gradients."""
+    image, kernel = (computation.instructions[name].leaves[0] for name in i.operands[:2])
+    out = i.leaves[0]
+    if "BackwardInput" in target:
+        image, out = out, image
+    elif "BackwardFilter" in target:
+        kernel, out = out, kernel
+    labels = i.attribute(r"dim_labels=\w+?_(\w+?)->") or ""
+    features = kernel.dims[labels.index("o")] if "o" in labels else 1
+    return 2.0 * out.size * kernel.size / max(1, features), image.dtype

@@ -220,7 +220,9 @@ def parse(text: str, names: Sequence[str]) -> Reduction:
 
     def level(name: str) -> int:
         if name not in levels:
-            raise ReductionError(f"no level {name!r} in the hierarchy {', '.join(levels)}{nearest(name, levels)}")
+            parts = name.endswith((".0", ".1")) and name[:-2] in levels
+            remedy = ": plans alone run programs that take a level apart" if parts else nearest(name, levels)
+            raise ReductionError(f"no level {name!r} in the hierarchy {', '.join(levels)}{remedy}")
         return levels.index(name)
 
     steps: list[Instruction] = []

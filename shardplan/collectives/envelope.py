@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,7 @@ from .states import Context, Goal
 from .synthesis import Walks, shared_walks
 
 Ints = NDArray[np.int64]
+T = TypeVar("T")
 Floats = NDArray[np.float64]
 DEEPEST_GRAPH = 3  # hierarchies of up to this many levels are walked whole; deeper ones have neighbouring levels joined
 MAX_SIZE = 5  # the paper's limit on a program's steps (section 4.2)
@@ -48,8 +50,10 @@ class Envelope:
         return float(seconds[first]), self.programs[first]
 
 
-def envelope(network: Network, over: Sequence[int], goal: Goal = "all_reduce") -> Envelope:
+def envelope(network: Network, over: Sequence[int], goal: Goal = "all_reduce", levels: Entries | None = None) -> Envelope:
     """The best emitted programs of at most five steps over these factors, for any number of bytes; cached in ``network.memo``.
+
+    ``levels`` is the hierarchy, by default the `entries` of the factors.
 
     Exact for up to three levels. For a deeper hierarchy, only programs that join neighbouring levels into three are considered;
     `shardplan.collectives.search` considers all. A reduce-scatter leaves its shards in the order of the levels. An all-gather's
@@ -61,9 +65,9 @@ def envelope(network: Network, over: Sequence[int], goal: Goal = "all_reduce") -
     >>> [program.short for program in best.programs]
     ['AllReduce', 'ReduceScatter-AllReduce-AllGather']
     """
-    key = ("envelope", frozenset(over), goal)
+    key = ("envelope", frozenset(over), goal, levels)
     if key not in network.memo:
-        levels = entries(network, over)
+        levels = entries(network, over) if levels is None else levels
         result = [_envelope(network, levels, joined, goal) for joined in _joinings(len(levels))] if levels else []
         network.memo[key] = _lowest(result)
     return network.memo[key]
@@ -230,22 +234,36 @@ def _widened(step: Instruction, cuts: Sequence[int]) -> Instruction:
 
 
 def _lowest(envelopes: Sequence[Envelope]) -> Envelope:
-    """The lower envelope of envelopes: lines that are the least nowhere are left out."""
-    candidates = [(row[1], row[0], program) for e in envelopes for row, program in zip(e.lines.tolist(), e.programs, strict=True)]
-    kept: list[tuple[float, float, Reduction]] = []  # (slope, latency, program), steepest first
-    for line in sorted(candidates, key=lambda line: (-line[0], line[1], len(line[2].steps))):
-        if kept and kept[-1][0] == line[0]:
+    """The lower envelope of envelopes."""
+    candidates = [
+        (*row, len(program.steps), (row, program))
+        for e in envelopes
+        for row, program in zip(e.lines.tolist(), e.programs, strict=True)
+    ]
+    kept = lowest(candidates)
+    if not kept:
+        return Envelope(np.zeros((1, 2)), (Reduction((), 0),))
+    return Envelope(np.array([row for row, _ in kept]), tuple(program for _, program in kept))
+
+
+def lowest(candidates: Sequence[tuple[float, float, int, T]]) -> list[T]:
+    """Those of (latency_s, seconds_per_byte, steps, what) that are the least for some bytes, fewest bytes first.
+
+    Of equal lines, the one of fewest steps, then the first, is kept.
+    """
+    kept: list[tuple[float, float, T]] = []  # steepest first
+    for latency_s, slope, _, what in sorted(candidates, key=lambda line: (-line[1], line[0], line[2])):
+        line = (latency_s, slope, what)
+        if kept and kept[-1][1] == slope:
             continue
-        while kept and kept[-1][1] >= line[1]:
+        while kept and kept[-1][0] >= latency_s:
             kept.pop()
         while len(kept) > 1 and _crossing(kept[-2], line) <= _crossing(kept[-2], kept[-1]):
             kept.pop()
         kept.append(line)
-    if not kept:
-        return Envelope(np.zeros((1, 2)), (Reduction((), 0),))
-    return Envelope(np.array([(latency, slope) for slope, latency, _ in kept]), tuple(program for _, _, program in kept))
+    return [what for _, _, what in kept]
 
 
-def _crossing(few: tuple[float, float, Reduction], many: tuple[float, float, Reduction]) -> float:
+def _crossing(few: tuple[float, float, object], many: tuple[float, float, object]) -> float:
     """The number of bytes above which the flatter line, ``many``, is the lower."""
-    return (many[1] - few[1]) / (few[0] - many[0])
+    return (many[0] - few[0]) / (few[1] - many[1])

@@ -21,11 +21,19 @@ SMALL = 64  # up to this many devices a program is replayed on its true sizes, b
 
 @dataclass(frozen=True, slots=True)
 class Laying:
-    """How a hierarchy maps to mesh axes: the parts of each entry, major first."""
+    """How a hierarchy maps to mesh axes: the parts of each entry, major first.
 
-    axes: tuple[str, ...]
+    Neighbouring mesh axes may count as one, major first: each of ``axes`` is a tuple of names.
+    """
+
+    axes: tuple[tuple[str, ...], ...]
     sizes: tuple[int, ...]
     entries: tuple[tuple[Part, ...], ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all mesh axes."""
+        return tuple(name for axis in self.axes for name in axis)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -73,7 +81,7 @@ class Laying:
                 merged.append([axis, size, stride])
         if any(size != self.sizes[axis] or stride != 1 for axis, size, stride in merged):
             return None
-        return tuple(self.axes[axis] for axis, _, _ in merged)
+        return tuple(name for axis, _, _ in merged for name in self.axes[axis])
 
 
 def laying_over(network: Network, over: Sequence[int], axes: Mapping[str, Sequence[int]]) -> Laying:
@@ -90,7 +98,8 @@ def laying_over(network: Network, over: Sequence[int], axes: Mapping[str, Sequen
             stride //= network.factors[i].size
             part_of[i] = (axis, network.factors[i].size, stride)
     sizes = tuple(math.prod(network.factors[i].size for i in group) for group in mine.values())
-    return Laying(tuple(mine), sizes, tuple(tuple(part_of[i] for i in entry) for entry in entries(network, over)))
+    of_entries = (tuple(part_of[i] for i in entry) for entry in entries(network, over))
+    return Laying(tuple((name,) for name in mine), sizes, tuple(of_entries))
 
 
 def check(program: Reduction, shape: Sequence[int], names: Sequence[str] = ()) -> None:

@@ -160,15 +160,16 @@ def run(x: Array, program: Reduction, laying: Laying, *, chunks: int = 1) -> Arr
     shape = laying.shape
     divisor = smallest_part(program, shape)
     if divisor == 1 and chunks == 1:
-        return _steps(x, program, laying)
+        return run_steps(x, program, laying)
     flat = x.ravel()
     pieces = max(1, min(chunks, flat.size // divisor))
     padded = jnp.pad(flat, (0, -flat.size % (divisor * pieces)))
-    sums = [_steps(piece, program, laying) for piece in jnp.split(padded, pieces)]
+    sums = [run_steps(piece, program, laying) for piece in jnp.split(padded, pieces)]
     return jnp.concatenate(sums)[: flat.size].reshape(x.shape)
 
 
-def _steps(x: Array, program: Reduction, laying: Laying) -> Array:
+def run_steps(x: Array, program: Reduction, laying: Laying) -> Array:
+    """The steps of a program on flat data of which each divides its part evenly."""
     previous = None
     for step, order in zip(program.steps, reorderings(program, laying.shape), strict=True):
         if previous == step.collective:
@@ -194,7 +195,7 @@ def collective(x: Array, kind: Collective, among: Groups, laying: Laying, *, axe
         return _broadcast(x, among, laying)
     if sum(map(len, among)) < math.prod(laying.sizes):
         return _masters(x, kind, among, laying)
-    names, indices = (axes, None) if axes else (laying.axes, among)
+    names, indices = (axes, None) if axes else (laying.names, among)
     match kind:
         case "AllReduce":
             return lax.psum(x, names, axis_index_groups=indices)
@@ -209,14 +210,14 @@ def collective(x: Array, kind: Collective, among: Groups, laying: Laying, *, axe
 def _reduce(x: Array, among: Groups, laying: Laying) -> Array:
     for parents, children in binomial_rounds(len(among[0])):
         pairs = [(g[c], g[p]) for g in among for p, c in zip(parents, children, strict=True)]
-        x = x + lax.ppermute(x, laying.axes, pairs)  # devices that receive nothing add zero
+        x = x + lax.ppermute(x, laying.names, pairs)  # devices that receive nothing add zero
     return x
 
 
 def _broadcast(x: Array, among: Groups, laying: Laying) -> Array:
     for parents, children in reversed(binomial_rounds(len(among[0]))):
         pairs = [(g[p], g[c]) for g in among for p, c in zip(parents, children, strict=True)]
-        x = jnp.where(_is_one_of([to for _, to in pairs], laying), lax.ppermute(x, laying.axes, pairs), x)
+        x = jnp.where(_is_one_of([to for _, to in pairs], laying), lax.ppermute(x, laying.names, pairs), x)
     return x
 
 
@@ -227,7 +228,7 @@ def _masters(x: Array, kind: Collective, among: Groups, laying: Laying) -> Array
     places = np.zeros(math.prod(laying.sizes), np.int32)
     for group in among:
         places[list(group)] = range(n)
-    place = jnp.asarray(places)[lax.axis_index(laying.axes)]
+    place = jnp.asarray(places)[lax.axis_index(laying.names)]
     match kind:
         case "ReduceScatter":
             return _ring_scatter(x, pairs, place, n, laying)
@@ -246,14 +247,14 @@ def _ring_scatter(x: Array, pairs: list[tuple[int, int]], place: Array, n: int, 
     chunks = x.reshape(n, -1)
     total = jnp.take(chunks, (place - 1) % n, axis=0)
     for hop in range(1, n):
-        total = lax.ppermute(total, laying.axes, pairs) + jnp.take(chunks, (place - 1 - hop) % n, axis=0)
+        total = lax.ppermute(total, laying.names, pairs) + jnp.take(chunks, (place - 1 - hop) % n, axis=0)
     return total
 
 
 def _ring_gather(x: Array, pairs: list[tuple[int, int]], place: Array, n: int, laying: Laying) -> Array:
     result = jnp.zeros((n, x.size), x.dtype).at[place].set(x)
     for hop in range(1, n):
-        x = lax.ppermute(x, laying.axes, pairs)
+        x = lax.ppermute(x, laying.names, pairs)
         result = result.at[(place - hop) % n].set(x)
     return result.ravel()
 
@@ -261,4 +262,4 @@ def _ring_gather(x: Array, pairs: list[tuple[int, int]], place: Array, n: int, l
 def _is_one_of(devices: Sequence[int], laying: Laying) -> Array:
     mask = np.zeros(math.prod(laying.sizes), bool)
     mask[list(devices)] = True
-    return jnp.asarray(mask)[lax.axis_index(laying.axes)]
+    return jnp.asarray(mask)[lax.axis_index(laying.names)]

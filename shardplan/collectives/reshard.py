@@ -5,9 +5,10 @@ all-reduce, reduce-scatter over any set of factors). A program is a path; the pr
 path. So an all-reduce over a hierarchy becomes reduce-scatter, all-reduce, all-gather where that is cheaper (P2, section 3), and
 a gather of a major factor becomes a permute and a gather. The graph is in `shardplan.collectives.layouts`.
 
-An all-reduce or all-gather may also be a program with intermediate states that no layout describes, such as a Reduce to masters,
-an AllReduce among them and a Broadcast. So the price of such an edge is the lower of two: the collective's own, and that of the
-best program of `shardplan.collectives.envelope`. Where the program is cheaper, the step names it.
+An all-reduce, all-gather or reduce-scatter may also be a program with intermediate states that no layout describes, such as a
+Reduce to masters, an AllReduce among them and a Broadcast, or one that takes a level apart. So the price of such an edge is the
+lower of two: the collective's own, and that of the best program of `shardplan.collectives.divided`. Where the program is cheaper,
+the step names it.
 
 Where a level is taken apart into several factors, a pair of layouts is priced over the fewest parts in which both can be written
 (`shardplan.collectives.parts`), and so is a collective: neither costs nor gains anything by parts that it does not tell apart.
@@ -26,12 +27,10 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import dijkstra
 
-from shardplan.collectives.envelope import envelope
+from shardplan.collectives.divided import best_programs
 from shardplan.collectives.layouts import LayoutSpace
 from shardplan.collectives.moves import Name
 from shardplan.collectives.parts import in_runs, open_seams, runs, seams
-from shardplan.collectives.ranking import entries, names_of
-from shardplan.collectives.states import Goal
 from shardplan.cost.network import Collective, Network
 from shardplan.cost.wire import WireBytes
 from shardplan.ir import Factor, Layout
@@ -217,18 +216,14 @@ class Resharder:
             run_of = {run[0]: g for g, run in enumerate(of)}
             self._ways[key] = fewer._way(kind, tuple(run_of[f] for f in over if f in run_of))
         if key not in self._ways:
-            own = self.network.lines(cast(Collective, kind), over)
-            steps, programs = [1] * len(own), [""] * len(own)
-            lines = [own]
-            programs_help = kind == "all_reduce" or (kind == "all_gather" and len(over) > 1)
-            if programs_help and isinstance(self.network, Network):
-                result = envelope(self.network, over, cast(Goal, kind))
-                levels = names_of(self.network, entries(self.network, over))
-                lines.append(result.lines)
+            rows = self.network.lines(cast(Collective, kind), over)
+            steps, programs = [1] * len(rows), [""] * len(rows)
+            if kind in ("all_reduce", "all_gather", "reduce_scatter") and isinstance(self.network, Network):
+                found = best_programs(self.network, over, kind)
+                rows = np.concatenate([rows, np.array([(p.latency_s, p.seconds_per_byte) for p in found])])
                 # one step more, so that an equal path of edges wins
-                steps += [len(program.steps) + 1 for program in result.programs]
-                programs += [program.text(levels) for program in result.programs]
-            rows = np.concatenate(lines)
+                steps += [len(p.program.steps) + 1 for p in found]
+                programs += [p.text for p in found]
             ranked = rows + np.stack([np.array(steps) * _SLICE_S, np.zeros(len(rows))], axis=1)
             self._ways[key] = Ways(rows, ranked, tuple(programs))
         return self._ways[key]

@@ -175,10 +175,10 @@ class _DroppingTransfers(Transfers):
         dropped = self.emitter.drops(f"the {reducer} over {self.axes(step.over)}")
         return x if dropped else super().all_reduce(x, step, reducer, extreme)
 
-    def reduce_scatter(self, x: Any, over: Sequence[int], reducer: Reducer, dim: int) -> Any:
+    def reduce_scatter(self, x: Any, step: Step, over: Sequence[int], reducer: Reducer, dim: int) -> Any:
         """A reduce-scatter; if left out, the device's block of its own term."""
         dropped = self.emitter.drops(f"the scattered {reducer} over {self.axes(over)}")
-        return self.sliced(x, dim, over) if dropped else super().reduce_scatter(x, over, reducer, dim)
+        return self.sliced(x, dim, over) if dropped else super().reduce_scatter(x, step, over, reducer, dim)
 
     def all_to_all(self, x: Any, over: Sequence[int], split: int, joined: int) -> Any:
         """An all-to-all; if left out, the device's own blocks in place of the others'."""

@@ -19,10 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardplan.collectives.dsl import Master, Reduction, groups, parse
-from shardplan.collectives.laying import Laying, laying_over
-from shardplan.collectives.lower import collective, run
-from shardplan.collectives.ranking import entries, names_of
+from shardplan.collectives.divided import read
+from shardplan.collectives.dsl import Master, Reduction, groups
+from shardplan.collectives.laying import Laying
+from shardplan.collectives.lower import collective, run, run_steps
+from shardplan.collectives.ranking import entries
 from shardplan.collectives.reshard import Step
 from shardplan.cost import Network
 from shardplan.emit.reductions import all_reduced, combined
@@ -82,7 +83,7 @@ class Transfers:
                 ]
                 rows = [jnp.moveaxis(x, d, 0) for x, d in zip(split, dims, strict=True)]
                 sent = jnp.concatenate([x.reshape(ways, -1) for x in rows], 1)
-                parts = _columns(self.reduce_scatter(sent, hop.over, "sum", 0), [x.size // ways for x in blocks])
+                parts = _columns(self.reduce_scatter(sent, step, hop.over, "sum", 0), [x.size // ways for x in blocks])
                 return [p.reshape(x.shape[1:]) for p, x in zip(parts, rows, strict=True)]
             case _:
                 sent = jnp.concatenate([x.ravel() for x in blocks])[None]
@@ -96,6 +97,7 @@ class Transfers:
     def reblocked(self, x: Any, reblock: Reblock) -> Any:
         """The same value in blocks of another extent of one dim."""
         dim, factors = reblock.dim, reblock.layout.dims[reblock.dim]
+        assert list(factors) == sorted(factors), "permutes number devices in the mesh's order"
         ways, axes = self.ways(factors), self.axes(factors)
         old, new = x.shape[dim], reblock.extent // ways
         worker = lax.axis_index(axes)
@@ -140,7 +142,7 @@ class Transfers:
             case "all_reduce":
                 return self.all_reduce(x, step, move.reducer, extreme)
             case "reduce_scatter":
-                return self.reduce_scatter(x, change.gained, move.reducer, change.longer)
+                return self.reduce_scatter(x, step, change.gained, move.reducer, change.longer)
             case _:
                 raise AssertionError(step.kind)
 
@@ -174,10 +176,8 @@ class Transfers:
 
     def program(self, step: Step) -> tuple[Reduction, Laying, tuple[int, ...]]:
         """A step's program, how it lies on the mesh, and its factors in the order of the hierarchy."""
-        levels = entries(self.network, step.over)
-        own = tuple(f for entry in levels for f in entry)
-        laying = laying_over(self.network, step.over, {self.names[f]: (f,) for f in range(len(self.names))})
-        return parse(step.program, names_of(self.network, levels)), laying, own
+        program, of = read(self.network, step.over, step.program)
+        return program, of.laying(self.names), tuple(f for entry in entries(self.network, step.over) for f in entry)
 
     # -- reductions --------------------------------------------------------------------------------------------------
 
@@ -189,15 +189,22 @@ class Transfers:
             return run(x, program, laying)
         return all_reduced(x, extreme, reducer, axes)
 
-    def reduce_scatter(self, x: Any, over: Sequence[int], reducer: Reducer, dim: int) -> Any:
+    def reduce_scatter(self, x: Any, step: Step, over: Sequence[int], reducer: Reducer, dim: int) -> Any:
         """A device's block of the reduction, along a dim; other reductions than sums send blocks and combine them here."""
-        axes = self.axes(over)
+        axes, ways = self.axes(over), self.ways(over)
         assert reducer not in PAIRS, "pairs are reduced by all-reduces"
-        if reducer == "sum":
+        if reducer == "sum" and not step.program:
             return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
-        ways = self.ways(over)
         parts = x.reshape(*x.shape[:dim], ways, x.shape[dim] // ways, *x.shape[dim + 1 :])
-        return combined(jnp.moveaxis(lax.all_to_all(parts, axes, split_axis=dim, concat_axis=dim, tiled=True), dim, 0), reducer)
+        if reducer != "sum":
+            sent = lax.all_to_all(parts, axes, split_axis=dim, concat_axis=dim, tiled=True)
+            return combined(jnp.moveaxis(sent, dim, 0), reducer)
+        program, laying, own = self.program(step)
+        rows = jnp.moveaxis(parts, dim, 0)
+        shape = rows.shape[1:]
+        # the blocks in the hierarchy's own order of devices
+        rows = rows.reshape(*(self.sizes[f] for f in over), -1).transpose(*(over.index(f) for f in own), len(own))
+        return run_steps(rows.ravel(), program, laying).reshape(shape)
 
     def all_to_all(self, x: Any, over: Sequence[int], split: int, joined: int) -> Any:
         """A block of dim ``split`` from each device, one behind another along dim ``joined``."""
@@ -220,28 +227,14 @@ class Transfers:
         first, last = order(before), order(after)
         found: list[tuple[int, int]] = []
         for at in itertools.product(*(range(n) for n in self.sizes)):
-            held = self.places(at, after)
             # the device whose block before has the same number in every dim, and the same place among those that hold it
+            place = functools.reduce(lambda n, f: n * self.sizes[f] + at[f], last, 0)
             source = [0] * count
-            for f, c in zip(first, self._digits(held, before, [at[f] for f in last[sum(map(len, after)) :]]), strict=True):
-                source[f] = c
+            for f in reversed(first):
+                place, source[f] = divmod(place, self.sizes[f])
             here, there = (int(np.ravel_multi_index(c, self.sizes)) for c in (at, source))
             found.append((there, here))
         return found
-
-    def places(self, at: Sequence[int], dims: Sequence[tuple[int, ...]]) -> list[int]:
-        """The number of a device's block in each dim."""
-        return [functools.reduce(lambda n, f: n * self.sizes[f] + at[f], factors, 0) for factors in dims]
-
-    def _digits(self, places: Sequence[int], dims: Sequence[tuple[int, ...]], rest: Sequence[int]) -> list[int]:
-        digits: list[int] = []
-        for place, factors in zip(places, dims, strict=True):
-            own: list[int] = []
-            for f in reversed(factors):
-                own.insert(0, place % self.sizes[f])
-                place //= self.sizes[f]
-            digits += own
-        return [*digits, *rest]
 
 
 def _columns(rows: Any, sizes: Sequence[int]) -> list[Any]:
@@ -295,13 +288,13 @@ class _Buffered:
             case "reduce_scatter" if change.longer == buffer:
                 short = -self.x.shape[row] % own.ways(change.gained)
                 x = jnp.pad(self.x, [(0, 0)] * row + [(0, short)])
-                self.x = own.reduce_scatter(x, change.gained, self.reducer, row)
+                self.x = own.reduce_scatter(x, step, change.gained, self.reducer, row)
             case "all_gather":
                 self.x = own.gather(self.x, step, change.lost, row)
                 if len(step.after.dims) == buffer:
                     return self.x[: math.prod(self.shape)].reshape(self.shape)
             case "reduce_scatter":
-                self.x = lax.squeeze(own.reduce_scatter(self.x, change.gained, self.reducer, 0), (0,))
+                self.x = lax.squeeze(own.reduce_scatter(self.x, step, change.gained, self.reducer, 0), (0,))
             case "slice":
                 self.x = lax.squeeze(own.sliced(self.x, 0, change.gained), (0,))
             case "all_reduce":

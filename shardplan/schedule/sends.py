@@ -15,9 +15,9 @@ from typing import Literal, cast
 
 import numpy as np
 
-from shardplan.collectives.dsl import Reduction, parse
-from shardplan.collectives.laying import Laying, laying_over, smallest_part
-from shardplan.collectives.ranking import entries, names_of
+from shardplan.collectives.divided import read
+from shardplan.collectives.dsl import Reduction
+from shardplan.collectives.laying import Laying, smallest_part
 from shardplan.collectives.reshard import Step
 from shardplan.cost import Network
 from shardplan.cost.network import binomial_rounds
@@ -198,7 +198,10 @@ class _Reader:
         return size
 
     def reblock(self, reblock: Reblock, times: float) -> Iterator[Issued]:
-        """What neighbours exchange where the blocks of a dim change their extent; all other dims as they lie."""
+        """What neighbours exchange where the blocks of a dim change their extent; all other dims as they lie.
+
+        What goes further than to the next device (``heads`` after the first) is priced as if it went there.
+        """
         sizes = [
             p // self.ways(fs) if fs else n for n, p, fs in zip(reblock.shape, reblock.extents, reblock.layout.dims, strict=True)
         ]
@@ -231,13 +234,13 @@ class _Reader:
                     width = max(width, itemsize("int32"))  # they compare as integers, of at least 32 bits
                 for one in self.all_reduce(step, move.reducer, size, dtype):
                     yield one, width
-            case "reduce_scatter":
-                kind = "reduce-scatter" if move.reducer == "sum" else "all-to-all"
-                yield _One(kind, self.groups(step.over), size), width
-            case "all_gather" if step.program:
+            case "reduce_scatter" | "all_gather" if step.program and (step.kind == "all_gather" or move.reducer == "sum"):
                 program, laying = self.program(step)
                 for one in _of_program(program, laying, size, self.everywhere(laying)):
                     yield one, width
+            case "reduce_scatter":
+                kind = "reduce-scatter" if move.reducer == "sum" else "all-to-all"
+                yield _One(kind, self.groups(step.over), size), width
             case _:
                 yield _One(cast(Kind, step.kind.replace("_", "-")), self.groups(step.over), size), width
 
@@ -255,14 +258,13 @@ class _Reader:
 
     def program(self, step: Step) -> tuple[Reduction, Laying]:
         """A step's program, and how it lies on the mesh."""
-        names = self.planned.names
-        laying = laying_over(self.network, step.over, {name: (f,) for f, name in enumerate(names)})
-        return parse(step.program, names_of(self.network, entries(self.network, step.over))), laying
+        program, of = read(self.network, step.over, step.program)
+        return program, of.laying(self.planned.names)
 
     def everywhere(self, laying: Laying) -> Callable[[Sequence[Sequence[int]]], Groups]:
         """What turns groups of indices along a laying's axes into groups of devices, for every place along the other axes."""
         names, sizes = self.planned.names, self.sizes
-        inside = [names.index(axis) for axis in laying.axes]
+        inside = [names.index(axis) for axis in laying.names]
         rest = [f for f in range(len(sizes)) if f not in inside]
         devices = np.arange(math.prod(sizes)).reshape(sizes).transpose(*rest, *inside).reshape(-1, math.prod(laying.sizes))
         return lambda among: tuple(tuple(int(row[i]) for i in group) for row in devices for group in among)

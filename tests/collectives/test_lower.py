@@ -79,7 +79,7 @@ def test_programs_equal_psum(part: int):
         drawn = draw.sample(pool, min(5, len(pool)))
 
         def compare(x: jax.Array, laying: Laying = laying, drawn: Sequence[Reduction] = drawn) -> Any:
-            want = jax.lax.psum(x, laying.axes)
+            want = jax.lax.psum(x, laying.names)
             return [jnp.all(run(x[0], program, laying) == want[0])[None] for program in drawn]
 
         x = np.random.default_rng(part).integers(-1000, 1000, (math.prod(shape), 3, draw.randint(1, 13))).astype(np.int32)
@@ -95,7 +95,7 @@ def test_every_program_equals_psum(number: int):
     mesh = mesh_of(shape, matrix)
     sizes = [smallest_part(p, laying.shape) for p in synthesize(len(laying.shape))]
     x = np.random.default_rng(0).integers(-1000, 1000, (math.prod(shape), math.lcm(*sizes))).astype(np.int32)
-    want = on(mesh, lambda v: jax.lax.psum(v, laying.axes))(x)
+    want = on(mesh, lambda v: jax.lax.psum(v, laying.names))(x)
 
     @cache
     def compiled(step: object, order: tuple[int, ...] | None) -> Callable[..., Any]:
@@ -120,7 +120,7 @@ def test_every_program_equals_psum(number: int):
 def test_wrong_groups_are_refused_and_give_wrong_numbers():
     """One step left out, or two devices exchanged in the groups of one step: the semantics and the devices agree on each."""
     space, shape = Space(4), (2, 2)
-    laying = Laying(("a", "b"), (2, 2), (((0, 2, 1),), ((1, 2, 1),)))
+    laying = Laying((("a",), ("b",)), (2, 2), (((0, 2, 1),), ((1, 2, 1),)))
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     variants: list[tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]] = []
     for program in random.Random(0).sample([p for p in synthesize(2) if len(p.steps) < 5], 6):

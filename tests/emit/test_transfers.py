@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,8 +33,8 @@ SHAPES = ("8", "2x4", "2x2x2", "3x2")
 class Bench:
     """A mesh of a cluster's factors, with everything that moves values over it."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        self.factors: tuple[Factor, ...] = factors(cluster)
+    def __init__(self, cluster: Cluster, splits: Mapping[str, Sequence[int]] | None = None) -> None:
+        self.factors: tuple[Factor, ...] = factors(cluster, splits)
         self.sizes = [f.size for f in self.factors]
         self.names = [f.name for f in self.factors]
         network = Network(cluster, self.factors)
@@ -112,6 +113,24 @@ def test_a_moved_block_is_where_its_layout_says(bench: Bench, shape: tuple[int, 
         expected = x.sum(axis=tuple(range(len(terms))))
         assert np.array_equal(bench.moved(x, move), expected), move
     assert len(kinds) > 1
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (((0,), ()), ((1, 2), ())),
+        (((0,), (1, 2)), ((1, 2), (0,))),
+        (((1, 2), (0,)), ((0,), (1, 2))),
+        (((0, 1), (2,)), ((1, 2, 0), ())),
+    ],
+    ids=str,
+)
+def test_one_factor_and_two_of_its_size_change_places(before: Any, after: Any) -> None:
+    bench = Bench(machine("4x4:slow"), {"gpu": (2, 2)})
+    move = _move(bench, (16, 8), Layout(before), Layout(after))
+    x = np.arange(128, dtype=np.float32).reshape(16, 8)
+    assert any(step.kind == "permute" for step in move.steps)
+    assert np.array_equal(bench.moved(x, move), x), move.steps
 
 
 def test_moves_that_begin_alike_share_their_steps() -> None:

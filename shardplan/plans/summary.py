@@ -69,15 +69,27 @@ def best_scheduled(
     """
     fastest = _Fastest(session, deadline)
     try:
+        slower = 0  # factorings in a row that were no faster
         for other in others:
+            if slower == _PATIENCE or fastest.late():
+                break
+            before = fastest.session
             fastest.look([(_at_least_s(other), other)])
-        session = fastest.session
-        fastest.look(_rivals(session, fastest))
+            slower = 0 if fastest.session is not before else slower + 1
+        fastest.look(_rivals(fastest.session, fastest))
     except KeyboardInterrupt:
         fastest.stopped = "interrupted"
     if fastest.stopped:
-        session.rivals.close()
+        fastest.session.rivals.close()
     return fastest.session, fastest.run, fastest.stopped
+
+
+_GAIN = 1e-6
+"""The part that another factoring or a baseline must gain to take the place of the search's own plan: ties go to the search."""
+
+
+_PATIENCE = 3
+"""Other factorings, the fastest as searched first, are scheduled until this many in a row are no faster."""
 
 
 class _Fastest:
@@ -121,10 +133,6 @@ def _rivals(session: Session, fastest: _Fastest) -> Iterator[tuple[float, Sessio
 def _within(states: Sequence[int], domains: Sequence[Domain]) -> bool:
     """Whether the user's pins and the step's own constraints allow these states."""
     return all(s in domain for s, domain in zip(states, domains, strict=True))
-
-
-_GAIN = 1e-6
-"""What a baseline must gain to take the place of the search's own plan: ties go to the search."""
 
 
 def _at_least_s(session: Session) -> float:

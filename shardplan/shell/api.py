@@ -116,7 +116,7 @@ def plan(
     donated = positions(donate_argnums, len(args), "donate_argnums")
     resolved, mesh = resolve_cluster(cluster)
     limit = read_limit(memory_limit, resolved.device, os.environ)
-    fixed, sizes = checked_factors(factors, resolved), checked_axes(axes, resolved, factors)
+    fixed, sizes = checked_factors(factors, resolved), checked_axes(axes, resolved, factors, measure)
     began = time.perf_counter()
     observer("tracing", 0.0)
     traced = trace_step(step, args, donated)
@@ -127,6 +127,7 @@ def plan(
     with uncollected():
         planned = _search(traced.program, Searcher(replicate, shared, resolved, wanted), limit, recompute=remat == "auto")
         session, run, stopped = _scheduled(planned, wanted, replicate, runs["backend"])
+    _warn_of_idle(session)
     planned, stopped = _of(planned, session), _done(observer, stopped)
     data = PlanData(
         **(decided(session, run) | _search_fields(planned, wanted, limit) | runs),
@@ -171,7 +172,7 @@ def _scheduled(
 
     Where the user has said what factors are for, no baseline and no other factoring may take the plan's place.
     """
-    session, stopped = _session(planned, wanted, replicate), planned.found[1].stopped
+    session, stopped = _session_of(planned.program, planned.found, wanted, replicate), planned.found[1].stopped
     if backend != "explicit":
         return session, None, stopped
     if stopped or wanted.axes is not None or session.objective.everything_split:  # baselines do not know this premise
@@ -180,13 +181,11 @@ def _scheduled(
     return best_scheduled(session, wanted.deadline, others)
 
 
-def _session(planned: Planned, wanted: Wanted, replicate: tuple[str, ...]) -> Session:
-    """The search behind the plan, kept for later questions. Warns of factors that divide no dim of any argument."""
-    session = _session_of(planned.program, planned.found, wanted, replicate)
+def _warn_of_idle(session: Session) -> None:
+    """Warns of factors that divide no dim of any argument."""
     for unused in idle(session.problem, session.decisions):
         if unused.advice:
             _log.warning("%s", unused.text)
-    return session
 
 
 def _session_of(program: Program, found: Found, wanted: Wanted, replicate: tuple[str, ...]) -> Session:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from shardplan.cost import TIME, Objective
 from shardplan.errors import ClusterError, ShardplanError, nearest
 from shardplan.ir import Factor
 from shardplan.mesh import Cluster, factors
 from shardplan.search.strategy.purposes import PURPOSES, Purpose, purpose_of
+
+_DIGITS = 9
+"""More digits than the size of any cluster has."""
 
 FactorsLike = Mapping[str, int | Sequence[int]]
 """By level name: its size, where it stays whole, or the sizes of its parts, the major one first."""
@@ -29,6 +33,8 @@ def checked_factors(given: FactorsLike | None, cluster: Cluster) -> tuple[Factor
         own = (sizes,) if isinstance(sizes, int) else sizes
         if isinstance(own, str) or not isinstance(own, Sequence) or not all(type(n) is int and n > 0 for n in own):
             raise ClusterError(f"factors[{level!r}]={sizes!r}: give the sizes of the level's parts, for example (2, 2, 2), or 8")
+        if math.prod(own) != 1 and 1 in own:
+            raise ClusterError(f"factors[{level!r}]={sizes!r}: a part of 1 cuts nothing: leave it out")
         parts[level] = tuple(own)
     return factors(cluster, parts)
 
@@ -43,24 +49,28 @@ def read_factors(texts: Sequence[str]) -> dict[str, tuple[int, ...]] | None:
     found: dict[str, tuple[int, ...]] = {}
     for level, text in pairs:
         sizes = text.split("x")
-        if not all(n.isdecimal() and int(n) > 0 for n in sizes):
+        if not all(n.isdecimal() and len(n) <= _DIGITS and int(n) > 0 for n in sizes):
             raise ShardplanError(f"--factors {level}={text}: write sizes with an x between them, for example gpu=2x2x2")
         found[level] = tuple(map(int, sizes))
     return found or None
 
 
 def checked_axes(
-    given: Mapping[str, int] | None, cluster: Cluster, factors: FactorsLike | None = None
+    given: Mapping[str, int] | None, cluster: Cluster, factors: FactorsLike | None = None, objective: Objective = TIME
 ) -> dict[Purpose, int] | None:
     """The sizes of purposes that the user asks for. None where the search may choose.
 
     Raises:
-        ClusterError: for an unknown purpose, for sizes that do not multiply to the cluster's devices, and beside ``factors``.
+        ClusterError: for an unknown purpose, for sizes that do not multiply to the cluster's devices, beside ``factors``, and for
+            an ``objective`` whose premise says what every op cuts.
     """
     if given is None:
         return None
     if factors is not None:
         raise ClusterError("axes= and factors= cannot be given together: axes= chooses the factors by their purposes")
+    if objective.everything_split:
+        name = objective.name
+        raise ClusterError(f"axes= and objective={name!r} cannot be given together: its premise says what every op cuts")
     if not isinstance(given, Mapping) or not all(type(n) is int and n > 0 for n in given.values()):
         raise ClusterError(f'axes={given!r}: give the size of each purpose, for example {{"data": 16, "tensor": 4}}')
     sizes: dict[Purpose, int] = {}
@@ -83,7 +93,7 @@ def read_axes(texts: Sequence[str]) -> dict[str, int] | None:
     """
     found: dict[str, int] = {}
     for name, text in _pairs("--axes", "data=16,tensor=4", texts):
-        if not text.isdecimal() or int(text) < 1:
+        if not text.isdecimal() or len(text) > _DIGITS or int(text) < 1:
             raise ShardplanError(f"--axes {name}={text}: give a whole number above 0, for example data=16")
         found[name] = int(text)
     return found or None

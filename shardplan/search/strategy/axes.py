@@ -25,6 +25,7 @@ from shardplan.search.inference.anytime import Stopped
 from shardplan.search.inference.bound import Bound
 from shardplan.search.inference.solver import Solver
 from shardplan.search.memory import liveness as memory
+from shardplan.search.problem.extract import Extractor
 from shardplan.search.problem.pricing import Domain, Limits
 from shardplan.search.problem.problem import Problem
 from shardplan.search.problem.solution import Solution, Tried
@@ -32,7 +33,7 @@ from shardplan.search.problem.strategies import Cuts
 from shardplan.search.strategy.factoring_search import Found, Wanted
 from shardplan.search.strategy.pins import for_pins, pinned_domains
 from shardplan.search.strategy.polish import polish
-from shardplan.search.strategy.purposes import Kind, Loops, Purpose
+from shardplan.search.strategy.purposes import Kind, Loops, Purpose, purposes
 from shardplan.search.strategy.solve import Outcome
 
 _KINDS: Mapping[Purpose, Kind | None] = {
@@ -147,7 +148,10 @@ def best_of_matrices(graph: Graph, coarse: Coarse, cluster: Cluster, wanted: Wan
             stopped = "time budget"
     if not found:
         raise refusals[0] if refusals else ClusterError(f"no plan has the axes {_text(wanted.axes)}: leave axes= out")
-    best = min(found.values(), key=lambda f: _rank(f[1].best, wanted.memory))
+    ranked = sorted(found.values(), key=lambda f: _rank(f[1].best, wanted.memory))
+    best = next((f for f in ranked if not _unused(f)), None)
+    if best is None:
+        raise _refusal(ranked[0], _unused(ranked[0]), wanted.axes)
     tried = tuple(Tried(over, o.best.seconds, o.best.fits(wanted.memory), None) for (over, _), (_, o) in found.items())
     problem, outcome = best
     if stopped:
@@ -164,6 +168,35 @@ def _outcome(problem: Problem, r: Restriction, of: Sequence[Purpose], wanted: Wa
     best = replace(best, name="plan")
     bound = Bound(problem, live, r.domains, free=best, chosen=best, limit=best.peak_bytes, unlimited_s=None)
     return Outcome(best, Rivals(Solver(problem, live)), bound, False, best, best, purposes=tuple(of))
+
+
+def _unused(found: Found) -> tuple[int, ...]:
+    """The factors that a solution uses for nothing of what they are wanted for."""
+    problem, outcome = found
+    used = purposes(problem, Extractor(problem).decide(outcome.best))
+    rows = enumerate(zip(outcome.purposes, used, strict=True))
+    return tuple(f for f, (wanted, shares) in rows if wanted != "replica" and wanted not in dict(shares))
+
+
+def _refusal(found: Found, unused: Sequence[int], axes: Mapping[Purpose, int]) -> ClusterError:
+    """Why no matrix does what is wanted: the loops of the purpose, of which none can be cut so often."""
+    problem, outcome = found
+    purpose, factor = outcome.purposes[unused[0]], problem.factors[unused[0]]
+    loops = Loops(problem)
+    extents = {
+        node.signature.description.loops[v].extent
+        for node in loops.contractions
+        if node.signature.description is not None
+        for v, kind in loops.kinds(node).items()
+        if kind == _KINDS[purpose]
+    }
+    had = ", ".join(map(str, sorted(extents)))
+    stored = f"no weight that it reads is stored split over {factor.name}={factor.size}"
+    what = stored if purpose == "fsdp" else f"nothing is cut by {factor.size}"
+    return ClusterError(
+        f"axes={_text(axes)}: {what} for {purpose!r}; the loops that {purpose!r} cuts have the extents {had}: "
+        "give sizes that divide them and the weights"
+    )
 
 
 def _check_used(loops: Loops, of: Sequence[Purpose]) -> None:

@@ -38,7 +38,7 @@ is not proved is split further only if it gained this fraction over the one that
 factors does not gain this over the best with one fewer, no more of them are searched.
 """
 
-MOST_TRIED = 12
+MOST_TRIED = 8
 """The most factorings that are searched. Counted, not timed, so that plans are reproducible."""
 
 
@@ -74,7 +74,8 @@ def best_of_factorings(graph: Graph, coarse: Coarse, cluster: Cluster, wanted: W
 class _Search:
     """A search over factorings.
 
-    ``found`` holds the outcome of each that was searched, ``left_out`` why others were not, ``_split`` which one each splits.
+    ``found`` holds the outcome of each that was searched, and ``left_out`` why others were not. ``_split`` has the factoring
+    that each refines, and ``_refused`` those that cannot hold the pins.
     """
 
     def __init__(self, graph: Graph, coarse: Coarse, cluster: Cluster, wanted: Wanted) -> None:
@@ -83,7 +84,7 @@ class _Search:
         self.found: dict[tuple[Factor, ...], Found] = {}
         self.left_out: dict[tuple[Factor, ...], str] = {}
         self._split: dict[tuple[Factor, ...], tuple[Factor, ...]] = {}
-        self.refusals: list[PinError] = []
+        self._refused: dict[tuple[Factor, ...], PinError] = {}
         self._progress = 0.0
 
     def best(self) -> Found:
@@ -93,8 +94,10 @@ class _Search:
         try:
             for factors in factor_choices(self.cluster, work) if self.wanted.factors is None else (self.wanted.factors,):
                 stopped = self._try(factors, None) or stopped
+                if stopped == "interrupted" or (stopped and self._fastest()[1].best.fits(self.wanted.memory)):
+                    break
             if not self.found:
-                raise self.refusals[0]
+                raise next(iter(self._refused.values()))
             free = self.wanted.factors is None
             if free and self.wanted.refine and not stopped:
                 stopped = self._refine(work)
@@ -120,11 +123,12 @@ class _Search:
             if parent[1].best.seconds <= least_s(parent[0]) * (1 + _GAIN) and parent[1].best.fits(self.wanted.memory):
                 return ""  # every device computes its share and sends nothing
             for factors in splits(self.cluster, at, work):
-                if factors in self.found or factors in self.left_out:
+                if factors in self.found or factors in self._refused:
                     continue
                 if why := self._why_not(at):
                     self.left_out[factors] = why
                     continue
+                self.left_out.pop(factors, None)
                 if stopped := self._try(factors, parent):
                     return stopped
                 if factors in self.found and better(self.found[factors], parent, self.wanted.memory, gain=_GAIN):
@@ -139,7 +143,7 @@ class _Search:
         if len(at) < 3 or self.found[at][1].exact:
             return ""
         if (of := self._split.get(at)) is not None and not self._worth(at, of):
-            return f"what it splits gained under {_WORTH:.1%}"
+            return f"the factoring that it refines gained under {_WORTH:.1%}"
         fewer, more = (min((f for f in self.found if len(f) == n), key=self._order, default=None) for n in (len(at), len(at) + 1))
         if fewer is not None and more is not None and not self._worth(more, fewer):
             return f"another of {len(more)} factors gained under {_WORTH:.1%}"
@@ -153,6 +157,8 @@ class _Search:
         """Merges neighbouring factors of a level that no layout keeps apart, where that is no slower."""
         best = self._fastest()
         while (fewer := merged(best[0], best[1].best.states)) is not None:
+            if len(self.found) >= MOST_TRIED and fewer not in self.found:
+                return ""
             if fewer not in self.found and (stopped := self._try(fewer, None)):
                 return stopped
             if fewer not in self.found or better(best, self.found[fewer], self.wanted.memory):
@@ -167,8 +173,8 @@ class _Search:
             problem = for_pins(problem, self.wanted.pins)
             domains = pinned_domains(problem, self.wanted.pins)
         except PinError as error:
-            self.refusals.append(error)
-            self.left_out[factors] = "the pins name other axes"
+            self._refused[factors] = error
+            self.left_out[factors] = str(error)
             return ""
         done = len(self.found)
         first, last = (0.0, 0.5) if not done else (0.5 + 0.5 * (done - 1) / MOST_TRIED, 0.5 + 0.5 * done / MOST_TRIED)

@@ -11,10 +11,12 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
+from shardplan.collectives.parts import open_seams, runs, seams
 from shardplan.cost import compute
 from shardplan.graph.flattening import Graph
 from shardplan.ir import Factor
 from shardplan.mesh import Cluster, factors
+from shardplan.mesh.factoring import joined
 from shardplan.search.problem.problem import Problem
 
 Work = Sequence[tuple[float, tuple[int, ...]]]
@@ -22,7 +24,7 @@ Work = Sequence[tuple[float, tuple[int, ...]]]
 
 _STUCK = 0.02
 """A level is split from the start if more than this fraction of the flops is in ops whose loops divide only by parts of it."""
-MOST = 4
+MOST_FACTORS = 4
 """The most factors of a split: the number of layouts grows exponentially with the number of factors."""
 
 
@@ -30,7 +32,7 @@ def factor_choices(cluster: Cluster, work: Work) -> tuple[tuple[Factor, ...], ..
     """The factorings to begin with, whole levels first."""
     whole = factors(cluster)
     parts = {level.name: _parts(level.size, work) for level in cluster.levels if level.size > 1}
-    while sum(map(len, parts.values())) > max(MOST, len(parts)):
+    while sum(map(len, parts.values())) > max(MOST_FACTORS, len(parts)):
         longest = max(parts, key=lambda name: len(parts[name]))
         parts[longest] = (*parts[longest][:-2], math.prod(parts[longest][-2:]))
     split = {name: p for name, p in parts.items() if len(p) > 1}
@@ -40,13 +42,13 @@ def factor_choices(cluster: Cluster, work: Work) -> tuple[tuple[Factor, ...], ..
 def splits(cluster: Cluster, of: Sequence[Factor], work: Work) -> Iterator[tuple[Factor, ...]]:
     """Every factoring with one more factor, the most promising first: those whose parts divide the loops of the most flops.
 
-    None beyond `MOST` factors.
+    None beyond `MOST_FACTORS`.
 
     >>> cluster = Cluster.load("2x8")
     >>> [[f.size for f in one] for one in splits(cluster, factors(cluster), [(1.0, (64,))])]
     [[2, 2, 4], [2, 4, 2]]
     """
-    if len(of) >= MOST:
+    if len(of) >= MOST_FACTORS:
         return
     found: list[tuple[float, float, tuple[Factor, ...]]] = []
     for i, factor in enumerate(of):
@@ -74,7 +76,7 @@ def levels_of(cluster: Cluster, of: Sequence[Factor]) -> dict[str, tuple[int, ..
 
 
 def _left(parts: Mapping[str, Sequence[int]], work: Work) -> float:
-    """The flops that a device is left with at least, where each part cuts one loop that it divides or none."""
+    """The flops that a device is left with where each part, the largest first, cuts the first loop that it divides, if any."""
     sizes = sorted(itertools.chain.from_iterable(parts.values()), reverse=True)
     total = 0.0
     for flops, extents in work:
@@ -141,22 +143,11 @@ def merged(problem: Problem, states: Sequence[int]) -> tuple[Factor, ...] | None
 
     Two factors may merge only where every tensor that uses either uses both, the major one directly before the minor one.
     """
-    layouts = [problem.resharder.space(v.shape).state(s) for v, s in zip(problem.coarse.variables, states, strict=True)]
-    for i, (a, b) in enumerate(zip(problem.factors, problem.factors[1:], strict=False)):
-        if a.level == b.level and a.stride == b.stride * b.size and all(_together(i, layout) for layout in layouts):
-            level = problem.cluster.levels[a.level]
-            whole = a.size * b.size == level.size
-            one = Factor(level.name if whole else a.name, a.size * b.size, a.level, b.stride)
-            return (*problem.factors[:i], one, *problem.factors[i + 2 :])
+    between = seams(problem.factors)
+    apart = 0
+    for v, s in {(v.shape, s): (v, s) for v, s in zip(problem.coarse.variables, states, strict=True)}.values():
+        apart |= int(open_seams(problem.resharder.space(v.shape), between)[s])
+    for bit, i in enumerate(between):
+        if not apart >> bit & 1:
+            return joined(problem.cluster, problem.factors, runs(len(problem.factors), frozenset({i})))
     return None
-
-
-def _together(i: int, layout: tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]) -> bool:
-    """Whether a layout uses factors i and i + 1 side by side, or neither."""
-    dims, partial = layout
-    for used in (*dims, partial):
-        if (i in used) != (i + 1 in used):
-            return False
-        if i in used and used.index(i + 1) != used.index(i) + 1:
-            return False
-    return True

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -184,7 +185,7 @@ def _claim(problem: Problem, pattern: str, entries: Sequence[Entry], i: int) -> 
 def _check_manual(problem: Problem) -> None:
     """Refuses a mesh without the axes over which the step itself runs a function on each device."""
     names = [f.name for f in problem.factors]
-    have = ", ".join(f"{level.name}={level.size}" for level in problem.cluster.levels)
+    have = ", ".join(f"{f.name}={f.size}" for f in problem.factors)
     for node in problem.graph.nodes:
         manual = node.signature.manual
         if manual is None:
@@ -214,7 +215,7 @@ def _constrained(problem: Problem, node: Node) -> Claim | None:
     assert constraint is not None, "a placed tensor has a constraint"
     v, shape, axes = problem.coarse.of[t], problem.graph.tensors[t].shape, _axes(problem)
     said = f"the sharding constraint {constraint} at {node.op.source}"
-    have = ", ".join(f"{level.name}={level.size}" for level in problem.cluster.levels)
+    have = ", ".join(f"{f.name}={f.size}" for f in problem.factors)
     for name, size in constraint.axes:
         if name not in axes or math.prod(problem.sizes[f] for f in axes[name]) != size:
             raise PinError(
@@ -248,9 +249,11 @@ def _layout(problem: Problem, path: str, shape: tuple[int, ...], pattern: str, e
         for axis in axes:
             if axis not in names and axis not in idle:
                 known = ", ".join(names)
-                raise _refusal(
-                    pattern, entries, f"names an unknown axis {axis!r}; the plan's axes are {known}{nearest(axis, list(names))}"
-                )
+                level = next((n for n in problem.cluster.level_names if re.fullmatch(rf"{re.escape(n)}\d+", axis)), None)
+                remedy = nearest(axis, list(names))
+                if level is not None:
+                    remedy = f": parts of {level!r} have names where factors= fixes them, as in factors={{{level!r}: (2, 4)}}"
+                raise _refusal(pattern, entries, f"names an unknown axis {axis!r}; the plan's axes are {known}{remedy}")
         dims.append(tuple(f for a in axes if a not in idle for f in names[a]))
     for axes in dims:
         if list(axes) != sorted(axes):

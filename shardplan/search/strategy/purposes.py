@@ -43,15 +43,33 @@ def purpose_of(name: object) -> Purpose:
 
 
 class Loops:
-    """The kinds of the loops of a step's contractions. ``root`` has the argument that each weight is made from."""
+    """The kinds of the loops of a step's contractions. ``root`` has the input that each weight is made from.
+
+    Weights are inputs that the step gives back changed. Where it gives back none that a contraction reads, as a forward pass,
+    they are the inputs of every argument of which a contraction multiplies one with an activation, by default of the first.
+    """
 
     def __init__(self, problem: Problem) -> None:
         self.problem, self.graph, self.coarse = problem, problem.graph, problem.coarse
-        state = {i for i in self.graph.feedback if i is not None}
-        kept = {self.graph.inputs[i] for i in state}
-        self.root = {t: root for t, (root, _) in roots(self.graph, self.coarse).items() if root in kept}
-        given = [t for i, t in enumerate(self.graph.inputs) if self.coarse.of[t] != FREE and i not in state]
-        self.examples = follow(self.graph, given)
+        graph, root_of = self.graph, {t: root for t, (root, _) in roots(self.graph, self.coarse).items()}
+        state = {graph.inputs[i] for i in graph.feedback if i is not None}
+        read = {root_of[t] for node in self.contractions for t in node.inputs if t in root_of}
+        weights = state if state & read else state | self._of_forward_pass(root_of)
+        self.root = {t: root for t, root in root_of.items() if root in weights}
+        self.examples = follow(graph, [t for t in graph.inputs if self.coarse.of[t] != FREE and t not in weights])
+
+    def _of_forward_pass(self, root_of: Mapping[int, int]) -> set[int]:
+        """The inputs of the arguments that hold weights, in a step that gives no weight back."""
+        argument = {t: path.split("/")[0] for t, path in zip(self.graph.inputs, self.graph.input_paths, strict=True)}
+        held: set[str] = set()
+        for node in self.contractions:
+            alive = [t for t in dict.fromkeys(node.inputs) if t >= 0 and t not in self.coarse.free]
+            read = [t for t in alive if t in root_of]
+            if len(read) == 1 and len(alive) == 2:
+                held.add(argument[root_of[read[0]]])
+        first = list(dict.fromkeys(argument.values()))
+        held = held or set(first[:1] if len(first) > 1 else ())
+        return {t for t, name in argument.items() if name in held}
 
     @cached_property
     def contractions(self) -> tuple[Node, ...]:
@@ -107,7 +125,7 @@ class Loops:
 
 
 def purposes(problem: Problem, decisions: Decisions) -> tuple[Shares, ...]:
-    """For each factor what the plan uses it for. Seconds are those of the ops, spread evenly over all devices."""
+    """The purposes of each factor. Seconds are those of the contractions, spread evenly over all devices."""
     loops, device = Loops(problem), problem.cluster.device
     spent: list[dict[Purpose, float]] = [{} for _ in problem.factors]
     stored = _stored(loops, decisions)

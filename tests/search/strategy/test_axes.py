@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import pytest
+from jax.sharding import PartitionSpec
 
 import shardplan
 from models import gpt, moe
@@ -123,6 +124,59 @@ def test_every_matrix_becomes_factors_with_purposes() -> None:
 def test_axes_that_cannot_be(axes: Any, said: str) -> None:
     with pytest.raises(shardplan.ClusterError, match=said):
         planned(axes)
+
+
+def forward(weights: list[Any], x: Any) -> Any:
+    for w in weights:
+        x = jax.nn.relu(x @ w)
+    return x
+
+
+def descent(weights: list[Any], x: Any) -> list[Any]:
+    gradients = jax.grad(lambda ws: (forward(ws, x) ** 2).mean())(weights)
+    return [w - 0.1 * g for w, g in zip(weights, gradients, strict=True)]
+
+
+def on_eight(step: Any, width: int, batch: int, **more: Any) -> Any:
+    weights = [jax.ShapeDtypeStruct((width, width), "float32")] * 2
+    return shardplan.plan(step, weights, jax.ShapeDtypeStruct((batch, width), "float32"), cluster="8", **more)
+
+
+@pytest.mark.parametrize(
+    ("purpose", "weight", "data"),
+    [
+        ("data", PartitionSpec(), PartitionSpec("gpu")),
+        ("fsdp", PartitionSpec(None, "gpu"), PartitionSpec("gpu")),
+        ("tensor", PartitionSpec(None, "gpu"), PartitionSpec()),
+    ],
+)
+def test_a_forward_pass_has_purposes_too(purpose: str, weight: PartitionSpec, data: PartitionSpec) -> None:
+    plan = on_eight(forward, 2048, 64, axes={purpose: 8})
+    assert plan.specs_by_path == {"weights/0": weight, "weights/1": weight, "x": data}
+    assert plan.matrix["axes"] == [purpose]
+
+
+def test_weights_that_a_forward_pass_has_split_by_rows_are_tensor_parallel() -> None:
+    plan = on_eight(forward, 2048, 8, pins={"weights/*": PartitionSpec("gpu")})
+    assert plan.matrix["axes"] == ["tensor"]
+
+
+@pytest.mark.parametrize(
+    ("width", "batch", "axes", "said"),
+    [
+        (2048, 4, {"data": 8}, "nothing is cut by 8 for 'data'; the loops that 'data' cuts have the extents 4"),
+        (2048, 6, {"data": 8}, "the extents 6"),
+        (2047, 8, {"fsdp": 8}, "no weight that it reads is stored split over gpu=8"),
+    ],
+)
+def test_axes_that_divide_nothing_are_refused(width: int, batch: int, axes: dict[str, int], said: str) -> None:
+    with pytest.raises(shardplan.ClusterError, match=said):
+        on_eight(descent, width, batch, axes=axes)
+
+
+def test_axes_and_the_premise_of_bytes_exclude_each_other() -> None:
+    with pytest.raises(shardplan.ShardplanError, match="cannot be given together"):
+        planned({"data": 8}, objective="bytes")
 
 
 def test_axes_and_factors_exclude_each_other() -> None:

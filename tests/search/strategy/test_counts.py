@@ -80,6 +80,13 @@ def test_factors_that_no_layout_keeps_apart_are_made_one() -> None:
     count = len(problem.coarse.variables)
     assert merged(problem, [state(((1, 2), (0,)))] * count) == factors(cluster)
     assert merged(problem, [state(((0, 1, 2), ()))] * count) == factors(cluster)
+    finer = Problem(made.graph, made.coarse, cluster, factors(cluster, {"gpu": (2, 2, 2)}))
+
+    def split(dims: tuple[tuple[int, ...], ...]) -> list[int]:
+        return [finer.resharder.space((8, 8)).of(Layout(dims))] * count
+
+    assert merged(finer, split(((1, 2), (3,)))) == factors(cluster, {"gpu": (4, 2)})
+    assert merged(finer, split(((1,), (2, 3)))) == factors(cluster, {"gpu": (2, 4)})
     for apart in (((1,), (2,)), ((1,), ()), ((0,), (2,)), ((0, 1), (2,))):
         assert merged(problem, [state(((1, 2), ()))] * (count - 1) + [state(apart)]) is None
 

@@ -165,9 +165,14 @@ class Machine:
         if not self.levels:
             raise ClusterError("a cluster needs at least one level", where=f"cluster {self.name!r}: levels")
         names = [level.name for level in self.levels]
+        where = f"cluster {self.name!r}: levels"
         for name in names:
             if names.count(name) > 1:
-                raise ClusterError(f"two levels are called {name!r}", where=f"cluster {self.name!r}: levels")
+                raise ClusterError(f"two levels are called {name!r}", where=where)
+            whole = name.rstrip("0123456789")
+            if whole != name and whole in names:
+                message = f"level {name!r} has the name of a part of level {whole!r}: give one of them a name that ends in a letter"
+                raise ClusterError(message, where=where)
         if self.size > LARGEST:
             raise ClusterError(f"{self.size} devices are more than the {LARGEST} that can be planned for", where=self.name)
 

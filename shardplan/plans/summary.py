@@ -25,7 +25,7 @@ from shardplan.search.problem.problem import Domain, Problem
 from shardplan.search.problem.solution import Solution
 from shardplan.search.session import Session
 from shardplan.search.strategy.pins import for_pins, pinned_domains
-from shardplan.search.strategy.purposes import purposes
+from shardplan.search.strategy.purposes import Purpose, led_by, purposes
 from shardplan.search.strategy.unused_axes import idle
 
 
@@ -58,10 +58,10 @@ def scheduled(session: Session) -> Scheduled:
 
 
 def best_scheduled(
-    session: Session, deadline: float | None, others: Iterable[Session] = ()
+    session: Session, deadline: float | None, others: Iterable[Session] = (), *, baselines: bool = True
 ) -> tuple[Session, Scheduled, Stopped]:
-    """The session with the solution that is fastest as scheduled: the search's own, that over another factoring, or a baseline
-    that fits.
+    """The session with the solution that is fastest as scheduled: the search's own, that over another factoring, or (with
+    ``baselines``) a baseline that fits.
 
     The search prices each collective alone. Where collectives take long to start, or readers share them, another solution whose
     collectives travel together may be faster. One that pins forbid, or whose compute and bytes alone take longer, is not looked
@@ -76,7 +76,8 @@ def best_scheduled(
             before = fastest.session
             fastest.look([(_at_least_s(other), other)])
             slower = 0 if fastest.session is not before else slower + 1
-        fastest.look(_rivals(fastest.session, fastest))
+        if baselines:
+            fastest.look(_rivals(fastest.session, fastest))
     except KeyboardInterrupt:
         fastest.stopped = "interrupted"
     if fastest.stopped:
@@ -146,8 +147,9 @@ def _at_least_s(session: Session) -> float:
     return decisions.compute_s + sum(seconds.values())
 
 
-def decided(session: Session, run: Scheduled | None) -> dict[str, Any]:
-    """The fields of `PlanData` that follow from the solution of a session.
+def decided(session: Session, run: Scheduled | None, axes: Sequence[Purpose] = ()) -> dict[str, Any]:
+    """The fields of `PlanData` that follow from the solution of a session. ``axes`` are the purposes that the user has fixed for
+    the factors, if any.
 
     Where the explicit backend runs it (``run``), its collectives are those of its schedule, in which equal ones are one and
     blocks are padded; else those that the search priced.
@@ -173,7 +175,7 @@ def decided(session: Session, run: Scheduled | None) -> dict[str, Any]:
         "limited": solution.limits is not None,
         "regather": solution.regather,
         "idle_axes": {unused.name: unused.text for unused in idle(problem, decisions)},
-        "purposes": purposes(problem, decisions),
+        "purposes": led_by(axes, purposes(problem, decisions)),
     }
 
 

@@ -130,7 +130,7 @@ def plan(
     _warn_of_idle(session)
     planned, stopped = _of(planned, session), _done(observer, stopped)
     data = PlanData(
-        **(decided(session, run) | _search_fields(planned, wanted, limit) | runs),
+        **(decided(session, run, planned.found[1].purposes) | _search_fields(planned, wanted, limit) | runs),
         stopped=stopped,
         exact=planned.found[1].exact and not stopped,
         operators=traced.program.count_ops(),
@@ -170,15 +170,15 @@ def _scheduled(
 ) -> tuple[Session, Scheduled | None, Stopped]:
     """(the session with the solution to run, its schedule if the explicit backend runs it, what stopped the planning).
 
-    Where the user has said what factors are for, no baseline and no other factoring may take the plan's place.
+    Where the user has said what factors are for, no baseline may take the plan's place: they are for other purposes.
     """
     session, stopped = _session_of(planned.program, planned.found, wanted, replicate), planned.found[1].stopped
     if backend != "explicit":
         return session, None, stopped
-    if stopped or wanted.axes is not None or session.objective.everything_split:  # baselines do not know this premise
+    if stopped or session.objective.everything_split:  # baselines do not know this premise
         return session, scheduled(session), stopped
     others = (_session_of(planned.program, found, wanted, replicate) for found in planned.found[1].others)
-    return best_scheduled(session, wanted.deadline, others)
+    return best_scheduled(session, wanted.deadline, others, baselines=wanted.axes is None)
 
 
 def _warn_of_idle(session: Session) -> None:
@@ -209,7 +209,7 @@ def _session_of(program: Program, found: Found, wanted: Wanted, replicate: tuple
 def _search_fields(planned: Planned, wanted: Wanted, limit: MemoryLimit) -> dict[str, Any]:
     """The fields of `PlanData` that record the conditions of the search and how it ended."""
     problem, outcome = planned.found
-    fields = {
+    return {
         "cluster": problem.cluster,
         "searched_s": outcome.best.seconds,
         "memory_limit": wanted.memory,
@@ -223,7 +223,6 @@ def _search_fields(planned: Planned, wanted: Wanted, limit: MemoryLimit) -> dict
         "unknown_trips": problem.graph.unknown_trips,
         "whole_ops": problem.graph.whole,
     }
-    return fields if wanted.axes is None else {**fields, "purposes": tuple(((p, 1.0),) for p in outcome.purposes)}
 
 
 def _checked_observer(observer: Observer | None) -> Observer:

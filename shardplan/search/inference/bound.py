@@ -25,6 +25,7 @@ from shardplan.search.memory.lifetimes import Lifetime
 from shardplan.search.problem.pricing import Domain
 from shardplan.search.problem.problem import Problem
 from shardplan.search.problem.solution import Solution
+from shardplan.search.problem.strategies import least_compute_s
 from shardplan.search.problem.summands import Summand
 
 Floats = NDArray[np.float64]
@@ -37,6 +38,9 @@ WORK = 2e9
 """The most table entries that an ascent visits: three or four seconds. Counted, not timed, so that bounds are reproducible."""
 
 MOST_SWEEPS = 400
+
+MOST_ENTRIES = 300_000_000
+"""The most table entries that an ascent holds, 8 bytes each. Where there are more, the bound is that of the compute alone."""
 
 _CALL = 10_000  # the overhead of visiting a table, in entries
 
@@ -378,6 +382,32 @@ def narrowed(ascent: Ascent, domains: Sequence[Domain], known_s: float) -> tuple
     )
 
 
+def least_s(problem: Problem) -> float:
+    """The seconds of the compute alone, spread evenly over all devices: a bound for every factoring."""
+    device = problem.objective.device(problem.cluster)
+    if device is None:
+        return 0.0
+    devices = problem.cluster.size
+    total = sum(seconds for seconds, _ in problem.interior.values()) / devices
+    for summand in problem.summands:
+        if summand.kind == "op":
+            total += summand.weight * least_compute_s(problem.graph.nodes[summand.at].signature, device, devices)
+    return total
+
+
+def entries(problem: Problem, domains: Sequence[Domain]) -> int:
+    """The number of entries in the tables of the distinct ops."""
+    sizes: dict[tuple[object, ...], int] = {}
+    for summand in problem.summands:
+        if summand.kind == "op":
+            node = problem.graph.nodes[summand.at]
+            own = tuple(domains[v] for v in summand.scope)
+            key = node.signature.id, problem.ops.deferring.get(summand.at), own
+            if key not in sizes:
+                sizes[key] = len(problem.ops.options(node).compute_s) * sum(map(len, own))
+    return sum(sizes.values())
+
+
 class Bound:
     """A lower bound on the seconds of every plan within the pins and the memory limit, computed on first use.
 
@@ -417,14 +447,18 @@ class Bound:
         return best if self._free.peak_bytes <= self._limit else max(best, self._at_limit())
 
     def _without_limit(self) -> float:
+        if entries(self._problem, self._domains) > MOST_ENTRIES:
+            return max(self._known_s, least_s(self._problem))
         given = stars(self._problem, self._domains, worst_s=_WORST * self._chosen.seconds)
         return max(self._known_s, ascend(Ascent(given), known_s=self._free.seconds, work=self._work))
 
     def _at_limit(self) -> float:
-        """The bound at the best price on bytes.
+        """The bound at the best price on bytes; 0 where the tables would be too large.
 
         The search starts at the price at which the unlimited and the chosen plan cost the same.
         """
+        if entries(self._problem, self._domains) > MOST_ENTRIES:
+            return 0.0
         points = tuple(sorted({self._peak(self._free), self._peak(self._chosen)}))
         saved = max(self._free.peak_bytes - self._chosen.peak_bytes, 1) * len(points)
         start = max(self._chosen.seconds - self._free.seconds, 1e-9 * self._chosen.seconds) / saved

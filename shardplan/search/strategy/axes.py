@@ -6,6 +6,7 @@ tensors lie, stays free. Weights are stored whole over the factors of ``data``, 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -16,12 +17,12 @@ from shardplan.collectives.reshard import Family
 from shardplan.errors import ClusterError, PinError
 from shardplan.graph.flattening import Graph
 from shardplan.ir import Factor
-from shardplan.mesh import Cluster, Matrix, factors, matrices
+from shardplan.mesh import Cluster, factors, matrices
 from shardplan.search.baselines.recipes import Restriction
 from shardplan.search.baselines.rivals import Rivals, solved
 from shardplan.search.coarsening.coarsen import FREE, Coarse
 from shardplan.search.inference import anytime
-from shardplan.search.inference.anytime import Stopped
+from shardplan.search.inference.anytime import Incumbent, OutOfTimeError, Stopped, Watch
 from shardplan.search.inference.bound import Bound
 from shardplan.search.inference.solver import Solver
 from shardplan.search.memory import liveness as memory
@@ -30,7 +31,8 @@ from shardplan.search.problem.pricing import Domain, Limits
 from shardplan.search.problem.problem import Problem
 from shardplan.search.problem.solution import Solution, Tried
 from shardplan.search.problem.strategies import Cuts
-from shardplan.search.strategy.factoring_search import Found, Wanted
+from shardplan.search.strategy.factoring_search import Found, Wanted, check_layouts
+from shardplan.search.strategy.memory_pricing import Descent
 from shardplan.search.strategy.pins import for_pins, pinned_domains
 from shardplan.search.strategy.polish import polish
 from shardplan.search.strategy.purposes import Kind, Loops, Purpose, purposes
@@ -47,15 +49,21 @@ _KINDS: Mapping[Purpose, Kind | None] = {
 
 
 def laid(cluster: Cluster, sizes: Mapping[Purpose, int]) -> Iterator[tuple[tuple[Factor, ...], tuple[Purpose, ...]]]:
-    """Every parallelism matrix of these axes, as factors with the purpose of each; within a level in the order of the axes."""
-    names = tuple(sizes)
+    """Every parallelism matrix of these axes, as factors with the purpose of each.
+
+    The parts of a switch have the order of the axes: on it, all places are alike. On rings and buses they have every order.
+    """
     for matrix in matrices(cluster.shape, tuple(sizes.values())):
-        parts = {level.name: [row[j] for row in matrix.rows if row[j] > 1] for j, level in enumerate(cluster.levels)}
-        yield factors(cluster, {level: own for level, own in parts.items() if own}), _purposes(matrix, names)
-
-
-def _purposes(matrix: Matrix, names: Sequence[Purpose]) -> tuple[Purpose, ...]:
-    return tuple(name for column in zip(*matrix.rows, strict=True) for name, n in zip(names, column, strict=True) if n > 1)
+        columns = [
+            [(purpose, n) for purpose, n in zip(sizes, column, strict=True) if n > 1] for column in zip(*matrix.rows, strict=True)
+        ]
+        orders = [
+            [tuple(own)] if level.kind == "switch" else list(itertools.permutations(own))
+            for level, own in zip(cluster.levels, columns, strict=True)
+        ]
+        for placed in itertools.product(*orders):
+            parts = {level.name: [n for _, n in own] for level, own in zip(cluster.levels, placed, strict=True) if own}
+            yield factors(cluster, parts), tuple(purpose for own in placed for purpose, _ in own)
 
 
 def restricted(problem: Problem, domains: Sequence[Domain], of: Sequence[Purpose], loops: Loops) -> Restriction:
@@ -127,6 +135,7 @@ def best_of_matrices(graph: Graph, coarse: Coarse, cluster: Cluster, wanted: Wan
             break
         wanted.observer("axes", n / len(choices))
         problem = Problem(graph, coarse, cluster, over, objective=wanted.objective, family=family)
+        check_layouts(problem)
         try:
             problem = for_pins(problem, wanted.pins)
             domains = pinned_domains(problem, wanted.pins)
@@ -149,25 +158,37 @@ def best_of_matrices(graph: Graph, coarse: Coarse, cluster: Cluster, wanted: Wan
     if not found:
         raise refusals[0] if refusals else ClusterError(f"no plan has the axes {_text(wanted.axes)}: leave axes= out")
     ranked = sorted(found.values(), key=lambda f: _rank(f[1].best, wanted.memory))
-    best = next((f for f in ranked if not _unused(f)), None)
-    if best is None:
-        raise _refusal(ranked[0], _unused(ranked[0]), wanted.axes)
+    used = [f for f in ranked if not _unused(f)]
+    if not used:
+        raise _refusal(ranked[0], _unused(ranked[0]), wanted)
     tried = tuple(Tried(over, o.best.seconds, o.best.fits(wanted.memory), None) for (over, _), (_, o) in found.items())
-    problem, outcome = best
+    (problem, outcome), *others = used
     if stopped:
         outcome.rivals.close()
-    return problem, replace(outcome, tried=tried, stopped=stopped)
+    fitting = tuple((p, o) for p, o in others if o.best.fits(wanted.memory))
+    return problem, replace(outcome, tried=tried, stopped=stopped, others=fitting)
 
 
 def _outcome(problem: Problem, r: Restriction, of: Sequence[Purpose], wanted: Wanted) -> Outcome | None:
     """The best solution of one matrix, as an outcome."""
     live = memory.liveness(problem, wanted.donated)
-    best = best_restricted(lambda limits: Solver(problem, live, limits), r)
-    if best is None:
+    free = best_restricted(lambda limits: Solver(problem, live, limits), r)
+    if free is None:
         return None
-    best = replace(best, name="plan")
-    bound = Bound(problem, live, r.domains, free=best, chosen=best, limit=best.peak_bytes, unlimited_s=None)
-    return Outcome(best, Rivals(Solver(problem, live)), bound, False, best, best, purposes=tuple(of))
+    best = replace(free if free.fits(wanted.memory) else _within_memory(problem, live, r, free, wanted), name="plan")
+    bound = Bound(problem, live, r.domains, free=free, chosen=best, limit=max(wanted.memory, best.peak_bytes), unlimited_s=None)
+    return Outcome(best, Rivals(Solver(problem, live)), bound, False, best, free, purposes=tuple(of))
+
+
+def _within_memory(problem: Problem, live: memory.Liveness, r: Restriction, free: Solution, wanted: Wanted) -> Solution:
+    """The fastest solution of a restriction that fits; where none does, the smallest. At the deadline, the best so far."""
+    watch = Watch(Incumbent(wanted.memory, free), r.domains, wanted.deadline)
+    try:
+        Descent(Solver(problem, live, r.limits, watch), None, r.domains, free, (), False, watch).within(wanted.memory)
+    except OutOfTimeError:
+        pass
+    assert watch.incumbent.best is not None
+    return watch.incumbent.best
 
 
 def _unused(found: Found) -> tuple[int, ...]:
@@ -178,7 +199,7 @@ def _unused(found: Found) -> tuple[int, ...]:
     return tuple(f for f, (wanted, shares) in rows if wanted != "replica" and wanted not in dict(shares))
 
 
-def _refusal(found: Found, unused: Sequence[int], axes: Mapping[Purpose, int]) -> ClusterError:
+def _refusal(found: Found, unused: Sequence[int], wanted: Wanted) -> ClusterError:
     """Why no matrix does what is wanted: the loops of the purpose, of which none can be cut so often."""
     problem, outcome = found
     purpose, factor = outcome.purposes[unused[0]], problem.factors[unused[0]]
@@ -193,9 +214,10 @@ def _refusal(found: Found, unused: Sequence[int], axes: Mapping[Purpose, int]) -
     had = ", ".join(map(str, sorted(extents)))
     stored = f"no weight that it reads is stored split over {factor.name}={factor.size}"
     what = stored if purpose == "fsdp" else f"nothing is cut by {factor.size}"
+    pins = f", or leave out the pins on {', '.join(map(repr, wanted.pins))}" if wanted.pins else ""
     return ClusterError(
-        f"axes={_text(axes)}: {what} for {purpose!r}; the loops that {purpose!r} cuts have the extents {had}: "
-        "give sizes that divide them and the weights"
+        f"axes={_text(wanted.axes or {})}: {what} for {purpose!r}; the loops that {purpose!r} cuts have the extents {had}: "
+        f"give sizes that divide them and the weights{pins}"
     )
 
 

@@ -13,15 +13,15 @@ from dataclasses import dataclass, replace
 from shardplan.collectives.parts import in_runs
 from shardplan.collectives.reshard import Family
 from shardplan.cost import Objective
-from shardplan.errors import PinError
+from shardplan.errors import ClusterError, PinError
 from shardplan.graph.flattening import Graph
 from shardplan.ir import Factor
 from shardplan.mesh import Cluster
 from shardplan.search.coarsening.coarsen import Coarse
 from shardplan.search.inference.anytime import Observer, Stopped
+from shardplan.search.inference.bound import least_s
 from shardplan.search.problem.problem import Problem
 from shardplan.search.problem.solution import Tried
-from shardplan.search.problem.strategies import least_compute_s
 from shardplan.search.strategy.factorings import Work, factor_choices, merged, splits, work_of
 from shardplan.search.strategy.pins import Pins, for_pins, pinned_domains
 from shardplan.search.strategy.purposes import Purpose
@@ -37,6 +37,9 @@ _WORTH = 0.005
 is not proved is split further only if it gained this fraction over the one that it splits; and once the best with so many
 factors does not gain this over the best with one fewer, no more of them are searched.
 """
+
+MOST_LAYOUTS = 5_000
+"""The most layouts of one value: the tables of a resharding have an entry for each pair, 8 bytes each."""
 
 MOST_TRIED = 8
 """The most factorings that are searched. Counted, not timed, so that plans are reproducible."""
@@ -169,6 +172,7 @@ class _Search:
     def _try(self, factors: tuple[Factor, ...], parent: Found | None) -> Stopped:
         """Searches a factoring, from the solutions of the one that it refines; what stopped that."""
         problem = Problem(self.graph, self.coarse, self.cluster, factors, objective=self.wanted.objective, family=self.family)
+        check_layouts(problem)
         try:
             problem = for_pins(problem, self.wanted.pins)
             domains = pinned_domains(problem, self.wanted.pins)
@@ -221,6 +225,17 @@ class _Search:
         return (*rows, *(Tried(factors, None, False, None, why) for factors, why in self.left_out.items()))
 
 
+def check_layouts(problem: Problem) -> None:
+    """Refuses factors over which a value has more than `MOST_LAYOUTS` layouts."""
+    count, v = max(((len(domain), v) for v, domain in enumerate(problem.domains)), default=(0, 0))
+    if count > MOST_LAYOUTS:
+        sizes = ", ".join(f"{f.name}={f.size}" for f in problem.factors)
+        raise ClusterError(
+            f"over {len(problem.factors)} factors ({sizes}) a value of shape {list(problem.coarse.variables[v].shape)} has "
+            f"{count} layouts, and at most {MOST_LAYOUTS} can be searched: take the levels apart into fewer factors"
+        )
+
+
 def refined(problem: Problem, parent: Found) -> list[Start]:
     """The solutions of a factoring in a problem over one that refines it: whole factors become all of their parts."""
     coarser, outcome = parent
@@ -241,19 +256,6 @@ def refined(problem: Problem, parent: Found) -> list[Start]:
 
     solutions = dict.fromkeys([outcome.best, outcome.free])
     return [Start(tuple(state(v, s) for v, s in enumerate(one.states)), one.keep, one.regather) for one in solutions]
-
-
-def least_s(problem: Problem) -> float:
-    """The seconds of the compute alone, spread evenly over all devices: a bound for every factoring."""
-    device = problem.objective.device(problem.cluster)
-    if device is None:
-        return 0.0
-    devices = problem.cluster.size
-    total = sum(seconds for seconds, _ in problem.interior.values()) / devices
-    for summand in problem.summands:
-        if summand.kind == "op":
-            total += summand.weight * least_compute_s(problem.graph.nodes[summand.at].signature, device, devices)
-    return total
 
 
 def better(a: Found, b: Found, limit: int, *, gain: float = 0.0) -> bool:

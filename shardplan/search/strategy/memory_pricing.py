@@ -31,11 +31,12 @@ _CLOSER = 7  # the most prices tried between a solution that fits and one that d
 class Descent:
     """Finds solutions within a limit, from the best solution without one, ``free``.
 
-    ``starts`` are further starting points, beside the baselines; ``joint`` means that each price is solved jointly.
+    ``starts`` are further starting points, beside the baselines (``rivals``, None where they are not to be used); ``joint`` means
+    that each price is solved jointly.
     """
 
     solver: Solver
-    rivals: Rivals
+    rivals: Rivals | None
     domains: Sequence[Domain]
     free: Solution
     starts: Sequence[Solution]
@@ -59,7 +60,8 @@ class Descent:
         return repair.smaller(self.solver, self.domains, least)
 
     def _initial(self, limit: int) -> list[Solution]:
-        return [self.free, *self.starts, *self.rivals.seeds(self.domains, limit)]
+        seeds = [] if self.rivals is None else self.rivals.seeds(self.domains, limit)
+        return [self.free, *self.starts, *seeds]
 
     def _priced(self, limit: int) -> list[Solution]:
         """Solutions at one price on the bytes at every peak seen so far.

@@ -148,7 +148,9 @@ def polish(
     if len(solver.problem.sizes) < 3:
         return work.best
     result = work.singles(also)
-    assert result is not None or not also, "the layouts of `also` need too large tables"
+    if result is None and also:  # the pairs have led to where its tables are too large
+        result = work.tried(near(solver.problem, domains, start, also))
+        assert result is not None, "the layouts of `also` need too large tables"
     while result is not False and pairs and work.pairs():
         result = work.singles()
     return work.best

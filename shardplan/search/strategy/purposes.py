@@ -8,7 +8,7 @@ tensor parallelism. A factor that cuts no contraction is a replica.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Literal, get_args
 
@@ -157,6 +157,13 @@ def purposes(problem: Problem, decisions: Decisions) -> tuple[Shares, ...]:
         rows = sorted(own.items(), key=lambda row: (-row[1], PURPOSES.index(row[0])))
         result.append(tuple((p, s / total) for p, s in rows) if total > 0 else (("replica", 1.0),))
     return tuple(result)
+
+
+def led_by(fixed: Sequence[Purpose], shares: Sequence[Shares]) -> tuple[Shares, ...]:
+    """The purposes of each factor with the one that is fixed for it first; as they are where none is fixed."""
+    if not fixed:
+        return tuple(shares)
+    return tuple(tuple(sorted(own, key=lambda row: row[0] != first)) for first, own in zip(fixed, shares, strict=True))
 
 
 def _stored(loops: Loops, decisions: Decisions) -> Mapping[int, frozenset[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -172,6 +173,41 @@ def test_weights_that_a_forward_pass_has_split_by_rows_are_tensor_parallel() -> 
 def test_axes_that_divide_nothing_are_refused(width: int, batch: int, axes: dict[str, int], said: str) -> None:
     with pytest.raises(shardplan.ClusterError, match=said):
         on_eight(descent, width, batch, axes=axes)
+
+
+def test_on_a_ring_the_parts_of_a_level_have_every_order() -> None:
+    ring = machine("8:slow")
+    ring = replace(ring, levels=tuple(replace(level, kind="ring") for level in ring.levels))
+    choices = list(laid(ring, {"data": 2, "tensor": 4}))
+    assert [of for _, of in choices] == [("data", "tensor"), ("tensor", "data")]
+    assert len(list(laid(machine("8:slow"), {"data": 2, "tensor": 4}))) == 1
+    step, args = gpt.train_step(**SMALL)
+    plan = shardplan.plan(step, *args, cluster=ring, donate_argnums=0, axes={"data": 2, "tensor": 4})
+    seconds = [row["seconds"] for row in plan.provenance["factorings"]]
+    assert plan.searched_s == min(seconds) < 0.99 * max(seconds)
+
+
+def test_a_memory_limit_is_kept_within_the_axes() -> None:
+    axes = {"data": 2, "tensor": 4}
+    free, _, _ = planned(axes)
+    limit = int(0.85 * free.peak_bytes)
+    plan, _, _ = planned(axes, memory_limit=limit)
+    assert plan.peak_bytes <= limit < free.peak_bytes
+    assert dict(zip(plan.matrix["axes"], map(math.prod, plan.matrix["factors"]), strict=True)) == axes
+    assert plan.lower_bound_s <= plan.step_time_s
+
+
+def test_purposes_are_those_of_the_plan_even_where_axes_and_pins_differ() -> None:
+    """One of two weights is stored split by a pin: over half of the seconds, "data" is FSDP."""
+    split = PartitionSpec(None, "gpu")
+    plan = on_eight(descent, 2048, 4096, axes={"data": 8}, pins={"weights/1": split})
+    assert plan.matrix["axes"] == ["data"]
+    (shares,) = plan.data.purposes
+    assert [purpose for purpose, _ in shares] == ["data", "fsdp"]
+    assert 0.2 < dict(shares)["fsdp"] < 0.8
+    assert sum(part for _, part in shares) == pytest.approx(1.0)
+    with pytest.raises(shardplan.ClusterError, match=r"or leave out the pins on 'weights/\*'"):
+        on_eight(descent, 2048, 4096, axes={"data": 8}, pins={"weights/*": split})
 
 
 def test_axes_and_the_premise_of_bytes_exclude_each_other() -> None:

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,11 +22,13 @@ from shardplan.cost import TIME
 from shardplan.ir import Factor
 from shardplan.mesh import Cluster, factors
 from shardplan.mesh.machine import Interconnect, Kind
+from shardplan.search.inference import bound
+from shardplan.search.inference.bound import least_s
 from shardplan.search.inference.solver import Solver
 from shardplan.search.memory import liveness as memory
 from shardplan.search.problem import Problem
 from shardplan.search.problem.pricing import Limits
-from shardplan.search.strategy.factoring_search import Wanted, best_of_factorings, least_s, refined
+from shardplan.search.strategy.factoring_search import Wanted, best_of_factorings, refined
 from shardplan.search.strategy.factorings import levels_of, splits
 from tests.machines import machine
 from tests.models.test_factories import TINY, factory
@@ -204,3 +207,19 @@ def test_factors_that_are_none_of_a_cluster(given: Any, said: str) -> None:
     step, args = mlp.train_step()
     with pytest.raises(shardplan.ClusterError, match=said):
         shardplan.plan(step, *args, cluster="8", factors=given)
+
+
+def test_more_layouts_than_can_be_searched_are_refused() -> None:
+    step, args = gpt.train_step(**TINY["gpt"])
+    with pytest.raises(shardplan.ClusterError, match=r"over 6 factors .* has \d+ layouts, and at most 5000"):
+        shardplan.plan(step, *args, cluster="64", donate_argnums=0, factors={"gpu": (2,) * 6})
+
+
+def test_where_its_tables_are_too_large_the_bound_is_that_of_the_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, args = mlp.train_step(**TINY["mlp"])
+    plan = partial(shardplan.plan, step, *args, cluster=machine("2x2x2:slow"), donate_argnums=0, factors={"gpu": 2})
+    tight = plan()
+    assert bound.entries(tight.session.problem, tight.session.problem.domains) > 1000
+    monkeypatch.setattr(bound, "MOST_ENTRIES", 1000)
+    loose = plan()
+    assert 0 < least_s(loose.session.problem) <= loose.lower_bound_s <= tight.lower_bound_s <= tight.step_time_s

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 
 from shardplan.cost import TIME, Objective
 from shardplan.errors import ClusterError, ShardplanError, nearest
@@ -30,13 +31,18 @@ def checked_factors(given: FactorsLike | None, cluster: Cluster) -> tuple[Factor
         raise ClusterError(f'factors={given!r} is not a mapping: give parts by level, for example {{"gpu": (2, 2, 2)}}')
     parts: dict[str, tuple[int, ...]] = {}
     for level, sizes in given.items():
-        own = (sizes,) if isinstance(sizes, int) else sizes
-        if isinstance(own, str) or not isinstance(own, Sequence) or not all(type(n) is int and n > 0 for n in own):
+        own = (sizes,) if isinstance(sizes, Integral) else sizes
+        if isinstance(own, str) or not isinstance(own, Sequence) or not all(map(_is_size, own)):
             raise ClusterError(f"factors[{level!r}]={sizes!r}: give the sizes of the level's parts, for example (2, 2, 2), or 8")
         if math.prod(own) != 1 and 1 in own:
             raise ClusterError(f"factors[{level!r}]={sizes!r}: a part of 1 cuts nothing: leave it out")
-        parts[level] = tuple(own)
+        parts[level] = tuple(map(int, own))
     return factors(cluster, parts)
+
+
+def _is_size(n: object) -> bool:
+    """Whether this is a whole number above 0."""
+    return isinstance(n, Integral) and not isinstance(n, bool) and int(n) > 0
 
 
 def read_factors(texts: Sequence[str]) -> dict[str, tuple[int, ...]] | None:
@@ -71,12 +77,12 @@ def checked_axes(
     if objective.everything_split:
         name = objective.name
         raise ClusterError(f"axes= and objective={name!r} cannot be given together: its premise says what every op cuts")
-    if not isinstance(given, Mapping) or not all(type(n) is int and n > 0 for n in given.values()):
+    if not isinstance(given, Mapping) or not given or not all(map(_is_size, given.values())):
         raise ClusterError(f'axes={given!r}: give the size of each purpose, for example {{"data": 16, "tensor": 4}}')
     sizes: dict[Purpose, int] = {}
     for name, size in given.items():
         try:
-            sizes[purpose_of(name)] = size
+            sizes[purpose_of(name)] = int(size)
         except ValueError as error:
             raise ClusterError(f"axes: {error}{nearest(str(name), PURPOSES)}") from None
     if math.prod(sizes.values()) != cluster.size:

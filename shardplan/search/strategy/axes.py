@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -53,17 +54,16 @@ def laid(cluster: Cluster, sizes: Mapping[Purpose, int]) -> Iterator[tuple[tuple
 
     The parts of a switch have the order of the axes: on it, all places are alike. On rings and buses they have every order.
     """
+    names = tuple(sizes)
     for matrix in matrices(cluster.shape, tuple(sizes.values())):
-        columns = [
-            [(purpose, n) for purpose, n in zip(sizes, column, strict=True) if n > 1] for column in zip(*matrix.rows, strict=True)
-        ]
+        columns = [[i for i, n in enumerate(column) if n > 1] for column in zip(*matrix.rows, strict=True)]
         orders = [
             [tuple(own)] if level.kind == "switch" else list(itertools.permutations(own))
             for level, own in zip(cluster.levels, columns, strict=True)
         ]
         for placed in itertools.product(*orders):
-            parts = {level.name: [n for _, n in own] for level, own in zip(cluster.levels, placed, strict=True) if own}
-            yield factors(cluster, parts), tuple(purpose for own in placed for purpose, _ in own)
+            parts = {cluster.levels[j].name: [matrix.rows[i][j] for i in own] for j, own in enumerate(placed) if own}
+            yield factors(cluster, parts), tuple(names[i] for own in placed for i in own)
 
 
 def restricted(problem: Problem, domains: Sequence[Domain], of: Sequence[Purpose], loops: Loops) -> Restriction:
@@ -183,10 +183,8 @@ def _outcome(problem: Problem, r: Restriction, of: Sequence[Purpose], wanted: Wa
 def _within_memory(problem: Problem, live: memory.Liveness, r: Restriction, free: Solution, wanted: Wanted) -> Solution:
     """The fastest solution of a restriction that fits; where none does, the smallest. At the deadline, the best so far."""
     watch = Watch(Incumbent(wanted.memory, free), r.domains, wanted.deadline)
-    try:
+    with suppress(OutOfTimeError):
         Descent(Solver(problem, live, r.limits, watch), None, r.domains, free, (), False, watch).within(wanted.memory)
-    except OutOfTimeError:
-        pass
     assert watch.incumbent.best is not None
     return watch.incumbent.best
 

@@ -255,13 +255,14 @@ def _layout(problem: Problem, path: str, shape: tuple[int, ...], pattern: str, e
                     remedy = f": parts of {level!r} have names where factors= fixes them, as in factors={{{level!r}: (2, 4)}}"
                 raise _refusal(pattern, entries, f"names an unknown axis {axis!r}; the plan's axes are {known}{remedy}")
         dims.append(tuple(f for a in axes if a not in idle for f in names[a]))
+    flat = [f for d in dims for f in d]
+    twice = next((problem.factors[f].name for f in flat if flat.count(f) > 1), None)
+    if twice is not None:
+        raise _refusal(pattern, entries, f"uses the axis {twice!r} twice")
     for axes in dims:
         if list(axes) != sorted(axes):
             right = tuple(problem.factors[f].name for f in sorted(axes))
             raise _refusal(pattern, entries, f"has the axes of one dim in an unsupported order: use slowest first, {right!r}")
-    flat = [f for d in dims for f in d]
-    if len(set(flat)) != len(flat):
-        raise _refusal(pattern, entries, "uses an axis twice")
     return Layout(tuple(dims))
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
@@ -17,7 +18,7 @@ from shardplan.mesh import Cluster, matrices
 from shardplan.report.parallelism import purposes_text
 from shardplan.search.strategy.axes import laid
 from shardplan.search.strategy.purposes import Loops
-from shardplan.shell.factor_options import read_axes, read_factors
+from shardplan.shell.factor_options import checked_axes, checked_factors, read_axes, read_factors
 from tests.machines import machine
 
 SMALL = {"layers": 2, "width": 64, "heads": 4, "batch": 16, "sequence": 32, "vocabulary": 256}
@@ -117,6 +118,8 @@ def test_every_matrix_becomes_factors_with_purposes() -> None:
     ("axes", "said"),
     [
         ({"data": 4}, "make 4 devices"),
+        ({}, "give the size of each purpose"),
+        ({"data": True, "tensor": 8}, "give the size of each purpose"),
         ({"dta": 8}, "nearest: data"),
         ({"data": 0, "tensor": 8}, "give the size"),
         ({"expert": 8}, "no product of this step has a loop for 'expert'"),
@@ -213,6 +216,14 @@ def test_purposes_are_those_of_the_plan_even_where_axes_and_pins_differ() -> Non
 def test_axes_and_the_premise_of_bytes_exclude_each_other() -> None:
     with pytest.raises(shardplan.ShardplanError, match="cannot be given together"):
         planned({"data": 8}, objective="bytes")
+
+
+def test_sizes_may_be_integers_of_numpy() -> None:
+    two: Any = np.int64(2)
+    sizes = checked_axes({"data": two, "tensor": 4}, Cluster.load("8"))
+    assert sizes is not None
+    assert [(purpose, size, type(size)) for purpose, size in sizes.items()] == [("data", 2, int), ("tensor", 4, int)]
+    assert checked_factors({"gpu": (two, 4)}, Cluster.load("8")) == checked_factors({"gpu": (2, 4)}, Cluster.load("8"))
 
 
 def test_axes_and_factors_exclude_each_other() -> None:

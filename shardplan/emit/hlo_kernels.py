@@ -17,12 +17,15 @@ from shardplan.emit.hlo_text import Computation, Instruction, Module, Shape, par
 _FREE = frozenset(
     (
         "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id", "while",
-        "conditional", "call", "opt-barrier", "async-start", "async-update", "async-done", "copy-done", "add-dependency",
+        "conditional", "call", "opt-barrier", "async-start", "async-update", "async-done", "copy-done", "fusion-done",
+        "add-dependency",
     )
 )  # fmt: skip
 _COLLECTIVE = re.compile(
     r"(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast|ragged-all-to-all)(-start|-done)?$"
 )
+_FUSIONS = ("fusion", "fusion-start")
+"""A fusion, and one that runs beside others: its bytes are counted where it starts."""
 _RENAMES = ("bitcast", "reshape", "copy", "transpose", "convert")
 
 
@@ -79,7 +82,7 @@ def _kernel(module: Module, computation: Computation, i: Instruction, times: int
 
 
 def _fused(module: Module, i: Instruction) -> Computation | None:
-    name = next((name for role, name in i.called if role == "calls"), None) if i.opcode == "fusion" else None
+    name = next((name for role, name in i.called if role == "calls"), None) if i.opcode in _FUSIONS else None
     return None if name is None else module.computations[name]
 
 
@@ -101,7 +104,7 @@ def _alone(computation: Computation, i: Instruction) -> tuple[int, int]:
             return 2 * moved, moved
         case "copy-start":
             return _nbytes(operands[0].leaves), _nbytes(operands[0].leaves)
-        case "custom-call" if "matmul" in i.attributes or "gemm" in i.attributes or "conv" in i.attributes:
+        case "custom-call" if _is_product(_target(i)):
             return read, _nbytes(i.leaves[:1])  # what follows is workspace
         case _:
             return read, written
@@ -145,18 +148,27 @@ def _written(fused: Computation, root: Instruction) -> int:
 
 def _products(module: Module, computation: Computation, i: Instruction) -> tuple[float, str]:
     """The flops of the products of a kernel, and their dtype."""
-    if i.opcode == "fusion":
+    if i.opcode in _FUSIONS:
         fused = _fused(module, i)
         found = [] if fused is None else [_products(module, fused, one) for one in fused.instructions.values()]
         return sum(flops for flops, _ in found), next((dtype for flops, dtype in found if flops), "")
     if i.opcode == "dot":
         return _dot(computation, i)
-    target = i.attribute(r'custom_call_target="([^"]+)"') or "" if i.opcode == "custom-call" else ""
+    target = _target(i) if i.opcode == "custom-call" else ""
     if "matmul" in target or "gemm" in target:
         return _dot(computation, i)
     if i.opcode == "convolution" or "conv" in target:
         return _convolution(computation, i, target)
     return 0.0, ""
+
+
+def _target(i: Instruction) -> str:
+    """The library function that a custom call runs."""
+    return i.attribute(r'custom_call_target="([^"]+)"') or ""
+
+
+def _is_product(target: str) -> bool:
+    return any(word in target for word in ("matmul", "gemm", "conv"))
 
 
 def _dot(computation: Computation, i: Instruction) -> tuple[float, str]:

@@ -17,7 +17,7 @@ def factors(cluster: Machine, splits: Mapping[str, Sequence[int]] | None = None)
     """One factor a level, slowest first; ``splits`` names levels to split into several, major first.
 
     A level of one child gives no factor: nothing can be cut over it. A level split as (4, 2) gives ``gpu0`` of 4 and ``gpu1``
-    of 2, the latter varying fastest.
+    of 2, the latter varying fastest; ``gpu_0`` and ``gpu_1`` where other levels have such names.
 
     >>> from shardplan.mesh import Cluster
     >>> [(f.name, f.size, f.stride) for f in factors(Cluster.load("2x8"), {"gpu": (4, 2)})]
@@ -30,13 +30,16 @@ def factors(cluster: Machine, splits: Mapping[str, Sequence[int]] | None = None)
             product = " * ".join(map(str, sizes)) or "()"
             raise ClusterError(f"the split {product} of level {name!r} makes {math.prod(sizes)}, the level has {size}")
     result: list[Factor] = []
+    names = {level.name for level in cluster.levels}
     for index, level in enumerate(cluster.levels):
         sizes = tuple(splits.get(level.name, (level.size,)))
-        stride = level.size
+        stride, stem = level.size, level.name
+        while any(f"{stem}{part}" in names for part in range(len(sizes))):
+            stem += "_"
         for part, size in enumerate(sizes):
             stride //= size
             if size > 1:
-                result.append(Factor(level.name if len(sizes) == 1 else f"{level.name}{part}", size, index, stride))
+                result.append(Factor(level.name if len(sizes) == 1 else f"{stem}{part}", size, index, stride))
     return tuple(result)
 
 

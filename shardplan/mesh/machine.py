@@ -169,12 +169,6 @@ class Machine:
         for name in names:
             if names.count(name) > 1:
                 raise ClusterError(f"two levels are called {name!r}", where=where)
-            whole = name.rstrip("0123456789")
-            if whole != name and whole in names:
-                message = (
-                    f"level {name!r} has the name of a part of level {whole!r}: give one of them a name that ends in a letter"
-                )
-                raise ClusterError(message, where=where)
         if self.size > LARGEST:
             raise ClusterError(f"{self.size} devices are more than the {LARGEST} that can be planned for", where=self.name)
 

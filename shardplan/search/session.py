@@ -15,6 +15,7 @@ from shardplan.graph import Graph, flatten
 from shardplan.ir import Layout, Program
 from shardplan.search.baselines.rivals import Rivals
 from shardplan.search.coarsening import coarsen
+from shardplan.search.inference import anytime
 from shardplan.search.inference.bound import Bound
 from shardplan.search.problem.extract import Decisions, Extractor
 from shardplan.search.problem.problem import Problem
@@ -110,7 +111,7 @@ class Session:
             donated=self.donated,
             domains=pinned_domains(problem, self.pins),
             deadline=None,
-            observer=lambda _what, _part: None,
+            observer=anytime.silent,
         )
         if not outcome.best.fits(self.memory_limit):
             return math.inf

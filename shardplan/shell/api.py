@@ -109,7 +109,8 @@ def plan(
         PinError: for a pin that matches nothing, names no axis, does not divide, or splits an array without elements.
         UndescribedPrimitiveError: for a primitive without a description.
         UncompiledPrimitiveError: for a primitive that XLA compiles for one device only, on a cluster of several.
-        ClusterError: for an invalid cluster or ``factors``, or a cluster on which the step takes 1,000 s or more.
+        ClusterError: for an invalid cluster, ``factors`` or ``axes``, for factors over which a value has too many layouts, for an
+            axis that the step cannot use for its purpose, or for a cluster on which the step takes 1,000 s or more.
     """
     measure, deadline, shared = _check(objective, time_budget_s, one_choice, remat)
     observer, runs = _checked_observer(observer), chosen(backend)
@@ -229,11 +230,7 @@ def _checked_observer(observer: Observer | None) -> Observer:
     """The observer, checked; by default one that does nothing."""
     if observer is not None and not callable(observer):
         raise ShardplanError(f"observer={observer!r} is not callable: give a function of (what, part), or None")
-    return observer or _silent
-
-
-def _silent(_what: str, _part: float) -> None:
-    """The default observer: does nothing."""
+    return observer or anytime.silent
 
 
 def _check(objective: str, time_budget_s: float | None, one_choice: str, remat: str) -> tuple[Objective, float | None, OneChoice]:

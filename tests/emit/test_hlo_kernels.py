@@ -76,3 +76,49 @@ def test_products_have_flops_and_collectives_are_no_kernels() -> None:
     assert by_name["p"].nbytes == 2 * (64 * 32 + 32 * 8 + 64 * 8)
     assert not by_name.keys() & {"r", "w", "s", "out", "a"}
     assert by_name["x"].flops == 0
+
+
+LIBRARY = """\
+HloModule step, num_partitions=1
+
+%update (p0: f32[16,128], p1: f32[128], p2: s32[]) -> f32[16,128] {
+  %p0 = f32[16,128]{1,0} parameter(0)
+  %p1 = f32[128]{0} parameter(1)
+  %p2 = s32[] parameter(2)
+  %zero = s32[] constant(0)
+  %row = f32[1,128]{1,0} bitcast(%p1)
+  ROOT %u = f32[16,128]{1,0} dynamic-update-slice(%p0, %row, %p2, %zero)
+}
+
+ENTRY %main (x: f32[8,16,16,4], k: f32[3,3,4,32], a: bf16[64,32], b: bf16[32,8], s: f32[16,128], r: f32[128], i: s32[]) -> f32[16,128] {
+  %x = f32[8,16,16,4]{3,2,1,0} parameter(0)
+  %k = f32[3,3,4,32]{3,2,1,0} parameter(1)
+  %a = bf16[64,32]{1,0} parameter(2)
+  %b = bf16[32,8]{1,0} parameter(3)
+  %s = f32[16,128]{1,0} parameter(4)
+  %r = f32[128]{0} parameter(5)
+  %i = s32[] parameter(6)
+  %conv = (f32[8,16,16,32]{3,2,1,0}, u8[1000]{0}) custom-call(%x, %k), window={size=3x3 pad=1_1x1_1}, dim_labels=b01f_01io->b01f, custom_call_target="__cudnn$convForward"
+  %gemm = (bf16[64,8]{1,0}, s8[4096]{0}) custom-call(%a, %b), custom_call_target="__cublas$lt$matmul", backend_config={"lhs_contracting_dimensions":["1"]}
+  %sort = (f32[128]{0}, u8[1000]{0}) custom-call(%r), custom_call_target="__cub$DeviceRadixSort", metadata={op_name="jit(step)/conv1/sort"}
+  %start = ((f32[16,128]{1,0}, f32[128]{0}, s32[]), f32[16,128]{1,0}, u32[]) fusion-start(%s, %r, %i), kind=kLoop, calls=%update
+  %old = f32[16,128]{1,0} copy(%s)
+  ROOT %done = f32[16,128]{1,0} fusion-done(%start)
+}
+"""  # noqa: E501
+
+
+def test_library_calls_have_the_flops_of_their_products_and_no_workspace() -> None:
+    by_name = {k.name: k for k in kernels(LIBRARY)}
+    conv, gemm, sort = by_name["conv"], by_name["gemm"], by_name["sort"]
+    assert conv.flops == 2 * (8 * 16 * 16 * 32) * 3 * 3 * 4
+    assert conv.written_bytes == 4 * 8 * 16 * 16 * 32
+    assert (gemm.flops, gemm.written_bytes) == (2 * 64 * 8 * 32, 2 * 64 * 8)
+    assert (sort.flops, sort.written_bytes) == (0, 512 + 1000), "a scope named conv1 is no convolution"
+
+
+def test_a_fusion_beside_others_is_counted_where_it_starts() -> None:
+    by_name = {k.name: k for k in kernels(LIBRARY)}
+    assert (by_name["start"].read_bytes, by_name["start"].written_bytes) == (512 + 4, 512)
+    assert "done" not in by_name
+    assert (by_name["old"].read_bytes, by_name["old"].written_bytes) == (8192, 8192)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -37,6 +38,13 @@ def test_a_split_level_is_major_first():
         ("gpu2", 2, 1, 1),
     ]
     assert coordinates(cluster, of)[0b1101].tolist() == [1, 1, 0, 1]
+
+
+def test_parts_never_have_the_name_of_another_level():
+    cluster = Cluster.load("2x2x8")
+    names = ("gpu0", "gpu_1", "gpu")
+    cluster = replace(cluster, levels=tuple(replace(level, name=n) for level, n in zip(cluster.levels, names, strict=True)))
+    assert [f.name for f in factors(cluster, {"gpu": (4, 2)})] == ["gpu0", "gpu_1", "gpu__0", "gpu__1"]
 
 
 def test_device_order_transposes_the_levels():

@@ -46,7 +46,7 @@ VARIANTS = [
 def tiny_on(machines: Sequence[str]) -> list[Any]:
     """Each tiny model with one of these machines in turn; those that take longest to compile, or resemble another, are slow."""
     return [
-        pytest.param(name, on, marks=[pytest.mark.slow] if name in ("gpt_linen", "unet", "vit") else [])
+        pytest.param(name, on, marks=[pytest.mark.slow] if name in ("gpt_linen", "unet", "vit", "wresnet") else [])
         for name, on in zip(TINY, itertools.cycle(machines), strict=False)
     ]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from shardplan.search.problem.pricing import Domain
@@ -13,6 +13,11 @@ from shardplan.search.problem.solution import Solution
 
 Observer = Callable[[str, float], None]
 """Called with the current activity and the progress of the search (0 to 1)."""
+
+
+def silent(_what: str, _part: float) -> None:
+    """The observer that does nothing."""
+
 
 now_s = time.monotonic
 """The clock that deadlines are read from."""
@@ -69,7 +74,7 @@ class Watch:
     incumbent: Incumbent
     domains: Sequence[Domain]
     deadline: float | None = None
-    observer: Observer = field(default=lambda _what, _part: None)
+    observer: Observer = silent
     _open: bool = True
     _progress: float = 0.0
 

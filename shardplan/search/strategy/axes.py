@@ -9,13 +9,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
 
 from shardplan.collectives.reshard import Family
-from shardplan.errors import ClusterError, PinError
+from shardplan.errors import ClusterError, PinError, ShardplanError
 from shardplan.graph.flattening import Graph
 from shardplan.ir import Factor
 from shardplan.mesh import Cluster, factors, matrices
@@ -32,7 +31,7 @@ from shardplan.search.problem.pricing import Domain, Limits
 from shardplan.search.problem.problem import Problem
 from shardplan.search.problem.solution import Solution, Tried
 from shardplan.search.problem.strategies import Cuts
-from shardplan.search.strategy.factoring_search import Found, Wanted, check_layouts
+from shardplan.search.strategy.factoring_search import Found, Wanted, too_many_layouts
 from shardplan.search.strategy.memory_pricing import Descent
 from shardplan.search.strategy.pins import for_pins, pinned_domains
 from shardplan.search.strategy.polish import polish
@@ -120,73 +119,109 @@ def best_restricted(solver_of: Callable[[Limits], Solver], r: Restriction) -> So
 def best_of_matrices(graph: Graph, coarse: Coarse, cluster: Cluster, wanted: Wanted) -> Found:
     """The best outcome over all parallelism matrices of the purposes that are wanted. It may not fit.
 
+    Stopped by the deadline or an interrupt, it returns the best so far; an interrupt before a plan fits is raised.
+
     Raises:
         PinError: if no matrix can hold the pins.
-        ClusterError: if the step has nothing to cut for a purpose.
+        ClusterError: if the step has nothing to cut for a purpose, or a value too many layouts over every matrix.
     """
-    assert wanted.axes is not None
-    family: Family = {}
-    found: dict[tuple[tuple[Factor, ...], tuple[Purpose, ...]], Found] = {}
-    refusals: list[PinError] = []
-    stopped: Stopped = ""
-    choices = list(laid(cluster, wanted.axes))
-    for n, (over, of) in enumerate(choices):
+    search = _Search(graph, coarse, cluster, wanted)
+    stopped = search.run()
+    return search.best(stopped)
+
+
+class _Search:
+    """A search over parallelism matrices.
+
+    ``found`` has the outcome of each that was searched and uses every axis, ``refused`` the errors of the others, ``tried`` a row
+    for each.
+    """
+
+    def __init__(self, graph: Graph, coarse: Coarse, cluster: Cluster, wanted: Wanted) -> None:
+        assert wanted.axes is not None
+        self.graph, self.coarse, self.cluster, self.wanted, self.axes = graph, coarse, cluster, wanted, wanted.axes
+        self.family: Family = {}
+        self.found: list[Found] = []
+        self.tried: list[Tried] = []
+        self.refused: list[ShardplanError] = []
+
+    def run(self) -> Stopped:
+        """Searches every matrix; what stopped that."""
+        choices = list(laid(self.cluster, self.axes))
+        try:
+            for n, (over, of) in enumerate(choices):
+                self._try(over, of, n / len(choices), 1 / len(choices))
+                if self.wanted.deadline is not None and anytime.now_s() >= self.wanted.deadline and self.found:
+                    return "time budget" if n + 1 < len(choices) else self.found[-1][1].stopped
+        except KeyboardInterrupt:
+            if not any(outcome.best.fits(self.wanted.memory) for _, outcome in self.found):
+                raise
+            return "interrupted"
+        return ""
+
+    def best(self, stopped: Stopped) -> Found:
+        """The best of what was searched; the others that fit come with it."""
+        if not self.found:
+            raise self.refused[0] if self.refused else ClusterError(f"no plan has the axes {_text(self.axes)}: leave axes= out")
+        (problem, outcome), *others = sorted(self.found, key=lambda f: _rank(f[1].best, self.wanted.memory))
         if stopped:
-            break
-        wanted.observer("axes", n / len(choices))
-        problem = Problem(graph, coarse, cluster, over, objective=wanted.objective, family=family)
-        check_layouts(problem)
+            outcome.rivals.close()
+        fitting = tuple((p, o) for p, o in others if o.best.fits(self.wanted.memory))
+        least = min(o.free.seconds for _, o in self.found)
+        ended = stopped or outcome.stopped
+        return problem, replace(outcome, tried=tuple(self.tried), stopped=ended, others=fitting, least_free_s=least)
+
+    def _try(self, over: tuple[Factor, ...], of: tuple[Purpose, ...], first: float, share: float) -> None:
+        """Searches one matrix."""
+        wanted = self.wanted
+        wanted.observer("axes", first)
+        problem = Problem(self.graph, self.coarse, self.cluster, over, objective=wanted.objective, family=self.family)
+        if why := too_many_layouts(problem):
+            return self._leave_out(over, ClusterError(f"axes={_text(self.axes)}: {why}: give fewer axes"))
         try:
             problem = for_pins(problem, wanted.pins)
             domains = pinned_domains(problem, wanted.pins)
         except PinError as error:
-            refusals.append(error)
-            continue
+            return self._leave_out(over, error)
         loops = Loops(problem)
         _check_used(loops, of)
-        try:
-            outcome = _outcome(problem, restricted(problem, domains, of, loops), of, wanted)
-        except KeyboardInterrupt:
-            if not any(o.best.fits(wanted.memory) for _, o in found.values()):
-                raise
-            stopped = "interrupted"
-            continue
-        if outcome is not None:
-            found[over, of] = problem, outcome
-        if wanted.deadline is not None and anytime.now_s() >= wanted.deadline and found:
-            stopped = "time budget"
-    if not found:
-        raise refusals[0] if refusals else ClusterError(f"no plan has the axes {_text(wanted.axes)}: leave axes= out")
-    ranked = sorted(found.values(), key=lambda f: _rank(f[1].best, wanted.memory))
-    used = [f for f in ranked if not _unused(f)]
-    if not used:
-        raise _refusal(ranked[0], _unused(ranked[0]), wanted)
-    tried = tuple(Tried(over, o.best.seconds, o.best.fits(wanted.memory), None) for (over, _), (_, o) in found.items())
-    (problem, outcome), *others = used
-    if stopped:
-        outcome.rivals.close()
-    fitting = tuple((p, o) for p, o in others if o.best.fits(wanted.memory))
-    return problem, replace(outcome, tried=tried, stopped=stopped, others=fitting)
-
-
-def _outcome(problem: Problem, r: Restriction, of: Sequence[Purpose], wanted: Wanted) -> Outcome | None:
-    """The best solution of one matrix, as an outcome."""
-    live = memory.liveness(problem, wanted.donated)
-    free = best_restricted(lambda limits: Solver(problem, live, limits), r)
-    if free is None:
+        outcome = _outcome(problem, restricted(problem, domains, of, loops), of, wanted, lambda part: first + share * part)
+        if outcome is None:
+            return None
+        if unused := _unused((problem, outcome)):
+            return self._leave_out(over, _refusal((problem, outcome), unused, wanted))
+        self.found.append((problem, outcome))
+        self.tried.append(Tried(over, outcome.best.seconds, outcome.best.fits(wanted.memory), None))
         return None
-    best = replace(free if free.fits(wanted.memory) else _within_memory(problem, live, r, free, wanted), name="plan")
+
+    def _leave_out(self, over: tuple[Factor, ...], error: ShardplanError) -> None:
+        self.refused.append(error)
+        self.tried.append(Tried(over, None, False, None, str(error)))
+
+
+def _outcome(
+    problem: Problem, r: Restriction, of: Sequence[Purpose], wanted: Wanted, progress: Callable[[float], float]
+) -> Outcome | None:
+    """The best solution of one matrix as an outcome: the fastest that fits, or the smallest. The best so far at the deadline."""
+    live = memory.liveness(problem, wanted.donated)
+    incumbent = Incumbent(wanted.memory)
+    watch = Watch(incumbent, r.domains, wanted.deadline, lambda _, part: wanted.observer("axes", progress(part)))
+    free: Solution | None = None
+    stopped: Stopped = ""
+    try:
+        free = best_restricted(lambda limits: Solver(problem, live, limits, watch), r)
+        if free is None:
+            return None
+        if not free.fits(wanted.memory):
+            Descent(Solver(problem, live, r.limits, watch), None, r.domains, free, (), False, watch).within(wanted.memory)
+    except OutOfTimeError:
+        stopped = "time budget"
+    watch.close()
+    assert incumbent.best is not None, "a search that has ended has a solution"
+    best = replace(incumbent.best, name="plan")
+    free = free or best
     bound = Bound(problem, live, r.domains, free=free, chosen=best, limit=max(wanted.memory, best.peak_bytes), unlimited_s=None)
-    return Outcome(best, Rivals(Solver(problem, live)), bound, False, best, free, purposes=tuple(of))
-
-
-def _within_memory(problem: Problem, live: memory.Liveness, r: Restriction, free: Solution, wanted: Wanted) -> Solution:
-    """The fastest solution of a restriction that fits; where none does, the smallest. At the deadline, the best so far."""
-    watch = Watch(Incumbent(wanted.memory, free), r.domains, wanted.deadline)
-    with suppress(OutOfTimeError):
-        Descent(Solver(problem, live, r.limits, watch), None, r.domains, free, (), False, watch).within(wanted.memory)
-    assert watch.incumbent.best is not None
-    return watch.incumbent.best
+    return Outcome(best, Rivals(Solver(problem, live)), bound, False, best, free, stopped, purposes=tuple(of))
 
 
 def _unused(found: Found) -> tuple[int, ...]:
@@ -198,10 +233,11 @@ def _unused(found: Found) -> tuple[int, ...]:
 
 
 def _refusal(found: Found, unused: Sequence[int], wanted: Wanted) -> ClusterError:
-    """Why no matrix does what is wanted: the loops of the purpose, of which none can be cut so often."""
+    """Why a matrix does not do what is wanted: the loops of the purpose, of which none can be cut so often."""
     problem, outcome = found
-    purpose, factor = outcome.purposes[unused[0]], problem.factors[unused[0]]
-    loops = Loops(problem)
+    assert wanted.axes is not None
+    purpose = outcome.purposes[unused[0]]
+    size, loops = wanted.axes[purpose], Loops(problem)
     extents = {
         node.signature.description.loops[v].extent
         for node in loops.contractions
@@ -210,11 +246,11 @@ def _refusal(found: Found, unused: Sequence[int], wanted: Wanted) -> ClusterErro
         if kind == _KINDS[purpose]
     }
     had = ", ".join(map(str, sorted(extents)))
-    stored = f"no weight that it reads is stored split over {factor.name}={factor.size}"
-    what = stored if purpose == "fsdp" else f"nothing is cut by {factor.size}"
-    pins = f", or leave out the pins on {', '.join(map(repr, wanted.pins))}" if wanted.pins else ""
+    what = "no weight that it reads is stored split by" if purpose == "fsdp" else "nothing is cut by"
+    divides = any(extent % size == 0 for extent in extents)
+    pins = f", or leave out the pins on {', '.join(map(repr, wanted.pins))}" if wanted.pins and divides else ""
     return ClusterError(
-        f"axes={_text(wanted.axes or {})}: {what} for {purpose!r}; the loops that {purpose!r} cuts have the extents {had}: "
+        f"axes={_text(wanted.axes)}: {what} {size} for {purpose!r}; the loops that {purpose!r} cuts have the extents {had}: "
         f"give sizes that divide them and the weights{pins}"
     )
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from shardplan.collectives.parts import in_runs
 from shardplan.collectives.reshard import Family
 from shardplan.cost import Objective
-from shardplan.errors import ClusterError, PinError
+from shardplan.errors import ClusterError, PinError, ShardplanError
 from shardplan.graph.flattening import Graph
 from shardplan.ir import Factor
 from shardplan.mesh import Cluster
@@ -70,6 +70,7 @@ def best_of_factorings(graph: Graph, coarse: Coarse, cluster: Cluster, wanted: W
 
     Raises:
         PinError: if no factoring can hold the pins.
+        ClusterError: if a value has too many layouts over every factoring.
     """
     return _Search(graph, coarse, cluster, wanted).best()
 
@@ -78,7 +79,7 @@ class _Search:
     """A search over factorings.
 
     ``found`` holds the outcome of each that was searched, and ``left_out`` why others were not. ``_split`` has the factoring
-    that each refines, and ``_refused`` those that cannot hold the pins.
+    that each refines, and ``_refused`` those that cannot hold the pins or have too many layouts.
     """
 
     def __init__(self, graph: Graph, coarse: Coarse, cluster: Cluster, wanted: Wanted) -> None:
@@ -87,7 +88,7 @@ class _Search:
         self.found: dict[tuple[Factor, ...], Found] = {}
         self.left_out: dict[tuple[Factor, ...], str] = {}
         self._split: dict[tuple[Factor, ...], tuple[Factor, ...]] = {}
-        self._refused: dict[tuple[Factor, ...], PinError] = {}
+        self._refused: dict[tuple[Factor, ...], ShardplanError] = {}
         self._progress = 0.0
 
     def best(self) -> Found:
@@ -113,7 +114,8 @@ class _Search:
         problem, outcome = self._fastest()
         others = [(p, o) for p, o in self.found.values() if p is not problem and o.best.fits(self.wanted.memory)]
         others.sort(key=lambda found: found[1].best.seconds)
-        outcome = replace(outcome, tried=self._tried(), others=tuple(others))
+        least = min(o.free.seconds for _, o in self.found.values())
+        outcome = replace(outcome, tried=self._tried(), others=tuple(others), least_free_s=least)
         return (problem, replace(outcome, stopped=stopped, exact=False)) if stopped else (problem, outcome)
 
     def _refine(self, work: Work) -> Stopped:
@@ -160,8 +162,6 @@ class _Search:
         """Merges neighbouring factors of a level that no layout keeps apart, where that is no slower."""
         best = self._fastest()
         while (fewer := merged(best[0], best[1].best.states)) is not None:
-            if len(self.found) >= MOST_TRIED and fewer not in self.found:
-                return ""
             if fewer not in self.found and (stopped := self._try(fewer, None)):
                 return stopped
             if fewer not in self.found or better(best, self.found[fewer], self.wanted.memory):
@@ -172,7 +172,11 @@ class _Search:
     def _try(self, factors: tuple[Factor, ...], parent: Found | None) -> Stopped:
         """Searches a factoring, from the solutions of the one that it refines; what stopped that."""
         problem = Problem(self.graph, self.coarse, self.cluster, factors, objective=self.wanted.objective, family=self.family)
-        check_layouts(problem)
+        if why := too_many_layouts(problem):
+            remedy = "describe the cluster with fewer levels" if self.wanted.factors is None else "take levels into fewer factors"
+            self._refused[factors] = ClusterError(f"{why}: {remedy}")
+            self.left_out[factors] = why
+            return ""
         try:
             problem = for_pins(problem, self.wanted.pins)
             domains = pinned_domains(problem, self.wanted.pins)
@@ -225,15 +229,16 @@ class _Search:
         return (*rows, *(Tried(factors, None, False, None, why) for factors, why in self.left_out.items()))
 
 
-def check_layouts(problem: Problem) -> None:
-    """Refuses factors over which a value has more than `MOST_LAYOUTS` layouts."""
+def too_many_layouts(problem: Problem) -> str:
+    """Why this problem is not searched: a value has more than `MOST_LAYOUTS` layouts. Empty where none has."""
     count, v = max(((len(domain), v) for v, domain in enumerate(problem.domains)), default=(0, 0))
-    if count > MOST_LAYOUTS:
-        sizes = ", ".join(f"{f.name}={f.size}" for f in problem.factors)
-        raise ClusterError(
-            f"over {len(problem.factors)} factors ({sizes}) a value of shape {list(problem.coarse.variables[v].shape)} has "
-            f"{count} layouts, and at most {MOST_LAYOUTS} can be searched: take the levels apart into fewer factors"
-        )
+    if count <= MOST_LAYOUTS:
+        return ""
+    sizes = ", ".join(f"{f.name}={f.size}" for f in problem.factors)
+    return (
+        f"over {len(problem.factors)} factors ({sizes}) a value of shape {list(problem.coarse.variables[v].shape)} has {count} "
+        f"layouts, and at most {MOST_LAYOUTS} can be searched"
+    )
 
 
 def refined(problem: Problem, parent: Found) -> list[Start]:

@@ -249,7 +249,8 @@ def _layout(problem: Problem, path: str, shape: tuple[int, ...], pattern: str, e
         for axis in axes:
             if axis not in names and axis not in idle:
                 known = ", ".join(names)
-                level = next((n for n in problem.cluster.level_names if re.fullmatch(rf"{re.escape(n)}\d+", axis)), None)
+                whole = [f.name for f in problem.factors if f.name in problem.cluster.level_names]
+                level = next((n for n in whole if re.fullmatch(rf"{re.escape(n)}\d+", axis)), None)
                 remedy = nearest(axis, list(names))
                 if level is not None:
                     remedy = f": parts of {level!r} have names where factors= fixes them, as in factors={{{level!r}: (2, 4)}}"

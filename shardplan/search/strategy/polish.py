@@ -149,8 +149,9 @@ def polish(
         return work.best
     result = work.singles(also)
     if result is None and also:  # the pairs have led to where its tables are too large
-        result = work.tried(near(solver.problem, domains, start, also))
-        assert result is not None, "the layouts of `also` need too large tables"
+        reached = work.tried(near(solver.problem, domains, start, also))
+        assert reached is not None, "the layouts of `also` need too large tables"
+        result = work.singles()
     while result is not False and pairs and work.pairs():
         result = work.singles()
     return work.best

@@ -27,7 +27,7 @@ Kind = Literal["batch", "sequence", "expert", "tensor"]
 """What a loop of a contraction runs over."""
 
 Shares = tuple[tuple[Purpose, float], ...]
-"""The purposes of a factor with their parts of its seconds, the largest first."""
+"""The purposes of a factor with their parts of its seconds, the largest first (`led_by`: the fixed one)."""
 
 
 def purpose_of(name: object) -> Purpose:
@@ -46,7 +46,8 @@ class Loops:
     """The kinds of the loops of a step's contractions. ``root`` has the input that each weight is made from.
 
     Weights are inputs that the step gives back changed. Where it gives back none that a contraction reads, as a forward pass,
-    they are the inputs of every argument of which a contraction multiplies one with an activation, by default of the first.
+    they are the inputs of every argument of which a contraction multiplies one with an activation; where a contraction multiplies
+    inputs of two other arguments, of the earlier one.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -67,8 +68,11 @@ class Loops:
             read = [t for t in alive if t in root_of]
             if len(read) == 1 and len(alive) == 2:
                 held.add(argument[root_of[read[0]]])
-        first = list(dict.fromkeys(argument.values()))
-        held = held or set(first[:1] if len(first) > 1 else ())
+        order = list(dict.fromkeys(argument.values()))
+        for node in self.contractions:
+            met = {argument[root_of[t]] for t in node.inputs if t in root_of}
+            if len(met) > 1 and not met & held:
+                held.add(min(met, key=order.index))
         return {t for t, name in argument.items() if name in held}
 
     @cached_property

@@ -60,7 +60,8 @@ class Searcher:
         graph = flatten(program, replicate=self.replicate)
         plain = Planned(program, self._best(graph, self._part(0, 0.4, half=True)), Remat())
         outcome = plain.found[1]
-        free = outcome.best.fits(self.wanted.memory) and outcome.best.seconds <= outcome.bound.free_s * _NEAR
+        free_s = min(outcome.bound.free_s, outcome.least_free_s)
+        free = outcome.best.fits(self.wanted.memory) and outcome.best.seconds <= free_s * _NEAR
         if outcome.stopped == "interrupted":
             return _annotated(plain, None, "the search was interrupted before")
         if free and not outcome.stopped:

@@ -44,6 +44,7 @@ class Outcome:
     are those solved by then. ``free`` is the best solution without a memory limit,
     ``tried`` are the factorings that a search over them came to, ``purposes`` those that the user has fixed for the factors.
     ``others`` are the outcomes of other factorings that fit, fastest first: as scheduled, one of them may be faster.
+    ``least_free_s`` are the seconds of the best solution without a memory limit over all factorings that were searched.
     """
 
     best: Solution
@@ -56,6 +57,7 @@ class Outcome:
     tried: tuple[Tried, ...] = ()
     purposes: tuple[Purpose, ...] = ()
     others: tuple[tuple[Problem, Outcome], ...] = ()
+    least_free_s: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)

@@ -471,7 +471,7 @@ def test_prices_charge_the_buffers_too() -> None:
     assert met > 3
 
 
-@pytest.mark.parametrize("cluster", ["2x2", "4x2"])
+@pytest.mark.parametrize("cluster", ["2x2", pytest.param("4x2", marks=pytest.mark.slow)])
 def test_a_limit_that_a_baseline_keeps_to_is_kept_to_no_slower(cluster: str) -> None:
     """Its ops cut the fastest way hold more than as they are: both are candidates."""
     step, args = nets.residual(64)

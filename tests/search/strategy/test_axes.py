@@ -16,6 +16,7 @@ from models import gpt, moe
 from shardplan.emit.verify import verify
 from shardplan.mesh import Cluster, matrices
 from shardplan.report.parallelism import purposes_text
+from shardplan.search.strategy import factoring_search
 from shardplan.search.strategy.axes import laid
 from shardplan.search.strategy.purposes import Loops
 from shardplan.shell.factor_options import checked_axes, checked_factors, read_axes, read_factors
@@ -160,6 +161,17 @@ def test_a_forward_pass_has_purposes_too(purpose: str, weight: PartitionSpec, da
     assert plan.matrix["axes"] == [purpose]
 
 
+@pytest.mark.parametrize(("purpose", "weight"), [("data", PartitionSpec()), ("fsdp", PartitionSpec(None, "gpu"))])
+def test_of_two_inputs_that_a_forward_pass_multiplies_the_earlier_is_the_weight(purpose: str, weight: PartitionSpec) -> None:
+    w, x = jax.ShapeDtypeStruct((2048, 2048), "float32"), jax.ShapeDtypeStruct((64, 2048), "float32")
+
+    def apart(a: Any, b: Any, x: Any) -> Any:
+        return forward([a, b], x)
+
+    plan = shardplan.plan(apart, w, w, x, cluster="8", axes={purpose: 8})
+    assert plan.specs_by_path == {"a": weight, "b": weight, "x": PartitionSpec("gpu")}
+
+
 def test_weights_that_a_forward_pass_has_split_by_rows_are_tensor_parallel() -> None:
     plan = on_eight(forward, 2048, 8, pins={"weights/*": PartitionSpec("gpu")})
     assert plan.matrix["axes"] == ["tensor"]
@@ -170,7 +182,8 @@ def test_weights_that_a_forward_pass_has_split_by_rows_are_tensor_parallel() -> 
     [
         (2048, 4, {"data": 8}, "nothing is cut by 8 for 'data'; the loops that 'data' cuts have the extents 4"),
         (2048, 6, {"data": 8}, "the extents 6"),
-        (2047, 8, {"fsdp": 8}, "no weight that it reads is stored split over gpu=8"),
+        (2048, 2, {"data": 4, "tensor": 2}, "nothing is cut by 4 for 'data'; the loops that 'data' cuts have the extents 2:"),
+        (2047, 8, {"fsdp": 8}, "no weight that it reads is stored split by 8"),
     ],
 )
 def test_axes_that_divide_nothing_are_refused(width: int, batch: int, axes: dict[str, int], said: str) -> None:
@@ -197,7 +210,40 @@ def test_a_memory_limit_is_kept_within_the_axes() -> None:
     plan, _, _ = planned(axes, memory_limit=limit)
     assert plan.peak_bytes <= limit < free.peak_bytes
     assert dict(zip(plan.matrix["axes"], map(math.prod, plan.matrix["factors"]), strict=True)) == axes
-    assert plan.lower_bound_s <= plan.step_time_s
+    assert plan.lower_bound_s > 0
+    assert plan.data.bound_s <= plan.searched_s
+
+
+def test_an_interrupt_between_matrices_gives_the_best_so_far() -> None:
+    """Four devices as data 2 and tensor 2 over two levels: two matrices."""
+
+    def interrupt(what: str, part: float) -> None:
+        if what == "axes" and part > 0.4:
+            raise KeyboardInterrupt
+
+    whole, _, _ = planned({"data": 2, "tensor": 2}, "2x2:slow")
+    plan, _, _ = planned({"data": 2, "tensor": 2}, "2x2:slow", observer=interrupt)
+    assert plan.stopped == "interrupted"
+    assert len(plan.provenance["factorings"]) < len(whole.provenance["factorings"])
+    assert dict(zip(plan.matrix["axes"], map(math.prod, plan.matrix["factors"]), strict=True)) == {"data": 2, "tensor": 2}
+
+
+def test_a_deadline_ends_the_search_over_matrices() -> None:
+    plan, _, _ = planned({"data": 2, "tensor": 2}, "2x2:slow", time_budget_s=1e-6)
+    assert plan.stopped == "time budget"
+    assert dict(zip(plan.matrix["axes"], map(math.prod, plan.matrix["factors"]), strict=True)) == {"data": 2, "tensor": 2}
+
+
+def test_a_matrix_with_too_many_layouts_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data 2 and tensor 8 on 2x8: one matrix has three factors, the other two."""
+    monkeypatch.setattr(factoring_search, "MOST_LAYOUTS", 100)
+    plan, _, _ = planned({"data": 2, "tensor": 8}, "2x8:slow")
+    rows = plan.provenance["factorings"]
+    assert [row["seconds"] is None for row in rows].count(True) == 1
+    assert "at most 100 can be searched" in next(row["why"] for row in rows if row["seconds"] is None)
+    monkeypatch.setattr(factoring_search, "MOST_LAYOUTS", 5)
+    with pytest.raises(shardplan.ClusterError, match="give fewer axes"):
+        planned({"data": 4, "tensor": 4}, "2x8:slow")
 
 
 def test_purposes_are_those_of_the_plan_even_where_axes_and_pins_differ() -> None:

@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(" compiled GiB | ratio | compile s |")
     print("|---|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
     for name in given.names or STEPS:
-        for row in _rows(parser, name):
+        for row in rows_of(parser, name, STEPS):
             found = fresh(row, given.ways, given.text)
             rows.append(found)
             print("\n".join(lines(found, kinds=given.kinds)), flush=True)
@@ -90,12 +90,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _rows(parser: argparse.ArgumentParser, name: str) -> list[str]:
+def rows_of(parser: argparse.ArgumentParser, name: str, steps: Mapping[str, Step]) -> list[str]:
     """The rows that a name asks for."""
     step, _, cluster = name.partition("@")
-    if step not in STEPS:
-        parser.error(f"no step {step!r}: there are {', '.join(STEPS)}")
-    return [f"{step}@{cluster}"] if cluster else [f"{step}@{c}" for c in STEPS[step].clusters]
+    if step not in steps:
+        parser.error(f"no step {step!r}: there are {', '.join(steps)}")
+    return [f"{step}@{cluster}"] if cluster else [f"{step}@{c}" for c in steps[step].clusters]
 
 
 def lines(found: Mapping[str, Any], *, kinds: bool) -> list[str]:
@@ -144,8 +144,8 @@ def measured(row: str, ways: Sequence[str], text: Path | None) -> dict[str, Any]
     import shardplan
 
     name, _, place = row.partition("@")
-    step, args, pins = _step(STEPS[name])
-    plan = shardplan.plan(step, *args, cluster=_cluster(place), donate_argnums=0, pins=pins)
+    step, args, pins = step_of(STEPS[name])
+    plan = shardplan.plan(step, *args, cluster=cluster_of(place), donate_argnums=0, pins=pins)
     result: dict[str, Any] = {"row": row, "peak": plan.peak_bytes, "plan_s": plan.trace_s + plan.search_s, "ways": {}}
     for way in ways:
         result["ways"][way] = _compiled(plan, step, args, way, text / f"{row}.{way}.hlo" if text else None)
@@ -185,7 +185,7 @@ def _compiled(plan: Any, step: Any, args: Any, way: str, text: Path | None) -> d
     }
 
 
-def _step(step: Step) -> tuple[Any, Any, Any]:
+def step_of(step: Step) -> tuple[Any, Any, Any]:
     """The step, its arguments and pins: of no model, a data-parallel step with one weight of 64 MiB."""
     if step.model:
         return *importlib.import_module(f"models.{step.model}").train_step(**step.options), None
@@ -201,7 +201,7 @@ def _step(step: Step) -> tuple[Any, Any, Any]:
     return descend, args, {"weight": PartitionSpec(), "batch": PartitionSpec(("node", "gpu"))}
 
 
-def _cluster(place: str) -> Any:
+def cluster_of(place: str) -> Any:
     """A cluster by name; ``PRESET NODESxGPUS`` is the preset with these sizes."""
     from shardplan import Cluster
 

@@ -93,20 +93,31 @@ def _sums_products(node: Scalar) -> bool:
     return any(_sums_products(c) for c in children(node))
 
 
-def seconds(device: Device, flop: float, nbytes: float, dtype: str, *, matrix: bool) -> float:
-    """The roofline's time: the slower of arithmetic and memory, plus a launch.
+def seconds(device: Device, flop: float, nbytes: float, dtype: str, *, matrix: bool, launches: float | None = None) -> float:
+    """The roofline's time: the slower of arithmetic and memory, plus launches: by default one of what computes or moves anything.
 
     The arithmetic of ``matrix`` ops runs at the dtype's peak. That of others costs nothing: the vector rate bounds no elementwise
     op here.
     """
-    return float(seconds_each(device, np.array(flop), np.array(nbytes), dtype, matrix=matrix))
+    return float(seconds_each(device, np.array(flop), np.array(nbytes), dtype, matrix=matrix, launches=launches))
 
 
 def seconds_each(
-    device: Device, flop: NDArray[np.float64], nbytes: NDArray[np.float64], dtype: str, *, matrix: bool
+    device: Device,
+    flop: NDArray[np.float64],
+    nbytes: NDArray[np.float64],
+    dtype: str,
+    *,
+    matrix: bool,
+    launches: float | None = None,
 ) -> NDArray[np.float64]:
     """`seconds` of many ops of one kind."""
     peak = device.flops_per_s.get(dtype) or device.flops_per_s.get("float32") or max(device.flops_per_s.values())
     arithmetic = flop / (peak * device.flops_efficiency) if matrix else 0.0
-    slower = np.maximum(arithmetic, nbytes / (device.memory_bytes_per_s * device.memory_efficiency))
-    return slower + np.where((nbytes != 0) | matrix, device.launch_s, 0.0)
+    slower = np.maximum(arithmetic, moving_s(device, nbytes))
+    return slower + device.launch_s * (np.where((nbytes != 0) | matrix, 1.0, 0.0) if launches is None else launches)
+
+
+def moving_s(device: Device, nbytes: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The seconds in which memory moves these bytes."""
+    return nbytes / (device.memory_bytes_per_s * device.memory_efficiency)

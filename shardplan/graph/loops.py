@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shardplan.graph.flattening import Graph, Link
+from shardplan.graph.nodes import Graph, Link
 from shardplan.ir import Where
 
 

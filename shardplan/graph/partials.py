@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from shardplan.graph.flattening import Graph, Node, Signature
+from shardplan.graph.nodes import Graph, Node, Signature
 from shardplan.ir import Constant
 from shardplan.tdl import linear_sets
 

@@ -56,7 +56,7 @@ def test_small_weights_travel_together(devices: list[Any], spec: Any, kinds: set
     plan = planned(spec, slow_to_start())
     bundles = moves(plan, Bundle)
     assert {b.hop.kind for b in bundles} >= kinds
-    assert max(len(b.moves) for b in bundles) == len(WEIGHTS)
+    assert max(len(b.moves) for b in bundles) >= len(WEIGHTS)
     assert plan.step_time_s < plan.searched_s
     found = verify(plan, step, (WEIGHTS, BATCH), steps=2)
     assert found.passed, found
@@ -75,7 +75,7 @@ def test_nothing_waits_where_starting_costs_nothing() -> None:
 
 
 def test_a_fitting_baseline_that_is_faster_once_bundled_is_the_plan(tmp_path: Path) -> None:
-    plan = shardplan.plan(step, WEIGHTS, BATCH, cluster=slow_to_start())
+    plan = shardplan.plan(step, WEIGHTS, BATCH, cluster=slow_to_start(2e-4))
     fitting = [b.step_time_s for b in plan.baselines if b.fits]
     assert plan.step_time_s <= min(fitting) * (1 + 1e-9)
     assert plan.step_time_s < summary.scheduled(_search_alone(plan)).communication_s + plan.compute_s
@@ -86,7 +86,7 @@ def test_a_fitting_baseline_that_is_faster_once_bundled_is_the_plan(tmp_path: Pa
 
 def _search_alone(plan: shardplan.Plan) -> Session:
     """The session with the search's own plan."""
-    other = shardplan.plan(step, WEIGHTS, BATCH, cluster=slow_to_start(), backend="specs")
+    other = shardplan.plan(step, WEIGHTS, BATCH, cluster=plan.cluster, backend="specs")
     assert other.searched_s == plan.searched_s
     return other.session
 

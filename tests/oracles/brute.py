@@ -15,14 +15,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.cost import compute
-from shardplan.graph.flattening import Graph, Link, Node
-from shardplan.ir import Layout, Placement, Split
+from shardplan.graph.nodes import Graph, Link, Node
+from shardplan.ir import Layout
 from shardplan.search.coarsening.coarsen import FREE, Coarse, Variable
 from shardplan.search.problem.pricing import Domain
 from shardplan.search.problem.problem import Problem
 from shardplan.search.problem.strategies import nbytes
-from shardplan.tdl import cut
 
 MOST_ASSIGNMENTS = 200_000_000
 """More than these are not tried."""
@@ -72,8 +70,8 @@ class Oracle:
         problem = self.problem
         for n in problem.coarse.joins:
             yield from self._op(problem.graph.nodes[n])
-        for v, (whole_s, shape) in problem.interior.items():
-            yield Summand((v,), lambda at, s=whole_s, shape=shape: s * self._part(shape, at[0]))
+        for v, inside in problem.interior.items():
+            yield Summand((v,), lambda at, i=inside: i.seconds * self._part(i.shape, at[0]) + i.launches_s)
         for link in problem.graph.links:
             yield from self._link(link)
         for variable in problem.coarse.variables:
@@ -98,8 +96,8 @@ class Oracle:
     def _part(self, shape: tuple[int, ...], state: int) -> float:
         return float(self.problem.resharder.space(shape).local[state])
 
-    def _op(self, node: Node, *, light_s: float | None = None) -> Iterator[Summand]:
-        """An op at its best strategy; ``light_s``, the seconds of one that is fused, replaces its compute."""
+    def _op(self, node: Node) -> Iterator[Summand]:
+        """An op at its best strategy."""
         problem, of, read = self.problem, self.problem.coarse.of, self.problem.coarse.read
         call = node.signature.call
         operands = [(i, read.get((node.id, i), of[t])) for i, t in enumerate(node.inputs) if t >= 0 and of[t] != FREE]
@@ -120,8 +118,6 @@ class Oracle:
                 if not options.terms[s] and any(v != FREE and partial(call.results[r], state[v]) for r, v in results):
                     continue
                 total = float(options.compute_s[s] + options.halo_s[s])
-                if light_s is not None:
-                    total = light_s * self._part(call.results[0], int(options.gives[s, 0])) + float(options.halo_s[s])
                 for i, v in operands:
                     shape = call.operands[i]
                     total += self.reshard_seconds(shape, nbytes(shape, call.dtypes[i]), state[v], int(options.needs[s, i]))
@@ -164,25 +160,6 @@ class Oracle:
         return Summand((*origins, view.id), price)
 
 
-class _Fine(Oracle):
-    """The same cost where every tensor has a layout of its own: ops in ``fused`` cost these seconds of memory traffic."""
-
-    def __init__(self, problem: Problem, fused: dict[int, float]) -> None:
-        super().__init__(problem)
-        self.fused = fused
-
-    def summands(self) -> Iterator[Summand]:
-        """Every part of the cost, each tensor having a layout of its own."""
-        problem = self.problem
-        for n in problem.coarse.joins:
-            yield from self._op(problem.graph.nodes[n], light_s=self.fused.get(n))
-        for link in problem.graph.links:
-            yield from self._link(link)
-        for variable in problem.coarse.variables:
-            if variable.kind != "stored":
-                yield self._view(variable)
-
-
 def uncoarsened(problem: Problem) -> Oracle:
     """The oracle of the same step without coarsening: only what must be one tensor (state that feeds back) shares a layout."""
     graph, coarse = problem.graph, problem.coarse
@@ -210,7 +187,7 @@ def uncoarsened(problem: Problem) -> Oracle:
     read = {(n, slot): views[v, graph.nodes[n].inputs[slot]] for (n, slot), v in coarse.read.items()}
     joins = tuple(n.id for n in graph.nodes if any(of[t] != FREE for t in (*n.inputs, *n.outputs) if t >= 0))
     fine = Coarse(tuple(variables), tuple(of), read, joins, coarse.free, coarse.weights, coarse.parameters, coarse.zero)
-    return _Fine(Problem(graph, fine, problem.cluster, problem.factors), _fused_seconds(problem))
+    return Oracle(Problem(graph, fine, problem.cluster, problem.factors))
 
 
 def _must_be_one(graph: Graph) -> list[int]:
@@ -227,46 +204,6 @@ def _must_be_one(graph: Graph) -> list[int]:
         if i is not None and o >= 0:
             join(o, graph.inputs[i])
     return root
-
-
-def _fused_seconds(problem: Problem) -> dict[int, float]:
-    """Seconds, on one device that holds all, of each op that is fused into a group: those of `Problem.interior`, op by op."""
-    graph, coarse = problem.graph, problem.coarse
-    joined = {*coarse.joins, *(node.id for node in graph.nodes if _only_resizes(node))}
-    ends = set(graph.outputs) | {link.source for link in graph.links}
-    made = set(graph.inputs) | {link.target for link in graph.links}
-    for node in graph.nodes:
-        if node.id in joined:
-            ends.update(node.inputs)
-            made.update(node.outputs)
-    device = problem.cluster.device
-    found: dict[int, float] = {}
-    for node in graph.nodes:
-        v = coarse.of[node.outputs[0]]
-        if node.id in joined or v == FREE:
-            continue
-        moved = [t for t in set(node.inputs) if t in made and coarse.of[t] == v] + [t for t in node.outputs if t in ends]
-        size = sum(graph.tensors[t].nbytes for t in moved)
-        whole_s = compute.seconds(device, 0.0, size, "float32", matrix=False) - device.launch_s if size else 0.0
-        found[node.id] = whole_s  # once: the weight of the op multiplies all of its price
-    return found
-
-
-def _only_resizes(node: Node) -> bool:
-    """Whether an op does no more than put dims of one element in or leave them out: cut anywhere, the same block is left."""
-    call, known = node.signature.call, node.signature.description
-    if known is None or known.elementwise or compute.flops(known) or len(call.dtypes) != 1 or call.dtypes != call.result_dtypes:
-        return False
-    (read,), (made,) = call.operands, call.results
-    if [n for n in read if n != 1] != [n for n in made if n != 1]:
-        return False
-    cuts = [cut(known, loop, 2, pad=True) for loop, info in enumerate(known.loops) if info.extent > 1]
-    return all(c is not None and _nth(read, c.operands[0]) == _nth(made, c.results[0]) for c in cuts)
-
-
-def _nth(shape: Sequence[int], place: Placement) -> int:
-    """Which of the dims of more than one element is split, from 1 on; 0 for none."""
-    return sum(n != 1 for n in shape[: place.dim + 1]) if isinstance(place, Split) else 0
 
 
 def cheapest(summands: Sequence[Summand], domains: Sequence[Domain]) -> Found:

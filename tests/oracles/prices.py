@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from shardplan.cost import Network
+from shardplan.graph.nodes import Traffic
 from shardplan.ir import Layout, Partial, Split, itemsize
 from shardplan.mesh import Device
 from shardplan.tdl import Call, Description, cut
@@ -30,18 +31,22 @@ class Way:
     compute_s: float
 
 
-def ways(call: Call, description: Description, sizes: Sequence[int], device: Device) -> dict[tuple[int, ...], Way]:
+def ways(
+    call: Call, description: Description, sizes: Sequence[int], device: Device, traffic: Traffic
+) -> dict[tuple[int, ...], Way]:
     """Every strategy whose cuts all divide, by the loop (-1: none) that each factor cuts."""
     loops = [-1, *(v for v, loop in enumerate(description.loops) if not loop.whole)]
     found: dict[tuple[int, ...], Way] = {}
     for chosen in itertools.product(loops, repeat=len(sizes)):
-        way = _way(call, description, sizes, device, chosen)
+        way = _way(call, description, sizes, device, traffic, chosen)
         if way is not None:
             found[chosen] = way
     return found
 
 
-def _way(call: Call, description: Description, sizes: Sequence[int], device: Device, chosen: tuple[int, ...]) -> Way | None:
+def _way(
+    call: Call, description: Description, sizes: Sequence[int], device: Device, traffic: Traffic, chosen: tuple[int, ...]
+) -> Way | None:
     shapes = (*call.operands, *call.results)
     dims: list[list[list[int]]] = [[[] for _ in shape] for shape in shapes]
     partial: list[list[int]] = [[] for _ in shapes]
@@ -61,24 +66,32 @@ def _way(call: Call, description: Description, sizes: Sequence[int], device: Dev
             elif isinstance(place, Partial):
                 partial[i] += over
     layouts = [Layout(tuple(map(tuple, d)), tuple(sorted(p))) for d, p in zip(dims, partial, strict=True)]
-    seconds = _seconds(call, description, device, layouts, sizes, arithmetic)
+    seconds = _seconds(call, description, device, traffic, layouts, sizes, arithmetic)
     return Way(tuple(layouts[: len(call.operands)]), tuple(layouts[len(call.operands) :]), seconds)
 
 
 def _seconds(
-    call: Call, description: Description, device: Device, layouts: Sequence[Layout], sizes: Sequence[int], arithmetic: float
+    call: Call,
+    description: Description,
+    device: Device,
+    traffic: Traffic,
+    layouts: Sequence[Layout],
+    sizes: Sequence[int],
+    arithmetic: float,
 ) -> float:
-    """Roofline: a product's multiplications and additions at the peak, everything's local bytes at the memory's speed."""
+    """Roofline: a product's multiplications and additions at the peak, the local bytes of its kernels at the memory's speed."""
     dtypes = (*call.dtypes, *call.result_dtypes)
     whole = [math.prod(shape) * itemsize(dtype) for shape, dtype in zip((*call.operands, *call.results), dtypes, strict=True)]
-    if len([n for n in whole[: len(call.operands)] if n > 8]) <= 1 and not any(loop.reducer for loop in description.loops):
-        return 0.0  # it only moves or spreads one operand: fused into its reader
-    nbytes = sum(n / math.prod(sizes[f] for d in x.dims for f in d) for n, x in zip(whole, layouts, strict=True))
+    parts = (*traffic.reads, *traffic.writes)
+    local = [math.prod(sizes[f] for d in x.dims for f in d) for x in layouts]
+    nbytes = sum(n * part / cut for n, part, cut in zip(whole, parts, local, strict=True))
     moving = nbytes / (device.memory_bytes_per_s * device.memory_efficiency)
     product = len(call.operands) == 2 and any(loop.reducer == "sum" for loop in description.loops)
     flop = 2 * math.prod(loop.extent for loop in description.loops) * arithmetic if product else 0.0
-    working = flop / (device.flops_per_s[call.dtypes[0]] * device.flops_efficiency) if flop else 0.0
-    return max(moving, working) + device.launch_s
+    working = (
+        flop / (device.flops_per_s.get(call.dtypes[0], device.flops_per_s["float32"]) * device.flops_efficiency) if flop else 0.0
+    )
+    return max(moving, working) + traffic.launches * device.launch_s
 
 
 # -- reshardings -------------------------------------------------------------------------------------------------------

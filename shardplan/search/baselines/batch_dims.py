@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 
-from shardplan.graph.flattening import Graph, Node
+from shardplan.graph.nodes import Graph, Node
 from shardplan.tdl.index import (
     Affine,
     Exact,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shardplan.graph.flattening import Graph, Node
+from shardplan.graph.nodes import Graph, Node
 from shardplan.search.coarsening.coarsen import Coarse
 from shardplan.tdl.index import loops_of
 

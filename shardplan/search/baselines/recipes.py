@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.collectives.reshard import split_dims
-from shardplan.graph.flattening import Node, Signature
+from shardplan.graph.nodes import Node, Signature
 from shardplan.search.baselines.batch_dims import Examples, follow
 from shardplan.search.baselines.megatron import sides
 from shardplan.search.coarsening.coarsen import FREE, Variable

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from shardplan.collectives.layouts import LayoutSpace
-from shardplan.graph.flattening import Signature
+from shardplan.graph.nodes import Signature
 from shardplan.search.problem.pricing import Domain, Limits
 from shardplan.search.problem.problem import Problem
 from shardplan.search.problem.strategies import Cuts

@@ -12,7 +12,7 @@ pass and one for the backward pass. The backward view is the forward copy, kept,
 
 from __future__ import annotations
 
-from shardplan.graph.flattening import Graph, Node
+from shardplan.graph.nodes import Graph, Node
 from shardplan.search.coarsening.gradient_pairing import pair
 from shardplan.search.coarsening.layers import share_layers
 from shardplan.search.coarsening.tensor_roles import Marks, mark

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from shardplan.graph.flattening import Graph, Node
+from shardplan.graph.nodes import Graph, Node
 from shardplan.ir import Constant
 from shardplan.search.coarsening.tensor_roles import Marks
 from shardplan.search.coarsening.variables import FREE, Sets

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.graph.flattening import Graph
+from shardplan.graph.nodes import Graph
 from shardplan.search.coarsening.tensor_roles import Marks
 from shardplan.search.coarsening.variables import Sets
 

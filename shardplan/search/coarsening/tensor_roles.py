@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from shardplan.graph.flattening import Graph
+from shardplan.graph.nodes import Graph
 from shardplan.graph.partials import deferrable
 
 

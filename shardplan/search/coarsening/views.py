@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from shardplan.graph.flattening import Graph, Node
+from shardplan.graph.nodes import Graph, Node
 from shardplan.search.coarsening.gradient_pairing import TIMESTEPS
 from shardplan.search.coarsening.variables import FREE, OneChoice, Variable
 

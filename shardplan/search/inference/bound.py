@@ -112,7 +112,7 @@ class _Builder:
             at = summand.at
             match summand.kind:
                 case "interior":
-                    unary[at] += problem.interior[at][0] * self._local(at)
+                    unary[at] += problem.interior[at].seconds * self._local(at) + problem.interior[at].launches_s
                 case "op":
                     result.append(self._op(summand))
                 case "link":
@@ -174,9 +174,9 @@ class _Builder:
         scope, slots, free = problem.ops.slots(node)
         own, late = tuple(self.domains[v] for v in scope), problem.ops.deferring.get(n)
         held_s = self.prices.points.count(n) * self.prices.seconds_per_byte
-        key = ("op", node.signature.id, slots, free, weight, late, own, held_s)
+        key = ("op", node.costed.id, slots, free, weight, late, own, held_s)
         if key not in self._memo:
-            base, columns = problem.pricer.strategy_costs(node.signature, slots, free, own, late=late)
+            base, columns = problem.pricer.strategy_costs(node.costed, slots, free, own, late=late)
             weighted = [c * weight for c in columns]
             if held_s and self.live is not None:
                 op_bytes = self.live.buffers.by_strategy(node, self.domains)
@@ -388,10 +388,10 @@ def least_s(problem: Problem) -> float:
     if device is None:
         return 0.0
     devices = problem.cluster.size
-    total = sum(seconds for seconds, _ in problem.interior.values()) / devices
+    total = sum(inside.seconds / devices + inside.launches_s for inside in problem.interior.values())
     for summand in problem.summands:
         if summand.kind == "op":
-            total += summand.weight * least_compute_s(problem.graph.nodes[summand.at].signature, device, devices)
+            total += summand.weight * least_compute_s(problem.graph.nodes[summand.at].costed, device, devices)
     return total
 
 
@@ -402,7 +402,7 @@ def entries(problem: Problem, domains: Sequence[Domain]) -> int:
         if summand.kind == "op":
             node = problem.graph.nodes[summand.at]
             own = tuple(domains[v] for v in summand.scope)
-            key = node.signature.id, problem.ops.deferring.get(summand.at), own
+            key = node.costed.id, problem.ops.deferring.get(summand.at), own
             if key not in sizes:
                 sizes[key] = len(problem.ops.options(node).compute_s) * sum(map(len, own))
     return sum(sizes.values())

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.graph.flattening import Node, Signature
+from shardplan.graph.nodes import Node, Signature
 from shardplan.search.problem.pricing import Allowed, Domain, Limits, Slot
 from shardplan.search.problem.problem import Problem
 from shardplan.search.problem.strategies import Late
@@ -106,7 +106,7 @@ class Buffers:
         scope, slots, free = self._problem.ops.slots(node)
         replaced = tuple(r for r, t in enumerate(node.outputs) if t in self._replaced)
         late = self._problem.ops.deferring.get(node.id)
-        return _Kind(node.signature, slots, free, limits.of(node.id) if limits else None, late, replaced), scope
+        return _Kind(node.costed, slots, free, limits.of(node.id) if limits else None, late, replaced), scope
 
     def _bytes(self, kind: _Kind, states: tuple[int, ...]) -> float:
         key = (*kind.key, states)

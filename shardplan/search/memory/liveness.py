@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.graph.flattening import Graph, Node
 from shardplan.graph.loops import Loops, loops_of
+from shardplan.graph.nodes import Graph, Node
 from shardplan.search.coarsening.coarsen import FREE
 from shardplan.search.memory.buffers import Buffers
 from shardplan.search.memory.lifetimes import Lifetime, Lifetimes

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from shardplan.collectives.reshard import Programs, Step
 from shardplan.cost.network import wire_bytes
-from shardplan.graph.flattening import Node
+from shardplan.graph.nodes import Node
 from shardplan.ir import BodyChoices, Choices, Copy, Layout, Use, Where
 from shardplan.search.coarsening.coarsen import FREE
 from shardplan.search.problem.pricing import Allowed
@@ -102,8 +102,9 @@ class Extractor:
                     compute_s += use.compute_s * summand.weight
                     self._operand_steps(node, use, states, issued)
                 case "interior":
-                    seconds, shape = problem.interior[summand.at]
-                    compute_s += seconds * float(problem.resharder.space(shape).local[states[summand.at]])
+                    inside = problem.interior[summand.at]
+                    local = float(problem.resharder.space(inside.shape).local[states[summand.at]])
+                    compute_s += inside.seconds * local + inside.launches_s
                 case "link":
                     self._link_steps(summand, states, issued)
                 case "view":
@@ -148,12 +149,12 @@ class Extractor:
         scope, slots, free = problem.ops.slots(node)
         domains = tuple((states[v],) for v in scope)
         late = problem.ops.deferring.get(node.id)
-        key = (node.signature.id, slots, domains, allowed, late)
+        key = (node.costed.id, slots, domains, allowed, late)
         found = self._uses.get(key)
         if found is not None:
             return found
         options = problem.ops.options(node, allowed)
-        base, columns = problem.pricer.strategy_costs(node.signature, slots, free, domains, allowed, late=late)
+        base, columns = problem.pricer.strategy_costs(node.costed, slots, free, domains, allowed, late=late)
         total = base + sum(c[:, 0] for c in columns)
         best = self.chosen(total)
         call = node.signature.call

@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from shardplan.graph.flattening import Graph, Node
+from shardplan.graph.nodes import Graph, Node
 from shardplan.ir import Constant
 from shardplan.search.coarsening.coarsen import FREE, Coarse
 from shardplan.search.problem.pricing import (
@@ -55,7 +55,7 @@ class Ops:
 
     def options(self, node: Node, allowed: Allowed | None = None) -> Options:
         """The composite strategies of an op; if ``allowed`` is given, only those."""
-        return self._pricer.options(node.signature, allowed, late=self.deferring.get(node.id))
+        return self._pricer.options(node.costed, allowed, late=self.deferring.get(node.id))
 
     @cached_property
     def deferring(self) -> Mapping[int, Late]:
@@ -138,13 +138,13 @@ class Ops:
     def _key(self, n: int, domains: Sequence[Domain], limits: Limits | None) -> tuple[object, ...]:
         node, (scope, slots, _) = self._graph.nodes[n], self._slots[n]
         scope_domains, late = tuple(domains[v] for v in scope), self.deferring.get(n)
-        return node.signature.id, node.weight, slots, limits.of(n) if limits else None, late, scope_domains
+        return node.costed.id, node.weight, slots, limits.of(n) if limits else None, late, scope_domains
 
     def _columns(self, n: int, domains: Sequence[Domain], limits: Limits | None) -> list[Costs]:
         node, (scope, slots, free) = self._graph.nodes[n], self._slots[n]
         scope_domains, late = tuple(domains[v] for v in scope), self.deferring.get(n)
         allowed = limits.of(n) if limits else None
-        return self._pricer.strategy_tables(node.signature, slots, free, scope_domains, node.weight, allowed, late=late)
+        return self._pricer.strategy_tables(node.costed, slots, free, scope_domains, node.weight, allowed, late=late)
 
     def _slots_of(self, node: Node) -> Slots:
         rows: list[tuple[int, int, bool]] = []

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.collectives.reshard import Resharder, Step
-from shardplan.graph.flattening import Signature
+from shardplan.graph.nodes import Signature
 from shardplan.ir import Layout, Split
 from shardplan.mesh import Device
 from shardplan.search.problem.strategies import (

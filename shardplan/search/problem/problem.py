@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from shardplan.collectives.layouts import LayoutSpace
 from shardplan.collectives.reshard import Family, Resharder
 from shardplan.cost import TIME, Objective, compute
-from shardplan.graph.flattening import Graph, Link
+from shardplan.graph.nodes import Graph, Link
 from shardplan.ir import Factor, Layout, Tensor
 from shardplan.mesh import Cluster
 from shardplan.search.coarsening.coarsen import FREE, Coarse
@@ -27,6 +28,18 @@ from shardplan.search.problem.pricing import Domain, Limits, Pricer
 from shardplan.search.problem.strategies import Groups
 from shardplan.search.problem.summands import Summand, by_variable
 from shardplan.search.problem.tables import Costs, Store, Term, picoseconds, seconds_of
+
+
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """The elementwise ops inside a variable of a shape: the seconds of their memory traffic on one device that holds everything,
+    and those of launching their kernels, which no cut makes fewer.
+    """
+
+    seconds: float
+    launches_s: float
+    shape: tuple[int, ...]
+
 
 _ROUNDED_S = 0.5e-12  # the largest rounding error of a table entry
 
@@ -259,7 +272,7 @@ class Problem:
                 return self.ops.terms_of(at, domains, limits, opened.get(at))
             case "interior":
                 costs = self.interior[at]
-                return [self._term(("unary", *costs), scope, domains, lambda candidates: self._interior(costs, candidates[0]))]
+                return [self._term(("unary", costs), scope, domains, lambda candidates: self._interior(costs, candidates[0]))]
             case "link":
                 return [self._link(self.graph.links[at], scope, domains)]
             case "view":
@@ -280,30 +293,26 @@ class Problem:
         return Term(scope, *result)
 
     @cached_property
-    def interior(self) -> Mapping[int, tuple[float, tuple[int, ...]]]:
-        """By variable: (seconds of the elementwise ops inside it on one device that holds everything, its shape)."""
+    def interior(self) -> Mapping[int, Inside]:
+        """By variable: the elementwise ops inside it."""
         if self.objective.device(self.cluster) is None:
             return {}
-        graph, joins = self.graph, set(self.coarse.joins)
-        # an op that only resizes costs nothing, but its operand is stored
-        apart = [node for node in graph.nodes if node.id in joins or node.signature.resizes]
-        outside: set[int] = set(graph.inputs) | {o for node in apart for o in node.outputs}
-        outside.update(link.target for link in graph.links)
-        read = {t for node in apart for t in node.inputs} | set(graph.outputs) | {k.source for k in graph.links}
-        total: dict[int, float] = {}
-        device = self.cluster.device
+        graph, joins, device = self.graph, set(self.coarse.joins), self.cluster.device
+        moved: dict[int, float] = {}
+        launches: dict[int, float] = {}
         for node in graph.nodes:
-            if node.id in joins or node.signature.resizes:
+            traffic = node.costed.traffic
+            assert traffic is not None, "the graph says what each op moves"
+            if node.id in joins or traffic.empty or not node.outputs or (v := self.coarse.of[node.outputs[0]]) == FREE:
                 continue
-            v = self.coarse.of[node.outputs[0]]
-            if v == FREE:
-                continue
-            moved = sum(self.graph.tensors[t].nbytes for t in set(node.inputs) if t in outside and self.coarse.of[t] == v)
-            moved += sum(self.graph.tensors[t].nbytes for t in node.outputs if t in read)
-            if moved:
-                seconds = compute.seconds(device, 0.0, moved, "float32", matrix=False) - device.launch_s
-                total[v] = total.get(v, 0.0) + seconds * node.weight
-        return {v: (s, self.coarse.variables[v].shape) for v, s in sorted(total.items())}
+            ends = zip((*node.inputs, *node.outputs), (*traffic.reads, *traffic.writes), strict=True)
+            nbytes = sum(graph.tensors[t].nbytes * part for t, part in ends if t >= 0)
+            moved[v] = moved.get(v, 0.0) + nbytes * node.weight
+            launches[v] = launches.get(v, 0.0) + traffic.launches * node.weight
+        return {
+            v: Inside(float(compute.moving_s(device, np.array(n))), launches[v] * device.launch_s, self.coarse.variables[v].shape)
+            for v, n in sorted(moved.items())
+        }
 
     @cached_property
     def turned(self) -> Mapping[int, tuple[int, int]]:
@@ -334,9 +343,9 @@ class Problem:
                 result |= {v: (n, other) for v, other in (scope, scope[::-1]) if behind(n, v, other)}
         return result
 
-    def _interior(self, costs: tuple[float, tuple[int, ...]], domain: Domain) -> Costs:
-        seconds, shape = costs
-        return picoseconds(seconds * self.resharder.space(shape).local[list(domain)])
+    def _interior(self, inside: Inside, domain: Domain) -> Costs:
+        local = self.resharder.space(inside.shape).local[list(domain)]
+        return picoseconds(inside.seconds * local + inside.launches_s)
 
     def _link(self, link: Link, scope: tuple[int, ...], domains: Sequence[Domain]) -> Term:
         tensor = self.crossing_tensor(link)

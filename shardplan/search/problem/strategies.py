@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from shardplan.collectives.layouts import LayoutSpace
 from shardplan.collectives.reshard import Resharder, split_dims
 from shardplan.cost import compute
-from shardplan.graph.flattening import Signature
+from shardplan.graph.nodes import Signature
 from shardplan.ir import PAIRS, Manual, Partial, Placement, Replicated, Split, itemsize
 from shardplan.mesh import Device
 from shardplan.tdl import Call, Strategy, cut_in_step, in_step, linear_sets
@@ -403,7 +403,7 @@ def _compute_s(
     for shapes, sizes, states in ((call.operands, work.operand_bytes, needs), (call.results, work.result_bytes, gives)):
         for i, (shape, size) in enumerate(zip(shapes, sizes, strict=True)):
             moved += size * resharder.space(shape).local[states[:, i]]
-    return compute.seconds_each(device, work.flops * part, moved, work.dtype, matrix=work.matrix)
+    return compute.seconds_each(device, work.flops * part, moved, work.dtype, matrix=work.matrix, launches=work.launches)
 
 
 def least_compute_s(signature: Signature, device: Device, devices: int) -> float:
@@ -412,7 +412,8 @@ def least_compute_s(signature: Signature, device: Device, devices: int) -> float
     if not work.counts:
         return 0.0
     moved = np.array([sum((*work.operand_bytes, *work.result_bytes)) / devices])
-    return float(compute.seconds_each(device, np.array([work.flops / devices]), moved, work.dtype, matrix=work.matrix)[0])
+    flops = np.array([work.flops / devices])
+    return float(compute.seconds_each(device, flops, moved, work.dtype, matrix=work.matrix, launches=work.launches)[0])
 
 
 def _may_pass(operands: frozenset[int], late: Late) -> bool:
@@ -464,24 +465,32 @@ def halo_bytes(call: Call, operand: int, place: Split) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """Arithmetic and memory traffic of a whole op; ``counts`` is false for an op that is fused into its reader."""
+    """Arithmetic and memory traffic of a whole op; ``counts`` is false for an op that is fused into its reader.
+
+    ``launches`` are its kernels: None for one, where it computes or moves anything.
+    """
 
     flops: float
-    operand_bytes: tuple[int, ...]
-    result_bytes: tuple[int, ...]
+    operand_bytes: tuple[float, ...]
+    result_bytes: tuple[float, ...]
     dtype: str
     matrix: bool
     counts: bool
+    launches: float | None = None
 
 
 def _work(signature: Signature) -> _Work:
-    call, description = signature.call, signature.description
+    call, description, traffic = signature.call, signature.description, signature.traffic
     size = tuple(nbytes(s, d) for s, d in zip(call.operands, call.dtypes, strict=True))
     out = tuple(nbytes(s, d) for s, d in zip(call.results, call.result_dtypes, strict=True))
     dtype = next((d for d in call.dtypes if d), "float32")
+    flops = compute.flops(description) if description is not None and signature.contracts else 0.0  # others are memory-bound
+    if traffic is not None:
+        read = tuple(n * part for n, part in zip(size, traffic.reads, strict=True))
+        written = tuple(n * part for n, part in zip(out, traffic.writes, strict=True))
+        return _Work(flops, read, written, dtype, signature.contracts, not traffic.empty, traffic.launches)
     if description is None:
         return _Work(0.0, size, out, dtype, False, True)
     # an op that moves the elements of one tensor, or broadcasts it, is fused into the reader
     moves = all(info.reducer is None for info in description.loops) and len([s for s in size if s > 8]) <= 1
-    flops = compute.flops(description) if signature.contracts else 0.0  # others are memory-bound
     return _Work(flops, size, out, dtype, signature.contracts, not moves)

@@ -15,7 +15,7 @@ import numpy as np
 
 from shardplan.collectives.reshard import Family
 from shardplan.errors import ClusterError, PinError, ShardplanError
-from shardplan.graph.flattening import Graph
+from shardplan.graph.nodes import Graph
 from shardplan.ir import Factor
 from shardplan.mesh import Cluster, factors, matrices
 from shardplan.search.baselines.recipes import Restriction

@@ -14,7 +14,7 @@ from shardplan.collectives.parts import in_runs
 from shardplan.collectives.reshard import Family
 from shardplan.cost import Objective
 from shardplan.errors import ClusterError, PinError, ShardplanError
-from shardplan.graph.flattening import Graph
+from shardplan.graph.nodes import Graph
 from shardplan.ir import Factor
 from shardplan.mesh import Cluster
 from shardplan.search.coarsening.coarsen import Coarse

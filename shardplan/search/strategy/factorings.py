@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from shardplan.collectives.parts import open_seams, runs, seams
 from shardplan.cost import compute
-from shardplan.graph.flattening import Graph
+from shardplan.graph.nodes import Graph
 from shardplan.ir import Factor
 from shardplan.mesh import Cluster, factors
 from shardplan.mesh.factoring import joined

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Literal, get_args
 
-from shardplan.graph.flattening import Node
+from shardplan.graph.nodes import Node
 from shardplan.search.baselines.batch_dims import follow
 from shardplan.search.baselines.megatron import roots
 from shardplan.search.coarsening.coarsen import FREE
@@ -138,7 +138,7 @@ def purposes(problem: Problem, decisions: Decisions) -> tuple[Shares, ...]:
         use = decisions.uses.get(node.id)
         if use is None:
             continue
-        seconds = node.weight * least_compute_s(node.signature, device, problem.cluster.size)
+        seconds = node.weight * least_compute_s(node.costed, device, problem.cluster.size)
         kinds = loops.kinds(node)
         weights = [v for t in (*node.inputs, *node.outputs) if t >= 0 and (v := problem.coarse.of[t]) in stored]
         for f, loop in enumerate(use.loops):

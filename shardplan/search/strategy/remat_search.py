@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shardplan.cost import compute
-from shardplan.graph.flattening import Graph, flatten
+from shardplan.graph.flattening import flatten
+from shardplan.graph.nodes import Graph
 from shardplan.ir import Program
 from shardplan.mesh import Cluster
 from shardplan.remat import (

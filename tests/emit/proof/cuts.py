@@ -20,7 +20,8 @@ from jax.sharding import Mesh
 from shardplan.emit.explicit import ExplicitEmitter
 from shardplan.emit.specs import SpecsEmitter
 from shardplan.frontend.trace import trace
-from shardplan.graph.flattening import Node, flatten
+from shardplan.graph.flattening import flatten
+from shardplan.graph.nodes import Node
 from shardplan.ir import Layout, Use
 from shardplan.mesh import Cluster, factors
 from shardplan.schedule.planned import planned_program

@@ -11,7 +11,7 @@ import pytest
 
 from shardplan.emit import blocks
 from shardplan.emit.backends import BACKENDS
-from shardplan.graph import flattening as graph
+from shardplan.graph import nodes as graph
 from shardplan.tdl import Call, strategies
 from shardplan.tdl.localize import Local, localize
 from shardplan.tdl.proof import CASES

@@ -46,7 +46,7 @@ def test_every_assignment_of_single_tensors_tried_is_their_optimum(recipe: steps
     ("factory", "most"),
     [
         (mlp.train_step(layers=3, width=2048, batch=512), 0.06),
-        (gpt.train_step(layers=1, width=1024, sequence=512, batch=64, heads=16, vocabulary=4096), 0.01),
+        (gpt.train_step(layers=1, width=1024, sequence=512, batch=64, heads=16, vocabulary=4096), 0.012),
         (gpt.train_step(layers=1), 0.01),
     ],
     ids=["mlp", "gpt", "small gpt"],
@@ -65,7 +65,7 @@ def hidden_ops(function: Callable[[jax.Array], jax.Array], dtype: str = "float32
 
 
 def inside_s(problem: Problem) -> float:
-    return sum(seconds for seconds, _ in problem.interior.values())
+    return sum(inside.seconds for inside in problem.interior.values())
 
 
 def passes_s(problem: Problem, *itemsizes: int) -> float:
@@ -82,12 +82,12 @@ def test_what_is_negated_or_cast_is_read_and_written_as_all_elementwise_ops_are(
     assert inside_s(problem) == pytest.approx(passes_s(problem, 2, 4), rel=1e-9)
 
 
-def test_dims_of_one_element_cost_the_store_before_them_and_no_variable() -> None:
+def test_dims_of_one_element_cost_nothing_and_no_variable() -> None:
     plain = hidden_ops(lambda y: jnp.exp(jnp.tanh(y)))
     problem = hidden_ops(lambda y: jnp.exp(jnp.tanh(y)[:, None])[:, 0])
     assert any(node.signature.resizes for node in problem.graph.nodes)
     assert len(problem.coarse.variables) == len(plain.coarse.variables)
-    assert inside_s(problem) == pytest.approx(passes_s(problem, 4, 4, 4, 4), rel=1e-9)
+    assert inside_s(problem) == pytest.approx(passes_s(problem, 4, 4), rel=1e-9)
     oracle = brute.uncoarsened(problem)
     assert steps.uncoarsened_seconds(problem) <= coarse_seconds(problem) + 1e-10
     assert oracle.seconds(oracle.minimum().states) == pytest.approx(steps.uncoarsened_seconds(problem), rel=1e-6)

@@ -241,7 +241,7 @@ def test_a_price_on_bytes_is_charged_to_ops_with_a_variable_for_their_strategy(m
         columns = [problem.store.tables[terms[strategy, v].table] + terms[strategy, v].constant for v in scope]
         last = tuple((d[-1],) for d in problem.domains)
         table = buffers.table(node, None, last)[1].item()
-        base, costs = problem.pricer.strategy_costs(node.signature, *problem.ops.slots(node)[1:], tuple(last[v] for v in scope))
+        base, costs = problem.pricer.strategy_costs(node.costed, *problem.ops.slots(node)[1:], tuple(last[v] for v in scope))
         fastest = int((base + sum(c[:, 0] for c in costs)).argmin())
         assert sum(int(c[fastest, -1]) for c in columns) == pytest.approx(price * table * 1e12, abs=len(scope))
         charged += table > 0

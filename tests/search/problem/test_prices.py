@@ -58,16 +58,17 @@ def test_strategies_and_their_seconds_are_those_of_the_descriptions(data: st.Dat
     step, args = drawn(data.draw)
     cluster = machine(data.draw(st.sampled_from(CLUSTERS)))
     for node in flatten(trace(step, *args).program).nodes:
-        compare(node.signature, cluster)
+        compare(node.costed, cluster)
 
 
 def compare(signature: Signature, cluster: Cluster) -> None:
     """Every strategy of an op, in both."""
     description, over = signature.description, factors(cluster)
     assert description is not None
+    assert signature.traffic is not None
     resharder = Resharder(Network(cluster, over), [f.size for f in over])
     rows = strategies.options(signature, resharder, cluster.device)
-    wanted = ways(signature.call, description, resharder.sizes, cluster.device)
+    wanted = ways(signature.call, description, resharder.sizes, cluster.device, signature.traffic)
     found = {tuple(loops): s for s, loops in enumerate(rows.loops.tolist())}
     even = {loops for loops in found if divides(signature, loops, resharder.sizes)}
     assert even == set(wanted)

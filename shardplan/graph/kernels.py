@@ -1,0 +1,327 @@
+"""What each op of a step adds to the memory traffic of the kernels that XLA compiles for GPUs.
+
+A kernel reads each stored value once, however many of its ops use it, and writes what a later kernel reads. Which ops share a
+kernel follows XLA's rules, in this order:
+
+1. An elementwise op (or any other whose elements are computed one by one) is part of its readers' kernels. Where it has several,
+   it is computed in each, unless they would read more than it costs to store it. Products, library calls and control flow read
+   stored values alone.
+2. A reduction along rows, its operands and what is computed from rows and their results are one kernel: a softmax, a
+   normalisation.
+3. Kernels that run over the same elements are one where one reads what the other stores, or both read the same value
+   (multi-output fusion), unless a third lies between them. Reductions along rows and along columns are never in one kernel.
+
+A transpose ends a kernel, and so do reductions and updates in place.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from shardplan.graph.nodes import Graph, Node, Signature, Traffic
+from shardplan.tdl.index import loops_of
+
+LONGEST_ROW = 2**17
+"""The most elements of a row that one kernel holds."""
+
+_Order = Literal["", "row", "column"]
+_Of = Callable[[int], int]
+"""The kernel that a kernel has become part of."""
+
+
+_FAR = 200
+"""Two kernels with this many others behind the first may have a third between them: they are not joined."""
+
+
+def with_traffic(graph: Graph) -> Graph:
+    """The graph with the traffic of each node in its costed signature; equal ops with equal traffic share one."""
+    known: dict[tuple[int, Traffic], Signature] = {}
+    first = 1 + max((node.signature.id for node in graph.nodes), default=0)
+
+    def costed(node: Node, own: Traffic) -> Signature:
+        key = node.signature.id, own
+        if key not in known:
+            known[key] = node.signature.with_traffic(first + len(known), own)
+        return known[key]
+
+    rows = zip(graph.nodes, _Model(graph).traffic(), strict=True)
+    return replace(graph, nodes=tuple(replace(node, costed=costed(node, own)) for node, own in rows))
+
+
+@dataclass(slots=True)
+class _Kernel:
+    """A kernel while it grows.
+
+    It has its nodes, of which ``last`` is the last; the values that it reads, each with (node, slot, bytes); those that it
+    stores; the number of elements that it runs over; and the order of its reductions. A ``closed`` one takes no others in.
+    """
+
+    nodes: set[int]
+    last: int
+    reads: dict[int, tuple[int, int, int]]
+    stores: set[int] = field(default_factory=set[int])
+    size: int = 0
+    order: _Order = ""
+    closed: bool = False
+
+
+class _Model:
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.name = list(range(len(graph.tensors)))  # of each tensor: the buffer that it renames
+        self.renamed: set[int] = set()  # nodes for which no kernel runs
+        self.maker: dict[int, Node] = {}
+        self.readers: dict[int, list[Node]] = {}
+        self.kept: set[int] = set()  # buffers that control flow reads, or that are results
+        self.stacked: set[int] = set()  # buffers of which a loop stacks one in each iteration
+        self.kernels: dict[int, _Kernel] = {}  # by their last node
+        self.within: dict[int, set[int]] = {}  # of each node: the kernels that compute it
+        self._name_buffers()
+
+    def _name_buffers(self) -> None:
+        graph = self.graph
+        using: dict[int, list[Node]] = {}
+        for node in graph.nodes:
+            for t in node.inputs:
+                using.setdefault(t, []).append(node)
+        for node in graph.nodes:
+            if len(node.outputs) == 1 and node.inputs[:1] and node.inputs[0] >= 0 and self._renames(node, using):
+                self.name[node.outputs[0]] = self.name[node.inputs[0]]
+                self.renamed.add(node.id)
+                continue
+            for t in node.outputs:
+                self.maker[t] = node
+            if node.signature.part == "update" and node.inputs[0] >= 0:
+                self.kept.add(self.name[node.inputs[0]])
+            for t in dict.fromkeys(node.inputs):
+                if t >= 0:
+                    self.readers.setdefault(self.name[t], []).append(node)
+        self.stacked |= {self.name[k.source] for k in graph.links if k.lift < 0}
+        self.kept |= {self.name[t] for t in graph.outputs if t >= 0}
+        # a loop computes again what it stacks and reads, too
+        read = {t for t in self.stacked if t in self.maker and self.readers.get(t)}
+        self.kept |= {self.name[k.source] for k in graph.links if not k.same} - read
+        for t, readers in self.readers.items():
+            maker = self.maker.get(t)
+            # the backward pass of a checkpointed block stands behind a barrier
+            if maker is not None and any(r.where != maker.where and r.backward for r in readers):
+                self.kept.add(t)
+
+    def _renames(self, node: Node, using: Mapping[int, Sequence[Node]]) -> bool:
+        """Whether no kernel runs for a node: it is a reshape, or a transpose beside a product, which takes any order."""
+        if not node.signature.swaps:
+            return node.signature.part == "none"
+        maker, readers = self.maker.get(node.inputs[0]), using.get(node.outputs[0], ())
+        made = maker is not None and maker.signature.part == "product" and len(using[node.inputs[0]]) == 1
+        return made or (bool(readers) and all(r.signature.part == "product" for r in readers))
+
+    def traffic(self) -> tuple[Traffic, ...]:
+        """The traffic of each node."""
+        for node in reversed(self.graph.nodes):
+            if node.id not in self.renamed:
+                self._place(node)
+        parts = self._merged()
+        return self._charged(parts)
+
+    # -- 1. what is computed where it is read ---------------------------------------------------------------------------
+
+    def _place(self, node: Node) -> None:
+        """Makes a node part of its readers' kernels, or gives it one of its own."""
+        homes = self._homes(node)
+        if homes is None:
+            self.kernels[node.id] = _Kernel({node.id}, node.id, {}, set(node.outputs), *self._extent(node))
+            homes = {node.id}
+        self.within[node.id] = homes
+        for home in homes:
+            kernel = self.kernels[home]
+            kernel.nodes.add(node.id)
+            for t in node.outputs:
+                kernel.reads.pop(t, None)
+            for slot, t, nbytes in self._operands(node):
+                before = kernel.reads.get(t)
+                if before is None or before[2] < nbytes:
+                    kernel.reads[t] = node.id, slot, nbytes
+
+    def _homes(self, node: Node) -> set[int] | None:
+        """The kernels that compute a node for themselves; None where it is stored."""
+        if node.signature.part != "loop" or any(t in self.kept for t in node.outputs):
+            return None
+        readers = [r for t in node.outputs for r in self.readers.get(t, ())]
+        if not readers:
+            return set()
+        if any(r.signature.part in ("product", "alone") or r.weight != node.weight for r in readers):
+            return None
+        homes = set[int]().union(*(self.within[r.id] for r in readers))
+        if len(homes) <= 1:
+            return homes
+        size = sum(self.graph.tensors[t].nbytes for t in node.outputs)
+        operands = [(t, nbytes) for _, t, nbytes in self._operands(node)]
+        again = sum(nbytes for home in homes for t, nbytes in operands if t not in self.kernels[home].reads)
+        return homes if again <= sum(nbytes for _, nbytes in operands) + size * (1 + len(homes)) else None
+
+    def _operands(self, node: Node) -> Iterator[tuple[int, int, int]]:
+        """(slot, buffer, bytes) of what a node reads."""
+        whole = {t: self.graph.tensors[t].nbytes for t in node.inputs if t >= 0}
+        made = sum(self.graph.tensors[t].nbytes for t in node.outputs)
+        for slot, t in enumerate(node.inputs):
+            if t < 0 or (node.signature.part == "update" and slot == 0):
+                continue
+            yield slot, self.name[t], min(whole[t], made) if slot == 0 and node.signature.slices else whole[t]
+
+    def _extent(self, node: Node) -> tuple[int, _Order, bool]:
+        """Of a kernel that ends with a node: the elements that it runs over, the order of its reduction, whether it is closed."""
+        call = node.signature.call
+        match node.signature.part:
+            case "reduction":
+                size = math.prod(call.operands[0]) if call.operands else 1
+                return size, _order(node), False
+            case "loop":
+                return max((math.prod(shape) for shape in call.results), default=1), "", False
+            case _:
+                return max((math.prod(shape) for shape in call.results), default=1), "", True
+
+    # -- 2 and 3. kernels over the same elements ------------------------------------------------------------------------
+
+    def _merged(self) -> dict[int, int]:
+        """Of each kernel the one that it is part of."""
+        into = {k: k for k in self.kernels}
+
+        def of(k: int) -> int:
+            while into[k] != k:
+                k = into[k]
+            return k
+
+        touched: dict[int, list[int]] = {}
+        for k in sorted(self.kernels):
+            for t in (*self.kernels[k].stores, *self.kernels[k].reads):
+                touched.setdefault(t, []).append(k)
+        for t in sorted(touched):
+            maker = self.maker.get(t)
+            n = self.graph.tensors[t].size
+            if maker is not None and maker.id in self.kernels and self.kernels[maker.id].order == "row":
+                n = self.kernels[maker.id].size
+            if n <= 1:
+                continue
+            alike = [k for k in touched[t] if self.kernels[k].size == n and not self.kernels[k].closed]
+            for a, b in itertools.combinations(alike, 2):
+                one, other = of(a), of(b)
+                if one != other and self._may_join(one, other, of):
+                    self._join(one, other, into)
+        return {k: of(k) for k in self.kernels}
+
+    def _may_join(self, a: int, b: int, of: _Of) -> bool:
+        one, other = self.kernels[a], self.kernels[b]
+        if one.size != other.size or {one.order, other.order} == {"row", "column"}:
+            return False
+        first, last = self.graph.nodes[one.last], self.graph.nodes[other.last]
+        return first.weight == last.weight and not self._between(a, b, of) and not self._between(b, a, of)
+
+    def _between(self, a: int, b: int, of: _Of) -> bool:
+        """Whether a third kernel reads what ``a`` stores, and makes what ``b`` reads, directly or not."""
+        end = max(self.kernels[b].nodes)
+        waiting = [k for k in self._after(a, of) if k != b]
+        seen = set(waiting)
+        while waiting:
+            k = waiting.pop()
+            for after in self._after(k, of):
+                if after == b:
+                    return True
+                if after not in seen and min(self.kernels[after].nodes) <= end:
+                    if len(seen) == _FAR:
+                        return True
+                    seen.add(after)
+                    waiting.append(after)
+        return False
+
+    def _after(self, k: int, of: _Of) -> Iterator[int]:
+        for t in self.kernels[k].stores:
+            for reader in self.readers.get(t, ()):
+                for home in self.within.get(reader.id, ()):
+                    found = of(home)
+                    if found != k and t in self.kernels[found].reads:
+                        yield found
+
+    def _join(self, a: int, b: int, into: dict[int, int]) -> None:
+        one, other = self.kernels[a], self.kernels[b]
+        into[b] = a
+        stores = one.stores | other.stores
+        for t, read in other.reads.items():
+            before = one.reads.get(t)
+            if before is None or before[2] < read[2]:
+                one.reads[t] = read
+        one.reads = {t: read for t, read in one.reads.items() if t not in stores}
+        one.nodes |= other.nodes
+        one.stores, one.order, one.last = stores, one.order or other.order, max(one.last, other.last)
+
+    # -- what that moves ------------------------------------------------------------------------------------------------
+
+    def _charged(self, parts: Mapping[int, int]) -> tuple[Traffic, ...]:
+        graph = self.graph
+        reads = [[0.0] * len(node.inputs) for node in graph.nodes]
+        writes = [[0.0] * len(node.outputs) for node in graph.nodes]
+        launches = [0.0] * len(graph.nodes)
+        kernels = [self.kernels[k] for k in sorted(set(parts.values()))]
+        needed = self.kept.union(*(kernel.reads for kernel in kernels))
+        for kernel in kernels:
+            stored = [t for t in kernel.stores if t in needed]
+            if not stored and graph.nodes[kernel.last].signature.part in ("loop", "reduction", "transpose"):
+                continue  # nothing reads it
+            launches[kernel.last] += 1
+            for n, slot, nbytes in kernel.reads.values():
+                reads[n][slot] += nbytes / max(1, graph.tensors[graph.nodes[n].inputs[slot]].nbytes)
+            for t in stored:
+                maker = self.maker[t]
+                writes[maker.id][maker.outputs.index(t)] += _updated(maker)
+        self._charge_stacks(reads, writes, launches)
+        for node in graph.nodes:  # a filter is copied to the library's order, unless the kernel that makes it writes it so
+            if node.signature.filter == "result":
+                writes[node.id][0] += 2
+            elif node.signature.filter and node.inputs[1] >= 0 and self.name[node.inputs[1]] not in self.maker:
+                reads[node.id][1] += 2
+        return tuple(Traffic(tuple(r), tuple(w), n) for r, w, n in zip(reads, writes, launches, strict=True))
+
+    def _charge_stacks(self, reads: list[list[float]], writes: list[list[float]], launches: list[float]) -> None:
+        """What loops move beside their ops: stacks are filled with zeros first; a value that the loop also reads is copied to its
+        stack by a kernel of its own; slices that products read are copied.
+        """
+        for t in sorted(self.stacked):
+            maker, readers = self.maker.get(t), self.readers.get(t, [])
+            copied = 2.0 if readers else 0.0
+            if maker is not None:
+                writes[maker.id][maker.outputs.index(t)] += 1 + copied
+                launches[maker.id] += 1 if readers else 0
+            elif readers:
+                reads[readers[0].id][self._slot(readers[0], t)] += 1 + copied
+                launches[readers[0].id] += 1
+        for t in sorted({self.name[k.target] for k in self.graph.links if k.lift > 0}):
+            product = next((r for r in self.readers.get(t, ()) if r.signature.part == "product"), None)
+            if product is not None:
+                reads[product.id][self._slot(product, t)] += 2
+                launches[product.id] += 1
+
+    def _slot(self, node: Node, t: int) -> int:
+        return next(i for i, own in enumerate(node.inputs) if own >= 0 and self.name[own] == t)
+
+
+def _updated(node: Node) -> float:
+    """The part of its result that a node writes."""
+    call, slot = node.signature.call, node.signature.update
+    return 1.0 if slot is None else min(1.0, math.prod(call.operands[slot]) / max(1, math.prod(call.results[0])))
+
+
+def _order(node: Node) -> _Order:
+    """Whether a reduction runs along rows of its first operand, short enough for one kernel to hold, or along other dims."""
+    description = node.signature.description
+    assert description is not None
+    for operand, indices in description.accesses:
+        if operand == 0:
+            summed = [any(description.loops[v].reducer is not None for v in loops_of(ix)) for ix in indices]
+            shape = node.signature.call.operands[0]
+            dims = [reduced for reduced, n in zip(summed, shape, strict=True) if n > 1]
+            row = math.prod(n for reduced, n in zip(summed, shape, strict=True) if reduced)
+            return "row" if dims == sorted(dims) and not all(dims) and row <= LONGEST_ROW else "column"
+    return "column"

@@ -1,0 +1,85 @@
+"""What an op is inside the kernels that XLA compiles for GPUs: which ops begin one, end one, or are part of another."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from shardplan.tdl.describe import is_named_call, is_run_by_user
+from shardplan.tdl.description import Call, Description
+
+Part = Literal["none", "loop", "transpose", "reduction", "product", "update", "alone"]
+"""The part of an op in kernels.
+
+- ``none``: it renames a buffer: a reshape. No kernel runs.
+- ``loop``: each element of the result is computed from elements of the operands: XLA fuses it into its readers.
+- ``transpose``: a loop that reads in another order than it writes: it ends a kernel.
+- ``reduction``: it ends a kernel, which computes what it reduces, too.
+- ``product``: a library call on stored operands.
+- ``update``: a loop that writes part of a buffer in place.
+- ``alone``: a kernel, or several, that nothing is fused into: a sort, a scan over a dim, random bits, a user's kernel.
+"""
+
+_RENAMES = frozenset(
+    (
+        "reshape", "squeeze", "expand_dims", "optimization_barrier", "stop_gradient", "placed", "pvary", "pcast", "copy_p",
+        "bitcast_convert_type", "random_wrap", "random_unwrap", "reduced_vary_cast",
+    )
+)  # fmt: skip
+_UPDATES = {
+    "dynamic_update_slice": 1,
+    **dict.fromkeys(("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"), 2),
+}
+"""Primitives that write part of their first operand in place, with the operand that they write."""
+_ALONE = frozenset(
+    (
+        "sort", "top_k", "approx_top_k", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "reduce_window",
+        "reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_scatter_add", "select_and_gather_add",
+        "fft", "cholesky", "eig", "eigh", "lu", "qr", "householder_product", "schur", "svd", "triangular_solve",
+        "tridiagonal_solve", "tridiagonal", "hessenberg", "rng_bit_generator",
+    )
+)  # fmt: skip
+_SLICES = frozenset(("slice", "dynamic_slice", "gather", "dynamic_index_in_dim"))
+
+
+def part_of(call: Call, description: Description | None, *, contracts: bool) -> Part:
+    """The part of an op; ``contracts`` as in `shardplan.graph.flattening.Signature`."""
+    name = call.primitive
+    if name in _RENAMES:
+        return "none"
+    if contracts:
+        return "product"
+    if name in _UPDATES:
+        return "update"
+    if description is None or name in _ALONE or is_named_call(name) or is_run_by_user(name):
+        return "alone"
+    if any(loop.reducer is not None for loop in description.loops) and name not in _SLICES:
+        return "reduction"
+    return "transpose" if name == "transpose" else "loop"
+
+
+def swaps(call: Call) -> bool:
+    """Whether a transpose puts some leading dims behind all others: a product with its operands swapped gives and takes that."""
+    if call.primitive != "transpose":
+        return False
+    order = [d for d in call.params["permutation"] if call.operands[0][d] != 1]
+    at = order.index(min(order, default=0)) if order else 0
+    return order == [*sorted(order)[len(order) - at :], *sorted(order)[: len(order) - at]]
+
+
+def update_of(call: Call) -> int | None:
+    """The operand that the op writes into its first operand; None where it makes a new result."""
+    return _UPDATES.get(call.primitive)
+
+
+def filter_of(call: Call) -> Literal["operand", "result", ""]:
+    """Where a convolution has its filter, which the library wants with the output features first: the second operand, or, in the
+    gradient of the filter, the result. Empty for other ops.
+    """
+    if call.primitive != "conv_general_dilated":
+        return ""
+    return "operand" if call.params["dimension_numbers"].lhs_spec[0] == 0 else "result"
+
+
+def reads_slices(call: Call) -> bool:
+    """Whether the op reads of its first operand as many elements as its result has."""
+    return call.primitive in _SLICES

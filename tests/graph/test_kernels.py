@@ -1,0 +1,200 @@
+"""What each op moves once XLA has fused it: kernels are counted by what they read, write and launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from models import gpt
+from shardplan.frontend.trace import trace
+from shardplan.graph import Graph, Node, flatten
+from shardplan.graph.nodes import Traffic
+from tests.models.test_factories import TINY, factory
+
+ROWS = jax.ShapeDtypeStruct((64, 256), jnp.float32)
+WEIGHT = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+SIZE = 64 * 256 * 4
+
+
+def flat(step: Callable[..., Any], *args: Any) -> Graph:
+    return flatten(trace(step, *args).program)
+
+
+def traffic_of(node: Node) -> Traffic:
+    assert node.costed.traffic is not None
+    return node.costed.traffic
+
+
+def moved(graph: Graph) -> tuple[float, float, float]:
+    """Bytes read, bytes written, and launches of one step."""
+    read = written = launches = 0.0
+    for node in graph.nodes:
+        traffic = traffic_of(node)
+        read += node.weight * sum(graph.tensors[t].nbytes * n for t, n in zip(node.inputs, traffic.reads, strict=True) if t >= 0)
+        written += node.weight * sum(graph.tensors[t].nbytes * n for t, n in zip(node.outputs, traffic.writes, strict=True))
+        launches += node.weight * traffic.launches
+    return read, written, launches
+
+
+def test_a_chain_of_elementwise_ops_is_one_kernel() -> None:
+    assert moved(flat(lambda x: jnp.exp(jnp.tanh(x) * 2 + 1), ROWS)) == (SIZE, SIZE, 1)
+
+
+def test_a_value_with_two_readers_is_computed_in_both_where_that_reads_no_more() -> None:
+    """The products need both results stored; tanh(x) is not stored between them."""
+
+    def step(x: Any, w: Any) -> Any:
+        y = jnp.tanh(x)
+        return (y + 1) @ w, (y * 2) @ w
+
+    read, written, launches = moved(flat(step, ROWS, WEIGHT))
+    products = 2 * (SIZE + 4 * 256 * 256), 2 * SIZE
+    # both elementwise kernels run over the same elements and read x: they are one
+    assert (read - products[0], written - products[1], launches) == (SIZE, 2 * SIZE, 3)
+
+
+def test_a_softmax_is_one_kernel_that_reads_and_writes_once() -> None:
+    read, written, launches = moved(flat(lambda x: jax.nn.softmax(x), ROWS))
+    assert read == SIZE
+    assert SIZE <= written <= SIZE + 2 * 64 * 4
+    assert launches == 1
+
+
+def test_a_reduction_along_columns_does_not_join_one_along_rows() -> None:
+    read, _, launches = moved(flat(lambda x: (x.sum(0), x.sum(1)), ROWS))
+    assert (read, launches) == (2 * SIZE, 2)
+    read, _, launches = moved(flat(lambda x: (x.sum(0), (x * x).sum(0)), ROWS))
+    assert (read, launches) == (SIZE, 1)
+
+
+def test_products_read_stored_values() -> None:
+    product = SIZE + 4 * 256 * 256
+    assert moved(flat(lambda x, w: x @ w, ROWS, WEIGHT)) == (product, SIZE, 1)
+    assert moved(flat(lambda x, w: jnp.tanh(x) @ w, ROWS, WEIGHT)) == (product + SIZE, 2 * SIZE, 2)
+    assert moved(flat(lambda x, w: jnp.tanh(x @ w), ROWS, WEIGHT)) == (product + SIZE, 2 * SIZE, 2)
+
+
+def test_a_reshape_moves_nothing_and_a_transpose_is_a_kernel() -> None:
+    assert moved(flat(lambda x: jnp.exp(x.reshape(-1)).reshape(32, 512), ROWS)) == (SIZE, SIZE, 1)
+    assert moved(flat(lambda x: jnp.exp(x).T, ROWS)) == (SIZE, SIZE, 1)
+    assert moved(flat(lambda x: jnp.exp(x.T), ROWS)) == (2 * SIZE, 2 * SIZE, 2)
+
+
+def test_a_product_takes_and_gives_its_operands_swapped() -> None:
+    product = SIZE + 4 * 256 * 256, SIZE
+    assert moved(flat(lambda x, w: (x @ w).T, ROWS, WEIGHT)) == (*product, 1)
+    assert moved(flat(lambda x, w: x @ w.T, ROWS, WEIGHT)) == (*product, 1)
+    heads = jax.ShapeDtypeStruct((8, 64, 256), jnp.float32)
+    assert moved(flat(lambda x, w: (x @ w).transpose(1, 0, 2), heads, WEIGHT))[2] == 2
+
+
+def test_a_filter_is_copied_unless_a_kernel_makes_it() -> None:
+    image, kernel = jax.ShapeDtypeStruct((8, 16, 16, 32), jnp.float32), jax.ShapeDtypeStruct((3, 3, 32, 64), jnp.float32)
+
+    def run(x: Any, w: Any) -> Any:
+        return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    x, w, y = (4 * n for n in (8 * 16 * 16 * 32, 3 * 3 * 32 * 64, 8 * 16 * 16 * 64))
+    assert moved(flat(run, image, kernel)) == (x + 3 * w, y, 1)
+    assert moved(flat(lambda x, w: run(x, jnp.tanh(w)), image, kernel)) == (x + 2 * w, w + y, 2)
+    gradient = moved(
+        flat(
+            lambda x, w, g: jax.vjp(partial(run, x), w)[1](g)[0],
+            image,
+            kernel,
+            jax.ShapeDtypeStruct((8, 16, 16, 64), jnp.float32),
+        )
+    )
+    assert gradient[:2] == (x + y, 3 * w)
+
+
+def test_slices_and_updates_move_their_own_bytes() -> None:
+    row = SIZE // 64
+    assert moved(flat(lambda x: lax.dynamic_slice(x, (3, 0), (1, 256)) * 2, ROWS))[:2] == (row, row)
+    read, written, _ = moved(
+        flat(lambda x, r: lax.dynamic_update_slice(x, jnp.tanh(r), (3, 0)), ROWS, jax.ShapeDtypeStruct((1, 256), jnp.float32))
+    )
+    assert (read, written) == (row, row)
+
+
+def test_what_lies_between_two_kernels_keeps_them_apart() -> None:
+    """tanh(x) is read before and after the product that makes the other operand: the two readers are no kernel."""
+
+    def step(x: Any, w: Any) -> Any:
+        y = jnp.tanh(x)
+        return y * (y @ w)
+
+    _, _, launches = moved(flat(step, ROWS, WEIGHT))
+    assert launches == 3
+
+
+def test_a_scan_fills_its_stack_and_copies_what_it_also_reads() -> None:
+    xs = jax.ShapeDtypeStruct((8, 64, 256), jnp.float32)
+
+    def apart(xs: Any) -> Any:
+        return lax.scan(lambda c, x: (c, jnp.tanh(x)), 0.0, xs)[1]
+
+    def read(xs: Any) -> Any:
+        def body(c: Any, x: Any) -> Any:
+            y = jnp.tanh(x)
+            return c + y.sum(), y
+
+        return lax.scan(body, 0.0, xs)
+
+    assert moved(flat(apart, xs))[:2] == (8 * SIZE, 2 * 8 * SIZE)
+    assert moved(flat(read, xs))[1] >= 3 * 8 * SIZE
+
+
+def test_an_optimizer_reads_and_writes_its_state_once() -> None:
+    """Adam: gradient, weight and two moments in, weight and two moments out."""
+
+    def step(w: Any, m: Any, v: Any, g: Any) -> Any:
+        m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
+        return w - 0.1 * m / (jnp.sqrt(v) + 1e-8), m, v
+
+    n = 4 * 256 * 256
+    assert moved(flat(step, WEIGHT, WEIGHT, WEIGHT, WEIGHT)) == (4 * n, 3 * n, 1)
+
+
+def test_values_that_enter_a_checkpointed_backward_pass_are_stored() -> None:
+    """sin(x) is computed where it is read; behind the barrier of the backward pass it is a stored value."""
+
+    def block(w: Any, x: Any) -> Any:
+        return jnp.tanh(jnp.tanh(x * 2) @ w)
+
+    def loss(w: Any, x: Any, run: Any) -> Any:
+        return run(w, jnp.sin(x)).sum()
+
+    plain, kept = (flat(jax.grad(partial(loss, run=b)), WEIGHT, ROWS) for b in (block, jax.checkpoint(block)))
+    assert moved(kept)[1] - moved(plain)[1] == 2 * SIZE
+
+
+@pytest.mark.parametrize("name", sorted(TINY))
+def test_every_stored_value_is_written_before_it_is_read(name: str) -> None:
+    """A value that a kernel reads is an input, comes from outside of its body, or is written."""
+    step, args = factory(name)(**TINY[name])
+    graph = flat(step, *args)
+    made = {t: (node, i) for node in graph.nodes for i, t in enumerate(node.outputs)}
+    buffer = list(range(len(graph.tensors)))
+    for node in graph.nodes:
+        renames = node.signature.part == "none" or (node.signature.swaps and traffic_of(node).empty)
+        if renames and len(node.outputs) == 1 and node.inputs[0] >= 0:
+            buffer[node.outputs[0]] = buffer[node.inputs[0]]
+    for node in graph.nodes:
+        for t, n in zip(node.inputs, traffic_of(node).reads, strict=True):
+            if t >= 0 and n and buffer[t] in made:
+                maker, slot = made[buffer[t]]
+                assert traffic_of(maker).writes[slot], (node.op, maker.op)
+
+
+def test_equal_layers_share_signatures() -> None:
+    step, args = gpt.train_step(**{**TINY["gpt"], "layers": 6})
+    graph = flat(step, *args)
+    assert len({node.costed.id for node in graph.nodes}) < 0.5 * len(graph.nodes)
+    assert {node.costed.call.primitive for node in graph.nodes} == {node.signature.call.primitive for node in graph.nodes}

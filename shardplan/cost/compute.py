@@ -112,10 +112,15 @@ def seconds_each(
     launches: float | None = None,
 ) -> NDArray[np.float64]:
     """`seconds` of many ops of one kind."""
-    peak = device.flops_per_s.get(dtype) or device.flops_per_s.get("float32") or max(device.flops_per_s.values())
-    arithmetic = flop / (peak * device.flops_efficiency) if matrix else 0.0
+    arithmetic = flop / (device.flops_per_s[rated(device, dtype)] * device.flops_efficiency) if matrix else 0.0
     slower = np.maximum(arithmetic, moving_s(device, nbytes))
     return slower + device.launch_s * (np.where((nbytes != 0) | matrix, 1.0, 0.0) if launches is None else launches)
+
+
+def rated(device: Device, dtype: str) -> str:
+    """The dtype at whose peak products of a dtype are priced: itself, or else float32, or else that of the highest peak."""
+    peaks = device.flops_per_s
+    return dtype if dtype in peaks else "float32" if "float32" in peaks else max(peaks, key=lambda name: peaks[name])
 
 
 def moving_s(device: Device, nbytes: NDArray[np.float64]) -> NDArray[np.float64]:

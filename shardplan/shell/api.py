@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 
 from shardplan import _jax
 from shardplan.cost import Objective, objective_of
+from shardplan.cost.compute import rated
 from shardplan.emit.backends import chosen
 from shardplan.errors import (
     ClusterError,
@@ -25,7 +26,9 @@ from shardplan.errors import (
 )
 from shardplan.frontend.argnums import leaves_of, positions
 from shardplan.frontend.nnx_state import trace_step
+from shardplan.graph import Graph
 from shardplan.ir import Program, spec_text
+from shardplan.mesh import Device
 from shardplan.plans.data import PlanData
 from shardplan.plans.summary import Scheduled, best_scheduled, decided, scheduled
 from shardplan.search.coarsening.coarsen import FREE
@@ -129,6 +132,7 @@ def plan(
         planned = _search(traced.program, Searcher(replicate, shared, resolved, wanted), limit, recompute=remat == "auto")
         session, run, stopped = _scheduled(planned, wanted, replicate, runs["backend"])
     _warn_of_idle(session)
+    _warn_of_rates(session.graph, resolved.device)
     planned, stopped = _of(planned, session), _done(observer, stopped)
     data = PlanData(
         **(decided(session, run, planned.found[1].purposes) | _search_fields(planned, wanted, limit) | runs),
@@ -187,6 +191,21 @@ def _warn_of_idle(session: Session) -> None:
     for unused in idle(session.problem, session.decisions):
         if unused.advice:
             _log.warning("%s", unused.text)
+
+
+def _warn_of_rates(graph: Graph, device: Device) -> None:
+    """Warns of dtypes of products for which the device has no peak."""
+    products = [node.signature.call for node in graph.nodes if node.signature.contracts]
+    for dtype in sorted({next((d for d in call.dtypes if d), "float32") for call in products}):
+        if (used := rated(device, dtype)) != dtype:
+            _log.warning(
+                "device %r has no peak for %s: its products are priced at that of %s; "
+                "give flops_per_s.%s in the cluster's [device]",
+                device.name,
+                dtype,
+                used,
+                dtype,
+            )
 
 
 def _session_of(program: Program, found: Found, wanted: Wanted, replicate: tuple[str, ...]) -> Session:

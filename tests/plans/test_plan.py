@@ -18,6 +18,7 @@ from models import mlp
 from shardplan.mesh import Cluster, Matrix, coordinates
 from shardplan.report.text import plan_text
 from shardplan.sizes import parse_bytes
+from tests.machines import machine
 
 P = PartitionSpec
 
@@ -166,6 +167,19 @@ def test_a_negative_number_names_an_argument_from_the_end(planned: tuple[shardpl
     assert same.donate_argnums == plan.donate_argnums == (0,)
     assert same.donated_leaves == plan.donated_leaves == tuple(range(len(jax.tree.leaves(args[0]))))
     assert same.peak_bytes == plan.peak_bytes < shardplan.plan(step, *args, cluster="2x4").peak_bytes
+
+
+def test_a_dtype_without_a_peak_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    x = jax.ShapeDtypeStruct((8, 8), jnp.bfloat16)
+    with caplog.at_level(logging.WARNING, logger="shardplan"):
+        shardplan.plan(lambda x: x @ x, x, cluster="4")
+        assert not caplog.records
+        slow = shardplan.plan(lambda x: x @ x, x, cluster=machine("4:slow"))
+    (said,) = [r.getMessage() for r in caplog.records]
+    assert said == (
+        f"device {slow.cluster.device.name!r} has no peak for bfloat16: its products are priced at that of float32; "
+        "give flops_per_s.bfloat16 in the cluster's [device]"
+    )
 
 
 def test_a_loop_of_unknown_length_is_said(caplog: pytest.LogCaptureFixture) -> None:

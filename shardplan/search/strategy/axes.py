@@ -225,11 +225,21 @@ def _outcome(
 
 
 def _unused(found: Found) -> tuple[int, ...]:
-    """The factors that a solution uses for nothing of what they are wanted for."""
+    """The factors that a solution uses for nothing of what they are wanted for: each must serve its purpose, and those of one
+    purpose must meet in some product.
+    """
     problem, outcome = found
-    used = purposes(problem, Extractor(problem).decide(outcome.best))
-    rows = enumerate(zip(outcome.purposes, used, strict=True))
-    return tuple(f for f, (wanted, shares) in rows if wanted != "replica" and wanted not in dict(shares))
+    decisions, loops = Extractor(problem).decide(outcome.best), Loops(problem)
+    met = dict.fromkeys(outcome.purposes, False)
+    for node in loops.contractions:
+        use, kinds = decisions.uses.get(node.id), loops.kinds(node)
+        if use is None:
+            continue
+        for purpose in met:
+            cut = [kinds.get(loop) for loop, own in zip(use.loops, outcome.purposes, strict=True) if own == purpose]
+            met[purpose] |= all(kind == _KINDS[purpose] for kind in cut)
+    rows = enumerate(zip(outcome.purposes, purposes(problem, decisions), strict=True))
+    return tuple(f for f, (of, shares) in rows if of != "replica" and not (met[of] and of in dict(shares)))
 
 
 def _refusal(found: Found, unused: Sequence[int], wanted: Wanted) -> ClusterError:

@@ -42,7 +42,11 @@ MOST_LAYOUTS = 5_000
 """The most layouts of one value: the tables of a resharding have an entry for each pair, 8 bytes each."""
 
 MOST_TRIED = 8
-"""The most factorings that are searched. Counted, not timed, so that plans are reproducible."""
+"""The most factorings that are searched, twice as many for steps of up to `SMALL` ops. Counted, not timed, so that plans are
+reproducible.
+"""
+
+SMALL = 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,7 @@ class _Search:
         self._split: dict[tuple[Factor, ...], tuple[Factor, ...]] = {}
         self._refused: dict[tuple[Factor, ...], ShardplanError] = {}
         self._progress = 0.0
+        self.most = MOST_TRIED if len(graph.nodes) > SMALL else 2 * MOST_TRIED
 
     def best(self) -> Found:
         """Searches the first factorings, then those that refine the best."""
@@ -143,8 +148,8 @@ class _Search:
 
     def _why_not(self, at: tuple[Factor, ...]) -> str:
         """Why this factoring is not split further; empty where it is."""
-        if len(self.found) >= MOST_TRIED:
-            return f"{MOST_TRIED} others were searched"
+        if len(self.found) >= self.most:
+            return f"{self.most} others were searched"
         if len(at) < 3 or self.found[at][1].exact:
             return ""
         if (of := self._split.get(at)) is not None and not self._worth(at, of):
@@ -185,7 +190,7 @@ class _Search:
             self.left_out[factors] = str(error)
             return ""
         done = len(self.found)
-        first, last = (0.0, 0.5) if not done else (0.5 + 0.5 * (done - 1) / MOST_TRIED, 0.5 + 0.5 * done / MOST_TRIED)
+        first, last = (0.0, 0.5) if not done else (0.5 + 0.5 * (done - 1) / self.most, min(1.0, 0.5 + 0.5 * done / self.most))
 
         def tell(what: str, part: float) -> None:
             self._progress = max(self._progress, first + (last - first) * part)

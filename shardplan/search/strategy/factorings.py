@@ -42,11 +42,11 @@ def factor_choices(cluster: Cluster, work: Work) -> tuple[tuple[Factor, ...], ..
 def splits(cluster: Cluster, of: Sequence[Factor], work: Work) -> Iterator[tuple[Factor, ...]]:
     """Every factoring with one more factor, the most promising first: those whose parts divide the loops of the most flops.
 
-    None beyond `MOST_FACTORS`.
+    None beyond `MOST_FACTORS`. On a switch all places are alike: of the orders of a level's parts, only the ascending is taken.
 
     >>> cluster = Cluster.load("2x8")
     >>> [[f.size for f in one] for one in splits(cluster, factors(cluster), [(1.0, (64,))])]
-    [[2, 2, 4], [2, 4, 2]]
+    [[2, 2, 4]]
     """
     if len(of) >= MOST_FACTORS:
         return
@@ -57,11 +57,12 @@ def splits(cluster: Cluster, of: Sequence[Factor], work: Work) -> Iterator[tuple
                 sizes = [f.size for f in of if f.level == factor.level]
                 place = sum(f.level == factor.level for f in of[:i])
                 parts = (*sizes[:place], major, factor.size // major, *sizes[place + 1 :])
+                if cluster.levels[factor.level].kind == "switch":
+                    parts = tuple(sorted(parts))
                 every = levels_of(cluster, of) | {cluster.levels[factor.level].name: parts}
                 even = abs(math.log(major * major / factor.size))
                 found.append((_left(every, work), round(even, 6), factors(cluster, every)))
-    for _, _, one in sorted(found, key=lambda row: row[:2]):
-        yield one
+    yield from dict.fromkeys(one for _, _, one in sorted(found, key=lambda row: row[:2]))
 
 
 def levels_of(cluster: Cluster, of: Sequence[Factor]) -> dict[str, tuple[int, ...]]:

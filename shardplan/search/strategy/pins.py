@@ -251,9 +251,12 @@ def _layout(problem: Problem, path: str, shape: tuple[int, ...], pattern: str, e
                 known = ", ".join(names)
                 whole = [f.name for f in problem.factors if f.name in problem.cluster.level_names]
                 level = next((n for n in whole if re.fullmatch(rf"{re.escape(n)}\d+", axis)), None)
+                size = 1 if level is None else problem.cluster.levels[problem.cluster.level_index(level)].size
+                part = next((n for n in range(2, size) if size % n == 0), None)
                 remedy = nearest(axis, list(names))
-                if level is not None:
-                    remedy = f": parts of {level!r} have names where factors= fixes them, as in factors={{{level!r}: (2, 4)}}"
+                if part is not None:
+                    parts = f"factors={{{level!r}: ({part}, {size // part})}}"
+                    remedy = f": parts of {level!r} have names where factors= fixes them, as in {parts}"
                 raise _refusal(pattern, entries, f"names an unknown axis {axis!r}; the plan's axes are {known}{remedy}")
         dims.append(tuple(f for a in axes if a not in idle for f in names[a]))
     flat = [f for d in dims for f in d]

@@ -8,7 +8,7 @@ tensor parallelism. A factor that cuts no contraction is a replica.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Literal, get_args
 
@@ -46,8 +46,8 @@ class Loops:
     """The kinds of the loops of a step's contractions. ``root`` has the input that each weight is made from.
 
     Weights are inputs that the step gives back changed. Where it gives back none that a contraction reads, as a forward pass,
-    they are the inputs of every argument of which a contraction multiplies one with an activation; where a contraction multiplies
-    inputs of two other arguments, of the earlier one.
+    they are the inputs of every argument of which a contraction multiplies one with an activation, or that is the filter of a
+    convolution; where a contraction multiplies inputs of two other arguments, of the earlier one.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -68,6 +68,8 @@ class Loops:
             read = [t for t in alive if t in root_of]
             if len(read) == 1 and len(alive) == 2:
                 held.add(argument[root_of[read[0]]])
+            if node.signature.filter == "operand" and node.inputs[1] in root_of:
+                held.add(argument[root_of[node.inputs[1]]])
         order = list(dict.fromkeys(argument.values()))
         for node in self.contractions:
             met = {argument[root_of[t]] for t in node.inputs if t in root_of}
@@ -83,7 +85,9 @@ class Loops:
 
     @cached_property
     def _expert_dims(self) -> Mapping[int, frozenset[int]]:
-        """By variable of a weight: its dims that an activation has too, and that are not summed over."""
+        """By variable: its dims over experts. A weight has those that an activation has too, and that are not summed over; what a
+        contraction reads and makes has those of the loops over them.
+        """
         found: dict[int, frozenset[int]] = {}
         for node in self.contractions:
             description = node.signature.description
@@ -97,7 +101,34 @@ class Loops:
                 dims = frozenset(d for d, ix in enumerate(indices) if (loops_of(ix) & others) - summed)
                 for v in self.variables(t):
                     found[v] = found.get(v, frozenset()) | dims
+        before = None
+        while before != found:
+            before = dict(found)
+            for node in self.contractions:
+                experts = self._over_experts(node, found)
+                for t, dims in self._dims_of(node):
+                    own = frozenset(d for d, loops in enumerate(dims) if loops & experts)
+                    for v in self.variables(t) if own else ():
+                        found[v] = found.get(v, frozenset()) | own
         return found
+
+    def _over_experts(self, node: Node, dims_of: Mapping[int, frozenset[int]]) -> frozenset[int]:
+        """The loops of a contraction that index dims over experts."""
+        found = frozenset[int]()
+        for t, dims in self._dims_of(node):
+            for v in self.variables(t):
+                found = found.union(*(dims[d] for d in dims_of.get(v, ())))
+        return found
+
+    def _dims_of(self, node: Node) -> Iterator[tuple[int, tuple[frozenset[int], ...]]]:
+        """The tensors of a contraction, each with the loops that index its dims."""
+        description = node.signature.description
+        assert description is not None
+        for operand, indices in description.accesses:
+            if node.inputs[operand] >= 0:
+                yield node.inputs[operand], tuple(frozenset(loops_of(ix)) for ix in indices)
+        for t, loops in zip(node.outputs, description.results, strict=False):
+            yield t, tuple(frozenset({loop}) for loop in loops)
 
     def variables(self, t: int) -> tuple[int, ...]:
         """The variable of a tensor; none where it is free."""
@@ -109,14 +140,7 @@ class Loops:
         description = node.signature.description
         assert description is not None
         batch, data = self.examples.loops(node)
-        experts: set[int] = set()
-        for operand, indices in description.accesses:
-            t = node.inputs[operand]
-            for v in self.variables(t) if t >= 0 else ():
-                experts |= {loop for d in self._expert_dims.get(v, ()) for loop in loops_of(indices[d])}
-        for t, dims in zip(node.outputs, description.results, strict=False):
-            for v in self.variables(t):
-                experts |= {dims[d] for d in self._expert_dims.get(v, ())}
+        experts = self._over_experts(node, self._expert_dims)
 
         def kind(loop: int) -> Kind:
             if loop in experts:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
@@ -102,6 +104,43 @@ def test_experts_are_told_from_heads_and_features() -> None:
     dense = gpt.train_step(**SMALL)
     other = Loops(shardplan.plan(dense[0], *dense[1], cluster="8", factors={}).session.problem)
     assert "expert" not in {kind for node in other.contractions for kind in other.kinds(node).values()}
+
+
+def experts(weights: tuple[Any, Any], x: Any, y: Any) -> Any:
+    def loss(w: tuple[Any, Any]) -> Any:
+        h = jax.nn.relu(jnp.einsum("ecd,edh->ech", x, w[0]))
+        return ((jnp.einsum("ech,ehd->ecd", h, w[1]) - y) ** 2).mean()
+
+    return jax.tree.map(lambda w, g: w - 0.01 * g, weights, jax.grad(loss)(weights))
+
+
+def test_the_gradients_of_experts_are_cut_by_experts_too() -> None:
+    w1, w2, x = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((8, 12, 24), (8, 24, 12), (8, 8, 12)))
+    plan = partial(shardplan.plan, experts, (w1, w2), x, x, cluster=machine("2x4:slow"), donate_argnums=0)
+    free, fixed = plan(), plan(axes={"expert": 8})
+    assert free.data.purposes == fixed.data.purposes == ((("expert", 1.0),),) * 2
+    assert fixed.searched_s <= free.searched_s * 1.001
+    problem = free.session.problem
+    loops = Loops(problem)
+    assert len(loops.contractions) >= 5
+    assert all("expert" in loops.kinds(node).values() for node in loops.contractions)
+
+
+def test_the_factors_of_an_axis_meet_in_a_product() -> None:
+    """Four sequences cannot be split by eight, in whatever parts."""
+    step, args = gpt.train_step(**{**SMALL, "batch": 4})
+    for on in ("8:slow", "2x4:slow"):
+        with pytest.raises(shardplan.ClusterError, match="nothing is cut by 8 for 'data'"):
+            shardplan.plan(step, *args, cluster=machine(on), donate_argnums=0, axes={"data": 8})
+
+
+def test_the_filter_of_a_convolution_is_its_weight() -> None:
+    def step(x: Any, k: Any) -> Any:
+        return jax.lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    x, k = jax.ShapeDtypeStruct((8, 32, 32, 64), "float32"), jax.ShapeDtypeStruct((3, 3, 64, 64), "float32")
+    plan = shardplan.plan(step, x, k, cluster="8", axes={"data": 8})
+    assert plan.specs_by_path == {"x": PartitionSpec("gpu"), "k": PartitionSpec()}
 
 
 def test_a_mesh_in_words() -> None:

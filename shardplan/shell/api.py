@@ -131,8 +131,7 @@ def plan(
     with uncollected():
         planned = _search(traced.program, Searcher(replicate, shared, resolved, wanted), limit, recompute=remat == "auto")
         session, run, stopped = _scheduled(planned, wanted, replicate, runs["backend"])
-    _warn_of_idle(session)
-    _warn_of_rates(session.graph, resolved.device)
+    _warn(session)
     planned, stopped = _of(planned, session), _done(observer, stopped)
     data = PlanData(
         **(decided(session, run, planned.found[1].purposes) | _search_fields(planned, wanted, limit) | runs),
@@ -186,15 +185,15 @@ def _scheduled(
     return best_scheduled(session, wanted.deadline, others, baselines=wanted.axes is None)
 
 
-def _warn_of_idle(session: Session) -> None:
-    """Warns of factors that divide no dim of any argument."""
+def _warn(session: Session) -> None:
+    """Warns of factors that divide no dim of any argument, and of dtypes of products for which the device has no peak."""
+    _warn_of_rates(session.graph, session.problem.cluster.device)
     for unused in idle(session.problem, session.decisions):
         if unused.advice:
             _log.warning("%s", unused.text)
 
 
 def _warn_of_rates(graph: Graph, device: Device) -> None:
-    """Warns of dtypes of products for which the device has no peak."""
     products = [node.signature.call for node in graph.nodes if node.signature.contracts]
     for dtype in sorted({next((d for d in call.dtypes if d), "float32") for call in products}):
         if (used := rated(device, dtype)) != dtype:

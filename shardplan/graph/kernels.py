@@ -70,6 +70,8 @@ class _Kernel:
 
 
 class _Model:
+    """The kernels of one graph: values are followed by the buffers that hold them, so a reshape is no value of its own."""
+
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.name = list(range(len(graph.tensors)))  # of each tensor: the buffer that it renames

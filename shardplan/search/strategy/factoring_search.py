@@ -22,7 +22,7 @@ from shardplan.search.inference.anytime import Observer, Stopped
 from shardplan.search.inference.bound import least_s
 from shardplan.search.problem.problem import Problem
 from shardplan.search.problem.solution import Tried
-from shardplan.search.strategy.factorings import Work, factor_choices, merged, splits, work_of
+from shardplan.search.strategy.factorings import Alike, Work, alike, factor_choices, merged, splits, work_of
 from shardplan.search.strategy.pins import Pins, for_pins, pinned_domains
 from shardplan.search.strategy.purposes import Purpose
 from shardplan.search.strategy.solve import Outcome, Start, search
@@ -47,6 +47,7 @@ reproducible.
 """
 
 SMALL = 400
+"""The most ops of a step whose tables are small enough for twice as many factorings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,8 @@ class _Search:
     """A search over factorings.
 
     ``found`` holds the outcome of each that was searched, and ``left_out`` why others were not. ``_split`` has the factoring
-    that each refines, and ``_refused`` those that cannot hold the pins or have too many layouts.
+    that each refines, and ``_refused`` those that cannot hold the pins or have too many layouts. ``_seen`` has what is alike to
+    those that were searched or refused.
     """
 
     def __init__(self, graph: Graph, coarse: Coarse, cluster: Cluster, wanted: Wanted) -> None:
@@ -93,6 +95,7 @@ class _Search:
         self.left_out: dict[tuple[Factor, ...], str] = {}
         self._split: dict[tuple[Factor, ...], tuple[Factor, ...]] = {}
         self._refused: dict[tuple[Factor, ...], ShardplanError] = {}
+        self._seen: set[Alike] = set()
         self._progress = 0.0
         self.most = MOST_TRIED if len(graph.nodes) > SMALL else 2 * MOST_TRIED
 
@@ -133,7 +136,7 @@ class _Search:
             if parent[1].best.seconds <= least_s(parent[0]) * (1 + _GAIN) and parent[1].best.fits(self.wanted.memory):
                 return ""  # every device computes its share and sends nothing
             for factors in splits(self.cluster, at, work):
-                if factors in self.found or factors in self._refused:
+                if alike(self.cluster, factors) in self._seen:
                     continue
                 if why := self._why_not(at):
                     self.left_out[factors] = why
@@ -176,9 +179,14 @@ class _Search:
 
     def _try(self, factors: tuple[Factor, ...], parent: Found | None) -> Stopped:
         """Searches a factoring, from the solutions of the one that it refines; what stopped that."""
+        self._seen.add(alike(self.cluster, factors))
         problem = Problem(self.graph, self.coarse, self.cluster, factors, objective=self.wanted.objective, family=self.family)
         if why := too_many_layouts(problem):
-            remedy = "describe the cluster with fewer levels" if self.wanted.factors is None else "take levels into fewer factors"
+            remedy = (
+                "describe the cluster with fewer levels"
+                if self.wanted.factors is None
+                else "take the levels apart into fewer factors"
+            )
             self._refused[factors] = ClusterError(f"{why}: {remedy}")
             self.left_out[factors] = why
             return ""
@@ -231,7 +239,12 @@ class _Search:
             Tried(factors, o.best.seconds, o.best.fits(self.wanted.memory), o.bound.unlimited_s or least_s(p))
             for factors, (p, o) in self.found.items()
         ]
-        return (*rows, *(Tried(factors, None, False, None, why) for factors, why in self.left_out.items()))
+        left = {
+            factors: why
+            for factors, why in self.left_out.items()
+            if factors in self._refused or alike(self.cluster, factors) not in self._seen
+        }
+        return (*rows, *(Tried(factors, None, False, None, why) for factors, why in left.items()))
 
 
 def too_many_layouts(problem: Problem) -> str:

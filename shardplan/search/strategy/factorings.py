@@ -22,6 +22,9 @@ from shardplan.search.problem.problem import Problem
 Work = Sequence[tuple[float, tuple[int, ...]]]
 """(flops, extents of the loops that can be cut) of contractions."""
 
+Alike = tuple[tuple[str, tuple[int, ...]], ...]
+"""The parts of each level, in ascending order where order is free."""
+
 _STUCK = 0.02
 """A level is split from the start if more than this fraction of the flops is in ops whose loops divide only by parts of it."""
 MOST_FACTORS = 4
@@ -42,7 +45,7 @@ def factor_choices(cluster: Cluster, work: Work) -> tuple[tuple[Factor, ...], ..
 def splits(cluster: Cluster, of: Sequence[Factor], work: Work) -> Iterator[tuple[Factor, ...]]:
     """Every factoring with one more factor, the most promising first: those whose parts divide the loops of the most flops.
 
-    None beyond `MOST_FACTORS`. On a switch all places are alike: of the orders of a level's parts, only the ascending is taken.
+    None beyond `MOST_FACTORS`, and one of those that are `alike`.
 
     >>> cluster = Cluster.load("2x8")
     >>> [[f.size for f in one] for one in splits(cluster, factors(cluster), [(1.0, (64,))])]
@@ -57,12 +60,26 @@ def splits(cluster: Cluster, of: Sequence[Factor], work: Work) -> Iterator[tuple
                 sizes = [f.size for f in of if f.level == factor.level]
                 place = sum(f.level == factor.level for f in of[:i])
                 parts = (*sizes[:place], major, factor.size // major, *sizes[place + 1 :])
-                if cluster.levels[factor.level].kind == "switch":
-                    parts = tuple(sorted(parts))
                 every = levels_of(cluster, of) | {cluster.levels[factor.level].name: parts}
                 even = abs(math.log(major * major / factor.size))
                 found.append((_left(every, work), round(even, 6), factors(cluster, every)))
-    yield from dict.fromkeys(one for _, _, one in sorted(found, key=lambda row: row[:2]))
+    seen: set[Alike] = set()
+    for _, _, one in sorted(found, key=lambda row: row[:2]):
+        if alike(cluster, one) not in seen:
+            seen.add(alike(cluster, one))
+            yield one
+
+
+def alike(cluster: Cluster, of: Sequence[Factor]) -> Alike:
+    """A key that is equal for factorings that cost the same: on a switch all places are alike, so the order of parts is free.
+
+    >>> cluster = Cluster.load("2x8")
+    >>> alike(cluster, factors(cluster, {"gpu": (4, 2)})) == alike(cluster, factors(cluster, {"gpu": (2, 4)}))
+    True
+    """
+    kinds = {level.name: level.kind for level in cluster.levels}
+    parts = levels_of(cluster, of).items()
+    return tuple((name, tuple(sorted(own)) if kinds[name] == "switch" else own) for name, own in parts)
 
 
 def levels_of(cluster: Cluster, of: Sequence[Factor]) -> dict[str, tuple[int, ...]]:

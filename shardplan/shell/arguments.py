@@ -1,0 +1,124 @@
+"""What the commands' parsers share: an error in one line, options with units and counts, the options of a TARGET."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from shardplan.errors import ShardplanError
+from shardplan.report.report import Report
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that reports an error in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Prints one line and exits with code 2."""
+        sys.stderr.write(f"{self.prog}: {message} (see {self.prog} --help)\n")
+        raise SystemExit(2)
+
+
+def add_command(commands: Any, name: str, run: Callable[[argparse.Namespace], Report], what: str) -> argparse.ArgumentParser:
+    """Adds a command with ``--json`` to these commands; ``what`` says what it does."""
+    one = commands.add_parser(name, help=what, description=what[0].upper() + what[1:] + ".", allow_abbrev=False)
+    one.add_argument("--json", action="store_true", help="print one JSON object to stdout")
+    one.set_defaults(run=run)
+    return one
+
+
+def size(text: str) -> int:
+    """Bytes of the value of ``--bytes``."""
+    from shardplan.sizes import parse_bytes
+
+    return parse_bytes(text, what="--bytes")
+
+
+def count(text: str, *, least: int = 1) -> int:
+    """A whole number of at least ``least``."""
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{value} is not positive" if least else f"{value} is negative")
+    return value
+
+
+def add_target_options(one: argparse.ArgumentParser, *, required: bool = True) -> None:
+    """Adds a TARGET and the options of planning it."""
+    one.add_argument(
+        "target",
+        nargs=None if required else "?",
+        metavar="TARGET",
+        help="package.module:factory or file.py:factory; the factory returns (step, args)",
+    )
+    one.add_argument(
+        "--cluster", metavar="CLUSTER", help='a preset with its node count ("dgx-h100:4"), a TOML file or a shape ("2x4")'
+    )
+    one.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="an option of the factory; may be repeated")
+    one.add_argument(
+        "--memory", metavar="SIZE", help='memory limit per device, such as "70GiB" (default: what JAX\'s allocator gives)'
+    )
+    one.add_argument("--objective", default="time", choices=["time", "bytes"])
+    one.add_argument(
+        "--backend",
+        default="auto",
+        choices=["auto", "explicit", "specs"],
+        help="what runs the plan: each device its own program (explicit), or XLA's partitioner (specs)",
+    )
+    _add_mesh_options(one)
+    one.add_argument(
+        "--donate",
+        action="append",
+        default=[],
+        type=int,
+        metavar="N",
+        help="number of an argument whose buffers the step may reuse; may be repeated",
+    )
+    one.add_argument(
+        "--replicate",
+        action="append",
+        default=[],
+        metavar="PRIMITIVE",
+        help="a primitive that may run whole on every device; may be repeated",
+    )
+    one.add_argument(
+        "--time-budget", type=float, metavar="SECONDS", help="limit for all of planning; after it, the best plan so far is used"
+    )
+    one.add_argument("--one-choice", metavar="none|timesteps|layers", help="what shares one layout (default: timesteps)")
+    one.add_argument("--remat", metavar="none|auto", help="auto: activations may be computed again (default: none)")
+
+
+def _add_mesh_options(one: argparse.ArgumentParser) -> None:
+    one.add_argument(
+        "--pin",
+        action="append",
+        default=[],
+        metavar="GLOB=SPEC",
+        help="""the spec that matching arguments must have; may be repeated: '*kernel=P(None, "gpu")'""",
+    )
+    one.add_argument(
+        "--factors",
+        action="append",
+        default=[],
+        metavar="LEVEL=NxM",
+        help="how a level is taken apart: gpu=2x4, or gpu=8 for whole; may be repeated (default: the search decides)",
+    )
+    one.add_argument(
+        "--axes",
+        action="append",
+        default=[],
+        metavar="PURPOSE=N",
+        help="sizes of data, fsdp, tensor, sequence, expert or replica: data=16,tensor=4 (default: the search decides)",
+    )
+
+
+def write(file: str, text: str) -> None:
+    """Writes text into a user's file."""
+    try:
+        Path(file).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ShardplanError(f"cannot write {file}: {error.strerror}") from error

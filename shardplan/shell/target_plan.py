@@ -1,0 +1,111 @@
+"""Plans and loads the TARGET of a command."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from shardplan.errors import PlanFileError, ShardplanError
+from shardplan.shell import interrupts
+
+
+def target_plan(
+    options: argparse.Namespace, *, concrete: bool = False, simulated: bool = False, file: str | None = None
+) -> tuple[Any, Callable[..., Any], tuple[Any, ...]]:
+    """(plan, step, args) of a TARGET; with ``file``, the plan is read from it. Both options simulate devices."""
+    event = "a plan that fits was found: wait longer, or give a --time-budget to get the best plan so far"
+    with interrupts.before(event if file is None else f"the plan in {file} was read"):
+        made, step, args = _read_or_plan(options, concrete=concrete, simulated=simulated or concrete, file=file)
+    if made.stopped == "interrupted" and file is None:
+        if options.command != "plan":  # the work after the search takes longer than the search
+            raise KeyboardInterrupt(
+                f"before {options.command} began: to save the best plan so far, use shardplan plan -o FILE, "
+                "with or without --time-budget"
+            )
+        sys.stderr.write("shardplan: interrupted: this is the best plan so far\n")
+    return made, step, args
+
+
+def _read_or_plan(
+    options: argparse.Namespace, *, concrete: bool, simulated: bool, file: str | None
+) -> tuple[Any, Callable[..., Any], tuple[Any, ...]]:
+    from shardplan.shell.target import load_target, read_options, read_pins, simulate, use_cpu
+
+    if file is not None:
+        _refuse_planning_options(options, file)
+    pins = read_pins(options.pin)
+    cluster = _cluster(options.cluster, file)
+    # before the factory makes arrays, so that it uses no accelerator of this machine
+    if simulated:
+        simulate(math.prod(level.size for level in cluster.levels))
+    else:
+        use_cpu()
+    step, args = load_target(options.target, read_options(options.set), concrete=concrete)
+    if file is not None:
+        return _load_plan(file, step, args, cluster), step, args
+    from shardplan.report import Progress
+    from shardplan.shell.api import plan
+    from shardplan.shell.factor_options import read_axes, read_factors
+
+    with Progress() as progress:
+        made = plan(
+            step,
+            *args,
+            cluster=cluster,
+            memory_limit=options.memory,
+            objective=options.objective,
+            pins=pins,
+            factors=read_factors(options.factors),
+            axes=read_axes(options.axes),
+            donate_argnums=tuple(options.donate),
+            replicate=tuple(options.replicate),
+            time_budget_s=options.time_budget,
+            one_choice=options.one_choice or "timesteps",
+            remat=options.remat or "none",
+            backend=options.backend,
+            observer=progress,
+        )
+    return made, step, args
+
+
+def _refuse_planning_options(options: argparse.Namespace, file: str) -> None:
+    """Refuses options that a plan read from a file would ignore."""
+    defaults = {"objective": "time"}  # all other options are empty by default
+    for name in ("memory", "pin", "factors", "axes", "donate", "replicate", "time_budget", "one_choice", "remat", *defaults):
+        if getattr(options, name) and getattr(options, name) != defaults.get(name):
+            raise ShardplanError(
+                f"--{name.replace('_', '-')} is for a new plan: {file} has its own setting; leave out this option or --plan"
+            )
+
+
+def _cluster(given: str | None, file: str | None) -> Any:
+    """The cluster that was given, else that of the plan file."""
+    from shardplan.mesh import Cluster
+    from shardplan.plans.files import read
+
+    if given is not None:
+        return Cluster.load(given)
+    if file is None:
+        raise ShardplanError("--cluster is missing: give a preset (see shardplan mesh list), a TOML file or a shape such as 2x4")
+    return read(file).cluster
+
+
+def _load_plan(file: str, step: Callable[..., Any], args: Sequence[Any], cluster: Any) -> Any:
+    from shardplan.shell.load import load
+
+    made = load(file, step, *args)
+    if cluster.fingerprint() != made.cluster.fingerprint():
+        raise PlanFileError(
+            f"{file}: the plan was made for the cluster {made.cluster.name}, not for {cluster.name}; plan the step again"
+        )
+    return made
+
+
+def simulated_devices(made: Any) -> list[Any]:
+    """Simulated devices for a plan's cluster."""
+    from shardplan.shell.target import simulate
+
+    return simulate(math.prod(level.size for level in made.cluster.levels))

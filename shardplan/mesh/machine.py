@@ -18,6 +18,8 @@ Kind = Literal["switch", "ring", "bus"]
 Platform = Literal["gpu", "tpu", "cpu"]
 LARGEST = 2**20
 """The most devices of a cluster: some arrays have an entry for each device."""
+DEFAULT_CONTENTION = 1.3
+"""The contention of devices on which nobody measured it (Galvatron's figure)."""
 LARGEST_PART = 2.0
 """The largest efficiency: fits against assumed bandwidths end a little above 1, never at 90 (a percentage)."""
 NAME = re.compile(r"[\w.\-]+")
@@ -109,6 +111,8 @@ class Device:
     of the peaks that large kernels reach, ``launch_s`` the overhead of one kernel. ``collective_launch_s`` is that of one
     collective instruction before its first message, over whatever links; a file that does not say gets ``launch_s``, as a
     collective is at least a kernel. ``platform`` is JAX's word for its kind: on GPUs, JAX's allocator takes a part of the memory.
+    ``contention`` is the factor, at least 1, by which compute and communication slow each other while both run (Calculon,
+    Galvatron). The default, 1.3, is Galvatron's figure for GPUs.
     """
 
     name: str
@@ -120,6 +124,7 @@ class Device:
     memory_efficiency: float = 0.8
     collective_launch_s: float | None = None
     platform: Platform = "gpu"
+    contention: float = DEFAULT_CONTENTION
 
     def __post_init__(self) -> None:
         where = f"device {self.name!r}"
@@ -139,6 +144,7 @@ class Device:
             raise ClusterError(f"must be one of {', '.join(PLATFORMS)}, got {self.platform!r}", where=f"{where}: platform")
         check_part(self.flops_efficiency, f"{where}: flops_efficiency")
         check_part(self.memory_efficiency, f"{where}: memory_efficiency")
+        check_at_least(self.contention, 1.0, f"{where}: contention")
         object.__setattr__(self, "flops_per_s", dict(sorted(self.flops_per_s.items())))
 
     def __hash__(self) -> int:

@@ -23,7 +23,7 @@ from shardplan.search.inference.anytime import Stopped
 from shardplan.search.problem.solution import Tried
 from shardplan.search.strategy.purposes import Shares, purpose_of
 
-FORMAT = 9
+FORMAT = 10
 """Version of the plan file."""
 
 

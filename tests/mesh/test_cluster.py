@@ -41,6 +41,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
         levels.append(level)
     peaks = draw(st.dictionaries(st.sampled_from(DTYPES), positive, min_size=1, max_size=3))
     device = Device(draw(names), peaks, draw(positive), draw(st.integers(1, 2**40)), draw(positive), draw(parts), draw(parts))
+    device = replace(device, contention=draw(st.floats(1.0, 1e3)))
     return Cluster(draw(names), tuple(levels), device)
 
 
@@ -111,7 +112,8 @@ def test_equal_clusters_and_only_those_have_equal_fingerprints():
     for level in (replace(cluster.levels[1], bandwidth_bytes_per_s=1e9), replace(cluster.levels[1], rails=2)):
         seen.add(replace(cluster, levels=(cluster.levels[0], level)).fingerprint())
     seen.add(replace(cluster, device=replace(cluster.device, flops_per_s={"float32": 1.0})).fingerprint())
-    assert len(seen) == 6
+    seen.add(replace(cluster, device=replace(cluster.device, contention=1.5)).fingerprint())
+    assert len(seen) == 7
     assert replace(cluster, source="elsewhere").fingerprint() == cluster.fingerprint()
 
 
@@ -139,6 +141,9 @@ def test_equal_clusters_and_only_those_have_equal_fingerprints():
         ('name = "gpu"', 'name = "a(b"', "levels[1].name", "letters, digits"),
         ("ring_efficiency = 0.8", "ring_efficiency = 80", "levels[1].ring_efficiency", "0.9 for 90%, got 80.0"),
         ("flops_efficiency = 0.65", "flops_efficiency = 65", "device.flops_efficiency", "0.9 for 90%, got 65.0"),
+        ("contention = 1.3", "contention = 0.9", "device.contention", "at least 1, got 0.9"),
+        ("contention = 1.3", "contention = inf", "device.contention", "at least 1, got inf"),
+        ("contention = 1.3", 'contention = "1"', "device.contention", "must be a number, got '1'"),
         ("[device]", "[devices]", "devices", "nearest: device"),
         ("memory_bytes_per_s = 3350000000000.0", "memory_bytes_per_s = 0.0", "device.memory_bytes_per_s", "above 0"),
         ('"float64" = 66900000000000.0', '"float64" = "fast"', "device.flops_per_s.float64", "number"),

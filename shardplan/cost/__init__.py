@@ -6,7 +6,7 @@ roofline).
 """
 
 from .network import Network, wire_bytes
-from .objective import BYTES, TIME, Objective, objective_of
+from .objective import BYTES, OVERLAP, TIME, Objective, objective_of
 from .wire import WireBytes
 
-__all__ = ["BYTES", "TIME", "Network", "Objective", "WireBytes", "objective_of", "wire_bytes"]
+__all__ = ["BYTES", "OVERLAP", "TIME", "Network", "Objective", "WireBytes", "objective_of", "wire_bytes"]

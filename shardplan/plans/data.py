@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from shardplan.cost.overlap import SERIAL, Weights
 from shardplan.ir import Choices, Entry, Factor, Layout
 from shardplan.mesh import Cluster
 from shardplan.remat import Remat
@@ -18,6 +19,9 @@ from shardplan.search.strategy.purposes import PURPOSES, Shares
 Backend = Literal["explicit", "specs"]
 """What runs a plan: each device its own program, or XLA's partitioner."""
 
+TimeModel = Literal["overlap", "sum"]
+"""How the seconds of a step add up: communication hides behind compute where it can, or everything takes its turn."""
+
 
 @dataclass(frozen=True, slots=True)
 class Collective:
@@ -26,7 +30,7 @@ class Collective:
     ``bytes`` is the size of its operand on one device (of its result for an all-gather), ``wire_bytes`` what one device sends in
     the ring convention, ``seconds`` the time in the network model. All three are for one execution. ``source`` is the user's
     line. ``program`` is the reduction program that takes ``seconds``, in P2's notation over the cluster's levels; it is empty if
-    that is the collective itself.
+    that is the collective itself. ``hideable_s`` is the part of its seconds that can hide behind compute.
     """
 
     kind: str
@@ -38,6 +42,7 @@ class Collective:
     tensor: str
     source: str
     program: str = ""
+    hideable_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +73,7 @@ class PlanData:
 
     ``name`` is "plan", or the name of a baseline. ``step_time_s`` counts what the backend sends; ``searched_s`` is the least
     price in the search's tables, in which each reader has its own collective, all travel alone, and nothing is padded.
+    ``time_model`` says how seconds add up (`shardplan.cost.overlap`), ``weights`` at which weights the search ended.
     ``limit_origin`` says where ``memory_limit`` comes from, if not from the user. ``result_layouts`` has a layout for each leaf
     of the step's result. ``exact``: the search found the optimum of its mesh without a memory limit; ``unlimited_s`` is the price
     of that optimum in the search's tables, if it is known. ``stopped`` says what ended the search early ("time budget",
@@ -120,7 +126,8 @@ class PlanData:
     search_s: float
     backend: Backend
     backend_reason: str
-    time_model: Literal["sum"] = "sum"
+    time_model: TimeModel = "overlap"
+    weights: Weights = SERIAL
     fingerprint: str | None = None
     bound_s: float | None = None
     baselines: tuple[Baseline, ...] | None = None
@@ -131,6 +138,21 @@ class PlanData:
     def communication_s(self) -> float:
         """The seconds in which devices communicate."""
         return sum(c.seconds * c.times for c in self.collectives)
+
+    @property
+    def exposed_s(self) -> float:
+        """The seconds of communication that cannot hide behind compute."""
+        return self.communication_s - sum(c.hideable_s * c.times for c in self.collectives)
+
+    @property
+    def serial_s(self) -> float:
+        """The seconds of the step if no communication overlapped with compute: an upper bound."""
+        return self.compute_s + self.communication_s
+
+    @property
+    def hidden_s(self) -> float:
+        """The seconds of the step if one of compute and communication hid the other entirely: a lower bound."""
+        return max(self.compute_s, self.communication_s)
 
     @property
     def communication_bytes(self) -> float:

@@ -11,19 +11,20 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from shardplan.cost.overlap import Weights
 from shardplan.errors import ClusterError, PlanFileError
 from shardplan.ir import Entry, Factor, spec_text
 from shardplan.mesh import Cluster
 from shardplan.mesh.factoring import check_cover
 from shardplan.plans.choices_json import Layouts, choices_from, choices_json
-from shardplan.plans.data import Argument, Backend, Baseline, Collective, PlanData
+from shardplan.plans.data import Argument, Backend, Baseline, Collective, PlanData, TimeModel
 from shardplan.remat import Part, Policy, Remat, Without
 from shardplan.search.coarsening.variables import one_choice_of
 from shardplan.search.inference.anytime import Stopped
 from shardplan.search.problem.solution import Tried
 from shardplan.search.strategy.purposes import Shares, purpose_of
 
-FORMAT = 10
+FORMAT = 11
 """Version of the plan file."""
 
 
@@ -44,6 +45,8 @@ def plan_file(data: PlanData) -> dict[str, Any]:
         "factors": _factors_json(data.factors),
         "step_time_s": data.step_time_s,
         "searched_s": data.searched_s,
+        "time_model": data.time_model,
+        "weights": asdict(data.weights),
         "compute_s": data.compute_s,
         "peak_bytes": data.peak_bytes,
         "memory_limit": data.memory_limit,
@@ -157,6 +160,8 @@ def _parsed(name: str, content: dict[str, Any]) -> PlanData:
         collectives=tuple(Collective(**{**c, "axes": tuple(map(str, c["axes"]))}) for c in content["collectives"]),
         step_time_s=float(content["step_time_s"]),
         searched_s=float(content["searched_s"]),
+        time_model=_time_model(content["time_model"]),
+        weights=Weights(float(content["weights"]["compute"]), float(content["weights"]["hideable"])),
         compute_s=float(content["compute_s"]),
         peak_bytes=int(content["peak_bytes"]),
         memory_limit=int(content["memory_limit"]),
@@ -189,6 +194,12 @@ def _parsed(name: str, content: dict[str, Any]) -> PlanData:
         left_out=tuple((str(name), str(reason)) for name, reason in content["left_out"]),
         explanations={str(path): str(text) for path, text in content["explanations"].items()},
     )
+
+
+def _time_model(name: Any) -> TimeModel:
+    if name not in ("overlap", "sum"):
+        raise ValueError(f"time_model={name!r}")
+    return name
 
 
 def _factors(rows: Any) -> tuple[Factor, ...]:

@@ -7,12 +7,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardplan.cost import objective_of
+from shardplan.cost import TIME, objective_of
+from shardplan.cost.overlap import step_s
 from shardplan.errors import PlanFileError
 from shardplan.graph import Graph, flatten
 from shardplan.ir import Choices, Program
 from shardplan.plans.data import Argument, Backend, Baseline, Collective, PlanData
-from shardplan.schedule import Issued, PlannedProgram, Schedule, build, issued, planned_program
+from shardplan.schedule import Issued, PlannedProgram, Schedule, build, issued, planned_program, windows
 from shardplan.search.baselines.rivals import Rivals
 from shardplan.search.coarsening import coarsen
 from shardplan.search.inference import anytime
@@ -36,11 +37,24 @@ class Scheduled:
     planned: PlannedProgram
     schedule: Schedule
     issued: tuple[Issued, ...]
+    compute_s: float
+    contention: float
 
     @property
     def communication_s(self) -> float:
         """Seconds of all collectives of one step."""
         return sum(i.seconds * i.times for i in self.issued)
+
+    @property
+    def hideable_s(self) -> float:
+        """The seconds of the collectives that can hide behind compute."""
+        return sum(i.hideable_s * i.times for i in self.issued)
+
+    @property
+    def step_time_s(self) -> float:
+        """The seconds of one step."""
+        hideable_s = self.hideable_s
+        return step_s(self.compute_s, self.communication_s - hideable_s, hideable_s, self.contention)
 
     @property
     def communication_bytes(self) -> float:
@@ -54,7 +68,9 @@ def scheduled(session: Session) -> Scheduled:
     choices = session.extractor.choices(session.decisions)
     planned = planned_program(session.program, problem.graph, choices, problem.cluster, problem.factors)
     schedule = build(planned)
-    return Scheduled(planned, schedule, issued(schedule, planned))
+    beside = windows(schedule, planned) if problem.objective.overlaps else None
+    sent = issued(schedule, planned, beside)
+    return Scheduled(planned, schedule, sent, session.decisions.compute_s, problem.cluster.device.contention)
 
 
 def best_scheduled(
@@ -98,7 +114,7 @@ class _Fastest:
 
     def __init__(self, session: Session, deadline: float | None) -> None:
         self.session, self.run = session, scheduled(session)
-        self.seconds = session.decisions.compute_s + self.run.communication_s
+        self.seconds = self.run.step_time_s
         self.stopped: Stopped = ""
         self._deadline = deadline
 
@@ -114,9 +130,8 @@ class _Fastest:
             if least_s >= self.seconds * (1 - _GAIN) or self.late():
                 return
             run = scheduled(other)
-            seconds = other.decisions.compute_s + run.communication_s
-            if seconds < self.seconds * (1 - _GAIN):
-                self.session, self.run, self.seconds = other, run, seconds
+            if run.step_time_s < self.seconds * (1 - _GAIN):
+                self.session, self.run, self.seconds = other, run, run.step_time_s
 
 
 def _rivals(session: Session, fastest: _Fastest) -> Iterator[tuple[float, Session]]:
@@ -139,12 +154,15 @@ def _within(states: Sequence[int], domains: Sequence[Domain]) -> bool:
 def _at_least_s(session: Session) -> float:
     """The seconds of a solution if its collectives started at once, and readers that move a value alike shared it."""
     resharder, decisions = session.problem.resharder, session.decisions
-    seconds: dict[object, float] = {}
+    spent: dict[object, tuple[float, float]] = {}  # (seconds, hideable seconds)
     for i in decisions.issued:
         moved = i.tensor, i.step.kind, i.step.before, i.step.after
         at_once = i.step.seconds - min(i.step.seconds, resharder.seconds(i.step.kind, i.step.over, 0.0))
-        seconds[moved] = min(seconds.get(moved, math.inf), at_once * i.times)
-    return decisions.compute_s + sum(seconds.values())
+        row = at_once * i.times, min(at_once, i.hideable_s) * i.times
+        spent[moved] = min(spent.get(moved, (math.inf, 0.0)), row)
+    hideable_s = sum(hidden for _, hidden in spent.values())
+    exposed_s = sum(seconds for seconds, _ in spent.values()) - hideable_s
+    return step_s(decisions.compute_s, exposed_s, hideable_s, decisions.contention)
 
 
 def decided(session: Session, run: Scheduled | None, axes: Sequence[Purpose] = ()) -> dict[str, Any]:
@@ -168,8 +186,10 @@ def decided(session: Session, run: Scheduled | None, axes: Sequence[Purpose] = (
         "result_layouts": tuple(layouts[t] if t >= 0 else None for t in graph.outputs),
         "choices": session.extractor.choices(decisions),
         "collectives": collectives_of(session, run),
-        "step_time_s": solution.seconds if run is None else decisions.compute_s + run.communication_s,
-        "searched_s": solution.seconds,
+        "step_time_s": decisions.step_time_s if run is None else run.step_time_s,
+        "searched_s": decisions.step_time_s,
+        "time_model": "overlap" if problem.objective.overlaps else "sum",
+        "weights": problem.objective.weights,
         "compute_s": decisions.compute_s,
         "peak_bytes": solution.peak_bytes,
         "limited": solution.limits is not None,
@@ -200,6 +220,7 @@ def collectives_of(session: Session, run: Scheduled | None) -> tuple[Collective,
                 + (f" and {i.values - 1} more" if i.values > 1 else ""),
                 str(i.sends[0].line),
                 i.program,
+                i.hideable_s,
             )
             for i in run.issued
         )
@@ -214,6 +235,7 @@ def collectives_of(session: Session, run: Scheduled | None) -> tuple[Collective,
             paths.get(i.tensor, f"value {i.tensor}"),
             str(i.source),
             i.step.program,
+            i.hideable_s,
         )
         for i in decisions.issued
     )
@@ -227,10 +249,10 @@ def baselines(session: Session, backend: Backend) -> dict[str, Any]:
 
 def _baseline(session: Session, backend: Backend) -> Baseline:
     solution, decisions = session.solution, session.decisions
-    seconds, wire_bytes = solution.seconds, decisions.communication_bytes
+    seconds, wire_bytes = decisions.step_time_s, decisions.communication_bytes
     if backend == "explicit":
         run = scheduled(session)
-        seconds, wire_bytes = decisions.compute_s + run.communication_s, run.communication_bytes
+        seconds, wire_bytes = run.step_time_s, run.communication_bytes
     return Baseline(solution.name, seconds, wire_bytes, solution.peak_bytes, solution.fits(session.memory_limit))
 
 
@@ -245,7 +267,8 @@ def session_of(data: PlanData, program: Program, donated: frozenset[int]) -> Ses
     """
     graph = flatten(program, replicate=data.replicate)
     pins = dict(data.pins)
-    problem = Problem(graph, coarsen(graph, data.one_choice), data.cluster, data.factors)
+    objective = replace(TIME, weights=data.weights)
+    problem = Problem(graph, coarsen(graph, data.one_choice), data.cluster, data.factors, objective=objective)
     problem = for_pins(problem, pins)
     live = memory.liveness(problem, donated)
     solver = Solver(problem, live)

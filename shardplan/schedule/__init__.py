@@ -27,6 +27,7 @@ from shardplan.schedule.instructions import (
 )
 from shardplan.schedule.planned import PlannedProgram, planned_program
 from shardplan.schedule.sends import Issued, Send, issued, sends
+from shardplan.schedule.windows import node_s, windows
 
 __all__ = [
     "Barrier",
@@ -52,7 +53,9 @@ __all__ = [
     "instructions_of",
     "issued",
     "later_splits",
+    "node_s",
     "planned_program",
     "sends",
     "splits_buffer",
+    "windows",
 ]

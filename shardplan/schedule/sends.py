@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal, cast
@@ -57,8 +57,8 @@ class Send:
 class Issued:
     """One collective as it was priced: over these factors, as a ``program`` of several instructions or (empty) as one.
 
-    ``nbytes`` are the operand's of a device, for an all-gather the result's; ``seconds`` are those of one execution. ``values``
-    counts the values that travel together.
+    ``nbytes`` are the operand's of a device, for an all-gather the result's; ``seconds`` are those of one execution, of which
+    ``hideable_s`` can hide behind compute. ``values`` counts the values that travel together.
     """
 
     kind: Kind
@@ -68,6 +68,7 @@ class Issued:
     program: str
     sends: tuple[Send, ...]
     values: int = 1
+    hideable_s: float = 0.0
 
     @property
     def times(self) -> float:
@@ -85,9 +86,12 @@ def sends(schedule: Schedule, planned: PlannedProgram) -> tuple[Send, ...]:
     return tuple(s for i in _Reader(planned, branches=True).block(schedule.body, 1.0) for s in i.sends)
 
 
-def issued(schedule: Schedule, planned: PlannedProgram) -> tuple[Issued, ...]:
-    """The priced collectives of a schedule, in its order; of the branches of a conditional the dearest alone."""
-    return tuple(_Reader(planned, branches=False).block(schedule.body, 1.0))
+def issued(schedule: Schedule, planned: PlannedProgram, windows: Mapping[int, float] | None = None) -> tuple[Issued, ...]:
+    """The priced collectives of a schedule, in its order; of the branches of a conditional the dearest alone.
+
+    ``windows`` are those of `shardplan.schedule.windows`; without them nothing is hideable.
+    """
+    return tuple(_Reader(planned, branches=False, windows=windows or {}).block(schedule.body, 1.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +104,8 @@ class _One:
 
 
 class _Reader:
-    def __init__(self, planned: PlannedProgram, *, branches: bool) -> None:
-        self.planned, self.sizes, self.branches = planned, planned.sizes, branches
+    def __init__(self, planned: PlannedProgram, *, branches: bool, windows: Mapping[int, float] | None = None) -> None:
+        self.planned, self.sizes, self.branches, self.windows = planned, planned.sizes, branches, windows or {}
         self.resharder = planned.programs.resharder
         assert isinstance(self.resharder.network, Network)
         self.network = self.resharder.network
@@ -113,15 +117,15 @@ class _Reader:
         for instruction in block.instructions:
             match instruction:
                 case Move():
-                    yield from self.move(instruction, times)
+                    yield from self.beside(instruction.result, self.move(instruction, times))
                 case Bundle():
-                    yield from self.bundle(instruction, times)
+                    yield from self.beside(instruction.moves[0].result, self.bundle(instruction, times))
                 case Compute(node=node, results=results):
                     if len(results) > len(node.outputs):
                         self.extremes[results[-1]] = itemsize(node.signature.call.dtypes[0])
                     yield from self.halos(instruction, times)
                 case Reblock():
-                    yield from self.reblock(instruction, times)
+                    yield from self.beside(instruction.result, self.reblock(instruction, times))
                 case Scan():
                     yield from self.block(instruction.body, times * float(instruction.op.params["length"]))
                 case While():
@@ -137,6 +141,14 @@ class _Reader:
                         yield from max(branches, key=_seconds)
                 case _:
                     pass
+
+    def beside(self, result: int, found: Iterator[Issued]) -> Iterator[Issued]:
+        """The collectives of one movement, one after the other: together they hide behind its window."""
+        window_s = self.windows.get(result, 0.0)
+        for one in found:
+            hideable_s = min(one.seconds, window_s)
+            window_s -= hideable_s
+            yield replace(one, hideable_s=hideable_s) if hideable_s else one
 
     def loop(self, loop: While, times: float) -> Iterator[Issued]:
         """The collectives of a while loop, taken as one iteration; a body with a batched test asks again which elements go on."""

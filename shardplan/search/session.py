@@ -21,6 +21,7 @@ from shardplan.search.problem.extract import Decisions, Extractor
 from shardplan.search.problem.problem import Problem
 from shardplan.search.problem.solution import Solution
 from shardplan.search.problem.tables import BIG, seconds_of
+from shardplan.search.strategy.overlap import step_time_s
 from shardplan.search.strategy.pins import Pins, for_pins, pinned_domains
 from shardplan.search.strategy.resizing import resized
 from shardplan.search.strategy.solve import in_seconds, search
@@ -115,4 +116,4 @@ class Session:
         )
         if not outcome.best.fits(self.memory_limit):
             return math.inf
-        return in_seconds(problem, outcome, self.donated)[1].best.seconds
+        return step_time_s(in_seconds(problem, outcome, self.donated, self.problem.objective))

@@ -12,7 +12,7 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from shardplan import _jax
-from shardplan.cost import Objective, objective_of
+from shardplan.cost import OVERLAP, TIME, Objective, objective_of
 from shardplan.cost.compute import rated
 from shardplan.emit.backends import chosen
 from shardplan.errors import (
@@ -73,6 +73,7 @@ def plan(
     one_choice: str = "timesteps",
     remat: str = "none",
     backend: str = "auto",
+    time_model: str = "overlap",
 ) -> Plan:
     """Plans how ``step(*args)`` runs on a cluster.
 
@@ -106,6 +107,8 @@ def plan(
             ``plan.remat`` says what is recomputed. "none" leaves the step as it is. `jax.checkpoint` is kept either way.
         backend: What runs the plan where `Plan.jit` is not told otherwise: "explicit" (each device its own program, which sends
             what was planned; "auto" is the same) or "specs" (XLA's partitioner follows the PartitionSpecs).
+        time_model: How seconds add up: "overlap" (communication hides behind compute as far as the program and XLA's flags,
+            ``plan.xla_flags``, let it: `shardplan.cost.overlap`) or "sum" (nothing overlaps).
 
     Raises:
         MemoryLimitError: if no plan fits.
@@ -115,7 +118,7 @@ def plan(
         ClusterError: for an invalid cluster, ``factors`` or ``axes``, for factors over which a value has too many layouts, for an
             axis that the step cannot use for its purpose, or for a cluster on which the step takes 1,000 s or more.
     """
-    measure, deadline, shared = _check(objective, time_budget_s, one_choice, remat)
+    (measure, timed), deadline, shared = _check(objective, time_model, time_budget_s, one_choice, remat)
     observer, runs = _checked_observer(observer), chosen(backend)
     donated = positions(donate_argnums, len(args), "donate_argnums")
     resolved, mesh = resolve_cluster(cluster)
@@ -127,7 +130,7 @@ def plan(
     traced_at = time.perf_counter()
     replicate = _checked_primitives(replicate, traced.program, resolved.size)
     leaves, entries = frozenset(leaves_of(traced.in_tree, donated)), _pin_entries(pins or {})
-    wanted = Wanted(limit.nbytes, leaves, entries, deadline, observer, measure, fixed, mesh is None, sizes)
+    wanted = Wanted(limit.nbytes, leaves, entries, deadline, observer, measure, fixed, mesh is None, sizes, timed)
     with uncollected():
         planned = _search(traced.program, Searcher(replicate, shared, resolved, wanted), limit, recompute=remat == "auto")
         session, run, stopped = _scheduled(planned, wanted, replicate, runs["backend"])
@@ -220,7 +223,7 @@ def _session_of(program: Program, found: Found, wanted: Wanted, replicate: tuple
         donated=wanted.donated,
         pins=wanted.pins,
         memory_limit=wanted.memory,
-        objective=wanted.objective,
+        objective=problem.objective if wanted.objective.unit == "picosecond" else wanted.objective,
         replicate=replicate,
     )
 
@@ -251,8 +254,13 @@ def _checked_observer(observer: Observer | None) -> Observer:
     return observer or anytime.silent
 
 
-def _check(objective: str, time_budget_s: float | None, one_choice: str, remat: str) -> tuple[Objective, float | None, OneChoice]:
-    """Checks these options and returns (objective, deadline, what shares one layout)."""
+def _check(
+    objective: str, time_model: str, time_budget_s: float | None, one_choice: str, remat: str
+) -> tuple[tuple[Objective, Objective], float | None, OneChoice]:
+    """Checks these options and returns ((objective, what prices seconds), deadline, what shares one layout)."""
+    if time_model not in ("overlap", "sum"):
+        raise ShardplanError(f"unsupported time_model {time_model!r}: use 'overlap', or 'sum' where nothing overlaps")
+    timed = OVERLAP if time_model == "overlap" else TIME
     if remat not in ("none", "auto"):
         raise ShardplanError(f"unsupported remat {remat!r}: use 'none', or 'auto' to recompute activations")
     number = isinstance(time_budget_s, int | float) and not isinstance(time_budget_s, bool)
@@ -263,7 +271,7 @@ def _check(objective: str, time_budget_s: float | None, one_choice: str, remat: 
         measure, shared = objective_of(objective), one_choice_of(one_choice)
     except ValueError as error:
         raise ShardplanError(str(error)) from None
-    return measure, deadline, shared
+    return (timed if measure is TIME else measure, timed), deadline, shared
 
 
 def _checked_primitives(names: Sequence[str], program: Program, devices: int) -> tuple[str, ...]:
@@ -343,7 +351,7 @@ def _search(program: Program, searcher: Searcher, limit: MemoryLimit, *, recompu
         raise _memory_error(problem, smallest, wanted, limit.origin, stopped=bool(outcome.stopped), recompute=recompute)
     if outcome.best.seconds >= LONGEST_S:
         raise _too_slow_error(problem)
-    return replace(planned, found=in_seconds(problem, outcome, wanted.donated))
+    return replace(planned, found=in_seconds(problem, outcome, wanted.donated, wanted.timed))
 
 
 def _too_slow_error(problem: Problem) -> ShardplanError:

@@ -89,6 +89,11 @@ def add_target_options(one: argparse.ArgumentParser, *, required: bool = True) -
         "--time-budget", type=float, metavar="SECONDS", help="limit for all of planning; after it, the best plan so far is used"
     )
     one.add_argument("--one-choice", metavar="none|timesteps|layers", help="what shares one layout (default: timesteps)")
+    one.add_argument(
+        "--time-model",
+        metavar="overlap|sum",
+        help="how seconds add up: communication hides behind compute, or everything takes its turn (default: overlap)",
+    )
     one.add_argument("--remat", metavar="none|auto", help="auto: activations may be computed again (default: none)")
 
 

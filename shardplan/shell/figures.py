@@ -52,8 +52,23 @@ class Figures:
 
     @property
     def communication_s(self) -> float:
-        """The seconds of ``step_time_s`` in which devices communicate."""
+        """The seconds in which devices communicate, beside compute or not."""
         return self._data.communication_s
+
+    @property
+    def exposed_s(self) -> float:
+        """The seconds of communication that cannot hide behind compute."""
+        return self._data.exposed_s
+
+    @property
+    def serial_s(self) -> float:
+        """The seconds of the step if no communication overlapped with compute: an upper bound on ``step_time_s``."""
+        return self._data.serial_s
+
+    @property
+    def hidden_s(self) -> float:
+        """The seconds of the step if one of compute and communication hid the other: a lower bound on ``step_time_s``."""
+        return self._data.hidden_s
 
     @property
     def communication_bytes(self) -> float:
@@ -87,7 +102,7 @@ class Figures:
 
     @property
     def time_model(self) -> str:
-        """How ``step_time_s`` adds up: "sum" is compute plus communication, without overlap."""
+        """How ``step_time_s`` adds up: "overlap" (communication hides behind compute where it can) or "sum"."""
         return self._data.time_model
 
     @property

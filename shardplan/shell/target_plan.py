@@ -66,6 +66,7 @@ def _read_or_plan(
             one_choice=options.one_choice or "timesteps",
             remat=options.remat or "none",
             backend=options.backend,
+            time_model=options.time_model or "overlap",
             observer=progress,
         )
     return made, step, args
@@ -74,7 +75,19 @@ def _read_or_plan(
 def _refuse_planning_options(options: argparse.Namespace, file: str) -> None:
     """Refuses options that a plan read from a file would ignore."""
     defaults = {"objective": "time"}  # all other options are empty by default
-    for name in ("memory", "pin", "factors", "axes", "donate", "replicate", "time_budget", "one_choice", "remat", *defaults):
+    for name in (
+        "memory",
+        "pin",
+        "factors",
+        "axes",
+        "donate",
+        "replicate",
+        "time_budget",
+        "one_choice",
+        "remat",
+        "time_model",
+        *defaults,
+    ):
         if getattr(options, name) and getattr(options, name) != defaults.get(name):
             raise ShardplanError(
                 f"--{name.replace('_', '-')} is for a new plan: {file} has its own setting; leave out this option or --plan"

@@ -112,7 +112,8 @@ class _Builder:
             at = summand.at
             match summand.kind:
                 case "interior":
-                    unary[at] += problem.interior[at].seconds * self._local(at) + problem.interior[at].launches_s
+                    inside, each = problem.interior[at], problem.objective.weights.compute
+                    unary[at] += each * (inside.seconds * self._local(at) + inside.launches_s)
                 case "op":
                     result.append(self._op(summand))
                 case "link":
@@ -200,7 +201,7 @@ class _Builder:
         problem, variable = self.problem, self.problem.coarse.variables[v]
         domain = self.domains[v]
         key = (
-            "view", variable.shape, problem.graph.tensors[variable.tensors[0]].itemsize, weight, domain,
+            "view", variable.shape, problem.graph.tensors[variable.tensors[0]].itemsize, weight, problem.view_window_s[v], domain,
             self.domains[variable.of], self.domains[variable.sibling] if variable.kind == "backward" else (),
             self.held.get(v, 0.0), self.kept.get(v, 0.0),
         )  # fmt: skip
@@ -220,8 +221,7 @@ class _Builder:
 
     def _resharding_s(self, v: int, weight: float, origin: Domain) -> Floats:
         """[D, D_origin]: seconds to make each state of a view from each state of its origin."""
-        tensor = self.problem.graph.tensors[self.problem.coarse.variables[v].tensors[0]]
-        costs = self.problem.prices(tensor.shape, tensor.nbytes, origin)[:, list(self.domains[v])]
+        costs = self.problem.copying_s(v, origin, self.domains[v])
         return np.ascontiguousarray(self._finite(costs * weight).T)
 
 
@@ -383,7 +383,7 @@ def narrowed(ascent: Ascent, domains: Sequence[Domain], known_s: float) -> tuple
 
 
 def least_s(problem: Problem) -> float:
-    """The seconds of the compute alone, spread evenly over all devices: a bound for every factoring."""
+    """The cost of the compute alone, spread evenly over all devices: a bound for every factoring."""
     device = problem.objective.device(problem.cluster)
     if device is None:
         return 0.0
@@ -392,7 +392,7 @@ def least_s(problem: Problem) -> float:
     for summand in problem.summands:
         if summand.kind == "op":
             total += summand.weight * least_compute_s(problem.graph.nodes[summand.at].costed, device, devices)
-    return total
+    return problem.objective.weights.compute * total
 
 
 def entries(problem: Problem, domains: Sequence[Domain]) -> int:

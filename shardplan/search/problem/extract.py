@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from shardplan.collectives.reshard import Programs, Step
 from shardplan.cost.network import wire_bytes
+from shardplan.cost.overlap import step_s
 from shardplan.graph.nodes import Node
 from shardplan.ir import BodyChoices, Choices, Copy, Layout, Use, Where
 from shardplan.search.coarsening.coarsen import FREE
@@ -27,7 +28,7 @@ class Issued:
 
     ``step`` holds the bytes (of the operand; of the result for an all-gather) and seconds of one execution, ``wire_bytes`` what
     one device sends in it. ``tensor`` is the tensor that it moves, ``source`` the user's source line
-    ("loop" for a loop's boundary).
+    ("loop" for a loop's boundary). ``hideable_s`` is the part of its seconds that can hide behind compute.
     """
 
     step: Step
@@ -35,6 +36,7 @@ class Issued:
     wire_bytes: float
     tensor: int
     source: str
+    hideable_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,18 @@ class Decisions:
     kept: frozenset[int]
     issued: tuple[Issued, ...]
     compute_s: float
+    contention: float = 1.0
+
+    @property
+    def hideable_s(self) -> float:
+        """The seconds of the communication that can hide behind compute."""
+        return sum(i.hideable_s * i.times for i in self.issued)
+
+    @property
+    def step_time_s(self) -> float:
+        """The seconds of one step."""
+        hideable_s = self.hideable_s
+        return step_s(self.compute_s, self.communication_s - hideable_s, hideable_s, self.contention)
 
     @property
     def communication_s(self) -> float:
@@ -112,7 +126,7 @@ class Extractor:
                 case _:
                     assert_never(summand.kind)
         views = {v.id: problem.resharder.layout(v.shape, states[v.id]) for v in coarse.variables if v.kind != "stored"}
-        return Decisions(tuple(layouts), uses, views, solution.keep, tuple(issued), compute_s)
+        return Decisions(tuple(layouts), uses, views, solution.keep, tuple(issued), compute_s, problem.cluster.device.contention)
 
     def chosen(self, seconds: NDArray[np.float64]) -> int:
         """The strategy to run, given the seconds of each: the cheapest."""
@@ -174,9 +188,15 @@ class Extractor:
         moves = self._moves.get(id(use))  # `_uses` keeps every use alive, so no id is reused
         if moves is None:
             moves = self._moves[id(use)] = self._moved(node, use, states)
+        windows = self.problem.windows
+        left: dict[tuple[bool, int], float] = {}
         for step, sent, slot, result in moves:
             tensor = node.outputs[slot] if result else node.inputs[slot]
-            issued.append(Issued(step, node.weight, sent, tensor, node.op.source))
+            known = (windows.results if result else windows.operands).get((node.id, slot), 0.0)
+            window_s = left.get((result, slot), 0.0 if step.kind == "shift" else known)
+            hidden = min(step.seconds, window_s)
+            left[result, slot] = window_s - hidden
+            issued.append(Issued(step, node.weight, sent, tensor, node.op.source, hidden))
 
     def _moved(self, node: Node, use: Use, states: tuple[int, ...]) -> tuple[tuple[Step, float, int, bool], ...]:
         """The collectives of an op's operands, results and halos: (step, wire bytes, slot, whether the slot is a result)."""
@@ -213,7 +233,7 @@ class Extractor:
             tensor = problem.graph.tensors[t]
             before, after = (problem.resharder.layout(tensor.shape, states[u]) for u in (origin, v))
             steps = self.programs.between(tensor.shape, tensor.nbytes, before, after)
-            self._add(issued, steps, times, t, problem.view_sources[v, t])
+            self._add(issued, steps, times, t, problem.view_sources[v, t], problem.view_window_s[v])
 
     def _link_steps(self, summand: Summand, states: tuple[int, ...], issued: list[Issued]) -> None:
         problem, link = self.problem, self.problem.graph.links[summand.at]
@@ -222,10 +242,14 @@ class Extractor:
         (before,), (after,) = problem.outside(link, (states[first],), problem.entering(link, (states[last],)))
         ends = (problem.resharder.layout(outer.shape, state) for state in (before, after))
         steps = self.programs.between(outer.shape, outer.nbytes, *ends)
-        self._add(issued, steps, summand.weight, outer.id, "loop")
+        self._add(issued, steps, summand.weight, outer.id, "loop", problem.link_window_s(link))
 
-    def _add(self, issued: list[Issued], steps: tuple[Step, ...], times: float, tensor: int, source: str) -> None:
+    def _add(
+        self, issued: list[Issued], steps: tuple[Step, ...], times: float, tensor: int, source: str, window_s: float
+    ) -> None:
         for step in steps:
             if step.kind == "slice":
                 continue
-            issued.append(Issued(step, times, self._wire(step), tensor, source))
+            hidden = min(step.seconds, window_s)
+            window_s -= hidden
+            issued.append(Issued(step, times, self._wire(step), tensor, source, hidden))

@@ -26,6 +26,7 @@ from shardplan.search.problem.pricing import (
 )
 from shardplan.search.problem.strategies import Late, Options
 from shardplan.search.problem.tables import BIG, Costs, Store, Term
+from shardplan.search.problem.windows import NO_WINDOWS, Windows
 
 OPEN_ENTRIES = 1 << 17
 """An op whose table would have more entries than this gets a variable for its strategy instead (`Ops.opened`)."""
@@ -42,8 +43,8 @@ _Columns = list[tuple[int, int]]
 class Ops:
     """The ops of a problem that join variables."""
 
-    def __init__(self, graph: Graph, coarse: Coarse, pricer: Pricer, store: Store) -> None:
-        self._graph, self._coarse, self._pricer, self._store = graph, coarse, pricer, store
+    def __init__(self, graph: Graph, coarse: Coarse, pricer: Pricer, store: Store, windows: Windows = NO_WINDOWS) -> None:
+        self._graph, self._coarse, self._pricer, self._store, self._windows = graph, coarse, pricer, store, windows
         self._slots = {n: self._slots_of(graph.nodes[n]) for n in coarse.joins}
         self._tables: dict[tuple[object, ...], _Columns] = {}
         self._opened: dict[tuple[int, tuple[int, ...]], Mapping[int, int]] = {}
@@ -147,16 +148,18 @@ class Ops:
         return self._pricer.strategy_tables(node.costed, slots, free, scope_domains, node.weight, allowed, late=late)
 
     def _slots_of(self, node: Node) -> Slots:
-        rows: list[tuple[int, int, bool]] = []
+        rows: list[tuple[int, int, bool, float]] = []
+        windows = self._windows
         for i, t in enumerate(node.inputs):
             if t >= 0 and self._coarse.of[t] != FREE:
-                rows.append((self._coarse.read.get((node.id, i), self._coarse.of[t]), i, False))
+                window_s = windows.operands.get((node.id, i), 0.0)
+                rows.append((self._coarse.read.get((node.id, i), self._coarse.of[t]), i, False, window_s))
         for r, t in enumerate(node.outputs):
             if self._coarse.of[t] != FREE:
-                rows.append((self._coarse.of[t], r, True))
-        scope = tuple(dict.fromkeys(v for v, _, _ in rows))
+                rows.append((self._coarse.of[t], r, True, windows.results.get((node.id, r), 0.0)))
+        scope = tuple(dict.fromkeys(v for v, *_ in rows))
         free = tuple(r for r, t in enumerate(node.outputs) if self._coarse.of[t] == FREE)
-        return scope, tuple(Slot(scope.index(v), i, r) for v, i, r in rows), free
+        return scope, tuple(Slot(scope.index(v), i, r, w) for v, i, r, w in rows), free
 
     def _late(self, node: Node) -> Late:
         free = {i for i, t in enumerate(node.inputs) if t < 0 or self._coarse.of[t] == FREE}

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.collectives.reshard import Resharder, Step
+from shardplan.cost.overlap import SERIAL, Weights
 from shardplan.graph.nodes import Signature
 from shardplan.ir import Layout, Split
 from shardplan.mesh import Device
@@ -70,11 +71,15 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """The ``index``-th operand or result of an op; ``variable`` is a position among the op's variables."""
+    """The ``index``-th operand or result of an op; ``variable`` is a position among the op's variables.
+
+    Moving it can hide behind ``window_s`` seconds of compute.
+    """
 
     variable: int
     index: int
     result: bool
+    window_s: float = 0.0
 
     def tensor(self, call: Call) -> tuple[tuple[int, ...], int]:
         """(shape, bytes) of the whole operand or result."""
@@ -85,8 +90,8 @@ class Slot:
 class Pricer:
     """Prices of resharding and of ops on one network, memoised. Without a device, compute costs nothing."""
 
-    def __init__(self, resharder: Resharder, device: Device | None) -> None:
-        self.resharder, self.device = resharder, device
+    def __init__(self, resharder: Resharder, device: Device | None, weights: Weights = SERIAL) -> None:
+        self.resharder, self.device, self.weights = resharder, device, weights
         self._combined: Memo = {}
         self._options: dict[tuple[int, Allowed | None, Late | None], Options] = {}
         self._halos: dict[tuple[int, tuple[int, ...]], tuple[Step, ...]] = {}
@@ -125,19 +130,19 @@ class Pricer:
         *,
         late: Late | None = None,
     ) -> tuple[NDArray[np.float64], list[NDArray[np.float64]]]:
-        """(compute and halo seconds of each strategy, for each variable the resharding seconds [strategies, domain]).
+        """(compute and halo seconds of each strategy, for each variable the resharding seconds [strategies, domain]), weighted.
 
         ``free`` are the results without a variable, such as scalars. They too are reduced where they are partial.
         """
         rows = self.options(signature, allowed, late=late)
         call = signature.call
-        base = rows.compute_s + rows.halo_s
+        base = self.weights.compute * rows.compute_s + rows.halo_s
         columns: list[NDArray[np.float64] | None] = [None] * len(domains)
         for slot in slots:
             shape, size = slot.tensor(call)
             prices = self.prices(shape, size, domains[slot.variable], into=slot.result)
             states = (rows.gives if slot.result else rows.needs)[:, slot.index]
-            costs = prices[:, states].T
+            costs = self.weights.of(prices[:, states].T, slot.window_s)
             if late is not None and slot.result and not rows.terms.all():
                 # terms that cannot stay apart are added up at once: the result is not stored partial
                 partial = self.resharder.space(shape).partial[list(domains[slot.variable])]

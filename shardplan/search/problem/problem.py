@@ -28,6 +28,7 @@ from shardplan.search.problem.pricing import Domain, Limits, Pricer
 from shardplan.search.problem.strategies import Groups
 from shardplan.search.problem.summands import Summand, by_variable
 from shardplan.search.problem.tables import Costs, Store, Term, picoseconds, seconds_of
+from shardplan.search.problem.windows import NO_WINDOWS, Windows, windows_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ class Problem:
         *,
         objective: Objective = TIME,
         family: Family | None = None,
+        windows: Windows | None = None,
     ) -> None:
         self.graph, self.coarse, self.cluster = graph, coarse, cluster
         self.objective = objective
@@ -66,12 +68,20 @@ class Problem:
             objective.network(cluster, self.factors), self.sizes, self.family
         )
         self.store = Store()
-        self.pricer = Pricer(self.resharder, objective.device(cluster))
-        self.ops = Ops(graph, coarse, self.pricer, self.store)
+        self.windows = self._windows() if windows is None else windows
+        self.pricer = Pricer(self.resharder, objective.device(cluster), objective.weights)
+        self.ops = Ops(graph, coarse, self.pricer, self.store, self.windows)
         self._terms: dict[tuple[object, ...], tuple[int, int]] = {}
         self._agreeing: dict[tuple[int, int | None, tuple[int, ...], Domain, bool], Domain] = {}
         self._near: dict[tuple[int, int, Domain], Domain] = {}
         self._together: dict[tuple[int, Domain, Groups], Domain] = {}
+
+    def _windows(self) -> Windows:
+        """What collectives can hide behind; nothing where the objective is a plain sum."""
+        device = self.objective.device(self.cluster)
+        if device is None or not self.objective.overlaps:
+            return NO_WINDOWS
+        return windows_of(self.graph, device, self.cluster.size)
 
     # -- domains ---------------------------------------------------------------------------------------------------
 
@@ -207,8 +217,7 @@ class Problem:
     def keeps(self, v: int, states: Sequence[int], keep_s: float) -> bool:
         """Whether making a backward view from the kept forward copy is the cheaper way, at this price of keeping it."""
         variable = self.coarse.variables[v]
-        tensor = self.graph.tensors[variable.tensors[0]]
-        regather_s = self.prices(tensor.shape, tensor.nbytes, (states[variable.of],))[0, states[v]]
+        regather_s = self.copying_s(v, (states[variable.of],), (states[v],))[0, 0]
         kept = self.kept_seconds(v, (states[variable.sibling],), (states[v],), keep_s)[0, 0]
         return bool(kept < regather_s)
 
@@ -345,11 +354,11 @@ class Problem:
 
     def _interior(self, inside: Inside, domain: Domain) -> Costs:
         local = self.resharder.space(inside.shape).local[list(domain)]
-        return picoseconds(inside.seconds * local + inside.launches_s)
+        return picoseconds(self.objective.weights.compute * (inside.seconds * local + inside.launches_s))
 
     def _link(self, link: Link, scope: tuple[int, ...], domains: Sequence[Domain]) -> Term:
         tensor = self.crossing_tensor(link)
-        key = ("link", tensor.shape, tensor.itemsize, link.lift, link.weight)
+        key = ("link", tensor.shape, tensor.itemsize, link.lift, link.weight, self.link_window_s(link))
 
         def build(candidates: tuple[Domain, ...]) -> Costs:
             return picoseconds(self.crossing_seconds(link, candidates) * link.weight)
@@ -377,10 +386,11 @@ class Problem:
         return (self.resharder.state(shape, Layout(((),) * len(shape))),)
 
     def crossing_seconds(self, link: Link, candidates: Sequence[Domain]) -> NDArray[np.float64]:
-        """[the states of its variables, one or two]: seconds of one resharding on a link."""
+        """[the states of its variables, one or two]: weighted seconds of one resharding on a link."""
         tensor = self.crossing_tensor(link)
         first, last = self.outside(link, candidates[0], self.entering(link, candidates[-1]))
         seconds = self.prices(tensor.shape, tensor.nbytes, first)[:, list(last)]
+        seconds = self.objective.weights.of(seconds, self.link_window_s(link))
         if len(candidates) == 2:
             return seconds
         return seconds[:, 0] if self.coarse.of[link.target] == FREE else np.diag(seconds)
@@ -395,26 +405,43 @@ class Problem:
 
     def _view(self, v: int, scope: tuple[int, ...], weight: float, domains: Sequence[Domain], keep_s: float) -> Term:
         tensor = self.graph.tensors[self.coarse.variables[v].tensors[0]]
-
-        def pair(of: Domain, mine: Domain) -> NDArray[np.float64]:
-            return self.prices(tensor.shape, tensor.nbytes, of)[:, list(mine)]
-
         if len(scope) == 2:
-            key = ("view", tensor.shape, tensor.itemsize, weight)
-            return self._term(key, scope, domains, lambda candidates: picoseconds(pair(*candidates) * weight))
+            key = ("view", tensor.shape, tensor.itemsize, weight, self.view_window_s[v])
+            return self._term(key, scope, domains, lambda candidates: picoseconds(self.copying_s(v, *candidates) * weight))
 
         def backward(candidates: tuple[Domain, ...]) -> Costs:
-            regather_s = pair(candidates[0], candidates[2])[:, None, :]
+            regather_s = self.copying_s(v, candidates[0], candidates[2])[:, None, :]
             kept = self.kept_seconds(v, candidates[1], candidates[2], keep_s)[None, :, :]
             return picoseconds(np.minimum(regather_s, kept) * weight)
 
-        return self._term(("backward", tensor.shape, tensor.itemsize, weight, keep_s), scope, domains, backward)
+        key = ("backward", tensor.shape, tensor.itemsize, weight, keep_s, self.view_window_s[v])
+        return self._term(key, scope, domains, backward)
+
+    def copying_s(self, v: int, of: Domain, mine: Domain) -> NDArray[np.float64]:
+        """[of, mine]: weighted seconds to make each state of a view from each state of the tensor that it copies."""
+        tensor = self.graph.tensors[self.coarse.variables[v].tensors[0]]
+        seconds = self.prices(tensor.shape, tensor.nbytes, of)[:, list(mine)]
+        return self.objective.weights.of(seconds, self.view_window_s[v])
 
     def kept_seconds(self, v: int, first: Domain, mine: Domain, keep_s: float) -> NDArray[np.float64]:
-        """[first, mine]: seconds to make the backward view from the forward one, plus the price of keeping that until then."""
+        """[first, mine]: weighted seconds to make the backward view from the forward one, plus the price of keeping that."""
         tensor = self.graph.tensors[self.coarse.variables[v].tensors[0]]
-        costs = self.prices(tensor.shape, tensor.nbytes, first)[:, list(mine)]
+        costs = self.copying_s(v, first, mine)
         return costs + (keep_s * self.resharder.space(tensor.shape).local[list(first)][:, None] if keep_s else 0.0)
+
+    @cached_property
+    def view_window_s(self) -> Mapping[int, float]:
+        """What making each view can hide behind: the median over its tensors of the least among their readers."""
+        of: dict[int, dict[int, float]] = {}
+        for (n, slot), v in self.coarse.read.items():
+            windows, t = of.setdefault(v, {}), self.graph.nodes[n].inputs[slot]
+            window_s = self.windows.operands.get((n, slot), 0.0)
+            windows[t] = min(windows.get(t, window_s), window_s)
+        return {v: sorted(windows.values())[len(windows) // 2] for v, windows in of.items()}
+
+    def link_window_s(self, link: Link) -> float:
+        """What a resharding on a link can hide behind."""
+        return self.windows.links.get((link.source, link.target), 0.0)
 
     @cached_property
     def view_weight(self) -> Mapping[int, float]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from shardplan.collectives.parts import in_runs
 from shardplan.collectives.reshard import Family
-from shardplan.cost import Objective
+from shardplan.cost import TIME, Objective
 from shardplan.errors import ClusterError, PinError, ShardplanError
 from shardplan.graph.nodes import Graph
 from shardplan.ir import Factor
@@ -53,8 +53,8 @@ SMALL = 400
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """The conditions of a search: bytes per device, donated leaves, pins, a deadline (an instant of `anytime.now_s`), an observer
-    of its progress, and the objective to minimise. ``factors`` fixes the factoring; without ``refine``, levels are taken apart
-    only where no dim divides by them. ``axes`` fixes the sizes of purposes.
+    of its progress, and the objective to minimise; ``timed`` prices the plan where that is not time. ``factors`` fixes the
+    factoring; without ``refine``, levels are taken apart only where no dim divides by them. ``axes`` fixes the sizes of purposes.
     """
 
     memory: int
@@ -66,6 +66,7 @@ class Wanted:
     factors: tuple[Factor, ...] | None = None
     refine: bool = True
     axes: Mapping[Purpose, int] | None = None
+    timed: Objective = TIME
 
 
 def best_of_factorings(graph: Graph, coarse: Coarse, cluster: Cluster, wanted: Wanted) -> Found:

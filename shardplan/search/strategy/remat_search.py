@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from shardplan.cost import compute
 from shardplan.graph.flattening import flatten
@@ -27,6 +28,7 @@ from shardplan.search.coarsening.variables import OneChoice
 from shardplan.search.inference import anytime
 from shardplan.search.strategy.axes import best_of_matrices
 from shardplan.search.strategy.factoring_search import Found, Wanted, best_of_factorings, better
+from shardplan.search.strategy.overlap import best_overlapped, step_time_s
 
 FEWER = 3
 """The most trials of the bisection for fewer parts."""
@@ -70,7 +72,7 @@ class Searcher:
         parts = _all_parts(program, graph)
         if not parts:
             return _annotated(plain, None, "the step keeps nothing for a backward pass that could be computed again")
-        without = Without(outcome.best.seconds, outcome.best.peak_bytes, outcome.best.fits(self.wanted.memory))
+        without = Without(step_time_s(plain.found), outcome.best.peak_bytes, outcome.best.fits(self.wanted.memory))
         best = self._over(plain)._with_parts(plain, parts)
         note = "" if best.remat.parts else "computing activations again was not faster"
         return _annotated(best, without, note)
@@ -118,10 +120,21 @@ class Searcher:
     def _best(self, graph: Graph, wanted: Wanted) -> Found:
         wanted.observer("coarsening", 0.0)
         best = best_of_factorings if wanted.axes is None else best_of_matrices
-        return best(graph, coarsen(graph, self.shared), self.cluster, wanted)
+        coarse = coarsen(graph, self.shared)
+        if not wanted.objective.overlaps:
+            return best(graph, coarse, self.cluster, wanted)
+        return best_overlapped(partial(best, graph, coarse, self.cluster), self.cluster.device.contention, wanted)
 
     def _better(self, a: Planned, b: Planned) -> Planned:
-        return a if a is not b and better(a.found, b.found, self.wanted.memory) else b
+        """The plan that fits, then the faster (the smaller if neither fits)."""
+        if a is b:
+            return b
+        fits = [p.found[1].best.fits(self.wanted.memory) for p in (a, b)]
+        if fits[0] != fits[1]:
+            return a if fits[0] else b
+        if fits[0]:
+            return a if step_time_s(a.found) < step_time_s(b.found) else b
+        return a if better(a.found, b.found, self.wanted.memory) else b
 
     def _stopped(self, best: Planned) -> Planned:
         problem, outcome = best.found

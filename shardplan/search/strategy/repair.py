@@ -88,8 +88,7 @@ def _gathering_s(solver: Solver, current: Solution, v: int) -> float:
     """The extra seconds of gathering a backward view again rather than making it from the kept copy."""
     problem, states = solver.problem, current.states
     variable = problem.coarse.variables[v]
-    tensor = problem.graph.tensors[variable.tensors[0]]
-    regather_s = problem.prices(tensor.shape, tensor.nbytes, (states[variable.of],))[0, states[v]]
+    regather_s = problem.copying_s(v, (states[variable.of],), (states[v],))[0, 0]
     kept = problem.kept_seconds(v, (states[variable.sibling],), (states[v],), 0.0)[0, 0]
     return float(regather_s - kept) * problem.view_weight[v]
 

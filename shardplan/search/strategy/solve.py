@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from shardplan.cost import TIME, Objective
 from shardplan.search.baselines.recipes import groupings
 from shardplan.search.baselines.rivals import Rivals
 from shardplan.search.baselines.tofu_premise import everything_cut, everything_split
@@ -256,14 +257,16 @@ def _narrowest(solver: Solver, domains: Sequence[Domain]) -> Solution:
     return solver.minimum("first", [(s,) for s in solver.problem.narrowest(domains)])[0]
 
 
-def in_seconds(problem: Problem, outcome: Outcome, donated: frozenset[int]) -> tuple[Problem, Outcome]:
+def in_seconds(
+    problem: Problem, outcome: Outcome, donated: frozenset[int], objective: Objective = TIME
+) -> tuple[Problem, Outcome]:
     """The outcome of a search for the fewest bytes, priced in seconds, with baselines solved for seconds.
 
     The outcome of a search for time stays as it is. The new bound is on seconds, over all layouts and all cuts of ops.
     """
     if problem.objective.unit == "picosecond":
         return problem, outcome
-    timed = Problem(problem.graph, problem.coarse, problem.cluster, problem.factors)
+    timed = Problem(problem.graph, problem.coarse, problem.cluster, problem.factors, objective=objective)
     live = memory.liveness(timed, donated)
     solver = Solver(timed, live, everything_cut(timed))
 

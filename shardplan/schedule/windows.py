@@ -1,0 +1,103 @@
+"""The compute that each movement of a schedule can hide behind, and the seconds of each op on a device's share.
+
+`shardplan.cost.overlap` says what a window is. Here it is that of the instructions as they stand, with the layouts of the plan:
+barriers hold a movement back, and a loop's body has its own windows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from shardplan.cost import compute
+from shardplan.cost.overlap import Concurrency
+from shardplan.graph import Node
+from shardplan.schedule.instructions import (
+    Block,
+    Bundle,
+    Compute,
+    Cond,
+    Instruction,
+    Move,
+    Reblock,
+    Scan,
+    Schedule,
+    While,
+    blocks_of,
+    results_of,
+)
+from shardplan.schedule.planned import PlannedProgram
+from shardplan.schedule.prune import reads
+
+
+def windows(schedule: Schedule, planned: PlannedProgram) -> Mapping[int, float]:
+    """The window of each move, bundle and reblock in seconds of one execution, by the number of its first result."""
+    result: dict[int, float] = {}
+    _Windows(planned, result).block(schedule.body)
+    return result
+
+
+def node_s(node: Node, planned: PlannedProgram) -> float:
+    """The seconds of one execution of an op on one device's share: its use's, or its part of the kernels that it is fused in."""
+    use = planned.uses.get(node.id)
+    if use is not None:
+        return use.compute_s
+    traffic = node.costed.traffic
+    layout = planned.layouts[node.outputs[0]] if node.outputs else None
+    if layout is None or traffic is None or traffic.empty:
+        return 0.0
+    tensors = planned.graph.tensors
+    ends = zip((*node.inputs, *node.outputs), (*traffic.reads, *traffic.writes), strict=True)
+    nbytes = sum(tensors[t].nbytes * part for t, part in ends if t >= 0)
+    shape = tensors[node.outputs[0]].shape
+    ways = [math.prod(planned.sizes[f] for f in over) for over in layout.dims]
+    local = math.prod(-(-n // k) / n for n, k in zip(shape, ways, strict=True) if n)
+    device = planned.programs.resharder.network.cluster.device
+    return compute.seconds(device, 0.0, nbytes * local, "float32", matrix=False, launches=traffic.launches)
+
+
+class _Windows:
+    def __init__(self, planned: PlannedProgram, result: dict[int, float]) -> None:
+        self.planned, self.result = planned, result
+
+    def block(self, block: Block) -> float:
+        """Finds the windows of a body; its seconds of compute."""
+        made: dict[int, int] = {}
+        read: dict[int, list[int]] = {}
+        waits_for: list[list[int]] = []
+        work: list[float] = []
+        heavy: list[bool] = []
+        for at, instruction in enumerate(block.instructions):
+            sources = sorted(reads(instruction))
+            for value in sources:
+                read.setdefault(value, []).append(at)
+            waits_for.append(sorted({made[v] for v in sources if v in made}))
+            work.append(self.seconds(instruction))
+            heavy.append(bool(blocks_of(instruction)) or (isinstance(instruction, Compute) and _is_product(instruction)))
+            made |= dict.fromkeys(results_of(instruction), at)
+        moving = [at for at, i in enumerate(block.instructions) if isinstance(i, Move | Bundle | Reblock)]
+        if moving:
+            concurrency = Concurrency(waits_for, work, heavy)
+            for at in moving:
+                results = results_of(block.instructions[at])
+                readers = [reader for value in results for reader in read.get(value, ())]
+                self.result[results[0]] = concurrency.window(waits_for[at], readers)
+        return sum(work)
+
+    def seconds(self, instruction: Instruction) -> float:
+        """The compute of one execution of an instruction, the iterations of a loop included."""
+        match instruction:
+            case Compute(node=node):
+                return node_s(node, self.planned)
+            case Scan():
+                return self.block(instruction.body) * float(instruction.op.params["length"])
+            case While():
+                return self.block(instruction.test) + self.block(instruction.body)
+            case Cond():
+                return max(map(self.block, instruction.branches), default=0.0)
+            case _:
+                return 0.0
+
+
+def _is_product(compute: Compute) -> bool:
+    return compute.node.signature.contracts

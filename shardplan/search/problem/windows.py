@@ -1,0 +1,206 @@
+"""The compute that a collective can hide behind: its *window*.
+
+A collective that moves a value between the op that makes it and an op that reads it runs beside every op that neither of the two
+depends on, or that does not depend on them: gathers of weights, which wait for nothing, beside what comes before the reader;
+reductions of gradients beside the rest of the backward pass. Activations lie on the critical chain and have next to no window.
+
+Windows are worked out before layouts are chosen: each op counts with its compute spread evenly over all devices. Inside a loop,
+a window is that of one iteration. Windows are rounded to a few sizes, so that equal ops with about equal windows share tables.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardplan.cost.overlap import Concurrency
+from shardplan.graph.nodes import Graph, Link, Node
+from shardplan.ir import Where
+from shardplan.mesh import Device
+from shardplan.search.problem.strategies import least_compute_s
+
+_ENOUGH = 1 / 16
+"""A window of at least this fraction of the step's compute has no limit of its own: only all windows together have one."""
+
+_LEAST = 1 / 1024
+"""A window of less than this fraction of the step's compute counts as none."""
+
+Region = tuple[int, ...]
+"""The loops around an op: the ids of their ops, outermost first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """The windows of a graph, in seconds on one of all devices, rounded; infinite where only the step's compute limits them.
+
+    ``operands[n, slot]`` is the window of moving that operand of node n to where it is read, ``results[n, r]`` that of moving a
+    result to where it is stored, ``links[source, target]`` that of a link.
+    """
+
+    operands: Mapping[tuple[int, int], float]
+    results: Mapping[tuple[int, int], float]
+    links: Mapping[tuple[int, int], float]
+
+
+NO_WINDOWS = Windows({}, {}, {})
+"""Nothing hides behind anything."""
+
+
+def windows_of(graph: Graph, device: Device, devices: int) -> Windows:
+    """The windows of a graph on so many devices."""
+    finder = _Finder(graph, device, devices)
+    operands: dict[tuple[int, int], float] = {}
+    results: dict[tuple[int, int], float] = {}
+    links: dict[tuple[int, int], float] = {}
+    for region in sorted(finder.nodes_of):
+        finder.region(region, operands, results, links)
+    return Windows(operands, results, links)
+
+
+class _Finder:
+    """Regions of a graph (the step, and each loop's body), and which tensors each makes."""
+
+    def __init__(self, graph: Graph, device: Device, devices: int) -> None:
+        self.graph = graph
+        self.regions, self.tensor_region = _regions(graph)
+        self.node_region = [self._region_of(node.where) for node in graph.nodes]
+        self.seconds = [least_compute_s(node.costed, device, devices) for node in graph.nodes]
+        self.step_s = sum(s * node.weight for s, node in zip(self.seconds, graph.nodes, strict=True))
+        self.nodes_of: dict[Region, list[Node]] = {(): []}
+        for node, region in zip(graph.nodes, self.node_region, strict=True):
+            for depth in range(len(region) + 1):
+                self.nodes_of.setdefault(region[:depth], []).append(node)
+        self.links_into: dict[Region, list[int]] = {}
+        for k, link in enumerate(graph.links):
+            region = min(self.tensor_region[link.source], self.tensor_region[link.target], key=len)
+            self.links_into.setdefault(region, []).append(k)
+
+    def _region_of(self, where: Where) -> Region:
+        while where and where not in self.regions:
+            where = where[:-1]
+        return self.regions[where] if where else ()
+
+    def region(
+        self,
+        region: Region,
+        operands: dict[tuple[int, int], float],
+        results: dict[tuple[int, int], float],
+        links: dict[tuple[int, int], float],
+    ) -> None:
+        """Adds the windows of one region's ops and links. A loop in it counts as one op."""
+        chain = _Chain(self, region)
+        for node in self.nodes_of[region]:
+            if self.node_region[node.id] != region:
+                continue
+            item = chain.item(node)
+            for slot, t in enumerate(node.inputs):
+                if t >= 0:
+                    operands[node.id, slot] = self.rounded(chain.concurrency.window(chain.makers(t), [item]))
+            for r, t in enumerate(node.outputs):
+                results[node.id, r] = self.rounded(chain.concurrency.window([item], chain.readers(t)))
+        for k in self.links_into.get(region, ()):
+            link = self.graph.links[k]
+            makers, readers = chain.makers(link.source), chain.readers(link.target)
+            links[link.source, link.target] = self.rounded(chain.concurrency.window(makers, readers))
+
+    def rounded(self, window_s: float) -> float:
+        """A window as the nearest power of two of the step's compute; 0 or infinite where it is small or large."""
+        part = window_s / self.step_s if self.step_s else 0.0
+        if part < _LEAST:
+            return 0.0
+        return math.inf if part >= _ENOUGH else self.step_s * 2.0 ** round(math.log2(part))
+
+
+class _Chain:
+    """The items of a region, in their order, with the work before and after each: ops, and loops as one item each."""
+
+    def __init__(self, finder: _Finder, region: Region) -> None:
+        self.finder, self.depth = finder, len(region)
+        self._items: dict[object, int] = {}
+        self._made: dict[int, list[int]] = {}
+        self._read: dict[int, list[int]] = {}
+        self._joined: dict[int, list[int]] = {}
+        self._left: dict[int, list[int]] = {}
+        work: list[float] = []
+        heavy: list[bool] = []
+        waits_for: list[set[int]] = []
+        own_weight = next((n.weight for n in finder.nodes_of[region] if finder.node_region[n.id] == region), None)
+        for link in self._links(region):
+            self._joined.setdefault(link.target, []).append(link.source)
+            self._left.setdefault(link.source, []).append(link.target)
+        for node in finder.nodes_of[region]:
+            key = self._key(node)
+            if key not in self._items:
+                self._items[key] = len(work)
+                work.append(0.0)
+                heavy.append(node.signature.contracts or not isinstance(key, int))
+                waits_for.append(set())
+            at = self._items[key]
+            work[at] += finder.seconds[node.id] * (node.weight / own_weight if own_weight else node.weight)
+            for t in node.inputs:
+                if t >= 0:
+                    self._read.setdefault(t, []).append(at)
+                    waits_for[at].update(j for j in self.makers(t) if j < at)
+            for t in node.outputs:
+                self._made.setdefault(t, []).append(at)
+        self.concurrency = Concurrency([sorted(w) for w in waits_for], work, heavy)
+
+    def _links(self, region: Region) -> Iterator[Link]:
+        """The links between tensors of this region and of the loops in it; those back to a loop's start pass nothing here."""
+        finder = self.finder
+        for depth_region, numbers in finder.links_into.items():
+            if depth_region[: self.depth] != region:
+                continue
+            for k in numbers:
+                link = finder.graph.links[k]
+                inside = finder.tensor_region[link.source]
+                if not (link.target in finder.graph.boundary and finder.tensor_region[link.target] == inside and inside != ()):
+                    yield link
+
+    def _key(self, node: Node) -> object:
+        inner = self.finder.node_region[node.id]
+        return node.id if len(inner) == self.depth else ("loop", inner[: self.depth + 1])
+
+    def item(self, node: Node) -> int:
+        """The item of a node."""
+        return self._items[self._key(node)]
+
+    def makers(self, t: int) -> Sequence[int]:
+        """The items that make a tensor; none for an argument or what enters the region."""
+        return self._reach(t, self._made, self._joined)
+
+    def readers(self, t: int) -> Sequence[int]:
+        """The items that read a tensor; none for a result or what leaves the region."""
+        return self._reach(t, self._read, self._left)
+
+    @staticmethod
+    def _reach(t: int, known: Mapping[int, Sequence[int]], further: Mapping[int, Sequence[int]]) -> Sequence[int]:
+        if t not in further:
+            return known.get(t, ())
+        found, waiting, seen = list[int](), [t], {t}
+        while waiting:
+            at = waiting.pop()
+            found += known.get(at, ())
+            new = [u for u in further.get(at, ()) if u not in seen]
+            seen.update(new)
+            waiting += new
+        return found
+
+
+def _regions(graph: Graph) -> tuple[dict[Where, Region], list[Region]]:
+    """(the region of each body, the region of each tensor); bodies that run once belong to the region around them."""
+    regions: dict[Where, Region] = {(): ()}
+    tensor_region: dict[int, Region] = dict.fromkeys(graph.bodies.get((), ()), ())
+    loops: dict[tuple[Where, int], Region] = {}
+    for where, tensors in graph.bodies.items():
+        if not where:
+            continue
+        outside = regions[where[:-1]]
+        loop = where[:-1], where[-1][0]
+        new = [t for t in tensors if t not in tensor_region]
+        if loop not in loops and any(t in graph.boundary for t in new):
+            loops[loop] = (*outside, len(loops))
+        regions[where] = loops.get(loop, outside)
+        tensor_region.update(dict.fromkeys(new, regions[where]))
+    return regions, [tensor_region[t] for t in range(len(graph.tensors))]

@@ -1,0 +1,146 @@
+"""The best plan where communication hides behind compute: a maximum of two linear functions, by one multiplier.
+
+A step takes E + max(C + k H, H + k C) seconds (`shardplan.cost.overlap`). Each weighted sum of the two is a lower bound that the
+search can minimise over its tables. First it assumes that compute covers all that is hideable: if its plan agrees, that plan is
+the best. If not, it assumes the reverse; if neither plan agrees with its assumption, the multiplier is set to where the two cost
+the same, again and again (the hull of the plans' costs), and the plan that takes least in truth is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from shardplan.cost.overlap import slowdown, weights_at
+from shardplan.search.inference import anytime
+from shardplan.search.inference.solver import Solver
+from shardplan.search.memory import liveness as memory
+from shardplan.search.problem.extract import Extractor
+from shardplan.search.problem.solution import Solution
+from shardplan.search.strategy.factoring_search import Found, Wanted
+
+_MOST_BETWEEN = 2
+"""The most multipliers that are tried between the two assumptions."""
+
+_SAME = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class _Point:
+    """A search's outcome at a ``share`` of the multiplier, with the seconds of its best plan."""
+
+    found: Found
+    share: float
+    compute_s: float
+    exposed_s: float
+    hideable_s: float
+    step_time_s: float
+
+    def at(self, share: float, k: float) -> float:
+        """The plan's cost at another share."""
+        covered, covering = self.compute_s + k * self.hideable_s, self.hideable_s + k * self.compute_s
+        return self.exposed_s + share * covered + (1 - share) * covering
+
+
+def step_time_s(found: Found) -> float:
+    """The seconds of a step under the best solution of an outcome."""
+    problem, outcome = found
+    return Extractor(problem).decide(outcome.best).step_time_s
+
+
+def best_overlapped(search: Callable[[Wanted], Found], contention: float, wanted: Wanted) -> Found:
+    """The best outcome of a search whose objective counts overlap. ``search`` finds the best at fixed weights.
+
+    Stopped by the deadline or an interrupt, it returns the best so far.
+    """
+    k = slowdown(contention)
+
+    def solved(share: float, after: int) -> _Point:
+        objective = replace(wanted.objective, weights=weights_at(share, contention))
+        found = search(replace(wanted, objective=objective, observer=_later(wanted, after)))
+        problem, outcome = found
+        decisions = Extractor(problem).decide(outcome.best)
+        hidden = decisions.hideable_s
+        exposed = decisions.communication_s - hidden
+        return _Point(found, share, decisions.compute_s, exposed, hidden, decisions.step_time_s)
+
+    points = [solved(1.0, 0)]
+    covered = points[0].hideable_s <= points[0].compute_s
+    if covered or points[0].found[1].stopped or k >= 1.0:
+        return points[0].found
+    try:
+        points.append(solved(0.0, 1))
+        low, high = points[1], points[0]
+        while len(points) < 2 + _MOST_BETWEEN and low.hideable_s < low.compute_s and not _late(wanted, points):
+            share = _meeting(low, high, k)
+            value = high.at(share, k)
+            points.append(solved(share, len(points)))
+            if points[-1].at(share, k) >= value * (1 - _SAME):
+                break
+            low, high = (points[-1], high) if points[-1].hideable_s < points[-1].compute_s else (low, points[-1])
+    except KeyboardInterrupt:
+        if not any(_fits(p, wanted) for p in points):
+            raise
+        return _stopped(_best(points, wanted))
+    return _best(points, wanted)
+
+
+def _later(wanted: Wanted, after: int) -> anytime.Observer:
+    """An observer of one of several searches: each takes half of the progress that is left."""
+    first = 1 - 0.5**after
+
+    def tell(what: str, part: float) -> None:
+        if what != "done":
+            wanted.observer(what, first + (1 - first) * part / 2)
+
+    return tell
+
+
+def _late(wanted: Wanted, points: Sequence[_Point]) -> bool:
+    expired = wanted.deadline is not None and anytime.now_s() >= wanted.deadline
+    return expired or bool(points[-1].found[1].stopped)
+
+
+def _meeting(low: _Point, high: _Point, k: float) -> float:
+    """The share at which two plans cost the same: ``low`` costs less below it, ``high`` above."""
+    at_0, at_1 = low.at(0.0, k) - high.at(0.0, k), low.at(1.0, k) - high.at(1.0, k)
+    return min(max(at_0 / (at_0 - at_1), 0.0), 1.0) if at_0 != at_1 else 0.5
+
+
+def _fits(point: _Point, wanted: Wanted) -> bool:
+    return point.found[1].best.fits(wanted.memory)
+
+
+def _best(points: Sequence[_Point], wanted: Wanted) -> Found:
+    """The outcome with the fastest plan that fits, priced at the last multiplier that was tried over its factors."""
+    fitting = [p for p in points if _fits(p, wanted)]
+    if not fitting:
+        return min(points, key=lambda p: p.found[1].best.peak_bytes).found
+    best = min(fitting, key=lambda p: p.step_time_s)
+    problem, outcome = best.found
+    last = next(p for p in reversed(points) if p.found[0].factors == problem.factors)
+    if last is not best and _alike(last, best):
+        solution = _priced(last.found, outcome.best, wanted)
+        problem, outcome = last.found[0], replace(last.found[1], best=solution)
+    others = [p.found for p in sorted(fitting, key=lambda p: p.step_time_s) if p is not best and p is not last]
+    others += [other for p in fitting for other in p.found[1].others]
+    stopped = points[-1].found[1].stopped or outcome.stopped
+    return problem, replace(outcome, others=tuple(others), exact=False, stopped=stopped)
+
+
+def _alike(one: _Point, other: _Point) -> bool:
+    """Whether the problems of two points have the same variables."""
+    return len(one.found[0].coarse.variables) == len(other.found[0].coarse.variables)
+
+
+def _priced(found: Found, of: Solution, wanted: Wanted) -> Solution:
+    """A solution of another problem over the same factors, priced in this one."""
+    problem = found[0]
+    solver = Solver(problem, memory.liveness(problem, wanted.donated))
+    return solver.rate(of.name, of.states, problem.regathered(of.keep), of.regather, of.limits)
+
+
+def _stopped(found: Found) -> Found:
+    problem, outcome = found
+    outcome.rivals.close()
+    return problem, replace(outcome, stopped="interrupted", exact=False)

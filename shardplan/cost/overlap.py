@@ -109,8 +109,9 @@ class Concurrency:
         for i in readers:
             taken |= self._after[i, begin:end]
         bits = np.unpackbits(taken)[low - begin * 8 : high - begin * 8]
-        own = sum(self._work[i] for i in {*makers, *readers} if first <= i < last)
-        return float(max(0.0, self._until[high] - self._until[low] - bits @ self._weight[low:high] - own))
+        own = [int(self._column[i]) for i in (*makers, *readers) if self._work[i] > 0]
+        bits[[i - low for i in own if low <= i < high]] = 1
+        return float(max(0.0, self._until[high] - self._until[low] - bits @ self._weight[low:high]))
 
 
 def _reached(neighbours: Sequence[Sequence[int]], own: NDArray[np.uint8], order: range) -> NDArray[np.uint8]:

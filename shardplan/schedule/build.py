@@ -22,7 +22,6 @@ from shardplan.schedule.cuts import following_cuts, operand_layouts, planned_cut
 from shardplan.schedule.extents import with_extents
 from shardplan.schedule.frame import Frame, Later, only_empty, waiting
 from shardplan.schedule.instructions import (
-    Barrier,
     Block,
     Compute,
     Cond,
@@ -45,6 +44,7 @@ def build(planned: PlannedProgram) -> Schedule:
     builder = _Builder(planned)
     frame = Frame((), planned.graph.bodies[()], [])
     parameters = tuple(builder.new() for _ in planned.program.inputs)
+    builder.arguments = frozenset(parameters)
     results = builder.run(frame, planned.program, parameters)
     layouts = tuple(builder.layout(frame, o) if isinstance(o, int) else None for o in planned.program.outputs)
     body = shared(pruned(waited(Block(parameters, tuple(frame.out), tuple(results)))))
@@ -56,6 +56,7 @@ class _Builder:
     def __init__(self, planned: PlannedProgram) -> None:
         self.planned, self.graph = planned, planned.graph
         self.count = 0
+        self.arguments: frozenset[int] = frozenset()
 
     def new(self) -> int:
         """The number of a new value."""
@@ -264,10 +265,12 @@ class _Builder:
         return self.move(frame, value, frame.ids[local], at, need, node.op.source)
 
     def tied(self, frame: Frame, node: Node, value: int, local: int) -> int:
-        """A value behind a barrier with another operand of an op, so that it is not moved before that is there."""
-        others = [frame.values[i] for i in node.op.inputs if isinstance(i, int) and i != local]
+        """A value behind a barrier, so that it is not moved long before another operand of an op is there."""
+        if value in frame.ties.behind:
+            return value
+        others = (frame.values[i] for i in node.op.inputs if isinstance(i, int) and i != local)
         late = next((x for x in others if isinstance(x, int)), None)
-        return value if late is None else self.barrier(frame, (value,), (late,))[0]
+        return value if late is None else frame.ties.tie(frame.out, value, late, self.new)
 
     def copy(self, frame: Frame, node: Node, number: int, value: int, at: Layout, local: int) -> int:
         """The resharded copy that several ops read, made at its first reader."""
@@ -281,12 +284,6 @@ class _Builder:
         moved = self.move(frame, value, frame.ids[local], at, copy.layout, node.op.source)
         assert isinstance(moved, int)
         return moved
-
-    def barrier(self, frame: Frame, values: Sequence[int], late: Sequence[int]) -> tuple[int, ...]:
-        """Puts values behind a barrier that waits for the ``late`` ones too; the results for both."""
-        results = tuple(self.new() for _ in (*values, *late))
-        frame.out.append(Barrier((*values, *late), results, len(late)))
-        return results
 
     def move(
         self,
@@ -480,15 +477,16 @@ class _Builder:
             # resharded copies of what goes in go through the barrier as well: by them the body would read what was there before
             entered = {frame.ids[i] for i in op.inputs if isinstance(i, int)}
             entering = {key: x for key, x in frame.copies.items() if key[1] in entered}
-            own = [x for x in values if isinstance(x, int)]
+            early = frame.ties.entered(frame.out, [x for x in values if isinstance(x, int) and x in self.arguments], self.new)
+            own = [x for x in values if isinstance(x, int) and x not in early]
             read = body.returned.union(*(inner.tensors for inner in body.ops))
             late = [x for i, x in zip(body.inputs, values, strict=True) if i not in read]
             late += [frame.values[t] for t in frame.waiting.get(op.id, ())]
-            behind = self.barrier(frame, [*own, *entering.values()], [x for x in late if isinstance(x, int)])
-            renamed = dict(zip(own, behind, strict=False))
+            behind = frame.ties.held(frame.out, [*own, *entering.values()], [x for x in late if isinstance(x, int)], self.new)
+            renamed = dict(zip(own, behind, strict=False)) | early
             values = [renamed[x] if isinstance(x, int) else x for x in values]
             copies |= dict(zip(entering, behind[len(own) :], strict=False))
-        inside = Frame(where, self.graph.bodies[where], frame.out, copies=copies)
+        inside = Frame(where, self.graph.bodies[where], frame.out, copies=copies, ties=frame.ties)
         results = self.run(inside, body, values)
         frame.copies.update({key: x for key, x in inside.copies.items() if key not in frame.copies})
         for t, o, value in zip(op.outputs, body.outputs, results, strict=True):

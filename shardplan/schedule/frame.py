@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from shardplan.ir import Layout, Op, Program, Tensor, Where
 from shardplan.schedule.instructions import Instruction, Source
+from shardplan.schedule.prefetch import Ties
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,7 @@ class Frame:
 
     ``copies`` are the resharded copies by number and tensor, ``free`` the values that depend on no input, by tensor and layout.
     ``moved`` says of each value and layout whether the backward pass has moved it there. ``waiting`` is what the
-    function `waiting` returns for its program.
+    function `waiting` returns for its program. ``ties`` are the barriers of ``out``.
     """
 
     where: Where
@@ -34,6 +35,7 @@ class Frame:
     moved: dict[tuple[int, Layout], bool] = field(default_factory=dict[tuple[int, Layout], bool])
     waiting: Mapping[int, Sequence[int]] = field(default_factory=dict[int, Sequence[int]])
     free: dict[tuple[int, Layout | None], Source] = field(default_factory=dict[tuple[int, "Layout | None"], Source])
+    ties: Ties = field(default_factory=Ties)
 
 
 def waiting(program: Program) -> dict[int, list[int]]:

@@ -71,7 +71,8 @@ class Oracle:
         for n in problem.coarse.joins:
             yield from self._op(problem.graph.nodes[n])
         for v, inside in problem.interior.items():
-            yield Summand((v,), lambda at, i=inside: i.seconds * self._part(i.shape, at[0]) + i.launches_s)
+            each = problem.objective.weights.compute
+            yield Summand((v,), lambda at, i=inside, k=each: k * (i.seconds * self._part(i.shape, at[0]) + i.launches_s))
         for link in problem.graph.links:
             yield from self._link(link)
         for variable in problem.coarse.variables:
@@ -92,6 +93,13 @@ class Oracle:
             else:
                 self._programs[key] = math.inf
         return self._programs[key]
+
+    def weighed(self, seconds: float, window_s: float) -> float:
+        """The cost of a movement of which as many seconds as the window are hideable."""
+        if math.isinf(seconds):
+            return seconds
+        hidden = min(seconds, window_s)
+        return seconds - hidden + self.problem.objective.weights.hideable * hidden
 
     def _part(self, shape: tuple[int, ...], state: int) -> float:
         return float(self.problem.resharder.space(shape).local[state])
@@ -117,17 +125,19 @@ class Oracle:
             for s in range(len(options.loops)):
                 if not options.terms[s] and any(v != FREE and partial(call.results[r], state[v]) for r, v in results):
                     continue
-                total = float(options.compute_s[s] + options.halo_s[s])
+                total = float(problem.objective.weights.compute * options.compute_s[s] + options.halo_s[s])
                 for i, v in operands:
                     shape = call.operands[i]
-                    total += self.reshard_seconds(shape, nbytes(shape, call.dtypes[i]), state[v], int(options.needs[s, i]))
+                    moved = self.reshard_seconds(shape, nbytes(shape, call.dtypes[i]), state[v], int(options.needs[s, i]))
+                    total += self.weighed(moved, problem.windows.operands.get((node.id, i), 0.0))
                 for r, v in results:
                     shape, gives = call.results[r], int(options.gives[s, r])
                     space = problem.resharder.space(shape)
                     if v == FREE and not space.partial[gives]:
                         continue
                     wanted = problem.resharder.state(shape, Layout(((),) * len(shape))) if v == FREE else state[v]
-                    total += self.reshard_seconds(shape, nbytes(shape, call.result_dtypes[r]), gives, wanted)
+                    moved = self.reshard_seconds(shape, nbytes(shape, call.result_dtypes[r]), gives, wanted)
+                    total += moved if v == FREE else self.weighed(moved, problem.windows.results.get((node.id, r), 0.0))
                 best = min(best, total)
             return best * node.weight
 
@@ -143,7 +153,8 @@ class Oracle:
 
         def price(at: Sequence[int]) -> float:
             (before,), (after,) = self.problem.outside(link, (at[0],), (whole if b == FREE else at[-1],))
-            return self.reshard_seconds(outer.shape, outer.nbytes, before, after) * link.weight
+            window_s = self.problem.windows.links.get((link.source, link.target), 0.0)
+            return self.weighed(self.reshard_seconds(outer.shape, outer.nbytes, before, after), window_s) * link.weight
 
         yield Summand((a, b) if b not in (a, FREE) else (a,), price)
 
@@ -155,7 +166,8 @@ class Oracle:
 
         def price(at: Sequence[int]) -> float:
             *before, after = at
-            return weight * min(self.reshard_seconds(tensor.shape, tensor.nbytes, b, after) for b in before)
+            moved = min(self.reshard_seconds(tensor.shape, tensor.nbytes, b, after) for b in before)
+            return weight * self.weighed(moved, problem.view_window_s[view.id])
 
         return Summand((*origins, view.id), price)
 
@@ -187,7 +199,7 @@ def uncoarsened(problem: Problem) -> Oracle:
     read = {(n, slot): views[v, graph.nodes[n].inputs[slot]] for (n, slot), v in coarse.read.items()}
     joins = tuple(n.id for n in graph.nodes if any(of[t] != FREE for t in (*n.inputs, *n.outputs) if t >= 0))
     fine = Coarse(tuple(variables), tuple(of), read, joins, coarse.free, coarse.weights, coarse.parameters, coarse.zero)
-    return Oracle(Problem(graph, fine, problem.cluster, problem.factors))
+    return Oracle(Problem(graph, fine, problem.cluster, problem.factors, objective=problem.objective))
 
 
 def _must_be_one(graph: Graph) -> list[int]:

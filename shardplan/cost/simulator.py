@@ -42,7 +42,7 @@ _MOST_TICKS = 2.0**61
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """A device's queue with one task running: that with the least priority number, or with ``fifo`` that which was ready first."""
+    """Runs one task of a device at a time: that with the least priority number, or with ``fifo`` that which was ready first."""
 
     name: str
     kind: StreamKind

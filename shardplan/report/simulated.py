@@ -36,6 +36,7 @@ class Simulated:
     [n] are numbers of ``streams`` and ``labels`` (-1: a point of the program at which others wait). ``hidden_s`` [n] are the
     seconds of a collective in which the device computes. ``critical_path`` are the tasks that decide when the step ends, in their
     order. ``memory_bytes`` [m] are in memory from ``memory_at_s`` [m] on.
+    ``times`` [n] is 1, but for a task in an iteration of a loop that stands for as many: its seconds are those of all of them.
     """
 
     step_time_s: float
@@ -53,6 +54,7 @@ class Simulated:
     end_s: NDArray[np.float64]
     seconds: NDArray[np.float64]
     communicates: NDArray[np.bool_]
+    times: NDArray[np.int64]
     hidden_s: NDArray[np.float64]
     memory_at_s: NDArray[np.float64]
     memory_bytes: NDArray[np.float64]
@@ -117,7 +119,7 @@ def top_exposed(shown: Simulated, count: int = 5) -> list[tuple[Label, float, in
     own = np.flatnonzero(shown.communicates)
     exposed = (shown.end_s - shown.start_s - shown.hidden_s)[own]
     total = np.bincount(shown.label[own], exposed, len(shown.labels))
-    times = np.bincount(shown.label[own], minlength=len(shown.labels))
+    times = np.bincount(shown.label[own], shown.times[own], len(shown.labels))
     order = np.argsort(-total, kind="stable")[:count]
     return [(shown.labels[n], float(total[n]), int(times[n])) for n in order.tolist() if total[n] > _INSTANT_S]
 
@@ -134,7 +136,7 @@ def timeline_json(shown: Simulated) -> dict[str, Any]:
         "step_time_s": shown.step_time_s,
         "overlap": shown.overlap,
         "contention": {"compute": shown.contention.compute, "communication": shown.contention.communication},
-        "tasks": int((shown.stream != NONE).sum()),
+        "tasks": int(shown.times[shown.stream != NONE].sum()),
         "compute_s": shown.compute_s,
         "communication_s": shown.communication_s,
         "exposed_s": shown.exposed_s,

@@ -10,12 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.cost import busy
-from shardplan.cost.simulator import NONE, Contention, Run, simulate
+from shardplan.cost.folds import unfolded
+from shardplan.cost.simulator import NO_CONTENTION, NONE, Contention, Run, simulate
 from shardplan.plans.files import write_whole
 from shardplan.report.draw import picture_format
 from shardplan.report.gantt import gantt
 from shardplan.report.simulated import Priced, Simulated
 from shardplan.report.trace import trace
+from shardplan.schedule import PlannedProgram, Schedule
+from shardplan.schedule.step_tasks import count_instructions, longest_scan, step_tasks
 from shardplan.schedule.tasks import StepTasks
 
 
@@ -41,17 +44,46 @@ class Timeline(Simulated):
         write_whole(Path(file), gantt(self, title=title, suffix=suffix))
 
 
-def timeline(tasks: StepTasks, priced: Priced, *, overlap: bool, contention: Contention) -> Timeline:
-    """Simulates the tasks of a step. Without ``overlap`` they run one after the other, in the order of the program."""
+def timeline(
+    schedule: Schedule,
+    planned: PlannedProgram,
+    priced: Priced,
+    *,
+    donated: frozenset[int] = frozenset(),
+    overlap: bool = True,
+    contention: Contention = NO_CONTENTION,
+    iterations: int | None = None,
+) -> Timeline:
+    """Simulates a step. Without ``overlap`` its tasks run one after the other, in the order of the program.
+
+    Of scans at least so many ``iterations`` are written out (by default all, of a step of more than `_MANY` instructions a few).
+    One stands for the rest where that changes nothing.
+    """
+    longest = longest_scan(schedule.body)
+    if iterations is None:
+        iterations = longest if count_instructions(schedule.body) <= _MANY else _FEW
+    while True:
+        tasks = step_tasks(schedule, planned, donated, iterations=max(iterations, 4))
+        run = unfolded(simulate((tasks if overlap else tasks.in_program_order()).graph, contention), tasks.folds)
+        if run is not None:
+            return _timeline(tasks, run, priced, overlap=overlap, contention=contention)
+        assert iterations < longest, "a step without folds is as simulated"
+        iterations *= 2
+
+
+_MANY = 200_000
+_FEW = 8
+
+
+def _timeline(tasks: StepTasks, run: Run, priced: Priced, *, overlap: bool, contention: Contention) -> Timeline:
+    """The figures of a simulated step."""
     graph = tasks.graph
     kinds = np.array([s.kind == "link" for s in graph.streams])
     communicates = np.where(graph.stream == NONE, False, kinds[graph.stream])
-    shown = tasks if overlap else tasks.in_program_order()
-    run = simulate(shown.graph, contention)
     hidden_s = _hidden_s(run) if overlap else np.zeros(len(tasks))
     held = tasks.held
     memory_at_s, memory_bytes = busy.memory(run, held.nbytes, held.birth, held.value, held.reader)
-    streams = shown.graph.streams
+    streams = run.graph.streams
     return Timeline(
         step_time_s=run.seconds,
         overlap=overlap,
@@ -63,16 +95,25 @@ def timeline(tasks: StepTasks, priced: Priced, *, overlap: bool, contention: Con
         critical_path=run.critical_path,
         labels=tasks.labels,
         label=tasks.label,
-        stream=shown.graph.stream,
+        stream=run.graph.stream,
         start_s=run.start_s,
         end_s=run.end_s,
-        seconds=graph.seconds,
+        seconds=run.graph.seconds,
         communicates=communicates,
+        times=_times(tasks),
         hidden_s=np.where(communicates, hidden_s, 0.0),
         memory_at_s=memory_at_s,
         memory_bytes=memory_bytes,
         priced=priced,
     )
+
+
+def _times(tasks: StepTasks) -> NDArray[np.int64]:
+    """[n]: how many executions each task stands for."""
+    times = np.ones(len(tasks), np.int64)
+    for fold in tasks.folds:
+        times[fold.last + 1 - fold.size : fold.last + 1] *= 1 + fold.more
+    return times
 
 
 def _hidden_s(run: Run) -> NDArray[np.float64]:

@@ -58,19 +58,19 @@ def _tasks(shown: Simulated, stream: int) -> Iterator[bytes]:
         some = own[at : at + _CHUNK]
         rows = zip(
             _ns(shown.start_s[some]).tolist(), _ns(shown.end_s[some]).tolist(), shown.label[some].tolist(), flow[some].tolist(),
-            strict=True,
+            shown.times[some].tolist(), strict=True,
         )  # fmt: skip
         yield "".join(_events(heads, stream, *row) for row in rows).encode()
 
 
 def _head(shown: Simulated, label: int) -> str:
-    """The part of an event that all tasks of a label share."""
+    """The part of an event that all tasks of a label share, up to the end of its arguments."""
     one = shown.labels[label]
     args: dict[str, Any] = {"source": one.source}
     if one.axes:
         args |= {"bytes": one.nbytes, "axes": list(one.axes)}
     category = "communication" if one.axes else "compute"
-    return f'"name": {json.dumps(one.name)}, "cat": "{category}", "args": {json.dumps(args)}'
+    return f'"name": {json.dumps(one.name)}, "cat": "{category}", "args": {json.dumps(args)[:-1]}'
 
 
 def _flow(shown: Simulated) -> NDArray[np.int64]:
@@ -82,9 +82,10 @@ def _flow(shown: Simulated) -> NDArray[np.int64]:
     return flow
 
 
-def _events(heads: Sequence[str], stream: int, start: int, end: int, label: int, flow: int) -> str:
+def _events(heads: Sequence[str], stream: int, start: int, end: int, label: int, flow: int, times: int) -> str:
     where = f'"pid": {_PID}, "tid": {1 + stream}'
-    event = f',\n{{"ph": "X", {where}, "ts": {_us(start)}, "dur": {_us(end - start)}, {heads[label]}}}'
+    event = f',\n{{"ph": "X", {where}, "ts": {_us(start)}, "dur": {_us(end - start)}, {heads[label]}'
+    event += "}}" if times == 1 else f', "times": {times}}}}}'
     if flow:
         ends = ', "bp": "e"' if flow == 3 else ""
         ts = _us((start + end) // 2)

@@ -23,6 +23,8 @@ from shardplan.schedule.instructions import (
     Schedule,
     Source,
     While,
+    blocks_of,
+    instructions_of,
 )
 from shardplan.schedule.op_seconds import op_seconds
 from shardplan.schedule.planned import PlannedProgram
@@ -36,13 +38,30 @@ _MANY = 8
 Ids = tuple[int, ...]
 
 
-def step_tasks(schedule: Schedule, planned: PlannedProgram, donated: frozenset[int] = frozenset()) -> StepTasks:
-    """The tasks of a step.
+def step_tasks(
+    schedule: Schedule, planned: PlannedProgram, donated: frozenset[int] = frozenset(), *, iterations: int | None = None
+) -> StepTasks:
+    """The tasks of a step; of a longer scan only so many ``iterations`` (4 or more) are written out (None: all).
 
     Each op with kernels is a task of its priced seconds, each priced collective a task on the links of the slowest level that it
     crosses. A loop of unknown trips runs once, a conditional its dearest branch. ``donated`` are the positions of donated inputs.
     """
-    return _Builder(planned).step(schedule, donated)
+    assert iterations is None or iterations >= 4, "one before the iteration that stands for others, one behind it, and the first"
+    return _Builder(planned, iterations).step(schedule, donated)
+
+
+def longest_scan(block: Block) -> int:
+    """The most iterations of a scan."""
+    inner = (int(i.op.params["length"]) for i in instructions_of(block.instructions) if isinstance(i, Scan))
+    return max(inner, default=0)
+
+
+def count_instructions(block: Block) -> int:
+    """The instructions that a step runs, those of loops as often as they run."""
+    return sum(
+        1 + sum(map(count_instructions, blocks_of(i))) * (int(i.op.params["length"]) if isinstance(i, Scan) else 1)
+        for i in block.instructions
+    )
 
 
 @dataclass(slots=True)
@@ -58,8 +77,8 @@ class _Frame:
 
 
 class _Builder:
-    def __init__(self, planned: PlannedProgram) -> None:
-        self.planned = planned
+    def __init__(self, planned: PlannedProgram, iterations: int | None) -> None:
+        self.planned, self.iterations = planned, iterations
         self.seconds = op_seconds(planned)
         self.issued = issuer(planned)
         network = planned.programs.resharder.network
@@ -239,8 +258,12 @@ class _Builder:
             since = self.all.sizes
             self.block(scan.body, inside)
             left = self.leave(since, scan.body.results, inside)
-            self.all.repeat(since, length - 1)
-            last = left + (length - 1) * (left - entry)
+            written = length if self.iterations is None else min(length, self.iterations)
+            size = left - entry
+            self.all.repeat(since, written - 1)
+            last = left + (written - 1) * size
+            if written < length:
+                self.all.fold(last - size, size, length - written)
         self.all.read(roots, last)
         for n, (v, own) in enumerate(zip(scan.results, held, strict=True)):
             self.sizes[v] = starts[n] if n < carry else stack_sizes[n - carry]

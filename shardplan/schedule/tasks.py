@@ -6,7 +6,8 @@ kernel) is no task. A collective runs on the links of the slowest level that it 
 of its time there, and its faster levels are free for others for most of it.
 
 XLA runs a loop as one op: it begins when all that it reads is there, and no iteration begins before the one before it has ended.
-So iterations are equal but for their numbers, and all of them are copies of the first.
+So iterations are equal but for their numbers, and all of them are copies of the first. Of a long loop a few are written out
+(`shardplan.cost.folds`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from shardplan.cost.folds import Fold
 from shardplan.cost.simulator import NONE, Stream, TaskGraph
 
 
@@ -47,12 +49,16 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class StepTasks:
-    """The tasks [n] of a step: their graph, ``label`` [n] as numbers of ``labels`` (-1: none), and what is in memory."""
+    """The tasks [n] of a step: their graph, ``label`` [n] as numbers of ``labels`` (-1: none), and what is in memory.
+
+    ``folds`` say which iterations of loops stand for others, those of inner loops first.
+    """
 
     graph: TaskGraph
     labels: tuple[Label, ...]
     label: NDArray[np.int32]
     held: Held
+    folds: tuple[Fold, ...] = ()
 
     def __len__(self) -> int:
         return len(self.graph)
@@ -73,6 +79,7 @@ class Growing:
         self.counts, self.waits_for = array("q"), array("q")
         self.nbytes, self.birth = array("d"), array("q")
         self.value, self.reader = array("q"), array("q")
+        self.fold_last, self.fold_size, self.fold_more = array("q"), array("q"), array("q")
 
     def task(self, seconds: float, stream: int, label: int, waits_for: tuple[int, ...]) -> int:
         """Adds a task; its number."""
@@ -102,7 +109,8 @@ class Growing:
     @property
     def _arrays(self) -> tuple[array[float] | array[int], ...]:
         return (
-            self.seconds, self.stream, self.label, self.counts, self.waits_for, self.nbytes, self.birth, self.value, self.reader
+            self.seconds, self.stream, self.label, self.counts, self.waits_for, self.nbytes, self.birth, self.value, self.reader,
+            self.fold_last, self.fold_size, self.fold_more,
         )  # fmt: skip
 
     def cut(self, sizes: tuple[int, ...]) -> None:
@@ -113,13 +121,19 @@ class Growing:
     def repeat(self, since: tuple[int, ...], times: int) -> None:
         """Adds ``times`` copies of what was added since: the tasks of one iteration and what each holds."""
         tasks, values = len(self.seconds) - since[0], len(self.nbytes) - since[5]
-        shifts = (0, 0, 0, 0, tasks, 0, tasks, values, tasks)
+        shifts = (0, 0, 0, 0, tasks, 0, tasks, values, tasks, tasks, 0, 0)
         for x, start, shift in zip(self._arrays, since, shifts, strict=True):
             one = np.frombuffer(x, np.dtype(x.typecode))[start:].copy()
             copies = np.tile(one, times)
             if shift:
                 copies += np.repeat(np.arange(1, times + 1, dtype=np.int64) * shift, len(one))
             x.frombytes(copies.tobytes())
+
+    def fold(self, last: int, size: int, more: int) -> None:
+        """Lets the iteration that task ``last`` ends stand for ``more`` others."""
+        self.fold_last.append(last)
+        self.fold_size.append(size)
+        self.fold_more.append(more)
 
     def unread(self, since: tuple[int, ...]) -> tuple[int, ...]:
         """The tasks added since that no other task waits for."""
@@ -128,13 +142,14 @@ class Growing:
 
     def finished(self, streams: tuple[Stream, ...], labels: tuple[Label, ...]) -> StepTasks:
         """The tasks as they stand."""
-        seconds, stream, label, counts, waits_for, nbytes, birth, value, reader = (
+        seconds, stream, label, counts, waits_for, nbytes, birth, value, reader, *_ = (
             np.frombuffer(x, np.dtype(x.typecode)).copy() if len(x) else np.zeros(0, np.dtype(x.typecode)) for x in self._arrays
         )
         first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         priority = first_readers(stream, first, waits_for, {i for i, s in enumerate(streams) if s.kind == "compute"})
         graph = TaskGraph(streams, seconds, stream.astype(np.int32), first, waits_for, priority)
-        return StepTasks(graph, labels, label.astype(np.int32), Held(nbytes, birth, value, reader))
+        folds = tuple(map(Fold, self.fold_last, self.fold_size, self.fold_more))
+        return StepTasks(graph, labels, label.astype(np.int32), Held(nbytes, birth, value, reader), folds)
 
 
 def first_readers(

@@ -35,7 +35,6 @@ from shardplan.report.explain import explain, explain_all
 from shardplan.report.simulated import priced_of
 from shardplan.report.timeline import Timeline, timeline
 from shardplan.schedule import PlannedProgram, Schedule, Send, build, planned_program, sends
-from shardplan.schedule.step_tasks import step_tasks
 from shardplan.search.session import Session
 from shardplan.shell.figures import Figures
 
@@ -304,8 +303,14 @@ class Plan(Figures):
             ShardplanError: for a factor below 1.
         """
         factors = contention if isinstance(contention, tuple) else () if contention is None else (contention, contention)
-        tasks = step_tasks(self.schedule, self.planned, frozenset(self.donated_leaves))
-        return timeline(tasks, priced_of(self._data), overlap=overlap, contention=Contention(*factors))
+        return timeline(
+            self.schedule,
+            self.planned,
+            priced_of(self._data),
+            donated=frozenset(self.donated_leaves),
+            overlap=overlap,
+            contention=Contention(*factors),
+        )
 
     # -- the search again --------------------------------------------------------------------------------------------
 

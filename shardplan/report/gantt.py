@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shardplan.cost.simulator import NONE
 from shardplan.report.draw import new_figure, rendered
 from shardplan.report.simulated import Simulated
 from shardplan.report.tables import seconds, size
@@ -47,33 +48,39 @@ def _title(shown: Simulated, title: str) -> str:
 def _stream(axes: Any, shown: Simulated, row: int, edges: NDArray[np.float64]) -> None:
     """One stream: the part of each column in which it is busy, collectives with nothing beside them in red."""
     own = shown.stream == row
-    sends = own & shown.communicates
+    computing, sending = own & ~shown.communicates, own & shown.communicates
+    beside = (shown.stream != row) & (shown.stream != NONE) & ~shown.communicates
     bottom = np.full(len(edges) - 1, row + _HEIGHT / 2)
-    long = shown.end_s - shown.start_s
-    part = np.divide(shown.hidden_s, long, out=np.zeros(len(long)), where=long > 0)
-    for which, weight, colour in ((own & ~sends, None, _COMPUTE), (sends, part, _HIDDEN), (sends, 1 - part, _EXPOSED)):
-        height = _HEIGHT * _busy(shown, which, weight, edges)
-        axes.fill_between(
-            np.repeat(edges, 2)[1:-1] * 1e3, *(np.repeat(x, 2) for x in (bottom, bottom - height)), color=colour, lw=0
-        )
-        bottom = bottom - height
+    hidden = _busy(shown, sending, edges, beside=beside)
+    heights = (_busy(shown, computing, edges), hidden, _busy(shown, sending, edges) - hidden)
+    for part, colour in zip(heights, (_COMPUTE, _HIDDEN, _EXPOSED), strict=True):
+        top = bottom - _HEIGHT * part
+        axes.fill_between(np.repeat(edges, 2)[1:-1] * 1e3, np.repeat(bottom, 2), np.repeat(top, 2), color=colour, lw=0)
+        bottom = top
 
 
 def _busy(
-    shown: Simulated, which: NDArray[np.bool_], weight: NDArray[np.float64] | None, edges: NDArray[np.float64]
+    shown: Simulated, tasks: NDArray[np.bool_], edges: NDArray[np.float64], *, beside: NDArray[np.bool_] | None = None
 ) -> NDArray[np.float64]:
-    """[columns]: the part of each column in which one of these tasks of a stream runs, times the task's ``weight``."""
-    own = np.flatnonzero(which)
-    own = own[np.argsort(shown.start_s[own], kind="stable")]
+    """[columns]: the part of each column in which one of these tasks runs, and one of those ``beside`` it, if they are given."""
+    both = tasks if beside is None else tasks | beside
+    instants = np.unique(np.concatenate([edges, shown.start_s[both], shown.end_s[both]]))
+    middle = (instants[1:] + instants[:-1]) / 2  # nothing begins or ends between two instants
+    runs = _runs_at(shown, tasks, middle)
+    if beside is not None:
+        runs &= _runs_at(shown, beside, middle)
+    column = np.clip(np.searchsorted(edges, middle, side="right") - 1, 0, len(edges) - 2)
+    return np.bincount(column, np.diff(instants) * runs, len(edges) - 1) / np.diff(edges)
+
+
+def _runs_at(shown: Simulated, tasks: NDArray[np.bool_], instants: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """[instants]: whether one of these tasks, which run one at a time, runs then."""
+    own = np.flatnonzero(tasks & (shown.end_s > shown.start_s))
     if not len(own):
-        return np.zeros(len(edges) - 1)
-    start, end = shown.start_s[own], shown.end_s[own]
-    scale = np.ones(len(own)) if weight is None else weight[own]
-    done = np.concatenate([[0.0], np.cumsum((end - start) * scale)])
-    at = np.searchsorted(start, edges, side="right")
-    before = np.maximum(at - 1, 0)
-    until = done[at] - np.where(at > 0, np.maximum(end[before] - edges, 0.0) * scale[before], 0.0)
-    return np.clip(np.diff(until) / np.diff(edges), 0.0, 1.0)
+        return np.zeros(len(instants), bool)
+    own = own[np.argsort(shown.start_s[own], kind="stable")]
+    at = np.searchsorted(shown.start_s[own], instants, side="right") - 1
+    return (at >= 0) & (shown.end_s[own][np.maximum(at, 0)] > instants)
 
 
 def _memory(axes: Any, shown: Simulated) -> None:

@@ -57,17 +57,19 @@ def simulate(
             break
         busy = {(lines[s].device, lines[s].kind) for s in running if s is not None}
 
-        def factor(s: int, busy: set[tuple[int, str]] = busy) -> Fraction:
-            line = lines[s]
-            if line.kind == "compute" and (line.device, "link") in busy:
-                return compute
-            return link if line.kind == "link" and (line.device, "compute") in busy else Fraction(1)
-
-        step = min(left[i] * factor(s) for s, i in running.items() if s is not None)
+        rates = {s: _factor(lines[s], busy, compute, link) for s in running if s is not None}
+        step = min(left[i] * rates[s] for s, i in running.items() if s is not None)
         now += step
         for s, i in running.items():
             assert s is not None
-            left[i] -= step / factor(s)
+            left[i] -= step / rates[s]
             if left[i] == 0:
                 end[i] = now
     return [(start[i], end[i]) for i in range(len(tasks))]
+
+
+def _factor(line: Line, busy: set[tuple[int, str]], compute: Fraction, link: Fraction) -> Fraction:
+    """How many times as long the task of a stream takes beside what is busy now."""
+    if line.kind == "compute" and (line.device, "link") in busy:
+        return compute
+    return link if line.kind == "link" and (line.device, "compute") in busy else Fraction(1)

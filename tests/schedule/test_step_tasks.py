@@ -147,6 +147,7 @@ def unrolled(block: Block, fresh: Any) -> Block:
             carried = results[:carry]
             inside = {k: late[v] for k, v in inside.items()}
         for v, r in zip(instruction.results, [*carried, *results[carry:]], strict=True):
+            assert isinstance(r, int)
             same[v] = r
     renaming = Renaming()
     renaming.same |= same

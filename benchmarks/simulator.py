@@ -28,6 +28,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 import shardplan  # noqa: E402
+from shardplan.cost.delta import simulate_again  # noqa: E402
 from shardplan.cost.simulator import Contention, Engine, Stream, TaskGraph, compiled, simulate  # noqa: E402
 from shardplan.report.tables import seconds, size, table  # noqa: E402
 
@@ -53,7 +54,7 @@ def random_graph(tasks: int, seed: int = 0) -> TaskGraph:
     streams = (Stream("compute", "compute"), Stream("node links", "link"), Stream("gpu links", "link"))
     return TaskGraph(
         streams,
-        rng.integers(1, 1000, tasks) * 1e-9,
+        np.asarray(rng.integers(1, 1000, tasks) * 1e-9, np.float64),
         rng.integers(0, 3, tasks).astype(np.int32),
         np.concatenate([[0], np.cumsum(counts)]),
         waits_for,
@@ -75,9 +76,27 @@ def speed(tasks: int, repeats: int) -> list[dict[str, Any]]:
             begin = time.process_time()
             simulate(graph, Contention(), engine)
             took.append(time.process_time() - begin)
-        median = statistics.median(took)
-        rows.append({"engine": engine, "tasks": count, "seconds": median, "tasks_per_s": count / median})
+        rows.append(_speed_row(engine, count, took))
+        rows.append(_speed_row(f"{engine}, one duration changed", count, _again(graph, engine, 4 * repeats)))
     return rows
+
+
+def _speed_row(name: str, count: int, took: list[float]) -> dict[str, Any]:
+    median = statistics.median(took)
+    return {"engine": name, "tasks": count, "seconds": median, "tasks_per_s": count / median}
+
+
+def _again(graph: TaskGraph, engine: Engine, repeats: int) -> list[float]:
+    """Seconds of simulating again after the duration of one task, drawn evenly, is doubled."""
+    before, rng = simulate(graph, Contention(), engine), np.random.default_rng(1)
+    took: list[float] = []
+    for task in rng.integers(0, len(graph), repeats).tolist():
+        changed = graph.seconds.copy()
+        changed[task] *= 2
+        begin = time.process_time()
+        simulate_again(before, changed, Contention(), engine)
+        took.append(time.process_time() - begin)
+    return took
 
 
 def models() -> list[dict[str, Any]]:

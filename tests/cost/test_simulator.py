@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 
 import hypothesis.strategies as st
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 
 from shardplan.cost import busy
+from shardplan.cost.delta import simulate_again
 from shardplan.cost.simulator import NO_CONTENTION, Contention, Run, Stream, TaskGraph, compiled, simulate
 from shardplan.errors import ShardplanError
 from tests.oracles import simulation
@@ -154,6 +156,24 @@ def test_memory_is_what_lives_at_each_instant() -> None:
     at, nbytes = busy.memory(run, *held)
     assert np.rint(at / TICK).tolist() == [0, 2, 5, 9]
     assert nbytes.tolist() == [23, 18, 7, 0]
+
+
+@pytest.mark.parametrize("streams", [ONE, TWO, FIFO], ids=["one device", "two devices", "fifo"])
+@settings(max_examples=40)
+@given(st.integers(0, 10**6), st.sampled_from([(1.0, 1.0), (1.3, 1.3), (2.5, 1.1)]), st.sampled_from([4, 10**9]), st.data())
+def test_simulating_again_gives_what_simulating_gives(
+    streams: Sequence[Stream], seed: int, factors: tuple[float, float], works: int, data: st.DataObject
+) -> None:
+    """FlexFlow, section 5.3: the delta simulation equals the full one. Up to three tasks change."""
+    before = graph([replace(t, work=t.work + 1) for t in drawn(seed, streams, works=works)], streams)
+    contention = Contention(*factors)
+    changed = before.seconds.copy()
+    for task in data.draw(st.lists(st.integers(0, len(before) - 1), min_size=1, max_size=3)):
+        changed[task] = data.draw(st.integers(1, works)) * TICK
+    again = simulate_again(simulate(before, contention), changed, contention)
+    full = simulate(replace(before, seconds=changed), contention)
+    for name in ("start", "end", "cause"):
+        assert np.array_equal(getattr(again, name), getattr(full, name)), name
 
 
 def test_a_factor_below_one_and_an_unknown_engine_are_refused() -> None:

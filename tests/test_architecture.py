@@ -332,6 +332,7 @@ NOT_FROZEN = {
     "emit.hlo_text.Module": "works out its index at first use",
     "graph.kernels._Kernel": "grows while ops and kernels are joined",
     "emit.specs._Frame": "the values of a program while it is evaluated",
+    "schedule.step_tasks._Frame": "the values of a body while it is walked",
     "schedule.frame.Frame": "the values of a body while it is spelled out",
     "schedule.extents._Facts": "grows while classes are joined",
     "mesh.topology.Tier": "made by a topology alone",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from os import PathLike
 from pathlib import Path
@@ -103,12 +103,14 @@ def save(data: PlanData, file: str | PathLike[str]) -> None:
     write_whole(Path(file), json.dumps(plan_file(data)))
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Writes to a temporary file beside ``path``, then renames it."""
+def write_whole(path: Path, content: str | bytes | Iterable[bytes]) -> None:
+    """Writes to a temporary file beside ``path``, then renames it; content that comes in parts is never held whole."""
     try:
         handle, name = tempfile.mkstemp(dir=path.parent or Path("."), prefix=path.name, suffix=".tmp")
         with os.fdopen(handle, "wb") as out:
-            out.write(content if isinstance(content, bytes) else content.encode())
+            out.writelines(
+                [content.encode()] if isinstance(content, str) else [content] if isinstance(content, bytes) else content
+            )
         os.chmod(name, 0o644)
         os.replace(name, path)
     except OSError as error:

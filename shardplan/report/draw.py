@@ -66,7 +66,7 @@ def picture_format(file: str) -> str:
 
 def picture(drawn: Drawing, *, title: str, suffix: str) -> bytes:
     """The bytes of a picture file in the format ``suffix``. Equal plans give equal bytes."""
-    figure = _matplotlib()(dpi=120)
+    figure = new_figure(dpi=120)
     places = list(_placed(drawn))
     rows = 1 + max((p.row for p in places), default=0)
     width, height = max(6.0, max((p.left for p in places), default=0.0) + _SIZE + 2 * _GAP), _HEAD + _ROW * rows
@@ -86,7 +86,12 @@ def picture(drawn: Drawing, *, title: str, suffix: str) -> bytes:
         for i, name in enumerate(("weights", "activations")):
             at = _top(row) - 1.06 * i - 0.03 - _SIZE / 2
             axes.text(_GAP, at, name, fontsize=6.4, rotation=90, ha="center", va="center", color="#555555")
-    return _rendered(figure, suffix)
+    return rendered(figure, suffix)
+
+
+def new_figure(dpi: int) -> Any:
+    """An empty figure of matplotlib."""
+    return _matplotlib()(dpi=dpi)
 
 
 def _matplotlib() -> Any:
@@ -97,7 +102,8 @@ def _matplotlib() -> Any:
         raise ShardplanError("a drawing needs matplotlib, which is not installed: pip install 'shardplan[draw]'") from error
 
 
-def _rendered(figure: Any, suffix: str) -> bytes:
+def rendered(figure: Any, suffix: str) -> bytes:
+    """The bytes of a picture file, without the time at which it was made."""
     out = io.BytesIO()
     undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": {}}[suffix]
     with import_module("matplotlib").rc_context({"svg.hashsalt": "shardplan"}):

@@ -24,7 +24,20 @@ from shardplan.cost.network import binomial_rounds
 from shardplan.ir import PAIRS, Layout, Reducer, Split, itemsize
 from shardplan.schedule.bundles import copying_s
 from shardplan.schedule.changes import Change, later_splits, splits_buffer
-from shardplan.schedule.instructions import Block, Bundle, Compute, Cond, Cut, Move, Reblock, Scan, Schedule, While
+from shardplan.schedule.instructions import (
+    Block,
+    Bundle,
+    Compute,
+    Cond,
+    Cut,
+    Instruction,
+    Move,
+    Reblock,
+    Scan,
+    Schedule,
+    While,
+    blocks_of,
+)
 from shardplan.schedule.planned import PlannedProgram
 
 Groups = tuple[tuple[int, ...], ...]
@@ -92,6 +105,19 @@ def issued(schedule: Schedule, planned: PlannedProgram, windows: Mapping[int, fl
     ``windows`` are those of `shardplan.schedule.windows`; without them nothing is hideable.
     """
     return tuple(_Reader(planned, branches=False, windows=windows or {}).block(schedule.body, 1.0))
+
+
+def issuer(planned: PlannedProgram) -> Callable[[Instruction], tuple[Issued, ...]]:
+    """A function that gives the priced collectives of one execution of an instruction, without those of its bodies.
+
+    Ask it for the instructions in the order of the schedule: a reduction of pairs comes before its move.
+    """
+    reader = _Reader(planned, branches=False)
+
+    def of(instruction: Instruction) -> tuple[Issued, ...]:
+        return () if blocks_of(instruction) else tuple(reader.block(Block((), (instruction,), ()), 1.0))
+
+    return of
 
 
 @dataclass(frozen=True, slots=True)

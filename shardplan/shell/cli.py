@@ -1,4 +1,4 @@
-"""The command line: `shardplan plan | verify | compare | score | explain | mesh | reduce | tdl | calibrate`.
+"""The command line: `shardplan plan | verify | compare | score | simulate | explain | mesh | reduce | tdl | calibrate`.
 
 With ``--json``, stdout holds one JSON object and nothing else; progress and warnings go to stderr. Exit codes: 0, done; 1, a
 check failed; 2, a user's error, printed as one line (with its traceback too if SHARDPLAN_TRACEBACK=1 is set); 130, interrupted by
@@ -24,6 +24,7 @@ from shardplan.report.report import Report
 from shardplan.shell import interrupts
 from shardplan.shell.arguments import Parser, add_command, add_target_options, count
 from shardplan.shell.mesh_commands import add_mesh_commands
+from shardplan.shell.simulate_command import add_simulate_command
 from shardplan.shell.target_plan import simulated_devices, target_plan
 
 
@@ -198,6 +199,8 @@ def _parser() -> argparse.ArgumentParser:
     one = add_command(commands, "score", _score, "price your own sharding (not supported yet)")
     add_target_options(one, required=False)  # it answers "not supported yet" without a TARGET too
     one.add_argument("--specs", metavar="FILE")
+
+    add_simulate_command(commands)
 
     one = add_command(commands, "explain", _explain, "explain the choices of a saved plan")
     one.add_argument("file", metavar="plan.json")

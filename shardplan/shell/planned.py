@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardplan import _jax
+from shardplan.cost.simulator import Contention
 from shardplan.emit.backends import checked_backend, emitter
 from shardplan.emit.stacked import partition_spec
 from shardplan.errors import ArgumentError, PlanFileError, ShardplanError
@@ -31,6 +32,8 @@ from shardplan.plans.summary import Scheduled, baselines, collectives_of, decide
 from shardplan.report.draw import picture, picture_format
 from shardplan.report.drawing import drawing
 from shardplan.report.explain import explain, explain_all
+from shardplan.report.simulated import priced_of
+from shardplan.report.timeline import Timeline, timeline
 from shardplan.schedule import PlannedProgram, Schedule, Send, build, planned_program, sends
 from shardplan.search.session import Session
 from shardplan.shell.figures import Figures
@@ -287,6 +290,27 @@ class Plan(Figures):
             raise PlanFileError(
                 f"this step is not the one that was planned: they differ first at {first_difference}; plan this step again"
             )
+
+    # -- simulation --------------------------------------------------------------------------------------------------
+
+    def simulate(self, overlap: bool = True, contention: float | tuple[float, float] | None = None) -> Timeline:
+        """Simulates one step of the explicit program: compute and each level's links run at once (FlexFlow, section 5).
+
+        Without ``overlap`` all tasks run one after the other, in the order of the program. ``contention`` is how many times as
+        long compute and communication take while both run: a factor for both, or one for each (default: 1.3; 1.0 for none).
+
+        Raises:
+            ShardplanError: for a factor below 1.
+        """
+        factors = contention if isinstance(contention, tuple) else () if contention is None else (contention, contention)
+        return timeline(
+            self.schedule,
+            self.planned,
+            priced_of(self._data),
+            donated=frozenset(self.donated_leaves),
+            overlap=overlap,
+            contention=Contention(*factors),
+        )
 
     # -- the search again --------------------------------------------------------------------------------------------
 

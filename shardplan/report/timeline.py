@@ -1,0 +1,133 @@
+"""A timeline: a step as it is simulated (FlexFlow, section 5), with its files."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardplan.cost import busy
+from shardplan.cost.folds import unfolded
+from shardplan.cost.simulator import NO_CONTENTION, NONE, Contention, Run, simulate
+from shardplan.plans.files import write_whole
+from shardplan.report.draw import picture_format
+from shardplan.report.gantt import gantt
+from shardplan.report.simulated import Priced, Simulated
+from shardplan.report.trace import trace
+from shardplan.schedule import PlannedProgram, Schedule
+from shardplan.schedule.step_tasks import count_instructions, longest_scan, step_tasks
+from shardplan.schedule.tasks import StepTasks
+
+
+@dataclass(frozen=True, slots=True, repr=False, eq=False)
+class Timeline(Simulated):
+    """A simulated step that can be saved and drawn. Made by `Plan.simulate`."""
+
+    def save(self, file: str | os.PathLike[str]) -> None:
+        """Writes Chrome's trace events as JSON, for Perfetto (https://ui.perfetto.dev); the file is replaced once complete.
+
+        Raises:
+            ShardplanError: if the file cannot be written.
+        """
+        write_whole(Path(file), trace(self))
+
+    def draw(self, file: str | os.PathLike[str], *, title: str = "") -> None:
+        """Draws streams and memory over the step. The suffix of ``file`` sets the format: .png, .svg or .pdf.
+
+        Raises:
+            ShardplanError: for another suffix, if matplotlib is not installed, or if the file cannot be written.
+        """
+        suffix = picture_format(os.fspath(file))
+        write_whole(Path(file), gantt(self, title=title, suffix=suffix))
+
+
+def timeline(
+    schedule: Schedule,
+    planned: PlannedProgram,
+    priced: Priced,
+    *,
+    donated: frozenset[int] = frozenset(),
+    overlap: bool = True,
+    contention: Contention = NO_CONTENTION,
+    iterations: int | None = None,
+) -> Timeline:
+    """Simulates a step. Without ``overlap`` its tasks run one after the other, in the order of the program.
+
+    Of scans at least so many ``iterations`` are written out (by default all, of a step of more than `_MANY` instructions a few).
+    One stands for the rest where that changes nothing.
+    """
+    longest = longest_scan(schedule.body)
+    if iterations is None:
+        iterations = longest if count_instructions(schedule.body) <= _MANY else _FEW
+    while True:
+        tasks = step_tasks(schedule, planned, donated, iterations=max(iterations, 4))
+        run = unfolded(simulate((tasks if overlap else tasks.in_program_order()).graph, contention), tasks.folds)
+        if run is not None:
+            return _timeline(tasks, run, priced, overlap=overlap, contention=contention)
+        assert iterations < longest, "a step without folds is as simulated"
+        iterations *= 2
+
+
+_MANY = 200_000
+_FEW = 8
+
+
+def _timeline(tasks: StepTasks, run: Run, priced: Priced, *, overlap: bool, contention: Contention) -> Timeline:
+    """The figures of a simulated step."""
+    graph = tasks.graph
+    kinds = np.array([s.kind == "link" for s in graph.streams])
+    communicates = np.where(graph.stream == NONE, False, kinds[graph.stream])
+    hidden_s = _hidden_s(run) if overlap else np.zeros(len(tasks))
+    held = tasks.held
+    memory_at_s, memory_bytes = busy.memory(run, held.nbytes, held.birth, held.value, held.reader)
+    streams = run.graph.streams
+    return Timeline(
+        step_time_s=run.seconds,
+        overlap=overlap,
+        contention=contention,
+        streams=tuple(s.name for s in streams),
+        kinds=tuple(s.kind for s in streams),
+        busy_s=dict(zip((s.name for s in streams), busy.busy_s(run).tolist(), strict=True)),
+        exposed_s=_exposed_s(run, communicates),
+        critical_path=run.critical_path,
+        labels=tasks.labels,
+        label=tasks.label,
+        stream=run.graph.stream,
+        start_s=run.start_s,
+        end_s=run.end_s,
+        seconds=run.graph.seconds,
+        communicates=communicates,
+        times=_times(tasks),
+        hidden_s=np.where(communicates, hidden_s, 0.0),
+        memory_at_s=memory_at_s,
+        memory_bytes=memory_bytes,
+        priced=priced,
+    )
+
+
+def _times(tasks: StepTasks) -> NDArray[np.int64]:
+    """[n]: how many executions each task stands for."""
+    times = np.ones(len(tasks), np.int64)
+    for fold in tasks.folds:
+        times[fold.last + 1 - fold.size : fold.last + 1] *= 1 + fold.more
+    return times
+
+
+def _hidden_s(run: Run) -> NDArray[np.float64]:
+    """[n]: the seconds of each task in which the device computes."""
+    return sum(
+        (busy.beside_s(run, s) for s, stream in enumerate(run.graph.streams) if stream.kind == "compute"),
+        np.zeros(len(run.graph)),
+    )
+
+
+def _exposed_s(run: Run, communicates: NDArray[np.bool_]) -> float:
+    """The seconds in which the device communicates and does not compute."""
+    computing = np.unique(run.graph.stream[~communicates & (run.graph.stream != NONE)])
+    if len(run.graph.streams) == 1:
+        return float((run.end - run.start)[communicates].sum()) * run.tick_s
+    every = np.arange(len(run.graph.streams))
+    return busy.covered_s(run, every) - busy.covered_s(run, computing)

@@ -1,0 +1,56 @@
+"""The command `shardplan simulate`: what a step runs when, as a timeline."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from shardplan.errors import ShardplanError
+from shardplan.report.report import Report
+from shardplan.shell.arguments import add_command, add_target_options
+from shardplan.shell.target_plan import target_plan
+
+
+def add_simulate_command(commands: Any) -> None:
+    """Adds `simulate`."""
+    one = add_command(commands, "simulate", _simulate, "simulate a step of a plan, with compute and communication at once")
+    add_target_options(one)
+    one.add_argument("--plan", metavar="FILE", help="use a saved plan instead of a new one")
+    one.add_argument("-o", "--output", metavar="FILE", help="save the timeline as trace events, which Perfetto opens")
+    one.add_argument("--png", metavar="FILE", help="draw streams and memory (.png, .svg or .pdf)")
+    one.add_argument("--no-overlap", action="store_true", help="run all tasks one after the other, as the sum of their times")
+    one.add_argument(
+        "--contention",
+        type=float,
+        metavar="FACTOR",
+        help="how many times as long compute and communication take while both run (default: 1.3; 1 for none)",
+    )
+
+
+def _simulate(options: argparse.Namespace) -> Report:
+    from shardplan.cost.simulator import Contention
+    from shardplan.report.draw import picture_format
+    from shardplan.report.simulated import timeline_json
+    from shardplan.report.timeline_text import timeline_text
+
+    # mistakes are reported before the search
+    for name, file in (("-o", options.output), ("--png", options.png)):
+        if file == "":
+            raise ShardplanError(f"{name} is empty: give the name of a file")
+    if options.png is not None:
+        picture_format(options.png)
+        if options.output is not None and Path(options.output).resolve() == Path(options.png).resolve():
+            raise ShardplanError(f"-o and --png both name {options.png!r}: give one of them another name")
+    if options.contention is not None:
+        Contention(options.contention, options.contention)
+    made, _, _ = target_plan(options, file=options.plan)
+    shown = made.simulate(overlap=not options.no_overlap, contention=options.contention)
+    text = timeline_text(shown, title=options.target)
+    if options.output is not None:
+        shown.save(options.output)
+        text += f"\n\nsaved to {options.output}: open it in https://ui.perfetto.dev"
+    if options.png is not None:
+        shown.draw(options.png, title=f"{options.target} on {made.cluster.name}")
+        text += f"\n\ndrawn in {options.png}"
+    return Report(text, timeline_json(shown))

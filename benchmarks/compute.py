@@ -24,7 +24,6 @@ from typing import Any
 from gpu_bytes import DEEP, STEPS, TARGET, TEXT, Step, cluster_of, rows_of, step_of
 
 ROOT = Path(__file__).parent.parent
-DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64", "": "float32"}
 MODELS = {
     **{name: step for name, step in STEPS.items() if step.model and name != "llama-70b"},
     "gpt-4-remat": Step(
@@ -104,7 +103,6 @@ def _compiled(plan: Any, step: Any, args: Any) -> dict[str, float]:
     """The compute of a plan, predicted and compiled."""
     from jax.experimental import topologies
 
-    from shardplan.cost import compute
     from shardplan.emit.hlo_kernels import kernels
 
     device, per_node = plan.cluster.device, plan.cluster.levels[-1].size
@@ -113,8 +111,7 @@ def _compiled(plan: Any, step: Any, args: Any) -> dict[str, float]:
     text = plan.jit(step, machine.devices, "explicit").lower(*args).compile().as_text()
     total = products = count = 0.0
     for kernel in kernels(text):
-        dtype = DTYPES.get(kernel.dtype, kernel.dtype)
-        seconds = compute.seconds(device, kernel.flops, kernel.nbytes, dtype, matrix=bool(kernel.flops), launches=1.0)
+        seconds = kernel.seconds(device)
         total += kernel.times * seconds
         count += kernel.times
         products += kernel.times * seconds if kernel.flops else 0.0

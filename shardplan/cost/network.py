@@ -94,6 +94,40 @@ class Network:
         rows = self.lines(kind, over, algorithm=algorithm)
         return np.min(rows[:, 0] + np.asarray(nbytes, float)[..., None] * rows[:, 1], axis=-1)
 
+    def among(self, kind: Collective, groups: Sequence[Sequence[int]], nbytes: float) -> tuple[float, frozenset[int]]:
+        """(seconds, levels that are crossed) of one collective instruction among these groups of devices, all of one size.
+
+        The groups of a permute are (source, target) pairs. As in `seconds`, the least of the algorithms; where the groups are not
+        those of some factors, of the ring.
+        """
+        if not groups:
+            return 0.0, frozenset()
+        key = ("among", kind, tuple(map(tuple, groups)))
+        if key not in self.memo:
+            self.memo[key] = self._among(kind, np.array(groups, np.int64))
+        rows, levels = self.memo[key]
+        return float(np.min(rows[:, 0] + rows[:, 1] * nbytes)), levels
+
+    def _among(self, kind: Collective, members: Ints) -> tuple[Floats, frozenset[int]]:
+        at = self._coordinates
+        if kind in ("permute", "shift"):
+            members = members[members[:, 0] != members[:, 1]]
+        over = [i for i in range(len(self.factors)) if np.any(at[members, i] != at[members[:, :1], i])]
+        levels = frozenset(self.factors[i].level for i in over)
+        if not over:
+            return np.zeros((1, 2)), levels
+        if kind in ("permute", "shift"):
+            outside = [i for i in range(len(self.factors)) if i not in over]
+            group = np.unique(at[members[:, 0]][:, outside], axis=0, return_inverse=True)[1].ravel()
+            latency_s = float(_hops(self, members[:, :1], members[:, 1:]).max())
+            pairs = _Round(members[:, 0], members[:, 1], group, np.ones(len(members)), latency_s)
+            slope = self._slope(pairs, over, tree=False)
+            return np.array([(latency_s + self.cluster.device.instruction_s, slope)]), levels
+        members = np.sort(members, axis=1)
+        whole = members.shape[1] == math.prod(self.factors[i].size for i in over)
+        shapes = _shapes(kind, False, "auto" if whole or kind != "all_reduce" else "ring")
+        return np.array([self._line(kind, members, over, shape) for shape in shapes]), levels
+
     def busy(self, kind: Collective, over: Sequence[int], *, first: Sequence[int] = (), algorithm: Algorithm = "auto") -> Floats:
         """For each alternative of `lines`, the seconds per byte that it occupies each level's busiest link.  # [A, levels]"""
         key = ("busy", kind, _named(kind, over), frozenset(first), algorithm)

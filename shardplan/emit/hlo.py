@@ -73,7 +73,7 @@ def parse(hlo_text: str) -> tuple[HloCollective, ...]:
     Raises `HloError` on a collective of an unknown form.
     """
     module = parse_module(hlo_text)
-    return tuple(collective for _, _, collective in _collectives(module))
+    return tuple(collective for _, _, collective in collectives_of(module))
 
 
 def operands(hlo_text: str) -> tuple[tuple[HloCollective, int], ...]:
@@ -86,7 +86,7 @@ def operands(hlo_text: str) -> tuple[tuple[HloCollective, int], ...]:
     module = parse_module(hlo_text)
     undo = Undo(module)
     rows: list[tuple[HloCollective, int]] = []
-    for computation, instruction, collective in _collectives(module):
+    for computation, instruction, collective in collectives_of(module):
         shapes = operand_shapes(computation, instruction, collective.kind)
         each = [(s.size * undo.bits(computation, instruction, n, s) + 7) // 8 for n, s in enumerate(shapes)]
         parts = list(zip(each, (shape.nbytes for shape in shapes), strict=True))
@@ -105,7 +105,7 @@ def measure(hlo_text: str, *, undo_cpu: bool = True) -> Measured:
     ten devices (``{...}``); they are assumed to give each device of a group its own slice where the sizes allow it.
     """
     module = parse_module(hlo_text)
-    rows = _collectives(module)
+    rows = collectives_of(module)
     raw = tuple(collective for _, _, collective in rows)
     undo = Undo(module)
     pieces = [p for c, i, collective in rows for p in _undone(undo, c, i, collective)] if undo_cpu else raw
@@ -135,7 +135,8 @@ def _total(collectives: Sequence[HloCollective]) -> KindTotal:
     return KindTotal(sum(c.trips for c in collectives), float(sum(c.wire_bytes * c.trips for c in collectives)))
 
 
-def _collectives(module: Module) -> list[tuple[Computation, Instruction, HloCollective]]:
+def collectives_of(module: Module) -> list[tuple[Computation, Instruction, HloCollective]]:
+    """Every collective that a module runs, with its place, nothing undone. Raises `HloError` on one of an unknown form."""
     rows: list[tuple[Computation, Instruction, HloCollective]] = []
     for computation in module.computations.values():
         for instruction in computation.instructions.values():

@@ -12,7 +12,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from shardplan.cost import compute
 from shardplan.emit.hlo_text import Computation, Instruction, Module, Shape, parse_module
+from shardplan.mesh import Device
 
 _FREE = frozenset(
     (
@@ -26,6 +28,7 @@ _COLLECTIVE = re.compile(
 )
 _FUSIONS = ("fusion", "fusion-start")
 """A fusion, and one that runs beside others: its bytes are counted where it starts."""
+_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64", "": "float32"}
 _RENAMES = ("bitcast", "reshape", "copy", "transpose", "convert")
 
 
@@ -47,10 +50,19 @@ class Kernel:
         """Bytes that one run moves."""
         return self.read_bytes + self.written_bytes
 
+    def seconds(self, device: Device) -> float:
+        """Seconds of one run and its launch, by the roofline of `shardplan.cost.compute`."""
+        dtype = _DTYPES.get(self.dtype, self.dtype)
+        return compute.seconds(device, self.flops, self.nbytes, dtype, matrix=bool(self.flops), launches=1.0)
+
 
 def kernels(hlo_text: str) -> tuple[Kernel, ...]:
     """The kernels of the text of a compiled program, in its order. Raises `HloError` on text that is not HLO."""
-    module = parse_module(hlo_text)
+    return tuple(kernels_of(parse_module(hlo_text)).values())
+
+
+def kernels_of(module: Module) -> dict[tuple[str, str], Kernel]:
+    """The kernels of a module by the names of their computation and instruction, in its order."""
     inside = {
         name
         for computation in module.computations.values()
@@ -58,15 +70,15 @@ def kernels(hlo_text: str) -> tuple[Kernel, ...]:
         for _, name in i.called
         if i.opcode not in ("while", "conditional", "call", "async-start")
     }
-    result: list[Kernel] = []
+    result: dict[tuple[str, str], Kernel] = {}
     for computation in module.computations.values():
         times = module.runs[computation.name].times
         if computation.name in inside or not times:
             continue
         for i in computation.instructions.values():
             if i.opcode not in _FREE and not _COLLECTIVE.match(i.opcode):
-                result.append(_kernel(module, computation, i, times))
-    return tuple(result)
+                result[computation.name, i.name] = _kernel(module, computation, i, times)
+    return result
 
 
 def _kernel(module: Module, computation: Computation, i: Instruction, times: int) -> Kernel:

@@ -227,3 +227,27 @@ def test_wire_bytes_follow_the_ring():
 def test_factors_of_another_cluster_are_refused():
     with pytest.raises(ClusterError, match="make 8 devices, '4x8' has 32"):
         Network(Cluster.load("4x8"), factors(SLOW))
+
+
+@given(networks(), st.data())
+def test_the_groups_of_some_factors_cost_what_the_factors_do(net: Network, data: st.DataObject):
+    over = tuple(data.draw(st.permutations([i for i in range(len(net.factors)) if data.draw(st.booleans())])))
+    nbytes = data.draw(st.floats(1.0, 1e9))
+    levels = frozenset(net.factors[i].level for i in over if net.factors[i].size > 1)
+    groups = net.groups(over)
+    inside = sorted(over)
+    grid = groups.reshape(len(groups), *(net.factors[i].size for i in inside))
+    placed = grid.transpose(0, *(1 + inside.index(i) for i in over)).reshape(groups.shape)
+    shifted = np.stack([placed[:, :-1].ravel(), placed[:, 1:].ravel()], axis=1)
+    for kind in KINDS:
+        if kind != "permute":
+            given_groups = shifted if kind == "shift" else placed  # the members of a group in any order
+            seconds, crossed = net.among(kind, given_groups.tolist(), nbytes)
+            assert seconds == pytest.approx(float(net.seconds(kind, over, nbytes)), rel=1e-12)
+            assert crossed == levels
+    moved = np.stack([groups.ravel(), placed.ravel()], axis=1)
+    seconds, crossed = net.among("permute", moved.tolist(), nbytes)
+    assert seconds == 0.0 if np.array_equal(groups, placed) else seconds > 0
+    assert crossed <= levels
+    if crossed == levels:  # else it changes no place along some factor, which `over` need not have named
+        assert seconds == pytest.approx(float(net.seconds("permute", (*inside, *over), nbytes)), rel=1e-12)

@@ -38,7 +38,10 @@ def step(weights: list[Any], x: Any) -> list[Any]:
 
 
 def main() -> None:
-    """Prints {"sends": [bytes, ...], "merge_bytes": bytes, "none" | "merge" | "limit" | "all": what `_read` finds}."""
+    """Prints {"sends": [bytes, ...], "merge_bytes": bytes, "limit_of_all": collectives, SET: what `_read` finds}.
+
+    SET is "none", "merge", "limit" and "all" of the flags.
+    """
     preset = shardplan.Cluster.load("gcp-a100")
     cluster = replace(preset, levels=tuple(replace(level, size=n) for level, n in zip(preset.levels, (2, 4), strict=True)))
     args = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * LAYERS, jax.ShapeDtypeStruct((1 << 16, WIDTH), jnp.float32)
@@ -49,14 +52,15 @@ def main() -> None:
     merge = {name: value for name, value in plan.xla_flags.items() if "combine" in name}
     limit = {name: value for name, value in plan.xla_flags.items() if name not in merge}
     found: dict[str, Any] = {"sends": [s.nbytes for s in plan.sends], "merge_bytes": max(merge.values())}
+    found["limit_of_all"] = next(value for name, value in limit.items() if name.endswith("overlap_limit"))
     for name, flags in {"none": {}, "merge": merge, "limit": limit, "all": plan.xla_flags}.items():
         found[name] = _read(lowered.compile(compiler_options=flags).as_text())
     sys.stdout.write(json.dumps(found) + "\n")
 
 
 def _read(text: str) -> dict[str, Any]:
-    """Bytes of the operands of every collective, of what the merged ones pass on, and the most that are under way at once."""
-    collectives = {c.name: max(c.operand_bytes, c.result_bytes) for c in hlo.parse(text)}
+    """Bytes of the operands of every collective, and the most that are under way at once."""
+    collectives = {c.name for c in hlo.parse(text)}
     module = parse_module(text)
     under_way = most = 0
     operands: list[list[int]] = []
@@ -69,8 +73,7 @@ def _read(text: str) -> dict[str, Any]:
         elif instruction.opcode.endswith("-done") and instruction.operands[0] in collectives:
             under_way -= 1
         most = max(most, under_way)
-    merged = [collectives[name] for name in collectives if len(entry.instructions[name].operands) > 1]
-    return {"operands": operands, "merged": merged, "open": most}
+    return {"operands": operands, "open": most}
 
 
 if __name__ == "__main__":

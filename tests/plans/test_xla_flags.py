@@ -37,13 +37,14 @@ def test_collectives_merge_while_latency_is_most_of_their_time() -> None:
         "xla_gpu_all_reduce_combine_threshold_bytes": 5_400_000,
         "xla_gpu_collective_permute_combine_threshold_bytes": 5_400_000,
         "xla_gpu_reduce_scatter_combine_threshold_bytes": 675_000,
-        LIMIT: 2,
+        LIMIT: 4,
+        "xla_gpu_enable_while_loop_double_buffering": True,
     }
 
 
 @pytest.mark.parametrize(("cluster", "links"), [("8", 1), ("dgx-h100:1", 1), ("2x4", 2), ("2x2x2", 3), ("1", 1)])
-def test_each_level_with_a_link_has_a_collective_under_way(cluster: str, links: int) -> None:
-    assert xla_flags(shardplan.Cluster.load(cluster))[LIMIT] == links
+def test_each_level_with_a_link_has_two_collectives_under_way(cluster: str, links: int) -> None:
+    assert xla_flags(shardplan.Cluster.load(cluster))[LIMIT] == 2 * links
 
 
 def test_reports_name_the_flags() -> None:
@@ -51,7 +52,7 @@ def test_reports_name_the_flags() -> None:
     assert plan_json(plan.completed())["xla_flags"] == plan.xla_flags
     text = plan_text(plan.completed())
     assert plan.xla_flags
-    assert all(f"--{name}={value}" in text for name, value in plan.xla_flags.items())
+    assert all(f"--{name}={str(value).lower()}" in text for name, value in plan.xla_flags.items())
 
 
 @pytest.mark.slow
@@ -65,13 +66,14 @@ def test_flags_keep_gradients_apart_and_levels_busy_at_once() -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=500, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    gradients, merge_bytes = found["sends"], found["merge_bytes"]
+    assert min(gradients) > merge_bytes
     for flags in ("none", "merge", "limit", "all"):
         operands = [nbytes for one in found[flags]["operands"] for nbytes in one]
-        assert sorted(operands) == sorted(found["sends"]), "what a plan sends is neither split nor merged back into less"
-    layers = len(found["none"]["operands"][0])
-    assert [len(one) for one in found["none"]["operands"]] == [layers] * 4
-    merge_bytes = found["merge_bytes"]
+        assert sum(operands) == sum(gradients), "what a plan sends becomes neither more nor less"
+    for flags in ("none", "limit"):
+        assert len(found[flags]["operands"]) < len(gradients), "XLA merges what it may"
     for flags in ("merge", "all"):
-        assert max(found[flags]["merged"]) <= merge_bytes < min(found["none"]["merged"])
-        assert len(found[flags]["operands"]) > 4
-    assert (found["none"]["open"], found["merge"]["open"], found["all"]["open"]) == (1, 1, 2)
+        assert sorted(found[flags]["operands"]) == sorted([nbytes] for nbytes in gradients)
+    assert (found["none"]["open"], found["merge"]["open"]) == (1, 1)
+    assert found["all"]["open"] == found["limit_of_all"], "as many are under way as may be"

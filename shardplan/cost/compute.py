@@ -9,17 +9,19 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from shardplan.ir import itemsize
 from shardplan.mesh import Device
-from shardplan.tdl import Description
+from shardplan.tdl import Call, Description
 from shardplan.tdl.description import children
 from shardplan.tdl.index import Affine, Exact, IndexExpr, loops_of
-from shardplan.tdl.language import Access, Apply, Match, Reduce, Scalar
+from shardplan.tdl.language import Access, Apply, HiddenLoops, Match, OpaqueResult, Reduce, Scalar
 
 
 def flops(description: Description) -> float:
     """Flops of the whole op: one for each scalar operation of each element, as XLA counts (a multiply-add is two).
 
-    A lookup described as a sum over rows reads one row, so its loop counts once. Terms that read padding count nothing.
+    A lookup described as a sum over rows reads one row, so its loop counts once. Terms that read padding count nothing. An opaque
+    function counts the flops that its description states.
     """
     return sum(
         _tree_flops(tree, description, math.prod(n for n in shape))
@@ -39,6 +41,8 @@ def _tree_flops(node: Scalar, description: Description, times: float) -> float:
         case Apply(how, args, _):
             operations = 0.0 if how == "where" else times * max(1, len(args) - 1)
             return operations + sum(_tree_flops(a, description, times) for a in args)
+        case OpaqueResult(args, stated) | HiddenLoops(args, _, stated):
+            return stated + sum(_tree_flops(a, description, times) for a in args)
         case _:
             return sum(_tree_flops(c, description, times) for c in children(node))
 
@@ -91,6 +95,26 @@ def _sums_products(node: Scalar) -> bool:
     if isinstance(node, Reduce) and node.reducer == "sum" and isinstance(node.body, Apply) and node.body.how == "mul":
         return True
     return any(_sums_products(c) for c in children(node))
+
+
+def states_products(description: Description) -> bool:
+    """Whether an opaque function in the description states the flops of matrix products inside it."""
+    return any(_states(tree) for tree in description.trees)
+
+
+def _states(node: Scalar) -> bool:
+    if isinstance(node, OpaqueResult | HiddenLoops) and node.flops:
+        return True
+    return any(_states(c) for c in children(node))
+
+
+def product_dtype(call: Call, *, contracts: bool) -> str:
+    """The dtype at whose peak an op's products run: the wider of the two that are multiplied, else that of its first operand.
+
+    Of two types of one width, such as the two of 8-bit floats, the first counts.
+    """
+    known = [d for d in call.dtypes if d][: 2 if contracts else 1]
+    return max(known, key=itemsize) if known else "float32"
 
 
 def seconds(device: Device, flop: float, nbytes: float, dtype: str, *, matrix: bool, launches: float | None = None) -> float:

@@ -334,7 +334,8 @@ class _Builder:
 def _params(eqn: Any, name: str) -> Mapping[str, Any]:
     """The parameters of an equation; what draws bits that depend on the whole shape says so."""
     whole = name in ("random_bits", "random_split") and not _jax.threefry_partitionable(eqn)
-    return {**eqn.params, _jax.WHOLE_SHAPE: True} if whole else eqn.params
+    own = {_jax.WHOLE_SHAPE: True} if whole else _jax.own_params(eqn)
+    return {**eqn.params, **own} if own else eqn.params
 
 
 def _bodies(eqn: Any) -> tuple[Program, ...]:

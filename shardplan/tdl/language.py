@@ -190,11 +190,17 @@ class Opaque:
     """A function of its arguments that TDL cannot express; each argument's ``:`` dims stay whole.
 
     ``lambda b, i, j: Opaque()(mat[b, :, :])[i, j]`` is Tofu's batch Cholesky: the dims indexed after the call stay whole too.
+
+    ``flops`` are those of the matrix products in the whole call, for all elements of all results together: the op is then priced
+    at the peak of its first operand's dtype. Without them its memory traffic alone counts.
     """
+
+    def __init__(self, flops: float = 0.0) -> None:
+        self.flops = flops
 
     def __call__(self, *args: Scalar) -> OpaqueResult:
         """The function's value on these elements and slices."""
-        return OpaqueResult(args)
+        return OpaqueResult(args, self.flops)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,10 +208,12 @@ class OpaqueResult(Scalar):
     """An opaque value: index it with the loops that run inside the function, or use it as it is."""
 
     args: tuple[Scalar, ...]
+    flops: float = 0.0
 
     def __getitem__(self, key: object) -> Scalar:
         keys = cast("tuple[object, ...]", key if isinstance(key, tuple) else (key,))
-        return HiddenLoops(self.args, frozenset(loop for k in keys if isinstance(k, Loop) for loop in _loops(k)))
+        hidden = frozenset(loop for k in keys if isinstance(k, Loop) for loop in _loops(k))
+        return HiddenLoops(self.args, hidden, self.flops)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +222,7 @@ class HiddenLoops(Scalar):
 
     args: tuple[Scalar, ...]
     loops: frozenset[int]
+    flops: float = 0.0
 
 
 def _loops(loop: Loop) -> frozenset[int]:

@@ -1,6 +1,7 @@
 """The descriptions, one file for each family of primitives. Importing this package registers them all."""
 
 from shardplan.tdl.rules import (
+    attention,
     contraction,
     elementwise,
     indexing,
@@ -12,4 +13,15 @@ from shardplan.tdl.rules import (
     sorting,
 )
 
-__all__ = ["contraction", "elementwise", "indexing", "linalg", "movement", "placement", "random", "reduction", "sorting"]
+__all__ = [
+    "attention",
+    "contraction",
+    "elementwise",
+    "indexing",
+    "linalg",
+    "movement",
+    "placement",
+    "random",
+    "reduction",
+    "sorting",
+]

@@ -55,5 +55,5 @@ def _for_this_platform(run: Any, *operands: jax.Array) -> Any:
 
 
 def _arguments(scale: float, causal: bool, interpret: bool) -> tuple[Any, ...]:
-    """All that `mha` takes behind the segments: blocks, the backward pass's kernel, warps, stages, grid, interpret, debug, sums."""
+    """What `mha` takes behind the segments: blocks, backward kernel, warps, stages, grid, interpret, debug, whether sums are given."""
     return scale, causal, attention.BlockSizes.get_default(), "triton", None, 2, None, interpret, False, False

@@ -210,11 +210,54 @@ def resized_kernel(params: Mapping[str, Any], operands: Sequence[Any], results: 
     return {**params, "grid_mapping": dataclasses.replace(mapping, grid=tuple(grid), block_mappings=blocks), "out_avals": outs}
 
 
+CUDNN_ATTENTION = ("dot_product_attention_fwd", "dot_product_attention_bwd")
+"""What cuDNN's attention runs, forward and backward; a traced step has each with ``_wrapper`` behind its name."""
+
+
+@contextlib.contextmanager
+def cudnn_assumed() -> Iterator[None]:
+    """While this lasts, cuDNN's attention is traced as if for the newest GPU and cuDNN, if none is installed here.
+
+    JAX asks for both when it traces, and keeps neither in the program. Where cuDNN is installed, JAX asks as always.
+    """
+    module = sys.modules.get("jax._src.cudnn.fused_attention_stablehlo")
+    asked = ("check_cudnn_version", "check_compute_capability")
+    if module is None or getattr(module, "cuda_versions", None) is not None or not all(hasattr(module, n) for n in asked):
+        yield
+        return
+    before = {name: getattr(module, name) for name in asked}
+    vars(module).update(check_cudnn_version=lambda: sys.maxsize, check_compute_capability=lambda capability: True)
+    try:
+        yield
+    finally:
+        vars(module).update(before)
+
+
+@contextlib.contextmanager
+def run_on_cpu(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """While this lasts, CPUs run these primitives by functions of the same operands and parameters."""
+    mlir = importlib.import_module("jax.interpreters.mlir")
+    rules = importlib.import_module("jax._src.interpreters.mlir")._platform_specific_lowerings["cpu"]
+    known = {name: primitives()[name][1] for name in functions}
+    before = {name: rules.get(primitive) for name, primitive in known.items()}
+    for name, function in functions.items():
+        mlir.register_lowering(known[name], mlir.lower_fun(function, multiple_results=True), platform="cpu")
+    try:
+        yield
+    finally:
+        for name, primitive in known.items():
+            rules.pop(primitive, None)
+            if before[name] is not None:
+                rules[primitive] = before[name]
+
+
 _OWN_PARAMS = (WHOLE_SHAPE, KERNEL_GRID)
 
 
 def bind(primitive: str, operands: Sequence[Any], params: Mapping[str, Any], *, own: Any = None) -> Any:
     """Applies a primitive by name: ``own`` if it has that name (a user's primitive, unknown to JAX), else JAX's."""
+    if primitive not in primitives():
+        primitives.cache_clear()  # its module was loaded since
     value = own if own is not None and own.name == primitive else primitives()[primitive][1]
     return value.bind(*operands, **value.get_bind_params({k: v for k, v in params.items() if k not in _OWN_PARAMS}))
 

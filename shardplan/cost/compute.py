@@ -20,13 +20,19 @@ from shardplan.tdl.language import Access, Apply, HiddenLoops, Match, OpaqueResu
 def flops(description: Description) -> float:
     """Flops of the whole op: one for each scalar operation of each element, as XLA counts (a multiply-add is two).
 
-    A lookup described as a sum over rows reads one row, so its loop counts once. Terms that read padding count nothing. An opaque
-    function counts the flops that its description states.
+    A lookup described as a sum over rows reads one row, so its loop counts once. Terms that read padding count nothing. Where an
+    opaque function states its flops, those are all.
     """
-    return sum(
+    stated = sum(_stated(tree) for tree in description.trees)
+    return stated or sum(
         _tree_flops(tree, description, math.prod(n for n in shape))
         for tree, shape in zip(description.trees, description.call.results, strict=True)
     )
+
+
+def _stated(node: Scalar) -> float:
+    own = node.flops if isinstance(node, OpaqueResult | HiddenLoops) else 0.0
+    return own + sum(_stated(c) for c in children(node))
 
 
 def _tree_flops(node: Scalar, description: Description, times: float) -> float:
@@ -41,8 +47,6 @@ def _tree_flops(node: Scalar, description: Description, times: float) -> float:
         case Apply(how, args, _):
             operations = 0.0 if how == "where" else times * max(1, len(args) - 1)
             return operations + sum(_tree_flops(a, description, times) for a in args)
-        case OpaqueResult(args, stated) | HiddenLoops(args, _, stated):
-            return stated + sum(_tree_flops(a, description, times) for a in args)
         case _:
             return sum(_tree_flops(c, description, times) for c in children(node))
 
@@ -99,13 +103,7 @@ def _sums_products(node: Scalar) -> bool:
 
 def states_products(description: Description) -> bool:
     """Whether an opaque function in the description states the flops of matrix products inside it."""
-    return any(_states(tree) for tree in description.trees)
-
-
-def _states(node: Scalar) -> bool:
-    if isinstance(node, OpaqueResult | HiddenLoops) and node.flops:
-        return True
-    return any(_states(c) for c in children(node))
+    return any(_stated(tree) for tree in description.trees)
 
 
 def product_dtype(call: Call, *, contracts: bool) -> str:

@@ -61,7 +61,7 @@ def trace(step: Callable[..., Any], *args: Any, donate_argnums: Sequence[int] = 
     """
     names = _jax.argument_names(step, len(args))
     flat, in_tree = jax.tree_util.tree_flatten_with_path(args)
-    with users_code(_untraceable):
+    with _jax.cudnn_assumed(), users_code(_untraceable):
         traced = jax.jit(step).trace(*jax.tree.map(_abstract, args))
     closed = traced.jaxpr
     out_flat, out_tree = jax.tree_util.tree_flatten_with_path(traced.out_info)

@@ -239,6 +239,7 @@ class Recorder:
         self.kinds: list[Reducer | None] = []
         self.extents: list[int | None] = []
         self.parallel: dict[str, int] = {}
+        self.whole: set[int] = set()
         self.open: list[str] = []  # the indices that the expression being built may use
 
     def __enter__(self) -> Recorder:
@@ -267,10 +268,18 @@ def current() -> Recorder:
 
 
 @dataclass(frozen=True, slots=True)
+class Grouped:
+    """The name of a dim whose index is ``size * name + within``: the loop ``name`` counts groups, each of which stays whole."""
+
+    name: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
 class Named:
     """A lambda whose index names are computed: ``body`` receives the loops named ``names``."""
 
-    names: tuple[str, ...]
+    names: tuple[str | Grouped, ...]
     body: Callable[..., Any]
 
     def __call__(self, *loops: Loop) -> Any:
@@ -278,7 +287,7 @@ class Named:
         return self.body(*loops)
 
 
-def lambda_names(function: Callable[..., Any], arity: int | None) -> list[str]:
+def lambda_names(function: Callable[..., Any], arity: int | None) -> list[str | Grouped]:
     """The index names of a description's lambda; ``*i`` expands to ``i0``, ``i1``... up to ``arity`` names in all."""
     if isinstance(function, Named):
         return list(function.names)
@@ -286,7 +295,7 @@ def lambda_names(function: Callable[..., Any], arity: int | None) -> list[str]:
     if code is not None and code.co_flags & inspect.CO_VARARGS and not code.co_argcount and arity is not None:
         stem = code.co_varnames[code.co_kwonlyargcount]
         return [f"{stem}{n}" for n in range(arity)]
-    names: list[str] = []
+    names: list[str | Grouped] = []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
             if arity is None:
@@ -297,8 +306,8 @@ def lambda_names(function: Callable[..., Any], arity: int | None) -> list[str]:
     return names
 
 
-def _reduction(reducer: Reducer, body: Callable[..., Any], extents: tuple[int, ...] | None) -> Scalar:
-    names = lambda_names(body, None if extents is None else len(extents))
+def _reduction(reducer: Reducer, body: Callable[..., Any], extents: tuple[int, ...] | None, *, shared: bool = False) -> Scalar:
+    names = [str(n) for n in lambda_names(body, None if extents is None else len(extents))]
     if not names or (extents is not None and len(extents) != len(names)):
         if extents == () and not names:
             return scalar(body())
@@ -312,16 +321,32 @@ def _reduction(reducer: Reducer, body: Callable[..., Any], extents: tuple[int, .
             f"the index {shadowed[0]} of a reduction has the name of an index around it: rename it",
             expression=f"{reducer} over {', '.join(names)} inside {', '.join(recorder.open)}",
         )
-    ids = tuple(recorder.loop(n, reducer, extents[i] if extents else None) for i, n in enumerate(names))
+    if shared:
+        ids = tuple(_shared_loop(recorder, n) for n in names)
+    else:
+        ids = tuple(recorder.loop(n, reducer, extents[i] if extents else None) for i, n in enumerate(names))
     recorder.open += names
     term = scalar(body(*(Loop(Affine(((i, 1),))) for i in ids)))
     del recorder.open[-len(names) :]
     return Reduce(reducer, ids, term)
 
 
-def Sum(body: Callable[..., Any], extents: tuple[int, ...] | None = None) -> Scalar:  # noqa: N802 (Tofu's name)
-    """Sum of ``body`` over its indices; their extents are given, or read off the operand dims that they index alone."""
-    return _reduction("sum", body, extents)
+def _shared_loop(recorder: Recorder, name: str) -> int:
+    """The loop of this name that indexes another result."""
+    if name not in recorder.parallel:
+        raise DescriptionError(f"a shared sum runs over an index of another result, and none is named {name}", expression=name)
+    return recorder.parallel[name]
+
+
+def Sum(  # noqa: N802 (Tofu's name)
+    body: Callable[..., Any], extents: tuple[int, ...] | None = None, *, shared: bool = False
+) -> Scalar:
+    """Sum of ``body`` over its indices; their extents are given, or read off the operand dims that they index alone.
+
+    A ``shared`` sum runs over the indices of those names of other results. One cut of such a loop then splits those results, and
+    makes this one a partial sum.
+    """
+    return _reduction("sum", body, extents, shared=shared)
 
 
 def Prod(body: Callable[..., Any], extents: tuple[int, ...] | None = None) -> Scalar:  # noqa: N802

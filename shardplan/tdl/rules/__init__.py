@@ -3,6 +3,7 @@
 from shardplan.tdl.rules import (
     attention,
     contraction,
+    cudnn_attention,
     elementwise,
     indexing,
     linalg,

@@ -20,16 +20,17 @@ _SOURCE = "jax/experimental/pallas/ops/gpu/attention.py"
 _ALL = slice(None)
 
 
-def pairs(queries: int, keys: int, *, causal: bool) -> float:
-    """The pairs of a query and a key that a kernel multiplies: all, or those of keys not ahead of their query.
+def pairs(queries: int, keys: int, *, causal: bool, window: int | None = None) -> int:
+    """The pairs of a query and a key that a kernel multiplies.
 
-    >>> pairs(4, 4, causal=True), pairs(4, 2, causal=True), pairs(4, 4, causal=False)
-    (10, 7, 16)
+    These are all, or those of keys not ahead of their query (about half), of which a ``window`` leaves only as many to each query.
+
+    >>> pairs(4, 4, causal=True), pairs(4, 2, causal=True), pairs(4, 4, causal=False), pairs(4, 4, causal=True, window=2)
+    (10, 7, 16, 7)
     """
     if not causal:
         return queries * keys
-    square = min(queries, keys)
-    return square * (square + 1) // 2 + (queries - square) * keys
+    return sum(max(0, min(i + 1, keys) - max(0, i + 1 - (window or keys + queries))) for i in range(queries))
 
 
 def _forward_flops(call: Call, grid: KernelGrid) -> float:
@@ -100,7 +101,7 @@ def _free_dims(call: Call, grid: KernelGrid) -> frozenset[int]:
 
 def _reads(x: TensorRef, own: tuple[tuple[int, int], ...], at: Mapping[int, Any]) -> list[Scalar]:
     """What a program reads of an operand. A second access begins at the block's start: a cut inside a block is then illegal."""
-    reads = [x[tuple(at.get(g, _ALL) for g, _ in own)]]
+    reads: list[Scalar] = [x[tuple(at.get(g, _ALL) for g, _ in own)]]
     if any(g in at and size > 1 for g, size in own):
         reads.append(x[tuple(at[g] // size * size if g in at else _ALL for g, size in own)])
     return reads

@@ -210,10 +210,6 @@ def resized_kernel(params: Mapping[str, Any], operands: Sequence[Any], results: 
     return {**params, "grid_mapping": dataclasses.replace(mapping, grid=tuple(grid), block_mappings=blocks), "out_avals": outs}
 
 
-CUDNN_ATTENTION = ("dot_product_attention_fwd", "dot_product_attention_bwd")
-"""What cuDNN's attention runs, forward and backward; a traced step has each with ``_wrapper`` behind its name."""
-
-
 @contextlib.contextmanager
 def cudnn_assumed() -> Iterator[None]:
     """While this lasts, cuDNN's attention is traced as if for the newest GPU and cuDNN, if none is installed here.

@@ -107,12 +107,13 @@ def states_products(description: Description) -> bool:
 
 
 def product_dtype(call: Call, *, contracts: bool) -> str:
-    """The dtype at whose peak an op's products run: the wider of the two that are multiplied, else that of its first operand.
+    """The dtype at whose peak an op's products run: the wider of its first two operands'.
 
-    Of two types of one width, such as the two of 8-bit floats, the first counts.
+    Of two types of one width, such as the two of 8-bit floats, the first counts. A second operand of integers beside one of floats
+    counts only where the op ``contracts`` the two.
     """
-    known = [d for d in call.dtypes if d][: 2 if contracts else 1]
-    return max(known, key=itemsize) if known else "float32"
+    first, *second = [d for d in call.dtypes if d][:2] or ["float32"]
+    return max([first, *(d for d in second if contracts or ("int" in d) == ("int" in first))], key=itemsize)
 
 
 def seconds(device: Device, flop: float, nbytes: float, dtype: str, *, matrix: bool, launches: float | None = None) -> float:

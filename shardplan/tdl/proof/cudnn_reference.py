@@ -1,9 +1,9 @@
 # pyright: basic
-"""The formula of cuDNN's fused attention, for machines without cuDNN: proofs and verifications on CPUs run it in place of cuDNN.
+"""The formulas of cuDNN's kernels, for machines without cuDNN: proofs and verifications on CPUs run them in place of cuDNN.
 
-Arguments and results are those of JAX's primitives `dot_product_attention_fwd` and `dot_product_attention_bwd`: queries [batch,
-queries, heads, head], keys and values with fewer heads where several queries' heads share one, or all with heads before the
-sequence; bias [1 or batch, 1 or heads, queries, keys]; lengths [batch]. Sums are taken in float32.
+Arguments and results of the attention are those of JAX's primitives `dot_product_attention_fwd` and `dot_product_attention_bwd`:
+queries [batch, queries, heads, head], keys and values with fewer heads where several queries' heads share one, or all with heads
+before the sequence; bias [1 or batch, 1 or heads, queries, keys]; lengths [batch]. Sums are taken in float32.
 """
 
 from __future__ import annotations
@@ -85,4 +85,12 @@ def _scores(q: Any, k: Any, operands: Any, params: Any) -> tuple[Any, Any]:
     return jnp.where(seen, scores, _FAR), seen
 
 
-FUNCTIONS = {"dot_product_attention_fwd": forward, "dot_product_attention_bwd": backward}
+def scaled_matmul(x: Any, y: Any, x_scale: Any, y_scale: Any, *, preferred_element_type: Any) -> tuple[Any, ...]:
+    """x [batch, m, k] by y [batch, n, k] with a scale for each block along k, as JAX computes it on other GPUs."""
+    numbers = ((2,), (2,)), ((0,), (0,))
+    scales = {"lhs_scale": x_scale, "rhs_scale": y_scale}
+    return (jax.lax.scaled_dot(x, y, **scales, dimension_numbers=numbers, preferred_element_type=preferred_element_type),)
+
+
+FUNCTIONS = {"dot_product_attention_fwd": forward, "dot_product_attention_bwd": backward, "scaled_matmul": scaled_matmul}
+"""By the names of JAX's primitives. A traced step has each with ``_wrapper`` behind its name."""

@@ -101,9 +101,7 @@ def _read(call: Call) -> _Attention:
     mask, window = call.params["mask_type"].name, call.params["sliding_window_length"]
     bias = call.operands[3] if call.params["variadic_args"][0] else None
     head = (q[3] + call.operands[2][3]) // 2
-    return _Attention(
-        heads_first, q[0], heads, key_heads, queries, keys, head, bias, "PADDING" in mask, "CAUSAL" in mask, window
-    )
+    return _Attention(heads_first, q[0], heads, key_heads, queries, keys, head, bias, "PADDING" in mask, "CAUSAL" in mask, window)
 
 
 def _is_plain(call: Call) -> bool:

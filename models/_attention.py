@@ -46,9 +46,13 @@ def attend_blockwise(q: jax.Array, k: jax.Array, v: jax.Array, *, block: int) ->
 
 def attend_in_kernel(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     """The same function in one kernel. It takes as many heads of keys and values as of queries, so those are repeated."""
-    heads = (*q.shape[:2], q.shape[2] * q.shape[3], q.shape[4])
-    k, v = (jnp.broadcast_to(x[:, :, :, None], q.shape[:1] + x.shape[1:3] + q.shape[3:]).reshape(heads) for x in (k, v))
-    return flash(q.reshape(heads), k, v, 1.0, True).reshape(q.shape)
+
+    def merged(x: jax.Array) -> jax.Array:
+        """[b, s, key heads, group, h] -> [b, s, heads, h]"""
+        return x.reshape(*x.shape[:2], -1, x.shape[-1])
+
+    k, v = (jnp.repeat(x[:, :, :, None], q.shape[3], axis=3) for x in (k, v))
+    return flash(merged(q), merged(k), merged(v), 1.0, True).reshape(q.shape)
 
 
 def _one_block(row, q, state, column):

@@ -14,6 +14,7 @@ from models._options import one_of, require
 
 ATTENTION = one_of("xla", "flash")
 _BLOCK = 128
+_mha: Any = attention.mha  # a custom_vjp function with its two halves
 
 
 def check(kind: str, *, sequence: int) -> None:
@@ -33,7 +34,7 @@ def flash(q: jax.Array, k: jax.Array, v: jax.Array, scale: float, causal: bool) 
 
 def _forward(q, k, v, scale, causal):
     def run(interpret, q, k, v):
-        out, (*_, sums) = attention.mha.fwd(q, k, v, None, *_arguments(scale, causal, interpret))
+        out, (*_, sums) = _mha.fwd(q, k, v, None, *_arguments(scale, causal, interpret))
         return out, sums
 
     out, sums = _for_this_platform(run, q, k, v)
@@ -42,7 +43,7 @@ def _forward(q, k, v, scale, causal):
 
 def _backward(scale, causal, kept, gradient):
     def run(interpret, q, k, v, out, sums, gradient):
-        return attention.mha.bwd(*_arguments(scale, causal, interpret), (q, k, v, None, out, sums), gradient)[:3]
+        return _mha.bwd(*_arguments(scale, causal, interpret), (q, k, v, None, out, sums), gradient)[:3]
 
     return _for_this_platform(run, *kept, gradient)
 
@@ -55,5 +56,5 @@ def _for_this_platform(run: Any, *operands: jax.Array) -> Any:
 
 
 def _arguments(scale: float, causal: bool, interpret: bool) -> tuple[Any, ...]:
-    """What `mha` takes behind the segments: blocks, backward kernel, warps, stages, grid, interpret, debug, whether sums are given."""
+    """What `mha` takes behind the segments: scale, mask, blocks, backward kernel, warps, stages, grid, interpret, debug, sums."""
     return scale, causal, attention.BlockSizes.get_default(), "triton", None, 2, None, interpret, False, False

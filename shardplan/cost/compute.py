@@ -109,8 +109,8 @@ def states_products(description: Description) -> bool:
 def product_dtype(call: Call, *, contracts: bool) -> str:
     """The dtype at whose peak an op's products run: the wider of its first two operands'.
 
-    Of two types of one width, such as the two of 8-bit floats, the first counts. A second operand of integers beside one of floats
-    counts only where the op ``contracts`` the two.
+    Of two types of one width, such as the two of 8-bit floats, the first counts. Integers beside floats count only where the op
+    ``contracts`` the two.
     """
     first, *second = [d for d in call.dtypes if d][:2] or ["float32"]
     return max([first, *(d for d in second if contracts or ("int" in d) == ("int" in first))], key=itemsize)

@@ -284,8 +284,8 @@ def verified_text(found: Mapping[str, Any]) -> str:
         )
     if found["stand_ins"]:
         lines.append(
-            f"  note: these devices cannot run {_some(found['stand_ins'])}, so {'its' if len(found['stand_ins']) == 1 else 'their'} "
-            "formula was computed: cuts and collectives are proven, the kernel itself is not"
+            f"  note: these devices cannot run {_some(found['stand_ins'])}; their formulas were computed instead: "
+            "cuts and collectives are proven, the kernels are not"
         )
     rows = [
         [

@@ -17,6 +17,7 @@ from shardplan.tdl.rules import (
 __all__ = [
     "attention",
     "contraction",
+    "cudnn_attention",
     "elementwise",
     "indexing",
     "linalg",

@@ -23,7 +23,7 @@ _ALL = slice(None)
 def pairs(queries: int, keys: int, *, causal: bool, window: int | None = None) -> int:
     """The pairs of a query and a key that a kernel multiplies.
 
-    These are all, or those of keys not ahead of their query (about half), of which a ``window`` leaves only as many to each query.
+    These are all, or those of keys not ahead of their query (about half); a ``window`` leaves only as many of them to each query.
 
     >>> pairs(4, 4, causal=True), pairs(4, 2, causal=True), pairs(4, 4, causal=False), pairs(4, 4, causal=True, window=2)
     (10, 7, 16, 7)

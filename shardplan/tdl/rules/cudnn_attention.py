@@ -1,7 +1,7 @@
 """cuDNN's fused attention, as `jax.nn.dot_product_attention` with ``implementation="cudnn"`` calls it.
 
-It is cut along the batch and the heads, in whole groups of heads that share keys and values; and without a mask of its own (causal,
-windows, sequence lengths) also along the queries, with keys and values whole. A bias or a mask array that is given moves along.
+It is cut along the batch and the heads, in whole groups of heads that share keys and values. Without a mask of its own (causal,
+windows, sequence lengths) it is also cut along the queries, with keys and values whole. A bias or a mask array is cut with them.
 
 In the backward pass, the gradient of what several queries, heads or examples read is a sum over them: one cut splits the gradient
 of the queries and makes the other a partial sum.

@@ -1,10 +1,12 @@
-"""Causal attention with grouped queries: at once, or block by block so that memory grows with the sequence and not its square."""
+"""Causal attention with grouped queries: at once, or block by block so that memory grows with the sequence and not its square:
+block by block in the step, or in one kernel."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
 
+from models._fused_attention import flash
 from models._gpt_options import causal_mask
 
 _MASKED = float(jnp.finfo(jnp.float32).min)
@@ -40,6 +42,17 @@ def attend_blockwise(q: jax.Array, k: jax.Array, v: jax.Array, *, block: int) ->
 
     _, results = jax.lax.scan(rows, None, (number, queries))
     return jnp.moveaxis(results, 0, 1).reshape(q.shape)
+
+
+def attend_in_kernel(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """The same function in one kernel. It takes as many heads of keys and values as of queries, so those are repeated."""
+
+    def merged(x: jax.Array) -> jax.Array:
+        """[b, s, key heads, group, h] -> [b, s, heads, h]"""
+        return x.reshape(*x.shape[:2], -1, x.shape[-1])
+
+    k, v = (jnp.repeat(x[:, :, :, None], q.shape[3], axis=3) for x in (k, v))
+    return flash(merged(q), merged(k), merged(v), 1.0, True).reshape(q.shape)
 
 
 def _one_block(row, q, state, column):

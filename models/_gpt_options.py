@@ -9,13 +9,15 @@ import numpy as np
 
 from models import data
 from models._arguments import Tokens
+from models._fused_attention import ATTENTION, check
 from models._options import COUNT, DTYPE, FRACTION, POSITIVE, SWITCH, Options, option, require, takes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GPTOptions(Options):
     """dtype is what is computed in, parameters stay float32. dropout is the fraction dropped, accumulate the number of
-    microbatches that a batch is taken in, tied makes the head the transposed embedding."""
+    microbatches that a batch is taken in, tied makes the head the transposed embedding. attention is "xla" for plain ops, or
+    "flash" for one kernel without the scores in memory."""
 
     layers: int = option(2, COUNT)
     width: int = option(64, COUNT)
@@ -28,12 +30,17 @@ class GPTOptions(Options):
     remat: bool = option(False, SWITCH)
     dropout: float = option(0.0, FRACTION)
     tied: bool = option(False, SWITCH)
+    attention: str = option("xla", ATTENTION)
     accumulate: int = option(1, COUNT)
     learning_rate: float = option(1e-3, POSITIVE)
 
     def __post_init__(self):
         super().__post_init__()
         require(self.width % self.heads == 0, f"heads={self.heads} does not divide width={self.width}")
+        require(
+            self.attention == "xla" or not self.dropout, f"attention={self.attention!r} has no dropout, dropout={self.dropout}"
+        )
+        check(self.attention, sequence=self.sequence)
         require(self.batch % self.accumulate == 0, f"accumulate={self.accumulate} does not divide batch={self.batch}")
 
     @property

@@ -13,6 +13,7 @@ import optax
 from flax import nnx
 
 from models._arguments import make_batch, make_state
+from models._fused_attention import flash
 from models._gpt_options import GPTOptions, causal_mask, microbatches, text_batches
 from models._options import takes
 from models._stack import fold, make_blocks, run_blocks
@@ -102,6 +103,8 @@ class Attention(nnx.Module):
     @jax.named_scope("attention")
     def __call__(self, x: jax.Array, key: jax.Array | None) -> jax.Array:
         q, k, v = jnp.unstack(self.qkv(x), axis=-3)  # each [batch, sequence, heads, head]
+        if self.options.attention == "flash":
+            return self.out(flash(q, k, v, self.options.head_size**-0.5, True))
         scores = jnp.einsum("bqhd,bkhd->bhqk", q * self.options.head_size**-0.5, k).astype(jnp.float32)
         scores = jnp.where(causal_mask(x.shape[1]), scores, jnp.finfo(jnp.float32).min)
         weights = jax.nn.softmax(scores).astype(self.options.dtype)

@@ -10,6 +10,7 @@ from flax import linen as nn
 from flax.training.train_state import TrainState
 
 from models._arguments import make_batch, make_state
+from models._fused_attention import flash
 from models._gpt_options import GPTOptions, causal_mask, microbatches, text_batches
 from models._options import takes
 from models._train import main
@@ -91,6 +92,8 @@ class Attention(nn.Module):
         qkv = nn.DenseGeneral((3, options.heads, options.head_size), kernel_init=_INIT, dtype=options.dtype, name="qkv")
         out = nn.DenseGeneral(options.width, axis=(-2, -1), kernel_init=_residual_init(options), dtype=options.dtype, name="out")
         q, k, v = jnp.unstack(qkv(x), axis=-3)  # each [batch, sequence, heads, head]
+        if options.attention == "flash":
+            return out(flash(q, k, v, options.head_size**-0.5, True))
         scores = jnp.einsum("bqhd,bkhd->bhqk", q * options.head_size**-0.5, k).astype(jnp.float32)
         scores = jnp.where(causal_mask(x.shape[1]), scores, jnp.finfo(jnp.float32).min)
         weights = nn.softmax(scores).astype(options.dtype)

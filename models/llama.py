@@ -13,7 +13,8 @@ from flax import nnx
 
 from models import data
 from models._arguments import Tokens, make_batch, make_state
-from models._attention import attend, attend_blockwise
+from models._attention import attend, attend_blockwise, attend_in_kernel
+from models._fused_attention import ATTENTION, check
 from models._options import COUNT, COUNT_OR_NONE, DTYPE, POSITIVE, SWITCH, Options, one_of, option, require, takes
 from models._stack import make_blocks, run_blocks
 from models._train import main
@@ -29,7 +30,8 @@ _ROPE_BASE = 500_000.0
 class DecoderOptions(Options):
     """A size names the shapes; each may be given in its place. key_heads are the heads of keys and values, each read by
     heads / key_heads of the queries; inner is the MLP's width. dtype is computed in, parameters stay float32. With a block,
-    attention is computed so many queries and keys at a time: its memory then grows with the sequence, not with its square."""
+    attention is computed so many queries and keys at a time: its memory then grows with the sequence, not with its square.
+    attention is "xla" for plain ops, or "flash" for one kernel that does so by itself."""
 
     sizes: ClassVar[dict[str, dict[str, int]]]
 
@@ -45,6 +47,7 @@ class DecoderOptions(Options):
     scan: bool = option(False, SWITCH)
     remat: bool = option(False, SWITCH)
     block: int = option(None, COUNT_OR_NONE)
+    attention: str = option("xla", ATTENTION)
     learning_rate: float = option(1e-3, POSITIVE)
     size: str = option("tiny", one_of("tiny"))
 
@@ -58,6 +61,8 @@ class DecoderOptions(Options):
         require(
             self.block is None or self.sequence % self.block == 0, f"block={self.block} does not divide sequence={self.sequence}"
         )
+        check(self.attention, sequence=self.sequence)
+        require(self.attention == "xla" or self.block is None, f"block={self.block}: attention={self.attention!r} has its own")
         require(
             self.head_size % 2 == 0, f"heads={self.heads}: width / heads = {self.head_size} is to be even, for rotary positions"
         )
@@ -168,6 +173,8 @@ class Attention(nnx.Module):
         q, k, v = self.query(x), self.key(x), self.value(x)  # [b, s, k, g, h], [b, s, k, h], [b, s, k, h]
         q, k = rotate(q) * self.options.head_size**-0.5, rotate(k)
         block = self.options.block
+        if self.options.attention == "flash":
+            return self.out(attend_in_kernel(q, k, v))
         return self.out(attend(q, k, v) if block is None else attend_blockwise(q, k, v, block=block))
 
 

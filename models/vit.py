@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from flax.training.train_state import TrainState
 
 from models import data
 from models._arguments import Floats, Tokens, make_batch, make_state
+from models._fused_attention import ATTENTION, check, flash
 from models._options import COUNT, DTYPE, FRACTION, POSITIVE, SWITCH, Options, option, require, takes
 from models._train import main
 from models.losses import cross_entropy
@@ -22,7 +24,8 @@ __all__ = ["ViT", "digit_batches", "train_step"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ViTOptions(Options):
-    """patch is the side of the squares that an image is cut into. dtype is computed in, parameters stay float32."""
+    """patch is the side of the squares that an image is cut into. dtype is computed in, parameters stay float32. attention is
+    "xla" for plain ops, or "flash" for one kernel without the scores in memory."""
 
     layers: int = option(2, COUNT)
     width: int = option(64, COUNT)
@@ -35,12 +38,17 @@ class ViTOptions(Options):
     scan: bool = option(False, SWITCH)
     remat: bool = option(False, SWITCH)
     dropout: float = option(0.0, FRACTION)
+    attention: str = option("xla", ATTENTION)
     learning_rate: float = option(1e-3, POSITIVE)
 
     def __post_init__(self):
         super().__post_init__()
         require(self.width % self.heads == 0, f"heads={self.heads} does not divide width={self.width}")
         require(self.image % self.patch == 0, f"patch={self.patch} does not divide image={self.image}")
+        require(
+            self.attention == "xla" or not self.dropout, f"attention={self.attention!r} has no dropout, dropout={self.dropout}"
+        )
+        check(self.attention, sequence=(self.image // self.patch) ** 2)
 
 
 @takes(ViTOptions)
@@ -118,11 +126,17 @@ class Block(nn.Module):
             dropout_rate=options.dropout,
             deterministic=not self.train,
             broadcast_dropout=False,
+            attention_fn=_flash if options.attention == "flash" else nn.dot_product_attention,
             name="attention",
         )
         x = x + drop()(attention(norm(name="norm_attention")(x)))
         y = nn.gelu(dense(4 * options.width, name="up")(norm(name="norm_mlp")(x)))
         return x + drop()(dense(options.width, name="down")(y)), None
+
+
+def _flash(query: jax.Array, key: jax.Array, value: jax.Array, **_: Any) -> jax.Array:
+    """Each patch reads all others: linen gives a mask and dropout too, which this model has not."""
+    return flash(query, key, value, query.shape[-1] ** -0.5, False)
 
 
 def _blocks(options: ViTOptions, x: jax.Array, train: bool) -> jax.Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import inspect
 import os
@@ -17,6 +18,8 @@ from typing import Any
 import jax
 from jax.extend.core import Literal as Literal  # a constant inside a jaxpr; public in jax.extend
 from jax.extend.core import Primitive
+
+from shardplan.ir import KernelGrid
 
 
 def source_line(eqn: Any) -> str:
@@ -121,10 +124,138 @@ WHOLE_SHAPE = "whole_shape"
 """Our own parameter of ops that draw bits: they depend on the whole shape."""
 
 
+KERNEL_GRID = "kernel_grid"
+"""Our own parameter of kernels: their `KernelGrid`."""
+
+
+def own_params(eqn: Any) -> dict[str, Any]:
+    """What we add to the parameters of an equation: ``kernel_grid`` of a Pallas kernel whose grid can be read."""
+    grid = kernel_grid(eqn.params) if eqn.primitive.name == "pallas_call" else None
+    return {} if grid is None else {KERNEL_GRID: grid}
+
+
+def kernel_grid(params: Mapping[str, Any]) -> KernelGrid | None:
+    """The grid of a ``pallas_call``, from its parameters.
+
+    None for a kernel with scratch memory, prefetched scalars, aliased operands, a ``vmap``, a dynamic grid, or blocks that are
+    not counted by one grid dim each and that do not divide their array; and for all kernels if Pallas changes what it records.
+    """
+    try:
+        mapping, jaxpr = params["grid_mapping"], params["jaxpr"]
+        plain = not (mapping.num_index_operands or mapping.scratch_avals or mapping.vmapped_dims)
+        if not plain or params["input_output_aliases"] or params["mesh"] is not None:
+            return None
+        blocks = tuple(_blocks(m, mapping.grid) for m in mapping.block_mappings)
+        body = list(_kernel_equations(jaxpr))
+        placed = {int(e.params["axis"]) for e in body if e.primitive.name in ("program_id", "num_programs")}
+        skips = any(e.primitive.name == "while" for e in body)
+        source = str(jaxpr.debug_info.func_src_info).partition(" at ")[2].rpartition(":")[0]
+        return KernelGrid(blocks, tuple(sorted(placed)), skips, source.replace(os.sep, "/"))
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None
+
+
+def _blocks(mapping: Any, grid: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """(grid dim, elements of a block) of each dim of one operand or result.
+
+    Raises:
+        ValueError: if a block's place is not the number of a program along one grid dim, or blocks do not divide the dim.
+    """
+    jaxpr = mapping.index_map_jaxpr.jaxpr
+    kinds = [type(b).__name__ for b in mapping.block_shape]
+    if not {"Blocked", "Squeezed"}.issuperset(kinds):
+        raise ValueError("blocks that may overlap")
+    sizes = [1 if kind == "Squeezed" else int(b.block_size) for kind, b in zip(kinds, mapping.block_shape, strict=True)]
+    found: list[tuple[int, int]] = []
+    for at, size, extent in zip(jaxpr.outvars, sizes, mapping.array_aval.shape, strict=True):
+        if isinstance(at, Literal):
+            if at.val != 0:
+                raise ValueError("a block elsewhere than at the start")
+            found.append((-1, int(extent)))
+            continue
+        dim = jaxpr.invars.index(at)
+        if size * grid[dim] != extent:
+            raise ValueError("blocks that do not divide their array")
+        found.append((dim, size))
+    return tuple(found)
+
+
+def _kernel_equations(jaxpr: Any) -> Iterator[Any]:
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, tuple | list) else (value,):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    yield from _kernel_equations(inner)
+
+
+def resized_kernel(params: Mapping[str, Any], operands: Sequence[Any], results: Sequence[Any]) -> dict[str, Any]:
+    """The parameters of a ``pallas_call`` that has a `kernel_grid`, for operands and results of these shapes.
+
+    The body and its blocks stay; only the number of programs changes. Each dim that the grid counts must be whole blocks.
+    """
+    mapping, shapes = params["grid_mapping"], (*operands, *results)
+    grid = list(mapping.grid)
+    for own, shape in zip(params[KERNEL_GRID].blocks, shapes, strict=True):
+        for (dim, size), extent in zip(own, shape, strict=True):
+            if dim >= 0:
+                assert extent % size == 0, "a cut keeps whole blocks"
+                grid[dim] = extent // size
+    blocks = tuple(
+        dataclasses.replace(m, array_aval=m.array_aval.update(shape=tuple(shape)))
+        for m, shape in zip(mapping.block_mappings, shapes, strict=True)
+    )
+    outs = tuple(a.update(shape=tuple(shape)) for a, shape in zip(params["out_avals"], results, strict=True))
+    return {**params, "grid_mapping": dataclasses.replace(mapping, grid=tuple(grid), block_mappings=blocks), "out_avals": outs}
+
+
+@contextlib.contextmanager
+def cudnn_assumed() -> Iterator[None]:
+    """While this lasts, cuDNN's attention is traced as if for the newest GPU and cuDNN, if none is installed here.
+
+    JAX asks for both when it traces, and keeps neither in the program. Where cuDNN is installed, JAX asks as always.
+    """
+    module = sys.modules.get("jax._src.cudnn.fused_attention_stablehlo")
+    asked = ("check_cudnn_version", "check_compute_capability")
+    if module is None or getattr(module, "cuda_versions", None) is not None or not all(hasattr(module, n) for n in asked):
+        yield
+        return
+    before = {name: getattr(module, name) for name in asked}
+    vars(module).update(check_cudnn_version=lambda: sys.maxsize, check_compute_capability=lambda capability: True)
+    try:
+        yield
+    finally:
+        vars(module).update(before)
+
+
+@contextlib.contextmanager
+def run_on_cpu(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """While this lasts, CPUs run these primitives by functions of the same operands and parameters."""
+    mlir = importlib.import_module("jax.interpreters.mlir")
+    rules = importlib.import_module("jax._src.interpreters.mlir")._platform_specific_lowerings["cpu"]
+    known = {name: primitives()[name][1] for name in functions}
+    before = {name: rules.get(primitive) for name, primitive in known.items()}
+    for name, function in functions.items():
+        mlir.register_lowering(known[name], mlir.lower_fun(function, multiple_results=True), platform="cpu")
+    try:
+        yield
+    finally:
+        for name, primitive in known.items():
+            rules.pop(primitive, None)
+            if before[name] is not None:
+                rules[primitive] = before[name]
+
+
+_OWN_PARAMS = (WHOLE_SHAPE, KERNEL_GRID)
+
+
 def bind(primitive: str, operands: Sequence[Any], params: Mapping[str, Any], *, own: Any = None) -> Any:
     """Applies a primitive by name: ``own`` if it has that name (a user's primitive, unknown to JAX), else JAX's."""
+    if primitive not in primitives():
+        primitives.cache_clear()  # its module was loaded since
     value = own if own is not None and own.name == primitive else primitives()[primitive][1]
-    return value.bind(*operands, **value.get_bind_params({k: v for k, v in params.items() if k != WHOLE_SHAPE}))
+    return value.bind(*operands, **value.get_bind_params({k: v for k, v in params.items() if k not in _OWN_PARAMS}))
 
 
 def compilations(jitted: Any) -> int:

@@ -173,6 +173,22 @@ class Manual:
 
 
 @dataclass(frozen=True, slots=True)
+class KernelGrid:
+    """How a kernel that is launched on a grid reads its operands and writes its results, block by block.
+
+    ``blocks[t][d]`` is (the grid dim that counts the blocks along dim d of operand or result t, or -1 if each program of the grid
+    gets the whole dim; the elements of a block). ``placed`` are the grid dims whose program number, or number of programs, the
+    body asks for. ``skips``: the length of a loop in the body is known only when it runs, as where a mask leaves blocks out.
+    ``source`` is the file of the body.
+    """
+
+    blocks: tuple[tuple[tuple[int, int], ...], ...]
+    placed: tuple[int, ...]
+    skips: bool
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
 class Constant:
     """A scalar constant written into the program."""
 

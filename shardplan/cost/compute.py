@@ -9,22 +9,30 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from shardplan.ir import itemsize
 from shardplan.mesh import Device
-from shardplan.tdl import Description
+from shardplan.tdl import Call, Description
 from shardplan.tdl.description import children
 from shardplan.tdl.index import Affine, Exact, IndexExpr, loops_of
-from shardplan.tdl.language import Access, Apply, Match, Reduce, Scalar
+from shardplan.tdl.language import Access, Apply, HiddenLoops, Match, OpaqueResult, Reduce, Scalar
 
 
 def flops(description: Description) -> float:
     """Flops of the whole op: one for each scalar operation of each element, as XLA counts (a multiply-add is two).
 
-    A lookup described as a sum over rows reads one row, so its loop counts once. Terms that read padding count nothing.
+    A lookup described as a sum over rows reads one row, so its loop counts once. Terms that read padding count nothing. Where an
+    opaque function states its flops, those are all.
     """
-    return sum(
+    stated = sum(_stated(tree) for tree in description.trees)
+    return stated or sum(
         _tree_flops(tree, description, math.prod(n for n in shape))
         for tree, shape in zip(description.trees, description.call.results, strict=True)
     )
+
+
+def _stated(node: Scalar) -> float:
+    own = node.flops if isinstance(node, OpaqueResult | HiddenLoops) else 0.0
+    return own + sum(_stated(c) for c in children(node))
 
 
 def _tree_flops(node: Scalar, description: Description, times: float) -> float:
@@ -91,6 +99,21 @@ def _sums_products(node: Scalar) -> bool:
     if isinstance(node, Reduce) and node.reducer == "sum" and isinstance(node.body, Apply) and node.body.how == "mul":
         return True
     return any(_sums_products(c) for c in children(node))
+
+
+def states_products(description: Description) -> bool:
+    """Whether an opaque function in the description states the flops of matrix products inside it."""
+    return any(_stated(tree) for tree in description.trees)
+
+
+def product_dtype(call: Call, *, contracts: bool) -> str:
+    """The dtype at whose peak an op's products run: the wider of its first two operands'.
+
+    Of two types of one width, such as the two of 8-bit floats, the first counts. Integers beside floats count only where the op
+    ``contracts`` the two.
+    """
+    first, *second = [d for d in call.dtypes if d][:2] or ["float32"]
+    return max([first, *(d for d in second if contracts or ("int" in d) == ("int" in first))], key=itemsize)
 
 
 def seconds(device: Device, flop: float, nbytes: float, dtype: str, *, matrix: bool, launches: float | None = None) -> float:

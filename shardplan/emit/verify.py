@@ -21,6 +21,7 @@ from shardplan.emit.emitted import emitted
 from shardplan.emit.hlo import Kind, Measured, measure
 from shardplan.emit.judge import Change, Largest, Worst, judge
 from shardplan.emit.one_for_one import UNTOUCHED, Pair, folded, one_for_one
+from shardplan.emit.stand_ins import stand_ins
 from shardplan.errors import ShardplanError
 from shardplan.frontend.nnx_state import Pure, apart
 from shardplan.frontend.perturb import narrowed, narrows, neighbours
@@ -117,7 +118,8 @@ class Verified:
     under plain `jax.jit`, which the plan does not cause. ``retyped`` lists the arguments that make both compile again, because
     they go in weakly typed and come back strongly typed, or the other way round. ``moved`` lists the state that comes back in
     another sharding than it went in. ``zeros`` lists the integer and boolean arguments that were only shapes: they were all
-    zero, so a fault that moves integers cannot show in them. Bytes are per device and step; ``measured_bytes`` undoes what only
+    zero, so a fault that moves integers cannot show in them. ``stand_ins`` lists the kernels that these devices cannot run, and
+    that were computed by their formulas. Bytes are per device and step; ``measured_bytes`` undoes what only
     the CPU compiler does (see `shardplan.emit.hlo.measure`).
     """
 
@@ -134,6 +136,7 @@ class Verified:
     retyped: tuple[str, ...]
     moved: tuple[str, ...]
     zeros: tuple[str, ...]
+    stand_ins: tuple[str, ...]
     predicted_bytes: float
     measured_bytes: float
     raw_measured_bytes: float
@@ -198,7 +201,22 @@ def verify(
     """
     if steps < 1:
         raise ShardplanError(f"unsupported steps={steps}: give at least 1")
-    backend = plan.backend_for(backend)
+    with stand_ins(plan.traced.program, devices) as names:
+        return _verify(plan, step, args, steps, plan.backend_for(backend), devices, drop, observer, names)
+
+
+def _verify(
+    plan: Runs,
+    step: Callable[..., Any],
+    args: Sequence[Any],
+    steps: int,
+    backend: str,
+    devices: Sequence[Any] | None,
+    drop: int | None,
+    observer: Callable[[str, float], None] | None,
+    stand_in_names: tuple[str, ...],
+) -> Verified:
+    """`verify`, once every kernel can run."""
     tell = observer or (lambda _what, _part: None)
     leaves, tree = jax.tree.flatten(apart(tuple(args)))
     host = [_host(x) for x in drawn(leaves)]
@@ -231,6 +249,7 @@ def verify(
         retyped=tuple(_retyped(plan.traced)),
         moved=tuple(sharded.moved),
         zeros=tuple(p for p, x in zip(plan.traced.program.input_paths, leaves, strict=True) if _drawn_as_zero(x)),
+        stand_ins=stand_in_names,
         predicted_peak_bytes=int(plan.peak_bytes),
         **_bytes(plan, sharded, host, explicit=backend == "explicit"),
     )
@@ -262,7 +281,8 @@ def measured_program(
     plan: Runs, step: Callable[..., Any], *, devices: Sequence[Any] | None = None, backend: str = "auto"
 ) -> tuple[Measured, int]:
     """The collectives of the compiled step and its peak bytes on one device; nothing is run."""
-    return _measured(plan.jit(step, devices, backend), jax.tree.unflatten(plan.traced.in_tree, plan.traced.in_shapes))
+    with stand_ins(plan.traced.program, devices):
+        return _measured(plan.jit(step, devices, backend), jax.tree.unflatten(plan.traced.in_tree, plan.traced.in_shapes))
 
 
 def by_kind(planned: Sequence[Sends], measured: Measured) -> dict[str, Bytes]:

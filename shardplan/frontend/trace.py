@@ -61,7 +61,7 @@ def trace(step: Callable[..., Any], *args: Any, donate_argnums: Sequence[int] = 
     """
     names = _jax.argument_names(step, len(args))
     flat, in_tree = jax.tree_util.tree_flatten_with_path(args)
-    with users_code(_untraceable):
+    with _jax.cudnn_assumed(), users_code(_untraceable):
         traced = jax.jit(step).trace(*jax.tree.map(_abstract, args))
     closed = traced.jaxpr
     out_flat, out_tree = jax.tree_util.tree_flatten_with_path(traced.out_info)
@@ -334,7 +334,8 @@ class _Builder:
 def _params(eqn: Any, name: str) -> Mapping[str, Any]:
     """The parameters of an equation; what draws bits that depend on the whole shape says so."""
     whole = name in ("random_bits", "random_split") and not _jax.threefry_partitionable(eqn)
-    return {**eqn.params, _jax.WHOLE_SHAPE: True} if whole else eqn.params
+    own = {_jax.WHOLE_SHAPE: True} if whole else _jax.own_params(eqn)
+    return {**eqn.params, **own} if own else eqn.params
 
 
 def _bodies(eqn: Any) -> tuple[Program, ...]:

@@ -50,7 +50,8 @@ class Signature:
       an op only adds or removes dims of size 1.
     - ``constraint``: where the step says that the result lies (None: it does not say).
     - ``manual``: how it takes and leaves values where the step itself runs it on each device (None: the plan chooses).
-    - ``contracts``: it sums products, as a matrix product or a convolution does.
+    - ``contracts``: it sums products, as a matrix product or a convolution does. ``multiplies``: it does, or it is opaque and
+      states the flops of products inside it.
     - ``traffic``: what it adds to kernels (None: it is a kernel of its own).
     - ``part``: what it is inside kernels. ``update``: the operand that it writes into its first, in place (None: it makes a new
       result). ``slices``: it reads only as many elements of its first operand as its result has. ``filter``: where a convolution
@@ -69,6 +70,7 @@ class Signature:
     moves: bool = field(init=False)
     resizes: bool = field(init=False)
     contracts: bool = field(init=False)
+    multiplies: bool = field(init=False)
     part: Part = field(init=False)
     update: int | None = field(init=False)
     slices: bool = field(init=False)
@@ -93,6 +95,7 @@ class Signature:
         set_("constraint", self.call.params.get("constraint"))
         set_("manual", self.call.params.get("manual"))
         set_("contracts", known is not None and compute.is_contraction(known))
+        set_("multiplies", self.contracts or (known is not None and compute.states_products(known)))
         set_("part", part_of(self.call, known, contracts=self.contracts))
         set_("update", update_of(self.call))
         set_("slices", reads_slices(self.call))

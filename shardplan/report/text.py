@@ -282,6 +282,11 @@ def verified_text(found: Mapping[str, Any]) -> str:
             f"  note: {count} integer {were} only shapes, so all zero ({_some(found['zeros'])}): "
             "faults that move integers show with real arrays (concrete=True)"
         )
+    if found["stand_ins"]:
+        lines.append(
+            f"  note: these devices cannot run {_some(found['stand_ins'])}; their formulas were computed instead: "
+            "cuts and collectives are proven, the kernels are not"
+        )
     rows = [
         [
             kind,

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from shardplan import _jax
 from shardplan.cost import OVERLAP, TIME, Objective, objective_of
-from shardplan.cost.compute import rated
+from shardplan.cost.compute import product_dtype, rated
 from shardplan.emit.backends import chosen
 from shardplan.errors import (
     ClusterError,
@@ -197,8 +197,8 @@ def _warn(session: Session) -> None:
 
 
 def _warn_of_rates(graph: Graph, device: Device) -> None:
-    products = [node.signature.call for node in graph.nodes if node.signature.contracts]
-    for dtype in sorted({next((d for d in call.dtypes if d), "float32") for call in products}):
+    products = [node.signature for node in graph.nodes if node.signature.multiplies]
+    for dtype in sorted({product_dtype(s.call, contracts=s.contracts) for s in products}):
         if (used := rated(device, dtype)) != dtype:
             _log.warning(
                 "device %r has no peak for %s: its products are priced at that of %s; "

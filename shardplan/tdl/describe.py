@@ -19,16 +19,19 @@ from shardplan.tdl.description import (
 )
 
 _RULES: dict[str, RuleFunction] = {}
+_ONLY: dict[RuleFunction, Callable[[Call], bool]] = {}
 
 
-def rule(*primitives: str) -> Callable[[RuleFunction], RuleFunction]:
+def rule(*primitives: str, only: Callable[[Call], bool] | None = None) -> Callable[[RuleFunction], RuleFunction]:
     """Registers ``function(call, *operands)`` as the description of these primitives.
 
     It returns a lambda over the dims of the result, or a tuple with one for each result. Loops of the same name in several
-    lambdas are the same loop.
+    lambdas are the same loop. A call for which ``only`` is false has no description.
     """
 
     def register(function: RuleFunction) -> RuleFunction:
+        if only is not None:
+            _ONLY[function] = only
         for name in primitives:
             _RULES[name] = function
         return function
@@ -174,7 +177,7 @@ def describe(call: Call) -> Description | None:
     Rules of elementwise ops depend only on whether an extent is 0, 1 or more: they are read once for each pattern of dims.
     """
     function = _RULES.get(call.primitive)
-    if function is None:
+    if function is None or (function in _ONLY and not _ONLY[function](call)):
         return None
     key = _pattern(call, function)
     cached = _PATTERNS.get(key)

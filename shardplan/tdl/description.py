@@ -95,15 +95,15 @@ def read(call: Call, function: RuleFunction) -> Description:
                 raise DescriptionError(f"{call.primitive}: a description returns a lambda for each result", expression=repr(body))
         if len(lambdas) != len(call.results):
             raise MisfitError(f"{call.primitive} has {len(call.results)} results, but its description returns {len(lambdas)}")
-        for body, shape in zip(lambdas, call.results, strict=True):
-            dims = _parallel(recorder, call, body, shape)
-            recorder.open = [recorder.names[i] for i in dims]
-            results.append(dims)
-            trees.append(_element(call, body, dims))
+        places = [_parallel(recorder, call, body, shape) for body, shape in zip(lambdas, call.results, strict=True)]
+        for body, place in zip(lambdas, places, strict=True):
+            recorder.open = [recorder.names[i] for i in place.dims]
+            results.append(place.dims)
+            trees.append(_element(call, body, place.indices))
     accesses = _accesses(trees)
     _check(call, accesses)
     extents = _extents(recorder, call, accesses)
-    whole = frozenset(v for tree in trees for v in _hidden(tree))
+    whole = frozenset(recorder.whole).union(*(_hidden(tree) for tree in trees))
     loops = tuple(
         LoopInfo(n, e, r, i in whole) for i, (n, r, e) in enumerate(zip(recorder.names, recorder.kinds, extents, strict=True))
     )
@@ -141,28 +141,49 @@ def _frames(error: BaseException) -> Iterator[TracebackType]:
         at = at.tb_next
 
 
-def _element(call: Call, body: Lambda, dims: tuple[int, ...]) -> lang.Scalar:
+def _element(call: Call, body: Lambda, indices: tuple[Loop, ...]) -> lang.Scalar:
     try:
-        return lang.scalar(body(*(Loop(Affine(((i, 1),))) for i in dims)))
+        return lang.scalar(body(*indices))
     except TypeError as error:
         says = "an element is built with + - * / and tdl's own functions (tdl.apply('exp', x) names any other)"
         raise DescriptionError(f"{call.primitive}: {says}", expression=str(error).partition("\n")[0]) from error
 
 
-def _parallel(recorder: lang.Recorder, call: Call, body: Lambda, shape: tuple[int, ...]) -> tuple[int, ...]:
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """The loops that cut the dims of a result, and the indices of its dims."""
+
+    dims: tuple[int, ...]
+    indices: tuple[Loop, ...]
+
+
+def _parallel(recorder: lang.Recorder, call: Call, body: Lambda, shape: tuple[int, ...]) -> _Place:
     names = lang.lambda_names(body, len(shape))
     if len(names) != len(shape):
         raise MisfitError(f"{call.primitive} has a result of rank {len(shape)}, described with indices {names}")
     dims: list[int] = []
+    indices: list[Loop] = []
     for name, extent in zip(names, shape, strict=True):
-        if name in recorder.parallel:
-            loop = recorder.parallel[name]
-            if recorder.extents[loop] != extent:
-                raise DescriptionError(f"{call.primitive}: index {name} has extent {recorder.extents[loop]} and {extent}")
-        else:
-            loop = recorder.parallel[name] = recorder.loop(name, None, extent)
-        dims.append(loop)
-    return tuple(dims)
+        match name:
+            case lang.Grouped(group, size):
+                dims.append(_loop(recorder, call, group, extent // size))
+                within = _loop(recorder, call, f"{group}_within", size)
+                recorder.whole.add(within)
+                indices.append(Loop(Affine(((dims[-1], size), (within, 1)))))
+            case str():
+                dims.append(_loop(recorder, call, name, extent))
+                indices.append(Loop(Affine(((dims[-1], 1),))))
+    return _Place(tuple(dims), tuple(indices))
+
+
+def _loop(recorder: lang.Recorder, call: Call, name: str, extent: int) -> int:
+    """The parallel loop of a name: the same one in each result."""
+    if name not in recorder.parallel:
+        recorder.parallel[name] = recorder.loop(name, None, extent)
+    loop = recorder.parallel[name]
+    if recorder.extents[loop] != extent:
+        raise DescriptionError(f"{call.primitive}: index {name} has extent {recorder.extents[loop]} and {extent}")
+    return loop
 
 
 def children(node: lang.Scalar) -> tuple[lang.Scalar, ...]:

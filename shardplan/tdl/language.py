@@ -190,11 +190,17 @@ class Opaque:
     """A function of its arguments that TDL cannot express; each argument's ``:`` dims stay whole.
 
     ``lambda b, i, j: Opaque()(mat[b, :, :])[i, j]`` is Tofu's batch Cholesky: the dims indexed after the call stay whole too.
+
+    ``flops`` are those of the matrix products in the whole call, for all elements of all results together: the op is then priced
+    at the peak of its first operand's dtype. Without them its memory traffic alone counts.
     """
+
+    def __init__(self, flops: float = 0.0) -> None:
+        self.flops = flops
 
     def __call__(self, *args: Scalar) -> OpaqueResult:
         """The function's value on these elements and slices."""
-        return OpaqueResult(args)
+        return OpaqueResult(args, self.flops)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,10 +208,12 @@ class OpaqueResult(Scalar):
     """An opaque value: index it with the loops that run inside the function, or use it as it is."""
 
     args: tuple[Scalar, ...]
+    flops: float = 0.0
 
     def __getitem__(self, key: object) -> Scalar:
         keys = cast("tuple[object, ...]", key if isinstance(key, tuple) else (key,))
-        return HiddenLoops(self.args, frozenset(loop for k in keys if isinstance(k, Loop) for loop in _loops(k)))
+        hidden = frozenset(loop for k in keys if isinstance(k, Loop) for loop in _loops(k))
+        return HiddenLoops(self.args, hidden, self.flops)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +222,7 @@ class HiddenLoops(Scalar):
 
     args: tuple[Scalar, ...]
     loops: frozenset[int]
+    flops: float = 0.0
 
 
 def _loops(loop: Loop) -> frozenset[int]:
@@ -230,6 +239,7 @@ class Recorder:
         self.kinds: list[Reducer | None] = []
         self.extents: list[int | None] = []
         self.parallel: dict[str, int] = {}
+        self.whole: set[int] = set()
         self.open: list[str] = []  # the indices that the expression being built may use
 
     def __enter__(self) -> Recorder:
@@ -258,10 +268,18 @@ def current() -> Recorder:
 
 
 @dataclass(frozen=True, slots=True)
+class Grouped:
+    """The name of a dim whose index is ``size * name + within``: the loop ``name`` counts groups, each of which stays whole."""
+
+    name: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
 class Named:
     """A lambda whose index names are computed: ``body`` receives the loops named ``names``."""
 
-    names: tuple[str, ...]
+    names: tuple[str | Grouped, ...]
     body: Callable[..., Any]
 
     def __call__(self, *loops: Loop) -> Any:
@@ -269,7 +287,7 @@ class Named:
         return self.body(*loops)
 
 
-def lambda_names(function: Callable[..., Any], arity: int | None) -> list[str]:
+def lambda_names(function: Callable[..., Any], arity: int | None) -> list[str | Grouped]:
     """The index names of a description's lambda; ``*i`` expands to ``i0``, ``i1``... up to ``arity`` names in all."""
     if isinstance(function, Named):
         return list(function.names)
@@ -277,7 +295,7 @@ def lambda_names(function: Callable[..., Any], arity: int | None) -> list[str]:
     if code is not None and code.co_flags & inspect.CO_VARARGS and not code.co_argcount and arity is not None:
         stem = code.co_varnames[code.co_kwonlyargcount]
         return [f"{stem}{n}" for n in range(arity)]
-    names: list[str] = []
+    names: list[str | Grouped] = []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
             if arity is None:
@@ -288,8 +306,8 @@ def lambda_names(function: Callable[..., Any], arity: int | None) -> list[str]:
     return names
 
 
-def _reduction(reducer: Reducer, body: Callable[..., Any], extents: tuple[int, ...] | None) -> Scalar:
-    names = lambda_names(body, None if extents is None else len(extents))
+def _reduction(reducer: Reducer, body: Callable[..., Any], extents: tuple[int, ...] | None, *, shared: bool = False) -> Scalar:
+    names = [str(n) for n in lambda_names(body, None if extents is None else len(extents))]
     if not names or (extents is not None and len(extents) != len(names)):
         if extents == () and not names:
             return scalar(body())
@@ -303,16 +321,32 @@ def _reduction(reducer: Reducer, body: Callable[..., Any], extents: tuple[int, .
             f"the index {shadowed[0]} of a reduction has the name of an index around it: rename it",
             expression=f"{reducer} over {', '.join(names)} inside {', '.join(recorder.open)}",
         )
-    ids = tuple(recorder.loop(n, reducer, extents[i] if extents else None) for i, n in enumerate(names))
+    if shared:
+        ids = tuple(_shared_loop(recorder, n) for n in names)
+    else:
+        ids = tuple(recorder.loop(n, reducer, extents[i] if extents else None) for i, n in enumerate(names))
     recorder.open += names
     term = scalar(body(*(Loop(Affine(((i, 1),))) for i in ids)))
     del recorder.open[-len(names) :]
     return Reduce(reducer, ids, term)
 
 
-def Sum(body: Callable[..., Any], extents: tuple[int, ...] | None = None) -> Scalar:  # noqa: N802 (Tofu's name)
-    """Sum of ``body`` over its indices; their extents are given, or read off the operand dims that they index alone."""
-    return _reduction("sum", body, extents)
+def _shared_loop(recorder: Recorder, name: str) -> int:
+    """The loop of this name that indexes another result."""
+    if name not in recorder.parallel:
+        raise DescriptionError(f"a shared sum runs over an index of another result, and none is named {name}", expression=name)
+    return recorder.parallel[name]
+
+
+def Sum(  # noqa: N802 (Tofu's name)
+    body: Callable[..., Any], extents: tuple[int, ...] | None = None, *, shared: bool = False
+) -> Scalar:
+    """Sum of ``body`` over its indices; their extents are given, or read off the operand dims that they index alone.
+
+    A ``shared`` sum runs over the indices of those names of other results. One cut of such a loop then splits those results, and
+    makes this one a partial sum.
+    """
+    return _reduction("sum", body, extents, shared=shared)
 
 
 def Prod(body: Callable[..., Any], extents: tuple[int, ...] | None = None) -> Scalar:  # noqa: N802

@@ -70,6 +70,8 @@ def evaluate(call: Call, operands: Sequence[Any], *, primitive: Any = None) -> t
     params = dict(call.params)
     if call.primitive.startswith("ffi_call:"):
         params["result_avals"] = tuple(a.update(shape=s) for a, s in zip(params["result_avals"], call.results, strict=True))
+    if _jax.KERNEL_GRID in params:
+        params = _jax.resized_kernel(params, call.operands, call.results)
     out = _jax.bind(call.primitive.split(":")[0], operands, params, own=primitive)
     return tuple(out) if isinstance(out, list | tuple) else (out,)
 

@@ -259,8 +259,9 @@ def _ranks(name: str, function: Function) -> tuple[int | None, ...]:
                     raise DescriptionError(
                         f"{name}: a description returns a lambda for each result", expression=f"{what}, {described_at(function)}"
                     )
-                names = lambda_names(body, rank)
-                body(*(Loop(Affine(((recorder.loop(n, None, _SMALL), 1),))) for n in names))
+                names = [str(n) for n in lambda_names(body, rank)]
+                recorder.parallel.update({n: recorder.loop(n, None, _SMALL) for n in names if n not in recorder.parallel})
+                body(*(Loop(Affine(((recorder.parallel[n], 1),))) for n in names))
         result = tuple(ref.rank for ref in refs)
         if None not in result:
             break

@@ -60,7 +60,7 @@ def in_step(description: Description, loop: int) -> Regions | None:
 
     Legal cuts of such a loop, padded or not, differ only in ``ways``.
     """
-    if description.loops[loop].whole:
+    if description.loops[loop].whole or _is_shared(description, loop):
         return None
     if not description.elementwise:
         own_index = Affine(((loop, 1),))
@@ -85,22 +85,28 @@ def _placed(description: Description, loop: int, ways: int, regions: Regions) ->
     operands: list[Placement] = [Replicated() for _ in description.call.operands]
     for operand, placement in regions.items():
         operands[operand] = placement
-    if info.reducer is None:
-        results: list[Placement] = [Split(dims.index(loop)) if loop in dims else Replicated() for dims in description.results]
-        return Strategy(loop, ways, tuple(operands), tuple(results))
-    results = []
-    for tree in description.trees:
-        if not _contains(tree, loop):
-            return None
-        siblings = _terms_beside(tree, loop)
+    results: list[Placement] = []
+    for dims, tree in zip(description.results, description.trees, strict=True):
+        if info.reducer is None and not _contains(tree, loop):
+            results.append(Split(dims.index(loop)) if loop in dims else Replicated())
+            continue
+        even = info.reducer is not None or info.extent % ways == 0  # a shared sum has no room for padding
+        siblings = _terms_beside(tree, loop) if even and _contains(tree, loop) else None
+        reducer = info.reducer or "sum"
         if siblings is None:
             return None
         for operand in siblings:
-            if operands[operand] != Replicated() or info.reducer != "sum":
+            if operands[operand] != Replicated() or reducer != "sum":
                 return None
             operands[operand] = Partial("sum")
-        results.append(Partial(info.reducer))
+        results.append(Partial(reducer))
     return Strategy(loop, ways, tuple(operands), tuple(results))
+
+
+def _is_shared(description: Description, loop: int) -> bool:
+    """Whether a parallel loop is summed over in some other result."""
+    parallel = len(description.trees) > 1 and description.loops[loop].reducer is None
+    return parallel and any(_contains(tree, loop) for tree in description.trees)
 
 
 def cuts(description: Description, ways: int) -> tuple[Strategy, ...]:

@@ -47,6 +47,9 @@ _WINDOWS = frozenset({"reduce_window", "select_and_scatter_add"})
 """In max pooling's gradient, the partitioner compares zeros beyond a block. In window reductions, it counts an initial value that
 is not the identity again at the edges."""
 
+_SPLIT_BY_JAX = frozenset({"scaled_matmul_wrapper"})
+"""cuDNN's kernels, which JAX itself splits for the partitioner, and only in some ways."""
+
 _SCATTERS = frozenset({"scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"})
 """The padding of unevenly cut updates lands in row 0."""
 
@@ -100,8 +103,8 @@ def shared_loops(call: Call, description: Description | None, *, run_by_user: bo
 
 
 def uncuttable(call: Call, description: Description | None) -> bool:
-    """Whether the partitioner cannot cut this call: named calls, windows, opaque functions, grouped convolutions."""
-    if ":" in call.primitive or call.primitive in _WINDOWS:
+    """Whether the partitioner cannot cut this call: named calls, kernels, windows, opaque functions, grouped convolutions."""
+    if ":" in call.primitive or call.primitive in _WINDOWS or call.primitive in _SPLIT_BY_JAX:
         return True
     if description is None:
         return False

@@ -483,14 +483,14 @@ def _work(signature: Signature) -> _Work:
     call, description, traffic = signature.call, signature.description, signature.traffic
     size = tuple(nbytes(s, d) for s, d in zip(call.operands, call.dtypes, strict=True))
     out = tuple(nbytes(s, d) for s, d in zip(call.results, call.result_dtypes, strict=True))
-    dtype = next((d for d in call.dtypes if d), "float32")
-    flops = compute.flops(description) if description is not None and signature.contracts else 0.0  # others are memory-bound
+    dtype, matrix = compute.product_dtype(call, contracts=signature.contracts), signature.multiplies
+    flops = compute.flops(description) if description is not None and matrix else 0.0  # others are memory-bound
     if traffic is not None:
         read = tuple(n * part for n, part in zip(size, traffic.reads, strict=True))
         written = tuple(n * part for n, part in zip(out, traffic.writes, strict=True))
-        return _Work(flops, read, written, dtype, signature.contracts, not traffic.empty, traffic.launches)
+        return _Work(flops, read, written, dtype, matrix, not traffic.empty, traffic.launches)
     if description is None:
         return _Work(0.0, size, out, dtype, False, True)
     # an op that moves the elements of one tensor, or broadcasts it, is fused into the reader
     moves = all(info.reducer is None for info in description.loops) and len([s for s in size if s > 8]) <= 1
-    return _Work(flops, size, out, dtype, signature.contracts, not moves)
+    return _Work(flops, size, out, dtype, matrix, not moves)

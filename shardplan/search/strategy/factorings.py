@@ -109,14 +109,14 @@ def _left(parts: Mapping[str, Sequence[int]], work: Work) -> float:
 
 
 def work_of(graph: Graph) -> Work:
-    """The contractions of a step; equal ones are summed."""
+    """The ops of a step that multiply matrices; equal ones are summed."""
     weights: dict[int, float] = {}
     for node in graph.nodes:
         weights[node.signature.id] = weights.get(node.signature.id, 0.0) + node.weight
     contractions: list[tuple[float, tuple[int, ...]]] = []
     for signature in {node.signature.id: node.signature for node in graph.nodes}.values():
         description = signature.description
-        if description is not None and signature.contracts:
+        if description is not None and signature.multiplies:
             extents = tuple(info.extent for info in description.loops if not info.whole)
             if extents:
                 contractions.append((compute.flops(description) * weights[signature.id], extents))

@@ -5,6 +5,7 @@ function in the file of its family.
 """
 
 from shardplan.tdl.proof import (
+    attention,
     contraction,
     elementwise,
     indexing,
@@ -23,6 +24,6 @@ from shardplan.tdl.proof.case import (
     prove,
 )
 
-assert all((contraction, elementwise, indexing, linalg, movement, randomness, reduction, sorting))
+assert all((attention, contraction, elementwise, indexing, linalg, movement, randomness, reduction, sorting))
 
 __all__ = ["CASES", "Case", "Draw", "Drawn", "applications", "prove"]

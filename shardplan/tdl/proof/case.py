@@ -12,7 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardplan import _jax
+from shardplan.tdl.describe import kernel_name
 from shardplan.tdl.description import Call
+from shardplan.tdl.proof import cudnn_reference
 from shardplan.tdl.verify import Verified, draw_array, verify
 
 T = TypeVar("T")
@@ -84,9 +86,10 @@ def case(*primitives: str) -> Callable[[Callable[[str, Draw], Case]], Callable[[
 
 
 def prove(primitive: str, draw: Draw) -> Verified:
-    """Draws one case of a primitive and verifies its description."""
-    instance = CASES[primitive](draw)
-    return verify(instance.call, instance.operands, nested=2, seed=int(draw.rng.integers(2**31)))
+    """Draws one case of a primitive and verifies its description. Without a GPU, cuDNN's attention is run by its formula."""
+    with _jax.run_on_cpu(cudnn_reference.FUNCTIONS):
+        instance = CASES[primitive](draw)
+        return verify(instance.call, instance.operands, nested=2, seed=int(draw.rng.integers(2**31)))
 
 
 def bound(primitive: str, *operands: Any, **params: Any) -> Case:
@@ -97,11 +100,12 @@ def bound(primitive: str, *operands: Any, **params: Any) -> Case:
 
 
 def traced(primitive: str, function: Callable[..., Any], *operands: Any) -> Case:
-    """The first application of a primitive in a traced function, with its operands there."""
+    """The first application of a primitive, or of a kernel of this name, in a traced function, with its operands there."""
     closed = jax.make_jaxpr(function)(*operands)
     for eqn, values, results in _walk(closed.jaxpr, closed.consts, operands):
-        if eqn.primitive.name == primitive:
-            return Case(_call(primitive, values, results, eqn.params), tuple(values))
+        if primitive in (eqn.primitive.name, kernel_name(eqn.primitive.name, eqn.params)):
+            params = {**eqn.params, **_jax.own_params(eqn)}
+            return Case(_call(primitive, values, results, params), tuple(values))
     raise AssertionError(f"{primitive} does not occur in {closed}")
 
 
@@ -164,7 +168,7 @@ def _walk(jaxpr: Any, consts: Sequence[Any], operands: Sequence[Any]) -> Iterato
     for eqn in jaxpr.eqns:
         values = [v.val if isinstance(v, _jax.Literal) else known[v] for v in eqn.invars]
         inner = eqn.params.get("jaxpr") if eqn.primitive.name in ("jit", "pjit", "closed_call") else eqn.params.get("call_jaxpr")
-        if inner is not None and eqn.primitive.name in ("jit", "pjit", "closed_call", "custom_jvp_call"):
+        if inner is not None and eqn.primitive.name in ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call"):
             yield from _walk(inner.jaxpr, inner.consts, values)
         out = _jax.bind(eqn.primitive.name, values, eqn.params)
         results = list(out) if eqn.primitive.multiple_results else [out]

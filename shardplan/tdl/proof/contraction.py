@@ -57,6 +57,21 @@ def _scaled_dot(name: str, draw: Draw) -> Case:
     return bound(name, *operands, dimension_numbers=(((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.dtype("float32"))
 
 
+@case("scaled_matmul_wrapper")
+def _scaled_matmul(name: str, draw: Draw) -> Case:
+    b, m, k, n, kind = (
+        draw.choose((1, 2)),
+        draw.choose((2, 6)),
+        12,
+        draw.choose((2, 6)),
+        draw.choose(("bfloat16", "float8_e4m3fn")),
+    )
+    coarse = draw.choose((2, 3, 6))
+    operands = [array(draw, s, kind) for s in ((b, m, k), (b, n, k))]
+    scales = [array(draw, s, "bfloat16") for s in ((b, m, coarse), (b, n, coarse))]
+    return bound(name, *operands, *scales, preferred_element_type=jnp.dtype("float32"))
+
+
 @case("ragged_dot_general")
 def _ragged_dot(name: str, draw: Draw) -> Case:
     """Ragged rows (a mixture of experts) or a ragged sum (the gradient of its weights)."""

@@ -1,7 +1,9 @@
 """The descriptions, one file for each family of primitives. Importing this package registers them all."""
 
 from shardplan.tdl.rules import (
+    attention,
     contraction,
+    cudnn_attention,
     elementwise,
     indexing,
     linalg,
@@ -12,4 +14,16 @@ from shardplan.tdl.rules import (
     sorting,
 )
 
-__all__ = ["contraction", "elementwise", "indexing", "linalg", "movement", "placement", "random", "reduction", "sorting"]
+__all__ = [
+    "attention",
+    "contraction",
+    "cudnn_attention",
+    "elementwise",
+    "indexing",
+    "linalg",
+    "movement",
+    "placement",
+    "random",
+    "reduction",
+    "sorting",
+]

@@ -3,11 +3,12 @@
 # pyright: reportUnknownLambdaType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from shardplan.tdl.describe import rule
 from shardplan.tdl.description import Call, Lambda
-from shardplan.tdl.language import Scalar, Sum, TensorRef, given
+from shardplan.tdl.language import Opaque, Scalar, Sum, TensorRef, given
 from shardplan.tdl.rules.movement import held
 
 
@@ -109,7 +110,9 @@ def _ragged_dot(call: Call, x: TensorRef, y: TensorRef, sizes: TensorRef) -> Lam
                 at_x[a] = at_y[b] = loop
             return x[tuple(at_x[d] for d in range(len(x.shape)))] * y[tuple(at_y[d] for d in range(len(y.shape)))]
 
-        at_sizes = sizes[tuple(all_ for _ in sizes.shape)]
+        at_sizes: Scalar = sizes[tuple(all_ for _ in sizes.shape)]
+        if mode_contracting:  # the sum over the ragged dim is hidden: each of its positions is in one group
+            at_sizes = Opaque(2.0 * math.prod(x.shape) * math.prod(y.shape[d] for d in free_y))(at_sizes)
         value = Sum(term, tuple(x.shape[a] for a, _ in summed)) if summed else term()
         return given(held(*whole) + at_sizes, value)
 
@@ -119,7 +122,17 @@ def _ragged_dot(call: Call, x: TensorRef, y: TensorRef, sizes: TensorRef) -> Lam
 @rule("scaled_dot")
 def _scaled_dot(call: Call, x: TensorRef, y: TensorRef, x_scale: TensorRef, y_scale: TensorRef) -> Lambda:
     """`_dot_general` with one scale for each run of elements along the summed dims."""
-    (sum_x, sum_y), (batch_x, batch_y) = call.params["dimension_numbers"]
+    return _scaled_product(call.params["dimension_numbers"], x, y, x_scale, y_scale)
+
+
+@rule("scaled_matmul_wrapper")
+def _scaled_matmul(call: Call, x: TensorRef, y: TensorRef, x_scale: TensorRef, y_scale: TensorRef) -> Lambda:
+    """cuDNN's `_scaled_dot`: [batch, m, k] by [batch, n, k]."""
+    return _scaled_product((((2,), (2,)), ((0,), (0,))), x, y, x_scale, y_scale)
+
+
+def _scaled_product(numbers: Any, x: TensorRef, y: TensorRef, x_scale: TensorRef, y_scale: TensorRef) -> Lambda:
+    (sum_x, sum_y), (batch_x, batch_y) = numbers
     free_x = [d for d in range(len(x.shape)) if d not in {*sum_x, *batch_x}]
     free_y = [d for d in range(len(y.shape)) if d not in {*sum_y, *batch_y}]
 
@@ -138,5 +151,6 @@ def _scaled_dot(call: Call, x: TensorRef, y: TensorRef, x_scale: TensorRef, y_sc
 
 
 def _scaled(x: TensorRef, scale: TensorRef, at: dict[int, Any]) -> Scalar:
+    """An element and its scale. The product of the two is part of the matrix unit's own: it counts no flops."""
     coarse = tuple(at[d] // (n // m) for d, (n, m) in enumerate(zip(x.shape, scale.shape, strict=True)))
-    return x[tuple(at[d] for d in range(len(x.shape)))] * scale[coarse]
+    return given(scale[coarse], x[tuple(at[d] for d in range(len(x.shape)))])

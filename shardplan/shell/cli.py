@@ -23,6 +23,7 @@ from shardplan.errors import ShardplanError, UndescribedPrimitiveError
 from shardplan.report.report import Report
 from shardplan.shell import interrupts
 from shardplan.shell.arguments import Parser, add_command, add_target_options, count
+from shardplan.shell.calibrate_command import add_calibrate_command
 from shardplan.shell.mesh_commands import add_mesh_commands
 from shardplan.shell.target_plan import simulated_devices, target_plan
 
@@ -124,10 +125,6 @@ def _score(options: argparse.Namespace) -> Report:
     )
 
 
-def _calibrate(options: argparse.Namespace) -> Report:
-    raise ShardplanError("calibrate is not supported yet: the cost model uses the figures of the cluster's TOML file")
-
-
 def _explain(options: argparse.Namespace) -> Report:
     from shardplan.plans.files import read
     from shardplan.report.explain import unknown
@@ -217,8 +214,7 @@ def _parser() -> argparse.ArgumentParser:
         help="number of random cases to verify per description (default: 1 with --coverage, else 0)",
     )
 
-    one = add_command(commands, "calibrate", _calibrate, "measure this machine for the cost model (not supported yet)")
-    one.add_argument("-o", "--output", metavar="FILE")
+    add_calibrate_command(commands)
     return parser
 
 

@@ -154,7 +154,7 @@ def _shaped(shape: tuple[int, ...], profile: Profile, text: str) -> Machine:
         names = ", ".join(profile.cluster.level_names)
         raise ClusterError(
             f"the shape {text} has {len(shape)} levels, the profile {len(known)} ({names}): take the links of the others from a "
-            f"preset or a TOML file (dgx-h100:4@{profile.source})",
+            f"preset or a TOML file (PRESET@{profile.source})",
             where=f"{profile.source}: cluster.levels",
         )
     levels: list[Level] = []
@@ -162,7 +162,7 @@ def _shaped(shape: tuple[int, ...], profile: Profile, text: str) -> Machine:
         if size > 1 and level.name not in profile.measured:
             raise ClusterError(
                 f"the profile measured no link of the level {level.name!r}, which has {size} children in {text}: calibrate "
-                f"where there are several, or take it from a preset or a TOML file (dgx-h100:4@{profile.source})",
+                f"where there are several, or take it from a preset or a TOML file (PRESET@{profile.source})",
                 where=f"{profile.source}: measured_levels",
             )
         levels.append(level.resized(size))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -75,7 +76,7 @@ class Cache:
         except (OSError, UnicodeDecodeError):
             text = ""
         self.entries.update({**(_parsed(text) or {}), **measured})
-        rows = {key: [t.seconds, t.spread] for key, t in sorted(self.entries.items())}
+        rows = {key: [float(t.seconds), float(t.spread)] for key, t in sorted(self.entries.items())}
         if not os.access(self.folder, os.W_OK):
             raise CalibrationError(f"the cache {self.folder} cannot be written: give another folder, --cache DIR")
         write_whole(self.folder / FILE, json.dumps({"version": VERSION, "measurements": rows}, indent=0))
@@ -92,9 +93,10 @@ def _parsed(text: str) -> dict[str, Timed] | None:
     rows = cast("dict[str, Any]", content["measurements"])
     result: dict[str, Timed] = {}
     for key, row in rows.items():
-        if not (
-            isinstance(row, list) and len(row) == 2 and all(isinstance(x, float | int) and 0 <= x < 1e6 for x in row) and row[0]
-        ):
+        if not isinstance(row, list) or [type(x) for x in row] != [float, float]:
             return None
-        result[key] = Timed(float(row[0]), float(row[1]))
+        seconds, spread = cast("list[float]", row)
+        if not (0 < seconds < math.inf and 0 <= spread < math.inf):
+            return None
+        result[key] = Timed(seconds, spread)
     return result

@@ -79,12 +79,16 @@ class Bench:
     bound: float
     fresh: bool
 
+    def key(self, what: Any) -> str:
+        """The cache's key of what identifies a measurement beside the device."""
+        return key_of({**self.identity, "what": what})
+
     def seconds(self, tasks: Mapping[str, tuple[Task, Any]], done: Callable[[float], None]) -> tuple[dict[str, Timed], int]:
         """The seconds of named tasks, each with what identifies it beside the device; and how many the cache had.
 
         What is steadier than the bound goes to the cache.
         """
-        keys = {name: key_of({**self.identity, "what": what}) for name, (_, what) in tasks.items()}
+        keys = {name: self.key(what) for name, (_, what) in tasks.items()}
         known = self.cache.entries if self.cache is not None and not self.fresh else {}
         missing = [name for name in tasks if keys[name] not in known]
         found = {name: known[keys[name]] for name in tasks if keys[name] in known}
@@ -118,15 +122,16 @@ def calibrate(
         CalibrationError: if the repeats spread by more than the bound, or the cache cannot be used.
     """
     tell = observer or (lambda what, part: None)
-    bench = _bench(devices, shape, cache, fresh=fresh, rounds=rounds, bound=bound)
+    bench = bench_of(devices, shape, cache, fresh=fresh, rounds=rounds, bound=bound)
     listed = kernels(sizes_of(bench.cluster.device.platform))
-    works = {k.name: _work(k) for k in listed}
+    works = {k.name: work_of_kernel(k) for k in listed}
     kernel_times, cached = bench.seconds(
-        {k.name: (Task(k.function, k.arguments), _text(k)) for k in listed}, lambda part: tell("measuring kernels", 0.6 * part)
+        {k.name: (Task(k.function, k.arguments), kernel_text(k)) for k in listed},
+        lambda part: tell("measuring kernels", 0.6 * part),
     )
     moves = transfers(bench.cluster, bench.factors)
     move_times, moves_cached = bench.seconds(
-        {t.name: (_task(t, bench), _transfer_text(t, bench)) for t in moves},
+        {t.name: (_task(t, bench), transfer_text(t, bench)) for t in moves},
         lambda part: tell("measuring collectives", 0.6 + 0.3 * part),
     )
     spread = spread_of({name: t.spread for name, t in {**kernel_times, **move_times}.items()})
@@ -149,9 +154,16 @@ def calibrate(
     return Calibration(profile, found, samples, kept, spread, len(samples) - cached - moves_cached, cached + moves_cached)
 
 
-def _bench(
-    devices: Sequence[Any] | None, shape: Cluster | None, cache: Path | None, *, fresh: bool, rounds: int, bound: float
+def bench_of(
+    devices: Sequence[Any] | None,
+    shape: Cluster | None,
+    cache: Path | None,
+    *,
+    fresh: bool = False,
+    rounds: int = ROUNDS,
+    bound: float = BOUND,
 ) -> Bench:
+    """What measures these devices; arguments as for `calibrate`."""
     present = list(jax.devices() if devices is None else devices)
     cluster = replace(found := detected(present).cluster, name=f"calibrated-{found.name.removeprefix('detected-')}")
     if shape is not None:
@@ -193,12 +205,13 @@ def _processor() -> str:
     return next(named, "") or host.processor() or host.machine()
 
 
-def _work(kernel: Kernel) -> Work:
+def work_of_kernel(kernel: Kernel) -> Work:
+    """What the planner prices of a kernel on one device."""
     with jax.enable_x64(any(a.dtype == "float64" for a in kernel.arguments)):
         return work_of(flatten(trace(kernel.function, *(a.struct for a in kernel.arguments)).program))
 
 
-def _text(kernel: Kernel) -> str:
+def kernel_text(kernel: Kernel) -> str:
     """The kernel's primitives, parameters, shapes and dtypes."""
     with jax.enable_x64(any(a.dtype == "float64" for a in kernel.arguments)):
         return str(jax.make_jaxpr(kernel.function)(*(a.struct for a in kernel.arguments)))
@@ -208,7 +221,8 @@ def _task(move: Transfer, bench: Bench) -> Task:
     return Task(move.function([bench.factors[i].name for i in move.over]), (move.argument,))
 
 
-def _transfer_text(move: Transfer, bench: Bench) -> list[Any]:
+def transfer_text(move: Transfer, bench: Bench) -> list[Any]:
+    """The collective's kind, the factors that it runs over, and its bytes."""
     return [move.kind, [[bench.factors[i].size, bench.factors[i].level] for i in move.over], move.nbytes]
 
 
@@ -237,7 +251,7 @@ def _contention(bench: Bench, works: Mapping[str, Work], done: Callable[[float],
         "communication": Task(send, (move.argument,), options),
         "both": Task(lambda a, b, x: (a @ b, send(x)), (*operands, move.argument), options),
     }
-    what = [n, _transfer_text(move, bench), [list(option) for option in options]]
+    what = [n, transfer_text(move, bench), [list(option) for option in options]]
     times, _ = bench.seconds({name: (task, ["contention", name, *what]) for name, task in tasks.items()}, done)
     return contention_of(times["compute"].seconds, times["communication"].seconds, times["both"].seconds)
 

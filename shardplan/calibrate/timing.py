@@ -90,9 +90,9 @@ def _timed(seconds: Sequence[float]) -> Timed:
 
 def _prepared(task: Task, mesh: Mesh, overhead_s: float) -> _Program:
     """The task's program, with as many executions as take `TARGET_S`; an empty overhead asks for one."""
-    placed, times = _placed(task, mesh), 1
+    arguments, times = placed(task, mesh), 1
     while True:
-        program = _Program(_compiled(task, mesh, placed, times), placed, times)
+        program = _Program(compiled(task, mesh, arguments, times), arguments, times)
         program.seconds()  # the first run allocates
         seconds = min(program.seconds() for _ in range(2))
         if not overhead_s or seconds >= TARGET_S / 2 or times >= _MOST_TIMES:
@@ -102,8 +102,8 @@ def _prepared(task: Task, mesh: Mesh, overhead_s: float) -> _Program:
         times = max(times + 1, min(int(wanted), _MOST_TIMES))
 
 
-def _placed(task: Task, mesh: Mesh) -> tuple[Any, ...]:
-    """The arguments, one for each device along a leading dim."""
+def placed(task: Task, mesh: Mesh) -> tuple[Any, ...]:
+    """The arguments of a task, the same on every device, stacked along a leading dim."""
     sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     result: list[Any] = []
     for seed, argument in enumerate(task.arguments):
@@ -114,7 +114,8 @@ def _placed(task: Task, mesh: Mesh) -> tuple[Any, ...]:
     return tuple(result)
 
 
-def _compiled(task: Task, mesh: Mesh, placed: Sequence[Any], times: int) -> Callable[..., Any]:
+def compiled(task: Task, mesh: Mesh, arguments: Sequence[Any], times: int) -> Any:
+    """The program that executes a task so many times on placed arguments, and returns the last result of every device."""
     spec = PartitionSpec(mesh.axis_names)
 
     def local(*blocks: Any) -> Any:
@@ -127,9 +128,9 @@ def _compiled(task: Task, mesh: Mesh, placed: Sequence[Any], times: int) -> Call
             made = lax.fori_loop(0, times, lambda _, last: task.function(*own), zeros)
         return jax.tree.map(lambda x: x[None], made)
 
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=(spec,) * len(placed), out_specs=spec, check_vma=False)
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(spec,) * len(arguments), out_specs=spec, check_vma=False)
     with _wide(task):
-        return jax.jit(mapped).lower(*placed).compile({**_OPTIONS, **dict(task.options)})
+        return jax.jit(mapped).lower(*arguments).compile({**_OPTIONS, **dict(task.options)})
 
 
 def _wide(task: Task) -> contextlib.AbstractContextManager[Any]:

@@ -46,6 +46,7 @@ JAX_FILES = (
     "plans.fingerprint",
     "plans.runner",
     "shell.clusters",
+    "shell.compare_command",
     "shell.load",
     "shell.planned",
     "shell.api",

@@ -68,11 +68,14 @@ def test_what_was_measured_is_read_back(tmp_path: Path) -> None:
     assert [p.name for p in (tmp_path / "new").iterdir()] == [FILE]  # nothing temporary stays
 
 
+ROWS = ("3", "[1.0]", "[-1.0, 0.0]", "[NaN, 0.0]", "[1.0, Infinity]", '["1", 0.0]', "[true, 0.0]")
+
+
 @pytest.mark.parametrize(
     "text",
     ["", "{", "[]", '{"version": 0, "measurements": {}}', '{"version": 1}', '{"version": 1, "measurements": {"a": [0, 0]}}']
-    + [f'{{"version": 1, "measurements": {{"a": {row}}}}}' for row in ("3", "[1]", "[-1, 0]", "[NaN, 0]", '["1", 0]', "[true, 0]")],
-)  # fmt: skip
+    + [f'{{"version": 1, "measurements": {{"a": {row}}}}}' for row in ROWS],
+)
 def test_a_file_that_is_no_cache_is_said_and_replaced(tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / FILE).write_text(text)
     cache = Cache.opened(tmp_path)

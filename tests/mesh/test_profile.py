@@ -1,4 +1,4 @@
-"""Profiles: measured clusters as files, on their own shape and on that of others; complaints name the file, the key, the remedy."""
+"""Profiles: measured clusters as files, on their own shape and on that of others; complaints name file, key, remedy."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_shape_on_a_profile_is_of_its_last_levels(file: Path) -> None:
 
 def test_a_cluster_that_a_profile_does_not_fit_is_refused(file: Path) -> None:
     for spec, words in {
-        "dgx-a100:2@profile.json": "cluster.device.name: the profile is of H100-SXM5-80GB devices (gpu), the cluster 'dgx-a100:2'",
+        "dgx-a100:2@profile.json": "device.name: the profile is of H100-SXM5-80GB devices (gpu), the cluster 'dgx-a100:2'",
         "cpu@profile.json": "of cpu (cpu): measure such a device, or give a cluster of the profile's devices",
         "2x2x2@profile.json": "cluster.levels: the shape 2x2x2 has 3 levels, the profile 2 (node, gpu)",
         "0x2@profile.json": "at least one child, got '0x2'",

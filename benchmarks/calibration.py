@@ -108,9 +108,15 @@ def orders(devices: Sequence[Any], given: argparse.Namespace) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     for place, plan in enumerate(plans):
         predicted, time = plans[plan].step_time_s, times[plan]
-        print(
-            f"| {plan} | {predicted * 1e3:.1f} | {time.seconds * 1e3:.1f} | {time.spread:.0%} | {place + 1} | {by_time.index(plan) + 1} |"
+        cells = (
+            plan,
+            f"{predicted * 1e3:.1f}",
+            f"{time.seconds * 1e3:.1f}",
+            f"{time.spread:.0%}",
+            place + 1,
+            by_time.index(plan) + 1,
         )
+        print(f"| {' | '.join(map(str, cells))} |")
         rows.append({"plan": plan, "predicted_s": predicted, "measured_s": time.seconds, "spread": time.spread})
     tau = float(kendalltau([r["predicted_s"] for r in rows], [r["measured_s"] for r in rows]).statistic)
     print(f"Kendall's tau {tau:.2f} over {len(rows)} plans\n", flush=True)
@@ -148,10 +154,8 @@ def evenly(plans: Mapping[str, Any], count: int) -> dict[str, Any]:
     names = list(plans)
     if len(names) <= count:
         return dict(plans)
-    return {
-        names[round(i * (len(names) - 1) / (count - 1))]: plans[names[round(i * (len(names) - 1) / (count - 1))]]
-        for i in range(count)
-    }
+    chosen = [names[round(i * (len(names) - 1) / (count - 1))] for i in range(count)]
+    return {name: plans[name] for name in chosen}
 
 
 def steps(devices: Sequence[Any], given: argparse.Namespace) -> list[dict[str, Any]]:

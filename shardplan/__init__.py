@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from shardplan.collectives.lower import all_reduce
     from shardplan.errors import (
         ArgumentError,
+        CalibrationError,
         ClusterError,
         DescriptionError,
         DeviceError,
@@ -39,6 +40,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ArgumentError",
+    "CalibrationError",
     "Cluster",
     "ClusterError",
     "DescriptionError",

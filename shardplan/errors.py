@@ -198,6 +198,10 @@ class DeviceError(ShardplanError):
     """The devices present cannot run the plan."""
 
 
+class CalibrationError(ShardplanError):
+    """A measurement that cannot be made or trusted: a busy machine, a cache that cannot be used."""
+
+
 class TargetError(ShardplanError):
     """A command-line TARGET that cannot be imported, or whose factory returns the wrong thing."""
 

@@ -32,6 +32,7 @@ ROWS = (
     ("schedule",),
     ("emit",),
     ("plans",),
+    ("calibrate",),
     ("report",),
     ("shell", "__main__"),
 )
@@ -45,6 +46,7 @@ JAX_FILES = (
     "plans.fingerprint",
     "plans.runner",
     "shell.clusters",
+    "shell.compare_command",
     "shell.load",
     "shell.planned",
     "shell.api",
@@ -60,7 +62,7 @@ JAX_FILES = (
     "tdl.coverage",
     "collectives.lower",
 )
-JAX_PACKAGES = ("frontend", "emit", "tdl.proof")
+JAX_PACKAGES = ("frontend", "emit", "tdl.proof", "calibrate")
 WITHOUT_JAX = ("emit.hlo",)
 JAX_LIBRARIES = ("jax", "jaxlib", "flax", "optax")
 PRIVATE_JAX = ("jax._src", "jax.extend", "jaxlib")

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from . import load
 from .machine import Machine
 from .matrix import Matrix
+from .profile import load_machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,20 +43,23 @@ class Cluster(Machine):
 
     @staticmethod
     def load(spec: str | PathLike[str] | Cluster) -> Cluster:
-        """The cluster that ``spec`` names: a preset (``dgx-h100:4``), a TOML file, or a shape of H100s (``2x4``)."""
-        return spec if isinstance(spec, Cluster) else _cluster(load.load(spec))
+        """The cluster that ``spec`` names: a preset (``dgx-h100:4``), a TOML file, a shape of H100s (``2x4``), a measured profile
+        (``profile.json``), or one of the first three on a profile's devices (``2x4@profile.json``, `shardplan.mesh.profile`).
+        """
+        return spec if isinstance(spec, Cluster) else cluster_of(load_machine(spec))
 
     @staticmethod
     def from_toml(text: str, *, source: str = "<text>") -> Cluster:
         """The cluster that a TOML text describes; ``source`` names it in messages."""
-        return _cluster(load.from_toml(text, source=source))
+        return cluster_of(load.from_toml(text, source=source))
 
     def to_toml(self) -> str:
         """The TOML text from which `from_toml` builds an equal cluster."""
         return load.to_toml(self)
 
 
-def _cluster(machine: Machine) -> Cluster:
+def cluster_of(machine: Machine) -> Cluster:
+    """The machine as a cluster."""
     return Cluster(machine.name, machine.levels, machine.device, machine.source)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from dataclasses import MISSING, fields, replace
+from dataclasses import MISSING, asdict, fields, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, cast
@@ -19,7 +19,10 @@ from .machine import Device, Interconnect, Level, Machine
 PRESETS = Path(__file__).parent / "presets"
 _SHAPE = re.compile(r"[0-9]+(x[0-9]+)*")
 _PRESET = re.compile(r"(?P<name>[A-Za-z][\w.\-]*?)(:(?P<count>[^:/\\]*))?")
-_FORMS = "a preset (NAME or NAME:NODES), the path of a TOML file, or a shape like 2x4"
+_FORMS = (
+    "a preset (NAME or NAME:NODES), the path of a TOML file or of a profile (.json), a shape like 2x4, "
+    "or one of these on the devices of a profile (2x4@profile.json)"
+)
 _SHAPE_NAMES = ("pod", "rack", "node", "gpu")
 
 
@@ -69,7 +72,12 @@ def from_toml(text: str, *, source: str) -> Machine:
         table: dict[str, Any] = tomllib.loads(text)
     except tomllib.TOMLDecodeError as err:
         raise ClusterError(f"not TOML: {err}", where=source) from err
-    _check_keys(table, {"name", "device", "levels"}, {"name", "device", "levels"}, source, "")
+    return from_table(table, source=source)
+
+
+def from_table(table: dict[str, Any], *, source: str) -> Machine:
+    """The machine that a table of a TOML or JSON file describes; ``source`` names the file in messages."""
+    check_keys(table, {"name", "device", "levels"}, {"name", "device", "levels"}, source, "")
     if not isinstance(table["name"], str):
         raise ClusterError(f"must be a string, got {table['name']!r}", where=f"{source}: name")
     levels: Any = table["levels"]
@@ -83,6 +91,16 @@ def from_toml(text: str, *, source: str) -> Machine:
         return Machine(table["name"], parsed, device, source=source)
     except ClusterError as err:
         raise ClusterError(str(err), where=source) from err
+
+
+def to_table(cluster: Machine) -> dict[str, Any]:
+    """The table from which `from_table` builds an equal machine: the keys of the TOML file, without those that are not given."""
+
+    def given(value: Any) -> dict[str, Any]:
+        return {name: item for name, item in asdict(value).items() if item is not None}
+
+    levels = [{**given(level), **({"also": given(level.also)} if level.also is not None else {})} for level in cluster.levels]
+    return {"name": cluster.name, "device": given(cluster.device), "levels": levels}
 
 
 def to_toml(cluster: Machine) -> str:
@@ -156,7 +174,7 @@ def _build(kind: type[Any], item: Any, source: str, key: str) -> object:
     table = cast("dict[str, Any]", item)
     known = {f.name: f for f in fields(kind) if f.name != "also"}
     required = {name for name, f in known.items() if f.default is MISSING}
-    _check_keys(table, set(known), required, source, f"{key}.")
+    check_keys(table, set(known), required, source, f"{key}.")
     values: dict[str, Any] = {}
     for name, value in table.items():
         where = f"{source}: {key}.{name}"
@@ -192,7 +210,8 @@ def _at(err: ClusterError, source: str, key: str) -> ClusterError:
     return ClusterError(message, where=f"{source}: {key}.{last}")
 
 
-def _check_keys(table: dict[str, Any], known: set[str], required: set[str], source: str, prefix: str) -> None:
+def check_keys(table: dict[str, Any], known: set[str], required: set[str], source: str, prefix: str) -> None:
+    """Refuses a table with other keys than the known ones, or without a required one."""
     for key in table:
         if key not in known:
             hint = nearest(key, sorted(known)) or f" (known: {', '.join(sorted(known))})"

@@ -73,8 +73,15 @@ def plan_json(plan: PlanData) -> dict[str, Any]:
     }
 
 
-def comparison_rows(plan: PlanData, measured: Mapping[str, tuple[float, float, int]] | None = None) -> list[dict[str, Any]]:
-    """The plan, then baselines by time, those that fit first; ``measured``: (wire bytes, raw wire bytes, peak bytes) by name."""
+def comparison_rows(
+    plan: PlanData,
+    measured: Mapping[str, tuple[float, float, int]] | None = None,
+    timed: Mapping[str, tuple[float, float]] | None = None,
+) -> list[dict[str, Any]]:
+    """The plan, then baselines by time, those that fit first.
+
+    ``measured``: (wire bytes, raw wire bytes, peak bytes) by name. ``timed``: (seconds of a step, spread of the runs) by name.
+    """
     plan_row: dict[str, Any] = {
         "name": "this plan",
         "step_time_s": plan.step_time_s,
@@ -89,4 +96,5 @@ def comparison_rows(plan: PlanData, measured: Mapping[str, tuple[float, float, i
     for row in rows:
         wire, raw, peak = (measured or {}).get(row["name"], (None, None, None))
         row |= {"measured_bytes": wire, "raw_measured_bytes": raw, "measured_peak_bytes": peak}
+        row["measured_step_s"], row["measured_spread"] = (timed or {}).get(row["name"], (None, None))
     return rows

@@ -354,10 +354,10 @@ def ratio(measured: float, predicted: float) -> str:
 def comparison_text(rows: Sequence[Mapping[str, Any]]) -> str:
     """The plan and its baselines side by side, with the measurements of their compiled programs if there are any."""
     measured = any(r.get("measured_bytes") is not None for r in rows)
+    timed = any(r.get("measured_step_s") is not None for r in rows)
     first = rows[0]["step_time_s"]
-    heads = ["plan", "step time", "ratio", "on the wire", "memory", "fits"] + (
-        ["measured wire", "measured memory"] if measured else []
-    )
+    heads = ["plan", "step time", "ratio", "on the wire", "memory", "fits"]
+    heads += ["measured wire", "measured memory"] * measured + ["measured step", "spread"] * timed
     cells: list[list[str]] = []
     for r in rows:
         row = [r["name"], seconds(r["step_time_s"]), f"{r['step_time_s'] / first:.2f}x" if first else "-"]
@@ -366,8 +366,23 @@ def comparison_text(rows: Sequence[Mapping[str, Any]]) -> str:
             row += (
                 [size(r["measured_bytes"]), size(r["measured_peak_bytes"])] if r.get("measured_bytes") is not None else ["-", "-"]
             )
+        if timed:
+            ran = r.get("measured_step_s") is not None
+            row += [seconds(r["measured_step_s"]), f"{r['measured_spread']:.0%}"] if ran else ["-", "-"]
         cells.append(row)
-    return table(heads, cells, align="lrrrrl" + "rr" * measured)
+    return table(heads, cells, align="lrrrrl" + "rr" * measured + "rr" * timed)
+
+
+def measured_order(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """How well the predicted step times order the measured ones, as lines of text; none where fewer than two plans ran."""
+    from scipy.stats import kendalltau  # takes a second to load
+
+    ran = [r for r in rows if r.get("measured_step_s") is not None]
+    if len(ran) < 2:
+        return []
+    tau = float(kendalltau([r["step_time_s"] for r in ran], [r["measured_step_s"] for r in ran]).statistic)
+    said = "all predictions are equal" if math.isnan(tau) else f"Kendall's tau {tau:.2f}"
+    return [f"Predicted against measured order of {len(ran)} plans: {said} (1 is the same order, 0 none, -1 the opposite)."]
 
 
 def _section(title: str, body: str) -> str:

@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from shardplan.errors import ShardplanError, UndescribedPrimitiveError
 from shardplan.report.report import Report
 from shardplan.shell import interrupts
 from shardplan.shell.arguments import Parser, add_command, add_target_options, count
+from shardplan.shell.calibrate_command import add_calibrate_command
+from shardplan.shell.compare_command import add_compare_command
 from shardplan.shell.mesh_commands import add_mesh_commands
 from shardplan.shell.simulate_command import add_simulate_command
 from shardplan.shell.target_plan import simulated_devices, target_plan
@@ -94,39 +96,10 @@ def _verify(options: argparse.Namespace) -> Report:
     return Report(verified_text(result.json), result.json, result.passed)
 
 
-def _compare(options: argparse.Namespace) -> Report:
-    from shardplan.report.json import comparison_rows
-    from shardplan.report.text import comparison_text
-
-    made, step, _ = target_plan(options, simulated=options.measure)
-    rows = comparison_rows(made.completed(), _measured(made, step, options.backend) if options.measure else None)
-    return Report(comparison_text(rows), {"plans": rows})
-
-
-def _measured(made: Any, step: Callable[..., Any], backend: str) -> Mapping[str, tuple[float, float, int]]:
-    """(wire bytes, raw wire bytes, peak bytes) of the compiled program of the plan and of each baseline, by name."""
-    from shardplan.emit.verify import measured_program
-    from shardplan.report import Progress
-
-    devices = simulated_devices(made)
-    result: dict[str, tuple[float, float, int]] = {}
-    plans = {"this plan": made, **made.baseline_plans()}
-    with Progress() as progress:
-        for n, (name, one) in enumerate(plans.items()):
-            progress(f"compiling {name}", n / len(plans))
-            sent, peak = measured_program(one, step, devices=devices, backend=backend)
-            result[name] = (sent.wire_bytes, sent.raw_wire_bytes, peak)
-    return result
-
-
 def _score(options: argparse.Namespace) -> Report:
     raise ShardplanError(
         "score is not supported yet: to price your own sharding, use shardplan plan with --pin 'GLOB=SPEC' for each of its arrays"
     )
-
-
-def _calibrate(options: argparse.Namespace) -> Report:
-    raise ShardplanError("calibrate is not supported yet: the cost model uses the figures of the cluster's TOML file")
 
 
 def _explain(options: argparse.Namespace) -> Report:
@@ -192,9 +165,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--plan", metavar="FILE", help="use a saved plan instead of a new one")
     one.add_argument("--steps", type=count, default=3, metavar="N", help="number of steps to compare (default: 3)")
 
-    one = add_command(commands, "compare", _compare, "compare the plan with every baseline")
-    add_target_options(one)
-    one.add_argument("--measure", action="store_true", help="compile the plan and every baseline, and measure bytes and memory")
+    add_compare_command(commands)
 
     one = add_command(commands, "score", _score, "price your own sharding (not supported yet)")
     add_target_options(one, required=False)  # it answers "not supported yet" without a TARGET too
@@ -220,8 +191,7 @@ def _parser() -> argparse.ArgumentParser:
         help="number of random cases to verify per description (default: 1 with --coverage, else 0)",
     )
 
-    one = add_command(commands, "calibrate", _calibrate, "measure this machine for the cost model (not supported yet)")
-    one.add_argument("-o", "--output", metavar="FILE")
+    add_calibrate_command(commands)
     return parser
 
 

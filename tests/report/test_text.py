@@ -16,7 +16,7 @@ import shardplan
 from shardplan.errors import MemoryLimitError, ShardplanError
 from shardplan.report.json import comparison_rows, plan_json
 from shardplan.report.padding import uneven
-from shardplan.report.text import bound_text, comparison_text, plan_text, verified_text
+from shardplan.report.text import bound_text, comparison_text, measured_order, plan_text, verified_text
 
 Golden = Callable[[str, str], None]
 
@@ -125,6 +125,10 @@ def test_the_text_of_a_comparison_is_the_golden_one(golden: Golden) -> None:
     ]
     measured = [{**r, "measured_bytes": r["communication_bytes"] * 1.1, "measured_peak_bytes": r["peak_bytes"]} for r in rows[:2]]
     golden("report/comparison.txt", comparison_text(rows) + "\n\n" + comparison_text([*measured, rows[2]]) + "\n")
+    timed = [{**r, "measured_step_s": s, "measured_spread": 0.05} for r, s in zip(measured, (0.02, 0.011), strict=True)]
+    said = "\n".join([comparison_text([*timed, rows[2]]), "", *measured_order([*timed, rows[2]])])
+    golden("report/comparison-timed.txt", said + "\n")
+    assert measured_order(rows) == measured_order([timed[0], *rows[1:]]) == []
 
 
 def test_what_baselines_do_not_keep_is_said(pinned: Any) -> None:
@@ -141,7 +145,8 @@ def test_json_and_text_agree(pinned: Any) -> None:
     assert made["collectives"]
     assert sum(c["wire_bytes"] for c in made["collectives"]) == pytest.approx(pinned.communication_bytes)
     assert sum(c["seconds"] for c in made["collectives"]) == pytest.approx(pinned.communication_s)
-    rows = comparison_rows(pinned.completed(), {"this plan": (1.0, 2.0, 3)})
+    rows = comparison_rows(pinned.completed(), {"this plan": (1.0, 2.0, 3)}, {"this plan": (4.0, 0.5)})
+    assert (rows[0]["measured_step_s"], rows[0]["measured_spread"], rows[1]["measured_step_s"]) == (4.0, 0.5, None)
     assert (rows[0]["measured_bytes"], rows[0]["raw_measured_bytes"], rows[0]["measured_peak_bytes"]) == (1.0, 2.0, 3)
     assert all(r["measured_bytes"] is None for r in rows[1:])
 

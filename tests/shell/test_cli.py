@@ -304,7 +304,6 @@ MISTAKES = [
     (["tdl", "dot_genral"], "nearest: dot_general"),
     (["score", "small.py:train_step", "--cluster", "2x4", "--specs", "s.json"], "not supported yet"),
     (["score"], "not supported yet"),
-    (["calibrate"], "not supported yet"),
     (["fly"], "invalid choice"),
     ([], "COMMAND"),
 ]

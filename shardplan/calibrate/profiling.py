@@ -1,0 +1,307 @@
+"""A profile of the devices at hand: measures kernels, collectives and contention, and fits the cost model's figures to them."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform as host
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from shardplan.calibrate.cache import Cache, key_of
+from shardplan.calibrate.fitting import (
+    Residual,
+    Sample,
+    Work,
+    contention_of,
+    fit_device,
+    fit_links,
+    residuals,
+    transfer_s,
+    work_of,
+)
+from shardplan.calibrate.kernels import LAUNCHES, Argument, Kernel, kernels, sizes_of
+from shardplan.calibrate.timing import Task, Timed, spread_of, timed
+from shardplan.calibrate.transfers import Transfer, transfer, transfers
+from shardplan.cost.network import Network
+from shardplan.errors import CalibrationError, ClusterError
+from shardplan.frontend.trace import trace
+from shardplan.graph import flatten
+from shardplan.ir import Factor
+from shardplan.mesh import Cluster, factors
+from shardplan.mesh.devices import build_mesh, detected
+from shardplan.mesh.machine import DEFAULT_CONTENTION
+from shardplan.mesh.profile import Profile
+from shardplan.plans.xla_flags import xla_flags
+
+ROUNDS = 7
+BOUND = 0.5
+"""The largest median spread that is accepted. The median of 7 rounds is then off by a sixth (1.25 / 1.35 / sqrt(7) of the
+distance between the quartiles, for normal noise), about what the roofline itself is off by.
+"""
+_HARNESS = 1
+"""Part of every cache key: raised whenever kernels or timing change what is measured."""
+
+Observer = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """A profile, and what is said about it: residuals by family, spreads, and the figures that were not measured."""
+
+    profile: Profile
+    residuals: tuple[Residual, ...]
+    samples: tuple[Sample, ...]
+    kept: tuple[str, ...]
+    spread: tuple[float, float, str]
+    measured: int
+    cached: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What measures: a mesh of the cluster's devices, the cache, the rounds, and what is the same for all measurements.
+
+    With ``fresh``, what the cache holds is measured again.
+    """
+
+    cluster: Cluster
+    factors: tuple[Factor, ...]
+    mesh: Mesh
+    identity: Mapping[str, Any]
+    cache: Cache | None
+    rounds: int
+    bound: float
+    fresh: bool
+
+    def key(self, what: Any) -> str:
+        """The cache's key of what identifies a measurement beside the device."""
+        return key_of({**self.identity, "what": what})
+
+    def seconds(self, tasks: Mapping[str, tuple[Task, Any]], done: Callable[[float], None]) -> tuple[dict[str, Timed], int]:
+        """The seconds of named tasks, each with what identifies it beside the device; and how many the cache had.
+
+        What is steadier than the bound goes to the cache.
+        """
+        keys = {name: self.key(what) for name, (_, what) in tasks.items()}
+        known = self.cache.entries if self.cache is not None and not self.fresh else {}
+        missing = [name for name in tasks if keys[name] not in known]
+        found = {name: known[keys[name]] for name in tasks if keys[name] in known}
+        if missing:
+            rows = timed([tasks[name][0] for name in missing], self.mesh, rounds=self.rounds, done=done)
+            new = dict(zip(missing, rows, strict=True))
+            if self.cache is not None:
+                self.cache.add({keys[name]: row for name, row in new.items() if row.spread <= self.bound})
+            found |= new
+        return {name: found[name] for name in tasks}, len(tasks) - len(missing)
+
+
+def calibrate(
+    *,
+    devices: Sequence[Any] | None = None,
+    shape: Cluster | None = None,
+    cache: Path | None = None,
+    fresh: bool = False,
+    rounds: int = ROUNDS,
+    bound: float = BOUND,
+    observer: Observer | None = None,
+) -> Calibration:
+    """Measures these devices (by default all that JAX has), all at work at once.
+
+    ``shape`` describes the levels of the machine where detection cannot know them; its figures are not used where they can be
+    measured. ``cache`` is the folder of measurements. ``rounds`` and ``bound``: the interleaved repeats, and the largest median
+    spread that is accepted.
+
+    Raises:
+        ClusterError: if the devices have no figures to start from, or ``shape`` has another number of devices.
+        CalibrationError: if the repeats spread by more than the bound, or the cache cannot be used.
+    """
+    tell = observer or (lambda what, part: None)
+    bench = bench_of(devices, shape, cache, fresh=fresh, rounds=rounds, bound=bound)
+    listed = kernels(sizes_of(bench.cluster.device.platform))
+    works = {k.name: work_of_kernel(k) for k in listed}
+    kernel_times, cached = bench.seconds(
+        {k.name: (Task(k.function, k.arguments), kernel_text(k)) for k in listed},
+        lambda part: tell("measuring kernels", 0.6 * part),
+    )
+    moves = transfers(bench.cluster, bench.factors)
+    move_times, moves_cached = bench.seconds(
+        {t.name: (_task(t, bench), transfer_text(t, bench)) for t in moves},
+        lambda part: tell("measuring collectives", 0.6 + 0.3 * part),
+    )
+    spread = spread_of({name: t.spread for name, t in {**kernel_times, **move_times}.items()})
+    _check_spread(spread, bound)
+    rows = [(k.family == LAUNCHES, (works[k.name], kernel_times[k.name].seconds)) for k in listed]
+    device, kept_dtypes = fit_device(
+        bench.cluster.device, [row for tiny, row in rows if not tiny], [row for tiny, row in rows if tiny]
+    )
+    cluster, levels = replace(bench.cluster, device=device), ()
+    if moves:
+        cluster, levels = fit_links(cluster, bench.factors, [(t, move_times[t.name].seconds) for t in moves])
+        contention = _contention(
+            replace(bench, cluster=cluster), works, lambda part: tell("measuring contention", 0.9 + 0.1 * part)
+        )
+        cluster = replace(cluster, device=replace(cluster.device, contention=contention))
+    samples = _samples(cluster, bench.factors, listed, works, kernel_times, moves, move_times)
+    kept = _kept(cluster, levels, kept_dtypes)
+    found = residuals(samples)
+    profile = Profile(cluster, bench.identity["kind"], levels, _evidence(bench, samples, found, kept, spread))
+    return Calibration(profile, found, samples, kept, spread, len(samples) - cached - moves_cached, cached + moves_cached)
+
+
+def bench_of(
+    devices: Sequence[Any] | None,
+    shape: Cluster | None,
+    cache: Path | None,
+    *,
+    fresh: bool = False,
+    rounds: int = ROUNDS,
+    bound: float = BOUND,
+) -> Bench:
+    """What measures these devices; arguments as for `calibrate`."""
+    present = list(jax.devices() if devices is None else devices)
+    cluster = replace(found := detected(present).cluster, name=f"calibrated-{found.name.removeprefix('detected-')}")
+    if shape is not None:
+        if shape.size != len(present):
+            raise ClusterError(
+                f"{shape.name} has {shape.size} devices ({'x'.join(map(str, shape.shape))}), the machine {len(present)}: "
+                "give the shape of this machine"
+            )
+        cluster = replace(cluster, levels=shape.levels, name=f"{cluster.name}-{'x'.join(map(str, shape.shape))}")
+    axes = factors(cluster)
+    mesh = build_mesh(cluster, axes, {f.name: (i,) for i, f in enumerate(axes)}, present) if axes else Mesh(present, ("device",))
+    opened = Cache.opened(cache) if cache is not None else None
+    return Bench(cluster, axes, mesh, _identity(present, cluster), opened, rounds, bound, fresh)
+
+
+def _identity(devices: Sequence[Any], cluster: Cluster) -> dict[str, Any]:
+    """What every measurement on these devices depends on."""
+    kind = str(devices[0].device_kind)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    processor = _processor() if cluster.device.platform == "cpu" else ""
+    return {
+        "platform": cluster.device.platform,
+        "kind": kind,
+        "processor": processor,
+        "cores": cores if cluster.device.platform == "cpu" else None,
+        "shape": [n for n in cluster.shape if n > 1],
+        "jax": jax.__version__,
+        "harness": _HARNESS,
+    }
+
+
+def _processor() -> str:
+    """The name of the host's processor; CPU devices are all called cpu."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, "") or host.processor() or host.machine()
+
+
+def work_of_kernel(kernel: Kernel) -> Work:
+    """What the planner prices of a kernel on one device."""
+    with jax.enable_x64(any(a.dtype == "float64" for a in kernel.arguments)):
+        return work_of(flatten(trace(kernel.function, *(a.struct for a in kernel.arguments)).program))
+
+
+def kernel_text(kernel: Kernel) -> str:
+    """The kernel's primitives, parameters, shapes and dtypes."""
+    with jax.enable_x64(any(a.dtype == "float64" for a in kernel.arguments)):
+        return str(jax.make_jaxpr(kernel.function)(*(a.struct for a in kernel.arguments)))
+
+
+def _task(move: Transfer, bench: Bench) -> Task:
+    return Task(move.function([bench.factors[i].name for i in move.over]), (move.argument,))
+
+
+def transfer_text(move: Transfer, bench: Bench) -> list[Any]:
+    """The collective's kind, the factors that it runs over, and its bytes."""
+    return [move.kind, [[bench.factors[i].size, bench.factors[i].level] for i in move.over], move.nbytes]
+
+
+def _check_spread(spread: tuple[float, float, str], bound: float) -> None:
+    middle, worst, name = spread
+    if middle > bound:
+        raise CalibrationError(
+            f"the repeats of one measurement spread by {middle:.0%} (median; {worst:.0%} of {name}), more than the bound of "
+            f"{bound:.0%}: the machine is busy; end other programs, repeat more often (--repeats), or accept it (--spread "
+            f"{math.ceil(middle * 10 + 1) / 10:g})"
+        )
+
+
+def _contention(bench: Bench, works: Mapping[str, Work], done: Callable[[float], None]) -> float:
+    """The contention of a product and an all-reduce over all devices that take about as long as each other."""
+    n = sizes_of(bench.cluster.device.platform).square[1]
+    operands = (Argument((n, n), "float32"), Argument((n, n), "float32"))
+    network, over = Network(bench.cluster, bench.factors), tuple(range(len(bench.factors)))
+    alone_s = works[f"{n}x{n}x{n} float32"].seconds(bench.cluster.device)
+    tried = [transfer(bench.cluster, bench.factors, "all_reduce", over, 1 << p) for p in range(10, 31)]
+    move = min(tried, key=lambda t: abs(math.log(transfer_s(network, t) / alone_s)))
+    send = move.function([f.name for f in bench.factors])
+    options = tuple(sorted(xla_flags(bench.cluster).items())) if bench.cluster.device.platform == "gpu" else ()
+    tasks = {
+        "compute": Task(lambda a, b: a @ b, operands, options),
+        "communication": Task(send, (move.argument,), options),
+        "both": Task(lambda a, b, x: (a @ b, send(x)), (*operands, move.argument), options),
+    }
+    what = [n, transfer_text(move, bench), [list(option) for option in options]]
+    times, _ = bench.seconds({name: (task, ["contention", name, *what]) for name, task in tasks.items()}, done)
+    return contention_of(times["compute"].seconds, times["communication"].seconds, times["both"].seconds)
+
+
+def _samples(
+    cluster: Cluster,
+    axes: tuple[Factor, ...],
+    listed: Sequence[Kernel],
+    works: Mapping[str, Work],
+    kernel_times: Mapping[str, Timed],
+    moves: Sequence[Transfer],
+    move_times: Mapping[str, Timed],
+) -> tuple[Sample, ...]:
+    network = Network(cluster, axes)
+    return (
+        *(
+            Sample(
+                k.family, k.name, kernel_times[k.name].seconds, works[k.name].seconds(cluster.device), kernel_times[k.name].spread
+            )
+            for k in listed
+        ),
+        *(Sample(t.family, t.name, move_times[t.name].seconds, transfer_s(network, t), move_times[t.name].spread) for t in moves),
+    )
+
+
+def _kept(cluster: Cluster, levels: Sequence[str], dtypes: Sequence[str]) -> tuple[str, ...]:
+    """The figures that were not measured, a sentence each."""
+    unmeasured = [level.name for level in cluster.levels if level.name not in levels]
+    result = [f"the rate of products of {dtype} is the preset's" for dtype in dtypes]
+    result += [f"the link of the level {name!r} is the preset's: it has one child here" for name in unmeasured]
+    if not levels:
+        contention = f"the contention is the default, {DEFAULT_CONTENTION:g}, and a collective's launch the preset's"
+        result.append(f"{contention}: one device has no collectives")
+    result.append("the memory of a device is the preset's")
+    return tuple(result)
+
+
+def _evidence(
+    bench: Bench, samples: Sequence[Sample], found: Sequence[Residual], kept: Sequence[str], spread: tuple[float, float, str]
+) -> dict[str, Any]:
+    return {
+        "software": {"jax": jax.__version__, "processor": bench.identity["processor"]},
+        "kept": list(kept),
+        "spread": {
+            "median": spread[0],
+            "worst": spread[1],
+            "worst_name": spread[2],
+            "bound": bench.bound,
+            "repeats": bench.rounds,
+        },
+        "fit": [asdict(one) for one in found],
+        "samples": [asdict(sample) for sample in samples],
+    }

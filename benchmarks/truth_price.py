@@ -37,13 +37,14 @@ class Price:
     """Seconds and bytes of one step on one device.
 
     ``tensor_s`` are those of collectives over tensor parallel devices alone, ``data_s`` those of all others: gradients, and
-    state that is sharded over the data.
+    state that is sharded over the data. ``launches`` counts the kernels of compute and the collectives.
     """
 
     compute_s: float
     tensor_s: float
     data_s: float
     peak_bytes: float
+    launches: float
 
     @property
     def communication_s(self) -> float:
@@ -105,7 +106,9 @@ def _price(row: Row) -> Price:
     n, once_s = row.microbatches, _update_s(session)
     repeated = n if row.sharding.fsdp > 1 else 1
     compute_s = n * (session.decisions.compute_s - once_s) + once_s
-    return Price(compute_s, n * tensor_s, repeated * data_s, session.solution.peak_bytes)
+    kernels = sum(node.costed.traffic.launches * node.weight for node in session.graph.nodes if node.costed.traffic)
+    launches = n * (kernels + sum(i.times for i in run.issued))
+    return Price(compute_s, n * tensor_s, repeated * data_s, session.solution.peak_bytes, launches)
 
 
 def _update_s(session: Session) -> float:

@@ -258,8 +258,8 @@ def _remat(line: Line, assumed: list[str]) -> bool | str:
         assumed.append("each layer computed again: Paxml's default where a configuration names nothing")
         return True
     if line["framework"].startswith("AXLearn"):
-        assumed.append("products with weights kept: the policy is not in the table")
-        return "products"
+        assumed.append("each layer computed again: AXLearn's default keeps attention's products too, which no option says")
+        return True
     assumed.append("nothing computed again: the table does not say")
     return False
 

@@ -10,14 +10,15 @@ import numpy as np
 from models import data
 from models._arguments import Tokens
 from models._fused_attention import ATTENTION, check
-from models._options import COUNT, DTYPE, FRACTION, POSITIVE, SWITCH, Options, option, require, takes
+from models._options import COUNT, DTYPE, FRACTION, POSITIVE, REMAT, SWITCH, Options, option, require, takes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GPTOptions(Options):
     """dtype is what is computed in, parameters stay float32. dropout is the fraction dropped, accumulate the number of
-    microbatches that a batch is taken in, tied makes the head the transposed embedding. attention is "xla" for plain ops, or
-    "flash" for one kernel without the scores in memory."""
+    microbatches that a batch is taken in, tied makes the head the transposed embedding. remat "products" keeps the products with
+    weights and computes the rest again. attention is "xla" for plain ops, or "flash" for one kernel without the scores in
+    memory."""
 
     layers: int = option(2, COUNT)
     width: int = option(64, COUNT)
@@ -27,7 +28,7 @@ class GPTOptions(Options):
     batch: int = option(16, COUNT)
     dtype: str = option("float32", DTYPE)
     scan: bool = option(False, SWITCH)
-    remat: bool = option(False, SWITCH)
+    remat: bool | str = option(False, REMAT)
     dropout: float = option(0.0, FRACTION)
     tied: bool = option(False, SWITCH)
     attention: str = option("xla", ATTENTION)
@@ -63,15 +64,3 @@ def causal_mask(sequence: int) -> jax.Array:
     """True where a query (row) may read a key (column): keys that are not ahead of it. [sequence, sequence]"""
     query, key = (jax.lax.broadcasted_iota(jnp.int32, (sequence, sequence), dim) for dim in (0, 1))
     return query >= key
-
-
-def microbatches(batch: dict[str, jax.Array], count: int) -> dict[str, jax.Array]:
-    """[batch, ...] -> [count, batch / count, ...], each microbatch taking every count-th example.
-
-    Consecutive examples would put a batch that is split over devices on `count` instead: this way each device keeps its own.
-    """
-
-    def split(x):
-        return jnp.moveaxis(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 1, 0)
-
-    return jax.tree.map(split, batch)

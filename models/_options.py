@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import jax
+
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
@@ -34,7 +36,11 @@ def one_of(*values: Any) -> Rule:
     return Rule("one of " + ", ".join(map(repr, values)), lambda v: v in values)
 
 
-DTYPE = one_of("float32", "bfloat16")
+DTYPE = one_of("float32", "bfloat16", "float16")
+REMAT = one_of(False, True, "products")
+REMAT_POLICIES = {"products": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
+"""What `jax.checkpoint` keeps beside each layer's input. Products with weights are those without batch dims: scores of attention
+are computed again, as in Megatron's selective recomputation (Korthikanti et al. 2022, section 5)."""
 
 
 def option(default: Any, rule: Rule) -> Any:

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from models._options import REMAT_POLICIES
+
 
 def make_blocks(make: Callable[[nnx.Rngs], nnx.Module], key: jax.Array, *, layers: int, scan: bool) -> Any:
     """A list of `layers` blocks, each seeded by `key` and its number; with `scan`, one block of stacked parameters."""
@@ -16,8 +18,10 @@ def make_blocks(make: Callable[[nnx.Rngs], nnx.Module], key: jax.Array, *, layer
     return nnx.List([make(nnx.Rngs(key)) for key in keys])
 
 
-def run_blocks(blocks: Any, x: Any, *, scan: bool, remat: bool, key: jax.Array | None = None) -> Any:
-    """x through the blocks in turn, each called with its own key as block(x, key); x may be any pytree."""
+def run_blocks(blocks: Any, x: Any, *, scan: bool, remat: bool | str, key: jax.Array | None = None) -> Any:
+    """x through the blocks in turn, each called with its own key as block(x, key); x may be any pytree.
+
+    With `remat`, only the input of each block is kept for the backward pass; with "products", the products with weights too."""
     if not scan:
         for layer, block in enumerate(blocks):
             with jax.named_scope(f"block_{layer}"):
@@ -46,4 +50,4 @@ def _block_function(block, remat, scan):
         return nnx.merge(graphdef, parameters)(x, key)
 
     # inside a scan there is no later copy of the forward pass for XLA to merge with
-    return jax.checkpoint(run, prevent_cse=not scan) if remat else run
+    return jax.checkpoint(run, prevent_cse=not scan, policy=REMAT_POLICIES.get(remat)) if remat else run

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from models._accumulate import value_and_grad
 from models._arguments import make_batch, make_state
 from models._fused_attention import flash
-from models._gpt_options import GPTOptions, causal_mask, microbatches, text_batches
+from models._gpt_options import GPTOptions, causal_mask, text_batches
 from models._options import takes
 from models._stack import fold, make_blocks, run_blocks
 from models._train import main
@@ -125,26 +126,13 @@ class MLP(nnx.Module):
 
 
 def _value_and_grad(model: GPT, batch: dict, key: jax.Array | None, count: int):
-    """Loss and gradients over the batch, taken in `count` microbatches whose gradients are summed in float32."""
-
     graphdef, parameters = nnx.split(model, nnx.Param)
 
-    @jax.value_and_grad
     def loss_of(parameters, batch, key):
         model = nnx.merge(graphdef, parameters)
         return cross_entropy(model(batch["tokens"], key), batch["targets"])
 
-    if count == 1:
-        return loss_of(parameters, batch, key)
-
-    def body(total, microbatch_and_number):
-        microbatch, number = microbatch_and_number
-        return jax.tree.map(jnp.add, total, loss_of(parameters, microbatch, fold(key, number))), None
-
-    zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, parameters)
-    numbers = None if key is None else jnp.arange(count)
-    total, _ = jax.lax.scan(body, zeros, (microbatches(batch, count), numbers))
-    return jax.tree.map(lambda x: x / count, total)
+    return value_and_grad(loss_of, parameters, batch, count=count, key=key)
 
 
 def _residual_init(options: GPTOptions):

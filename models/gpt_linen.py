@@ -9,10 +9,11 @@ import optax
 from flax import linen as nn
 from flax.training.train_state import TrainState
 
+from models._accumulate import value_and_grad
 from models._arguments import make_batch, make_state
 from models._fused_attention import flash
-from models._gpt_options import GPTOptions, causal_mask, microbatches, text_batches
-from models._options import takes
+from models._gpt_options import GPTOptions, causal_mask, text_batches
+from models._options import REMAT_POLICIES, takes
 from models._train import main
 from models.losses import cross_entropy
 
@@ -115,7 +116,8 @@ class MLP(nn.Module):
 
 def _blocks(options: GPTOptions, x: jax.Array, train: bool) -> jax.Array:
     # inside a scan there is no later copy of the forward pass for XLA to merge with
-    block = nn.remat(Block, prevent_cse=not options.scan) if options.remat else Block
+    keep = REMAT_POLICIES.get(options.remat)
+    block = nn.remat(Block, prevent_cse=not options.scan, policy=keep) if options.remat else Block
     if not options.scan:
         for layer in range(options.layers):
             x, _ = block(options, train, name=f"block_{layer}")(x)
@@ -125,25 +127,11 @@ def _blocks(options: GPTOptions, x: jax.Array, train: bool) -> jax.Array:
 
 
 def _value_and_grad(state: TrainState, batch: dict, key: jax.Array | None, count: int):
-    """Loss and gradients over the batch, taken in `count` microbatches whose gradients are summed in float32."""
-
-    @jax.value_and_grad
     def loss_of(parameters, batch, key):
         rngs = {} if key is None else {"dropout": key}
         return cross_entropy(state.apply_fn({"params": parameters}, batch["tokens"], train=True, rngs=rngs), batch["targets"])
 
-    if count == 1:
-        return loss_of(state.params, batch, key)
-
-    def body(total, microbatch_and_number):
-        microbatch, number = microbatch_and_number
-        folded = None if key is None else jax.random.fold_in(key, number)
-        return jax.tree.map(jnp.add, total, loss_of(state.params, microbatch, folded)), None
-
-    zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, state.params)
-    numbers = None if key is None else jnp.arange(count)
-    total, _ = jax.lax.scan(body, zeros, (microbatches(batch, count), numbers))
-    return jax.tree.map(lambda x: x / count, total)
+    return value_and_grad(loss_of, state.params, batch, count=count, key=key)
 
 
 def _residual_init(options: GPTOptions):

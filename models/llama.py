@@ -12,10 +12,11 @@ import optax
 from flax import nnx
 
 from models import data
+from models._accumulate import value_and_grad
 from models._arguments import Tokens, make_batch, make_state
 from models._attention import attend, attend_blockwise, attend_in_kernel
 from models._fused_attention import ATTENTION, check
-from models._options import COUNT, COUNT_OR_NONE, DTYPE, POSITIVE, SWITCH, Options, one_of, option, require, takes
+from models._options import COUNT, COUNT_OR_NONE, DTYPE, POSITIVE, REMAT, SWITCH, Options, one_of, option, require, takes
 from models._stack import make_blocks, run_blocks
 from models._train import main
 from models.losses import cross_entropy
@@ -31,7 +32,8 @@ class DecoderOptions(Options):
     """A size names the shapes; each may be given in its place. key_heads are the heads of keys and values, each read by
     heads / key_heads of the queries; inner is the MLP's width. dtype is computed in, parameters stay float32. With a block,
     attention is computed so many queries and keys at a time: its memory then grows with the sequence, not with its square.
-    attention is "xla" for plain ops, or "flash" for one kernel that does so by itself."""
+    attention is "xla" for plain ops, or "flash" for one kernel that does so by itself. accumulate is the number of microbatches
+    that a batch is taken in."""
 
     sizes: ClassVar[dict[str, dict[str, int]]]
 
@@ -45,7 +47,8 @@ class DecoderOptions(Options):
     batch: int = option(16, COUNT)
     dtype: str = option("float32", DTYPE)
     scan: bool = option(False, SWITCH)
-    remat: bool = option(False, SWITCH)
+    remat: bool | str = option(False, REMAT)
+    accumulate: int = option(1, COUNT)
     block: int = option(None, COUNT_OR_NONE)
     attention: str = option("xla", ATTENTION)
     learning_rate: float = option(1e-3, POSITIVE)
@@ -57,6 +60,7 @@ class DecoderOptions(Options):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
         require(self.width % self.heads == 0, f"heads={self.heads} does not divide width={self.width}")
+        require(self.batch % self.accumulate == 0, f"accumulate={self.accumulate} does not divide batch={self.batch}")
         require(self.heads % self.key_heads == 0, f"key_heads={self.key_heads} does not divide heads={self.heads}")
         require(
             self.block is None or self.sequence % self.block == 0, f"block={self.block} does not divide sequence={self.sequence}"
@@ -104,12 +108,15 @@ def train_step(options: LlamaOptions, *, concrete: bool = False, seed: int = 0):
         model = Llama(options, key)
         return nnx.split((model, nnx.Optimizer(model, optax.adamw(options.learning_rate), wrt=nnx.Param)))
 
-    def loss_of(model, batch):
-        return cross_entropy(model(batch["tokens"]), batch["targets"])
-
     def step(state, batch):
         model, optimizer = nnx.merge(graphdef, state)
-        loss, gradients = nnx.value_and_grad(loss_of)(model, batch)
+        structure, parameters = nnx.split(model, nnx.Param)
+
+        def loss_of(parameters, batch, _):
+            model = nnx.merge(structure, parameters)
+            return cross_entropy(model(batch["tokens"]), batch["targets"])
+
+        loss, gradients = value_and_grad(loss_of, parameters, batch, count=options.accumulate)
         optimizer.update(model, gradients)
         return nnx.state((model, optimizer)), loss
 

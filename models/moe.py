@@ -17,6 +17,7 @@ import optax
 from flax import nnx
 
 from models import data
+from models._accumulate import value_and_grad
 from models._arguments import make_batch, make_state
 from models._options import COUNT, POSITIVE, one_of, option, require, takes
 from models._stack import make_blocks, run_blocks
@@ -67,13 +68,16 @@ def train_step(options: MoEOptions, *, concrete: bool = False, seed: int = 0):
         model = MoE(options, key)
         return nnx.split((model, nnx.Optimizer(model, optax.adamw(options.learning_rate), wrt=nnx.Param)))
 
-    def loss_of(model, batch):
-        logits, imbalance = model(batch["tokens"])
-        return cross_entropy(logits, batch["targets"]) + _BALANCE_WEIGHT * imbalance
-
     def step(state, batch):
         model, optimizer = nnx.merge(graphdef, state)
-        loss, gradients = nnx.value_and_grad(loss_of)(model, batch)
+        structure, parameters = nnx.split(model, nnx.Param)
+
+        def loss_of(parameters, batch, _):
+            model = nnx.merge(structure, parameters)
+            logits, imbalance = model(batch["tokens"])
+            return cross_entropy(logits, batch["targets"]) + _BALANCE_WEIGHT * imbalance
+
+        loss, gradients = value_and_grad(loss_of, parameters, batch, count=options.accumulate)
         optimizer.update(model, gradients)
         return nnx.state((model, optimizer)), loss
 

@@ -13,9 +13,23 @@ from flax import linen as nn
 from flax.training.train_state import TrainState
 
 from models import data
+from models._accumulate import value_and_grad
 from models._arguments import Floats, Tokens, make_batch, make_state
 from models._fused_attention import ATTENTION, check, flash
-from models._options import COUNT, DTYPE, FRACTION, POSITIVE, SWITCH, Options, option, require, takes
+from models._options import (
+    COUNT,
+    COUNT_OR_NONE,
+    DTYPE,
+    FRACTION,
+    POSITIVE,
+    REMAT,
+    REMAT_POLICIES,
+    SWITCH,
+    Options,
+    option,
+    require,
+    takes,
+)
 from models._train import main
 from models.losses import cross_entropy
 
@@ -24,19 +38,22 @@ __all__ = ["ViT", "digit_batches", "train_step"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ViTOptions(Options):
-    """patch is the side of the squares that an image is cut into. dtype is computed in, parameters stay float32. attention is
+    """patch is the side of the squares that an image is cut into, inner the MLP's width (None: four times width).
+    accumulate is the number of microbatches that a batch is taken in. dtype is computed in, parameters stay float32. attention is
     "xla" for plain ops, or "flash" for one kernel without the scores in memory."""
 
     layers: int = option(2, COUNT)
     width: int = option(64, COUNT)
     heads: int = option(8, COUNT)
+    inner: int | None = option(None, COUNT_OR_NONE)
     image: int = option(32, COUNT)
     patch: int = option(8, COUNT)
     batch: int = option(16, COUNT)
     classes: int = option(16, COUNT)
     dtype: str = option("float32", DTYPE)
     scan: bool = option(False, SWITCH)
-    remat: bool = option(False, SWITCH)
+    remat: bool | str = option(False, REMAT)
+    accumulate: int = option(1, COUNT)
     dropout: float = option(0.0, FRACTION)
     attention: str = option("xla", ATTENTION)
     learning_rate: float = option(1e-3, POSITIVE)
@@ -44,6 +61,7 @@ class ViTOptions(Options):
     def __post_init__(self):
         super().__post_init__()
         require(self.width % self.heads == 0, f"heads={self.heads} does not divide width={self.width}")
+        require(self.batch % self.accumulate == 0, f"accumulate={self.accumulate} does not divide batch={self.batch}")
         require(self.image % self.patch == 0, f"patch={self.patch} does not divide image={self.image}")
         require(
             self.attention == "xla" or not self.dropout, f"attention={self.attention!r} has no dropout, dropout={self.dropout}"
@@ -68,12 +86,13 @@ def train_step(options: ViTOptions, *, concrete: bool = False, seed: int = 0):
         return TrainState.create(apply_fn=model.apply, params=parameters, tx=optimizer).replace(step=jnp.zeros((), jnp.int32))
 
     def step(state, batch):
-        rngs = {"dropout": jax.random.fold_in(jax.random.key(seed), state.step)} if options.dropout else {}
+        key = jax.random.fold_in(jax.random.key(seed), state.step) if options.dropout else None
 
-        def loss_of(params):
+        def loss_of(params, batch, key):
+            rngs = {} if key is None else {"dropout": key}
             return cross_entropy(state.apply_fn({"params": params}, batch["image"], train=True, rngs=rngs), batch["label"])
 
-        loss, gradients = jax.value_and_grad(loss_of)(state.params)
+        loss, gradients = value_and_grad(loss_of, state.params, batch, count=options.accumulate, key=key)
         return state.apply_gradients(grads=gradients), loss
 
     draws = {"image": Floats((options.batch, *picture)), "label": Tokens((options.batch,), min(options.classes, 10))}
@@ -130,7 +149,7 @@ class Block(nn.Module):
             name="attention",
         )
         x = x + drop()(attention(norm(name="norm_attention")(x)))
-        y = nn.gelu(dense(4 * options.width, name="up")(norm(name="norm_mlp")(x)))
+        y = nn.gelu(dense(options.inner or 4 * options.width, name="up")(norm(name="norm_mlp")(x)))
         return x + drop()(dense(options.width, name="down")(y)), None
 
 
@@ -141,7 +160,8 @@ def _flash(query: jax.Array, key: jax.Array, value: jax.Array, **_: Any) -> jax.
 
 def _blocks(options: ViTOptions, x: jax.Array, train: bool) -> jax.Array:
     # inside a scan there is no later copy of the forward pass for XLA to merge with
-    block = nn.remat(Block, prevent_cse=not options.scan) if options.remat else Block
+    keep = REMAT_POLICIES.get(options.remat)
+    block = nn.remat(Block, prevent_cse=not options.scan, policy=keep) if options.remat else Block
     if not options.scan:
         for layer in range(options.layers):
             x, _ = block(options, train, name=f"block_{layer}")(x)

@@ -34,8 +34,8 @@ _STAGES = Rule(
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WResNetOptions(Options):
     """width is the widening factor, channels those of the first convolution before widening. blocks, a count for each
-    stage, overrides depth. A silu has no kink: of a million relus, one may be so near it that the order of a sum decides its
-    gradient. dtype is computed in, parameters and batch statistics stay float32."""
+    stage, overrides depth. middle widens the 3x3 convolutions alone. A silu has no kink: of a million relus, one may be so near
+    it that the order of a sum decides its gradient. dtype is computed in, parameters and batch statistics stay float32."""
 
     depth: int = option(14, one_of(*_BLOCKS))
     width: int = option(1, COUNT)
@@ -43,6 +43,7 @@ class WResNetOptions(Options):
     batch: int = option(16, COUNT)
     blocks: tuple[int, ...] | None = option(None, _STAGES)
     channels: int = option(64, COUNT)
+    middle: int = option(1, COUNT)
     classes: int = option(16, COUNT)
     activation: str = option("relu", one_of("relu", "silu"))
     dtype: str = option("float32", DTYPE)
@@ -142,7 +143,9 @@ class Bottleneck(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         conv, norm, activate = _conv(self.options), _norm(self.options), _activate(self.options)
         y = activate(norm(name="norm_in")(conv(self.channels, (1, 1), name="conv_in")(x)))
-        y = activate(norm(name="norm_mid")(conv(self.channels, (3, 3), strides=self.stride, name="conv_mid")(y)))
+        y = activate(
+            norm(name="norm_mid")(conv(self.options.middle * self.channels, (3, 3), strides=self.stride, name="conv_mid")(y))
+        )
         y = norm(name="norm_out")(conv(4 * self.channels, (1, 1), name="conv_out")(y))
         if x.shape != y.shape:
             x = norm(name="norm_shortcut")(conv(4 * self.channels, (1, 1), strides=self.stride, name="shortcut")(x))

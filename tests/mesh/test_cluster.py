@@ -74,7 +74,7 @@ def test_the_presets_of_the_interface_are_there():
         "gb200-nvl72",
         "cpu",
     ]
-    assert preset_names() == tuple(sorted(wanted))
+    assert set(wanted) <= set(preset_names())
 
 
 def test_a_shape_is_h100s_with_nvswitch_below_infiniband():

@@ -40,6 +40,11 @@ VARIANTS = [
     ("unet", {"blocks": 2, "image": 36, "channels": 6, "remat": True, "dtype": "bfloat16"}),
     ("vit", {"scan": True, "remat": True, "dropout": 0.1, "dtype": "bfloat16", "batch": 5}),
     ("vit", {"dropout": 0.1, "remat": True}),
+    ("gpt", {"scan": True, "remat": "products", "dtype": "float16"}),
+    ("llama", {"remat": "products", "accumulate": 4, "dtype": "float16"}),
+    ("moe", {"scan": True, "remat": "products", "accumulate": 2}),
+    ("vit", {"remat": "products", "accumulate": 2, "inner": 48, "dropout": 0.1}),
+    ("wresnet", {"middle": 2, "dtype": "float16"}),
 ]
 
 

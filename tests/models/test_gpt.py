@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import gpt, gpt_linen
+from models import gpt, gpt_linen, llama, vit
 
 TINY = {"layers": 1, "width": 16, "heads": 2, "vocabulary": 32, "sequence": 8, "batch": 4}
 
@@ -21,13 +21,32 @@ def test_scanned_and_unrolled_linen_blocks_are_one_function_of_the_same_weights(
     np.testing.assert_allclose(jax.jit(scanned.apply_fn)({"params": stacked}, batch["tokens"]), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("module", [gpt, gpt_linen])
-def test_accumulated_microbatches_give_the_step_of_the_whole_batch(module):
-    step, args = module.train_step(**TINY, concrete=True)
-    in_parts, _ = module.train_step(**TINY, accumulate=2)
+SMALL_IMAGES = {"layers": 1, "width": 16, "heads": 2, "image": 8, "patch": 4, "batch": 4}
+
+
+@pytest.mark.parametrize(
+    ("module", "options"), [(gpt, TINY), (gpt_linen, TINY), (llama, {**TINY, "key_heads": 1, "inner": 24}), (vit, SMALL_IMAGES)]
+)
+def test_accumulated_microbatches_give_the_step_of_the_whole_batch(module, options):
+    step, args = module.train_step(**options, concrete=True)
+    in_parts, _ = module.train_step(**options, accumulate=2)
     whole, parts = jax.jit(step)(*args), jax.jit(in_parts)(*args)
     for one, other in zip(jax.tree.leaves(whole), jax.tree.leaves(parts), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-4)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_kept_products_are_not_made_again_and_change_no_result(scan):
+    steps, products = [], []
+    for remat in (False, "products", True):
+        step, args = gpt.train_step(**TINY, scan=scan, remat=remat, concrete=True)
+        products.append(str(jax.make_jaxpr(step)(*args)).count("dot_general"))
+        steps.append(jax.jit(step)(*args))
+    # attention's two products have a batch; of the four with weights, only the last one's result is never needed again
+    assert products[0] < products[1] < products[2]
+    for other in steps[1:]:
+        for one, same in zip(jax.tree.leaves(steps[0]), jax.tree.leaves(other), strict=True):
+            np.testing.assert_allclose(one, same, atol=1e-5)
 
 
 @pytest.mark.parametrize("module", [gpt, gpt_linen])

@@ -29,6 +29,19 @@ def test_a_tiny_model_is_right_where_it_is_cut(name: str, on: str) -> None:
     check(name, on, TINY[name], 2)
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama", {"remat": "products", "accumulate": 2}),
+        pytest.param("gpt", {"remat": "products", "scan": True}, marks=pytest.mark.slow),
+        pytest.param("vit", {"remat": "products", "accumulate": 2, "inner": 24}, marks=pytest.mark.slow),
+        pytest.param("wresnet", {"middle": 2, "activation": "silu"}, marks=pytest.mark.slow),
+    ],
+)
+def test_products_kept_and_microbatches_are_right_where_they_are_cut(name: str, options: dict[str, Any]) -> None:
+    check(name, "2x4:slow", {**TINY[name], **options}, 2)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("on", MACHINES)
 @pytest.mark.parametrize("name", TINY)

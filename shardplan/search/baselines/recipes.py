@@ -105,6 +105,26 @@ def baselines(problem: Problem) -> tuple[Restriction, ...]:
     return tuple(f for f in examined(problem) if isinstance(f, Restriction))
 
 
+def written(
+    problem: Problem,
+    name: str,
+    *,
+    data: Sequence[int] = (),
+    zero: Sequence[int] = (),
+    shard: Sequence[int] = (),
+    tensor: Sequence[int] = (),
+    sequence: bool = False,
+) -> Restriction | LeftOut:
+    """The sharding that one would write by hand with each factor (by number) in these roles, or why it does not exist.
+
+    The batch is split over ``data``, optimizer state over ``zero`` (ZeRO-1 and ZeRO-2), all state over ``shard`` (ZeRO-3, FSDP),
+    matrices over ``tensor``. ``zero`` and ``shard`` are among ``data``. With ``sequence``, ``tensor`` splits activations between
+    products too (Korthikanti et al. 2022, sequence parallelism).
+    """
+    recipe = _Recipe(name, tuple(data), tuple(zero), tuple(shard), tuple(tensor), sequence)
+    return _make(problem, _facts(problem, limited=True), recipe, limited=True)
+
+
 def groupings(count: int) -> tuple[Groups, ...]:
     """The ways to split the factors into a slower and a faster group."""
     every = tuple(range(count))

@@ -11,6 +11,7 @@ from shardplan.search.baselines.heuristics import heuristics
 from shardplan.search.baselines.recipes import LeftOut, Restriction, alike, examined
 from shardplan.search.inference.solver import Solver
 from shardplan.search.problem.pricing import Domain
+from shardplan.search.problem.problem import Problem
 from shardplan.search.problem.solution import Solution
 from shardplan.search.problem.strategies import Groups
 
@@ -44,7 +45,7 @@ class Rivals:
     def restrictions(self) -> tuple[Restriction, ...]:
         """The baselines that exist."""
         result = [*self._examined, *heuristics(self._solver.problem)]
-        return tuple(self._joined(r) for r in result if isinstance(r, Restriction))
+        return tuple(joined(self._solver.problem, r) for r in result if isinstance(r, Restriction))
 
     def outside(self, spaces: Mapping[Groups, Sequence[Domain]]) -> tuple[Solution, ...]:
         """Solutions of the baselines outside these spaces; a space holds the layouts that treat the factors of a group alike."""
@@ -60,25 +61,12 @@ class Rivals:
         rows: list[list[frozenset[int]]] = []
         for r in examined(self._solver.problem, beside=spaces, limited=False):
             if isinstance(r, Restriction):
-                pairs = list(zip(self._joined(r).domains, domains, strict=True))
+                pairs = list(zip(joined(self._solver.problem, r).domains, domains, strict=True))
                 memo.update((pair, frozenset(pair[0]).intersection(pair[1])) for pair in pairs if pair not in memo)
                 rows.append([memo[pair] for pair in pairs])
         agreeing = [row for row in rows if all(row)]
         allowed = [frozenset[int]().union(*each) for each in zip(*agreeing, strict=True)] or [frozenset[int]()] * len(domains)
         return tuple(tuple(s for s in domain if s in mine) for domain, mine in zip(domains, allowed, strict=True))
-
-    def _joined(self, r: Restriction) -> Restriction:
-        """With three or more factors, restricts a baseline to do the same with the factors of each of its parts.
-
-        Without parts it does the same with all factors but the last. A variable without such a layout in the baseline may take
-        any such layout.
-        """
-        problem = self._solver.problem
-        if len(problem.sizes) <= 2:
-            return r
-        groups = alike(r.parts, len(problem.sizes))
-        free = problem.together(problem.domains, groups)
-        return replace(r, domains=problem.together(r.domains, groups, free), limits=replace(r.limits, groups=groups))
 
     @property
     def solutions(self) -> tuple[Solution, ...]:
@@ -115,6 +103,25 @@ class Rivals:
             solution, priced = solved(self._solver, r)
             self._by_name[r.name] = (replace(solution, name=r.name),) if priced < float("inf") else ()
         return self._by_name[r.name]
+
+
+def joined(problem: Problem, r: Restriction) -> Restriction:
+    """With three or more factors, a baseline that does the same with the factors of each of its parts.
+
+    Without parts it does the same with all factors but the last. A variable without such a layout in the baseline may take
+    any such layout.
+    """
+    if len(problem.sizes) <= 2:
+        return r
+    groups = alike(r.parts, len(problem.sizes))
+    free = problem.together(problem.domains, groups)
+    return replace(r, domains=problem.together(r.domains, groups, free), limits=replace(r.limits, groups=groups))
+
+
+def alone(solver: Solver, r: Restriction) -> Solution | None:
+    """The best solution of one restriction, without a search for the plan; None where it has none."""
+    solution, seconds = solved(solver, joined(solver.problem, r))
+    return replace(solution, name=r.name) if seconds < float("inf") else None
 
 
 def solved(solver: Solver, r: Restriction) -> tuple[Solution, float]:

@@ -15,7 +15,10 @@ from shardplan.mesh import Cluster
 from shardplan.report.text import baselines_text
 from shardplan.search.baselines.batch_dims import follow
 from shardplan.search.baselines.megatron import sides
-from shardplan.search.baselines.recipes import baselines
+from shardplan.search.baselines.recipes import Restriction, baselines, written
+from shardplan.search.baselines.rivals import alone
+from shardplan.search.inference.solver import Solver
+from shardplan.search.memory import liveness as memory
 from shardplan.shell.planned import Plan
 from tests.search import steps
 
@@ -56,6 +59,38 @@ def test_fsdp_gathers_weights_twice_and_scatters_gradients_once(cluster: str) ->
     tables = (vocabulary + sequence) * width * 4
     expected = (n - 1) / n * (3 * parameter_bytes(plan) - tables)
     assert moved(plan, "FSDP") == pytest.approx(expected, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("name", "roles"),
+    [
+        ("data parallel", {"data": (0, 1)}),
+        ("ZeRO-1", {"data": (0, 1), "zero": (0, 1)}),
+        ("FSDP", {"data": (0, 1), "shard": (0, 1)}),
+        ("data x FSDP", {"data": (0, 1), "shard": (1,)}),
+        ("FSDP x tensor parallel + sequence", {"data": (0,), "shard": (0,), "tensor": (1,), "sequence": True}),
+    ],
+)
+def test_a_sharding_written_by_hand_costs_what_the_baseline_of_its_roles_does(name: str, roles: Any) -> None:
+    plan = transformer("8x8")
+    problem = plan.session.problem
+    restriction = written(problem, name, **roles)
+    assert isinstance(restriction, Restriction)
+    solution = alone(Solver(problem, memory.liveness(problem, frozenset())), restriction)
+    same = next(s for s in plan.session.rivals.solutions if s.name == name)
+    assert solution is not None
+    assert (solution.name, solution.states, solution.seconds) == (name, same.states, same.seconds)
+
+
+def test_optimizer_state_can_be_split_beside_tensor_parallelism() -> None:
+    """No baseline by name: data parallelism over the slow level with its optimizer state split, tensor parallelism below."""
+    problem = transformer("8x8").session.problem
+    solver = Solver(problem, memory.liveness(problem, frozenset()))
+    restrictions: list[Any] = [written(problem, "one", data=(0,), tensor=(1,), zero=zero) for zero in ((), (0,))]
+    whole, split = (alone(solver, r) for r in restrictions)
+    assert whole is not None
+    assert split is not None
+    assert split.peak_bytes < 0.7 * whole.peak_bytes
 
 
 @pytest.mark.parametrize("cluster", SIZES)

@@ -1,0 +1,272 @@
+"""Published step times beside predicted ones: JAX frameworks, Alpa, Megatron, FSDP in PyTorch; A100, H100, V100.
+
+``python benchmarks/truth.py [--only GLOB] [--json FILE] [--brief]``
+
+Each row of ``measured_steps.csv`` and ``megatron_a100.csv`` that the models can say is traced as it was run (``truth_rows.py``),
+its sharding fixed as it was written, and priced (``truth_price.py``). Nothing is fitted to these rows: rates are those of the
+presets. *serial* adds compute and communication up, *hidden* is the larger of both; *predicted* is the time model of `--model`.
+
+One rate is fitted, as shardplan has none for it: PyTorch without compilation launches kernel by kernel from the host, and a step
+cannot be shorter than that takes. It is fitted to every tenth of vTrain's rows on one node, which are named and then left out of
+all figures. Steps that XLA compiled have no such floor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import itertools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from truth_price import Price, UnpricedError, fusible, price
+from truth_rows import LeftOut, Row, rows
+
+MODELS: Mapping[str, Callable[[Price], float]] = {
+    "serial": lambda p: p.serial_s,
+    "hidden": lambda p: p.hidden_s,
+    "partly": lambda p: p.partly_s,
+}
+APART = 1.05
+"""Two rows are compared in order where the slower takes so much longer."""
+
+
+EAGER = ("LLM Foundry", "Megatron-DeepSpeed", "Megatron-LM")
+"""The frameworks whose rows ran PyTorch without compilation."""
+FITTED = "vtrain-single-*"
+FIT_EVERY = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A row with its price, and the seconds that a time model makes of it."""
+
+    row: Row
+    price: Price
+    predicted_s: float
+    took_s: float
+
+    @property
+    def eager(self) -> bool:
+        """Whether the host launched kernel by kernel."""
+        return self.row.framework in EAGER
+
+    @property
+    def error(self) -> float:
+        """The relative error; NaN where the row ran out of memory."""
+        return self.predicted_s / self.row.measured_s - 1 if self.row.measured_s else float("nan")
+
+    @property
+    def fits(self) -> bool:
+        """Whether the predicted peak is within the device's memory."""
+        return self.price.peak_bytes <= self.row.cluster.device.memory_bytes
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the rows, the figures of each framework, and what is left out."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="*", metavar="GLOB", help="rows by id")
+    parser.add_argument("--model", choices=MODELS, default="serial", help="what the prediction is (default: serial)")
+    parser.add_argument("--brief", action="store_true", help="the figures alone, without the rows")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args(argv)
+    found, left = rows()
+    found = [r for r in found if fnmatch.fnmatchcase(r.id, given.only)]
+    left = [r for r in left if fnmatch.fnmatchcase(r.id, given.only)]
+    if not found and not left:
+        parser.error(f"--only {given.only}: no row has such an id")
+    results: list[Result] = []
+    for row in sorted(found, key=lambda r: (r.framework, r.model, sorted((k, str(v)) for k, v in r.options.items()))):
+        began = time.perf_counter()
+        try:
+            paid = price(row)
+        except UnpricedError as error:
+            left.append(LeftOut(row.id, row.framework, str(error)))
+            continue
+        results.append(Result(row, paid, MODELS[given.model](paid), time.perf_counter() - began))
+        if sys.stderr.isatty():
+            print(f"{len(results)} of {len(found)} {row.id}", file=sys.stderr, flush=True)
+    results, fitted = floored(results)
+    if not given.brief:
+        print("\n".join([_HEAD, *map(_line, [*results, *fitted])]))
+    if fitted:
+        print(f"\nfitted to {', '.join(r.row.id for r in fitted)}:", end=" ")
+        print(f"PyTorch launches a kernel in {dispatch_s(fitted) * 1e6:.1f} us; these rows are in no figure below")
+    if given.json:
+        given.json.write_text(json.dumps({"rows": [_record(r) for r in results], "left_out": [_why(r) for r in left]}, indent=1))
+    _print_figures(results)
+    _print_left_out(left)
+    return 0
+
+
+_HEAD = (
+    f"{'row':<44} {'measured':>9} {'predicted':>9} {'error':>7} {'compute':>9} {'tensor':>8} {'data':>8} "
+    f"{'serial':>9} {'hidden':>9} {'peak GB':>8}  memory"
+)
+
+
+def _line(r: Result) -> str:
+    p, row = r.price, r.row
+    measured = f"{row.measured_s:9.4f}" if row.measured_s else f"{'memory':>9}"
+    error = f"{r.error:+7.1%}" if row.measured_s else " " * 7
+    memory = "" if r.fits else "out of memory"
+    memory += f" (measured {row.memory_gb:.1f} GB)" if row.memory_gb else ""
+    return (
+        f"{row.id:<44} {measured} {r.predicted_s:9.4f} {error} {p.compute_s:9.4f} {p.tensor_s:8.4f} {p.data_s:8.4f} "
+        f"{p.serial_s:9.4f} {p.hidden_s:9.4f} {p.peak_bytes / 1e9:8.1f}  {memory}"
+    )
+
+
+def _record(r: Result) -> dict[str, Any]:
+    p = r.price
+    return {
+        "id": r.row.id,
+        "framework": r.row.framework,
+        "sweep": r.row.sweep,
+        "samples": r.row.samples,
+        "measured_s": r.row.measured_s,
+        "predicted_s": r.predicted_s,
+        "compute_s": p.compute_s,
+        "tensor_s": p.tensor_s,
+        "data_s": p.data_s,
+        "serial_s": p.serial_s,
+        "hidden_s": p.hidden_s,
+        "partly_s": p.partly_s,
+        "peak_bytes": p.peak_bytes,
+        "launches": p.launches,
+        "fits": r.fits,
+        "measured_gb": r.row.memory_gb,
+        "assumed": r.row.assumed,
+        "took_s": r.took_s,
+    }
+
+
+def _why(r: LeftOut) -> dict[str, str]:
+    return {"id": r.id, "framework": r.framework, "reason": r.reason}
+
+
+def floored(results: Sequence[Result]) -> tuple[list[Result], list[Result]]:
+    """(the results that are predictions, those that the launches of PyTorch are fitted to), with these launches as a floor."""
+    candidates = sorted((r for r in results if fnmatch.fnmatchcase(r.row.id, FITTED)), key=lambda r: r.row.id)
+    fitted = candidates[::FIT_EVERY] if len(candidates) >= 2 * FIT_EVERY else []
+    if not fitted:
+        return list(results), []
+    each_s = dispatch_s(fitted)
+
+    def floor(r: Result) -> Result:
+        return replace(r, predicted_s=max(r.predicted_s, each_s * r.price.launches)) if r.eager else r
+
+    return [floor(r) for r in results if r not in fitted], [floor(r) for r in fitted]
+
+
+def dispatch_s(fitted: Sequence[Result]) -> float:
+    """Seconds of one launch: of the least mean error over these rows, to a tenth of a microsecond."""
+
+    def error(each_s: float) -> float:
+        return statistics.mean(
+            abs(max(r.price.serial_s, each_s * r.price.launches) / (r.row.measured_s or 1.0) - 1) for r in fitted
+        )
+
+    return min((n * 1e-7 for n in range(1000)), key=error)
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+
+def ordered(results: Sequence[Result], *, each: bool) -> tuple[int, int]:
+    """(pairs of a sweep in the right order, pairs): those whose seconds, of a step or of ``each`` sample, differ by over 5%."""
+    right = pairs = 0
+    for _, group in itertools.groupby(sorted(results, key=lambda r: r.row.sweep), key=lambda r: r.row.sweep):
+        known = [r for r in group if r.row.measured_s]
+        for a, b in itertools.combinations(known, 2):
+            ours, theirs = (
+                (f(a) / f(b)) * (b.row.samples / a.row.samples if each else 1.0)
+                for f in (lambda r: r.predicted_s, lambda r: r.row.measured_s or 0.0)
+            )
+            if max(theirs, 1 / theirs) > APART:
+                pairs += 1
+                right += (ours > 1) == (theirs > 1)
+    return right, pairs
+
+
+def _print_figures(results: Sequence[Result]) -> None:
+    head = f"{'framework':<20} {'rows':>4} {'median':>7} {'mean':>7} {'worst':>7}  {'order of steps':>17} {'of samples':>17}"
+    print(f"\n{head}  {'serial':>7} {'hidden':>7} {'inside':>7}")
+    names = sorted({r.row.framework for r in results})
+    for name in [*names, "all"]:
+        own = [r for r in results if r.row.measured_s and name in (r.row.framework, "all")]
+        if not own:
+            continue
+        errors = [abs(r.error) for r in own]
+        cells = [_of(*ordered(own, each=each)) for each in (False, True)]
+        sums = [
+            statistics.median(abs(f(r.price) / (r.row.measured_s or 1.0) - 1) for r in own) for f in list(MODELS.values())[:2]
+        ]
+        inside = sum(r.price.hidden_s <= (r.row.measured_s or 0.0) <= r.price.serial_s for r in own)
+        worst = max(own, key=lambda r: abs(r.error))
+        print(
+            f"{name:<20} {len(own):4} {statistics.median(errors):7.1%} {statistics.mean(errors):7.1%} {worst.error:+7.1%}  "
+            f"{cells[0]:>17} {cells[1]:>17}  {sums[0]:7.1%} {sums[1]:7.1%} {inside:7}  worst: {worst.row.id}"
+        )
+    print(
+        "(errors are absolute and relative, worst with its sign; order: pairs of one model on one machine that differ by over 5%;"
+    )
+    print(" serial, hidden: the median error of each sum; inside: rows measured between the two sums)")
+    _print_memory(results)
+    _print_beside_calculon(results)
+    fused = sorted({r.row.model for r in results if r.row.options.get("fused") and not fusible(r.row.model)})
+    if fused:
+        print(f"\nno fused attention in {', '.join(fused)}: the rows that used it are priced with scores written to memory")
+
+
+def _of(right: int, pairs: int) -> str:
+    return f"{right:>5} of {pairs:<5}{right / pairs:4.0%}" if pairs else ""
+
+
+def _print_memory(results: Sequence[Result]) -> None:
+    """Whether what ran out of memory is predicted to, and what ran is predicted to fit."""
+    known = [r for r in results if r.row.framework.startswith("Alpa")]
+    if not known:
+        return
+    failed = [r for r in known if r.row.measured_s is None]
+    ran = [r for r in known if r.row.measured_s is not None]
+    print(
+        f"\nmemory, Alpa: {sum(not r.fits for r in failed)} of {len(failed)} rows that ran out of it are predicted to,", end=" "
+    )
+    print(f"{sum(r.fits for r in ran)} of {len(ran)} rows that ran are predicted to fit")
+    ratios = [r.price.peak_bytes / 1e9 / r.row.memory_gb for r in known if r.row.memory_gb]
+    if ratios:
+        spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
+        print(f"  predicted peak over the published one: median {statistics.median(ratios):.2f}, {spread}")
+
+
+def _print_beside_calculon(results: Sequence[Result]) -> None:
+    """Megatron's rows without a pipeline."""
+    own = [r for r in results if r.row.framework == "Megatron-LM"]
+    if own:
+        errors = [abs(r.error) for r in own]
+        print(f"\nMegatron-LM on Selene, the {len(own)} rows without a pipeline: mean {statistics.mean(errors):.1%},", end=" ")
+        print(f"largest {max(errors):.1%} (Calculon, on eight rows that have pipelines: 3.65% and 8.87%)")
+
+
+def _print_left_out(left: Sequence[LeftOut]) -> None:
+    if not left:
+        return
+    print(f"\n{len(left)} rows are left out:")
+    key = lambda r: (r.framework, r.reason)  # noqa: E731
+    for (framework, reason), group in itertools.groupby(sorted(left, key=key), key=key):
+        ids = [r.id for r in group]
+        print(f"  {framework}: {reason} ({len(ids)})")
+        print(f"    {', '.join(ids)}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

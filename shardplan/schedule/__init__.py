@@ -27,7 +27,7 @@ from shardplan.schedule.instructions import (
 )
 from shardplan.schedule.planned import PlannedProgram, planned_program
 from shardplan.schedule.sends import Issued, Send, issued, sends
-from shardplan.schedule.windows import node_s, windows
+from shardplan.schedule.windows import windows
 
 __all__ = [
     "Barrier",
@@ -53,7 +53,6 @@ __all__ = [
     "instructions_of",
     "issued",
     "later_splits",
-    "node_s",
     "planned_program",
     "sends",
     "splits_buffer",

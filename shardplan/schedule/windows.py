@@ -1,4 +1,4 @@
-"""The compute that each movement of a schedule can hide behind, and the seconds of each op on a device's share.
+"""The compute that each movement of a schedule can hide behind.
 
 `shardplan.cost.overlap` says what a window is. Here it is that of the instructions as they stand, with the layouts of the plan:
 barriers hold a movement back, and a loop's body has its own windows.
@@ -6,12 +6,9 @@ barriers hold a movement back, and a loop's body has its own windows.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
-from shardplan.cost import compute
 from shardplan.cost.overlap import Concurrency
-from shardplan.graph import Node
 from shardplan.schedule.instructions import (
     Block,
     Bundle,
@@ -26,6 +23,7 @@ from shardplan.schedule.instructions import (
     blocks_of,
     results_of,
 )
+from shardplan.schedule.op_seconds import op_seconds
 from shardplan.schedule.planned import PlannedProgram
 from shardplan.schedule.prune import reads
 
@@ -37,28 +35,9 @@ def windows(schedule: Schedule, planned: PlannedProgram) -> Mapping[int, float]:
     return result
 
 
-def node_s(node: Node, planned: PlannedProgram) -> float:
-    """The seconds of one execution of an op on one device's share: its use's, or its part of the kernels that it is fused in."""
-    use = planned.uses.get(node.id)
-    if use is not None:
-        return use.compute_s
-    traffic = node.costed.traffic
-    layout = planned.layouts[node.outputs[0]] if node.outputs else None
-    if layout is None or traffic is None or traffic.empty:
-        return 0.0
-    tensors = planned.graph.tensors
-    ends = zip((*node.inputs, *node.outputs), (*traffic.reads, *traffic.writes), strict=True)
-    nbytes = sum(tensors[t].nbytes * part for t, part in ends if t >= 0)
-    shape = tensors[node.outputs[0]].shape
-    ways = [math.prod(planned.sizes[f] for f in over) for over in layout.dims]
-    local = math.prod(-(-n // k) / n for n, k in zip(shape, ways, strict=True) if n)
-    device = planned.programs.resharder.network.cluster.device
-    return compute.seconds(device, 0.0, nbytes * local, "float32", matrix=False, launches=traffic.launches)
-
-
 class _Windows:
     def __init__(self, planned: PlannedProgram, result: dict[int, float]) -> None:
-        self.planned, self.result = planned, result
+        self.op_seconds, self.result = op_seconds(planned), result
 
     def block(self, block: Block) -> float:
         """Finds the windows of a body; its seconds of compute."""
@@ -88,7 +67,7 @@ class _Windows:
         """The compute of one execution of an instruction, the iterations of a loop included."""
         match instruction:
             case Compute(node=node):
-                return node_s(node, self.planned)
+                return self.op_seconds[node.id]
             case Scan():
                 return self.block(instruction.body) * float(instruction.op.params["length"])
             case While():

@@ -1,6 +1,6 @@
 """Published step times beside predicted ones: JAX frameworks, Alpa, Megatron, FSDP in PyTorch; A100, H100, V100.
 
-``python benchmarks/truth.py [--only GLOB] [--json FILE] [--brief]``
+``python benchmarks/truth.py [--only GLOB] [--json FILE] [--priced FILE ...] [--model serial|hidden|partly] [--brief]``
 
 Each row of ``measured_steps.csv`` and ``megatron_a100.csv`` that the models can say is traced as it was run (``truth_rows.py``),
 its sharding fixed as it was written, and priced (``truth_price.py``). Nothing is fitted to these rows: rates are those of the
@@ -21,7 +21,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,32 +76,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="*", metavar="GLOB", help="rows by id")
     parser.add_argument("--model", choices=MODELS, default="serial", help="what the prediction is (default: serial)")
     parser.add_argument("--brief", action="store_true", help="the figures alone, without the rows")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="write rows and what is left out, after every row")
+    parser.add_argument("--priced", type=Path, nargs="+", default=[], help="files of --json whose rows are not priced again")
     given = parser.parse_args(argv)
     found, left = rows()
     found = [r for r in found if fnmatch.fnmatchcase(r.id, given.only)]
     left = [r for r in left if fnmatch.fnmatchcase(r.id, given.only)]
     if not found and not left:
         parser.error(f"--only {given.only}: no row has such an id")
+    known = {r["id"]: r for file in given.priced for r in json.loads(file.read_text())["rows"]}
     results: list[Result] = []
     for row in sorted(found, key=lambda r: (r.framework, r.model, sorted((k, str(v)) for k, v in r.options.items()))):
         began = time.perf_counter()
         try:
-            paid = price(row)
+            paid = Price(**{f.name: known[row.id][f.name] for f in fields(Price)}) if row.id in known else price(row)
         except UnpricedError as error:
             left.append(LeftOut(row.id, row.framework, str(error)))
             continue
         results.append(Result(row, paid, MODELS[given.model](paid), time.perf_counter() - began))
         if sys.stderr.isatty():
             print(f"{len(results)} of {len(found)} {row.id}", file=sys.stderr, flush=True)
+        _write(given.json, results, left)
     results, fitted = floored(results)
     if not given.brief:
         print("\n".join([_HEAD, *map(_line, [*results, *fitted])]))
     if fitted:
         print(f"\nfitted to {', '.join(r.row.id for r in fitted)}:", end=" ")
         print(f"PyTorch launches a kernel in {dispatch_s(fitted) * 1e6:.1f} us; these rows are in no figure below")
-    if given.json:
-        given.json.write_text(json.dumps({"rows": [_record(r) for r in results], "left_out": [_why(r) for r in left]}, indent=1))
+    _write(given.json, [*results, *fitted], left)
     _print_figures(results)
     _print_left_out(left)
     return 0
@@ -111,6 +113,13 @@ _HEAD = (
     f"{'row':<44} {'measured':>9} {'predicted':>9} {'error':>7} {'compute':>9} {'tensor':>8} {'data':>8} "
     f"{'serial':>9} {'hidden':>9} {'peak GB':>8}  memory"
 )
+
+
+def _write(path: Path | None, results: Sequence[Result], left: Sequence[LeftOut]) -> None:
+    if path is not None:
+        part = path.with_name(path.name + ".part")
+        part.write_text(json.dumps({"rows": [_record(r) for r in results], "left_out": [_why(r) for r in left]}, indent=1))
+        part.replace(path)
 
 
 def _line(r: Result) -> str:

@@ -38,7 +38,7 @@ def one_of(*values: Any) -> Rule:
 
 DTYPE = one_of("float32", "bfloat16", "float16")
 REMAT = one_of(False, True, "products")
-REMAT_POLICIES = {"products": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
+REMAT_POLICIES: dict[bool | str, Callable[..., bool]] = {"products": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
 """What `jax.checkpoint` keeps beside each layer's input. Products with weights are those without batch dims: scores of attention
 are computed again, as in Megatron's selective recomputation (Korthikanti et al. 2022, section 5)."""
 

@@ -62,7 +62,7 @@ class Sizes:
     dtypes: tuple[str, ...]
 
 
-CPU = Sizes((128, 256, 512), (1 << 14, 1 << 17, 1 << 20), 16, ("float32", "bfloat16", "float16", "float64"))
+CPU = Sizes((128, 256, 512), (1 << 15, 1 << 18, 1 << 21), 16, ("float32", "bfloat16", "float16", "float64"))
 ACCELERATOR = Sizes((1024, 2048, 4096, 8192), (1 << 20, 1 << 24, 1 << 27), 64, ("float32", "bfloat16", "float16", "float64"))
 
 

@@ -82,7 +82,7 @@ def test_one_device_keeps_the_default_contention_and_says_so(here: Path, capsys:
 
 
 def test_only_what_the_cache_lacks_is_measured_and_kept(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    left_out = fill(here, 1, without=lambda name: name.startswith("add of 16384"))
+    left_out = fill(here, 1, without=lambda name: name.startswith("add of 32768"))
     assert left_out == 1
     command = calibrate(here, "--devices", "1", "--json", "--spread", "1000")
     counts: list[int] = []

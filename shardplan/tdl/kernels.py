@@ -16,7 +16,8 @@ Part = Literal["none", "loop", "transpose", "reduction", "product", "update", "a
 - ``reduction``: it ends a kernel, which computes what it reduces, too.
 - ``product``: a library call on stored operands.
 - ``update``: a loop that writes part of a buffer in place.
-- ``alone``: a kernel, or several, that nothing is fused into: a sort, a scan over a dim, random bits, a user's kernel.
+- ``alone``: a kernel, or several, that nothing is fused into: a sort, a scan over a dim, random bits, fused attention, a user's
+  kernel.
 """
 
 _RENAMES = frozenset(
@@ -35,14 +36,15 @@ _ALONE = frozenset(
         "sort", "top_k", "approx_top_k", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "reduce_window",
         "reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_scatter_add", "select_and_gather_add",
         "fft", "cholesky", "eig", "eigh", "lu", "qr", "householder_product", "schur", "svd", "triangular_solve",
-        "tridiagonal_solve", "tridiagonal", "hessenberg", "rng_bit_generator",
+        "tridiagonal_solve", "tridiagonal", "hessenberg", "rng_bit_generator", "dot_product_attention_fwd_wrapper",
+        "dot_product_attention_bwd_wrapper",
     )
 )  # fmt: skip
 _SLICES = frozenset(("slice", "dynamic_slice", "gather", "dynamic_index_in_dim"))
 
 
-def part_of(call: Call, description: Description | None, *, contracts: bool) -> Part:
-    """The part of an op; ``contracts`` as in `shardplan.graph.flattening.Signature`."""
+def part_of(call: Call, description: Description | None, *, contracts: bool, multiplies: bool) -> Part:
+    """The part of an op; ``contracts`` and ``multiplies`` as in `shardplan.graph.nodes.Signature`."""
     name = call.primitive
     if name in _RENAMES:
         return "none"
@@ -52,6 +54,8 @@ def part_of(call: Call, description: Description | None, *, contracts: bool) -> 
         return "update"
     if description is None or name in _ALONE or is_named_call(name) or is_run_by_user(name):
         return "alone"
+    if multiplies:
+        return "product"
     if any(loop.reducer is not None for loop in description.loops) and name not in _SLICES:
         return "reduction"
     return "transpose" if name == "transpose" else "loop"

@@ -83,7 +83,10 @@ def test_a_pallas_kernel_is_cut_along_batch_and_heads_and_without_a_mask_along_q
     assert [dims(s) for s in cuts_of(backward).values()] == [([0] * 7, [0] * 3), ([2, 2, 2, 2, 2, 1, 1], [2] * 3)]
 
 
-@pytest.mark.parametrize("kernel", [pallas(causal=True), pallas(causal=False, segments=np.zeros((BATCH, QUERIES), np.int32))])
+SEGMENTS = np.zeros((BATCH, QUERIES), np.int32)
+
+
+@pytest.mark.parametrize("kernel", [pallas(causal=True), pallas(causal=False, segments=SEGMENTS)])
 def test_queries_that_know_their_place_stay_together(kernel: Callable[..., Any]) -> None:
     forward = kernels(kernel, Q, Q, Q)[0]
     assert [dims(s)[1] for s in cuts_of(forward).values()] == [[0, 0], [2, 1]]
@@ -102,17 +105,21 @@ def test_another_kernel_of_the_same_name_is_not_taken_for_jaxs() -> None:
     def step(x: Any) -> Any:
         return pl.pallas_call(mha_forward, out_shape=x, interpret=True, name="mha_forward")(x)
 
-    with pytest.raises(UndescribedPrimitiveError, match="(?s)register.'pallas_call:mha_forward'.*replicate=") as error:
+    with pytest.raises(UndescribedPrimitiveError, match=r"(?s)register.'pallas_call:mha_forward'.*replicate=") as error:
         flatten(trace(step, jnp.ones((4, 4))).program)
     assert error.value.primitive == "pallas_call:mha_forward"
+
+
+BATCH_CUT = ([0, 0, 0], [0, 0, 0])
+QUERIES_CUT = ([1, None, None], [1, "sum", "sum"])
 
 
 @pytest.mark.parametrize(
     ("key_heads", "bias", "expected"),
     [
-        (8, None, {"b": ([0, 0, 0], [0, 0, 0]), "t": ([1, None, None], [1, "sum", "sum"]), "n": ([2, 2, 2], [2, 2, 2])}),
-        (4, None, {"b": ([0, 0, 0], [0, 0, 0]), "t": ([1, None, None], [1, "sum", "sum"]), "n": ([2, 2, 2], [2, 2, 2])}),
-        (1, None, {"b": ([0, 0, 0], [0, 0, 0]), "t": ([1, None, None], [1, "sum", "sum"]), "n": ([2, None, None], [2, "sum", "sum"])}),
+        (8, None, {"b": BATCH_CUT, "t": QUERIES_CUT, "n": ([2, 2, 2], [2, 2, 2])}),
+        (4, None, {"b": BATCH_CUT, "t": QUERIES_CUT, "n": ([2, 2, 2], [2, 2, 2])}),
+        (1, None, {"b": BATCH_CUT, "t": QUERIES_CUT, "n": ([2, None, None], [2, "sum", "sum"])}),
         (
             4,
             (1, HEADS),
@@ -132,7 +139,7 @@ def test_another_kernel_of_the_same_name_is_not_taken_for_jaxs() -> None:
             },
         ),
     ],
-)  # fmt: skip
+)
 def test_one_cut_splits_a_gradient_and_makes_those_of_what_is_shared_partial(
     key_heads: int, bias: tuple[int, int] | None, expected: dict[str, Any]
 ) -> None:
@@ -149,8 +156,13 @@ def test_groups_of_heads_are_not_cut() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"is_causal": True}, {"is_causal": True, "local_window_size": (4, 0)}, {"query_seq_lengths": np.ones(BATCH, np.int32)}]
-)  # fmt: skip
+    "options",
+    [
+        {"is_causal": True},
+        {"is_causal": True, "local_window_size": (4, 0)},
+        {"query_seq_lengths": np.ones(BATCH, np.int32)},
+    ],
+)
 def test_a_mask_of_cudnns_own_keeps_queries_together(options: dict[str, Any]) -> None:
     assert [sorted(cuts_of(node)) for node in kernels(cudnn(**options), Q, Q, Q)] == [["b", "n"]] * 2
 

@@ -191,10 +191,12 @@ def _kernel_equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def resized_kernel(params: Mapping[str, Any], operands: Sequence[Any], results: Sequence[Any]) -> dict[str, Any]:
-    """The parameters of a ``pallas_call`` that has a `kernel_grid`, for operands and results of these shapes.
+    """A copy of parameters; those of a ``pallas_call`` that has a `kernel_grid`, for operands and results of these shapes.
 
     The body and its blocks stay; only the number of programs changes. Each dim that the grid counts must be whole blocks.
     """
+    if KERNEL_GRID not in params:
+        return dict(params)
     mapping, shapes = params["grid_mapping"], (*operands, *results)
     grid = list(mapping.grid)
     for own, shape in zip(params[KERNEL_GRID].blocks, shapes, strict=True):

@@ -188,6 +188,7 @@ def test_every_cut_of_the_formula_gives_what_the_whole_gives(name: str) -> None:
     assert (found.cuts, found.faults) == (4, ())
 
 
+@pytest.mark.slow
 def test_every_cut_of_the_pallas_kernel_gives_what_the_whole_gives() -> None:
     q, k, v = (np.random.default_rng(n).standard_normal((2, 32, 2, 16)).astype(np.float32) for n in range(3))
     case = traced(PALLAS[0], pallas(causal=False), q, k, v)

@@ -14,10 +14,9 @@ Part = Literal["none", "loop", "transpose", "reduction", "product", "update", "a
 - ``loop``: each element of the result is computed from elements of the operands: XLA fuses it into its readers.
 - ``transpose``: a loop that reads in another order than it writes: it ends a kernel.
 - ``reduction``: it ends a kernel, which computes what it reduces, too.
-- ``product``: a library call on stored operands.
+- ``product``: a library call, or a kernel of fused attention, on stored operands.
 - ``update``: a loop that writes part of a buffer in place.
-- ``alone``: a kernel, or several, that nothing is fused into: a sort, a scan over a dim, random bits, fused attention, a user's
-  kernel.
+- ``alone``: a kernel, or several, that nothing is fused into: a sort, a scan over a dim, random bits, a user's kernel.
 """
 
 _RENAMES = frozenset(
@@ -36,26 +35,23 @@ _ALONE = frozenset(
         "sort", "top_k", "approx_top_k", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "reduce_window",
         "reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_scatter_add", "select_and_gather_add",
         "fft", "cholesky", "eig", "eigh", "lu", "qr", "householder_product", "schur", "svd", "triangular_solve",
-        "tridiagonal_solve", "tridiagonal", "hessenberg", "rng_bit_generator", "dot_product_attention_fwd_wrapper",
-        "dot_product_attention_bwd_wrapper",
+        "tridiagonal_solve", "tridiagonal", "hessenberg", "rng_bit_generator",
     )
 )  # fmt: skip
 _SLICES = frozenset(("slice", "dynamic_slice", "gather", "dynamic_index_in_dim"))
 
 
-def part_of(call: Call, description: Description | None, *, contracts: bool, multiplies: bool) -> Part:
-    """The part of an op; ``contracts`` and ``multiplies`` as in `shardplan.graph.nodes.Signature`."""
+def part_of(call: Call, description: Description | None, *, multiplies: bool) -> Part:
+    """The part of an op; ``multiplies`` as in `shardplan.graph.nodes.Signature`."""
     name = call.primitive
     if name in _RENAMES:
         return "none"
-    if contracts:
+    if multiplies:
         return "product"
     if name in _UPDATES:
         return "update"
     if description is None or name in _ALONE or is_named_call(name) or is_run_by_user(name):
         return "alone"
-    if multiplies:
-        return "product"
     if any(loop.reducer is not None for loop in description.loops) and name not in _SLICES:
         return "reduction"
     return "transpose" if name == "transpose" else "loop"

@@ -103,10 +103,14 @@ def _primitives_of_loaded_modules() -> dict[str, tuple[str, Any]]:
             for value in list(vars(contents).values()):
                 if isinstance(value, Primitive):
                     previous = found.get(value.name)
-                    # packages re-export: the innermost module counts
-                    if previous is None or module.count(".") > previous[0].count("."):
+                    if previous is None or _innermost(module) > _innermost(previous[0]):
                         found[value.name] = (module, value)
     return found
+
+
+def _innermost(module: str) -> tuple[bool, int]:
+    """Orders modules with the same primitive: packages re-export, so the innermost counts; but those of Pallas only import."""
+    return ".pallas" not in module, module.count(".")
 
 
 @contextlib.contextmanager

@@ -52,7 +52,8 @@ def attend_in_kernel(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
     k, v = (jnp.repeat(x[:, :, :, None], q.shape[3], axis=3) for x in (k, v))
-    return flash(merged(q), merged(k), merged(v), 1.0, True).reshape(q.shape)
+    result: jax.Array = flash(merged(q), merged(k), merged(v), 1.0, True)
+    return result.reshape(q.shape)
 
 
 def _one_block(row, q, state, column):

@@ -86,16 +86,31 @@ def primitives() -> Mapping[str, tuple[str, Any]]:
             importlib.import_module(family)
         except (ImportError, AttributeError):
             continue
+    return _primitives_of_loaded_modules()
+
+
+@cache
+def _primitive(name: str) -> Any:
+    """The primitive of a name, also of a module that was loaded after `primitives` was first asked."""
+    known = primitives()
+    return (known if name in known else _primitives_of_loaded_modules())[name][1]
+
+
+def _primitives_of_loaded_modules() -> dict[str, tuple[str, Any]]:
     found: dict[str, tuple[str, Any]] = {}
     for module, contents in sorted(sys.modules.items()):
         if module == "jax" or module.startswith(("jax.", "jax._src")):
             for value in list(vars(contents).values()):
                 if isinstance(value, Primitive):
                     previous = found.get(value.name)
-                    # packages re-export: the innermost module counts
-                    if previous is None or module.count(".") > previous[0].count("."):
+                    if previous is None or _innermost(module) > _innermost(previous[0]):
                         found[value.name] = (module, value)
     return found
+
+
+def _innermost(module: str) -> tuple[bool, int]:
+    """Orders modules with the same primitive: packages re-export, so the innermost counts; but those of Pallas only import."""
+    return ".pallas" not in module, module.count(".")
 
 
 @contextlib.contextmanager
@@ -191,10 +206,12 @@ def _kernel_equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def resized_kernel(params: Mapping[str, Any], operands: Sequence[Any], results: Sequence[Any]) -> dict[str, Any]:
-    """The parameters of a ``pallas_call`` that has a `kernel_grid`, for operands and results of these shapes.
+    """A copy of parameters; those of a ``pallas_call`` that has a `kernel_grid`, for operands and results of these shapes.
 
     The body and its blocks stay; only the number of programs changes. Each dim that the grid counts must be whole blocks.
     """
+    if KERNEL_GRID not in params:
+        return dict(params)
     mapping, shapes = params["grid_mapping"], (*operands, *results)
     grid = list(mapping.grid)
     for own, shape in zip(params[KERNEL_GRID].blocks, shapes, strict=True):
@@ -234,7 +251,7 @@ def run_on_cpu(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
     """While this lasts, CPUs run these primitives by functions of the same operands and parameters."""
     mlir = importlib.import_module("jax.interpreters.mlir")
     rules = importlib.import_module("jax._src.interpreters.mlir")._platform_specific_lowerings["cpu"]
-    known = {name: primitives()[name][1] for name in functions}
+    known = {name: _primitive(name) for name in functions}
     before = {name: rules.get(primitive) for name, primitive in known.items()}
     for name, function in functions.items():
         mlir.register_lowering(known[name], mlir.lower_fun(function, multiple_results=True), platform="cpu")
@@ -252,9 +269,7 @@ _OWN_PARAMS = (WHOLE_SHAPE, KERNEL_GRID)
 
 def bind(primitive: str, operands: Sequence[Any], params: Mapping[str, Any], *, own: Any = None) -> Any:
     """Applies a primitive by name: ``own`` if it has that name (a user's primitive, unknown to JAX), else JAX's."""
-    if primitive not in primitives():
-        primitives.cache_clear()  # its module was loaded since
-    value = own if own is not None and own.name == primitive else primitives()[primitive][1]
+    value = own if own is not None and own.name == primitive else _primitive(primitive)
     return value.bind(*operands, **value.get_bind_params({k: v for k, v in params.items() if k not in _OWN_PARAMS}))
 
 

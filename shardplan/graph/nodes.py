@@ -96,7 +96,7 @@ class Signature:
         set_("manual", self.call.params.get("manual"))
         set_("contracts", known is not None and compute.is_contraction(known))
         set_("multiplies", self.contracts or (known is not None and compute.states_products(known)))
-        set_("part", part_of(self.call, known, contracts=self.contracts))
+        set_("part", part_of(self.call, known, multiplies=self.multiplies))
         set_("update", update_of(self.call))
         set_("slices", reads_slices(self.call))
         set_("swaps", swaps(self.call))

@@ -275,18 +275,7 @@ def verified_text(found: Mapping[str, Any]) -> str:
             f"  compiled again because of {_some(found['retyped'])}: Python numbers, and arrays made of them, are weakly typed, "
             "until they meet others; give them a dtype, jnp.asarray(x, dtype)"
         )
-    if found["zeros"]:
-        count = len(found["zeros"])
-        were = "arguments were" if count > 1 else "argument was"
-        lines.append(
-            f"  note: {count} integer {were} only shapes, so all zero ({_some(found['zeros'])}): "
-            "faults that move integers show with real arrays (concrete=True)"
-        )
-    if found["stand_ins"]:
-        lines.append(
-            f"  note: these devices cannot run {_some(found['stand_ins'])}; their formulas were computed instead: "
-            "cuts and collectives are proven, the kernels are not"
-        )
+    lines += _notes(found)
     rows = [
         [
             kind,
@@ -328,6 +317,24 @@ def _verdict(found: Mapping[str, Any]) -> str:
     if found["equal"]:
         return "equal" if found["numbers"] else "equal (every array is empty)"
     return "NOT EQUAL" if found["compared"] else "NOT COMPARED (no number is finite)"
+
+
+def _notes(found: Mapping[str, Any]) -> list[str]:
+    """What a verification could not show."""
+    notes: list[str] = []
+    if found["zeros"]:
+        count = len(found["zeros"])
+        were = "arguments were" if count > 1 else "argument was"
+        notes.append(
+            f"  note: {count} integer {were} only shapes, so all zero ({_some(found['zeros'])}): "
+            "faults that move integers show with real arrays (concrete=True)"
+        )
+    if found["stand_ins"]:
+        notes.append(
+            f"  note: these devices cannot run {_some(found['stand_ins'])}; their formulas were computed instead: "
+            "cuts and collectives are proven, the kernels are not"
+        )
+    return notes
 
 
 def _compiled_again(found: Mapping[str, Any]) -> str:

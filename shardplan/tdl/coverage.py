@@ -73,6 +73,10 @@ _EFFECT: dict[str, str] = {
 }
 _KERNEL: dict[str, str] = {
     **dict.fromkeys("call_exported cudnn_fusion ffi_call core_map pallas_call".split(), "register a description by its name"),
+    **dict.fromkeys(
+        ("dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper", "scaled_matmul_wrapper"),
+        "described, and proven by its formula: cuDNN runs it, on GPUs alone",
+    ),
     "with_memory_space_constraint": "a marker inside kernels",
 }
 _KERNEL_MODULES = ("jax._src.cudnn", "jax._src.pallas", "jax.experimental", "jax._src.tpu", "jax._src.mosaic")

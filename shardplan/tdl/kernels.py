@@ -14,7 +14,7 @@ Part = Literal["none", "loop", "transpose", "reduction", "product", "update", "a
 - ``loop``: each element of the result is computed from elements of the operands: XLA fuses it into its readers.
 - ``transpose``: a loop that reads in another order than it writes: it ends a kernel.
 - ``reduction``: it ends a kernel, which computes what it reduces, too.
-- ``product``: a library call on stored operands.
+- ``product``: a library call, or a kernel of fused attention, on stored operands.
 - ``update``: a loop that writes part of a buffer in place.
 - ``alone``: a kernel, or several, that nothing is fused into: a sort, a scan over a dim, random bits, a user's kernel.
 """
@@ -41,12 +41,12 @@ _ALONE = frozenset(
 _SLICES = frozenset(("slice", "dynamic_slice", "gather", "dynamic_index_in_dim"))
 
 
-def part_of(call: Call, description: Description | None, *, contracts: bool) -> Part:
-    """The part of an op; ``contracts`` as in `shardplan.graph.flattening.Signature`."""
+def part_of(call: Call, description: Description | None, *, multiplies: bool) -> Part:
+    """The part of an op; ``multiplies`` as in `shardplan.graph.nodes.Signature`."""
     name = call.primitive
     if name in _RENAMES:
         return "none"
-    if contracts:
+    if multiplies:
         return "product"
     if name in _UPDATES:
         return "update"

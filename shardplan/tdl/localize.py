@@ -67,11 +67,9 @@ def evaluate(call: Call, operands: Sequence[Any], *, primitive: Any = None) -> t
     own = _OWN.get(call.primitive)
     if own is not None:
         return own(call, *operands)
-    params = dict(call.params)
+    params = _jax.resized_kernel(call.params, call.operands, call.results)
     if call.primitive.startswith("ffi_call:"):
         params["result_avals"] = tuple(a.update(shape=s) for a, s in zip(params["result_avals"], call.results, strict=True))
-    if _jax.KERNEL_GRID in params:
-        params = _jax.resized_kernel(params, call.operands, call.results)
     out = _jax.bind(call.primitive.split(":")[0], operands, params, own=primitive)
     return tuple(out) if isinstance(out, list | tuple) else (out,)
 

@@ -45,6 +45,7 @@ VARIANTS = [
     ("moe", {"scan": True, "remat": "products", "accumulate": 2}),
     ("vit", {"remat": "products", "accumulate": 2, "inner": 48, "dropout": 0.1}),
     ("wresnet", {"middle": 2, "dtype": "float16"}),
+    *((name, {"attention": "flash", "scan": True, "remat": True}) for name in ("gpt", "gpt_linen", "llama", "moe", "vit")),
 ]
 
 
@@ -152,6 +153,11 @@ def test_the_examples_in_its_docstrings_hold(name):
         ("unet", {"image": 18}, "image=18 is not divisible by 4"),
         ("vit", {"patch": 5}, "patch=5 does not divide image=32"),
         ("rnn", {"scan": 1}, "scan=1"),
+        ("gpt", {"attention": "fast"}, "attention='fast': attention is to be one of 'xla', 'flash'"),
+        ("gpt", {"attention": "flash", "dropout": 0.1}, "attention='flash' has no dropout, dropout=0.1"),
+        ("gpt_linen", {"attention": "flash", "sequence": 48}, "sequences of 16, 32, 64 or a multiple of 128, not 48"),
+        ("llama", {"attention": "flash", "block": 8}, "block=8: attention='flash' has its own"),
+        ("vit", {"attention": "flash", "image": 24}, "not 9"),
     ],
 )
 def test_a_bad_option_is_named(name, options, says):

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import gpt, llama, moe, rnn
-from models._attention import attend, attend_blockwise
+from models import gpt, gpt_linen, llama, moe, rnn, vit
+from models._attention import attend, attend_blockwise, attend_in_kernel
+from models._fused_attention import flash
 from models._gpt_options import GPTOptions
 
 
@@ -46,6 +47,34 @@ def test_blockwise_attention_is_attention_and_so_are_its_gradients(block):
 
     plain, blockwise = both(attend), both(lambda *x: attend_blockwise(*x, block=block))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), plain, blockwise)
+
+
+def test_attention_in_one_kernel_is_attention_and_so_are_its_gradients():
+    q, k, v = attention_inputs(16)
+    weight = jnp.cos(jnp.arange(q.size, dtype=jnp.float32)).reshape(q.shape)
+
+    def both(of):
+        return jax.jit(jax.value_and_grad(lambda *x: jnp.sum(of(*x) * weight), argnums=(0, 1, 2)))(q, k, v)
+
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), both(attend), both(attend_in_kernel))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("factory", [gpt.train_step, gpt_linen.train_step, vit.train_step])
+def test_a_step_with_flash_attention_is_the_plain_step(factory):
+    losses = []
+    for attention in ("xla", "flash"):
+        step, (state, batch) = factory(layers=1, attention=attention, concrete=True)
+        state, _ = jax.jit(step)(state, batch)
+        losses.append(float(jax.jit(step)(state, batch)[1]))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_flash_attention_is_compiled_for_gpus_though_it_is_traced_on_a_cpu():
+    x = jax.ShapeDtypeStruct((1, 128, 1, 64), jnp.bfloat16)
+    lowered = jax.jit(lambda q, k, v: flash(q, k, v, 1.0, True)).trace(x, x, x).lower(lowering_platforms=("cuda",))
+    assert "triton" in lowered.as_text().lower()
+    assert "stablehlo.while" not in lowered.as_text(), "Pallas's interpreter walks the grid by a loop"
 
 
 def every_size(jaxpr):

@@ -337,6 +337,7 @@ NOT_FROZEN = {
     "emit.specs._Frame": "the values of a program while it is evaluated",
     "schedule.step_tasks._Frame": "the values of a body while it is walked",
     "schedule.frame.Frame": "the values of a body while it is spelled out",
+    "schedule.prefetch.Ties": "the barriers of a body while it is spelled out",
     "schedule.extents._Facts": "grows while classes are joined",
     "mesh.topology.Tier": "made by a topology alone",
     "mesh.topology.Topology": "works out sizes at first use",

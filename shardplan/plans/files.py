@@ -17,7 +17,7 @@ from shardplan.ir import Entry, Factor, spec_text
 from shardplan.mesh import Cluster
 from shardplan.mesh.factoring import check_cover
 from shardplan.plans.choices_json import Layouts, choices_from, choices_json
-from shardplan.plans.data import Argument, Backend, Baseline, Collective, PlanData, TimeModel
+from shardplan.plans.data import Argument, Backend, Baseline, Collective, PlanData
 from shardplan.remat import Part, Policy, Remat, Without
 from shardplan.search.coarsening.variables import one_choice_of
 from shardplan.search.inference.anytime import Stopped
@@ -162,8 +162,7 @@ def _parsed(name: str, content: dict[str, Any]) -> PlanData:
         collectives=tuple(Collective(**{**c, "axes": tuple(map(str, c["axes"]))}) for c in content["collectives"]),
         step_time_s=float(content["step_time_s"]),
         searched_s=float(content["searched_s"]),
-        time_model=_time_model(content["time_model"]),
-        weights=Weights(float(content["weights"]["compute"]), float(content["weights"]["hideable"])),
+        **_overlap(content),
         compute_s=float(content["compute_s"]),
         peak_bytes=int(content["peak_bytes"]),
         memory_limit=int(content["memory_limit"]),
@@ -198,10 +197,12 @@ def _parsed(name: str, content: dict[str, Any]) -> PlanData:
     )
 
 
-def _time_model(name: Any) -> TimeModel:
+def _overlap(content: dict[str, Any]) -> dict[str, Any]:
+    """How seconds add up, and the weights at which the search ended."""
+    name, weights = content["time_model"], content["weights"]
     if name not in ("overlap", "sum"):
         raise ValueError(f"time_model={name!r}")
-    return name
+    return {"time_model": name, "weights": Weights(float(weights["compute"]), float(weights["hideable"]))}
 
 
 def _factors(rows: Any) -> tuple[Factor, ...]:

@@ -119,12 +119,11 @@ def plan(
             axis that the step cannot use for its purpose, or for a cluster on which the step takes 1,000 s or more.
     """
     (measure, timed), deadline, shared = _check(objective, time_model, time_budget_s, one_choice, remat)
-    observer, runs = _checked_observer(observer), chosen(backend)
+    observer, runs, began = _checked_observer(observer), chosen(backend), time.perf_counter()
     donated = positions(donate_argnums, len(args), "donate_argnums")
     resolved, mesh = resolve_cluster(cluster)
     limit = read_limit(memory_limit, resolved.device, os.environ)
     fixed, sizes = checked_factors(factors, resolved), checked_axes(axes, resolved, factors, measure)
-    began = time.perf_counter()
     observer("tracing", 0.0)
     traced = trace_step(step, args, donated)
     traced_at = time.perf_counter()
@@ -134,7 +133,7 @@ def plan(
     with uncollected():
         planned = _search(traced.program, Searcher(replicate, shared, resolved, wanted), limit, recompute=remat == "auto")
         session, run, stopped = _scheduled(planned, wanted, replicate, runs["backend"])
-    _warn(session)
+        _warn(session)
     planned, stopped = _of(planned, session), _done(observer, stopped)
     data = PlanData(
         **(decided(session, run, planned.found[1].purposes) | _search_fields(planned, wanted, limit) | runs),

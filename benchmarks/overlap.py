@@ -16,6 +16,7 @@ are kept as they come; a program that is in the file is not compiled again, so t
 from __future__ import annotations
 
 import argparse
+import functools
 import inspect
 import json
 import os
@@ -219,21 +220,22 @@ def measured(name: str, plans: int | None, contention: float, done: set[str], te
     step, args, pins = step_of(row.step)
     cluster = cluster_of(row.place)
     models = MODELS if _knows_overlap() else ("sum",)
+    plan = functools.partial(shardplan.plan, cluster=cluster, donate_argnums=0, pins=pins)
     made: dict[str, Any] = {}
     for model in models:
         if model not in done or model == models[0]:
             yield {"at": model}
-            choice = {"time_model": model} if _knows_overlap() else {}
-            made[model] = shardplan.plan(step, *args, cluster=cluster, donate_argnums=0, pins=pins, **choice)
+            choice: dict[str, Any] = {"time_model": model} if _knows_overlap() else {}
+            made[model] = plan(step, *args, **choice)
     first = made[models[0]]
     wanted = {model: plan for model, plan in made.items() if model not in done}
     hand = hand_plans(first, plans)
     for program in (*wanted, *(p for p in hand if p not in done)):
         yield {"at": program}
         started = time.perf_counter()
-        plan = wanted[program] if program in wanted else first.as_baseline(program)
+        chosen = wanted[program] if program in wanted else first.as_baseline(program)
         file = text / f"{name}.{program.replace(' ', '_')}.hlo" if text else None
-        yield {"program": program, **timed(plan, step, args, contention, file), "took_s": time.perf_counter() - started}
+        yield {"program": program, **timed(chosen, step, args, contention, file), "took_s": time.perf_counter() - started}
 
 
 def hand_plans(plan: Any, count: int | None) -> list[str]:

@@ -241,8 +241,8 @@ def test_the_groups_of_some_factors_cost_what_the_factors_do(net: Network, data:
     shifted = np.stack([placed[:, :-1].ravel(), placed[:, 1:].ravel()], axis=1)
     for kind in KINDS:
         if kind != "permute":
-            given_groups = shifted if kind == "shift" else placed  # the members of a group in any order
-            seconds, crossed = net.among(kind, given_groups.tolist(), nbytes)
+            rows = shifted if kind == "shift" else placed  # the members of a group in any order
+            seconds, crossed = net.among(kind, [[int(device) for device in row] for row in rows], nbytes)
             assert seconds == pytest.approx(float(net.seconds(kind, over, nbytes)), rel=1e-12)
             assert crossed == levels
     moved = np.stack([groups.ravel(), placed.ravel()], axis=1)

@@ -150,7 +150,7 @@ def _parsed(name: str, content: dict[str, Any]) -> PlanData:
         raise ValueError(f"cluster_fingerprint={content['cluster_fingerprint']!r} does not match the cluster in the file")
     mesh_factors = _factors(content["factors"])
     check_cover(cluster, mesh_factors)
-    layouts = Layouts.parsed(content["layouts"], len(mesh_factors))
+    layouts, backend = Layouts.parsed(content["layouts"], len(mesh_factors)), content["backend"]
     return PlanData(
         name=str(content["name"]),
         cluster=cluster,
@@ -174,8 +174,8 @@ def _parsed(name: str, content: dict[str, Any]) -> PlanData:
         limited=_boolean(content, "limited"),
         regather=_boolean(content, "regather"),
         remat=_remat(content["remat"]),
-        backend=_backend(content["backend"][0]),
-        backend_reason=str(content["backend"][1]),
+        backend=_backend(backend[0]),
+        backend_reason=str(backend[1]),
         one_choice=one_choice_of(content["one_choice"]),
         donate_argnums=_positions(content["donate_argnums"]),
         replicate=_names(content["replicate"], "replicate"),

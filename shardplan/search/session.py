@@ -21,7 +21,8 @@ from shardplan.search.problem.extract import Decisions, Extractor
 from shardplan.search.problem.problem import Problem
 from shardplan.search.problem.solution import Solution
 from shardplan.search.problem.tables import BIG, seconds_of
-from shardplan.search.strategy.overlap import step_time_s
+from shardplan.search.strategy.factoring_search import Found, Wanted
+from shardplan.search.strategy.overlap import best_overlapped, step_time_s
 from shardplan.search.strategy.pins import Pins, for_pins, pinned_domains
 from shardplan.search.strategy.resizing import resized
 from shardplan.search.strategy.solve import in_seconds, search
@@ -103,17 +104,22 @@ class Session:
             return None
         graph = flatten(program, replicate=self.replicate)
         coarse = coarsen(graph, self.problem.coarse.one_choice)
-        problem = for_pins(
-            Problem(graph, coarse, self.problem.cluster, self.problem.factors, objective=self.objective), self.pins
-        )
-        outcome = search(
-            problem,
-            limit=self.memory_limit,
-            donated=self.donated,
-            domains=pinned_domains(problem, self.pins),
-            deadline=None,
-            observer=anytime.silent,
-        )
+
+        def solved(wanted: Wanted) -> Found:
+            cluster, over = self.problem.cluster, self.problem.factors
+            problem = for_pins(Problem(graph, coarse, cluster, over, objective=wanted.objective), self.pins)
+            return problem, search(
+                problem,
+                limit=wanted.memory,
+                donated=wanted.donated,
+                domains=pinned_domains(problem, self.pins),
+                deadline=None,
+                observer=anytime.silent,
+            )
+
+        wanted = Wanted(self.memory_limit, self.donated, self.pins, None, anytime.silent, self.objective)
+        overlaps, contention = self.objective.overlaps, self.problem.cluster.device.contention
+        problem, outcome = best_overlapped(solved, contention, wanted) if overlaps else solved(wanted)
         if not outcome.best.fits(self.memory_limit):
             return math.inf
         return step_time_s(in_seconds(problem, outcome, self.donated, self.problem.objective))

@@ -43,6 +43,7 @@ from shardplan.search.problem.solution import Solution
 from shardplan.search.problem.tables import LONGEST_S
 from shardplan.search.session import Session
 from shardplan.search.strategy.factoring_search import Found, Wanted
+from shardplan.search.strategy.overlap import step_time_s
 from shardplan.search.strategy.pins import held_by_pins, pinned_domains, smallest_conflict
 from shardplan.search.strategy.remat_search import Planned, Searcher
 from shardplan.search.strategy.solve import in_seconds
@@ -237,7 +238,7 @@ def _search_fields(planned: Planned, wanted: Wanted, limit: MemoryLimit) -> dict
         "limit_origin": limit.origin,
         "objective": wanted.objective.name,
         "pins": {glob: tuple(entries) for glob, entries in wanted.pins.items()},
-        "unlimited_s": outcome.bound.unlimited_s,
+        "unlimited_s": step_time_s((problem, replace(outcome, best=outcome.free))) if outcome.exact else None,
         "tried": outcome.tried,
         "fixed_axes": dict(wanted.axes or {}),
         "remat": planned.remat,

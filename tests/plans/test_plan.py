@@ -61,7 +61,9 @@ def test_the_figures_of_a_plan_agree(planned: tuple[shardplan.Plan, Any, Any]) -
     assert 0 < plan.peak_bytes <= plan.memory_limit
     assert plan.axes == {"node": 2, "gpu": 4}
     assert plan.matrix == {"axes": ["replica"], "levels": ["node", "gpu"], "factors": [[2, 4]]}, "too small to be cut"
-    assert plan.time_model == "sum"
+    assert plan.time_model == "overlap"
+    assert plan.hidden_s <= plan.step_time_s <= plan.serial_s
+    assert 0 <= plan.exposed_s <= plan.communication_s
     assert plan.operators > 50
     assert min(plan.trace_s, plan.search_s) >= 0
     assert all(c.times >= 1 and c.seconds > 0 and c.wire_bytes > 0 for c in plan.collectives)

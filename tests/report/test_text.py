@@ -177,8 +177,9 @@ def test_a_pin_is_named_where_it_binds(pinned: Any) -> None:
 
 def test_a_memory_limit_is_named_where_it_binds() -> None:
     step, args = small(layers=6)
-    free = shardplan.plan(step, *args, cluster="2x4", backend="specs")
-    tight = shardplan.plan(step, *args, cluster="2x4", backend="specs", memory_limit=int(free.peak_bytes * 0.5))
+    given: dict[str, Any] = {"cluster": "2x4", "backend": "specs", "time_model": "sum"}
+    free = shardplan.plan(step, *args, **given)
+    tight = shardplan.plan(step, *args, **given, memory_limit=int(free.peak_bytes * 0.5))
     assert tight.searched_s > free.searched_s
     assert "the memory limit of" in tight.explain()
     assert "the optimum" in bound_text(free.completed())

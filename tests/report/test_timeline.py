@@ -109,7 +109,7 @@ def test_memory_counts_from_the_arguments_to_the_results(events: list[dict[str, 
     held = [e["args"]["bytes"] for e in events if e["ph"] == "C"]
     sizes = [f.size for f in plan.factors]
     arguments = sum(a.nbytes / math.prod(sizes[f] for f in a.layout.used) for a in plan.arguments if a.layout)
-    assert arguments <= held[0] <= 1.1 * arguments  # what the first op makes is there, too
+    assert arguments <= held[0] < max(held)  # what the first op and the first gathers make is there, too
     assert max(held) == pytest.approx(shown.peak_bytes, abs=1)
     assert held[-1] == 0  # nothing is counted after the end
     assert 0.7 < max(held) / plan.peak_bytes < 1.4

@@ -125,7 +125,8 @@ def _best(points: Sequence[_Point], wanted: Wanted) -> Found:
     others = [p.found for p in sorted(fitting, key=lambda p: p.step_time_s) if p is not best and p is not last]
     others += [other for p in fitting for other in p.found[1].others]
     stopped = points[-1].found[1].stopped or outcome.stopped
-    return problem, replace(outcome, others=tuple(others), exact=False, stopped=stopped)
+    proved = outcome.exact and best.share == 0.0 and best.hideable_s >= best.compute_s
+    return problem, replace(outcome, others=tuple(others), exact=proved, stopped=stopped)
 
 
 def _alike(one: _Point, other: _Point) -> bool:

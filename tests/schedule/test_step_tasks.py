@@ -24,7 +24,7 @@ from shardplan.schedule.op_seconds import op_seconds
 from shardplan.schedule.prune import reads
 from shardplan.schedule.renaming import Renaming
 from shardplan.schedule.step_tasks import step_tasks
-from shardplan.schedule.tasks import StepTasks
+from shardplan.schedule.tasks import StepTasks, first_readers
 
 MODELS = {
     "gpt": ("gpt", {"layers": 2, "width": 256, "sequence": 64, "batch": 32}, "2x4"),
@@ -230,6 +230,28 @@ def test_an_iteration_beside_which_something_else_runs_stands_for_no_other() -> 
     few = run(16, 40)
     assert few is not None
     assert few.end.max() == every.end.max()
+
+
+def test_an_iteration_unlike_the_one_before_it_stands_for_no_other() -> None:
+    def chain(*seconds: float) -> Run:
+        n = len(seconds)
+        stream = np.array([NONE, *[0] * (n - 1)], np.int32)
+        first, waits_for = np.array([0, *range(n)]), np.arange(n - 1)
+        return simulate(TaskGraph((Stream("c", "compute"),), np.array(seconds), stream, first, waits_for, np.arange(n)))
+
+    alike = unfolded(chain(0.0, 1e-9, 2e-9, 2e-9, 1e-9), (Fold(3, 1, 5),))
+    assert alike is not None
+    assert alike.seconds == pytest.approx(16e-9)
+    assert unfolded(chain(0.0, 1e-9, 3e-9, 2e-9, 1e-9), (Fold(3, 1, 5),)) is None
+
+
+def test_a_collective_counts_as_its_first_reader_that_computes() -> None:
+    """0 computes; 1 and 2 are collectives for 3, which computes; 4 is one for 6, through the join 5."""
+    stream = np.array([0, 1, 1, 0, 1, NONE, 0])
+    after = [[], [0], [1], [2], [0], [3, 4], [5]]
+    first = np.cumsum([0, *map(len, after)])
+    waits_for = np.array([a for row in after for a in row])
+    assert first_readers(stream, first, waits_for, {0}).tolist() == [0, 3, 3, 3, 6, 6, 6]
 
 
 def test_a_conditional_runs_its_dearest_branch_and_an_unknown_loop_once(eager: Any) -> None:

@@ -17,7 +17,7 @@ from shardplan.ir import Entry, Factor, spec_text
 from shardplan.mesh import Cluster
 from shardplan.mesh.factoring import check_cover
 from shardplan.plans.choices_json import Layouts, choices_from, choices_json
-from shardplan.plans.data import Argument, Backend, Baseline, Collective, PlanData
+from shardplan.plans.data import Argument, Baseline, Collective, PlanData
 from shardplan.remat import Part, Policy, Remat, Without
 from shardplan.search.coarsening.variables import one_choice_of
 from shardplan.search.inference.anytime import Stopped
@@ -150,7 +150,7 @@ def _parsed(name: str, content: dict[str, Any]) -> PlanData:
         raise ValueError(f"cluster_fingerprint={content['cluster_fingerprint']!r} does not match the cluster in the file")
     mesh_factors = _factors(content["factors"])
     check_cover(cluster, mesh_factors)
-    layouts, backend = Layouts.parsed(content["layouts"], len(mesh_factors)), content["backend"]
+    layouts = Layouts.parsed(content["layouts"], len(mesh_factors))
     return PlanData(
         name=str(content["name"]),
         cluster=cluster,
@@ -174,8 +174,7 @@ def _parsed(name: str, content: dict[str, Any]) -> PlanData:
         limited=_boolean(content, "limited"),
         regather=_boolean(content, "regather"),
         remat=_remat(content["remat"]),
-        backend=_backend(backend[0]),
-        backend_reason=str(backend[1]),
+        **_backend(content["backend"]),
         one_choice=one_choice_of(content["one_choice"]),
         donate_argnums=_positions(content["donate_argnums"]),
         replicate=_names(content["replicate"], "replicate"),
@@ -274,12 +273,12 @@ def _policy(text: Any) -> Policy:
             raise ValueError(f"unsupported policy={text!r}")
 
 
-def _backend(text: Any) -> Backend:
-    match text:
-        case "explicit" | "specs":
-            return text
-        case _:
-            raise ValueError(f"unsupported backend={text!r}")
+def _backend(row: Any) -> dict[str, Any]:
+    """What runs the plan, and the reason."""
+    name, reason = row
+    if name not in ("explicit", "specs"):
+        raise ValueError(f"unsupported backend={name!r}")
+    return {"backend": name, "backend_reason": str(reason)}
 
 
 def _stopped(text: Any) -> Stopped:

@@ -233,7 +233,7 @@ def _search_fields(planned: Planned, wanted: Wanted, limit: MemoryLimit) -> dict
     problem, outcome = planned.found
     return {
         "cluster": problem.cluster,
-        "searched_s": outcome.best.seconds,
+        "searched_s": step_time_s(planned.found),
         "memory_limit": wanted.memory,
         "limit_origin": limit.origin,
         "objective": wanted.objective.name,

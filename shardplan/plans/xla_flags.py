@@ -8,15 +8,13 @@ WHOLE = ("all_gather", "all_reduce", "collective_permute")
 """The collectives whose result is as large as what passes over the link."""
 
 
-def xla_flags(cluster: Machine) -> dict[str, int | bool]:
+def xla_flags(cluster: Machine) -> dict[str, int]:
     """Flags by name, without dashes, as `compiler_options` of `jax.jit` or ``--NAME=VALUE`` in the environment's XLA_FLAGS.
 
     - A plan reduces each gradient when it is there. XLA's GPU compiler merges collectives of one kind and the same groups, up to
       30 MiB, which then wait for the last of their operands; the flags merge only those that are too small to fill a link.
     - A plan moves data over all levels at once. XLA has one collective under way at a time; the flag allows two for each level:
       the next one waits for its link, not for the host.
-    - XLA schedules each body of a loop alone, so that no collective of an iteration runs beside kernels of the next. With the
-      flag a body is two iterations.
     """
     levels = [level for level in range(len(cluster.levels)) if cluster.levels[level].size > 1]
     largest = [bytes_in_latency(cluster, level) for level in levels]
@@ -25,7 +23,6 @@ def xla_flags(cluster: Machine) -> dict[str, int | bool]:
         **{f"xla_gpu_{kind}_combine_threshold_bytes": max(largest, default=0) for kind in WHOLE},
         "xla_gpu_reduce_scatter_combine_threshold_bytes": max(parts, default=0),  # XLA adds up results
         "xla_gpu_experimental_parallel_collective_overlap_limit": 2 * max(len(levels), 1),
-        "xla_gpu_enable_while_loop_double_buffering": True,
     }
 
 

@@ -194,7 +194,7 @@ def collectives_text(plan: PlanData) -> str:
 
 def flags_text(plan: PlanData) -> str:
     """The flags in the form that the environment's XLA_FLAGS takes."""
-    return "\n".join(f"--{name}={str(value).lower()}" for name, value in xla_flags(plan.cluster).items())
+    return "\n".join(f"--{name}={value}" for name, value in xla_flags(plan.cluster).items())
 
 
 def _way(row: Mapping[str, Any]) -> str:

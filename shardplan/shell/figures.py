@@ -173,6 +173,6 @@ class Figures:
         return self._data.provenance
 
     @property
-    def xla_flags(self) -> dict[str, int | bool]:
+    def xla_flags(self) -> dict[str, int]:
         """The flags that the plan counts on where XLA compiles it for GPUs: by name, as `compiler_options` of a compilation."""
         return xla_flags(self.cluster)

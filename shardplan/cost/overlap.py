@@ -44,6 +44,10 @@ SERIAL = Weights()
 """Nothing overlaps: the cost is a plain sum."""
 
 
+NEARLY_SERIAL = Weights(1.0, 1.0 - 1e-9)
+"""The weights of a sum for a step in which communication may hide."""
+
+
 def weights_at(share: float, contention: float) -> Weights:
     """The weights of the lower bound on the step's time at a share of 0 (communication hides compute) to 1 (the reverse)."""
     k = slowdown(contention)

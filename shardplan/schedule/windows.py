@@ -1,7 +1,7 @@
 """The compute that each movement of a schedule can hide behind.
 
 `shardplan.cost.overlap` says what a window is. Here it is that of the instructions as they stand, with the layouts of the plan:
-barriers hold a movement back, and a loop's body has its own windows.
+a loop's body has its own windows. Barriers hold nothing back: XLA takes them away before it schedules.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from shardplan.cost.overlap import Concurrency
 from shardplan.schedule.instructions import (
+    Barrier,
     Block,
     Bundle,
     Compute,
@@ -42,18 +43,22 @@ class _Windows:
     def block(self, block: Block) -> float:
         """Finds the windows of a body; its seconds of compute."""
         made: dict[int, int] = {}
+        same: dict[int, int] = {}  # the value behind each result of a barrier
         read: dict[int, list[int]] = {}
         waits_for: list[list[int]] = []
         work: list[float] = []
         heavy: list[bool] = []
         for at, instruction in enumerate(block.instructions):
-            sources = sorted(reads(instruction))
+            if isinstance(instruction, Barrier):
+                same |= {r: same.get(v, v) for v, r in zip(instruction.values, instruction.results, strict=True)}
+            sources = sorted({same.get(v, v) for v in reads(instruction)} if not isinstance(instruction, Barrier) else ())
             for value in sources:
                 read.setdefault(value, []).append(at)
             waits_for.append(sorted({made[v] for v in sources if v in made}))
             work.append(self.seconds(instruction))
             heavy.append(bool(blocks_of(instruction)) or (isinstance(instruction, Compute) and _is_product(instruction)))
-            made |= dict.fromkeys(results_of(instruction), at)
+            if not isinstance(instruction, Barrier):
+                made |= dict.fromkeys(results_of(instruction), at)
         moving = [at for at, i in enumerate(block.instructions) if isinstance(i, Move | Bundle | Reblock)]
         if moving:
             concurrency = Concurrency(waits_for, work, heavy)

@@ -193,7 +193,8 @@ class Extractor:
         for step, sent, slot, result in moves:
             tensor = node.outputs[slot] if result else node.inputs[slot]
             known = (windows.results if result else windows.operands).get((node.id, slot), 0.0)
-            window_s = left.get((result, slot), 0.0 if step.kind == "shift" else known)
+            exposed = step.kind == "shift" or (result and use.stored[slot] is None)
+            window_s = left.get((result, slot), 0.0 if exposed else known)
             hidden = min(step.seconds, window_s)
             left[result, slot] = window_s - hidden
             issued.append(Issued(step, node.weight, sent, tensor, node.op.source, hidden))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from shardplan.cost.overlap import slowdown, weights_at
+from shardplan.cost.overlap import NEARLY_SERIAL, slowdown, weights_at
 from shardplan.search.inference import anytime
 from shardplan.search.inference.solver import Solver
 from shardplan.search.memory import liveness as memory
@@ -55,19 +55,20 @@ def best_overlapped(search: Callable[[Wanted], Found], contention: float, wanted
     """
     k = slowdown(contention)
 
-    def solved(share: float, after: int) -> _Point:
-        objective = replace(wanted.objective, weights=weights_at(share, contention))
+    def solved(share: float | None, after: int) -> _Point:
+        weights = NEARLY_SERIAL if share is None else weights_at(share, contention)
+        objective = replace(wanted.objective, weights=weights)
         found = search(replace(wanted, objective=objective, observer=_later(wanted, after)))
         problem, outcome = found
         decisions = Extractor(problem).decide(outcome.best)
         hidden = decisions.hideable_s
         exposed = decisions.communication_s - hidden
-        return _Point(found, share, decisions.compute_s, exposed, hidden, decisions.step_time_s)
+        return _Point(found, 0.5 if share is None else share, decisions.compute_s, exposed, hidden, decisions.step_time_s)
 
     points = [solved(1.0, 0)]
-    covered = points[0].hideable_s <= points[0].compute_s
-    if covered or points[0].found[1].stopped or k >= 1.0:
-        return points[0].found
+    first = points[0]
+    if first.found[1].stopped or (_fits(first, wanted) and (first.hideable_s <= first.compute_s or k >= 1.0)):
+        return first.found
     try:
         points.append(solved(0.0, 1))
         low, high = points[1], points[0]
@@ -78,6 +79,8 @@ def best_overlapped(search: Callable[[Wanted], Found], contention: float, wanted
             if points[-1].at(share, k) >= value * (1 - _SAME):
                 break
             low, high = (points[-1], high) if points[-1].hideable_s < points[-1].compute_s else (low, points[-1])
+        if not any(_fits(p, wanted) for p in points) and not _late(wanted, points):
+            points.append(solved(None, len(points)))  # the price of bytes leads elsewhere where nothing hides
     except KeyboardInterrupt:
         if not any(_fits(p, wanted) for p in points):
             raise
@@ -122,8 +125,14 @@ def _best(points: Sequence[_Point], wanted: Wanted) -> Found:
     if last is not best and _alike(last, best):
         solution = _priced(last.found, outcome.best, wanted)
         problem, outcome = last.found[0], replace(last.found[1], best=solution)
-    others = [p.found for p in sorted(fitting, key=lambda p: p.step_time_s) if p is not best and p is not last]
-    others += [other for p in fitting for other in p.found[1].others]
+    others: list[Found] = []
+    for p in sorted(fitting, key=lambda p: p.step_time_s):
+        if p is not best and p.found[0].factors == last.found[0].factors and _alike(last, p):
+            priced = _priced(last.found, p.found[1].best, wanted)
+            others.append((last.found[0], replace(last.found[1], best=priced, exact=False)))
+        elif p is not best:
+            others.append((p.found[0], replace(p.found[1], exact=False)))
+        others += [(other, replace(its, exact=False)) for other, its in p.found[1].others]
     stopped = points[-1].found[1].stopped or outcome.stopped
     proved = outcome.exact and best.share == 0.0 and best.hideable_s >= best.compute_s
     return problem, replace(outcome, others=tuple(others), exact=proved, stopped=stopped)

@@ -27,7 +27,7 @@ WRITERS = tuple(f"{name}.py" for name in ("tables", "eliminate", "problem", "pri
 
 
 def planned(factory: Any = MLP, **options: Any) -> shardplan.Plan:
-    return shardplan.plan(factory[0], *factory[1], **{"cluster": "2x2x2", "donate_argnums": 0, **options})
+    return shardplan.plan(factory[0], *factory[1], **{"cluster": "2x2x2", "donate_argnums": 0, "time_model": "sum", **options})
 
 
 class Stop:

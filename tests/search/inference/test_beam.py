@@ -112,7 +112,7 @@ def test_layers_that_all_read_each_other_are_planned(layers: int, cluster: str) 
     """Proved to be the best, but for ten layers, where collectives cost their messages alone; with launches, nearly."""
     step, args = nets.all_to_all(layers)
     for machine in (launchless(Cluster.load(cluster)), Cluster.load(cluster)):
-        plan = shardplan.plan(step, *args, cluster=machine, donate_argnums=0, factors={})
+        plan = shardplan.plan(step, *args, cluster=machine, donate_argnums=0, factors={}, time_model="sum")
         assert plan.exact or layers == 10 or (machine.device.instruction_s and plan.gap < 0.03)
         assert plan.lower_bound_s <= plan.step_time_s
         assert plan.exact == (plan.gap == 0)
@@ -122,12 +122,14 @@ def test_layers_that_all_read_each_other_are_planned(layers: int, cluster: str) 
 @pytest.mark.parametrize("cluster", ["8", "2x4", "2x2x2"])
 def test_an_op_with_many_operands_is_planned(cluster: str) -> None:
     step, args = nets.tables(26)
-    plan = shardplan.plan(step, *args, cluster=cluster, donate_argnums=0, backend="specs", factors={})
+    plan = shardplan.plan(step, *args, cluster=cluster, donate_argnums=0, backend="specs", factors={}, time_model="sum")
     assert plan.gap < 0.01
     assert plan.exact or cluster == "2x2x2"
     assert all(plan.step_time_s <= b.step_time_s for b in plan.baselines)
     if cluster != "8":  # where the fastest plan is not among the smallest
-        limited = shardplan.plan(step, *args, cluster=cluster, donate_argnums=0, memory_limit=int(0.9 * plan.peak_bytes))
+        limited = shardplan.plan(
+            step, *args, cluster=cluster, donate_argnums=0, memory_limit=int(0.9 * plan.peak_bytes), time_model="sum"
+        )
         assert limited.peak_bytes <= 0.9 * plan.peak_bytes
 
 
@@ -161,7 +163,7 @@ def test_a_bound_that_was_proved_is_kept_when_the_search_is_stopped() -> None:
     problem = steps.problem(step, *args, on=Cluster.load("2x4"))
     best, least_s = Solver(problem, memory.liveness(problem)).bounded("x", problem.domains)
     assert least_s < best.seconds
-    plan = shardplan.plan(step, *args, cluster="2x4", donate_argnums=0, observer=interrupt)
+    plan = shardplan.plan(step, *args, cluster="2x4", donate_argnums=0, observer=interrupt, time_model="sum")
     assert plan.stopped == "interrupted"
     assert plan.lower_bound_s >= least_s
 

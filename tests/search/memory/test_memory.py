@@ -259,21 +259,24 @@ def test_a_slower_machine_has_the_same_smallest_plan() -> None:
 
 def test_a_limit_that_nothing_can_keep_to_names_the_same_bytes_as_one_that_nothing_is_found_for() -> None:
     step, args = mlp.train_step(layers=2, width=256)
+    given: dict[str, Any] = {"cluster": "2x2x2", "donate_argnums": 0, "time_model": "sum"}
     problem = steps.problem(step, *args, on=Cluster.load("2x2x2"), donate=(0,))
     floor = memory.floor_bytes(problem, memory.liveness(problem, frozenset({0})), problem.domains)
     smallest: list[int] = []
     for limit in (1, floor - 1, floor, floor + 1):
         with pytest.raises(shardplan.MemoryLimitError) as caught:
-            shardplan.plan(step, *args, cluster="2x2x2", donate_argnums=0, memory_limit=limit)
+            shardplan.plan(step, *args, **given, memory_limit=limit)
         smallest.append(caught.value.smallest_bytes)
     assert len(set(smallest)) == 1
-    assert shardplan.plan(step, *args, cluster="2x2x2", donate_argnums=0, memory_limit=smallest[0]).peak_bytes <= smallest[0]
+    assert shardplan.plan(step, *args, **given, memory_limit=smallest[0]).peak_bytes <= smallest[0]
 
 
 def test_what_prices_cannot_find_is_found_by_single_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit lies just below a plan that prices on bytes find, and no price finds one within it."""
     step, args = mlp.train_step(width=2048, batch=1024)
-    plan = partial(shardplan.plan, step, *args, cluster=launchless(Cluster.load("4x4")), donate_argnums=0, factors={})
+    plan = partial(
+        shardplan.plan, step, *args, cluster=launchless(Cluster.load("4x4")), donate_argnums=0, factors={}, time_model="sum"
+    )
     limit = int(0.999 * plan(memory_limit=int(0.3 * plan().peak_bytes)).peak_bytes)
     repaired = plan(memory_limit=limit)
     assert repaired.peak_bytes <= limit

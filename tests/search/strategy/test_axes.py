@@ -30,7 +30,7 @@ KIND = {"data": "batch", "fsdp": "batch", "tensor": "tensor", "sequence": "seque
 
 def planned(axes: Any, on: str = "2x4:slow", *, model: Any = gpt, options: Any = SMALL, **more: Any) -> tuple[Any, Any, Any]:
     step, args = model.train_step(**options, **({"concrete": True} if more.pop("concrete", False) else {}))
-    return shardplan.plan(step, *args, cluster=machine(on), donate_argnums=0, axes=axes, **more), step, args
+    return shardplan.plan(step, *args, cluster=machine(on), donate_argnums=0, axes=axes, time_model="sum", **more), step, args
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_the_matrix_is_the_fastest_of_all_legal_ones() -> None:
     every = {tuple(map(tuple, m.rows)) for m in matrices((2, 8), (4, 4))}
     tried = plan.provenance["factorings"]
     assert len(tried) == len(every) == 2
-    assert plan.searched_s == min(row["seconds"] for row in tried)
+    assert plan.searched_s == pytest.approx(min(row["seconds"] for row in tried), rel=1e-7)
     assert plan.matrix["factors"] == [[2, 2], [1, 4]], "activations are sent more often than gradients, so they stay in a node"
 
 
@@ -90,7 +90,7 @@ def test_a_plan_with_given_axes_runs_as_planned_and_is_read_again(axes: Any, mod
     plan.save(tmp_path / "plan.json")
     again = shardplan.load(tmp_path / "plan.json", step, *args)
     assert (again.matrix, again.step_time_s, again.collectives) == (plan.matrix, plan.step_time_s, plan.collectives)
-    assert again.session.solution.seconds == plan.searched_s
+    assert again.session.solution.seconds == pytest.approx(plan.searched_s, rel=1e-7)
     assert again.provenance == plan.provenance
 
 
@@ -183,7 +183,7 @@ def descent(weights: list[Any], x: Any) -> list[Any]:
 
 def on_eight(step: Any, width: int, batch: int, **more: Any) -> Any:
     weights = [jax.ShapeDtypeStruct((width, width), "float32")] * 2
-    return shardplan.plan(step, weights, jax.ShapeDtypeStruct((batch, width), "float32"), cluster="8", **more)
+    return shardplan.plan(step, weights, jax.ShapeDtypeStruct((batch, width), "float32"), cluster="8", time_model="sum", **more)
 
 
 @pytest.mark.parametrize(
@@ -237,9 +237,10 @@ def test_on_a_ring_the_parts_of_a_level_have_every_order() -> None:
     assert [of for _, of in choices] == [("data", "tensor"), ("tensor", "data")]
     assert len(list(laid(machine("8:slow"), {"data": 2, "tensor": 4}))) == 1
     step, args = gpt.train_step(**SMALL)
-    plan = shardplan.plan(step, *args, cluster=ring, donate_argnums=0, axes={"data": 2, "tensor": 4})
+    plan = shardplan.plan(step, *args, cluster=ring, donate_argnums=0, axes={"data": 2, "tensor": 4}, time_model="sum")
     seconds = [row["seconds"] for row in plan.provenance["factorings"]]
-    assert plan.searched_s == min(seconds) < 0.99 * max(seconds)
+    assert plan.searched_s == pytest.approx(min(seconds), rel=1e-7)
+    assert min(seconds) < 0.99 * max(seconds)
 
 
 def test_a_memory_limit_is_kept_within_the_axes() -> None:

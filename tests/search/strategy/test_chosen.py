@@ -39,7 +39,7 @@ def _planned(step: Callable[..., Any], *args: Any, shape: str = "4", pins: Mappi
         collective_launch_s=0.0,
     )
     round_numbers = replace(base, name="round", levels=levels, device=device)
-    plan = shardplan.plan(step, *args, cluster=round_numbers, pins=pins, factors={})
+    plan = shardplan.plan(step, *args, cluster=round_numbers, pins=pins, factors={}, time_model="sum")
     assert plan.exact
     return plan
 

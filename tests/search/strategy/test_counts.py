@@ -26,7 +26,7 @@ from tests.search import steps
 
 def planned(cluster: str, **options: Any) -> shardplan.Plan:
     step, args = mlp.train_step(**options)
-    return shardplan.plan(step, *args, cluster=cluster, donate_argnums=0)
+    return shardplan.plan(step, *args, cluster=cluster, donate_argnums=0, time_model="sum")
 
 
 @given(st.integers(2, 200), st.lists(st.integers(1, 4096), min_size=1, max_size=5))

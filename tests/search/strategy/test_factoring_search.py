@@ -157,7 +157,7 @@ def test_a_finer_factoring_is_never_worse(name: str) -> None:
 def test_the_plan_says_which_factorings_were_tried() -> None:
     step, args = gpt.train_step(layers=1, width=64, heads=4, batch=16, sequence=32, vocabulary=128)
     told: list[float] = []
-    plan = shardplan.plan(step, *args, cluster=machine("8:slow"), observer=lambda _, part: told.append(part))
+    plan = shardplan.plan(step, *args, cluster=machine("8:slow"), time_model="sum", observer=lambda _, part: told.append(part))
     rows = plan.provenance["factorings"]
     assert rows[0]["factors"] == {"gpu": [8]}
     assert {tuple(row["factors"]["gpu"]) for row in rows} >= {(8,), (2, 2, 2)}

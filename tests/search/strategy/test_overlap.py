@@ -1,0 +1,147 @@
+"""Plans where communication hides: the best of all layouts, bounds that hold, and weights that agree with the plan."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import shardplan
+from models import gpt, mlp
+from shardplan.cost import OVERLAP, TIME
+from shardplan.cost.overlap import weights_at
+from shardplan.frontend.trace import trace
+from shardplan.graph import flatten
+from shardplan.mesh import Cluster, factors
+from shardplan.search.coarsening import coarsen
+from shardplan.search.inference.solver import Solver
+from shardplan.search.memory import liveness as memory
+from shardplan.search.problem.extract import Extractor
+from shardplan.search.problem.problem import Problem
+from tests.oracles import brute
+from tests.search import steps
+
+
+def training(w: jax.Array, v: jax.Array, x: jax.Array) -> Any:
+    def loss_of(w: jax.Array, v: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ v) ** 2)
+
+    loss, (dw, dv) = jax.value_and_grad(loss_of, (0, 1))(w, v)
+    return w - 0.1 * dw, v - 0.1 * dv, loss
+
+
+ARGS = steps.array(64, 64), steps.array(64, 64), steps.array(64, 64)
+
+
+def problem_of(share: float | None, cluster: Cluster) -> Problem:
+    graph = flatten(trace(training, *ARGS).program)
+    objective = TIME if share is None else replace(OVERLAP, weights=weights_at(share, cluster.device.contention))
+    return Problem(graph, coarsen(graph), cluster, factors(cluster), objective=objective)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("gbps", [0.5, 20.0])
+def test_the_search_finds_the_cheapest_assignment_at_any_weights(share: float, gbps: float) -> None:
+    problem = problem_of(share, steps.cluster("4", gbps=(gbps,), gflops=1e4))
+    solver = Solver(problem, memory.liveness(problem))
+    best, bound_s = solver.bounded("x", problem.domains)
+    assert best.seconds == pytest.approx(brute.Oracle(problem).minimum().seconds, rel=1e-5)
+    assert bound_s <= best.seconds
+    decisions = Extractor(problem).decide(best)
+    weights = problem.objective.weights
+    exposed_s = decisions.communication_s - decisions.hideable_s
+    assert exposed_s + weights.compute * decisions.compute_s + weights.hideable * decisions.hideable_s == pytest.approx(
+        best.seconds, rel=1e-5
+    )
+    assert best.seconds <= decisions.step_time_s * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("gbps", [0.3, 2.0, 20.0, 400.0])
+def test_no_layout_takes_less_than_the_bound_and_the_plan_is_near_the_best(gbps: float) -> None:
+    cluster = steps.cluster("4", gbps=(gbps,), gflops=1e4)
+    plan = shardplan.plan(training, *ARGS, cluster=cluster, factors={}, backend="specs")
+    problem = plan.session.problem
+    solver, extractor = Solver(problem, memory.liveness(problem)), Extractor(problem)
+    # every layout of weights, gradients and activations that is not partial; the ops follow
+    few = [tuple(s for s in d if not problem.space(v).partial[s])[:6] for v, d in enumerate(problem.domains)]
+    free = [v for v, d in enumerate(few) if len(d) > 1][:5]
+    best = plan.searched_s
+    for states in itertools.product(*(few[v] for v in free)):
+        domains = list(problem.domains)
+        for v, s in zip(free, states, strict=True):
+            domains[v] = (s,)
+        found, seconds = solver.minimum("x", domains)
+        if seconds < float("inf"):
+            took = extractor.decide(found).step_time_s
+            assert plan.lower_bound_s <= took * (1 + 1e-6)
+            best = min(best, took)
+    assert plan.searched_s <= best * 1.1
+
+
+def test_overlap_never_takes_longer_than_the_plan_for_the_sum() -> None:
+    step, args = gpt.train_step(layers=2, width=256, heads=4, batch=32, sequence=128)
+    for cluster in ("8", "2x4"):
+        plans = {m: shardplan.plan(step, *args, cluster=cluster, donate_argnums=0, time_model=m) for m in ("overlap", "sum")}
+        overlap, serial = plans["overlap"], plans["sum"]
+        assert overlap.step_time_s <= serial.step_time_s
+        assert overlap.hidden_s <= overlap.step_time_s <= overlap.serial_s
+        assert serial.step_time_s == serial.serial_s
+        assert all(overlap.step_time_s <= b.step_time_s * (1 + 1e-6) for b in overlap.baselines if b.fits)
+
+
+def test_weights_gather_beside_compute_and_activations_do_not() -> None:
+    step, args = gpt.train_step(layers=4, width=256, heads=4, batch=32, sequence=128)
+    plan = shardplan.plan(step, *args, cluster="8", donate_argnums=0)
+    shares: dict[str, list[float]] = {"FSDP": [], "tensor parallel": []}
+    for name, found in shares.items():
+        one = plan.as_baseline(name)
+        found.append((one.communication_s - one.exposed_s) / one.communication_s)
+    assert shares["FSDP"][0] > 0.5
+    assert shares["tensor parallel"][0] < shares["FSDP"][0] - 0.1
+
+
+def test_a_limit_that_can_be_met_when_nothing_hides_is_met() -> None:
+    step, args = mlp.train_step(layers=4, width=256)
+    serial = shardplan.plan(step, *args, cluster="2x2", donate_argnums=0, time_model="sum")
+    tight = shardplan.plan(step, *args, cluster="2x2", donate_argnums=0, time_model="sum", memory_limit=serial.peak_bytes // 2)
+    assert (
+        shardplan.plan(step, *args, cluster="2x2", donate_argnums=0, memory_limit=tight.peak_bytes).peak_bytes <= tight.peak_bytes
+    )
+
+
+def test_a_plan_keeps_its_time_model_in_its_file(tmp_path: Path) -> None:
+    step, args = mlp.train_step(layers=4, width=256)
+    for model in ("overlap", "sum"):
+        plan = shardplan.plan(step, *args, cluster="2x2", donate_argnums=0, time_model=model)
+        plan.save(tmp_path / "plan.json")
+        again = shardplan.load(tmp_path / "plan.json", step, *args)
+        assert (again.time_model, again.step_time_s, again.exposed_s) == (model, plan.step_time_s, plan.exposed_s)
+        assert again.session.decisions.step_time_s == pytest.approx(plan.searched_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("at", range(4, 40, 5))
+def test_an_interrupt_between_weights_gives_the_best_so_far(at: int) -> None:
+    step, args = mlp.train_step(layers=3, width=64)
+    calls = itertools.count()
+
+    def interrupt(_what: str, _part: float) -> None:
+        if next(calls) == at:
+            raise KeyboardInterrupt
+
+    try:
+        plan = shardplan.plan(step, *args, cluster="2x2x2", donate_argnums=0, observer=interrupt)
+    except KeyboardInterrupt:
+        return
+    assert plan.stopped == ("interrupted" if next(calls) > at else "")
+    assert plan.lower_bound_s <= plan.step_time_s
+
+
+def test_an_unknown_time_model_is_refused() -> None:
+    step, args = mlp.train_step()
+    with pytest.raises(shardplan.ShardplanError, match="time_model 'parallel': use 'overlap'"):
+        shardplan.plan(step, *args, cluster="2", time_model="parallel")

@@ -82,7 +82,7 @@ def test_a_model_with_options_runs_as_planned(name: str, chosen: str, on: str) -
 @pytest.mark.parametrize("on", [pytest.param("2x2x2:slow", marks=pytest.mark.slow), "3x2:slow"])
 def test_leaving_out_any_one_exchange_is_noticed(on: str) -> None:
     step, args = factory("mlp")(**TINY["mlp"], concrete=True)
-    plan = check(step, args, on)
+    plan = check(step, args, on, time_model="sum")  # one that splits no softmax: its maximum changes no result
     devices = jax.devices()[: plan.cluster.size]
     emitter = DroppingExplicitEmitter(plan.planned, plan.mesh(devices), -1, plan.schedule)
     jax.eval_shape(emitter, *jax.tree.leaves(args))
@@ -147,7 +147,7 @@ def test_lookups_by_equal_constants_are_one() -> None:
         return rows[0] * rows[1]
 
     args = (jax.random.normal(jax.random.key(0), (16, 32)), jax.random.normal(jax.random.key(1), (32, 32)))
-    plan = check(step, args, "2x4:slow", pins={"x": jax.sharding.PartitionSpec("gpu")})
+    plan = check(step, args, "2x4:slow", pins={"x": jax.sharding.PartitionSpec("gpu")}, time_model="sum")
     assert plan.sends
     instructions = instructions_of(plan.schedule.body.instructions)
     assert len([i for i in instructions if isinstance(i, Compute) and i.node.op.primitive == "gather"]) == 1

@@ -80,9 +80,12 @@ def _whole(plan: PlanData) -> list[tuple[str, str]]:
 
 
 def _step_time(plan: PlanData) -> str:
-    share = plan.communication_s / plan.step_time_s if plan.step_time_s else 0.0
-    spent = f"compute {seconds(plan.compute_s)}, communication {seconds(plan.communication_s)} ({share:.0%})"
-    return f"{seconds(plan.step_time_s)}: {spent}, one after the other"
+    """The step's seconds, what they are spent on, and both bounds: nothing overlaps, and one hides the other entirely."""
+    spent = f"compute {seconds(plan.compute_s)}, communication {seconds(plan.communication_s)}"
+    if plan.time_model == "overlap":
+        spent += f" ({seconds(plan.exposed_s)} of it exposed)"
+    bounds = f"{seconds(plan.serial_s)} one after the other, {seconds(plan.hidden_s)} perfectly hidden"
+    return f"{seconds(plan.step_time_s)}: {spent}; {bounds}"
 
 
 def remat_text(remat: Remat) -> str:

@@ -55,7 +55,7 @@ def _accumulated(kind: str) -> tuple[Any, tuple[Any, Any]]:
 @pytest.mark.parametrize("kind", ["scan", "written out"])
 def test_accumulated_gradients_are_reduced_once(devices: list[Any], kind: str) -> None:
     step, args = _accumulated(kind)
-    plan = shardplan.plan(step, *args, cluster=_slow_devices())
+    plan = shardplan.plan(step, *args, cluster=_slow_devices(), time_model="sum")
     sums = [c for c in plan.collectives if c.kind in ("all-reduce", "reduce-scatter") and c.bytes > 1024]
     assert sums
     assert sum(c.bytes * c.times for c in sums) <= MOST
@@ -117,7 +117,7 @@ def test_terms_side_by_side_are_reduced_as_they_are() -> None:
 @pytest.mark.parametrize("kind", ["scan", "written out"])
 def test_leaving_out_a_late_sum_is_noticed(devices: list[Any], kind: str) -> None:
     step, args = _accumulated(kind)
-    plan = shardplan.plan(step, *args, cluster=_slow_devices())
+    plan = shardplan.plan(step, *args, cluster=_slow_devices(), time_model="sum")
     emitter = DroppingEmitter(plan.planned, plan.mesh(), dropped=-1)
     jax.eval_shape(emitter, *jax.tree.leaves(args))
     late = [n for n, what in enumerate(emitter.exchanges) if "terms" in what]

@@ -243,16 +243,14 @@ def test_a_slower_machine_has_the_same_smallest_plan() -> None:
             memory_bytes_per_s=on.device.memory_bytes_per_s / times,
             launch_s=on.device.launch_s * times,
         )
-        links = [
-            replace(at, bandwidth_bytes_per_s=at.bandwidth_bytes_per_s / times, latency_s=at.latency_s * times)
-            for at in on.levels
-        ]
+        rates = [(at, at.bandwidth_bytes_per_s / times, at.latency_s * times) for at in on.levels]
+        links = [replace(at, bandwidth_bytes_per_s=rate, latency_s=late) for at, rate, late in rates]
         return replace(on, device=device, levels=tuple(links))
 
-    found: list[int] = []
-    for times in (1, 5_000, 20_000):
+    found = list[int]()
+    for cluster in map(slower, (1, 5_000, 20_000)):
         with pytest.raises(shardplan.MemoryLimitError) as caught:
-            shardplan.plan(step, *args, cluster=slower(times), donate_argnums=0, memory_limit=1000)
+            shardplan.plan(step, *args, cluster=cluster, donate_argnums=0, memory_limit=1000)
         found.append(caught.value.smallest_bytes)
     assert max(found) <= 1.01 * min(found)
 

@@ -297,12 +297,14 @@ class Plan(Figures):
         """Simulates one step of the explicit program: compute and each level's links run at once (FlexFlow, section 5).
 
         Without ``overlap`` all tasks run one after the other, in the order of the program. ``contention`` is how many times as
-        long compute and communication take while both run: a factor for both, or one for each (default: 1.3; 1.0 for none).
+        long compute and communication take while both run: a factor for both, or one for each (1.0 for none; default: the
+        device's).
 
         Raises:
             ShardplanError: for a factor below 1.
         """
-        factors = contention if isinstance(contention, tuple) else () if contention is None else (contention, contention)
+        given = self.cluster.device.contention if contention is None else contention
+        factors = given if isinstance(given, tuple) else (given, given)
         return timeline(
             self.schedule,
             self.planned,

@@ -24,7 +24,7 @@ def add_simulate_command(commands: Any) -> None:
         "--contention",
         type=float,
         metavar="FACTOR",
-        help="how many times as long compute and communication take while both run (default: 1.3; 1 for none)",
+        help="how many times as long compute and communication take while both run (1 for none; default: the device's)",
     )
 
 

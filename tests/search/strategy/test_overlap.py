@@ -141,6 +141,21 @@ def test_an_interrupt_between_weights_gives_the_best_so_far(at: int) -> None:
     assert plan.lower_bound_s <= plan.step_time_s
 
 
+def test_progress_never_goes_back() -> None:
+    step, args = mlp.train_step(layers=3, width=64)
+    told: list[float] = []
+    shardplan.plan(step, *args, cluster="2x2x2", donate_argnums=0, observer=lambda _, part: told.append(part))
+    assert told == sorted(told)
+    assert told[-1] == 1.0
+
+
+def test_a_simulated_step_takes_what_is_priced() -> None:
+    step, args = gpt.train_step(layers=4, width=256, heads=4, batch=64, sequence=128)
+    plan = shardplan.plan(step, *args, cluster="2x4", donate_argnums=0)
+    assert plan.simulate(overlap=False).step_time_s == pytest.approx(plan.serial_s, rel=0.03)
+    assert plan.simulate().step_time_s == pytest.approx(plan.step_time_s, rel=0.1)
+
+
 def test_an_unknown_time_model_is_refused() -> None:
     step, args = mlp.train_step()
     with pytest.raises(shardplan.ShardplanError, match="time_model 'parallel': use 'overlap'"):

@@ -161,7 +161,7 @@ def kernel_grid(params: Mapping[str, Any]) -> KernelGrid | None:
         if not plain or params["input_output_aliases"] or params["mesh"] is not None:
             return None
         blocks = tuple(_blocks(m, mapping.grid) for m in mapping.block_mappings)
-        body = list(_kernel_equations(jaxpr))
+        body = list(equations(jaxpr))
         placed = {int(e.params["axis"]) for e in body if e.primitive.name in ("program_id", "num_programs")}
         skips = any(e.primitive.name == "while" for e in body)
         source = str(jaxpr.debug_info.func_src_info).partition(" at ")[2].rpartition(":")[0]
@@ -195,14 +195,21 @@ def _blocks(mapping: Any, grid: Sequence[int]) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-def _kernel_equations(jaxpr: Any) -> Iterator[Any]:
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """Every equation of a jaxpr in program order, each followed by those of its `bodies`."""
     for eqn in jaxpr.eqns:
         yield eqn
-        for value in eqn.params.values():
-            for inner in value if isinstance(value, tuple | list) else (value,):
-                inner = getattr(inner, "jaxpr", inner)
-                if hasattr(inner, "eqns"):
-                    yield from _kernel_equations(inner)
+        for body in bodies(eqn):
+            yield from equations(body)
+
+
+def bodies(eqn: Any) -> Iterator[Any]:
+    """The jaxprs among the parameters of an equation, without their constants."""
+    for value in eqn.params.values():
+        for inner in value if isinstance(value, tuple | list) else (value,):
+            body = getattr(inner, "jaxpr", inner)
+            if hasattr(body, "eqns"):
+                yield body
 
 
 def resized_kernel(params: Mapping[str, Any], operands: Sequence[Any], results: Sequence[Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from shardplan import _jax
 from shardplan.emit.hlo import Kind
 
 _KINDS: Mapping[str, Kind] = {
@@ -35,11 +36,8 @@ def _found(jaxpr: Any, sizes: Mapping[str, int]) -> Iterator[tuple[str, Kind, in
                 yield scope, kind, _members(eqn.params, kind, sizes), x.aval.size * x.aval.dtype.itemsize
         mesh = eqn.params.get("mesh")
         inside = sizes if mesh is None else dict(mesh.shape)
-        for value in eqn.params.values():
-            for inner in value if isinstance(value, tuple | list) else (value,):
-                body = getattr(inner, "jaxpr", inner)
-                if hasattr(body, "eqns"):
-                    yield from _found(body, inside)
+        for body in _jax.bodies(eqn):
+            yield from _found(body, inside)
 
 
 def _members(params: Mapping[str, Any], kind: Kind, sizes: Mapping[str, int]) -> int:

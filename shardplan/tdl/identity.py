@@ -7,7 +7,7 @@ they differ (another function, other static arguments, another constant inside a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -39,9 +39,8 @@ def same_function(function: Callable[..., Any], name: str, body: Any, operands: 
 def same_kernel(run: Callable[..., Any], name: str, params: Any, operands: Sequence[Any]) -> bool:
     """Whether ``run`` on operands of these types calls this kernel; also if it calls none of that name or cannot be traced."""
     traced = _traced(run, name, operands)
-    kernels = (
-        [] if traced is None else [e.params for e in _equations(traced.jaxpr) if kernel_name(e.primitive.name, e.params) == name]
-    )
+    equations = () if traced is None else _jax.equations(traced.jaxpr)
+    kernels = [e.params for e in equations if kernel_name(e.primitive.name, e.params) == name]
     return not kernels or any(_same_grid(p, params) and same_program(p["jaxpr"], params["jaxpr"]) for p in kernels)
 
 
@@ -58,16 +57,6 @@ def _without_dead_code(closed: Any) -> Any:
     """The program without dead code, which JAX removes from some calls only (those inside remat)."""
     jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
     return closed.replace(jaxpr=jaxpr)
-
-
-def _equations(jaxpr: Any) -> Iterator[Any]:
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for value in eqn.params.values():
-            for inner in value if isinstance(value, tuple | list) else (value,):
-                inner = getattr(inner, "jaxpr", inner)
-                if hasattr(inner, "eqns"):
-                    yield from _equations(inner)
 
 
 def _same_grid(a: Any, b: Any) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardplan.cost import TIME, objective_of
-from shardplan.cost.overlap import step_s
+from shardplan.cost.overlap import StepCost, step_s
 from shardplan.errors import PlanFileError
 from shardplan.graph import Graph, flatten
 from shardplan.ir import Choices, Program
@@ -30,36 +30,12 @@ from shardplan.search.strategy.purposes import Purpose, led_by, purposes
 from shardplan.search.strategy.unused_axes import idle
 
 
-@dataclass(frozen=True, slots=True)
-class Scheduled:
-    """A solution as the explicit backend runs it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scheduled(StepCost[Issued]):
+    """A solution as the explicit backend runs it, with the cost of its schedule."""
 
     planned: PlannedProgram
     schedule: Schedule
-    issued: tuple[Issued, ...]
-    compute_s: float
-    contention: float
-
-    @property
-    def communication_s(self) -> float:
-        """Seconds of all collectives of one step."""
-        return sum(i.seconds * i.times for i in self.issued)
-
-    @property
-    def hideable_s(self) -> float:
-        """The seconds of the collectives that can hide behind compute."""
-        return sum(i.hideable_s * i.times for i in self.issued)
-
-    @property
-    def step_time_s(self) -> float:
-        """The seconds of one step."""
-        hideable_s = self.hideable_s
-        return step_s(self.compute_s, self.communication_s - hideable_s, hideable_s, self.contention)
-
-    @property
-    def communication_bytes(self) -> float:
-        """Bytes on the wire per device and step."""
-        return sum(i.wire_bytes * i.times for i in self.issued)
 
 
 def scheduled(session: Session) -> Scheduled:
@@ -70,7 +46,13 @@ def scheduled(session: Session) -> Scheduled:
     schedule = build(planned)
     beside = windows(schedule, planned) if problem.objective.overlaps else None
     sent = issued(schedule, planned, beside)
-    return Scheduled(planned, schedule, sent, session.decisions.compute_s, problem.cluster.device.contention)
+    return Scheduled(
+        planned=planned,
+        schedule=schedule,
+        issued=sent,
+        compute_s=session.decisions.compute_s,
+        contention=problem.cluster.device.contention,
+    )
 
 
 def best_scheduled(

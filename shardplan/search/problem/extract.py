@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from shardplan.collectives.reshard import Programs, Step
 from shardplan.cost.network import wire_bytes
-from shardplan.cost.overlap import step_s
+from shardplan.cost.overlap import StepCost
 from shardplan.graph.nodes import Node
 from shardplan.ir import BodyChoices, Choices, Copy, Layout, Use, Where
 from shardplan.search.coarsening.coarsen import FREE
@@ -38,10 +38,15 @@ class Issued:
     source: str
     hideable_s: float = 0.0
 
+    @property
+    def seconds(self) -> float:
+        """Seconds of one execution."""
+        return self.step.seconds
 
-@dataclass(frozen=True, slots=True)
-class Decisions:
-    """A solution as concrete choices.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decisions(StepCost[Issued]):
+    """A solution as concrete choices, with its cost in the search's tables.
 
     ``layouts[t]`` is the stored layout of tensor t (None where it is free). ``uses`` are by op, ``views`` by variable. ``kept``
     are the backward views that reuse the forward copy.
@@ -51,30 +56,6 @@ class Decisions:
     uses: Mapping[int, Use]
     views: Mapping[int, Layout]
     kept: frozenset[int]
-    issued: tuple[Issued, ...]
-    compute_s: float
-    contention: float = 1.0
-
-    @property
-    def hideable_s(self) -> float:
-        """The seconds of the communication that can hide behind compute."""
-        return sum(i.hideable_s * i.times for i in self.issued)
-
-    @property
-    def step_time_s(self) -> float:
-        """The seconds of one step."""
-        hideable_s = self.hideable_s
-        return step_s(self.compute_s, self.communication_s - hideable_s, hideable_s, self.contention)
-
-    @property
-    def communication_s(self) -> float:
-        """Seconds of all collectives of one step."""
-        return sum(i.step.seconds * i.times for i in self.issued)
-
-    @property
-    def communication_bytes(self) -> float:
-        """Bytes on the wire per device and step."""
-        return sum(i.wire_bytes * i.times for i in self.issued)
 
 
 @dataclass(slots=True)
@@ -126,7 +107,15 @@ class Extractor:
                 case _:
                     assert_never(summand.kind)
         views = {v.id: problem.resharder.layout(v.shape, states[v.id]) for v in coarse.variables if v.kind != "stored"}
-        return Decisions(tuple(layouts), uses, views, solution.keep, tuple(issued), compute_s, problem.cluster.device.contention)
+        return Decisions(
+            layouts=tuple(layouts),
+            uses=uses,
+            views=views,
+            kept=solution.keep,
+            issued=tuple(issued),
+            compute_s=compute_s,
+            contention=problem.cluster.device.contention,
+        )
 
     def chosen(self, seconds: NDArray[np.float64]) -> int:
         """The strategy to run, given the seconds of each: the cheapest."""

@@ -15,7 +15,7 @@ from shardplan.cost.overlap import NEARLY_SERIAL, slowdown, weights_at
 from shardplan.search.inference import anytime
 from shardplan.search.inference.solver import Solver
 from shardplan.search.memory import liveness as memory
-from shardplan.search.problem.extract import Extractor
+from shardplan.search.problem.extract import Decisions, Extractor
 from shardplan.search.problem.solution import Solution
 from shardplan.search.strategy.factoring_search import Found, Wanted
 
@@ -27,19 +27,21 @@ _SAME = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class _Point:
-    """A search's outcome at a ``share`` of the multiplier, with the seconds of its best plan."""
+    """A search's outcome at a ``share`` of the multiplier, with the cost of its best plan."""
 
     found: Found
     share: float
-    compute_s: float
-    exposed_s: float
-    hideable_s: float
-    step_time_s: float
+    cost: Decisions
+
+    @property
+    def surplus_s(self) -> float:
+        """Seconds by which compute exceeds the communication that can hide behind it."""
+        return self.cost.compute_s - self.cost.hideable_s
 
     def at(self, share: float, k: float) -> float:
-        """The plan's cost at another share."""
-        covered, covering = self.compute_s + k * self.hideable_s, self.hideable_s + k * self.compute_s
-        return self.exposed_s + share * covered + (1 - share) * covering
+        """The plan's cost in seconds at another share."""
+        compute_s, hideable_s = self.cost.compute_s, self.cost.hideable_s
+        return self.cost.exposed_s + share * (compute_s + k * hideable_s) + (1 - share) * (hideable_s + k * compute_s)
 
 
 def step_time_s(found: Found) -> float:
@@ -60,25 +62,22 @@ def best_overlapped(search: Callable[[Wanted], Found], contention: float, wanted
         objective = replace(wanted.objective, weights=weights)
         found = search(replace(wanted, objective=objective, observer=_later(wanted, after)))
         problem, outcome = found
-        decisions = Extractor(problem).decide(outcome.best)
-        hidden = decisions.hideable_s
-        exposed = decisions.communication_s - hidden
-        return _Point(found, 0.5 if share is None else share, decisions.compute_s, exposed, hidden, decisions.step_time_s)
+        return _Point(found, 0.5 if share is None else share, Extractor(problem).decide(outcome.best))
 
     points = [solved(1.0, 0)]
     first = points[0]
-    if first.found[1].stopped or (_fits(first, wanted) and (first.hideable_s <= first.compute_s or k >= 1.0)):
+    if first.found[1].stopped or (_fits(first, wanted) and (first.surplus_s >= 0 or k >= 1.0)):
         return first.found
     try:
         points.append(solved(0.0, 1))
         low, high = points[1], points[0]
-        while len(points) < 2 + _MOST_BETWEEN and low.hideable_s < low.compute_s and not _late(wanted, points):
+        while len(points) < 2 + _MOST_BETWEEN and low.surplus_s > 0 and not _late(wanted, points):
             share = _meeting(low, high, k)
             value = high.at(share, k)
             points.append(solved(share, len(points)))
             if points[-1].at(share, k) >= value * (1 - _SAME):
                 break
-            low, high = (points[-1], high) if points[-1].hideable_s < points[-1].compute_s else (low, points[-1])
+            low, high = (points[-1], high) if points[-1].surplus_s > 0 else (low, points[-1])
         if not any(_fits(p, wanted) for p in points) and not _late(wanted, points):
             points.append(solved(None, len(points)))  # the price of bytes leads elsewhere where nothing hides
     except KeyboardInterrupt:
@@ -119,14 +118,14 @@ def _best(points: Sequence[_Point], wanted: Wanted) -> Found:
     fitting = [p for p in points if _fits(p, wanted)]
     if not fitting:
         return min(points, key=lambda p: p.found[1].best.peak_bytes).found
-    best = min(fitting, key=lambda p: p.step_time_s)
+    best = min(fitting, key=lambda p: p.cost.step_time_s)
     problem, outcome = best.found
     last = next(p for p in reversed(points) if p.found[0].factors == problem.factors)
     if last is not best and _alike(last, best):
         solution = _priced(last.found, outcome.best, wanted)
         problem, outcome = last.found[0], replace(last.found[1], best=solution)
     others: list[Found] = []
-    for p in sorted(fitting, key=lambda p: p.step_time_s):
+    for p in sorted(fitting, key=lambda p: p.cost.step_time_s):
         if p is not best and p.found[0].factors == last.found[0].factors and _alike(last, p):
             priced = _priced(last.found, p.found[1].best, wanted)
             others.append((last.found[0], replace(last.found[1], best=priced, exact=False)))
@@ -134,7 +133,7 @@ def _best(points: Sequence[_Point], wanted: Wanted) -> Found:
             others.append((p.found[0], replace(p.found[1], exact=False)))
         others += [(other, replace(its, exact=False)) for other, its in p.found[1].others]
     stopped = points[-1].found[1].stopped or outcome.stopped
-    proved = outcome.exact and best.share == 0.0 and best.hideable_s >= best.compute_s
+    proved = outcome.exact and best.share == 0.0 and best.surplus_s <= 0
     return problem, replace(outcome, others=tuple(others), exact=proved, stopped=stopped)
 
 

@@ -249,8 +249,8 @@ def session_of(data: PlanData, program: Program, donated: frozenset[int]) -> Ses
     """
     graph = flatten(program, replicate=data.replicate)
     pins = dict(data.pins)
-    objective = replace(TIME, weights=data.weights)
-    problem = Problem(graph, coarsen(graph, data.one_choice), data.cluster, data.factors, objective=objective)
+    timed, objective = replace(TIME, weights=data.weights), objective_of(data.objective)
+    problem = Problem(graph, coarsen(graph, data.one_choice), data.cluster, data.factors, objective=timed)
     problem = for_pins(problem, pins)
     live = memory.liveness(problem, donated)
     solver = Solver(problem, live)
@@ -265,7 +265,7 @@ def session_of(data: PlanData, program: Program, donated: frozenset[int]) -> Ses
         donated=donated,
         pins=pins,
         memory_limit=data.memory_limit,
-        objective=objective_of(data.objective),
+        objective=timed if objective is TIME else objective,
         replicate=data.replicate,
     )
 

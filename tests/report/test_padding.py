@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,7 +12,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardplan
+from shardplan.cost import TIME
 from shardplan.report import explain
+from tests.search import steps
 
 
 def dense(width: int) -> tuple[Any, tuple[Any, ...]]:
@@ -55,6 +59,20 @@ def test_a_padded_price_is_that_of_the_padded_step(factory: Any, options: dict[s
     wide, shapes = factory(2176)
     padded = shardplan.plan(wide, *shapes, cluster="8", factors={"gpu": 8}, **options)
     assert plan.session.padded_seconds(2049, 2176) == pytest.approx(padded.searched_s, rel=1e-9)
+
+
+def test_a_loaded_plan_prices_padding_as_the_plan_did(tmp_path: Path) -> None:
+    """On this cluster, the best padded plan by the plain sum takes longer than the best where communication hides."""
+    step, args = dense(2049)
+    cluster = steps.cluster("4", gbps=(20.0,), gflops=1e4)
+    plan = shardplan.plan(step, *args, cluster=cluster, factors={})
+    plan.save(tmp_path / "plan.json")
+    again = shardplan.load(tmp_path / "plan.json", step, *args)
+    overlapped, summed = plan.session.padded_seconds(2049, 2176), replace(plan.session, objective=TIME).padded_seconds(2049, 2176)
+    assert overlapped is not None
+    assert summed is not None
+    assert overlapped < summed * (1 - 1e-3)
+    assert again.session.padded_seconds(2049, 2176) == pytest.approx(overlapped, rel=1e-9)
 
 
 def test_pins_hold_in_the_padded_plan() -> None:

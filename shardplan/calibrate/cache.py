@@ -35,7 +35,7 @@ def key_of(identity: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """The measurements in one folder. ``entries`` is the content of its file, and what was added since."""
+    """The measurements in one folder, by `key_of`. ``entries`` holds those of its file and those added since."""
 
     folder: Path
     entries: dict[str, Timed] = field(default_factory=dict[str, Timed])
@@ -44,7 +44,7 @@ class Cache:
     def opened(folder: Path) -> Cache:
         """The cache of a folder, empty if it has none.
 
-        A file that holds something else only costs the time to measure again, so it is left out with a warning, and replaced.
+        A file that holds anything else is ignored with a warning and later replaced: it only costs the time to measure again.
 
         Raises:
             CalibrationError: if the folder cannot be made or read.
@@ -65,9 +65,12 @@ class Cache:
         return Cache(folder, entries or {})
 
     def add(self, measured: Mapping[str, Timed]) -> None:
-        """Keeps these measurements, by key. The file is replaced at once when the new one is complete.
+        """Adds measurements by key and replaces the file, once the new one is complete.
 
-        What other calibrations have written since is kept too.
+        Measurements that other calibrations have written since are kept.
+
+        Raises:
+            CalibrationError: if the folder cannot be written.
         """
         if not measured:
             return

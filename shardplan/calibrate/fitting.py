@@ -1,9 +1,9 @@
 """Figures of the cost model from measured seconds: least squares on relative errors.
 
-The model that is fitted is the planner's own: `least_compute_s` prices the ops of a kernel as the search does, and `Network` the
-collectives. A residual is the logarithm of predicted over measured seconds, which is the relative error to first order, and
-counts half and double alike. Residuals beyond `_SOFT` count less and less (a Cauchy loss), so that a kernel that the model
-cannot price does not move the figures of all others.
+The fitted model is the planner's own: `least_compute_s` prices the ops of a kernel as the search does, and `Network` prices the
+collectives. A residual is the logarithm of predicted over measured seconds: to first order the relative error, and the same for
+half as for double. The loss is Cauchy's: residuals beyond `_SOFT` count less and less, so a kernel that the model prices badly
+hardly changes the figures of the others.
 """
 
 from __future__ import annotations
@@ -28,15 +28,19 @@ from shardplan.mesh import Cluster, Device
 from shardplan.search.problem.strategies import least_compute_s
 
 _SOFT = 0.3
-"""The residual from which the loss flattens: a third too slow or too fast."""
+"""The residual at which the loss begins to flatten: a third too slow or too fast."""
 _FAST = 1e30
-"""A rate at which work costs nothing."""
+"""A rate (flops or bytes per second) at which work costs nothing."""
 _BLANK = Device("blank", {"float32": 1.0}, 1.0, 1)
+"""A device whose rates are all replaced."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What the planner prices of a kernel: signatures of ops, each with the number of times that it runs."""
+    """The work of a kernel, as the planner prices it: signatures of ops with the number of executions of each.
+
+    ``dtypes`` are those of its matrix products.
+    """
 
     ops: tuple[tuple[Signature, float], ...]
     dtypes: frozenset[str]
@@ -47,7 +51,7 @@ class Work:
 
 
 def work_of(graph: Graph) -> Work:
-    """The work of a graph on one device."""
+    """The work of a graph that runs on one device, uncut."""
     counts: Counter[int] = Counter()
     signatures: dict[int, Signature] = {}
     for node in graph.nodes:
@@ -60,7 +64,11 @@ def work_of(graph: Graph) -> Work:
 
 @dataclass(frozen=True, slots=True)
 class Residual:
-    """How well the figures predict one family: the median and the worst relative error, and the kernel of the worst."""
+    """The prediction errors of one family of kernels.
+
+    ``median`` is the median of absolute relative errors, ``worst`` the largest relative error with its sign (as a ratio, so half
+    and double are equally bad), and ``worst_name`` its kernel.
+    """
 
     family: str
     samples: int
@@ -71,7 +79,7 @@ class Residual:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A measured kernel or collective beside what the fitted figures predict."""
+    """Measured and predicted seconds of one kernel or collective; ``spread`` is that of `Timed`."""
 
     family: str
     name: str
@@ -81,12 +89,12 @@ class Sample:
 
     @property
     def error(self) -> float:
-        """Predicted over measured seconds, less one."""
+        """The relative error: predicted over measured seconds, less one."""
         return self.predicted_s / self.seconds - 1
 
 
 def residuals(samples: Sequence[Sample]) -> tuple[Residual, ...]:
-    """The errors by family, in the order of the samples."""
+    """The errors of each family, in the order in which the samples name the families."""
     families: dict[str, list[Sample]] = {}
     for sample in samples:
         families.setdefault(sample.family, []).append(sample)
@@ -100,10 +108,12 @@ def residuals(samples: Sequence[Sample]) -> tuple[Residual, ...]:
 def fit_device(
     base: Device, measured: Sequence[tuple[Work, float]], launches: Sequence[tuple[Work, float]]
 ) -> tuple[Device, tuple[str, ...]]:
-    """The device whose rates predict the measured seconds best, and the dtypes whose peaks are still those of ``base``.
+    """(the device whose rates predict the measured seconds best, the dtypes whose peaks are still those of ``base``).
 
-    A launch is what a kernel of the chains ``launches`` takes. A rate of the model is a peak times an efficiency: the peak is the
-    best rate that any one kernel reached, the efficiency the fitted rate over it, for products the median over dtypes.
+    ``measured`` pairs the work of kernels with their seconds, ``launches`` that of chains of tiny kernels. A launch takes the
+    median, over those chains, of the seconds of one kernel. The model's rates are a peak times an efficiency. The peak is the
+    best rate that any single kernel reached, and the efficiency is the fitted rate over that peak (for products, the median over
+    dtypes).
     """
     dtypes = sorted({dtype for work, _ in measured for dtype in work.dtypes})
     free = _Rates(dict.fromkeys(dtypes, _FAST), _FAST, 1.0)
@@ -132,7 +142,7 @@ def fit_device(
 
 @dataclass(frozen=True, slots=True)
 class _Rates:
-    """What the model of a device has free: effective flops per second by dtype, bytes per second; and seconds of a launch."""
+    """The fitted parameters of a device: effective flops per second by dtype and bytes per second; and a launch's seconds."""
 
     flops: Mapping[str, float]
     memory: float
@@ -140,17 +150,17 @@ class _Rates:
 
     @staticmethod
     def of(logs: NDArray[np.float64], dtypes: Sequence[str], launch_s: float) -> _Rates:
-        """The rates with these logarithms."""
+        """The rates from their logarithms [dtypes + 1]: those of the dtypes in order, then that of memory."""
         values = np.exp(logs).tolist()
         return _Rates(dict(zip(dtypes, values[:-1], strict=True)), values[-1], launch_s)
 
     def logs(self) -> NDArray[np.float64]:
-        """The logarithms, dtypes in their order, then memory."""
+        """The logarithms [dtypes + 1] of the rates: those of the dtypes in order, then that of memory."""
         return np.log([*(self.flops[d] for d in sorted(self.flops)), self.memory])
 
     @staticmethod
     def best(measured: Sequence[tuple[Work, float]], dtypes: Sequence[str], launch_s: float) -> _Rates:
-        """The best rates that any kernel reached: no kernel is faster, so the fit begins at its edge."""
+        """The best rates that any kernel reached. No kernel is faster, so the fit starts at this upper edge."""
         free = _Rates(dict.fromkeys(dtypes, _FAST), _FAST, 0.0)
         flops, memory = dict.fromkeys(dtypes, 0.0), 0.0
         for work, seconds in measured:
@@ -172,7 +182,7 @@ class _Rates:
         )
 
     def errors(self, base: Device, measured: Sequence[tuple[Work, float]]) -> NDArray[np.float64]:
-        """The residual of each kernel.  # [kernels]"""
+        """The residual of each kernel [kernels]."""
         device = self.device(base)
         return np.log([work.seconds(device) / seconds for work, seconds in measured])
 
@@ -180,9 +190,9 @@ class _Rates:
 def fit_links(
     cluster: Cluster, factors: Sequence[Factor], measured: Sequence[tuple[Transfer, float]]
 ) -> tuple[Cluster, tuple[str, ...]]:
-    """The cluster whose links and collective launch predict the measured seconds best, and the names of the levels measured.
+    """(the cluster whose links and collective launch predict the measured seconds best, the names of the levels measured).
 
-    Bandwidths are those that collectives reach, so the efficiencies of measured levels are 1.
+    The fitted bandwidths are those that collectives reach, so the efficiencies of the measured levels are 1.
     """
     levels = sorted({factors[i].level for transfer, _ in measured for i in transfer.over})
     reached = replace(
@@ -194,6 +204,7 @@ def fit_links(
     )
 
     def with_links(logs: NDArray[np.float64]) -> Cluster:
+        """The cluster with the figures of these logarithms [2 levels + 1]: bandwidths, latencies, and a collective's launch."""
         values = np.exp(logs).tolist()
         links = dict(zip(levels, zip(values[: len(levels)], values[len(levels) : -1], strict=True), strict=True))
         return replace(
@@ -206,6 +217,7 @@ def fit_links(
         )
 
     def errors(logs: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The residual of each collective [collectives]."""
         network = Network(with_links(logs), tuple(factors))
         return np.log([transfer_s(network, t) / seconds for t, seconds in measured])
 
@@ -216,7 +228,7 @@ def fit_links(
 
 
 def transfer_s(network: Network, transfer: Transfer) -> float:
-    """The predicted seconds of a collective."""
+    """The predicted seconds of one execution of a collective."""
     return float(network.seconds(transfer.kind, transfer.over, transfer.nbytes))
 
 
@@ -227,10 +239,10 @@ def _least_squares(start: NDArray[np.float64], errors: Callable[[Any], NDArray[n
 
 
 def contention_of(compute_s: float, communication_s: float, both_s: float) -> float:
-    """The factor by which a product and a collective slow each other, from the seconds of each alone and of both together.
+    """The factor c by which compute and communication slow each other, from the seconds of each alone and of both together.
 
-    While both run, either takes ``c`` times as long; when the shorter is done, after ``c * shorter``, the other has
-    ``longer - shorter`` left: ``both = c * shorter + longer - shorter``.
+    While both run, each takes c times as long. The shorter one ends after ``c * shorter``; the longer one then has
+    ``longer - shorter`` left. So ``both = c * shorter + longer - shorter``. Below 1, as noise may have it, the factor is 1.
 
     >>> contention_of(2.0, 3.0, 5.0), contention_of(2.0, 3.0, 3.0)
     (2.0, 1.0)
@@ -240,5 +252,5 @@ def contention_of(compute_s: float, communication_s: float, both_s: float) -> fl
 
 
 def rate_of(device: Device, dtype: str) -> float:
-    """Flops per second that products of a dtype reach."""
+    """Flops per second that matrix products of a dtype reach."""
     return device.flops_per_s[rated(device, dtype)] * device.flops_efficiency

@@ -12,9 +12,9 @@ import numpy as np
 from jax import lax
 
 LAUNCHES = "launches"
-"""The family of kernels that are launches and nothing else."""
+"""The family of kernels that take no longer than their launch."""
 _CHAIN = 128
-"""Tiny kernels in a row, to tell a kernel's launch from that of the program."""
+"""Tiny kernels in a row: enough to tell the launch of a kernel from that of the program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +41,7 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A function of local arrays whose seconds are measured.
-
-    ``family`` groups kernels in reports.
-    """
+    """A function of one device's arrays whose seconds are measured; ``family`` groups kernels in reports."""
 
     family: str
     name: str

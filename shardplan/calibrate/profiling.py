@@ -14,6 +14,7 @@ import jax
 from jax.sharding import Mesh
 
 from shardplan.calibrate.cache import Cache, key_of
+from shardplan.calibrate.defaults import BOUND, ROUNDS
 from shardplan.calibrate.fitting import (
     Residual,
     Sample,
@@ -39,11 +40,6 @@ from shardplan.mesh.machine import DEFAULT_CONTENTION
 from shardplan.mesh.profile import Profile
 from shardplan.plans.xla_flags import xla_flags
 
-ROUNDS = 7
-BOUND = 0.5
-"""The largest median spread that is accepted. The median of 7 rounds is then off by a sixth (1.25 / 1.35 / sqrt(7) of the
-distance between the quartiles, for normal noise), about what the roofline itself is off by.
-"""
 _HARNESS = 1
 """Part of every cache key: raised whenever kernels or timing change what is measured."""
 
@@ -52,7 +48,11 @@ Observer = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """A profile, and what is said about it: residuals by family, spreads, and the figures that were not measured."""
+    """A profile with its evidence.
+
+    ``residuals`` are prediction errors by family, ``kept`` the figures that were not measured, one sentence each. ``spread`` is
+    (median, largest, name of the largest) of the measurements' spreads. ``measured`` and ``cached`` count measurements.
+    """
 
     profile: Profile
     residuals: tuple[Residual, ...]
@@ -65,9 +65,9 @@ class Calibration:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What measures: a mesh of the cluster's devices, the cache, the rounds, and what is the same for all measurements.
+    """The means to measure: a mesh of the cluster's devices, the cache, the number of rounds and the largest accepted spread.
 
-    With ``fresh``, what the cache holds is measured again.
+    ``identity`` is the part of cache keys that all measurements share. With ``fresh``, cached measurements are made again.
     """
 
     cluster: Cluster
@@ -80,13 +80,14 @@ class Bench:
     fresh: bool
 
     def key(self, what: Any) -> str:
-        """The cache's key of what identifies a measurement beside the device."""
+        """The cache key of a measurement that ``what`` (JSON values) identifies on these devices."""
         return key_of({**self.identity, "what": what})
 
     def seconds(self, tasks: Mapping[str, tuple[Task, Any]], done: Callable[[float], None]) -> tuple[dict[str, Timed], int]:
-        """The seconds of named tasks, each with what identifies it beside the device; and how many the cache had.
+        """(the seconds of each task by name, how many of them came from the cache).
 
-        What is steadier than the bound goes to the cache.
+        Each task comes with the JSON values that identify it on these devices. Measurements whose spread is within the bound go
+        to the cache.
         """
         keys = {name: self.key(what) for name, (_, what) in tasks.items()}
         known = self.cache.entries if self.cache is not None and not self.fresh else {}
@@ -111,11 +112,11 @@ def calibrate(
     bound: float = BOUND,
     observer: Observer | None = None,
 ) -> Calibration:
-    """Measures these devices (by default all that JAX has), all at work at once.
+    """Measures these devices (by default all that JAX has), with all of them busy at once.
 
-    ``shape`` describes the levels of the machine where detection cannot know them; its figures are not used where they can be
-    measured. ``cache`` is the folder of measurements. ``rounds`` and ``bound``: the interleaved repeats, and the largest median
-    spread that is accepted.
+    ``shape`` describes the levels of the machine where detection cannot tell them; measured figures replace its own. ``cache``
+    is the folder of measurements (None: no cache); ``fresh`` ignores what it holds. ``rounds`` is the number of interleaved
+    repeats, ``bound`` the largest median spread that is accepted.
 
     Raises:
         ClusterError: if the devices have no figures to start from, or ``shape`` has another number of devices.
@@ -123,35 +124,54 @@ def calibrate(
     """
     tell = observer or (lambda what, part: None)
     bench = bench_of(devices, shape, cache, fresh=fresh, rounds=rounds, bound=bound)
-    listed = kernels(sizes_of(bench.cluster.device.platform))
+    listed, moves = kernels(sizes_of(bench.cluster.device.platform)), transfers(bench.cluster, bench.factors)
     works = {k.name: work_of_kernel(k) for k in listed}
-    kernel_times, cached = bench.seconds(
+    kernel_times, kernels_cached = bench.seconds(
         {k.name: (Task(k.function, k.arguments), kernel_text(k)) for k in listed},
         lambda part: tell("measuring kernels", 0.6 * part),
     )
-    moves = transfers(bench.cluster, bench.factors)
     move_times, moves_cached = bench.seconds(
         {t.name: (_task(t, bench), transfer_text(t, bench)) for t in moves},
         lambda part: tell("measuring collectives", 0.6 + 0.3 * part),
     )
     spread = spread_of({name: t.spread for name, t in {**kernel_times, **move_times}.items()})
     _check_spread(spread, bound)
-    rows = [(k.family == LAUNCHES, (works[k.name], kernel_times[k.name].seconds)) for k in listed]
+    measured = _Measured(listed, works, kernel_times, moves, move_times)
+    cluster, levels, kept = _fitted(bench, measured, lambda part: tell("measuring contention", 0.9 + 0.1 * part))
+    samples = _samples(cluster, bench.factors, measured)
+    by_family = residuals(samples)
+    profile = Profile(cluster, bench.identity["kind"], levels, _evidence(bench, samples, by_family, kept, spread))
+    cached = kernels_cached + moves_cached
+    return Calibration(profile, by_family, samples, kept, spread, len(samples) - cached, cached)
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """The kernels with the work that the planner prices, the collectives, and the measured seconds of both by name."""
+
+    kernels: Sequence[Kernel]
+    works: Mapping[str, Work]
+    kernel_times: Mapping[str, Timed]
+    moves: Sequence[Transfer]
+    move_times: Mapping[str, Timed]
+
+
+def _fitted(bench: Bench, measured: _Measured, done: Callable[[float], None]) -> tuple[Cluster, tuple[str, ...], tuple[str, ...]]:
+    """(the cluster with the fitted figures, the levels whose links were measured, the figures that were not measured).
+
+    This measures contention too, if there are collectives.
+    """
+    rows = [(k.family == LAUNCHES, (measured.works[k.name], measured.kernel_times[k.name].seconds)) for k in measured.kernels]
     device, kept_dtypes = fit_device(
         bench.cluster.device, [row for tiny, row in rows if not tiny], [row for tiny, row in rows if tiny]
     )
     cluster, levels = replace(bench.cluster, device=device), ()
-    if moves:
-        cluster, levels = fit_links(cluster, bench.factors, [(t, move_times[t.name].seconds) for t in moves])
-        contention = _contention(
-            replace(bench, cluster=cluster), works, lambda part: tell("measuring contention", 0.9 + 0.1 * part)
-        )
+    if measured.moves:
+        times = [(t, measured.move_times[t.name].seconds) for t in measured.moves]
+        cluster, levels = fit_links(cluster, bench.factors, times)
+        contention = _contention(replace(bench, cluster=cluster), measured.works, done)
         cluster = replace(cluster, device=replace(cluster.device, contention=contention))
-    samples = _samples(cluster, bench.factors, listed, works, kernel_times, moves, move_times)
-    kept = _kept(cluster, levels, kept_dtypes)
-    found = residuals(samples)
-    profile = Profile(cluster, bench.identity["kind"], levels, _evidence(bench, samples, found, kept, spread))
-    return Calibration(profile, found, samples, kept, spread, len(samples) - cached - moves_cached, cached + moves_cached)
+    return cluster, levels, _kept(cluster, levels, kept_dtypes)
 
 
 def bench_of(
@@ -163,7 +183,12 @@ def bench_of(
     rounds: int = ROUNDS,
     bound: float = BOUND,
 ) -> Bench:
-    """What measures these devices; arguments as for `calibrate`."""
+    """The bench for these devices; arguments as for `calibrate`.
+
+    Raises:
+        ClusterError: if the devices have no figures to start from, or ``shape`` has another number of devices.
+        CalibrationError: if the cache cannot be used.
+    """
     present = list(jax.devices() if devices is None else devices)
     cluster = replace(found := detected(present).cluster, name=f"calibrated-{found.name.removeprefix('detected-')}")
     if shape is not None:
@@ -180,7 +205,7 @@ def bench_of(
 
 
 def _identity(devices: Sequence[Any], cluster: Cluster) -> dict[str, Any]:
-    """What every measurement on these devices depends on."""
+    """The part of cache keys that all measurements on these devices share."""
     kind = str(devices[0].device_kind)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     processor = _processor() if cluster.device.platform == "cpu" else ""
@@ -206,7 +231,7 @@ def _processor() -> str:
 
 
 def work_of_kernel(kernel: Kernel) -> Work:
-    """What the planner prices of a kernel on one device."""
+    """The work of a kernel on one device, as the planner prices it."""
     with jax.enable_x64(any(a.dtype == "float64" for a in kernel.arguments)):
         return work_of(flatten(trace(kernel.function, *(a.struct for a in kernel.arguments)).program))
 
@@ -256,24 +281,15 @@ def _contention(bench: Bench, works: Mapping[str, Work], done: Callable[[float],
     return contention_of(times["compute"].seconds, times["communication"].seconds, times["both"].seconds)
 
 
-def _samples(
-    cluster: Cluster,
-    axes: tuple[Factor, ...],
-    listed: Sequence[Kernel],
-    works: Mapping[str, Work],
-    kernel_times: Mapping[str, Timed],
-    moves: Sequence[Transfer],
-    move_times: Mapping[str, Timed],
-) -> tuple[Sample, ...]:
+def _samples(cluster: Cluster, axes: tuple[Factor, ...], measured: _Measured) -> tuple[Sample, ...]:
+    """Every measured kernel and collective beside the seconds that the fitted figures predict."""
     network = Network(cluster, axes)
-    return (
-        *(
-            Sample(
-                k.family, k.name, kernel_times[k.name].seconds, works[k.name].seconds(cluster.device), kernel_times[k.name].spread
-            )
-            for k in listed
-        ),
-        *(Sample(t.family, t.name, move_times[t.name].seconds, transfer_s(network, t), move_times[t.name].spread) for t in moves),
+    predicted_s = {k.name: measured.works[k.name].seconds(cluster.device) for k in measured.kernels}
+    predicted_s |= {t.name: transfer_s(network, t) for t in measured.moves}
+    times = {**measured.kernel_times, **measured.move_times}
+    return tuple(
+        Sample(one.family, one.name, times[one.name].seconds, predicted_s[one.name], times[one.name].spread)
+        for one in (*measured.kernels, *measured.moves)
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,14 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardplan.calibrate.timing import Timed
+from shardplan.calibrate.timing import Timed, timed_of
 from shardplan.emit.verify import drawn
 from shardplan.frontend.nnx_state import apart
 from shardplan.plans.runner import Leaves, Runner
 
 
 class Runs(Protocol):
-    """What is timed: a plan."""
+    """A plan, as far as it is run here."""
 
     def mesh(self, devices: Sequence[Any] | None = None) -> Any:
         """The mesh on these devices."""
@@ -79,13 +78,6 @@ def step_seconds(
         for name, one in ready.items():
             runs[name].append(one.seconds(host, tree))
     return {name: timed_of(seconds) for name, seconds in runs.items()}
-
-
-def timed_of(seconds: Sequence[float]) -> Timed:
-    """The median of some runs, and the distance of their quartiles over it."""
-    low, high = np.quantile(seconds, (0.25, 0.75))
-    middle = statistics.median(seconds)
-    return Timed(float(middle), float((high - low) / middle))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Seconds of functions that run on all devices of a mesh at once, repeated inside one program and interleaved with one another.
 
-A function runs so many times in a loop of the compiled program that its program takes `TARGET_S`. The programs then run in
-rounds, one run of each in a round, so that a disturbance meets all of them alike. The seconds of a function are the median over
-the rounds, less those of an empty program; its spread is the distance between the quartiles over the median.
+The compiled program of a function executes it in a loop, as often as takes `TARGET_S`. The programs run in rounds, one run of
+each per round, so that a disturbance affects all of them alike. The seconds of a function are the median over the rounds, less
+those of an empty program; its spread is the distance between the quartiles over the median.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _Program:
 
 
 def timed(tasks: Sequence[Task], mesh: Mesh, *, rounds: int, done: Callable[[float], None]) -> list[Timed]:
-    """The seconds of each task; ``done`` is told the fraction of the work that is done."""
+    """Seconds of one execution of each task, by ``rounds`` interleaved runs; ``done`` is told the fraction of the work done."""
     empty = _prepared(Task(lambda x: x + 1, (Argument((8,), "float32"),)), mesh, 0.0)
     overhead_s = min(empty.seconds() for _ in range(5))
     programs: list[_Program] = []
@@ -80,10 +80,13 @@ def timed(tasks: Sequence[Task], mesh: Mesh, *, rounds: int, done: Callable[[flo
             seconds.append(program.seconds())
         done(0.5 + 0.5 * (number + 1) / rounds)
     started_s = statistics.median(empties)
-    return [_timed([max(s - started_s, 0.01 * s) / p.times for s in seconds]) for p, seconds in zip(programs, runs, strict=True)]
+    return [
+        timed_of([max(s - started_s, 0.01 * s) / p.times for s in seconds]) for p, seconds in zip(programs, runs, strict=True)
+    ]
 
 
-def _timed(seconds: Sequence[float]) -> Timed:
+def timed_of(seconds: Sequence[float]) -> Timed:
+    """The median of measured seconds, and their spread: the distance between the quartiles over the median."""
     low, middle, high = np.quantile(seconds, (0.25, 0.5, 0.75))
     return Timed(float(middle), float((high - low) / middle))
 
@@ -115,10 +118,11 @@ def placed(task: Task, mesh: Mesh) -> tuple[Any, ...]:
 
 
 def compiled(task: Task, mesh: Mesh, arguments: Sequence[Any], times: int) -> Any:
-    """The program that executes a task so many times on placed arguments, and returns the last result of every device."""
+    """The program that executes a task ``times`` times on placed arguments, and returns every device's last result."""
     spec = PartitionSpec(mesh.axis_names)
 
     def local(*blocks: Any) -> Any:
+        """One device's executions, on blocks with a leading dim of 1."""
         own = [block[0] for block in blocks]
         if times == 1:
             made = task.function(*own)

@@ -9,6 +9,7 @@ from typing import Literal
 from ..ir import Factor
 from ..mesh import Device
 from ..mesh.cluster import Cluster
+from ..mesh.machine import DEFAULT_CONTENTION
 from .network import Network
 from .overlap import SERIAL, Weights, weights_at
 from .wire import WireBytes
@@ -45,7 +46,7 @@ class Objective:
 
 
 TIME = Objective("time", "picosecond", everything_split=False)
-OVERLAP = Objective("time", "picosecond", everything_split=False, weights=weights_at(1.0, 1.3))
+OVERLAP = Objective("time", "picosecond", everything_split=False, weights=weights_at(1.0, DEFAULT_CONTENTION))
 """The time of a step in which communication hides behind compute; the search sets the weights."""
 BYTES = Objective("bytes", "byte", everything_split=True)
 

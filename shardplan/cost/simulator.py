@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from shardplan.cost import event_loop
 from shardplan.cost.event_loop import COMPUTE, HOST, LINK, NONE, State, Streams, Tasks
 from shardplan.errors import ShardplanError
+from shardplan.mesh.machine import DEFAULT_CONTENTION
 
 StreamKind = Literal["compute", "link", "host"]
 """What a stream keeps busy: the arithmetic of a device, links to other devices, or copies to and from the host."""
@@ -58,8 +59,8 @@ class Contention:
         ShardplanError: for a factor below 1.
     """
 
-    compute: float = 1.3
-    communication: float = 1.3
+    compute: float = DEFAULT_CONTENTION
+    communication: float = DEFAULT_CONTENTION
 
     def __post_init__(self) -> None:
         for name, factor in (("compute", self.compute), ("communication", self.communication)):

@@ -18,9 +18,6 @@ from shardplan.errors import HloError
 from shardplan.mesh import Device
 from shardplan.mesh.factoring import device_order
 
-CONTENTION = 1.3
-"""By how much kernels and collectives that run at once slow each other (Galvatron, section 3)."""
-
 Price = Callable[[HloCollective], tuple[float, frozenset[int]]]
 """The seconds of a collective that runs alone, and the links that it holds."""
 
@@ -30,13 +27,15 @@ _Value = Flight | tuple["_Value", ...] | None
 _State = tuple[object, ...]
 
 
-def timeline(hlo_text: str, device: Device, price: Price, *, contention: float = CONTENTION) -> Spent:
+def timeline(hlo_text: str, device: Device, price: Price, *, contention: float | None = None) -> Spent:
     """The seconds of one run of a scheduled module on one device, each kernel by `Kernel.seconds`.
 
-    Kernels of an ``async-start`` take the stream of kernels where they start: what computes at once shares the device. A loop of
-    unknown trip count counts as one iteration, a conditional as its dearest branch.
+    ``contention`` is the factor by which kernels and collectives slow each other while both run (by default the device's).
+    Kernels of an ``async-start`` run on the stream of kernels, at the place of the start. A loop of unknown trip count counts as
+    one iteration, a conditional as its most expensive branch.
 
-    Raises `HloError` for text that is not HLO or not scheduled, and for a ``send`` or ``recv``.
+    Raises:
+        HloError: for text that is not HLO or not scheduled, and for a ``send`` or ``recv``.
     """
     module = parse_module(hlo_text)
     header = hlo_text.partition("\n")[0]
@@ -44,7 +43,7 @@ def timeline(hlo_text: str, device: Device, price: Price, *, contention: float =
         raise HloError("the module is not scheduled: pass the text of compiled.as_text()", line=1, text=header[:200])
     kernel_s = {place: kernel.seconds(device) for place, kernel in kernels_of(module).items()}
     prices = {(c.name, i.name): price(collective) for c, i, collective in collectives_of(module)}
-    walk = _Walk(module, kernel_s, prices, Streams(contention))
+    walk = _Walk(module, kernel_s, prices, Streams(device.contention if contention is None else contention))
     walk.computation(module.entry, [None] * len(module.computations[module.entry].parameters))
     walk.streams.drain()
     return walk.streams.spent

@@ -9,13 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from shardplan.calibrate.defaults import BOUND, ROUNDS
 from shardplan.errors import ShardplanError
 from shardplan.report.report import Report
 from shardplan.shell import interrupts
 from shardplan.shell.arguments import add_command, count
-
-_ROUNDS = 7
-_BOUND = 0.5
 
 
 def add_calibrate_command(commands: Any) -> None:
@@ -29,11 +27,11 @@ def add_calibrate_command(commands: Any) -> None:
         help="a cluster with the levels of this machine, where JAX does not tell them; its figures are not used",
     )
     one.add_argument(
-        "--repeats", type=partial(count, least=3), default=_ROUNDS, metavar="N", help=f"rounds of repeats (default: {_ROUNDS})"
+        "--repeats", type=partial(count, least=3), default=ROUNDS, metavar="N", help=f"rounds of repeats (default: {ROUNDS})"
     )
     one.add_argument(
-        "--spread", type=_bound, default=_BOUND, metavar="PART",
-        help=f"the largest spread of repeats to accept: quartiles' distance over median, median of all (default: {_BOUND:g})",
+        "--spread", type=_bound, default=BOUND, metavar="PART",
+        help=f"the largest spread of repeats to accept: quartiles' distance over median, median of all (default: {BOUND:g})",
     )  # fmt: skip
     one.add_argument("--cache", metavar="DIR", help="folder of measurements (default: the user's cache folder)")
     one.add_argument("--fresh", action="store_true", help="measure again what the cache has")

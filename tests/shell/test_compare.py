@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import shardplan
-from shardplan.calibrate.steps import step_seconds, timed_of
+from shardplan.calibrate.steps import step_seconds
+from shardplan.calibrate.timing import timed_of
 from shardplan.shell.cli import main
 
 TARGET = ["models.mlp:train_step", "--set", "width=32", "--set", "batch=16", "--set", "layers=1"]

@@ -30,7 +30,7 @@ from shardplan.search.strategy.solve import in_seconds, search
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """Another layout of one variable, and how many seconds more (or less) the plan takes with it, all else fixed."""
+    """Another layout of one variable; with it, and all else fixed, the plan takes ``more_s`` seconds more (less, if negative)."""
 
     layout: Layout
     more_s: float
@@ -106,6 +106,7 @@ class Session:
         coarse = coarsen(graph, self.problem.coarse.one_choice)
 
         def solved(wanted: Wanted) -> Found:
+            """The outcome of the padded step's search under this objective, over the plan's own factors."""
             cluster, over = self.problem.cluster, self.problem.factors
             problem = for_pins(Problem(graph, coarse, cluster, over, objective=wanted.objective), self.pins)
             return problem, search(

@@ -1,8 +1,8 @@
 """Fused attention: the kernels of `jax.experimental.pallas.ops.gpu.attention`, which never hold the scores in memory.
 
-A Pallas kernel runs once for each element of a grid, on blocks of its operands. So the grid says how it may be cut: along a grid
-dim that counts blocks of every result, unless the body asks for its place in it. That is the batch and the heads, and forward,
-without a mask or segments, the queries.
+A Pallas kernel runs once for each element of a grid, on blocks of its operands. So its grid says how the kernel may be cut: along
+a grid dim that counts blocks of every result, unless the body reads its index in that dim. These are the batch and the heads. In
+the forward pass without a mask or segment ids, they include the queries.
 """
 
 # pyright: reportUnknownLambdaType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
@@ -21,9 +21,10 @@ _ALL = slice(None)
 
 
 def pairs(queries: int, keys: int, *, causal: bool, window: int | None = None) -> int:
-    """The pairs of a query and a key that a kernel multiplies.
+    """The number of (query, key) pairs whose scores a kernel computes, in one head of one example.
 
-    These are all, or those of keys not ahead of their query (about half); a ``window`` leaves only as many of them to each query.
+    All pairs count, or, if ``causal``, those whose key is not ahead of the query (about half). With a ``window``, each query has
+    at most that many keys, the last ones.
 
     >>> pairs(4, 4, causal=True), pairs(4, 2, causal=True), pairs(4, 4, causal=False), pairs(4, 4, causal=True, window=2)
     (10, 7, 16, 7)
@@ -34,12 +35,12 @@ def pairs(queries: int, keys: int, *, causal: bool, window: int | None = None) -
 
 
 def _forward_flops(call: Call, grid: KernelGrid) -> float:
-    """Two products: the scores, and the weighted values."""
+    """Flops of two matrix products: the scores, and the weighted values."""
     return 4 * _pair_elements(call, grid)
 
 
 def _backward_flops(call: Call, grid: KernelGrid) -> float:
-    """Seven products, not five: the scores and their gradients are computed for the queries, and again for keys and values."""
+    """Flops of seven matrix products, not five: scores and their gradients are computed once for queries, once for keys."""
     return 14 * _pair_elements(call, grid)
 
 
@@ -60,24 +61,25 @@ _FLOPS: Mapping[str, Callable[[Call, KernelGrid], float]] = {
 
 
 def _is_of_jax(call: Call) -> bool:
-    """Whether this is the kernel in JAX's own file, and not another one of its name."""
+    """Whether this is the kernel in JAX's own file, and not another kernel of the same name."""
     grid = call.params.get("kernel_grid")
     return isinstance(grid, KernelGrid) and grid.source.endswith(_SOURCE)
 
 
 @rule(*_FLOPS, only=_is_of_jax)
 def _attention_kernel(call: Call, *operands: TensorRef) -> tuple[Lambda, ...]:
-    """Opaque but for the grid dims along which it may be cut."""
+    """The kernel's results: opaque, except for the grid dims along which the kernel may be cut."""
     grid: KernelGrid = call.params["kernel_grid"]
     free = _free_dims(call, grid)
     flops = _FLOPS[call.primitive](call, grid)
 
     def result(number: int) -> Lambda:
+        """One result: loops over its dims, named alike in all results where the kernel may be cut."""
         own = grid.blocks[len(operands) + number]
         names = tuple(f"g{g}" if g in free else f"r{number}_{d}" for d, (g, _) in enumerate(own))
 
         def element(*i: Any) -> Scalar:
-            """One element of a result, from the blocks that its program reads."""
+            """One element of the result, from the blocks that its program reads."""
             at = {g: i[d] for d, (g, _) in enumerate(own) if g in free}
             reads = [x for n, ref in enumerate(operands) for x in _reads(ref, grid.blocks[n], at)]
             return Opaque(0.0 if number else flops)(*reads)[tuple(i[d] for d, (g, _) in enumerate(own) if g not in free)]
@@ -88,7 +90,7 @@ def _attention_kernel(call: Call, *operands: TensorRef) -> tuple[Lambda, ...]:
 
 
 def _free_dims(call: Call, grid: KernelGrid) -> frozenset[int]:
-    """The grid dims along which the kernel may be cut: they count equal blocks of each result, and the body ignores its place."""
+    """The grid dims along which the kernel may be cut: they count equal blocks of each result, and the body reads no index."""
     shapes = (*call.operands, *call.results)
     counted: dict[int, set[tuple[int, int]]] = {}
     for shape, own in zip(shapes, grid.blocks, strict=True):
@@ -100,7 +102,7 @@ def _free_dims(call: Call, grid: KernelGrid) -> frozenset[int]:
 
 
 def _reads(x: TensorRef, own: tuple[tuple[int, int], ...], at: Mapping[int, Any]) -> list[Scalar]:
-    """What a program reads of an operand. A second access begins at the block's start: a cut inside a block is then illegal."""
+    """The accesses of a program to an operand. A second one, to the block's start, makes cuts inside a block illegal."""
     reads: list[Scalar] = [x[tuple(at.get(g, _ALL) for g, _ in own)]]
     if any(g in at and size > 1 for g, size in own):
         reads.append(x[tuple(at[g] // size * size if g in at else _ALL for g, size in own)])

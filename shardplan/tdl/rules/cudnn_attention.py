@@ -1,10 +1,11 @@
 """cuDNN's fused attention, as `jax.nn.dot_product_attention` with ``implementation="cudnn"`` calls it.
 
-It is cut along the batch and the heads, in whole groups of heads that share keys and values. Without a mask of its own (causal,
-windows, sequence lengths) it is also cut along the queries, with keys and values whole. A bias or a mask array is cut with them.
+It may be cut along the batch and the heads. Heads that share keys and values stay together. Without a built-in mask (causal,
+window, sequence lengths) it may also be cut along the queries; keys and values are then whole. A bias or a mask array is cut
+alike.
 
-In the backward pass, the gradient of what several queries, heads or examples read is a sum over them: one cut splits the gradient
-of the queries and makes the other a partial sum.
+In the backward pass, the gradient of an operand that several queries, heads or examples read is a sum over these. So a cut along
+the queries splits their gradient, and makes the gradients of keys and values partial sums.
 """
 
 # pyright: reportUnknownLambdaType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
@@ -27,10 +28,11 @@ _MASKS = ("NO_MASK", "PADDING", "CAUSAL", "PADDING_CAUSAL")
 
 @dataclass(frozen=True, slots=True)
 class _Attention:
-    """The shapes of a call, and what its parameters say.
+    """The shapes and options of a call.
 
-    ``heads`` and ``key_heads`` are those of the queries and of keys and values. ``bias`` is the shape of the bias, [1 or batch, 1
-    or heads, queries, keys], or None. ``lengths``: it takes the lengths of the sequences. ``free``: queries know no place.
+    The queries have ``heads`` heads, keys and values ``key_heads``. ``bias`` is the shape of the bias, [1 or batch, 1 or heads,
+    queries, keys], or None. ``lengths`` says whether the call takes the lengths of the sequences. ``head`` is the size of a head,
+    the mean of those of queries and values. ``window`` is the number of keys that a query sees, or None for all.
     """
 
     heads_first: bool
@@ -52,7 +54,7 @@ class _Attention:
 
     @property
     def group(self) -> int:
-        """Heads that share keys and values; 1 where all do: the heads are then cut one by one."""
+        """The number of heads that share keys and values; 1 if all heads share them, as heads are then cut one by one."""
         return self.heads // self.key_heads if self.key_heads > 1 else 1
 
     @property
@@ -61,31 +63,33 @@ class _Attention:
         return self.key_heads == 1 < self.heads
 
     def flops(self, products: int) -> float:
-        """Of so many matrix products over the pairs of queries and keys. A causal mask and a window leave pairs out; a padding
-        mask does too, but how many is not known.
+        """The flops of ``products`` matrix products over the (query, key) pairs.
+
+        Pairs that a causal mask or a window leaves out do not count. Those that a padding mask leaves out do: their number is
+        not known.
         """
         found = pairs(self.queries, self.keys, causal=self.causal or self.window is not None, window=self.window)
         return 2.0 * products * self.batch * self.heads * found * self.head
 
     def at(self, batch: Any, place: Any, head: Any, within: Any) -> tuple[Any, ...]:
-        """The indices of an operand's dims, in the order of the layout."""
+        """The indices of an operand's four dims, in the order of the layout (``place``: in the sequence)."""
         return (batch, head, place, within) if self.heads_first else (batch, place, head, within)
 
     def key_head(self, head: Any) -> Any:
-        """The head of keys and values that a head of the queries reads."""
+        """The head of keys and values that this head of the queries reads."""
         return 0 if self.shares_keys else head // self.group
 
     @property
     def head_name(self) -> str | Grouped:
-        """The loop over the heads of queries, in groups."""
+        """The name of the loop over the heads of queries; it is cut in whole groups."""
         return Grouped("n", self.group) if self.group > 1 else "n"
 
     def query_reads(self, refs: Sequence[TensorRef], batch: Any, place: Any, heads: Sequence[Any]) -> list[Scalar]:
-        """What is read of operands that have a row for each query."""
+        """The accesses to operands that have a row for each query."""
         return [x[self.at(batch, place, head, _ALL)] for x in refs for head in heads]
 
     def side_reads(self, refs: Sequence[TensorRef], batch: Any, place: Any, heads: Sequence[Any]) -> list[Scalar]:
-        """What is read of the bias and of the lengths."""
+        """The accesses to the bias and to the sequence lengths."""
         bias, *lengths = refs[3:6]
         reads: list[Scalar] = [x[batch] for x in lengths] if self.lengths else []
         if self.bias is not None:
@@ -95,6 +99,7 @@ class _Attention:
 
 
 def _read(call: Call) -> _Attention:
+    """The shapes and options of a call of cuDNN's kernel."""
     heads_first = call.params["layout"] == _HEADS_FIRST
     q, k = call.operands[:2]
     (queries, heads), (keys, key_heads) = ((s[2], s[1]) if heads_first else (s[1], s[2]) for s in (q, k))
@@ -113,20 +118,23 @@ def _is_plain(call: Call) -> bool:
 
 @rule("dot_product_attention_fwd_wrapper", only=_is_plain)
 def _forward(call: Call, *x: TensorRef) -> tuple[Lambda, ...]:
-    """The result, and in training the logarithms of the sums of the softmax."""
+    """The attention's result, and in training the logarithms of the softmax's sums."""
     own = _read(call)
 
     def element(flops: float, batch: Any, place: Any, head: Any, hidden: tuple[Any, ...]) -> Scalar:
+        """An opaque function of all that one query of one head reads; ``hidden`` are the indices inside it."""
         here = place if own.free else _ALL
         keys = [ref[own.at(batch, _ALL, own.key_head(head), _ALL)] for ref in x[1:3]]
         reads = [*own.query_reads(x[:1], batch, here, [head]), *keys, *own.side_reads(x, batch, here, [head])]
         return Opaque(flops)(*reads)[(*hidden, *(() if own.free else (place,)))]
 
     def result(*i: Any) -> Scalar:
+        """An element of the result, [batch, queries, heads, head] or with the heads before the queries."""
         batch, place, head, within = own.at(*i)  # the order of the layout undoes itself
         return element(own.flops(2), batch, place, head, (within,))
 
     def sums(batch: Any, head: Any, place: Any) -> Scalar:
+        """The logarithm of one softmax's sum."""
         return element(0.0, batch, place, head, ())
 
     named = Named(own.at("b", "t", own.head_name, "d"), result)
@@ -140,17 +148,20 @@ def _backward(call: Call, *x: TensorRef) -> tuple[Lambda, ...]:
     by_query, sums = [x[0], *x[11:]], x[10]
 
     def opaque(flops: float, batch: Any, place: Any, heads: Sequence[Any], key_head: Any, hidden: tuple[Any, ...]) -> Scalar:
+        """An opaque function of what these queries and one head of keys read; ``hidden`` are the indices inside it."""
         keys = [ref[own.at(batch, _ALL, key_head, _ALL)] for ref in x[1:3]]
         rows = [sums[batch, head, place] for head in heads]
         reads = [*own.query_reads(by_query, batch, place, heads), *rows, *keys, *own.side_reads(x, batch, place, heads)]
         return Opaque(flops)(*reads)[hidden]
 
     def of_queries(*i: Any) -> Scalar:
+        """An element of the queries' gradient."""
         batch, place, head, within = own.at(*i)
         here, hidden = (place, (within,)) if own.free else (_ALL, (within, place))
         return opaque(own.flops(5), batch, here, [head], own.key_head(head), hidden)
 
     def of_keys(*i: Any) -> Scalar:
+        """An element of the keys' or values' gradient: a sum over the queries if these are cut, and over heads that share it."""
         batch, place, key_head, within = own.at(*i)
 
         def term(at: dict[str, Any]) -> Scalar:
@@ -161,6 +172,7 @@ def _backward(call: Call, *x: TensorRef) -> tuple[Lambda, ...]:
         return _summed((["t"] if own.free else []) + (["n"] if own.shares_keys else []), term)
 
     def of_bias(batch: Any, head: Any, place: Any, key: Any) -> Scalar:
+        """An element of the bias's gradient: a sum over the examples and heads that share the bias."""
         assert own.bias is not None
         over = [n for n, kept in (("b", own.bias[0] == own.batch), ("n", own.bias[1] == own.heads)) if not kept]
 

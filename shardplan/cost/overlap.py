@@ -1,14 +1,15 @@
 """The time of a step in which communication hides behind compute.
 
-A collective is *hideable* as far as there is compute that neither waits for it nor is waited for, and *exposed* for the rest.
-While a device computes and communicates at once, each slows the other by the factor ``contention`` (Calculon, section 3.3;
-Galvatron, section 3.4). With compute C, hideable communication H, exposed communication E and k = contention - 1, the shorter of
-C and H runs beside the other, and costs k times its length::
+The *window* of a collective is the compute that neither makes its operand nor waits for its result. The part of its seconds that
+fits into the window is *hideable*, the rest is *exposed*. While a device computes and communicates at once, each slows the other
+by the factor ``contention`` (Calculon, section 3.3; Galvatron, section 3.4). With compute C, hideable communication H, exposed
+communication E and k = contention - 1, the shorter of C and H runs beside the longer, and lengthens the step by k times its
+seconds::
 
     step = E + max(C + k H, H + k C)
 
-A maximum of two linear functions: for every ``share`` s in [0, 1], E + s (C + k H) + (1 - s) (H + k C) is a lower bound on it,
-and is itself a weighted sum of the same three figures. The search minimises such sums (`shardplan.search.strategy.overlap`).
+This is a maximum of two linear functions. So for every ``share`` s in [0, 1], E + s (C + k H) + (1 - s) (H + k C) is a lower
+bound on it, and is itself a weighted sum of C, H and E. The search minimises such sums (`shardplan.search.strategy.overlap`).
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 _LEAST_WEIGHT = 0.02
-"""The least weight of compute and of hideable communication: with none, plans would differ in what costs nothing."""
+"""The least weight of compute and of hideable communication. With a weight of zero, the search would spend them freely."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What a second of compute and one of hideable communication cost in a search; one of exposed communication costs 1."""
+    """The cost of a second of compute and of one of hideable communication in a search; one of exposed communication costs 1."""
 
     compute: float = 1.0
     hideable: float = 1.0
 
     def of(self, seconds: NDArray[np.float64], window_s: float) -> NDArray[np.float64]:
-        """The cost of collectives of these seconds that can hide behind ``window_s`` seconds of compute."""
+        """The costs [...] of collectives of these ``seconds`` [...], each with a window of ``window_s`` seconds of compute."""
         if window_s == 0.0 or self.hideable == 1.0:
             return seconds
         if math.isinf(window_s):
@@ -46,23 +47,26 @@ SERIAL = Weights()
 
 
 NEARLY_SERIAL = Weights(1.0, 1.0 - 1e-9)
-"""The weights of a sum for a step in which communication may hide."""
+"""The weights of a plain sum, nearly: unlike `SERIAL`, they say that communication may hide."""
 
 
 def weights_at(share: float, contention: float) -> Weights:
-    """The weights of the lower bound on the step's time at a share of 0 (communication hides compute) to 1 (the reverse)."""
+    """The weights of the lower bound on a step at a ``share`` from 0 (communication hides compute) to 1 (the reverse).
+
+    No weight is below `_LEAST_WEIGHT`, so the sum may exceed the bound by that part of the compute or the communication.
+    """
     k = slowdown(contention)
     compute, hideable = share + k * (1 - share), (1 - share) + k * share
     return Weights(max(compute, _LEAST_WEIGHT), max(hideable, _LEAST_WEIGHT))
 
 
 def slowdown(contention: float) -> float:
-    """What a second of overlap costs: contention - 1, at most 1, where nothing is gained by overlapping."""
+    """k: by how many seconds one second of overlap lengthens the step. At 1, overlap gains nothing over taking turns."""
     return min(contention - 1, 1.0)
 
 
 def step_s(compute_s: float, exposed_s: float, hideable_s: float, contention: float) -> float:
-    """The seconds of a step with these seconds of compute, of exposed and of hideable communication."""
+    """The seconds of a step, by the formula of this module, from its compute and its exposed and hideable communication."""
     k = slowdown(contention)
     return exposed_s + max(compute_s + k * hideable_s, hideable_s + k * compute_s)
 
@@ -132,10 +136,11 @@ class StepCost(Generic[_C]):
 
 
 class Concurrency:
-    """Which tasks of a program can run beside the movement of a value.
+    """The windows of movements in a program of n tasks.
 
-    ``waits_for[i]`` are tasks before i in the program's order, ``work[i]`` the seconds of task i, and ``heavy[i]`` says whether
-    it is a stage of the program (a product, a loop). Rows of bits say what each task waits for: n * n / 8 bytes in all.
+    ``waits_for[i]`` are the tasks that task i waits for, all before it in the program's order. ``work[i]`` are its seconds of
+    compute, and ``heavy[i]`` says whether it is a stage of the program (a product, a loop). Memory: two bits for each pair of a
+    task and a task with work.
     """
 
     def __init__(self, waits_for: Sequence[Sequence[int]], work: Sequence[float], heavy: Sequence[bool]) -> None:
@@ -159,10 +164,10 @@ class Concurrency:
         self._heavy = heavy
 
     def window(self, makers: Sequence[int], readers: Sequence[int]) -> float:
-        """The seconds of the tasks that a movement from its makers to its readers (both may be none) can hide behind.
+        """The seconds of compute beside which a value can move from its ``makers`` to its ``readers`` (tasks, or none).
 
-        They are those that neither the makers wait for nor wait for a reader, from the last heavy task before the makers to the
-        first heavy one at or after a reader: a scheduler looks no further, since what lies beyond serves other movements.
+        A task counts if no maker waits for it and it waits for no reader. It must lie between the last heavy task before the
+        makers and the first heavy task at or after a reader: the compute beyond is left to other movements.
         """
         n = len(self._work)
         first = min((self._last_heavy[i] for i in makers), default=-1) + 1
@@ -184,7 +189,7 @@ class Concurrency:
 
 
 def _reached(neighbours: Sequence[Sequence[int]], own: NDArray[np.uint8], order: range) -> NDArray[np.uint8]:
-    """[n, bytes]: the tasks that each reaches through its neighbours, which come before it in this order, as bits."""
+    """[n, bytes]: as bits, the tasks that each task reaches through its neighbours, which come before it in ``order``."""
     rows = np.zeros_like(own)
     for i in order:
         row = rows[i]
@@ -201,7 +206,7 @@ def _nearest(
     none: int,
     nearer: Callable[[int, int], int],
 ) -> list[int]:
-    """[n]: the nearest heavy task that each reaches through its neighbours; ``none`` where there is none."""
+    """[n]: the nearest heavy task that each task reaches through its neighbours; ``none`` if there is none."""
     result = [none] * len(heavy)
     for i in order:
         for j in neighbours[i]:

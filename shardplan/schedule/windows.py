@@ -1,7 +1,7 @@
-"""The compute that each movement of a schedule can hide behind.
+"""The windows of a schedule: the compute that each movement can hide behind (`shardplan.cost.overlap`).
 
-`shardplan.cost.overlap` says what a window is. Here it is that of the instructions as they stand, with the layouts of the plan:
-a loop's body has its own windows. Barriers hold nothing back: XLA takes them away before it schedules.
+They follow from the instructions of the schedule, in the layouts of the plan. The body of a loop has windows of its own. Barriers
+delay nothing: XLA removes them before it schedules.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shardplan.schedule.prune import reads
 
 
 def windows(schedule: Schedule, planned: PlannedProgram) -> Mapping[int, float]:
-    """The window of each move, bundle and reblock in seconds of one execution, by the number of its first result."""
+    """The window of each move, bundle and reblock, by the number of its first result: seconds of compute in one execution."""
     result: dict[int, float] = {}
     _Windows(planned, result).block(schedule.body)
     return result
@@ -41,7 +41,7 @@ class _Windows:
         self.op_seconds, self.result = op_seconds(planned), result
 
     def block(self, block: Block) -> float:
-        """Finds the windows of a body; its seconds of compute."""
+        """Adds the windows of a body, and returns its seconds of compute."""
         made: dict[int, int] = {}
         same: dict[int, int] = {}  # the value behind each result of a barrier
         read: dict[int, list[int]] = {}
@@ -69,7 +69,7 @@ class _Windows:
         return sum(work)
 
     def seconds(self, instruction: Instruction) -> float:
-        """The compute of one execution of an instruction, the iterations of a loop included."""
+        """The seconds of compute of one execution of an instruction, with all iterations of a loop."""
         match instruction:
             case Compute(node=node):
                 return self.op_seconds[node.id]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import networkx as nx
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardplan.cost.overlap import Concurrency, step_s, weights_at
+from shardplan.cost.overlap import Concurrency, Weights, step_s, weights_at
 
 SECONDS = st.floats(0, 10)
 CONTENTION = st.floats(1, 2)
@@ -45,6 +48,20 @@ def test_one_of_the_two_ends_is_the_step(compute_s: float, exposed_s: float, hid
     ends = [weights_at(share, 1.3) for share in (0.0, 1.0)]
     costs = [exposed_s + w.compute * compute_s + w.hideable * hideable_s for w in ends]
     assert max(costs) == pytest.approx(step_s(compute_s, exposed_s, hideable_s, 1.3), rel=1e-9)
+
+
+@given(SECONDS, SECONDS)
+def test_beyond_a_contention_of_two_a_step_takes_turns(compute_s: float, hideable_s: float) -> None:
+    """Two streams that slow each other more than twice would take longer than one after the other."""
+    assert step_s(compute_s, 1.0, hideable_s, 3.0) == pytest.approx(1.0 + compute_s + hideable_s)
+    assert two_streams(compute_s, 1.0, hideable_s, 3.0) >= step_s(compute_s, 1.0, hideable_s, 3.0) * (1 - 1e-9)
+
+
+@given(st.lists(SECONDS, min_size=1, max_size=4), st.one_of(SECONDS, st.just(math.inf)), st.floats(0, 1))
+def test_seconds_beyond_the_window_cost_as_exposed_ones(seconds: list[float], window_s: float, hideable: float) -> None:
+    costs = Weights(1.0, hideable).of(np.array(seconds), window_s)
+    expected = [hideable * s if s <= window_s else hideable * window_s + (s - window_s) for s in seconds]
+    assert costs == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
 @st.composite

@@ -1,11 +1,12 @@
-"""The compute that a collective can hide behind: its *window*.
+"""The *windows* of collectives: the compute that each can hide behind (`shardplan.cost.overlap`).
 
-A collective that moves a value between the op that makes it and an op that reads it runs beside every op that neither of the two
-depends on, or that does not depend on them: gathers of weights, which wait for nothing, beside what comes before the reader;
-reductions of gradients beside the rest of the backward pass. Activations lie on the critical chain and have next to no window.
+A collective moves a value from the op that makes it to an op that reads it. It can run beside the ops that the maker does not
+depend on and that do not depend on the reader. The gather of a weight waits for nothing, so it hides behind the compute before
+its reader. The reduction of a gradient hides behind the rest of the backward pass. Activations lie on the critical path and have
+almost no window.
 
-Windows are worked out before layouts are chosen: each op counts with its compute spread evenly over all devices. Inside a loop,
-a window is that of one iteration. Windows are rounded to a few sizes, so that equal ops with about equal windows share tables.
+Windows are computed before layouts are chosen, with each op's compute spread evenly over all devices. Inside a loop, a window is
+that of one iteration. Windows are rounded to a few sizes, so that equal ops with similar windows share tables.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from shardplan.mesh import Device
 from shardplan.search.problem.strategies import least_compute_s
 
 _ENOUGH = 1 / 16
-"""A window of at least this fraction of the step's compute has no limit of its own: only all windows together have one."""
+"""A window of at least this fraction of the step's compute counts as unlimited: only the compute of the whole step limits it."""
 
 _LEAST = 1 / 1024
 """A window of less than this fraction of the step's compute counts as none."""
@@ -32,10 +33,10 @@ Region = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """The windows of a graph, in seconds on one of all devices, rounded; infinite where only the step's compute limits them.
+    """The windows of a graph in seconds of one device, rounded; infinite if only the compute of the whole step limits them.
 
-    ``operands[n, slot]`` is the window of moving that operand of node n to where it is read, ``results[n, r]`` that of moving a
-    result to where it is stored, ``links[source, target]`` that of a link.
+    ``operands[n, slot]`` is the window for moving an operand of node n into the layout in which it is read. ``results[n, r]`` is
+    that for moving a result into its stored layout, ``links[source, target]`` that of a link between two tensors.
     """
 
     operands: Mapping[tuple[int, int], float]
@@ -44,11 +45,11 @@ class Windows:
 
 
 NO_WINDOWS = Windows({}, {}, {})
-"""Nothing hides behind anything."""
+"""No communication hides."""
 
 
 def windows_of(graph: Graph, device: Device, devices: int) -> Windows:
-    """The windows of a graph on so many devices."""
+    """The windows of a graph whose compute is spread evenly over ``devices`` devices."""
     finder = _Finder(graph, device, devices)
     operands: dict[tuple[int, int], float] = {}
     results: dict[tuple[int, int], float] = {}
@@ -59,7 +60,7 @@ def windows_of(graph: Graph, device: Device, devices: int) -> Windows:
 
 
 class _Finder:
-    """Regions of a graph (the step, and each loop's body), and which tensors each makes."""
+    """The regions of a graph (the step, and each loop's body) with their nodes and links."""
 
     def __init__(self, graph: Graph, device: Device, devices: int) -> None:
         self.graph = graph
@@ -88,7 +89,7 @@ class _Finder:
         results: dict[tuple[int, int], float],
         links: dict[tuple[int, int], float],
     ) -> None:
-        """Adds the windows of one region's ops and links. A loop in it counts as one op."""
+        """Adds the windows of one region's ops and links. A loop inside it counts as one op."""
         chain = _Chain(self, region)
         for node in self.nodes_of[region]:
             if self.node_region[node.id] != region:
@@ -105,7 +106,7 @@ class _Finder:
             links[link.source, link.target] = self.rounded(chain.concurrency.window(makers, readers))
 
     def rounded(self, window_s: float) -> float:
-        """A window as the nearest power of two of the step's compute; 0 or infinite where it is small or large."""
+        """A window rounded to a power of two times the step's compute; 0 below `_LEAST`, infinite from `_ENOUGH` on."""
         part = window_s / self.step_s if self.step_s else 0.0
         if part < _LEAST:
             return 0.0
@@ -113,7 +114,7 @@ class _Finder:
 
 
 class _Chain:
-    """The items of a region, in their order, with the work before and after each: ops, and loops as one item each."""
+    """The items of a region in program order, and which of them can run at once. An item is an op, or a loop as a whole."""
 
     def __init__(self, finder: _Finder, region: Region) -> None:
         self.finder, self.depth = finder, len(region)
@@ -147,7 +148,7 @@ class _Chain:
         self.concurrency = Concurrency([sorted(w) for w in waits_for], work, heavy)
 
     def _links(self, region: Region) -> Iterator[Link]:
-        """The links between tensors of this region and of the loops in it; those back to a loop's start pass nothing here."""
+        """The links between tensors of this region and of its loops, without those that carry values to a next iteration."""
         finder = self.finder
         for depth_region, numbers in finder.links_into.items():
             if depth_region[: self.depth] != region:
@@ -167,11 +168,11 @@ class _Chain:
         return self._items[self._key(node)]
 
     def makers(self, t: int) -> Sequence[int]:
-        """The items that make a tensor; none for an argument or what enters the region."""
+        """The items that make a tensor; none for an argument, or a tensor that enters the region."""
         return self._reach(t, self._made, self._joined)
 
     def readers(self, t: int) -> Sequence[int]:
-        """The items that read a tensor; none for a result or what leaves the region."""
+        """The items that read a tensor; none for a result, or a tensor that leaves the region."""
         return self._reach(t, self._read, self._left)
 
     @staticmethod

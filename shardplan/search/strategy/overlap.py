@@ -1,9 +1,10 @@
-"""The best plan where communication hides behind compute: a maximum of two linear functions, by one multiplier.
+"""The best plan where communication hides behind compute: it minimises a maximum of two linear functions by one multiplier.
 
-A step takes E + max(C + k H, H + k C) seconds (`shardplan.cost.overlap`). Each weighted sum of the two is a lower bound that the
-search can minimise over its tables. First it assumes that compute covers all that is hideable: if its plan agrees, that plan is
-the best. If not, it assumes the reverse; if neither plan agrees with its assumption, the multiplier is set to where the two cost
-the same, again and again (the hull of the plans' costs), and the plan that takes least in truth is kept.
+A step takes E + max(C + k H, H + k C) seconds (`shardplan.cost.overlap`). Every weighted sum of the two functions is a lower
+bound that the search can minimise over its tables. First the search assumes that compute is longer than all hideable
+communication. If this holds for the plan that it finds, that plan is the best. Otherwise it assumes the reverse. If neither plan
+meets its assumption, the multiplier is set to the value at which the two plans cost the same, and the search is repeated; this
+walks along the hull of the plans' costs. The plan with the shortest step is kept.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ _MOST_BETWEEN = 2
 """The most multipliers that are tried between the two assumptions."""
 
 _SAME = 1e-6
+"""The relative difference below which two costs count as equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +53,14 @@ def step_time_s(found: Found) -> float:
 
 
 def best_overlapped(search: Callable[[Wanted], Found], contention: float, wanted: Wanted) -> Found:
-    """The best outcome of a search whose objective counts overlap. ``search`` finds the best at fixed weights.
+    """The best outcome of a search whose objective counts overlap. ``search`` finds the best plan at fixed weights.
 
-    Stopped by the deadline or an interrupt, it returns the best so far.
+    At the deadline or an interrupt, it returns the best plan so far. An interrupt before the first plan that fits is raised.
     """
     k = slowdown(contention)
 
     def solved(share: float | None, after: int) -> _Point:
+        """The best plan at a share (None: the plain sum), ``after`` as many searches."""
         weights = NEARLY_SERIAL if share is None else weights_at(share, contention)
         objective = replace(wanted.objective, weights=weights)
         found = search(replace(wanted, objective=objective, observer=_later(wanted, after)))
@@ -88,10 +91,11 @@ def best_overlapped(search: Callable[[Wanted], Found], contention: float, wanted
 
 
 def _later(wanted: Wanted, after: int) -> anytime.Observer:
-    """An observer of one of several searches: each takes half of the progress that is left."""
+    """An observer for the search ``after`` as many others: each search takes half of the progress that is left."""
     first = 1 - 0.5**after
 
     def tell(what: str, part: float) -> None:
+        """Passes on the progress, but for the end, which comes after the last search."""
         if what != "done":
             wanted.observer(what, first + (1 - first) * part / 2)
 
@@ -114,7 +118,7 @@ def _fits(point: _Point, wanted: Wanted) -> bool:
 
 
 def _best(points: Sequence[_Point], wanted: Wanted) -> Found:
-    """The outcome with the fastest plan that fits, priced at the last multiplier that was tried over its factors."""
+    """The outcome with the fastest plan that fits, priced at the last multiplier that was tried over the same factors."""
     fitting = [p for p in points if _fits(p, wanted)]
     if not fitting:
         return min(points, key=lambda p: p.found[1].best.peak_bytes).found

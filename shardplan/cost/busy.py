@@ -1,4 +1,4 @@
-"""What a simulated run says: how long streams are busy, what waits with nothing beside it, and what is in memory when."""
+"""Figures of a simulated run: how long streams are busy, alone and together, and the bytes in memory over time."""
 
 from __future__ import annotations
 

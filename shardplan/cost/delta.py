@@ -1,7 +1,7 @@
 """Simulates again after the durations of a few tasks have changed (FlexFlow, section 5.3).
 
-A stream decides by what is ready, never by how long a task will take. So nothing changes before the first changed task starts.
-The state of that instant follows from the run before, and only what comes later is simulated.
+A stream chooses among ready tasks, never by how long they will take. So nothing changes before the first changed task starts. The
+state at that instant follows from the earlier run, and only later events are simulated.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from shardplan.cost.simulator import Contention, Engine, Floats, Ints, Run, init
 
 
 def simulate_again(run: Run, seconds: Floats, contention: Contention, engine: Engine = "auto") -> Run:
-    """The run of the same graph with other ``seconds`` [n] of its tasks, as `simulate` gives it.
+    """The run of the same graph with other ``seconds`` [n]: exactly that of `simulate`.
 
-    ``contention`` is that of the run before.
+    ``contention`` must be that of the earlier run.
     """
     graph = replace(run.graph, seconds=seconds)
     changed = np.flatnonzero(seconds != run.graph.seconds)
@@ -34,7 +34,10 @@ def simulate_again(run: Run, seconds: Floats, contention: Contention, engine: En
 
 
 def _state_at(run: Run, now: int, contention: Contention) -> State:
-    """The state of a run before the events of instant ``now``; a task that ends then has no work left."""
+    """The state of a run before the events of instant ``now``; a task that ends then has no work left.
+
+    No stream is idle while it has ready tasks. So the ``last`` task of a stream is read only after one has ended from now on.
+    """
     graph, state = run.graph, initial_state(run.graph)
     arrays = {name: cast(Ints, x) for name, x in state._asdict().items()}
     done, begun = run.end < now, run.start < now
@@ -59,9 +62,6 @@ def _state_at(run: Run, now: int, contention: Contention) -> State:
         own = own[np.lexsort((own, *(keys[::-1] if graph.streams[s].fifo else keys)))]
         arrays["queue"][base : base + len(own)] = own  # what is sorted is a heap
         arrays["length"][s] = len(own)
-        ended = np.flatnonzero(done & (graph.stream == s))
-        if len(ended):
-            arrays["last"][s] = ended[np.lexsort((run.start[ended], run.end[ended]))[-1]]
     return state
 
 
@@ -82,7 +82,7 @@ def _left(run: Run, task: int, now: int, contention: Contention) -> int:
 
 
 def _beside(run: Run, task: int, instants: Ints) -> NDArray[np.bool_]:
-    """[steps]: whether something runs on the task's device that slows it, between two instants."""
+    """[steps]: whether, between two instants, a stream of the task's device runs that slows the task."""
     graph = run.graph
     own = graph.streams[int(graph.stream[task])]
     others = {"compute": "link", "link": "compute"}.get(own.kind)

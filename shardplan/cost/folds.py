@@ -1,7 +1,7 @@
-"""Loops of many equal iterations: the graph of a step writes out a few, and one of them stands for the rest.
+"""Loops of many equal iterations: the task graph has a few of them, and one stands for the rest.
 
-An iteration begins when the one before it has ended. So if two in a row run alike, and nothing else runs beside them, all that
-follow run alike, too: the state of all streams is the same when each begins.
+An iteration begins when the one before it has ended. So if two consecutive iterations run alike, and nothing else runs beside
+them, all that follow run alike, too: the state of all streams is the same at the beginning of each.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from shardplan.cost.simulator import Run
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """An iteration of the ``size`` tasks up to ``last``, which ends it, stands for ``more`` iterations behind it, too.
+    """An iteration that stands for ``more`` iterations after it, too: the ``size`` tasks up to and including ``last``.
 
-    The iteration before it is as long, and is written out.
+    The ``size`` tasks before them are the iteration before it.
     """
 
     last: int
@@ -26,9 +26,10 @@ class Fold:
 
 
 def unfolded(run: Run, folds: tuple[Fold, ...]) -> Run | None:
-    """The run with each folded iteration as long as all that it stands for, inner loops before outer ones.
+    """The run in which each folded iteration is stretched over all iterations that it stands for; inner loops come first.
 
-    None if an iteration does not run like the one before it, or not alone: then more must be written out.
+    Returns None if an iteration does not run like the one before it, or if other tasks run beside it. Then more iterations must
+    be written out.
     """
     start, end = run.start.copy(), run.end.copy()
     seconds = run.graph.seconds.copy()

@@ -1,12 +1,12 @@
-"""Simulates a graph of tasks on streams: what runs when, and what waits for what (FlexFlow, section 5 and Algorithm 1).
+"""Simulates a graph of tasks on streams: when each task runs, and which task delayed it (FlexFlow, section 5 and Algorithm 1).
 
-A stream has one task in flight. A task starts when all that it waits for has ended and its stream takes it: a stream takes the
-ready task of the least priority number, or the one that was ready first (Algorithm 1's FIFO). Beyond FlexFlow, a device that
-computes and sends at once does both more slowly (`Contention`). The rates are constant between two events, and the loop goes from
-event to event, so nothing is sampled.
+A stream runs one task at a time. A task is ready when all tasks that it waits for have ended. An idle stream takes the ready task
+with the lowest priority number, or the one that was ready first (Algorithm 1's FIFO). Beyond FlexFlow, a device that computes and
+communicates at once does both more slowly (`Contention`). The rates are constant between two events, and the loop goes from event
+to event, so the simulation is exact, not sampled.
 
-Times are whole ticks of a femtosecond, or of a larger power of ten where a step is that long. A change of rates rounds the work
-that is left to a tick. So the compiled and the plain loop agree to the bit, and what repeats in a step repeats exactly.
+Times are whole ticks of a femtosecond; of a thousand, a million ... femtoseconds for very long steps. A change of rates rounds
+the remaining work to a tick. So the compiled and the plain loop agree to the bit, and equal parts of a step run exactly alike.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _MOST_TICKS = 2.0**61
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Runs one task of a device at a time: that with the least priority number, or with ``fifo`` that which was ready first."""
+    """Runs one task of a device at a time: the ready one with the lowest priority number, or with ``fifo`` the first ready."""
 
     name: str
     kind: StreamKind
@@ -53,7 +53,7 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Contention:
-    """How many times as long compute takes while its device sends, and communication while its device computes.
+    """The factors, at least 1, by which communication slows compute and compute slows communication on one device.
 
     Raises:
         ShardplanError: for a factor below 1.
@@ -75,8 +75,8 @@ NO_CONTENTION = Contention(1.0, 1.0)
 class TaskGraph:
     """Tasks [n] on streams.
 
-    ``seconds`` [n] are those of a task alone, ``stream`` [n] its stream (-1: it takes none and ends as soon as it is ready).
-    Task i waits for ``waits_for[first[i]:first[i + 1]]``. Tasks of a lower ``priority`` [n] go first.
+    ``seconds`` [n] is the time that a task takes alone, ``stream`` [n] its stream (-1: none; the task ends when it is ready).
+    Task i waits for the tasks ``waits_for[first[i]:first[i + 1]]``; ``first`` is [n + 1]. A lower ``priority`` [n] goes first.
     """
 
     streams: tuple[Stream, ...]
@@ -102,8 +102,8 @@ class TaskGraph:
 class Run:
     """A simulated graph: ``start`` and ``end`` [n] of each task in ticks of ``tick_s`` seconds.
 
-    ``cause`` [n] is the task whose end let each start: the last that it waited for, or the one before it on its stream; -1 for
-    what starts at once.
+    ``cause`` [n] is the task at whose end each task started: the last one that it waited for, or the one before it on its
+    stream; -1 if it started at once.
     """
 
     graph: TaskGraph
@@ -129,7 +129,7 @@ class Run:
 
     @property
     def critical_path(self) -> Ints:
-        """The tasks that decide when the last one ends, the first one first; those without a stream left out."""
+        """The chain of tasks that determines when the last task ends, in order of time, without tasks that have no stream."""
         path: list[int] = []
         at = int(self.end.argmax()) if len(self.end) else NONE
         while at != NONE:
@@ -140,7 +140,7 @@ class Run:
 
 
 def simulate(graph: TaskGraph, contention: Contention = NO_CONTENTION, engine: Engine = "auto") -> Run:
-    """Runs the tasks of a graph. Both engines give the same bits.
+    """Runs all tasks of a graph. Both engines give the same bits.
 
     Raises:
         ShardplanError: if ``engine`` is "numba" and Numba is not installed.
@@ -150,7 +150,7 @@ def simulate(graph: TaskGraph, contention: Contention = NO_CONTENTION, engine: E
 
 
 def run_on(graph: TaskGraph, state: State, roots: Ints, now: int, tick_s: float, contention: Contention, engine: Engine) -> Run:
-    """Runs a graph on from a state at instant ``now`` in ticks; ``roots`` are tasks that become ready then."""
+    """Continues a run from a state at instant ``now`` (in ticks); ``roots`` are the tasks that become ready then."""
     loop = _loop(engine, len(graph))
     tasks, streams = _tasks(graph, tick_s), _streams(graph)
     first: Any = roots if loop is not None else roots.tolist()

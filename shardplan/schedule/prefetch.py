@@ -1,8 +1,8 @@
-"""When a copy of a weight may be gathered again for the backward pass: a little before it is read.
+"""When a weight is gathered again for the backward pass: shortly before its reader.
 
-A barrier ties the gather to a value of the backward pass, so that a compiler does not keep the forward copy instead. Tied to what
-the reader itself waits for, the gather would hold the reader up. So the barrier stands earlier: where an earlier gather's reader
-waits for that value. The gathers in between run beside the compute that follows.
+A barrier ties the gather to a value of the backward pass, so that the compiler does not keep the forward copy instead. If that
+value were one that the reader waits for, the gather would delay the reader. So the barrier ties it to a value that the reader of
+an earlier gather waits for. The gather then runs beside the compute in between.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ from dataclasses import dataclass, field
 from shardplan.schedule.instructions import Barrier, Instruction, results_of
 
 AHEAD = 2
-"""A gather may begin where the reader of the gather this many before it begins: at most this many more copies are held."""
+"""A gather may begin as early as the reader of the gather this many before it, so at most this many more copies are held."""
 
 
 @dataclass(slots=True)
 class Ties:
-    """The barriers of one body's instructions: ``places`` are those of readers that gather weights again, with a value that each
-    waits for; ``again`` is the place of the last barrier before what is computed again. ``behind`` are results of barriers.
+    """The barriers in one body's list of instructions.
+
+    ``places`` has, for each reader of a weight that is gathered again, its place in the list and a value that it waits for.
+    ``again`` is the place of the last barrier before recomputed ops (None: there is none yet). ``behind`` are the results of all
+    barriers.
     """
 
     places: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
@@ -27,7 +30,11 @@ class Ties:
     behind: set[int] = field(default_factory=set[int])
 
     def tie(self, out: list[Instruction], value: int, late: int, new: Callable[[], int]) -> int:
-        """The value behind a barrier that waits for ``late``, or for what an earlier reader waits for."""
+        """Adds a barrier for ``value`` to the instructions ``out``, and returns its result.
+
+        The barrier waits for the value that an earlier reader waits for (`AHEAD`), or, if that or ``value`` is made only after
+        that reader, for ``late``. ``new`` numbers a new value.
+        """
         self.places.append((len(out), late))
         at, held = self.places[max(0, len(self.places) - 1 - AHEAD)]
         if any(value in results_of(i) or held in results_of(i) for i in out[at:]):
@@ -44,7 +51,7 @@ class Ties:
             self.again += 1
 
     def held(self, out: list[Instruction], values: Sequence[int], late: Sequence[int], new: Callable[[], int]) -> tuple[int, ...]:
-        """What is computed again from these values waits for the ``late`` ones too; the results of the barrier for both."""
+        """Adds a barrier, so that ops recomputed from ``values`` wait for the ``late`` values; its results, for both in order."""
         results = tuple(new() for _ in (*values, *late))
         self.again = len(out)
         self.behind.update(results)
@@ -52,9 +59,9 @@ class Ties:
         return results
 
     def entered(self, out: list[Instruction], values: Sequence[int], new: Callable[[], int]) -> dict[int, int]:
-        """Arguments behind the barrier of what was computed again before: their gathers need not wait for the next one.
+        """Passes ``values`` through the last barrier before recomputed ops too, so their gathers need not wait for the next one.
 
-        By value, the result of the barrier; empty where there is none.
+        Returns the result of the barrier for each value; nothing if there is no such barrier.
         """
         if self.again is None:
             return {}

@@ -33,7 +33,7 @@ from shardplan.schedule.sends import Issued, issuer
 from shardplan.schedule.tasks import Growing, Label, StepTasks
 
 _MANY = 8
-"""A value that waits for more tasks than this waits for one that joins them."""
+"""A value that would wait for more tasks than this waits for one task that joins them."""
 
 Ids = tuple[int, ...]
 
@@ -41,23 +41,24 @@ Ids = tuple[int, ...]
 def step_tasks(
     schedule: Schedule, planned: PlannedProgram, donated: frozenset[int] = frozenset(), *, iterations: int | None = None
 ) -> StepTasks:
-    """The tasks of a step; of a longer scan only so many ``iterations`` (4 or more) are written out (None: all).
+    """The tasks of a step (FlexFlow, section 5.1). At most ``iterations`` (4 or more; None: all) of a scan are written out.
 
-    Each op with kernels is a task of its priced seconds, each priced collective a task on the links of the slowest level that it
-    crosses. A loop of unknown trips runs once, a conditional its dearest branch. ``donated`` are the positions of donated inputs.
+    Each op with kernels is a task of its priced seconds. Each priced collective is a task on the links of the slowest level that
+    it crosses. A loop of unknown trip count runs once; of a conditional, the most expensive branch runs. ``donated`` are the
+    positions of donated inputs.
     """
     assert iterations is None or iterations >= 4, "one before the iteration that stands for others, one behind it, and the first"
     return _Builder(planned, iterations).step(schedule, donated)
 
 
 def longest_scan(block: Block) -> int:
-    """The most iterations of a scan."""
+    """The number of iterations of the longest scan; 0 without scans."""
     inner = (int(i.op.params["length"]) for i in instructions_of(block.instructions) if isinstance(i, Scan))
     return max(inner, default=0)
 
 
 def count_instructions(block: Block) -> int:
-    """The instructions that a step runs, those of loops as often as they run."""
+    """The number of instructions that a step executes; those of a scan's body count once for each iteration."""
     return sum(
         1 + sum(map(count_instructions, blocks_of(i))) * (int(i.op.params["length"]) if isinstance(i, Scan) else 1)
         for i in block.instructions
@@ -66,9 +67,9 @@ def count_instructions(block: Block) -> int:
 
 @dataclass(slots=True)
 class _Frame:
-    """A body that is walked: by value the tasks that it waits for and the values in memory that it is read from.
+    """The state of a walk over a body: for each value, the tasks that it waits for and the values in memory that hold it.
 
-    A value from outside waits for ``entry``; the body as a whole keeps it in memory.
+    A value from outside waits for ``entry``, and the body as a whole keeps it in memory.
     """
 
     entry: Ids = ()
@@ -93,7 +94,7 @@ class _Builder:
         self.parameters = 0
 
     def step(self, schedule: Schedule, donated: frozenset[int]) -> StepTasks:
-        """Walks the whole step; what is donated and replaced gives its memory to the result."""
+        """Walks the whole step. The result that replaces a donated argument takes over its memory."""
         graph, frame = self.planned.graph, _Frame()
         body = schedule.body
         for v, t in zip(body.parameters, graph.inputs, strict=True):
@@ -149,7 +150,7 @@ class _Builder:
                     self.cond(instruction, frame)
 
     def compute(self, compute: Compute, frame: _Frame) -> None:
-        """An op: what neighbours exchange for it first, then itself, if it takes time."""
+        """Adds an op: first the halo exchanges that it needs, then the op itself, if it takes time."""
         node, signature = compute.node, compute.node.signature
         waits, roots = self.waiting(frame, compute.inputs), self.roots(frame, compute.inputs)
         halos = [self.send(one, waits, roots) for one in self.issued(compute)]
@@ -182,7 +183,7 @@ class _Builder:
         return nbytes / math.prod(c.ways for c in compute.cuts if c.loop in loops)
 
     def moves(self, instruction: Instruction, moves: Sequence[Move], frame: _Frame) -> None:
-        """Values that change their layout together; one that only takes its block is read from where it was."""
+        """Adds values that change their layout together. A value that only takes its own block stays in its old memory."""
         sources = [s for m in moves for s in (m.source, m.extreme) if s is not None]
         waits, roots = self.waiting(frame, sources), self.roots(frame, sources)
         sent = NONE
@@ -198,7 +199,7 @@ class _Builder:
             self.give(frame, move.result, waits, own if stays else (self.all.hold(after, sent),))
 
     def block_bytes(self, move: Move, layout: Layout) -> float:
-        """Bytes of a device's block of a moved tensor; what is split is padded."""
+        """Bytes of a device's block of a moved tensor; dims that are split are padded."""
         tensor = self.planned.graph.tensors[move.tensor]
         extents = move.extents or move.shape
         size = float(tensor.itemsize)
@@ -207,7 +208,7 @@ class _Builder:
         return size
 
     def reblock(self, reblock: Reblock, frame: _Frame) -> None:
-        """A value whose blocks change their extent."""
+        """Adds a value whose blocks change their extent."""
         waits, roots = self.waiting(frame, (reblock.source,)), self.roots(frame, (reblock.source,))
         sent = [self.send(one, waits, roots) for one in self.issued(reblock)]
         self.sizes[reblock.result] = self.local(reblock.tensor, reblock.layout)
@@ -215,7 +216,7 @@ class _Builder:
         self.give(frame, reblock.result, self.joined((*waits, *sent)), held)
 
     def send(self, one: Issued, waits: Ids, roots: Ids) -> int:
-        """A collective on the links of the slowest level that it crosses."""
+        """Adds a collective on the links of the slowest level that it crosses, and returns its task."""
         factors = self.planned.factors
         axes = tuple(factors[f].name for f in one.over)
         label = self.label(Label(one.kind, str(one.sends[0].line), one.nbytes, axes))
@@ -226,23 +227,23 @@ class _Builder:
     # -- control flow ------------------------------------------------------------------------------------------------
 
     def enter(self, instruction: Instruction, frame: _Frame) -> tuple[int, Ids]:
-        """(the task that waits for all that an instruction with bodies reads, the values in memory that it reads)."""
+        """(a task that waits for all operands of an instruction with bodies, the values in memory that hold them)."""
         values = sorted(reads(instruction))
         return self.all.task(0.0, NONE, NONE, self.waiting(frame, values)), self.roots(frame, values)
 
     def leave(self, since: Ids, results: Sequence[Source], inside: _Frame) -> int:
-        """The task that waits for all of a body, of which these results are read."""
+        """Adds a task that ends a body: it waits for all tasks since, and reads these results."""
         task = self.all.task(0.0, NONE, NONE, self.all.unread(since) or inside.entry)
         self.all.read(self.roots(inside, results), task)
         return task
 
     def carried(self, start: Source, size: float, entry: int, frame: _Frame) -> Ids:
-        """The memory of a loop's carry: what it starts in, unless that is an argument or known."""
+        """The memory of a loop's carry: that of its start value, unless this is an argument of the step or a constant."""
         own = tuple(r for r in self.roots(frame, (start,)) if r >= self.parameters)
         return own or (self.all.hold(size, entry),)
 
     def scan(self, scan: Scan, frame: _Frame) -> None:
-        """A scan: its first iteration, and copies of it. Its stacks take memory from its begin on."""
+        """Adds a scan: its first iteration, and copies of it. Its stacks are in memory from its beginning on."""
         length, carry = int(scan.op.params["length"]), len(scan.start)
         entry, roots = self.enter(scan, frame)
         stack_sizes = [self.slice_bytes(scan, n, length) for n in range(carry, len(scan.results))]
@@ -283,7 +284,7 @@ class _Builder:
                 return length * (self.sizes.get(result, 0.0) if isinstance(result, int) else 0.0)
 
     def loop(self, loop: While, frame: _Frame) -> None:
-        """A while loop, once: its test, its body, and where its test is batched, the collectives of another test."""
+        """Adds one iteration of a while loop: its test, its body, and for a batched test the collectives of a second test."""
         entry, roots = self.enter(loop, frame)
         starts = [self.size(s) for s in loop.start]
         held = [self.carried(s, size, entry, frame) for s, size in zip(loop.start, starts, strict=True)]
@@ -305,7 +306,7 @@ class _Builder:
             self.give(frame, v, (at,), own)
 
     def cond(self, cond: Cond, frame: _Frame) -> None:
-        """A conditional: its dearest branch."""
+        """Adds the most expensive branch of a conditional."""
         entry, roots = self.enter(cond, frame)
         branch = self.dearest(cond, entry)
         since, inside = self.all.sizes, _Frame((entry,))
@@ -323,7 +324,7 @@ class _Builder:
         self.block(branch, inside)
 
     def dearest(self, cond: Cond, entry: int) -> Block:
-        """The branch that takes longest; where the platform decides, the one for all others."""
+        """The branch that takes longest; if the platform decides, the default branch."""
         platforms = cond.op.params.get("branches_platforms")
         if platforms is not None and None in platforms:
             return cond.branches[list(platforms).index(None)]
@@ -338,27 +339,27 @@ class _Builder:
     # -- values ------------------------------------------------------------------------------------------------------
 
     def give(self, frame: _Frame, value: int, waits: Ids, roots: Ids) -> None:
-        """Says what a value waits for, and where it is in memory."""
+        """Records the tasks that a value waits for, and the values in memory that hold it."""
         frame.waits[value], frame.roots[value] = waits, roots
 
     def waiting(self, frame: _Frame, sources: Iterable[Source]) -> Ids:
-        """The tasks that must have ended before all of these are there."""
+        """The tasks that must have ended before all of these values exist."""
         return (
             self.joined(t for s in sources if not isinstance(s, Constant) for t in frame.waits.get(s, frame.entry)) or frame.entry
         )
 
     def joined(self, tasks: Iterable[int]) -> Ids:
-        """Tasks without repetitions; many as one that waits for them."""
+        """Distinct tasks; more than `_MANY` are replaced by one task that waits for them."""
         distinct = tuple(sorted(set(tasks)))
         return distinct if len(distinct) <= _MANY else (self.all.task(0.0, NONE, NONE, distinct),)
 
     def roots(self, frame: _Frame, sources: Iterable[Source]) -> Ids:
-        """The values in memory that these are read from."""
+        """The values in memory that hold these."""
         own = [r for s in sources if not isinstance(s, Constant) for r in frame.roots.get(s, ())]
         return tuple(dict.fromkeys(own))
 
     def size(self, source: Source) -> float:
-        """Bytes of a device's block of a value; a literal takes none."""
+        """Bytes of a device's block of a value; 0 for a literal."""
         return 0.0 if isinstance(source, Constant) else self.sizes.get(source, 0.0)
 
     def label(self, label: Label) -> int:

@@ -1,12 +1,12 @@
-"""The tasks of a step: what the program of a device computes, sends and holds, as arrays.
+"""The tasks of a step as arrays: the compute and the collectives of a device's program, and the values in its memory.
 
-All devices run one program, so the tasks of one stand for all. Tasks are numbered in the order of the program. A value carries
-the tasks that it waits for from its maker to its readers; what takes no time (a reshape, an op that is part of its reader's
-kernel) is no task. A collective runs on the links of the slowest level that it crosses: a program over several levels spends most
-of its time there, and its faster levels are free for others for most of it.
+All devices run one program, so the tasks of one device stand for all. Tasks are numbered in program order. An op that takes no
+time (a reshape, an op inside its reader's kernel) is no task: its results wait for the same tasks as its operands. A collective
+runs on the links of the slowest level that it crosses. A program over several levels spends most of its time there, and leaves
+its faster levels free for most of it.
 
-XLA runs a loop as one op: it begins when all that it reads is there, and no iteration begins before the one before it has ended.
-So iterations are equal but for their numbers, and all of them are copies of the first. Of a long loop a few are written out
+XLA runs a loop as one op: it begins when all its operands are ready, and an iteration begins when the one before it has ended. So
+all iterations are copies of the first, with other task numbers. Of a long loop, only a few are written out
 (`shardplan.cost.folds`).
 """
 
@@ -24,8 +24,9 @@ from shardplan.cost.simulator import NONE, Stream, TaskGraph
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """What a task does: the ``name`` of its op or collective, the user's ``source`` line, and for a collective its ``nbytes`` on
-    one device and the mesh ``axes`` that it runs over.
+    """The name of a task's op or collective, with the user's ``source`` line.
+
+    A collective also has its ``nbytes`` on one device (of the operand; of the result for an all-gather) and its mesh ``axes``.
     """
 
     name: str
@@ -36,9 +37,9 @@ class Label:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Values [v] in a device's memory, of ``nbytes`` [v], made by the task ``birth`` [v] (-1: there when the step begins).
+    """Values [v] in a device's memory, of ``nbytes`` [v], made by task ``birth`` [v] (-1: in memory when the step begins).
 
-    Value ``value[k]`` lives at least until task ``reader[k]`` has ended; the number behind the last task is the step's end.
+    Value ``value[k]`` lives at least until task ``reader[k]`` has ended. The number after the last task means the step's end.
     """
 
     nbytes: NDArray[np.float64]
@@ -49,9 +50,9 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class StepTasks:
-    """The tasks [n] of a step: their graph, ``label`` [n] as numbers of ``labels`` (-1: none), and what is in memory.
+    """The tasks [n] of a step: their graph, the ``label`` [n] of each (an index into ``labels``; -1: none), and the memory held.
 
-    ``folds`` say which iterations of loops stand for others, those of inner loops first.
+    ``folds`` are the iterations of loops that stand for others, those of inner loops first.
     """
 
     graph: TaskGraph
@@ -64,7 +65,7 @@ class StepTasks:
         return len(self.graph)
 
     def in_program_order(self) -> StepTasks:
-        """The same tasks one after the other: nothing overlaps."""
+        """The same tasks on one stream, in program order: nothing overlaps."""
         graph = self.graph
         stream = np.where(graph.stream == NONE, NONE, 0).astype(np.int32)
         order = np.arange(len(graph), dtype=np.int64)
@@ -82,7 +83,7 @@ class Growing:
         self.fold_last, self.fold_size, self.fold_more = array("q"), array("q"), array("q")
 
     def task(self, seconds: float, stream: int, label: int, waits_for: tuple[int, ...]) -> int:
-        """Adds a task; its number."""
+        """Adds a task, and returns its number."""
         self.seconds.append(seconds)
         self.stream.append(stream)
         self.label.append(label)
@@ -91,19 +92,19 @@ class Growing:
         return len(self.seconds) - 1
 
     def hold(self, nbytes: float, birth: int) -> int:
-        """Adds a value in memory; its number."""
+        """Adds a value in memory, and returns its number."""
         self.nbytes.append(nbytes)
         self.birth.append(birth)
         return len(self.nbytes) - 1
 
     def read(self, values: tuple[int, ...], reader: int) -> None:
-        """Values are in memory until a task has ended."""
+        """Keeps values in memory until task ``reader`` has ended."""
         self.value.extend(values)
         self.reader.extend([reader] * len(values))
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """How long each array is."""
+        """The length of each array."""
         return tuple(len(x) for x in self._arrays)
 
     @property
@@ -114,12 +115,12 @@ class Growing:
         )  # fmt: skip
 
     def cut(self, sizes: tuple[int, ...]) -> None:
-        """Takes back all that was added since the arrays had these sizes."""
+        """Removes everything added since the arrays had these sizes."""
         for x, size in zip(self._arrays, sizes, strict=True):
             del x[size:]
 
     def repeat(self, since: tuple[int, ...], times: int) -> None:
-        """Adds ``times`` copies of what was added since: the tasks of one iteration and what each holds."""
+        """Adds ``times`` copies of everything added since the arrays had these sizes: one iteration with its memory."""
         tasks, values = len(self.seconds) - since[0], len(self.nbytes) - since[5]
         shifts = (0, 0, 0, 0, tasks, 0, tasks, values, tasks, tasks, 0, 0)
         for x, start, shift in zip(self._arrays, since, shifts, strict=True):
@@ -130,18 +131,18 @@ class Growing:
             x.frombytes(copies.tobytes())
 
     def fold(self, last: int, size: int, more: int) -> None:
-        """Lets the iteration that task ``last`` ends stand for ``more`` others."""
+        """Lets the iteration of ``size`` tasks that ends with task ``last`` stand for ``more`` others (`Fold`)."""
         self.fold_last.append(last)
         self.fold_size.append(size)
         self.fold_more.append(more)
 
     def unread(self, since: tuple[int, ...]) -> tuple[int, ...]:
-        """The tasks added since that no other task waits for."""
+        """The tasks added since the arrays had these sizes for which no other task waits."""
         read = np.frombuffer(self.waits_for, np.int64)[since[4] :] if len(self.waits_for) else np.zeros(0, np.int64)
         return tuple(np.setdiff1d(np.arange(since[0], len(self.seconds)), read).tolist())
 
     def finished(self, streams: tuple[Stream, ...], labels: tuple[Label, ...]) -> StepTasks:
-        """The tasks as they stand."""
+        """The tasks added so far, on these streams."""
         seconds, stream, label, counts, waits_for, nbytes, birth, value, reader, *_ = (
             np.frombuffer(x, np.dtype(x.typecode)).copy() if len(x) else np.zeros(0, np.dtype(x.typecode)) for x in self._arrays
         )
@@ -155,9 +156,9 @@ class Growing:
 def first_readers(
     stream: NDArray[np.int64], first: NDArray[np.int64], waits_for: NDArray[np.int64], computing: set[int]
 ) -> NDArray[np.int64]:
-    """[n]: the priority of each task.
+    """[n]: the priority of each task, lower first.
 
-    A task that computes has its place in the program, any other the place of the first task that computes with its result.
+    A compute task has its place in the program. Any other task has the place of the first compute task that needs its result.
     """
     n = len(stream)
     computes = np.isin(stream, sorted(computing))

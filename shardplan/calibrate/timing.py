@@ -80,9 +80,18 @@ def timed(tasks: Sequence[Task], mesh: Mesh, *, rounds: int, done: Callable[[flo
             seconds.append(program.seconds())
         done(0.5 + 0.5 * (number + 1) / rounds)
     started_s = statistics.median(empties)
-    return [
-        timed_of([max(s - started_s, 0.01 * s) / p.times for s in seconds]) for p, seconds in zip(programs, runs, strict=True)
-    ]
+    return [timed_of(per_execution(seconds, started_s, p.times)) for p, seconds in zip(programs, runs, strict=True)]
+
+
+def per_execution(seconds: Sequence[float], started_s: float, times: int) -> list[float]:
+    """Seconds of one execution from those of runs of a program with ``times`` of them, less those of an empty program.
+
+    A hundredth of a run always counts, as noise may make an empty run the longer one.
+
+    >>> per_execution([5.0, 9.0], 1.0, 4), per_execution([1.0], 2.0, 1)
+    ([1.0, 2.0], [0.01])
+    """
+    return [max(s - started_s, 0.01 * s) / times for s in seconds]
 
 
 def timed_of(seconds: Sequence[float]) -> Timed:

@@ -1,7 +1,6 @@
-"""A device's compute stream beside its collectives, exactly: kernels one after another, collectives as the links allow.
+"""The compute stream of a device and its collectives: kernels run one after another, collectives as soon as links are free.
 
-While both are busy, both run at a fraction of their speed (Galvatron, section 3: what overlaps is slowed about 1.3 times on both
-sides).
+While both run, each slows the other by a factor (Galvatron, section 3.4: about 1.3). The times are exact, not sampled.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(eq=False, slots=True)
 class Flight:
-    """A collective that was started: the seconds that it still takes alone, and the links that it holds.  It ends at 0."""
+    """A started collective: its remaining seconds if it ran alone, and the links that it holds. It ends at 0 seconds."""
 
     remaining_s: float
     links: frozenset[int]
@@ -20,10 +19,10 @@ class Flight:
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """Seconds of a device.
+    """The time of a device in seconds.
 
-    ``compute_s`` and ``communication_s`` are what kernels and collectives take alone. Of the ``seconds`` that passed, both were
-    busy in ``overlapped_s``, collectives alone in ``exposed_s``.
+    ``compute_s`` and ``communication_s`` are the sums of kernels and of collectives, each alone. Of the ``seconds`` that passed,
+    both ran at once for ``overlapped_s``, and only collectives ran for ``exposed_s``.
     """
 
     seconds: float = 0.0
@@ -34,11 +33,11 @@ class Spent:
 
     @property
     def hidden_s(self) -> float:
-        """Seconds that collectives would take alone and that passed while kernels ran."""
+        """The part of ``communication_s`` that ran beside kernels, or at once over several links."""
         return max(self.communication_s - self.exposed_s, 0.0)
 
     def plus(self, other: Spent, times: float = 1.0) -> Spent:
-        """These seconds and so many times the others."""
+        """The sum of these seconds and ``times`` the ``other`` ones."""
         return Spent(*(a + times * b for a, b in zip(self.values, other.values, strict=True)))
 
     @property
@@ -48,14 +47,14 @@ class Spent:
 
 
 Mark = tuple[Spent, tuple[tuple[Flight, float], ...]]
-"""A moment: the seconds until then, and what each collective under way still takes."""
+"""A state to return to: the time spent so far, and the remaining seconds of each collective under way."""
 
 
 class Streams:
-    """One stream of kernels, and collectives that begin in the order of their starts.
+    """One stream of kernels, and the collectives under way in the order in which they were started.
 
-    A collective runs while no earlier one holds one of its links: those of one link follow one another, those of different levels
-    run at once. ``contention`` is by how much kernels and collectives slow each other, 1 for not at all.
+    A collective runs while no earlier one holds one of its links. So collectives over one link run one after another, those over
+    different levels at once. ``contention`` is the factor by which kernels and collectives slow each other; 1 means not at all.
     """
 
     def __init__(self, contention: float) -> None:
@@ -64,7 +63,7 @@ class Streams:
         self.flights: list[Flight] = []
 
     def start(self, seconds: float, links: frozenset[int]) -> Flight:
-        """A collective that may begin now."""
+        """Starts a collective that takes these seconds alone; it runs as soon as its links are free."""
         flight = Flight(seconds, links)
         if seconds > 0:
             self.flights.append(flight)
@@ -72,7 +71,7 @@ class Streams:
         return flight
 
     def compute(self, seconds: float) -> None:
-        """Runs a kernel that takes so many seconds alone."""
+        """Runs a kernel that takes these seconds alone."""
         self.spent = replace(self.spent, compute_s=self.spent.compute_s + seconds)
         while seconds > 0 and self.flights:
             work = min(seconds, *(f.remaining_s for f in self.running))
@@ -83,7 +82,7 @@ class Streams:
         self.spent = self.spent.plus(Spent(seconds=seconds))
 
     def wait(self, flight: Flight) -> None:
-        """Holds the kernels until a collective has ended."""
+        """Runs no kernel until a collective has ended."""
         while flight in self.flights:
             passed = min(f.remaining_s for f in self.running)
             self.spent = self.spent.plus(Spent(seconds=passed, exposed_s=passed))
@@ -95,11 +94,11 @@ class Streams:
             self.wait(flight)
 
     def mark(self) -> Mark:
-        """What is under way now, for `back`."""
+        """The present state, for `back`."""
         return self.spent, tuple((f, f.remaining_s) for f in self.flights)
 
     def back(self, mark: Mark) -> None:
-        """Undoes all that happened since a mark was taken."""
+        """Returns to the state of a mark."""
         self.spent, flights = mark
         for flight, remaining_s in flights:
             flight.remaining_s = remaining_s
@@ -107,7 +106,7 @@ class Streams:
 
     @property
     def running(self) -> Sequence[Flight]:
-        """The collectives that hold their links."""
+        """The collectives that run now, as no earlier one holds their links."""
         held: set[int] = set()
         result: list[Flight] = []
         for flight in self.flights:

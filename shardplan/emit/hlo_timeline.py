@@ -1,8 +1,8 @@
-"""The time of a compiled program, by its schedule: what a device does one after another, and what it does at once.
+"""The time of a compiled program by its schedule: kernels in order, and collectives beside them.
 
 The instructions of a scheduled module (``is_scheduled=true``) stand in the order in which a device issues them. Kernels run one
-after another. A collective of two halves runs from its ``-start`` on, beside the kernels; its ``-done`` waits for it. One of a
-single instruction holds the kernels until it has ended. Bodies of loops run as often as they are known to.
+after another. An asynchronous collective runs beside the kernels from its ``-start`` on; its ``-done`` waits for it. A collective
+of a single instruction delays the kernels until it has ended. Bodies of loops run as often as their known trip count says.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Price = Callable[[HloCollective], tuple[float, frozenset[int]]]
 """The seconds of a collective that runs alone, and the links that it holds."""
 
 _Value = Flight | tuple["_Value", ...] | None
-"""What the walk knows of a value: a collective under way, a tuple, or nothing."""
+"""A value during the walk: a collective under way, a tuple of values, or anything else (None)."""
 
 _State = tuple[object, ...]
 
@@ -50,9 +50,9 @@ def timeline(hlo_text: str, device: Device, price: Price, *, contention: float |
 
 
 def network_price(network: Network) -> Price:
-    """The prices of a network, by the kind, groups and bytes of a collective; its links are the levels that it crosses.
+    """The prices of a network by the kind, groups and bytes of a collective. Its links are the levels that it crosses.
 
-    Devices are numbered as in the program: row-major over the network's factors.
+    The program numbers devices in row-major order over the network's factors.
     """
     order = device_order(network.cluster, network.factors, [(i,) for i in range(len(network.factors))]).ravel().tolist()
 
@@ -129,14 +129,14 @@ class _Walk:
                 return None
 
     def collective(self, i: Instruction, place: tuple[str, str]) -> _Value:
-        """A collective; one of a single instruction, or that says that it is synchronous, is waited for."""
+        """Starts a collective. One of a single instruction, or one that is marked as synchronous, is waited for at once."""
         flight = self.streams.start(*self.prices[place])
         if not i.opcode.endswith("-start") or '"is_sync":true' in i.attributes:
             self.streams.wait(flight)
         return flight
 
     def ended(self, i: Instruction, operands: Sequence[_Value]) -> _Value:
-        """The second half of an instruction: of a collective it waits, of a kernel or copy it does nothing."""
+        """The second half of an asynchronous instruction: that of a collective waits, that of a kernel or copy does nothing."""
         flight = operands[0] if operands else None
         if isinstance(flight, Flight):
             self.streams.wait(flight)
@@ -145,7 +145,7 @@ class _Walk:
         return None
 
     def begun(self, i: Instruction, operands: Sequence[_Value]) -> _Value:
-        """The first half of a call: its collectives as one on the links of all, its kernels now."""
+        """The first half of an asynchronous call: its kernels run now, and its collectives start as one over all their links."""
         name = _called(i)
         mine = [self.prices[name, own] for own in self.module.computations[name].instructions if (name, own) in self.prices]
         if not mine:
@@ -156,7 +156,7 @@ class _Walk:
         return self.streams.start(sum(s for s, _ in mine), frozenset[int]().union(*(links for _, links in mine)))
 
     def dearest(self, i: Instruction, operands: Sequence[_Value]) -> _Value:
-        """The branch after which the device is done the latest."""
+        """Runs the branch that takes longest, collectives under way included."""
         ends: list[tuple[float, str, _Value]] = []
         for number, (_, name) in enumerate(call for call in i.called if call[0] == "branch"):
             mark, own = self.streams.mark(), operands[number]
@@ -168,7 +168,7 @@ class _Walk:
         return self.computation(name, [own])
 
     def loop(self, i: Instruction, carried: _Value) -> _Value:
-        """A while loop: iterations until the streams are as they were after an earlier one; the rest repeats these."""
+        """Runs a while loop: iterations until the streams are in a state seen before; the remaining ones repeat these."""
         bodies = dict(i.called)
         text = i.attribute(r'known_trip_count"?\s*[:=]\s*\{\s*"?n"?\s*[:=]\s*"?(\d+)')
         left = int(text) if text else 1
@@ -192,7 +192,7 @@ class _Walk:
         return carried
 
     def state(self, carried: _Value) -> _State:
-        """What the next iteration depends on: the collectives under way, and where a loop carries them."""
+        """The state that the next iteration depends on: the collectives under way, and their places in the carried tuple."""
         flights = self.streams.flights
         remaining = tuple((round(f.remaining_s, 14), tuple(sorted(f.links))) for f in flights)
 

@@ -29,8 +29,8 @@ class Profile:
     """A cluster with measured figures.
 
     ``device_kind`` is the driver's name for the devices, ``measured`` has the names of the levels whose links were measured. The
-    other levels have the figures of a preset. ``evidence`` says how the figures came about (`docs/calibration.md` lists its
-    fields), as JSON values.
+    other levels have the figures of a preset. ``evidence`` holds JSON values on how the figures were measured and fitted
+    (`docs/calibration.md` lists its fields). ``source`` is the file.
     """
 
     cluster: Machine
@@ -110,7 +110,11 @@ def parts(spec: str | PathLike[str]) -> tuple[str, str] | None:
 
 
 def load_machine(spec: str | PathLike[str]) -> Machine:
-    """The machine that ``spec`` names, profiles included (see `Cluster.load`)."""
+    """The machine that ``spec`` names; it may be a profile, or a cluster on a profile's devices (see `Cluster.load`).
+
+    Raises:
+        ClusterError: if there is no such machine, or a figure of it is invalid.
+    """
     if not isinstance(spec, str | PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]
         return load.load(spec)
     pair = parts(spec)
@@ -120,9 +124,9 @@ def load_machine(spec: str | PathLike[str]) -> Machine:
 
 
 def placed(cluster: str, file: str) -> Machine:
-    """The cluster with the device of a profile, and with the profile's links at the levels that it measured by the same names.
+    """A cluster with the device of a profile, and with the profile's measured links at levels of the same name.
 
-    A bare shape (``4x8``) is of the profile's own levels, the last ones: its links are all measured.
+    A bare shape (``4x8``) takes the last levels of the profile; their links must have been measured.
 
     Raises:
         ClusterError: if the profile is of another kind of device than the cluster, or measured no link for a level of a shape.

@@ -1,20 +1,20 @@
-"""The XLA flags that a plan counts on, on GPUs: which collectives may be merged, and how many may be under way at once."""
+"""The XLA flags for GPUs that a plan assumes: which collectives may be merged, and how many may run at once."""
 
 from __future__ import annotations
 
 from ..mesh.machine import Machine
 
 WHOLE = ("all_gather", "all_reduce", "collective_permute")
-"""The collectives whose result is as large as what passes over the link."""
+"""The collectives whose result has about as many bytes as pass over the link; that of a reduce-scatter is smaller."""
 
 
 def xla_flags(cluster: Machine) -> dict[str, int]:
     """Flags by name, without dashes, as `compiler_options` of `jax.jit` or ``--NAME=VALUE`` in the environment's XLA_FLAGS.
 
-    - A plan reduces each gradient when it is there. XLA's GPU compiler merges collectives of one kind and the same groups, up to
-      30 MiB, which then wait for the last of their operands; the flags merge only those that are too small to fill a link.
-    - A plan moves data over all levels at once. XLA has one collective under way at a time; the flag allows two for each level:
-      the next one waits for its link, not for the host.
+    - A plan reduces each gradient as soon as it is ready. XLA's GPU compiler merges collectives of one kind and the same groups,
+      up to 30 MiB; the merged collective waits for the last operand. The flags merge only those too small to fill a link.
+    - A plan uses the links of all levels at once. XLA runs one collective at a time; the flag allows two for each level: one that
+      runs, and one that is queued for the same link.
     """
     levels = [level for level in range(len(cluster.levels)) if cluster.levels[level].size > 1]
     largest = [bytes_in_latency(cluster, level) for level in levels]
@@ -27,7 +27,7 @@ def xla_flags(cluster: Machine) -> dict[str, int]:
 
 
 def bytes_in_latency(cluster: Machine, level: int) -> int:
-    """Bytes that a device sends over a level in the time that a collective takes to launch and to pass once around."""
+    """Bytes that a device sends over a level in the time of a collective's launch and one message per child."""
     link = cluster.levels[level]
     bandwidth = link.bandwidth_bytes_per_s * link.ring_efficiency / link.rails
     return round(bandwidth * (cluster.device.instruction_s + link.size * link.latency_s))

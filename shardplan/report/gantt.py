@@ -1,6 +1,6 @@
-"""Draws a timeline: a row for each stream, memory below (needs matplotlib, the extra ``draw``).
+"""Draws a timeline: a row for each stream, and memory below (needs matplotlib, the extra ``draw``).
 
-A step may have a million tasks, so a column of the picture shows the part of its time in which a stream is busy.
+A step may have a million tasks. So a column of the picture shows the fraction of its time in which a stream is busy.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _title(shown: Simulated, title: str) -> str:
 
 
 def _stream(axes: Any, shown: Simulated, row: int, edges: NDArray[np.float64]) -> None:
-    """One stream: the part of each column in which it is busy, collectives with nothing beside them in red."""
+    """Draws one stream: the busy fraction of each column, in red for collectives without compute beside them."""
     own = shown.stream == row
     computing, sending = own & ~shown.communicates, own & shown.communicates
     beside = (shown.stream != row) & (shown.stream != NONE) & ~shown.communicates
@@ -62,7 +62,7 @@ def _stream(axes: Any, shown: Simulated, row: int, edges: NDArray[np.float64]) -
 def _busy(
     shown: Simulated, tasks: NDArray[np.bool_], edges: NDArray[np.float64], *, beside: NDArray[np.bool_] | None = None
 ) -> NDArray[np.float64]:
-    """[columns]: the part of each column in which one of these tasks runs, and one of those ``beside`` it, if they are given."""
+    """[columns]: the fraction of each column in which one of ``tasks`` runs (if given, at once with one of ``beside``)."""
     both = tasks if beside is None else tasks | beside
     instants = np.unique(np.concatenate([edges, shown.start_s[both], shown.end_s[both]]))
     middle = (instants[1:] + instants[:-1]) / 2  # nothing begins or ends between two instants
@@ -74,7 +74,7 @@ def _busy(
 
 
 def _runs_at(shown: Simulated, tasks: NDArray[np.bool_], instants: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """[instants]: whether one of these tasks, which run one at a time, runs then."""
+    """[instants]: whether one of these tasks runs at each instant; no two of them may run at once."""
     own = np.flatnonzero(tasks & (shown.end_s > shown.start_s))
     if not len(own):
         return np.zeros(len(instants), bool)

@@ -1,4 +1,4 @@
-"""The figures of a simulated step: what each stream of a device runs when, and what that has to do with the plan's figures."""
+"""The figures of a simulated step: the tasks of each stream over time, and how they differ from the plan's figures."""
 
 from __future__ import annotations
 
@@ -30,13 +30,15 @@ class Priced:
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
 class Simulated:
-    """One step on one device; all devices run alike.
+    """One simulated step of n tasks on one device; all devices run alike.
 
-    ``start_s``, ``end_s``, ``seconds`` [n] are of each task: when it runs, and how long it takes alone. ``stream`` and ``label``
-    [n] are numbers of ``streams`` and ``labels`` (-1: a point of the program at which others wait). ``hidden_s`` [n] are the
-    seconds of a collective in which the device computes. ``critical_path`` are the tasks that decide when the step ends, in their
-    order. ``memory_bytes`` [m] are in memory from ``memory_at_s`` [m] on.
-    ``times`` [n] is 1, but for a task in an iteration of a loop that stands for as many: its seconds are those of all of them.
+    - Each task runs from ``start_s`` to ``end_s`` [n], and takes ``seconds`` [n] alone. ``stream`` and ``label`` [n] are indices
+      into ``streams`` and ``labels`` (-1: the task only joins others). ``communicates`` [n] marks collectives; ``hidden_s`` [n]
+      is the time in which the device computes beside a collective.
+    - ``times`` [n] is the number of loop iterations that a task stands for; its seconds are those of all of them.
+    - ``critical_path`` has the tasks that determine when the step ends, in order of time. ``busy_s`` has the busy seconds of each
+      stream by name, ``exposed_s`` the seconds in which the device communicates and does not compute.
+    - The device holds ``memory_bytes`` [m] from ``memory_at_s`` [m] on.
     """
 
     step_time_s: float
@@ -83,13 +85,13 @@ class Simulated:
 
     @property
     def slowed_s(self) -> float:
-        """Seconds that tasks take longer because their device computes and sends at once, added up."""
+        """The seconds, over all tasks, by which contention lengthens them."""
         on = self.stream != NONE
         return float((self.end_s - self.start_s)[on].sum() - self.seconds[on].sum())
 
     @property
     def overlapped_s(self) -> float:
-        """Seconds that are saved because streams run at once."""
+        """The seconds saved because streams run at once."""
         return sum(self.busy_s.values()) - self.step_time_s
 
 
@@ -115,7 +117,7 @@ _INSTANT_S = 1e-9
 
 
 def top_exposed(shown: Simulated, count: int = 5) -> list[tuple[Label, float, int]]:
-    """The collectives that are exposed longest, of all that a label stands for: (label, exposed seconds, times a step)."""
+    """The labels whose collectives are exposed longest, in all: (label, exposed seconds, executions in a step)."""
     own = np.flatnonzero(shown.communicates)
     exposed = (shown.end_s - shown.start_s - shown.hidden_s)[own]
     total = np.bincount(shown.label[own], exposed, len(shown.labels))
@@ -125,7 +127,7 @@ def top_exposed(shown: Simulated, count: int = 5) -> list[tuple[Label, float, in
 
 
 def timeline_json(shown: Simulated) -> dict[str, Any]:
-    """The figures of a timeline as JSON values, and what makes them differ from the plan's.
+    """The figures of a timeline as JSON values, and the reasons why they differ from the plan's.
 
     The items of ``difference`` add up to the simulated step less the priced one.
     """

@@ -54,10 +54,10 @@ def timeline(
     contention: Contention = NO_CONTENTION,
     iterations: int | None = None,
 ) -> Timeline:
-    """Simulates a step. Without ``overlap`` its tasks run one after the other, in the order of the program.
+    """Simulates a step. Without ``overlap`` its tasks run one after the other, in program order.
 
-    Of scans at least so many ``iterations`` are written out (by default all, of a step of more than `_MANY` instructions a few).
-    One stands for the rest where that changes nothing.
+    At least ``iterations`` iterations of each scan are simulated one by one (by default all; `_FEW` in steps of more than `_MANY`
+    instructions). One of them stands for the rest, where that gives the same times.
     """
     longest = longest_scan(schedule.body)
     if iterations is None:
@@ -72,7 +72,9 @@ def timeline(
 
 
 _MANY = 200_000
+"""From more instructions than this on, loops are folded."""
 _FEW = 8
+"""The iterations that are simulated first in a folded loop."""
 
 
 def _timeline(tasks: StepTasks, run: Run, priced: Priced, *, overlap: bool, contention: Contention) -> Timeline:
@@ -109,7 +111,7 @@ def _timeline(tasks: StepTasks, run: Run, priced: Priced, *, overlap: bool, cont
 
 
 def _times(tasks: StepTasks) -> NDArray[np.int64]:
-    """[n]: how many executions each task stands for."""
+    """[n]: the number of executions that each task stands for."""
     times = np.ones(len(tasks), np.int64)
     for fold in tasks.folds:
         times[fold.last + 1 - fold.size : fold.last + 1] *= 1 + fold.more
@@ -117,7 +119,7 @@ def _times(tasks: StepTasks) -> NDArray[np.int64]:
 
 
 def _hidden_s(run: Run) -> NDArray[np.float64]:
-    """[n]: the seconds of each task in which the device computes."""
+    """[n]: the seconds of each task during which the device computes."""
     return sum(
         (busy.beside_s(run, s) for s, stream in enumerate(run.graph.streams) if stream.kind == "compute"),
         np.zeros(len(run.graph)),

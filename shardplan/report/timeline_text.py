@@ -15,7 +15,7 @@ _WHY = {
 
 
 def timeline_text(shown: Simulated, *, title: str = "the step") -> str:
-    """The step's time beside the plan's, what makes them differ, the streams, and the collectives that are exposed longest."""
+    """The simulated and the priced step, why they differ, the streams, and the collectives that are exposed longest."""
     figures, priced = timeline_json(shown), shown.priced
     how = "compute and communication overlap" if shown.overlap else "one task after the other"
     slow = shown.contention

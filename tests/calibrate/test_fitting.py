@@ -5,13 +5,16 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import jax
 import pytest
 
-from shardplan.calibrate.fitting import Sample, contention_of, fit_device, fit_links, rate_of, residuals, transfer_s
+from shardplan.calibrate.fitting import Sample, contention_of, fit_device, fit_links, rate_of, residuals, transfer_s, work_of
 from shardplan.calibrate.kernels import CPU, LAUNCHES, kernels
 from shardplan.calibrate.profiling import work_of_kernel
 from shardplan.calibrate.transfers import transfers
 from shardplan.cost.network import Network
+from shardplan.frontend.trace import trace
+from shardplan.graph import flatten
 from shardplan.mesh import Cluster, Device, factors
 
 TRUE = Device("true", {"float32": 3e10, "bfloat16": 5e10, "float16": 2e10, "float64": 1e10}, 6e9, 2**33, 5e-6, 0.7, 0.5)
@@ -52,6 +55,26 @@ def test_a_dtype_that_was_not_measured_keeps_its_rate() -> None:
     assert rate_of(device, "float16") == pytest.approx(rate_of(base, "float16"))
 
 
+def test_without_collectives_their_launch_is_still_the_presets() -> None:
+    base = replace(Cluster.load("cpu").device, launch_s=3e-5, collective_launch_s=None)
+    rows = list(zip(LISTED, WORKS, strict=True))
+    measured, chains = ([(w, w.seconds(TRUE)) for k, w in rows if (k.family == LAUNCHES) == tiny] for tiny in (False, True))
+    device, _ = fit_device(base, measured, chains)
+    assert device.launch_s == pytest.approx(TRUE.launch_s, rel=0.05)
+    assert device.instruction_s == base.instruction_s == 3e-5
+
+
+def test_the_work_of_a_loop_is_that_of_all_its_iterations() -> None:
+    def steps(n: int) -> float:
+        traced = trace(
+            lambda x, w: jax.lax.fori_loop(0, n, lambda _, y: y @ w, x), *[jax.ShapeDtypeStruct((64, 64), "float32")] * 2
+        )
+        return work_of(flatten(traced.program)).seconds(replace(TRUE, launch_s=0.0))
+
+    product_s = 2 * 64**3 / rate_of(TRUE, "float32")
+    assert steps(20) - steps(10) == pytest.approx(10 * product_s, rel=0.01)
+
+
 @pytest.mark.parametrize("kind", ["switch", "bus", "ring"])
 def test_the_links_that_made_the_seconds_come_back(kind: str) -> None:
     base = Cluster.load("2x4")
@@ -61,7 +84,8 @@ def test_the_links_that_made_the_seconds_come_back(kind: str) -> None:
         for level, (b, s) in zip(base.levels, speeds, strict=True)
     )
     true = replace(base, levels=levels, device=replace(base.device, collective_launch_s=1.5e-5))
-    guess = replace(true, levels=tuple(replace(level, bandwidth_bytes_per_s=1e10, latency_s=1e-6) for level in levels))
+    wrong = {"bandwidth_bytes_per_s": 1e10, "latency_s": 1e-6, "ring_efficiency": 0.6, "tree_efficiency": 0.5}
+    guess = replace(true, levels=tuple(replace(level, **wrong) for level in levels))
     axes = factors(true)
     moves = transfers(true, axes)
     found, names = fit_links(guess, axes, [(t, transfer_s(Network(true, axes), t)) for t in moves])
@@ -69,6 +93,7 @@ def test_the_links_that_made_the_seconds_come_back(kind: str) -> None:
     for t in moves:
         assert transfer_s(Network(found, axes), t) == pytest.approx(transfer_s(Network(true, axes), t), rel=0.03)
     assert [level.bandwidth_bytes_per_s for level in found.levels] == pytest.approx([2e9, 3e10], rel=0.05)
+    assert [(level.ring_efficiency, level.tree_efficiency) for level in found.levels] == [(1.0, 1.0)] * 2
 
 
 def test_contention_is_what_overlapping_work_pays() -> None:

@@ -90,6 +90,7 @@ def _set(*path: Any) -> Callable[[dict[str, Any]], None]:
     [
         (_set("shardplan_profile", 2), "shardplan_profile", "version 2, this version of shardplan reads version 1; measure"),
         (_set("shardplan_profile", "1"), "shardplan_profile", "version '1'"),
+        (_set("shardplan_profile", True), "shardplan_profile", "version True"),
         (_set("device_kind", ""), "device_kind", "the driver's name"),
         (_set("measured_levels", ["gpus"]), "measured_levels", "names no level: 'gpus'; the cluster has node, gpu"),
         (_set("measured_levels", "gpu0"), "measured_levels", "names no level: 'gpu0'"),

@@ -63,6 +63,10 @@ def test_a_calibration_writes_a_profile_that_plans_take(here: Path, capsys: pyte
     assert (said["measured"], said["file"]) == (0, "profile.json")
     assert {one["family"] for one in said["fit"]} >= {"products", "convolutions", "all-reduce", "permute", "launches"}
     assert all(abs(one["worst"]) < 0.05 for one in said["fit"])
+    assert said["kept"] == [
+        f"the link of the level {said['cluster']['levels'][0]['name']!r} is the preset's: it has one child here",
+        "the memory of a device is the preset's",
+    ]
     cluster = Cluster.load("profile.json")
     assert cluster.shape == (1, 4)
     assert rate_of(cluster.device, "float32") == pytest.approx(rate_of(TRUE, "float32"), rel=0.02)
@@ -90,6 +94,29 @@ def test_only_what_the_cache_lacks_is_measured_and_kept(here: Path, capsys: pyte
         assert main([*command, *more]) == 0
         counts.append(json.loads(capsys.readouterr().out)["measured"])
     assert counts == [1, 0]
+
+
+def test_a_measurement_that_spreads_beyond_the_bound_is_not_kept(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fill(here, 1, spread=0.0, without=lambda name: name.startswith("add of 32768"))
+    command = calibrate(here, "--devices", "1", "--json", "--spread", "1e-9")
+    for _ in range(2):
+        assert main(command) == 0
+        assert json.loads(capsys.readouterr().out)["measured"] == 1
+
+
+def test_one_measurement_may_spread_beyond_the_bound(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fill(here, 1)
+    fill(here, 1, spread=3.0, without=lambda name: not name.startswith("add of 32768"))
+    assert main(calibrate(here, "--devices", "1")) == 0
+    assert "largest 300%, add of 32768" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("fact", ["platform", "kind", "processor", "cores", "shape", "jax", "harness"])
+def test_a_measurement_is_known_only_where_everything_is_the_same(fact: str, devices: list[Any]) -> None:
+    bench = bench_of(devices, None, None)
+    other = replace(bench, identity={**bench.identity, fact: "another"})
+    assert bench.identity[fact] is not None
+    assert other.key("add") != bench.key("add") == replace(bench).key("add") != bench.key("multiply")
 
 
 def test_repeats_that_spread_too_far_are_refused_and_nothing_is_written(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

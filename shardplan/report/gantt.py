@@ -51,15 +51,15 @@ def _stream(axes: Any, shown: Simulated, row: int, edges: NDArray[np.float64]) -
     computing, sending = own & ~shown.communicates, own & shown.communicates
     beside = (shown.stream != row) & (shown.stream != NONE) & ~shown.communicates
     bottom = np.full(len(edges) - 1, row + _HEIGHT / 2)
-    hidden = _busy(shown, sending, edges, beside=beside)
-    heights = (_busy(shown, computing, edges), hidden, _busy(shown, sending, edges) - hidden)
+    hidden = busy_fraction(shown, sending, edges, beside=beside)
+    heights = (busy_fraction(shown, computing, edges), hidden, busy_fraction(shown, sending, edges) - hidden)
     for part, colour in zip(heights, (_COMPUTE, _HIDDEN, _EXPOSED), strict=True):
         top = bottom - _HEIGHT * part
         axes.fill_between(np.repeat(edges, 2)[1:-1] * 1e3, np.repeat(bottom, 2), np.repeat(top, 2), color=colour, lw=0)
         bottom = top
 
 
-def _busy(
+def busy_fraction(
     shown: Simulated, tasks: NDArray[np.bool_], edges: NDArray[np.float64], *, beside: NDArray[np.bool_] | None = None
 ) -> NDArray[np.float64]:
     """[columns]: the fraction of each column in which one of ``tasks`` runs (if given, at once with one of ``beside``)."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from shardplan.cost import Network
-from shardplan.emit.hlo import HloCollective
+from shardplan.emit.hlo import HloCollective, Kind
 from shardplan.emit.hlo_kernels import kernels
 from shardplan.emit.hlo_streams import Spent
 from shardplan.emit.hlo_timeline import network_price, timeline
@@ -238,6 +239,24 @@ def test_the_seconds_of_compiled_programs_add_up(name: str, contention: float) -
     assert found.communication_s > 0
     together = found.compute_s + found.exposed_s + found.overlapped_s * (1 - 1 / contention)
     assert found.seconds == pytest.approx(together, rel=1e-12)
+
+
+@pytest.mark.parametrize("over", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("kind", ["all-gather", "reduce-scatter", "all-reduce"])
+def test_groups_of_a_program_are_priced_as_the_factors_that_they_run_over(kind: Kind, over: tuple[int, ...]) -> None:
+    """On a ring of eight, with the factor that varies fastest first in the program's order."""
+    cluster = Cluster.load("8")
+    cluster = replace(cluster, levels=(replace(cluster.levels[0], kind="ring"),))
+    slow, fast = factors(cluster, {"gpu": (4, 2)})
+    network = Network(cluster, (fast, slow))
+    grid = np.arange(8).reshape(2, 4)  # the program's numbers, by place along (fast, slow)
+    groups = (grid.T if over == (0,) else grid if over == (1,) else grid.reshape(1, 8)).tolist()
+    ways, part, whole = len(groups[0]), 1 << 16, len(groups[0]) << 16
+    before, after = {"all-gather": (part, whole), "reduce-scatter": (whole, part), "all-reduce": (whole, whole)}[kind]
+    collective = HloCollective(kind, before, after, ways, tuple(map(tuple, groups)), 1, 0.0, "c", "", "f32", 1)
+    seconds, links = network_price(network)(collective)
+    assert seconds == pytest.approx(float(network.seconds(kind.replace("-", "_"), over, whole)), rel=1e-12)
+    assert links == {0}
 
 
 def test_a_loops_collective_is_priced_by_its_groups_and_runs_its_trips() -> None:

@@ -9,14 +9,17 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import shardplan
 from models import gpt
 from shardplan.errors import PlanFileError, ShardplanError
-from shardplan.report.simulated import timeline_json
-from shardplan.report.timeline import Timeline
+from shardplan.report.gantt import busy_fraction
+from shardplan.report.simulated import priced_of, timeline_json, top_exposed
+from shardplan.report.timeline import Timeline, timeline
 from shardplan.report.timeline_text import timeline_text
 from shardplan.shell import cli
 
@@ -124,14 +127,51 @@ def test_the_difference_to_the_priced_step_is_explained(plan: Any) -> None:
         assert path["compute_s"] + path["communication_s"] == pytest.approx(shown.step_time_s, rel=1e-9)
 
 
-def test_what_is_exposed_and_what_is_hidden_is_what_is_sent(shown: Timeline) -> None:
-    sent = shown.communicates
-    took = (shown.end_s - shown.start_s)[sent].sum()
+def test_communication_is_hidden_beside_compute_and_exposed_elsewhere(shown: Timeline) -> None:
+    """Counted between each two instants at which a task starts or ends."""
+    instants = np.unique([*shown.start_s, *shown.end_s])
+    middle, lengths = (instants[1:] + instants[:-1]) / 2, np.diff(instants)
+    runs = (shown.start_s[:, None] < middle) & (middle < shown.end_s[:, None])  # [tasks, intervals]
+    sent, computes = shown.communicates, (shown.stream >= 0) & ~shown.communicates
+    computing = runs[computes].any(axis=0)
+    assert shown.hidden_s[sent] == pytest.approx((runs[sent] & computing) @ lengths, abs=1e-12)
+    assert shown.exposed_s == pytest.approx((runs[sent].any(axis=0) & ~computing) @ lengths, abs=1e-11)
     assert shown.hidden_s[sent].sum() > 0
-    assert (took - shown.hidden_s[sent].sum()) == pytest.approx(shown.exposed_s, abs=1e-11) or len(
-        np.unique(shown.stream[sent])
-    ) > 1
     assert shown.hidden_s[~sent].sum() == 0
+
+
+def test_the_longest_exposed_come_first(shown: Timeline) -> None:
+    rows = top_exposed(shown, count=len(shown.labels))
+    seconds = [exposed_s for _, exposed_s, _ in rows]
+    assert seconds
+    assert seconds == sorted(seconds, reverse=True)
+    sent = shown.communicates
+    assert sum(seconds) == pytest.approx((shown.end_s - shown.start_s - shown.hidden_s)[sent].sum(), abs=1e-9 * len(shown.labels))
+
+
+def test_the_columns_of_a_picture_are_as_full_as_the_streams_are_busy(shown: Timeline) -> None:
+    edges = np.linspace(0.0, shown.step_time_s, 98)
+    computes = (shown.stream >= 0) & ~shown.communicates
+    for stream, name in enumerate(shown.streams):
+        own = shown.stream == stream
+        assert busy_fraction(shown, own, edges) @ np.diff(edges) == pytest.approx(shown.busy_s[name], rel=1e-9)
+        hidden = busy_fraction(shown, own & shown.communicates, edges, beside=computes)
+        assert hidden.min() >= 0
+        assert hidden.max() <= 1 + 1e-9
+        assert hidden @ np.diff(edges) == pytest.approx(shown.hidden_s[own].sum(), abs=1e-12)
+
+
+def test_a_slice_says_how_many_iterations_it_stands_for(tmp_path: Path) -> None:
+    def step(w: Any, x: Any) -> Any:
+        return jax.lax.scan(lambda h, u: (jnp.tanh(h @ u), None), x, w)[0]
+
+    args = jax.ShapeDtypeStruct((40, 256, 256), jnp.float32), jax.ShapeDtypeStruct((1024, 256), jnp.float32)
+    made = shardplan.plan(step, *args, cluster="4")
+    few = timeline(made.schedule, made.planned, priced_of(made.data), iterations=4)
+    few.save(tmp_path / "few.json")
+    slices = [e for e in json.loads((tmp_path / "few.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    assert max(e["args"].get("times", 1) for e in slices) == 37  # of 40 iterations, three more are written out
+    assert sum(e["args"].get("times", 1) for e in slices) == (made.simulate().stream >= 0).sum()
 
 
 def test_the_text_says_what_the_json_says(shown: Timeline) -> None:

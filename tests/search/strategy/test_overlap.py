@@ -124,29 +124,43 @@ def test_a_plan_keeps_its_time_model_in_its_file(tmp_path: Path) -> None:
         assert again.session.decisions.step_time_s == pytest.approx(plan.searched_s, rel=1e-9)
 
 
-@pytest.mark.parametrize("at", range(4, 40, 5))
-def test_an_interrupt_between_weights_gives_the_best_so_far(at: int) -> None:
+def planned_at_several_weights(observer: Any) -> Any:
+    """A plan on links so slow that neither assumption holds: the search runs at four multipliers."""
     step, args = mlp.train_step(layers=3, width=64)
+    cluster = steps.cluster("2x4", gbps=(1.0, 10.0), gflops=1e3)
+    return shardplan.plan(step, *args, cluster=cluster, factors={}, donate_argnums=0, observer=observer)
+
+
+SEARCHES = 4
+EVENTS = 3 + 2 * SEARCHES + 1
+"""Tracing, describing, coarsening; tables and the search itself at each multiplier; the end."""
+
+
+@pytest.mark.parametrize("at", range(EVENTS))
+def test_an_interrupt_between_weights_gives_the_best_so_far(at: int) -> None:
     calls = itertools.count()
 
     def interrupt(_what: str, _part: float) -> None:
         if next(calls) == at:
             raise KeyboardInterrupt
 
-    try:
-        plan = shardplan.plan(step, *args, cluster="2x2x2", donate_argnums=0, observer=interrupt)
-    except KeyboardInterrupt:
+    if at < 4:  # before the first search there is no plan
+        with pytest.raises(KeyboardInterrupt):
+            planned_at_several_weights(interrupt)
         return
-    assert plan.stopped == ("interrupted" if next(calls) > at else "")
+    plan = planned_at_several_weights(interrupt)
+    assert plan.stopped == "interrupted"
     assert plan.lower_bound_s <= plan.step_time_s
 
 
 def test_progress_never_goes_back() -> None:
-    step, args = mlp.train_step(layers=3, width=64)
-    told: list[float] = []
-    shardplan.plan(step, *args, cluster="2x2x2", donate_argnums=0, observer=lambda _, part: told.append(part))
-    assert told == sorted(told)
-    assert told[-1] == 1.0
+    told: list[tuple[str, float]] = []
+    planned_at_several_weights(lambda what, part: told.append((what, part)))
+    parts = [part for _, part in told]
+    assert [what for what, _ in told].count("search") == SEARCHES
+    assert len(told) == EVENTS
+    assert parts == sorted(parts)
+    assert parts[-1] == 1.0
 
 
 def test_a_simulated_step_takes_what_is_priced() -> None:

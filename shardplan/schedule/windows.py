@@ -49,16 +49,17 @@ class _Windows:
         work: list[float] = []
         heavy: list[bool] = []
         for at, instruction in enumerate(block.instructions):
+            sources: list[int] = []
             if isinstance(instruction, Barrier):
                 same |= {r: same.get(v, v) for v, r in zip(instruction.values, instruction.results, strict=True)}
-            sources = sorted({same.get(v, v) for v in reads(instruction)} if not isinstance(instruction, Barrier) else ())
+            else:
+                sources = sorted({same.get(v, v) for v in reads(instruction)})
             for value in sources:
                 read.setdefault(value, []).append(at)
             waits_for.append(sorted({made[v] for v in sources if v in made}))
             work.append(self.seconds(instruction))
             heavy.append(bool(blocks_of(instruction)) or (isinstance(instruction, Compute) and _is_product(instruction)))
-            if not isinstance(instruction, Barrier):
-                made |= dict.fromkeys(results_of(instruction), at)
+            made |= dict.fromkeys(results_of(instruction), at)
         moving = [at for at, i in enumerate(block.instructions) if isinstance(i, Move | Bundle | Reblock)]
         if moving:
             concurrency = Concurrency(waits_for, work, heavy)

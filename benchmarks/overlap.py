@@ -2,12 +2,12 @@
 
 ``python benchmarks/overlap.py [NAME ...] [--plans all|N] [--json FILE] [--limit SECONDS] [--contention 1.3]``
 
-A NAME is one of `ROWS`; without names all are run. For each row the plan (under each time model that `shardplan.plan` knows) and
-the hand plans `HAND`, with the fastest of their products with tensor parallelism, are compiled ahead of time with the plan's XLA
-flags. The time of each is that of its compiled schedule (`shardplan.emit.hlo_timeline`): kernels by roofline, collectives by the
-network model from their groups and bytes, the same for all, side by side where the schedule says so. ``--plans N`` compiles the
-N hand plans that are predicted to be the fastest alone. A hand plan is left out if it does not fit in memory, or if it could not
-win even with all its communication hidden.
+A NAME is one of `ROWS`; without names all are run. For each row, the plan (under both time models) and the hand plans `HAND`, with
+the fastest of their products with tensor parallelism, are compiled ahead of time with the plan's XLA flags. The time of each is
+that of its compiled schedule (`shardplan.emit.hlo_timeline`): kernels by the roofline, collectives by the network model from
+their groups and bytes, at once where the schedule lets them overlap. The models are the same for all plans. ``--plans N`` compiles
+only the N hand plans that are predicted to be the fastest. A hand plan is left out if it does not fit in memory, or if it could
+not win even with all its communication hidden.
 
 A row is planned in a process of its own, and each of its programs has ``--limit`` seconds to compile. With ``--json``, results
 are kept as they come; a program that is in the file is not compiled again, so that an interrupted run goes on where it stopped.
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import inspect
 import json
 import os
 import selectors
@@ -34,7 +33,7 @@ from gpu_bytes import TARGET, Step, cluster_of, step_of
 ROOT = Path(__file__).parent.parent
 SLOW = str(ROOT / "benchmarks" / "clusters" / "dgx-h100-100g.toml")
 HAND = ("data parallel", "FSDP", "data x FSDP", "tensor parallel")
-"""What people write by hand: "data x FSDP" is hybrid FSDP, "tensor parallel" Megatron's."""
+"""Shardings that people write by hand: "data x FSDP" is hybrid FSDP, "tensor parallel" is Megatron's."""
 MODELS = ("overlap", "sum")
 """The time models, the default first."""
 
@@ -130,7 +129,7 @@ class _Kept:
         self.rows: dict[str, dict[str, Any]] = json.loads(file.read_text())["rows"] if file and file.exists() else {}
 
     def programs(self, row: str) -> dict[str, Any]:
-        """What is known of a row."""
+        """The results of a row, by program."""
         return self.rows.get(row, {})
 
     def add(self, row: str, result: Mapping[str, Any]) -> None:
@@ -165,7 +164,10 @@ def _ms(spent: Mapping[str, float]) -> str:
 
 
 def fresh(name: str, given: argparse.Namespace, done: list[str]) -> Iterator[dict[str, Any]]:
-    """The programs of a row that are not done, each as it comes from a process that is stopped when one takes too long."""
+    """The results of the programs of a row that are not done, each as soon as it is known.
+
+    They come from a process of their own, which is stopped if one program takes too long, and started again for the rest.
+    """
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0".strip()
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
@@ -180,9 +182,9 @@ def fresh(name: str, given: argparse.Namespace, done: list[str]) -> Iterator[dic
 
 
 def _read(process: subprocess.Popen[str], done: list[str], limit: float) -> Iterator[dict[str, Any]]:
-    """The results of a process; returns whether it came to its end. What it was at when it failed counts as done."""
+    """The results of a process; returns whether it ended by itself. The program at which it failed counts as done."""
     assert process.stdout is not None
-    at = "overlap" if "overlap" not in done and _knows_overlap() else "sum"
+    at = "overlap" if "overlap" not in done else "sum"
     with selectors.DefaultSelector() as ready:
         ready.register(process.stdout, selectors.EVENT_READ)
         while True:
@@ -206,28 +208,20 @@ def _read(process: subprocess.Popen[str], done: list[str], limit: float) -> Iter
     return False
 
 
-def _knows_overlap() -> bool:
-    import shardplan
-
-    return "time_model" in inspect.signature(shardplan.plan).parameters
-
-
 def measured(name: str, plans: int | None, contention: float, done: set[str], text: Path | None) -> Iterator[dict[str, Any]]:
-    """What each program of a row takes by its compiled schedule; before each, {"at": its name}."""
+    """The times of each program of a row by its compiled schedule; before each, {"at": its name}."""
     import shardplan
 
     row = ROWS[name]
     step, args, pins = step_of(row.step)
     cluster = cluster_of(row.place)
-    models = MODELS if _knows_overlap() else ("sum",)
     plan = functools.partial(shardplan.plan, cluster=cluster, donate_argnums=0, pins=pins)
     made: dict[str, Any] = {}
-    for model in models:
-        if model not in done or model == models[0]:
+    for model in MODELS:
+        if model not in done or model == MODELS[0]:
             yield {"at": model}
-            choice: dict[str, Any] = {"time_model": model} if _knows_overlap() else {}
-            made[model] = plan(step, *args, **choice)
-    first = made[models[0]]
+            made[model] = plan(step, *args, time_model=model)
+    first = made[MODELS[0]]
     wanted = {model: plan for model, plan in made.items() if model not in done}
     hand = hand_plans(first, plans)
     for program in (*wanted, *(p for p in hand if p not in done)):
@@ -239,7 +233,7 @@ def measured(name: str, plans: int | None, contention: float, done: set[str], te
 
 
 def hand_plans(plan: Any, count: int | None) -> list[str]:
-    """The hand plans that fit and may win, the fastest as predicted first; of the products with tensor parallelism one."""
+    """The hand plans that fit and may win, fastest predicted first, with at most one product with tensor parallelism."""
     fits = {b.name: b for b in plan.baselines if b.fits}
     products = [n for n in fits if " x tensor parallel" in n]
     names = [n for n in HAND if n in fits] + sorted(products, key=lambda n: fits[n].step_time_s)[:1]

@@ -2,12 +2,12 @@
 
 ``python benchmarks/overlap.py [NAME ...] [--plans all|N] [--json FILE] [--limit SECONDS] [--contention 1.3]``
 
-A NAME is one of `ROWS`; without names all are run. For each row, the plan (under both time models) and the hand plans `HAND`, with
-the fastest of their products with tensor parallelism, are compiled ahead of time with the plan's XLA flags. The time of each is
-that of its compiled schedule (`shardplan.emit.hlo_timeline`): kernels by the roofline, collectives by the network model from
-their groups and bytes, at once where the schedule lets them overlap. The models are the same for all plans. ``--plans N`` compiles
-only the N hand plans that are predicted to be the fastest. A hand plan is left out if it does not fit in memory, or if it could
-not win even with all its communication hidden.
+A NAME is one of `ROWS`; without names all are run. For each row, the plan (under both time models) and the hand plans `HAND`,
+with the fastest of their products with tensor parallelism, are compiled ahead of time with the plan's XLA flags. The time of each
+is that of its compiled schedule (`shardplan.emit.hlo_timeline`): kernels by the roofline, collectives by the network model from
+their groups and bytes, at once where the schedule lets them overlap. The models are the same for all plans. ``--plans N``
+compiles only the N hand plans that are predicted to be the fastest. A hand plan is left out if it does not fit in memory, or if
+it could not win even with all its communication hidden.
 
 A row is planned in a process of its own, and each of its programs has ``--limit`` seconds to compile. With ``--json``, results
 are kept as they come; a program that is in the file is not compiled again, so that an interrupted run goes on where it stopped.

@@ -4,8 +4,8 @@
 
 *Speed*: random graphs of so many tasks with up to three dependencies each, on a compute stream and two links, with contention. A
 row is the median of the repeats, in seconds of this process (not of the wall clock: other processes do not count), without
-compilation. Plain Python runs a tenth of the tasks. *Models*: `plan.simulate` of plans for H100s, with their state donated, priced
-by the time model "sum". The columns "one by one" and "overlap" are simulated steps over the priced one; "in order" and "overlap"
+compilation. Plain Python runs a tenth of the tasks. *Models*: `plan.simulate` of plans for H100s with donated state, priced by
+the time model "sum". The columns "one by one" and "overlap" are simulated steps over the priced one; "in order" and "overlap"
 after "peak" are simulated peaks over the plan's.
 """
 

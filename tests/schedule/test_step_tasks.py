@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import shardplan
 from shardplan.cost.folds import Fold, unfolded
@@ -329,3 +330,32 @@ def test_a_collective_runs_on_the_links_of_the_slowest_level_that_it_crosses(pla
         axes = tasks.labels[tasks.label[task]].axes
         stream: Stream = tasks.graph.streams[tasks.graph.stream[task]]
         assert stream.name == f"{names[min(levels[a] for a in axes)]} links"
+
+
+def test_an_op_waits_for_the_halo_that_it_reads(eager: Any) -> None:
+    def step(x: Any, w: Any) -> Any:
+        return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    args = jax.ShapeDtypeStruct((1, 64, 8, 4), jnp.float32), jax.ShapeDtypeStruct((3, 3, 4, 4), jnp.float32)
+    made = shardplan.plan(step, *args, cluster=eager, pins={"x": P(None, ("node", "gpu")), "w": P()})
+    tasks = tasks_of(made)
+    (convolution,) = (i for i in range(len(tasks)) if tasks.labels[tasks.label[i]].name == "conv_general_dilated")
+    halos = {i for i in range(len(tasks)) if tasks.label[i] >= 0 and tasks.labels[tasks.label[i]].axes}
+    first, last = tasks.graph.first[convolution : convolution + 2]
+    assert halos
+    assert halos <= set(tasks.graph.waits_for[first:last].tolist())
+
+
+def test_a_result_takes_the_memory_of_the_donated_argument_that_it_replaces(eager: Any) -> None:
+    def step(w: Any, x: Any) -> Any:
+        return w - 0.1 * (x.T @ (x @ w)), x.sum()
+
+    args = jax.ShapeDtypeStruct((512, 512), jnp.float32), jax.ShapeDtypeStruct((8, 512), jnp.float32)
+    kept, given = (
+        shardplan.plan(step, *args, cluster=eager, pins={"w": P(), "x": P()}, donate_argnums=donated).simulate(overlap=False)
+        for donated in ((), (0,))
+    )
+    assert kept.memory_bytes[0] == pytest.approx(given.memory_bytes[0])
+    # the last entry is the end of the step, at which nothing is left
+    assert kept.memory_bytes[-2] - given.memory_bytes[-2] == pytest.approx(512 * 512 * 4)
+    assert given.peak_bytes < kept.peak_bytes

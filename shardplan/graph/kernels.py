@@ -25,8 +25,8 @@ from typing import Literal
 from shardplan.graph.nodes import Graph, Node, Signature, Traffic
 from shardplan.tdl.index import loops_of
 
-LONGEST_ROW = 2**17
-"""The most elements of a row that one kernel holds."""
+LONGEST_ROW = 2**14
+"""The most elements of a row that one kernel holds: XLA splits the reduction of a longer one in two."""
 
 _Order = Literal["", "row", "column"]
 _Of = Callable[[int], int]
@@ -83,6 +83,7 @@ class _Model:
         self.kernels: dict[int, _Kernel] = {}  # by their last node
         self.within: dict[int, set[int]] = {}  # of each node: the kernels that compute it
         self._name_buffers()
+        self.behind = self._bytes_behind()  # of each buffer: the bytes from which a kernel can compute it
 
     def _name_buffers(self) -> None:
         graph = self.graph
@@ -112,6 +113,18 @@ class _Model:
             # the backward pass of a checkpointed block stands behind a barrier
             if maker is not None and any(r.where != maker.where and r.backward for r in readers):
                 self.kept.add(t)
+
+    def _bytes_behind(self) -> Mapping[int, int]:
+        """Of each buffer its own bytes or, where it is computed one by one from fewer (a comparison with an iota), those."""
+        behind: dict[int, int] = {}
+        for node in self.graph.nodes:
+            inputs = {self.name[t] for t in node.inputs if t >= 0}
+            read = sum(behind.get(t, self.graph.tensors[t].nbytes) for t in inputs)
+            for t in node.outputs:
+                nbytes = self.graph.tensors[t].nbytes
+                free = node.signature.part == "loop" and t not in self.kept
+                behind.setdefault(self.name[t], min(nbytes, read) if free else nbytes)
+        return behind
 
     def _renames(self, node: Node, using: Mapping[int, Sequence[Node]]) -> bool:
         """Whether no kernel runs for a node: it is a reshape, or a transpose beside a product, which takes any order."""
@@ -161,7 +174,7 @@ class _Model:
         if len(homes) <= 1:
             return homes
         size = sum(self.graph.tensors[t].nbytes for t in node.outputs)
-        operands = [(t, nbytes) for _, t, nbytes in self._operands(node)]
+        operands = [(t, min(nbytes, self.behind.get(t, nbytes))) for _, t, nbytes in self._operands(node)]
         again = sum(nbytes for home in homes for t, nbytes in operands if t not in self.kernels[home].reads)
         return homes if again <= sum(nbytes for _, nbytes in operands) + size * (1 + len(homes)) else None
 
@@ -220,7 +233,14 @@ class _Model:
         if one.size != other.size or {one.order, other.order} == {"row", "column"}:
             return False
         first, last = self.graph.nodes[one.last], self.graph.nodes[other.last]
-        return first.weight == last.weight and not self._between(a, b, of) and not self._between(b, a, of)
+        if first.weight != last.weight or self._waits(one, other) or self._waits(other, one):
+            return False
+        return not self._between(a, b, of) and not self._between(b, a, of)
+
+    def _waits(self, one: _Kernel, other: _Kernel) -> bool:
+        """Whether one reads sums over the other that are complete only when it has ended: any but those along its rows."""
+        makers = (self.maker[t] for t in other.stores if t in one.reads)
+        return any(maker.signature.part == "reduction" and _order(maker) != "row" for maker in makers)
 
     def _between(self, a: int, b: int, of: _Of) -> bool:
         """Whether a third kernel reads what ``a`` stores, and makes what ``b`` reads, directly or not."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from shardplan.tdl.describe import is_named_call, is_run_by_user
@@ -10,7 +11,7 @@ from shardplan.tdl.description import Call, Description
 Part = Literal["none", "loop", "transpose", "reduction", "product", "update", "alone"]
 """The part of an op in kernels.
 
-- ``none``: it renames a buffer: a reshape. No kernel runs.
+- ``none``: it renames a buffer: a reshape, a sum over dims of size 1. No kernel runs.
 - ``loop``: each element of the result is computed from elements of the operands: XLA fuses it into its readers.
 - ``transpose``: a loop that reads in another order than it writes: it ends a kernel.
 - ``reduction``: it ends a kernel, which computes what it reduces, too.
@@ -52,9 +53,23 @@ def part_of(call: Call, description: Description | None, *, multiplies: bool) ->
         return "update"
     if description is None or name in _ALONE or is_named_call(name) or is_run_by_user(name):
         return "alone"
+    if _only_resizes(call):
+        return "none"
     if any(loop.reducer is not None for loop in description.loops) and name not in _SLICES:
         return "reduction"
     return "transpose" if name == "transpose" else "loop"
+
+
+def _only_resizes(call: Call) -> bool:
+    """Whether the op changes dims of size 1 alone: a sum over such dims, or a transpose that moves nothing else."""
+    match call.primitive:
+        case "reduce_sum" | "reduce_max" | "reduce_min" | "reduce_prod" | "reduce_and" | "reduce_or":
+            return len(call.operands) == 1 and math.prod(call.operands[0]) == math.prod(call.results[0])
+        case "transpose":
+            moved = [d for d in call.params["permutation"] if call.operands[0][d] != 1]
+            return moved == sorted(moved)
+        case _:
+            return False
 
 
 def swaps(call: Call) -> bool:

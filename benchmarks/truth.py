@@ -21,7 +21,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +34,12 @@ MODELS: Mapping[str, Callable[[Price], float]] = {
     "serial": lambda p: p.serial_s,
     "hidden": lambda p: p.hidden_s,
     "partly": lambda p: p.partly_s,
+    "overlap": lambda p: p.overlap_s,
 }
 APART = 1.05
 """Two rows are compared in order where the slower takes so much longer."""
 
 
-EAGER = ("LLM Foundry", "Megatron-DeepSpeed", "Megatron-LM")
-"""The frameworks whose rows ran PyTorch without compilation."""
 FITTED = "vtrain-single-*"
 FIT_EVERY = 10
 
@@ -53,11 +52,6 @@ class Result:
     price: Price
     predicted_s: float
     took_s: float
-
-    @property
-    def eager(self) -> bool:
-        """Whether the host launched kernel by kernel."""
-        return self.row.framework in EAGER
 
     @property
     def error(self) -> float:
@@ -143,14 +137,8 @@ def _record(r: Result) -> dict[str, Any]:
         "samples": r.row.samples,
         "measured_s": r.row.measured_s,
         "predicted_s": r.predicted_s,
-        "compute_s": p.compute_s,
-        "tensor_s": p.tensor_s,
-        "data_s": p.data_s,
-        "serial_s": p.serial_s,
-        "hidden_s": p.hidden_s,
-        "partly_s": p.partly_s,
-        "peak_bytes": p.peak_bytes,
-        "launches": p.launches,
+        **asdict(p),
+        **{f"{name}_s": model(p) for name, model in MODELS.items()},
         "fits": r.fits,
         "measured_gb": r.row.memory_gb,
         "assumed": r.row.assumed,
@@ -171,7 +159,7 @@ def floored(results: Sequence[Result]) -> tuple[list[Result], list[Result]]:
     each_s = dispatch_s(fitted)
 
     def floor(r: Result) -> Result:
-        return replace(r, predicted_s=max(r.predicted_s, each_s * r.price.launches)) if r.eager else r
+        return replace(r, predicted_s=max(r.predicted_s, each_s * r.price.launches)) if r.row.eager else r
 
     return [floor(r) for r in results if r not in fitted], [floor(r) for r in fitted]
 

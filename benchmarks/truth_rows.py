@@ -37,6 +37,10 @@ PRESETS: Mapping[str, str] = {
 }
 
 
+EAGER = ("LLM Foundry", "Megatron-DeepSpeed", "Megatron-LM")
+"""The frameworks whose rows ran PyTorch without compilation."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sharding:
     """Ways of each kind, the innermost last: ``data`` copies of ``fsdp`` shards of ``tensor`` parts.
@@ -102,6 +106,11 @@ class Row:
     def samples(self) -> int:
         """Sequences or images of a step."""
         return int(self.options["batch"]) * self.microbatches
+
+    @property
+    def eager(self) -> bool:
+        """Whether PyTorch ran it without compilation: kernel by kernel, launched from the host."""
+        return self.framework in EAGER
 
 
 @dataclass(frozen=True, slots=True)

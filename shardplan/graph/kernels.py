@@ -140,7 +140,11 @@ class _Model:
         if node.signature.part != "loop" or node.signature.description is None:
             return False
         trees, call = node.signature.description.trees, node.signature.call
-        if all(isinstance(tree, Access) for tree in trees) and {*call.dtypes} == {*call.result_dtypes} and len(call.operands) == 1:
+        if (
+            all(isinstance(tree, Access) for tree in trees)
+            and {*call.dtypes} == {*call.result_dtypes}
+            and len(call.operands) == 1
+        ):
             return True
         maker = self.maker.get(self.name[node.inputs[0]])
         return (

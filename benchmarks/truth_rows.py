@@ -41,6 +41,20 @@ EAGER = ("LLM Foundry", "Megatron-DeepSpeed", "Megatron-LM")
 """The frameworks whose rows ran PyTorch without compilation."""
 
 
+TRITON = "FlashAttention 1 in Triton"
+"""The default of LLM Foundry's benchmark scripts at that time (scripts/train/benchmarking/submit_benchmarks.py, attn_impl)."""
+
+
+def triton_on_a100(*, forwards: int) -> float:
+    """The part of an A100's peak that FlashAttention 1 in Triton reaches in so many forward passes and one backward.
+
+    FlashAttention-2 reaches at most 73% of it forward and 63% backward (Dao 2023, section 1), and is 1.3 to 1.5 times as fast as
+    that one forward, about 2 times backward (section 4.1). A forward pass has two products, a backward pass five.
+    """
+    forward, backward = 2 * forwards, 5
+    return (forward + backward) / (forward / (0.73 / 1.4) + backward / (0.63 / 2))
+
+
 @dataclass(frozen=True, slots=True)
 class Sharding:
     """Ways of each kind, the innermost last: ``data`` copies of ``fsdp`` shards of ``tensor`` parts.
@@ -106,6 +120,11 @@ class Row:
     def samples(self) -> int:
         """Sequences or images of a step."""
         return int(self.options["batch"]) * self.microbatches
+
+    @property
+    def attention_kernel(self) -> str:
+        """The attention kernel that it ran, if that is not one of those that the presets' rates are of; else empty."""
+        return TRITON if self.framework == "LLM Foundry" and self.options.get("fused") else ""
 
     @property
     def eager(self) -> bool:

@@ -84,6 +84,7 @@ class _Model:
         self.call_of = call_of
         self.calls = [None if call_of is None else call_of(node) for node in graph.nodes]
         self.name = list(range(len(graph.tensors)))  # of each tensor: the buffer that it renames
+        self.shown: dict[int, int] = {}  # bytes of its buffer that a renamed tensor shows: a broadcast one repeats them
         self.renamed: set[int] = set()  # nodes for which no kernel runs
         self.maker: dict[int, Node] = {}
         self.readers: dict[int, list[Node]] = {}
@@ -101,8 +102,10 @@ class _Model:
                 using.setdefault(t, []).append(node)
         for node in graph.nodes:
             if node.inputs[:1] and node.inputs[0] >= 0 and self._renames(node, using):
+                source = node.inputs[0]
                 for t in node.outputs:
-                    self.name[t] = self.name[node.inputs[0]]
+                    self.name[t] = self.name[source]
+                    self.shown[t] = min(graph.tensors[t].nbytes, self.shown.get(source, graph.tensors[source].nbytes))
                 self.renamed.add(node.id)
                 continue
             for t in node.outputs:
@@ -202,13 +205,12 @@ class _Model:
 
     def _operands(self, node: Node) -> Iterator[tuple[int, int, int]]:
         """(slot, buffer, bytes) of what a node reads."""
-        whole = {t: self.graph.tensors[t].nbytes for t in node.inputs if t >= 0}
+        whole = {t: self.shown.get(t, self.graph.tensors[t].nbytes) for t in node.inputs if t >= 0}
         made = sum(self.graph.tensors[t].nbytes for t in node.outputs)
         for slot, t in enumerate(node.inputs):
             if t < 0 or (node.signature.part == "update" and slot == 0):
                 continue
-            held = min(whole[t], self.graph.tensors[self.name[t]].nbytes)  # a view may be larger than what it shows
-            yield slot, self.name[t], min(held, made) if slot == 0 and node.signature.slices else held
+            yield slot, self.name[t], min(whole[t], made) if slot == 0 and node.signature.slices else whole[t]
 
     def _extent(self, node: Node) -> tuple[int, _Order, bool]:
         """Of a kernel that ends with a node: the elements that it runs over, the order of its reduction, whether it is closed."""

@@ -139,7 +139,10 @@ class _Model:
         return made or (bool(readers) and all(r.signature.part == "product" for r in readers))
 
     def _is_view_or_bias(self, node: Node) -> bool:
-        """Whether a library that runs calls one by one runs no kernel for a node."""
+        """Whether a library that runs calls one by one runs no kernel for a node.
+
+        Of several views of one buffer, a kernel is charged the largest that it reads.
+        """
         if node.signature.part != "loop" or node.signature.description is None:
             return False
         trees, call = node.signature.description.trees, node.signature.call

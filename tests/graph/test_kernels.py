@@ -262,6 +262,20 @@ def test_slices_and_broadcasts_are_views_of_a_library() -> None:
     assert (read, written) == (2 * (half + weight) + half + 128 * 4, 3 * half)
 
 
+def test_what_a_view_shows_is_stored_before_it_is_read() -> None:
+    def step(x: Any, w: Any) -> Any:
+        with jax.named_scope("make"):
+            y = jnp.tanh(x)
+        with jax.named_scope("view"):
+            _, b = jnp.unstack(y.reshape(64, 2, 128), axis=1)
+        with jax.named_scope("product"):
+            return b @ w
+
+    half, weight = 64 * 128 * 4, 128 * 128 * 4
+    graph = by_scope(step, ROWS, jax.ShapeDtypeStruct((128, 128), jnp.float32))
+    assert moved(graph) == (SIZE + half + weight, SIZE + half, 2)
+
+
 def test_a_gradient_computes_its_calls_values_again() -> None:
     """A call keeps its operands for its gradient, not what it computes from them."""
 

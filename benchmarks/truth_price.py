@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -31,7 +31,7 @@ from shardplan.graph.kernels import with_traffic
 from shardplan.mesh import Device
 from shardplan.plans.summary import Scheduled, scheduled
 from shardplan.schedule import Issued, issued, windows
-from shardplan.search.baselines.recipes import LeftOut, written
+from shardplan.search.baselines.recipes import LeftOut, Restriction, written
 from shardplan.search.baselines.rivals import Rivals, alone
 from shardplan.search.coarsening import Coarse, coarsen
 from shardplan.search.inference.solver import Solver
@@ -191,6 +191,8 @@ def _priced(row: Row) -> tuple[Scheduled, Session]:
     restriction = written(problem, row.id, **roles)
     if isinstance(restriction, LeftOut):
         raise UnpricedError(restriction.reason)
+    if row.sharding.whole_residual:
+        restriction = _whole_residual(problem, restriction, row, roles["tensor"])
     solution = alone(solver, restriction)
     if solution is None:
         raise UnpricedError("no assignment of layouts keeps to it")
@@ -208,6 +210,21 @@ def _priced(row: Row) -> tuple[Scheduled, Session]:
         replicate=(),
     )
     return scheduled(session), session
+
+
+def _whole_residual(problem: Problem, restriction: Restriction, row: Row, tensor: Sequence[int]) -> Restriction:
+    """The restriction under which tensor parallelism leaves the residual stream, [batch, sequence, width], whole.
+
+    Megatron-LM's layers are split so (Shoeybi et al. 2019, section 3). The recipe alone would let a layer norm be split along
+    the width, which no framework here does.
+    """
+    residual = tuple(row.options.get(name) for name in ("batch", "sequence", "width"))
+    domains = list(restriction.domains)
+    for variable in problem.coarse.variables:
+        if any(problem.graph.tensors[t].shape == residual for t in variable.tensors):
+            split = (problem.space(variable.id).roles[:, list(tensor)] >= 0).any(axis=1)
+            domains[variable.id] = tuple(state for state in domains[variable.id] if not split[state])
+    return replace(restriction, domains=tuple(domains))
 
 
 @functools.lru_cache(maxsize=8)

@@ -60,6 +60,7 @@ class Sharding:
     """Ways of each kind, the innermost last: ``data`` copies of ``fsdp`` shards of ``tensor`` parts.
 
     ``zero``: optimizer state is split over the data parallel devices (ZeRO-1 and 2). ``sequence``: sequence parallelism.
+    ``searched``: how activations lie was searched, and is not published.
     """
 
     data: int = 1
@@ -67,6 +68,12 @@ class Sharding:
     tensor: int = 1
     zero: bool = False
     sequence: bool = False
+    searched: bool = False
+
+    @property
+    def whole_residual(self) -> bool:
+        """Whether tensor parallelism leaves what lies between layers whole."""
+        return self.tensor > 1 and not self.sequence and not self.searched
 
     @property
     def batch_ways(self) -> int:
@@ -101,7 +108,8 @@ class Sharding:
 class Row:
     """One published step. ``options`` are those of a model's factory for one microbatch of all devices.
 
-    ``measured_s`` is None where it ran out of memory. ``sweep`` names the rows that are compared in order.
+    ``measured_s`` is None where it ran out of memory. ``sweep`` names the rows that are compared in order. ``uncompiled``: the
+    table says that this row was not compiled.
     """
 
     id: str
@@ -115,6 +123,7 @@ class Row:
     measured_s: float | None
     memory_gb: float | None
     assumed: tuple[str, ...] = ()
+    uncompiled: bool = False
 
     @property
     def samples(self) -> int:
@@ -129,7 +138,7 @@ class Row:
     @property
     def eager(self) -> bool:
         """Whether PyTorch ran it without compilation: kernel by kernel, launched from the host."""
-        return self.framework in EAGER
+        return self.framework in EAGER or self.uncompiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +198,7 @@ def _row(line: Line) -> Row | LeftOut:
         float(line["step_time_s"]) if line["step_time_s"] else None,
         float(line["peak_mem_gb"]) if line["peak_mem_gb"] else None,
         tuple(assumed),
+        "eager" in line["precision"],
     )
 
 
@@ -252,7 +262,7 @@ def _sharding(line: Line, assumed: list[str]) -> Sharding | str:
         return "Alpa's search on one mesh axis: the plan that it found is not published"
     if text.startswith(("auto-sharding", "ILP")):
         assumed.append("Alpa's search on a fixed mesh: ZeRO-2 over its first axis, tensor parallelism over its second")
-        return Sharding(data=gpus // tensor, tensor=tensor, zero=gpus > tensor)
+        return Sharding(data=gpus // tensor, tensor=tensor, zero=gpus > tensor, searched=True)
     if text.startswith(("FSDP", "HSDP", "data=-1", "ZeRO-3", "Megatron-FSDP")):
         ways = gpus // tensor
         inner = ways if text == "ZeRO-3" else fsdp

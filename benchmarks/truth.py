@@ -24,9 +24,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from truth_fit import Priced, Rates, fit
-from truth_price import Price, UnpricedError, fusible, price
-from truth_rows import LeftOut, Row, rows
+from benchmarks.truth_fit import Priced, Rates, fit
+from benchmarks.truth_price import Price, UnpricedError, fusible, price
+from benchmarks.truth_rows import LeftOut, Row, rows
 
 MODELS: Mapping[str, Callable[[Price], float]] = {
     "serial": lambda p: p.serial_s,

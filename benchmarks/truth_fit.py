@@ -14,8 +14,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from truth_price import Price
-from truth_rows import Row, triton_on_a100
+from benchmarks.truth_price import Price
+from benchmarks.truth_rows import Row, triton_on_a100
 
 Priced = tuple[Row, Price]
 LAUNCHED = "vtrain-single-*"

@@ -18,9 +18,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from truth_eager import call_of
-from truth_rows import Row
+import numpy as np
 
+from benchmarks.truth_eager import call_of
+from benchmarks.truth_rows import Row
 from shardplan.cost import TIME, compute
 from shardplan.cost.overlap import step_s
 from shardplan.frontend.argnums import leaves_of
@@ -122,7 +123,7 @@ def price(row: Row) -> Price:
 
 
 def _price(row: Row) -> Price:
-    run, session = _priced(row)
+    run, session = scheduled_row(row)
     _, roles = row.sharding.on(row.cluster)
     inside = set(roles["tensor"])
     n, once_s = row.microbatches, _update_s(session)
@@ -177,7 +178,7 @@ def _update_s(session: Session) -> float:
     return total
 
 
-def _priced(row: Row) -> tuple[Scheduled, Session]:
+def scheduled_row(row: Row) -> tuple[Scheduled, Session]:
     """The schedule and the session of a row's sharding, for one microbatch."""
     options = dict(row.options)
     fused = options.pop("fused", False)
@@ -222,8 +223,8 @@ def _whole_residual(problem: Problem, restriction: Restriction, row: Row, tensor
     domains = list(restriction.domains)
     for variable in problem.coarse.variables:
         if any(problem.graph.tensors[t].shape == residual for t in variable.tensors):
-            split = (problem.space(variable.id).roles[:, list(tensor)] >= 0).any(axis=1)
-            domains[variable.id] = tuple(state for state in domains[variable.id] if not split[state])
+            whole = np.all(problem.space(variable.id).roles[:, list(tensor)] < 0, axis=1)
+            domains[variable.id] = tuple(state for state in domains[variable.id] if whole[state])
     return replace(restriction, domains=tuple(domains))
 
 

@@ -398,8 +398,7 @@ def _compute_s(
     work = _work(signature)
     if not work.counts or device is None:
         return np.zeros(len(part))
-    moved = np.zeros(len(part))
-    call = signature.call
+    moved, call = np.zeros(len(part)), signature.call
     for shapes, sizes, states in ((call.operands, work.operand_bytes, needs), (call.results, work.result_bytes, gives)):
         for i, (shape, size) in enumerate(zip(shapes, sizes, strict=True)):
             moved += size * resharder.space(shape).local[states[:, i]]
@@ -411,14 +410,13 @@ def least_compute_s(signature: Signature, device: Device, devices: int) -> float
     work = _work(signature)
     if not work.counts:
         return 0.0
-    moved = np.array([sum((*work.operand_bytes, *work.result_bytes)) / devices])
-    return float(_seconds_each(device, work, np.array([work.flops / devices]), moved)[0])
+    flops, moved = np.array([[work.flops], [sum((*work.operand_bytes, *work.result_bytes))]]) / devices
+    return float(_seconds_each(device, work, flops, moved)[0])
 
 
-def _seconds_each(device: Device, work: _Work, flops: NDArray[np.float64], moved: NDArray[np.float64]) -> NDArray[np.float64]:
+def _seconds_each(device: Device, own: _Work, flop: NDArray[np.float64], moved: NDArray[np.float64]) -> NDArray[np.float64]:
     """Seconds of an op's arithmetic and traffic on one device."""
-    rate = {"matrix": work.matrix, "attention": work.attention}
-    return compute.seconds_each(device, flops, moved, work.dtype, launches=work.launches, **rate)
+    return compute.seconds_each(device, flop, moved, own.dtype, matrix=own.matrix, attention=own.attention, launches=own.launches)
 
 
 def _may_pass(operands: frozenset[int], late: Late) -> bool:
@@ -472,8 +470,7 @@ def halo_bytes(call: Call, operand: int, place: Split) -> tuple[float, ...]:
 class _Work:
     """Arithmetic and memory traffic of a whole op; ``counts`` is false for an op that is fused into its reader.
 
-    ``matrix``: the arithmetic is that of products, ``attention``: of products inside fused attention. ``launches`` are its
-    kernels: None for one, where it computes or moves anything.
+    ``matrix``: it has products, ``attention``: inside fused attention. ``launches``: None for one, if it computes or moves.
     """
 
     flops: float

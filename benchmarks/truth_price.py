@@ -219,7 +219,9 @@ def _whole_residual(problem: Problem, restriction: Restriction, row: Row, tensor
     Megatron-LM's layers are split so (Shoeybi et al. 2019, section 3). The recipe alone would let a layer norm be split along
     the width, which no framework here does.
     """
-    residual = tuple(row.options.get(name) for name in ("batch", "sequence", "width"))
+    options = row.options
+    sequence = (options["image"] // options["patch"]) ** 2 if "patch" in options else options.get("sequence")
+    residual = options["batch"], sequence, options.get("width")
     domains = list(restriction.domains)
     for variable in problem.coarse.variables:
         if any(problem.graph.tensors[t].shape == residual for t in variable.tensors):

@@ -1,14 +1,12 @@
 """Published step times beside predicted ones: JAX frameworks, Alpa, Megatron, FSDP in PyTorch; A100, H100, V100.
 
-``python benchmarks/truth.py [--only GLOB] [--json FILE] [--priced FILE ...] [--model serial|hidden|partly] [--brief]``
+``python benchmarks/truth.py [--only GLOB] [--json FILE] [--priced FILE ...] [--model MODEL] [--brief]``
 
 Each row of ``measured_steps.csv`` and ``megatron_a100.csv`` that the models can say is traced as it was run (``truth_rows.py``),
-its sharding fixed as it was written, and priced (``truth_price.py``). Nothing is fitted to these rows: rates are those of the
-presets. *serial* adds compute and communication up, *hidden* is the larger of both; *predicted* is the time model of `--model`.
-
-One rate is fitted, as shardplan has none for it: PyTorch without compilation launches kernel by kernel from the host, and a step
-cannot be shorter than that takes. It is fitted to every tenth of vTrain's rows on one node, which are named and then left out of
-all figures. Steps that XLA compiled have no such floor.
+its sharding fixed as it was written, and priced (``truth_price.py``). Rates are those of the presets; two that they do not have
+are fitted to few rows, which are named and left out of all figures (``truth_fit.py``). *serial* adds compute and communication
+up, *hidden* is the larger of both, *partly* hides all but tensor parallelism, *overlap* is the time model of plans; *predicted*
+is that of `--model`.
 """
 
 from __future__ import annotations
@@ -19,45 +17,34 @@ import itertools
 import json
 import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from truth_price import Price, UnpricedError, fusible, price
-from truth_rows import LeftOut, Row, rows
+from benchmarks.truth_fit import Priced, Rates, fit
+from benchmarks.truth_price import Price, UnpricedError, fusible, price
+from benchmarks.truth_rows import LeftOut, Row, rows
 
 MODELS: Mapping[str, Callable[[Price], float]] = {
     "serial": lambda p: p.serial_s,
     "hidden": lambda p: p.hidden_s,
     "partly": lambda p: p.partly_s,
+    "overlap": lambda p: p.overlap_s,
 }
 APART = 1.05
 """Two rows are compared in order where the slower takes so much longer."""
 
 
-EAGER = ("LLM Foundry", "Megatron-DeepSpeed", "Megatron-LM")
-"""The frameworks whose rows ran PyTorch without compilation."""
-FITTED = "vtrain-single-*"
-FIT_EVERY = 10
-
-
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A row with its price, and the seconds that a time model makes of it."""
+    """A row with its price at the rate of its attention kernel, and the seconds that a time model makes of it."""
 
     row: Row
     price: Price
     predicted_s: float
-    took_s: float
-
-    @property
-    def eager(self) -> bool:
-        """Whether the host launched kernel by kernel."""
-        return self.row.framework in EAGER
 
     @property
     def error(self) -> float:
@@ -85,25 +72,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not found and not left:
         parser.error(f"--only {given.only}: no row has such an id")
     known = {r["id"]: r for file in given.priced for r in json.loads(file.read_text())["rows"]}
-    results: list[Result] = []
+    priced: list[Priced] = []
     for row in sorted(found, key=lambda r: (r.framework, r.model, sorted((k, str(v)) for k, v in r.options.items()))):
-        began = time.perf_counter()
         try:
             paid = Price(**{f.name: known[row.id][f.name] for f in fields(Price)}) if row.id in known else price(row)
         except UnpricedError as error:
             left.append(LeftOut(row.id, row.framework, str(error)))
             continue
-        results.append(Result(row, paid, MODELS[given.model](paid), time.perf_counter() - began))
+        priced.append((row, paid))
         if sys.stderr.isatty():
-            print(f"{len(results)} of {len(found)} {row.id}", file=sys.stderr, flush=True)
-        _write(given.json, results, left)
-    results, fitted = floored(results)
+            print(f"{len(priced)} of {len(found)} {row.id}", file=sys.stderr, flush=True)
+        _write(given.json, priced, [], left)
+    model = MODELS[given.model]
+    rates, launched, attending = fit(priced, model)
+    results = _predicted([r for r in priced if r not in (*launched, *attending)], rates, model)
+    fitted = _predicted([*launched, *attending], rates, model)
     if not given.brief:
         print("\n".join([_HEAD, *map(_line, [*results, *fitted])]))
-    if fitted:
-        print(f"\nfitted to {', '.join(r.row.id for r in fitted)}:", end=" ")
-        print(f"PyTorch launches a kernel in {dispatch_s(fitted) * 1e6:.1f} us; these rows are in no figure below")
-    _write(given.json, [*results, *fitted], left)
+    _print_fitted(rates, launched, attending)
+    _write(given.json, priced, [*results, *fitted], left)
     _print_figures(results)
     _print_left_out(left)
     return 0
@@ -115,10 +102,13 @@ _HEAD = (
 )
 
 
-def _write(path: Path | None, results: Sequence[Result], left: Sequence[LeftOut]) -> None:
+def _write(path: Path | None, priced: Sequence[Priced], results: Sequence[Result], left: Sequence[LeftOut]) -> None:
+    """The prices, at the rates of the presets; and the predictions, once there are any."""
     if path is not None:
+        of = {r.row.id: r for r in results}
         part = path.with_name(path.name + ".part")
-        part.write_text(json.dumps({"rows": [_record(r) for r in results], "left_out": [_why(r) for r in left]}, indent=1))
+        written = [_record(row, paid, of.get(row.id)) for row, paid in priced]
+        part.write_text(json.dumps({"rows": written, "left_out": [_why(r) for r in left]}, indent=1))
         part.replace(path)
 
 
@@ -134,27 +124,19 @@ def _line(r: Result) -> str:
     )
 
 
-def _record(r: Result) -> dict[str, Any]:
-    p = r.price
+def _record(row: Row, paid: Price, result: Result | None) -> dict[str, Any]:
     return {
-        "id": r.row.id,
-        "framework": r.row.framework,
-        "sweep": r.row.sweep,
-        "samples": r.row.samples,
-        "measured_s": r.row.measured_s,
-        "predicted_s": r.predicted_s,
-        "compute_s": p.compute_s,
-        "tensor_s": p.tensor_s,
-        "data_s": p.data_s,
-        "serial_s": p.serial_s,
-        "hidden_s": p.hidden_s,
-        "partly_s": p.partly_s,
-        "peak_bytes": p.peak_bytes,
-        "launches": p.launches,
-        "fits": r.fits,
-        "measured_gb": r.row.memory_gb,
-        "assumed": r.row.assumed,
-        "took_s": r.took_s,
+        "id": row.id,
+        "framework": row.framework,
+        "sweep": row.sweep,
+        "samples": row.samples,
+        "measured_s": row.measured_s,
+        "predicted_s": None if result is None else result.predicted_s,
+        **asdict(paid),
+        **({} if result is None else {f"{name}_s": model(result.price) for name, model in MODELS.items()}),
+        "fits": paid.peak_bytes <= row.cluster.device.memory_bytes,
+        "measured_gb": row.memory_gb,
+        "assumed": row.assumed,
     }
 
 
@@ -162,29 +144,18 @@ def _why(r: LeftOut) -> dict[str, str]:
     return {"id": r.id, "framework": r.framework, "reason": r.reason}
 
 
-def floored(results: Sequence[Result]) -> tuple[list[Result], list[Result]]:
-    """(the results that are predictions, those that the launches of PyTorch are fitted to), with these launches as a floor."""
-    candidates = sorted((r for r in results if fnmatch.fnmatchcase(r.row.id, FITTED)), key=lambda r: r.row.id)
-    fitted = candidates[::FIT_EVERY] if len(candidates) >= 2 * FIT_EVERY else []
-    if not fitted:
-        return list(results), []
-    each_s = dispatch_s(fitted)
-
-    def floor(r: Result) -> Result:
-        return replace(r, predicted_s=max(r.predicted_s, each_s * r.price.launches)) if r.eager else r
-
-    return [floor(r) for r in results if r not in fitted], [floor(r) for r in fitted]
+def _predicted(found: Sequence[Priced], rates: Rates, model: Callable[[Price], float]) -> list[Result]:
+    return [Result(row, rates.price(row, paid), rates.seconds(row, paid, model)) for row, paid in found]
 
 
-def dispatch_s(fitted: Sequence[Result]) -> float:
-    """Seconds of one launch: of the least mean error over these rows, to a tenth of a microsecond."""
-
-    def error(each_s: float) -> float:
-        return statistics.mean(
-            abs(max(r.price.serial_s, each_s * r.price.launches) / (r.row.measured_s or 1.0) - 1) for r in fitted
-        )
-
-    return min((n * 1e-7 for n in range(1000)), key=error)
+def _print_fitted(rates: Rates, launched: Sequence[Priced], attending: Sequence[Priced]) -> None:
+    told = (
+        (launched, f"PyTorch launches a kernel in {rates.launch_s * 1e6:.1f} us"),
+        (attending, f"FlashAttention 1 in Triton reaches {rates.triton_on_h100 or 0:.1%} of an H100's peak"),
+    )
+    for rows_of, words in told:
+        if rows_of:
+            print(f"\nfitted to {', '.join(row.id for row, _ in rows_of)}: {words}; these rows are in no figure below")
 
 
 # -- figures -----------------------------------------------------------------------------------------------------------

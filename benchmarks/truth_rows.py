@@ -37,11 +37,30 @@ PRESETS: Mapping[str, str] = {
 }
 
 
+EAGER = ("LLM Foundry", "Megatron-DeepSpeed", "Megatron-LM")
+"""The frameworks whose rows ran PyTorch without compilation."""
+
+
+TRITON = "FlashAttention 1 in Triton"
+"""The default of LLM Foundry's benchmark scripts at that time (scripts/train/benchmarking/submit_benchmarks.py, attn_impl)."""
+
+
+def triton_on_a100(*, forwards: int) -> float:
+    """The part of an A100's peak that FlashAttention 1 in Triton reaches in so many forward passes and one backward.
+
+    FlashAttention-2 reaches at most 73% of it forward and 63% backward (Dao 2023, section 1), and is 1.3 to 1.5 times as fast as
+    that one forward, about 2 times backward (section 4.1). A forward pass has two products, a backward pass five.
+    """
+    forward, backward = 2 * forwards, 5
+    return (forward + backward) / (forward / (0.73 / 1.4) + backward / (0.63 / 2))
+
+
 @dataclass(frozen=True, slots=True)
 class Sharding:
     """Ways of each kind, the innermost last: ``data`` copies of ``fsdp`` shards of ``tensor`` parts.
 
     ``zero``: optimizer state is split over the data parallel devices (ZeRO-1 and 2). ``sequence``: sequence parallelism.
+    ``searched``: how activations lie was searched, and is not published.
     """
 
     data: int = 1
@@ -49,6 +68,12 @@ class Sharding:
     tensor: int = 1
     zero: bool = False
     sequence: bool = False
+    searched: bool = False
+
+    @property
+    def whole_residual(self) -> bool:
+        """Whether tensor parallelism leaves what lies between layers whole."""
+        return self.tensor > 1 and not self.sequence and not self.searched
 
     @property
     def batch_ways(self) -> int:
@@ -83,7 +108,8 @@ class Sharding:
 class Row:
     """One published step. ``options`` are those of a model's factory for one microbatch of all devices.
 
-    ``measured_s`` is None where it ran out of memory. ``sweep`` names the rows that are compared in order.
+    ``measured_s`` is None where it ran out of memory. ``sweep`` names the rows that are compared in order. ``uncompiled``: the
+    table says that this row was not compiled.
     """
 
     id: str
@@ -97,11 +123,22 @@ class Row:
     measured_s: float | None
     memory_gb: float | None
     assumed: tuple[str, ...] = ()
+    uncompiled: bool = False
 
     @property
     def samples(self) -> int:
         """Sequences or images of a step."""
         return int(self.options["batch"]) * self.microbatches
+
+    @property
+    def attention_kernel(self) -> str:
+        """The attention kernel that it ran, if that is not one of those that the presets' rates are of; else empty."""
+        return TRITON if self.framework == "LLM Foundry" and self.options.get("fused") else ""
+
+    @property
+    def eager(self) -> bool:
+        """Whether PyTorch ran it without compilation: kernel by kernel, launched from the host."""
+        return self.framework in EAGER or self.uncompiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +198,7 @@ def _row(line: Line) -> Row | LeftOut:
         float(line["step_time_s"]) if line["step_time_s"] else None,
         float(line["peak_mem_gb"]) if line["peak_mem_gb"] else None,
         tuple(assumed),
+        "eager" in line["precision"],
     )
 
 
@@ -224,7 +262,7 @@ def _sharding(line: Line, assumed: list[str]) -> Sharding | str:
         return "Alpa's search on one mesh axis: the plan that it found is not published"
     if text.startswith(("auto-sharding", "ILP")):
         assumed.append("Alpa's search on a fixed mesh: ZeRO-2 over its first axis, tensor parallelism over its second")
-        return Sharding(data=gpus // tensor, tensor=tensor, zero=gpus > tensor)
+        return Sharding(data=gpus // tensor, tensor=tensor, zero=gpus > tensor, searched=True)
     if text.startswith(("FSDP", "HSDP", "data=-1", "ZeRO-3", "Megatron-FSDP")):
         ways = gpus // tensor
         inner = ways if text == "ZeRO-3" else fsdp

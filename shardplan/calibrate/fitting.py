@@ -132,6 +132,8 @@ def fit_device(
             **{d: fitted.flops[d] / efficiency for d in dtypes},
         },
         flops_efficiency=float(efficiency),
+        # no attention kernel is measured: it stays behind products by the factor of the preset
+        attention_efficiency=min(1.0, float(efficiency) * base.attention_efficiency / base.flops_efficiency),
         memory_bytes_per_s=best.memory,
         memory_efficiency=fitted.memory / best.memory,
         launch_s=launch_s,

@@ -106,6 +106,15 @@ def states_products(description: Description) -> bool:
     return any(_stated(tree) for tree in description.trees)
 
 
+def is_attention(description: Description) -> bool:
+    """Whether the op is a fused attention kernel: its products run at a rate of their own (`Device.attention_efficiency`)."""
+    return any(_attends(tree) for tree in description.trees)
+
+
+def _attends(node: Scalar) -> bool:
+    return (isinstance(node, OpaqueResult | HiddenLoops) and node.attention) or any(_attends(c) for c in children(node))
+
+
 def product_dtype(call: Call, *, contracts: bool) -> str:
     """The dtype at whose peak an op's products run: the wider of its first two operands'.
 
@@ -116,13 +125,23 @@ def product_dtype(call: Call, *, contracts: bool) -> str:
     return max([first, *(d for d in second if contracts or ("int" in d) == ("int" in first))], key=itemsize)
 
 
-def seconds(device: Device, flop: float, nbytes: float, dtype: str, *, matrix: bool, launches: float | None = None) -> float:
+def seconds(
+    device: Device,
+    flop: float,
+    nbytes: float,
+    dtype: str,
+    *,
+    matrix: bool,
+    attention: bool = False,
+    launches: float | None = None,
+) -> float:
     """The roofline's time: the slower of arithmetic and memory, plus launches: by default one of what computes or moves anything.
 
-    The arithmetic of ``matrix`` ops runs at the dtype's peak. That of others costs nothing: the vector rate bounds no elementwise
-    op here.
+    The arithmetic of ``matrix`` ops runs at the part of the dtype's peak that products reach, or fused ``attention``. That of
+    others costs nothing: the vector rate bounds no elementwise op here.
     """
-    return float(seconds_each(device, np.array(flop), np.array(nbytes), dtype, matrix=matrix, launches=launches))
+    each = seconds_each(device, np.array(flop), np.array(nbytes), dtype, matrix=matrix, attention=attention, launches=launches)
+    return float(each)
 
 
 def seconds_each(
@@ -132,10 +151,12 @@ def seconds_each(
     dtype: str,
     *,
     matrix: bool,
+    attention: bool = False,
     launches: float | None = None,
 ) -> NDArray[np.float64]:
     """`seconds` of many ops of one kind."""
-    arithmetic = flop / (device.flops_per_s[rated(device, dtype)] * device.flops_efficiency) if matrix else 0.0
+    reached = device.attention_efficiency if attention else device.flops_efficiency
+    arithmetic = flop / (device.flops_per_s[rated(device, dtype)] * reached) if matrix else 0.0
     slower = np.maximum(arithmetic, moving_s(device, nbytes))
     return slower + device.launch_s * (np.where((nbytes != 0) | matrix, 1.0, 0.0) if launches is None else launches)
 

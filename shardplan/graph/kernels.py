@@ -12,18 +12,22 @@ kernel follows XLA's rules, in this order:
    (multi-output fusion), unless a third lies between them. Reductions along rows and along columns are never in one kernel.
 
 A transpose ends a kernel, and so do reductions and updates in place.
+
+A library that runs ops as they are called, such as PyTorch without compilation, has kernels for its own functions and no others.
+Ops of two calls then never share a kernel. Slices and broadcasts are views, and a product adds its own call's bias.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from shardplan.graph.nodes import Graph, Node, Signature, Traffic
 from shardplan.tdl.index import loops_of
+from shardplan.tdl.language import Access
 
 LONGEST_ROW = 2**14
 """The most elements of a row that one kernel holds: XLA splits the reduction of a longer one in two."""
@@ -37,8 +41,11 @@ _FAR = 200
 """Two kernels with this many others behind the first may have a third between them: they are not joined."""
 
 
-def with_traffic(graph: Graph) -> Graph:
-    """The graph with the traffic of each node in its costed signature; equal ops with equal traffic share one."""
+def with_traffic(graph: Graph, *, call_of: Callable[[Node], Hashable] | None = None) -> Graph:
+    """The graph with the traffic of each node in its costed signature; equal ops with equal traffic share one.
+
+    ``call_of`` names the call of a library that runs calls one by one; without it, all ops are compiled together.
+    """
     known: dict[tuple[int, Traffic], Signature] = {}
     first = 1 + max((node.signature.id for node in graph.nodes), default=0)
 
@@ -48,7 +55,7 @@ def with_traffic(graph: Graph) -> Graph:
             known[key] = node.signature.with_traffic(first + len(known), own)
         return known[key]
 
-    rows = zip(graph.nodes, _Model(graph).traffic(), strict=True)
+    rows = zip(graph.nodes, _Model(graph, call_of).traffic(), strict=True)
     return replace(graph, nodes=tuple(replace(node, costed=costed(node, own)) for node, own in rows))
 
 
@@ -72,9 +79,12 @@ class _Kernel:
 class _Model:
     """The kernels of one graph: values are followed by the buffers that hold them, so a reshape is no value of its own."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, call_of: Callable[[Node], Hashable] | None = None) -> None:
         self.graph = graph
+        self.call_of = call_of
+        self.calls = [None if call_of is None else call_of(node) for node in graph.nodes]
         self.name = list(range(len(graph.tensors)))  # of each tensor: the buffer that it renames
+        self.shown: dict[int, int] = {}  # bytes of its buffer that a renamed tensor shows: a broadcast one repeats them
         self.renamed: set[int] = set()  # nodes for which no kernel runs
         self.maker: dict[int, Node] = {}
         self.readers: dict[int, list[Node]] = {}
@@ -92,8 +102,11 @@ class _Model:
             for t in node.inputs:
                 using.setdefault(t, []).append(node)
         for node in graph.nodes:
-            if len(node.outputs) == 1 and node.inputs[:1] and node.inputs[0] >= 0 and self._renames(node, using):
-                self.name[node.outputs[0]] = self.name[node.inputs[0]]
+            if node.inputs[:1] and node.inputs[0] >= 0 and self._renames(node, using):
+                source = node.inputs[0]
+                for t in node.outputs:
+                    self.name[t] = self.name[source]
+                    self.shown[t] = min(graph.tensors[t].nbytes, self.shown.get(source, graph.tensors[source].nbytes))
                 self.renamed.add(node.id)
                 continue
             for t in node.outputs:
@@ -128,11 +141,37 @@ class _Model:
 
     def _renames(self, node: Node, using: Mapping[int, Sequence[Node]]) -> bool:
         """Whether no kernel runs for a node: it is a reshape, or a transpose beside a product, which takes any order."""
+        if self.call_of is not None and self._is_view_or_bias(node):
+            return True
+        if len(node.outputs) != 1:
+            return False
         if not node.signature.swaps:
             return node.signature.part == "none"
         maker, readers = self.maker.get(node.inputs[0]), using.get(node.outputs[0], ())
         made = maker is not None and maker.signature.part == "product" and len(using[node.inputs[0]]) == 1
         return made or (bool(readers) and all(r.signature.part == "product" for r in readers))
+
+    def _is_view_or_bias(self, node: Node) -> bool:
+        """Whether a library that runs calls one by one runs no kernel for a node.
+
+        Of several views of one buffer, a kernel is charged the largest that it reads.
+        """
+        if node.signature.part != "loop" or node.signature.description is None:
+            return False
+        trees, call = node.signature.description.trees, node.signature.call
+        if (
+            all(isinstance(tree, Access) for tree in trees)
+            and {*call.dtypes} == {*call.result_dtypes}
+            and len(call.operands) == 1
+        ):
+            return True
+        maker = self.maker.get(self.name[node.inputs[0]])
+        return (
+            maker is not None
+            and maker.signature.part == "product"
+            and self.calls[maker.id] == self.calls[node.id]
+            and call.operands[0] == call.results[0]
+        )
 
     def traffic(self) -> tuple[Traffic, ...]:
         """The traffic of each node."""
@@ -170,6 +209,8 @@ class _Model:
             return set()
         if any(r.signature.part in ("product", "alone") or r.weight != node.weight for r in readers):
             return None
+        if any(self.calls[r.id] != self.calls[node.id] for r in readers) and any(t >= 0 for t in node.inputs):
+            return None
         homes = set[int]().union(*(self.within[r.id] for r in readers))
         if len(homes) <= 1:
             return homes
@@ -180,7 +221,7 @@ class _Model:
 
     def _operands(self, node: Node) -> Iterator[tuple[int, int, int]]:
         """(slot, buffer, bytes) of what a node reads."""
-        whole = {t: self.graph.tensors[t].nbytes for t in node.inputs if t >= 0}
+        whole = {t: self.shown.get(t, self.graph.tensors[t].nbytes) for t in node.inputs if t >= 0}
         made = sum(self.graph.tensors[t].nbytes for t in node.outputs)
         for slot, t in enumerate(node.inputs):
             if t < 0 or (node.signature.part == "update" and slot == 0):
@@ -231,6 +272,8 @@ class _Model:
     def _may_join(self, a: int, b: int, of: _Of) -> bool:
         one, other = self.kernels[a], self.kernels[b]
         if one.size != other.size or {one.order, other.order} == {"row", "column"}:
+            return False
+        if self.calls[one.last] != self.calls[other.last]:
             return False
         first, last = self.graph.nodes[one.last], self.graph.nodes[other.last]
         if first.weight != last.weight or self._waits(one, other) or self._waits(other, one):

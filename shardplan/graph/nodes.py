@@ -51,7 +51,7 @@ class Signature:
     - ``constraint``: where the step says that the result lies (None: it does not say).
     - ``manual``: how it takes and leaves values where the step itself runs it on each device (None: the plan chooses).
     - ``contracts``: it sums products, as a matrix product or a convolution does. ``multiplies``: it does, or it is opaque and
-      states the flops of products inside it.
+      states the flops of products inside it. ``attends``: these are those of fused attention, which has a rate of its own.
     - ``traffic``: what it adds to kernels (None: it is a kernel of its own).
     - ``part``: what it is inside kernels. ``update``: the operand that it writes into its first, in place (None: it makes a new
       result). ``slices``: it reads only as many elements of its first operand as its result has. ``filter``: where a convolution
@@ -71,6 +71,7 @@ class Signature:
     resizes: bool = field(init=False)
     contracts: bool = field(init=False)
     multiplies: bool = field(init=False)
+    attends: bool = field(init=False)
     part: Part = field(init=False)
     update: int | None = field(init=False)
     slices: bool = field(init=False)
@@ -96,6 +97,7 @@ class Signature:
         set_("manual", self.call.params.get("manual"))
         set_("contracts", known is not None and compute.is_contraction(known))
         set_("multiplies", self.contracts or (known is not None and compute.states_products(known)))
+        set_("attends", known is not None and compute.is_attention(known))
         set_("part", part_of(self.call, known, multiplies=self.multiplies))
         set_("update", update_of(self.call))
         set_("slices", reads_slices(self.call))

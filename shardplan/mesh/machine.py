@@ -20,6 +20,8 @@ LARGEST = 2**20
 """The most devices of a cluster: some arrays have an entry for each device."""
 DEFAULT_CONTENTION = 1.3
 """The contention of devices on which nobody measured it (Galvatron's figure)."""
+DEFAULT_ATTENTION_EFFICIENCY = 0.5
+"""The part of the peak that fused attention reaches on devices of which nothing is published (FlashAttention-2, abstract)."""
 LARGEST_PART = 2.0
 """The largest efficiency: fits against assumed bandwidths end a little above 1, never at 90 (a percentage)."""
 NAME = re.compile(r"[\w.\-]+")
@@ -112,7 +114,9 @@ class Device:
     collective instruction before its first message, over whatever links; a file that does not say gets ``launch_s``, as a
     collective is at least a kernel. ``platform`` is JAX's word for its kind: on GPUs, JAX's allocator takes a part of the memory.
     ``contention`` is the factor, at least 1, by which compute and communication slow each other while both run (Calculon,
-    Galvatron). The default, 1.3, is Galvatron's figure for GPUs.
+    Galvatron). The default, 1.3, is Galvatron's figure for GPUs. ``attention_efficiency`` is the part of the peak that fused
+    attention reaches, forward and backward together, where a causal mask's upper half counts nothing. The default, 0.5, is the
+    least that FlashAttention-2 reaches on A100s (Dao 2023, abstract: 50 to 73%; section 4.1 counts so).
     """
 
     name: str
@@ -125,6 +129,7 @@ class Device:
     collective_launch_s: float | None = None
     platform: Platform = "gpu"
     contention: float = DEFAULT_CONTENTION
+    attention_efficiency: float = DEFAULT_ATTENTION_EFFICIENCY
 
     def __post_init__(self) -> None:
         where = f"device {self.name!r}"
@@ -145,6 +150,7 @@ class Device:
         check_part(self.flops_efficiency, f"{where}: flops_efficiency")
         check_part(self.memory_efficiency, f"{where}: memory_efficiency")
         check_at_least(self.contention, 1.0, f"{where}: contention")
+        check_part(self.attention_efficiency, f"{where}: attention_efficiency")
         object.__setattr__(self, "flops_per_s", dict(sorted(self.flops_per_s.items())))
 
     def __hash__(self) -> int:

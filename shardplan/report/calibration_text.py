@@ -31,6 +31,7 @@ def _figures(profile: Profile) -> str:
         for dtype, peak in device.flops_per_s.items()
     ]
     rows += [
+        ("fused attention", f"{device.attention_efficiency / device.flops_efficiency:.2f} of the rate of products"),
         ("memory", rate(device.memory_bytes_per_s * device.memory_efficiency)),
         ("launch of a kernel", seconds(device.launch_s)),
         ("launch of a collective", seconds(device.instruction_s)),

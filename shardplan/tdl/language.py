@@ -192,15 +192,16 @@ class Opaque:
     ``lambda b, i, j: Opaque()(mat[b, :, :])[i, j]`` is Tofu's batch Cholesky: the dims indexed after the call stay whole too.
 
     ``flops`` are those of the matrix products in the whole call, for all elements of all results together: the op is then priced
-    at the peak of its first operand's dtype. Without them its memory traffic alone counts.
+    at the peak of its first operand's dtype. Without them its memory traffic alone counts. ``attention``: the products and the
+    softmax between them are one kernel (Dao 2023, FlashAttention-2), which reaches less of the peak than a product alone.
     """
 
-    def __init__(self, flops: float = 0.0) -> None:
-        self.flops = flops
+    def __init__(self, flops: float = 0.0, *, attention: bool = False) -> None:
+        self.flops, self.attention = flops, attention
 
     def __call__(self, *args: Scalar) -> OpaqueResult:
         """The function's value on these elements and slices."""
-        return OpaqueResult(args, self.flops)
+        return OpaqueResult(args, self.flops, self.attention)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,11 +210,12 @@ class OpaqueResult(Scalar):
 
     args: tuple[Scalar, ...]
     flops: float = 0.0
+    attention: bool = False
 
     def __getitem__(self, key: object) -> Scalar:
         keys = cast("tuple[object, ...]", key if isinstance(key, tuple) else (key,))
         hidden = frozenset(loop for k in keys if isinstance(k, Loop) for loop in _loops(k))
-        return HiddenLoops(self.args, hidden, self.flops)
+        return HiddenLoops(self.args, hidden, self.flops, self.attention)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +225,7 @@ class HiddenLoops(Scalar):
     args: tuple[Scalar, ...]
     loops: frozenset[int]
     flops: float = 0.0
+    attention: bool = False
 
 
 def _loops(loop: Loop) -> frozenset[int]:

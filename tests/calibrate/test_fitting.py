@@ -38,6 +38,12 @@ def test_the_rates_that_made_the_seconds_come_back() -> None:
     assert device.launch_s == pytest.approx(TRUE.launch_s, rel=0.05)
 
 
+def test_fused_attention_stays_behind_products_by_the_factor_of_the_preset() -> None:
+    preset, device = Cluster.load("cpu").device, fitted([w.seconds(TRUE) for w in WORKS])
+    factor = preset.attention_efficiency / preset.flops_efficiency
+    assert device.attention_efficiency / device.flops_efficiency == pytest.approx(factor)
+
+
 def test_noise_and_kernels_that_nothing_prices_move_the_rates_little() -> None:
     rng = random.Random(0)
     seconds = [w.seconds(TRUE) * rng.uniform(0.8, 1.25) for w in WORKS]

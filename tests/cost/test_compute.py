@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 
 from models import gpt, gpt_linen, mlp, unet, vit, wresnet
 from shardplan.cost import compute
+from shardplan.frontend.nnx_state import trace_step
 from shardplan.frontend.trace import trace
 from shardplan.graph import Node, flatten
-from shardplan.mesh import Cluster
+from shardplan.mesh import Cluster, Device
+from shardplan.search.problem.strategies import least_compute_s
 
 
 def counted(step: Callable[..., Any], *args: Any) -> float:
@@ -123,6 +125,32 @@ def test_half_the_bytes_and_twice_the_peak_halve_the_time() -> None:
     slow = compute.seconds(H100, 1e15, 1.0, "float32", matrix=True) - H100.launch_s
     fast = compute.seconds(H100, 1e15, 1.0, "bfloat16", matrix=True) - H100.launch_s
     assert slow / fast == pytest.approx(H100.flops_per_s["bfloat16"] / H100.flops_per_s["float32"])
+
+
+def test_fused_attention_runs_at_its_own_rate_and_products_at_theirs() -> None:
+    slow = replace(H100, attention_efficiency=H100.attention_efficiency / 2)
+
+    def working_s(device: Device, *, attention: bool) -> float:
+        return compute.seconds(device, 1e15, 1.0, "bfloat16", matrix=True, attention=attention) - device.launch_s
+
+    assert working_s(slow, attention=True) == pytest.approx(2 * working_s(H100, attention=True))
+    assert working_s(slow, attention=False) == working_s(H100, attention=False)
+
+
+def test_a_slower_attention_rate_slows_the_attention_kernels_of_a_step_alone() -> None:
+    step, args = gpt.train_step(layers=1, width=128, heads=2, sequence=128, batch=4, attention="flash", dtype="bfloat16")
+    nodes = flatten(trace_step(step, args, (0,)).program).nodes
+    fast = replace(H100, launch_s=0.0, memory_bytes_per_s=1e18)
+    slow = replace(fast, attention_efficiency=fast.attention_efficiency / 4)
+
+    def ratio(node: Node) -> float:
+        return least_compute_s(node.signature, slow, 8) / least_compute_s(node.signature, fast, 8)
+
+    products = [n for n in nodes if n.signature.multiplies]
+    found = {n.signature.call.primitive: ratio(n) for n in products}
+    kernels = {"pallas_call:mha_forward", "pallas_call:mha_backward"}
+    assert {name: found[name] for name in kernels} == pytest.approx(dict.fromkeys(kernels, 4.0))
+    assert found["dot_general"] == 1.0
 
 
 def test_products_and_convolutions_are_contractions_and_sums_are_not() -> None:

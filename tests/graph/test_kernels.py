@@ -14,6 +14,7 @@ from jax import lax
 from models import gpt
 from shardplan.frontend.trace import trace
 from shardplan.graph import Graph, Node, flatten
+from shardplan.graph.kernels import with_traffic
 from shardplan.graph.nodes import Traffic
 from tests.models.test_factories import TINY, factory
 
@@ -198,3 +199,92 @@ def test_equal_layers_share_signatures() -> None:
     graph = flat(step, *args)
     assert len({node.costed.id for node in graph.nodes}) < 0.5 * len(graph.nodes)
     assert {node.costed.call.primitive for node in graph.nodes} == {node.signature.call.primitive for node in graph.nodes}
+
+
+def by_scope(step: Callable[..., Any], *args: Any) -> Graph:
+    """The graph of a library that runs each scope of a step as a call of its own."""
+    return with_traffic(flat(step, *args), call_of=lambda node: node.op.scope.split("(")[-1].rstrip(")"))
+
+
+def test_ops_of_two_calls_never_share_a_kernel() -> None:
+    def step(x: Any) -> Any:
+        with jax.named_scope("first"):
+            y = jnp.exp(x) + 1
+        with jax.named_scope("second"):
+            return jnp.tanh(y) * 2
+
+    assert moved(flat(step, ROWS)) == (SIZE, SIZE, 1)
+    assert moved(by_scope(step, ROWS)) == (2 * SIZE, 2 * SIZE, 2)
+
+
+def test_two_calls_that_read_one_value_read_it_twice() -> None:
+    def step(x: Any) -> Any:
+        with jax.named_scope("first"):
+            y = jnp.exp(x)
+        with jax.named_scope("second"):
+            return y, jnp.tanh(x)
+
+    assert moved(flat(step, ROWS)) == (SIZE, 2 * SIZE, 1)
+    assert moved(by_scope(step, ROWS)) == (2 * SIZE, 2 * SIZE, 2)
+
+
+def test_a_call_adds_its_bias_with_its_product_and_another_call_does_not() -> None:
+    bias = jax.ShapeDtypeStruct((256,), jnp.float32)
+
+    def step(inside: bool, x: Any, w: Any, b: Any) -> Any:
+        with jax.named_scope("linear"):
+            y = x @ w + b if inside else x @ w
+        with jax.named_scope("after"):
+            return y if inside else y + b
+
+    read, written, launches = moved(by_scope(partial(step, True), ROWS, WEIGHT, bias))
+    apart = moved(by_scope(partial(step, False), ROWS, WEIGHT, bias))
+    assert (written, launches) == (SIZE, 1)
+    assert apart == (read + SIZE + 4 * 256, written + SIZE, launches + 1)
+
+
+def test_slices_and_broadcasts_are_views_of_a_library() -> None:
+    """Each product reads its half of x, and the sum reads one row, however often it broadcasts it."""
+
+    def step(x: Any, w: Any) -> Any:
+        with jax.named_scope("slices"):
+            a, b = jnp.unstack(x.reshape(64, 2, 128), axis=1)
+        with jax.named_scope("products"):
+            c, d = a @ w, b @ w
+        with jax.named_scope("row"):
+            row = jnp.broadcast_to(w[0], (64, 128))
+        with jax.named_scope("sums"):
+            return c + row, d
+
+    half, weight = 64 * 128 * 4, 128 * 128 * 4
+    read, written, launches = moved(by_scope(step, ROWS, jax.ShapeDtypeStruct((128, 128), jnp.float32)))
+    assert launches == 3
+    assert (read, written) == (2 * (half + weight) + half + 128 * 4, 3 * half)
+
+
+def test_what_a_view_shows_is_stored_before_it_is_read() -> None:
+    def step(x: Any, w: Any) -> Any:
+        with jax.named_scope("make"):
+            y = jnp.tanh(x)
+        with jax.named_scope("view"):
+            _, b = jnp.unstack(y.reshape(64, 2, 128), axis=1)
+        with jax.named_scope("product"):
+            return b @ w
+
+    half, weight = 64 * 128 * 4, 128 * 128 * 4
+    graph = by_scope(step, ROWS, jax.ShapeDtypeStruct((128, 128), jnp.float32))
+    assert moved(graph) == (SIZE + half + weight, SIZE + half, 2)
+
+
+def test_a_gradient_computes_its_calls_values_again() -> None:
+    """A call keeps its operands for its gradient, not what it computes from them."""
+
+    def loss(x: Any) -> Any:
+        with jax.named_scope("call"):
+            y = jnp.exp(jnp.tanh(x))
+        with jax.named_scope("sum"):
+            return jnp.sum(y * y)
+
+    graph = with_traffic(flat(jax.grad(loss), ROWS), call_of=lambda node: "call" if "call" in node.op.scope else "sum")
+    stored = [n.op.primitive for n in graph.nodes if "call" in n.op.scope and any(traffic_of(n).writes) and n.outputs]
+    assert "tanh" not in stored

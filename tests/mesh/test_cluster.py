@@ -41,7 +41,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
         levels.append(level)
     peaks = draw(st.dictionaries(st.sampled_from(DTYPES), positive, min_size=1, max_size=3))
     device = Device(draw(names), peaks, draw(positive), draw(st.integers(1, 2**40)), draw(positive), draw(parts), draw(parts))
-    device = replace(device, contention=draw(st.floats(1.0, 1e3)))
+    device = replace(device, contention=draw(st.floats(1.0, 1e3)), attention_efficiency=draw(parts))
     return Cluster(draw(names), tuple(levels), device)
 
 
@@ -113,7 +113,8 @@ def test_equal_clusters_and_only_those_have_equal_fingerprints():
         seen.add(replace(cluster, levels=(cluster.levels[0], level)).fingerprint())
     seen.add(replace(cluster, device=replace(cluster.device, flops_per_s={"float32": 1.0})).fingerprint())
     seen.add(replace(cluster, device=replace(cluster.device, contention=1.5)).fingerprint())
-    assert len(seen) == 7
+    seen.add(replace(cluster, device=replace(cluster.device, attention_efficiency=0.4)).fingerprint())
+    assert len(seen) == 8
     assert replace(cluster, source="elsewhere").fingerprint() == cluster.fingerprint()
 
 
@@ -143,6 +144,12 @@ def test_equal_clusters_and_only_those_have_equal_fingerprints():
         ("flops_efficiency = 0.65", "flops_efficiency = 65", "device.flops_efficiency", "0.9 for 90%, got 65.0"),
         ("contention = 1.3", "contention = 0.9", "device.contention", "at least 1, got 0.9"),
         ("contention = 1.3", "contention = inf", "device.contention", "at least 1, got inf"),
+        ("attention_efficiency = 0.34", "attention_efficiency = 0", "device.attention_efficiency", "above 0, got 0"),
+        ("attention_efficiency = 0.34", "attention_efficiency = -0.1", "device.attention_efficiency", "above 0, got -0.1"),
+        ("attention_efficiency = 0.34", "attention_efficiency = inf", "device.attention_efficiency", "got inf"),
+        ("attention_efficiency = 0.34", "attention_efficiency = nan", "device.attention_efficiency", "got nan"),
+        ("attention_efficiency = 0.34", "attention_efficiency = 34", "device.attention_efficiency", "0.9 for 90%, got 34.0"),
+        ("attention_efficiency = 0.34", 'attention_efficiency = "slow"', "device.attention_efficiency", "must be a number"),
         ("contention = 1.3", 'contention = "1"', "device.contention", "must be a number, got '1'"),
         ("[device]", "[devices]", "devices", "nearest: device"),
         ("memory_bytes_per_s = 3350000000000.0", "memory_bytes_per_s = 0.0", "device.memory_bytes_per_s", "above 0"),

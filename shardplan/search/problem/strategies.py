@@ -398,12 +398,11 @@ def _compute_s(
     work = _work(signature)
     if not work.counts or device is None:
         return np.zeros(len(part))
-    moved = np.zeros(len(part))
-    call = signature.call
+    moved, call = np.zeros(len(part)), signature.call
     for shapes, sizes, states in ((call.operands, work.operand_bytes, needs), (call.results, work.result_bytes, gives)):
         for i, (shape, size) in enumerate(zip(shapes, sizes, strict=True)):
             moved += size * resharder.space(shape).local[states[:, i]]
-    return compute.seconds_each(device, work.flops * part, moved, work.dtype, matrix=work.matrix, launches=work.launches)
+    return _seconds_each(device, work, work.flops * part, moved)
 
 
 def least_compute_s(signature: Signature, device: Device, devices: int) -> float:
@@ -411,9 +410,13 @@ def least_compute_s(signature: Signature, device: Device, devices: int) -> float
     work = _work(signature)
     if not work.counts:
         return 0.0
-    moved = np.array([sum((*work.operand_bytes, *work.result_bytes)) / devices])
-    flops = np.array([work.flops / devices])
-    return float(compute.seconds_each(device, flops, moved, work.dtype, matrix=work.matrix, launches=work.launches)[0])
+    flops, moved = np.array([[work.flops], [sum((*work.operand_bytes, *work.result_bytes))]]) / devices
+    return float(_seconds_each(device, work, flops, moved)[0])
+
+
+def _seconds_each(device: Device, own: _Work, flop: NDArray[np.float64], moved: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Seconds of an op's arithmetic and traffic on one device."""
+    return compute.seconds_each(device, flop, moved, own.dtype, matrix=own.matrix, attention=own.attention, launches=own.launches)
 
 
 def _may_pass(operands: frozenset[int], late: Late) -> bool:
@@ -467,7 +470,7 @@ def halo_bytes(call: Call, operand: int, place: Split) -> tuple[float, ...]:
 class _Work:
     """Arithmetic and memory traffic of a whole op; ``counts`` is false for an op that is fused into its reader.
 
-    ``launches`` are its kernels: None for one, where it computes or moves anything.
+    ``matrix``: it has products, ``attention``: inside fused attention. ``launches``: None for one, if it computes or moves.
     """
 
     flops: float
@@ -475,6 +478,7 @@ class _Work:
     result_bytes: tuple[float, ...]
     dtype: str
     matrix: bool
+    attention: bool
     counts: bool
     launches: float | None = None
 
@@ -488,9 +492,9 @@ def _work(signature: Signature) -> _Work:
     if traffic is not None:
         read = tuple(n * part for n, part in zip(size, traffic.reads, strict=True))
         written = tuple(n * part for n, part in zip(out, traffic.writes, strict=True))
-        return _Work(flops, read, written, dtype, matrix, not traffic.empty, traffic.launches)
+        return _Work(flops, read, written, dtype, matrix, signature.attends, not traffic.empty, traffic.launches)
     if description is None:
-        return _Work(0.0, size, out, dtype, False, True)
+        return _Work(0.0, size, out, dtype, False, False, True)
     # an op that moves the elements of one tensor, or broadcasts it, is fused into the reader
     moves = all(info.reducer is None for info in description.loops) and len([s for s in size if s > 8]) <= 1
-    return _Work(flops, size, out, dtype, matrix, not moves)
+    return _Work(flops, size, out, dtype, matrix, signature.attends, not moves)

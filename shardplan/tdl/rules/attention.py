@@ -82,7 +82,9 @@ def _attention_kernel(call: Call, *operands: TensorRef) -> tuple[Lambda, ...]:
             """One element of the result, from the blocks that its program reads."""
             at = {g: i[d] for d, (g, _) in enumerate(own) if g in free}
             reads = [x for n, ref in enumerate(operands) for x in _reads(ref, grid.blocks[n], at)]
-            return Opaque(0.0 if number else flops)(*reads)[tuple(i[d] for d, (g, _) in enumerate(own) if g not in free)]
+            return Opaque(0.0 if number else flops, attention=True)(*reads)[
+                tuple(i[d] for d, (g, _) in enumerate(own) if g not in free)
+            ]
 
         return Named(names, element)
 

@@ -126,7 +126,7 @@ def _forward(call: Call, *x: TensorRef) -> tuple[Lambda, ...]:
         here = place if own.free else _ALL
         keys = [ref[own.at(batch, _ALL, own.key_head(head), _ALL)] for ref in x[1:3]]
         reads = [*own.query_reads(x[:1], batch, here, [head]), *keys, *own.side_reads(x, batch, here, [head])]
-        return Opaque(flops)(*reads)[(*hidden, *(() if own.free else (place,)))]
+        return Opaque(flops, attention=True)(*reads)[(*hidden, *(() if own.free else (place,)))]
 
     def result(*i: Any) -> Scalar:
         """An element of the result, [batch, queries, heads, head] or with the heads before the queries."""
@@ -152,7 +152,7 @@ def _backward(call: Call, *x: TensorRef) -> tuple[Lambda, ...]:
         keys = [ref[own.at(batch, _ALL, key_head, _ALL)] for ref in x[1:3]]
         rows = [sums[batch, head, place] for head in heads]
         reads = [*own.query_reads(by_query, batch, place, heads), *rows, *keys, *own.side_reads(x, batch, place, heads)]
-        return Opaque(flops)(*reads)[hidden]
+        return Opaque(flops, attention=True)(*reads)[hidden]
 
     def of_queries(*i: Any) -> Scalar:
         """An element of the queries' gradient."""

@@ -7,11 +7,13 @@ kernel follows XLA's rules, in this order:
    it is computed in each, unless they would read more than it costs to store it. Products, library calls and control flow read
    stored values alone.
 2. A reduction along rows, its operands and what is computed from rows and their results are one kernel: a softmax, a
-   normalisation.
+   normalisation. It reads its operands twice where such a sum is stored too, or where two sums do not depend on each other. Rows
+   longer than `LONGEST_ROW` are reduced like columns: what reads their sums is another kernel.
 3. Kernels that run over the same elements are one where one reads what the other stores, or both read the same value
    (multi-output fusion), unless a third lies between them. Reductions along rows and along columns are never in one kernel.
 
-A transpose ends a kernel, and so do reductions and updates in place.
+A transpose ends a kernel, and so do reductions and updates in place. Reductions of more than `LONGEST_ROW` or `LONGEST_COLUMN`
+elements to one take a second kernel. Elements are counted before the op is cut.
 
 A library that runs ops as they are called, such as PyTorch without compilation, has kernels for its own functions and no others.
 Ops of two calls then never share a kernel. Slices and broadcasts are views, and a product adds its own call's bias.
@@ -31,6 +33,9 @@ from shardplan.tdl.language import Access
 
 LONGEST_ROW = 2**14
 """The most elements of a row that one kernel holds: XLA splits the reduction of a longer one in two."""
+
+LONGEST_COLUMN = 2**12
+"""The most elements of a column that XLA reduces without splitting the reduction in two."""
 
 _Order = Literal["", "row", "column"]
 _Of = Callable[[int], int]
@@ -145,7 +150,7 @@ class _Model:
             return True
         if len(node.outputs) != 1:
             return False
-        if not node.signature.swaps:
+        if node.signature.part == "none" or not node.signature.swaps:
             return node.signature.part == "none"
         maker, readers = self.maker.get(node.inputs[0]), using.get(node.outputs[0], ())
         made = maker is not None and maker.signature.part == "product" and len(using[node.inputs[0]]) == 1
@@ -335,9 +340,12 @@ class _Model:
             stored = [t for t in kernel.stores if t in needed]
             if not stored and graph.nodes[kernel.last].signature.part in ("loop", "reduction", "transpose"):
                 continue  # nothing reads it
-            launches[kernel.last] += 1
+            passes = self._passes(kernel, stored)
+            launches[kernel.last] += passes
+            for t in stored if self.call_of is None else ():
+                launches[kernel.last] += _splits(self.maker[t])
             for n, slot, nbytes in kernel.reads.values():
-                reads[n][slot] += nbytes / max(1, graph.tensors[graph.nodes[n].inputs[slot]].nbytes)
+                reads[n][slot] += passes * nbytes / max(1, graph.tensors[graph.nodes[n].inputs[slot]].nbytes)
             for t in stored:
                 maker = self.maker[t]
                 writes[maker.id][maker.outputs.index(t)] += _updated(maker)
@@ -348,6 +356,28 @@ class _Model:
             elif node.signature.filter and node.inputs[1] >= 0 and self.name[node.inputs[1]] not in self.maker:
                 reads[node.id][1] += 2
         return tuple(Traffic(tuple(r), tuple(w), n) for r, w, n in zip(reads, writes, launches, strict=True))
+
+    def _passes(self, kernel: _Kernel, stored: Sequence[int]) -> int:
+        """How often a kernel reads its operands: twice where it stores both elements that depend on sums along its rows and such
+        a sum, or where two such sums do not depend on each other; once otherwise (XLA's kernels of rows have one result and a
+        chain of sums).
+        """
+        if kernel.order != "row" or self.call_of is not None:
+            return 1
+        behind: set[int] = set()  # what depends on a sum
+        siblings = False
+        sums: set[int] = set()
+        for n in sorted(kernel.nodes):
+            node = self.graph.nodes[n]
+            after = any(t >= 0 and self.name[t] in behind for t in node.inputs)
+            if node.signature.part == "reduction":
+                siblings |= bool(sums) and not after
+                sums.update(node.outputs)
+                behind.update(node.outputs)
+            elif after:
+                behind.update(node.outputs)
+        ends = [t for t in stored if t in behind and t not in sums]
+        return 2 if ends and (siblings or sums.intersection(stored)) else 1
 
     def _charge_stacks(self, reads: list[list[float]], writes: list[list[float]], launches: list[float]) -> None:
         """What loops move beside their ops: stacks are filled with zeros first; a value that the loop also reads is copied to its
@@ -380,6 +410,21 @@ def _updated(node: Node) -> float:
 
 def _order(node: Node) -> _Order:
     """Whether a reduction runs along rows of its first operand, short enough for one kernel to hold, or along other dims."""
+    along_rows, count = _reduced(node)
+    whole = math.prod(node.signature.call.results[0]) == 1
+    return "row" if along_rows and count <= LONGEST_ROW and not whole else "column"
+
+
+def _splits(node: Node) -> bool:
+    """Whether a reduction takes a second kernel, which adds up the parts of the first."""
+    if node.signature.part != "reduction":
+        return False
+    along_rows, count = _reduced(node)
+    return count > (LONGEST_ROW if along_rows else LONGEST_COLUMN)
+
+
+def _reduced(node: Node) -> tuple[bool, int]:
+    """Of a reduction: whether it runs along rows (the last dims of its first operand, or all), and the elements of one sum."""
     description = node.signature.description
     assert description is not None
     for operand, indices in description.accesses:
@@ -387,6 +432,6 @@ def _order(node: Node) -> _Order:
             summed = [any(description.loops[v].reducer is not None for v in loops_of(ix)) for ix in indices]
             shape = node.signature.call.operands[0]
             dims = [reduced for reduced, n in zip(summed, shape, strict=True) if n > 1]
-            row = math.prod(n for reduced, n in zip(summed, shape, strict=True) if reduced)
-            return "row" if dims == sorted(dims) and not all(dims) and row <= LONGEST_ROW else "column"
-    return "column"
+            count = math.prod(n for reduced, n in zip(summed, shape, strict=True) if reduced)
+            return dims == sorted(dims), count
+    return False, 1

@@ -61,10 +61,13 @@ def part_of(call: Call, description: Description | None, *, multiplies: bool) ->
 
 
 def _only_resizes(call: Call) -> bool:
-    """Whether the op changes dims of size 1 alone: a sum over such dims, or a transpose that moves nothing else."""
+    """Whether the op changes dims of size 1 alone: a sum over such dims, a broadcast to such dims, or a
+    transpose that moves nothing else."""
     match call.primitive:
         case "reduce_sum" | "reduce_max" | "reduce_min" | "reduce_prod" | "reduce_and" | "reduce_or":
             return len(call.operands) == 1 and math.prod(call.operands[0]) == math.prod(call.results[0])
+        case "broadcast_in_dim":
+            return math.prod(call.operands[0]) == math.prod(call.results[0])
         case "transpose":
             moved = [d for d in call.params["permutation"] if call.operands[0][d] != 1]
             return moved == sorted(moved)

@@ -14,7 +14,7 @@ from jax import lax
 from models import gpt
 from shardplan.frontend.trace import trace
 from shardplan.graph import Graph, Node, flatten
-from shardplan.graph.kernels import with_traffic
+from shardplan.graph.kernels import LONGEST_COLUMN, LONGEST_ROW, with_traffic
 from shardplan.graph.nodes import Traffic
 from tests.models.test_factories import TINY, factory
 
@@ -72,6 +72,85 @@ def test_a_reduction_along_columns_does_not_join_one_along_rows() -> None:
     assert (read, launches) == (2 * SIZE, 2)
     read, _, launches = moved(flat(lambda x: (x.sum(0), (x * x).sum(0)), ROWS))
     assert (read, launches) == (SIZE, 1)
+
+
+def test_a_long_row_is_reduced_in_two_and_in_a_kernel_of_its_own() -> None:
+    """A softmax over rows too long for a kernel reads them for the maximum, for the sum, and for the result."""
+    short, long = (jax.ShapeDtypeStruct((4, n), jnp.float32) for n in (LONGEST_ROW, LONGEST_ROW + 1))
+    nbytes = 16 * LONGEST_ROW
+    assert moved(flat(lambda x: jax.nn.softmax(x), short))[0::2] == (nbytes, 1)
+    read, _, launches = moved(flat(lambda x: jax.nn.softmax(x), long))
+    assert 3 * nbytes < read < 3.01 * nbytes
+    assert launches == 2 + 2 + 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "launches"),
+    [
+        ((LONGEST_COLUMN, 8), 0, 1),
+        ((LONGEST_COLUMN + 1, 8), 0, 2),
+        ((8, LONGEST_ROW), 1, 1),
+        ((8, LONGEST_ROW + 1), 1, 2),
+        ((128, LONGEST_ROW // 128), None, 1),
+        ((129, LONGEST_ROW // 128), None, 2),
+    ],
+)
+def test_a_long_sum_takes_two_kernels(shape: tuple[int, ...], axes: int | None, launches: int) -> None:
+    assert moved(flat(lambda x: jnp.sum(x, axes), jax.ShapeDtypeStruct(shape, jnp.float32)))[2] == launches
+
+
+def test_a_softmax_that_keeps_its_sums_reads_twice() -> None:
+    """A kernel of rows has one result: what the backward pass needs of the sums is reduced by another."""
+
+    def kept(x: Any) -> Any:
+        total = jnp.exp(x).sum(-1, keepdims=True)
+        return jnp.exp(x) / total, total
+
+    read, written, launches = moved(flat(kept, ROWS))
+    assert (read, written, launches) == (2 * SIZE, SIZE + 64 * 4, 2)
+
+
+def test_a_layer_norm_reads_twice_and_a_root_mean_square_norm_once() -> None:
+    """The two sums of a layer norm do not depend on each other."""
+
+    def layer_norm(x: Any) -> Any:
+        mean, square = x.mean(-1, keepdims=True), (x * x).mean(-1, keepdims=True)
+        return (x - mean) * lax.rsqrt(square - mean * mean)
+
+    assert moved(flat(layer_norm, ROWS)) == (2 * SIZE, SIZE, 2)
+    assert moved(flat(lambda x: x * lax.rsqrt((x * x).mean(-1, keepdims=True)), ROWS)) == (SIZE, SIZE, 1)
+
+
+def test_sums_along_columns_are_complete_before_they_are_read() -> None:
+    """Batch normalisation: one kernel for the sums, one for what they scale, although both read x."""
+
+    def normalised(x: Any) -> Any:
+        mean, square = x.mean(0), (x * x).mean(0)
+        return (x - mean) * lax.rsqrt(square - mean * mean)
+
+    read, written, launches = moved(flat(normalised, ROWS))
+    assert (read, written, launches) == (2 * SIZE + 2 * 256 * 4, SIZE + 2 * 256 * 4, 2)
+
+
+def test_a_mask_of_an_iota_is_computed_where_it_is_read() -> None:
+    def step(x: Any, w: Any, labels: Any) -> Any:
+        mask = labels[:, None] == lax.broadcasted_iota(jnp.int32, (64, 256), 1)
+        return jnp.where(mask, x, 0.0) @ w, jnp.where(mask, 1.0, x) @ w.T
+
+    labels = jax.ShapeDtypeStruct((64,), jnp.int32)
+    read, written, _ = moved(flat(step, ROWS, WEIGHT, labels))
+    assert (read, written) == (SIZE + 64 * 4 + 2 * (SIZE + 4 * 256 * 256), 4 * SIZE)
+
+
+def test_what_only_adds_or_drops_dims_of_size_1_is_no_kernel() -> None:
+    rows = jax.ShapeDtypeStruct((64, 1, 256), jnp.float32)
+    for resized in (
+        lambda x: jnp.sum(x, 1),
+        lambda x: jnp.transpose(x, (1, 0, 2)),
+        lambda x: lax.broadcast_in_dim(x, (64, 1, 256, 1), (0, 1, 2)),
+    ):
+        read, _, launches = moved(flat(lambda x, resized=resized: jnp.tanh(resized(jnp.exp(x))), rows))
+        assert (read, launches) == (SIZE, 1)
 
 
 def test_products_read_stored_values() -> None:

@@ -5,6 +5,7 @@
 A NAME is one of `STEPS`, on each of its clusters, or ``STEP@CLUSTER``; without names all are run. Each step is planned and
 its plan compiled ahead of time. The compiled seconds are the sum over the kernels of the text, each as often as it runs, of a
 roofline on its operand and result bytes and the flops of its products, with the rates of the plan's device and its launches.
+The predicted seconds include the copies of values that travel together, which a plan counts as communication.
 With ``--plans N``, N baselines are compiled too, and Kendall's tau says how well the predicted steps order the compiled ones;
 both take the same seconds for communication. Each row runs in a process of its own.
 """
@@ -104,6 +105,7 @@ def _compiled(plan: Any, step: Any, args: Any) -> dict[str, float]:
     from jax.experimental import topologies
 
     from shardplan.emit.hlo_kernels import kernels
+    from shardplan.plans.summary import scheduled
 
     device, per_node = plan.cluster.device, plan.cluster.levels[-1].size
     shape = f"1x{plan.cluster.size // per_node}x{per_node}"
@@ -116,11 +118,12 @@ def _compiled(plan: Any, step: Any, args: Any) -> dict[str, float]:
         count += kernel.times
         products += kernel.times * seconds if kernel.flops else 0.0
     graph = plan.session.graph
+    copied_s = sum(i.copied_s * i.times for i in scheduled(plan.session).issued)
     return {
-        "predicted_s": plan.compute_s,
+        "predicted_s": plan.compute_s + copied_s,
         "compiled_s": total,
         "products_s": products,
-        "communication_s": plan.communication_s,
+        "communication_s": plan.communication_s - copied_s,
         "launches": sum(node.costed.traffic.launches * node.weight for node in graph.nodes if node.costed.traffic),
         "kernels": count,
     }

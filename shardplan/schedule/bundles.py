@@ -13,8 +13,10 @@ import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from shardplan.collectives.reshard import Resharder
-from shardplan.cost import Network
+from shardplan.cost import Network, compute
 from shardplan.schedule.changes import Change
 from shardplan.schedule.instructions import Block, Bundle, Cond, Hop, Instruction, Move, Scan, While, results_of
 from shardplan.schedule.planned import PlannedProgram
@@ -137,7 +139,7 @@ def copying_s(bundle: Bundle, planned: PlannedProgram) -> float:
     uneven = bundle.hop.kind in ("all_gather", "reduce_scatter")
     other = 1.0 / math.prod(planned.sizes[f] for f in bundle.hop.over) if uneven else 1.0
     copied = 2.0 * (1.0 + other) * sum(step.nbytes for step in bundle.steps)
-    return copied / network.cluster.device.memory_bytes_per_s
+    return float(compute.moving_s(network.cluster.device, np.array(copied)))
 
 
 def _ordered(instructions: Sequence[Instruction], bundles: Sequence[Bundle]) -> list[Instruction]:

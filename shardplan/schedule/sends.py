@@ -71,7 +71,8 @@ class Issued:
     """One collective as it was priced: over these factors, as a ``program`` of several instructions or (empty) as one.
 
     ``nbytes`` are the operand's of a device, for an all-gather the result's; ``seconds`` are those of one execution, of which
-    ``hideable_s`` can hide behind compute. ``values`` counts the values that travel together.
+    ``hideable_s`` can hide behind compute. ``values`` counts the values that travel together, ``copied_s`` are the seconds of
+    copying them to and from one buffer.
     """
 
     kind: Kind
@@ -82,6 +83,7 @@ class Issued:
     sends: tuple[Send, ...]
     values: int = 1
     hideable_s: float = 0.0
+    copied_s: float = 0.0
 
     @property
     def times(self) -> float:
@@ -214,7 +216,8 @@ class _Reader:
         size = sum(self.local_size(move, step.before) for move, step in zip(bundle.moves, bundle.steps, strict=True))
         together = replace(bundle.steps[0], program=bundle.hop.program)
         for one in self.hop(bundle.scope, together, bundle.moves[0], size, times):
-            yield replace(one, seconds=one.seconds + copying_s(bundle, self.planned), values=len(bundle.moves))
+            copied_s = copying_s(bundle, self.planned)
+            yield replace(one, seconds=one.seconds + copied_s, values=len(bundle.moves), copied_s=copied_s)
 
     def shift(self, send: Send, over: tuple[int, ...]) -> Issued:
         """What every device sends to its neighbour."""

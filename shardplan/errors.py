@@ -151,6 +151,8 @@ class MemoryLimitError(ShardplanError):
         if limit == least:  # equal as text: show every byte
             limit, least = f"{limit_bytes:,} bytes", f"{smallest_bytes:,} bytes"
         held = ", ".join(f"{pin} ({size_text(nbytes)} more than its smallest layout)" for pin, nbytes in (pins or {}).items())
+        remedies = [f"raise the memory limit to {_sufficient_limit(smallest_bytes)}", "use more devices"]
+        remedies += [*(["set remat='auto'"] if not rematerialised else []), *(["lift pins"] if held else [])]
         super().__init__(
             ("no plan found in the time budget" if unfinished else "no plan")
             + f" fits in {limit} per device{f' ({origin})' if origin else ''}: the smallest found"
@@ -159,9 +161,7 @@ class MemoryLimitError(ShardplanError):
             + (f" ({detail})" if detail else "")
             + (f"; pins {'that alone exceed it' if together else 'in the way'}: {held}" if held else "")
             + ("; give it more time (time_budget_s)" if unfinished else "")
-            + f"; raise the memory limit to {_sufficient_limit(smallest_bytes)}, use more devices"
-            + (", or set remat='auto'" if not rematerialised else "")
-            + (", or lift pins" if held else "")
+            + f"; {', '.join(remedies[:-1])} or {remedies[-1]}"
         )
         self.limit_bytes = limit_bytes
         self.smallest_bytes = smallest_bytes

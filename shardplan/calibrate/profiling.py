@@ -301,7 +301,7 @@ def _kept(cluster: Cluster, levels: Sequence[str], dtypes: Sequence[str]) -> tup
     if not levels:
         contention = f"the contention is the default, {DEFAULT_CONTENTION:g}, and a collective's launch the preset's"
         result.append(f"{contention}: one device has no collectives")
-    result.append("fused attention is behind products by the factor of the preset")
+    result.append("the rate of fused attention is the preset's part of that of products")
     result.append("the memory of a device is the preset's")
     return tuple(result)
 

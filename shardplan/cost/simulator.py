@@ -11,7 +11,6 @@ the remaining work to a tick. So the compiled and the plain loop agree to the bi
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -51,12 +50,16 @@ class Stream:
     fifo: bool = False
 
 
+MOST_CONTENTION = 1000.0
+"""The largest factor that is no mistake."""
+
+
 @dataclass(frozen=True, slots=True)
 class Contention:
     """The factors, at least 1, by which communication slows compute and compute slows communication on one device.
 
     Raises:
-        ShardplanError: for a factor below 1.
+        ShardplanError: for a factor below 1 or above `MOST_CONTENTION`.
     """
 
     compute: float = DEFAULT_CONTENTION
@@ -64,8 +67,8 @@ class Contention:
 
     def __post_init__(self) -> None:
         for name, factor in (("compute", self.compute), ("communication", self.communication)):
-            if not (1.0 <= factor < math.inf):
-                raise ShardplanError(f"contention of {name} is {factor!r}: give a factor of at least 1.0 (1.0 for none)")
+            if not 1.0 <= factor <= MOST_CONTENTION:
+                raise ShardplanError(f"contention of {name} is {factor!r}: give a factor from 1 (none) to {MOST_CONTENTION:g}")
 
 
 NO_CONTENTION = Contention(1.0, 1.0)

@@ -70,7 +70,7 @@ def from_toml(text: str, *, source: str) -> Machine:
     """See `Cluster.from_toml`."""
     try:
         table: dict[str, Any] = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as err:
+    except (ValueError, RecursionError) as err:  # a number may be too long to read
         raise ClusterError(f"not TOML: {err}", where=source) from err
     return from_table(table, source=source)
 
@@ -187,7 +187,7 @@ def _build(kind: type[Any], item: Any, source: str, key: str) -> object:
         if isinstance(value, bool) or not isinstance(value, expected):
             words = "a string" if expected == (str,) else "a whole number" if expected == (int,) else "a number"
             raise ClusterError(f"must be {words}, got {value!r}", where=where)
-        values[name] = float(value) if expected == (int, float) else value
+        values[name] = _real(value, where) if expected == (int, float) else value
     try:
         return kind(**values)
     except ClusterError as err:
@@ -200,7 +200,14 @@ def _peaks(value: Any, where: str) -> dict[str, float]:
     for dtype, peak in cast("dict[str, Any]", value).items():
         if isinstance(peak, bool) or not isinstance(peak, int | float):
             raise ClusterError(f"must be a number, got {peak!r}", where=f"{where}.{dtype}")
-    return {k: float(v) for k, v in cast("dict[str, Any]", value).items()}
+    return {k: _real(v, f"{where}.{k}") for k, v in cast("dict[str, Any]", value).items()}
+
+
+def _real(value: Any, where: str) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        raise ClusterError("must be a finite number, got one of over 300 digits", where=where) from None
 
 
 def _at(err: ClusterError, source: str, key: str) -> ClusterError:

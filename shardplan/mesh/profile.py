@@ -68,7 +68,7 @@ def read_profile(file: str | PathLike[str]) -> Profile:
         raise ClusterError(f"cannot be read: {error.strerror}", where=source) from error
     except UnicodeDecodeError as error:
         raise ClusterError(f"is not UTF-8 text: {error.reason} at byte {error.start}", where=source) from error
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # a number may be too long to read
         raise ClusterError(f"not JSON (truncated?): {error}; {_AGAIN}", where=source) from error
     if not isinstance(content, dict) or _MARK not in content:
         raise ClusterError(f"not a profile: it has no key {_MARK!r}; {_AGAIN}", where=source)

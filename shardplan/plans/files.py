@@ -104,17 +104,46 @@ def save(data: PlanData, file: str | PathLike[str]) -> None:
 
 
 def write_whole(path: Path, content: str | bytes | Iterable[bytes]) -> None:
-    """Writes to a temporary file beside ``path``, then renames it; content that comes in parts is never held whole."""
+    """Writes to a temporary file, then renames it; content that comes in parts is never held whole.
+
+    A link is followed. Nothing remains of a write that fails.
+
+    Raises:
+        PlanFileError: if the file cannot be written, or if ``path`` is anything but a file: a folder, a device, a pipe.
+    """
+    check_writable(path)
+    target = Path(os.path.realpath(path))
+    name = ""
     try:
-        handle, name = tempfile.mkstemp(dir=path.parent or Path("."), prefix=path.name, suffix=".tmp")
+        handle, name = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".tmp")
         with os.fdopen(handle, "wb") as out:
             out.writelines(
                 [content.encode()] if isinstance(content, str) else [content] if isinstance(content, bytes) else content
             )
         os.chmod(name, 0o644)
-        os.replace(name, path)
-    except OSError as error:
-        raise PlanFileError(f"cannot write {path}: {error.strerror}") from error
+        os.replace(name, target)
+    except BaseException as error:
+        if name:
+            Path(name).unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise PlanFileError(f"cannot write {path}: {error.strerror}") from error
+        raise
+
+
+def check_writable(path: Path) -> None:
+    """Refuses a path that `write_whole` could not write.
+
+    Raises:
+        PlanFileError: if its folder does not exist or may not be written, or if it is anything but a file.
+    """
+    target = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file():
+        kind = "a folder" if path.is_dir() else "a device or a pipe"
+        raise PlanFileError(f"cannot write {path}: it is {kind}; give the name of a file")
+    if not target.parent.is_dir():
+        raise PlanFileError(f"cannot write {path}: there is no folder {target.parent}")
+    if not os.access(target.parent, os.W_OK):
+        raise PlanFileError(f"cannot write {path}: the folder {target.parent} may not be written")
 
 
 def read(file: str | PathLike[str]) -> PlanData:
@@ -129,9 +158,11 @@ def read(file: str | PathLike[str]) -> PlanData:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise PlanFileError(f"{path}: {error.strerror or error}") from error
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a number too long to read
         raise PlanFileError(f"{path}: not a plan file: {error}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
+        if not isinstance(content, dict) or "format" not in content:
+            raise PlanFileError(f"{path}: not a plan file: it has no key 'format'; give a file that a plan was saved to")
         actual = content.get("format") if isinstance(content, dict) else type(content).__name__
         raise PlanFileError(f"{path}: plan format {actual!r}, this version reads format {FORMAT}; plan the step again")
     try:

@@ -115,7 +115,7 @@ def bound_text(plan: PlanData) -> str:
     return f"{_bound_text(plan, pins)}{_REPLACED if plan.limited and plan.objective == 'time' and not plan.fixed_axes else ''}"
 
 
-_REPLACED = "; in its place runs a baseline, which is faster because its collectives travel together"
+_REPLACED = "; a baseline was chosen instead, which is faster as scheduled because its collectives travel together"
 
 
 def _bound_text(plan: PlanData, pins: str) -> str:

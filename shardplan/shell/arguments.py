@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -43,7 +43,7 @@ def count(text: str, *, least: int = 1) -> int:
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
     if value < least:
-        raise argparse.ArgumentTypeError(f"{value} is not positive" if least else f"{value} is negative")
+        raise argparse.ArgumentTypeError(f"{value} is less than {least}")
     return value
 
 
@@ -121,9 +121,16 @@ def _add_mesh_options(one: argparse.ArgumentParser) -> None:
     )
 
 
-def write(file: str, text: str) -> None:
-    """Writes text into a user's file."""
-    try:
-        Path(file).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ShardplanError(f"cannot write {file}: {error.strerror}") from error
+def check_outputs(files: Mapping[str, str | None]) -> None:
+    """Refuses files, given by their options, that could not be written when the work is done.
+
+    Raises:
+        ShardplanError: for an empty name, a folder that does not exist or may not be written, and what is no file.
+    """
+    from shardplan.plans.files import check_writable
+
+    for option, file in files.items():
+        if file == "":
+            raise ShardplanError(f"{option} is empty: give the name of a file")
+        if file is not None:
+            check_writable(Path(file))

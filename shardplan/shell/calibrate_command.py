@@ -13,7 +13,7 @@ from shardplan.calibrate.defaults import BOUND, ROUNDS
 from shardplan.errors import ShardplanError
 from shardplan.report.report import Report
 from shardplan.shell import interrupts
-from shardplan.shell.arguments import add_command, count
+from shardplan.shell.arguments import add_command, check_outputs, count
 
 
 def add_calibrate_command(commands: Any) -> None:
@@ -59,8 +59,7 @@ def _check_output(file: str) -> None:
     path = Path(file)
     if path.suffix != ".json":
         raise ShardplanError(f"-o {file!r}: a profile is a .json file, by which --cluster knows it: name it profile.json")
-    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ShardplanError(f"-o {file!r}: no file can be written there: give one in a folder that exists and may be written")
+    check_outputs({"-o": file})
 
 
 def _measure(options: argparse.Namespace) -> Report:
@@ -87,6 +86,8 @@ def _measure(options: argparse.Namespace) -> Report:
     text = calibration_text(result.profile, measured=result.measured, cached=result.cached)
     if options.output is not None:
         write_whole(Path(options.output), result.profile.to_json())
-        text += f"\n\nsaved to {options.output}; use it as --cluster {options.output}, or --cluster SHAPE@{options.output}"
+        text += f"\n\nsaved to {options.output}; use it as --cluster {options.output}"
+        if result.profile.measured:
+            text += f", or over more or fewer of its levels' children as --cluster SHAPE@{options.output}"
     json = calibration_json(result.profile, measured=result.measured, cached=result.cached, file=options.output)
     return Report(text, json)

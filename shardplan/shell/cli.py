@@ -22,7 +22,7 @@ from typing import Any
 from shardplan.errors import ShardplanError, UndescribedPrimitiveError
 from shardplan.report.report import Report
 from shardplan.shell import interrupts
-from shardplan.shell.arguments import Parser, add_command, add_target_options, count
+from shardplan.shell.arguments import Parser, add_command, add_target_options, check_outputs, count
 from shardplan.shell.calibrate_command import add_calibrate_command
 from shardplan.shell.compare_command import add_compare_command
 from shardplan.shell.mesh_commands import add_mesh_commands
@@ -64,8 +64,7 @@ def _plan(options: argparse.Namespace) -> Report:
     from shardplan.report.json import plan_json
     from shardplan.report.text import plan_text
 
-    if options.output == "":
-        raise ShardplanError("-o is empty: give the name of a file")
+    check_outputs({"-o": options.output, "--draw": options.draw})
     if options.draw is not None:
         picture_format(options.draw)  # refuses a wrong suffix before the search
         if options.output and Path(options.output).resolve() == Path(options.draw).resolve():

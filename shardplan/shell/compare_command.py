@@ -79,7 +79,7 @@ def _place(options: argparse.Namespace) -> _Place:
     from shardplan.shell.target import simulate
 
     if options.cluster is None:
-        raise ShardplanError("--cluster is missing: give a preset (see shardplan mesh list), a TOML file or a shape such as 2x4")
+        raise ShardplanError("--cluster is missing: give a preset (see shardplan mesh list), a file or a shape such as 2x4")
     cluster = Cluster.load(options.cluster)
     device = cluster.device
     if options.devices == "simulated":

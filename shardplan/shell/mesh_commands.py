@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from shardplan.report import mesh_text
 from shardplan.report.report import Report
-from shardplan.shell.arguments import add_command, count, size, write
+from shardplan.shell.arguments import add_command, count, size
 
 
 def add_mesh_commands(commands: Any) -> None:
@@ -52,10 +53,11 @@ def _mesh_show(options: argparse.Namespace) -> Report:
 
 def _mesh_detect(options: argparse.Namespace) -> Report:
     from shardplan.mesh.devices import detected
+    from shardplan.plans.files import write_whole
 
     result = detected()
     if options.output:
-        write(options.output, mesh_text.detected_toml(result))
+        write_whole(Path(options.output), mesh_text.detected_toml(result))
     return mesh_text.mesh_detect(result)
 
 

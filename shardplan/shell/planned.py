@@ -301,7 +301,7 @@ class Plan(Figures):
         device's).
 
         Raises:
-            ShardplanError: for a factor below 1.
+            ShardplanError: for a factor below 1 or above 1000.
         """
         given = self.cluster.device.contention if contention is None else contention
         factors = given if isinstance(given, tuple) else (given, given)

@@ -8,7 +8,7 @@ from typing import Any
 
 from shardplan.errors import ShardplanError
 from shardplan.report.report import Report
-from shardplan.shell.arguments import add_command, add_target_options
+from shardplan.shell.arguments import add_command, add_target_options, check_outputs
 from shardplan.shell.target_plan import target_plan
 
 
@@ -35,9 +35,7 @@ def _simulate(options: argparse.Namespace) -> Report:
     from shardplan.report.timeline_text import timeline_text
 
     # mistakes are reported before the search
-    for name, file in (("-o", options.output), ("--png", options.png)):
-        if file == "":
-            raise ShardplanError(f"{name} is empty: give the name of a file")
+    check_outputs({"-o": options.output, "--png": options.png})
     if options.png is not None:
         picture_format(options.png)
         if options.output is not None and Path(options.output).resolve() == Path(options.png).resolve():

@@ -102,7 +102,7 @@ def _cluster(given: str | None, file: str | None) -> Any:
     if given is not None:
         return Cluster.load(given)
     if file is None:
-        raise ShardplanError("--cluster is missing: give a preset (see shardplan mesh list), a TOML file or a shape such as 2x4")
+        raise ShardplanError("--cluster is missing: give a preset (see shardplan mesh list), a file or a shape such as 2x4")
     return read(file).cluster
 
 

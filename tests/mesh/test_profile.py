@@ -98,6 +98,8 @@ def _set(*path: Any) -> Callable[[dict[str, Any]], None]:
         (_set("cluster", []), "cluster", "must be a table"),
         (_set("cluster", "device", "flops_per_s", "float32", -1.0), "cluster: device.flops_per_s.float32", "above 0, got -1.0"),
         (_set("cluster", "device", "memory_bytes_per_s", 0), "cluster: device.memory_bytes_per_s", "above 0, got 0"),
+        (_set("cluster", "device", "flops_per_s", "float32", 10**400), "cluster: device.flops_per_s.float32", "a finite number"),
+        (_set("cluster", "device", "memory_bytes_per_s", 10**400), "cluster: device.memory_bytes_per_s", "a finite number"),
         (_set("cluster", "device", "contention", float("nan")), "cluster: device.contention", "at least 1, got nan"),
         (
             _set("cluster", "levels", 1, "bandwidth_bytes_per_s", float("inf")),

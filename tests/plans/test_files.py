@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardplan
 from models import mlp
-from shardplan.plans.files import FORMAT, read
+from shardplan.plans.files import FORMAT, read, write_whole
 from shardplan.report.json import plan_json
 from shardplan.report.text import plan_text
 from shardplan.search.inference.solver import Solver
@@ -222,7 +224,9 @@ def test_a_plan_of_another_model_is_refused_where_they_differ(
     [
         ("", "not a plan file"),
         ("{", "not a plan file"),
-        ("[]", "plan format 'list'"),
+        ("[]", "not a plan file"),
+        ("[" * 100_000, "not a plan file"),
+        ('{"cluster": 1}', "not a plan file: it has no key 'format'"),
         ('{"format": 999}', "plan format 999"),
         (f'{{"format": {FORMAT}}}', "incomplete plan: 'cluster' is missing"),
     ],
@@ -232,6 +236,37 @@ def test_a_file_that_is_no_plan_says_so(tmp_path: Path, text: str, says: str) ->
     file.write_text(text)
     with pytest.raises(shardplan.PlanFileError, match=rf"bad\.json: {says}"):
         read(file)
+
+
+def test_a_link_is_followed_and_nothing_else_is_replaced(tmp_path: Path) -> None:
+    """A pipe or a device is not turned into a file."""
+    real, link, pipe = tmp_path / "real.json", tmp_path / "link.json", tmp_path / "pipe"
+    real.write_text("old")
+    link.symlink_to(real)
+    write_whole(link, "new")
+    assert link.is_symlink()
+    assert real.read_text() == "new"
+    os.mkfifo(pipe)
+    with pytest.raises(shardplan.PlanFileError, match="it is a device or a pipe"):
+        write_whole(pipe, "new")
+    assert pipe.is_fifo()
+    with pytest.raises(shardplan.PlanFileError, match="it is a folder"):
+        write_whole(tmp_path, "new")
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_nothing_remains_of_a_write_that_fails(tmp_path: Path, error: BaseException) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text("old")
+
+    def parts() -> Iterator[bytes]:
+        yield b"new"
+        raise error
+
+    with pytest.raises((shardplan.PlanFileError, KeyboardInterrupt)):
+        write_whole(file, parts())
+    assert [f.name for f in tmp_path.iterdir()] == ["plan.json"]
+    assert file.read_text() == "old"
 
 
 def test_a_file_that_is_not_there_says_so(tmp_path: Path) -> None:

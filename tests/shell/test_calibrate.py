@@ -65,6 +65,7 @@ def test_a_calibration_writes_a_profile_that_plans_take(here: Path, capsys: pyte
     assert all(abs(one["worst"]) < 0.05 for one in said["fit"])
     assert said["kept"] == [
         f"the link of the level {said['cluster']['levels'][0]['name']!r} is the preset's: it has one child here",
+        "the rate of fused attention is the preset's part of that of products",
         "the memory of a device is the preset's",
     ]
     cluster = Cluster.load("profile.json")
@@ -133,7 +134,7 @@ def test_repeats_that_spread_too_far_are_refused_and_nothing_is_written(here: Pa
     ("more", "words"),
     [
         (["-o", "profile.toml"], "-o 'profile.toml': a profile is a .json file"),
-        (["-o", "gone/profile.json"], "no file can be written there"),
+        (["-o", "gone/profile.json"], "there is no folder"),
         (["--cluster", "2x4", "--devices", "4"], "2x4 has 8 devices (2x4), the machine 4: give the shape of this machine"),
         (["--cluster", "nothing"], "no cluster 'nothing'"),
         (["--devices", "99"], "99 simulated devices are needed"),

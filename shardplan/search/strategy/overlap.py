@@ -125,20 +125,27 @@ def _best(points: Sequence[_Point], wanted: Wanted) -> Found:
     best = min(fitting, key=lambda p: p.cost.step_time_s)
     problem, outcome = best.found
     last = next(p for p in reversed(points) if p.found[0].factors == problem.factors)
-    if last is not best and _alike(last, best):
-        solution = _priced(last.found, outcome.best, wanted)
-        problem, outcome = last.found[0], replace(last.found[1], best=solution)
+    problem, outcome = _at_weights_of(last, best, wanted)
     others: list[Found] = []
     for p in sorted(fitting, key=lambda p: p.cost.step_time_s):
-        if p is not best and p.found[0].factors == last.found[0].factors and _alike(last, p):
-            priced = _priced(last.found, p.found[1].best, wanted)
-            others.append((last.found[0], replace(last.found[1], best=priced, exact=False)))
-        elif p is not best:
-            others.append((p.found[0], replace(p.found[1], exact=False)))
+        if p is not best:
+            other, its = _at_weights_of(last, p, wanted)
+            others.append((other, replace(its, exact=False)))
         others += [(other, replace(its, exact=False)) for other, its in p.found[1].others]
     stopped = points[-1].found[1].stopped or outcome.stopped
     proved = outcome.exact and best.share == 0.0 and best.surplus_s <= 0
     return problem, replace(outcome, others=tuple(others), exact=proved, stopped=stopped)
+
+
+def _at_weights_of(last: _Point, point: _Point, wanted: Wanted) -> Found:
+    """A point's outcome with its plan priced in the problem of another point, where that has the same factors and variables.
+
+    Other weights may prefer other cuts of the ops, which hold more: a plan that would no longer fit stays in its own problem.
+    """
+    if point is last or point.found[0].factors != last.found[0].factors or not _alike(last, point):
+        return point.found
+    priced = _priced(last.found, point.found[1].best, wanted)
+    return (last.found[0], replace(last.found[1], best=priced)) if priced.fits(wanted.memory) else point.found
 
 
 def _alike(one: _Point, other: _Point) -> bool:

@@ -122,12 +122,12 @@ def write_whole(path: Path, content: str | bytes | Iterable[bytes]) -> None:
             )
         os.chmod(name, 0o644)
         os.replace(name, target)
-    except BaseException as error:
+        name = ""
+    except OSError as error:
+        raise PlanFileError(f"cannot write {path}: {error.strerror}") from error
+    finally:
         if name:
             Path(name).unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise PlanFileError(f"cannot write {path}: {error.strerror}") from error
-        raise
 
 
 def check_writable(path: Path) -> None:

@@ -79,7 +79,7 @@ def test_a_fitting_baseline_that_is_faster_once_bundled_is_the_plan(tmp_path: Pa
     fitting = [b.step_time_s for b in plan.baselines if b.fits]
     assert plan.step_time_s <= min(fitting) * (1 + 1e-9)
     assert plan.step_time_s < summary.scheduled(_search_alone(plan)).step_time_s
-    assert "in its place runs a baseline" in bound_text(plan.completed())
+    assert "a baseline was chosen instead" in bound_text(plan.completed())
     plan.save(tmp_path / "plan.json")
     assert shardplan.load(tmp_path / "plan.json", step, WEIGHTS, BATCH).step_time_s == plan.step_time_s
 

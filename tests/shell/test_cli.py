@@ -288,7 +288,7 @@ MISTAKES = [
     (["plan", "small.py:train_step", "--cluster", "2x4", "--draw", "no/such/plan.png"], "cannot write"),
     (["plan", "small.py:train_step", "--cluster", "2x4", "-o", "plan.png", "--draw", "./plan.png"], "would overwrite the plan"),
     (["verify", "small.py:train_step", "--cluster", "8x8"], "64"),
-    (["verify", "small.py:train_step", "--cluster", "2x4", "--steps", "0"], "not positive"),
+    (["verify", "small.py:train_step", "--cluster", "2x4", "--steps", "0"], "--steps: 0 is less than 1"),
     (["verify", "small.py:train_step", "--cluster", "2x4", "--backend", "magic"], "invalid choice"),
     (["verify", "small.py:train_step", "--plan", "none.json"], "none.json"),
     (["verify", "small.py:train_step", "--plan", "broken.toml"], "not a plan file"),

@@ -67,12 +67,12 @@ def best_scheduled(
     """
     fastest = _Fastest(session, deadline)
     try:
-        slower = 0  # factorings in a row that were no faster
-        for other in others:
+        slower = 0  # in a row that were no faster
+        for least_s, other in sorted(((_at_least_s(o), o) for o in others), key=lambda row: row[0]):
             if slower == _PATIENCE or fastest.late():
                 break
             before = fastest.session
-            fastest.look([(_at_least_s(other), other)])
+            fastest.look([(least_s, other)])
             slower = 0 if fastest.session is not before else slower + 1
         if baselines:
             fastest.look(_rivals(fastest.session, fastest))
@@ -88,7 +88,7 @@ _GAIN = 1e-6
 
 
 _PATIENCE = 3
-"""Other factorings, the fastest as searched first, are scheduled until this many in a row are no faster."""
+"""Other solutions of the search, the most promising first, are scheduled until this many in a row are no faster."""
 
 
 class _Fastest:

@@ -75,7 +75,7 @@ def test_nothing_waits_where_starting_costs_nothing() -> None:
 
 
 def test_a_fitting_baseline_that_is_faster_once_bundled_is_the_plan(tmp_path: Path) -> None:
-    plan = shardplan.plan(step, WEIGHTS, BATCH, cluster=slow_to_start(2e-4))
+    plan = shardplan.plan(step, WEIGHTS, BATCH, cluster=slow_to_start(2e-4), time_model="sum")
     fitting = [b.step_time_s for b in plan.baselines if b.fits]
     assert plan.step_time_s <= min(fitting) * (1 + 1e-9)
     assert plan.step_time_s < summary.scheduled(_search_alone(plan)).step_time_s
@@ -86,15 +86,25 @@ def test_a_fitting_baseline_that_is_faster_once_bundled_is_the_plan(tmp_path: Pa
 
 def _search_alone(plan: shardplan.Plan) -> Session:
     """The session with the search's own plan."""
-    other = shardplan.plan(step, WEIGHTS, BATCH, cluster=plan.cluster, backend="specs")
+    other = shardplan.plan(step, WEIGHTS, BATCH, cluster=plan.cluster, time_model="sum", backend="specs")
     assert other.searched_s == plan.searched_s
     return other.session
 
 
 def test_a_plan_that_runs_out_of_time_among_baselines_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    session = _search_alone(shardplan.plan(step, WEIGHTS, BATCH, cluster=slow_to_start()))
+    session = _search_alone(shardplan.plan(step, WEIGHTS, BATCH, cluster=slow_to_start(), time_model="sum"))
     assert summary.best_scheduled(session, anytime.now_s() - 1)[2] == "time budget"
     assert summary.best_scheduled(session, None)[2] == ""
+
+
+def test_the_most_promising_of_the_other_solutions_are_scheduled_first() -> None:
+    session = _search_alone(shardplan.plan(step, WEIGHTS, BATCH, cluster=slow_to_start(2e-4), time_model="sum"))
+    every = [(summary.scheduled(session.at(s)).step_time_s, session.at(s)) for s in session.rivals.solutions]
+    fastest_s, fastest = min(every, key=lambda row: row[0])
+    assert fastest_s < summary.scheduled(session).step_time_s
+    slowest = max(every, key=lambda row: row[0])[1]
+    chosen, run, _ = summary.best_scheduled(session, None, [slowest] * 5 + [fastest], baselines=False)
+    assert (chosen, run.step_time_s) == (fastest, fastest_s)
 
 
 def test_an_interrupt_among_baselines_keeps_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,15 +9,17 @@ walks along the hull of the plans' costs. The plan with the shortest step is kep
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from shardplan.cost.overlap import NEARLY_SERIAL, slowdown, weights_at
+from shardplan.ir import Factor
 from shardplan.search.inference import anytime
 from shardplan.search.inference.solver import Solver
 from shardplan.search.memory import liveness as memory
 from shardplan.search.problem.extract import Decisions, Extractor
-from shardplan.search.problem.solution import Solution
+from shardplan.search.problem.solution import Solution, Tried
 from shardplan.search.strategy.factoring_search import Found, Wanted
 
 _MOST_BETWEEN = 2
@@ -70,7 +72,7 @@ def best_overlapped(search: Callable[[Wanted], Found], contention: float, wanted
     points = [solved(1.0, 0)]
     first = points[0]
     if first.found[1].stopped or (_fits(first, wanted) and (first.surplus_s >= 0 or k >= 1.0)):
-        return first.found
+        return _best(points, wanted)
     try:
         points.append(solved(0.0, 1))
         low, high = points[1], points[0]
@@ -118,23 +120,71 @@ def _fits(point: _Point, wanted: Wanted) -> bool:
 
 
 def _best(points: Sequence[_Point], wanted: Wanted) -> Found:
-    """The outcome with the fastest plan that fits, priced at the last multiplier that was tried over the same factors."""
-    fitting = [p for p in points if _fits(p, wanted)]
+    """The outcome with the fastest plan that fits, priced at the last multiplier that was tried over the same factors.
+
+    The plans of all factorings take part, not only the cheapest at each multiplier: at its weights another factoring may have
+    looked cheaper whose steps take longer. ``others`` of the result holds the rest, the fastest first.
+    """
+    every = [own for p in points for own in _factorings(p)]
+    fitting = sorted((p for p in every if _fits(p, wanted)), key=lambda p: (p.cost.step_time_s, len(p.found[0].factors)))
     if not fitting:
         return min(points, key=lambda p: p.found[1].best.peak_bytes).found
-    best = min(fitting, key=lambda p: p.cost.step_time_s)
+    best, *rest = _distinct(fitting)
     problem, outcome = best.found
-    last = next(p for p in reversed(points) if p.found[0].factors == problem.factors)
+    last = next(p for p in reversed(every) if p.found[0].factors == problem.factors)
     problem, outcome = _at_weights_of(last, best, wanted)
-    others: list[Found] = []
-    for p in sorted(fitting, key=lambda p: p.cost.step_time_s):
-        if p is not best:
-            other, its = _at_weights_of(last, p, wanted)
-            others.append((other, replace(its, exact=False)))
-        others += [(other, replace(its, exact=False)) for other, its in p.found[1].others]
     stopped = points[-1].found[1].stopped or outcome.stopped
-    proved = outcome.exact and best.share == 0.0 and best.surplus_s <= 0
-    return problem, replace(outcome, others=tuple(others), exact=proved, stopped=stopped)
+    optimum = _cheapest(best, points) and (best.surplus_s >= 0 if best.share else best.surplus_s <= 0)
+    outcome = replace(
+        outcome,
+        others=tuple((p.found[0], replace(p.found[1], exact=False)) for p in rest),
+        tried=_tried(points, every),
+        least_free_s=min(p.found[1].least_free_s for p in points),
+        exact=outcome.exact and optimum and best.share in (0.0, 1.0),
+        stopped=stopped,
+    )
+    return problem, outcome
+
+
+def _factorings(point: _Point) -> list[_Point]:
+    """The outcome of every factoring that a point's search came to, as a point of its own."""
+    others = (_Point(found, point.share, Extractor(found[0]).decide(found[1].best)) for found in point.found[1].others)
+    return [point, *others]
+
+
+def _cheapest(own: _Point, points: Sequence[_Point]) -> bool:
+    """Whether a plan is the cheapest over all factorings at its multiplier."""
+    return any(own.found[0] is p.found[0] for p in points)
+
+
+def _distinct(ordered: Sequence[_Point]) -> list[_Point]:
+    """The points, fastest first, without those that take as long as the one before: one plan, over finer factors or again."""
+    kept = [ordered[0]]
+    for point in ordered[1:]:
+        if point.cost.step_time_s > kept[-1].cost.step_time_s * (1 + _SAME):
+            kept.append(point)
+    return kept
+
+
+def _tried(points: Sequence[_Point], every: Sequence[_Point]) -> tuple[Tried, ...]:
+    """A row for each factoring over all points: the shortest step found there, and the largest of its lower bounds.
+
+    What was left out at every multiplier stays left out.
+    """
+    shortest: dict[tuple[Factor, ...], float] = {}
+    for own in every:
+        over = own.found[0].factors
+        shortest[over] = min(own.cost.step_time_s, shortest.get(over, math.inf))
+    rows: dict[tuple[Factor, ...], Tried] = {}
+    for row in (t for p in points for t in p.found[1].tried):
+        known = rows.get(row.factors)
+        if row.seconds is None:
+            rows.setdefault(row.factors, row)
+            continue
+        bounds = [b for b in (row.bound_s, known.bound_s if known else None) if b is not None]
+        fits = row.fits or (known is not None and known.fits)
+        rows[row.factors] = Tried(row.factors, shortest.get(row.factors, row.seconds), fits, max(bounds, default=None))
+    return tuple(rows.values())
 
 
 def _at_weights_of(last: _Point, point: _Point, wanted: Wanted) -> Found:
@@ -142,7 +192,7 @@ def _at_weights_of(last: _Point, point: _Point, wanted: Wanted) -> Found:
 
     Other weights may prefer other cuts of the ops, which hold more: a plan that would no longer fit stays in its own problem.
     """
-    if point is last or point.found[0].factors != last.found[0].factors or not _alike(last, point):
+    if point is last or not _alike(last, point):
         return point.found
     priced = _priced(last.found, point.found[1].best, wanted)
     return (last.found[0], replace(last.found[1], best=priced)) if priced.fits(wanted.memory) else point.found

@@ -19,10 +19,14 @@ from shardplan.frontend.trace import trace
 from shardplan.graph import flatten
 from shardplan.mesh import Cluster, factors
 from shardplan.search.coarsening import coarsen
+from shardplan.search.inference import anytime
 from shardplan.search.inference.solver import Solver
 from shardplan.search.memory import liveness as memory
 from shardplan.search.problem.extract import Extractor
 from shardplan.search.problem.problem import Problem
+from shardplan.search.strategy.factoring_search import Found, Wanted
+from shardplan.search.strategy.overlap import best_overlapped, step_time_s
+from shardplan.search.strategy.solve import search
 from tests.oracles import brute
 from tests.search import steps
 
@@ -92,6 +96,38 @@ def test_overlap_never_takes_longer_than_the_plan_for_the_sum() -> None:
         assert overlap.hidden_s <= overlap.step_time_s <= overlap.serial_s
         assert serial.step_time_s == serial.serial_s
         assert all(overlap.step_time_s <= b.step_time_s * (1 + 1e-6) for b in overlap.baselines if b.fits)
+
+
+def test_another_factoring_with_a_shorter_step_is_the_plan() -> None:
+    """At its weights a plan may look cheapest whose step takes longer than that of another factoring."""
+    graph = flatten(trace(training, *ARGS).program)
+    cluster = steps.cluster("4", gbps=(20.0,), gflops=1e4)
+    coarse, asked = coarsen(graph), list[Wanted]()
+
+    def searched(wanted: Wanted) -> Found:
+        asked.append(wanted)
+        problem = Problem(graph, coarse, cluster, factors(cluster), objective=wanted.objective)
+        outcome = search(
+            problem,
+            limit=wanted.memory,
+            donated=frozenset(),
+            domains=problem.domains,
+            deadline=None,
+            observer=anytime.silent,
+        )
+        narrow = tuple((s,) for s in problem.narrowest(problem.domains))
+        slow = Solver(problem, memory.liveness(problem)).minimum("plan", narrow)[0]
+        return Problem(graph, coarse, cluster, factors(cluster), objective=wanted.objective), replace(
+            outcome, best=slow, others=((problem, outcome),), exact=True
+        )
+
+    wanted = Wanted(10**12, frozenset(), {}, None, anytime.silent, OVERLAP)
+    problem, outcome = best_overlapped(searched, cluster.device.contention, wanted)
+    cheapest = [searched(one) for one in tuple(asked)]
+    shortest = min(step_time_s(one) for found in cheapest for one in found[1].others)
+    assert step_time_s((problem, outcome)) == pytest.approx(shortest, rel=1e-6)
+    assert shortest < min(step_time_s(found) for found in cheapest)
+    assert not outcome.exact
 
 
 def test_weights_gather_beside_compute_and_activations_do_not() -> None:

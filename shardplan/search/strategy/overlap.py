@@ -10,7 +10,7 @@ walks along the hull of the plans' costs. The plan with the shortest step is kep
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from shardplan.cost.overlap import NEARLY_SERIAL, slowdown, weights_at
@@ -21,6 +21,7 @@ from shardplan.search.memory import liveness as memory
 from shardplan.search.problem.extract import Decisions, Extractor
 from shardplan.search.problem.solution import Solution, Tried
 from shardplan.search.strategy.factoring_search import Found, Wanted
+from shardplan.search.strategy.purposes import Purpose
 
 _MOST_BETWEEN = 2
 """The most multipliers that are tried between the two assumptions."""
@@ -38,9 +39,18 @@ class _Point:
     cost: Decisions
 
     @property
+    def matrix(self) -> tuple[tuple[Factor, ...], tuple[Purpose, ...]]:
+        """The factors, and what the user has fixed them to be for."""
+        return self.found[0].factors, self.found[1].purposes
+
+    @property
     def surplus_s(self) -> float:
         """Seconds by which compute exceeds the communication that can hide behind it."""
         return self.cost.compute_s - self.cost.hideable_s
+
+    def met(self, k: float) -> bool:
+        """Whether the cost at this share is the plan's step time: compute is the longer where it should be, or nothing hides."""
+        return k >= 1.0 or (self.share == 1.0 and self.surplus_s >= 0) or (self.share == 0.0 and self.surplus_s <= 0)
 
     def at(self, share: float, k: float) -> float:
         """The plan's cost in seconds at another share."""
@@ -71,8 +81,8 @@ def best_overlapped(search: Callable[[Wanted], Found], contention: float, wanted
 
     points = [solved(1.0, 0)]
     first = points[0]
-    if first.found[1].stopped or (_fits(first, wanted) and (first.surplus_s >= 0 or k >= 1.0)):
-        return _best(points, wanted)
+    if first.found[1].stopped or (_fits(first, wanted) and first.met(k)):
+        return _best(points, k, wanted)
     try:
         points.append(solved(0.0, 1))
         low, high = points[1], points[0]
@@ -88,8 +98,8 @@ def best_overlapped(search: Callable[[Wanted], Found], contention: float, wanted
     except KeyboardInterrupt:
         if not any(_fits(p, wanted) for p in points):
             raise
-        return _stopped(_best(points, wanted))
-    return _best(points, wanted)
+        return _stopped(_best(points, k, wanted))
+    return _best(points, k, wanted)
 
 
 def _later(wanted: Wanted, after: int) -> anytime.Observer:
@@ -119,28 +129,27 @@ def _fits(point: _Point, wanted: Wanted) -> bool:
     return point.found[1].best.fits(wanted.memory)
 
 
-def _best(points: Sequence[_Point], wanted: Wanted) -> Found:
-    """The outcome with the fastest plan that fits, priced at the last multiplier that was tried over the same factors.
+def _best(points: Sequence[_Point], k: float, wanted: Wanted) -> Found:
+    """The outcome with the fastest plan that fits, priced at the last multiplier tried over the same factors and purposes.
 
     The plans of all factorings take part, not only the cheapest at each multiplier: at its weights another factoring may have
     looked cheaper whose steps take longer. ``others`` of the result holds the rest, the fastest first.
     """
     every = [own for p in points for own in _factorings(p)]
-    fitting = sorted((p for p in every if _fits(p, wanted)), key=lambda p: (p.cost.step_time_s, len(p.found[0].factors)))
+    fitting = [p for p in every if _fits(p, wanted)]
     if not fitting:
         return min(points, key=lambda p: p.found[1].best.peak_bytes).found
     best, *rest = _distinct(fitting)
-    problem, outcome = best.found
-    last = next(p for p in reversed(every) if p.found[0].factors == problem.factors)
+    last = next(p for p in reversed(every) if p.matrix == best.matrix)
     problem, outcome = _at_weights_of(last, best, wanted)
     stopped = points[-1].found[1].stopped or outcome.stopped
-    optimum = _cheapest(best, points) and (best.surplus_s >= 0 if best.share else best.surplus_s <= 0)
+    cheapest = any(best is p for p in points)  # over all factorings at its multiplier
     outcome = replace(
         outcome,
         others=tuple((p.found[0], replace(p.found[1], exact=False)) for p in rest),
         tried=_tried(points, every),
         least_free_s=min(p.found[1].least_free_s for p in points),
-        exact=outcome.exact and optimum and best.share in (0.0, 1.0),
+        exact=outcome.exact and cheapest and best is last and best.met(k),
         stopped=stopped,
     )
     return problem, outcome
@@ -152,17 +161,16 @@ def _factorings(point: _Point) -> list[_Point]:
     return [point, *others]
 
 
-def _cheapest(own: _Point, points: Sequence[_Point]) -> bool:
-    """Whether a plan is the cheapest over all factorings at its multiplier."""
-    return any(own.found[0] is p.found[0] for p in points)
-
-
-def _distinct(ordered: Sequence[_Point]) -> list[_Point]:
-    """The points, fastest first, without those that take as long as the one before: one plan, over finer factors or again."""
-    kept = [ordered[0]]
-    for point in ordered[1:]:
-        if point.cost.step_time_s > kept[-1].cost.step_time_s * (1 + _SAME):
+def _distinct(points: Iterable[_Point]) -> list[_Point]:
+    """The points, fastest first. Of those that take equally long, one plan over finer factors or again, only that with the fewest
+    factors.
+    """
+    kept: list[_Point] = []
+    for point in sorted(points, key=lambda p: p.cost.step_time_s):
+        if not kept or point.cost.step_time_s > kept[-1].cost.step_time_s * (1 + _SAME):
             kept.append(point)
+        elif len(point.found[0].factors) < len(kept[-1].found[0].factors):
+            kept[-1] = point
     return kept
 
 

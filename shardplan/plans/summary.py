@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -55,21 +56,32 @@ def scheduled(session: Session) -> Scheduled:
     )
 
 
+_PATIENCE = 3
+"""How many solutions in a row may be no faster before no more are scheduled."""
+
+
 def best_scheduled(
-    session: Session, deadline: float | None, others: Iterable[Session] = (), *, baselines: bool = True
+    session: Session,
+    deadline: float | None,
+    others: Iterable[Session] = (),
+    *,
+    baselines: bool = True,
+    patience: int = _PATIENCE,
 ) -> tuple[Session, Scheduled, Stopped]:
     """The session with the solution that is fastest as scheduled: the search's own, that over another factoring, or (with
     ``baselines``) a baseline that fits.
 
     The search prices each collective alone. Where collectives take long to start, or readers share them, another solution whose
-    collectives travel together may be faster. One that pins forbid, or whose compute and bytes alone take longer, is not looked
-    at. At the ``deadline`` (an instant of `anytime.now_s`) or an interrupt it returns the best so far, and what stopped it.
+    collectives travel together may be faster. The ``others`` are scheduled, the most promising first, until ``patience`` in a row
+    are no faster. One that pins forbid, or whose compute and bytes alone take longer, is not looked at. At the ``deadline`` (an
+    instant of `anytime.now_s`) or an interrupt it returns the best so far, and what stopped it.
     """
     fastest = _Fastest(session, deadline)
     try:
         slower = 0  # in a row that were no faster
-        for least_s, other in sorted(((_at_least_s(o), o) for o in others), key=lambda row: row[0]):
-            if slower == _PATIENCE or fastest.late():
+        promising = [(_at_least_s(o), o) for o in itertools.takewhile(lambda _: not fastest.late(), others)]
+        for least_s, other in sorted(promising, key=lambda row: row[0]):
+            if slower == patience or fastest.late():
                 break
             before = fastest.session
             fastest.look([(least_s, other)])
@@ -85,10 +97,6 @@ def best_scheduled(
 
 _GAIN = 1e-6
 """The part that another factoring or a baseline must gain to take the place of the search's own plan: ties go to the search."""
-
-
-_PATIENCE = 3
-"""Other solutions of the search, the most promising first, are scheduled until this many in a row are no faster."""
 
 
 class _Fastest:

@@ -182,9 +182,12 @@ def _scheduled(
     session, stopped = _session_of(planned.program, planned.found, wanted, replicate), planned.found[1].stopped
     if backend != "explicit":
         return session, None, stopped
-    if stopped or session.objective.everything_split:  # baselines do not know this premise
+    if session.objective.everything_split:  # baselines do not know this premise
         return session, scheduled(session), stopped
     others = (_session_of(planned.program, found, wanted, replicate) for found in planned.found[1].others)
+    if stopped:  # there is time for one more
+        session, run, _ = best_scheduled(session, None, others, baselines=False, patience=1)
+        return session, run, stopped
     return best_scheduled(session, wanted.deadline, others, baselines=wanted.axes is None)
 
 

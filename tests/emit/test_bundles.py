@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,21 @@ def test_the_most_promising_of_the_other_solutions_are_scheduled_first() -> None
     slowest = max(every, key=lambda row: row[0])[1]
     chosen, run, _ = summary.best_scheduled(session, None, [slowest] * 5 + [fastest], baselines=False)
     assert (chosen, run.step_time_s) == (fastest, fastest_s)
+
+
+def test_an_interrupted_search_looks_at_the_most_promising_solution_it_has() -> None:
+    searches = itertools.count(1)
+
+    def fifth_raises(what: str, _part: float) -> None:
+        if what == "search" and next(searches) == 5:
+            raise KeyboardInterrupt
+
+    cluster = slow_to_start(2e-4)
+    plan = shardplan.plan(step, WEIGHTS, BATCH, cluster=cluster, observer=fifth_raises)
+    alone = shardplan.plan(step, WEIGHTS, BATCH, cluster=cluster, backend="specs")
+    assert plan.stopped == "interrupted"
+    assert alone.searched_s < plan.searched_s
+    assert plan.step_time_s < summary.scheduled(alone.session).step_time_s
 
 
 def test_an_interrupt_among_baselines_keeps_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:

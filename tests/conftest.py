@@ -18,6 +18,8 @@ GOLDEN = Path(__file__).parent / "golden"
 # Before the first computation, or it has no effect. Sixteen compile as fast as eight; a test on eight takes the first eight.
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 16)
+# Most tests compile much and compute little. This leaves LLVM's optimizations out; programs are partitioned as ever.
+jax.config.update("jax_disable_most_optimizations", True)
 
 # What these say changes the default memory limit of plans.
 for _name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_ALLOCATOR"):

@@ -14,8 +14,6 @@ LIMIT_S = 120.0
 """Seconds that a program may take, before it counts as hung."""
 LIFE = 150
 """Programs until a process is replaced."""
-UNOPTIMIZED = "--xla_backend_optimization_level=0"
-"""Machine code as it comes: compiled in half the time, and partitioned alike."""
 T = TypeVar("T")
 
 
@@ -23,7 +21,7 @@ class Worker(processes.Worker):
     """A process that judges programs one after another."""
 
     def __init__(self, limit_s: float = LIMIT_S) -> None:
-        super().__init__("tests.fuzz.worker", limit_s=limit_s, life=LIFE, environment={"XLA_FLAGS": UNOPTIMIZED})
+        super().__init__("tests.fuzz.worker", limit_s=limit_s, life=LIFE)
 
     def judge(self, task: Program) -> Finding:
         """What becomes of a program."""

@@ -90,7 +90,10 @@ def test_no_layout_takes_less_than_the_bound_and_the_plan_is_near_the_best(gbps:
 def test_overlap_never_takes_longer_than_the_plan_for_the_sum() -> None:
     step, args = gpt.train_step(layers=2, width=256, heads=4, batch=32, sequence=128)
     for cluster in ("8", "2x4"):
-        plans = {m: shardplan.plan(step, *args, cluster=cluster, donate_argnums=0, time_model=m) for m in ("overlap", "sum")}
+        plans = {
+            m: shardplan.plan(step, *args, cluster=cluster, factors={}, donate_argnums=0, time_model=m)
+            for m in ("overlap", "sum")
+        }
         overlap, serial = plans["overlap"], plans["sum"]
         assert overlap.step_time_s <= serial.step_time_s
         assert overlap.hidden_s <= overlap.step_time_s <= overlap.serial_s
@@ -132,7 +135,7 @@ def test_another_factoring_with_a_shorter_step_is_the_plan() -> None:
 
 def test_weights_gather_beside_compute_and_activations_do_not() -> None:
     step, args = gpt.train_step(layers=4, width=256, heads=4, batch=32, sequence=128)
-    plan = shardplan.plan(step, *args, cluster="8", donate_argnums=0)
+    plan = shardplan.plan(step, *args, cluster="8", factors={}, donate_argnums=0)
     shares: dict[str, list[float]] = {"FSDP": [], "tensor parallel": []}
     for name, found in shares.items():
         one = plan.as_baseline(name)

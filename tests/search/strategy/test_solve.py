@@ -188,10 +188,10 @@ def test_a_spent_deadline_still_gives_a_plan() -> None:
 
 def test_the_seconds_of_a_plan_are_its_compute_and_its_collectives() -> None:
     for factory in (gpt.train_step(layers=1), wresnet.train_step(batch=8), gpt.train_step(layers=2, scan=True)):
-        plan = shardplan.plan(factory[0], *factory[1], cluster="2x4", donate_argnums=0)
+        plan = shardplan.plan(factory[0], *factory[1], cluster="2x4", factors={}, donate_argnums=0)
         hideable_s, contention = plan.communication_s - plan.exposed_s, plan.cluster.device.contention
         assert plan.step_time_s == pytest.approx(step_s(plan.compute_s, plan.exposed_s, hideable_s, contention), rel=1e-9)
-        serial = shardplan.plan(factory[0], *factory[1], cluster="2x4", donate_argnums=0, time_model="sum")
+        serial = shardplan.plan(factory[0], *factory[1], cluster="2x4", factors={}, donate_argnums=0, time_model="sum")
         assert serial.step_time_s == serial.serial_s == pytest.approx(serial.compute_s + serial.communication_s, rel=1e-9)
 
 

@@ -60,6 +60,7 @@ def test_layers_computed_again_are_what_they_were(options: dict[str, Any], devic
     assert verify(plan, step, args, devices=devices).passed
 
 
+@pytest.mark.slow
 def test_the_compiled_step_holds_less(devices: list[Any]) -> None:
     """With a scan: where code is straight the CPU's compiler drops barriers."""
     step, args = gpt.train_step(layers=8, width=64, sequence=64, batch=32, scan=True)

@@ -137,6 +137,7 @@ def test_without_matplotlib_the_extra_is_named(plan: Plan, tmp_path: Path, monke
         plan.draw(tmp_path / "plan.png")
 
 
+@pytest.mark.slow
 def test_a_plan_on_one_device_and_one_of_many_parts_are_drawn() -> None:
     step, args = mlp.train_step(width=256, batch=4096)
     for cluster in ("1", "64x8"):

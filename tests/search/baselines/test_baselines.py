@@ -138,7 +138,8 @@ def test_the_plan_is_never_slower_than_a_baseline(cluster: str) -> None:
     assert all(plan.step_time_s <= b.step_time_s for b in plan.baselines)
 
 
-@pytest.mark.parametrize("cluster", ["8", pytest.param("8x8", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("cluster", ["8", "8x8"])
 def test_a_baseline_as_a_plan_issues_what_it_was_scored_with(cluster: str) -> None:
     plan = transformer(cluster)
     for b in plan.baselines:

@@ -191,6 +191,7 @@ def test_where_the_limit_costs_nothing_nothing_is_computed_again() -> None:
     assert auto.searched_s == plain.searched_s
 
 
+@pytest.mark.slow
 def test_a_plan_with_it_is_never_slower_than_one_without() -> None:
     """Between what the fastest plan holds and the least that fits without."""
     step, args, least = model(True)
@@ -204,6 +205,7 @@ def test_a_plan_with_it_is_never_slower_than_one_without() -> None:
     assert auto.remat.without.step_time_s == plain.searched_s
 
 
+@pytest.mark.slow
 def test_the_error_counts_it_in() -> None:
     step, args, least = model(True)
     with pytest.raises(MemoryLimitError, match="recomputed where that helps") as caught:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -166,6 +167,7 @@ def read(file: str | PathLike[str]) -> PlanData:
         actual = content.get("format") if isinstance(content, dict) else type(content).__name__
         raise PlanFileError(f"{path}: plan format {actual!r}, this version reads format {FORMAT}; plan the step again")
     try:
+        _check_finite(content)
         return _parsed(str(path), content)
     except ClusterError:
         raise
@@ -173,6 +175,19 @@ def read(file: str | PathLike[str]) -> PlanData:
         raise PlanFileError(f"{path}: incomplete plan: {error} is missing; plan the step again") from error
     except (TypeError, ValueError, AttributeError, IndexError) as error:
         raise PlanFileError(f"{path}: not a plan: {type(error).__name__}: {error}") from error
+
+
+def _check_finite(content: dict[str, Any]) -> None:
+    """Refuses numbers that are infinite or none at all, which JSON's readers accept, wherever they stand."""
+    left: list[tuple[str, Any]] = list(content.items())
+    while left:
+        place, value = left.pop()
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{place} is {value}, not a finite number")
+        if isinstance(value, dict):
+            left += [(f"{place}.{key}", one) for key, one in value.items()]
+        elif isinstance(value, list):
+            left += [(f"{place}[{n}]", one) for n, one in enumerate(value)]
 
 
 def _parsed(name: str, content: dict[str, Any]) -> PlanData:
@@ -191,10 +206,10 @@ def _parsed(name: str, content: dict[str, Any]) -> PlanData:
         operators=int(content["operators"]),
         choices=choices_from(content["choices"], layouts, len(mesh_factors)),
         collectives=tuple(Collective(**{**c, "axes": tuple(map(str, c["axes"]))}) for c in content["collectives"]),
-        step_time_s=float(content["step_time_s"]),
-        searched_s=float(content["searched_s"]),
+        step_time_s=_seconds(content, "step_time_s"),
+        searched_s=_seconds(content, "searched_s"),
         **_overlap(content),
-        compute_s=float(content["compute_s"]),
+        compute_s=_seconds(content, "compute_s"),
         peak_bytes=int(content["peak_bytes"]),
         memory_limit=int(content["memory_limit"]),
         limit_origin=str(content["limit_origin"]),
@@ -217,10 +232,10 @@ def _parsed(name: str, content: dict[str, Any]) -> PlanData:
         purposes=_purposes(content["purposes"], len(mesh_factors)),
         tried=tuple(_tried(row) for row in content["tried"]),
         fixed_axes={purpose_of(name): int(n) for name, n in content["fixed_axes"].items()},
-        trace_s=float(content["trace_s"]),
-        search_s=float(content["search_s"]),
+        trace_s=_seconds(content, "trace_s"),
+        search_s=_seconds(content, "search_s"),
         fingerprint=str(content["fingerprint"]),
-        bound_s=float(content["bound_s"]),
+        bound_s=_seconds(content, "bound_s"),
         baselines=tuple(Baseline(**b) for b in content["baselines"]),
         left_out=tuple((str(name), str(reason)) for name, reason in content["left_out"]),
         explanations={str(path): str(text) for path, text in content["explanations"].items()},
@@ -267,6 +282,12 @@ def _one_of(content: Mapping[str, Any], key: str, known: tuple[str, ...]) -> str
     if content[key] not in known:
         raise ValueError(f"unsupported {key}={content[key]!r}")
     return content[key]
+
+
+def _seconds(content: Mapping[str, Any], key: str) -> float:
+    if not (value := float(content[key])) >= 0:
+        raise ValueError(f"{key}={value!r} is negative")
+    return value
 
 
 def _optional(value: Any) -> float | None:

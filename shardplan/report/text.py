@@ -122,7 +122,8 @@ def _bound_text(plan: PlanData, pins: str) -> str:
     unlimited_s = plan.unlimited_s
     if unlimited_s is not None and plan.searched_s <= unlimited_s * (1 + 1e-6):
         return f"the optimum of the cost model{pins}: no layout of this mesh is faster"
-    text = f"at most {plan.gap:.1%} above the optimum{pins} (lower bound {seconds(plan.bound_s or 0.0)})"
+    alone = f"{seconds(plan.searched_s)} so priced, " if plan.backend == "explicit" else ""
+    text = f"at most {plan.gap:.1%} above the optimum{pins} ({alone}lower bound {seconds(plan.bound_s or 0.0)})"
     if unlimited_s is None:
         return text
     return f"{text}; without the memory limit {seconds(unlimited_s)}"

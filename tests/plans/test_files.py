@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -149,6 +150,28 @@ def test_choices_that_do_not_fit_are_refused(three: Planned, tmp_path: Path, cha
     file = tmp_path / "plan.json"
     file.write_text(json.dumps(content))
     with pytest.raises(shardplan.PlanFileError, match=rf"plan\.json: .*{says}"):
+        shardplan.load(file, step, *args)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda c: c.__setitem__("step_time_s", math.nan), "step_time_s is nan, not a finite number"),
+        (
+            lambda c: c["baselines"][0].__setitem__("step_time_s", math.inf),
+            r"baselines\[0\]\.step_time_s is inf, not a finite number",
+        ),
+        (lambda c: c.__setitem__("compute_s", -1e-3), r"compute_s=-0\.001 is negative"),
+    ],
+    ids=["not a number", "infinite", "negative"],
+)
+def test_seconds_that_cannot_be_are_refused(three: Planned, tmp_path: Path, change: Any, says: str) -> None:
+    plan, step, args = three
+    content = json.loads(json.dumps(plan.to_json()))
+    change(content)
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(content))
+    with pytest.raises(shardplan.PlanFileError, match=rf"plan\.json: not a plan: ValueError: {says}"):
         shardplan.load(file, step, *args)
 
 

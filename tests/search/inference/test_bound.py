@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import shardplan
 from models import gpt, mlp, vit
 from shardplan.mesh import Cluster
+from shardplan.report.tables import seconds
 from shardplan.report.text import bound_text
 from shardplan.search.baselines.rivals import Rivals
 from shardplan.search.inference.bound import Ascent, Bound, Prices, ascend, stars
@@ -72,7 +73,9 @@ def test_a_plan_over_three_levels_says_how_far_from_the_best_it_may_be() -> None
     assert not plan.exact
     assert 0 < plan.lower_bound_s <= plan.step_time_s * (1 + 1e-9)
     assert plan.gap < 0.05
-    assert f"at most {plan.gap:.1%} above the optimum, each collective priced alone (lower bound" in bound_text(plan.completed())
+    data = plan.completed()
+    alone = f"each collective priced alone ({seconds(data.searched_s)} so priced, lower bound {seconds(data.bound_s or 0.0)})"
+    assert f"at most {plan.gap:.1%} above the optimum, {alone}" in bound_text(data)
     assert _three_levels().lower_bound_s == plan.lower_bound_s, "the same every time"
 
 

@@ -35,7 +35,7 @@ def test_accumulated_microbatches_give_the_step_of_the_whole_batch(module, optio
         np.testing.assert_allclose(one, other, atol=1e-4)
 
 
-@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("scan", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_kept_products_are_not_made_again_and_change_no_result(scan):
     steps, products = [], []
     for remat in (False, "products", True):

@@ -46,7 +46,7 @@ COMMON = {"suppress_health_check": list(HealthCheck), "report_multiple_bugs": Fa
 
 @pytest.mark.parametrize("primitive", PROVEN)
 def test_every_cut_gives_what_the_whole_gives(primitive: str) -> None:
-    @settings(max_examples=5, **COMMON)
+    @settings(max_examples=3, **COMMON)
     @given(st.data(), st.integers(0, 2**16))
     def some(data: st.DataObject, seed: int) -> None:
         check(primitive, data, seed)

@@ -43,7 +43,9 @@ def scheduled(session: Session) -> Scheduled:
     """The program of each device under the solution of a session, and what it sends."""
     problem = session.problem
     choices = session.extractor.choices(session.decisions)
-    planned = planned_program(session.program, problem.graph, choices, problem.cluster, problem.factors)
+    planned = planned_program(
+        session.program, problem.graph, choices, problem.cluster, problem.factors, problem.objective.weights
+    )
     schedule = build(planned)
     beside = windows(schedule, planned) if problem.objective.overlaps else None
     sent = issued(schedule, planned, beside)

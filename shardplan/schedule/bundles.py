@@ -1,7 +1,9 @@
 """Bundles: moves that take the same collectives over the same factors travel together, as one flat buffer (Tofu, section 6).
 
 A bundle saves the latency of all moves but one. It waits for its last source, so that what is reduced stays a little longer, and
-it brings what is gathered a little earlier: so it takes no more bytes than make its latency a small share of its time.
+it brings what is gathered a little earlier: so it takes no more bytes than make its latency a small share of its time. For the
+same reason less compute can hide it. Where hidden seconds cost less than exposed ones, moves travel together only if that gains
+more than it exposes.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import functools
 import heapq
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,11 +21,17 @@ from shardplan.collectives.reshard import Resharder
 from shardplan.cost import Network, compute
 from shardplan.schedule.changes import Change
 from shardplan.schedule.instructions import Block, Bundle, Cond, Hop, Instruction, Move, Scan, While, results_of
+from shardplan.schedule.op_seconds import op_seconds
 from shardplan.schedule.planned import PlannedProgram
 from shardplan.schedule.prune import reads
+from shardplan.schedule.windows import BlockWindows
 
 LATENCY_SHARE = 0.1
 """A bundle is full when its latency is no more than this share of its time."""
+
+
+_NO_DEARER = 1 + 1e-9
+"""The factor within which two costs count as equal."""
 
 
 def bundled(block: Block, planned: PlannedProgram) -> Block:
@@ -37,25 +45,31 @@ _Key = tuple[str, Hop]
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Moves that travel together; ``mask`` has a bit for the number of each instruction."""
+    """Moves that travel together, from these ``places`` in their block; ``mask`` has a bit for each place.
+
+    ``cost`` is that of their collective.
+    """
 
     key: _Key
     members: tuple[Move, ...]
+    places: tuple[int, ...]
     mask: int
     nbytes: float
+    cost: float
 
 
 class _Bundling:
     def __init__(self, planned: PlannedProgram) -> None:
         self.planned = planned
         self.resharder: Resharder = planned.programs.resharder
+        self.op_s = op_seconds(planned)
         self._full: dict[Hop, float] = {}
 
     def block(self, block: Block) -> Block:
         """A block with its bundles."""
-        instructions = [self.inside(i) for i in block.instructions]
-        bundles = [self.bundle(key, moves) for key, moves in self.groups(instructions)]
-        return replace(block, instructions=tuple(_ordered(instructions, bundles) if bundles else instructions))
+        instructions = tuple(self.inside(i) for i in block.instructions)
+        bundles = [self.bundle(group.key, group.members) for group in self.groups(replace(block, instructions=instructions))]
+        return replace(block, instructions=tuple(_ordered(instructions, bundles)) if bundles else instructions)
 
     def inside(self, instruction: Instruction) -> Instruction:
         """An instruction with bundles in its bodies."""
@@ -69,25 +83,45 @@ class _Bundling:
             case _:
                 return instruction
 
-    def groups(self, instructions: Sequence[Instruction]) -> Iterator[tuple[_Key, tuple[Move, ...]]]:
+    def groups(self, block: Block) -> list[_Group]:
         """Moves with one key of which none depends on another, until they are full, in the order of the instructions."""
         after: dict[int, int] = {}  # by value the moves, as a mask, that it depends on
         current: dict[_Key, int] = {}  # the number of the group that takes the next move
         groups: list[_Group] = []
-        for n, instruction in enumerate(instructions):
+        windows = BlockWindows(block, self.op_s)
+        for n, instruction in enumerate(block.instructions):
             before = functools.reduce(operator.or_, (after.get(v, 0) for v in reads(instruction)), 0)
             key = self.key(instruction) if isinstance(instruction, Move) else None
             if key is not None and isinstance(instruction, Move):
-                nbytes = self.nbytes(instruction)
+                alone = self.group(key, (instruction,), (n,), windows)
                 group = groups[current[key]] if key in current else None
-                if group is None or before & group.mask or group.nbytes + nbytes > self.full(key):
+                together = None if group is None or before & group.mask else self.together(group, alone, windows)
+                if together is None:
                     current[key] = len(groups)
-                    group = _Group(key, (), 0, 0.0)
-                    groups.append(group)
-                groups[current[key]] = _Group(key, (*group.members, instruction), group.mask | 1 << n, group.nbytes + nbytes)
+                    groups.append(alone)
+                else:
+                    groups[current[key]] = together
                 before |= 1 << n
             after.update((v, before) for v in results_of(instruction))
-        return ((group.key, group.members) for group in groups if self.faster(group.key, group.members))
+        return [group for group in groups if self.gains(group, windows)]
+
+    def group(self, key: _Key, members: tuple[Move, ...], places: tuple[int, ...], windows: BlockWindows) -> _Group:
+        """Moves as a group."""
+        mask = sum(1 << place for place in places)
+        cost = self.cost(self.carried_s(self.bundle(key, members)), places, windows)
+        return _Group(key, members, places, mask, sum(map(self.nbytes, members)), cost)
+
+    def together(self, one: _Group, other: _Group, windows: BlockWindows) -> _Group | None:
+        """Two groups as one; None if it would be too large or cost more."""
+        if one.nbytes + other.nbytes > self.full(one.key):
+            return None
+        both = self.group(one.key, (*one.members, *other.members), (*one.places, *other.places), windows)
+        return both if both.cost <= (one.cost + other.cost) * _NO_DEARER else None
+
+    def cost(self, seconds: float, places: Sequence[int], windows: BlockWindows) -> float:
+        """The cost of a collective for the moves at these places: less than its seconds where it can hide."""
+        weights = self.planned.weights
+        return seconds if weights.hideable == 1.0 else float(weights.of(np.array(seconds), windows.of(places)))
 
     def key(self, move: Move) -> _Key | None:
         """What moves that may travel together have in common; None for a move that travels alone."""
@@ -108,16 +142,19 @@ class _Bundling:
         program = self.resharder.program_for(key[1].kind, together.steps[0].over, sum(s.nbytes for s in together.steps))
         return replace(together, hop=replace(key[1], program=program))
 
-    def faster(self, key: _Key, moves: Sequence[Move]) -> bool:
-        """Whether these moves take less time together, their copies to and from the buffer included."""
-        alone = sum(step.seconds for move in moves for step in move.steps)
-        return len(moves) > 1 and self.seconds(self.bundle(key, moves)) < alone
+    def gains(self, group: _Group, windows: BlockWindows) -> bool:
+        """Whether these moves cost less together, their copies to and from the buffer included."""
+        if len(group.members) < 2:
+            return False
+        alone = (sum(step.seconds for step in move.steps) for move in group.members)
+        apart = sum(self.cost(s, [place], windows) for s, place in zip(alone, group.places, strict=True))
+        bundle = self.bundle(group.key, group.members)
+        return self.cost(self.carried_s(bundle) + copying_s(bundle, self.planned), group.places, windows) < apart
 
-    def seconds(self, bundle: Bundle) -> float:
-        """The time of a bundle and of the copies."""
+    def carried_s(self, bundle: Bundle) -> float:
+        """The seconds of a bundle's collective."""
         hop, steps = bundle.hop, bundle.steps
-        carried = self.resharder.seconds_with(hop.kind, steps[0].over, sum(s.nbytes for s in steps), hop.program)
-        return carried + copying_s(bundle, self.planned)
+        return self.resharder.seconds_with(hop.kind, steps[0].over, sum(s.nbytes for s in steps), hop.program)
 
     def full(self, key: _Key) -> float:
         """The bytes at which a bundle has gained what it can."""

@@ -6,7 +6,8 @@ delay nothing: XLA removes them before it schedules.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 from shardplan.cost.overlap import Concurrency
 from shardplan.schedule.instructions import (
@@ -32,56 +33,75 @@ from shardplan.schedule.prune import reads
 def windows(schedule: Schedule, planned: PlannedProgram) -> Mapping[int, float]:
     """The window of each move, bundle and reblock, by the number of its first result: seconds of compute in one execution."""
     result: dict[int, float] = {}
-    _Windows(planned, result).block(schedule.body)
+    op_s = op_seconds(planned)
+    left = [schedule.body]
+    while left:
+        block = left.pop()
+        own = BlockWindows(block, op_s)
+        left += [body for instruction in block.instructions for body in blocks_of(instruction)]
+        for at, instruction in enumerate(block.instructions):
+            if isinstance(instruction, Move | Bundle | Reblock):
+                result[results_of(instruction)[0]] = own.of([at])
     return result
 
 
-class _Windows:
-    def __init__(self, planned: PlannedProgram, result: dict[int, float]) -> None:
-        self.op_seconds, self.result = op_seconds(planned), result
+class BlockWindows:
+    """The windows of one block, but for those of its loops' bodies. ``op_s`` are the `op_seconds`."""
 
-    def block(self, block: Block) -> float:
-        """Adds the windows of a body, and returns its seconds of compute."""
+    def __init__(self, block: Block, op_s: Sequence[float]) -> None:
+        self._block, self._op_s = block, op_s
+
+    @cached_property
+    def _read(self) -> tuple[Mapping[int, Sequence[int]], Sequence[Sequence[int]]]:
+        """(by value the places of its readers, by place the places that it waits for)."""
         made: dict[int, int] = {}
         same: dict[int, int] = {}  # the value behind each result of a barrier
-        read: dict[int, list[int]] = {}
+        readers: dict[int, list[int]] = {}
         waits_for: list[list[int]] = []
-        work: list[float] = []
-        heavy: list[bool] = []
-        for at, instruction in enumerate(block.instructions):
+        for at, instruction in enumerate(self._block.instructions):
             sources: list[int] = []
             if isinstance(instruction, Barrier):
                 same |= {r: same.get(v, v) for v, r in zip(instruction.values, instruction.results, strict=True)}
             else:
                 sources = sorted({same.get(v, v) for v in reads(instruction)})
             for value in sources:
-                read.setdefault(value, []).append(at)
+                readers.setdefault(value, []).append(at)
             waits_for.append(sorted({made[v] for v in sources if v in made}))
-            work.append(self.seconds(instruction))
-            heavy.append(bool(blocks_of(instruction)) or (isinstance(instruction, Compute) and _is_product(instruction)))
             made |= dict.fromkeys(results_of(instruction), at)
-        moving = [at for at, i in enumerate(block.instructions) if isinstance(i, Move | Bundle | Reblock)]
-        if moving:
-            concurrency = Concurrency(waits_for, work, heavy)
-            for at in moving:
-                results = results_of(block.instructions[at])
-                readers = [reader for value in results for reader in read.get(value, ())]
-                self.result[results[0]] = concurrency.window(waits_for[at], readers)
-        return sum(work)
+        return readers, waits_for
 
-    def seconds(self, instruction: Instruction) -> float:
-        """The seconds of compute of one execution of an instruction, with all iterations of a loop."""
-        match instruction:
-            case Compute(node=node):
-                return self.op_seconds[node.id]
-            case Scan():
-                return self.block(instruction.body) * float(instruction.op.params["length"])
-            case While():
-                return self.block(instruction.test) + self.block(instruction.body)
-            case Cond():
-                return max(map(self.block, instruction.branches), default=0.0)
-            case _:
-                return 0.0
+    @cached_property
+    def _concurrency(self) -> Concurrency:
+        instructions = self._block.instructions
+        work = [_seconds(i, self._op_s) for i in instructions]
+        heavy = [bool(blocks_of(i)) or (isinstance(i, Compute) and _is_product(i)) for i in instructions]
+        return Concurrency(self._read[1], work, heavy)
+
+    def of(self, places: Sequence[int]) -> float:
+        """The window of the movements at these places if they travel together: seconds of compute in one execution."""
+        readers, waits_for = self._read
+        makers = {maker for at in places for maker in waits_for[at]}
+        results = [value for at in places for value in results_of(self._block.instructions[at])]
+        return self._concurrency.window(sorted(makers), sorted({r for value in results for r in readers.get(value, ())}))
+
+
+def _seconds(instruction: Instruction, op_s: Sequence[float]) -> float:
+    """The seconds of compute of one execution of an instruction, with all iterations of a loop."""
+
+    def of(block: Block) -> float:
+        return sum(_seconds(i, op_s) for i in block.instructions)
+
+    match instruction:
+        case Compute(node=node):
+            return op_s[node.id]
+        case Scan():
+            return of(instruction.body) * float(instruction.op.params["length"])
+        case While():
+            return of(instruction.test) + of(instruction.body)
+        case Cond():
+            return max(map(of, instruction.branches), default=0.0)
+        case _:
+            return 0.0
 
 
 def _is_product(compute: Compute) -> bool:

@@ -13,12 +13,13 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardplan
+from shardplan.cost.overlap import SERIAL, StepCost
 from shardplan.emit.mutate import DroppingExplicitEmitter
 from shardplan.emit.verify import verify
 from shardplan.mesh import Cluster
 from shardplan.plans import summary
 from shardplan.report.text import bound_text
-from shardplan.schedule import Barrier, Bundle, Move, instructions_of
+from shardplan.schedule import Barrier, Bundle, Move, build, instructions_of, issued, windows
 from shardplan.search.inference import anytime
 from shardplan.search.session import Session
 from tests.machines import machine
@@ -45,10 +46,12 @@ def step(weights: Any, x: Any) -> Any:
 
 
 def planned(spec: Any, cluster: Cluster) -> shardplan.Plan:
-    return shardplan.plan(step, WEIGHTS, BATCH, cluster=cluster, pins={"weights/*": spec, "x": P("gpu")}, donate_argnums=0)
+    """A plan of which nothing hides: the fewer collectives start, the better."""
+    pins = {"weights/*": spec, "x": P("gpu")}
+    return shardplan.plan(step, WEIGHTS, BATCH, cluster=cluster, pins=pins, donate_argnums=0, time_model="sum")
 
 
-def moves(plan: shardplan.Plan, kind: type) -> list[Any]:
+def moves(plan: shardplan.Plan, kind: type | tuple[type, ...]) -> list[Any]:
     return [i for i in instructions_of(plan.schedule.body.instructions) if isinstance(i, kind)]
 
 
@@ -61,6 +64,30 @@ def test_small_weights_travel_together(devices: list[Any], spec: Any, kinds: set
     assert plan.step_time_s < plan.searched_s
     found = verify(plan, step, (WEIGHTS, BATCH), steps=2)
     assert found.passed, found
+
+
+def test_what_hides_alone_does_not_wait_for_others(devices: list[Any]) -> None:
+    """A gradient that is reduced behind the rest of the backward pass stays alone; one that nothing hides is bundled."""
+    pins = {"weights/*": P(), "x": P("gpu")}
+    plan = shardplan.plan(step, WEIGHTS, BATCH, cluster=slow_to_start(), pins=pins, donate_argnums=0)
+    assert plan.planned.weights.hideable < 1
+    reduced = [len(i.moves) if isinstance(i, Bundle) else 1 for i in moves(plan, (Bundle, Move)) if "reduce" in _kind(i)]
+    assert 1 in reduced
+    assert max(reduced) > 1
+    at_once = replace(plan.planned, weights=SERIAL)  # as if hidden seconds cost as much as others
+    together = build(at_once)
+    assert len(list(instructions_of(together.body.instructions))) < len(list(instructions_of(plan.schedule.body.instructions)))
+    sent = issued(together, at_once, windows(together, at_once))
+    assert (
+        plan.step_time_s
+        < StepCost(issued=sent, compute_s=plan.compute_s, contention=slow_to_start().device.contention).step_time_s
+    )
+    found = verify(plan, step, (WEIGHTS, BATCH), steps=2)
+    assert found.passed, found
+
+
+def _kind(instruction: Bundle | Move) -> str:
+    return instruction.hop.kind if isinstance(instruction, Bundle) else instruction.steps[0].kind
 
 
 def test_leaving_out_a_bundle_is_noticed(devices: list[Any]) -> None:

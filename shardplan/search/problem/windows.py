@@ -21,7 +21,7 @@ from shardplan.ir import Where
 from shardplan.mesh import Device
 from shardplan.search.problem.strategies import least_compute_s
 
-_ENOUGH = 1 / 16
+_ENOUGH = 1 / 2
 """A window of at least this fraction of the step's compute counts as unlimited: only the compute of the whole step limits it."""
 
 _LEAST = 1 / 1024

@@ -32,11 +32,11 @@ def graph_of(step: Any, *args: Any) -> tuple[Graph, float]:
 
 
 def test_a_weight_hides_behind_what_comes_before_its_reader_and_an_activation_behind_nothing() -> None:
-    graph, step_s = graph_of(chain, steps.array(64, 64), [steps.array(64, 64)] * 60)
+    graph, step_s = graph_of(chain, steps.array(64, 64), [steps.array(64, 64)] * 61)
     found = windows_of(graph, DEVICE, 4)
-    for k in range(60):
-        before = k / 60  # of the step; from a sixteenth on, the window has no limit of its own
-        expected = 0.0 if k == 0 else math.inf if before >= 1 / 16 else step_s * 2.0 ** round(math.log2(before))
+    for k in range(61):
+        before = k / 61  # of the step; from a half on, the window has no limit of its own
+        expected = 0.0 if k == 0 else math.inf if before >= 1 / 2 else step_s * 2.0 ** round(math.log2(before))
         assert found.operands[k, 1] == pytest.approx(expected), k
         assert found.operands[k, 0] == found.results[k, 0] == 0.0
 
@@ -53,7 +53,7 @@ def test_a_gradient_is_reduced_beside_the_rest_of_the_backward_pass() -> None:
         return [w - 0.1 * g for w, g in zip(ws, gradients, strict=True)]
 
     layers, n = 6, 1024
-    graph, _ = graph_of(training, [steps.array(n, n)] * layers, steps.array(n, n))
+    graph, step_s = graph_of(training, [steps.array(n, n)] * layers, steps.array(n, n))
     found = windows_of(graph, DEVICE, 4)
     products = [n.id for n in graph.nodes if n.signature.contracts]
     forward, backward = products[:layers], products[layers:]
@@ -61,8 +61,13 @@ def test_a_gradient_is_reduced_beside_the_rest_of_the_backward_pass() -> None:
     of_weights = [n for n in backward if graph.nodes[n].outputs[0] not in read]
     assert len(of_weights) == layers
     assert all(found.results[n, 0] == 0.0 for n in forward)
-    assert all(math.isinf(found.results[n, 0]) for n in of_weights[:-1])
-    assert found.results[of_weights[-1], 0] < math.inf  # only updates are left
+    of_activations = [n for n in backward if n not in of_weights]
+    left = [found.results[n, 0] / step_s for n in of_weights]
+    assert math.isinf(left[0])  # over half of the step comes later
+    assert left == sorted(left, reverse=True)
+    assert 0 < left[-1] < 1 / 32  # only updates are left
+    beside = 1 / len(products)  # the gradient of an activation is reduced beside one product, that of the weight
+    assert all(beside / 2 < found.results[n, 0] / step_s < 2 * beside for n in of_activations)
 
 
 @pytest.mark.parametrize("length", [24, 96])

@@ -165,8 +165,8 @@ def test_a_plan_keeps_its_time_model_in_its_file(tmp_path: Path) -> None:
 
 def planned_at_several_weights(observer: Any) -> Any:
     """A plan on links so slow that neither assumption holds: the search runs at four multipliers."""
-    step, args = mlp.train_step(layers=3, width=64)
-    cluster = steps.cluster("2x4", gbps=(1.0, 10.0), gflops=1e3)
+    step, args = mlp.train_step(layers=6, width=64)
+    cluster = steps.cluster("2x4", gbps=(10.0, 100.0), gflops=1e3)
     return shardplan.plan(step, *args, cluster=cluster, factors={}, donate_argnums=0, observer=observer)
 
 

@@ -44,7 +44,7 @@ def scheduled(session: Session) -> Scheduled:
     problem = session.problem
     choices = session.extractor.choices(session.decisions)
     planned = planned_program(
-        session.program, problem.graph, choices, problem.cluster, problem.factors, problem.objective.weights
+        session.program, problem.graph, choices, problem.cluster, problem.factors, problem.objective.overlaps
     )
     schedule = build(planned)
     beside = windows(schedule, planned) if problem.objective.overlaps else None

@@ -16,10 +16,10 @@ from shardplan.collectives.reshard import Step
 from shardplan.errors import ShardplanError
 from shardplan.graph import Node
 from shardplan.ir import PAIRS, Constant, Layout, Op, Program, Reducer, Use, Where
-from shardplan.schedule.bundles import bundled
 from shardplan.schedule.changes import single_steps
 from shardplan.schedule.cuts import following_cuts, operand_layouts, planned_cuts, reducer_of, taking, whole_layout
 from shardplan.schedule.extents import with_extents
+from shardplan.schedule.fastest import fastest_bundles
 from shardplan.schedule.frame import Frame, Later, only_empty, waiting
 from shardplan.schedule.instructions import (
     Block,
@@ -49,7 +49,7 @@ def build(planned: PlannedProgram) -> Schedule:
     layouts = tuple(builder.layout(frame, o) if isinstance(o, int) else None for o in planned.program.outputs)
     body = shared(pruned(waited(Block(parameters, tuple(frame.out), tuple(results)))))
     shapes = [planned.graph.tensors[t].shape for t in planned.graph.inputs]
-    return Schedule(bundled(with_extents(body, planned.sizes, shapes), planned), layouts)
+    return fastest_bundles(Schedule(with_extents(body, planned.sizes, shapes), layouts), planned)
 
 
 class _Builder:

@@ -3,7 +3,7 @@
 A bundle saves the latency of all moves but one. It waits for its last source, so that what is reduced stays a little longer, and
 it brings what is gathered a little earlier: so it takes no more bytes than make its latency a small share of its time. For the
 same reason less compute can hide it. Where hidden seconds cost less than exposed ones, moves travel together only if that gains
-more than it exposes.
+more than it exposes (`shardplan.schedule.fastest` tries both).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 
 from shardplan.collectives.reshard import Resharder
 from shardplan.cost import Network, compute
+from shardplan.cost.overlap import SERIAL, Weights
 from shardplan.schedule.changes import Change
 from shardplan.schedule.instructions import Block, Bundle, Cond, Hop, Instruction, Move, Scan, While, results_of
 from shardplan.schedule.op_seconds import op_seconds
@@ -34,9 +35,9 @@ _NO_DEARER = 1 + 1e-9
 """The factor within which two costs count as equal."""
 
 
-def bundled(block: Block, planned: PlannedProgram) -> Block:
-    """A block, and the blocks in it, whose moves travel together where that takes less time."""
-    return _Bundling(planned).block(block)
+def bundled(block: Block, planned: PlannedProgram, weights: Weights = SERIAL) -> Block:
+    """A block, and the blocks in it, whose moves travel together where that costs less by these weights."""
+    return _Bundling(planned, weights).block(block)
 
 
 _Key = tuple[str, Hop]
@@ -59,8 +60,8 @@ class _Group:
 
 
 class _Bundling:
-    def __init__(self, planned: PlannedProgram) -> None:
-        self.planned = planned
+    def __init__(self, planned: PlannedProgram, weights: Weights) -> None:
+        self.planned, self.weights = planned, weights
         self.resharder: Resharder = planned.programs.resharder
         self.op_s = op_seconds(planned)
         self._full: dict[Hop, float] = {}
@@ -120,8 +121,9 @@ class _Bundling:
 
     def cost(self, seconds: float, places: Sequence[int], windows: BlockWindows) -> float:
         """The cost of a collective for the moves at these places: less than its seconds where it can hide."""
-        weights = self.planned.weights
-        return seconds if weights.hideable == 1.0 else float(weights.of(np.array(seconds), windows.of(places)))
+        if self.weights.hideable == 1.0:
+            return seconds
+        return float(self.weights.of(np.array(seconds), windows.of(places)))
 
     def key(self, move: Move) -> _Key | None:
         """What moves that may travel together have in common; None for a move that travels alone."""

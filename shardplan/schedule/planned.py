@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from shardplan.collectives.reshard import Programs, Resharder
 from shardplan.cost import Network
-from shardplan.cost.overlap import SERIAL, Weights
 from shardplan.graph import Graph, Node
 from shardplan.ir import Choices, Copy, Factor, Layout, Program, Use, Where
 from shardplan.mesh import Cluster
@@ -19,8 +18,8 @@ class PlannedProgram:
 
     ``layouts[t]`` is the stored layout of tensor t (None: computed anew where it is read). ``nodes`` maps (path of a body, op id)
     to a node, ``uses`` a node to its use if it has one, ``reads`` (node, operand) to the number of the copy that it reads.
-    ``programs`` has the collectives of each resharding. ``held`` are the tensors that nodes with a use read. ``weights`` say what
-    hidden and exposed seconds cost.
+    ``programs`` has the collectives of each resharding. ``held`` are the tensors that nodes with a use read. ``overlaps`` says
+    whether communication hides behind compute.
     """
 
     program: Program
@@ -33,7 +32,7 @@ class PlannedProgram:
     reads: Mapping[tuple[int, int], int]
     copies: tuple[Copy, ...]
     held: frozenset[int]
-    weights: Weights
+    overlaps: bool
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -47,7 +46,7 @@ class PlannedProgram:
 
 
 def planned_program(
-    program: Program, graph: Graph, choices: Choices, cluster: Cluster, factors: Sequence[Factor], weights: Weights = SERIAL
+    program: Program, graph: Graph, choices: Choices, cluster: Cluster, factors: Sequence[Factor], overlaps: bool
 ) -> PlannedProgram:
     """Joins a program and its graph with the choices of a plan."""
     factors = tuple(factors)
@@ -69,5 +68,5 @@ def planned_program(
         copies=choices.copies,
         # operands are held in their stored layout, else the layout that the op needs would spread back into the chain before it
         held=frozenset(t for n in uses for t in graph.nodes[n].inputs if t >= 0),
-        weights=weights,
+        overlaps=overlaps,
     )

@@ -256,7 +256,9 @@ class Plan(Figures):
         """The program with the plan's choices, as backends run it."""
         if self._run is not None:
             return self._run.planned
-        return planned_program(self.program, self.graph, self._data.choices, self.cluster, self.factors, self._data.weights)
+        return planned_program(
+            self.program, self.graph, self._data.choices, self.cluster, self.factors, self._data.time_model == "overlap"
+        )
 
     @cached_property
     def schedule(self) -> Schedule:

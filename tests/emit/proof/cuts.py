@@ -104,7 +104,7 @@ class Cuts:
             layouts=tuple(layouts), uses={self.node.id: use}, views={}, kept=frozenset(), issued=(), compute_s=0.0
         )
         problem, choices = self.problem, self.extractor.choices(decisions)
-        planned = planned_program(self.program, problem.graph, choices, problem.cluster, problem.factors)
+        planned = planned_program(self.program, problem.graph, choices, problem.cluster, problem.factors, overlaps=False)
         emitter = _OnTerms(planned, mesh) if self.explicit else SpecsEmitter(planned, mesh)
         handed = [layouts[t] for t in self.problem.graph.inputs]
         arguments = tuple(_stacked(x, at, self.problem.sizes, rng) for x, at in zip(self.case.operands, handed, strict=True))

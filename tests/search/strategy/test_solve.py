@@ -234,7 +234,7 @@ def test_a_padded_vocabulary_is_split_inside_the_step() -> None:
         return jax.tree.map(lambda p, g: p - g, params, grads), value
 
     params = {"table": jax.ShapeDtypeStruct((50257, 512), jnp.float32), "head": jax.ShapeDtypeStruct((512, 50257), jnp.float32)}
-    uneven = shardplan.plan(lookup, params, jax.ShapeDtypeStruct((4, 2048), jnp.int32), cluster="8")
+    uneven = shardplan.plan(lookup, params, jax.ShapeDtypeStruct((4, 2048), jnp.int32), cluster="8", factors={})
     split = {
         layout.dims
         for t, layout in zip(uneven.session.problem.graph.tensors, uneven.session.decisions.layouts, strict=True)

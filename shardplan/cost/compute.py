@@ -17,15 +17,16 @@ from shardplan.tdl.index import Affine, Exact, IndexExpr, loops_of
 from shardplan.tdl.language import Access, Apply, HiddenLoops, Match, OpaqueResult, Reduce, Scalar
 
 
-def flops(description: Description) -> float:
+def flops(description: Description, *, padding: bool = False) -> float:
     """Flops of the whole op: one for each scalar operation of each element, as XLA counts (a multiply-add is two).
 
-    A lookup described as a sum over rows reads one row, so its loop counts once. Terms that read padding count nothing. Where an
-    opaque function states its flops, those are all.
+    A lookup described as a sum over rows reads one row, so its loop counts once. Terms that read padding count only with
+    ``padding``: a convolution's kernel multiplies by its zeros. Terms that read the gaps of dilated elements never count. Where
+    an opaque function states its flops, those are all.
     """
     stated = sum(_stated(tree) for tree in description.trees)
     return stated or sum(
-        _tree_flops(tree, description, math.prod(n for n in shape))
+        _tree_flops(tree, description, math.prod(n for n in shape), padding=padding)
         for tree, shape in zip(description.trees, description.call.results, strict=True)
     )
 
@@ -35,20 +36,20 @@ def _stated(node: Scalar) -> float:
     return own + sum(_stated(c) for c in children(node))
 
 
-def _tree_flops(node: Scalar, description: Description, times: float) -> float:
+def _tree_flops(node: Scalar, description: Description, times: float, *, padding: bool) -> float:
     match node:
         case Reduce(_, loops, body):
             looked_up = _matched(body)
             inner = times * math.prod(description.loops[v].extent for v in loops if v not in looked_up)
             # a value that is scattered to one row is combined there, not in every row
             inner /= math.prod(description.loops[v].extent for v in looked_up if description.loops[v].reducer is None)
-            inner *= _density(body, description)
-            return inner + _tree_flops(body, description, inner)
+            inner *= _density(body, description, padding=padding)
+            return inner + _tree_flops(body, description, inner, padding=padding)
         case Apply(how, args, _):
             operations = 0.0 if how == "where" else times * max(1, len(args) - 1)
-            return operations + sum(_tree_flops(a, description, times) for a in args)
+            return operations + sum(_tree_flops(a, description, times, padding=padding) for a in args)
         case _:
-            return sum(_tree_flops(c, description, times) for c in children(node))
+            return sum(_tree_flops(c, description, times, padding=padding) for c in children(node))
 
 
 def _matched(node: Scalar) -> frozenset[int]:
@@ -58,16 +59,16 @@ def _matched(node: Scalar) -> frozenset[int]:
     return matched
 
 
-def _density(node: Scalar, description: Description) -> float:
-    """The fraction of a sum's terms in which no operand reads padding or a gap between dilated elements."""
+def _density(node: Scalar, description: Description, *, padding: bool) -> float:
+    """The fraction of a sum's terms that count: those in which no operand reads a gap between dilated elements, or padding."""
     if isinstance(node, Access):
         shape = description.call.operands[node.operand]
-        return math.prod(_hits(ix, n, description) for ix, n in zip(node.indices, shape, strict=True))
-    return math.prod(_density(c, description) for c in children(node))
+        return math.prod(_hits(ix, n, description, padding=padding) for ix, n in zip(node.indices, shape, strict=True))
+    return math.prod(_density(c, description, padding=padding) for c in children(node))
 
 
-def _hits(ix: IndexExpr, extent: int, description: Description) -> float:
-    """The fraction of its loops' values at which an index lies on an element of a dim of this extent."""
+def _hits(ix: IndexExpr, extent: int, description: Description, *, padding: bool) -> float:
+    """The fraction of its loops' values at which an index lies on an element of a dim of this extent, or beyond its ends."""
     match ix:
         case Affine(terms, const):
             divisor = 1
@@ -78,12 +79,14 @@ def _hits(ix: IndexExpr, extent: int, description: Description) -> float:
     reach = [c * (description.loops[v].extent - 1) for v, c in terms]
     inside = const + sum(r for r in reach if r < 0) >= 0 and const + sum(r for r in reach if r > 0) < extent
     count = math.prod(description.loops[v].extent for v, _ in terms)
-    if (inside and divisor == 1) or not 0 < count <= _MOST_POSITIONS:
+    if ((inside or padding) and divisor == 1) or not 0 < count <= _MOST_POSITIONS:
         return 1.0
     at: NDArray[np.int64] = np.array([const], np.int64)
     for v, c in terms:
         at = (at[:, None] + c * np.arange(description.loops[v].extent)).ravel()
-    hit = (at % divisor == 0) & (at >= 0) & (at < extent * divisor)
+    hit = at % divisor == 0
+    if not padding:
+        hit &= (at >= 0) & (at < extent * divisor)
     return int(hit.sum()) / count
 
 

@@ -202,7 +202,8 @@ class Module:
     def runs(self) -> Mapping[str, Runs]:
         """How often each computation runs: the product of the trip counts around it, summed over its call sites.
 
-        Every branch of a conditional counts as taken once.
+        Every branch of a conditional counts as taken once. A loop of known trip count does not evaluate its condition: the
+        runtime for GPUs counts by itself.
         """
         memo: dict[str, Runs] = {self.entry: Runs(1)}
 
@@ -223,7 +224,7 @@ def _times(outer: Runs, call: Instruction, role: str) -> Runs:
     trips = call.attribute(r'known_trip_count"?\s*[:=]\s*\{\s*"?n"?\s*[:=]\s*"?(\d+)')
     if trips is None:
         return Runs(outer.times, known=False)
-    return Runs(outer.times * (int(trips) + (role == "condition")), outer.known)
+    return Runs(0 if role == "condition" else outer.times * int(trips), outer.known)
 
 
 _HEADER = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*)?\{\s*$")

@@ -184,11 +184,10 @@ class _Walk:
                 left, seen = left - whole * period, {}
                 continue
             seen[state] = left, self.streams.spent
-            self.computation(bodies["condition"], [carried])
+            if not text:  # by its trip count, the runtime ends a loop without its condition
+                self.computation(bodies["condition"], [carried])
             carried = self.computation(bodies["body"], [carried])
             left -= 1
-        if text:
-            self.computation(bodies["condition"], [carried])
         return carried
 
     def state(self, carried: _Value) -> _State:

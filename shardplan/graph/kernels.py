@@ -350,11 +350,14 @@ class _Model:
                 maker = self.maker[t]
                 writes[maker.id][maker.outputs.index(t)] += _updated(maker)
         self._charge_stacks(reads, writes, launches)
+        self._charge_counters(launches)
         for node in graph.nodes:  # a filter is copied to the library's order, unless the kernel that makes it writes it so
             if node.signature.filter == "result":
                 writes[node.id][0] += 2
+                launches[node.id] += 1
             elif node.signature.filter and node.inputs[1] >= 0 and self.name[node.inputs[1]] not in self.maker:
                 reads[node.id][1] += 2
+                launches[node.id] += 1
         return tuple(Traffic(tuple(r), tuple(w), n) for r, w, n in zip(reads, writes, launches, strict=True))
 
     def _passes(self, kernel: _Kernel, stored: Sequence[int]) -> int:
@@ -397,6 +400,15 @@ class _Model:
             if product is not None:
                 reads[product.id][self._slot(product, t)] += 2
                 launches[product.id] += 1
+
+    def _charge_counters(self, launches: list[float]) -> None:
+        """Each iteration of a scan counts itself, in a kernel of its own."""
+        graph = self.graph
+        passed = {t for k in graph.links if k.lift for t in (k.source if k.lift < 0 else k.target,)} | {*graph.carries}
+        bodies = {where for where, tensors in graph.bodies.items() if not passed.isdisjoint(tensors)}
+        last = {node.where: node.id for node in graph.nodes if node.where in bodies and launches[node.id]}
+        for n in last.values():
+            launches[n] += 1
 
     def _slot(self, node: Node, t: int) -> int:
         return next(i for i, own in enumerate(node.inputs) if own >= 0 and self.name[own] == t)

@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from shardplan.collectives.reshard import Resharder
-from shardplan.cost import Network, compute
 from shardplan.cost.overlap import SERIAL, Weights
 from shardplan.schedule.changes import Change
+from shardplan.schedule.copies import Copies
 from shardplan.schedule.instructions import Block, Bundle, Cond, Hop, Instruction, Move, Scan, While, results_of
 from shardplan.schedule.op_seconds import op_seconds
 from shardplan.schedule.planned import PlannedProgram
@@ -64,6 +64,7 @@ class _Bundling:
         self.planned, self.weights = planned, weights
         self.resharder: Resharder = planned.programs.resharder
         self.op_s = op_seconds(planned)
+        self.copies = Copies(planned)
         self._full: dict[Hop, float] = {}
 
     def block(self, block: Block) -> Block:
@@ -148,10 +149,10 @@ class _Bundling:
         """Whether these moves cost less together, their copies to and from the buffer included."""
         if len(group.members) < 2:
             return False
-        alone = (sum(step.seconds for step in move.steps) for move in group.members)
+        alone = (sum(step.seconds + self.copies.ordering_s(move, step) for step in move.steps) for move in group.members)
         apart = sum(self.cost(s, [place], windows) for s, place in zip(alone, group.places, strict=True))
         bundle = self.bundle(group.key, group.members)
-        return self.cost(self.carried_s(bundle) + copying_s(bundle, self.planned), group.places, windows) < apart
+        return self.cost(self.carried_s(bundle) + self.copies.packing_s(bundle), group.places, windows) < apart
 
     def carried_s(self, bundle: Bundle) -> float:
         """The seconds of a bundle's collective."""
@@ -166,19 +167,6 @@ class _Bundling:
             slope = self.resharder.seconds(hop.kind, over, wide) / wide
             self._full[hop] = self.resharder.seconds(hop.kind, over, 0.0) / slope / LATENCY_SHARE if slope > 0 else math.inf
         return self._full[hop]
-
-
-def copying_s(bundle: Bundle, planned: PlannedProgram) -> float:
-    """The seconds in which a device packs its blocks before the collective and unpacks them after it: each is read and written.
-
-    One side of a gather or a reduce-scatter is smaller than its ``nbytes``.
-    """
-    network = planned.programs.resharder.network
-    assert isinstance(network, Network)
-    uneven = bundle.hop.kind in ("all_gather", "reduce_scatter")
-    other = 1.0 / math.prod(planned.sizes[f] for f in bundle.hop.over) if uneven else 1.0
-    copied = 2.0 * (1.0 + other) * sum(step.nbytes for step in bundle.steps)
-    return float(compute.moving_s(network.cluster.device, np.array(copied)))
 
 
 def _ordered(instructions: Sequence[Instruction], bundles: Sequence[Bundle]) -> list[Instruction]:

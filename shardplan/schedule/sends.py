@@ -22,8 +22,8 @@ from shardplan.collectives.reshard import Step
 from shardplan.cost import Network
 from shardplan.cost.network import binomial_rounds
 from shardplan.ir import PAIRS, Layout, Reducer, Split, itemsize
-from shardplan.schedule.bundles import copying_s
 from shardplan.schedule.changes import Change, later_splits, splits_buffer
+from shardplan.schedule.copies import Copies
 from shardplan.schedule.instructions import (
     Block,
     Bundle,
@@ -72,7 +72,7 @@ class Issued:
 
     ``nbytes`` are the operand's of a device, for an all-gather the result's; ``seconds`` are those of one execution, of which
     ``hideable_s`` can hide behind compute. ``values`` counts the values that travel together, ``copied_s`` are the seconds of
-    copying them to and from one buffer.
+    the copies beside it, into one buffer or another order of dims.
     """
 
     kind: Kind
@@ -137,6 +137,7 @@ class _Reader:
         self.resharder = planned.programs.resharder
         assert isinstance(self.resharder.network, Network)
         self.network = self.resharder.network
+        self.copies = Copies(planned)
         self.groups = cache(self._groups)
         self.extremes: dict[int, int] = {}
 
@@ -196,7 +197,8 @@ class _Reader:
                 size, buffered = -(-size // blocks // ways) * ways * blocks, True  # a block's elements are padded
             if not buffered:
                 size = self.local_size(move, step.before, step.after)  # what is about to be split is padded
-            yield from self.hop(f"{move.scope}.{n}", step, move, size, times)
+            copied_s = 0.0 if buffered else self.copies.ordering_s(move, step)
+            yield from _with_copies(self.hop(f"{move.scope}.{n}", step, move, size, times), copied_s)
             buffered = buffered and len(step.after.dims) > len(move.shape)
             if buffered:
                 size = size * self.ways(change.lost) // self.ways(change.gained)
@@ -215,9 +217,9 @@ class _Reader:
         """The collectives of moves that travel together, each with the seconds of its copies to and from the buffer."""
         size = sum(self.local_size(move, step.before) for move, step in zip(bundle.moves, bundle.steps, strict=True))
         together = replace(bundle.steps[0], program=bundle.hop.program)
-        for one in self.hop(bundle.scope, together, bundle.moves[0], size, times):
-            copied_s = copying_s(bundle, self.planned)
-            yield replace(one, seconds=one.seconds + copied_s, values=len(bundle.moves), copied_s=copied_s)
+        sent = self.hop(bundle.scope, together, bundle.moves[0], size, times)
+        for one in _with_copies(sent, self.copies.packing_s(bundle)):
+            yield replace(one, values=len(bundle.moves))
 
     def shift(self, send: Send, over: tuple[int, ...]) -> Issued:
         """What every device sends to its neighbour."""
@@ -348,6 +350,13 @@ class _Reader:
                             send = _send(scope, one, width, times, compute.node.inputs[i], compute.node.op.source)
                             yield self.shift(send, c.factors)
                 shapes[i][place.dim] += sum(place.halo)
+
+
+def _with_copies(found: Iterator[Issued], copied_s: float) -> Iterator[Issued]:
+    """Collectives of one step, the first of them with the seconds of the copies beside them."""
+    for one in found:
+        yield replace(one, seconds=one.seconds + copied_s, copied_s=copied_s) if copied_s else one
+        copied_s = 0.0
 
 
 def _seconds(found: Sequence[Issued]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 from shardplan.tdl.describe import is_named_call, is_run_by_user
@@ -61,8 +62,9 @@ def part_of(call: Call, description: Description | None, *, multiplies: bool) ->
 
 
 def _only_resizes(call: Call) -> bool:
-    """Whether the op changes dims of size 1 alone: a sum over such dims, a broadcast to such dims, or a
-    transpose that moves nothing else."""
+    """Whether the op changes dims of size 1 alone: a sum over such dims, a broadcast to them, a transpose that moves nothing
+    else, a reversal of them.
+    """
     match call.primitive:
         case "reduce_sum" | "reduce_max" | "reduce_min" | "reduce_prod" | "reduce_and" | "reduce_or":
             return len(call.operands) == 1 and math.prod(call.operands[0]) == math.prod(call.results[0])
@@ -71,6 +73,9 @@ def _only_resizes(call: Call) -> bool:
         case "transpose":
             moved = [d for d in call.params["permutation"] if call.operands[0][d] != 1]
             return moved == sorted(moved)
+        case "rev":
+            reversed_dims: Sequence[int] = call.params["dimensions"]
+            return all(call.operands[0][d] == 1 for d in reversed_dims)
         case _:
             return False
 
@@ -89,13 +94,30 @@ def update_of(call: Call) -> int | None:
     return _UPDATES.get(call.primitive)
 
 
+def convolves(call: Call) -> bool:
+    """Whether the op is a convolution, whose library takes its image in one order of dims."""
+    return call.primitive == "conv_general_dilated"
+
+
 def filter_of(call: Call) -> Literal["operand", "result", ""]:
-    """Where a convolution has its filter, which the library wants with the output features first: the second operand, or, in the
-    gradient of the filter, the result. Empty for other ops.
+    """Where a convolution has a filter in an order that the library does not take: the second operand, or, in the gradient of the
+    filter, the result.
+
+    The library wants the output features first, then the input features. Empty where the filter lies so, and for other ops.
     """
-    if call.primitive != "conv_general_dilated":
+    if not convolves(call):
         return ""
-    return "operand" if call.params["dimension_numbers"].lhs_spec[0] == 0 else "result"
+    numbers = call.params["dimension_numbers"]
+    if numbers.lhs_spec[0] == 0:
+        return "" if _ascends(numbers.rhs_spec, call.operands[1]) else "operand"
+    first, second, *space = numbers.out_spec  # as the features of an image: the filter's input features are its batch
+    return "" if _ascends((second, first, *space), call.results[0]) else "result"
+
+
+def _ascends(dims: Sequence[int], shape: Sequence[int]) -> bool:
+    """Whether dims lie in this order in memory; dims of size 1 lie anywhere."""
+    order = [d for d in dims if shape[d] != 1]
+    return order == sorted(order)
 
 
 def reads_slices(call: Call) -> bool:

@@ -166,3 +166,26 @@ def test_products_and_convolutions_are_contractions_and_sums_are_not() -> None:
     }
     assert {p for p, yes in found.items() if yes} == {"conv_general_dilated", "dot_general"}
     assert not found["reduce_sum"]
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_a_convolution_multiplies_by_its_padding_and_not_by_gaps(stride: int) -> None:
+    """A pass and its gradient for the image take the same products: one for each output and each place of the kernel."""
+
+    def run(x: Any, w: Any) -> Any:
+        return jax.lax.conv_general_dilated(x, w, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    def products(step: Callable[..., Any], *args: Any) -> float:
+        nodes = flatten(trace(step, *args).program).nodes
+        descriptions = [n.signature.description for n in nodes if n.signature.multiplies]
+        assert len(descriptions) == 1
+        assert descriptions[0] is not None
+        return compute.flops(descriptions[0], padding=True)
+
+    image, kernel = array(2, 8, 8, 16), array(3, 3, 16, 32)
+    out = array(2, 8 // stride, 8 // stride, 32)
+    expected = 2 * (2 * (8 // stride) ** 2 * 32) * (3 * 3 * 16)
+    assert products(run, image, kernel) == expected
+    backward = products(lambda w, g: jax.vjp(lambda x: run(x, w), jnp.zeros(image.shape))[1](g)[0], kernel, out)
+    assert backward == pytest.approx(expected, rel=0.15)  # of a window over 8 places, some fall between the ends
+    assert counted(run, image, kernel) < expected

@@ -78,6 +78,12 @@ def test_products_have_flops_and_collectives_are_no_kernels() -> None:
     assert by_name["x"].flops == 0
 
 
+def test_a_loop_of_known_trip_count_does_not_run_its_condition() -> None:
+    assert not {k.name for k in kernels(TEXT)} & {"less"}
+    unknown = TEXT.replace(', backend_config={"known_trip_count":{"n":"16"}}', "")
+    assert {k.name: k.times for k in kernels(unknown)}["less"] == 1
+
+
 LIBRARY = """\
 HloModule step, num_partitions=1
 

@@ -181,7 +181,7 @@ def test_a_filter_is_copied_unless_a_kernel_makes_it() -> None:
         return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
     x, w, y = (4 * n for n in (8 * 16 * 16 * 32, 3 * 3 * 32 * 64, 8 * 16 * 16 * 64))
-    assert moved(flat(run, image, kernel)) == (x + 3 * w, y, 1)
+    assert moved(flat(run, image, kernel)) == (x + 3 * w, y, 2)
     assert moved(flat(lambda x, w: run(x, jnp.tanh(w)), image, kernel)) == (x + 2 * w, w + y, 2)
     gradient = moved(
         flat(
@@ -191,7 +191,29 @@ def test_a_filter_is_copied_unless_a_kernel_makes_it() -> None:
             jax.ShapeDtypeStruct((8, 16, 16, 64), jnp.float32),
         )
     )
-    assert gradient[:2] == (x + y, 3 * w)
+    assert gradient == (x + y, 3 * w, 2)
+
+
+def test_the_backward_pass_of_a_pointwise_convolution_takes_its_filter_as_it_lies() -> None:
+    """Its input features are the output's: without a window, they are the first dim, and there is nothing to reverse."""
+    image, kernel = jax.ShapeDtypeStruct((8, 16, 16, 32), jnp.float32), jax.ShapeDtypeStruct((1, 1, 32, 64), jnp.float32)
+
+    def run(x: Any, w: Any) -> Any:
+        return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    def backward(x: Any, w: Any, g: Any) -> Any:
+        return jax.vjp(lambda x: run(x, w), x)[1](g)[0]
+
+    x, w, y = (4 * n for n in (8 * 16 * 16 * 32, 32 * 64, 8 * 16 * 16 * 64))
+    assert moved(flat(run, image, kernel)) == (x + 3 * w, y, 2)
+    assert moved(flat(backward, image, kernel, jax.ShapeDtypeStruct((8, 16, 16, 64), jnp.float32))) == (y + w, x, 1)
+
+
+def test_each_iteration_of_a_scan_counts_itself() -> None:
+    def step(x: Any, length: int) -> Any:
+        return lax.scan(lambda c, _: (jnp.tanh(c), None), x, length=length)[0]
+
+    assert [moved(flat(partial(step, length=n), ROWS))[2] for n in (4, 8)] == [2 * 4, 2 * 8]
 
 
 def test_slices_and_updates_move_their_own_bytes() -> None:

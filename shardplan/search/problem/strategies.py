@@ -488,7 +488,7 @@ def _work(signature: Signature) -> _Work:
     size = tuple(nbytes(s, d) for s, d in zip(call.operands, call.dtypes, strict=True))
     out = tuple(nbytes(s, d) for s, d in zip(call.results, call.result_dtypes, strict=True))
     dtype, matrix = compute.product_dtype(call, contracts=signature.contracts), signature.multiplies
-    flops = compute.flops(description) if description is not None and matrix else 0.0  # others are memory-bound
+    flops = compute.flops(description, padding=True) if description is not None and matrix else 0.0  # others are memory-bound
     if traffic is not None:
         read = tuple(n * part for n, part in zip(size, traffic.reads, strict=True))
         written = tuple(n * part for n, part in zip(out, traffic.writes, strict=True))

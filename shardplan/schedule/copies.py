@@ -1,0 +1,71 @@
+"""Copies beside collectives: what a device moves in its own memory so that a collective finds its blocks one behind another.
+
+XLA's collectives take the dim that they split or join as the first in memory, and leave it so.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from shardplan.collectives.reshard import Step
+from shardplan.cost import Network, compute
+from shardplan.ir import Layout
+from shardplan.schedule.changes import Change
+from shardplan.schedule.instructions import Bundle, Move
+from shardplan.schedule.planned import PlannedProgram
+
+
+class Copies:
+    """Seconds of the copies beside the collectives of one program, with their launches."""
+
+    def __init__(self, planned: PlannedProgram) -> None:
+        network = planned.programs.resharder.network
+        assert isinstance(network, Network)
+        self.device, self.planned = network.cluster.device, planned
+        self.images = {node.inputs[0] for node in planned.graph.nodes if node.signature.convolves}
+
+    def packing_s(self, bundle: Bundle) -> float:
+        """A bundle's blocks are packed into one buffer before its collective and unpacked after it.
+
+        One side of a gather or a reduce-scatter is smaller than its ``nbytes``.
+        """
+        uneven = bundle.hop.kind in ("all_gather", "reduce_scatter")
+        other = 1.0 / self.ways(bundle.hop.over) if uneven else 1.0
+        return self.copying_s(2, (1.0 + other) * sum(step.nbytes for step in bundle.steps))
+
+    def ordering_s(self, move: Move, step: Step) -> float:
+        """A block of which other dims come before the one that is split or joined is copied into another order.
+
+        Of a gather or a reduce-scatter, that is the smaller of both blocks: elementwise ops and matrix products take the larger
+        one in any order. Convolutions do not, so what they read is copied too. Of an all-to-all, it is either block.
+        """
+        change = Change.of(step)
+        match step.kind:
+            case "all_gather" if self.lies_behind(move, step.after, change.shorter):
+                image = move.tensor in self.images
+                return self.copying_s(1 + image, step.nbytes * (1.0 / self.ways(change.lost) + image))
+            case "reduce_scatter" if self.lies_behind(move, step.before, change.longer):
+                return self.copying_s(1, step.nbytes / self.ways(change.gained))
+            case "all_to_all":
+                split = self.lies_behind(move, step.before, change.longer)
+                joined = self.lies_behind(move, step.after, change.shorter)
+                return self.copying_s(split + joined, step.nbytes * (split + joined))
+            case _:
+                return 0.0
+
+    def lies_behind(self, move: Move, layout: Layout, dim: int) -> bool:
+        """Whether a device's block has several elements in the dims before this one; never for the buffer."""
+        if dim >= len(move.shape):
+            return False
+        before = zip(move.shape[:dim], layout.dims[:dim], strict=True)
+        return any(-(-n // self.ways(factors)) > 1 for n, factors in before)
+
+    def copying_s(self, kernels: int, nbytes: float) -> float:
+        """The seconds in which some kernels together read and write these bytes."""
+        return kernels * self.device.launch_s + float(compute.moving_s(self.device, np.array(2.0 * nbytes)))
+
+    def ways(self, factors: tuple[int, ...]) -> int:
+        """How many devices there are along some factors."""
+        return math.prod(self.planned.sizes[f] for f in factors)

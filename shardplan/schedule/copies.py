@@ -27,13 +27,13 @@ class Copies:
         self.images = {node.inputs[0] for node in planned.graph.nodes if node.signature.convolves}
 
     def packing_s(self, bundle: Bundle) -> float:
-        """A bundle's blocks are packed into one buffer before its collective and unpacked after it.
+        """One kernel packs a bundle's blocks into one buffer before its collective; after it, each is unpacked by its own.
 
         One side of a gather or a reduce-scatter is smaller than its ``nbytes``.
         """
         uneven = bundle.hop.kind in ("all_gather", "reduce_scatter")
         other = 1.0 / self.ways(bundle.hop.over) if uneven else 1.0
-        return self.copying_s(2, (1.0 + other) * sum(step.nbytes for step in bundle.steps))
+        return self.copying_s(1 + len(bundle.moves), (1.0 + other) * sum(step.nbytes for step in bundle.steps))
 
     def ordering_s(self, move: Move, step: Step) -> float:
         """A block of which other dims come before the one that is split or joined is copied into another order.

@@ -108,7 +108,7 @@ def test_a_plan_counts_the_copies_beside_its_collectives() -> None:
     assert found[1].seconds - found[0].seconds == pytest.approx(seconds(size / 4))
 
 
-def test_packing_and_unpacking_are_a_kernel_each() -> None:
+def test_one_kernel_packs_a_bundle_and_one_unpacks_each_member() -> None:
     weights = {f"w{n}": jax.ShapeDtypeStruct((256, 256), jnp.float32) for n in range(2)}
 
     def step(x: Any, ws: Any) -> Any:
@@ -119,4 +119,4 @@ def test_packing_and_unpacking_are_a_kernel_each() -> None:
     plan = shardplan.plan(step, x, weights, cluster=slow, pins={"*": P("gpu")}, factors={}, time_model="sum")
     (bundle,) = (i for i in instructions_of(plan.schedule.body.instructions) if isinstance(i, Bundle))
     whole = 2 * 4 * 256 * 256
-    assert Copies(plan.planned).packing_s(bundle) == pytest.approx(seconds(whole / 4, whole))
+    assert Copies(plan.planned).packing_s(bundle) == pytest.approx(seconds(whole / 4, whole / 2, whole / 2))

@@ -146,13 +146,15 @@ class _Bundling:
         return replace(together, hop=replace(key[1], program=program))
 
     def gains(self, group: _Group, windows: BlockWindows) -> bool:
-        """Whether these moves cost less together, their copies to and from the buffer included."""
+        """Whether these moves cost less together, with the copies beside their collectives, which never hide."""
         if len(group.members) < 2:
             return False
-        alone = (sum(step.seconds + self.copies.ordering_s(move, step) for step in move.steps) for move in group.members)
-        apart = sum(self.cost(s, [place], windows) for s, place in zip(alone, group.places, strict=True))
+        apart = 0.0
+        for move, place in zip(group.members, group.places, strict=True):
+            apart += self.cost(sum(step.seconds for step in move.steps), [place], windows)
+            apart += sum(self.copies.ordering_s(move, step) for step in move.steps)
         bundle = self.bundle(group.key, group.members)
-        return self.cost(self.carried_s(bundle) + self.copies.packing_s(bundle), group.places, windows) < apart
+        return self.cost(self.carried_s(bundle), group.places, windows) + self.copies.packing_s(bundle) < apart
 
     def carried_s(self, bundle: Bundle) -> float:
         """The seconds of a bundle's collective."""

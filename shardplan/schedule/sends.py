@@ -172,10 +172,10 @@ class _Reader:
                     pass
 
     def beside(self, result: int, found: Iterator[Issued]) -> Iterator[Issued]:
-        """The collectives of one movement, one after the other: together they hide behind its window."""
+        """The collectives of one movement, one after the other: together they hide behind its window; copies never do."""
         window_s = self.windows.get(result, 0.0)
         for one in found:
-            hideable_s = min(one.seconds, window_s)
+            hideable_s = min(one.seconds - one.copied_s, window_s)
             window_s -= hideable_s
             yield replace(one, hideable_s=hideable_s) if hideable_s else one
 

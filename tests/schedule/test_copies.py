@@ -120,3 +120,17 @@ def test_one_kernel_packs_a_bundle_and_one_unpacks_each_member() -> None:
     (bundle,) = (i for i in instructions_of(plan.schedule.body.instructions) if isinstance(i, Bundle))
     whole = 2 * 4 * 256 * 256
     assert Copies(plan.planned).packing_s(bundle) == pytest.approx(seconds(whole / 4, whole / 2, whole / 2))
+
+
+def test_copies_do_not_hide() -> None:
+    """A gather beside a product that is longer than it: the gather hides, and the copies beside it do not."""
+
+    def step(x: Any, v: Any, w: Any) -> Any:
+        return jnp.tanh(x @ v) @ w
+
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2**16, 512), (512, 512), (512, 512))]
+    pins = {"x": P("gpu"), "v": P(), "w": P(None, "gpu")}
+    plan = shardplan.plan(step, *args, cluster=CLUSTER, pins=pins, factors={})
+    (gather,) = scheduled(plan.session).issued
+    assert gather.copied_s == pytest.approx(seconds(512 * 512))
+    assert gather.hideable_s == pytest.approx(gather.seconds - gather.copied_s)

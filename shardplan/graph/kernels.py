@@ -383,17 +383,19 @@ class _Model:
         return 2 if ends and (siblings or sums.intersection(stored)) else 1
 
     def _charge_stacks(self, reads: list[list[float]], writes: list[list[float]], launches: list[float]) -> None:
-        """What loops move beside their ops: stacks are filled with zeros first; a value that the loop also reads is copied to its
-        stack by a kernel of its own; slices that products read are copied.
+        """What loops move beside their ops.
+
+        Stacks are filled with zeros first. A kernel of its own copies a value to its stack if the loop also reads it, or if no
+        elementwise op makes it. Slices that products read are copied.
         """
         for t in sorted(self.stacked):
             maker, readers = self.maker.get(t), self.readers.get(t, [])
-            copied = 2.0 if readers else 0.0
             if maker is not None:
-                writes[maker.id][maker.outputs.index(t)] += 1 + copied
-                launches[maker.id] += 1 if readers else 0
+                copies = bool(readers) or maker.signature.part not in ("loop", "transpose")
+                writes[maker.id][maker.outputs.index(t)] += 1 + 2 * copies
+                launches[maker.id] += copies
             elif readers:
-                reads[readers[0].id][self._slot(readers[0], t)] += 1 + copied
+                reads[readers[0].id][self._slot(readers[0], t)] += 3
                 launches[readers[0].id] += 1
         for t in sorted({self.name[k.target] for k in self.graph.links if k.lift > 0}):
             product = next((r for r in self.readers.get(t, ()) if r.signature.part == "product"), None)
@@ -404,7 +406,7 @@ class _Model:
     def _charge_counters(self, launches: list[float]) -> None:
         """Each iteration of a scan counts itself, in a kernel of its own."""
         graph = self.graph
-        passed = {t for k in graph.links if k.lift for t in (k.source if k.lift < 0 else k.target,)} | {*graph.carries}
+        passed = {k.source if k.lift < 0 else k.target for k in graph.links if k.lift} | {*graph.carries}
         bodies = {where for where, tensors in graph.bodies.items() if not passed.isdisjoint(tensors)}
         last = {node.where: node.id for node in graph.nodes if node.where in bodies and launches[node.id]}
         for n in last.values():

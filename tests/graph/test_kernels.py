@@ -253,6 +253,18 @@ def test_a_scan_fills_its_stack_and_copies_what_it_also_reads() -> None:
     assert moved(flat(read, xs))[1] >= 3 * 8 * SIZE
 
 
+def test_a_product_is_copied_to_its_stack() -> None:
+    """A library call writes no slice of a buffer: the stack takes a kernel that reads the product and writes the slice."""
+    xs = jax.ShapeDtypeStruct((8, 64, 256), jnp.float32)
+
+    def step(w: Any, xs: Any, front: Any) -> Any:
+        return lax.scan(lambda c, x: (c, front(x @ w)), 0.0, xs)[1]
+
+    product, tanh = (moved(flat(partial(step, front=f), WEIGHT, xs)) for f in (lambda y: y, jnp.tanh))
+    assert product[1] == 8 * (SIZE + 3 * SIZE)  # with the zeros, and the copy as twice its bytes
+    assert tanh[1:] == (8 * (SIZE + 2 * SIZE), product[2])
+
+
 def test_an_optimizer_reads_and_writes_its_state_once() -> None:
     """Adam: gradient, weight and two moments in, weight and two moments out."""
 

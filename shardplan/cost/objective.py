@@ -20,19 +20,15 @@ class Objective:
     """An objective, and the unit of its tables: picoseconds of a step, or bytes that a device sends.
 
     The search counts 1e12 of either unit as a second. ``everything_split``: Tofu's premise holds (every level cuts every op and
-    splits every tensor that it can); baselines do not share it. ``weights`` say what a second of compute and one of hideable
-    communication cost.
+    splits every tensor that it can); baselines do not share it. ``overlaps``: communication may hide behind compute. ``weights``
+    say what a second of compute and one of hideable communication cost.
     """
 
     name: Literal["time", "bytes"]
     unit: Literal["picosecond", "byte"]
     everything_split: bool
+    overlaps: bool = False
     weights: Weights = SERIAL
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether communication may hide behind compute."""
-        return self.weights != SERIAL
 
     def network(self, cluster: Cluster, factors: Sequence[Factor]) -> Network | WireBytes:
         """The prices of collectives in this unit."""
@@ -46,7 +42,7 @@ class Objective:
 
 
 TIME = Objective("time", "picosecond", everything_split=False)
-OVERLAP = Objective("time", "picosecond", everything_split=False, weights=weights_at(1.0, DEFAULT_CONTENTION))
+OVERLAP = Objective("time", "picosecond", everything_split=False, overlaps=True, weights=weights_at(1.0, DEFAULT_CONTENTION))
 """The time of a step in which communication hides behind compute; the search sets the weights."""
 BYTES = Objective("bytes", "byte", everything_split=True)
 

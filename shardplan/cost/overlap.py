@@ -46,10 +46,6 @@ SERIAL = Weights()
 """Nothing overlaps: the cost is a plain sum."""
 
 
-NEARLY_SERIAL = Weights(1.0, 1.0 - 1e-9)
-"""The weights of a plain sum, nearly: unlike `SERIAL`, they say that communication may hide."""
-
-
 def weights_at(share: float, contention: float) -> Weights:
     """The weights of the lower bound on a step at a ``share`` from 0 (communication hides compute) to 1 (the reverse).
 

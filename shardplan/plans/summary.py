@@ -259,7 +259,8 @@ def session_of(data: PlanData, program: Program, donated: frozenset[int]) -> Ses
     """
     graph = flatten(program, replicate=data.replicate)
     pins = dict(data.pins)
-    timed, objective = replace(TIME, weights=data.weights), objective_of(data.objective)
+    overlaps = data.time_model == "overlap"
+    timed, objective = replace(TIME, overlaps=overlaps, weights=data.weights), objective_of(data.objective)
     problem = Problem(graph, coarsen(graph, data.one_choice), data.cluster, data.factors, objective=timed)
     problem = for_pins(problem, pins)
     live = memory.liveness(problem, donated)

@@ -22,7 +22,8 @@ from shardplan.mesh import Device
 from shardplan.search.problem.strategies import least_compute_s
 
 _ENOUGH = 1 / 2
-"""A window of at least this fraction of the step's compute counts as unlimited: only the compute of the whole step limits it."""
+"""Outside of loops, a window of at least this fraction of the step's compute counts as unlimited: only the compute of the whole
+step limits it."""
 
 _LEAST = 1 / 1024
 """A window of less than this fraction of the step's compute counts as none."""
@@ -97,20 +98,25 @@ class _Finder:
             item = chain.item(node)
             for slot, t in enumerate(node.inputs):
                 if t >= 0:
-                    operands[node.id, slot] = self.rounded(chain.concurrency.window(chain.makers(t), [item]))
+                    operands[node.id, slot] = self.rounded(chain.concurrency.window(chain.makers(t), [item]), chain.weight)
             for r, t in enumerate(node.outputs):
-                results[node.id, r] = self.rounded(chain.concurrency.window([item], chain.readers(t)))
+                results[node.id, r] = self.rounded(chain.concurrency.window([item], chain.readers(t)), chain.weight)
         for k in self.links_into.get(region, ()):
             link = self.graph.links[k]
             makers, readers = chain.makers(link.source), chain.readers(link.target)
-            links[link.source, link.target] = self.rounded(chain.concurrency.window(makers, readers))
+            links[link.source, link.target] = self.rounded(chain.concurrency.window(makers, readers), chain.weight)
 
-    def rounded(self, window_s: float) -> float:
-        """A window rounded to a power of two times the step's compute; 0 below `_LEAST`, infinite from `_ENOUGH` on."""
-        part = window_s / self.step_s if self.step_s else 0.0
+    def rounded(self, window_s: float, weight: float) -> float:
+        """A window that a step has ``weight`` times, rounded: all of them together are a power of two times the step's compute.
+
+        0 where they are less than `_LEAST` of it. Outside of loops, infinite from `_ENOUGH` on.
+        """
+        part = window_s * weight / self.step_s if self.step_s else 0.0
         if part < _LEAST:
             return 0.0
-        return math.inf if part >= _ENOUGH else self.step_s * 2.0 ** round(math.log2(part))
+        if part >= _ENOUGH and weight == 1.0:
+            return math.inf
+        return self.step_s * 2.0 ** round(math.log2(part)) / weight
 
 
 class _Chain:
@@ -126,7 +132,8 @@ class _Chain:
         work: list[float] = []
         heavy: list[bool] = []
         waits_for: list[set[int]] = []
-        own_weight = next((n.weight for n in finder.nodes_of[region] if finder.node_region[n.id] == region), None)
+        weights = (n.weight for n in finder.nodes_of[region] if finder.node_region[n.id] == region)
+        self.weight = next(weights, 1.0)  # how often a step runs the region
         for link in self._links(region):
             self._joined.setdefault(link.target, []).append(link.source)
             self._left.setdefault(link.source, []).append(link.target)
@@ -138,7 +145,7 @@ class _Chain:
                 heavy.append(node.signature.contracts or not isinstance(key, int))
                 waits_for.append(set())
             at = self._items[key]
-            work[at] += finder.seconds[node.id] * (node.weight / own_weight if own_weight else node.weight)
+            work[at] += finder.seconds[node.id] * (node.weight / self.weight)
             for t in node.inputs:
                 if t >= 0:
                     self._read.setdefault(t, []).append(at)

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from shardplan.cost.overlap import NEARLY_SERIAL, slowdown, weights_at
+from shardplan.cost.overlap import SERIAL, slowdown, weights_at
 from shardplan.ir import Factor
 from shardplan.search.inference import anytime
 from shardplan.search.inference.solver import Solver
@@ -73,7 +73,7 @@ def best_overlapped(search: Callable[[Wanted], Found], contention: float, wanted
 
     def solved(share: float | None, after: int) -> _Point:
         """The best plan at a share (None: the plain sum), ``after`` as many searches."""
-        weights = NEARLY_SERIAL if share is None else weights_at(share, contention)
+        weights = SERIAL if share is None else weights_at(share, contention)
         objective = replace(wanted.objective, weights=weights)
         found = search(replace(wanted, objective=objective, observer=_later(wanted, after)))
         problem, outcome = found
@@ -208,7 +208,7 @@ def _at_weights_of(last: _Point, point: _Point, wanted: Wanted) -> Found:
 
 def _alike(one: _Point, other: _Point) -> bool:
     """Whether the problems of two points have the same variables."""
-    return len(one.found[0].coarse.variables) == len(other.found[0].coarse.variables)
+    return one.found[0].coarse.variables == other.found[0].coarse.variables
 
 
 def _priced(found: Found, of: Solution, wanted: Wanted) -> Solution:

@@ -70,7 +70,7 @@ def test_a_gradient_is_reduced_beside_the_rest_of_the_backward_pass() -> None:
     assert all(beside / 2 < found.results[n, 0] / step_s < 2 * beside for n in of_activations)
 
 
-@pytest.mark.parametrize("length", [24, 96])
+@pytest.mark.parametrize("length", [24, 96, 5000])
 def test_inside_a_loop_a_window_is_that_of_one_iteration(length: int) -> None:
     def step(x: Any, ws: Any) -> Any:
         return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w[0]) @ w[1], None), x, ws)[0]

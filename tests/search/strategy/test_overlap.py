@@ -213,3 +213,15 @@ def test_an_unknown_time_model_is_refused() -> None:
     step, args = mlp.train_step()
     with pytest.raises(shardplan.ShardplanError, match="time_model 'parallel': use 'overlap'"):
         shardplan.plan(step, *args, cluster="2", time_model="parallel")
+
+
+@pytest.mark.parametrize("contention", [2.0, 3.0])
+def test_a_plan_on_a_device_on_which_overlap_gains_nothing_is_still_one_of_overlap(contention: float) -> None:
+    """Compute and communication that slow each other twofold take as long as one after the other."""
+    h100 = Cluster.load("8")
+    cluster = replace(h100, device=replace(h100.device, contention=contention))
+    step, args = gpt.train_step(layers=1, width=256, sequence=64, batch=32)
+    plan = shardplan.plan(step, *args, cluster=cluster, factors={}, donate_argnums=0)
+    assert plan.time_model == "overlap"
+    assert plan.step_time_s == pytest.approx(plan.serial_s)
+    assert plan.exposed_s < plan.communication_s

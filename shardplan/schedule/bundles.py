@@ -48,7 +48,8 @@ _Key = tuple[str, Hop]
 class _Group:
     """Moves that travel together, from these ``places`` in their block; ``mask`` has a bit for each place.
 
-    ``cost`` is that of their collective.
+    ``cost`` is that of their collective with the copies into one buffer and out of it, ``apart`` what they cost one by one, each
+    with the copies beside it. Copies never hide.
     """
 
     key: _Key
@@ -57,6 +58,7 @@ class _Group:
     mask: int
     nbytes: float
     cost: float
+    apart: float
 
 
 class _Bundling:
@@ -95,7 +97,7 @@ class _Bundling:
             before = functools.reduce(operator.or_, (after.get(v, 0) for v in reads(instruction)), 0)
             key = self.key(instruction) if isinstance(instruction, Move) else None
             if key is not None and isinstance(instruction, Move):
-                alone = self.group(key, (instruction,), (n,), windows)
+                alone = self.alone(key, instruction, n, windows)
                 group = groups[current[key]] if key in current else None
                 together = None if group is None or before & group.mask else self.together(group, alone, windows)
                 if together is None:
@@ -105,20 +107,31 @@ class _Bundling:
                     groups[current[key]] = together
                 before |= 1 << n
             after.update((v, before) for v in results_of(instruction))
-        return [group for group in groups if self.gains(group, windows)]
+        return [group for group in groups if len(group.members) > 1 and group.cost < group.apart]
 
-    def group(self, key: _Key, members: tuple[Move, ...], places: tuple[int, ...], windows: BlockWindows) -> _Group:
-        """Moves as a group."""
+    def alone(self, key: _Key, move: Move, place: int, windows: BlockWindows) -> _Group:
+        """A move as a group of one."""
+        seconds = sum(step.seconds for step in move.steps)
+        copied_s = sum(self.copies.ordering_s(move, step) for step in move.steps)
+        apart = self.cost(seconds, [place], windows) + copied_s
+        return self.packed(key, (move,), (place,), apart, windows)
+
+    def packed(
+        self, key: _Key, members: tuple[Move, ...], places: tuple[int, ...], apart: float, windows: BlockWindows
+    ) -> _Group:
+        """Moves as a group; ``apart`` is what they cost one by one."""
         mask = sum(1 << place for place in places)
-        cost = self.cost(self.carried_s(self.bundle(key, members)), places, windows)
-        return _Group(key, members, places, mask, sum(map(self.nbytes, members)), cost)
+        bundle = self.bundle(key, members)
+        cost = self.cost(self.carried_s(bundle), places, windows) + self.copies.packing_s(bundle)
+        return _Group(key, members, places, mask, sum(map(self.nbytes, members)), cost, apart)
 
     def together(self, one: _Group, other: _Group, windows: BlockWindows) -> _Group | None:
-        """Two groups as one; None if it would be too large or cost more."""
+        """A group with another move; None if it would be too large, or cost more than the packed group and the move alone."""
         if one.nbytes + other.nbytes > self.full(one.key):
             return None
-        both = self.group(one.key, (*one.members, *other.members), (*one.places, *other.places), windows)
-        return both if both.cost <= (one.cost + other.cost) * _NO_DEARER else None
+        members, places = (*one.members, *other.members), (*one.places, *other.places)
+        both = self.packed(one.key, members, places, one.apart + other.apart, windows)
+        return both if both.cost <= (one.cost + other.apart) * _NO_DEARER else None
 
     def cost(self, seconds: float, places: Sequence[int], windows: BlockWindows) -> float:
         """The cost of a collective for the moves at these places: less than its seconds where it can hide."""
@@ -144,17 +157,6 @@ class _Bundling:
         together = Bundle(tuple(moves), key[1])
         program = self.resharder.program_for(key[1].kind, together.steps[0].over, sum(s.nbytes for s in together.steps))
         return replace(together, hop=replace(key[1], program=program))
-
-    def gains(self, group: _Group, windows: BlockWindows) -> bool:
-        """Whether these moves cost less together, with the copies beside their collectives, which never hide."""
-        if len(group.members) < 2:
-            return False
-        apart = 0.0
-        for move, place in zip(group.members, group.places, strict=True):
-            apart += self.cost(sum(step.seconds for step in move.steps), [place], windows)
-            apart += sum(self.copies.ordering_s(move, step) for step in move.steps)
-        bundle = self.bundle(group.key, group.members)
-        return self.cost(self.carried_s(bundle), group.places, windows) + self.copies.packing_s(bundle) < apart
 
     def carried_s(self, bundle: Bundle) -> float:
         """The seconds of a bundle's collective."""

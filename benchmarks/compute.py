@@ -5,7 +5,7 @@
 A NAME is one of `STEPS`, on each of its clusters, or ``STEP@CLUSTER``; without names all are run. Each step is planned and
 its plan compiled ahead of time. The compiled seconds are the sum over the kernels of the text, each as often as it runs, of a
 roofline on its operand and result bytes and the flops of its products, with the rates of the plan's device and its launches.
-The predicted seconds include the copies of values that travel together, which a plan counts as communication.
+The predicted seconds include the copies beside collectives, which a plan counts as communication.
 With ``--plans N``, N baselines are compiled too, and Kendall's tau says how well the predicted steps order the compiled ones;
 both take the same seconds for communication. Each row runs in a process of its own.
 """

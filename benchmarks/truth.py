@@ -234,7 +234,7 @@ def _print_beside_calculon(results: Sequence[Result]) -> None:
     if own:
         errors = [abs(r.error) for r in own]
         print(f"\nMegatron-LM on Selene, the {len(own)} rows without a pipeline: mean {statistics.mean(errors):.1%},", end=" ")
-        print(f"largest {max(errors):.1%} (Calculon, on eight rows that have pipelines: 3.65% and 8.87%)")
+        print(f"largest {max(errors):.1%} (Calculon, on eight rows, six of which have pipelines: 3.65% and 8.87%)")
 
 
 def _print_left_out(left: Sequence[LeftOut]) -> None:

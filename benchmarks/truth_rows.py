@@ -286,7 +286,7 @@ def _precision(line: Line, assumed: list[str]) -> str:
 def _remat(line: Line, assumed: list[str]) -> bool | str:
     """Whether layers are computed again, and whether the products with weights are kept."""
     text = line["remat"].lower()
-    if text.startswith(("none", "")) and text in ("none", "none(see config)"):
+    if text in ("none", "none(see config)"):
         return False
     if text.startswith("full"):
         return True

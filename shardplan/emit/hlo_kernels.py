@@ -28,8 +28,11 @@ _COLLECTIVE = re.compile(
 )
 _FUSIONS = ("fusion", "fusion-start")
 """A fusion, and one that runs beside others: its bytes are counted where it starts."""
-_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64", "": "float32"}
-_RENAMES = ("bitcast", "reshape", "copy", "transpose", "convert")
+_DTYPES = {
+    "bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64", "": "float32", "f8e4m3fn": "float8_e4m3fn",
+    "f8e5m2": "float8_e5m2", "s8": "int8", "u8": "uint8", "s32": "int32",
+}  # fmt: skip
+_SEEN_THROUGH = ("bitcast", "reshape", "copy", "transpose", "convert")
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +152,7 @@ def _roots(fused: Computation) -> Iterator[Instruction]:
 def _written(fused: Computation, root: Instruction) -> int:
     """Bytes that a fusion writes for one result: of one that is updated in place, those of the update."""
     at = root
-    while at.opcode in _RENAMES and len(at.operands) == 1 and at.operands[0] in fused.instructions:
+    while at.opcode in _SEEN_THROUGH and len(at.operands) == 1 and at.operands[0] in fused.instructions:
         at = fused.instructions[at.operands[0]]
     if at.opcode == "dynamic-update-slice":
         return _nbytes(fused.instructions[list(at.operands)[1]].leaves)

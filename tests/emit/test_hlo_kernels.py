@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from shardplan.emit.hlo_kernels import kernels
+from shardplan.mesh import Cluster
 
 TEXT = """\
 HloModule step, num_partitions=1
@@ -128,3 +131,16 @@ def test_a_fusion_beside_others_is_counted_where_it_starts() -> None:
     assert (by_name["start"].read_bytes, by_name["start"].written_bytes) == (512 + 4, 512)
     assert "done" not in by_name
     assert (by_name["old"].read_bytes, by_name["old"].written_bytes) == (8192, 8192)
+
+
+@pytest.mark.parametrize(("hlo", "dtype"), [("f8e4m3fn", "float8_e4m3fn"), ("f8e5m2", "float8_e5m2"), ("s8", "int8")])
+def test_products_of_8_bits_run_at_their_own_peak(hlo: str, dtype: str) -> None:
+    device = Cluster.load("dgx-h100:1").device
+    text = (
+        TEXT.replace("bf16[64,32]", f"{hlo}[4096,8192]")
+        .replace("bf16[32,8]", f"{hlo}[8192,4096]")
+        .replace("[64,8]", "[4096,4096]")
+    )
+    (product,) = (k for k in kernels(text) if k.name == "p")
+    expected = 2 * 4096 * 4096 * 8192 / (device.flops_per_s[dtype] * device.flops_efficiency)
+    assert product.seconds(device) == pytest.approx(expected + device.launch_s)

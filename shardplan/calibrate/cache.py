@@ -29,7 +29,7 @@ def default_folder(environment: Mapping[str, str]) -> Path:
 
 
 def key_of(identity: Mapping[str, Any]) -> str:
-    """A digest of everything that the seconds of a measurement depend on."""
+    """A digest of the identity of a measurement."""
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 

@@ -120,8 +120,10 @@ def calibrate(
 
     Raises:
         ClusterError: if the devices have no figures to start from, or ``shape`` has another number of devices.
-        CalibrationError: if the repeats spread by more than the bound, or the cache cannot be used.
+        CalibrationError: if the repeats spread by more than the bound, the cache cannot be used, or ``rounds`` is no count.
     """
+    if rounds < 1:
+        raise CalibrationError(f"rounds is {rounds}: give 3 or more")
     tell = observer or (lambda what, part: None)
     bench = bench_of(devices, shape, cache, fresh=fresh, rounds=rounds, bound=bound)
     listed, moves = kernels(sizes_of(bench.cluster.device.platform)), transfers(bench.cluster, bench.factors)
@@ -278,6 +280,7 @@ def _contention(bench: Bench, works: Mapping[str, Work], done: Callable[[float],
     }
     what = [n, transfer_text(move, bench), [list(option) for option in options]]
     times, _ = bench.seconds({name: (task, ["contention", name, *what]) for name, task in tasks.items()}, done)
+    _check_spread(spread_of({f"{name} for the contention": t.spread for name, t in times.items()}), bench.bound)
     return contention_of(times["compute"].seconds, times["communication"].seconds, times["both"].seconds)
 
 

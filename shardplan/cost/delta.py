@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.cost.event_loop import NONE, State
-from shardplan.cost.simulator import Contention, Engine, Floats, Ints, Run, initial_state, queue_places, run_on
+from shardplan.cost.simulator import Contention, Engine, Floats, Ints, Run, initial_state, queue_places, run_on, simulate, tick_of
 
 
 def simulate_again(run: Run, seconds: Floats, contention: Contention, engine: Engine = "auto") -> Run:
@@ -26,6 +26,8 @@ def simulate_again(run: Run, seconds: Floats, contention: Contention, engine: En
     changed = np.flatnonzero(seconds != run.graph.seconds)
     if not len(changed):
         return run
+    if tick_of(graph, contention) != run.tick_s:
+        return simulate(graph, contention, engine)
     now = int(run.start[changed].min())
     if now == 0:
         roots = np.flatnonzero(np.diff(graph.first) == 0)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from shardplan.cost import event_loop
 from shardplan.cost.event_loop import COMPUTE, HOST, LINK, NONE, State, Streams, Tasks
 from shardplan.errors import ShardplanError
-from shardplan.mesh.machine import DEFAULT_CONTENTION
+from shardplan.mesh.machine import DEFAULT_CONTENTION, MOST_CONTENTION
 
 StreamKind = Literal["compute", "link", "host"]
 """What a stream keeps busy: the arithmetic of a device, links to other devices, or copies to and from the host."""
@@ -48,10 +48,6 @@ class Stream:
     kind: StreamKind
     device: int = 0
     fifo: bool = False
-
-
-MOST_CONTENTION = 1000.0
-"""The largest factor that is no mistake."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +145,7 @@ def simulate(graph: TaskGraph, contention: Contention = NO_CONTENTION, engine: E
         ShardplanError: if ``engine`` is "numba" and Numba is not installed.
     """
     roots = np.flatnonzero(np.diff(graph.first) == 0)
-    return run_on(graph, initial_state(graph), roots, 0, _tick_s(graph, contention), contention, engine)
+    return run_on(graph, initial_state(graph), roots, 0, tick_of(graph, contention), contention, engine)
 
 
 def run_on(graph: TaskGraph, state: State, roots: Ints, now: int, tick_s: float, contention: Contention, engine: Engine) -> Run:
@@ -167,7 +163,7 @@ def run_on(graph: TaskGraph, state: State, roots: Ints, now: int, tick_s: float,
     return Run(graph, start, end, cause, tick_s)
 
 
-def _tick_s(graph: TaskGraph, contention: Contention) -> float:
+def tick_of(graph: TaskGraph, contention: Contention) -> float:
     """The seconds of a tick, so that all tasks one after the other last fewer than `_MOST_TICKS`."""
     most = float(graph.seconds.sum()) * max(contention.compute, contention.communication)
     tick_s = 1e-15

@@ -229,7 +229,11 @@ class _Model:
         whole = {t: self.shown.get(t, self.graph.tensors[t].nbytes) for t in node.inputs if t >= 0}
         made = sum(self.graph.tensors[t].nbytes for t in node.outputs)
         for slot, t in enumerate(node.inputs):
-            if t < 0 or (node.signature.part == "update" and slot == 0):
+            if t < 0:
+                continue
+            if node.signature.part == "update" and slot == 0:
+                if node.signature.combines:
+                    yield 0, self.name[t], round(whole[t] * _updated(node))
                 continue
             yield slot, self.name[t], min(whole[t], made) if slot == 0 and node.signature.slices else whole[t]
 

@@ -14,7 +14,7 @@ from shardplan.ir import Constraint, Manual, Op, Reducer, Tensor, Where
 from shardplan.tdl import Call, Description, Strategy, cut, in_step, linear_sets
 from shardplan.tdl.describe import is_run_by_user
 from shardplan.tdl.index import Affine
-from shardplan.tdl.kernels import Part, convolves, filter_of, part_of, reads_slices, swaps, update_of
+from shardplan.tdl.kernels import Part, combines, convolves, filter_of, part_of, reads_slices, swaps, update_of
 from shardplan.tdl.language import Apply
 from shardplan.tdl.xla_quirks import adds_up_at_once, fenced_loops, shared_loops
 
@@ -54,9 +54,9 @@ class Signature:
       states the flops of products inside it. ``attends``: these are those of fused attention, which has a rate of its own.
     - ``traffic``: what it adds to kernels (None: it is a kernel of its own).
     - ``part``: what it is inside kernels. ``update``: the operand that it writes into its first, in place (None: it makes a new
-      result). ``slices``: it reads only as many elements of its first operand as its result has. ``filter``: where a convolution
-      has a filter that is copied into another order. ``convolves``: its library takes images in one order. ``swaps``: a
-      transpose that products undo.
+      result); ``combines``: it also reads that part. ``slices``: it reads only as many elements of its first operand as its
+      result has. ``filter``: where a convolution has a filter that is copied into another order. ``convolves``: its library
+      takes images in one order. ``swaps``: a transpose that products undo.
     """
 
     id: int
@@ -75,6 +75,7 @@ class Signature:
     attends: bool = field(init=False)
     part: Part = field(init=False)
     update: int | None = field(init=False)
+    combines: bool = field(init=False)
     slices: bool = field(init=False)
     swaps: bool = field(init=False)
     filter: Literal["operand", "result", ""] = field(init=False)
@@ -102,6 +103,7 @@ class Signature:
         set_("attends", known is not None and compute.is_attention(known))
         set_("part", part_of(self.call, known, multiplies=self.multiplies))
         set_("update", update_of(self.call))
+        set_("combines", combines(self.call))
         set_("slices", reads_slices(self.call))
         set_("swaps", swaps(self.call))
         set_("filter", filter_of(self.call))

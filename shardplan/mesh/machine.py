@@ -20,6 +20,8 @@ LARGEST = 2**20
 """The most devices of a cluster: some arrays have an entry for each device."""
 DEFAULT_CONTENTION = 1.3
 """The contention of devices on which nobody measured it (Galvatron's figure)."""
+MOST_CONTENTION = 1000.0
+"""The largest contention that is no mistake."""
 DEFAULT_ATTENTION_EFFICIENCY = 0.5
 """The part of the peak that fused attention reaches on devices of which nothing is published (FlashAttention-2, abstract)."""
 LARGEST_PART = 2.0
@@ -150,6 +152,11 @@ class Device:
         check_part(self.flops_efficiency, f"{where}: flops_efficiency")
         check_part(self.memory_efficiency, f"{where}: memory_efficiency")
         check_at_least(self.contention, 1.0, f"{where}: contention")
+        if self.contention > MOST_CONTENTION:
+            raise ClusterError(
+                f"must be at most {MOST_CONTENTION:g}, got {self.contention!r}: 1 is none, 1.3 a usual factor",
+                where=f"{where}: contention",
+            )
         check_part(self.attention_efficiency, f"{where}: attention_efficiency")
         object.__setattr__(self, "flops_per_s", dict(sorted(self.flops_per_s.items())))
 

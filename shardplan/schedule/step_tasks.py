@@ -332,7 +332,7 @@ class _Builder:
         for branch in cond.branches:
             since = self.all.sizes
             self.branch(cond, branch, _Frame((entry,)))
-            seconds.append(math.fsum(self.all.seconds[since[0] :]))
+            seconds.append(self.all.seconds_since(since))
             self.all.cut(since)
         return cond.branches[max(range(len(seconds)), key=lambda b: (seconds[b], -b))]
 

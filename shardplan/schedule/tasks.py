@@ -12,6 +12,7 @@ all iterations are copies of the first, with other task numbers. Of a long loop,
 
 from __future__ import annotations
 
+import math
 from array import array
 from dataclasses import dataclass, replace
 
@@ -135,6 +136,12 @@ class Growing:
         self.fold_last.append(last)
         self.fold_size.append(size)
         self.fold_more.append(more)
+
+    def seconds_since(self, since: tuple[int, ...]) -> float:
+        """The seconds of all tasks added since the arrays had these sizes, those that an iteration stands for included."""
+        folds = zip(*(x[since[-1] :] for x in (self.fold_last, self.fold_size, self.fold_more)), strict=True)
+        more = (n * math.fsum(self.seconds[last - size + 1 : last + 1]) for last, size, n in folds)
+        return math.fsum(self.seconds[since[0] :]) + math.fsum(more)
 
     def unread(self, since: tuple[int, ...]) -> tuple[int, ...]:
         """The tasks added since the arrays had these sizes for which no other task waits."""

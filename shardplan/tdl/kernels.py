@@ -94,6 +94,11 @@ def update_of(call: Call) -> int | None:
     return _UPDATES.get(call.primitive)
 
 
+def combines(call: Call) -> bool:
+    """Whether the op reads what it writes in place: a scatter that adds to it, or takes the larger of both."""
+    return call.primitive in _UPDATES and call.primitive.startswith("scatter-")
+
+
 def convolves(call: Call) -> bool:
     """Whether the op is a convolution, whose library takes its image in one order of dims."""
     return call.primitive == "conv_general_dilated"

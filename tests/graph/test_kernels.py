@@ -225,6 +225,19 @@ def test_slices_and_updates_move_their_own_bytes() -> None:
     assert (read, written) == (row, row)
 
 
+def test_a_scatter_that_adds_reads_what_it_adds_to() -> None:
+    rows = jax.ShapeDtypeStruct((8, 256), jnp.float32)
+    at = jax.ShapeDtypeStruct((8, 1), jnp.int32)
+    row = SIZE // 64
+
+    def step(x: Any, i: Any, r: Any, how: str) -> Any:
+        return getattr(x.at[i[:, 0]], how)(r, mode="promise_in_bounds")
+
+    added, stored = (moved(flat(partial(step, how=how), ROWS, at, rows)) for how in ("add", "set"))
+    assert added[1] == stored[1] == 8 * row
+    assert added[0] - stored[0] == 8 * row
+
+
 def test_what_lies_between_two_kernels_keeps_them_apart() -> None:
     """tanh(x) is read before and after the product that makes the other operand: the two readers are no kernel."""
 

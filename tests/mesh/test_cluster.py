@@ -228,3 +228,9 @@ def test_a_peak_may_be_given_for_every_dtype_of_jax():
     dtypes = importlib.import_module("jax._src.dtypes")  # the one list of them that JAX keeps
 
     assert {str(dtype) for dtype in dtypes._jax_types} <= set(DTYPES)
+
+
+def test_a_contention_that_no_device_has_is_refused() -> None:
+    h100 = Cluster.load("8")
+    with pytest.raises(ClusterError, match="at most 1000, got 1001"):
+        replace(h100.device, contention=1001.0)

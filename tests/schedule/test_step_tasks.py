@@ -25,7 +25,7 @@ from shardplan.schedule.op_seconds import op_seconds
 from shardplan.schedule.prune import reads
 from shardplan.schedule.renaming import Renaming
 from shardplan.schedule.step_tasks import step_tasks
-from shardplan.schedule.tasks import StepTasks, first_readers
+from shardplan.schedule.tasks import Growing, StepTasks, first_readers
 
 MODELS = {
     "gpt": ("gpt", {"layers": 2, "width": 256, "sequence": 64, "batch": 32}, "2x4"),
@@ -359,3 +359,14 @@ def test_a_result_takes_the_memory_of_the_donated_argument_that_it_replaces(eage
     # the last entry is the end of the step, at which nothing is left
     assert kept.memory_bytes[-2] - given.memory_bytes[-2] == pytest.approx(512 * 512 * 4)
     assert given.peak_bytes < kept.peak_bytes
+
+
+def test_folded_iterations_count_where_branches_are_compared() -> None:
+    tasks = Growing()
+    for seconds in (1.0, 2.0, 3.0):
+        tasks.task(seconds, 0, 0, ())
+    since = tasks.sizes
+    for seconds in (5.0, 7.0):
+        tasks.task(seconds, 0, 0, ())
+    tasks.fold(4, 2, 10)
+    assert tasks.seconds_since(since) == 12.0 * 11

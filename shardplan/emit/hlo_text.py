@@ -218,13 +218,19 @@ class Module:
         return memo
 
 
+def trip_count(loop: Instruction) -> int | None:
+    """How often a while loop runs its body; None where the compiler does not know."""
+    text = loop.attribute(r'known_trip_count"?\s*[:=]\s*\{\s*"?n"?\s*[:=]\s*"?(\d+)')
+    return None if text is None else int(text)
+
+
 def _times(outer: Runs, call: Instruction, role: str) -> Runs:
     if call.opcode != "while":
         return outer
-    trips = call.attribute(r'known_trip_count"?\s*[:=]\s*\{\s*"?n"?\s*[:=]\s*"?(\d+)')
+    trips = trip_count(call)
     if trips is None:
         return Runs(outer.times, known=False)
-    return Runs(0 if role == "condition" else outer.times * int(trips), outer.known)
+    return Runs(0 if role == "condition" else outer.times * trips, outer.known)
 
 
 _HEADER = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*)?\{\s*$")

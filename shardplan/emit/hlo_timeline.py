@@ -13,7 +13,7 @@ from shardplan.cost.network import Collective, Network
 from shardplan.emit.hlo import HloCollective, collectives_of
 from shardplan.emit.hlo_kernels import kernels_of
 from shardplan.emit.hlo_streams import Flight, Spent, Streams
-from shardplan.emit.hlo_text import Computation, Instruction, Module, parse_module
+from shardplan.emit.hlo_text import Computation, Instruction, Module, parse_module, trip_count
 from shardplan.errors import HloError
 from shardplan.mesh import Device
 from shardplan.mesh.factoring import device_order
@@ -170,8 +170,8 @@ class _Walk:
     def loop(self, i: Instruction, carried: _Value) -> _Value:
         """Runs a while loop: iterations until the streams are in a state seen before; the remaining ones repeat these."""
         bodies = dict(i.called)
-        text = i.attribute(r'known_trip_count"?\s*[:=]\s*\{\s*"?n"?\s*[:=]\s*"?(\d+)')
-        left = int(text) if text else 1
+        trips = trip_count(i)
+        left = 1 if trips is None else trips
         seen: dict[_State, tuple[int, Spent]] = {}
         while left:
             state = self.state(carried)
@@ -184,7 +184,7 @@ class _Walk:
                 left, seen = left - whole * period, {}
                 continue
             seen[state] = left, self.streams.spent
-            if not text:  # by its trip count, the runtime ends a loop without its condition
+            if trips is None:  # the runtime ends a loop of known trip count without its condition
                 self.computation(bodies["condition"], [carried])
             carried = self.computation(bodies["body"], [carried])
             left -= 1

@@ -133,7 +133,9 @@ class _Model:
                 self.kept.add(t)
 
     def _bytes_behind(self) -> Mapping[int, int]:
-        """Of each buffer its own bytes or, where it is computed one by one from fewer (a comparison with an iota), those."""
+        """The bytes from which a kernel can compute each buffer: its own, or fewer where an elementwise op makes it from less (a
+        comparison with an iota).
+        """
         behind: dict[int, int] = {}
         for node in self.graph.nodes:
             inputs = {self.name[t] for t in node.inputs if t >= 0}
@@ -221,8 +223,8 @@ class _Model:
             return homes
         size = sum(self.graph.tensors[t].nbytes for t in node.outputs)
         operands = [(t, min(nbytes, self.behind.get(t, nbytes))) for _, t, nbytes in self._operands(node)]
-        again = sum(nbytes for home in homes for t, nbytes in operands if t not in self.kernels[home].reads)
-        return homes if again <= sum(nbytes for _, nbytes in operands) + size * (1 + len(homes)) else None
+        repeated_bytes = sum(nbytes for home in homes for t, nbytes in operands if t not in self.kernels[home].reads)
+        return homes if repeated_bytes <= sum(nbytes for _, nbytes in operands) + size * (1 + len(homes)) else None
 
     def _operands(self, node: Node) -> Iterator[tuple[int, int, int]]:
         """(slot, buffer, bytes) of what a node reads."""
@@ -252,7 +254,7 @@ class _Model:
     # -- 2 and 3. kernels over the same elements ------------------------------------------------------------------------
 
     def _merged(self) -> dict[int, int]:
-        """Of each kernel the one that it is part of."""
+        """The kernel that each kernel has been joined to."""
         into = {k: k for k in self.kernels}
 
         def of(k: int) -> int:

@@ -142,7 +142,7 @@ class _Bundling:
     def key(self, move: Move) -> _Key | None:
         """What moves that may travel together have in common; None for a move that travels alone."""
         if move.reducer != "sum" or move.extents != move.shape or 0 in move.shape or len(move.steps) != 1:
-            return None  # of several steps are those that split the buffer
+            return None  # moves with several steps split the buffer
         step = move.steps[0]
         change = Change.of(step)
         over = {"all_reduce": step.over, "reduce_scatter": change.gained, "all_gather": change.lost}.get(step.kind)

@@ -36,7 +36,7 @@ class Copies:
         return self.copying_s(1 + len(bundle.moves), (1.0 + other) * sum(step.nbytes for step in bundle.steps))
 
     def ordering_s(self, move: Move, step: Step) -> float:
-        """A block of which other dims come before the one that is split or joined is copied into another order.
+        """A block is copied into another order if other dims precede the dim that is split or joined.
 
         Of a gather or a reduce-scatter, that is the smaller of both blocks: elementwise ops and matrix products take the larger
         one in any order. Convolutions do not, so what they read is copied too. Of an all-to-all, it is either block.

@@ -15,7 +15,7 @@ def op_seconds(planned: PlannedProgram) -> tuple[float, ...]:
 
 
 def _seconds(planned: PlannedProgram, node: Node) -> float:
-    """Those of an op with a use are the use's; one inside a group of one layout moves its part of that layout's memory."""
+    """The seconds of one op: those of its use, or, inside a group with one layout, the time to move its share of the bytes."""
     use = planned.uses.get(node.id)
     if use is not None:
         return use.compute_s

@@ -126,5 +126,5 @@ def _ascends(dims: Sequence[int], shape: Sequence[int]) -> bool:
 
 
 def reads_slices(call: Call) -> bool:
-    """Whether the op reads of its first operand as many elements as its result has."""
+    """Whether the op reads only as many elements of its first operand as its result has."""
     return call.primitive in _SLICES

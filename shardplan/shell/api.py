@@ -29,8 +29,9 @@ from shardplan.frontend.nnx_state import trace_step
 from shardplan.graph import Graph
 from shardplan.ir import Program, spec_text
 from shardplan.mesh import Device
+from shardplan.plans.choice import best_scheduled
 from shardplan.plans.data import PlanData
-from shardplan.plans.summary import Scheduled, best_scheduled, decided, scheduled
+from shardplan.plans.summary import Scheduled, decided, scheduled
 from shardplan.search.coarsening.coarsen import FREE
 from shardplan.search.coarsening.variables import OneChoice, one_choice_of
 from shardplan.search.inference import anytime

@@ -17,7 +17,7 @@ from shardplan.cost.overlap import StepCost
 from shardplan.emit.mutate import DroppingExplicitEmitter
 from shardplan.emit.verify import verify
 from shardplan.mesh import Cluster
-from shardplan.plans import summary
+from shardplan.plans import choice, summary
 from shardplan.report.text import bound_text
 from shardplan.schedule import Barrier, Bundle, Move, build, instructions_of, issued, windows
 from shardplan.search.inference import anytime
@@ -120,8 +120,8 @@ def _search_alone(plan: shardplan.Plan) -> Session:
 
 def test_a_plan_that_runs_out_of_time_among_baselines_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     session = _search_alone(shardplan.plan(step, WEIGHTS, BATCH, cluster=slow_to_start(), time_model="sum"))
-    assert summary.best_scheduled(session, anytime.now_s() - 1)[2] == "time budget"
-    assert summary.best_scheduled(session, None)[2] == ""
+    assert choice.best_scheduled(session, anytime.now_s() - 1)[2] == "time budget"
+    assert choice.best_scheduled(session, None)[2] == ""
 
 
 def test_the_most_promising_of_the_other_solutions_are_scheduled_first() -> None:
@@ -130,7 +130,7 @@ def test_the_most_promising_of_the_other_solutions_are_scheduled_first() -> None
     fastest_s, fastest = min(every, key=lambda row: row[0])
     assert fastest_s < summary.scheduled(session).step_time_s
     slowest = max(every, key=lambda row: row[0])[1]
-    chosen, run, _ = summary.best_scheduled(session, None, [slowest] * 5 + [fastest], baselines=False)
+    chosen, run, _ = choice.best_scheduled(session, None, [slowest] * 5 + [fastest], baselines=False)
     assert (chosen, run.step_time_s) == (fastest, fastest_s)
 
 
@@ -157,7 +157,7 @@ def test_an_interrupt_among_baselines_keeps_the_plan(monkeypatch: pytest.MonkeyP
             raise KeyboardInterrupt
         return whole(session)
 
-    monkeypatch.setattr(summary, "scheduled", second_raises)
+    monkeypatch.setattr(choice, "scheduled", second_raises)
     plan = shardplan.plan(step, WEIGHTS, BATCH, cluster=slow_to_start())
     assert plan.stopped == "interrupted"
     assert plan.step_time_s > 0

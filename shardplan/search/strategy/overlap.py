@@ -5,6 +5,9 @@ bound that the search can minimise over its tables. First the search assumes tha
 communication. If this holds for the plan that it finds, that plan is the best. Otherwise it assumes the reverse. If neither plan
 meets its assumption, the multiplier is set to the value at which the two plans cost the same, and the search is repeated; this
 walks along the hull of the plans' costs. The plan with the shortest step is kept.
+
+The best plan of the plain sum takes part too: its communication is short, whether or not it hides. Windows promise more than a
+program may keep, so that plan may be the faster one as scheduled (`shardplan.plans.choice`).
 """
 
 from __future__ import annotations
@@ -15,16 +18,23 @@ from dataclasses import dataclass, replace
 
 from shardplan.cost.overlap import SERIAL, slowdown, weights_at
 from shardplan.ir import Factor
+from shardplan.search.baselines.rivals import Rivals
 from shardplan.search.inference import anytime
+from shardplan.search.inference.bound import Bound
 from shardplan.search.inference.solver import Solver
 from shardplan.search.memory import liveness as memory
 from shardplan.search.problem.extract import Decisions, Extractor
+from shardplan.search.problem.problem import Problem
 from shardplan.search.problem.solution import Solution, Tried
 from shardplan.search.strategy.factoring_search import Found, Wanted
+from shardplan.search.strategy.pins import pinned_domains
 from shardplan.search.strategy.purposes import Purpose
 
 _MOST_BETWEEN = 2
 """The most multipliers that are tried between the two assumptions."""
+
+_LITTLE = 0.02
+"""Where less of the step can hide than this, the plan of the plain sum is not searched."""
 
 _SAME = 1e-6
 """The relative difference below which two costs count as equal."""
@@ -79,27 +89,29 @@ def best_overlapped(search: Callable[[Wanted], Found], contention: float, wanted
         problem, outcome = found
         return _Point(found, 0.5 if share is None else share, Extractor(problem).decide(outcome.best))
 
-    points = [solved(1.0, 0)]
+    points, plain = [solved(1.0, 0)], list[_Point]()
     first = points[0]
-    if first.found[1].stopped or (_fits(first, wanted) and first.met(k)):
+    if first.found[1].stopped:
         return _best(points, k, wanted)
     try:
-        points.append(solved(0.0, 1))
+        if first.cost.hideable_s > _LITTLE * first.cost.step_time_s:
+            plain.append(_at_once(solved(None, 1), wanted, contention))
+        if _late(wanted, points) or (_fits(first, wanted) and first.met(k)):
+            return _best(points, k, wanted, plain)
+        points.append(solved(0.0, 1 + len(plain)))
         low, high = points[1], points[0]
         while len(points) < 2 + _MOST_BETWEEN and low.surplus_s > 0 and not _late(wanted, points):
             share = _meeting(low, high, k)
             value = high.at(share, k)
-            points.append(solved(share, len(points)))
+            points.append(solved(share, len(points) + len(plain)))
             if points[-1].at(share, k) >= value * (1 - _SAME):
                 break
             low, high = (points[-1], high) if points[-1].surplus_s > 0 else (low, points[-1])
-        if not any(_fits(p, wanted) for p in points) and not _late(wanted, points):
-            points.append(solved(None, len(points)))  # the price of bytes leads elsewhere where nothing hides
     except KeyboardInterrupt:
-        if not any(_fits(p, wanted) for p in points):
+        if not any(_fits(p, wanted) for p in (*points, *plain)):
             raise
-        return _stopped(_best(points, k, wanted))
-    return _best(points, k, wanted)
+        return _stopped(_best(points, k, wanted, plain))
+    return _best(points, k, wanted, plain)
 
 
 def _later(wanted: Wanted, after: int) -> anytime.Observer:
@@ -129,16 +141,39 @@ def _fits(point: _Point, wanted: Wanted) -> bool:
     return point.found[1].best.fits(wanted.memory)
 
 
-def _best(points: Sequence[_Point], k: float, wanted: Wanted) -> Found:
+def _at_once(point: _Point, wanted: Wanted, contention: float) -> _Point:
+    """The best plan of the plain sum, priced at the first multiplier: its problem's sums are then lower bounds on a step.
+
+    Its bound holds for the plans over its factors.
+    """
+    problem, outcome = point.found
+    objective = replace(wanted.objective, weights=weights_at(1.0, contention))
+    timed = Problem(
+        problem.graph, problem.coarse, problem.cluster, problem.factors,
+        objective=objective, family=problem.family, windows=problem.windows,
+    )  # fmt: skip
+    live = memory.liveness(timed, wanted.donated)
+    solver = Solver(timed, live)
+    best, free = (
+        solver.rate(s.name, s.states, timed.regathered(s.keep), s.regather, s.limits) for s in (outcome.best, outcome.free)
+    )
+    domains = pinned_domains(timed, wanted.pins)
+    bound = Bound(timed, live, domains, free=free, chosen=best, limit=wanted.memory, unlimited_s=None)
+    priced = replace(outcome, best=best, free=free, rivals=Rivals(solver), bound=bound, exact=False, others=())
+    return _Point((timed, priced), 1.0, Extractor(timed).decide(best))
+
+
+def _best(points: Sequence[_Point], k: float, wanted: Wanted, plain: Sequence[_Point] = ()) -> Found:
     """The outcome with the fastest plan that fits, priced at the last multiplier tried over the same factors and purposes.
 
     The plans of all factorings take part, not only the cheapest at each multiplier: at its weights another factoring may have
-    looked cheaper whose steps take longer. ``others`` of the result holds the rest, the fastest first.
+    looked cheaper whose steps take longer. ``plain`` holds the plan of the plain sum, if that was searched. ``others`` of the
+    result holds the rest, the fastest first.
     """
-    every = [own for p in points for own in _factorings(p)]
+    every = [*plain, *(own for p in points for own in _factorings(p))]
     fitting = [p for p in every if _fits(p, wanted)]
     if not fitting:
-        return min(points, key=lambda p: p.found[1].best.peak_bytes).found
+        return min((*points, *plain), key=lambda p: p.found[1].best.peak_bytes).found
     best, *rest = _distinct(fitting)
     last = next(p for p in reversed(every) if p.matrix == best.matrix)
     problem, outcome = _at_weights_of(last, best, wanted)

@@ -1,0 +1,145 @@
+"""Which of the solutions of a search becomes the plan: the fastest as scheduled, with care for what it counts on hiding.
+
+The search prices each collective alone, and lets it hide beside any compute that is independent of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from shardplan.cost.overlap import step_s
+from shardplan.plans.summary import Scheduled, scheduled
+from shardplan.schedule.step_tasks import simulated_step_s
+from shardplan.search.inference import anytime
+from shardplan.search.inference.anytime import Stopped
+from shardplan.search.problem.problem import Domain
+from shardplan.search.session import Session
+from shardplan.search.strategy.pins import pinned_domains
+
+_PATIENCE = 3
+"""How many solutions in a row may be no faster before no more are scheduled."""
+
+
+def best_scheduled(
+    session: Session,
+    deadline: float | None,
+    others: Iterable[Session] = (),
+    *,
+    baselines: bool = True,
+    patience: int = _PATIENCE,
+) -> tuple[Session, Scheduled, Stopped]:
+    """The session with the solution that is fastest as scheduled: the search's own, that over another factoring, or (with
+    ``baselines``) a baseline that fits.
+
+    The search prices each collective alone. Where collectives take long to start, or readers share them, another solution whose
+    collectives travel together may be faster. The ``others`` are scheduled, the most promising first, until ``patience`` in a row
+    are no faster. One that pins forbid, or whose compute and bytes alone take longer, is not looked at. Where communication
+    hides, the solution that needs it least may take the place of the fastest (`_take_steadiest`). At the ``deadline`` (an instant
+    of `anytime.now_s`) or an interrupt it returns the best so far, and what stopped it.
+    """
+    fastest = _Fastest(session, deadline)
+    try:
+        slower = 0  # in a row that were no faster
+        promising = [(_at_least_s(o), o) for o in itertools.takewhile(lambda _: not fastest.late(), others)]
+        for least_s, other in sorted(promising, key=lambda row: row[0]):
+            if slower == patience or fastest.late():
+                break
+            before = fastest.session
+            fastest.look([(least_s, other)])
+            slower = 0 if fastest.session is not before else slower + 1
+        if session.problem.objective.overlaps and promising and not fastest.late():
+            _take_steadiest(fastest, [session, *(o for _, o in promising)])
+        if baselines:
+            fastest.look(_rivals(fastest.session, fastest))
+    except KeyboardInterrupt:
+        fastest.stopped = "interrupted"
+    if fastest.stopped:
+        fastest.session.rivals.close()
+    return fastest.session, fastest.run, fastest.stopped
+
+
+_GAIN = 1e-6
+"""The part that another factoring or a baseline must gain to take the place of the search's own plan: ties go to the search."""
+
+
+class _Fastest:
+    """The fastest session so far, as scheduled. ``stopped`` says that the deadline has passed."""
+
+    def __init__(self, session: Session, deadline: float | None) -> None:
+        self.session, self.run = session, scheduled(session)
+        self.seconds = self.run.step_time_s
+        self.stopped: Stopped = ""
+        self._deadline = deadline
+
+    def late(self) -> bool:
+        """Whether there is no time for more."""
+        if self._deadline is not None and anytime.now_s() >= self._deadline:
+            self.stopped = "time budget"
+        return bool(self.stopped)
+
+    def look(self, others: Iterable[tuple[float, Session]]) -> None:
+        """Schedules sessions, the most promising first, given with bounds on their seconds, as long as one may be faster."""
+        for least_s, other in sorted(others, key=lambda row: row[0]):
+            if least_s >= self.seconds * (1 - _GAIN) or self.late():
+                return
+            run = scheduled(other)
+            if run.step_time_s < self.seconds * (1 - _GAIN):
+                self.session, self.run, self.seconds = other, run, run.step_time_s
+
+
+_NEAR = 1.1
+"""How many times as long as the fastest, by price, a solution may take that is compared with it by simulation."""
+
+
+def _take_steadiest(fastest: _Fastest, sessions: Sequence[Session]) -> None:
+    """Takes the solution with the shortest serial step, where it is faster in the mean of the priced and the simulated step.
+
+    A price lets each collective hide beside any compute that is independent of it, a simulation only beside what the program
+    runs at that time. Compiled programs lie between the two.
+    """
+    steadiest = min(sessions, key=lambda s: s.decisions.compute_s + s.decisions.communication_s)
+    if steadiest is fastest.session or _at_least_s(steadiest) > fastest.seconds * _NEAR:
+        return
+    run = scheduled(steadiest)
+    if run.compute_s + run.communication_s >= fastest.run.compute_s + fastest.run.communication_s:
+        return
+    simulated_s = [simulated_step_s(r.schedule, r.planned, r.contention) for r in (fastest.run, run)]
+    if None in simulated_s or run.step_time_s > fastest.seconds * _NEAR:
+        return
+    before, after = (priced + (s or 0.0) for priced, s in zip((fastest.seconds, run.step_time_s), simulated_s, strict=True))
+    if after < before * (1 - _GAIN):
+        fastest.session, fastest.run, fastest.seconds = steadiest, run, run.step_time_s
+
+
+def _rivals(session: Session, fastest: _Fastest) -> Iterator[tuple[float, Session]]:
+    """The baselines that fit and that the pins allow, with bounds on their seconds, until it is late."""
+    domains = pinned_domains(session.problem, session.pins)
+    for restriction in session.rivals.restrictions:
+        if fastest.late():
+            return
+        for solution in session.rivals.of(restriction):
+            if solution.fits(session.memory_limit) and _within(solution.states, domains):
+                rival = session.at(replace(solution, name=session.solution.name))
+                yield _at_least_s(rival), rival
+
+
+def _within(states: Sequence[int], domains: Sequence[Domain]) -> bool:
+    """Whether the user's pins and the step's own constraints allow these states."""
+    return all(s in domain for s, domain in zip(states, domains, strict=True))
+
+
+def _at_least_s(session: Session) -> float:
+    """The seconds of a solution if its collectives started at once, and readers that move a value alike shared it."""
+    resharder, decisions = session.problem.resharder, session.decisions
+    spent: dict[object, tuple[float, float]] = {}  # (seconds, hideable seconds)
+    for i in decisions.issued:
+        moved = i.tensor, i.step.kind, i.step.before, i.step.after
+        at_once = i.step.seconds - min(i.step.seconds, resharder.seconds(i.step.kind, i.step.over, 0.0))
+        row = at_once * i.times, min(at_once, i.hideable_s) * i.times
+        spent[moved] = min(spent.get(moved, (math.inf, 0.0)), row)
+    hideable_s = sum(hidden for _, hidden in spent.values())
+    exposed_s = sum(seconds for seconds, _ in spent.values()) - hideable_s
+    return step_s(decisions.compute_s, exposed_s, hideable_s, decisions.contention)

@@ -49,9 +49,20 @@ class ProductLoops:
     depth: tuple[int, ...]
 
     def waste(self, units: int, extents: Mapping[int, NDArray[np.float64]]) -> NDArray[np.float64]:
-        """[cases]: `waste` of a product whose loops have these extents [cases]."""
-        sides = (self.batch, self.rows, self.columns, self.depth)
-        return waste(units, *(math.prod([extents[v] for v in side], start=np.ones(1)) for side in sides))
+        """[cases]: `waste` of a product whose loops have these extents [cases].
+
+        Most cuts of a product leave the same extents as others: each is worked out once.
+        """
+        sides = [
+            math.prod([extents[v] for v in side], start=np.ones(1)) for side in (self.batch, self.rows, self.columns, self.depth)
+        ]
+        cases = np.stack(np.broadcast_arrays(*sides))
+        codes = np.zeros(cases.shape[1], np.int64)
+        for side in cases:
+            values, at = np.unique(side, return_inverse=True)
+            codes = codes * len(values) + at
+        _, first, at = np.unique(codes, return_index=True, return_inverse=True)
+        return waste(units, *cases[:, first])[at]
 
 
 def waste(units: int, batch: ArrayLike, rows: ArrayLike, columns: ArrayLike, depth: ArrayLike) -> NDArray[np.float64]:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from jax import lax
 
@@ -144,7 +144,9 @@ def priced(step: Callable[..., Any], args: tuple[Any, ...], units: int | None, c
 
 
 @given(st.tuples(*[st.sampled_from((16, 100, 512, 4096))] * 3), st.sampled_from((132, 13, None)), st.sampled_from(("4", "2x4")))
+@example((4, 4096, 4096), 132, "4")
 def test_no_strategy_is_priced_below_the_least(shape: tuple[int, int, int], units: int | None, cluster: str) -> None:
+    """The example cuts a product into products with vectors, which have no tiles."""
     m, n, k = shape
     signature, rows = priced(jnp.dot, (array(m, k), array(k, n)), units, cluster)
     device = replace(H100, memory_bytes_per_s=1e30, launch_s=0.0, compute_units=units)

@@ -110,8 +110,8 @@ def fit_device(
 
     ``measured`` pairs the work of kernels with their seconds, ``launches`` that of chains of tiny kernels. A launch takes the
     median, over those chains, of the seconds of one kernel. The model's rates are a peak times an efficiency. The peak is the
-    best rate that any single kernel reached, and the efficiency is the fitted rate over that peak (for products, the median over
-    dtypes).
+    best rate that any single kernel reached (in the tiles of ``base``, if it has any), and the efficiency is the fitted rate over
+    that peak (for products, the median over dtypes).
     """
     dtypes = sorted({dtype for work, _ in measured for dtype in work.dtypes})
     free = _Rates(dict.fromkeys(dtypes, _FAST), _FAST, 1.0)

@@ -60,7 +60,8 @@ def eager() -> Any:
         replace(level, bandwidth_bytes_per_s=b, latency_s=1e-12, rails=1, ring_efficiency=1.0, tree_efficiency=1.0)
         for level, b in zip(base.levels, (1e10, 1e11), strict=True)
     )
-    device = replace(base.device, flops_per_s={"float32": 1e7}, memory_bytes_per_s=1e8, launch_s=0.0, collective_launch_s=0.0)
+    rates: dict[str, Any] = {"flops_per_s": {"float32": 1e7}, "memory_bytes_per_s": 1e8, "compute_units": None}
+    device = replace(base.device, **rates, launch_s=0.0, collective_launch_s=0.0)
     return replace(base, name="eager", levels=levels, device=device)
 
 
@@ -71,7 +72,8 @@ def slow_devices() -> Callable[[int], Any]:
 
     def cluster(ways: int) -> Any:
         base = Cluster.load(str(ways))
-        device = replace(base.device, flops_per_s={"float32": 1e6}, memory_bytes_per_s=1e6, launch_s=0.0, collective_launch_s=0.0)
+        rates: dict[str, Any] = {"flops_per_s": {"float32": 1e6}, "memory_bytes_per_s": 1e6, "compute_units": None}
+        device = replace(base.device, **rates, launch_s=0.0, collective_launch_s=0.0)
         return replace(base, name="slow", levels=tuple(replace(level, latency_s=1e-9) for level in base.levels), device=device)
 
     return cluster

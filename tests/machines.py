@@ -34,6 +34,11 @@ def machine(name: str) -> Cluster:
         for level, speed in zip(base.levels, speeds, strict=True)
     )
     device = replace(
-        base.device, flops_per_s={"float32": flops}, memory_bytes_per_s=memory, launch_s=0.0, collective_launch_s=0.0
+        base.device,
+        flops_per_s={"float32": flops},
+        memory_bytes_per_s=memory,
+        launch_s=0.0,
+        collective_launch_s=0.0,
+        compute_units=None,  # a handful of numbers is less than a tile
     )
     return replace(base, name=name, levels=levels, device=device)

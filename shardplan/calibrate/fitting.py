@@ -1,6 +1,6 @@
 """Figures of the cost model from measured seconds: least squares on relative errors.
 
-The fitted model is the planner's own: `least_compute_s` prices the ops of a kernel as the search does, and `Network` prices the
+The fitted model is the planner's own: `whole_compute_s` prices the ops of a kernel as the search does, and `Network` prices the
 collectives. A residual is the logarithm of predicted over measured seconds: to first order the relative error, and the same for
 half as for double. The loss is Cauchy's: residuals beyond `_SOFT` count less and less, so a kernel that the model prices badly
 hardly changes the figures of the others.
@@ -25,14 +25,12 @@ from shardplan.graph import Graph
 from shardplan.graph.nodes import Signature
 from shardplan.ir import Factor
 from shardplan.mesh import Cluster, Device
-from shardplan.search.problem.strategies import least_compute_s
+from shardplan.search.problem.compute_prices import whole_compute_s
 
 _SOFT = 0.3
 """The residual at which the loss begins to flatten: a third too slow or too fast."""
 _FAST = 1e30
 """A rate (flops or bytes per second) at which work costs nothing."""
-_BLANK = Device("blank", {"float32": 1.0}, 1.0, 1)
-"""A device whose rates are all replaced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +45,7 @@ class Work:
 
     def seconds(self, device: Device) -> float:
         """The predicted seconds on a device."""
-        return sum(times * least_compute_s(signature, device, 1) for signature, times in self.ops)
+        return sum(times * whole_compute_s(signature, device) for signature, times in self.ops)
 
 
 def work_of(graph: Graph) -> Work:
@@ -112,13 +110,13 @@ def fit_device(
 
     ``measured`` pairs the work of kernels with their seconds, ``launches`` that of chains of tiny kernels. A launch takes the
     median, over those chains, of the seconds of one kernel. The model's rates are a peak times an efficiency. The peak is the
-    best rate that any single kernel reached, and the efficiency is the fitted rate over that peak (for products, the median over
-    dtypes).
+    best rate that any single kernel reached (in the tiles of ``base``, if it has any), and the efficiency is the fitted rate over
+    that peak (for products, the median over dtypes).
     """
     dtypes = sorted({dtype for work, _ in measured for dtype in work.dtypes})
     free = _Rates(dict.fromkeys(dtypes, _FAST), _FAST, 1.0)
     launch_s = statistics.median(seconds / work.seconds(free.device(base)) for work, seconds in launches)
-    best = _Rates.best(measured, dtypes, launch_s)
+    best = _Rates.best(base, measured, dtypes, launch_s)
     fitted = _Rates.of(
         _least_squares(best.logs(), lambda x: _Rates.of(x, dtypes, launch_s).errors(base, measured)), dtypes, launch_s
     )
@@ -161,15 +159,15 @@ class _Rates:
         return np.log([*(self.flops[d] for d in sorted(self.flops)), self.memory])
 
     @staticmethod
-    def best(measured: Sequence[tuple[Work, float]], dtypes: Sequence[str], launch_s: float) -> _Rates:
+    def best(base: Device, measured: Sequence[tuple[Work, float]], dtypes: Sequence[str], launch_s: float) -> _Rates:
         """The best rates that any kernel reached. No kernel is faster, so the fit starts at this upper edge."""
         free = _Rates(dict.fromkeys(dtypes, _FAST), _FAST, 0.0)
         flops, memory = dict.fromkeys(dtypes, 0.0), 0.0
         for work, seconds in measured:
             for dtype in work.dtypes:
                 one = replace(free, flops={**free.flops, dtype: 1.0})
-                flops[dtype] = max(flops[dtype], work.seconds(one.device(_BLANK)) / seconds)
-            memory = max(memory, work.seconds(replace(free, memory=1.0).device(_BLANK)) / seconds)
+                flops[dtype] = max(flops[dtype], work.seconds(one.device(base)) / seconds)
+            memory = max(memory, work.seconds(replace(free, memory=1.0).device(base)) / seconds)
         return _Rates(flops, memory, launch_s)
 
     def device(self, base: Device) -> Device:

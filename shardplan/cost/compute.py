@@ -9,11 +9,12 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from shardplan.cost.tiles import ProductLoops
 from shardplan.ir import itemsize
 from shardplan.mesh import Device
 from shardplan.tdl import Call, Description
 from shardplan.tdl.description import children
-from shardplan.tdl.index import Affine, Exact, IndexExpr, loops_of
+from shardplan.tdl.index import Affine, Data, Exact, Full, IndexExpr, loops_of
 from shardplan.tdl.language import Access, Apply, HiddenLoops, Match, OpaqueResult, Reduce, Scalar
 
 
@@ -102,6 +103,47 @@ def _sums_products(node: Scalar) -> bool:
     if isinstance(node, Reduce) and node.reducer == "sum" and isinstance(node.body, Apply) and node.body.how == "mul":
         return True
     return any(_sums_products(c) for c in children(node))
+
+
+def product_loops(description: Description) -> ProductLoops | None:
+    """The loops of an op that is one product of two operands, by their roles; convolutions count as implicit products.
+
+    A loop of the sum is depth. A loop of the result runs over rows where it indexes the first operand alone, over columns where
+    the second alone, and over the batch where both. The rows of a convolution are thus the places of its result, its depth the
+    window of all input features. None for what is no such product: opaque functions, lookups, ragged products.
+    """
+    if len(description.trees) != 1:
+        return None
+    match _selected(description.trees[0]):
+        case Reduce("sum", summed, Apply("mul", (left, right))):
+            first, second = _read_at(left), _read_at(right)
+        case _:
+            return None
+    free = description.results[0]
+    if first is None or second is None or not first | second <= {*free, *summed}:
+        return None
+    own = [v for v in free if description.loops[v].extent > 1]
+    if not first | second >= set(own):
+        return None
+    return ProductLoops(
+        tuple([v for v in own if v in first and v in second]),
+        tuple([v for v in own if v not in second]),
+        tuple([v for v in own if v not in first]),
+        summed,
+    )
+
+
+def _selected(node: Scalar) -> Scalar:
+    """The value of a node that conditions select (`language.given`): padding, or the scale of a block."""
+    return node.args[1] if isinstance(node, Apply) and node.name == "given" else node
+
+
+def _read_at(node: Scalar) -> frozenset[int] | None:
+    """The loops at which a factor of a product reads its operand; None where it is no operand, or is read whole or by data."""
+    access = _selected(node)
+    if not isinstance(access, Access) or any(isinstance(ix, Full | Data) for ix in access.indices):
+        return None
+    return frozenset[int]().union(*(loops_of(ix) for ix in access.indices))
 
 
 def states_products(description: Description) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shardplan.cost import compute
+from shardplan.cost.tiles import Extents, waste
 from shardplan.emit.hlo_text import Computation, Instruction, Module, Shape, parse_module
 from shardplan.mesh import Device
 
@@ -36,8 +37,21 @@ _SEEN_THROUGH = ("bitcast", "reshape", "copy", "transpose", "convert")
 
 
 @dataclass(frozen=True, slots=True)
+class Product:
+    """A product: its flops (a multiply-add is two), the dtype of its operands, its extents (None: it is not priced by tiles)."""
+
+    flops: float
+    dtype: str
+    extents: Extents | None
+
+    def waste(self, units: int | None) -> float:
+        """The factor of `shardplan.cost.tiles` by which it misses the rate of large products."""
+        return 1.0 if units is None or self.extents is None else float(waste(units, *self.extents)[0])
+
+
+@dataclass(frozen=True, slots=True)
 class Kernel:
-    """A kernel; ``flops`` are those of its products (a multiply-add is two), in ``dtype``, empty where it has none."""
+    """A kernel and its matrix products."""
 
     name: str
     kind: str
@@ -45,8 +59,17 @@ class Kernel:
     times: int
     read_bytes: int
     written_bytes: int
-    flops: float
-    dtype: str
+    products: tuple[Product, ...]
+
+    @property
+    def flops(self) -> float:
+        """Flops of its products."""
+        return sum((product.flops for product in self.products), start=0.0)
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of its first product, empty where it has none."""
+        return next((product.dtype for product in self.products if product.flops), "")
 
     @property
     def nbytes(self) -> int:
@@ -56,7 +79,8 @@ class Kernel:
     def seconds(self, device: Device) -> float:
         """Seconds of one run and its launch, by the roofline of `shardplan.cost.compute`."""
         dtype = _DTYPES.get(self.dtype, self.dtype)
-        return compute.seconds(device, self.flops, self.nbytes, dtype, matrix=bool(self.flops), launches=1.0)
+        flops = sum(product.flops * product.waste(device.compute_units) for product in self.products)
+        return compute.seconds(device, flops, self.nbytes, dtype, matrix=bool(flops), launches=1.0)
 
 
 def kernels(hlo_text: str) -> tuple[Kernel, ...]:
@@ -92,8 +116,8 @@ def _kernel(module: Module, computation: Computation, i: Instruction, times: int
     else:
         read = sum(_read(fused, fused.parameters[n], module) for n in range(len(i.operands)) if n in fused.parameters)
         written = sum(_written(fused, root) for root in _roots(fused))
-    flops, dtype = _products(module, computation, i)
-    return Kernel(i.name, kind or i.opcode, i.op_name, times, read, written, flops, dtype)
+    products = tuple(_products(module, computation, i))
+    return Kernel(i.name, kind or i.opcode, i.op_name, times, read, written, products)
 
 
 def _fused(module: Module, i: Instruction) -> Computation | None:
@@ -161,20 +185,18 @@ def _written(fused: Computation, root: Instruction) -> int:
     return _nbytes(root.leaves)
 
 
-def _products(module: Module, computation: Computation, i: Instruction) -> tuple[float, str]:
-    """The flops of the products of a kernel, and their dtype."""
+def _products(module: Module, computation: Computation, i: Instruction) -> Iterator[Product]:
+    """The products of a kernel."""
+    target = _target(i) if i.opcode == "custom-call" else ""
     if i.opcode in _FUSIONS:
         fused = _fused(module, i)
-        found = [] if fused is None else [_products(module, fused, one) for one in fused.instructions.values()]
-        return sum(flops for flops, _ in found), next((dtype for flops, dtype in found if flops), "")
-    if i.opcode == "dot":
-        return _dot(computation, i)
-    target = _target(i) if i.opcode == "custom-call" else ""
-    if "matmul" in target or "gemm" in target:
-        return _dot(computation, i)
-    if i.opcode == "convolution" or "conv" in target:
-        return _convolution(computation, i, target)
-    return 0.0, ""
+        if fused is not None:
+            for one in fused.instructions.values():
+                yield from _products(module, fused, one)
+    elif i.opcode == "dot" or "matmul" in target or "gemm" in target:
+        yield _dot(computation, i)
+    elif i.opcode == "convolution" or "conv" in target:
+        yield _convolution(computation, i, target)
 
 
 def _target(i: Instruction) -> str:
@@ -186,21 +208,39 @@ def _is_product(target: str) -> bool:
     return any(word in target for word in ("matmul", "gemm", "conv"))
 
 
-def _dot(computation: Computation, i: Instruction) -> tuple[float, str]:
-    left = computation.instructions[i.operands[0]].leaves[0]
-    dims = i.attribute(r"lhs_contracting_dims=\{([\d,]*)\}") or i.attribute(r'"lhs_contracting_dimensions":\[([\d",]*)\]') or ""
-    contracted = math.prod(left.dims[int(d)] for d in re.findall(r"\d+", dims))
-    return 2.0 * i.leaves[0].size * contracted, left.dtype
+def _dot(computation: Computation, i: Instruction) -> Product:
+    left, out = computation.instructions[i.operands[0]].leaves[0], i.leaves[0]
+    depth, batch = (math.prod(left.dims[int(d)] for d in re.findall(r"\d+", _dims(i, kind))) for kind in ("contracting", "batch"))
+    rows = left.size // max(1, depth * batch)
+    return Product(2.0 * out.size * depth, left.dtype, Extents(batch, rows, out.size // max(1, batch * rows), depth))
 
 
-def _convolution(computation: Computation, i: Instruction, target: str) -> tuple[float, str]:
-    """By the kernel's elements that meet each output: the same product for a forward pass and both of its gradients."""
+def _dims(i: Instruction, kind: str) -> str:
+    """The text of the left operand's dims of a kind: from an instruction's attribute, or from a library call's configuration."""
+    return i.attribute(rf"lhs_{kind}_dims=\{{([\d,]*)\}}") or i.attribute(rf'"lhs_{kind}_dimensions":\[([\d",]*)\]') or ""
+
+
+def _convolution(computation: Computation, i: Instruction, target: str) -> Product:
+    """By the kernel's elements that meet each output: the same product for a forward pass and both of its gradients.
+
+    As an implicit product, the result has a row for each place and a column for each feature; where the result is a kernel, a row
+    for each of its input features and places.
+    """
     image, kernel = (computation.instructions[name].leaves[0] for name in i.operands[:2])
-    out = i.leaves[0]
+    out, dtype = i.leaves[0], image.dtype
     if "BackwardInput" in target:
         image, out = out, image
     elif "BackwardFilter" in target:
         kernel, out = out, kernel
-    labels = i.attribute(r"dim_labels=\w+?_(\w+?)->") or ""
+    images, labels = (i.attribute(pattern) or "" for pattern in (r"dim_labels=(\w+?)_", r"dim_labels=\w+?_(\w+?)->"))
     features = kernel.dims[labels.index("o")] if "o" in labels else 1
-    return 2.0 * out.size * kernel.size / max(1, features), image.dtype
+    inputs = image.dims[images.index("f")] if "f" in images else 1
+    meeting = kernel.size // max(1, features)
+    if "BackwardInput" in target:
+        extents = Extents(1, image.size // max(1, inputs), inputs, kernel.size // max(1, inputs))
+    elif "BackwardFilter" in target:
+        extents = Extents(1, meeting, features, out.size // max(1, features))
+    else:
+        extents = Extents(1, out.size // max(1, features), features, meeting)
+    grouped = any(int(n) > 1 for n in re.findall(r"(?:feature|batch)_group_count=(\d+)", i.attributes))
+    return Product(2.0 * out.size * kernel.size / max(1, features), dtype, None if grouped else extents)

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Literal, Self
 
 from shardplan.cost import compute
+from shardplan.cost.tiles import ProductLoops
 from shardplan.ir import Constraint, Manual, Op, Reducer, Tensor, Where
 from shardplan.tdl import Call, Description, Strategy, cut, in_step, linear_sets
 from shardplan.tdl.describe import is_run_by_user
@@ -52,6 +53,7 @@ class Signature:
     - ``manual``: how it takes and leaves values where the step itself runs it on each device (None: the plan chooses).
     - ``contracts``: it sums products, as a matrix product or a convolution does. ``multiplies``: it does, or it is opaque and
       states the flops of products inside it. ``attends``: these are those of fused attention, which has a rate of its own.
+      ``product``: the loops of the one product that it is (None: it is no product, or of no known extents).
     - ``traffic``: what it adds to kernels (None: it is a kernel of its own).
     - ``part``: what it is inside kernels. ``update``: the operand that it writes into its first, in place (None: it makes a new
       result); ``combines``: it also reads that part. ``slices``: it reads only as many elements of its first operand as its
@@ -73,6 +75,7 @@ class Signature:
     contracts: bool = field(init=False)
     multiplies: bool = field(init=False)
     attends: bool = field(init=False)
+    product: ProductLoops | None = field(init=False)
     part: Part = field(init=False)
     update: int | None = field(init=False)
     combines: bool = field(init=False)
@@ -101,6 +104,7 @@ class Signature:
         set_("contracts", known is not None and compute.is_contraction(known))
         set_("multiplies", self.contracts or (known is not None and compute.states_products(known)))
         set_("attends", known is not None and compute.is_attention(known))
+        set_("product", compute.product_loops(known) if known is not None and self.contracts else None)
         set_("part", part_of(self.call, known, multiplies=self.multiplies))
         set_("update", update_of(self.call))
         set_("combines", combines(self.call))

@@ -27,6 +27,7 @@ class Gpu:
     memory_bytes_per_s: float = 0.0
     flops: float = 1.0
     pcie: bool = False
+    compute_units: int = 0
 
     def device(self) -> Device:
         """The preset's device with the figures that differ."""
@@ -37,6 +38,7 @@ class Gpu:
             memory_bytes=self.memory_bytes or base.memory_bytes,
             memory_bytes_per_s=self.memory_bytes_per_s or base.memory_bytes_per_s,
             flops_per_s={dtype: peak * self.flops for dtype, peak in base.flops_per_s.items()},
+            compute_units=self.compute_units or base.compute_units,
         )
 
 
@@ -46,7 +48,7 @@ _KNOWN = (
     Gpu(r"H200", "dgx-h200"),
     Gpu(r"H200 NVL", "dgx-h200", "H200-NVL-141GB", flops=0.844, pcie=True),
     Gpu(r"H100 80GB HBM3", "dgx-h100"),
-    Gpu(r"H100 PCIe", "dgx-h100", "H100-PCIe-80GB", 0, 2.0e12, 0.765, pcie=True),
+    Gpu(r"H100 PCIe", "dgx-h100", "H100-PCIe-80GB", 0, 2.0e12, 0.765, pcie=True, compute_units=114),
     Gpu(r"H100 NVL", "dgx-h100", "H100-NVL-94GB", int(94e9), 3.9e12, 0.844, pcie=True),
     Gpu(r"GH200 (480|120)GB", "dgx-h100", "GH200-96GB", int(96e9), 4.0e12),  # the size in the name is the CPU's
     Gpu(r"GH200 144G HBM3e", "dgx-h200", "GH200-144GB", int(144e9), 4.9e12),

@@ -162,6 +162,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "Kind": (str,),
     "Platform": (str,),
     "int": (int,),
+    "int | None": (int,),
     "float": (int, float),
     "float | None": (int, float),
 }

@@ -118,7 +118,9 @@ class Device:
     ``contention`` is the factor, at least 1, by which compute and communication slow each other while both run (Calculon,
     Galvatron). The default, 1.3, is Galvatron's figure for GPUs. ``attention_efficiency`` is the part of the peak that fused
     attention reaches, forward and backward together, where a causal mask's upper half counts nothing. The default, 0.5, is the
-    least that FlashAttention-2 reaches on A100s (Dao 2023, abstract: 50 to 73%; section 4.1 counts so).
+    least that FlashAttention-2 reaches on A100s (Dao 2023, abstract: 50 to 73%; section 4.1 counts so). ``compute_units`` is the
+    number of processors that each compute a tile of a matrix product at a time (the multiprocessors of a GPU): a product of few
+    tiles leaves some of them idle (`shardplan.cost.tiles`). None: products are not priced by tiles.
     """
 
     name: str
@@ -132,6 +134,7 @@ class Device:
     platform: Platform = "gpu"
     contention: float = DEFAULT_CONTENTION
     attention_efficiency: float = DEFAULT_ATTENTION_EFFICIENCY
+    compute_units: int | None = None
 
     def __post_init__(self) -> None:
         where = f"device {self.name!r}"
@@ -158,6 +161,8 @@ class Device:
                 where=f"{where}: contention",
             )
         check_part(self.attention_efficiency, f"{where}: attention_efficiency")
+        if self.compute_units is not None:
+            check_count(self.compute_units, f"{where}: compute_units")
         object.__setattr__(self, "flops_per_s", dict(sorted(self.flops_per_s.items())))
 
     def __hash__(self) -> int:

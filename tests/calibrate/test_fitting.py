@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from shardplan.calibrate.fitting import Sample, contention_of, fit_device, fit_links, rate_of, residuals, transfer_s, work_of
-from shardplan.calibrate.kernels import CPU, LAUNCHES, kernels
+from shardplan.calibrate.kernels import ACCELERATOR, CPU, LAUNCHES, kernels
 from shardplan.calibrate.profiling import work_of_kernel
 from shardplan.calibrate.transfers import transfers
 from shardplan.cost.network import Network
@@ -36,6 +36,22 @@ def test_the_rates_that_made_the_seconds_come_back() -> None:
     reached = device.memory_bytes_per_s * device.memory_efficiency
     assert reached == pytest.approx(TRUE.memory_bytes_per_s * TRUE.memory_efficiency, rel=0.01)
     assert device.launch_s == pytest.approx(TRUE.launch_s, rel=0.05)
+
+
+def test_the_rates_of_a_gpu_come_back_through_its_tiles() -> None:
+    """Skinny and small products are among the kernels: their seconds say less of the rate than their flops do."""
+    gpu = Cluster.load("dgx-h100").device
+    true = replace(gpu, flops_per_s={dtype: gpu.flops_per_s[dtype] for dtype in TRUE.flops_per_s})
+    rows = [(kernel, work_of_kernel(kernel)) for kernel in kernels(ACCELERATOR)]
+    plain = replace(true, compute_units=None)
+    assert max(work.seconds(true) / work.seconds(plain) for _, work in rows) > 1.1
+    measured, launches = (
+        [(work, work.seconds(true)) for kernel, work in rows if (kernel.family == LAUNCHES) == tiny] for tiny in (False, True)
+    )
+    device, _ = fit_device(true, measured, launches)
+    assert device.compute_units == 132
+    for dtype in true.flops_per_s:
+        assert rate_of(device, dtype) == pytest.approx(rate_of(true, dtype), rel=0.01)
 
 
 def test_fused_attention_stays_behind_products_by_the_factor_of_the_preset() -> None:

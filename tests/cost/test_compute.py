@@ -18,7 +18,7 @@ from shardplan.frontend.nnx_state import trace_step
 from shardplan.frontend.trace import trace
 from shardplan.graph import Node, flatten
 from shardplan.mesh import Cluster, Device
-from shardplan.search.problem.strategies import least_compute_s
+from shardplan.search.problem.compute_prices import least_compute_s
 
 
 def counted(step: Callable[..., Any], *args: Any) -> float:

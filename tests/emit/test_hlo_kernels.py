@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
 import pytest
+from jax import lax
 
 from shardplan.emit.hlo_kernels import kernels
+from shardplan.frontend.trace import trace
+from shardplan.graph import flatten
 from shardplan.mesh import Cluster
+from shardplan.search.problem.compute_prices import whole_compute_s
 
 TEXT = """\
 HloModule step, num_partitions=1
@@ -133,6 +142,79 @@ def test_a_fusion_beside_others_is_counted_where_it_starts() -> None:
     assert (by_name["old"].read_bytes, by_name["old"].written_bytes) == (8192, 8192)
 
 
+H100 = Cluster.load("8").device
+
+
+def compiled(step: Callable[..., Any], args: tuple[Any, ...]) -> str:
+    return jax.jit(step).lower(*args).compile().as_text() or ""
+
+
+def written(dims: str, call: str, *shapes: str) -> str:
+    """A text of one product of two parameters."""
+    left, right = (f"bf16[{shape}]" for shape in shapes)
+    return f"""\
+HloModule step, num_partitions=1
+
+ENTRY %main (a: {left}, b: {right}) -> bf16[{dims}] {{
+  %a = {left} parameter(0)
+  %b = {right} parameter(1)
+  ROOT %p = bf16[{dims}] {call}
+}}
+"""
+
+
+CONVOLVED = "window={size=3x3 pad=1_1x1_1}, dim_labels=b01f_01io->b01f"
+GEMM = """custom-call(%a, %b), custom_call_target="__cublas$lt$matmul", backend_config={"lhs_contracting_dimensions":["1"]}"""
+LIBRARY_CONVOLUTION = f'custom-call(%a, %b), {CONVOLVED}, custom_call_target="__cudnn$convBackward'
+PLAIN_DOT = "dot(%a, %b), lhs_contracting_dims={0}, rhs_contracting_dims={1}"
+BATCH_DOT = "dot(%a, %b), lhs_batch_dims={0}, lhs_contracting_dims={2}, rhs_batch_dims={0}"
+PRODUCTS = {
+    "dot": ((1, 96, 200, 600), written("96,200", PLAIN_DOT, "600,96", "200,600")),
+    "library": ((1, 96, 200, 600), written("96,200", GEMM, "96,600", "600,200")),
+    "batch": ((6, 96, 200, 600), written("6,96,200", BATCH_DOT, "6,96,600", "6,600,200")),
+    "forward": ((1, 128, 32, 144), written("2,8,8,32", f"convolution(%a, %b), {CONVOLVED}", "2,8,8,16", "3,3,16,32")),
+    "image": ((1, 128, 16, 288), written("2,8,8,16", f'{LIBRARY_CONVOLUTION}Input"', "2,8,8,32", "3,3,16,32")),
+    "filter": ((1, 144, 32, 128), written("3,3,16,32", f'{LIBRARY_CONVOLUTION}Filter"', "2,8,8,16", "2,8,8,32")),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_the_extents_of_products_are_read(name: str) -> None:
+    extents, text = PRODUCTS[name]
+    (kernel,) = kernels(text)
+    (product,) = kernel.products
+    assert product.extents == extents
+    assert kernel.flops == product.flops == 2.0 * extents[0] * extents[1] * extents[2] * extents[3]
+
+
+def test_a_grouped_convolution_has_no_tiles() -> None:
+    grouped = written("2,8,8,32", f"convolution(%a, %b), {CONVOLVED}, feature_group_count=4", "2,8,8,16", "3,3,4,32")
+    assert [p.extents for (kernel,) in [kernels(grouped)] for p in kernel.products] == [None]
+
+
+@pytest.mark.parametrize("units", [132, 13, None])
+def test_the_compiled_program_and_the_plan_price_a_product_alike(units: int | None) -> None:
+    device = replace(H100, compute_units=units, memory_bytes_per_s=1e30)
+
+    def batched(x: Any, y: Any) -> Any:
+        return lax.dot_general(x, y, (((2,), (1,)), ((0,), (0,))))
+
+    for step, shapes in ((lambda x, y: x @ y, ((300, 600), (600, 900))), (batched, ((6, 96, 600), (6, 600, 200)))):
+        args = tuple(jax.ShapeDtypeStruct(shape, "float32") for shape in shapes)
+        (planned,) = (n.signature for n in flatten(trace(step, *args).program).nodes if n.signature.contracts)
+        (kernel,) = (k for k in kernels(compiled(step, args)) if k.flops)
+        assert kernel.seconds(device) == pytest.approx(whole_compute_s(planned, device), rel=1e-9)
+
+
+def test_a_kernel_of_many_products_takes_the_time_of_each() -> None:
+    """A product of few rows does not run at the rate of a large one beside it."""
+    device = replace(H100, launch_s=0.0, memory_bytes_per_s=1e30)
+    (kernel,) = (k for k in kernels(TEXT) if k.flops)
+    twice = replace(kernel, products=kernel.products * 2)
+    assert twice.seconds(device) == pytest.approx(2 * kernel.seconds(device))
+    assert kernel.seconds(device) > 50 * kernel.seconds(replace(device, compute_units=None))
+
+
 @pytest.mark.parametrize(("hlo", "dtype"), [("f8e4m3fn", "float8_e4m3fn"), ("f8e5m2", "float8_e5m2"), ("s8", "int8")])
 def test_products_of_8_bits_run_at_their_own_peak(hlo: str, dtype: str) -> None:
     device = Cluster.load("dgx-h100:1").device
@@ -142,5 +224,6 @@ def test_products_of_8_bits_run_at_their_own_peak(hlo: str, dtype: str) -> None:
         .replace("[64,8]", "[4096,4096]")
     )
     (product,) = (k for k in kernels(text) if k.name == "p")
+    device = replace(device, compute_units=None)
     expected = 2 * 4096 * 4096 * 8192 / (device.flops_per_s[dtype] * device.flops_efficiency)
     assert product.seconds(device) == pytest.approx(expected + device.launch_s)

@@ -17,7 +17,7 @@ from shardplan.frontend.trace import trace
 from shardplan.graph import flatten
 from shardplan.graph.nodes import Node
 from shardplan.mesh import Cluster
-from shardplan.search.problem.strategies import least_compute_s
+from shardplan.search.problem.compute_prices import least_compute_s
 from shardplan.tdl import Call
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2

@@ -42,6 +42,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
     peaks = draw(st.dictionaries(st.sampled_from(DTYPES), positive, min_size=1, max_size=3))
     device = Device(draw(names), peaks, draw(positive), draw(st.integers(1, 2**40)), draw(positive), draw(parts), draw(parts))
     device = replace(device, contention=draw(st.floats(1.0, 1e3)), attention_efficiency=draw(parts))
+    device = replace(device, compute_units=draw(st.none() | st.integers(1, 1000)))
     return Cluster(draw(names), tuple(levels), device)
 
 
@@ -114,7 +115,9 @@ def test_equal_clusters_and_only_those_have_equal_fingerprints():
     seen.add(replace(cluster, device=replace(cluster.device, flops_per_s={"float32": 1.0})).fingerprint())
     seen.add(replace(cluster, device=replace(cluster.device, contention=1.5)).fingerprint())
     seen.add(replace(cluster, device=replace(cluster.device, attention_efficiency=0.4)).fingerprint())
-    assert len(seen) == 8
+    seen.add(replace(cluster, device=replace(cluster.device, compute_units=131)).fingerprint())
+    seen.add(replace(cluster, device=replace(cluster.device, compute_units=None)).fingerprint())
+    assert len(seen) == 10
     assert replace(cluster, source="elsewhere").fingerprint() == cluster.fingerprint()
 
 
@@ -150,6 +153,9 @@ def test_equal_clusters_and_only_those_have_equal_fingerprints():
         ("attention_efficiency = 0.34", "attention_efficiency = nan", "device.attention_efficiency", "got nan"),
         ("attention_efficiency = 0.34", "attention_efficiency = 34", "device.attention_efficiency", "0.9 for 90%, got 34.0"),
         ("attention_efficiency = 0.34", 'attention_efficiency = "slow"', "device.attention_efficiency", "must be a number"),
+        ("compute_units = 132", "compute_units = 0", "device.compute_units", "above 0, got 0"),
+        ("compute_units = 132", "compute_units = 131.5", "device.compute_units", "a whole number, got 131.5"),
+        ("compute_units = 132", "compute_units = true", "device.compute_units", "a whole number, got True"),
         ("contention = 1.3", 'contention = "1"', "device.contention", "must be a number, got '1'"),
         ("[device]", "[devices]", "devices", "nearest: device"),
         ("memory_bytes_per_s = 3350000000000.0", "memory_bytes_per_s = 0.0", "device.memory_bytes_per_s", "above 0"),

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from shardplan.graph.nodes import Graph, Link, Node
 from shardplan.ir import Layout
 from shardplan.search.coarsening.coarsen import FREE, Coarse, Variable
+from shardplan.search.problem.compute_prices import nbytes
 from shardplan.search.problem.pricing import Domain
 from shardplan.search.problem.problem import Problem
-from shardplan.search.problem.strategies import nbytes
 
 MOST_ASSIGNMENTS = 200_000_000
 """More than these are not tried."""

@@ -18,6 +18,7 @@ from shardplan.graph.nodes import Traffic
 from shardplan.ir import Layout, Partial, Split, itemsize
 from shardplan.mesh import Device
 from shardplan.tdl import Call, Description, cut
+from shardplan.tdl.index import loops_of
 
 Dims = tuple[tuple[int, ...], ...]
 
@@ -51,6 +52,7 @@ def _way(
     dims: list[list[list[int]]] = [[[] for _ in shape] for shape in shapes]
     partial: list[list[int]] = [[] for _ in shapes]
     arithmetic = 1.0
+    extents = [loop.extent for loop in description.loops]
     for loop in sorted({v for v in chosen if v >= 0}):
         over = [f for f, v in enumerate(chosen) if v == loop]
         parts = math.prod(sizes[f] for f in over)
@@ -58,6 +60,7 @@ def _way(
         if strategy is None:
             return None
         arithmetic /= parts
+        extents[loop] = math.ceil(extents[loop] / parts)
         for i, place in enumerate((*strategy.operands, *strategy.results)):
             if isinstance(place, Split):
                 if dims[i][place.dim]:
@@ -66,7 +69,7 @@ def _way(
             elif isinstance(place, Partial):
                 partial[i] += over
     layouts = [Layout(tuple(map(tuple, d)), tuple(sorted(p))) for d, p in zip(dims, partial, strict=True)]
-    seconds = _seconds(call, description, device, traffic, layouts, sizes, arithmetic)
+    seconds = _seconds(call, description, device, traffic, layouts, sizes, arithmetic, extents)
     return Way(tuple(layouts[: len(call.operands)]), tuple(layouts[len(call.operands) :]), seconds)
 
 
@@ -78,8 +81,9 @@ def _seconds(
     layouts: Sequence[Layout],
     sizes: Sequence[int],
     arithmetic: float,
+    extents: Sequence[int],
 ) -> float:
-    """Roofline: a product's multiplications and additions at the peak, the local bytes of its kernels at the memory's speed."""
+    """Roofline: a product's tiles at the peak, the local bytes of its kernels at the memory's speed."""
     dtypes = (*call.dtypes, *call.result_dtypes)
     whole = [math.prod(shape) * itemsize(dtype) for shape, dtype in zip((*call.operands, *call.results), dtypes, strict=True)]
     parts = (*traffic.reads, *traffic.writes)
@@ -88,10 +92,47 @@ def _seconds(
     moving = nbytes / (device.memory_bytes_per_s * device.memory_efficiency)
     product = len(call.operands) == 2 and any(loop.reducer == "sum" for loop in description.loops)
     flop = 2 * math.prod(loop.extent for loop in description.loops) * arithmetic if product else 0.0
+    if product and device.compute_units is not None:
+        flop *= slowdown(device.compute_units, *sides(description, extents))
     working = (
         flop / (device.flops_per_s.get(call.dtypes[0], device.flops_per_s["float32"]) * device.flops_efficiency) if flop else 0.0
     )
     return max(moving, working) + traffic.launches * device.launch_s
+
+
+def sides(description: Description, extents: Sequence[int]) -> tuple[int, int, int, int]:
+    """(batch, rows, columns, depth) of a product of two operands whose loops have these extents."""
+    found = {"batch": 1, "rows": 1, "columns": 1, "depth": 1}
+    read: tuple[set[int], set[int]] = (set(), set())
+    for operand, indices in description.accesses:
+        read[operand].update(*(loops_of(index) for index in indices))
+    for v, (loop, extent) in enumerate(zip(description.loops, extents, strict=True)):
+        in_x, in_y = v in read[0], v in read[1]
+        kind = "depth" if loop.reducer else "batch" if in_x and in_y else "rows" if in_x else "columns"
+        found[kind] *= extent
+    return found["batch"], found["rows"], found["columns"], found["depth"]
+
+
+def slowdown(units: int, batch: int, rows: int, columns: int, depth: int) -> float:
+    """The time of a product in tiles over that of its multiplications spread over all units, tile by tile and wave by wave."""
+    if rows == 1 or columns == 1:
+        return 1.0
+    best = math.inf
+    for height, width, rate in TILES:
+        for parts in (1, 2, 4, 8, 16):
+            if parts > 1 and depth < 256 * parts:
+                continue
+            across = (rows + height - 1) // height
+            along = (columns + width - 1) // width
+            waves = (batch * across * along * parts + units - 1) // units
+            best = min(best, waves * height * width * (depth / parts) / rate)
+    return max(1.0, best / (batch * rows * columns * depth / units))
+
+
+TILES = (
+    (256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (256, 64, 0.85), (64, 256, 0.85), (128, 64, 0.8), (64, 128, 0.8),
+    (64, 64, 0.65),
+)  # fmt: skip
 
 
 # -- reshardings -------------------------------------------------------------------------------------------------------

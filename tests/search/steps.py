@@ -37,7 +37,12 @@ def cluster(
         for level, g in zip(base.levels, gbps, strict=False)
     )
     device = replace(
-        base.device, flops_per_s={"float32": gflops * 1e9}, memory_bytes_per_s=1e11, launch_s=0.0, collective_launch_s=0.0
+        base.device,
+        flops_per_s={"float32": gflops * 1e9},
+        memory_bytes_per_s=1e11,
+        launch_s=0.0,
+        collective_launch_s=0.0,
+        compute_units=None,  # they are less than a tile
     )
     return replace(base, name="small", levels=levels, device=device)
 

@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 
 from shardplan.search.memory import liveness as memory
 from shardplan.search.memory.lifetimes import Lifetime
+from shardplan.search.problem.compute_prices import least_compute_s
 from shardplan.search.problem.pricing import Domain
 from shardplan.search.problem.problem import Problem
 from shardplan.search.problem.solution import Solution
-from shardplan.search.problem.strategies import least_compute_s
 from shardplan.search.problem.summands import Summand
 
 Floats = NDArray[np.float64]

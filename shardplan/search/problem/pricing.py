@@ -15,6 +15,7 @@ from shardplan.cost.overlap import SERIAL, Weights
 from shardplan.graph.nodes import Signature
 from shardplan.ir import Layout, Split
 from shardplan.mesh import Device
+from shardplan.search.problem.compute_prices import nbytes
 from shardplan.search.problem.strategies import (
     Cuts,
     Groups,
@@ -23,7 +24,6 @@ from shardplan.search.problem.strategies import (
     Options,
     halo_bytes,
     limited,
-    nbytes,
     options,
     pair_bytes,
     treated_alike,

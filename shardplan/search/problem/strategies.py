@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 
 from shardplan.collectives.layouts import LayoutSpace
 from shardplan.collectives.reshard import Resharder, split_dims
-from shardplan.cost import compute
 from shardplan.graph.nodes import Signature
-from shardplan.ir import PAIRS, Manual, Partial, Placement, Replicated, Split, itemsize
+from shardplan.ir import PAIRS, Manual, Partial, Placement, Replicated, Split
 from shardplan.mesh import Device
+from shardplan.search.problem.compute_prices import compute_s, nbytes
 from shardplan.tdl import Call, Strategy, cut_in_step, in_step, linear_sets
 
 
@@ -91,11 +91,6 @@ def _picked(rows: Options, keep: NDArray[np.bool_]) -> Options:
     )
 
 
-def nbytes(shape: tuple[int, ...], dtype: str) -> int:
-    """Bytes of a whole tensor."""
-    return math.prod(shape) * itemsize(dtype)
-
-
 def options(
     signature: Signature, resharder: Resharder, device: Device | None, *, late: Late | None = None, memo: Memo | None = None
 ) -> Options:
@@ -125,11 +120,12 @@ def options(
     if any(m.pairs for m in cut_info):
         halo_s += [_pairs_s(call, resharder, [(m, o) for m, o, f in rows if f]) for rows in _rows(cut_info, at, over, first)]
     part = np.prod(_numbers(m.part for m in cut_info)[at], axis=1, where=first)
+    loops = cuts.loops[codes]
     return Options(
-        cuts.loops[codes],
+        loops,
         needs,
         gives,
-        _compute_s(signature, resharder, device, needs, gives, part),
+        compute_s(signature, resharder, device, loops, needs, gives, part),
         halo_s,
         _terms(cut_info, at),
     )
@@ -144,8 +140,8 @@ def _held(signature: Signature, manual: Manual, resharder: Resharder, device: De
         for own, ats in zip(shapes, layouts, strict=True)
     )
     whole = np.full((1, len(resharder.sizes)), -1, np.int64)
-    compute_s = _compute_s(signature, resharder, device, needs, gives, np.ones(1))
-    return Options(whole, needs, gives, compute_s, np.zeros(1), np.zeros(1, np.bool_))
+    seconds = compute_s(signature, resharder, device, whole, needs, gives, np.ones(1))
+    return Options(whole, needs, gives, seconds, np.zeros(1), np.zeros(1, np.bool_))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -386,39 +382,6 @@ def _pairs_s(call: Call, resharder: Resharder, cuts: Sequence[tuple[_CutInfo, in
     return sum(resharder.seconds("all_reduce", o, extra) for o, extra in pair_bytes(call, cut_info))
 
 
-def _compute_s(
-    signature: Signature,
-    resharder: Resharder,
-    device: Device | None,
-    needs: NDArray[np.int64],
-    gives: NDArray[np.int64],
-    part: NDArray[np.float64],
-) -> NDArray[np.float64]:
-    """[strategies]: seconds of compute on one device; ``part`` is its fraction of the arithmetic."""
-    work = _work(signature)
-    if not work.counts or device is None:
-        return np.zeros(len(part))
-    moved, call = np.zeros(len(part)), signature.call
-    for shapes, sizes, states in ((call.operands, work.operand_bytes, needs), (call.results, work.result_bytes, gives)):
-        for i, (shape, size) in enumerate(zip(shapes, sizes, strict=True)):
-            moved += size * resharder.space(shape).local[states[:, i]]
-    return _seconds_each(device, work, work.flops * part, moved)
-
-
-def least_compute_s(signature: Signature, device: Device, devices: int) -> float:
-    """A lower bound on the compute of an op under any strategy: its arithmetic and traffic spread evenly over all devices."""
-    work = _work(signature)
-    if not work.counts:
-        return 0.0
-    flops, moved = np.array([[work.flops], [sum((*work.operand_bytes, *work.result_bytes))]]) / devices
-    return float(_seconds_each(device, work, flops, moved)[0])
-
-
-def _seconds_each(device: Device, own: _Work, flop: NDArray[np.float64], moved: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Seconds of an op's arithmetic and traffic on one device."""
-    return compute.seconds_each(device, flop, moved, own.dtype, matrix=own.matrix, attention=own.attention, launches=own.launches)
-
-
 def _may_pass(operands: frozenset[int], late: Late) -> bool:
     return not operands & late.nonzero and not operands <= late.free
 
@@ -464,37 +427,3 @@ def halo_bytes(call: Call, operand: int, place: Split) -> tuple[float, ...]:
     shape = call.operands[operand]
     row = nbytes(shape, call.dtypes[operand]) / shape[place.dim]
     return tuple(row * n for n in place.halo if n)
-
-
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """Arithmetic and memory traffic of a whole op; ``counts`` is false for an op that is fused into its reader.
-
-    ``matrix``: it has products, ``attention``: inside fused attention. ``launches``: None for one, if it computes or moves.
-    """
-
-    flops: float
-    operand_bytes: tuple[float, ...]
-    result_bytes: tuple[float, ...]
-    dtype: str
-    matrix: bool
-    attention: bool
-    counts: bool
-    launches: float | None = None
-
-
-def _work(signature: Signature) -> _Work:
-    call, description, traffic = signature.call, signature.description, signature.traffic
-    size = tuple(nbytes(s, d) for s, d in zip(call.operands, call.dtypes, strict=True))
-    out = tuple(nbytes(s, d) for s, d in zip(call.results, call.result_dtypes, strict=True))
-    dtype, matrix = compute.product_dtype(call, contracts=signature.contracts), signature.multiplies
-    flops = compute.flops(description, padding=True) if description is not None and matrix else 0.0  # others are memory-bound
-    if traffic is not None:
-        read = tuple(n * part for n, part in zip(size, traffic.reads, strict=True))
-        written = tuple(n * part for n, part in zip(out, traffic.writes, strict=True))
-        return _Work(flops, read, written, dtype, matrix, signature.attends, not traffic.empty, traffic.launches)
-    if description is None:
-        return _Work(0.0, size, out, dtype, False, False, True)
-    # an op that moves the elements of one tensor, or broadcasts it, is fused into the reader
-    moves = all(info.reducer is None for info in description.loops) and len([s for s in size if s > 8]) <= 1
-    return _Work(flops, size, out, dtype, matrix, signature.attends, not moves)

@@ -19,7 +19,7 @@ from shardplan.cost.overlap import Concurrency
 from shardplan.graph.nodes import Graph, Link, Node
 from shardplan.ir import Where
 from shardplan.mesh import Device
-from shardplan.search.problem.strategies import least_compute_s
+from shardplan.search.problem.compute_prices import least_compute_s
 
 _ENOUGH = 1 / 2
 """Outside of loops, a window of at least this fraction of the step's compute counts as unlimited: only the compute of the whole

@@ -16,9 +16,9 @@ from shardplan.graph.nodes import Node
 from shardplan.search.baselines.batch_dims import follow
 from shardplan.search.baselines.megatron import roots
 from shardplan.search.coarsening.coarsen import FREE
+from shardplan.search.problem.compute_prices import least_compute_s
 from shardplan.search.problem.extract import Decisions
 from shardplan.search.problem.problem import Problem
-from shardplan.search.problem.strategies import least_compute_s
 from shardplan.tdl.index import loops_of
 
 Purpose = Literal["data", "fsdp", "tensor", "sequence", "expert", "replica"]

@@ -11,7 +11,7 @@ import pytest
 
 from shardplan.frontend.trace import trace
 from shardplan.graph import Graph, flatten
-from shardplan.search.problem.strategies import least_compute_s
+from shardplan.search.problem.compute_prices import least_compute_s
 from shardplan.search.problem.windows import windows_of
 from tests.search import steps
 

@@ -258,7 +258,7 @@ def _check_spread(spread: tuple[float, float, str], bound: float) -> None:
     if middle > bound:
         raise CalibrationError(
             f"the repeats of one measurement spread by {middle:.0%} (median; {worst:.0%} of {name}), more than the bound of "
-            f"{bound:.0%}: the machine is busy; end other programs, repeat more often (--repeats), or accept it (--spread "
+            f"{bound:.2g}: the machine is busy; end other programs, repeat more often (--repeats), or accept it (--spread "
             f"{math.ceil(middle * 10 + 1) / 10:g})"
         )
 

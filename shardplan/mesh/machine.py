@@ -20,6 +20,8 @@ LARGEST = 2**20
 """The most devices of a cluster: some arrays have an entry for each device."""
 DEFAULT_CONTENTION = 1.3
 """The contention of devices on which nobody measured it (Galvatron's figure)."""
+MOST_SECONDS = 1000.0
+"""The longest latency or launch that is no mistake of units."""
 MOST_CONTENTION = 1000.0
 """The largest contention that is no mistake."""
 DEFAULT_ATTENTION_EFFICIENCY = 0.5
@@ -56,7 +58,7 @@ class Interconnect:
     def __post_init__(self) -> None:
         where = f"interconnect {self.name!r}"
         check_positive(self.bandwidth_bytes_per_s, f"{where}: bandwidth_bytes_per_s")
-        check_at_least(self.latency_s, 0.0, f"{where}: latency_s")
+        check_seconds(self.latency_s, f"{where}: latency_s")
         check_count(self.domain, f"{where}: domain")
 
 
@@ -86,7 +88,7 @@ class Level:
         check_name(self.name, f"{where}: name")
         check_count(self.size, f"{where}: size")
         check_positive(self.bandwidth_bytes_per_s, f"{where}: bandwidth_bytes_per_s")
-        check_at_least(self.latency_s, 0.0, f"{where}: latency_s")
+        check_seconds(self.latency_s, f"{where}: latency_s")
         check_count(self.rails, f"{where}: rails")
         check_part(self.ring_efficiency, f"{where}: ring_efficiency")
         check_part(self.tree_efficiency, f"{where}: tree_efficiency")
@@ -147,9 +149,9 @@ class Device:
             check_positive(peak, f"{where}: flops_per_s.{dtype}")
         check_positive(self.memory_bytes_per_s, f"{where}: memory_bytes_per_s")
         check_count(self.memory_bytes, f"{where}: memory_bytes")
-        check_at_least(self.launch_s, 0.0, f"{where}: launch_s")
+        check_seconds(self.launch_s, f"{where}: launch_s")
         if self.collective_launch_s is not None:
-            check_at_least(self.collective_launch_s, 0.0, f"{where}: collective_launch_s")
+            check_seconds(self.collective_launch_s, f"{where}: collective_launch_s")
         if self.platform not in PLATFORMS:
             raise ClusterError(f"must be one of {', '.join(PLATFORMS)}, got {self.platform!r}", where=f"{where}: platform")
         check_part(self.flops_efficiency, f"{where}: flops_efficiency")
@@ -235,6 +237,13 @@ def check_at_least(value: float, least: float, where: str) -> None:
     """Raise `ClusterError` unless the value is a finite number of at least ``least``."""
     if not _is_number(value) or not math.isfinite(value) or value < least:
         raise ClusterError(f"must be a finite number of at least {least:g}, got {value!r}", where=where)
+
+
+def check_seconds(value: float, where: str) -> None:
+    """Raise `ClusterError` unless the value is from 0 to `MOST_SECONDS`."""
+    check_at_least(value, 0.0, where)
+    if value > MOST_SECONDS:
+        raise ClusterError(f"must be at most {MOST_SECONDS:g} seconds, got {value!r}: are these microseconds?", where=where)
 
 
 def check_part(value: float, where: str) -> None:

@@ -168,13 +168,19 @@ def read(file: str | PathLike[str]) -> PlanData:
         raise PlanFileError(f"{path}: plan format {actual!r}, this version reads format {FORMAT}; plan the step again")
     try:
         _check_finite(content)
-        return _parsed(str(path), content)
+        data = _parsed(str(path), content)
+        _check_sums(data)
+        return data
     except ClusterError:
         raise
     except KeyError as error:
         raise PlanFileError(f"{path}: incomplete plan: {error} is missing; plan the step again") from error
     except (TypeError, ValueError, AttributeError, IndexError) as error:
         raise PlanFileError(f"{path}: not a plan: {type(error).__name__}: {error}") from error
+
+
+_ROUNDING = 1e-6
+"""The part by which sums of a plan's seconds may differ."""
 
 
 def _check_finite(content: dict[str, Any]) -> None:
@@ -188,6 +194,14 @@ def _check_finite(content: dict[str, Any]) -> None:
             left += [(f"{place}.{key}", one) for key, one in value.items()]
         elif isinstance(value, list):
             left += [(f"{place}[{n}]", one) for n, one in enumerate(value)]
+
+
+def _check_sums(data: PlanData) -> None:
+    """Refuses a step that takes less time than its parts do at once, or more than they do one after the other."""
+    least, most = data.hidden_s * (1 - _ROUNDING), data.serial_s * (1 + _ROUNDING)
+    if not least <= data.step_time_s <= most:
+        parts = f"compute_s and collectives take {data.hidden_s!r} s at once and {data.serial_s!r} s in turn"
+        raise ValueError(f"step_time_s={data.step_time_s!r} does not fit: {parts}")
 
 
 def _parsed(name: str, content: dict[str, Any]) -> PlanData:
@@ -206,11 +220,11 @@ def _parsed(name: str, content: dict[str, Any]) -> PlanData:
         operators=int(content["operators"]),
         choices=choices_from(content["choices"], layouts, len(mesh_factors)),
         collectives=tuple(Collective(**{**c, "axes": tuple(map(str, c["axes"]))}) for c in content["collectives"]),
-        step_time_s=_seconds(content, "step_time_s"),
-        searched_s=_seconds(content, "searched_s"),
+        step_time_s=_not_negative(content, "step_time_s"),
+        searched_s=_not_negative(content, "searched_s"),
         **_overlap(content),
-        compute_s=_seconds(content, "compute_s"),
-        peak_bytes=int(content["peak_bytes"]),
+        compute_s=_not_negative(content, "compute_s"),
+        peak_bytes=int(_not_negative(content, "peak_bytes")),
         memory_limit=int(content["memory_limit"]),
         limit_origin=str(content["limit_origin"]),
         objective=_one_of(content, "objective", ("time", "bytes")),
@@ -232,10 +246,10 @@ def _parsed(name: str, content: dict[str, Any]) -> PlanData:
         purposes=_purposes(content["purposes"], len(mesh_factors)),
         tried=tuple(_tried(row) for row in content["tried"]),
         fixed_axes={purpose_of(name): int(n) for name, n in content["fixed_axes"].items()},
-        trace_s=_seconds(content, "trace_s"),
-        search_s=_seconds(content, "search_s"),
+        trace_s=_not_negative(content, "trace_s"),
+        search_s=_not_negative(content, "search_s"),
         fingerprint=str(content["fingerprint"]),
-        bound_s=_seconds(content, "bound_s"),
+        bound_s=_not_negative(content, "bound_s"),
         baselines=tuple(Baseline(**b) for b in content["baselines"]),
         left_out=tuple((str(name), str(reason)) for name, reason in content["left_out"]),
         explanations={str(path): str(text) for path, text in content["explanations"].items()},
@@ -284,7 +298,7 @@ def _one_of(content: Mapping[str, Any], key: str, known: tuple[str, ...]) -> str
     return content[key]
 
 
-def _seconds(content: Mapping[str, Any], key: str) -> float:
+def _not_negative(content: Mapping[str, Any], key: str) -> float:
     if not (value := float(content[key])) >= 0:
         raise ValueError(f"{key}={value!r} is negative")
     return value

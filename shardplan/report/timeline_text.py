@@ -23,7 +23,8 @@ def timeline_text(shown: Simulated, *, title: str = "the step") -> str:
     path = figures["critical_path"]
     lines = [
         f"{title}: {seconds(shown.step_time_s)} simulated ({how}{contention}), {seconds(priced.step_time_s)} priced",
-        f"{figures['tasks']:,} tasks; all {priced.devices} devices run alike, so one is simulated",
+        f"{figures['tasks']:,} tasks"
+        + (f"; all {priced.devices} devices run alike, so one is simulated" if priced.devices > 1 else ""),
         f"memory {size(shown.peak_bytes)} at most, {size(priced.peak_bytes)} predicted",
         f"communication {seconds(shown.communication_s)}, of which {seconds(shown.exposed_s)} exposed",
         f"critical path: {path['tasks']:,} tasks, {seconds(path['compute_s'])} compute and "

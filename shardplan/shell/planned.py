@@ -303,10 +303,12 @@ class Plan(Figures):
         device's).
 
         Raises:
-            ShardplanError: for a factor below 1 or above 1000.
+            ShardplanError: for a factor below 1 or above 1000, or what is no factor.
         """
         given = self.cluster.device.contention if contention is None else contention
         factors = given if isinstance(given, tuple) else (given, given)
+        if len(factors) != 2 or not all(isinstance(f, int | float) for f in factors):
+            raise ShardplanError(f"contention={contention!r} is neither a factor nor a pair of factors: give 1.3 or (1.3, 1.1)")
         return timeline(
             self.schedule,
             self.planned,

@@ -40,6 +40,8 @@ def _simulate(options: argparse.Namespace) -> Report:
         picture_format(options.png)
         if options.output is not None and Path(options.output).resolve() == Path(options.png).resolve():
             raise ShardplanError(f"-o and --png both name {options.png!r}: give one of them another name")
+    if options.contention is not None and options.no_overlap:
+        raise ShardplanError("--contention has no effect with --no-overlap, where nothing runs at once: give one of them")
     if options.contention is not None:
         Contention(options.contention, options.contention)
     made, _, _ = target_plan(options, file=options.plan)

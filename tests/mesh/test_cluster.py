@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 from shardplan.collectives import parse
 from shardplan.errors import ClusterError
 from shardplan.mesh import Cluster, Device, Interconnect, Level, preset_names
-from shardplan.mesh.machine import DTYPES, Kind
+from shardplan.mesh.machine import DTYPES, MOST_SECONDS, Kind
 
 GOOD = Cluster.load("dgx-h100:4").to_toml()
 positive = st.floats(min_value=1e-12, max_value=1e18, allow_nan=False)
+seconds = st.floats(min_value=1e-12, max_value=MOST_SECONDS, allow_nan=False)
 parts = st.floats(min_value=1e-12, max_value=2.0, allow_nan=False)
 names = st.text(min_size=1, max_size=12)
 words = st.from_regex(r"[\w.\-]{1,12}", fullmatch=True).filter(lambda name: name != "root")
@@ -33,14 +34,14 @@ def clusters(draw: st.DrawFn) -> Cluster:
         kind: Kind = draw(st.sampled_from(["switch", "ring", "bus"]))
         size = draw(st.integers(1, 32))
         also = (
-            draw(st.none() | st.builds(Interconnect, names, st.integers(1, size), positive, positive)) if kind == "ring" else None
+            draw(st.none() | st.builds(Interconnect, names, st.integers(1, size), positive, seconds)) if kind == "ring" else None
         )
         rails = draw(st.integers(1, 8)) if kind == "switch" else 1
-        speeds = [draw(s) for s in (positive, positive, parts, parts)]
+        speeds = [draw(s) for s in (positive, seconds, parts, parts)]
         level = Level(name, size, speeds[0], speeds[1], kind, rails, speeds[2], speeds[3], also)
         levels.append(level)
     peaks = draw(st.dictionaries(st.sampled_from(DTYPES), positive, min_size=1, max_size=3))
-    device = Device(draw(names), peaks, draw(positive), draw(st.integers(1, 2**40)), draw(positive), draw(parts), draw(parts))
+    device = Device(draw(names), peaks, draw(positive), draw(st.integers(1, 2**40)), draw(seconds), draw(parts), draw(parts))
     device = replace(device, contention=draw(st.floats(1.0, 1e3)), attention_efficiency=draw(parts))
     device = replace(device, compute_units=draw(st.none() | st.integers(1, 1000)))
     return Cluster(draw(names), tuple(levels), device)
@@ -240,3 +241,9 @@ def test_a_contention_that_no_device_has_is_refused() -> None:
     h100 = Cluster.load("8")
     with pytest.raises(ClusterError, match="at most 1000, got 1001"):
         replace(h100.device, contention=1001.0)
+
+
+@pytest.mark.parametrize("key", ["launch_s", "collective_launch_s"])
+def test_a_launch_that_takes_minutes_is_a_mistake_of_units(key: str) -> None:
+    with pytest.raises(ClusterError, match=f"{key}: must be at most 1000 seconds, got 1e\\+308: are these microseconds"):
+        replace(Cluster.load("8").device, **{key: 1e308})

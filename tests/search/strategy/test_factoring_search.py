@@ -155,7 +155,7 @@ def test_a_finer_factoring_is_never_worse(name: str) -> None:
 
 
 def test_the_plan_says_which_factorings_were_tried() -> None:
-    step, args = gpt.train_step(layers=1, width=64, heads=4, batch=16, sequence=32, vocabulary=128)
+    step, args = gpt.train_step(layers=1, width=64, heads=4, batch=4, sequence=32, vocabulary=128)
     told: list[float] = []
     plan = shardplan.plan(step, *args, cluster=machine("8:slow"), time_model="sum", observer=lambda _, part: told.append(part))
     rows = plan.provenance["factorings"]

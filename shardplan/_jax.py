@@ -238,11 +238,12 @@ def resized_kernel(params: Mapping[str, Any], operands: Sequence[Any], results: 
 def cudnn_assumed() -> Iterator[None]:
     """While this lasts, cuDNN's attention is traced as if for the newest GPU and cuDNN, if none is installed here.
 
-    JAX asks for both when it traces, and keeps neither in the program. Where cuDNN is installed, JAX asks as always.
+    JAX asks for both when it traces, and keeps neither in the program. Where cuDNN is installed, JAX asks as always. The compiler
+    for GPUs may be installed without it.
     """
     module = sys.modules.get("jax._src.cudnn.fused_attention_stablehlo")
     asked = ("check_cudnn_version", "check_compute_capability")
-    if module is None or getattr(module, "cuda_versions", None) is not None or not all(hasattr(module, n) for n in asked):
+    if module is None or not all(hasattr(module, n) for n in asked) or _has_cudnn(module):
         yield
         return
     before = {name: getattr(module, name) for name in asked}
@@ -251,6 +252,16 @@ def cudnn_assumed() -> Iterator[None]:
         yield
     finally:
         vars(module).update(before)
+
+
+def _has_cudnn(module: Any) -> bool:
+    if getattr(module, "cuda_versions", None) is None:
+        return False
+    try:
+        module.check_cudnn_version()
+    except RuntimeError:  # what JAX raises where it finds no cuDNN
+        return False
+    return True
 
 
 @contextlib.contextmanager

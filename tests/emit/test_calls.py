@@ -211,7 +211,8 @@ def test_a_pallas_kernel_runs_on_each_devices_rows(eager: Any) -> None:
     assert names(plan) == {"pallas_call:smooth"}
     found = verify(plan, step, args, backend="specs")
     assert found.passed, found
-    assert found.measured_bytes == pytest.approx(found.predicted_bytes, rel=0.01)  # no operand of a kernel is gathered
+    # no operand of a kernel is gathered; the partitioner makes the gradient's last move a slice
+    assert 0.9 * found.predicted_bytes < found.measured_bytes <= found.predicted_bytes
 
 
 def test_a_kernel_with_a_halo_gets_its_neighbours_edges(eager: Any) -> None:

@@ -96,7 +96,7 @@ def best_overlapped(search: Callable[[Wanted], Found], contention: float, wanted
     try:
         if first.cost.hideable_s > _LITTLE * first.cost.step_time_s:
             plain.append(_at_once(solved(None, 1), wanted, contention))
-        if _late(wanted, points) or (_fits(first, wanted) and first.met(k)):
+        if _late(wanted, (*points, *plain)) or (_fits(first, wanted) and first.met(k)):
             return _best(points, k, wanted, plain)
         points.append(solved(0.0, 1 + len(plain)))
         low, high = points[1], points[0]
@@ -128,7 +128,7 @@ def _later(wanted: Wanted, after: int) -> anytime.Observer:
 
 def _late(wanted: Wanted, points: Sequence[_Point]) -> bool:
     expired = wanted.deadline is not None and anytime.now_s() >= wanted.deadline
-    return expired or bool(points[-1].found[1].stopped)
+    return expired or any(p.found[1].stopped for p in points)
 
 
 def _meeting(low: _Point, high: _Point, k: float) -> float:
@@ -170,14 +170,15 @@ def _best(points: Sequence[_Point], k: float, wanted: Wanted, plain: Sequence[_P
     looked cheaper whose steps take longer. ``plain`` holds the plan of the plain sum, if that was searched. ``others`` of the
     result holds the rest, the fastest first.
     """
-    every = [*plain, *(own for p in points for own in _factorings(p))]
+    weighted = [own for p in points for own in _factorings(p)]
+    every = [*weighted, *plain]  # of equals, the search's own counts
     fitting = [p for p in every if _fits(p, wanted)]
     if not fitting:
         return min((*points, *plain), key=lambda p: p.found[1].best.peak_bytes).found
     best, *rest = _distinct(fitting)
-    last = next(p for p in reversed(every) if p.matrix == best.matrix)
+    last = next((p for p in reversed(weighted) if p.matrix == best.matrix), best)
     problem, outcome = _at_weights_of(last, best, wanted)
-    stopped = points[-1].found[1].stopped or outcome.stopped
+    stopped = next((p.found[1].stopped for p in (*points, *plain) if p.found[1].stopped), outcome.stopped)
     cheapest = any(best is p for p in points)  # over all factorings at its multiplier
     outcome = replace(
         outcome,

@@ -154,7 +154,8 @@ def test_a_plan_whose_memory_binds_has_a_bound_of_its_own() -> None:
     step, args = gpt.train_step(layers=2, width=64, batch=16)
     free = shardplan.plan(step, *args, cluster="4", donate_argnums=0, backend="specs")
     tight = shardplan.plan(step, *args, cluster="4", donate_argnums=0, memory_limit=int(free.peak_bytes * 0.8), backend="specs")
-    assert free.lower_bound_s == free.searched_s == tight.data.unlimited_s
+    assert free.lower_bound_s == pytest.approx(free.searched_s, abs=2 * free.session.problem.rounding_s)
+    assert free.searched_s == tight.data.unlimited_s
     assert free.lower_bound_s <= tight.lower_bound_s <= tight.step_time_s * (1 + 1e-9)
     assert "without the memory limit" in bound_text(tight.completed())
     assert "the optimum of the cost model" in bound_text(free.completed())

@@ -220,7 +220,7 @@ def test_a_plan_on_a_device_on_which_overlap_gains_nothing_is_still_one_of_overl
     """Compute and communication that slow each other twofold take as long as one after the other."""
     h100 = Cluster.load("8")
     cluster = replace(h100, device=replace(h100.device, contention=contention))
-    step, args = gpt.train_step(layers=1, width=256, sequence=64, batch=32)
+    step, args = gpt.train_step(layers=1, width=1024, sequence=256, batch=64)
     plan = shardplan.plan(step, *args, cluster=cluster, factors={}, donate_argnums=0)
     assert plan.time_model == "overlap"
     assert plan.step_time_s == pytest.approx(plan.serial_s)

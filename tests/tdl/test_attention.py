@@ -234,7 +234,7 @@ def test_the_formula_is_that_of_the_plain_implementation(key_heads: int, options
 
 def test_nothing_of_cudnn_is_assumed_afterwards() -> None:
     kernels(cudnn(), Q, Q, Q)
-    with pytest.raises(RuntimeError, match="cuDNN (is not detected|not found)"):
+    with pytest.raises(RuntimeError, match=r"cuDNN (is not detected|not found)"):
         jax.eval_shape(cudnn(), Q, Q, Q)
     q = jnp.ones((1, 8, 1, 8), jnp.bfloat16)
     with _jax.cudnn_assumed(), pytest.raises(NotImplementedError, match="dot_product_attention"):

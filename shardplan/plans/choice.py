@@ -37,7 +37,7 @@ def best_scheduled(
     The search prices each collective alone. Where collectives take long to start, or readers share them, another solution whose
     collectives travel together may be faster. The ``others`` are scheduled, the most promising first, until ``patience`` in a row
     are no faster. One that pins forbid, or whose compute and bytes alone take longer, is not looked at. Where communication
-    hides, the solution that needs it least may take the place of the fastest (`_take_steadiest`). At the ``deadline`` (an instant
+    hides, a solution that needs it less may take the place of the fastest (`_take_steadier`). At the ``deadline`` (an instant
     of `anytime.now_s`) or an interrupt it returns the best so far, and what stopped it.
     """
     fastest = _Fastest(session, deadline)
@@ -50,10 +50,10 @@ def best_scheduled(
             before = fastest.session
             fastest.look([(least_s, other)])
             slower = 0 if fastest.session is not before else slower + 1
-        if session.problem.objective.overlaps and promising and not fastest.late():
-            _take_steadiest(fastest, [session, *(o for _, o in promising)])
-        if baselines:
-            fastest.look(_rivals(fastest.session, fastest))
+        rivals = list(_rivals(fastest.session, fastest)) if baselines else []
+        fastest.look(rivals)
+        if session.problem.objective.overlaps:
+            _take_steadier(fastest, [(_at_least_s(session), session), *promising, *rivals])
     except KeyboardInterrupt:
         fastest.stopped = "interrupted"
     if fastest.stopped:
@@ -94,23 +94,22 @@ _NEAR = 1.1
 """How many times as long as the fastest, by price, a solution may take that is compared with it by simulation."""
 
 
-def _take_steadiest(fastest: _Fastest, sessions: Sequence[Session]) -> None:
-    """Takes the solution with the shortest serial step, where it is faster in the mean of the priced and the simulated step.
+def _take_steadier(fastest: _Fastest, sessions: Iterable[tuple[float, Session]]) -> None:
+    """Takes the solution with the shortest serial step of those nearly as fast, where its simulated step is shorter.
 
     A price lets each collective hide beside any compute that is independent of it, a simulation only beside what the program
-    runs at that time. Compiled programs lie between the two.
+    runs at that time. Compiled programs hide less than both. ``sessions`` are given with bounds on their seconds.
     """
-    steadiest = min(sessions, key=lambda s: s.decisions.compute_s + s.decisions.communication_s)
-    if steadiest is fastest.session or _at_least_s(steadiest) > fastest.seconds * _NEAR:
+    near = [s for least_s, s in sessions if least_s <= fastest.seconds * _NEAR]
+    steadiest = min(near, key=lambda s: s.decisions.compute_s + s.decisions.communication_s, default=fastest.session)
+    if steadiest is fastest.session or fastest.late():
         return
     run = scheduled(steadiest)
-    if run.compute_s + run.communication_s >= fastest.run.compute_s + fastest.run.communication_s:
+    shorter = run.compute_s + run.communication_s < fastest.run.compute_s + fastest.run.communication_s
+    if not shorter or run.step_time_s > fastest.seconds * _NEAR:
         return
-    simulated_s = [simulated_step_s(r.schedule, r.planned, r.contention) for r in (fastest.run, run)]
-    if None in simulated_s or run.step_time_s > fastest.seconds * _NEAR:
-        return
-    before, after = (priced + (s or 0.0) for priced, s in zip((fastest.seconds, run.step_time_s), simulated_s, strict=True))
-    if after < before * (1 - _GAIN):
+    before, after = (simulated_step_s(r.schedule, r.planned, r.contention) for r in (fastest.run, run))
+    if before is not None and after is not None and after < before * (1 - _GAIN):
         fastest.session, fastest.run, fastest.seconds = steadiest, run, run.step_time_s
 
 

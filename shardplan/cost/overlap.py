@@ -126,6 +126,19 @@ class StepCost(Generic[_C]):
         return step_s(self.compute_s, self.exposed_s, self.hideable_s, self.contention)
 
     @property
+    def serial_s(self) -> float:
+        """Seconds of the step if nothing hides."""
+        return self.compute_s + self.communication_s
+
+    @property
+    def cautious_s(self) -> float:
+        """Seconds of the step if half of the time that overlap saves is saved.
+
+        Programs compiled by XLA save from a fifth to all of it, two thirds in the median (docs/accuracy.md, Overlap).
+        """
+        return (self.step_time_s + self.serial_s) / 2
+
+    @property
     def communication_bytes(self) -> float:
         """Bytes that the device sends, in the ring convention."""
         return sum(i.wire_bytes * i.times for i in self.issued)

@@ -12,7 +12,6 @@ from dataclasses import replace
 
 from shardplan.cost.overlap import step_s
 from shardplan.plans.summary import Scheduled, scheduled
-from shardplan.schedule.step_tasks import simulated_step_s
 from shardplan.search.inference import anytime
 from shardplan.search.inference.anytime import Stopped
 from shardplan.search.problem.problem import Domain
@@ -53,7 +52,7 @@ def best_scheduled(
         rivals = list(_rivals(fastest.session, fastest)) if baselines else []
         fastest.look(rivals)
         if session.problem.objective.overlaps:
-            _take_steadier(fastest, [(_at_least_s(session), session), *promising, *rivals])
+            _take_steadier(fastest, [(_at_least_s(session), session), *promising, *rivals], baselines=baselines)
     except KeyboardInterrupt:
         fastest.stopped = "interrupted"
     if fastest.stopped:
@@ -91,26 +90,36 @@ class _Fastest:
 
 
 _NEAR = 1.1
-"""How many times as long as the fastest, by price, a solution may take that is compared with it by simulation."""
+"""How many times as long as the fastest, by price, a solution may take that takes its place."""
+_STEADY = 5
+"""How many of these are scheduled, the most promising first."""
 
 
-def _take_steadier(fastest: _Fastest, sessions: Iterable[tuple[float, Session]]) -> None:
-    """Takes the solution with the shortest serial step of those nearly as fast, where its simulated step is shorter.
+def _take_steadier(fastest: _Fastest, sessions: Iterable[tuple[float, Session]], *, baselines: bool) -> None:
+    """Takes, of the solutions nearly as fast as the fastest, that with the shortest step if half of what may hide does not.
 
-    A price lets each collective hide beside any compute that is independent of it, a simulation only beside what the program
-    runs at that time. Compiled programs hide less than both. ``sessions`` are given with bounds on their seconds.
+    With ``baselines``, none of those that fit may be faster by price. ``sessions`` are given with bounds on their seconds.
     """
-    near = [s for least_s, s in sessions if least_s <= fastest.seconds * _NEAR]
-    steadiest = min(near, key=lambda s: s.decisions.compute_s + s.decisions.communication_s, default=fastest.session)
-    if steadiest is fastest.session or fastest.late():
-        return
-    run = scheduled(steadiest)
-    shorter = run.compute_s + run.communication_s < fastest.run.compute_s + fastest.run.communication_s
-    if not shorter or run.step_time_s > fastest.seconds * _NEAR:
-        return
-    before, after = (simulated_step_s(r.schedule, r.planned, r.contention) for r in (fastest.run, run))
-    if before is not None and after is not None and after < before * (1 - _GAIN):
-        fastest.session, fastest.run, fastest.seconds = steadiest, run, run.step_time_s
+    slowest = fastest.seconds * _NEAR
+    near = [(least_s + _serial_s(s), s) for least_s, s in sessions if least_s <= slowest and s is not fastest.session]
+    steady = [s for _, s in sorted(near, key=lambda row: row[0])[:_STEADY]]
+    runs = [(s, scheduled(s)) for s in itertools.takewhile(lambda _: not fastest.late(), steady)]
+    for session, run in sorted(runs, key=lambda row: row[1].cautious_s):
+        if run.cautious_s >= fastest.run.cautious_s * (1 - _GAIN):
+            return
+        if run.step_time_s <= slowest and not (baselines and _is_slower(run, _rivals(session, fastest))):
+            fastest.session, fastest.run, fastest.seconds = session, run, run.step_time_s
+            return
+
+
+def _serial_s(session: Session) -> float:
+    return session.decisions.compute_s + session.decisions.communication_s
+
+
+def _is_slower(run: Scheduled, others: Iterable[tuple[float, Session]]) -> bool:
+    """Whether a session, given with a bound on its seconds, is faster than a scheduled one."""
+    limit = run.step_time_s * (1 - _GAIN)
+    return any(least_s < limit and scheduled(other).step_time_s < limit for least_s, other in others)
 
 
 def _rivals(session: Session, fastest: _Fastest) -> Iterator[tuple[float, Session]]:

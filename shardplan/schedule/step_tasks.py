@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from shardplan.cost import Network
-from shardplan.cost.folds import unfolded
-from shardplan.cost.simulator import NONE, Contention, Stream, simulate
+from shardplan.cost.simulator import NONE, Stream
 from shardplan.ir import Constant, Layout
 from shardplan.schedule.instructions import (
     Barrier,
@@ -50,17 +49,6 @@ def step_tasks(
     """
     assert iterations is None or iterations >= 4, "one before the iteration that stands for others, one behind it, and the first"
     return _Builder(planned, iterations).step(schedule, donated)
-
-
-_QUICK = 8
-"""The iterations of a scan that a quick simulation writes out."""
-
-
-def simulated_step_s(schedule: Schedule, planned: PlannedProgram, contention: float) -> float | None:
-    """Seconds of a simulated step; None where a few iterations of a scan do not tell how long the others take."""
-    tasks = step_tasks(schedule, planned, iterations=_QUICK)
-    run = unfolded(simulate(tasks.graph, Contention(contention, contention), "python"), tasks.folds)
-    return None if run is None else run.seconds
 
 
 def longest_scan(block: Block) -> int:

@@ -120,9 +120,9 @@ def calibrate(
 
     Raises:
         ClusterError: if the devices have no figures to start from, or ``shape`` has another number of devices.
-        CalibrationError: if the repeats spread by more than the bound, the cache cannot be used, or ``rounds`` is no count.
+        CalibrationError: if the repeats spread by more than the bound, the cache cannot be used, or ``rounds`` is less than 3.
     """
-    if rounds < 1:
+    if rounds < 3:
         raise CalibrationError(f"rounds is {rounds}: give 3 or more")
     tell = observer or (lambda what, part: None)
     bench = bench_of(devices, shape, cache, fresh=fresh, rounds=rounds, bound=bound)

@@ -48,8 +48,8 @@ class ProductLoops:
     columns: tuple[int, ...]
     depth: tuple[int, ...]
 
-    def waste(self, units: int, extents: Mapping[int, NDArray[np.float64]]) -> NDArray[np.float64]:
-        """[cases]: `waste` of a product whose loops have these extents [cases].
+    def tile_factor(self, units: int, extents: Mapping[int, NDArray[np.float64]]) -> NDArray[np.float64]:
+        """[cases]: `tile_factor` of a product whose loops have these extents [cases].
 
         Most cuts of a product leave the same extents as others: each is worked out once.
         """
@@ -62,10 +62,10 @@ class ProductLoops:
             values, at = np.unique(side, return_inverse=True)
             codes = codes * len(values) + at
         _, first, at = np.unique(codes, return_index=True, return_inverse=True)
-        return waste(units, *cases[:, first])[at]
+        return tile_factor(units, *cases[:, first])[at]
 
 
-def waste(units: int, batch: ArrayLike, rows: ArrayLike, columns: ArrayLike, depth: ArrayLike) -> NDArray[np.float64]:
+def tile_factor(units: int, batch: ArrayLike, rows: ArrayLike, columns: ArrayLike, depth: ArrayLike) -> NDArray[np.float64]:
     """[cases]: the time of products on this many compute units over their ideal time, at least 1.
 
     Work falls into ``batch * ceil(rows / tile rows) * ceil(columns / tile columns) * split`` pieces of ``depth / split`` terms,

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shardplan.cost import compute
-from shardplan.cost.tiles import Extents, waste
+from shardplan.cost.tiles import Extents, tile_factor
 from shardplan.emit.hlo_text import Computation, Instruction, Module, Shape, parse_module
 from shardplan.mesh import Device
 
@@ -44,9 +44,9 @@ class Product:
     dtype: str
     extents: Extents | None
 
-    def waste(self, units: int | None) -> float:
+    def tile_factor(self, units: int | None) -> float:
         """The factor of `shardplan.cost.tiles` by which it misses the rate of large products."""
-        return 1.0 if units is None or self.extents is None else float(waste(units, *self.extents)[0])
+        return 1.0 if units is None or self.extents is None else float(tile_factor(units, *self.extents)[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Kernel:
     def seconds(self, device: Device) -> float:
         """Seconds of one run and its launch, by the roofline of `shardplan.cost.compute`."""
         dtype = _DTYPES.get(self.dtype, self.dtype)
-        flops = sum(product.flops * product.waste(device.compute_units) for product in self.products)
+        flops = sum(product.flops * product.tile_factor(device.compute_units) for product in self.products)
         return compute.seconds(device, flops, self.nbytes, dtype, matrix=bool(flops), launches=1.0)
 
 

@@ -15,7 +15,7 @@ from shardplan.ir import Constraint, Manual, Op, Reducer, Tensor, Where
 from shardplan.tdl import Call, Description, Strategy, cut, in_step, linear_sets
 from shardplan.tdl.describe import is_run_by_user
 from shardplan.tdl.index import Affine
-from shardplan.tdl.kernels import Part, combines, convolves, filter_of, part_of, reads_slices, swaps, update_of
+from shardplan.tdl.kernels import Part, combines, filter_of, images_of, part_of, reads_slices, swaps, update_of
 from shardplan.tdl.language import Apply
 from shardplan.tdl.xla_quirks import adds_up_at_once, fenced_loops, shared_loops
 
@@ -57,8 +57,8 @@ class Signature:
     - ``traffic``: what it adds to kernels (None: it is a kernel of its own).
     - ``part``: what it is inside kernels. ``update``: the operand that it writes into its first, in place (None: it makes a new
       result); ``combines``: it also reads that part. ``slices``: it reads only as many elements of its first operand as its
-      result has. ``filter``: where a convolution has a filter that is copied into another order. ``convolves``: its library
-      takes images in one order. ``swaps``: a transpose that products undo.
+      result has. ``filter``: where a convolution has a filter that is copied into another order. ``images``: the
+      operands that a convolution takes in one order. ``swaps``: a transpose that products undo.
     """
 
     id: int
@@ -82,7 +82,7 @@ class Signature:
     slices: bool = field(init=False)
     swaps: bool = field(init=False)
     filter: Literal["operand", "result", ""] = field(init=False)
-    convolves: bool = field(init=False)
+    images: tuple[int, ...] = field(init=False)
     constraint: Constraint | None = field(init=False)
     manual: Manual | None = field(init=False)
     _strategies: dict[tuple[int, int], Strategy | None] = field(init=False, repr=False, compare=False)
@@ -111,7 +111,7 @@ class Signature:
         set_("slices", reads_slices(self.call))
         set_("swaps", swaps(self.call))
         set_("filter", filter_of(self.call))
-        set_("convolves", convolves(self.call))
+        set_("images", images_of(self.call))
         set_("_strategies", {})
         set_("_in_step", {})
 

@@ -28,18 +28,19 @@ def best_scheduled(
     others: Iterable[Session] = (),
     *,
     baselines: bool = True,
-    patience: int = _PATIENCE,
+    in_haste: bool = False,
 ) -> tuple[Session, Scheduled, Stopped]:
     """The session with the solution that is fastest as scheduled: the search's own, that over another factoring, or (with
     ``baselines``) a baseline that fits.
 
     The search prices each collective alone. Where collectives take long to start, or readers share them, another solution whose
-    collectives travel together may be faster. The ``others`` are scheduled, the most promising first, until ``patience`` in a row
+    collectives travel together may be faster. The ``others`` are scheduled, the most promising first, until `_PATIENCE` in a row
     are no faster. One that pins forbid, or whose compute and bytes alone take longer, is not looked at. Where communication
     hides, a solution that needs it less may take the place of the fastest (`_take_steadier`). At the ``deadline`` (an instant
     of `anytime.now_s`) or an interrupt it returns the best so far, and what stopped it.
     """
     fastest = _Fastest(session, deadline)
+    patience = 1 if in_haste else _PATIENCE
     try:
         slower = 0  # in a row that were no faster
         promising = [(_at_least_s(o), o) for o in itertools.takewhile(lambda _: not fastest.late(), others)]
@@ -51,7 +52,7 @@ def best_scheduled(
             slower = 0 if fastest.session is not before else slower + 1
         rivals = list(_rivals(fastest.session, fastest)) if baselines else []
         fastest.look(rivals)
-        if session.problem.objective.overlaps:
+        if session.problem.objective.overlaps and not in_haste:
             _take_steadier(fastest, [(_at_least_s(session), session), *promising, *rivals], baselines=baselines)
     except KeyboardInterrupt:
         fastest.stopped = "interrupted"
@@ -90,7 +91,7 @@ class _Fastest:
 
 
 _NEAR = 1.1
-"""How many times as long as the fastest, by price, a solution may take that takes its place."""
+"""How many times as long as the fastest, by price, a solution may take that takes its place (a choice)."""
 _STEADY = 5
 """How many of these are scheduled, the most promising first."""
 

@@ -224,8 +224,8 @@ def _parsed(name: str, content: dict[str, Any]) -> PlanData:
         searched_s=_not_negative(content, "searched_s"),
         **_overlap(content),
         compute_s=_not_negative(content, "compute_s"),
-        peak_bytes=int(_not_negative(content, "peak_bytes")),
-        memory_limit=int(content["memory_limit"]),
+        peak_bytes=_whole(content, "peak_bytes"),
+        memory_limit=_whole(content, "memory_limit"),
         limit_origin=str(content["limit_origin"]),
         objective=_one_of(content, "objective", ("time", "bytes")),
         exact=_boolean(content, "exact"),
@@ -301,6 +301,13 @@ def _one_of(content: Mapping[str, Any], key: str, known: tuple[str, ...]) -> str
 def _not_negative(content: Mapping[str, Any], key: str) -> float:
     if not (value := float(content[key])) >= 0:
         raise ValueError(f"{key}={value!r} is negative")
+    return value
+
+
+def _whole(content: Mapping[str, Any], key: str) -> int:
+    value = content[key]
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{key}={value!r} is not a whole number of bytes")
     return value
 
 

@@ -115,7 +115,7 @@ def bound_text(plan: PlanData) -> str:
     return f"{_bound_text(plan, pins)}{_REPLACED if plan.limited and plan.objective == 'time' and not plan.fixed_axes else ''}"
 
 
-_REPLACED = "; a baseline was chosen instead, which is faster as scheduled because its collectives travel together"
+_REPLACED = "; a baseline was chosen instead: as scheduled it is faster, or as fast with less that has to hide"
 
 
 def _bound_text(plan: PlanData, pins: str) -> str:

@@ -28,7 +28,7 @@ class Copies:
         network = planned.programs.resharder.network
         assert isinstance(network, Network)
         self.device, self.planned = network.cluster.device, planned
-        self.images = {node.inputs[0] for node in planned.graph.nodes if node.signature.convolves}
+        self.images = {node.inputs[i] for node in planned.graph.nodes for i in node.signature.images}
         self.sliced = _read_as_slices(planned.graph)
 
     def packing_s(self, bundle: Bundle) -> float:
@@ -92,4 +92,3 @@ def _read_as_slices(graph: Graph) -> frozenset[int]:
         if not (part in _FUSED or renamed) or node.signature.swaps:
             stored.update(node.inputs)
     return frozenset(read - stored)
-

@@ -187,7 +187,7 @@ def _scheduled(
         return session, scheduled(session), stopped
     others = (_session_of(planned.program, found, wanted, replicate) for found in planned.found[1].others)
     if stopped:  # there is time for one more
-        session, run, _ = best_scheduled(session, None, others, baselines=False, patience=1)
+        session, run, _ = best_scheduled(session, None, others, baselines=False, in_haste=True)
         return session, run, stopped
     return best_scheduled(session, wanted.deadline, others, baselines=wanted.axes is None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -307,7 +308,7 @@ class Plan(Figures):
         """
         given = self.cluster.device.contention if contention is None else contention
         factors = given if isinstance(given, tuple) else (given, given)
-        if len(factors) != 2 or not all(isinstance(f, int | float) for f in factors):
+        if len(factors) != 2 or not all(isinstance(f, numbers.Real) and not isinstance(f, bool) for f in factors):
             raise ShardplanError(f"contention={contention!r} is neither a factor nor a pair of factors: give 1.3 or (1.3, 1.1)")
         return timeline(
             self.schedule,
@@ -315,7 +316,7 @@ class Plan(Figures):
             priced_of(self._data),
             donated=frozenset(self.donated_leaves),
             overlap=overlap,
-            contention=Contention(*factors),
+            contention=Contention(*map(float, factors)),
         )
 
     # -- the search again --------------------------------------------------------------------------------------------

@@ -95,13 +95,23 @@ def update_of(call: Call) -> int | None:
 
 
 def combines(call: Call) -> bool:
-    """Whether the op reads what it writes in place: a scatter that adds to it, or takes the larger of both."""
+    """Whether the op reads what it writes in place: a scatter that adds, multiplies, or keeps the larger or smaller."""
     return call.primitive in _UPDATES and call.primitive.startswith("scatter-")
 
 
-def convolves(call: Call) -> bool:
-    """Whether the op is a convolution, whose library takes its image in one order of dims."""
-    return call.primitive == "conv_general_dilated"
+def images_of(call: Call) -> tuple[int, ...]:
+    """The operands that the library of convolutions takes in one order of dims. There are none for other ops.
+
+    In the gradient of a filter, the gradient of the result is an image too.
+    """
+    if call.primitive != "conv_general_dilated":
+        return ()
+    return (0, 1) if _is_filters_gradient(call) else (0,)
+
+
+def _is_filters_gradient(call: Call) -> bool:
+    """Whether the batch of the images is summed over, as their features are elsewhere."""
+    return call.params["dimension_numbers"].lhs_spec[0] != 0
 
 
 def filter_of(call: Call) -> Literal["operand", "result", ""]:
@@ -110,10 +120,10 @@ def filter_of(call: Call) -> Literal["operand", "result", ""]:
 
     The library wants the output features first, then the input features. Empty where the filter lies so, and for other ops.
     """
-    if not convolves(call):
+    if not images_of(call):
         return ""
     numbers = call.params["dimension_numbers"]
-    if numbers.lhs_spec[0] == 0:
+    if not _is_filters_gradient(call):
         return "" if _ascends(numbers.rhs_spec, call.operands[1]) else "operand"
     first, second, *space = numbers.out_spec  # as the features of an image: the filter's input features are its batch
     return "" if _ascends((second, first, *space), call.results[0]) else "result"

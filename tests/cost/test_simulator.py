@@ -176,6 +176,16 @@ def test_simulating_again_gives_what_simulating_gives(
         assert np.array_equal(getattr(again, name), getattr(full, name)), name
 
 
+def test_a_run_of_days_simulated_again_for_a_short_task_has_the_ticks_of_a_short_run() -> None:
+    """The tick follows the length of the run: kept from the long one, it would round the short one to nothing."""
+    days = graph([Task(3, 0, [], 0), Task(5, 0, [0], 1)], ONE)
+    long, short = days.seconds * 1e18, days.seconds
+    run = simulate(replace(days, seconds=long))
+    again = simulate_again(run, short, Contention())
+    assert again.tick_s < run.tick_s
+    assert again.seconds == pytest.approx(8 * TICK)
+
+
 def test_a_factor_below_one_and_an_unknown_engine_are_refused() -> None:
     for factor in (0.9, float("nan"), float("inf")):
         with pytest.raises(ShardplanError, match="contention of compute"):

@@ -16,7 +16,7 @@ from jax import lax
 
 from shardplan.collectives.reshard import Resharder
 from shardplan.cost import Network
-from shardplan.cost.tiles import TILES, waste
+from shardplan.cost.tiles import TILES, tile_factor
 from shardplan.frontend.trace import trace
 from shardplan.graph import Signature, flatten
 from shardplan.mesh import Cluster, factors, preset_names
@@ -31,7 +31,7 @@ H100 = Cluster.load("8").device
 
 
 def factor(units: int, batch: int, rows: int, columns: int, depth: int) -> float:
-    return float(waste(units, batch, rows, columns, depth)[0])
+    return float(tile_factor(units, batch, rows, columns, depth)[0])
 
 
 def array(*shape: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
@@ -93,7 +93,7 @@ def test_twice_the_work_takes_no_less_time(units: int, sides: tuple[int, ...], s
 def test_the_factors_of_many_products_are_those_of_each() -> None:
     rng = np.random.default_rng(0)
     cases = rng.integers(1, 2000, (4, 50))
-    assert waste(132, *cases).tolist() == [factor(132, *map(int, case)) for case in cases.T]
+    assert tile_factor(132, *cases).tolist() == [factor(132, *map(int, case)) for case in cases.T]
 
 
 def test_the_loops_of_products_have_their_roles() -> None:

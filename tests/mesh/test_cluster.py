@@ -247,3 +247,11 @@ def test_a_contention_that_no_device_has_is_refused() -> None:
 def test_a_launch_that_takes_minutes_is_a_mistake_of_units(key: str) -> None:
     with pytest.raises(ClusterError, match=f"{key}: must be at most 1000 seconds, got 1e\\+308: are these microseconds"):
         replace(Cluster.load("8").device, **{key: 1e308})
+
+
+def test_a_latency_of_minutes_is_a_mistake_of_units() -> None:
+    level = Cluster.load("8").levels[-1]
+    interconnect = Interconnect("pcie", 4, 1e9, 1e-6)
+    for owner in (level, interconnect):
+        with pytest.raises(ClusterError, match="latency_s: must be at most 1000 seconds, got 1001"):
+            replace(owner, latency_s=1001.0)

@@ -162,11 +162,12 @@ def test_choices_that_do_not_fit_are_refused(three: Planned, tmp_path: Path, cha
             r"baselines\[0\]\.step_time_s is inf, not a finite number",
         ),
         (lambda c: c.__setitem__("compute_s", -1e-3), r"compute_s=-0\.001 is negative"),
-        (lambda c: c.__setitem__("peak_bytes", -1), r"peak_bytes=-1\.0 is negative"),
+        (lambda c: c.__setitem__("peak_bytes", -1), "peak_bytes=-1 is not a whole number of bytes"),
+        (lambda c: c.__setitem__("memory_limit", 1.5), r"memory_limit=1\.5 is not a whole number of bytes"),
         (lambda c: c.__setitem__("step_time_s", 1e-12), r"step_time_s=1e-12 does not fit: compute_s and collectives take"),
         (lambda c: c.__setitem__("compute_s", 0.0), r"step_time_s=.* does not fit: compute_s and collectives take"),
     ],
-    ids=["not a number", "infinite", "negative", "negative bytes", "too short", "too long"],
+    ids=["not a number", "infinite", "negative", "negative bytes", "half a byte", "too short", "too long"],
 )
 def test_seconds_that_cannot_be_are_refused(three: Planned, tmp_path: Path, change: Any, says: str) -> None:
     plan, step, args = three

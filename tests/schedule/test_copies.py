@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardplan
 from shardplan.ir import Layout
+from shardplan.mesh import Cluster
 from shardplan.plans.summary import scheduled
 from shardplan.schedule import Bundle, Move, instructions_of
 from shardplan.schedule.copies import Copies
@@ -24,9 +25,16 @@ SHAPE = (64, 32, 128)
 SIZE = 4 * math.prod(SHAPE)
 
 
-def program(step: Any, *args: Any) -> PlannedProgram:
-    plan = shardplan.plan(step, *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in args), cluster=CLUSTER, factors={})
+def program(step: Any, *args: Any, cluster: Cluster = CLUSTER) -> PlannedProgram:
+    plan = shardplan.plan(step, *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in args), cluster=cluster, factors={})
     return plan.planned
+
+
+def filters_gradient(x: Any, g: Any) -> Any:
+    def of(w: Any) -> Any:
+        return jnp.vdot(convolved(x, w), g)
+
+    return jax.grad(of)(jnp.zeros((1, 1, 64, 64)))
 
 
 def convolved(x: Any, w: Any) -> Any:
@@ -80,6 +88,9 @@ def test_dims_of_one_element_lie_nowhere() -> None:
     assert copied_s(planned, (1, 32, 128), split(1), split(None)) == 0
     planned = program(lambda x: x * 2, (4, 32, 128))
     assert copied_s(planned, (4, 32, 128), split(1), split(None)) > 0
+    planned = program(lambda x: x * 2, (2, 32, 128), cluster=machine("2x2:slow"))
+    nowhere = Layout(((0,), (1,), ())), Layout(((0,), (), ()))
+    assert copied_s(planned, (2, 32, 128), *nowhere) == 0
 
 
 def test_a_convolution_reads_gathered_images_in_one_order() -> None:
@@ -88,6 +99,17 @@ def test_a_convolution_reads_gathered_images_in_one_order() -> None:
     size = 4 * math.prod(image)
     gathered = [copied_s(program(step, image, kernel), image, split(3, 4), split(None, 4)) for step in (convolved, multiplied)]
     assert gathered == pytest.approx([seconds(size / 4, size), seconds(size / 4)])
+
+
+def test_the_gradient_of_a_filter_reads_two_images() -> None:
+    image = (4, 8, 8, 64)
+    size = 4 * math.prod(image)
+    planned = program(filters_gradient, image, image)
+    steps = planned.programs.between(image, size, split(3, 4), split(None, 4))
+    (gradient,) = (node for node in planned.graph.nodes if node.signature.filter == "result")
+    for tensor in gradient.inputs:
+        move = Move(0, 1, tensor, image, split(3, 4), split(None, 4), steps, "")
+        assert Copies(planned).ordering_s(move, steps[0]) == pytest.approx(seconds(size / 4, size))
 
 
 def test_a_plan_counts_the_copies_beside_its_collectives() -> None:
@@ -120,6 +142,25 @@ def test_one_kernel_packs_a_bundle_and_one_unpacks_each_member() -> None:
     (bundle,) = (i for i in instructions_of(plan.schedule.body.instructions) if isinstance(i, Bundle))
     whole = 2 * 4 * 256 * 256
     assert Copies(plan.planned).packing_s(bundle) == pytest.approx(seconds(whole / 4, whole / 2, whole / 2))
+
+
+@pytest.mark.parametrize(("kept", "unpacked"), [(False, 0), (True, 2)], ids=["the update reads it", "it is a result"])
+def test_what_fused_kernels_read_is_not_unpacked(kept: bool, unpacked: int) -> None:
+    """The reduced gradients travel together. The update reads each as a slice of the buffer; a result has memory of its own."""
+    weights = {f"w{n}": jax.ShapeDtypeStruct((256, 256), jnp.float32) for n in range(2)}
+
+    def step(x: Any, ws: Any) -> Any:
+        grads = {"w0": x.T @ x, "w1": x.T @ jnp.tanh(x)}
+        return jax.tree.map(lambda w, g: w - 0.1 * g, ws, grads), grads if kept else None
+
+    x = jax.ShapeDtypeStruct((2**17, 256), jnp.float32)
+    slow = replace(CLUSTER, device=replace(CLUSTER.device, collective_launch_s=1e-2))
+    pins = {"ws/*": P(), "x": P("gpu")}
+    plan = shardplan.plan(step, x, weights, cluster=slow, pins=pins, factors={}, time_model="sum")
+    (bundle,) = (i for i in instructions_of(plan.schedule.body.instructions) if isinstance(i, Bundle))
+    assert bundle.hop.kind == "all_reduce"
+    one = 4 * 256 * 256
+    assert Copies(plan.planned).packing_s(bundle) == pytest.approx(seconds(2 * one, *[one] * unpacked))
 
 
 def test_copies_do_not_hide() -> None:

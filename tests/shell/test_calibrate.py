@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import pytest
 
+from shardplan.calibrate import profiling
 from shardplan.calibrate.cache import Cache
 from shardplan.calibrate.fitting import rate_of, transfer_s
 from shardplan.calibrate.kernels import CPU, kernels
@@ -25,6 +26,7 @@ from shardplan.calibrate.profiling import bench_of, kernel_text, transfer_text, 
 from shardplan.calibrate.timing import Timed
 from shardplan.calibrate.transfers import transfers
 from shardplan.cost.network import Network
+from shardplan.errors import CalibrationError
 from shardplan.mesh import Cluster, Device
 from shardplan.mesh.profile import read_profile
 from shardplan.shell.cli import main
@@ -175,3 +177,9 @@ def test_levels_come_from_the_cluster_that_is_given(devices: list[Any]) -> None:
     bench = bench_of(devices, Cluster.load("2x4"), None)
     assert (bench.cluster.shape, bench.cluster.level_names, bench.cluster.device.name) == ((2, 4), ("node", "gpu"), "cpu")
     assert {t.over for t in transfers(bench.cluster, bench.factors)} == {(0,), (1,), (0, 1)}
+
+
+def test_too_few_rounds_are_refused() -> None:
+    """The spread of one repeat is zero, and that of two says little."""
+    with pytest.raises(CalibrationError, match="rounds is 2: give 3 or more"):
+        profiling.calibrate(rounds=2)

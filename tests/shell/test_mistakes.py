@@ -320,6 +320,7 @@ LINES: list[tuple[list[str], str]] = [
     (["simulate", "-o", "gone/t.json"], "cannot write gone/t.json: there is no folder"),
     (["simulate", "-o", "."], "cannot write .: it is a folder"),
     (["simulate", "--contention", "1e308"], "contention of compute is 1e+308: give a factor from 1 (none) to 1000"),
+    (["simulate", "--contention", "2", "--no-overlap"], "--contention has no effect with --no-overlap"),
     (["verify", "--plan", "p.json", "--memory", "1KiB"], "--memory is for a new plan"),
     (["verify", "--plan", "p.json", "--pin", "w=gpu"], "--pin is for a new plan"),
     (["verify", "--plan", "p.json", "--objective", "bytes"], "--objective is for a new plan"),

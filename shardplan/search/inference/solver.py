@@ -100,6 +100,10 @@ class Solver:
             self.watch.take(solution)
         return solution
 
+    def again(self, solution: Solution, limits: Limits | None = None) -> Solution:
+        """A solution of another problem over the same factors, priced in this one."""
+        return self.rate(solution.name, solution.states, self.problem.regathered(solution.keep), solution.regather, limits)
+
     def unlimited(self, solution: Solution, within: Sequence[Domain] | None = None) -> Solution:
         """The same layouts with every op cut the best way; never slower.
 

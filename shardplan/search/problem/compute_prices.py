@@ -42,11 +42,11 @@ def compute_s(
     for shapes, sizes, states in ((call.operands, work.operand_bytes, needs), (call.results, work.result_bytes, gives)):
         for i, (shape, size) in enumerate(zip(shapes, sizes, strict=True)):
             moved += size * resharder.space(shape).local[states[:, i]]
-    return _seconds_each(device, work, work.flops * part * _waste(signature, device, loops, resharder.sizes), moved)
+    return _seconds_each(device, work, work.flops * part * _tile_factor(signature, device, loops, resharder.sizes), moved)
 
 
-def _waste(signature: Signature, device: Device, loops: NDArray[np.int64], sizes: Sequence[int]) -> NDArray[np.float64]:
-    """[strategies]: `tiles.waste` of the product that is left to a device; 1 where the op or the device has no tiles."""
+def _tile_factor(signature: Signature, device: Device, loops: NDArray[np.int64], sizes: Sequence[int]) -> NDArray[np.float64]:
+    """[strategies]: `tiles.tile_factor` of the product that is left to a device; 1 where the op or the device has no tiles."""
     product, description = signature.product, signature.description
     if product is None or description is None or device.compute_units is None:
         return np.ones(1)
@@ -54,7 +54,7 @@ def _waste(signature: Signature, device: Device, loops: NDArray[np.int64], sizes
         v: np.ceil(loop.extent / np.prod(np.where(loops == v, np.array(sizes, np.int64), 1), axis=1))
         for v, loop in enumerate(description.loops)
     }
-    return product.waste(device.compute_units, local)
+    return product.tile_factor(device.compute_units, local)
 
 
 def whole_compute_s(signature: Signature, device: Device) -> float:
@@ -62,9 +62,9 @@ def whole_compute_s(signature: Signature, device: Device) -> float:
     work = _work(signature)
     if not work.counts:
         return 0.0
-    waste = _waste(signature, device, np.full((1, 0), -1, np.int64), ())
+    tile_factor = _tile_factor(signature, device, np.full((1, 0), -1, np.int64), ())
     moved = np.array([sum((*work.operand_bytes, *work.result_bytes))])
-    return float(_seconds_each(device, work, work.flops * waste, moved)[0])
+    return float(_seconds_each(device, work, work.flops * tile_factor, moved)[0])
 
 
 def least_compute_s(signature: Signature, device: Device, devices: int) -> float:

@@ -34,7 +34,7 @@ _MOST_BETWEEN = 2
 """The most multipliers that are tried between the two assumptions."""
 
 _LITTLE = 0.02
-"""Where less of the step can hide than this, the plan of the plain sum is not searched."""
+"""Where less of the step can hide than this (a choice), the plan of the plain sum is not searched."""
 
 _SAME = 1e-6
 """The relative difference below which two costs count as equal."""
@@ -94,7 +94,7 @@ def best_overlapped(search: Callable[[Wanted], Found], contention: float, wanted
     if first.found[1].stopped:
         return _best(points, k, wanted)
     try:
-        if first.cost.hideable_s > _LITTLE * first.cost.step_time_s:
+        if not _fits(first, wanted) or first.cost.hideable_s > _LITTLE * first.cost.step_time_s:
             plain.append(_at_once(solved(None, 1), wanted, contention))
         if _late(wanted, (*points, *plain)) or (_fits(first, wanted) and first.met(k)):
             return _best(points, k, wanted, plain)
@@ -154,12 +154,13 @@ def _at_once(point: _Point, wanted: Wanted, contention: float) -> _Point:
     )  # fmt: skip
     live = memory.liveness(timed, wanted.donated)
     solver = Solver(timed, live)
-    best, free = (
-        solver.rate(s.name, s.states, timed.regathered(s.keep), s.regather, s.limits) for s in (outcome.best, outcome.free)
-    )
+    best, free = (solver.again(s, s.limits) for s in (outcome.best, outcome.free))
     domains = pinned_domains(timed, wanted.pins)
     bound = Bound(timed, live, domains, free=free, chosen=best, limit=wanted.memory, unlimited_s=None)
-    priced = replace(outcome, best=best, free=free, rivals=Rivals(solver), bound=bound, exact=False, others=())
+    rivals = Rivals(solver)
+    if outcome.stopped:
+        rivals.close()
+    priced = replace(outcome, best=best, free=free, rivals=rivals, bound=bound, exact=False, others=())
     return _Point((timed, priced), 1.0, Extractor(timed).decide(best))
 
 
@@ -183,7 +184,7 @@ def _best(points: Sequence[_Point], k: float, wanted: Wanted, plain: Sequence[_P
     outcome = replace(
         outcome,
         others=tuple((p.found[0], replace(p.found[1], exact=False)) for p in rest),
-        tried=_tried(points, every),
+        tried=_tried(points, every, wanted),
         least_free_s=min(p.found[1].least_free_s for p in points),
         exact=outcome.exact and cheapest and best is last and best.met(k),
         stopped=stopped,
@@ -210,7 +211,7 @@ def _distinct(points: Iterable[_Point]) -> list[_Point]:
     return kept
 
 
-def _tried(points: Sequence[_Point], every: Sequence[_Point]) -> tuple[Tried, ...]:
+def _tried(points: Sequence[_Point], every: Sequence[_Point], wanted: Wanted) -> tuple[Tried, ...]:
     """A row for each factoring over all points: the shortest step found there, and the largest of its lower bounds.
 
     What was left out at every multiplier stays left out.
@@ -228,6 +229,10 @@ def _tried(points: Sequence[_Point], every: Sequence[_Point]) -> tuple[Tried, ..
         bounds = [b for b in (row.bound_s, known.bound_s if known else None) if b is not None]
         fits = row.fits or (known is not None and known.fits)
         rows[row.factors] = Tried(row.factors, shortest.get(row.factors, row.seconds), fits, max(bounds, default=None))
+    for own in every:  # that only the plain sum came to
+        over = own.found[0].factors
+        if over not in rows or rows[over].seconds is None:
+            rows[over] = Tried(over, shortest[over], _fits(own, wanted), None)
     return tuple(rows.values())
 
 
@@ -251,7 +256,7 @@ def _priced(found: Found, of: Solution, wanted: Wanted) -> Solution:
     """A solution of another problem over the same factors, priced in this one."""
     problem = found[0]
     solver = Solver(problem, memory.liveness(problem, wanted.donated))
-    return solver.rate(of.name, of.states, problem.regathered(of.keep), of.regather, of.limits)
+    return solver.again(of, of.limits)
 
 
 def _stopped(found: Found) -> Found:

@@ -269,17 +269,13 @@ def in_seconds(
     timed = Problem(problem.graph, problem.coarse, problem.cluster, problem.factors, objective=objective)
     live = memory.liveness(timed, donated)
     solver = Solver(timed, live, everything_cut(timed))
-
-    def priced(s: Solution) -> Solution:
-        return solver.rate(s.name, s.states, timed.regathered(s.keep), s.regather)
-
-    smallest = priced(outcome.smallest) if outcome.smallest is not None else None
+    smallest = solver.again(outcome.smallest) if outcome.smallest is not None else None
     rivals = Rivals(Solver(timed, live))
     if outcome.stopped:
         rivals.close()
-    best = priced(outcome.best)
+    best = solver.again(outcome.best)
     bound = Bound(timed, live, timed.domains, free=best, chosen=best, limit=best.peak_bytes, unlimited_s=None)
-    return timed, Outcome(best, rivals, bound, False, smallest, priced(outcome.free), outcome.stopped, outcome.tried)
+    return timed, Outcome(best, rivals, bound, False, smallest, solver.again(outcome.free), outcome.stopped, outcome.tried)
 
 
 class _Levels:

@@ -69,10 +69,17 @@ class _Fastest:
     """The fastest session so far, as scheduled. ``stopped`` says that the deadline has passed."""
 
     def __init__(self, session: Session, deadline: float | None) -> None:
-        self.session, self.run = session, scheduled(session)
+        self._runs: dict[int, tuple[Session, Scheduled]] = {}
+        self.session, self.run = session, self.scheduled(session)
         self.seconds = self.run.step_time_s
         self.stopped: Stopped = ""
         self._deadline = deadline
+
+    def scheduled(self, session: Session) -> Scheduled:
+        """A session as scheduled, once."""
+        if id(session) not in self._runs:
+            self._runs[id(session)] = session, scheduled(session)
+        return self._runs[id(session)][1]
 
     def late(self) -> bool:
         """Whether there is no time for more."""
@@ -85,14 +92,18 @@ class _Fastest:
         for least_s, other in sorted(others, key=lambda row: row[0]):
             if least_s >= self.seconds * (1 - _GAIN) or self.late():
                 return
-            run = scheduled(other)
-            if run.step_time_s < self.seconds * (1 - _GAIN):
-                self.session, self.run, self.seconds = other, run, run.step_time_s
+            if self.scheduled(other).step_time_s < self.seconds * (1 - _GAIN):
+                self.take(other)
+
+    def take(self, session: Session) -> None:
+        """Puts another in the place of the fastest."""
+        self.session, self.run = session, self.scheduled(session)
+        self.seconds = self.run.step_time_s
 
 
 _NEAR = 1.1
 """How many times as long as the fastest, by price, a solution may take that takes its place (a choice)."""
-_STEADY = 5
+_STEADY = 4
 """How many of these are scheduled, the most promising first."""
 
 
@@ -104,12 +115,12 @@ def _take_steadier(fastest: _Fastest, sessions: Iterable[tuple[float, Session]],
     slowest = fastest.seconds * _NEAR
     near = [(least_s + _serial_s(s), s) for least_s, s in sessions if least_s <= slowest and s is not fastest.session]
     steady = [s for _, s in sorted(near, key=lambda row: row[0])[:_STEADY]]
-    runs = [(s, scheduled(s)) for s in itertools.takewhile(lambda _: not fastest.late(), steady)]
+    runs = [(s, fastest.scheduled(s)) for s in itertools.takewhile(lambda _: not fastest.late(), steady)]
     for session, run in sorted(runs, key=lambda row: row[1].cautious_s):
         if run.cautious_s >= fastest.run.cautious_s * (1 - _GAIN):
             return
-        if run.step_time_s <= slowest and not (baselines and _is_slower(run, _rivals(session, fastest))):
-            fastest.session, fastest.run, fastest.seconds = session, run, run.step_time_s
+        if run.step_time_s <= slowest and not (baselines and _is_beaten(run, session, fastest)):
+            fastest.take(session)
             return
 
 
@@ -117,10 +128,11 @@ def _serial_s(session: Session) -> float:
     return session.decisions.compute_s + session.decisions.communication_s
 
 
-def _is_slower(run: Scheduled, others: Iterable[tuple[float, Session]]) -> bool:
-    """Whether a session, given with a bound on its seconds, is faster than a scheduled one."""
+def _is_beaten(run: Scheduled, session: Session, fastest: _Fastest) -> bool:
+    """Whether a baseline over the factors of a scheduled session is faster."""
     limit = run.step_time_s * (1 - _GAIN)
-    return any(least_s < limit and scheduled(other).step_time_s < limit for least_s, other in others)
+    rivals = _rivals(session, fastest)
+    return any(least_s < limit and fastest.scheduled(rival).step_time_s < limit for least_s, rival in rivals)
 
 
 def _rivals(session: Session, fastest: _Fastest) -> Iterator[tuple[float, Session]]:

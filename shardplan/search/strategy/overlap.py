@@ -6,8 +6,8 @@ communication. If this holds for the plan that it finds, that plan is the best. 
 meets its assumption, the multiplier is set to the value at which the two plans cost the same, and the search is repeated; this
 walks along the hull of the plans' costs. The plan with the shortest step is kept.
 
-The best plan of the plain sum takes part too: its communication is short, whether or not it hides. Windows promise more than a
-program may keep, so that plan may be the faster one as scheduled (`shardplan.plans.choice`).
+The best plans of the plain sum take part too: their communication is short, whether or not it hides. Windows promise more than a
+program may keep, so one of them may be the faster one as scheduled (`shardplan.plans.choice`).
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ _MOST_BETWEEN = 2
 
 _LITTLE = 0.02
 """Where less of the step can hide than this (a choice), the plan of the plain sum is not searched."""
+
+_MOST_PLAIN = 3
+"""The most factorings whose plan of the plain sum takes part."""
 
 _SAME = 1e-6
 """The relative difference below which two costs count as equal."""
@@ -95,15 +98,15 @@ def best_overlapped(search: Callable[[Wanted], Found], contention: float, wanted
         return _best(points, k, wanted)
     try:
         if not _fits(first, wanted) or first.cost.hideable_s > _LITTLE * first.cost.step_time_s:
-            plain.append(_at_once(solved(None, 1), wanted, contention))
+            plain += (_at_once(own, wanted, contention) for own in _distinct(_factorings(solved(None, 1)))[:_MOST_PLAIN])
         if _late(wanted, (*points, *plain)) or (_fits(first, wanted) and first.met(k)):
             return _best(points, k, wanted, plain)
-        points.append(solved(0.0, 1 + len(plain)))
+        points.append(solved(0.0, 1 + bool(plain)))
         low, high = points[1], points[0]
         while len(points) < 2 + _MOST_BETWEEN and low.surplus_s > 0 and not _late(wanted, points):
             share = _meeting(low, high, k)
             value = high.at(share, k)
-            points.append(solved(share, len(points) + len(plain)))
+            points.append(solved(share, len(points) + bool(plain)))
             if points[-1].at(share, k) >= value * (1 - _SAME):
                 break
             low, high = (points[-1], high) if points[-1].surplus_s > 0 else (low, points[-1])
@@ -142,9 +145,8 @@ def _fits(point: _Point, wanted: Wanted) -> bool:
 
 
 def _at_once(point: _Point, wanted: Wanted, contention: float) -> _Point:
-    """The best plan of the plain sum, priced at the first multiplier: its problem's sums are then lower bounds on a step.
-
-    Its bound holds for the plans over its factors.
+    """The best plan of the plain sum over some factors, priced at the first multiplier: its problem's sums are then lower bounds
+    on a step over these factors.
     """
     problem, outcome = point.found
     objective = replace(wanted.objective, weights=weights_at(1.0, contention))
@@ -168,7 +170,7 @@ def _best(points: Sequence[_Point], k: float, wanted: Wanted, plain: Sequence[_P
     """The outcome with the fastest plan that fits, priced at the last multiplier tried over the same factors and purposes.
 
     The plans of all factorings take part, not only the cheapest at each multiplier: at its weights another factoring may have
-    looked cheaper whose steps take longer. ``plain`` holds the plan of the plain sum, if that was searched. ``others`` of the
+    looked cheaper whose steps take longer. ``plain`` holds the plans of the plain sum, if that was searched. ``others`` of the
     result holds the rest, the fastest first.
     """
     weighted = [own for p in points for own in _factorings(p)]

@@ -140,6 +140,8 @@ class Device:
 
     def __post_init__(self) -> None:
         where = f"device {self.name!r}"
+        if not self.name:
+            raise ClusterError("is empty: messages name the device by it", where="device: name")
         if not self.flops_per_s:
             raise ClusterError("needs at least one dtype, say float32", where=f"{where}: flops_per_s")
         for dtype, peak in self.flops_per_s.items():

@@ -175,8 +175,10 @@ def read(file: str | PathLike[str]) -> PlanData:
         raise
     except KeyError as error:
         raise PlanFileError(f"{path}: incomplete plan: {error} is missing; plan the step again") from error
-    except (TypeError, ValueError, AttributeError, IndexError) as error:
-        raise PlanFileError(f"{path}: not a plan: {type(error).__name__}: {error}") from error
+    except ValueError as error:
+        raise PlanFileError(f"{path}: not a plan: {error}; plan the step again") from error
+    except (TypeError, AttributeError, IndexError) as error:
+        raise PlanFileError(f"{path}: not a plan: {type(error).__name__}: {error}; plan the step again") from error
 
 
 _ROUNDING = 1e-6

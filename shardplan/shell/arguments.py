@@ -121,11 +121,12 @@ def _add_mesh_options(one: argparse.ArgumentParser) -> None:
     )
 
 
-def check_outputs(files: Mapping[str, str | None]) -> None:
-    """Refuses files, given by their options, that could not be written when the work is done.
+def check_outputs(files: Mapping[str, str | None], options: argparse.Namespace) -> None:
+    """Refuses files, given by their options, that could not be written when the work is done, or that the command reads.
 
     Raises:
-        ShardplanError: for an empty name, a folder that does not exist or may not be written, and what is no file.
+        ShardplanError: for an empty name, a folder that does not exist or may not be written, what is no file, and a file that
+            another of the ``options`` names.
     """
     from shardplan.plans.files import check_writable
 
@@ -134,3 +135,18 @@ def check_outputs(files: Mapping[str, str | None]) -> None:
             raise ShardplanError(f"{option} is empty: give the name of a file")
         if file is not None:
             check_writable(Path(file))
+            for read, names in _files_read(options).items():
+                if any(Path(name).resolve() == Path(file).resolve() for name in names):
+                    raise ShardplanError(f"{option} names {file!r}, which {read} reads: give it another name")
+
+
+def _files_read(options: argparse.Namespace) -> dict[str, list[str]]:
+    """The names of files that the options of a command may stand for."""
+    module = (getattr(options, "target", None) or "").partition(":")[0]
+    cluster = getattr(options, "cluster", None) or ""
+    plan = getattr(options, "plan", None)
+    return {
+        "TARGET": [module, module.replace(".", "/") + ".py"] if module else [],
+        "--cluster": [word for part in cluster.split() for word in (part, *part.split("@")) if word],
+        "--plan": [plan] if plan else [],
+    }

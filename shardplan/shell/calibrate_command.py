@@ -49,17 +49,17 @@ def _bound(text: str) -> float:
 
 def _calibrate(options: argparse.Namespace) -> Report:
     if options.output is not None:
-        _check_output(options.output)
+        _check_output(options.output, options)
     with interrupts.before("the machine was measured: no profile is written, the cache keeps what was complete"):
         return _measure(options)
 
 
-def _check_output(file: str) -> None:
+def _check_output(file: str, options: argparse.Namespace) -> None:
     """Refuses a file that could not be written after minutes of measuring, or that ``--cluster`` could not read."""
     path = Path(file)
     if path.suffix != ".json":
         raise ShardplanError(f"-o {file!r}: a profile is a .json file, by which --cluster knows it: name it profile.json")
-    check_outputs({"-o": file})
+    check_outputs({"-o": file}, options)
 
 
 def _measure(options: argparse.Namespace) -> Report:

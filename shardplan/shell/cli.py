@@ -64,7 +64,7 @@ def _plan(options: argparse.Namespace) -> Report:
     from shardplan.report.json import plan_json
     from shardplan.report.text import plan_text
 
-    check_outputs({"-o": options.output, "--draw": options.draw})
+    check_outputs({"-o": options.output, "--draw": options.draw}, options)
     if options.draw is not None:
         picture_format(options.draw)  # refuses a wrong suffix before the search
         if options.output and Path(options.output).resolve() == Path(options.draw).resolve():

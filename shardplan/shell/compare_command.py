@@ -14,6 +14,7 @@ from shardplan.shell.arguments import add_command, add_target_options, count
 from shardplan.shell.target_plan import simulated_devices, target_plan
 
 _WHERE = ("auto", "real", "simulated")
+_REPEATS = 5
 
 
 def add_compare_command(commands: Any) -> None:
@@ -31,9 +32,7 @@ def add_compare_command(commands: Any) -> None:
         default="auto",
         help="with --measure: run plans on the cluster's devices if they are here (auto), or insist (real), or never (simulated)",
     )
-    one.add_argument(
-        "--repeats", type=count, default=5, metavar="N", help="with --measure: timed steps of each plan (default: 5)"
-    )
+    one.add_argument("--repeats", type=count, metavar="N", help=f"with --measure: timed steps of each plan (default: {_REPEATS})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +50,8 @@ def _compare(options: argparse.Namespace) -> Report:
     if not options.measure:
         if options.devices != "auto":
             raise ShardplanError(f"--devices {options.devices} is for --measure: add it, or leave --devices out")
+        if options.repeats is not None:
+            raise ShardplanError(f"--repeats {options.repeats} is for --measure: add it, or leave --repeats out")
         made, _, _ = target_plan(options)
         rows = comparison_rows(made.completed())
         return Report(comparison_text(rows), {"plans": rows})
@@ -140,6 +141,6 @@ def _timed(
     plans = {"this plan": made, **{name: plan for name, plan in made.baseline_plans().items() if name in fitting}}
     with Progress() as progress:
         found = step_seconds(
-            plans, step, args, devices=devices, backend=options.backend, rounds=options.repeats, observer=progress
+            plans, step, args, devices=devices, backend=options.backend, rounds=options.repeats or _REPEATS, observer=progress
         )
     return {name: (one.seconds, one.spread) for name, one in found.items()}

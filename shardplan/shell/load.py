@@ -8,7 +8,8 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from shardplan.errors import DeviceError, PlanFileError
+from shardplan.errors import DeviceError, PlanFileError, ShardplanError
+from shardplan.frontend.argnums import positions
 from shardplan.frontend.nnx_state import trace_step
 from shardplan.frontend.trace import Traced
 from shardplan.graph import flatten
@@ -39,6 +40,7 @@ def for_step(name: str, data: PlanData, step: Callable[..., Any], traced: Traced
     program = _program(name, data, traced)
     graph = flatten(program, replicate=data.replicate)
     check_choices(name, data, program, graph)
+    _check_donated(name, data, traced)
     return Plan(data, traced=traced, program=program, graph=graph, step=step, user_mesh=_mesh(name, data, mesh))
 
 
@@ -53,6 +55,13 @@ def _check_step(name: str, data: PlanData, traced: Traced) -> None:
         f"{name}: the plan was made for another model or other shapes: "
         f"{different or f'the arguments agree, the program does not ({counts})'}; plan this step again"
     )
+
+
+def _check_donated(name: str, data: PlanData, traced: Traced) -> None:
+    try:
+        positions(data.donate_argnums, len(traced.in_tree.children()), "donate_argnums")
+    except ShardplanError as error:
+        raise PlanFileError(f"{name}: {error}; plan this step again") from error
 
 
 def _program(name: str, data: PlanData, traced: Traced) -> Program:

@@ -35,7 +35,7 @@ def _simulate(options: argparse.Namespace) -> Report:
     from shardplan.report.timeline_text import timeline_text
 
     # mistakes are reported before the search
-    check_outputs({"-o": options.output, "--png": options.png})
+    check_outputs({"-o": options.output, "--png": options.png}, options)
     if options.png is not None:
         picture_format(options.png)
         if options.output is not None and Path(options.output).resolve() == Path(options.png).resolve():

@@ -249,6 +249,11 @@ def test_a_launch_that_takes_minutes_is_a_mistake_of_units(key: str) -> None:
         replace(Cluster.load("8").device, **{key: 1e308})
 
 
+def test_a_device_has_a_name() -> None:
+    with pytest.raises(ClusterError, match="device: name: is empty"):
+        replace(Cluster.load("8").device, name="")
+
+
 def test_a_latency_of_minutes_is_a_mistake_of_units() -> None:
     level = Cluster.load("8").levels[-1]
     interconnect = Interconnect("pcie", 4, 1e9, 1e-6)

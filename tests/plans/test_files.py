@@ -107,6 +107,16 @@ def test_a_saved_baseline_is_priced_and_cut_as_before(three: Planned, tmp_path: 
     assert len(dearer) > 1, "limits say how these are cut: without them they would be faster"
 
 
+def test_a_donation_of_an_argument_that_the_step_does_not_take_is_refused(three: Planned, tmp_path: Path) -> None:
+    plan, step, args = three
+    content = json.loads(json.dumps(plan.to_json()))
+    content["donate_argnums"] = [7]
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(content))
+    with pytest.raises(shardplan.PlanFileError, match=r"plan\.json: donate_argnums=7 names no argument: the step takes \d"):
+        shardplan.load(file, step, *args)
+
+
 def test_a_saved_plan_for_bytes_is_cut_as_before(tmp_path: Path) -> None:
     step, args = mlp.train_step(batch=64, width=64)
     plan = shardplan.plan(step, *args, cluster="2x2", objective="bytes")
@@ -123,12 +133,12 @@ def test_a_saved_plan_for_bytes_is_cut_as_before(tmp_path: Path) -> None:
     [
         (lambda c: c["bodies"].pop(), "the plan has 0 bodies, the step 1"),
         (lambda c: c["bodies"][0]["layouts"].pop(), r"\d+ layouts for \d+ values"),
-        (lambda c: c["bodies"][0]["layouts"].__setitem__(0, 999), "not a plan: ValueError: no layout 999: the file has"),
+        (lambda c: c["bodies"][0]["layouts"].__setitem__(0, 999), "not a plan: no layout 999: the file has"),
         (lambda c: c["bodies"][0]["layouts"].reverse(), "a layout of rank . for a value of shape"),
         (lambda c: c["bodies"][0]["uses"].append([99999, 0]), "the plan cuts op 99999, which is not in this step"),
-        (lambda c: c["bodies"][0]["uses"].append([0, 999]), "not a plan: ValueError: no use 999: the file has"),
+        (lambda c: c["bodies"][0]["uses"].append([0, 999]), "not a plan: no use 999: the file has"),
         (lambda c: c["bodies"][0]["reads"].append([99999, 0, 0]), "op 99999 reads operand 0, which is not in this step"),
-        (lambda c: c["bodies"][0]["reads"].append([0, 0, 999]), "not a plan: ValueError: no copy 999: the file has"),
+        (lambda c: c["bodies"][0]["reads"].append([0, 0, 999]), "not a plan: no copy 999: the file has"),
         (lambda c: c["uses"][0]["loops"].pop(), "cuts loops for 2 factors, the plan has 3"),
         (lambda c: c["uses"][0].__setitem__("loops", [99, 99, 99]), "cannot be cut as the plan says"),
         (lambda c: c["uses"][0]["needs"].pop(), "cannot be cut as the plan says"),
@@ -139,7 +149,7 @@ def test_a_saved_plan_for_bytes_is_cut_as_before(tmp_path: Path) -> None:
         ),
         (lambda c: c["uses"][0]["needs"].__setitem__(0, None), "operand 0 of op . .* has no layout|as the plan says"),
         (lambda c: c["copies"][0].__setitem__(2, "yes"), "backward='yes' of a copy is neither true nor false"),
-        (lambda c: c["copies"][0].__setitem__(1, 77), "not a plan: ValueError: no copy 77: the file has"),
+        (lambda c: c["copies"][0].__setitem__(1, 77), "not a plan: no copy 77: the file has"),
         (lambda c: c.pop("copies"), "incomplete plan: 'copies' is missing"),
     ],
 )
@@ -175,7 +185,7 @@ def test_seconds_that_cannot_be_are_refused(three: Planned, tmp_path: Path, chan
     change(content)
     file = tmp_path / "plan.json"
     file.write_text(json.dumps(content))
-    with pytest.raises(shardplan.PlanFileError, match=rf"plan\.json: not a plan: ValueError: {says}"):
+    with pytest.raises(shardplan.PlanFileError, match=rf"plan\.json: not a plan: {says}"):
         shardplan.load(file, step, *args)
 
 
@@ -319,24 +329,24 @@ def test_a_file_that_lacks_a_field_names_it(saved: dict[str, Any], tmp_path: Pat
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"layouts": []}, "not a plan: ValueError: no layout 0: the file has 0"),
-        ({"layouts": [[[[7]], [], "sum"]]}, r"not a plan: ValueError: a layout uses the factors \[7\]: each must be below 2"),
-        ({"layouts": [[[[0], [0]], [], "sum"]]}, r"ValueError: a layout uses the factors \[0, 0\]: each must be below 2"),
-        ({"layouts": [[[[0]], [], "mean"]]}, "not a plan: ValueError: unsupported reducer='mean'"),
+        ({"layouts": []}, "not a plan: no layout 0: the file has 0"),
+        ({"layouts": [[[[7]], [], "sum"]]}, r"not a plan: a layout uses the factors \[7\]: each must be below 2"),
+        ({"layouts": [[[[0], [0]], [], "sum"]]}, r"a layout uses the factors \[0, 0\]: each must be below 2"),
+        ({"layouts": [[[[0]], [], "mean"]]}, "not a plan: unsupported reducer='mean'"),
         ({"factors": [["node", 3, 0, 1]]}, "the factors node=3 make 3 devices"),
-        ({"factors": [["node", 2]]}, "not a plan: ValueError"),
+        ({"factors": [["node", 2]]}, "not a plan: "),
         ({"cluster": "name = 3"}, "cluster"),
         ({"collectives": 3}, "not a plan: TypeError"),
-        ({"stopped": "tired"}, "not a plan: ValueError: unsupported stopped='tired'"),
-        ({"one_choice": "all"}, "not a plan: ValueError: unsupported one_choice 'all'"),
+        ({"stopped": "tired"}, "not a plan: unsupported stopped='tired'"),
+        ({"one_choice": "all"}, "not a plan: unsupported one_choice 'all'"),
         ({"baselines": [{"name": "FSDP"}]}, "not a plan: TypeError"),
-        ({"bound_s": "soon"}, "not a plan: ValueError"),
+        ({"bound_s": "soon"}, "not a plan: "),
         ({"explanations": []}, "not a plan: AttributeError"),
-        ({"objective": "x"}, "not a plan: ValueError: unsupported objective='x'"),
-        ({"donate_argnums": [-1]}, r"not a plan: ValueError: donate_argnums=\[-1\]"),
-        ({"replicate": "sort"}, "not a plan: ValueError: replicate='sort'"),
-        ({"regather": None}, "not a plan: ValueError: regather=None"),
-        ({"exact": "x"}, "not a plan: ValueError: exact='x'"),
+        ({"objective": "x"}, "not a plan: unsupported objective='x'"),
+        ({"donate_argnums": [-1]}, r"not a plan: donate_argnums=\[-1\]"),
+        ({"replicate": "sort"}, "not a plan: replicate='sort'"),
+        ({"regather": None}, "not a plan: regather=None"),
+        ({"exact": "x"}, "not a plan: exact='x'"),
         ({"cluster_fingerprint": "x"}, "does not match the cluster in the file"),
     ],
 )

@@ -321,6 +321,8 @@ LINES: list[tuple[list[str], str]] = [
     (["simulate", "-o", "."], "cannot write .: it is a folder"),
     (["simulate", "--contention", "1e308"], "contention of compute is 1e+308: give a factor from 1 (none) to 1000"),
     (["simulate", "--contention", "2", "--no-overlap"], "--contention has no effect with --no-overlap"),
+    (["simulate", "--plan", "p.json", "-o", "./p.json"], "-o names './p.json', which --plan reads: give it another name"),
+    (["compare", "--repeats", "2"], "--repeats 2 is for --measure"),
     (["verify", "--plan", "p.json", "--memory", "1KiB"], "--memory is for a new plan"),
     (["verify", "--plan", "p.json", "--pin", "w=gpu"], "--pin is for a new plan"),
     (["verify", "--plan", "p.json", "--objective", "bytes"], "--objective is for a new plan"),
@@ -333,6 +335,23 @@ def test_no_option_is_ignored(words: list[str], says: str, code: str, capsys: py
     assert json.loads(Path("p.json").read_text())
     assert main([words[0], f"{code}:fine", "--cluster", "2x4", *words[1:]]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_what_a_command_reads_is_not_overwritten(code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    module = code.removesuffix(".py")
+    cluster = Cluster.load("2x4")
+    Path("c.toml").write_text(cluster.to_toml())
+    source = Path(f"{module}.py")
+    before = {file: file.read_text() for file in (source, Path("c.toml"))}
+    for words, says in (
+        (["plan", f"{module}:fine", "--cluster", "2x4", "-o", f"{module}.py"], "which TARGET reads"),
+        (["plan", f"{module}.py:fine", "--cluster", "2x4", "--draw", f"./{module}.py"], "which TARGET reads"),
+        (["plan", f"{module}:fine", "--cluster", "c.toml 2x4", "-o", "c.toml"], "which --cluster reads"),
+        (["simulate", f"{module}:fine", "--cluster", "2x4@c.toml", "-o", str(Path("c.toml").resolve())], "which --cluster reads"),
+    ):
+        assert main(words) == 2
+        assert says in capsys.readouterr().err
+    assert before == {file: file.read_text() for file in before}
 
 
 def test_a_donation_is_heeded(code: str, capsys: pytest.CaptureFixture[str]) -> None:

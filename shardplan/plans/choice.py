@@ -108,7 +108,7 @@ _STEADY = 4
 
 
 def _take_steadier(fastest: _Fastest, sessions: Iterable[tuple[float, Session]], *, baselines: bool) -> None:
-    """Takes, of the solutions nearly as fast as the fastest, that with the shortest step if half of what may hide does not.
+    """Takes, of the solutions nearly as fast as the fastest, that with the shortest expected step.
 
     With ``baselines``, none of those that fit may be faster by price. ``sessions`` are given with bounds on their seconds.
     """
@@ -116,8 +116,8 @@ def _take_steadier(fastest: _Fastest, sessions: Iterable[tuple[float, Session]],
     near = [(least_s + _serial_s(s), s) for least_s, s in sessions if least_s <= slowest and s is not fastest.session]
     steady = [s for _, s in sorted(near, key=lambda row: row[0])[:_STEADY]]
     runs = [(s, fastest.scheduled(s)) for s in itertools.takewhile(lambda _: not fastest.late(), steady)]
-    for session, run in sorted(runs, key=lambda row: row[1].cautious_s):
-        if run.cautious_s >= fastest.run.cautious_s * (1 - _GAIN):
+    for session, run in sorted(runs, key=lambda row: row[1].expected_s):
+        if run.expected_s >= fastest.run.expected_s * (1 - _GAIN):
             return
         if run.step_time_s <= slowest and not (baselines and _is_beaten(run, session, fastest)):
             fastest.take(session)

@@ -19,7 +19,7 @@ def test_of_plans_nearly_as_fast_the_one_is_taken_that_counts_least_on_hiding(mo
     steady = session.at(next(s for s in session.rivals.solutions if s.name == "replicated"))
     own, other = scheduled(session), scheduled(steady)
     assert own.step_time_s < other.step_time_s
-    assert other.cautious_s < own.cautious_s
+    assert other.expected_s < own.expected_s
 
     def chosen(**options: Any) -> Any:
         return choice.best_scheduled(session, None, [steady], baselines=False, **options)[0]

@@ -167,7 +167,7 @@ def test_an_interrupt_leaves_no_profile_and_a_whole_cache(here: Path, environmen
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == 130, err
     assert "interrupted before the machine was measured: no profile is written" in err
     assert [p.name for p in Path().iterdir()] == ["cache"]
     assert Cache.opened(here).entries is not None

@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from shardplan.versions import jax_version, warn_of_untested
+
 if TYPE_CHECKING:
     from shardplan.collectives.lower import all_reduce
     from shardplan.errors import (
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
         DescriptionError,
         DeviceError,
         HloError,
+        JaxVersionError,
         MemoryLimitError,
         PinError,
         PlanFileError,
@@ -46,6 +49,7 @@ __all__ = [
     "DescriptionError",
     "DeviceError",
     "HloError",
+    "JaxVersionError",
     "MemoryLimitError",
     "PinError",
     "Plan",
@@ -62,6 +66,8 @@ __all__ = [
     "plan",
     "register",
 ]
+
+warn_of_untested(jax_version())
 
 _HOMES = {
     "Cluster": "mesh",

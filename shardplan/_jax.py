@@ -1,4 +1,4 @@
-"""All uses of JAX's private names, each with its purpose and its fallback if JAX moves it. Works with jax 0.10 and 0.11."""
+"""All uses of JAX's private names, each with its purpose and its fallback if JAX moves it. Differences between versions are hidden here."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ import jax
 from jax.extend.core import Literal as Literal  # a constant inside a jaxpr; public in jax.extend
 from jax.extend.core import Primitive
 
+from shardplan.errors import JaxVersionError
 from shardplan.ir import KernelGrid
 
 
@@ -133,6 +134,24 @@ def _on(mesh: Any) -> Iterator[None]:
     """Enters an abstract mesh; JAX goes from one to another of another size only over none."""
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())), jax.sharding.use_abstract_mesh(mesh):
         yield
+
+
+def params_of(eqn: Any) -> Mapping[str, Any]:
+    """The parameters of an equation in one form for every JAX: a ``scan`` has ``num_consts`` and ``num_carry``.
+
+    JAX 0.11 and later record trees of a scan's operands (``ft_in``) in place of these counts.
+
+    Raises:
+        JaxVersionError: for a scan whose parameters have neither form.
+    """
+    if eqn.primitive.name != "scan" or "num_consts" in eqn.params:
+        return eqn.params
+    try:
+        consts, carry, _ = (len(group) for group in eqn.params["ft_in"].unpack())
+    except (KeyError, AttributeError, TypeError, ValueError) as error:
+        raise JaxVersionError("scan", f"its parameters are {', '.join(sorted(eqn.params))}") from error
+    own = {"num_consts": consts, "num_carry": carry}
+    return {**{key: value for key, value in eqn.params.items() if key not in ("ft_in", "ft_out")}, **own}
 
 
 WHOLE_SHAPE = "whole_shape"

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from shardplan.versions import is_tested, jax_version, remedy
+
 
 class ShardplanError(Exception):
     """The base of all errors that a user can cause. The command line prints it as one line and exits with code 2."""
@@ -37,6 +39,14 @@ class ArgumentError(ShardplanError):
         self.found = found
 
 
+class JaxVersionError(ShardplanError):
+    """A primitive that the installed JAX records otherwise than the tested releases do; ``primitive`` is its name."""
+
+    def __init__(self, primitive: str, change: str) -> None:
+        super().__init__(f"JAX {jax_version()} has changed the primitive {primitive!r}: {change}; {remedy()}")
+        self.primitive = primitive
+
+
 class UndescribedPrimitiveError(ShardplanError):
     """A primitive that no description covers.
 
@@ -53,6 +63,7 @@ class UndescribedPrimitiveError(ShardplanError):
     ) -> None:
         super().__init__(
             f"no description of the primitive {primitive!r}, used at {source}: "
+            + ("" if is_tested(jax_version()) else f"JAX {jax_version()} is untested: {remedy()}; otherwise, ")
             + (
                 _registration_lines(primitive, operands, results)
                 if ":" in primitive or results

@@ -15,7 +15,7 @@ from jax import lax
 
 from shardplan import _jax
 
-_MARKS = ("pvary", "pcast", "vary_unreduced_cast_p", "reduced_vary_cast_p")
+_MARKS = ("pvary", "pcast", *(f"{mark}{end}" for mark in ("vary_unreduced_cast", "reduced_vary_cast") for end in ("", "_p")))
 _CALLS = {
     "jit": "jaxpr",
     "closed_call": "call_jaxpr",
@@ -40,7 +40,7 @@ def evaluated(jaxpr: Any, operands: Sequence[Any], consts: Sequence[Any] = ()) -
 
 
 def _equation(eqn: Any, inputs: list[Any]) -> Sequence[Any]:
-    name, params = eqn.primitive.name, eqn.params
+    name, params = eqn.primitive.name, _jax.params_of(eqn)
     if name in _MARKS:
         return inputs
     if name in ("remat2", "checkpoint") and params["differentiated"] and params["prevent_cse"]:

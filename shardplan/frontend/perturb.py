@@ -98,7 +98,7 @@ class _Reader:
 
     def equation(self, eqn: Any, inputs: Sequence[Any], own: Sequence[bool]) -> list[Any]:
         """The results of one equation."""
-        name, params = eqn.primitive.name, eqn.params
+        name, params = eqn.primitive.name, _jax.params_of(eqn)
         if any(own):
             match name:
                 case "convert_element_type" if _is_narrower(eqn.outvars[0].aval.dtype, eqn.invars[0].aval.dtype):

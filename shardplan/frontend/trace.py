@@ -335,7 +335,8 @@ def _params(eqn: Any, name: str) -> Mapping[str, Any]:
     """The parameters of an equation; what draws bits that depend on the whole shape says so."""
     whole = name in ("random_bits", "random_split") and not _jax.threefry_partitionable(eqn)
     own = {_jax.WHOLE_SHAPE: True} if whole else _jax.own_params(eqn)
-    return {**eqn.params, **own} if own else eqn.params
+    params = _jax.params_of(eqn)
+    return {**params, **own} if own else params
 
 
 def _bodies(eqn: Any) -> tuple[Program, ...]:

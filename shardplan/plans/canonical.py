@@ -18,6 +18,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from shardplan import _jax
+
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 # The name and the source lines of a program do not change its results.
 _NAMES = frozenset({"name", "debug_info", "source_info"})
@@ -66,9 +68,7 @@ class Tokens:
         if hasattr(value, "__array__") and hasattr(value, "dtype"):
             return array_token(value)
         if hasattr(value, "eqns"):
-            return _hashed(self._program(value))
-        if hasattr(value, "jaxpr") and hasattr(value, "consts"):
-            return _hashed(f"{self.of(value.jaxpr)} {self.of(list(value.consts))}")
+            return _hashed(f"{self._program(value)}\n{self.of(list(getattr(value, 'consts', ())))}")
         if isinstance(value, functools.partial):
             return f"partial({self.of(value.func)}, {self.of(value.args)}, {self.of(value.keywords)})"
         if isinstance(value, MethodType):
@@ -97,7 +97,7 @@ class Tokens:
             for v in eqn.outvars:
                 numbers[v] = len(numbers)
             results = " ".join(f"{v.aval}" for v in eqn.outvars)
-            lines.append(f"{eqn.primitive.name} {reads} -> {results} [{self.params(eqn.params)}] {context(eqn)}")
+            lines.append(f"{eqn.primitive.name} {reads} -> {results} [{self.params(_jax.params_of(eqn))}] {context(eqn)}")
         lines.append(" ".join(atom(a) for a in jaxpr.outvars))
         return "\n".join(lines)
 

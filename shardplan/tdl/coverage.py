@@ -52,7 +52,10 @@ _STRUCTURAL = (
     " custom_vjp_call_jaxpr custom_vmap_call eval_jaxpr jit linear_call remat2 remat_opt run_state scan shard_map"
     " stage while"
 ).split()
-_PLACEMENT = ("layout_constraint preduced pvary reduced_vary_cast_p reshard sharding_constraint vary_unreduced_cast_p").split()
+_PLACEMENT = (
+    "layout_constraint preduced pvary reduced_vary_cast reduced_vary_cast_p relayout reshard sharding_constraint"
+    " vary_unreduced_cast vary_unreduced_cast_p"
+).split()
 _EFFECT: dict[str, str] = {
     **dict.fromkeys("debug_callback debug_print io_callback pure_callback inspect_sharding".split(), "runs Python on the host"),
     **dict.fromkeys(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
-from shardplan.errors import DescriptionError, MisfitError
+from shardplan.errors import DescriptionError, JaxVersionError, MisfitError
 from shardplan.tdl import language as lang
 from shardplan.tdl.description import (
     Call,
@@ -17,26 +17,43 @@ from shardplan.tdl.description import (
     RuleFunction,
     read,
 )
+from shardplan.versions import jax_version, minor
 
 _RULES: dict[str, RuleFunction] = {}
+_ABSENT: set[str] = set()
 _ONLY: dict[RuleFunction, Callable[[Call], bool]] = {}
 
 
-def rule(*primitives: str, only: Callable[[Call], bool] | None = None) -> Callable[[RuleFunction], RuleFunction]:
+def rule(
+    *primitives: str, only: Callable[[Call], bool] | None = None, since: str = "0", until: str | None = None
+) -> Callable[[RuleFunction], RuleFunction]:
     """Registers ``function(call, *operands)`` as the description of these primitives.
+
+    ``since``: the minor release of JAX (``"0.11"``) that brought these primitives. ``until``: the first without them. With a
+    JAX that has them not, nothing is registered.
 
     It returns a lambda over the dims of the result, or a tuple with one for each result. Loops of the same name in several
     lambdas are the same loop. A call for which ``only`` is false has no description.
     """
 
+    installed = minor(jax_version())
+
     def register(function: RuleFunction) -> RuleFunction:
         if only is not None:
             _ONLY[function] = only
         for name in primitives:
-            _RULES[name] = function
+            if minor(since) <= installed and (until is None or installed < minor(until)):
+                _RULES[name] = function
+            else:
+                _ABSENT.add(name)
         return function
 
     return register
+
+
+def is_absent(primitive: str) -> bool:
+    """Whether a rule says that the installed JAX does not have this primitive, but another release does."""
+    return primitive in _ABSENT and primitive not in _RULES
 
 
 def described() -> tuple[str, ...]:
@@ -168,7 +185,8 @@ def op(function: Callable[..., Any]) -> Callable[[Call], Description]:
 
 
 _PATTERNS: dict[Hashable, Description] = {}
-_ELEMENTWISE = "shardplan.tdl.rules.elementwise"
+_OWN_RULES = "shardplan.tdl.rules."
+_ELEMENTWISE = f"{_OWN_RULES}elementwise"
 
 
 def describe(call: Call) -> Description | None:
@@ -184,7 +202,12 @@ def describe(call: Call) -> Description | None:
     if cached is not None:
         loops = tuple([LoopInfo(loop.name, n, None, False) for loop, n in zip(cached.loops, call.results[0], strict=True)])
         return Description(call, loops, cached.results, cached.accesses, cached.trees, cached.monomials, True)
-    description = read(call, function)
+    try:
+        description = read(call, function)
+    except KeyError as error:
+        if function.__module__.startswith(_OWN_RULES) and error.args and error.args[0] not in call.params:
+            raise JaxVersionError(call.primitive, f"it has no parameter {error.args[0]!r}") from error
+        raise
     if key is not None and description.elementwise:
         _PATTERNS[key] = description
     return description

@@ -56,7 +56,7 @@ def _traced(function: Callable[..., Any], name: str, operands: Sequence[Any]) ->
 def _without_dead_code(closed: Any) -> Any:
     """The program without dead code, which JAX removes from some calls only (those inside remat)."""
     jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
-    return closed.replace(jaxpr=jaxpr)
+    return jaxpr if closed.jaxpr is closed else closed.replace(jaxpr=jaxpr)
 
 
 def _same_grid(a: Any, b: Any) -> bool:

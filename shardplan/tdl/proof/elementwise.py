@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from shardplan.tdl.proof.case import (
     FLOATS,
@@ -17,45 +19,46 @@ from shardplan.tdl.proof.case import (
     case,
     shuffled,
     some,
+    traced,
 )
 
 _INTEGERS = ("int32", "uint8", "int16")
 
-# Each unary primitive's domain, and the parameters that it needs.
-_ACCURATE: dict[str, Any] = {"accuracy": None}
-_UNARY_FLOAT: dict[str, tuple[str, dict[str, Any]]] = {
-    "acos": ("unit", _ACCURATE),
-    "acosh": ("above", _ACCURATE),
-    "asin": ("unit", _ACCURATE),
-    "asinh": ("any", _ACCURATE),
-    "atan": ("any", _ACCURATE),
-    "atanh": ("unit", _ACCURATE),
-    "bessel_i0e": ("any", {}),
-    "bessel_i1e": ("any", {}),
-    "cbrt": ("any", _ACCURATE),
-    "ceil": ("any", {}),
-    "cos": ("any", _ACCURATE),
-    "cosh": ("any", _ACCURATE),
-    "digamma": ("above", {}),
-    "erf": ("any", {}),
-    "erf_inv": ("unit", {}),
-    "erfc": ("any", {}),
-    "exp": ("any", _ACCURATE),
-    "exp2": ("any", _ACCURATE),
-    "expm1": ("any", _ACCURATE),
-    "floor": ("any", {}),
-    "is_finite": ("any", {}),
-    "lgamma": ("above", {}),
-    "log": ("above", _ACCURATE),
-    "log1p": ("above", _ACCURATE),
-    "logistic": ("any", _ACCURATE),
-    "round": ("any", {"rounding_method": 0}),
-    "rsqrt": ("above", _ACCURATE),
-    "sin": ("any", _ACCURATE),
-    "sinh": ("any", _ACCURATE),
-    "sqrt": ("above", _ACCURATE),
-    "tan": ("any", _ACCURATE),
-    "tanh": ("any", _ACCURATE),
+# Each unary primitive's domain.
+_UNARY_FLOAT: dict[str, str] = {
+    "acos": "unit",
+    "acosh": "above",
+    "asin": "unit",
+    "asinh": "any",
+    "atan": "any",
+    "atanh": "unit",
+    "bessel_i0e": "any",
+    "bessel_i1e": "any",
+    "cbrt": "any",
+    "ceil": "any",
+    "cos": "any",
+    "cosh": "any",
+    "digamma": "above",
+    "erf": "any",
+    "erf_inv": "unit",
+    "erfc": "any",
+    "exp": "any",
+    "exp2": "any",
+    "expm1": "any",
+    "floor": "any",
+    "is_finite": "any",
+    "lgamma": "above",
+    "log": "above",
+    "log1p": "above",
+    "log2": "above",
+    "logistic": "any",
+    "round": "any",
+    "rsqrt": "above",
+    "sin": "any",
+    "sinh": "any",
+    "sqrt": "above",
+    "tan": "any",
+    "tanh": "any",
 }
 
 
@@ -76,18 +79,20 @@ def _domain(x: Any, where: str) -> Any:
 
 @case(*_UNARY_FLOAT)
 def _unary_float(name: str, draw: Draw) -> Case:
-    where, params = _UNARY_FLOAT[name]
-    x = _domain(array(draw, pooled(draw), draw.choose(FLOATS)), where)
-    if name == "round":
-        from jax.lax import RoundingMethod
-
-        params = {"rounding_method": draw.choose(tuple(RoundingMethod))}
-    return bound(name, x, **params)
+    x = _domain(array(draw, pooled(draw), draw.choose(FLOATS)), _UNARY_FLOAT[name])
+    params = {"rounding_method": draw.choose(tuple(lax.RoundingMethod))} if name == "round" else {}
+    return traced(name, partial(getattr(lax, name), **params), x)
 
 
-@case("abs", "neg", "sign", "square")
+@case("abs", "neg", "one_minus_square", "sign", "square")
 def _unary_number(name: str, draw: Draw) -> Case:
     return bound(name, array(draw, pooled(draw), draw.choose((*FLOATS, "int32", "complex64"))))
+
+
+@case("polynomial")
+def _polynomial(name: str, draw: Draw) -> Case:
+    operands = _operands(draw, draw.choose((2, 3, 4)), draw.choose(FLOATS))
+    return traced(name, lambda x, *coefficients: lax.polynomial(x, coefficients), *operands)
 
 
 @case("not", "population_count", "clz")

@@ -28,7 +28,8 @@ def _sort(name: str, draw: Draw) -> Case:
 def _top_k(name: str, draw: Draw) -> Case:
     dims = shape(draw)
     axis = draw.choose(range(len(dims)))
-    return bound(name, array(draw, dims), k=draw.choose(range(1, dims[axis] + 1)), axis=axis)
+    k = draw.choose(range(1, dims[axis] + 1))
+    return traced(name, lambda x: lax.top_k(x, k, axis=axis), array(draw, dims))
 
 
 @case("approx_top_k")

@@ -91,6 +91,8 @@ def _select(call: Call, which: TensorRef, *cases: TensorRef) -> Lambda:
     "pow", "reduce_precision", "regularized_incomplete_beta", "rem", "round", "rsqrt", "shift_left", "shift_right_arithmetic",
     "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "tan", "tanh", "xor", "zeta",
 )  # fmt: skip
+@rule("log2", "one_minus_square", since="0.11")
+@rule("polynomial", since="0.12")
 def _function(call: Call, *operands: TensorRef) -> Lambda:
     return lambda *i: apply(call.primitive, *(at(x, i) for x in operands))
 

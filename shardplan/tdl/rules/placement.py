@@ -16,10 +16,11 @@ from shardplan.tdl.language import Named, TensorRef
     "layout_constraint",
     "reshard",
     "pvary",
-    "reduced_vary_cast_p",
-    "vary_unreduced_cast_p",
     "preduced",
 )
+@rule("relayout", since="0.11")
+@rule("reduced_vary_cast", "vary_unreduced_cast", since="0.12")
+@rule("reduced_vary_cast_p", "vary_unreduced_cast_p", until="0.12")
 def _identity(call: Call, *operands: TensorRef) -> tuple[Lambda, ...]:
     """Each result is its operand. Operands of the same shape share loops and so are cut together."""
     shapes = sorted({x.shape for x in operands})

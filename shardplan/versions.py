@@ -1,0 +1,58 @@
+"""The releases of JAX that shardplan is tested with, and what to say of any other.
+
+No JAX is imported: a version is read from the metadata of the installed package.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+
+TESTED: Mapping[str, str] = {"0.10.2": "3.11", "0.11.2": "3.12", "0.12.0.1": "3.13"}
+"""Each release of JAX (and of jaxlib) on which the whole test suite passes, with the Python that it was run on, oldest first.
+
+`make test-matrix` runs the suite on all of them; the ranges in pyproject.toml admit these minor releases and no others.
+"""
+
+OLDEST, NEWEST = next(iter(TESTED)), next(reversed(TESTED))
+
+
+@cache
+def jax_version() -> str:
+    """The version of the installed JAX; ``none`` if there is none."""
+    try:
+        return version("jax")
+    except PackageNotFoundError:
+        return "none"
+
+
+def minor(release: str) -> tuple[int, ...]:
+    """The first two numbers of a version.
+
+    >>> minor("0.12.0.1"), minor("0.13.0.dev20261101")
+    ((0, 12), (0, 13))
+    """
+    return tuple(int(n) for n in re.findall(r"\d+", release)[:2])
+
+
+def remedy() -> str:
+    """The installation that makes an error about the version of JAX go away."""
+    return f"install a release of JAX that shardplan is tested with ({', '.join(TESTED)}), or a newer shardplan"
+
+
+def is_tested(release: str) -> bool:
+    """Whether the suite was run on this minor release of JAX."""
+    return minor(release) in {minor(tested) for tested in TESTED}
+
+
+def warn_of_untested(release: str) -> None:
+    """Warns once if this minor release of JAX is not among the tested ones."""
+    if release != "none" and not is_tested(release):
+        warnings.warn(
+            f"JAX {release} is untested with this shardplan, whose tests run on JAX {', '.join(TESTED)}: primitives may be missing "
+            "or have changed, and cuts that its compiler gets wrong are not known",
+            stacklevel=3,
+        )

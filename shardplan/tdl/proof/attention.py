@@ -54,10 +54,12 @@ def _tokamax(name: str, draw: Draw) -> Case:
     import tokamax
 
     batch, (heads, key_heads), head = draw.choose((2, 3)), draw.choose(((4, 4), (8, 4), (6, 1))), draw.choose((16, 24))
-    queries, keys = draw.choose(((128, 128), (192, 64), (48, 80)))
+    causal = draw.choose((False, False, True))
+    # under a causal mask, the backward pass of tokamax 0.0.17 reads beyond a last block of keys that is not full
+    queries, keys = draw.choose(((128, 128), (192, 64), *(() if causal else ((48, 80),))))
     q, weights = (array(draw, (batch, queries, heads, head)) for _ in range(2))
     operands = [q, *(array(draw, (batch, keys, key_heads, head)) for _ in range(2))]
-    options: dict[str, Any] = {"is_causal": draw.choose((False, False, True))}
+    options: dict[str, Any] = {"is_causal": causal}
     spread = draw.choose((1, batch)), draw.choose((1, heads)), queries, keys
     match draw.choose(("", "mask", "bias", "lengths", "window")):
         case "mask":

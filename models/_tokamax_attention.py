@@ -9,6 +9,7 @@ that is traced on a CPU is the one that a GPU runs.
 
 import contextlib
 import functools
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -54,20 +55,16 @@ _attend.defvjp(_forward, _backward)
 
 def _kernel() -> Any:
     """Forward, and backward as its ``vjp``. tokamax takes long to import and may be missing: it is imported at the first use."""
-    from tokamax._src.ops.attention import api
-
-    return api.IMPLEMENTATIONS["triton"]
+    return importlib.import_module("tokamax._src.ops.attention.api").IMPLEMENTATIONS["triton"]
 
 
 @contextlib.contextmanager
 def _launched_by_platform() -> Iterator[None]:
-    import tokamax
-    from jax.experimental import pallas as pl
-
+    pl, config = importlib.import_module("jax.experimental.pallas"), importlib.import_module("tokamax").config
     with (
         mock.patch.object(pl, "pallas_call", functools.partial(_by_platform, pl, pl.pallas_call, pl.program_id)),
-        tokamax.config.cross_compile(True),
-        tokamax.config.ignore_autotuning_cache(True),
+        config.cross_compile(True),
+        config.ignore_autotuning_cache(True),
     ):
         yield
 

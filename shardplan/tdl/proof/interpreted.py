@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
@@ -72,17 +73,14 @@ def _evaluate(
 
 def _equation(eqn: Any, inputs: list[Any], programs: Mapping[str, Sequence[Any]]) -> Sequence[Any]:
     name, params = eqn.primitive.name, _jax.params_of(eqn)
-    if name in programs:
-        return [programs[name][params["axis"]]]
-    if not any(inner.primitive.name in programs for body in _jax.bodies(eqn) for inner in _jax.equations(body)):
-        results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
-        return results if eqn.primitive.multiple_results else [results]
 
     def function(body: Any) -> Callable[..., list[Any]]:
         inner, consts = _jax.opened(body)
         return lambda *own: _evaluate(inner, own, programs, consts)
 
     match name:
+        case "program_id" | "num_programs":
+            return [programs[name][params["axis"]]]
         case "cond":
             branches = [function(b) for b in params["branches"]]
             return lax.switch(inputs[0].astype("int32"), [lambda b=b: b(*inputs[1:]) for b in branches])
@@ -95,7 +93,19 @@ def _equation(eqn: Any, inputs: list[Any], programs: Mapping[str, Sequence[Any]]
         case _ if name in _jax.CALLS:
             return function(params[_jax.CALLS[name]])(*inputs)
         case _:
-            raise NotImplementedError(f"a kernel that asks for its program's number inside {name} is not interpreted")
+            if name == "masked_load":
+                inputs = _of_one_dtype(inputs, params["args_tree"], eqn.outvars[0].aval.dtype)
+            results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
+            return results if eqn.primitive.multiple_results else [results]
+
+
+def _of_one_dtype(inputs: Sequence[Any], tree: Any, dtype: Any) -> list[Any]:
+    """The inputs of a load, with the value of elements that its mask leaves out in the dtype of all others.
+
+    The interpreter would promote both, and so load integers from an array of bools.
+    """
+    ref, transforms, mask, other = jax.tree.unflatten(tree, inputs)
+    return jax.tree.leaves((ref, transforms, mask, None if other is None else jnp.asarray(other, dtype)))
 
 
 def _scan(body: Callable[..., list[Any]], params: Mapping[str, Any], inputs: Sequence[Any]) -> list[Any]:

@@ -6,8 +6,10 @@ compiled for GPUs has the compiled kernel.
 """
 
 import functools
+import importlib
+import sys
 import warnings
-from importlib.util import find_spec, module_from_spec
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +20,7 @@ from models._options import one_of, require
 
 ATTENTION = one_of("xla", "flash")
 _BLOCK = 128
+_OF_JAX = "jax.experimental.pallas.ops.gpu.attention"
 
 
 def check(kind: str, *, sequence: int) -> None:
@@ -39,24 +42,17 @@ def flash(q: jax.Array, k: jax.Array, v: jax.Array, scale: float, causal: bool) 
 
 @functools.cache
 def _of_jax() -> ModuleType | None:
-    """JAX's module of the kernel, run anew; None where JAX calls it deprecated, or no longer has it.
-
-    It may have been imported already, and its warning missed.
-    """
-    try:
-        spec = find_spec("jax.experimental.pallas.ops.gpu.attention")
-    except ModuleNotFoundError:
-        return None
-    if spec is None or spec.loader is None:
-        return None
-    module = module_from_spec(spec)
+    """JAX's module of the kernel; None where JAX calls it deprecated, or no longer has it."""
+    before = sys.modules.pop(_OF_JAX, None)  # imported already, and its warning not seen
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", DeprecationWarning)
-            spec.loader.exec_module(module)
-    except DeprecationWarning:
+            return importlib.import_module(_OF_JAX)
+    except (ImportError, DeprecationWarning):
         return None
-    return module
+    finally:
+        if before is not None:
+            sys.modules[_OF_JAX] = before
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))

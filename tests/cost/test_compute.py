@@ -19,6 +19,7 @@ from shardplan.frontend.trace import trace
 from shardplan.graph import Node, flatten
 from shardplan.mesh import Cluster, Device
 from shardplan.search.problem.compute_prices import least_compute_s
+from tests.attention import needs_flash
 
 
 def counted(step: Callable[..., Any], *args: Any) -> float:
@@ -137,6 +138,7 @@ def test_fused_attention_runs_at_its_own_rate_and_products_at_theirs() -> None:
     assert working_s(slow, attention=False) == working_s(H100, attention=False)
 
 
+@needs_flash
 def test_a_slower_attention_rate_slows_the_attention_kernels_of_a_step_alone() -> None:
     step, args = gpt.train_step(layers=1, width=128, heads=2, sequence=128, batch=4, attention="flash", dtype="bfloat16")
     nodes = flatten(trace_step(step, args, (0,)).program).nodes
@@ -148,8 +150,9 @@ def test_a_slower_attention_rate_slows_the_attention_kernels_of_a_step_alone() -
 
     products = [n for n in nodes if n.signature.multiplies]
     found = {n.signature.call.primitive: ratio(n) for n in products}
-    kernels = {"pallas_call:mha_forward", "pallas_call:mha_backward"}
-    assert {name: found[name] for name in kernels} == pytest.approx(dict.fromkeys(kernels, 4.0))
+    kernels = [name for name in found if name.startswith("pallas_call:")]
+    assert len(kernels) == 2
+    assert [found[name] for name in kernels] == pytest.approx([4.0, 4.0])
     assert found["dot_general"] == 1.0
 
 

@@ -133,6 +133,24 @@ def test_calls_are_seen_through() -> None:
     assert not {op.primitive for op in grad.ops} & {"jit", "pjit", "custom_vjp_call", "custom_jvp_call", "closed_call"}
 
 
+def test_functions_with_a_vmap_or_a_rematerialization_of_their_own_are_inlined() -> None:
+    @jax.custom_batching.custom_vmap
+    def own(x: jax.Array) -> jax.Array:
+        return jnp.tanh(x)
+
+    own.def_vmap(lambda size, batched, x: (own(x), True))
+
+    @jax.custom_vjp
+    def kept(x: jax.Array) -> jax.Array:
+        return jnp.sin(own(x))
+
+    kept.defvjp(lambda x: (kept(x), x), lambda x, g: (g * jnp.cos(own(x)),), optimize_remat=True)
+    grad = trace(jax.value_and_grad(lambda x: jnp.sum(kept(x))), array(4)).program
+    names = {op.primitive for op in grad.ops}
+    assert names >= {"tanh", "sin", "cos"}
+    assert not names & {"custom_vmap_call", "remat_opt"}
+
+
 def test_a_scan_keeps_its_body_and_its_trips() -> None:
     def step(x: jax.Array, ws: jax.Array) -> jax.Array:
         return jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), c.sum()), x, ws)[0]

@@ -12,6 +12,8 @@ import jax
 import numpy as np
 import pytest
 
+from tests.attention import needs_flash
+
 # the least of each that keeps its kinds of layer, so that all of them compile within a minute
 TINY = {
     "mlp": {"layers": 2, "width": 16, "batch": 8},
@@ -45,7 +47,10 @@ VARIANTS = [
     ("moe", {"scan": True, "remat": "products", "accumulate": 2}),
     ("vit", {"remat": "products", "accumulate": 2, "inner": 48, "dropout": 0.1}),
     ("wresnet", {"middle": 2, "dtype": "float16"}),
-    *((name, {"attention": "flash", "scan": True, "remat": True}) for name in ("gpt", "gpt_linen", "llama", "moe", "vit")),
+    *(
+        pytest.param(name, {"attention": "flash", "scan": True, "remat": True}, marks=needs_flash)
+        for name in ("gpt", "gpt_linen", "llama", "moe", "vit")
+    ),
 ]
 
 
@@ -156,7 +161,7 @@ def test_the_examples_in_its_docstrings_hold(name):
         ("gpt", {"attention": "fast"}, "attention='fast': attention is to be one of 'xla', 'flash'"),
         ("gpt", {"attention": "flash", "dropout": 0.1}, "attention='flash' has no dropout, dropout=0.1"),
         ("gpt_linen", {"attention": "flash", "sequence": 48}, "sequences of 16, 32, 64 or a multiple of 128, not 48"),
-        ("llama", {"attention": "flash", "block": 8}, "block=8: attention='flash' has its own"),
+        pytest.param("llama", {"attention": "flash", "block": 8}, "block=8: attention='flash' has its own", marks=needs_flash),
         ("vit", {"attention": "flash", "image": 24}, "not 9"),
     ],
 )

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import gpt, gpt_linen, llama, moe, rnn, vit
+from models import _fused_attention, gpt, gpt_linen, llama, moe, rnn, vit
 from models._attention import attend, attend_blockwise, attend_in_kernel
 from models._fused_attention import flash
 from models._gpt_options import GPTOptions
+from tests.attention import needs_flash, on_an_abstract_gpu
 
 
 @pytest.mark.parametrize(("size", "billions"), [("8b", 8.03), ("70b", 70.55)])
@@ -49,6 +50,7 @@ def test_blockwise_attention_is_attention_and_so_are_its_gradients(block):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), plain, blockwise)
 
 
+@needs_flash
 def test_attention_in_one_kernel_is_attention_and_so_are_its_gradients():
     q, k, v = attention_inputs(16)
     weight = jnp.cos(jnp.arange(q.size, dtype=jnp.float32)).reshape(q.shape)
@@ -59,6 +61,7 @@ def test_attention_in_one_kernel_is_attention_and_so_are_its_gradients():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), both(attend), both(attend_in_kernel))
 
 
+@needs_flash
 @pytest.mark.slow
 @pytest.mark.parametrize("factory", [gpt.train_step, gpt_linen.train_step, vit.train_step])
 def test_a_step_with_flash_attention_is_the_plain_step(factory):
@@ -70,11 +73,37 @@ def test_a_step_with_flash_attention_is_the_plain_step(factory):
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+@needs_flash
 def test_flash_attention_is_compiled_for_gpus_though_it_is_traced_on_a_cpu():
+    def loss(q, k, v):
+        return flash(q, k, v, 1.0, True).astype(jnp.float32).sum()
+
     x = jax.ShapeDtypeStruct((1, 128, 1, 64), jnp.bfloat16)
-    lowered = jax.jit(lambda q, k, v: flash(q, k, v, 1.0, True)).trace(x, x, x).lower(lowering_platforms=("cuda",))
+    with on_an_abstract_gpu():
+        lowered = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(x, x, x).lower(lowering_platforms=("cuda",))
     assert "triton" in lowered.as_text().lower()
     assert "stablehlo.while" not in lowered.as_text(), "Pallas's interpreter walks the grid by a loop"
+
+
+def test_a_model_without_a_kernel_for_flash_attention_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(_fused_attention, "_of_jax", lambda: None)
+    monkeypatch.setattr(_fused_attention, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install tokamax"):
+        gpt.train_step(attention="flash")
+    assert gpt.train_step(attention="xla")
+
+
+@needs_flash
+def test_flash_attention_keeps_no_scores_for_its_backward_pass():
+    def kept(sequence):
+        x = jax.ShapeDtypeStruct((1, sequence, 2, 64), jnp.float32)
+        return max(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(lambda *x: jax.vjp(attended, *x)[1], x, x, x)))
+
+    def attended(q, k, v):
+        return flash(q, k, v, 1.0, True)
+
+    assert kept(1024) == 1024 * 2 * 64
+    assert kept(2048) == 2 * kept(1024)
 
 
 def every_size(jaxpr):

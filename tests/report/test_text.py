@@ -111,6 +111,7 @@ def test_the_text_of_a_verification_is_the_golden_one(golden: Golden) -> None:
         ({"retyped": ["lr (weak to strong)"]}, "  compiled again because of lr (weak to strong): Python numbers"),
         ({"equal": True, "unequal": [], "compared": 0, "numbers": 0}, "equal (every array is empty) to the single"),
         ({"unequal": [], "compared": 0}, "NOT COMPARED (no number is finite) to the single"),
+        ({"stand_ins": ["pallas_call:flash"]}, "  note: these devices cannot run pallas_call:flash; Pallas's interpreter ran"),
         ({"zeros": list("abcdef")}, "6 integer arguments were only shapes, so all zero (a, b, c, d and 2 more): "),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -10,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
-from jax.experimental.pallas.ops.gpu.attention import BlockSizes, mha
 
 from shardplan import _jax
 from shardplan.cost.compute import flops
@@ -18,14 +18,20 @@ from shardplan.errors import UndescribedPrimitiveError
 from shardplan.frontend.trace import trace
 from shardplan.graph import flatten
 from shardplan.graph.nodes import Node
-from shardplan.ir import Partial, Replicated, Split
-from shardplan.tdl import cuts
-from shardplan.tdl.proof import Drawn, cudnn_reference, prove
+from shardplan.ir import GridBlock, KernelGrid, Partial, Replicated, Split
+from shardplan.tdl import cuts, describe
+from shardplan.tdl.description import Call
+from shardplan.tdl.localize import evaluate
+from shardplan.tdl.proof import CASES, Case, Drawn, cudnn_reference, interpreted, prove
 from shardplan.tdl.proof.case import traced
 from shardplan.tdl.strategies import Strategy
 from shardplan.tdl.verify import verify
+from tests.attention import HAS_TOKAMAX, for_gpus, needs_tokamax, of_tokamax
+from tests.attention import of_jax as pallas
 
 PALLAS = ("pallas_call:mha_forward", "pallas_call:mha_preprocess_backward", "pallas_call:mha_backward")
+FORWARD, BACKWARD = "pallas_call:pallas_flash_attention_fwd_res", "pallas_call:pallas_flash_attention_vjp"
+TOKAMAX = ("pallas_call:pallas_flash_attention", FORWARD, BACKWARD)
 CUDNN = ("dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper")
 BATCH, QUERIES, HEADS, HEAD = 4, 64, 8, 16
 
@@ -41,8 +47,9 @@ def kernels(attend: Callable[..., Any], *operands: Any) -> list[Node]:
         return attend(*operands).astype(jnp.float32).sum()
 
     floats = tuple(i for i, x in enumerate(operands) if jnp.issubdtype(x.dtype, jnp.floating))
-    program = trace(jax.grad(loss, floats), *operands).program
-    return [n for n in flatten(program).nodes if n.op.primitive in (*PALLAS, *CUDNN)]
+    with for_gpus():
+        program = trace(jax.grad(loss, floats), *operands).program
+    return [n for n in flatten(program).nodes if n.op.primitive in (*PALLAS, *TOKAMAX, *CUDNN)]
 
 
 def cuts_of(node: Node, ways: int = 2) -> dict[str, Strategy]:
@@ -58,9 +65,10 @@ def dims(strategy: Strategy) -> tuple[list[Any], list[Any]]:
     return tuple([words[type(p)](p) for p in own] for own in (strategy.operands, strategy.results))  # type: ignore[return-value]
 
 
-def pallas(causal: bool, segments: Any = None, block: int = 16) -> Callable[..., Any]:
-    blocks = BlockSizes(*[block] * 6)
-    return lambda q, k, v: mha(q, k, v, segments, 0.25, causal, blocks, "triton", None, 2, None, True)
+def multiplied(node: Node) -> float:
+    """The flops of the products in a kernel."""
+    assert node.signature.description is not None
+    return flops(node.signature.description)
 
 
 def cudnn(**options: Any) -> Callable[..., Any]:
@@ -68,6 +76,13 @@ def cudnn(**options: Any) -> Callable[..., Any]:
 
 
 Q = shaped(BATCH, QUERIES, HEADS, HEAD)
+LONG = shaped(BATCH, 4 * QUERIES, HEADS, HEAD)
+"""Queries in four of tokamax's blocks."""
+
+
+def heads(x: jax.ShapeDtypeStruct, count: int) -> jax.ShapeDtypeStruct:
+    """The same with another number of heads."""
+    return shaped(*x.shape[:2], count, x.shape[3])
 
 
 # -- what may be cut ----------------------------------------------------------------------------------------------------
@@ -108,6 +123,75 @@ def test_another_kernel_of_the_same_name_is_not_taken_for_jaxs() -> None:
     with pytest.raises(UndescribedPrimitiveError, match=r"(?s)register.'pallas_call:mha_forward'.*replicate=") as error:
         flatten(trace(step, jnp.ones((4, 4))).program)
     assert error.value.primitive == "pallas_call:mha_forward"
+
+
+def test_a_pallas_kernel_under_vmap_is_cut_along_what_vmap_adds() -> None:
+    operands = [shaped(2, BATCH, QUERIES, HEADS, HEAD)] * 3
+    forward = kernels(jax.vmap(pallas(causal=True)), *operands)[0]
+    assert [dims(s) for s in cuts_of(forward).values()] == [([d] * 3, [d, d if d < 2 else 2]) for d in (0, 1, 3)]
+    assert multiplied(forward) == 2 * multiplied(kernels(pallas(causal=True), Q, Q, Q)[0])
+
+
+@needs_tokamax
+@pytest.mark.parametrize(("key_heads", "keys"), [(8, 2), (4, 2), (1, None)])
+def test_tokamaxs_kernel_is_cut_along_batch_and_heads_and_without_a_causal_mask_along_queries(
+    key_heads: int, keys: int | None
+) -> None:
+    key = heads(LONG, key_heads)
+    forward, backward = kernels(of_tokamax(), LONG, key, key)
+    by_head = [2, keys, keys]
+    assert [dims(s) for s in cuts_of(forward).values()] == [
+        ([0, 0, 0], [0, 0, 0]),
+        ([1, None, None], [1, 2, 2]),
+        (by_head, [2, 1, 1]),
+    ]
+    assert [dims(s) for s in cuts_of(backward).values()] == [([0] * 7, [0] * 3), ([*by_head, 1, 1, 1, 2], [2] * 3)]
+    causal = kernels(of_tokamax(is_causal=True), LONG, key, key)[0]
+    assert [dims(s) for s in cuts_of(causal).values()] == [([0, 0, 0], [0, 0, 0]), (by_head, [2, 1, 1])]
+
+
+@needs_tokamax
+def test_heads_that_share_keys_in_tokamaxs_kernel_stay_together() -> None:
+    key = heads(LONG, 2)
+    counts = [[len(cuts_of(node, ways)) for ways in (2, 4)] for node in kernels(of_tokamax(), LONG, key, key)]
+    assert counts == [[3, 2], [2, 1]]
+
+
+@needs_tokamax
+@pytest.mark.parametrize(
+    ("options", "rest", "extra"),
+    [
+        ({}, [shaped(1, HEADS, 256, 256)], [(None, 1, 0)]),
+        ({}, [shaped(BATCH, 1, 256, 256)], [(0, 2, None)]),
+        ({"mask": np.ones((BATCH, 1, 256, 256), bool)}, [], [(0, 2, None)]),
+        ({"key_value_seq_lengths": np.ones(BATCH, np.int32)}, [], [(0, None, None)]),
+        ({"is_causal": True, "key_value_seq_lengths": np.ones(BATCH, np.int32)}, [], [(0, 2, None)]),
+        ({"local_window_size": (5, 3)}, [], [(None, 1, None)]),
+    ],
+)
+def test_what_tokamaxs_kernel_reads_beside_is_cut_as_its_blocks_say(
+    options: dict[str, Any], rest: list[Any], extra: list[tuple[int | None, ...]]
+) -> None:
+    forward = kernels(of_tokamax(**options), LONG, LONG, LONG, *rest)[0]
+    found = [reads[3:] for reads, _ in map(dims, cuts_of(forward).values())]
+    assert found == [list(own) for own in zip(*extra, strict=True)]
+
+
+@needs_tokamax
+def test_a_last_block_that_is_not_full_keeps_queries_together_and_heads_of_any_size_are_cut() -> None:
+    x = shaped(BATCH, 100, HEADS, 24)
+    forward, backward = kernels(of_tokamax(), x, x, x)
+    assert [dims(s)[1] for s in cuts_of(forward).values()] == [[0, 0, 0], [2, 1, 1]]
+    assert [dims(s)[1] for s in cuts_of(backward).values()] == [[0, 0, 0], [2, 2, 2]]
+
+
+@needs_tokamax
+def test_quantized_operands_of_tokamaxs_kernel_are_not_described() -> None:
+    call = kernels(of_tokamax(), LONG, LONG, LONG)[0].signature.call
+    grid = call.params["kernel_grid"]
+    names = tuple(f"{name}.qvalue" if name == "args[3]" else name for name in grid.names)
+    assert describe(call) is not None
+    assert describe(replace(call, params={**call.params, "kernel_grid": replace(grid, names=names)})) is None
 
 
 BATCH_CUT = ([0, 0, 0], [0, 0, 0])
@@ -196,10 +280,80 @@ def test_every_cut_of_the_pallas_kernel_gives_what_the_whole_gives() -> None:
     assert (found.cuts, found.faults) == (3, ())
 
 
+def attention_of(name: str, operands: tuple[int, ...]) -> Case:
+    """tokamax's kernel of this name, on operands [batch, queries, heads, keys' heads]."""
+    batch, queries, own, shared = operands
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((batch, queries, n, 16)).astype(np.float32) for n in (own, shared, shared))
+
+    def loss(*operands: Any) -> Any:
+        return jnp.sum(of_tokamax()(*operands) ** 2)
+
+    with for_gpus(), _jax.run_on_cpu(interpreted.functions()):
+        return traced(name, jax.grad(loss, (0, 1, 2)), q, k, v)
+
+
+@needs_tokamax
+@pytest.mark.parametrize("name", [FORWARD, pytest.param(BACKWARD, marks=pytest.mark.slow)])
+def test_every_cut_of_tokamaxs_kernel_gives_what_the_whole_gives(name: str) -> None:
+    case = attention_of(name, (2, 128, 4, 2))
+    with _jax.run_on_cpu(interpreted.functions()):
+        assert all(np.isfinite(x).all() for x in evaluate(case.call, case.operands))
+        found = verify(case.call, case.operands, ways=(2,), nested=0)
+    assert (found.cuts, found.faults) == (3 if name == FORWARD else 2, ())
+
+
+def fixed(grid: KernelGrid, *dims: int) -> KernelGrid:
+    """The grid, with only these dims along which programs stay together."""
+    return replace(grid, fixed=dims)
+
+
+def apart(grid: KernelGrid) -> KernelGrid:
+    """The grid, as if each program had a block of its own."""
+    return replace(grid, blocks=tuple(tuple(replace(b, per=1) for b in own) for own in grid.blocks))
+
+
+def of_every_program(grid: KernelGrid) -> KernelGrid:
+    """The grid, as if each program read all heads of keys and values."""
+    return replace(grid, blocks=tuple(tuple(GridBlock(-1, 2) if b.per > 1 else b for b in own) for own in grid.blocks))
+
+
+@needs_tokamax
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*PALLAS, *CUDNN])
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [(BACKWARD, fixed), (FORWARD, of_every_program)],
+    ids=["queries and keys cut backward", "each program reads all keys"],
+)
+def test_a_wrong_reading_of_tokamaxs_grid_fails_the_proof(name: str, wrong: Callable[..., Any]) -> None:
+    case = attention_of(name, (2, 128, 4, 2))
+    call = replace(case.call, params={**case.call.params, "kernel_grid": wrong(case.call.params["kernel_grid"])})
+    with _jax.run_on_cpu(interpreted.functions()):
+        assert refused(call, case.operands)
+
+
+def refused(call: Call, operands: Any) -> bool:
+    """Whether some cut of the call gives something else than the whole, or cannot be run."""
+    try:
+        return bool(verify(call, operands, ways=(2,), nested=0).faults)
+    except (TypeError, ValueError, AssertionError, IndexError):
+        return True
+
+
+@needs_tokamax
+def test_heads_that_share_keys_could_not_be_cut_if_each_program_had_keys_of_its_own() -> None:
+    key = heads(LONG, 4)
+    call = kernels(of_tokamax(), LONG, key, key)[0].signature.call
+    wrong = replace(call, params={**call.params, "kernel_grid": apart(call.params["kernel_grid"])})
+    description = describe(wrong)
+    assert description is not None
+    assert len(cuts(description, 2)) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*PALLAS, *(pytest.param(name, marks=needs_tokamax) for name in TOKAMAX), *CUDNN])
 def test_every_cut_of_many_drawn_cases(name: str) -> None:
-    found = [prove(name, Drawn(seed)) for seed in range(6 if name in PALLAS else 60)]
+    found = [prove(name, Drawn(seed)) for seed in range(60 if name in CUDNN else 6)]
     assert [str(f) for one in found for f in one.faults] == []
     jax.clear_caches()
 
@@ -241,6 +395,10 @@ def test_nothing_of_cudnn_is_assumed_afterwards() -> None:
         jax.jit(cudnn())(q, q, q)
 
 
+def test_tokamaxs_kernels_have_cases_where_it_is_installed_and_are_left_out_elsewhere() -> None:
+    assert set(TOKAMAX) & set(CASES) == (set(TOKAMAX) if HAS_TOKAMAX else set())
+
+
 # -- what they cost -----------------------------------------------------------------------------------------------------
 
 
@@ -258,9 +416,30 @@ def test_the_flops_are_those_of_the_products_over_the_pairs_that_are_not_masked(
 ) -> None:
     found = kernels(kernel, Q, Q, Q)
     pairs = BATCH * HEADS * QUERIES * QUERIES * HEAD
-    counts = [flops(n.signature.description) / pairs for n in (found[0], found[-1]) if n.signature.description is not None]
+    counts = [multiplied(n) / pairs for n in (found[0], found[-1])]
     assert counts == pytest.approx([forward, backward])
     assert all(n.signature.multiplies for n in (found[0], found[-1]))
+
+
+@needs_tokamax
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        ({}, 1),
+        ({"is_causal": True}, 257 / 512),
+        ({"key_value_seq_lengths": np.ones(BATCH, np.int32)}, 1),
+        ({"local_window_size": (5, 3)}, 1),
+    ],
+)
+def test_tokamaxs_kernel_multiplies_all_pairs_but_those_that_its_programs_know_to_be_masked(
+    options: dict[str, Any], part: float
+) -> None:
+    forward, backward = kernels(of_tokamax(**options), LONG, heads(LONG, 4), heads(LONG, 4))
+    pairs = BATCH * HEADS * 256 * 256 * HEAD
+    assert multiplied(forward) == pytest.approx(4 * pairs * part)
+    assert multiplied(backward) == pytest.approx(14 * pairs * part)
+    assert forward.signature.multiplies
+    assert backward.signature.multiplies
 
 
 @pytest.mark.parametrize("kernel", [pallas(causal=True), cudnn(is_causal=True)])

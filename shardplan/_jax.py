@@ -75,8 +75,12 @@ _FAMILIES = (
     "jax._src.custom_batching", "jax._src.custom_partitioning", "jax._src.debugging", "jax._src.ffi", "jax._src.hijax",
     "jax._src.lax.ann", "jax._src.lax.scaled_dot", "jax._src.random.core", "jax._src.random.philox2x32",
     "jax._src.random.philox4x32", "jax._src.random.threefry2x32", "jax._src.random.threefry4x32", "jax._src.shard_map",
-    "jax._src.state.discharge", "jax._src.state.primitives", "jax.export",
+    "jax._src.state.discharge", "jax._src.state.primitives", "jax._src.xla_metadata", "jax.export",
 )  # fmt: skip
+
+
+KERNEL_MODULES = ("jax._src.cudnn", "jax._src.pallas", "jax.experimental", "jax._src.tpu", "jax._src.mosaic")
+"""Where JAX keeps the primitives of kernels."""
 
 
 @cache
@@ -152,6 +156,15 @@ def params_of(eqn: Any) -> Mapping[str, Any]:
         raise JaxVersionError("scan", f"its parameters are {', '.join(sorted(eqn.params))}") from error
     own = {"num_consts": consts, "num_carry": carry}
     return {**{key: value for key, value in eqn.params.items() if key not in ("ft_in", "ft_out")}, **own}
+
+
+def expanded(eqn: Any) -> Any | None:
+    """The jaxpr that a high-level primitive stands for (``jnp.nonzero`` and others, since JAX 0.12); None for other equations."""
+    if eqn.primitive.name != "call_hi_primitive":
+        return None
+    high = eqn.params["_prim"]
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in (v.aval for v in eqn.invars)]
+    return jax.make_jaxpr(lambda *flat: jax.tree.leaves(high.expand(*jax.tree.unflatten(high.in_tree, flat))))(*shapes)
 
 
 WHOLE_SHAPE = "whole_shape"
@@ -301,13 +314,13 @@ def run_on_cpu(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
                 rules[primitive] = before[name]
 
 
-_OWN_PARAMS = (WHOLE_SHAPE, KERNEL_GRID)
+OWN_PARAMS = (WHOLE_SHAPE, KERNEL_GRID)
 
 
 def bind(primitive: str, operands: Sequence[Any], params: Mapping[str, Any], *, own: Any = None) -> Any:
     """Applies a primitive by name: ``own`` if it has that name (a user's primitive, unknown to JAX), else JAX's."""
     value = own if own is not None and own.name == primitive else _primitive(primitive)
-    return value.bind(*operands, **value.get_bind_params({k: v for k, v in params.items() if k not in _OWN_PARAMS}))
+    return value.bind(*operands, **value.get_bind_params({k: v for k, v in params.items() if k not in OWN_PARAMS}))
 
 
 def compilations(jitted: Any) -> int:

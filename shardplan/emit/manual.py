@@ -26,6 +26,7 @@ _CALLS = {
     "remat2": "jaxpr",
     "checkpoint": "jaxpr",
     "shard_map": "jaxpr",
+    "xla_metadata_call": "jaxpr",
 }
 
 

@@ -31,6 +31,7 @@ _CALLS = {
     "custom_vjp_call": "call_jaxpr",
     "custom_vjp_call_jaxpr": "fun_jaxpr",
     "custom_lin": "call_jaxpr",
+    "xla_metadata_call": "jaxpr",
 }
 # Result i is operand i. Each pair becomes an op of its own, so that each may be cut in its own way.
 _APART = ("optimization_barrier",)
@@ -239,6 +240,10 @@ class _Builder:
             key = _CALLS.get(name)
             if named is None and key is not None and key in eqn.params:
                 self.inline(eqn, eqn.params[key], inputs, env, scope, caller)
+                continue
+            body = _jax.expanded(eqn)
+            if body is not None:
+                self.inline(eqn, body, inputs, env, scope, caller)
                 continue
             if named is None and name == "custom_linear_solve":  # differentiation is done already: only its solver is left to run
                 lengths, solver = eqn.params["const_lengths"], eqn.params["jaxprs"].solve

@@ -1,4 +1,4 @@
-"""All uses of JAX's private names, each with its purpose and its fallback if JAX moves it. Differences between versions are hidden here."""
+"""All uses of JAX's private names, each with its purpose and its fallback if JAX moves it, and what differs between releases."""
 
 from __future__ import annotations
 

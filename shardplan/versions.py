@@ -52,7 +52,7 @@ def warn_of_untested(release: str) -> None:
     """Warns once if this minor release of JAX is not among the tested ones."""
     if release != "none" and not is_tested(release):
         warnings.warn(
-            f"JAX {release} is untested with this shardplan, whose tests run on JAX {', '.join(TESTED)}: primitives may be missing "
-            "or have changed, and cuts that its compiler gets wrong are not known",
+            f"JAX {release} is untested with this shardplan, whose tests run on JAX {', '.join(TESTED)}: primitives may be "
+            "missing or have changed, and cuts that its compiler gets wrong are not known",
             stacklevel=3,
         )

@@ -9,6 +9,7 @@ import tomllib
 import warnings
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from packaging.requirements import Requirement
@@ -51,7 +52,9 @@ def test_what_is_installed_is_within_the_ranges(name: str) -> None:
 
 
 def test_an_untested_release_is_one_warning_with_the_versions() -> None:
-    with pytest.warns(UserWarning, match=r"JAX 0\.99\.1 is untested with this shardplan, whose tests run on JAX .*" + NEWEST) as seen:
+    with pytest.warns(
+        UserWarning, match=r"JAX 0\.99\.1 is untested with this shardplan, whose tests run on JAX .*" + NEWEST
+    ) as seen:
         warn_of_untested("0.99.1")
     assert len(seen) == 1
 
@@ -91,19 +94,16 @@ def test_differences_name_what_is_new_gone_and_changed() -> None:
 
 def test_a_parameter_that_is_gone_is_an_error_with_the_version() -> None:
     call = Call("cumsum", ((4,),), ((4,),), {"dimension": 0}, ("float32",), ("float32",))
-    with pytest.raises(JaxVersionError, match=rf"JAX {version('jax')} has changed the primitive 'cumsum': .*'axis'.*install a release"):
+    with pytest.raises(
+        JaxVersionError, match=rf"JAX {version('jax')} has changed the primitive 'cumsum': .*'axis'.*install a release"
+    ):
         describe(call)
 
 
 def test_a_scan_of_another_form_is_an_error_with_the_version() -> None:
-    class Eqn:
-        class primitive:  # noqa: N801 - as JAX has it
-            name = "scan"
-
-        params = {"jaxpr": None, "split": (1, 2)}
-
+    eqn = SimpleNamespace(primitive=SimpleNamespace(name="scan"), params={"jaxpr": None, "split": (1, 2)})
     with pytest.raises(JaxVersionError, match="'scan': its parameters are jaxpr, split"):
-        _jax.params_of(Eqn)
+        _jax.params_of(eqn)
 
 
 def test_an_undescribed_primitive_of_an_untested_jax_names_the_version(monkeypatch: pytest.MonkeyPatch) -> None:

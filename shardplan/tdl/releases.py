@@ -80,7 +80,9 @@ def installed() -> Primitives:
     Modules of kernels count only where a description is proven: which of them are loaded depends on the process.
     """
     known: dict[str, set[str]] = {
-        name: set() for name, (module, _) in _jax.primitives().items() if name in CASES or not module.startswith(_jax.KERNEL_MODULES)
+        name: set()
+        for name, (module, _) in _jax.primitives().items()
+        if name in CASES or not module.startswith(_jax.KERNEL_MODULES)
     }
     for name in known.keys() & CASES.keys():
         known[name] = set(_parameters_of_case(name))
@@ -140,7 +142,9 @@ def recorded_text(own: Primitives) -> str:
     """`RECORDS` with the record of the installed release replaced: JSON, one line a primitive."""
     every = {**(dict(records()) if RECORDS.exists() else {}), jax_version(): own}
     blocks = [
-        f"{json.dumps(release)}: {{\n" + ",\n".join(f"{json.dumps(n)}: {json.dumps(p)}" for n, p in every[release].items()) + "\n}"
+        f"{json.dumps(release)}: {{\n"
+        + ",\n".join(f"{json.dumps(n)}: {json.dumps(p)}" for n, p in every[release].items())
+        + "\n}"
         for release in TESTED
         if release in every
     ]

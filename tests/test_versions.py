@@ -21,6 +21,7 @@ from shardplan.tdl.describe import rule
 from shardplan.tdl.releases import RECORDS, compared, differences, installed, recorded_text, records
 from shardplan.versions import NEWEST, OLDEST, TESTED, is_tested, minor, warn_of_untested
 
+pytestmark = pytest.mark.quick
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 

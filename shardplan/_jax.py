@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.core import Literal as Literal  # a constant inside a jaxpr; public in jax.extend
 from jax.extend.core import Primitive
 
@@ -321,6 +322,45 @@ def bind(primitive: str, operands: Sequence[Any], params: Mapping[str, Any], *, 
     """Applies a primitive by name: ``own`` if it has that name (a user's primitive, unknown to JAX), else JAX's."""
     value = own if own is not None and own.name == primitive else _primitive(primitive)
     return value.bind(*operands, **value.get_bind_params({k: v for k, v in params.items() if k not in OWN_PARAMS}))
+
+
+def mapped(function: Callable[..., Any], *, mesh: Any, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """``jax.shard_map`` on flat operands, without the check of what is replicated.
+
+    Operands without elements are made inside: the compiler of jaxlib 0.11.2 dies where the function of a ``jax.shard_map`` reads
+    one from outside.
+    """
+
+    def run(*operands: Any) -> Any:
+        specs = (in_specs,) * len(operands) if isinstance(in_specs, jax.sharding.PartitionSpec) else tuple(in_specs)
+        avals = [jax.typeof(x) for x in operands]
+        inside = [a.size == 0 and not jax.numpy.issubdtype(a.dtype, jax.dtypes.extended) for a in avals]
+        shapes = [jax.sharding.NamedSharding(mesh, spec).shard_shape(a.shape) for a, spec in zip(avals, specs, strict=True)]
+
+        def local(*kept: Any) -> Any:
+            left = iter(kept)
+            rows = zip(inside, avals, shapes, strict=True)
+            return function(*(jax.numpy.zeros(shape, a.dtype) if own else next(left) for own, a, shape in rows))
+
+        outside = [i for i, own in enumerate(inside) if not own]
+        ins = tuple(specs[i] for i in outside)
+        made = jax.shard_map(local, mesh=mesh, in_specs=ins, out_specs=out_specs, check_vma=False)
+        return made(*(operands[i] for i in outside))
+
+    return run
+
+
+def compile_text(text: str, count: int) -> None:
+    """Compiles the text of a lowered program for the first ``count`` devices, partitioned as `jax.jit` would have it."""
+    compiler, mlir = (importlib.import_module(name) for name in ("jax._src.compiler", "jax._src.interpreters.mlir"))
+    ir, client = importlib.import_module("jax._src.lib.mlir").ir, importlib.import_module("jax._src.lib").xla_client
+    devices = tuple(jax.devices()[:count])
+    assignment = np.arange(count).reshape(1, count)
+    options = compiler.get_compile_options(num_replicas=1, num_partitions=count, device_assignment=assignment)
+    options.executable_build_options.use_spmd_partitioning = True
+    options.executable_build_options.use_shardy_partitioner = True
+    with mlir.make_ir_context():
+        compiler.backend_compile_and_load(devices[0].client, ir.Module.parse(text), client.DeviceList(devices), options, [])
 
 
 def compilations(jitted: Any) -> int:

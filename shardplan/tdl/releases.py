@@ -20,7 +20,7 @@ from jax import lax
 
 from shardplan import _jax
 from shardplan.tdl.proof import CASES, Drawn, cudnn_reference
-from shardplan.versions import NEWEST, TESTED, jax_version, minor
+from shardplan.versions import TESTED, jax_version, tested_like
 
 RECORDS = Path(__file__).with_name("releases.json")
 Primitives = Mapping[str, tuple[str, ...]]
@@ -38,15 +38,6 @@ class Differences:
     new: tuple[str, ...]
     gone: tuple[str, ...]
     changed: Mapping[str, tuple[str, ...]]
-
-
-def tested_like(release: str) -> str:
-    """The tested release with the same first two numbers, else the newest.
-
-    >>> tested_like("0.11.0"), tested_like("0.99.1") == NEWEST
-    ('0.11.2', True)
-    """
-    return next((tested for tested in TESTED if minor(tested) == minor(release)), NEWEST)
 
 
 def differences() -> Differences:

@@ -229,11 +229,13 @@ def _verify(
     if plan.traced.program.meshed:
         first = NamedSharding(plan.mesh(devices), PartitionSpec())
     one = _Single(jax.jit(pure, out_shardings=None if isinstance(first, jax.Device) else first), first, loop)
+    count = plan.mesh(devices).size
+    outlive(plan.traced.program, lambda: one.lowered(host), count if plan.traced.program.meshed else 1, "specs")
     single = one.run(host)
     own_recompiles = one.recompiles
     tell("the sharded step", 0.3)
     sharded = _Sharded(plan, step, devices, backend, drop, loop)
-    outlive(plan.traced.program, lambda: sharded.lowered(host), plan.mesh(devices).size, backend)
+    outlive(plan.traced.program, lambda: sharded.lowered(host), count, backend)
     results = sharded.run(host)
     changes = _changes(_Perturbed(pure, first, loop) if narrows(plan.traced.program) else one, host, single, tell)
     tell("bytes", 0.9)
@@ -360,6 +362,11 @@ class _Single:
                 if i is not None:
                     flat[i] = x
         return after
+
+    def lowered(self, host: Sequence[Any]) -> Any:
+        """The step lowered for its arguments."""
+        flat = [self._loop.put(i, x, self._device) for i, x in enumerate(host)]
+        return self._run.lower(*jax.tree.unflatten(self._loop.tree, flat))
 
     def _step(self, seed: int, *args: Any) -> Any:
         """The results of one step; only `_Perturbed` uses ``seed``."""

@@ -7,9 +7,11 @@ import dataclasses
 import importlib
 import inspect
 import os
+import re
 import sys
 import sysconfig
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -21,7 +23,7 @@ from jax.extend.core import Literal as Literal  # a constant inside a jaxpr; pub
 from jax.extend.core import Primitive
 
 from shardplan.errors import JaxVersionError
-from shardplan.ir import KernelGrid
+from shardplan.ir import GridBlock, KernelGrid
 
 
 def source_line(eqn: Any) -> str:
@@ -183,49 +185,96 @@ def own_params(eqn: Any) -> dict[str, Any]:
 
 
 def kernel_grid(params: Mapping[str, Any]) -> KernelGrid | None:
-    """The grid of a ``pallas_call``, from its parameters.
+    """The grid of a ``pallas_call``, from its parameters. Dims that `jax.vmap` adds are dims of the grid like others.
 
-    None for a kernel with scratch memory, prefetched scalars, aliased operands, a ``vmap``, a dynamic grid, or blocks that are
-    not counted by one grid dim each and that do not divide their array; and for all kernels if Pallas changes what it records.
+    None for a kernel with scratch memory, prefetched scalars, aliased operands, a dynamic grid, or blocks that are not counted by
+    one grid dim each; and for all kernels if Pallas changes what it records.
     """
     try:
         mapping, jaxpr = params["grid_mapping"], params["jaxpr"]
-        plain = not (mapping.num_index_operands or mapping.scratch_avals or mapping.vmapped_dims)
+        plain = not (mapping.num_index_operands or mapping.scratch_avals)
         if not plain or params["input_output_aliases"] or params["mesh"] is not None:
             return None
-        blocks = tuple(_blocks(m, mapping.grid) for m in mapping.block_mappings)
-        body = list(equations(jaxpr))
-        placed = {int(e.params["axis"]) for e in body if e.primitive.name in ("program_id", "num_programs")}
-        skips = any(e.primitive.name == "while" for e in body)
-        source = str(jaxpr.debug_info.func_src_info).partition(" at ")[2].rpartition(":")[0]
-        return KernelGrid(blocks, tuple(sorted(placed)), skips, source.replace(os.sep, "/"))
+        counted = [[(b, int(n)) for b, n in zip(_blocks(m), m.array_aval.shape, strict=True)] for m in mapping.block_mappings]
+        uneven = {b.dim for own in counted for b, n in own if b.dim >= 0 and b.size * mapping.grid[b.dim] != n * b.per}
+        blocks = tuple(tuple(GridBlock(-1, n) if b.dim in uneven else b for b, n in own) for own in counted)
+        axes = [dim for dim in range(len(mapping.grid)) if dim not in mapping.vmapped_dims]  # the body does not count the others
+        asked = (e for e in equations(jaxpr) if e.primitive.name in ("program_id", "num_programs"))
+        fixed = uneven | {axes[int(e.params["axis"])] for e in asked}
+        source = str(jaxpr.debug_info.func_src_info).partition(" at ")[2].rpartition(":")[0].replace(os.sep, "/")
+        names = tuple(str(m.origin) for m in mapping.block_mappings)
+        return KernelGrid(blocks, tuple(sorted(fixed)), _skips(jaxpr), source, names)
     except (AttributeError, KeyError, TypeError, ValueError):
         return None
 
 
-def _blocks(mapping: Any, grid: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """(grid dim, elements of a block) of each dim of one operand or result.
+def _blocks(mapping: Any) -> tuple[GridBlock, ...]:
+    """The block of each dim of one operand or result.
 
     Raises:
-        ValueError: if a block's place is not the number of a program along one grid dim, or blocks do not divide the dim.
+        ValueError: if a block's place is not the number of a program along one grid dim, divided by a constant.
     """
-    jaxpr = mapping.index_map_jaxpr.jaxpr
     kinds = [type(b).__name__ for b in mapping.block_shape]
     if not {"Blocked", "Squeezed"}.issuperset(kinds):
         raise ValueError("blocks that may overlap")
     sizes = [1 if kind == "Squeezed" else int(b.block_size) for kind, b in zip(kinds, mapping.block_shape, strict=True)]
-    found: list[tuple[int, int]] = []
-    for at, size, extent in zip(jaxpr.outvars, sizes, mapping.array_aval.shape, strict=True):
-        if isinstance(at, Literal):
-            if at.val != 0:
-                raise ValueError("a block elsewhere than at the start")
-            found.append((-1, int(extent)))
-            continue
-        dim = jaxpr.invars.index(at)
-        if size * grid[dim] != extent:
-            raise ValueError("blocks that do not divide their array")
-        found.append((dim, size))
-    return tuple(found)
+    index = mapping.index_map_jaxpr.jaxpr
+    return tuple(_block(index, at, n, int(m)) for at, n, m in zip(index.outvars, sizes, mapping.array_aval.shape, strict=True))
+
+
+def _block(index: Any, at: Any, size: int, extent: int) -> GridBlock:
+    """The block of ``size`` elements, of a dim of this extent, that an index map places at ``at``."""
+    if isinstance(at, Literal):
+        if at.val != 0:
+            raise ValueError("a block elsewhere than at the start")
+        return GridBlock(-1, extent)
+    if at in index.invars:
+        return GridBlock(index.invars.index(at), size)
+    (eqn,) = (e for e in index.eqns if at in e.outvars)
+    program, per = eqn.invars
+    if eqn.params.get("name") != "floor_divide" or not isinstance(per, Literal):
+        raise ValueError("blocks in another order than programs")
+    return GridBlock(-1, extent) if size == extent else GridBlock(index.invars.index(program), size, int(per.val))
+
+
+def _skips(jaxpr: Any) -> bool:
+    """Whether the length of some loop is known only when the kernel runs, but before it reads anything."""
+    loaded: set[Any] = set()
+    for eqn in jaxpr.eqns:
+        inputs = [v for v in eqn.invars if not isinstance(v, Literal)]
+        if eqn.primitive.name == "while" and not any(v in loaded for v in inputs if _is_count(v.aval)):
+            return True
+        if any(_skips(body) for body in bodies(eqn)):
+            return True
+        if any(v in loaded or hasattr(v.aval, "inner_aval") for v in inputs):  # computed from memory, or a reference to it
+            loaded.update(eqn.outvars)
+    return False
+
+
+def _is_count(aval: Any) -> bool:
+    """Whether a value may count the iterations of a loop."""
+    return aval.shape == () and getattr(aval.dtype, "kind", "") in "iu"
+
+
+CALLS: Mapping[str, str] = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
+    "custom_vmap_call": "call",
+    "custom_lin": "call_jaxpr",
+    "xla_metadata_call": "jaxpr",
+    "remat_opt": "fwd_jaxpr",
+}
+"""The primitives that only call a function on all their operands, each with the parameter that holds the function."""
+
+
+def opened(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+    """A jaxpr, closed or not, and its constants."""
+    return (jaxpr.jaxpr, jaxpr.consts) if hasattr(jaxpr, "consts") else (jaxpr, ())
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
@@ -255,16 +304,27 @@ def resized_kernel(params: Mapping[str, Any], operands: Sequence[Any], results: 
     mapping, shapes = params["grid_mapping"], (*operands, *results)
     grid = list(mapping.grid)
     for own, shape in zip(params[KERNEL_GRID].blocks, shapes, strict=True):
-        for (dim, size), extent in zip(own, shape, strict=True):
-            if dim >= 0:
-                assert extent % size == 0, "a cut keeps whole blocks"
-                grid[dim] = extent // size
+        for block, extent in zip(own, shape, strict=True):
+            if block.dim >= 0:
+                assert extent % block.size == 0, "a cut keeps whole blocks"
+                grid[block.dim] = block.programs(extent)
     blocks = tuple(
         dataclasses.replace(m, array_aval=m.array_aval.update(shape=tuple(shape)))
         for m, shape in zip(mapping.block_mappings, shapes, strict=True)
     )
     outs = tuple(a.update(shape=tuple(shape)) for a, shape in zip(params["out_avals"], results, strict=True))
     return {**params, "grid_mapping": dataclasses.replace(mapping, grid=tuple(grid), block_mappings=blocks), "out_avals": outs}
+
+
+def pallas_attention() -> Any:
+    """JAX's module of Pallas kernels for attention. JAX 0.11 and later call it deprecated: here that is no warning.
+
+    Steps may use it as long as JAX has it, so its kernels stay described and proven.
+    """
+    name = "jax.experimental.pallas.ops.gpu.attention"
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", f"{re.escape(name)} is deprecated", DeprecationWarning)
+        return importlib.import_module(name)
 
 
 @contextlib.contextmanager
@@ -299,13 +359,22 @@ def _has_cudnn(module: Any) -> bool:
 
 @contextlib.contextmanager
 def run_on_cpu(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """While this lasts, CPUs run these primitives by functions of the same operands and parameters."""
+    """While this lasts, CPUs run these primitives by functions of the same operands and parameters.
+
+    A Pallas kernel that asks for an interpreter (``interpret=``) runs in that one.
+    """
     mlir = importlib.import_module("jax.interpreters.mlir")
-    rules = importlib.import_module("jax._src.interpreters.mlir")._platform_specific_lowerings["cpu"]
+    lowerings = importlib.import_module("jax._src.interpreters.mlir")
+    rules = lowerings._platform_specific_lowerings["cpu"]
     known = {name: _primitive(name) for name in functions}
     before = {name: rules.get(primitive) for name, primitive in known.items()}
-    for name, function in functions.items():
-        mlir.register_lowering(known[name], mlir.lower_fun(function, multiple_results=True), platform="cpu")
+
+    def lowered(name: str) -> Callable[..., Any]:
+        own, usual = mlir.lower_fun(functions[name], multiple_results=True), lowerings._lowerings.get(known[name])
+        return lambda context, *operands, **params: (usual.rule if params.get("interpret") else own)(context, *operands, **params)
+
+    for name, primitive in known.items():
+        mlir.register_lowering(primitive, lowered(name), platform="cpu")
     try:
         yield
     finally:

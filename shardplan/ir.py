@@ -173,19 +173,38 @@ class Manual:
 
 
 @dataclass(frozen=True, slots=True)
+class GridBlock:
+    """The part of one dim of an operand or result that each program of a kernel's grid gets.
+
+    Program p along the grid dim ``dim`` gets the ``size`` elements of block ``p // per``: ``per`` consecutive programs share a
+    block. ``dim`` is -1 if each program of the grid gets the whole dim.
+    """
+
+    dim: int
+    size: int
+    per: int = 1
+
+    def programs(self, extent: int) -> int:
+        """The number of programs along the grid dim, for a dim of this extent."""
+        return extent // self.size * self.per
+
+
+@dataclass(frozen=True, slots=True)
 class KernelGrid:
     """How a kernel that is launched on a grid reads its operands and writes its results, block by block.
 
-    ``blocks[t][d]`` is (the grid dim that counts the blocks along dim d of operand or result t, or -1 if each program of the grid
-    gets the whole dim; the elements of a block). ``placed`` are the grid dims whose program number, or number of programs, the
-    body asks for. ``skips``: the length of a loop in the body is known only when it runs, as where a mask leaves blocks out.
-    ``source`` is the file of the body.
+    ``blocks[t][d]`` is the block of dim d of operand or result t. ``fixed`` are the grid dims along which the number of programs
+    must stay: the body asks for its program number or their number, or blocks do not divide what they count. ``skips``: the
+    length of a loop in the body depends on the program, and not on what it reads, as where a causal mask leaves blocks out.
+    ``source`` is the file of the body. ``names[t]`` is the argument of the kernel that operand t is (``args[2]``), or the place
+    of result t.
     """
 
-    blocks: tuple[tuple[tuple[int, int], ...], ...]
-    placed: tuple[int, ...]
+    blocks: tuple[tuple[GridBlock, ...], ...]
+    fixed: tuple[int, ...]
     skips: bool
     source: str
+    names: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,18 +16,7 @@ from jax import lax
 from shardplan import _jax
 
 _MARKS = ("pvary", "pcast", *(f"{mark}{end}" for mark in ("vary_unreduced_cast", "reduced_vary_cast") for end in ("", "_p")))
-_CALLS = {
-    "jit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "custom_lin": "call_jaxpr",
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
-    "shard_map": "jaxpr",
-    "xla_metadata_call": "jaxpr",
-}
+_CALLS = {**_jax.CALLS, "remat2": "jaxpr", "checkpoint": "jaxpr", "shard_map": "jaxpr"}
 
 
 def evaluated(jaxpr: Any, operands: Sequence[Any], consts: Sequence[Any] = ()) -> list[Any]:
@@ -68,7 +57,7 @@ def _equation(eqn: Any, inputs: list[Any]) -> Sequence[Any]:
 
 def _function(jaxpr: Any) -> Callable[..., list[Any]]:
     """A jaxpr, closed or not, as a function that returns arrays."""
-    inner, consts = (jaxpr.jaxpr, jaxpr.consts) if hasattr(jaxpr, "consts") else (jaxpr, ())
+    inner, consts = _jax.opened(jaxpr)
     return lambda *xs: [jnp.asarray(x) for x in evaluated(inner, xs, consts)]
 
 

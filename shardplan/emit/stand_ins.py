@@ -1,8 +1,11 @@
-"""Formulas in place of kernels that the devices of a verification cannot run: those of cuDNN on simulated CPU devices."""
+"""What runs in place of kernels that the devices of a verification lack, on simulated CPU devices.
+
+cuDNN's kernels are computed by their formulas. Pallas kernels for GPUs run in Pallas's interpreter.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,27 +13,41 @@ import jax
 
 from shardplan import _jax
 from shardplan.ir import Op, Program
-from shardplan.tdl.proof import cudnn_reference
+from shardplan.tdl.proof import cudnn_reference, interpreted
 
 
 @contextmanager
 def stand_ins(program: Program, devices: Sequence[Any] | None = None) -> Iterator[tuple[str, ...]]:
-    """While this lasts, CPUs run by their formulas the kernels of a program that they lack; yields the kernels' names.
+    """While this lasts, CPUs run the kernels of a program that they lack by something else; yields the kernels' names.
 
     On other devices, and for programs without such kernels, nothing changes and the names are empty.
     """
-    wanted = {name.removesuffix("_wrapper") for name in _primitives(program)}.intersection(cudnn_reference.FUNCTIONS)
+    ops = list(_ops_on_cpu(program))
+    formulas = {op.primitive.removesuffix("_wrapper") for op in ops}.intersection(cudnn_reference.FUNCTIONS)
+    kernels = {op.primitive for op in ops if _is_compiled_kernel(op)}
     on = devices[0].platform if devices else jax.default_backend()
-    if not wanted or on != "cpu":
+    if not (formulas or kernels) or on != "cpu":
         yield ()
         return
-    with _jax.cudnn_assumed(), _jax.run_on_cpu(cudnn_reference.FUNCTIONS):
-        yield tuple(sorted(wanted))
+    functions: dict[str, Callable[..., Any]] = dict(cudnn_reference.FUNCTIONS) if formulas else {}
+    if kernels:
+        functions |= interpreted.functions()
+    with _jax.cudnn_assumed(), _jax.run_on_cpu(functions):
+        yield tuple(sorted(formulas | kernels))
 
 
-def _primitives(program: Program) -> Iterator[str]:
+def _is_compiled_kernel(op: Op) -> bool:
+    """Whether this is a Pallas kernel that does not ask for an interpreter, and that one could run."""
+    return _jax.KERNEL_GRID in op.params and not op.params["interpret"]
+
+
+def _ops_on_cpu(program: Program) -> Iterator[Op]:
+    """The ops of a program and of all bodies, without branches for other platforms."""
     waiting: list[Op] = list(program.ops)
     while waiting:
         op = waiting.pop()
-        yield op.primitive
-        waiting += [inner for body in op.bodies for inner in body.ops]
+        yield op
+        platforms: Sequence[Any] = op.params.get("branches_platforms") or (("cpu",),) * len(op.bodies)
+        on_cpu = [body for body, names in zip(op.bodies, platforms, strict=True) if "cpu" in (names or ())]
+        others = [body for body, names in zip(op.bodies, platforms, strict=True) if not names]
+        waiting += [inner for body in on_cpu or others for inner in body.ops]

@@ -119,8 +119,8 @@ class Verified:
     under plain `jax.jit`, which the plan does not cause. ``retyped`` lists the arguments that make both compile again, because
     they go in weakly typed and come back strongly typed, or the other way round. ``moved`` lists the state that comes back in
     another sharding than it went in. ``zeros`` lists the integer and boolean arguments that were only shapes: they were all
-    zero, so a fault that moves integers cannot show in them. ``stand_ins`` lists the kernels that these devices cannot run, and
-    that were computed by their formulas. Bytes are per device and step; ``measured_bytes`` undoes what only
+    zero, so a fault that moves integers cannot show in them. ``stand_ins`` lists the kernels that these devices cannot run: their
+    formulas were computed, or Pallas's interpreter ran them. Bytes are per device and step; ``measured_bytes`` undoes what only
     the CPU compiler does (see `shardplan.emit.hlo.measure`).
     """
 

@@ -1,7 +1,7 @@
 """Traces a step and its arguments into a `Program`.
 
 The step is traced by ``jax.jit(step).trace`` on shapes alone. Call-like primitives (``jit``, ``custom_jvp_call``,
-``custom_vjp_call``, ``closed_call``) are inlined, so that the program is flat, unless a description is registered for the
+``custom_vjp_call``, ``custom_vmap_call``) are inlined, so that the program is flat, unless a description is registered for the
 function: then the call is one op. ``scan``, ``while``, ``cond`` and ``remat2`` stay ops with bodies. Dead ops are left out.
 """
 
@@ -22,17 +22,6 @@ from shardplan.ir import Constant, Op, Operand, Program, Tensor, itemsize
 from shardplan.tdl import named_call
 from shardplan.user_code import users_code
 
-_CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "custom_vjp_call_jaxpr": "fun_jaxpr",
-    "custom_lin": "call_jaxpr",
-    "xla_metadata_call": "jaxpr",
-}
 # Result i is operand i. Each pair becomes an op of its own, so that each may be cut in its own way.
 _APART = ("optimization_barrier",)
 _BODIES: dict[str, tuple[str, ...]] = {
@@ -237,7 +226,7 @@ class _Builder:
                     "around the function that checks, and return its error"
                 )
             named = named_call(name, eqn.params, [a.aval for a in eqn.invars])
-            key = _CALLS.get(name)
+            key = _jax.CALLS.get(name)
             if named is None and key is not None and key in eqn.params:
                 self.inline(eqn, eqn.params[key], inputs, env, scope, caller)
                 continue
@@ -325,9 +314,7 @@ class _Builder:
         caller: _Source | None,
     ) -> None:
         """Adds the equations of the called jaxpr in place of the call."""
-        consts: Sequence[Any] = ()
-        if hasattr(inner, "consts"):
-            inner, consts = inner.jaxpr, inner.consts
+        inner, consts = _jax.opened(inner)
         below: dict[Any, Operand] = dict(zip(inner.invars, inputs, strict=True))
         self.bind_constants(below, inner, consts)
         stack = str(eqn.source_info.name_stack)

@@ -334,10 +334,17 @@ def _notes(found: Mapping[str, Any]) -> list[str]:
             f"  note: {count} integer {were} only shapes, so all zero ({_some(found['zeros'])}): "
             "faults that move integers show with real arrays (concrete=True)"
         )
-    if found["stand_ins"]:
+    kernels = [name for name in found["stand_ins"] if name.startswith("pallas_call:")]
+    formulas = [name for name in found["stand_ins"] if name not in kernels]
+    if formulas:
         notes.append(
-            f"  note: these devices cannot run {_some(found['stand_ins'])}; their formulas were computed instead: "
+            f"  note: these devices cannot run {_some(formulas)}; their formulas were computed instead: "
             "cuts and collectives are proven, the kernels are not"
+        )
+    if kernels:
+        notes.append(
+            f"  note: these devices cannot run {_some(kernels)}; Pallas's interpreter ran the kernels' programs instead: "
+            "cuts and collectives are proven, the compiled kernels are not"
         )
     return notes
 

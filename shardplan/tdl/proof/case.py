@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, Protocol, TypeVar
 
 import jax
@@ -14,7 +15,7 @@ import numpy as np
 from shardplan import _jax
 from shardplan.tdl.describe import is_absent, kernel_name
 from shardplan.tdl.description import Call
-from shardplan.tdl.proof import cudnn_reference
+from shardplan.tdl.proof import cudnn_reference, interpreted
 from shardplan.tdl.verify import Verified, draw_array, verify
 
 T = TypeVar("T")
@@ -74,12 +75,16 @@ class Case:
 CASES: dict[str, Callable[[Draw], Case]] = {}
 
 
-def case(*primitives: str) -> Callable[[Callable[[str, Draw], Case]], Callable[[str, Draw], Case]]:
-    """Registers ``function(primitive, draw)`` as the generator of these primitives."""
+def case(*primitives: str, package: str | None = None) -> Callable[[Callable[[str, Draw], Case]], Callable[[str, Draw], Case]]:
+    """Registers ``function(primitive, draw)`` as the generator of these primitives.
+
+    ``package``: one that need not be installed and without which these primitives do not exist; then nothing is registered.
+    """
+    absent = package is not None and find_spec(package) is None
 
     def register(function: Callable[[str, Draw], Case]) -> Callable[[str, Draw], Case]:
         for name in primitives:
-            if is_absent(name):
+            if absent or is_absent(name):
                 continue
             CASES[name] = lambda draw, name=name: function(name, draw)
         return function
@@ -88,8 +93,12 @@ def case(*primitives: str) -> Callable[[Callable[[str, Draw], Case]], Callable[[
 
 
 def prove(primitive: str, draw: Draw) -> Verified:
-    """Draws one case of a primitive and verifies its description. Without a GPU, cuDNN's attention is run by its formula."""
-    with _jax.run_on_cpu(cudnn_reference.FUNCTIONS):
+    """Draws one case of a primitive and verifies its description.
+
+    On CPUs, cuDNN's attention is run by its formula, and Pallas kernels in Pallas's interpreter.
+    """
+    functions = interpreted.functions() if primitive.startswith("pallas_call:") else cudnn_reference.FUNCTIONS
+    with _jax.run_on_cpu(functions):
         instance = CASES[primitive](draw)
         return verify(instance.call, instance.operands, nested=2, seed=int(draw.rng.integers(2**31)))
 
@@ -169,9 +178,9 @@ def _walk(jaxpr: Any, consts: Sequence[Any], operands: Sequence[Any]) -> Iterato
     known: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *operands], strict=True))
     for eqn in jaxpr.eqns:
         values = [v.val if isinstance(v, _jax.Literal) else known[v] for v in eqn.invars]
-        inner = eqn.params.get("jaxpr") if eqn.primitive.name in ("jit", "pjit", "closed_call") else eqn.params.get("call_jaxpr")
-        if inner is not None and eqn.primitive.name in ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call"):
-            yield from _walk(inner.jaxpr, inner.consts, values)
+        inner = eqn.params.get(_jax.CALLS.get(eqn.primitive.name, ""))
+        if inner is not None:
+            yield from _walk(*_jax.opened(inner), values)
         out = _jax.bind(eqn.primitive.name, values, eqn.params)
         results = list(out) if eqn.primitive.multiple_results else [out]
         if inner is None:

@@ -1,39 +1,66 @@
-# Every target sets up .venv when it is missing and again when pyproject.toml has changed.
+# Every target sets up the virtual environment when it is missing, and again when pyproject.toml or the Python has changed.
 
-# The first of these that runs and is new enough (a version manager's shim may exist and not run).
-PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
-	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
-BIN := .venv/bin
+# The newest Python that runs; for another one, make PYTHON=/path/to/python3.
+ifndef PYTHON
+PYTHON := $(shell .ci/python 3.13 3.12 3.11)
+endif
+VENV ?= .venv
+BIN := $(VENV)/bin
 WORKERS ?= 2
+# With JAX=0.11.2, that release is installed in place of the newest.
+JAX ?=
 
-.PHONY: demo test test-all check format bench clean
+.PHONY: demo test test-all quick check format bench clean which test-matrix
 
-demo: .venv/installed
+demo: $(VENV)/installed
 	$(BIN)/python examples/demo.py
 
-test: .venv/installed
+test: $(VENV)/installed
 	$(BIN)/python -m pytest -n $(WORKERS)
 
-test-all: .venv/installed
+test-all: $(VENV)/installed
 	$(BIN)/python -m pytest -n $(WORKERS) -m ""
 
-check: .venv/installed
+# What the gate also runs on the oldest release of JAX.
+quick: $(VENV)/installed
+	$(BIN)/python -m pytest -n $(WORKERS) -m quick
+
+check: $(VENV)/installed
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-format: .venv/installed
+format: $(VENV)/installed
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
-bench: .venv/installed
+bench: $(VENV)/installed
 	$(BIN)/python benchmarks/search.py
 
-clean:
-	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis
+# The Python and the packages that decide what the tests mean.
+which: $(VENV)/installed
+	@$(BIN)/python -VV
+	@$(BIN)/python -m pip list --disable-pip-version-check 2>/dev/null | grep -E '^(jax|jaxlib|flax|optax|numpy|scipy) '
 
-.venv/installed: pyproject.toml
-	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3" >&2; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+# The suite on each tested release of JAX (shardplan/versions.py), each on its own Python in an environment of its own:
+# `make -k test-matrix`, or one of them with `make test-jax-0.11.2`.
+TESTED := $(PYTHON) -c 'import sys; from shardplan.versions import TESTED; print(TESTED.get(sys.argv[1], "") if sys.argv[1:] else " ".join(TESTED))'
+test-matrix: $(addprefix test-jax-,$(shell $(TESTED)))
+
+test-jax-% quick-jax-%:
+	$(MAKE) which $(firstword $(subst -, ,$@)) VENV=.venv-jax-$* JAX=$* PYTHON="$$(.ci/python $$($(TESTED) $*))"
+
+clean:
+	rm -rf .venv .venv-jax-* build dist .pytest_cache .ruff_cache .hypothesis
+
+# An environment of another Python is made anew.
+VERSION := -c 'import sys; print(sys.version)'
+ifneq ($(shell $(BIN)/python $(VERSION) 2>/dev/null),$(shell $(PYTHON) $(VERSION)))
+.PHONY: $(VENV)/installed
+endif
+
+$(VENV)/installed: pyproject.toml
+	@test -n "$(PYTHON)" || exit 1
+	test "$$($(BIN)/python $(VERSION) 2>/dev/null)" = "$$($(PYTHON) $(VERSION))" || { rm -rf $(VENV) && $(PYTHON) -m venv $(VENV); }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]" $(if $(JAX),jax==$(JAX) jaxlib==$(JAX))
 	@touch $@

@@ -10,7 +10,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from shardplan.versions import jax_version, warn_of_untested
+from shardplan.versions import jax_version as _jax_version
+from shardplan.versions import warn_of_untested as _warn_of_untested
 
 if TYPE_CHECKING:
     from shardplan.collectives.lower import all_reduce
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
         ArgumentError,
         CalibrationError,
         ClusterError,
+        CompilerDiedError,
         DescriptionError,
         DeviceError,
         HloError,
@@ -46,6 +48,7 @@ __all__ = [
     "CalibrationError",
     "Cluster",
     "ClusterError",
+    "CompilerDiedError",
     "DescriptionError",
     "DeviceError",
     "HloError",
@@ -67,7 +70,7 @@ __all__ = [
     "register",
 ]
 
-warn_of_untested(jax_version())
+_warn_of_untested(_jax_version())
 
 _HOMES = {
     "Cluster": "mesh",

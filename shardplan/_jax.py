@@ -1,7 +1,4 @@
-"""All uses of JAX's private names, each with its purpose and its fallback if JAX moves it.
-
-Differences between versions are hidden here.
-"""
+"""All uses of JAX's private names, each with its purpose and its fallback if JAX moves it, and what differs between releases."""
 
 from __future__ import annotations
 
@@ -21,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.core import Literal as Literal  # a constant inside a jaxpr; public in jax.extend
 from jax.extend.core import Primitive
 
@@ -80,8 +78,12 @@ _FAMILIES = (
     "jax._src.custom_batching", "jax._src.custom_partitioning", "jax._src.debugging", "jax._src.ffi", "jax._src.hijax",
     "jax._src.lax.ann", "jax._src.lax.scaled_dot", "jax._src.random.core", "jax._src.random.philox2x32",
     "jax._src.random.philox4x32", "jax._src.random.threefry2x32", "jax._src.random.threefry4x32", "jax._src.shard_map",
-    "jax._src.state.discharge", "jax._src.state.primitives", "jax.export",
+    "jax._src.state.discharge", "jax._src.state.primitives", "jax._src.xla_metadata", "jax.export",
 )  # fmt: skip
+
+
+KERNEL_MODULES = ("jax._src.cudnn", "jax._src.pallas", "jax.experimental", "jax._src.tpu", "jax._src.mosaic")
+"""Where JAX keeps the primitives of kernels."""
 
 
 @cache
@@ -157,6 +159,15 @@ def params_of(eqn: Any) -> Mapping[str, Any]:
         raise JaxVersionError("scan", f"its parameters are {', '.join(sorted(eqn.params))}") from error
     own = {"num_consts": consts, "num_carry": carry}
     return {**{key: value for key, value in eqn.params.items() if key not in ("ft_in", "ft_out")}, **own}
+
+
+def expanded(eqn: Any) -> Any | None:
+    """The jaxpr that a high-level primitive stands for (``jnp.nonzero`` and others, since JAX 0.12); None for other equations."""
+    if eqn.primitive.name != "call_hi_primitive":
+        return None
+    high = eqn.params["_prim"]
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in (v.aval for v in eqn.invars)]
+    return jax.make_jaxpr(lambda *flat: jax.tree.leaves(high.expand(*jax.tree.unflatten(high.in_tree, flat))))(*shapes)
 
 
 WHOLE_SHAPE = "whole_shape"
@@ -255,6 +266,7 @@ CALLS: Mapping[str, str] = {
     "custom_vjp_call_jaxpr": "fun_jaxpr",
     "custom_vmap_call": "call",
     "custom_lin": "call_jaxpr",
+    "xla_metadata_call": "jaxpr",
     "remat_opt": "fwd_jaxpr",
 }
 """The primitives that only call a function on all their operands, each with the parameter that holds the function."""
@@ -372,13 +384,52 @@ def run_on_cpu(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
                 rules[primitive] = before[name]
 
 
-_OWN_PARAMS = (WHOLE_SHAPE, KERNEL_GRID)
+OWN_PARAMS = (WHOLE_SHAPE, KERNEL_GRID)
 
 
 def bind(primitive: str, operands: Sequence[Any], params: Mapping[str, Any], *, own: Any = None) -> Any:
     """Applies a primitive by name: ``own`` if it has that name (a user's primitive, unknown to JAX), else JAX's."""
     value = own if own is not None and own.name == primitive else _primitive(primitive)
-    return value.bind(*operands, **value.get_bind_params({k: v for k, v in params.items() if k not in _OWN_PARAMS}))
+    return value.bind(*operands, **value.get_bind_params({k: v for k, v in params.items() if k not in OWN_PARAMS}))
+
+
+def mapped(function: Callable[..., Any], *, mesh: Any, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """``jax.shard_map`` on flat operands, without the check of what is replicated.
+
+    Operands without elements are made inside: the compiler of jaxlib 0.11.2 dies where the function of a ``jax.shard_map`` reads
+    one from outside.
+    """
+
+    def run(*operands: Any) -> Any:
+        specs = (in_specs,) * len(operands) if isinstance(in_specs, jax.sharding.PartitionSpec) else tuple(in_specs)
+        avals = [jax.typeof(x) for x in operands]
+        inside = [a.size == 0 and not jax.numpy.issubdtype(a.dtype, jax.dtypes.extended) for a in avals]
+        shapes = [jax.sharding.NamedSharding(mesh, spec).shard_shape(a.shape) for a, spec in zip(avals, specs, strict=True)]
+
+        def local(*kept: Any) -> Any:
+            left = iter(kept)
+            rows = zip(inside, avals, shapes, strict=True)
+            return function(*(jax.numpy.zeros(shape, a.dtype) if own else next(left) for own, a, shape in rows))
+
+        outside = [i for i, own in enumerate(inside) if not own]
+        ins = tuple(specs[i] for i in outside)
+        made = jax.shard_map(local, mesh=mesh, in_specs=ins, out_specs=out_specs, check_vma=False)
+        return made(*(operands[i] for i in outside))
+
+    return run
+
+
+def compile_text(text: str, count: int) -> None:
+    """Compiles the text of a lowered program for the first ``count`` devices, partitioned as `jax.jit` would have it."""
+    compiler, mlir = (importlib.import_module(name) for name in ("jax._src.compiler", "jax._src.interpreters.mlir"))
+    ir, client = importlib.import_module("jax._src.lib.mlir").ir, importlib.import_module("jax._src.lib").xla_client
+    devices = tuple(jax.devices()[:count])
+    assignment = np.arange(count).reshape(1, count)
+    options = compiler.get_compile_options(num_replicas=1, num_partitions=count, device_assignment=assignment)
+    options.executable_build_options.use_spmd_partitioning = True
+    options.executable_build_options.use_shardy_partitioner = True
+    with mlir.make_ir_context():
+        compiler.backend_compile_and_load(devices[0].client, ir.Module.parse(text), client.DeviceList(devices), options, [])
 
 
 def compilations(jitted: Any) -> int:

@@ -38,6 +38,15 @@ def minor(release: str) -> tuple[int, ...]:
     return tuple(int(n) for n in re.findall(r"\d+", release)[:2])
 
 
+def tested_like(release: str) -> str:
+    """The tested release with the same first two numbers, else the newest.
+
+    >>> tested_like("0.11.0"), tested_like("0.99.1") == NEWEST
+    ('0.11.2', True)
+    """
+    return next((tested for tested in TESTED if minor(tested) == minor(release)), NEWEST)
+
+
 def remedy() -> str:
     """The installation that makes an error about the version of JAX go away."""
     return f"install a release of JAX that shardplan is tested with ({', '.join(TESTED)}), or a newer shardplan"
@@ -52,7 +61,7 @@ def warn_of_untested(release: str) -> None:
     """Warns once if this minor release of JAX is not among the tested ones."""
     if release != "none" and not is_tested(release):
         warnings.warn(
-            f"JAX {release} is untested with this shardplan, whose tests run on JAX {', '.join(TESTED)}: primitives may be missing "
-            "or have changed, and cuts that its compiler gets wrong are not known",
+            f"JAX {release} is untested with this shardplan, whose tests run on JAX {', '.join(TESTED)}: primitives may be "
+            "missing or have changed, and cuts that its compiler gets wrong are not known",
             stacklevel=3,
         )

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardplan.calibrate.timing import Timed, timed_of
-from shardplan.emit.verify import drawn
+from shardplan.emit.on_host import drawn
 from shardplan.frontend.nnx_state import apart
 from shardplan.plans.runner import Leaves, Runner
 

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from shardplan import _jax
 from shardplan.emit.blocks import Blocks, strategy_of
 from shardplan.emit.reductions import all_reduced
 from shardplan.emit.stacked import partition_spec
@@ -97,7 +97,7 @@ def on_shares(
         for i, (s, need) in enumerate(zip(call.operands, share.needs, strict=True))
     )
     outs = tuple(partition_spec(Layout(at.dims, kept), names) for at, kept in zip(share.left, share.kept, strict=True))
-    return jax.shard_map(local, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False)
+    return _jax.mapped(local, mesh=mesh, in_specs=ins, out_specs=outs)
 
 
 def reduced(x: Any, extreme: Any, reducer: Reducer, axes: tuple[str, ...], dim: int | None = None) -> Any:

@@ -286,13 +286,8 @@ class SpecsEmitter:
 
     def whole(self, node: Node, inputs: Sequence[Any]) -> list[Any]:
         """An op that each device computes whole, from whole operands, so that the partitioner decides nothing."""
-        made = jax.shard_map(
-            lambda *xs: tuple(self.bind(node.op, xs)),
-            mesh=self.mesh,
-            in_specs=PartitionSpec(),
-            out_specs=PartitionSpec(),
-            check_vma=False,
-        )
+        spec = PartitionSpec()
+        made = _jax.mapped(lambda *xs: tuple(self.bind(node.op, xs)), mesh=self.mesh, in_specs=spec, out_specs=spec)
         return list(made(*inputs))
 
     def shared(self, node: Node, share: Share, inputs: Sequence[Any]) -> list[Any]:

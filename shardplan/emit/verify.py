@@ -12,19 +12,20 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardplan import _jax
+from shardplan.emit.child import outlive
 from shardplan.emit.emitted import emitted
 from shardplan.emit.hlo import Kind, Measured, measure
 from shardplan.emit.judge import Change, Largest, Worst, judge
+from shardplan.emit.on_host import as_array, as_numbers, drawn, drawn_as_zero, nudged, on_host
 from shardplan.emit.one_for_one import UNTOUCHED, Pair, folded, one_for_one
 from shardplan.emit.stand_ins import stand_ins
 from shardplan.errors import ShardplanError
 from shardplan.frontend.nnx_state import Pure, apart
-from shardplan.frontend.perturb import narrowed, narrows, neighbours
+from shardplan.frontend.perturb import narrowed, narrows
 from shardplan.frontend.trace import Traced
 from shardplan.schedule import Send
 
@@ -197,6 +198,7 @@ def verify(
 
     Raises:
         DeviceError: if there are fewer devices than the plan needs.
+        CompilerDiedError: if XLA's compiler dies of the sharded step, where that is to be feared (`shardplan.emit.child`).
         ShardplanError: for a step count under one.
     """
     if steps < 1:
@@ -219,7 +221,7 @@ def _verify(
     """`verify`, once every kernel can run."""
     tell = observer or (lambda _what, _part: None)
     leaves, tree = jax.tree.flatten(apart(tuple(args)))
-    host = [_host(x) for x in drawn(leaves)]
+    host = [on_host(x) for x in drawn(leaves)]
     loop = _Loop(tree, plan.traced.program.feedback, [shape.weak_type for shape in plan.traced.in_shapes], steps)
     tell("the single-device step", 0.1)
     first = devices[0] if devices is not None else jax.devices()[0]
@@ -227,10 +229,13 @@ def _verify(
     if plan.traced.program.meshed:
         first = NamedSharding(plan.mesh(devices), PartitionSpec())
     one = _Single(jax.jit(pure, out_shardings=None if isinstance(first, jax.Device) else first), first, loop)
+    count = plan.mesh(devices).size
+    outlive(plan.traced.program, lambda: one.lowered(host), count if plan.traced.program.meshed else 1, "specs")
     single = one.run(host)
     own_recompiles = one.recompiles
     tell("the sharded step", 0.3)
     sharded = _Sharded(plan, step, devices, backend, drop, loop)
+    outlive(plan.traced.program, lambda: sharded.lowered(host), count, backend)
     results = sharded.run(host)
     changes = _changes(_Perturbed(pure, first, loop) if narrows(plan.traced.program) else one, host, single, tell)
     tell("bytes", 0.9)
@@ -248,7 +253,7 @@ def _verify(
         single_recompiles=own_recompiles,
         retyped=tuple(_retyped(plan.traced)),
         moved=tuple(sharded.moved),
-        zeros=tuple(p for p, x in zip(plan.traced.program.input_paths, leaves, strict=True) if _drawn_as_zero(x)),
+        zeros=tuple(p for p, x in zip(plan.traced.program.input_paths, leaves, strict=True) if drawn_as_zero(x)),
         stand_ins=stand_in_names,
         predicted_peak_bytes=int(plan.peak_bytes),
         **_bytes(plan, sharded, host, explicit=backend == "explicit"),
@@ -310,29 +315,6 @@ def _pairs_by_kind(pairs: Sequence[Pair]) -> dict[str, Bytes]:
     return rows
 
 
-def drawn(leaves: Sequence[Any], *, seed: int = 0) -> list[Any]:
-    """Values for the leaves that are only shapes: floats normal and random keys, both from the seed; integers zero."""
-    rng = np.random.default_rng(seed)
-    return [_draw(x, rng, seed + i) if isinstance(x, jax.ShapeDtypeStruct) else x for i, x in enumerate(leaves)]
-
-
-def _draw(shape: jax.ShapeDtypeStruct, rng: np.random.Generator, seed: int) -> Any:
-    if _is_key(shape):
-        return jax.random.split(jax.random.key(seed), shape.shape) if shape.shape else jax.random.key(seed)
-    if jnp.issubdtype(shape.dtype, jnp.inexact):
-        return jnp.asarray(rng.standard_normal(shape.shape), shape.dtype)
-    return jnp.zeros(shape.shape, shape.dtype)
-
-
-def _drawn_as_zero(leaf: Any) -> bool:
-    """Whether a leaf is a nonempty shape of integers or booleans, for which `drawn` gives zeros."""
-    return (
-        isinstance(leaf, jax.ShapeDtypeStruct)
-        and leaf.size > 0
-        and not (_is_key(leaf) or jnp.issubdtype(leaf.dtype, jnp.inexact))
-    )
-
-
 def _retyped(traced: Traced) -> list[str]:
     """The arguments whose weak typing changes over a step, with the change: ``lr (weak to strong)``."""
     pairs = zip(traced.out_shapes, traced.program.feedback, strict=True)
@@ -342,14 +324,6 @@ def _retyped(traced: Traced) -> list[str]:
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Key:
-    """A random key on the host."""
-
-    data: np.ndarray
-    impl: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,7 +337,7 @@ class _Loop:
 
     def put(self, leaf: int, x: Any, where: Any) -> Any:
         """A leaf on a device or in a sharding, as weakly typed as it was planned."""
-        placed = jax.device_put(_array(x), where)
+        placed = jax.device_put(as_array(x), where)
         return _jax.weakly_typed(placed) if self.weak[leaf] else placed
 
 
@@ -383,11 +357,16 @@ class _Single:
             before = _jax.programs_compiled()
             outs = jax.tree.leaves(self._step(seed, *jax.tree.unflatten(self._loop.tree, flat)))
             self.recompiles += (_jax.programs_compiled() - before) if n else 0
-            after.append([_numbers(x) for x in outs])
+            after.append([as_numbers(x) for x in outs])
             for x, i in zip(outs, self._loop.feedback, strict=True):
                 if i is not None:
                     flat[i] = x
         return after
+
+    def lowered(self, host: Sequence[Any]) -> Any:
+        """The step lowered for its arguments."""
+        flat = [self._loop.put(i, x, self._device) for i, x in enumerate(host)]
+        return self._run.lower(*jax.tree.unflatten(self._loop.tree, flat))
 
     def _step(self, seed: int, *args: Any) -> Any:
         """The results of one step; only `_Perturbed` uses ``seed``."""
@@ -432,7 +411,7 @@ class _Sharded:
             before = _jax.programs_compiled()
             outs = jax.tree.leaves(self._jitted(*args))
             self.recompiles += (_jax.programs_compiled() - before) if n else 0
-            after.append([_numbers(x) for x in outs])
+            after.append([as_numbers(x) for x in outs])
             for path, x, i in zip(self._paths, outs, self._loop.feedback, strict=True):
                 if i is None:
                     continue
@@ -442,6 +421,10 @@ class _Sharded:
             for i in self._donated - fed:
                 flat[i] = self._loop.put(i, host[i], self._shardings[i])
         return after
+
+    def lowered(self, host: Sequence[Any]) -> Any:
+        """The step lowered for its arguments."""
+        return self._jitted.lower(*jax.tree.unflatten(self._loop.tree, self.put(host)))
 
     def compiled(self, host: Sequence[Any]) -> tuple[Measured, int]:
         """The collectives of the compiled step, and its peak bytes on one device."""
@@ -460,8 +443,8 @@ def _changes(
     changes = [[Change()] * len(leaf) for leaf in single]
     for n in range(PERTURBATIONS):
         tell("perturbed steps", 0.6 + 0.05 * n)
-        nudged = perturbed.run(_nudged(host, n), n)
-        changes = [[c.with_run(a, b) for c, a, b in zip(*row, strict=True)] for row in zip(changes, single, nudged, strict=True)]
+        after = perturbed.run(nudged(host, n), n)
+        changes = [[c.with_run(a, b) for c, a, b in zip(*row, strict=True)] for row in zip(changes, single, after, strict=True)]
     return changes
 
 
@@ -470,30 +453,3 @@ def _measured(jitted: Any, args: Sequence[Any]) -> tuple[Measured, int]:
     held = compiled.memory_analysis()
     peak = held.argument_size_in_bytes + held.output_size_in_bytes - held.alias_size_in_bytes + held.temp_size_in_bytes
     return measure(compiled.as_text()), int(peak)
-
-
-# -- numbers -----------------------------------------------------------------------------------------------------------
-
-
-def _is_key(x: Any) -> bool:
-    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-def _host(x: Any) -> Any:
-    """A copy on the host, which donation cannot invalidate."""
-    if _is_key(x):
-        return _Key(np.array(jax.random.key_data(x)), jax.random.key_impl(x))
-    return np.array(x) if hasattr(x, "dtype") else x
-
-
-def _array(x: Any) -> Any:
-    return jax.random.wrap_key_data(jnp.asarray(x.data), impl=x.impl) if isinstance(x, _Key) else x
-
-
-def _numbers(x: Any) -> np.ndarray:
-    return np.array(jax.random.key_data(x)) if _is_key(x) else np.array(x)
-
-
-def _nudged(host: Sequence[Any], seed: int) -> list[Any]:
-    rng = np.random.default_rng(seed)
-    return [neighbours(x, rng) if isinstance(x, np.ndarray) else x for x in host]

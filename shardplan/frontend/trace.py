@@ -230,6 +230,10 @@ class _Builder:
             if named is None and key is not None and key in eqn.params:
                 self.inline(eqn, eqn.params[key], inputs, env, scope, caller)
                 continue
+            body = _jax.expanded(eqn)
+            if body is not None:
+                self.inline(eqn, body, inputs, env, scope, caller)
+                continue
             if named is None and name == "custom_linear_solve":  # differentiation is done already: only its solver is left to run
                 lengths, solver = eqn.params["const_lengths"], eqn.params["jaxprs"].solve
                 first = lengths.matvec + lengths.vecmat

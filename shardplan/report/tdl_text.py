@@ -22,8 +22,18 @@ def coverage_text(counts: Mapping[str, Any]) -> str:
         )
         lines += _list("without a proof", counts["unverified"])
     lines += _list("undescribed", counts["undescribed"])
+    lines += _differences(counts["differences"])
     lines += [f"FAULT {name}: {fault}" for name, fault in sorted(counts["faults"].items())]
     return "\n".join(lines)
+
+
+def _differences(found: Mapping[str, Any]) -> list[str]:
+    """The primitives that differ from those of the tested release of JAX."""
+    release = found["release"]
+    changed = [f"{name} ({' '.join(params)})" for name, params in sorted(found["changed"].items())]
+    lines = _list(f"new since JAX {release}", found["new"]) + _list(f"gone since JAX {release}", found["gone"])
+    lines += _list(f"other parameters than in JAX {release}", changed)
+    return lines or [f"no primitive is new, gone or changed against JAX {release}, on which every description is proven"]
 
 
 def _list(title: str, names: Sequence[str]) -> list[str]:

@@ -8,12 +8,13 @@ has no description. A primitive in none of them is reported as undescribed, and 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from shardplan import _jax
 from shardplan.tdl.describe import described
 from shardplan.tdl.proof import CASES, Drawn, prove
+from shardplan.tdl.releases import differences
 from shardplan.tdl.xla_quirks import PLATFORM
 
 Kind = Literal["described", "opaque", "structural", "placement", "collective", "effect", "kernel", "undescribed"]
@@ -49,12 +50,12 @@ WHOLE_DIMS: dict[str, str] = {
 _STRUCTURAL = (
     "call call_hi_primitive call_hi_primitive_linearized closed_call composite cond core_call custom_jvp_call"
     " custom_jvp_call_jaxpr custom_lin custom_linear_solve custom_partitioning custom_transpose_call custom_vjp_call"
-    " custom_vjp_call_jaxpr custom_vmap_call eval_jaxpr jit linear_call remat2 remat_opt run_state scan shard_map"
-    " stage while"
+    " custom_vjp_call_jaxpr custom_vmap_call eval_jaxpr jit linear_call program_order remat2 remat_opt run_state scan shard_map"
+    " stage while xla_metadata_call"
 ).split()
 _PLACEMENT = (
     "layout_constraint preduced pvary reduced_vary_cast reduced_vary_cast_p relayout reshard sharding_constraint"
-    " vary_unreduced_cast vary_unreduced_cast_p"
+    " vary_unreduced_cast vary_unreduced_cast_p xla_metadata_value"
 ).split()
 _EFFECT: dict[str, str] = {
     **dict.fromkeys("debug_callback debug_print io_callback pure_callback inspect_sharding".split(), "runs Python on the host"),
@@ -82,7 +83,6 @@ _KERNEL: dict[str, str] = {
     ),
     "with_memory_space_constraint": "a marker inside kernels",
 }
-_KERNEL_MODULES = ("jax._src.cudnn", "jax._src.pallas", "jax.experimental", "jax._src.tpu", "jax._src.mosaic")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ def _sorted(name: str, module: str, known: set[str]) -> Sorted:
         return Sorted(name, "placement", "says where a value lies, and leaves it as it is")
     if name in _EFFECT:
         return Sorted(name, "effect", _EFFECT[name])
-    if name in _KERNEL or module.startswith(_KERNEL_MODULES):
+    if name in _KERNEL or module.startswith(_jax.KERNEL_MODULES):
         return Sorted(name, "kernel", _KERNEL.get(name, "a kernel of one device; register a description by its name"))
     if module == "jax._src.lax.parallel":
         return Sorted(name, "collective", "runs between devices, inside shard_map")
@@ -152,6 +152,7 @@ def prove_one(name: str, examples: int) -> Proved:
 def coverage(*, examples: int = 0, observer: Callable[[str, float], None] | None = None) -> dict[str, Any]:
     """The table of all primitives as JSON-ready values; ``examples`` > 0 runs that many proof cases of each description.
 
+    ``differences`` are those from the tested release of JAX that the installed one is like (`shardplan.tdl.releases`).
     ``verified`` counts the described primitives for which at least one cut was run and every cut gave the uncut result.
     ``opaque_verified`` counts the opaque ones in the same way; those without batch dims (`UNCUT`) need no cut. Without examples
     nothing is run, and both are 0. ``observer`` gets each name and the share that is done before the name's cases run.
@@ -179,6 +180,7 @@ def coverage(*, examples: int = 0, observer: Callable[[str, float], None] | None
         "cuts": sum(result.cuts for result in proved.values()),
         "examples": examples,
         "kinds": {kind: len(result) for kind, result in sorted(names.items())},
+        "differences": asdict(differences()),
         "table": [{"name": e.name, "kind": e.kind, "reason": e.reason} for e in table],
     }
 

@@ -202,15 +202,25 @@ def describe(call: Call) -> Description | None:
     if cached is not None:
         loops = tuple([LoopInfo(loop.name, n, None, False) for loop, n in zip(cached.loops, call.results[0], strict=True)])
         return Description(call, loops, cached.results, cached.accesses, cached.trees, cached.monomials, True)
-    try:
-        description = read(call, function)
-    except KeyError as error:
-        if function.__module__.startswith(_OWN_RULES) and error.args and error.args[0] not in call.params:
-            raise JaxVersionError(call.primitive, f"it has no parameter {error.args[0]!r}") from error
-        raise
+    description = _read(call, function)
     if key is not None and description.elementwise:
         _PATTERNS[key] = description
     return description
+
+
+def _read(call: Call, function: RuleFunction) -> Description:
+    """A rule's description of a call.
+
+    Raises:
+        JaxVersionError: if a rule of ours asks for a parameter that the installed JAX does not record.
+    """
+    try:
+        return read(call, function)
+    except (DescriptionError, KeyError) as error:
+        missing = error.__cause__ if isinstance(error, DescriptionError) else error
+        if function.__module__.startswith(_OWN_RULES) and isinstance(missing, KeyError) and missing.args[0] not in call.params:
+            raise JaxVersionError(call.primitive, f"it has no parameter {missing.args[0]!r}") from error
+        raise
 
 
 def _pattern(call: Call, function: RuleFunction) -> Hashable:

@@ -7,7 +7,7 @@ from shardplan.tdl.language import Apply, HiddenLoops, OpaqueResult, Reduce, Sca
 
 _LIGHT = frozenset({
     "abs", "and", "bitcast_convert_type", "ceil", "clamp", "convert_element_type", "eq", "floor", "ge", "gt", "integer_pow",
-    "is_finite", "le", "lt", "max", "min", "ne", "not", "or", "reduce_precision", "round", "shift_left",
+    "is_finite", "le", "lt", "max", "min", "ne", "not", "one_minus_square", "or", "reduce_precision", "round", "shift_left",
     "shift_right_arithmetic", "shift_right_logical", "sign", "square", "xor",
 })  # fmt: skip
 

@@ -24,7 +24,7 @@ Part = Literal["none", "loop", "transpose", "reduction", "product", "update", "a
 _RENAMES = frozenset(
     (
         "reshape", "squeeze", "expand_dims", "optimization_barrier", "stop_gradient", "placed", "pvary", "pcast", "copy_p",
-        "bitcast_convert_type", "random_wrap", "random_unwrap", "reduced_vary_cast",
+        "bitcast_convert_type", "random_wrap", "random_unwrap", "reduced_vary_cast", "xla_metadata_value",
     )
 )  # fmt: skip
 _UPDATES = {

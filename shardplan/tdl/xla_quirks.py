@@ -1,20 +1,20 @@
 """Facts about ops beyond their index maps: which run on the host, and which cuts XLA's partitioner gets wrong.
 
 A *fenced* cut is not left to the partitioner: each device runs it on its own share (`shardplan.emit.calls`), and only where it
-divides. The fenced cuts were found by running every cut of every primitive (`tests/emit/proof`) with the jaxlib of `PROVEN_WITH`;
-docs/accuracy.md has the table.
+divides. Each fence says in which releases of JAX its fault was found; docs/accuracy.md has the table.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from shardplan.ir import PAIRS
 from shardplan.tdl import language as lang
 from shardplan.tdl.description import Call, Description, children
 from shardplan.tdl.index import loops_of
 from shardplan.tdl.strategies import in_step
-
-PROVEN_WITH = "0.10.2"
-"""The jaxlib with which the emission of every primitive was last proven."""
+from shardplan.versions import TESTED, is_tested, jax_version, tested_like
 
 HOST = frozenset({"debug_callback", "debug_print", "io_callback", "pure_callback"})
 """Primitives that run whole without ``replicate=``: XLA gathers their operands, and every device has their results."""
@@ -39,57 +39,173 @@ def uncompiled(primitive: str) -> str | None:
     return UNCOMPILED.get(primitive)
 
 
+_DIES_OF_EMPTY = frozenset({"0.11.2"})
+"""Releases whose compiler dies (a segmentation fault) where the function of a `jax.shard_map` reads an operand without elements.
+The smallest program: ``jax.jit(jax.shard_map(jnp.sum, mesh=mesh, in_specs=P(), out_specs=P()))(jnp.zeros(0))``.
+"""
+
+
+def may_die(primitives: Iterable[tuple[str, Sequence[int]]], release: str, backend: str) -> str | None:
+    """Why the compiler of this release of JAX may die of a program; None if nothing is known to kill it.
+
+    ``primitives`` are the ops of the program, each with the numbers of elements of its operands. Only the ``specs`` backend, and
+    the step as its user wrote it, run a `jax.shard_map` as it is.
+    """
+    if not is_tested(release):
+        return "this release is untested"
+    deadly = tested_like(release) in _DIES_OF_EMPTY and backend == "specs"
+    if deadly and any(name == "shard_map" and 0 in sizes for name, sizes in primitives):
+        return "a jax.shard_map of the step has an operand without elements"
+    return None
+
+
 _AND_OR = ("and", "or")
 _EXTREMES = ("max", "min")
 _REDUCTIONS = ("reduce_max", "reduce_min")
-
+_WINDOW_EXTREMES = ("reduce_window_max", "reduce_window_min")
 _WINDOWS = frozenset({"reduce_window", "select_and_scatter_add"})
-"""In max pooling's gradient, the partitioner compares zeros beyond a block. In window reductions, it counts an initial value that
-is not the identity again at the edges."""
+_SCATTERS = frozenset({"scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"})
+_MISALIGNED = frozenset({"pad", "slice"})
 
 _SPLIT_BY_JAX = frozenset({"scaled_matmul_wrapper"})
 """cuDNN's kernels, which JAX itself splits for the partitioner, and only in some ways."""
-
-_SCATTERS = frozenset({"scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"})
-"""The padding of unevenly cut updates lands in row 0."""
-
-_MISALIGNED = frozenset({"pad", "slice"})
-"""Under constraints inside a program, the partitioner turns strided slices and interior padding into programs that its own
-verifier refuses, where a loop is not read at its own index alone."""
-
-_WINDOW_EXTREMES = ("reduce_window_max", "reduce_window_min")
 
 _UNBATCHED = frozenset({"conv_general_dilated", "tie"})
 """Their terms are added up at once: under `vmap` a convolution becomes a grouped one, whose operands the partitioner gathers, and
 a tie has no batching rule."""
 
+_NONE: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """A fault of XLA's partitioner: each device cuts these ``loops`` of a call itself, on its own share; they are never padded.
+
+    ``found`` says what the partitioner does in each tested release of JAX that has the fault: in the others the fence is open.
+    An untested release is taken to have every fault. A call that is fenced ``alone`` may neither keep partial sums nor pass them
+    on. ``primitives`` are those to prove it with: ``python -m tests.emit.proof.fences`` does so, and prints the table of
+    docs/accuracy.md.
+    """
+
+    name: str
+    primitives: tuple[str, ...]
+    found: Mapping[str, str]
+    loops: Callable[[Call, Description], frozenset[int]]
+    alone: bool = False
+
+    def holds(self, release: str) -> bool:
+        """Whether this release of JAX may have the fault."""
+        return not is_tested(release) or tested_like(release) in self.found
+
+
+def _every_loop(applies: Callable[[Call], bool]) -> Callable[[Call, Description], frozenset[int]]:
+    return lambda call, description: frozenset(range(len(description.loops))) if applies(call) else _NONE
+
+
+def _moving_loops(call: Call, description: Description) -> frozenset[int]:
+    """The loops of a slice or a padding along which elements move."""
+    if call.primitive not in _MISALIGNED:
+        return _NONE
+    return frozenset(v for v in range(len(description.loops)) if in_step(description, v) is None)
+
+
+def _bitwise_loops(call: Call, description: Description) -> frozenset[int]:
+    """The loops that integers are reduced over by and/or: the partitioner has no such collective."""
+    if not call.dtypes or call.dtypes[0] == "bool":
+        return _NONE
+    return frozenset(v for v, loop in enumerate(description.loops) if loop.reducer in _AND_OR)
+
+
+def _extreme_loops(call: Call, description: Description) -> frozenset[int]:
+    """The loops over which windows of floats are reduced by max/min."""
+    if call.primitive not in _WINDOW_EXTREMES or "float" not in call.dtypes[0]:
+        return _NONE
+    return frozenset(v for v, loop in enumerate(description.loops) if loop.reducer in _EXTREMES)
+
+
+def _spatial_loops(call: Call, description: Description) -> frozenset[int]:
+    """The loops of a convolution over places of the result and of the kernel."""
+    if call.primitive != "conv_general_dilated":
+        return _NONE
+    numbers = call.params["dimension_numbers"]
+    out, kernel = (tuple(map(int, spec[2:])) for spec in (numbers.out_spec, numbers.rhs_spec))
+    spatial = {description.results[0][d] for d in out}
+    for operand, indices in description.accesses:
+        if operand == 1:
+            spatial.update(v for d in kernel for v in loops_of(indices[d]))
+    return frozenset(spatial)
+
+
+def _in_groups(call: Call) -> bool:
+    """Whether this is a grouped convolution, including depthwise ones and their gradients."""
+    if call.primitive != "conv_general_dilated":
+        return False
+    images, features = call.params["batch_group_count"], call.params["feature_group_count"]
+    return images > 1 or features > 1
+
+
+_LOST_NAN = "max and min of floats"
+FENCES = (
+    Fence(
+        "convolution: loops over space",
+        ("conv_general_dilated",),
+        dict.fromkeys(TESTED, "wrong"),
+        _spatial_loops,
+    ),
+    Fence(
+        "convolution in groups: every loop",
+        ("conv_general_dilated",),
+        dict.fromkeys(TESTED, "wrong"),
+        _every_loop(_in_groups),
+        alone=True,
+    ),
+    Fence(
+        "scatter: every loop",
+        tuple(sorted(_SCATTERS)),
+        dict.fromkeys(TESTED, "wrong"),
+        _every_loop(lambda c: c.primitive in _SCATTERS),
+    ),
+    Fence(
+        "pooling by any function, gradient of max pooling: every loop",
+        tuple(sorted(_WINDOWS)),
+        dict.fromkeys(TESTED, "wrong"),
+        _every_loop(lambda call: call.primitive in _WINDOWS),
+        alone=True,
+    ),
+    Fence(
+        "slice, pad: loops that move elements",
+        (*sorted(_MISALIGNED), "cummax", "cumprod", "cumlogsumexp"),
+        dict.fromkeys(TESTED, "refused"),
+        _moving_loops,
+    ),
+    Fence("and, or of integers: reduced loops", ("reduce_and", "reduce_or"), dict.fromkeys(TESTED, "refused"), _bitwise_loops),
+    Fence(_LOST_NAN, (*_REDUCTIONS, *_WINDOW_EXTREMES), dict.fromkeys(TESTED, "wrong"), _extreme_loops),
+)
+"""What the partitioner gets wrong, found by running every cut of every primitive (`tests/emit/proof`) on each tested release."""
+
+
+def fences() -> tuple[Fence, ...]:
+    """The fences that hold in the installed release of JAX."""
+    return tuple(fence for fence in FENCES if fence.holds(jax_version()))
+
 
 def fenced_loops(call: Call, description: Description | None, *, run_by_user: bool) -> frozenset[int]:
     """The loops of a call that each device must cut itself, on its own share; they are never padded.
 
-    - Calls that a user runs or that the partitioner cannot cut at all (`uncuttable`), and scatters: every loop.
-    - Convolutions: the spatial loops. The partitioner adds up gradients over axes that cut nothing, and misplaces halos under
-      strides and dilations.
-    - Slices and padding: the loops along which elements move.
-    - Integers reduced by and/or: the reduced loops, for which the partitioner has no collective. Windows of floats reduced by
-      max/min: also the reduced loops, since it loses NaN (as it does in plain reductions, see `loses_nan`).
+    All loops of calls that a user runs or that the partitioner cannot cut at all (`uncuttable`), and those of `fences`.
     """
     if description is None:
-        return frozenset()
-    if run_by_user or uncuttable(call, description) or call.primitive in _SCATTERS:
+        return _NONE
+    if run_by_user or uncuttable(call, description):
         return frozenset(range(len(description.loops)))
-    if call.primitive == "conv_general_dilated":
-        return _spatial_loops(call, description)
-    if call.primitive in _MISALIGNED:
-        return frozenset(v for v in range(len(description.loops)) if in_step(description, v) is None)
-    reducers = _AND_OR if call.dtypes and call.dtypes[0] != "bool" else ()
-    reducers += _EXTREMES if loses_nan(call, True) and call.primitive not in _REDUCTIONS else ()
-    return frozenset(v for v, loop in enumerate(description.loops) if loop.reducer in reducers)
+    return _NONE.union(*(fence.loops(call, description) for fence in fences()))
 
 
 def loses_nan(call: Call, partial: bool) -> bool:
     """Whether the partitioner could lose NaN in reducing terms of this call; ``partial``: whether there are terms to reduce."""
-    return partial and bool(call.dtypes) and "float" in call.dtypes[0] and call.primitive in (*_REDUCTIONS, *_WINDOW_EXTREMES)
+    if not (partial and call.dtypes and "float" in call.dtypes[0] and call.primitive in (*_REDUCTIONS, *_WINDOW_EXTREMES)):
+        return False
+    return any(fence.name == _LOST_NAN for fence in fences())
 
 
 def shared_loops(call: Call, description: Description | None, *, run_by_user: bool) -> frozenset[int]:
@@ -103,13 +219,14 @@ def shared_loops(call: Call, description: Description | None, *, run_by_user: bo
 
 
 def uncuttable(call: Call, description: Description | None) -> bool:
-    """Whether the partitioner cannot cut this call: named calls, kernels, windows, opaque functions, grouped convolutions."""
-    if ":" in call.primitive or call.primitive in _WINDOWS or call.primitive in _SPLIT_BY_JAX:
+    """Whether the partitioner cannot cut this call: named calls, kernels, opaque functions, and calls that are fenced alone."""
+    if ":" in call.primitive or call.primitive in _SPLIT_BY_JAX:
         return True
     if description is None:
         return False
     whole = any(loop.whole for loop in description.loops)
-    return _in_groups(description.call) or (whole and any(_is_opaque(tree) for tree in description.trees))
+    alone = any(fence.alone and fence.loops(call, description) for fence in fences())
+    return alone or (whole and any(_is_opaque(tree) for tree in description.trees))
 
 
 def adds_up_at_once(call: Call, description: Description | None, *, run_by_user: bool) -> bool:
@@ -124,16 +241,6 @@ def _keeps_whole(description: Description) -> bool:
     return any(loop.whole or loop.reducer in PAIRS for loop in description.loops)
 
 
-def _spatial_loops(call: Call, description: Description) -> frozenset[int]:
-    numbers = call.params["dimension_numbers"]
-    out, kernel = (tuple(map(int, spec[2:])) for spec in (numbers.out_spec, numbers.rhs_spec))
-    spatial = {description.results[0][d] for d in out}
-    for operand, indices in description.accesses:
-        if operand == 1:
-            spatial.update(v for d in kernel for v in loops_of(indices[d]))
-    return frozenset(spatial)
-
-
 def _is_opaque(tree: lang.Scalar) -> bool:
     """Whether an opaque function has arguments; an `Opaque` without arguments only marks loops that stay whole."""
     match tree:
@@ -143,15 +250,3 @@ def _is_opaque(tree: lang.Scalar) -> bool:
             return True
         case _:
             return any(_is_opaque(child) for child in children(tree))
-
-
-def _in_groups(call: Call) -> bool:
-    """Whether this is a grouped convolution, including depthwise ones and their gradients.
-
-    XLA gathers all operands of groups with several channels. It loses blocks of depthwise convolutions where two axes cut the
-    channels, and adds up the gradients of their kernels over axes that cut nothing too.
-    """
-    if call.primitive != "conv_general_dilated":
-        return False
-    images, features = call.params["batch_group_count"], call.params["feature_group_count"]
-    return images > 1 or features > 1

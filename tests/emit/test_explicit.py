@@ -53,6 +53,7 @@ def check(step: Any, args: Any, on: str, **options: Any) -> shardplan.Plan:
     return plan
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("name", "on"), tiny_on(MACHINES[:3]))
 def test_a_tiny_model_runs_as_planned(name: str, on: str) -> None:
     step, args = factory(name)(**TINY[name], concrete=True)

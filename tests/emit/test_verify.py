@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec as P
 import shardplan
 from shardplan.emit.judge import Change, difference, judge
 from shardplan.emit.mutate import DroppingEmitter
-from shardplan.emit.verify import _Loop, _Single, drawn, verify
+from shardplan.emit.on_host import drawn
+from shardplan.emit.verify import _Loop, _Single, verify
 from shardplan.errors import DeviceError, ShardplanError
 from shardplan.report.text import verified_text
 from tests.machines import machine

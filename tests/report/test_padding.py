@@ -27,7 +27,7 @@ def dense(width: int) -> tuple[Any, tuple[Any, ...]]:
 
     shapes = {"up": (256, width), "down": (width, 64)}
     params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
-    return step, (params, jax.ShapeDtypeStruct((2048, 256), jnp.float32))
+    return step, (params, jax.ShapeDtypeStruct((4096, 256), jnp.float32))
 
 
 def loop(width: int) -> tuple[Any, tuple[Any, ...]]:

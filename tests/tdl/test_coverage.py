@@ -15,6 +15,8 @@ from shardplan.tdl.coverage import (
 from shardplan.tdl.describe import described
 from shardplan.tdl.proof import CASES
 
+pytestmark = pytest.mark.quick
+
 
 def test_no_primitive_is_unsorted() -> None:
     assert [e.name for e in sort_primitives() if e.kind == "undescribed"] == [], "describe it, or say in coverage.py why not"

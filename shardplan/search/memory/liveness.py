@@ -108,19 +108,33 @@ def _fused(problem: Problem, death: dict[int, int]) -> frozenset[int]:
     stored = ends | _summed(graph, readers)
     fused: set[int] = set()
     across: set[int] = set()  # values that an op of the other pass reads
+    backward = {node.id for node in graph.nodes if node.backward}
     for node in reversed(graph.nodes):
         if not (node.signature.elementwise or (cheap[node.signature.id] and _spread(problem, node))):
             continue
+        if cheap[node.signature.id] and stored.isdisjoint(node.outputs) and _sinks(problem, node, readers, backward):
+            backward.add(node.id)
         for t in node.outputs:
             using = [graph.nodes[r] for r in readers.get(t, ())]
             if t in stored or not all(u.signature.elementwise or _reduces(u.signature.call) for u in using):
                 continue
-            if any(u.backward != node.backward for u in using):
+            if any((u.id in backward) != (node.id in backward) for u in using):
                 across.add(t)
             elif cheap[node.signature.id] or len(using) <= 1:  # a heavy value is computed once in a pass
                 fused.add(t)
                 death.update({u: max(death.get(u, 0), death.get(t, node.id)) for u in _operands(problem, node)})
     return _computed_again(problem, fused, across, cheap, death)
+
+
+def _sinks(problem: Problem, node: Node, readers: Mapping[int, Sequence[int]], backward: Set[int]) -> bool:
+    """Whether a forward op is computed where the backward pass reads it: nothing else does, and no operand is larger.
+
+    Such is the derivative of tanh, which JAX places behind the tanh itself.
+    """
+    tensors = problem.graph.tensors
+    reading = {r for t in node.outputs for r in readers.get(t, ())}
+    least = min((tensors[t].nbytes for t in node.outputs), default=0)
+    return bool(reading) and reading <= backward and all(tensors[u].nbytes <= least for u in _operands(problem, node))
 
 
 def _computed_again(

@@ -91,7 +91,7 @@ def _unary_number(name: str, draw: Draw) -> Case:
 
 @case("polynomial")
 def _polynomial(name: str, draw: Draw) -> Case:
-    operands = _operands(draw, draw.choose((2, 3, 4)), draw.choose(FLOATS))
+    operands = _operands(draw, draw.choose((3, 4, 5)), draw.choose(FLOATS))
     return traced(name, lambda x, *coefficients: lax.polynomial(x, coefficients), *operands)
 
 

@@ -110,10 +110,12 @@ def _read(call: Call) -> _Attention:
 
 
 def _is_plain(call: Call) -> bool:
-    """Whether neither dropout (its bits depend on the whole shape), packed sequences, pages nor other masks are asked for."""
+    """Whether none of these is asked for: dropout (its bits depend on the whole shape), packed sequences, pages, other masks, or
+    a function of the scores (``score_mod``, which JAX has since 0.12).
+    """
     p = call.params
     rest = all(len(shape) == 1 for shape in call.operands[6:10])
-    return rest and not p["dropout_rate"] and p["mask_type"].name in _MASKS
+    return rest and not p["dropout_rate"] and p["mask_type"].name in _MASKS and p.get("score_mod") is None
 
 
 @rule("dot_product_attention_fwd_wrapper", only=_is_plain)

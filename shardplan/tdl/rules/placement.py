@@ -17,6 +17,7 @@ from shardplan.tdl.language import Named, TensorRef
     "reshard",
     "pvary",
     "preduced",
+    "xla_metadata_value",
 )
 @rule("relayout", since="0.11")
 @rule("reduced_vary_cast", "vary_unreduced_cast", since="0.12")

@@ -38,12 +38,16 @@ class Draw:
 
 @dataclass(frozen=True)
 class Task:
-    """Draws to run together under a backend, at most so many strategies of each op; with ``only`` just that number's."""
+    """Draws to run together under a backend, at most so many strategies of each op; with ``only`` just that number's.
+
+    The fence of the name ``without`` is open: the partitioner gets its cuts.
+    """
 
     draws: tuple[Draw, ...]
     most: int
     only: int | None = None
     backend: str = "specs"
+    without: str = ""
 
 
 @dataclass

@@ -15,7 +15,8 @@ from shardplan.graph import nodes as graph
 from shardplan.tdl import Call, strategies
 from shardplan.tdl.localize import Local, localize
 from shardplan.tdl.proof import CASES
-from shardplan.tdl.xla_quirks import PROVEN_WITH, UNCOMPILED
+from shardplan.tdl.xla_quirks import UNCOMPILED
+from shardplan.versions import TESTED
 from tests.emit.proof.cuts import MESHES
 from tests.emit.proof.runs import Draw, Task, run
 from tests.emit.proof.sweep import FENCED, primitives, sweep, tasks, whole
@@ -64,8 +65,8 @@ def test_every_primitive_is_proven_or_refused() -> None:
 
 
 def test_the_proof_is_of_the_installed_jaxlib() -> None:
-    """With another one what is fenced is to be proven anew: ``python -m tests.emit.proof --rounds 6``, then `PROVEN_WITH`."""
-    assert jaxlib.version.__version__ == PROVEN_WITH
+    """With another one what is fenced is to be proven anew: ``python -m tests.emit.proof --rounds 6``, then `TESTED`."""
+    assert jaxlib.version.__version__ in TESTED
 
 
 def unshifted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -417,11 +417,12 @@ def test_what_is_light_to_make_is_made_again_in_the_backward_pass() -> None:
     activations = [t for t, n in made.items() if problem.graph.tensors[t].shape == (N, W)]
     names = sorted(made[t].op.primitive for t in activations)
     assert names.count("tanh") == 1
-    assert names.count("sub") + names.count("add") >= 2
+    derivative = "one_minus_square" if "one_minus_square" in names else "sub"  # by the release of JAX
+    assert {derivative, "add"} <= set(names)
     stored = [life for life in live.lifetimes.stored if life.nbytes == ROW and life.first > 0]
     births = {problem.graph.nodes[life.first].op.primitive for life in stored}
     assert "tanh" in births
-    assert not births & {"sub", "add"}
+    assert not births & {derivative, "add"}
 
 
 def test_the_terms_of_a_gradient_do_not_wait_for_each_other() -> None:

@@ -50,10 +50,10 @@ class JaxVersionError(ShardplanError):
 class CompilerDiedError(ShardplanError):
     """A program of which XLA's compiler dies, found by compiling it in a child process; ``signal`` is what ended the child."""
 
-    def __init__(self, signal: str, release: str, reason: str) -> None:
+    def __init__(self, signal: str, reason: str) -> None:
         super().__init__(
-            f"XLA's compiler of JAX {release} dies of this program ({signal}): {reason}; change that part of the step, choose "
-            f"another backend, or {remedy()}"
+            f"XLA's compiler of JAX {jax_version()} dies of this program ({signal}): {reason}; change that part of the step, "
+            f"choose another backend, or {remedy()}"
         )
         self.signal = signal
 

@@ -15,7 +15,6 @@ from shardplan import _jax
 from shardplan.errors import CompilerDiedError
 from shardplan.ir import Program
 from shardplan.tdl.xla_quirks import may_die
-from shardplan.versions import jax_version
 
 _CHILD = "from shardplan.emit.child import main; main()"
 
@@ -28,14 +27,14 @@ def outlive(program: Program, lower: Callable[[], Any], count: int, backend: str
     Raises:
         CompilerDiedError: if a signal ends the child.
     """
-    reason = may_die(_sizes(program), jax_version(), backend)
+    reason = may_die(_sizes(program), backend)
     if reason is None or jax.default_backend() != "cpu":
         return
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     command = [sys.executable, "-c", _CHILD, str(count)]
     child = subprocess.run(command, input=lower().as_text(), text=True, capture_output=True, env=environment)
     if child.returncode < 0:
-        raise CompilerDiedError(signal.Signals(-child.returncode).name, jax_version(), reason)
+        raise CompilerDiedError(signal.Signals(-child.returncode).name, reason)
 
 
 def _sizes(program: Program) -> Iterator[tuple[str, list[int]]]:

@@ -45,12 +45,13 @@ The smallest program: ``jax.jit(jax.shard_map(jnp.sum, mesh=mesh, in_specs=P(), 
 """
 
 
-def may_die(primitives: Iterable[tuple[str, Sequence[int]]], release: str, backend: str) -> str | None:
-    """Why the compiler of this release of JAX may die of a program; None if nothing is known to kill it.
+def may_die(primitives: Iterable[tuple[str, Sequence[int]]], backend: str, release: str | None = None) -> str | None:
+    """Why the compiler of a release of JAX, the installed one, may die of a program; None if nothing is known to kill it.
 
     ``primitives`` are the ops of the program, each with the numbers of elements of its operands. Only the ``specs`` backend, and
     the step as its user wrote it, run a `jax.shard_map` as it is.
     """
+    release = release or jax_version()
     if not is_tested(release):
         return "this release is untested"
     deadly = tested_like(release) in _DIES_OF_EMPTY and backend == "specs"

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import jaxpr_as_fun
 
 from shardplan import _jax
 
@@ -46,7 +45,7 @@ def interpreted(*operands: Any, **params: Any) -> Any:
 
     def spec(mapping: Any) -> pl.BlockSpec:
         shape = tuple(None if type(b).__name__ == "Squeezed" else b.block_size for b in mapping.block_shape)
-        return pl.BlockSpec(shape, lambda *at: tuple(jaxpr_as_fun(mapping.index_map_jaxpr)(*at)))
+        return pl.BlockSpec(shape, lambda *at: tuple(_jax.jaxpr_as_fun(mapping.index_map_jaxpr)(*at)))
 
     specs = [spec(m) for m in grid_mapping.block_mappings]
     return pl.pallas_call(

@@ -4,13 +4,13 @@
 ifndef PYTHON
 PYTHON := $(shell .ci/python 3.13 3.12 3.11)
 endif
-VENV ?= .venv
+# With JAX=0.11.2, that release is installed in place of the newest, in an environment of its own.
+JAX ?=
+VENV ?= .venv$(JAX:%=-jax-%)
 BIN := $(VENV)/bin
 WORKERS ?= 2
-# With JAX=0.11.2, that release is installed in place of the newest.
-JAX ?=
 
-.PHONY: demo test test-all quick check format bench clean which test-matrix
+.PHONY: demo test test-all quick check format bench clean which test-attention test-matrix quick-oldest
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/demo.py
@@ -24,6 +24,11 @@ test-all: $(VENV)/installed
 # What the gate also runs on the oldest release of JAX.
 quick: $(VENV)/installed
 	$(BIN)/python -m pytest -n $(WORKERS) -m quick
+
+# tokamax's kernels, which the development extra leaves out: they bring a gigabyte of packages.
+test-attention: .venv-attention/installed
+	.venv-attention/bin/python -m pip install --quiet --disable-pip-version-check -e ".[attention]"
+	.venv-attention/bin/python -m pytest -n $(WORKERS) -m "" -k "tokamax or flash" tests/tdl/test_attention.py tests/emit/test_attention.py tests/models
 
 check: $(VENV)/installed
 	$(BIN)/ruff format --check
@@ -47,11 +52,14 @@ which: $(VENV)/installed
 TESTED := $(PYTHON) -c 'import sys; from shardplan.versions import TESTED; print(TESTED.get(sys.argv[1], "") if sys.argv[1:] else " ".join(TESTED))'
 test-matrix: $(addprefix test-jax-,$(shell $(TESTED)))
 
-test-jax-% quick-jax-%:
-	$(MAKE) which $(firstword $(subst -, ,$@)) VENV=.venv-jax-$* JAX=$* PYTHON="$$(.ci/python $$($(TESTED) $*))"
+test-jax-%:
+	$(MAKE) which test JAX=$* PYTHON="$$(.ci/python $$($(TESTED) $*))"
+
+quick-oldest:
+	oldest=$$($(TESTED) | cut -d' ' -f1) && $(MAKE) which quick JAX=$$oldest PYTHON="$$(.ci/python $$($(TESTED) $$oldest))"
 
 clean:
-	rm -rf .venv .venv-jax-* build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* build dist .pytest_cache .ruff_cache .hypothesis
 
 # An environment of another Python is made anew.
 VERSION := -c 'import sys; print(sys.version)'

@@ -42,17 +42,18 @@ def flash(q: jax.Array, k: jax.Array, v: jax.Array, scale: float, causal: bool) 
 
 @functools.cache
 def _of_jax() -> ModuleType | None:
-    """JAX's module of the kernel; None where JAX calls it deprecated, or no longer has it."""
-    before = sys.modules.pop(_OF_JAX, None)  # imported already, and its warning not seen
+    """JAX's module of the kernel; None where JAX calls it deprecated when it is imported, or no longer has it."""
+    before = sys.modules.pop(_OF_JAX, None)  # whoever imported it has had the warning
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error", DeprecationWarning)
-            return importlib.import_module(_OF_JAX)
+            warnings.filterwarnings("error", f"{_OF_JAX} is deprecated", DeprecationWarning)
+            module = importlib.import_module(_OF_JAX)
     except (ImportError, DeprecationWarning):
-        return None
-    finally:
-        if before is not None:
-            sys.modules[_OF_JAX] = before
+        module = None
+    if before is not None:
+        sys.modules[_OF_JAX] = before
+        vars(sys.modules[_OF_JAX.rpartition(".")[0]])[_OF_JAX.rpartition(".")[2]] = before
+    return module and (before or module)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))

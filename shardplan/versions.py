@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
@@ -38,23 +38,39 @@ def minor(release: str) -> tuple[int, ...]:
     return tuple(int(n) for n in re.findall(r"\d+", release)[:2])
 
 
-def tested_like(release: str) -> str:
+@cache
+def nearest_tested(release: str) -> str:
     """The tested release with the same first two numbers, else the newest.
 
-    >>> tested_like("0.11.0"), tested_like("0.99.1") == NEWEST
+    >>> nearest_tested("0.11.0"), nearest_tested("0.99.1") == NEWEST
     ('0.11.2', True)
     """
     return next((tested for tested in TESTED if minor(tested) == minor(release)), NEWEST)
 
 
-def remedy() -> str:
-    """The installation that makes an error about the version of JAX go away."""
-    return f"install a release of JAX that shardplan is tested with ({', '.join(TESTED)}), or a newer shardplan"
-
-
+@cache
 def is_tested(release: str) -> bool:
     """Whether the suite was run on this minor release of JAX."""
     return minor(release) in {minor(tested) for tested in TESTED}
+
+
+def is_within(since: str | None, until: str | None) -> bool:
+    """Whether the installed JAX is at least the minor release ``since``, and older than ``until``; None is no bound."""
+    installed = minor(jax_version())
+    return (since is None or installed >= minor(since)) and (until is None or installed < minor(until))
+
+
+def may_have(releases: Collection[str], installed: str | None = None) -> bool:
+    """Whether the installed JAX may have a fault that was found in these tested releases: an untested one may have any."""
+    installed = installed or jax_version()
+    return not is_tested(installed) or nearest_tested(installed) in releases
+
+
+def remedy() -> str:
+    """What to do where the installed JAX differs from what shardplan knows."""
+    if is_tested(jax_version()):
+        return "this release is tested, so shardplan is at fault: please report it"
+    return f"install a release of JAX that shardplan is tested with ({', '.join(TESTED)}), or a newer shardplan"
 
 
 def warn_of_untested(release: str) -> None:

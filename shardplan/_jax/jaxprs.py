@@ -10,7 +10,7 @@ import jax
 from jax.extend.core import Literal as Literal  # a constant inside a jaxpr
 from jax.extend.core import jaxpr_as_fun as jaxpr_as_fun
 
-from shardplan._jax.programs import _on
+from shardplan._jax.programs import within_mesh
 from shardplan.errors import JaxVersionError
 
 
@@ -18,54 +18,76 @@ from shardplan.errors import JaxVersionError
 def settings_of(eqn: Any) -> Iterator[None]:
     """The settings under which an equation was traced, all but the mesh: it runs on the one in scope here."""
     here = jax.sharding.get_abstract_mesh()
-    with eqn.ctx.manager, _on(here):
+    with eqn.ctx.manager, within_mesh(here):
         yield
 
 
-def params_of(eqn: Any) -> Mapping[str, Any]:
-    """The parameters of an equation in one form for every JAX: a ``scan`` has ``num_consts`` and ``num_carry``.
+class Parameters(dict[str, Any]):
+    """The parameters of a primitive; asking for one that JAX does not record is an error that names the release."""
+
+    def __init__(self, primitive: str, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self.primitive = primitive
+
+    def __missing__(self, key: str) -> Any:
+        raise JaxVersionError(self.primitive, f"it records no parameter {key!r}, but {', '.join(sorted(self)) or 'none'}")
+
+
+def params_of(eqn: Any, **own: Any) -> Parameters:
+    """The parameters of an equation in one form for every JAX, with our ``own``: a ``scan`` has ``num_consts``, ``num_carry``.
 
     JAX 0.11 and later record trees of a scan's operands (``ft_in``) in place of these counts.
 
     Raises:
-        JaxVersionError: for a scan whose parameters have neither form.
+        JaxVersionError: for a scan whose parameters have neither form, and when a parameter that is not there is read.
     """
-    if eqn.primitive.name != "scan" or "num_consts" in eqn.params:
-        return eqn.params
-    try:
-        consts, carry, _ = (len(group) for group in eqn.params["ft_in"].unpack())
-    except (KeyError, AttributeError, TypeError, ValueError) as error:
-        raise JaxVersionError("scan", f"its parameters are {', '.join(sorted(eqn.params))}") from error
-    own = {"num_consts": consts, "num_carry": carry}
-    return {**{key: value for key, value in eqn.params.items() if key not in ("ft_in", "ft_out")}, **own}
+    params = Parameters(eqn.primitive.name, eqn.params)
+    if eqn.primitive.name == "composite" and "jaxpr" in params:  # JAX 0.10
+        params["call_jaxpr"] = params.pop("jaxpr")
+    if eqn.primitive.name == "scan" and "num_consts" not in params:
+        try:
+            params["num_consts"], params["num_carry"], _ = (len(group) for group in params.pop("ft_in").unpack())
+        except (KeyError, AttributeError, TypeError, ValueError) as error:
+            raise JaxVersionError("scan", f"its parameters are {', '.join(sorted(eqn.params))}") from error
+        params.pop("ft_out", None)
+    params.update(own)
+    return params
 
 
-def expanded(eqn: Any) -> Any | None:
-    """The jaxpr that a high-level primitive stands for (``jnp.nonzero`` and others, since JAX 0.12); None for other equations."""
-    if eqn.primitive.name != "call_hi_primitive":
-        return None
-    high = eqn.params["_prim"]
-    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in (v.aval for v in eqn.invars)]
-    return jax.make_jaxpr(lambda *flat: jax.tree.leaves(high.expand(*jax.tree.unflatten(high.in_tree, flat))))(*shapes)
-
-
-CALLS: Mapping[str, str] = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
+_CALLS: Mapping[str, str] = {
+    **dict.fromkeys(("jit", "pjit", "xla_metadata_call"), "jaxpr"),
+    **dict.fromkeys(
+        ("closed_call", "core_call", "custom_jvp_call", "custom_lin", "custom_vjp_call", "eval_jaxpr", "program_order"),
+        "call_jaxpr",
+    ),
+    **dict.fromkeys(("custom_partitioning", "custom_vmap_call"), "call"),
+    "composite": "call_jaxpr",
     "custom_vjp_call_jaxpr": "fun_jaxpr",
-    "custom_vmap_call": "call",
-    "custom_lin": "call_jaxpr",
-    "xla_metadata_call": "jaxpr",
+    "linear_call": "callee",
     "remat_opt": "fwd_jaxpr",
 }
-"""The primitives that only call a function on all their operands, each with the parameter that holds the function."""
+_HIGH_LEVEL = "call_hi_primitive"
+CALLS = (*_CALLS, _HIGH_LEVEL)
+"""The primitives that only call a function on all their operands (`called`)."""
 
 
-def opened(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+def called(eqn: Any) -> Any | None:
+    """The jaxpr that an equation calls on all its operands; None for an equation that is no such call.
+
+    A high-level primitive (``jnp.nonzero`` and others, since JAX 0.12) stands for the jaxpr of its ``expand``.
+
+    Raises:
+        JaxVersionError: if JAX records the called function elsewhere.
+    """
+    name = eqn.primitive.name
+    if name == _HIGH_LEVEL:
+        high = params_of(eqn)["_prim"]
+        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in (v.aval for v in eqn.invars)]
+        return jax.make_jaxpr(lambda *flat: jax.tree.leaves(high.expand(*jax.tree.unflatten(high.in_tree, flat))))(*shapes)
+    return params_of(eqn)[_CALLS[name]] if name in _CALLS else None
+
+
+def jaxpr_and_consts(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     """A jaxpr, closed or not, and its constants."""
     return (jaxpr.jaxpr, jaxpr.consts) if hasattr(jaxpr, "consts") else (jaxpr, ())
 

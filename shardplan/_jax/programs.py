@@ -15,18 +15,18 @@ import numpy as np
 @contextlib.contextmanager
 def on_mesh(mesh: Any) -> Iterator[None]:
     """Traces for this mesh, whatever mesh the user has set."""
-    with _on(mesh.abstract_mesh):
+    with within_mesh(mesh.abstract_mesh):
         yield
 
 
 @contextlib.contextmanager
-def _on(mesh: Any) -> Iterator[None]:
+def within_mesh(mesh: Any) -> Iterator[None]:
     """Enters an abstract mesh; JAX goes from one to another of another size only over none."""
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())), jax.sharding.use_abstract_mesh(mesh):
         yield
 
 
-def mapped(function: Callable[..., Any], *, mesh: Any, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+def shard_mapped(function: Callable[..., Any], *, mesh: Any, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     """``jax.shard_map`` on flat operands, without the check of what is replicated.
 
     Operands without elements are made inside: the compiler of jaxlib 0.11.2 dies where the function of a ``jax.shard_map`` reads
@@ -52,8 +52,12 @@ def mapped(function: Callable[..., Any], *, mesh: Any, in_specs: Any, out_specs:
     return run
 
 
-def compile_text(text: str, count: int) -> None:
-    """Compiles the text of a lowered program for the first ``count`` devices, partitioned as `jax.jit` would have it."""
+def text_compiler(count: int) -> Callable[[str], None]:
+    """A function that compiles the text of a lowered program for the first ``count`` devices, partitioned as by `jax.jit`.
+
+    Raises:
+        ImportError, AttributeError, TypeError: if JAX has moved its compiler.
+    """
     compiler, mlir = (importlib.import_module(name) for name in ("jax._src.compiler", "jax._src.interpreters.mlir"))
     ir, client = importlib.import_module("jax._src.lib.mlir").ir, importlib.import_module("jax._src.lib").xla_client
     devices = tuple(jax.devices()[:count])
@@ -61,8 +65,13 @@ def compile_text(text: str, count: int) -> None:
     options = compiler.get_compile_options(num_replicas=1, num_partitions=count, device_assignment=assignment)
     options.executable_build_options.use_spmd_partitioning = True
     options.executable_build_options.use_shardy_partitioner = True
-    with mlir.make_ir_context():
-        compiler.backend_compile_and_load(devices[0].client, ir.Module.parse(text), client.DeviceList(devices), options, [])
+    load, among = compiler.backend_compile_and_load, client.DeviceList(devices)
+
+    def compile_text(text: str) -> None:
+        with mlir.make_ir_context():
+            load(devices[0].client, ir.Module.parse(text), among, options, [])
+
+    return compile_text
 
 
 def compilations(jitted: Any) -> int:

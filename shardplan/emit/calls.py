@@ -97,7 +97,7 @@ def on_shares(
         for i, (s, need) in enumerate(zip(call.operands, share.needs, strict=True))
     )
     outs = tuple(partition_spec(Layout(at.dims, kept), names) for at, kept in zip(share.left, share.kept, strict=True))
-    return _jax.mapped(local, mesh=mesh, in_specs=ins, out_specs=outs)
+    return _jax.shard_mapped(local, mesh=mesh, in_specs=ins, out_specs=outs)
 
 
 def reduced(x: Any, extreme: Any, reducer: Reducer, axes: tuple[str, ...], dim: int | None = None) -> Any:

@@ -6,7 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,25 +17,41 @@ from shardplan.errors import CompilerDiedError
 from shardplan.ir import Program
 from shardplan.tdl.xla_quirks import may_die
 
+BEGUN = "compiling"
+"""What the child says once it has all that it needs to compile."""
 _CHILD = "from shardplan.emit.child import main; main()"
 
 
-def outlive(program: Program, lower: Callable[[], Any], count: int, backend: str) -> None:
-    """Compiles a step for ``count`` simulated CPU devices in a child process, if the compiler may die of its ``program``.
+LIMIT_S = 600.0
+"""A compiler that takes longer than this in the child counts as dead."""
 
-    Whatever else happens to the child is not looked at: it happens here again. ``lower`` lowers the step.
+
+def compile_in_child_first(program: Program, lower: Callable[[], Any], devices: Sequence[Any], backend: str) -> None:
+    """Compiles a step for simulated CPU devices in a child process, if the compiler may die of its ``program``.
+
+    On other devices nothing is done: a child cannot have them too. ``lower`` lowers the step. What the compiler raises in the
+    child, it raises again in this process.
 
     Raises:
-        CompilerDiedError: if a signal ends the child.
+        CompilerDiedError: if a signal ends the child, or it takes longer than `LIMIT_S`.
     """
     reason = may_die(_sizes(program), backend)
-    if reason is None or jax.default_backend() != "cpu":
+    if reason is None or devices[0].platform != "cpu":
         return
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command = [sys.executable, "-c", _CHILD, str(count)]
-    child = subprocess.run(command, input=lower().as_text(), text=True, capture_output=True, env=environment)
+    command = [sys.executable, "-c", _CHILD, str(len(devices))]
+    try:
+        child = subprocess.run(command, input=lower().as_text(), text=True, capture_output=True, env=environment, timeout=LIMIT_S)
+    except subprocess.TimeoutExpired as error:
+        raise CompilerDiedError(f"no answer in {LIMIT_S:.0f} s", reason) from error
     if child.returncode < 0:
         raise CompilerDiedError(signal.Signals(-child.returncode).name, reason)
+    if BEGUN not in child.stdout:
+        warnings.warn(f"{reason}, and a child process could not try to compile it: {_last_line(child.stderr)}", stacklevel=2)
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or ["it said nothing"])[-1]
 
 
 def _sizes(program: Program) -> Iterator[tuple[str, list[int]]]:
@@ -50,4 +67,7 @@ def main() -> None:
     count = int(sys.argv[1])
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", count)
-    _jax.compile_text(sys.stdin.read(), count)
+    compile_text = _jax.text_compiler(count)
+    sys.stdout.write(BEGUN)
+    sys.stdout.flush()
+    compile_text(sys.stdin.read())

@@ -66,7 +66,7 @@ class ExplicitEmitter:
         layouts = self.planned.layouts
         ins = tuple(partition_spec(layouts[t], self.planned.names) for t in self.planned.graph.inputs)
         outs = tuple(partition_spec(layout, self.planned.names) for layout in self.schedule.results)
-        run = _jax.mapped(self.local, mesh=self.mesh, in_specs=ins, out_specs=outs)
+        run = _jax.shard_mapped(self.local, mesh=self.mesh, in_specs=ins, out_specs=outs)
         with _jax.on_mesh(self.mesh):
             return list(run(*flat))
 

@@ -15,8 +15,7 @@ from jax import lax
 
 from shardplan import _jax
 
-_MARKS = ("pvary", "pcast", *(f"{mark}{end}" for mark in ("vary_unreduced_cast", "reduced_vary_cast") for end in ("", "_p")))
-_CALLS = {**_jax.CALLS, "remat2": "jaxpr", "checkpoint": "jaxpr", "shard_map": "jaxpr"}
+_MARKS = ("pvary", "pcast", "vary_unreduced_cast", "vary_unreduced_cast_p", "reduced_vary_cast", "reduced_vary_cast_p")
 
 
 def evaluated(jaxpr: Any, operands: Sequence[Any], consts: Sequence[Any] = ()) -> list[Any]:
@@ -35,8 +34,9 @@ def _equation(eqn: Any, inputs: list[Any]) -> Sequence[Any]:
         return inputs
     if name in ("remat2", "checkpoint") and params["differentiated"] and params["prevent_cse"]:
         inputs = list(lax.optimization_barrier(inputs))
-    if name in _CALLS:
-        return _function(params[_CALLS[name]])(*inputs)
+    body = params["jaxpr"] if name in ("remat2", "checkpoint", "shard_map") else _jax.called(eqn)
+    if body is not None:
+        return _function(body)(*inputs)
     match name:
         case "psum_invariant":
             return [lax.psum(x, params["axes"]) for x in inputs]
@@ -57,7 +57,7 @@ def _equation(eqn: Any, inputs: list[Any]) -> Sequence[Any]:
 
 def _function(jaxpr: Any) -> Callable[..., list[Any]]:
     """A jaxpr, closed or not, as a function that returns arrays."""
-    inner, consts = _jax.opened(jaxpr)
+    inner, consts = _jax.jaxpr_and_consts(jaxpr)
     return lambda *xs: [jnp.asarray(x) for x in evaluated(inner, xs, consts)]
 
 

@@ -287,7 +287,7 @@ class SpecsEmitter:
     def whole(self, node: Node, inputs: Sequence[Any]) -> list[Any]:
         """An op that each device computes whole, from whole operands, so that the partitioner decides nothing."""
         spec = PartitionSpec()
-        made = _jax.mapped(lambda *xs: tuple(self.bind(node.op, xs)), mesh=self.mesh, in_specs=spec, out_specs=spec)
+        made = _jax.shard_mapped(lambda *xs: tuple(self.bind(node.op, xs)), mesh=self.mesh, in_specs=spec, out_specs=spec)
         return list(made(*inputs))
 
     def shared(self, node: Node, share: Share, inputs: Sequence[Any]) -> list[Any]:

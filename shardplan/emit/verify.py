@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardplan import _jax
-from shardplan.emit.child import outlive
+from shardplan.emit.child import compile_in_child_first
 from shardplan.emit.emitted import emitted
 from shardplan.emit.hlo import Kind, Measured, measure
 from shardplan.emit.judge import Change, Largest, Worst, judge
@@ -198,7 +198,7 @@ def verify(
 
     Raises:
         DeviceError: if there are fewer devices than the plan needs.
-        CompilerDiedError: if XLA's compiler dies of the sharded step, where that is to be feared (`shardplan.emit.child`).
+        CompilerDiedError: if XLA's compiler crashes where that is known or possible (`shardplan.emit.child`).
         ShardplanError: for a step count under one.
     """
     if steps < 1:
@@ -229,13 +229,13 @@ def _verify(
     if plan.traced.program.meshed:
         first = NamedSharding(plan.mesh(devices), PartitionSpec())
     one = _Single(jax.jit(pure, out_shardings=None if isinstance(first, jax.Device) else first), first, loop)
-    count = plan.mesh(devices).size
-    outlive(plan.traced.program, lambda: one.lowered(host), count if plan.traced.program.meshed else 1, "specs")
+    program, on = plan.traced.program, plan.mesh(devices).devices.flatten().tolist()
+    compile_in_child_first(program, lambda: one.lowered(host), on if program.meshed else on[:1], "specs")
     single = one.run(host)
     own_recompiles = one.recompiles
     tell("the sharded step", 0.3)
     sharded = _Sharded(plan, step, devices, backend, drop, loop)
-    outlive(plan.traced.program, lambda: sharded.lowered(host), count, backend)
+    compile_in_child_first(program, lambda: sharded.lowered(host), on, backend)
     results = sharded.run(host)
     changes = _changes(_Perturbed(pure, first, loop) if narrows(plan.traced.program) else one, host, single, tell)
     tell("bytes", 0.9)

@@ -103,9 +103,8 @@ class _Reader:
             match name:
                 case "convert_element_type" if _is_narrower(eqn.outvars[0].aval.dtype, eqn.invars[0].aval.dtype):
                     return [self.change(_bound(eqn, inputs)[0])]
-                case "jit" | "pjit":
-                    inner = params["jaxpr"]
-                    return self.run(inner.jaxpr, inner.consts, inputs, own)
+                case _ if name in _jax.CALLS:
+                    return self.run(*_jax.jaxpr_and_consts(_jax.called(eqn)), inputs, own)
                 case "remat2" | "checkpoint":
                     body = jax.checkpoint(
                         lambda *xs: self.run(params["jaxpr"], (), xs, own),

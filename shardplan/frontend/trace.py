@@ -226,11 +226,7 @@ class _Builder:
                     "around the function that checks, and return its error"
                 )
             named = named_call(name, eqn.params, [a.aval for a in eqn.invars])
-            key = _jax.CALLS.get(name)
-            if named is None and key is not None and key in eqn.params:
-                self.inline(eqn, eqn.params[key], inputs, env, scope, caller)
-                continue
-            body = _jax.expanded(eqn)
+            body = _jax.called(eqn) if named is None else None
             if body is not None:
                 self.inline(eqn, body, inputs, env, scope, caller)
                 continue
@@ -314,7 +310,7 @@ class _Builder:
         caller: _Source | None,
     ) -> None:
         """Adds the equations of the called jaxpr in place of the call."""
-        inner, consts = _jax.opened(inner)
+        inner, consts = _jax.jaxpr_and_consts(inner)
         below: dict[Any, Operand] = dict(zip(inner.invars, inputs, strict=True))
         self.bind_constants(below, inner, consts)
         stack = str(eqn.source_info.name_stack)
@@ -326,17 +322,15 @@ class _Builder:
 def _params(eqn: Any, name: str) -> Mapping[str, Any]:
     """The parameters of an equation; what draws bits that depend on the whole shape says so."""
     whole = name in ("random_bits", "random_split") and not _jax.threefry_partitionable(eqn)
-    own = {_jax.WHOLE_SHAPE: True} if whole else _jax.own_params(eqn)
-    params = _jax.params_of(eqn)
-    return {**params, **own} if own else params
+    return _jax.params_of(eqn, **({_jax.WHOLE_SHAPE: True} if whole else _jax.own_params(eqn)))
 
 
 def _bodies(eqn: Any) -> tuple[Program, ...]:
-    name = eqn.primitive.name
+    name, params = eqn.primitive.name, _jax.params_of(eqn)
     if name == "cond":
-        jaxprs = eqn.params["branches"]
+        jaxprs = params["branches"]
     elif name in _BODIES:
-        jaxprs = tuple(eqn.params[k] for k in _BODIES[name])
+        jaxprs = tuple(params[k] for k in _BODIES[name])
     else:
         return ()
     return tuple(_Builder().program(b.jaxpr, b.consts) if hasattr(b, "consts") else _Builder().program(b, ()) for b in jaxprs)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
-from shardplan.errors import DescriptionError, JaxVersionError, MisfitError
+from shardplan.errors import DescriptionError, MisfitError
 from shardplan.tdl import language as lang
 from shardplan.tdl.description import (
     Call,
@@ -17,7 +17,7 @@ from shardplan.tdl.description import (
     RuleFunction,
     read,
 )
-from shardplan.versions import jax_version, minor
+from shardplan.versions import is_within
 
 _RULES: dict[str, RuleFunction] = {}
 _ABSENT: set[str] = set()
@@ -25,24 +25,22 @@ _ONLY: dict[RuleFunction, Callable[[Call], bool]] = {}
 
 
 def rule(
-    *primitives: str, only: Callable[[Call], bool] | None = None, since: str = "0", until: str | None = None
+    *primitives: str, only: Callable[[Call], bool] | None = None, since: str | None = None, until: str | None = None
 ) -> Callable[[RuleFunction], RuleFunction]:
     """Registers ``function(call, *operands)`` as the description of these primitives.
 
-    ``since``: the minor release of JAX (``"0.11"``) that brought these primitives. ``until``: the first without them. With a
-    JAX that has them not, nothing is registered.
+    ``since`` is the minor release of JAX (``"0.11"``) that brought these primitives, ``until`` the first without them. If the
+    installed JAX lacks them, nothing is registered.
 
     It returns a lambda over the dims of the result, or a tuple with one for each result. Loops of the same name in several
     lambdas are the same loop. A call for which ``only`` is false has no description.
     """
 
-    installed = minor(jax_version())
-
     def register(function: RuleFunction) -> RuleFunction:
         if only is not None:
             _ONLY[function] = only
         for name in primitives:
-            if minor(since) <= installed and (until is None or installed < minor(until)):
+            if is_within(since, until):
                 _RULES[name] = function
             else:
                 _ABSENT.add(name)
@@ -185,8 +183,7 @@ def op(function: Callable[..., Any]) -> Callable[[Call], Description]:
 
 
 _PATTERNS: dict[Hashable, Description] = {}
-_OWN_RULES = "shardplan.tdl.rules."
-_ELEMENTWISE = f"{_OWN_RULES}elementwise"
+_ELEMENTWISE = "shardplan.tdl.rules.elementwise"
 
 
 def describe(call: Call) -> Description | None:
@@ -202,25 +199,10 @@ def describe(call: Call) -> Description | None:
     if cached is not None:
         loops = tuple([LoopInfo(loop.name, n, None, False) for loop, n in zip(cached.loops, call.results[0], strict=True)])
         return Description(call, loops, cached.results, cached.accesses, cached.trees, cached.monomials, True)
-    description = _read(call, function)
+    description = read(call, function)
     if key is not None and description.elementwise:
         _PATTERNS[key] = description
     return description
-
-
-def _read(call: Call, function: RuleFunction) -> Description:
-    """A rule's description of a call.
-
-    Raises:
-        JaxVersionError: if a rule of ours asks for a parameter that the installed JAX does not record.
-    """
-    try:
-        return read(call, function)
-    except (DescriptionError, KeyError) as error:
-        missing = error.__cause__ if isinstance(error, DescriptionError) else error
-        if function.__module__.startswith(_OWN_RULES) and isinstance(missing, KeyError) and missing.args[0] not in call.params:
-            raise JaxVersionError(call.primitive, f"it has no parameter {missing.args[0]!r}") from error
-        raise
 
 
 def _pattern(call: Call, function: RuleFunction) -> Hashable:

@@ -17,12 +17,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import linear_call
+from jax.experimental.custom_partitioning import custom_partitioning
 
 from shardplan import _jax
-from shardplan.tdl.proof import CASES, Drawn, cudnn_reference
-from shardplan.versions import TESTED, jax_version, tested_like
+from shardplan.tdl.proof import CASES, Drawn, UnboundCaseError, cudnn_reference
+from shardplan.versions import TESTED, jax_version, nearest_tested
 
 RECORDS = Path(__file__).with_name("releases.json")
+REFUSED = "(its case is refused)"
+REFUSALS = (AttributeError, TypeError, UnboundCaseError)
+"""What a proof case raises where JAX has renamed a function, changed its parameters, or no longer binds the primitive."""
 Primitives = Mapping[str, tuple[str, ...]]
 """Each primitive with the sorted names of its parameters; none for one that no proof case and no sample applies."""
 
@@ -42,7 +47,7 @@ class Differences:
 
 def differences() -> Differences:
     """How the installed JAX differs from the tested release that it is like."""
-    release = tested_like(jax_version())
+    release = nearest_tested(jax_version())
     return compared(release, records()[release], installed())
 
 
@@ -77,7 +82,7 @@ def installed() -> Primitives:
     }
     for name in known.keys() & CASES.keys():
         known[name] = set(_parameters_of_case(name))
-    for function in _SAMPLES:
+    for function in SAMPLES:
         for eqn in _jax.equations(jax.make_jaxpr(function)(jnp.ones((2, 2))).jaxpr):
             if eqn.primitive.name in known.keys() - CASES.keys():
                 known[eqn.primitive.name].update(eqn.params)
@@ -85,16 +90,20 @@ def installed() -> Primitives:
 
 
 def _parameters_of_case(name: str) -> tuple[str, ...]:
-    """The names of the parameters in a drawn case, without our own; ``?`` where the installed JAX refuses the case."""
+    """The names of the parameters in a drawn case, without our own; `REFUSED` where the installed JAX cannot apply it."""
     try:
         with _jax.run_on_cpu(cudnn_reference.FUNCTIONS):
             return tuple(key for key in CASES[name](Drawn(0)).call.params if key not in _jax.OWN_PARAMS)
-    except TypeError:
-        return ("?",)
+    except REFUSALS:
+        return (REFUSED,)
 
 
 def _doubled(x: Any) -> Any:
     return 2.0 * x
+
+
+def _doubled_from(factor: Any, x: Any) -> Any:
+    return factor * x
 
 
 def _with_jvp(x: Any) -> Any:
@@ -115,7 +124,14 @@ def _with_vmap(x: Any) -> Any:
     return function(x)
 
 
-_SAMPLES: tuple[Callable[[Any], Any], ...] = (
+def _with_partitioning(x: Any) -> Any:
+    function = custom_partitioning(_doubled)
+    nothing = {"partition": lambda *_: None, "infer_sharding_from_operands": lambda *_: None}
+    function.def_partition(**nothing, sharding_rule="i j -> i j")
+    return function(x)
+
+
+SAMPLES: tuple[Callable[[Any], Any], ...] = (
     lambda x: lax.scan(lambda carry, row: (carry + row, carry), x[0], x),
     lambda x: lax.while_loop(lambda carry: jnp.sum(carry) < 9.0, _doubled, x),
     lambda x: lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x),
@@ -124,6 +140,9 @@ _SAMPLES: tuple[Callable[[Any], Any], ...] = (
     _with_jvp,
     _with_vjp,
     _with_vmap,
+    lax.composite(_doubled, "shardplan.doubled"),
+    partial(linear_call, _doubled_from, _doubled_from, 2.0),
+    _with_partitioning,
     partial(lax.custom_linear_solve, _doubled, solve=lambda _, b: b / 2, symmetric=True),
 )
 """Applications of the primitives with bodies, which have no proof case."""

@@ -1,12 +1,12 @@
 """Facts about ops beyond their index maps: which run on the host, and which cuts XLA's partitioner gets wrong.
 
 A *fenced* cut is not left to the partitioner: each device runs it on its own share (`shardplan.emit.calls`), and only where it
-divides. Each fence says in which releases of JAX its fault was found; docs/accuracy.md has the table.
+divides. Each fence says in which releases of JAX its fault was found; docs/accuracy.md has what each release does without it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from shardplan.ir import PAIRS
@@ -14,7 +14,7 @@ from shardplan.tdl import language as lang
 from shardplan.tdl.description import Call, Description, children
 from shardplan.tdl.index import loops_of
 from shardplan.tdl.strategies import in_step
-from shardplan.versions import TESTED, is_tested, jax_version, tested_like
+from shardplan.versions import TESTED, may_have
 
 HOST = frozenset({"debug_callback", "debug_print", "io_callback", "pure_callback"})
 """Primitives that run whole without ``replicate=``: XLA gathers their operands, and every device has their results."""
@@ -51,10 +51,9 @@ def may_die(primitives: Iterable[tuple[str, Sequence[int]]], backend: str, relea
     ``primitives`` are the ops of the program, each with the numbers of elements of its operands. Only the ``specs`` backend, and
     the step as its user wrote it, run a `jax.shard_map` as it is.
     """
-    release = release or jax_version()
-    if not is_tested(release):
+    if may_have((), release):
         return "this release is untested"
-    deadly = tested_like(release) in _DIES_OF_EMPTY and backend == "specs"
+    deadly = may_have(_DIES_OF_EMPTY, release) and backend == "specs"
     if deadly and any(name == "shard_map" and 0 in sizes for name, sizes in primitives):
         return "a jax.shard_map of the step has an operand without elements"
     return None
@@ -82,21 +81,18 @@ _NONE: frozenset[int] = frozenset()
 class Fence:
     """A fault of XLA's partitioner: each device cuts these ``loops`` of a call itself, on its own share; they are never padded.
 
-    ``found`` says what the partitioner does in each tested release of JAX that has the fault: in the others the fence is open.
-    An untested release is taken to have every fault. A call that is fenced ``alone`` may neither keep partial sums nor pass them
-    on. ``primitives`` are those to prove it with: ``python -m tests.emit.proof.fences`` does so, and prints the table of
-    docs/accuracy.md.
+    ``fault`` says what the partitioner does, and ``releases`` in which tested releases of JAX: in the others the fence does not
+    apply. A call that is fenced ``alone`` may neither keep partial sums nor pass them on. ``primitives`` and ``seed`` find the
+    fault: ``python -m tests.emit.proof.fences`` lifts each fence and prints what goes wrong.
     """
 
     name: str
     primitives: tuple[str, ...]
-    found: Mapping[str, str]
+    fault: str
     loops: Callable[[Call, Description], frozenset[int]]
     alone: bool = False
-
-    def holds(self, release: str) -> bool:
-        """Whether this release of JAX may have the fault."""
-        return not is_tested(release) or tested_like(release) in self.found
+    seed: int = 0
+    releases: tuple[str, ...] = tuple(TESTED)
 
 
 def _every_loop(applies: Callable[[Call], bool]) -> Callable[[Call, Description], frozenset[int]]:
@@ -145,49 +141,50 @@ def _in_groups(call: Call) -> bool:
     return images > 1 or features > 1
 
 
-_LOST_NAN = "max and min of floats"
+_LOST_NAN = "max and min of floats: reduced loops of windows"
 FENCES = (
     Fence(
         "convolution: loops over space",
         ("conv_general_dilated",),
-        dict.fromkeys(TESTED, "wrong"),
+        "adds up gradients over axes that cut nothing, misplaces halos under strides, aborts where the image is dilated",
         _spatial_loops,
+        seed=7,
     ),
     Fence(
         "convolution in groups: every loop",
         ("conv_general_dilated",),
-        dict.fromkeys(TESTED, "wrong"),
+        "loses blocks of depthwise ones, adds up the gradients of their kernels over axes that cut nothing",
         _every_loop(_in_groups),
         alone=True,
     ),
     Fence(
         "scatter: every loop",
         tuple(sorted(_SCATTERS)),
-        dict.fromkeys(TESTED, "wrong"),
-        _every_loop(lambda c: c.primitive in _SCATTERS),
+        "padding of updates that are cut unevenly lands in row 0",
+        _every_loop(lambda call: call.primitive in _SCATTERS),
     ),
     Fence(
         "pooling by any function, gradient of max pooling: every loop",
         tuple(sorted(_WINDOWS)),
-        dict.fromkeys(TESTED, "wrong"),
+        "compares zeros from beyond a block, counts a start that is no identity once more",
         _every_loop(lambda call: call.primitive in _WINDOWS),
         alone=True,
     ),
     Fence(
         "slice, pad: loops that move elements",
         (*sorted(_MISALIGNED), "cummax", "cumprod", "cumlogsumexp"),
-        dict.fromkeys(TESTED, "refused"),
+        "makes programs that XLA's own verifier refuses",
         _moving_loops,
     ),
-    Fence("and, or of integers: reduced loops", ("reduce_and", "reduce_or"), dict.fromkeys(TESTED, "refused"), _bitwise_loops),
-    Fence(_LOST_NAN, (*_REDUCTIONS, *_WINDOW_EXTREMES), dict.fromkeys(TESTED, "wrong"), _extreme_loops),
+    Fence("and, or of integers: reduced loops", ("reduce_and", "reduce_or"), "has no such all-reduce on the CPU", _bitwise_loops),
+    Fence(_LOST_NAN, (*_REDUCTIONS, *_WINDOW_EXTREMES), "loses NaN", _extreme_loops),
 )
 """What the partitioner gets wrong, found by running every cut of every primitive (`tests/emit/proof`) on each tested release."""
 
 
 def fences() -> tuple[Fence, ...]:
     """The fences that hold in the installed release of JAX."""
-    return tuple(fence for fence in FENCES if fence.holds(jax_version()))
+    return tuple(fence for fence in FENCES if may_have(fence.releases))
 
 
 def fenced_loops(call: Call, description: Description | None, *, run_by_user: bool) -> frozenset[int]:

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardplan
-from shardplan.emit.child import outlive
+from shardplan.emit.child import compile_in_child_first
 from shardplan.emit.verify import verify
 from shardplan.frontend.trace import trace
 from shardplan.tdl.xla_quirks import may_die
@@ -68,9 +68,17 @@ def test_a_death_is_an_error_that_names_the_signal(mesh: Mesh, monkeypatch: pyte
     shapes = (jax.ShapeDtypeStruct((8, 4), "float32"), jax.ShapeDtypeStruct((0,), "float32"))
     program = trace(reading_nothing(mesh), *shapes).program
     monkeypatch.setattr("shardplan.emit.child.may_die", lambda *_: "it was to be feared")
+    devices = mesh.devices.flatten().tolist()
     lowered = jax.jit(lambda w: w * 2, in_shardings=NamedSharding(mesh, P("gpu"))).lower(shapes[0])
-    outlive(program, lambda: lowered, 2, "specs")
+    compile_in_child_first(program, lambda: lowered, devices, "specs")
     monkeypatch.setattr("shardplan.emit.child._CHILD", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
     died = rf"JAX {jax_version()} dies of this program \(SIGSEGV\): it was to be feared"
     with pytest.raises(shardplan.CompilerDiedError, match=died):
-        outlive(program, lambda: lowered, 2, "specs")
+        compile_in_child_first(program, lambda: lowered, devices, "specs")
+    monkeypatch.setattr("shardplan.emit.child._CHILD", "raise AttributeError('the compiler has moved')")
+    with pytest.warns(UserWarning, match="a child process could not try to compile it: AttributeError: the compiler has moved"):
+        compile_in_child_first(program, lambda: lowered, devices, "specs")
+    monkeypatch.setattr("shardplan.emit.child._CHILD", "import time; time.sleep(60)")
+    monkeypatch.setattr("shardplan.emit.child.LIMIT_S", 0.5)
+    with pytest.raises(shardplan.CompilerDiedError, match="no answer in 0 s"):
+        compile_in_child_first(program, lambda: lowered, devices, "specs")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import jax
 import pytest
+from jax import lax
 
+import shardplan
 from shardplan.tdl.coverage import (
     OPAQUE,
     UNCUT,
@@ -14,6 +17,7 @@ from shardplan.tdl.coverage import (
 )
 from shardplan.tdl.describe import described
 from shardplan.tdl.proof import CASES
+from shardplan.tdl.releases import REFUSED, SAMPLES, differences, installed
 
 pytestmark = pytest.mark.quick
 
@@ -51,3 +55,24 @@ def test_what_is_not_described_has_a_reason() -> None:
 
 def test_reasons_are_given_for_primitives_that_have_a_rule() -> None:
     assert set(OPAQUE) | set(WHOLE_DIMS) <= set(described())
+
+
+@pytest.mark.parametrize("sample", range(len(SAMPLES)))
+def test_what_is_seen_through_is_traced_and_planned(sample: int) -> None:
+    x = jax.ShapeDtypeStruct((2, 2), "float32")
+    assert shardplan.plan(SAMPLES[sample], x, cluster="2").step_time_s > 0
+
+
+def test_a_jax_that_refuses_cases_is_reported_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if ``lax.tan`` were gone and ``lax.top_k`` bound another primitive."""
+    monkeypatch.delattr(lax, "tan")
+    monkeypatch.setattr(lax, "top_k", lambda x, k, axis: (x * 2.0, x))
+    assert "refuses the case: AttributeError" in (prove_one("tan", 1).fault or "")
+    assert "refuses the case: UnboundCaseError: top_k does not occur" in (prove_one("top_k", 1).fault or "")
+    installed.cache_clear()
+    try:
+        changed = differences().changed
+    finally:
+        monkeypatch.undo()
+        installed.cache_clear()
+    assert changed["tan"][0] == changed["top_k"][0] == f"+{REFUSED}"

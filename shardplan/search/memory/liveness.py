@@ -112,7 +112,7 @@ def _fused(problem: Problem, death: dict[int, int]) -> frozenset[int]:
     for node in reversed(graph.nodes):
         if not (node.signature.elementwise or (cheap[node.signature.id] and _spread(problem, node))):
             continue
-        if cheap[node.signature.id] and stored.isdisjoint(node.outputs) and _sinks(problem, node, readers, backward):
+        if cheap[node.signature.id] and stored.isdisjoint(node.outputs) and _moves_to_backward(problem, node, readers, backward):
             backward.add(node.id)
         for t in node.outputs:
             using = [graph.nodes[r] for r in readers.get(t, ())]
@@ -126,15 +126,15 @@ def _fused(problem: Problem, death: dict[int, int]) -> frozenset[int]:
     return _computed_again(problem, fused, across, cheap, death)
 
 
-def _sinks(problem: Problem, node: Node, readers: Mapping[int, Sequence[int]], backward: Set[int]) -> bool:
-    """Whether a forward op is computed where the backward pass reads it: nothing else does, and no operand is larger.
+def _moves_to_backward(problem: Problem, node: Node, readers: Mapping[int, Sequence[int]], backward: Set[int]) -> bool:
+    """Whether a forward op is computed where the backward pass reads it: nothing else reads it, and its operands are no larger.
 
-    Such is the derivative of tanh, which JAX places behind the tanh itself.
+    The derivative of tanh is such an op: JAX places it behind the tanh itself.
     """
     tensors = problem.graph.tensors
     reading = {r for t in node.outputs for r in readers.get(t, ())}
     least = min((tensors[t].nbytes for t in node.outputs), default=0)
-    return bool(reading) and reading <= backward and all(tensors[u].nbytes <= least for u in _operands(problem, node))
+    return bool(reading) and reading <= backward and sum(tensors[u].nbytes for u in set(_operands(problem, node))) <= least
 
 
 def _computed_again(

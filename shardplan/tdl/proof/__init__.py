@@ -20,10 +20,19 @@ from shardplan.tdl.proof.case import (
     Case,
     Draw,
     Drawn,
+    UnboundCaseError,
     applications,
     prove,
 )
 
 assert all((attention, contraction, elementwise, indexing, linalg, movement, randomness, reduction, sorting))
 
-__all__ = ["CASES", "Case", "Draw", "Drawn", "applications", "prove"]
+__all__ = [
+    "CASES",
+    "Case",
+    "Draw",
+    "Drawn",
+    "UnboundCaseError",
+    "applications",
+    "prove",
+]

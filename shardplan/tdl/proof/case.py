@@ -64,6 +64,10 @@ class Drawn:
         return options[int(self._rng.integers(len(options)))]
 
 
+class UnboundCaseError(Exception):
+    """A case that does not apply its primitive, as the installed JAX names or lowers it otherwise."""
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """A call and operands to run it on."""
@@ -117,7 +121,7 @@ def traced(primitive: str, function: Callable[..., Any], *operands: Any) -> Case
         if primitive in (eqn.primitive.name, kernel_name(eqn.primitive.name, eqn.params)):
             params = {**eqn.params, **_jax.own_params(eqn)}
             return Case(_call(primitive, values, results, params), tuple(values))
-    raise AssertionError(f"{primitive} does not occur in {closed}")
+    raise UnboundCaseError(f"{primitive} does not occur in {closed}")
 
 
 def applications(function: Callable[..., Any], *operands: Any) -> list[Case]:
@@ -178,9 +182,9 @@ def _walk(jaxpr: Any, consts: Sequence[Any], operands: Sequence[Any]) -> Iterato
     known: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *operands], strict=True))
     for eqn in jaxpr.eqns:
         values = [v.val if isinstance(v, _jax.Literal) else known[v] for v in eqn.invars]
-        inner = eqn.params.get(_jax.CALLS.get(eqn.primitive.name, ""))
+        inner = _jax.called(eqn)
         if inner is not None:
-            yield from _walk(*_jax.opened(inner), values)
+            yield from _walk(*_jax.jaxpr_and_consts(inner), values)
         out = _jax.bind(eqn.primitive.name, values, eqn.params)
         results = list(out) if eqn.primitive.multiple_results else [out]
         if inner is None:

@@ -74,7 +74,7 @@ def _equation(eqn: Any, inputs: list[Any], programs: Mapping[str, Sequence[Any]]
     name, params = eqn.primitive.name, _jax.params_of(eqn)
 
     def function(body: Any) -> Callable[..., list[Any]]:
-        inner, consts = _jax.opened(body)
+        inner, consts = _jax.jaxpr_and_consts(body)
         return lambda *own: _evaluate(inner, own, programs, consts)
 
     match name:
@@ -90,7 +90,7 @@ def _equation(eqn: Any, inputs: list[Any], programs: Mapping[str, Sequence[Any]]
         case "scan":
             return _scan(function(params["jaxpr"]), params, inputs)
         case _ if name in _jax.CALLS:
-            return function(params[_jax.CALLS[name]])(*inputs)
+            return function(_jax.called(eqn))(*inputs)
         case _:
             if name == "masked_load":
                 inputs = _of_one_dtype(inputs, params["args_tree"], eqn.outvars[0].aval.dtype)

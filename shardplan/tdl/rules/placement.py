@@ -17,6 +17,7 @@ from shardplan.tdl.language import Named, TensorRef
     "reshard",
     "pvary",
     "preduced",
+    "stage",
     "xla_metadata_value",
 )
 @rule("relayout", since="0.11")

@@ -40,7 +40,7 @@ class Draw:
 class Task:
     """Draws to run together under a backend, at most so many strategies of each op; with ``only`` just that number's.
 
-    The fence of the name ``without`` is open: the partitioner gets its cuts.
+    The fence of the name ``without`` does not apply: the partitioner gets its cuts.
     """
 
     draws: tuple[Draw, ...]

@@ -23,15 +23,16 @@ def answered(task: Task) -> Tally:
         sys.stderr.write(f"\nalone: {about.name}\n")
         sys.stderr.flush()
 
-    with opened(task.without):
+    with lifted(task.without):
         return run(task, tell)
 
 
 @contextmanager
-def opened(name: str) -> Iterator[None]:
-    """While this lasts, the fence of this name does not hold."""
+def lifted(name: str) -> Iterator[None]:
+    """While this lasts, the fence of this name does not apply; ``""`` is none."""
     before = xla_quirks.FENCES
     xla_quirks.FENCES = tuple(fence for fence in before if fence.name != name)
+    assert len(before) - len(xla_quirks.FENCES) == bool(name), f"there is no fence {name!r}"
     try:
         yield
     finally:

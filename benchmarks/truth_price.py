@@ -158,12 +158,17 @@ def _attention_s(session: Session, device: Device, devices: int) -> tuple[float,
             flops = compute.flops(signature.description) * node.weight / devices
             peak = device.flops_per_s[compute.rated(device, signature.call.dtypes[0])]
             traced += flops / (peak * device.attention_efficiency)
-            published += flops / (peak * device.attention_efficiency) * _PUBLISHED.get(signature.call.primitive, 1.0)
+            published += (
+                flops / (peak * device.attention_efficiency) * _PUBLISHED[signature.call.primitive.removeprefix("pallas_call:")]
+            )
     return traced, published
 
 
-_PUBLISHED: Mapping[str, float] = {"pallas_call:mha_backward": 5 / 7}
-"""The products of a kernel as rates are published, over those that it has in JAX's file."""
+_PUBLISHED: Mapping[str, float] = {
+    **dict.fromkeys(("mha_forward", "mha_preprocess_backward", "pallas_flash_attention", "pallas_flash_attention_fwd_res"), 1.0),
+    **dict.fromkeys(("mha_backward", "pallas_flash_attention_vjp"), 5 / 7),
+}
+"""The products of a kernel as rates are published, over those that it has in the file of JAX or tokamax."""
 
 
 def _update_s(session: Session) -> float:

@@ -13,6 +13,7 @@ from benchmarks.truth_rows import Row, Sharding, cluster_of, rows
 from models import gpt
 from shardplan.frontend.nnx_state import trace_step
 from shardplan.graph import flatten
+from tests.attention import needs_flash
 
 ROWS = {row.id: row for row in rows()[0]}
 SMALL = {
@@ -51,6 +52,7 @@ def test_rates_of_few_rows_are_not_fitted() -> None:
     assert (rates.launch_s, rates.triton_on_h100, launched, attending) == (0.0, None, [], [])
 
 
+@needs_flash
 def test_a_slower_attention_kernel_adds_to_compute_alone() -> None:
     fused = replace(small(Sharding(data=8)), options={**SMALL, "fused": True})
     before = price(fused)

@@ -190,7 +190,7 @@ def test_an_interrupt_ends_the_search_of_all_factorings() -> None:
 
 
 def test_a_factoring_that_a_shard_map_forbids_is_left_out_with_the_reason() -> None:
-    mesh = jax.sharding.AbstractMesh((8,), ("gpu",))
+    mesh = jax.sharding.AbstractMesh((8,), ("gpu",), axis_types=(jax.sharding.AxisType.Auto,))
 
     def step(w: jax.Array, x: jax.Array) -> jax.Array:
         h = jax.shard_map(lambda b: b * 2, mesh=mesh, in_specs=PartitionSpec("gpu"), out_specs=PartitionSpec("gpu"))(x)

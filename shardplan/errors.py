@@ -48,7 +48,7 @@ class JaxVersionError(ShardplanError):
 
 
 class CompilerDiedError(ShardplanError):
-    """A program of which XLA's compiler dies, found by compiling it in a child process; ``signal`` is what ended the child."""
+    """A program that crashes XLA's compiler, found by compiling it in a child process; ``signal`` says how the child ended."""
 
     def __init__(self, signal: str, reason: str) -> None:
         super().__init__(

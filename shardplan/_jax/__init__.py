@@ -1,6 +1,6 @@
 """All uses of JAX's private names, each with its purpose and its fallback if JAX moves it, and what differs between releases.
 
-Nothing outside this package tests for a version of JAX or reads a name that is not public.
+Nothing outside this package reads a name of JAX that is not public; `shardplan.versions` alone compares versions.
 """
 
 from shardplan._jax.binding import KERNEL_MODULES, bind, linalg, primitives, run_on_cpu, select_and_scatter

@@ -8,9 +8,10 @@ endif
 JAX ?=
 VENV ?= .venv$(JAX:%=-jax-%)
 BIN := $(VENV)/bin
+EXTRAS ?= dev
 WORKERS ?= 2
 
-.PHONY: demo test test-all quick check format bench clean which test-attention test-matrix quick-oldest
+.PHONY: attention demo test test-all quick check format bench clean which test-attention test-matrix quick-oldest
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/demo.py
@@ -25,10 +26,12 @@ test-all: $(VENV)/installed
 quick: $(VENV)/installed
 	$(BIN)/python -m pytest -n $(WORKERS) -m quick
 
-# tokamax's kernels, which the development extra leaves out: they bring a gigabyte of packages.
-test-attention: .venv-attention/installed
-	.venv-attention/bin/python -m pip install --quiet --disable-pip-version-check -e ".[attention]"
-	.venv-attention/bin/python -m pytest -n $(WORKERS) -m "" -k "tokamax or flash" tests/tdl/test_attention.py tests/emit/test_attention.py tests/models
+# tokamax's kernels, in an environment of their own: they bring a gigabyte of packages.
+test-attention:
+	$(MAKE) attention VENV=.venv-attention EXTRAS=dev,attention
+
+attention: $(VENV)/installed
+	$(BIN)/python -m pytest -n $(WORKERS) -m "" -k "tokamax or flash" tests/tdl/test_attention.py tests/emit/test_attention.py
 
 check: $(VENV)/installed
 	$(BIN)/ruff format --check
@@ -70,5 +73,5 @@ endif
 $(VENV)/installed: pyproject.toml
 	@test -n "$(PYTHON)" || exit 1
 	test "$$($(BIN)/python $(VERSION) 2>/dev/null)" = "$$($(PYTHON) $(VERSION))" || { rm -rf $(VENV) && $(PYTHON) -m venv $(VENV); }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]" $(if $(JAX),jax==$(JAX) jaxlib==$(JAX))
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[$(EXTRAS)]" $(if $(JAX),jax==$(JAX) jaxlib==$(JAX))
 	@touch $@

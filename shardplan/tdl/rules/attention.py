@@ -118,7 +118,7 @@ def _attention_kernel(call: Call, *operands: TensorRef) -> tuple[Lambda, ...]:
 def _free_dims(call: Call, grid: KernelGrid) -> frozenset[int]:
     """The grid dims along which the kernel may be cut: they count equal blocks of each result, and the body reads no index.
 
-    A block that several programs share has one element, and is none of a result.
+    Only blocks of one element are shared by several programs, and only blocks of operands.
     """
     shapes = (*call.operands, *call.results)
     counted: dict[int, set[tuple[int, int]]] = {}

@@ -3,7 +3,7 @@
 Nothing outside this package reads a name of JAX that is not public; `shardplan.versions` alone compares versions.
 """
 
-from shardplan._jax.binding import KERNEL_MODULES, bind, linalg, primitives, run_on_cpu, select_and_scatter
+from shardplan._jax.binding import KERNEL_MODULES, REFERENCES, bind, linalg, primitives, run_on_cpu, select_and_scatter
 from shardplan._jax.jaxprs import (
     CALLS,
     Literal,
@@ -45,6 +45,7 @@ __all__ = [
     "KERNEL_GRID",
     "KERNEL_MODULES",
     "OWN_PARAMS",
+    "REFERENCES",
     "WHOLE_SHAPE",
     "Literal",
     "Parameters",

@@ -27,6 +27,10 @@ KERNEL_MODULES = ("jax._src.cudnn", "jax._src.pallas", "jax.experimental", "jax.
 """Where JAX keeps the primitives of kernels."""
 
 
+REFERENCES = frozenset("accum_grad_in_ref addupdate empty_ref free_ref freeze get new_ref pin run_state swap unpin".split())
+"""The primitives that make or use mutable references."""
+
+
 @cache
 def primitives() -> Mapping[str, tuple[str, Any]]:
     """Every primitive of the installed JAX by name, with its module: an attribute of any loaded ``jax`` module counts."""

@@ -225,6 +225,11 @@ class _Builder:
                     f"the checkify.check at {_Source(eqn, caller)} is not functionalized: put jax.experimental.checkify.checkify "
                     "around the function that checks, and return its error"
                 )
+            if name in _jax.REFERENCES:
+                raise TraceError(
+                    f"{name} at {_Source(eqn, caller)} makes or uses a mutable reference (jax.new_ref), which plans do not "
+                    "support: return the new value, as x.at[...].set does"
+                )
             named = named_call(name, eqn.params, [a.aval for a in eqn.invars])
             body = _jax.called(eqn) if named is None else None
             if body is not None:
@@ -338,7 +343,7 @@ def _bodies(eqn: Any) -> tuple[Program, ...]:
 
 def _trips(eqn: Any) -> int | None:
     if eqn.primitive.name == "scan":
-        return int(eqn.params["length"])
+        return int(_jax.params_of(eqn)["length"])
     return None if eqn.primitive.name == "while" else 1
 
 

@@ -348,7 +348,7 @@ def _search(program: Program, searcher: Searcher, limit: MemoryLimit, *, recompu
     searcher = replace(searcher, wanted=rescaled)
     planned = searcher.auto(program) if recompute else searcher.plain(program)
     problem, outcome = planned.found
-    for source in problem.graph.unknown_trips:
+    for source in dict.fromkeys(problem.graph.unknown_trips):
         _log.warning("the while loop at %s has no known trip count: it is priced as one iteration", source)
     if not outcome.best.fits(wanted.memory):
         smallest = outcome.smallest or outcome.best

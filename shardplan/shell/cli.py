@@ -181,7 +181,10 @@ def _parser() -> argparse.ArgumentParser:
     one = add_command(commands, "tdl", _tdl, "show what the description language covers")
     one.add_argument("primitive", nargs="?", metavar="PRIMITIVE")
     one.add_argument(
-        "--coverage", action="store_true", help="list all primitives of JAX, and verify each description on one random case"
+        "--coverage",
+        action="store_true",
+        help="sort all primitives of JAX, name those that are new, gone or changed against the tested release, and verify each "
+        "description on one random case (about a minute)",
     )
     one.add_argument(
         "--examples",

@@ -278,3 +278,13 @@ def test_a_barrier_is_an_op_for_each_of_its_values() -> None:
 def test_a_key_is_as_large_as_its_words(kind: str, nbytes: int) -> None:
     program = trace(lambda key: jax.random.uniform(key, (4,)), jax.random.key(0, impl=kind)).program
     assert program.tensors[program.inputs[0]].itemsize == nbytes
+
+
+def test_a_mutable_reference_is_refused_by_its_line() -> None:
+    def step(x: jax.Array) -> jax.Array:
+        kept = jax.new_ref(x)
+        kept[...] = kept[...] * 2
+        return kept[...]
+
+    with pytest.raises(TraceError, match=r"new_ref at .*test_trace\.py:\d+ .* makes or uses a mutable reference"):
+        trace(step, array(4))

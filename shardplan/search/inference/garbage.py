@@ -11,8 +11,8 @@ from contextlib import contextmanager
 def uncollected() -> Generator[None]:
     """Turns the collector off inside: the search drops no cycles, and each collection would walk all that JAX has loaded.
 
-    At the end every live object becomes old, so that the next collection of young objects does not walk it; but not if objects are
-    frozen. Python 3.12 itself freezes its immortal objects in a full collection, and after that nothing becomes old.
+    At the end every live object becomes old, so that the next collection of young objects does not walk it; but not if objects
+    are frozen. Python 3.12 itself freezes its immortal objects in a full collection, and after that nothing becomes old.
     """
     enabled = gc.isenabled()
     try:  # an interrupt may come as soon as the collector is off

@@ -126,7 +126,7 @@ def _with_vmap(x: Any) -> Any:
 
 def _with_partitioning(x: Any) -> Any:
     function = custom_partitioning(_doubled)
-    nothing = {"partition": lambda *_: None, "infer_sharding_from_operands": lambda *_: None}
+    nothing: dict[str, Any] = {"partition": lambda *_: None, "infer_sharding_from_operands": lambda *_: None}
     function.def_partition(**nothing, sharding_rule="i j -> i j")
     return function(x)
 

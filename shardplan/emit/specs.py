@@ -25,6 +25,7 @@ from shardplan.emit.calls import Exchanges, Pairs, Share, on_shares, reduced
 from shardplan.emit.extremes import as_floats, as_integers
 from shardplan.emit.shares import share_of
 from shardplan.emit.stacked import map_terms, partition_spec, stacked_shape, summed, term_factors
+from shardplan.emit.stepping import steps_to
 from shardplan.graph import Node
 from shardplan.ir import Constant, Layout, Op, Program, Reducer, Use, Where
 from shardplan.schedule.planned import PlannedProgram
@@ -248,7 +249,13 @@ class SpecsEmitter:
         if before.partial:
             return self.collected(value, before.partial, before, after)
         for step in self.planned.programs.between(shape, nbytes, before, after):
-            value = self.constrain(value, step.after)
+            value, before = self.stepped(value, before, step.after), step.after
+        return value
+
+    def stepped(self, value: Any, before: Layout, after: Layout) -> Any:
+        """A value that is constrained to ``before``, constrained to ``after``."""
+        for layout in steps_to(before, after, self.planned.sizes):
+            value = self.constrain(value, layout)
         return value
 
     def collected(self, value: Any, terms: tuple[int, ...], before: Layout, after: Layout) -> Any:
@@ -257,7 +264,7 @@ class SpecsEmitter:
         It is reduced first and then cut: asked for both at once, XLA takes another axis of the same size and permutes.
         """
         left = replace(before, partial=after.partial)
-        return self.constrain(self.constrain(summed(value, terms, after.partial), left), after)
+        return self.stepped(self.constrain(summed(value, terms, after.partial), left), left, after)
 
     def result(self, use: Use, share: Share | None, r: int, value: Any) -> Any:
         """A result reduced and moved into its stored layout; ``share`` says how the op ran on shares, None if it did not."""

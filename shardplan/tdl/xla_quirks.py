@@ -6,6 +6,7 @@ divides. Each fence says in which releases of JAX its fault was found; docs/accu
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -57,6 +58,18 @@ def may_die(primitives: Iterable[tuple[str, Sequence[int]]], backend: str, relea
     if deadly and any(name == "shard_map" and 0 in sizes for name, sizes in primitives):
         return "a jax.shard_map of the step has an operand without elements"
     return None
+
+
+_ABORTS_ON_TWO_AXES = frozenset({"0.11.2", "0.12.0.1"})
+"""Releases whose partitioner aborts ("Could not slice dimension") where a constraint moves two axes at once whose sizes do not
+divide one another. On a mesh of 3 x 2, named n and g: from ``P(None, "n")`` to ``P(("n", "g"))``.
+"""
+
+
+def aborts_on_two_axes(sizes: Sequence[int]) -> bool:
+    """Whether the installed release may abort where a constraint moves two axes at once, on a mesh with axes of these sizes."""
+    odd = any(a % b and b % a for a, b in itertools.combinations(sizes, 2))
+    return odd and may_have(_ABORTS_ON_TWO_AXES)
 
 
 _AND_OR = ("and", "or")

@@ -1,7 +1,7 @@
 """Facts about ops beyond their index maps: which run on the host, and which cuts XLA's partitioner gets wrong.
 
 A *fenced* cut is not left to the partitioner: each device runs it on its own share (`shardplan.emit.calls`), and only where it
-divides. Each fence says in which releases of JAX its fault was found; docs/accuracy.md has what each release does without it.
+divides. Each fence says in which releases of JAX its fault was found; docs/accuracy.md says what goes wrong.
 """
 
 from __future__ import annotations

@@ -161,10 +161,10 @@ def _compiled(plan: Any, step: Any, args: Any, way: str, text: Path | None) -> d
     per_node = plan.cluster.levels[-1].size
     shape = f"1x{plan.cluster.size // per_node}x{per_node}"
     machine = topologies.get_topology_desc("h100", "cuda", target_config=TARGET.read_text(), topology=shape)
-    backend, flags = ("explicit", plan.xla_flags) if way == "flags" else (way, None)
-    lowered = plan.jit(step, machine.devices, backend).lower(*args)
+    backend = "explicit" if way == "flags" else way
+    lowered = plan.jit(step, machine.devices, backend, xla_flags=way == "flags").lower(*args)
     started = time.perf_counter()
-    made = lowered.compile(compiler_options=flags)
+    made = lowered.compile()
     seconds = time.perf_counter() - started
     if text:
         text.parent.mkdir(parents=True, exist_ok=True)

@@ -74,6 +74,11 @@ def text_compiler(count: int) -> Callable[[str], None]:
     return compile_text
 
 
+def is_outermost() -> bool:
+    """Whether nothing is being traced here: a function that is jitted now is a program of its own."""
+    return importlib.import_module("jax._src.core").trace_state_clean()
+
+
 def compilations(jitted: Any) -> int:
     """How many programs a jitted function holds: one for each shape, dtype and sharding that it was called with."""
     return jitted._cache_size()

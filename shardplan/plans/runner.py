@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from shardplan.errors import ArgumentError, ShardplanError
 from shardplan.frontend.nnx_state import abstract, apart, has_objects, through, trace_step
 from shardplan.frontend.trace import Traced, path_words
 from shardplan.plans.fingerprint import difference
+from shardplan.plans.stages import LoweredStep, TracedStep, Trees
 
 
 class Leaves:
@@ -104,13 +105,39 @@ class Leaves:
         )
 
 
+class Flat:
+    """A function of flat leaves, jitted with compiler options. JAX takes these of the outermost `jax.jit` alone, so a call inside
+    another jitted function goes without them.
+    """
+
+    def __init__(self, run: Callable[..., Any], options: Mapping[str, Any], **jitted: Any) -> None:
+        self._outermost = jax.jit(run, **jitted, compiler_options=dict(options) or None)
+        self._inside = jax.jit(run, **jitted) if options else self._outermost
+
+    def __call__(self, *leaves: Any) -> list[Any]:
+        """The flat results."""
+        return self._function()(*leaves)
+
+    def trace(self, *leaves: Any) -> Any:
+        """The function as `jax.stages.Traced`."""
+        return self._function().trace(*leaves)
+
+    def cache_size(self) -> int:
+        """The number of entries in the call caches."""
+        functions = {id(f): f for f in (self._outermost, self._inside)}
+        return sum(map(_jax.compilations, functions.values()))
+
+    def _function(self) -> Any:
+        return self._outermost if _jax.is_outermost() else self._inside
+
+
 class Runner:
     """A planned step, jitted: it is called, lowered and inspected like the function that `jax.jit` returns.
 
     Arguments with another sharding are moved to the planned one. nnx objects are updated in place, as under `nnx.jit`.
     """
 
-    def __init__(self, flat: Any, step: Callable[..., Any], traced: Traced, donated: Sequence[int], leaves: Leaves) -> None:
+    def __init__(self, flat: Flat, step: Callable[..., Any], traced: Traced, donated: Sequence[int], leaves: Leaves) -> None:
         self._flat, self._step, self._traced, self._donated, self._fit = flat, step, traced, donated, leaves
         self._results = {traced.in_tree: traced.out_tree}
 
@@ -123,33 +150,46 @@ class Runner:
         """
         if named:
             raise ShardplanError(f"a planned step takes its arguments by position: pass {', '.join(named)} so")
+        return self._call(self._flat, *args)
+
+    def _call(self, flat: Callable[..., Any], *args: Any) -> Any:
+        """The step's result from a jitted or compiled function of flat leaves."""
         leaves, tree = jax.tree.flatten(args)
         if self._results.get(tree) is None and has_objects(args):
-            return through(args, self.run)
-        return self.run(leaves, tree)[0]
+            return through(args, lambda leaves, tree: self._run(flat, leaves, tree))
+        return self._run(flat, leaves, tree)[0]
 
     def run(self, leaves: Sequence[Any], tree: Any) -> tuple[Any, Sequence[Any]]:
         """Runs the step on the leaves of flattened arguments: (the result of the traced step, the leaves as placed)."""
+        return self._run(self._flat, leaves, tree)
+
+    def _run(self, flat: Callable[..., Any], leaves: Sequence[Any], tree: Any) -> tuple[Any, Sequence[Any]]:
+        results = self._checked(leaves, tree)
+        placed = self._fit.placed(leaves)
+        return results.unflatten(flat(*placed)), placed
+
+    def trace(self, *args: Any) -> TracedStep:
+        """The step traced for these arguments (arrays or shapes), to lower or inspect it."""
+        leaves, tree = jax.tree.flatten(apart(args))
+        trees = Trees(tree, self._checked(leaves, tree))
+        return TracedStep(self._flat.trace(*leaves), trees, self._call)
+
+    def lower(self, *args: Any) -> LoweredStep:
+        """The step lowered for these arguments (arrays or shapes): what ``.compile()`` returns is called like the step."""
+        return self.trace(*args).lower()
+
+    def eval_shape(self, *args: Any) -> Any:
+        """The shapes and dtypes of the step's result."""
+        return self.trace(*args).out_info
+
+    def _checked(self, leaves: Sequence[Any], tree: Any) -> Any:
+        """The tree of the results, once the leaves are known to have their planned types."""
         results = self._results.get(tree)
         if results is None:
             results = self._results[tree] = self._result_tree(tree)
         self._fit.fit(leaves)
         self._fit.check_context()
-        placed = self._fit.placed(leaves)
-        return results.unflatten(self._flat(*placed)), placed
-
-    def lower(self, *args: Any) -> Any:
-        """The step lowered for these arguments, to compile or inspect it."""
-        return self.trace(*args).lower()
-
-    def trace(self, *args: Any) -> Any:
-        """The step traced for these arguments, to lower or inspect it."""
-        leaves, tree = jax.tree.flatten(apart(args))
-        if tree not in self._results:
-            self._results[tree] = self._result_tree(tree)
-        self._fit.fit(leaves)
-        self._fit.check_context()
-        return self._flat.trace(*leaves)
+        return results
 
     def _cache_size(self) -> int:
         """`cache_size`, by the name that it has on a jitted function."""
@@ -157,7 +197,7 @@ class Runner:
 
     def cache_size(self) -> int:
         """The number of entries in the call cache: one for each combination of shapes, dtypes and shardings."""
-        return _jax.compilations(self._flat)
+        return self._flat.cache_size()
 
     def _result_tree(self, tree: Any) -> Any:
         """The tree of the results for arguments whose static parts are other objects than at planning but act the same."""

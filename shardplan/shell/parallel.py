@@ -31,6 +31,7 @@ from shardplan.ir import spec_text
 from shardplan.plans import files
 from shardplan.plans.fingerprint import fingerprint
 from shardplan.plans.runner import Runner, check_tree
+from shardplan.plans.stages import LoweredStep, TracedStep
 from shardplan.report.text import best_baseline
 from shardplan.shell.api import plan as make_plan
 from shardplan.shell.clusters import ClusterLike, resolve_cluster
@@ -59,6 +60,7 @@ class _Settings:
     static_argnames: tuple[str, ...]
     devices: Sequence[Any] | None
     cache_dir: str | PathLike[str] | None
+    xla_flags: Mapping[str, Any] | bool | None
     options: Mapping[str, Any]
 
 
@@ -70,12 +72,14 @@ def parallelize(
     static_argnames: Sequence[str] | str = (),
     devices: Sequence[Any] | None = None,
     cache_dir: str | PathLike[str] | None = None,
+    xla_flags: Mapping[str, Any] | bool | None = None,
     **options: Any,
 ) -> Callable[[Callable[..., Any]], Parallel]:
     """A decorator that shards a step: the first call traces, plans, places and compiles; later calls only run.
 
-    ``options`` are those of `shardplan.plan`. nnx modules and optimizers among the arguments are updated in place, as under
-    `nnx.jit`. Argument numbers count all arguments of the step, static ones included; negative ones count from the end.
+    ``options`` are those of `shardplan.plan`, and ``xla_flags`` that of `Plan.jit`. nnx modules and optimizers among the
+    arguments are updated in place, as under `nnx.jit`. Argument numbers count all arguments of the step, static ones included;
+    negative ones count from the end.
     ``cache_dir`` keeps plans under a key of the traced step, the cluster and the options: another process with the same step
     reuses them.
 
@@ -89,7 +93,7 @@ def parallelize(
                 f"parallelize has no option {option!r}{nearest(option, known) or ' (known: ' + ', '.join(known) + ')'}"
             )
     names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
-    settings = _Settings(cluster, donate_argnums, static_argnums, names, devices, cache_dir, options)
+    settings = _Settings(cluster, donate_argnums, static_argnums, names, devices, cache_dir, xla_flags, options)
     return lambda step: Parallel(step, settings)
 
 
@@ -131,6 +135,18 @@ class Parallel:
         call = self._call(args, kwargs)
         leaves, tree = jax.tree.flatten(apart(call.dynamic))
         return self._ready_for(call, leaves, tree).plan
+
+    def trace(self, *args: Any, **kwargs: Any) -> TracedStep:
+        """The step traced for these arguments (arrays or shapes), to lower or inspect it. As in JAX, what is compiled from it
+        takes no static arguments.
+        """
+        call = self._call(args, kwargs)
+        leaves, tree = jax.tree.flatten(apart(call.dynamic))
+        return self._ready_for(call, leaves, tree).run.trace(*call.dynamic)
+
+    def lower(self, *args: Any, **kwargs: Any) -> LoweredStep:
+        """The step lowered for these arguments (arrays or shapes), to compile or inspect it."""
+        return self.trace(*args, **kwargs).lower()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step; nnx arguments are updated in place."""
@@ -215,7 +231,7 @@ class Parallel:
         pure = call.pure(self._step)
         shapes = [x if (shape_dtype := abstract(x)) is None else shape_dtype for x in leaves]
         step_plan = self._load_or_plan(pure, call, jax.tree.unflatten(tree, shapes))
-        run = step_plan.jit(pure, devices=self._settings.devices, weak=True)
+        run = step_plan.jit(pure, self._settings.devices, xla_flags=self._settings.xla_flags, weak=True)
         if _log.isEnabledFor(logging.INFO):  # the message needs the baselines, which take time to solve
             best = best_baseline(step_plan.data) if step_plan.baselines else None
             mesh = " x ".join(f"{n}={k}" for n, k in step_plan.axes.items())

@@ -28,7 +28,7 @@ from shardplan.mesh.devices import build_mesh
 from shardplan.plans.data import Backend, Baseline, Collective, PlanData
 from shardplan.plans.files import plan_file, save, write_whole
 from shardplan.plans.fingerprint import difference, fingerprint
-from shardplan.plans.runner import Leaves, Runner, check_tree, shape_text
+from shardplan.plans.runner import Flat, Leaves, Runner, check_tree, shape_text
 from shardplan.plans.summary import Scheduled, baselines, collectives_of, decided, scheduled, session_of
 from shardplan.report.draw import picture, picture_format
 from shardplan.report.drawing import drawing
@@ -37,6 +37,7 @@ from shardplan.report.simulated import priced_of
 from shardplan.report.timeline import Timeline, timeline
 from shardplan.schedule import PlannedProgram, Schedule, Send, build, planned_program, sends
 from shardplan.search.session import Session
+from shardplan.shell.compiler_options import compiler_options
 from shardplan.shell.figures import Figures
 
 
@@ -214,6 +215,7 @@ class Plan(Figures):
         step: Callable[..., Any],
         devices: Sequence[Any] | None = None,
         backend: str = "auto",
+        xla_flags: Mapping[str, Any] | bool | None = None,
         *,
         drop: int | None = None,
         weak: bool = False,
@@ -221,17 +223,19 @@ class Plan(Figures):
         """The step, jitted with this plan's shardings.
 
         ``backend`` is "explicit" (each device runs its own program, which sends what was planned), "specs" (XLA's partitioner
-        follows the plan's PartitionSpecs) or "auto" (the plan's own ``backend``). ``drop`` leaves out the exchange of that
-        number, to test that verification notices. With ``weak``, arguments must be weakly typed (as Python numbers are) exactly
-        where the planned ones were.
+        follows the plan's PartitionSpecs) or "auto" (the plan's own ``backend``). The program is compiled with the plan's own
+        ``xla_flags``; with those of a dict instead, or with none if it is False. A flag that the environment's XLA_FLAGS sets
+        keeps its value there. ``drop`` leaves out the exchange of that number, to test that verification notices. With ``weak``,
+        arguments must be weakly typed (as Python numbers are) exactly where the planned ones were.
 
         Raises:
             PlanFileError: if ``step`` is not the step that was planned.
-            ShardplanError: for a backend that does not exist.
+            ShardplanError: for a backend that does not exist, or for ``xla_flags`` that are none.
         """
         name = self.backend_for(backend)
         self.check(step)
         mesh = self.mesh(devices)
+        options = compiler_options(self.xla_flags, xla_flags, mesh.devices.flat[0].platform, os.environ)
         emit = emitter(self.planned, mesh, name, lambda: self.schedule, drop)
         weak_results = [shape.weak_type for shape in self.traced.out_shapes]
 
@@ -239,8 +243,9 @@ class Plan(Figures):
             return [_jax.weakly_typed(x) if w else x for x, w in zip(emit(*leaves), weak_results, strict=True)]
 
         run.__name__ = getattr(step, "__name__", "step")
-        flat = jax.jit(
+        flat = Flat(
             run,
+            options,
             in_shardings=[NamedSharding(mesh, s) for s in self.flat_in_specs],
             out_shardings=[NamedSharding(mesh, s) for s in self.flat_out_specs],
             donate_argnums=self.donated_leaves,

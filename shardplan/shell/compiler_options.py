@@ -1,0 +1,55 @@
+"""The options with which XLA compiles a planned step: the flags that the plan counts on, unless its user says otherwise."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardplan.errors import ShardplanError
+
+_log = logging.getLogger("shardplan")
+
+XLA_FLAGS = "XLA_FLAGS"
+_KNOWN = frozenset({"cpu", "cuda", "gpu", "rocm"})
+"""The platforms whose compilers know the flags of GPUs; that of CPUs takes them and does nothing with them."""
+
+
+def compiler_options(planned: Mapping[str, Any], asked: object, platform: str, environment: Mapping[str, str]) -> dict[str, Any]:
+    """The compiler options for a platform, as `jax.jit` takes them.
+
+    ``asked`` is None or True for the flags ``planned``, False for none, or a mapping of the user's own in place of them. A flag
+    that the environment's XLA_FLAGS sets keeps its value there, and a warning is logged.
+
+    Raises:
+        ShardplanError: for anything else, or where XLA_FLAGS names a file that cannot be read.
+    """
+    if isinstance(asked, Mapping):
+        unnamed = [name for name in asked if not isinstance(name, str) or name.startswith("-")]
+        if unnamed:
+            raise ShardplanError(f"xla_flags names {unnamed[0]!r}: give names of XLA flags without dashes")
+        return dict(asked)
+    if asked is not None and not isinstance(asked, bool):
+        raise ShardplanError(f"xla_flags={asked!r}: give None for the plan's own, False for none, or a dict of flags")
+    if asked is False or platform not in _KNOWN:
+        return {}
+    own = _set_by_user(environment)
+    kept = {name: own[name] for name in planned if name in own and own[name] != str(planned[name])}
+    if kept:
+        said = ", ".join(f"--{name}={value}" for name, value in kept.items())
+        counted = ", ".join(str(planned[name]) for name in kept)
+        _log.warning("%s has %s, which the plan does not change: it counts on %s", XLA_FLAGS, said, counted)
+    return {name: value for name, value in planned.items() if name not in own}
+
+
+def _set_by_user(environment: Mapping[str, str]) -> dict[str, str]:
+    """The flags of XLA_FLAGS, by name: the variable holds them, or the name of a file with them."""
+    text = environment.get(XLA_FLAGS, "").strip()
+    if text and not text.startswith("-"):
+        try:
+            text = Path(text).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ShardplanError(f"{XLA_FLAGS}={text!r} names a file of flags that cannot be read: {error}") from error
+    return dict(re.findall(r"--?([\w.]+)(?:=(\S*))?", text))

@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
 
+Backend = Literal["explicit", "specs"]
+"""What runs a plan: each device its own program, or XLA's partitioner."""
+
 Reducer = Literal["sum", "prod", "max", "min", "and", "or", "argmax", "argmin"]
 """How partial terms are combined. The last two reduce pairs: an index, and the extreme value at it."""
 

@@ -18,7 +18,7 @@ from shardplan.schedule import Cut
 from shardplan.tdl import Call, Strategy, cut, describe
 from shardplan.tdl.description import LoopInfo
 from shardplan.tdl.localize import Local, counted_in, edge_value, evaluate, localize
-from shardplan.tdl.rewrite import cuttable, in_row_major_order
+from shardplan.tdl.rewrite import compilable, in_row_major_order
 from shardplan.tdl.shrink import resized
 
 Permute = Callable[[Any, tuple[str, ...], list[tuple[int, int]]], Any]
@@ -63,7 +63,7 @@ class Blocks:
     ) -> tuple[Any, ...]:
         """The first cut, and within what it leaves the others."""
         if not cuts:
-            results = evaluate(call, cuttable(call.primitive, operands, call.params), primitive=primitive)
+            results = evaluate(call, compilable(call.primitive, operands, call.params), primitive=primitive)
             return tuple(in_row_major_order(call.primitive, results))
         ((number, first), *rest) = cuts
         description = describe(call)

@@ -41,7 +41,7 @@ from shardplan.schedule import (
     build,
 )
 from shardplan.schedule.planned import PlannedProgram
-from shardplan.tdl.rewrite import cuttable, in_row_major_order
+from shardplan.tdl.rewrite import compilable, in_row_major_order
 
 Values = dict[int, Any]
 
@@ -129,7 +129,7 @@ class ExplicitEmitter:
             with _jax.settings_of(eqn):
                 return self.blocks.run(signature.call, compute.cuts, inputs, eqn.primitive, compute.scope)
         with _jax.settings_of(eqn):
-            made = eqn.primitive.bind(*cuttable(op.primitive, inputs, eqn.params), **eqn.primitive.get_bind_params(eqn.params))
+            made = eqn.primitive.bind(*compilable(op.primitive, inputs, eqn.params), **eqn.primitive.get_bind_params(eqn.params))
         return in_row_major_order(op.primitive, made if eqn.primitive.multiple_results else [made])
 
     def once(self, compute: Compute, inputs: Sequence[Any]) -> Sequence[Any]:

@@ -16,7 +16,7 @@ from shardplan.cost import compute
 from shardplan.errors import DescriptionError, MisfitError, UndescribedPrimitiveError
 from shardplan.graph.kernels import with_traffic
 from shardplan.graph.nodes import Graph, Link, Node, Signature
-from shardplan.ir import Op, Program, Tensor, Where
+from shardplan.ir import Backend, Op, Program, Tensor, Where
 from shardplan.tdl import Call, Description, describe
 from shardplan.tdl.describe import is_named_call, rule_of
 from shardplan.tdl.description import described_at
@@ -26,18 +26,18 @@ _MINOR_BRANCH_SHARE = 1e-3
 """The share of its cost that any branch but the dearest keeps: enough for the search to choose its layouts by cost."""
 
 
-def flatten(program: Program, *, replicate: Sequence[str] = ()) -> Graph:
-    """Describes every op and inlines all bodies.
+def flatten(program: Program, *, replicate: Sequence[str] = (), backend: Backend = "explicit") -> Graph:
+    """Describes every op and inlines all bodies. ``backend``: what will run the plan, because it decides which cuts are fenced.
 
     Raises:
         UndescribedPrimitiveError: for a primitive that has no description and that ``replicate`` does not name.
     """
-    return _Flattener(frozenset(replicate)).graph(program)
+    return _Flattener(frozenset(replicate), backend).graph(program)
 
 
 class _Flattener:
-    def __init__(self, replicate: frozenset[str]) -> None:
-        self.replicate = replicate
+    def __init__(self, replicate: frozenset[str], backend: Backend) -> None:
+        self.replicate, self.backend = replicate, backend
         self.tensors: list[Tensor] = []
         self.kind_of: dict[tuple[tuple[int, ...], str], int] = {}
         self.kinds: list[int] = []  # of each tensor: equal numbers for equal shapes and dtypes
@@ -69,6 +69,7 @@ class _Flattener:
             self.carries,
             tuple(self.unknown),
             self.begins,
+            self.backend,
         )
         return with_traffic(graph)
 
@@ -219,7 +220,7 @@ class _Flattener:
         waived = self.replicate | HOST | {PLATFORM}
         if description is None and "manual" not in op.params and waived.isdisjoint((op.primitive, op.primitive.split(":")[0])):
             raise UndescribedPrimitiveError(op.primitive, str(op.source), operands=shapes, results=call.results)
-        self.signatures[key] = Signature(len(self.signatures), call, description)
+        self.signatures[key] = Signature(len(self.signatures), call, description, backend=self.backend)
         return self.signatures[key]
 
 

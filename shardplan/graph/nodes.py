@@ -11,7 +11,7 @@ from typing import Literal, Self
 
 from shardplan.cost import compute
 from shardplan.cost.tiles import ProductLoops
-from shardplan.ir import Constraint, Manual, Op, Reducer, Tensor, Where
+from shardplan.ir import Backend, Constraint, Manual, Op, Reducer, Tensor, Where
 from shardplan.tdl import Call, Description, Strategy, cut, in_step, linear_sets
 from shardplan.tdl.describe import is_run_by_user
 from shardplan.tdl.index import Affine
@@ -42,8 +42,8 @@ class Traffic:
 class Signature:
     """The call and description that equal ops share (description None: the op may run whole on every device).
 
-    - ``shared``: the loops that each device cuts on its own share where they divide. ``fenced``: those that are cut in no other
-      way and never padded.
+    - ``backend``: what will run the plan. ``shared``: under ``specs``, the loops that each device cuts on its own share where they
+      divide. ``fenced``: those that are never padded, and under ``specs`` cut in no other way.
     - ``defers``: its sums may stay partial.
     - ``elementwise``: every operand is read at the result's own index. ``adds``: the result is the elementwise sum (or
       difference) of all operands that are read.
@@ -65,6 +65,7 @@ class Signature:
     call: Call
     description: Description | None
     traffic: Traffic | None = None
+    backend: Backend = "explicit"
     shared: frozenset[int] = field(init=False)
     fenced: frozenset[int] = field(init=False)
     defers: bool = field(init=False)
@@ -93,8 +94,8 @@ class Signature:
         set_ = partial(object.__setattr__, self)  # computed once: many passes over all ops read these
         own = is_run_by_user(self.call.primitive)
         set_("shared", shared_loops(self.call, known, run_by_user=own))
-        set_("fenced", fenced_loops(self.call, known, run_by_user=own))
-        set_("defers", not adds_up_at_once(self.call, known, run_by_user=own))
+        set_("fenced", fenced_loops(self.call, known, run_by_user=own, backend=self.backend))
+        set_("defers", not adds_up_at_once(self.call, known, run_by_user=own, backend=self.backend))
         set_("elementwise", known is not None and known.elementwise)
         set_("adds", known is not None and known.elementwise and _adds(known))
         set_("moves", known is not None and _moves(self.call, known))
@@ -223,7 +224,7 @@ class Graph:
 
     ``bodies`` maps each body's tensors to tensors of the graph; ``begins`` gives the first node after each body's start.
     ``carries`` gives for each scan carry, as a tensor inside the body, its initial value, its next value and its value after the
-    loop. ``boundary`` holds the tensors by which values enter a loop's body.
+    loop. ``boundary`` holds the tensors by which values enter a loop's body. ``backend`` is what will run the plan.
     """
 
     tensors: tuple[Tensor, ...]
@@ -239,6 +240,7 @@ class Graph:
     carries: Mapping[int, tuple[int, int, int]]
     unknown_trips: tuple[str, ...]
     begins: Mapping[Where, int] = field(default_factory=dict[Where, int])
+    backend: Backend = "explicit"
 
     @property
     def whole(self) -> tuple[str, ...]:

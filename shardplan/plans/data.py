@@ -8,16 +8,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from shardplan.cost.overlap import SERIAL, Weights, expected_s
-from shardplan.ir import Choices, Entry, Factor, Layout
+from shardplan.ir import Backend, Choices, Entry, Factor, Layout
 from shardplan.mesh import Cluster
 from shardplan.remat import Remat
 from shardplan.search.coarsening.variables import OneChoice
 from shardplan.search.inference.anytime import Stopped
 from shardplan.search.problem.solution import Tried
 from shardplan.search.strategy.purposes import PURPOSES, Shares
-
-Backend = Literal["explicit", "specs"]
-"""What runs a plan: each device its own program, or XLA's partitioner."""
 
 TimeModel = Literal["overlap", "sum"]
 """How the seconds of a step add up: communication hides behind compute where it can, or everything takes its turn."""

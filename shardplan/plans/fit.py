@@ -26,6 +26,16 @@ def check_choices(name: str, data: PlanData, program: Program, graph: Graph) -> 
     _Fit(name, data, graph).check(program)
 
 
+def unfit(data: PlanData, graph: Graph) -> Node | None:
+    """The first op that a plan cuts in a way that this graph of its program does not allow: one made for another backend."""
+    fit = _Fit(data.name, data, graph)
+    for node in graph.nodes:
+        use = data.choices.use(node.where, node.op.id)
+        if use is not None and not fit.allowed(node.signature, fit.late(node) if node.signature.defers else None, use):
+            return node
+    return None
+
+
 class _Fit:
     def __init__(self, name: str, data: PlanData, graph: Graph) -> None:
         self.name, self.data, self.graph = name, data, graph

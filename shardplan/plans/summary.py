@@ -11,7 +11,7 @@ from shardplan.cost.overlap import StepCost
 from shardplan.errors import PlanFileError
 from shardplan.graph import Graph, flatten
 from shardplan.ir import Choices, Program
-from shardplan.plans.data import Argument, Backend, Baseline, Collective, PlanData
+from shardplan.plans.data import Argument, Baseline, Collective, PlanData
 from shardplan.schedule import Issued, PlannedProgram, Schedule, build, issued, planned_program, windows
 from shardplan.search.baselines.rivals import Rivals
 from shardplan.search.coarsening import coarsen
@@ -154,7 +154,7 @@ def session_of(data: PlanData, program: Program, donated: frozenset[int]) -> Ses
     Raises:
         PlanFileError: if this version of shardplan groups the tensors of the step differently.
     """
-    graph = flatten(program, replicate=data.replicate)
+    graph = flatten(program, replicate=data.replicate, backend=data.backend)
     pins = dict(data.pins)
     overlaps = data.time_model == "overlap"
     timed, objective = replace(TIME, overlaps=overlaps, weights=data.weights), objective_of(data.objective)

@@ -102,7 +102,7 @@ class Session:
         program = resized(self.program, old, new)
         if program is None:
             return None
-        graph = flatten(program, replicate=self.replicate)
+        graph = flatten(program, replicate=self.replicate, backend=self.graph.backend)
         coarse = coarsen(graph, self.problem.coarse.one_choice)
 
         def solved(wanted: Wanted) -> Found:

@@ -38,7 +38,7 @@ def for_step(name: str, data: PlanData, step: Callable[..., Any], traced: Traced
     """The `Plan` of data read from the file ``name``, for a step that was traced with the plan's ``donate_argnums``."""
     _check_step(name, data, traced)
     program = _program(name, data, traced)
-    graph = flatten(program, replicate=data.replicate)
+    graph = flatten(program, replicate=data.replicate, backend=data.backend)
     check_choices(name, data, program, graph)
     _check_donated(name, data, traced)
     return Plan(data, traced=traced, program=program, graph=graph, step=step, user_mesh=_mesh(name, data, mesh))

@@ -22,12 +22,13 @@ from shardplan.errors import ArgumentError, PlanFileError, ShardplanError
 from shardplan.frontend.argnums import leaves_of, positions, tuple_of
 from shardplan.frontend.nnx_state import apart, bare, has_objects, together, trace_step
 from shardplan.frontend.trace import Traced
-from shardplan.graph import Graph
-from shardplan.ir import Program
+from shardplan.graph import Graph, flatten
+from shardplan.ir import Backend, Program
 from shardplan.mesh.devices import build_mesh
-from shardplan.plans.data import Backend, Baseline, Collective, PlanData
+from shardplan.plans.data import Baseline, Collective, PlanData
 from shardplan.plans.files import plan_file, save, write_whole
 from shardplan.plans.fingerprint import difference, fingerprint
+from shardplan.plans.fit import unfit
 from shardplan.plans.runner import Flat, Leaves, Runner, check_tree, shape_text
 from shardplan.plans.summary import Scheduled, baselines, collectives_of, decided, scheduled, session_of
 from shardplan.report.draw import picture, picture_format
@@ -230,13 +231,14 @@ class Plan(Figures):
 
         Raises:
             PlanFileError: if ``step`` is not the step that was planned.
-            ShardplanError: for a backend that does not exist, or for ``xla_flags`` that are none.
+            ShardplanError: for a backend that does not exist, for ``xla_flags`` that are none, or if the plan was made for
+                "explicit" and cuts an op in a way that "specs" gets wrong.
         """
         name = self.backend_for(backend)
         self.check(step)
         mesh = self.mesh(devices)
         options = compiler_options(self.xla_flags, xla_flags, mesh.devices.flat[0].platform, os.environ)
-        emit = emitter(self.planned, mesh, name, lambda: self.schedule, drop)
+        emit = emitter(self._planned_for(name), mesh, name, lambda: self.schedule, drop)
         weak_results = [shape.weak_type for shape in self.traced.out_shapes]
 
         def run(*leaves: Any) -> list[Any]:
@@ -260,11 +262,24 @@ class Plan(Figures):
     @cached_property
     def planned(self) -> PlannedProgram:
         """The program with the plan's choices, as backends run it."""
-        if self._run is not None:
-            return self._run.planned
-        return planned_program(
-            self.program, self.graph, self._data.choices, self.cluster, self.factors, self._data.time_model == "overlap"
-        )
+        return self._planned(self.graph) if self._run is None else self._run.planned
+
+    def _planned(self, graph: Graph) -> PlannedProgram:
+        overlaps = self._data.time_model == "overlap"
+        return planned_program(self.program, graph, self._data.choices, self.cluster, self.factors, overlaps)
+
+    def _planned_for(self, backend: str) -> PlannedProgram:
+        """The program with the plan's choices, as this backend runs it."""
+        if backend == self.backend or backend == "explicit":
+            return self.planned
+        graph = flatten(self.program, replicate=self.replicate, backend="specs")
+        node = unfit(self._data, graph)
+        if node is not None:
+            raise ShardplanError(
+                f"the plan was made for backend='explicit' and cuts {node.op.primitive} at {node.op.source} in a way that XLA's "
+                "partitioner gets wrong: run it with backend='explicit', or plan with backend='specs'"
+            )
+        return self._planned(graph)
 
     @cached_property
     def schedule(self) -> Schedule:

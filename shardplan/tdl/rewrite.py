@@ -1,16 +1,19 @@
 # pyright: basic
-"""Slices and scatters rewritten so that a compiler may cut them further.
+"""Slices, scatters and FFTs rewritten around faults of XLA. No rewrite changes a result.
 
-XLA merges two nested dynamic slices into one that starts at the sum of their starts. That is wrong where the inner start is out
-of range and would be clamped. A partitioned program has such pairs that its author never wrote: the partitioner slices each
-device's share out of a dynamic slice, and a scatter of one row reads the row that it may have to keep from a slice of its
-operand. So starts are clamped here, which changes no result, and a scatter's operand gets an optimization barrier.
-
-XLA's CPU compiler runs an FFT only in row-major order, so its operand and result are held in that order.
+- *The compiler* of some releases (`shardplan.tdl.xla_quirks.merges_slices`) merges two nested dynamic slices into one that starts
+  at the sum of their starts. That is wrong where the inner start is out of range and would be clamped. A device's program has such
+  pairs that its author never wrote: a device slices its share out of a dynamic slice, and a scatter of one row becomes a slice
+  that reads the row which it may have to keep. So starts are clamped, and an optimization barrier stands in front of the operand
+  of a scatter of one row.
+- *The partitioner* of these releases may leave one row of many to a device, so in a program that it partitions, every scatter has
+  that barrier. It costs a copy where the compiler would have merged a scatter with what is added to it.
+- *The compiler for CPUs* runs an FFT only in row-major order, so its operand and result are held in that order.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,18 +22,29 @@ import numpy as np
 from jax import lax
 
 from shardplan import _jax
+from shardplan.tdl.xla_quirks import merges_slices
 
 
 def cuttable(primitive: str, inputs: Sequence[Any], params: Mapping[str, Any], *, constant: bool = False) -> list[Any]:
-    """The inputs with which an op gives the same results however it is partitioned.
+    """The inputs with which an op gives the same results however the partitioner cuts it.
 
     ``constant``: the first input depends on no argument of the step. Each device computes its own share of a constant, so nothing
     is sliced.
     """
+    rewritten = compilable(primitive, inputs, params)
+    if primitive.startswith("scatter") and merges_slices() and not constant and not _writes_one_row(inputs):
+        rewritten[0] = lax.optimization_barrier(rewritten[0])
+    return rewritten
+
+
+def compilable(primitive: str, inputs: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
+    """The inputs with which an op gives the same results in a device's own program, whatever sliced them."""
     rewritten = list(inputs)
+    if primitive == "fft":
+        rewritten[0] = _jax.row_major(rewritten[0])
+    if not merges_slices():
+        return rewritten
     match primitive:
-        case "fft":
-            rewritten[0] = _jax.row_major(rewritten[0])
         case "dynamic_slice":
             rewritten[1:] = _clamped(rewritten[1:], rewritten[0].shape, params["slice_sizes"])
         case "dynamic_update_slice":
@@ -40,11 +54,16 @@ def cuttable(primitive: str, inputs: Sequence[Any], params: Mapping[str, Any], *
             last = [rewritten[0].shape[d] - params["slice_sizes"][d] for d in dims]
             if np.iinfo(rewritten[1].dtype).max >= max(last, default=0):
                 rewritten[1] = jnp.clip(rewritten[1], 0, np.asarray(last, rewritten[1].dtype))
-        case _ if primitive.startswith("scatter") and not constant:
+        case _ if primitive.startswith("scatter") and _writes_one_row(inputs):
             rewritten[0] = lax.optimization_barrier(rewritten[0])
         case _:
             pass
     return rewritten
+
+
+def _writes_one_row(inputs: Sequence[Any]) -> bool:
+    """Whether a scatter has one index only: the compiler makes a slice and an update of it."""
+    return math.prod(inputs[1].shape[:-1]) == 1
 
 
 def in_row_major_order(primitive: str, results: Sequence[Any]) -> list[Any]:

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from shardplan.ir import PAIRS
+from shardplan.ir import PAIRS, Backend
 from shardplan.tdl import language as lang
 from shardplan.tdl.description import Call, Description, children
 from shardplan.tdl.index import loops_of
@@ -70,6 +70,18 @@ def aborts_on_two_axes(sizes: Sequence[int]) -> bool:
     """Whether the installed release may abort where a constraint moves two axes at once, on a mesh with axes of these sizes."""
     odd = any(a % b and b % a for a, b in itertools.combinations(sizes, 2))
     return odd and may_have(_ABORTS_ON_TWO_AXES)
+
+
+_MERGES_SLICES = frozenset({"0.10.2", "0.11.2"})
+"""Releases whose compiler merges two nested dynamic slices although the inner start may be out of range (`shardplan.tdl.rewrite`).
+The smallest program: ``lambda x, i: lax.dynamic_slice(lax.dynamic_slice(x, (i,), (6,)), (i % 3,), (2,))`` with an ``i`` that is out
+of range.
+"""
+
+
+def merges_slices() -> bool:
+    """Whether the installed release may merge nested dynamic slices into one that starts elsewhere."""
+    return may_have(_MERGES_SLICES)
 
 
 _AND_OR = ("and", "or")
@@ -200,16 +212,18 @@ def fences() -> tuple[Fence, ...]:
     return tuple(fence for fence in FENCES if may_have(fence.releases))
 
 
-def fenced_loops(call: Call, description: Description | None, *, run_by_user: bool) -> frozenset[int]:
-    """The loops of a call that each device must cut itself, on its own share; they are never padded.
+def fenced_loops(call: Call, description: Description | None, *, run_by_user: bool, backend: Backend) -> frozenset[int]:
+    """The loops of a call that are never padded, and that the partitioner does not cut under ``specs``.
 
-    All loops of calls that a user runs or that the partitioner cannot cut at all (`uncuttable`), and those of `fences`.
+    These are all loops of calls that a user or a library runs, because what they do with padding is unknown. Under ``specs``, which
+    runs such cuts on shares that divide, they are also all loops of calls that the partitioner cannot cut (`uncuttable`), and those
+    of `fences`.
     """
     if description is None:
         return _NONE
-    if run_by_user or uncuttable(call, description):
+    if run_by_user or _is_function(call) or (backend == "specs" and uncuttable(call, description)):
         return frozenset(range(len(description.loops)))
-    return _NONE.union(*(fence.loops(call, description) for fence in fences()))
+    return _NONE.union(*(fence.loops(call, description) for fence in fences())) if backend == "specs" else _NONE
 
 
 def loses_nan(call: Call, partial: bool) -> bool:
@@ -220,18 +234,18 @@ def loses_nan(call: Call, partial: bool) -> bool:
 
 
 def shared_loops(call: Call, description: Description | None, *, run_by_user: bool) -> frozenset[int]:
-    """The loops of a call that each device cuts on its own share where they divide.
+    """Under ``specs``, the loops of a call that each device cuts on its own share where they divide.
 
     These are the fenced loops, and all loops of a call that keeps a loop whole or reduces pairs: XLA would gather its operands.
     """
     if description is not None and _keeps_whole(description):
         return frozenset(range(len(description.loops)))
-    return fenced_loops(call, description, run_by_user=run_by_user)
+    return fenced_loops(call, description, run_by_user=run_by_user, backend="specs")
 
 
 def uncuttable(call: Call, description: Description | None) -> bool:
     """Whether the partitioner cannot cut this call: named calls, kernels, opaque functions, and calls that are fenced alone."""
-    if ":" in call.primitive or call.primitive in _SPLIT_BY_JAX:
+    if _is_function(call):
         return True
     if description is None:
         return False
@@ -240,11 +254,16 @@ def uncuttable(call: Call, description: Description | None) -> bool:
     return alone or (whole and any(_is_opaque(tree) for tree in description.trees))
 
 
-def adds_up_at_once(call: Call, description: Description | None, *, run_by_user: bool) -> bool:
+def adds_up_at_once(call: Call, description: Description | None, *, run_by_user: bool, backend: Backend) -> bool:
     """Whether this call may neither keep partial sums nor pass them on."""
-    if run_by_user or uncuttable(call, description) or call.primitive in _UNBATCHED:
+    if run_by_user or _is_function(call) or (description is not None and _keeps_whole(description)):
         return True
-    return description is not None and _keeps_whole(description)
+    return backend == "specs" and (uncuttable(call, description) or call.primitive in _UNBATCHED)
+
+
+def _is_function(call: Call) -> bool:
+    """Whether a function of the user's or a library's runs this call."""
+    return ":" in call.primitive or call.primitive in _SPLIT_BY_JAX
 
 
 def _keeps_whole(description: Description) -> bool:

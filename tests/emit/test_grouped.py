@@ -9,11 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec
 
 import shardplan
+from shardplan.emit.backends import BACKENDS
 from shardplan.emit.verify import measured_program, verify
 from shardplan.frontend.trace import trace
 from shardplan.graph import flatten
+from shardplan.ir import Backend
 
 LAYOUT = ("NHWC", "HWIO", "NHWC")
 
@@ -49,7 +52,7 @@ def test_a_share_is_not_padded(devices: list[Any]) -> None:
         return lax.conv_general_dilated(x, kernel, (1, 1), "SAME", feature_group_count=7, dimension_numbers=LAYOUT)
 
     args = draw(3, 3, 4, 28), draw(9, 28, 28, 28)
-    plan = shardplan.plan(step, *args, cluster="2x4")
+    plan = shardplan.plan(step, *args, cluster="2x4", backend="specs")
     graph = plan.session.problem.graph
     for node in graph.nodes:
         use = plan.session.decisions.uses.get(node.id)
@@ -83,13 +86,35 @@ PADDED = {
 }
 
 
+UNPADDED = {"select_and_scatter_add"}
+"""No device can run its own share of them with padding."""
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("primitive", PADDED)
-def test_what_xla_cannot_cut_is_padded_nowhere(primitive: str) -> None:
+def test_only_the_partitioner_keeps_an_op_from_being_padded(primitive: str, backend: Backend) -> None:
     function, pads = PADDED[primitive]
-    graph = flatten(trace(lambda x: function(x) + x[:1, :1, :1, :1].sum(), draw(9, 8, 8, 4)).program)
-    found = [node.signature for node in graph.nodes if node.signature.call.primitive == primitive]
+    program = trace(lambda x: function(x) + x[:1, :1, :1, :1].sum(), draw(9, 8, 8, 4)).program
+    found = [n.signature for n in flatten(program, backend=backend).nodes if n.signature.call.primitive == primitive]
+    pads = pads or backend == "explicit"
     assert found
     for signature in found:
         assert (0 not in signature.fenced) == pads
-        assert (signature.cut(0, 2) is not None) == pads
+        assert (signature.cut(0, 2) is not None) == (pads and primitive not in UNPADDED)
         assert signature.cut(0, 3) is not None
+
+
+def test_a_plan_with_a_cut_that_the_partitioner_gets_wrong_runs_explicitly_alone(slow_devices: Any) -> None:
+    def step(x: jax.Array) -> jax.Array:
+        kernel = jnp.linspace(-1, 1, 27).reshape(3, 3, 1, 3)
+        return lax.conv_general_dilated(x, kernel, (1, 1), "SAME", feature_group_count=3, dimension_numbers=LAYOUT)
+
+    x = draw(9, 7, 7, 3)
+    pinned = {"x": PartitionSpec()}
+    plan = shardplan.plan(step, x, cluster=slow_devices(2), pins=pinned)
+    assert any(use.loops[0] >= 0 for use in plan.session.decisions.uses.values())
+    np.testing.assert_allclose(plan.jit(step)(x), jax.jit(step)(x), rtol=1e-5, atol=1e-6)
+    with pytest.raises(shardplan.ShardplanError, match=r"cuts conv_general_dilated at .*test_grouped.py:\d+.*backend='specs'"):
+        plan.jit(step, backend="specs")
+    other = shardplan.plan(step, x, cluster=slow_devices(2), pins=pinned, backend="specs")
+    np.testing.assert_allclose(other.jit(step)(x), jax.jit(step)(x), rtol=1e-5, atol=1e-6)

@@ -17,7 +17,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import shardplan
+from shardplan.emit.backends import BACKENDS
+from shardplan.tdl import rewrite
 from shardplan.tdl.rewrite import cuttable
+from shardplan.tdl.xla_quirks import merges_slices
 
 ROW = jnp.arange(1.0, 25.0)
 ROWS = jnp.arange(96.0).reshape(4, 24)
@@ -62,11 +65,14 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, P]]] = {
 }
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("ways", [3, 4])
 @pytest.mark.parametrize("name", CASES)
-def test_a_step_that_slices_or_scatters_has_the_same_numbers(name: str, ways: int, slow_devices: Callable[..., Any]) -> None:
+def test_a_step_that_slices_or_scatters_has_the_same_numbers(
+    name: str, ways: int, backend: str, slow_devices: Callable[..., Any]
+) -> None:
     step, args, pins = CASES[name]
-    plan = shardplan.plan(step, *args, cluster=slow_devices(ways), pins=pins)
+    plan = shardplan.plan(step, *args, cluster=slow_devices(ways), pins=pins, backend=backend)
     found = plan.jit(step)(*plan.put(args))
     np.testing.assert_allclose(np.asarray(found), np.asarray(jax.jit(step)(*args)), rtol=1e-5, atol=1e-6)
 
@@ -93,10 +99,27 @@ def test_what_has_no_elements_is_not_split(slow_devices: Callable[..., Any]) -> 
     assert np.asarray(plan.jit(step)(*plan.put(args))).shape == (0, 24)
 
 
-def test_starts_of_windows_are_clamped_where_the_op_clamps_them() -> None:
+NESTED: dict[str, Callable[[Any, Any], Any]] = {
+    "a slice of a slice": lambda x, i: lax.dynamic_slice(lax.dynamic_slice(x, (i,), (6,)), (i % 3,), (2,)),
+    "a row of a slice": lambda x, i: lax.dynamic_slice(x, (i - 6,), (6,)).at[i].set(0.0, mode="drop"),
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_the_compiler_merges_slices_in_the_releases_that_are_said_to(name: str) -> None:
+    function, merged = NESTED[name], False
+    for i in (7, 12, 21, 30):
+        with jax.disable_jit():
+            expected = function(ROW, jnp.int32(i))
+        merged |= not np.array_equal(jax.jit(function)(ROW, jnp.int32(i)), expected)
+    assert merged == merges_slices()
+
+
+def test_starts_of_windows_are_clamped_where_the_op_clamps_them(monkeypatch: pytest.MonkeyPatch) -> None:
     jaxpr = jax.make_jaxpr(windows)(ROW, jnp.array([20, -3, 4])).jaxpr
     (gather,) = [e for e in jaxpr.eqns if e.primitive.name == "gather"]
     starts = jnp.array([[20], [-3], [4]], jnp.int32)
+    monkeypatch.setattr(rewrite, "merges_slices", lambda: True)
     assert cuttable("gather", [ROW, starts], gather.params)[1].tolist() == [[12], [0], [4]]
     other = gather.params | {"mode": lax.GatherScatterMode.FILL_OR_DROP}
     assert cuttable("gather", [ROW, starts], other)[1] is starts

@@ -68,7 +68,7 @@ class Cuts:
         self.case, self.shape, self.explicit = case, shape, backend == "explicit"
         program = trace(lambda *xs: evaluate(case.call, xs), *case.operands).program
         cluster = Cluster.load(shape)
-        graph = flatten(program)
+        graph = flatten(program, backend="explicit" if self.explicit else "specs")
         self.problem = Problem(graph, coarsen(graph), cluster, factors(cluster))
         self.extractor = Extractor(self.problem)
         self.program = program

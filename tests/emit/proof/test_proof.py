@@ -85,8 +85,8 @@ def unfenced(primitives: frozenset[str]) -> Callable[[pytest.MonkeyPatch], None]
         for name in ("shared_loops", "fenced_loops"):
             real = getattr(graph, name)
 
-            def changed(call: Call, known: Any, *, run_by_user: bool, real: Any = real) -> frozenset[int]:
-                return frozenset() if call.primitive in primitives else real(call, known, run_by_user=run_by_user)
+            def changed(call: Call, known: Any, *, real: Any = real, **how: Any) -> frozenset[int]:
+                return frozenset() if call.primitive in primitives else real(call, known, **how)
 
             monkeypatch.setattr(graph, name, changed)
         monkeypatch.setattr(strategies, "_maskable", lambda *_: True)

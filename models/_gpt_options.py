@@ -10,7 +10,7 @@ import numpy as np
 from models import data
 from models._arguments import Tokens
 from models._fused_attention import ATTENTION, check
-from models._options import COUNT, DTYPE, FRACTION, POSITIVE, REMAT, SWITCH, Options, option, require, takes
+from models._options import BOUNDARY, COUNT, DTYPE, FRACTION, POSITIVE, REMAT, SWITCH, Options, option, require, takes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,6 +34,7 @@ class GPTOptions(Options):
     attention: str = option("xla", ATTENTION)
     accumulate: int = option(1, COUNT)
     learning_rate: float = option(1e-3, POSITIVE)
+    boundary: tuple | None = option(None, BOUNDARY)
 
     def __post_init__(self):
         super().__post_init__()

@@ -38,6 +38,11 @@ def one_of(*values: Any) -> Rule:
 
 DTYPE = one_of("float32", "bfloat16", "float16")
 REMAT = one_of(False, True, "products")
+BOUNDARY = Rule(
+    "None, or a tuple of mesh axes (a name, a tuple of names or None for each dim)",
+    lambda v: v is None or (isinstance(v, tuple) and all(e is None or isinstance(e, str | tuple) for e in v)),
+)
+"""Where activations [batch, sequence, width] lie between blocks, over the axes of the mesh that is set (`jax.set_mesh`)."""
 REMAT_POLICIES: dict[bool | str, Callable[..., bool]] = {"products": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
 """What `jax.checkpoint` keeps beside each layer's input. Products with weights are those without batch dims: scores of attention
 are computed again, as in Megatron's selective recomputation (Korthikanti et al. 2022, section 5)."""

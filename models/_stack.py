@@ -18,14 +18,31 @@ def make_blocks(make: Callable[[nnx.Rngs], nnx.Module], key: jax.Array, *, layer
     return nnx.List([make(nnx.Rngs(key)) for key in keys])
 
 
-def run_blocks(blocks: Any, x: Any, *, scan: bool, remat: bool | str, key: jax.Array | None = None) -> Any:
-    """x through the blocks in turn, each called with its own key as block(x, key); x may be any pytree.
+def bounded(x: Any, boundary: tuple[Any, ...] | None) -> Any:
+    """The activations [batch, sequence, width] of a pytree where `boundary` says that they lie between blocks; the rest as is."""
+    if boundary is None:
+        return x
+    spec = jax.sharding.PartitionSpec(*boundary)
+    return jax.tree.map(lambda a: jax.lax.with_sharding_constraint(a, spec) if a.ndim == 3 else a, x)
+
+
+def run_blocks(
+    blocks: Any,
+    x: Any,
+    *,
+    scan: bool,
+    remat: bool | str,
+    key: jax.Array | None = None,
+    boundary: tuple[Any, ...] | None = None,
+) -> Any:
+    """x through the blocks in turn, each called with its own key as block(x, key); x may be any pytree (`bounded`).
 
     With `remat`, only the input of each block is kept for the backward pass; with "products", the products with weights too."""
+    x = bounded(x, boundary)
     if not scan:
         for layer, block in enumerate(blocks):
             with jax.named_scope(f"block_{layer}"):
-                x = _block_function(block, remat, scan)(nnx.split(block)[1], x, fold(key, layer))
+                x = bounded(_block_function(block, remat, scan)(nnx.split(block)[1], x, fold(key, layer)), boundary)
         return x
     _, stacked = nnx.split(blocks)
     layers = jax.tree.leaves(stacked)[0].shape[0]
@@ -33,7 +50,7 @@ def run_blocks(blocks: Any, x: Any, *, scan: bool, remat: bool | str, key: jax.A
 
     def body(x, parameters_and_layer):
         parameters, layer = parameters_and_layer
-        return run(parameters, x, fold(key, layer)), None
+        return bounded(run(parameters, x, fold(key, layer)), boundary), None
 
     return jax.lax.scan(body, x, (stacked, None if key is None else jnp.arange(layers)))[0]
 

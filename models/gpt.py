@@ -70,7 +70,9 @@ class GPT(nnx.Module):
         """`key` is for dropout, None without it."""
         x = self.embedding(tokens) + self.position[...].astype(self.options.dtype)
         x = _dropout(self.options, x, fold(key, self.options.layers))
-        x = self.norm(run_blocks(self.blocks, x, scan=self.options.scan, remat=self.options.remat, key=key))
+        x = self.norm(
+            run_blocks(self.blocks, x, scan=self.options.scan, remat=self.options.remat, key=key, boundary=self.options.boundary)
+        )
         with jax.named_scope("head"):
             return self.embedding.attend(x) if self.options.tied else self.head(x)
 

@@ -14,6 +14,7 @@ from models._arguments import make_batch, make_state
 from models._fused_attention import flash
 from models._gpt_options import GPTOptions, causal_mask, text_batches
 from models._options import REMAT_POLICIES, takes
+from models._stack import bounded
 from models._train import main
 from models.losses import cross_entropy
 
@@ -59,7 +60,7 @@ class GPT(nn.Module):
         position = self.param("position", _INIT, (options.sequence, options.width))
         x = embedding(tokens) + position.astype(options.dtype)
         x = nn.Dropout(options.dropout, deterministic=not train)(x)
-        x = _blocks(options, x, train)
+        x = _blocks(options, bounded(x, options.boundary), train)
         x = nn.LayerNorm(dtype=options.dtype, name="norm")(x)
         if options.tied:
             return embedding.attend(x)
@@ -78,7 +79,8 @@ class Block(nn.Module):
         drop = functools.partial(nn.Dropout, self.options.dropout, deterministic=not self.train)
         norm = functools.partial(nn.LayerNorm, dtype=self.options.dtype)
         x = x + drop()(Attention(self.options, self.train, name="attention")(norm(name="norm_attention")(x)))
-        return x + drop()(MLP(self.options, name="mlp")(norm(name="norm_mlp")(x))), None
+        x = x + drop()(MLP(self.options, name="mlp")(norm(name="norm_mlp")(x)))
+        return bounded(x, self.options.boundary), None
 
 
 class Attention(nn.Module):

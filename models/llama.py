@@ -16,7 +16,20 @@ from models._accumulate import value_and_grad
 from models._arguments import Tokens, make_batch, make_state
 from models._attention import attend, attend_blockwise, attend_in_kernel
 from models._fused_attention import ATTENTION, check
-from models._options import COUNT, COUNT_OR_NONE, DTYPE, POSITIVE, REMAT, SWITCH, Options, one_of, option, require, takes
+from models._options import (
+    BOUNDARY,
+    COUNT,
+    COUNT_OR_NONE,
+    DTYPE,
+    POSITIVE,
+    REMAT,
+    SWITCH,
+    Options,
+    one_of,
+    option,
+    require,
+    takes,
+)
 from models._stack import make_blocks, run_blocks
 from models._train import main
 from models.losses import cross_entropy
@@ -52,6 +65,7 @@ class DecoderOptions(Options):
     block: int = option(None, COUNT_OR_NONE)
     attention: str = option("xla", ATTENTION)
     learning_rate: float = option(1e-3, POSITIVE)
+    boundary: tuple | None = option(None, BOUNDARY)
     size: str = option("tiny", one_of("tiny"))
 
     def __post_init__(self):
@@ -144,7 +158,9 @@ class Llama(nnx.Module):
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Positions enter in the attention alone."""
-        x = run_blocks(self.blocks, self.embedding(tokens), scan=self.options.scan, remat=self.options.remat)
+        x = run_blocks(
+            self.blocks, self.embedding(tokens), scan=self.options.scan, remat=self.options.remat, boundary=self.options.boundary
+        )
         with jax.named_scope("head"):
             return self.head(self.norm(x))
 

@@ -106,7 +106,9 @@ class MoE(nnx.Module):
     def __call__(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The imbalance is carried through the blocks beside the residual."""
         start = self.embedding(tokens), jnp.zeros(())
-        x, imbalance = run_blocks(self.blocks, start, scan=self.options.scan, remat=self.options.remat)
+        x, imbalance = run_blocks(
+            self.blocks, start, scan=self.options.scan, remat=self.options.remat, boundary=self.options.boundary
+        )
         with jax.named_scope("head"):
             return self.head(self.norm(x)), imbalance / self.options.layers
 

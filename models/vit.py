@@ -17,6 +17,7 @@ from models._accumulate import value_and_grad
 from models._arguments import Floats, Tokens, make_batch, make_state
 from models._fused_attention import ATTENTION, check, flash
 from models._options import (
+    BOUNDARY,
     COUNT,
     COUNT_OR_NONE,
     DTYPE,
@@ -30,6 +31,7 @@ from models._options import (
     require,
     takes,
 )
+from models._stack import bounded
 from models._train import main
 from models.losses import cross_entropy
 
@@ -57,6 +59,7 @@ class ViTOptions(Options):
     dropout: float = option(0.0, FRACTION)
     attention: str = option("xla", ATTENTION)
     learning_rate: float = option(1e-3, POSITIVE)
+    boundary: tuple | None = option(None, BOUNDARY)
 
     def __post_init__(self):
         super().__post_init__()
@@ -121,7 +124,7 @@ class ViT(nn.Module):
         x = x.reshape(x.shape[0], -1, options.width)
         position = self.param("position", nn.initializers.normal(0.02), x.shape[1:])
         x = nn.Dropout(options.dropout, deterministic=not train)(x + position.astype(options.dtype))
-        x = _blocks(options, x, train)
+        x = _blocks(options, bounded(x, options.boundary), train)
         x = jnp.mean(nn.LayerNorm(dtype=options.dtype, name="norm")(x), axis=1)
         return nn.Dense(options.classes, dtype=options.dtype, name="head")(x)
 
@@ -150,7 +153,7 @@ class Block(nn.Module):
         )
         x = x + drop()(attention(norm(name="norm_attention")(x)))
         y = nn.gelu(dense(options.inner or 4 * options.width, name="up")(norm(name="norm_mlp")(x)))
-        return x + drop()(dense(options.width, name="down")(y)), None
+        return bounded(x + drop()(dense(options.width, name="down")(y)), options.boundary), None
 
 
 def _flash(query: jax.Array, key: jax.Array, value: jax.Array, **_: Any) -> jax.Array:

@@ -7,7 +7,7 @@ of a single instruction delays the kernels until it has ended. Bodies of loops r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from shardplan.cost.network import Collective, Network
 from shardplan.emit.hlo import HloCollective, collectives_of
@@ -27,10 +27,18 @@ _Value = Flight | tuple["_Value", ...] | None
 _State = tuple[object, ...]
 
 
-def timeline(hlo_text: str, device: Device, price: Price, *, contention: float | None = None) -> Spent:
+def timeline(
+    hlo_text: str,
+    device: Device,
+    price: Price,
+    *,
+    contention: float | None = None,
+    kernel_s: Mapping[tuple[str, str], float] | None = None,
+) -> Spent:
     """The seconds of one run of a scheduled module on one device, each kernel by `Kernel.seconds`.
 
     ``contention`` is the factor by which kernels and collectives slow each other while both run (by default the device's).
+    ``kernel_s`` gives the seconds of kernels by the names of their computation and instruction in place of the roofline.
     Kernels of an ``async-start`` run on the stream of kernels, at the place of the start. A loop of unknown trip count counts as
     one iteration, a conditional as its most expensive branch.
 
@@ -41,7 +49,8 @@ def timeline(hlo_text: str, device: Device, price: Price, *, contention: float |
     header = hlo_text.partition("\n")[0]
     if "is_scheduled=true" not in header:
         raise HloError("the module is not scheduled: pass the text of compiled.as_text()", line=1, text=header[:200])
-    kernel_s = {place: kernel.seconds(device) for place, kernel in kernels_of(module).items()}
+    given = kernel_s or {}
+    kernel_s = {place: given.get(place, kernel.seconds(device)) for place, kernel in kernels_of(module).items()}
     prices = {(c.name, i.name): price(collective) for c, i, collective in collectives_of(module)}
     walk = _Walk(module, kernel_s, prices, Streams(device.contention if contention is None else contention))
     walk.computation(module.entry, [None] * len(module.computations[module.entry].parameters))
@@ -81,7 +90,7 @@ class _Walk:
     def __init__(
         self,
         module: Module,
-        kernel_s: dict[tuple[str, str], float],
+        kernel_s: Mapping[tuple[str, str], float],
         prices: dict[tuple[str, str], tuple[float, frozenset[int]]],
         streams: Streams,
     ) -> None:

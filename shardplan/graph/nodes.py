@@ -42,8 +42,8 @@ class Traffic:
 class Signature:
     """The call and description that equal ops share (description None: the op may run whole on every device).
 
-    - ``backend``: what will run the plan. ``shared``: under ``specs``, the loops that each device cuts on its own share where they
-      divide. ``fenced``: those that are never padded, and under ``specs`` cut in no other way.
+    - ``backend``: what will run the plan. ``shared``: under ``specs``, the loops that each device cuts on its own share where
+      they divide. ``fenced``: those that are never padded, and under ``specs`` cut in no other way.
     - ``defers``: its sums may stay partial.
     - ``elementwise``: every operand is read at the result's own index. ``adds``: the result is the elementwise sum (or
       difference) of all operands that are read.

@@ -10,7 +10,7 @@ from shardplan.cost import TIME, objective_of
 from shardplan.cost.overlap import StepCost
 from shardplan.errors import PlanFileError
 from shardplan.graph import Graph, flatten
-from shardplan.ir import Choices, Program
+from shardplan.ir import Backend, Choices, Program
 from shardplan.plans.data import Argument, Baseline, Collective, PlanData
 from shardplan.schedule import Issued, PlannedProgram, Schedule, build, issued, planned_program, windows
 from shardplan.search.baselines.rivals import Rivals

@@ -1,8 +1,8 @@
 # pyright: basic
 """Slices, scatters and FFTs rewritten around faults of XLA. No rewrite changes a result.
 
-- *The compiler* of some releases (`shardplan.tdl.xla_quirks.merges_slices`) merges two nested dynamic slices into one that starts
-  at the sum of their starts. That is wrong where the inner start is out of range and would be clamped. A device's program has such
+- *The compiler* of some releases (`shardplan.tdl.xla_quirks.merges_slices`) merges two nested dynamic slices into one that
+  starts at the sum of their starts. That is wrong where a start is out of range and would be clamped. A device's program has such
   pairs that its author never wrote: a device slices its share out of a dynamic slice, and a scatter of one row becomes a slice
   that reads the row which it may have to keep. So starts are clamped, and an optimization barrier stands in front of the operand
   of a scatter of one row.

@@ -62,13 +62,6 @@ def in_step(description: Description, loop: int) -> Regions | None:
     """
     if description.loops[loop].whole or _is_shared(description, loop):
         return None
-    if not description.elementwise:
-        own_index = Affine(((loop, 1),))
-        shapes = description.call.operands
-        for operand, indices in description.accesses:
-            for dim, ix in enumerate(indices):
-                if shapes[operand][dim] == 1 and ix != own_index and _reads(ix, loop):
-                    return None
     return _regions_alone(description, loop)
 
 
@@ -197,8 +190,12 @@ def _regions_alone(description: Description, loop: int) -> Regions | None:
     placements: dict[int, Placement] = {}
     for operand, indices in description.accesses:
         shape = description.call.operands[operand]
-        dims = [dim for dim, ix in enumerate(indices) if shape[dim] != 1 and _reads(ix, loop)]
-        if any(indices[dim] != own_index or shape[dim] != extent for dim in dims) or len(dims) > 1:
+        read = [dim for dim, ix in enumerate(indices) if _reads(ix, loop)]
+        dims = [dim for dim in read if shape[dim] != 1]
+        if any(shape[dim] != extent for dim in dims) or len(dims) > 1:
+            return None
+        # one element that is not broadcast lies somewhere inside the worker's range
+        if any(indices[dim] != own_index for dim in (dims if description.elementwise else read)):
             return None
         here = Split(dims[0]) if dims else Replicated()
         if placements.setdefault(operand, here) != here:

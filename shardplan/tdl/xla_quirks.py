@@ -73,8 +73,8 @@ def aborts_on_two_axes(sizes: Sequence[int]) -> bool:
 
 
 _MERGES_SLICES = frozenset({"0.10.2", "0.11.2"})
-"""Releases whose compiler merges two nested dynamic slices although the inner start may be out of range (`shardplan.tdl.rewrite`).
-The smallest program: ``lambda x, i: lax.dynamic_slice(lax.dynamic_slice(x, (i,), (6,)), (i % 3,), (2,))`` with an ``i`` that is out
+"""Releases whose compiler merges two nested dynamic slices although a start may be out of range (`shardplan.tdl.rewrite`). The
+smallest program: ``lambda x, i: lax.dynamic_slice(lax.dynamic_slice(x, (i,), (6,)), (i % 3,), (2,))`` with an ``i`` that is out
 of range.
 """
 
@@ -215,9 +215,9 @@ def fences() -> tuple[Fence, ...]:
 def fenced_loops(call: Call, description: Description | None, *, run_by_user: bool, backend: Backend) -> frozenset[int]:
     """The loops of a call that are never padded, and that the partitioner does not cut under ``specs``.
 
-    These are all loops of calls that a user or a library runs, because what they do with padding is unknown. Under ``specs``, which
-    runs such cuts on shares that divide, they are also all loops of calls that the partitioner cannot cut (`uncuttable`), and those
-    of `fences`.
+    These are all loops of calls that a user or a library runs, because what they do with padding is unknown. Under ``specs``,
+    which runs such cuts on shares that divide, they are also all loops of calls that the partitioner cannot cut (`uncuttable`),
+    and those of `fences`.
     """
     if description is None:
         return _NONE

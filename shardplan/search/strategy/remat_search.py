@@ -47,7 +47,7 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Searcher:
-    """Searches programs of one step under the same conditions. ``replicate``, ``shared`` and ``backend`` as in `shardplan.plan`."""
+    """Searches programs of one step under the same conditions; ``replicate``, ``shared``, ``backend`` as in `shardplan.plan`."""
 
     replicate: Sequence[str]
     shared: OneChoice
@@ -57,7 +57,9 @@ class Searcher:
 
     def plain(self, program: Program) -> Planned:
         """The best plan of the unchanged step."""
-        return Planned(program, self._best(flatten(program, replicate=self.replicate, backend=self.backend), self.wanted), Remat())
+        return Planned(
+            program, self._best(flatten(program, replicate=self.replicate, backend=self.backend), self.wanted), Remat()
+        )
 
     def auto(self, program: Program) -> Planned:
         """The best plan of the step, unchanged or with parts recomputed; none where the limit costs nothing."""

@@ -1,0 +1,474 @@
+"""Plans beside programs that people write by hand, compiled for H100s that are not there (extra ``gpu-aot``).
+
+``python benchmarks/by_hand.py [NAME ...] [--only PROGRAM ...] [--json FILE] [--limit SECONDS] [--ours] [--table]``
+
+A NAME is one of `ROWS`; without names all are run. A program by hand is the step under `jax.jit`, with a `NamedSharding` for each
+argument (`HANDS`) and, where people write it, `with_sharding_constraint` between blocks; XLA's partitioner does the rest. It is
+compiled with XLA's default flags and with those of the plan, and the better one counts. None of it is code of shardplan.
+
+All programs are timed alike, by their compiled schedules (`shardplan.emit.hlo_timeline`): kernels by the roofline, collectives by
+the network model from their groups and bytes, at once where the schedule lets them overlap. Beside it stands the same timeline
+with the kernel seconds of XLA's own cost model (``xla_gpu_collect_cost_model_stats``).
+
+With ``--ours``, the emitted programs of the same shardings (`OURS`) are compiled too, and a second table sets their compute,
+bytes and temporary memory beside those by hand. Each program is planned and compiled in a process of its own, in ``--limit``
+seconds. With ``--json``, results are kept as they come, and what is in the file is not run again; ``--table`` prints it alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gpu_bytes import TARGET, cluster_of
+
+ROOT = Path(__file__).parent.parent
+SLOW = str(ROOT / "benchmarks" / "clusters" / "dgx-h100-100g.toml")
+PLAN = "plan"
+OURS = {"data parallel": "data parallel", "FSDP": "FSDP", "hybrid FSDP": "data x FSDP"}
+"""Programs by hand whose sharding is also that of one of our baselines."""
+SMALLEST = 1024
+"""FSDP leaves arrays of fewer elements whole, as MaxText and Levanter do."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A step with a device's part of its batch on a cluster of nodes x GPUs, whose NICs are ``slow`` (100 Gb/s a GPU) or not.
+
+    ``source`` is "models", or "hand" for `hand_steps`.
+    """
+
+    source: str
+    name: str
+    shape: str
+    each: int
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    slow: bool = False
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """The number of nodes and of GPUs in each."""
+        nodes, _, gpus = self.shape.rpartition("x")
+        return int(nodes or 1), int(gpus)
+
+    @property
+    def place(self) -> str:
+        """The cluster, as `cluster_of` reads it."""
+        return f"{SLOW} {self.shape}" if self.slow else self.shape
+
+    def step(self, **more: Any) -> tuple[Any, Any]:
+        """(step, (state, batch)) for the whole batch."""
+        nodes, gpus = self.sizes
+        options = {**self.options, **more, "batch": self.each * nodes * gpus}
+        if self.source == "hand":
+            from hand_steps import STEPS
+
+            return STEPS[self.name](**options)
+        import importlib
+
+        return importlib.import_module(f"models.{self.name}").train_step(**options)
+
+
+def _gpt(width: int, heads: int, layers: int, sequence: int = 1024, **more: Any) -> dict[str, Any]:
+    sizes = {"width": width, "heads": heads, "layers": layers, "sequence": sequence, "vocabulary": 50304}
+    return {**sizes, "dtype": "bfloat16", **more}
+
+
+LONG = {"scan": True, "remat": True}
+LLAMA = {"layers": 4, "sequence": 4096, "block": 512, "dtype": "bfloat16", **LONG}
+MOE = {"layers": 4, "width": 2048, "heads": 16, "key_heads": 8, "inner": 2048, "vocabulary": 32000, "sequence": 1024}
+SMALL, MEDIUM = _gpt(768, 12, 6), _gpt(2048, 16, 4)
+VIT = {"layers": 6, "width": 1024, "heads": 16, "image": 224}
+T5 = {"layers": 4, "width": 1024, "heads": 16, "vocabulary": 32128, "sequence": 512}
+# Widths, sequences and batches are those of the models by these names; depth is cut to 4 to 8 layers, as all layers are alike.
+ROWS = {
+    "gpt-labels": Row("hand", "gpt", "8", 8, {**SMALL, "tied": False, "remat": True}),
+    "gpt-labels-tied": Row("hand", "gpt", "2x4", 4, {**_gpt(1024, 16, 4), "tied": True}),
+    "gpt-smoothed": Row("hand", "gpt", "8", 4, {**SMALL, "smoothing": 0.1}),
+    "gpt-f32": Row("hand", "gpt", "2x8", 2, {**SMALL, "dtype": "float32"}),
+    "gpt-dropout": Row("hand", "gpt", "4x8", 4, {**SMALL, "dropout": 0.1}),
+    "gpt-accumulated": Row("hand", "gpt", "4x8", 8, {**MEDIUM, "accumulate": 4}),
+    "gpt-muon": Row("hand", "gpt", "2x8", 8, {**SMALL, "optimizer": "muon"}),
+    "gpt-lora": Row("hand", "lora", "2x8", 2, {k: v for k, v in MEDIUM.items() if k != "dtype"}),
+    "t5": Row("hand", "seq2seq", "4x8", 8, T5),
+    "gpt-125m": Row("models", "gpt", "8", 16, SMALL),
+    "gpt-125m-small-batch": Row("models", "gpt", "2x8", 2, SMALL),
+    "gpt-125m-slow": Row("models", "gpt", "4x8", 8, SMALL, slow=True),
+    "gpt-350m-scan": Row("models", "gpt", "4x8", 8, _gpt(1024, 16, 8, scan=True)),
+    "gpt-1.3b": Row("models", "gpt", "2x8", 8, MEDIUM),
+    "gpt-1.3b-small-batch": Row("models", "gpt", "4x8", 1, MEDIUM),
+    "gpt-1.3b-slow": Row("models", "gpt", "4x8", 4, MEDIUM, slow=True),
+    "gpt-2.7b-scan": Row("models", "gpt", "4x8", 4, _gpt(2560, 32, 8, 2048, **LONG)),
+    "gpt-7b-scan": Row("models", "gpt", "8x8", 2, _gpt(4096, 32, 8, 2048, **LONG)),
+    "gpt-7b-scan-slow": Row("models", "gpt", "4x8", 2, _gpt(4096, 32, 8, 2048, **LONG), slow=True),
+    "llama-8b": Row("models", "llama", "8x8", 1, {"size": "8b", **LLAMA}),
+    "llama-8b-slow": Row("models", "llama", "8x8", 1, {"size": "8b", **LLAMA}, slow=True),
+    "llama-70b": Row("models", "llama", "8x8", 1, {"size": "70b", **LLAMA}),
+    "moe": Row("models", "moe", "4x8", 4, {**MOE, "dtype": "bfloat16"}),
+    "vit-large": Row("models", "vit", "8", 64, {**VIT, "dtype": "bfloat16"}),
+    "vit-large-small-batch": Row("models", "vit", "4x8", 8, {**VIT, "dtype": "bfloat16"}),
+    "wresnet-50-2": Row("models", "wresnet", "4x8", 16, {"depth": 50, "width": 2, "image": 224}),
+    "unet": Row("models", "unet", "2x8", 16, {"channels": 128, "image": 64}),
+}  # fmt: skip
+BLOCKS = ("gpt", "llama", "moe", "vit", "seq2seq", "lora")
+"""Models of equal blocks on activations [batch, sequence, width]: these take a ``boundary``."""
+
+
+# -- programs by hand --------------------------------------------------------------------------------------------------
+
+Spec = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Hand:
+    """A sharding as people write it: the sizes of its mesh axes, the spec of a weight by its path and shape, that of a batch, and
+    where activations lie between blocks. ``needs`` says for which rows it makes sense.
+    """
+
+    axes: Callable[[int, int], Mapping[str, int]]
+    weight: Callable[[str, tuple[int, ...], Mapping[str, int]], Spec]
+    batch: Spec
+    boundary: Spec
+    needs: Callable[[Row], bool] = lambda row: True
+
+
+def _whole(path: str, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Spec:
+    return ()
+
+
+def _largest(axes: tuple[str, ...]) -> Callable[[str, tuple[int, ...], Mapping[str, int]], Spec]:
+    """FSDP: the largest dim that divides, over these axes."""
+
+    def spec(path: str, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Spec:
+        size, ways = 1, 1
+        for n in shape:
+            size *= n
+        for axis in axes:
+            ways *= sizes[axis]
+        legal = [d for d, n in enumerate(shape) if n % ways == 0]
+        if size < SMALLEST or not legal:
+            return ()
+        at = max(legal, key=lambda d: (shape[d], -d))
+        return (*(None,) * at, axes if len(axes) > 1 else axes[0])
+
+    return spec
+
+
+_HEADS = re.compile(r"(qkv|query|key|value|out|up|gate|down|embedding|head|patches)$")
+
+
+def _megatron(path: str, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Spec:
+    """Megatron's cut of a weight over "tensor": heads of attention, the inner dim of MLPs, the vocabulary."""
+    words = [w for w in path.split("/") if w not in ("kernel", "bias", "embedding_table", "value")]
+    ways = sizes["tensor"]
+    stacked = 1 if "blocks" in words and not any(w.isdigit() for w in words) else 0
+    name = next((w for w in reversed(words) if _HEADS.search(w)), "")
+    is_bias, rank = path.endswith("bias"), len(shape) - stacked
+    at = None
+    if name.endswith("qkv"):
+        at = rank - 2  # [width, 3, heads, head] and [3, heads, head]
+    elif name in ("query", "key", "value"):
+        at = 0 if is_bias else 1 if rank > 1 else None
+    elif name in ("out", "down"):
+        at = None if is_bias else rank - 2 if name == "down" else 0
+    elif name in ("up", "gate"):
+        at = rank - 1
+    elif "embedding" in name:
+        at = 0
+    elif name == "head":
+        at = rank - 1
+    if at is None or at < 0 or shape[at + stacked] % ways:
+        return ()
+    return (*(None,) * (at + stacked), "tensor")
+
+
+def _both(path: str, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Spec:
+    """Megatron's cut, and FSDP of the largest other dim over "data"."""
+    cut = [*_megatron(path, shape, sizes), *(None,) * len(shape)][: len(shape)]
+    free = [d for d, n in enumerate(shape) if cut[d] is None and n % sizes["data"] == 0]
+    size = 1
+    for n in shape:
+        size *= n
+    if free and size >= SMALLEST:
+        cut[max(free, key=lambda d: (shape[d], -d))] = "data"
+    return tuple(cut)
+
+
+def _experts(path: str, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Spec:
+    """Experts over "expert", all other weights FSDP over all axes."""
+    if "moe" in path.split("/") and len(shape) == 3 and shape[0] % sizes["expert"] == 0:
+        return ("expert", *(None,) * (len(shape) - 2), "data" if shape[-1] % sizes["data"] == 0 else None)
+    return _largest(("data", "expert"))(path, shape, sizes)
+
+
+def _flat(nodes: int, gpus: int) -> Mapping[str, int]:
+    return {"data": nodes * gpus}
+
+
+def _levels(nodes: int, gpus: int) -> Mapping[str, int]:
+    return {"node": nodes, "gpu": gpus}
+
+
+def _tensor(ways: int) -> Callable[[int, int], Mapping[str, int]]:
+    return lambda nodes, gpus: {"data": nodes * gpus // ways, "tensor": ways}
+
+
+def _transformer(row: Row) -> bool:
+    return row.name in BLOCKS
+
+
+HANDS = {
+    "data parallel": Hand(_flat, _whole, ("data",), ("data",)),
+    "FSDP": Hand(_flat, _largest(("data",)), ("data",), ("data",)),
+    "hybrid FSDP": Hand(_levels, _largest(("gpu",)), (("node", "gpu"),), (("node", "gpu"),), lambda row: row.sizes[0] > 1),
+    "FSDP x tensor 2": Hand(_tensor(2), _both, ("data",), ("data",), _transformer),
+    "FSDP x tensor 8": Hand(_tensor(8), _both, ("data",), ("data",), lambda row: _transformer(row) and row.sizes[0] > 1),
+    "FSDP x tensor 8, sequence": Hand(
+        _tensor(8), _both, ("data",), ("data", "tensor"), lambda row: _transformer(row) and row.sizes[0] > 1
+    ),
+    "experts": Hand(
+        lambda nodes, gpus: {"data": nodes, "expert": gpus},
+        _experts,
+        (("data", "expert"),),
+        (("data", "expert"),),
+        lambda row: row.name == "moe",
+    ),
+}
+"""The shardings that people write: FSDP is MaxText's default, "tensor" Megatron's inside a node."""
+
+
+def by_hand(row: Row, hand: Hand, machine: Any) -> Any:
+    """A step as a good user of JAX shards it, lowered."""
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    nodes, gpus = row.sizes
+    sizes = {name: n for name, n in hand.axes(nodes, gpus).items() if n > 1 or name == "data"}
+    mesh = Mesh(np.array(machine.devices).reshape(tuple(sizes.values())), tuple(sizes))
+    step, (state, batch) = row.step(**({"boundary": _boundary(row, hand.boundary)} if row.name in BLOCKS else {}))
+
+    def sharding(spec: Spec) -> Any:
+        return NamedSharding(mesh, PartitionSpec(*spec))
+
+    def of_weight(path: Any, x: Any) -> Any:
+        words = "/".join(jax.tree_util.keystr((key,), simple=True) for key in path)
+        return sharding(hand.weight(words, tuple(x.shape), {**dict.fromkeys(hand.axes(nodes, gpus), 1), **sizes}))
+
+    states = jax.tree_util.tree_map_with_path(of_weight, state)
+    batches = jax.tree.map(lambda x: sharding(hand.batch), batch)
+    with jax.set_mesh(mesh):
+        jitted = jax.jit(step, in_shardings=(states, batches), out_shardings=(states, None), donate_argnums=0)
+        return jitted.lower(state, batch)
+
+
+def _boundary(row: Row, spec: Spec) -> Any:
+    from jax.sharding import PartitionSpec
+
+    return PartitionSpec(*spec) if row.source == "hand" else tuple(spec)
+
+
+# -- one program -------------------------------------------------------------------------------------------------------
+
+
+def programs(row: Row, ours: bool) -> list[str]:
+    """The names of a row's programs."""
+    hands = [name for name, hand in HANDS.items() if hand.needs(row)]
+    return [PLAN, *(f"our {name}" for name in hands if ours and name in OURS), *hands]
+
+
+def measured(name: str, program: str, text: Path | None) -> dict[str, Any]:
+    """The figures of one program of a row; one by hand with the better flags."""
+    from jax.experimental import topologies
+
+    import shardplan
+
+    row = ROWS[name]
+    nodes, gpus = row.sizes
+    machine = topologies.get_topology_desc("h100", "cuda", target_config=TARGET.read_text(), topology=f"1x{nodes}x{gpus}")
+    cluster = cluster_of(row.place)
+    if program in HANDS:
+        from shardplan.plans.xla_flags import xla_flags
+
+        lowered = by_hand(row, HANDS[program], machine)
+        made = [
+            {**figures(lowered, flags, cluster, _file(text, name, f"{program}.{which}")), "flags": which}
+            for which, flags in (("default", {}), ("plan's", xla_flags(cluster)))
+        ]
+        return min(made, key=lambda one: one["seconds"])
+    step, args = row.step()
+    plan: Any = shardplan.plan(step, *args, cluster=cluster, donate_argnums=0)
+    chosen = plan if program == PLAN else plan.as_baseline(OURS[program.removeprefix("our ")])
+    lowered = chosen.jit(step, machine.devices, "explicit").lower(*args)
+    predicted = {"predicted_s": chosen.step_time_s, "predicted_peak": chosen.peak_bytes, "axes": plan.axes}
+    return {**figures(lowered, {}, cluster, _file(text, name, program)), **predicted, "plan_s": plan.trace_s + plan.search_s}
+
+
+def figures(lowered: Any, flags: Mapping[str, Any], cluster: Any, file: Path | None) -> dict[str, Any]:
+    """The time of a compiled program by the roofline and by XLA's cost model, what it sends and what it holds."""
+    from shardplan.cost import Network
+    from shardplan.emit.hlo import measure
+    from shardplan.emit.hlo_text import parse_module
+    from shardplan.emit.hlo_timeline import network_price, timeline
+    from shardplan.mesh import factors
+
+    began = time.perf_counter()
+    made = lowered.compile(compiler_options={**flags, "xla_gpu_collect_cost_model_stats": True})
+    compile_s, text = time.perf_counter() - began, made.as_text()
+    if file:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    price = network_price(Network(cluster, factors(cluster)))
+    spent = timeline(text, cluster.device, price)
+    by_xla = timeline(text, cluster.device, price, kernel_s=modelled_s(parse_module(text)))
+    held = made.memory_analysis()
+    return {
+        "seconds": spent.seconds,
+        "compute_s": spent.compute_s,
+        "exposed_s": spent.exposed_s,
+        "communication_s": spent.communication_s,
+        "xla_seconds": by_xla.seconds,
+        "xla_compute_s": by_xla.compute_s,
+        "bytes": measure(text, undo_cpu=False).wire_bytes,
+        "temporary": held.temp_size_in_bytes,
+        "peak": held.argument_size_in_bytes + held.output_size_in_bytes - held.alias_size_in_bytes + held.temp_size_in_bytes,
+        "compile_s": compile_s,
+    }
+
+
+_COSTS = re.compile(r'"reification_cost":\[(.*?)\],"device_type')
+_COST = re.compile(r'"exec_time_us":([0-9.e+-]+).*?"name":"([^"]*)"')
+_MODELS = ("indexing-cost-model", "")
+"""XLA's cost models, the one for fusions of its Triton emitter first: of these the other one knows nothing."""
+
+
+def modelled_s(module: Any) -> dict[tuple[str, str], float]:
+    """The seconds of each kernel by XLA's own cost model, where it has some."""
+    found: dict[tuple[str, str], float] = {}
+    for computation in module.computations.values():
+        for i in computation.instructions.values():
+            costs = {name: float(us) * 1e-6 for us, name in _COST.findall((_COSTS.search(i.attributes) or [""])[0])}
+            model = next((name for name in _MODELS if name in costs), None)
+            if model is not None:
+                found[computation.name, i.name] = costs[model]
+    return found
+
+
+def _file(text: Path | None, row: str, program: str) -> Path | None:
+    return text / f"{row}.{program.replace(' ', '_')}.hlo" if text else None
+
+
+# -- all of them -------------------------------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--only", nargs="+", metavar="PROGRAM", help="these programs alone")
+    parser.add_argument("--ours", action="store_true", help="our own programs of the shardings by hand too")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--limit", type=float, default=900.0, metavar="SECONDS", help="for each program")
+    parser.add_argument("--text", type=Path, metavar="DIRECTORY", help="keeps the compiled programs")
+    parser.add_argument("--table", action="store_true", help="prints what --json holds, and runs nothing")
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+    given = parser.parse_args(argv)
+    if unknown := [name for name in given.names if name not in ROWS]:
+        parser.error(f"no row {unknown[0]!r}: there are {', '.join(ROWS)}")
+    if given.one:
+        print(json.dumps(measured(*given.one, given.text)), flush=True)
+        return 0
+    kept: dict[str, dict[str, Any]] = json.loads(given.json.read_text()) if given.json and given.json.exists() else {}
+    for name in () if given.table else given.names or ROWS:
+        for program in programs(ROWS[name], given.ours):
+            if program in kept.get(name, {}) or (given.only and program not in given.only):
+                continue
+            kept.setdefault(name, {})[program] = fresh(name, program, given)
+            if given.json:
+                whole = given.json.with_suffix(".tmp")
+                whole.write_text(json.dumps(kept, indent=1))
+                whole.replace(given.json)
+            print(f"{name}, {program}: {json.dumps(kept[name][program])}", file=sys.stderr, flush=True)
+    print("\n".join(table(kept)))
+    print("\n".join(emission(kept)))
+    return 0
+
+
+def fresh(name: str, program: str, given: argparse.Namespace) -> dict[str, Any]:
+    """One program from a new process: the compiler's flags are read when its backend starts."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0".strip()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    command = [sys.executable, str(Path(__file__)), "--one", name, program, *(["--text", str(given.text)] if given.text else [])]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=given.limit)
+    except subprocess.TimeoutExpired:
+        return {"failed": f"over {given.limit:.0f} s"}
+    with contextlib.suppress(IndexError, ValueError):
+        return json.loads(done.stdout.splitlines()[-1])
+    errors = [line for line in done.stderr.splitlines() if "Error: " in line]
+    return {"failed": (errors or done.stderr.splitlines() or ["it said nothing"])[-1][:300]}
+
+
+def table(kept: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The plan of each row beside the best program by hand."""
+    lines = [
+        "| row | cluster | plan, ms | exposed | GiB | best by hand | ms | exposed | GiB | plan / best | by XLA's model |",
+        "|---|---|---:|---:|---:|---|---:|---:|---:|---:|---:|",
+    ]
+    ratios, exposing = [], []
+    for name, found in kept.items():
+        hands = {p: r for p, r in found.items() if p in HANDS and "seconds" in r}
+        plan = found.get(PLAN, {})
+        if "seconds" not in plan or not hands:
+            lines.append(f"| {name} | {ROWS[name].shape} | {plan.get('failed', '')} | | | | | | | | |")
+            continue
+        best = min(hands, key=lambda p: hands[p]["seconds"])
+        theirs = hands[best]
+        ratios.append(plan["seconds"] / theirs["seconds"])
+        if theirs["exposed_s"] > 0.1 * theirs["seconds"]:
+            exposing.append(ratios[-1])
+        by_xla = plan["xla_seconds"] / min(r["xla_seconds"] for r in hands.values())
+        cells = f"{_ms(plan)} | {best}, {theirs['flags']} flags | {_ms(theirs)} | {ratios[-1]:.3f} | {by_xla:.3f}"
+        lines.append(f"| {name} | {ROWS[name].shape}{', 100 Gb/s' * ROWS[name].slow} | {cells} |")
+    if ratios:
+        median, worst = statistics.median(ratios), max(ratios)
+        lines.append(
+            f"\n{len(ratios)} rows: median {median:.3f}, largest {worst:.3f}, {sum(r > 1.01 for r in ratios)} over 1.01."
+        )
+    if exposing:
+        lines.append(
+            f"Where the best by hand exposes over a tenth of its time ({len(exposing)} rows): {statistics.median(exposing):.3f}."
+        )
+    return lines
+
+
+def emission(kept: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Our programs of the shardings by hand beside those by hand."""
+    lines = ["\n| row | sharding | step | compute | bytes | temporary |", "|---|---|---:|---:|---:|---:|"]
+    for name, found in kept.items():
+        for hand in OURS:
+            ours, theirs = found.get(f"our {hand}", {}), found.get(hand, {})
+            if "seconds" in ours and "seconds" in theirs:
+                ratios = [ours[k] / theirs[k] if theirs[k] else 1.0 for k in ("seconds", "compute_s", "bytes", "temporary")]
+                lines.append(f"| {name} | {hand} | {' | '.join(f'{r:.3f}' for r in ratios)} |")
+    return lines if len(lines) > 2 else []
+
+
+def _ms(found: Mapping[str, float]) -> str:
+    return f"{found['seconds'] * 1e3:.2f} | {found['exposed_s'] * 1e3:.2f} | {found['peak'] / 2**30:.2f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

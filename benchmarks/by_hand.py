@@ -8,7 +8,7 @@ compiled with XLA's default flags and with those of the plan, and the better one
 
 All programs are timed alike, by their compiled schedules (`shardplan.emit.hlo_timeline`): kernels by the roofline, collectives by
 the network model from their groups and bytes, at once where the schedule lets them overlap. Beside it stands the same timeline
-with the kernel seconds of XLA's own cost model (``xla_gpu_collect_cost_model_stats``).
+with the kernel seconds of XLA's own cost model (``xla_gpu_collect_cost_model_stats``) for kernels without products.
 
 With ``--ours``, the emitted programs of the same shardings (`OURS`) are compiled too, and a second table sets their compute,
 bytes and temporary memory beside those by hand. Each program is planned and compiled in a process of its own, in ``--limit``
@@ -160,7 +160,7 @@ def _largest(axes: tuple[str, ...]) -> Callable[[str, tuple[int, ...], Mapping[s
         if size < SMALLEST or not legal:
             return ()
         at = max(legal, key=lambda d: (shape[d], -d))
-        return (*(None,) * at, axes if len(axes) > 1 else axes[0])
+        return (*(None,) * at, axes if len(axes) > 1 else axes[:1][0])
 
     return spec
 
@@ -269,7 +269,7 @@ def by_hand(row: Row, hand: Hand, machine: Any) -> Any:
     states = jax.tree_util.tree_map_with_path(of_weight, state)
     batches = jax.tree.map(lambda x: sharding(hand.batch), batch)
     with jax.set_mesh(mesh):
-        jitted = jax.jit(step, in_shardings=(states, batches), out_shardings=(states, None), donate_argnums=0)
+        jitted = jax.jit(step, in_shardings=(states, batches), out_shardings=(states, sharding(())), donate_argnums=0)
         return jitted.lower(state, batch)
 
 
@@ -319,7 +319,6 @@ def figures(lowered: Any, flags: Mapping[str, Any], cluster: Any, file: Path | N
     """The time of a compiled program by the roofline and by XLA's cost model, what it sends and what it holds."""
     from shardplan.cost import Network
     from shardplan.emit.hlo import measure
-    from shardplan.emit.hlo_text import parse_module
     from shardplan.emit.hlo_timeline import network_price, timeline
     from shardplan.mesh import factors
 
@@ -331,7 +330,7 @@ def figures(lowered: Any, flags: Mapping[str, Any], cluster: Any, file: Path | N
         file.write_text(text)
     price = network_price(Network(cluster, factors(cluster)))
     spent = timeline(text, cluster.device, price)
-    by_xla = timeline(text, cluster.device, price, kernel_s=modelled_s(parse_module(text)))
+    by_xla = timeline(text, cluster.device, price, kernel_s=modelled_s(text))
     held = made.memory_analysis()
     return {
         "seconds": spent.seconds,
@@ -353,15 +352,21 @@ _MODELS = ("indexing-cost-model", "")
 """XLA's cost models, the one for fusions of its Triton emitter first: of these the other one knows nothing."""
 
 
-def modelled_s(module: Any) -> dict[tuple[str, str], float]:
-    """The seconds of each kernel by XLA's own cost model, where it has some."""
+def modelled_s(text: str) -> dict[tuple[str, str], float]:
+    """The seconds of each kernel without products by XLA's own cost model. Of products it knows no tensor cores, and as nothing is
+    tuned without a GPU, it would price tiles that no tuned program has.
+    """
+    from shardplan.emit.hlo_kernels import kernels_of
+    from shardplan.emit.hlo_text import parse_module
+
+    module = parse_module(text)
     found: dict[tuple[str, str], float] = {}
-    for computation in module.computations.values():
-        for i in computation.instructions.values():
-            costs = {name: float(us) * 1e-6 for us, name in _COST.findall((_COSTS.search(i.attributes) or [""])[0])}
-            model = next((name for name in _MODELS if name in costs), None)
-            if model is not None:
-                found[computation.name, i.name] = costs[model]
+    for (computation, name), kernel in kernels_of(module).items():
+        costs = _COSTS.search(module.computations[computation].instructions[name].attributes)
+        by_model = {model: float(us) * 1e-6 for us, model in _COST.findall(costs[1] if costs else "")}
+        model = next((model for model in _MODELS if model in by_model), None)
+        if model is not None and not kernel.flops:
+            found[computation, name] = by_model[model]
     return found
 
 
@@ -387,7 +392,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown := [name for name in given.names if name not in ROWS]:
         parser.error(f"no row {unknown[0]!r}: there are {', '.join(ROWS)}")
     if given.one:
-        print(json.dumps(measured(*given.one, given.text)), flush=True)
+        name, program = given.one
+        print(json.dumps(measured(name, program, given.text)), flush=True)
         return 0
     kept: dict[str, dict[str, Any]] = json.loads(given.json.read_text()) if given.json and given.json.exists() else {}
     for name in () if given.table else given.names or ROWS:

@@ -138,10 +138,11 @@ def gpt(
     model = Decoder(vocabulary, layers, width, heads, jnp.dtype(dtype), tied, remat, dropout, boundary)
     tx = optax.adamw(3e-4, weight_decay=0.1) if optimizer == "adamw" else optax.contrib.muon(3e-4)
     example = jnp.zeros((1, sequence), jnp.int32)
-    state = _state(lambda key: model.init(key, example, train=False), tx, model.apply)
+    state = _state(lambda key: model.clone(boundary=None).init(key, example, train=False), tx, model.apply)
 
     def loss_of(params: Any, batch: Any, key: jax.Array) -> jax.Array:
-        logits = model.apply({"params": params}, batch["tokens"], rngs={"dropout": key}).astype(jnp.float32)
+        logits: Any = model.apply({"params": params}, batch["tokens"], rngs={"dropout": key})
+        logits = logits.astype(jnp.float32)
         if smoothing:
             labels = optax.smooth_labels(jax.nn.one_hot(batch["targets"], vocabulary), smoothing)
             return optax.softmax_cross_entropy(logits, labels).mean()
@@ -176,11 +177,12 @@ def seq2seq(
     """An encoder-decoder under optax's cross-entropy with integer labels."""
     model = EncoderDecoder(vocabulary, layers, width, heads, boundary=boundary)
     tokens = jnp.zeros((1, sequence), jnp.int32)
-    state = _state(lambda key: model.init(key, tokens, tokens), optax.adamw(1e-3), model.apply)
+    state = _state(lambda key: model.clone(boundary=None).init(key, tokens, tokens), optax.adamw(1e-3), model.apply)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, jax.Array]:
         def loss_of(params: Any) -> jax.Array:
-            logits = model.apply({"params": params}, batch["source"], batch["target"]).astype(jnp.float32)
+            logits: Any = model.apply({"params": params}, batch["source"], batch["target"])
+            logits = logits.astype(jnp.float32)
             return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
 
         loss, grads = jax.value_and_grad(loss_of)(state.params)
@@ -203,7 +205,7 @@ def lora(
 ) -> Step:
     """A GPT whose bfloat16 weights are frozen; the kernels of its MLPs have adapters of low rank, which alone are trained."""
     model = Decoder(vocabulary, layers, width, heads, remat=True, boundary=boundary)
-    frozen = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, sequence), jnp.int32))["params"]
+    frozen = jax.eval_shape(model.clone(boundary=None).init, jax.random.key(0), jnp.zeros((1, sequence), jnp.int32))["params"]
     frozen = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), frozen)
     shapes = {f"block_{i}/{name}": frozen[f"block_{i}"][name]["kernel"].shape for i in range(layers) for name in ("up", "down")}
     adapters = {
@@ -223,7 +225,8 @@ def lora(
 
     def step(state: Any, batch: Any) -> tuple[Any, jax.Array]:
         def loss_of(adapters: Any) -> jax.Array:
-            logits = model.apply({"params": merged(state["frozen"], adapters)}, batch["tokens"]).astype(jnp.float32)
+            logits: Any = model.apply({"params": merged(state["frozen"], adapters)}, batch["tokens"])
+            logits = logits.astype(jnp.float32)
             return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
 
         loss, grads = jax.value_and_grad(loss_of)(state["adapters"])

@@ -1,5 +1,6 @@
 """The GPT of `models.gpt` in flax linen: a TrainState trained by optax's AdamW, the same options and the same layout."""
 
+import dataclasses
 import functools
 import math
 
@@ -34,7 +35,9 @@ def train_step(options: GPTOptions, *, concrete: bool = False, seed: int = 0):
     model, optimizer = _static_parts(options)
 
     def init(key):
-        parameters = model.init(key, jnp.zeros((1, options.sequence), jnp.int32))["params"]
+        parameters = GPT(dataclasses.replace(options, boundary=None)).init(key, jnp.zeros((1, options.sequence), jnp.int32))[
+            "params"
+        ]
         # an array, not the int 0 of create: its type is then the same after every step
         return TrainState.create(apply_fn=model.apply, params=parameters, tx=optimizer).replace(step=jnp.zeros((), jnp.int32))
 

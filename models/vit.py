@@ -84,7 +84,7 @@ def train_step(options: ViTOptions, *, concrete: bool = False, seed: int = 0):
     picture = (options.image, options.image, 3)
 
     def init(key):
-        parameters = model.init(key, jnp.zeros((1, *picture)))["params"]
+        parameters = ViT(dataclasses.replace(options, boundary=None)).init(key, jnp.zeros((1, *picture)))["params"]
         # an array, not the int 0 of create: its type is then the same after every step
         return TrainState.create(apply_fn=model.apply, params=parameters, tx=optimizer).replace(step=jnp.zeros((), jnp.int32))
 

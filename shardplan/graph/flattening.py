@@ -37,7 +37,8 @@ def flatten(program: Program, *, replicate: Sequence[str] = (), backend: Backend
 
 class _Flattener:
     def __init__(self, replicate: frozenset[str], backend: Backend) -> None:
-        self.replicate, self.backend = replicate, backend
+        self.replicate = replicate
+        self.backend: Backend = backend
         self.tensors: list[Tensor] = []
         self.kind_of: dict[tuple[tuple[int, ...], str], int] = {}
         self.kinds: list[int] = []  # of each tensor: equal numbers for equal shapes and dtypes

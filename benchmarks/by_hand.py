@@ -353,8 +353,9 @@ _MODELS = ("indexing-cost-model", "")
 
 
 def modelled_s(text: str) -> dict[tuple[str, str], float]:
-    """The seconds of each kernel without products by XLA's own cost model. Of products it knows no tensor cores, and as nothing is
-    tuned without a GPU, it would price tiles that no tuned program has.
+    """The seconds of each kernel without products by XLA's own cost model.
+
+    Of products it knows no tensor cores, and as nothing is tuned without a GPU, it would price tiles that no tuned program has.
     """
     from shardplan.emit.hlo_kernels import kernels_of
     from shardplan.emit.hlo_text import parse_module

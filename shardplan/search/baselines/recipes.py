@@ -256,7 +256,9 @@ def _cuts(signature: Signature, loops: _Loops, recipe: _Recipe, sizes: Sequence[
 
     def may(f: int, ways: int) -> frozenset[int]:
         if f in recipe.data:
-            return (legal(loops.batch, ways) or frozenset({-1})) if loops.batch else every
+            if loops.batch:
+                return legal(loops.batch, ways) or frozenset({-1})
+            return every if f in recipe.shard or f in recipe.zero else frozenset({-1})
         if f in recipe.tensor:
             return legal(loops.weight, ways) or every - (loops.batch if recipe.sequence else loops.data)
         return frozenset({-1})
@@ -289,7 +291,7 @@ def _weight_loops(node: Node, sides: Sides) -> frozenset[int]:
 @dataclass(frozen=True, slots=True)
 class _ValueRole:
     """The role of a value inside the step: its batch dim and data dims, whether it is a copy of a weight, whether that is a
-    matrix, and the side of the matrix that may be cut.
+    matrix, and the side of the matrix that may be cut; whether it is made of weights alone, as a cast is.
     """
 
     batch: int | None = None
@@ -297,12 +299,14 @@ class _ValueRole:
     weight: bool = False
     matrix: bool = False
     side: frozenset[int] | None = None
+    of_weights: bool = False
 
     def allows(self, roles: NDArray[np.int64], recipe: _Recipe) -> NDArray[np.bool_]:
         """[S]: whether the value may have each layout, from `LayoutSpace.roles` [S, factors].
 
         ``tensor`` splits no data dim; with ``sequence``, it may split data dims other than the batch. ``data`` splits the batch
-        dim, where there is one. A weight's copy is split over ``tensor`` alone: a matrix over all of it along its side, others
+        dim, where there is one; other values only as far as it shards what they are made of: parameters, or in the update of the
+        optimizer its state. A weight's copy is split over ``tensor`` alone: a matrix over all of it along its side, others
         freely.
         """
         split = roles >= 0
@@ -316,8 +320,9 @@ class _ValueRole:
         for d in self.data & {self.batch} if recipe.sequence else self.data:
             result &= np.all(roles[:, tensor] != d, axis=1)
         if self.batch is not None:
-            result &= np.all(roles[:, data] == self.batch, axis=1)
-        return result
+            return result & np.all(roles[:, data] == self.batch, axis=1)
+        sharded = _mask(recipe.shard if self.of_weights else (*recipe.shard, *recipe.zero), roles)
+        return result & np.all(~split[:, data & ~sharded], axis=1)
 
 
 def _value(problem: Problem, examples: Examples, known: Sides, variable: Variable) -> _ValueRole:
@@ -330,7 +335,8 @@ def _value(problem: Problem, examples: Examples, known: Sides, variable: Variabl
         batch_dim = examples.batch[t]
         batch = batch or _split(problem, t, frozenset() if batch_dim is None else {batch_dim})
         data |= _split(problem, t, examples.data[t])
-    return _ValueRole(next(iter(batch), None), data)
+    of_weights = first in problem.coarse.weights and not examples.data[first]
+    return _ValueRole(next(iter(batch), None), data, of_weights=of_weights)
 
 
 def _split(problem: Problem, t: int, dims: Set[int]) -> frozenset[int]:

@@ -44,6 +44,7 @@ JAX_FILES = (
     "plans.canonical",
     "plans.fingerprint",
     "plans.runner",
+    "plans.stages",
     "shell.clusters",
     "shell.compare_command",
     "shell.load",

@@ -133,9 +133,8 @@ def plan(
     leaves, entries = frozenset(leaves_of(traced.in_tree, donated)), _pin_entries(pins or {})
     wanted = Wanted(limit.nbytes, leaves, entries, deadline, observer, measure, fixed, mesh is None, sizes, timed)
     with uncollected():
-        planned = _search(
-            traced.program, Searcher(replicate, shared, resolved, wanted, runs["backend"]), limit, recompute=remat == "auto"
-        )
+        searcher = Searcher(replicate, shared, resolved, wanted, runs["backend"])
+        planned = _search(traced.program, searcher, limit, recompute=remat == "auto")
         session, run, stopped = _scheduled(planned, wanted, replicate, runs["backend"])
         _warn(session)
     planned, stopped = _of(planned, session), _done(observer, stopped)

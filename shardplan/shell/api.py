@@ -127,25 +127,24 @@ def plan(
     limit = read_limit(memory_limit, resolved.device, os.environ)
     fixed, sizes = checked_factors(factors, resolved), checked_axes(axes, resolved, factors, measure)
     observer("tracing", 0.0)
-    traced = trace_step(step, args, donated)
-    traced_at = time.perf_counter()
-    replicate = _checked_primitives(replicate, traced.program, resolved.size)
-    leaves, entries = frozenset(leaves_of(traced.in_tree, donated)), _pin_entries(pins or {})
-    wanted = Wanted(limit.nbytes, leaves, entries, deadline, observer, measure, fixed, mesh is None, sizes, timed)
+    traced, traced_at = trace_step(step, args, donated), time.perf_counter()
+    replicate, entries = _checked_primitives(replicate, traced.program, resolved.size), _pin_entries(pins or {})
+    leaves = frozenset(leaves_of(traced.in_tree, donated))
+    wanted = Wanted(
+        limit.nbytes, leaves, entries, deadline, observer, measure, fixed, mesh is None, sizes, timed, runs["backend"]
+    )
+    searcher = Searcher(replicate, shared, resolved, wanted)
     with uncollected():
-        searcher = Searcher(replicate, shared, resolved, wanted, runs["backend"])
         planned = _search(traced.program, searcher, limit, recompute=remat == "auto")
-        session, run, stopped = _scheduled(planned, wanted, replicate, runs["backend"])
+        session, run, stopped = _scheduled(planned, searcher)
         _warn(session)
     planned, stopped = _of(planned, session), _done(observer, stopped)
     data = PlanData(
-        **(decided(session, run, planned.found[1].purposes) | _search_fields(planned, wanted, limit) | runs),
+        **(decided(session, run, planned.found[1].purposes) | _search_fields(planned, searcher, limit) | runs),
         stopped=stopped,
         exact=planned.found[1].exact and not stopped,
         operators=traced.program.count_ops(),
-        one_choice=shared,
         donate_argnums=donated,
-        replicate=replicate,
         time_budget_s=time_budget_s,
         trace_s=traced_at - began,
         search_s=time.perf_counter() - traced_at,
@@ -174,15 +173,14 @@ def _done(observer: Observer, stopped: Stopped) -> Stopped:
     return stopped
 
 
-def _scheduled(
-    planned: Planned, wanted: Wanted, replicate: tuple[str, ...], backend: str
-) -> tuple[Session, Scheduled | None, Stopped]:
+def _scheduled(planned: Planned, searcher: Searcher) -> tuple[Session, Scheduled | None, Stopped]:
     """(the session with the solution to run, its schedule if the explicit backend runs it, what stopped the planning).
 
     Where the user has said what factors are for, no baseline may take the plan's place: they are for other purposes.
     """
+    wanted, replicate = searcher.wanted, tuple(searcher.replicate)
     session, stopped = _session_of(planned.program, planned.found, wanted, replicate), planned.found[1].stopped
-    if backend != "explicit":
+    if wanted.backend != "explicit":
         return session, None, stopped
     if session.objective.everything_split:  # baselines do not know this premise
         return session, scheduled(session), stopped
@@ -233,10 +231,12 @@ def _session_of(program: Program, found: Found, wanted: Wanted, replicate: tuple
     )
 
 
-def _search_fields(planned: Planned, wanted: Wanted, limit: MemoryLimit) -> dict[str, Any]:
+def _search_fields(planned: Planned, searcher: Searcher, limit: MemoryLimit) -> dict[str, Any]:
     """The fields of `PlanData` that record the conditions of the search and how it ended."""
-    problem, outcome = planned.found
+    (problem, outcome), wanted = planned.found, searcher.wanted
     return {
+        "one_choice": searcher.shared,
+        "replicate": tuple(searcher.replicate),
         "cluster": problem.cluster,
         "searched_s": step_time_s(planned.found),
         "memory_limit": wanted.memory,

@@ -15,7 +15,7 @@ from shardplan.collectives.reshard import Family
 from shardplan.cost import TIME, Objective
 from shardplan.errors import ClusterError, PinError, ShardplanError
 from shardplan.graph.nodes import Graph
-from shardplan.ir import Factor
+from shardplan.ir import Backend, Factor
 from shardplan.mesh import Cluster
 from shardplan.search.coarsening.coarsen import Coarse
 from shardplan.search.inference.anytime import Observer, Stopped
@@ -55,6 +55,7 @@ class Wanted:
     """The conditions of a search: bytes per device, donated leaves, pins, a deadline (an instant of `anytime.now_s`), an observer
     of its progress, and the objective to minimise; ``timed`` prices the plan where that is not time. ``factors`` fixes the
     factoring; without ``refine``, levels are taken apart only where no dim divides by them. ``axes`` fixes the sizes of purposes.
+    ``backend`` is what will run the plan.
     """
 
     memory: int
@@ -67,6 +68,7 @@ class Wanted:
     refine: bool = True
     axes: Mapping[Purpose, int] | None = None
     timed: Objective = TIME
+    backend: Backend = "explicit"
 
 
 def best_of_factorings(graph: Graph, coarse: Coarse, cluster: Cluster, wanted: Wanted) -> Found:

@@ -13,7 +13,7 @@ from functools import partial
 from shardplan.cost import compute
 from shardplan.graph.flattening import flatten
 from shardplan.graph.nodes import Graph
-from shardplan.ir import Backend, Program
+from shardplan.ir import Program
 from shardplan.mesh import Cluster
 from shardplan.remat import (
     Part,
@@ -47,23 +47,22 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Searcher:
-    """Searches programs of one step under the same conditions; ``replicate``, ``shared``, ``backend`` as in `shardplan.plan`."""
+    """Searches programs of one step under the same conditions. ``replicate`` and ``shared`` as in `shardplan.plan`."""
 
     replicate: Sequence[str]
     shared: OneChoice
     cluster: Cluster
     wanted: Wanted
-    backend: Backend
 
     def plain(self, program: Program) -> Planned:
         """The best plan of the unchanged step."""
         return Planned(
-            program, self._best(flatten(program, replicate=self.replicate, backend=self.backend), self.wanted), Remat()
+            program, self._best(flatten(program, replicate=self.replicate, backend=self.wanted.backend), self.wanted), Remat()
         )
 
     def auto(self, program: Program) -> Planned:
         """The best plan of the step, unchanged or with parts recomputed; none where the limit costs nothing."""
-        graph = flatten(program, replicate=self.replicate, backend=self.backend)
+        graph = flatten(program, replicate=self.replicate, backend=self.wanted.backend)
         plain = Planned(program, self._best(graph, self._part(0, 0.4, half=True)), Remat())
         outcome = plain.found[1]
         free_s = min(outcome.bound.free_s, outcome.least_free_s)
@@ -113,7 +112,7 @@ class Searcher:
     def _try(self, program: Program, parts: Sequence[Part], policy: Policy, wanted: Wanted, best: Planned) -> Planned:
         recomputed = rematerialised(program, parts)
         try:
-            found = self._best(flatten(recomputed, replicate=self.replicate, backend=self.backend), wanted)
+            found = self._best(flatten(recomputed, replicate=self.replicate, backend=self.wanted.backend), wanted)
         except KeyboardInterrupt:
             if not best.found[1].best.fits(wanted.memory):
                 raise

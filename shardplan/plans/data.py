@@ -163,10 +163,9 @@ class PlanData:
 
     @property
     def gap(self) -> float | None:
-        """How far ``searched_s`` lies above its bound, as a fraction of that; None if the bound is not known."""
-        if self.bound_s is None:
-            return None
-        return max(0.0, self.searched_s / self.bound_s - 1) if self.bound_s > 0 else 0.0
+        """How far ``step_time_s`` lies above ``lower_bound_s``, as a fraction of that; None if the bound is not known."""
+        bound_s = self.lower_bound_s
+        return None if bound_s is None else self.step_time_s / bound_s - 1 if bound_s > 0 else 0.0
 
     @property
     def lower_bound_s(self) -> float | None:

@@ -86,7 +86,7 @@ class Plan(Figures):
 
     @property
     def gap(self) -> float:
-        """How far the search's plan, each collective priced alone, lies above its lower bound, as a fraction of it."""
+        """How far ``step_time_s`` lies above ``lower_bound_s``, as a fraction of that."""
         self.lower_bound_s  # noqa: B018 - asks for the bound where it is not known yet
         return self._data.gap or 0.0
 

@@ -44,7 +44,7 @@ TABLE = Path(__file__).parent / "p2_a100.csv"
 FIGURE_10I = "({0}, InsideGroup, Reduce) ({0}, Master(root), AllReduce) ({0}, InsideGroup, Broadcast)"
 FIGURE_10II = "({0}, InsideGroup, ReduceScatter) ({0}, Parallel(root), AllReduce) ({0}, InsideGroup, AllGather)"
 # The V100 figures that the paper prints in its Tables 3 and 4: nodes, matrix, reduced axes, the measured seconds of ten
-# AllReduces with ring and tree, and of the best program with ring. Nothing was fitted to them.
+# AllReduces with ring and tree, and of the best program with ring. Figures of the preset are read off the all-reduces.
 V100 = (
     (4, "1 8 / 4 1", (0,), (0.28, 0.39), None),
     (4, "1 8 / 4 1", (1,), (21.74, 30.42), None),
@@ -186,8 +186,8 @@ def print_errors(rows: Sequence[Row]) -> bool:
     passed, every = True, []
     for words, algorithm, best, ours, limit in (
         ("ring all-reduce", "ring", False, False, 0.05),
-        ("tree all-reduce", "tree", False, False, 0.15),
-        ("best program, ring", "ring", True, False, 0.15),
+        ("tree all-reduce", "tree", False, False, 0.05),
+        ("best program, ring", "ring", True, False, 0.08),
         ("best program, tree", "tree", True, False, 0.15),
         ("  over levels, ring", "ring", True, True, 0.15),
         ("  over levels, tree", "tree", True, True, 0.15),
@@ -293,8 +293,8 @@ def f1(rows: Sequence[Row], algorithm: str, k: int) -> float:
 
 
 def print_v100() -> None:
-    """The published V100 all-reduces, which nothing was fitted to."""
-    print("V100 (Tables 3 and 4), nothing fitted: seconds measured / predicted")
+    """The V100 figures of the paper's Tables 3 and 4."""
+    print("V100 (Tables 3 and 4): seconds measured / predicted")
     errors: dict[str, list[float]] = {"ring": [], "tree": [], "best program": []}
     for nodes, text, reduced, measured, best in V100:
         cluster = Cluster.load(f"gcp-v100:{nodes}")

@@ -30,6 +30,9 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
+_TREE_CONNECTION = 0.65
+"""The part of a connection's bandwidth that a tree reaches between two devices or nodes, each of which passes on sums upwards and
+results downwards. Fitted to P2's A100 rows whose group has a link to itself (appendix A: 2 GPUs of a node 0.62, 2 nodes 0.66)."""
 _DENSE_COUNTERS = 1 << 14  # up to this many counters are all allocated; of more, only those in use
 
 
@@ -192,7 +195,9 @@ class Network:
         return float(self._slopes(r, over, tree=tree).max())
 
     def _slopes(self, r: _Round, over: Sequence[int], *, tree: bool) -> Floats:
-        """Seconds per byte of each level: of its busiest link, or of a group that drives too few rails of a link.  # [levels]"""
+        """Seconds per byte of each level: of its busiest link, of a group that drives too few rails of a link, or of a group's
+        busiest connection.  # [levels]
+        """
         message, link = self._routes(r.source, r.target)
         weight = r.weight[message]
         level = self.topology.link_level
@@ -202,6 +207,7 @@ class Network:
         np.maximum.at(worst, level, np.bincount(link, weights=weight, minlength=len(speed)) / speed)
         for index, tier in enumerate(tiers):
             drivers = math.prod(self.factors[i].size for i in set(over) if self.factors[i].level > index)
+            worst[index] = max(worst[index], self._connection(r, index, min(drivers, tier.rails), tree=tree))
             if drivers >= tier.rails:
                 continue
             on_level = level[link] == index
@@ -213,13 +219,32 @@ class Network:
             worst[index] = max(worst[index], load * tier.rails / (drivers * tier.bandwidth_bytes_per_s * efficiency[index]))
         return worst
 
+    def _connection(self, r: _Round, index: int, rails: int, *, tree: bool) -> float:
+        """Seconds per byte of the busiest connection of a group between two children of a level, over so many rails."""
+        tier = self.cluster.levels[index]
+        if tier.kind == "ring" or not (tree or tier.connection_bytes_per_s):
+            return 0.0
+        speed = tier.bandwidth_bytes_per_s * (tier.tree_efficiency if tree else tier.ring_efficiency) * rails / tier.rails
+        if tier.connection_bytes_per_s is not None:
+            speed = min(speed, tier.connection_bytes_per_s * rails)
+        here = np.flatnonzero(self.topology.meeting_level(r.source, r.target) == index)
+        if not here.size:
+            return 0.0
+        below = math.prod(self.cluster.shape[index + 1 :])
+        count = len(self._coordinates) // below
+        ends = (r.source[here] // below) * count + r.target[here] // below
+        _, slot = np.unique(r.group[here] * count * count + ends, return_inverse=True)
+        load = float(np.bincount(slot.ravel(), weights=r.weight[here]).max())
+        return load / (speed * (_TREE_CONNECTION if tree else 1.0))
+
     def _speeds(self, tree: bool) -> tuple[Floats, Floats]:
         """The fraction of each level's bandwidth that an algorithm reaches, and the bytes per second of each link."""
         key = ("speeds", tree)
         if key not in self.memo:
             tiers = self.topology.cluster.levels
             efficiency = np.array([t.tree_efficiency if tree else t.ring_efficiency for t in tiers])
-            self.memo[key] = efficiency, self.topology.bandwidth * efficiency[self.topology.link_level]
+            reached = np.where(self.topology.second, 1.0, efficiency[self.topology.link_level])
+            self.memo[key] = efficiency, self.topology.bandwidth * reached
         return self.memo[key]
 
     def _routes(self, source: Ints, target: Ints) -> tuple[Ints, Ints]:

@@ -47,7 +47,7 @@ class Interconnect:
 
     Each ``domain`` consecutive children share one medium of ``bandwidth_bytes_per_s`` each direction (the PCIe switch under a
     CPU); where ``domain`` does not divide the children, the last medium has fewer. It carries traffic between children that are
-    not neighbours on the ring, and traffic that leaves the level.
+    not neighbours on the ring, and traffic that leaves the level. The bandwidth is the one that is reached.
     """
 
     name: str
@@ -70,7 +70,8 @@ class Level:
     together, if children are nodes); on a ``ring``, of the link between two neighbours; on a ``bus``, of the medium that all
     children share. ``latency_s`` is that of a message between two children. ``rails`` is the number of equal parallel links that
     ``bandwidth_bytes_per_s`` sums up: one device drives one of them at a time. The efficiencies are the parts of the bandwidth
-    that ring and tree algorithms reach.
+    that ring and tree algorithms reach. ``connection_bytes_per_s`` is the most that the messages of one group of devices between
+    the same two children reach in one direction, where that is less than the link (None: it is not).
     """
 
     name: str
@@ -82,6 +83,7 @@ class Level:
     ring_efficiency: float = 1.0
     tree_efficiency: float = 1.0
     also: Interconnect | None = None
+    connection_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
         where = f"level {self.name!r}"
@@ -92,6 +94,8 @@ class Level:
         check_count(self.rails, f"{where}: rails")
         check_part(self.ring_efficiency, f"{where}: ring_efficiency")
         check_part(self.tree_efficiency, f"{where}: tree_efficiency")
+        if self.connection_bytes_per_s is not None:
+            check_positive(self.connection_bytes_per_s, f"{where}: connection_bytes_per_s")
         if self.kind not in KINDS:
             raise ClusterError(f"must be one of {', '.join(KINDS)}, got {self.kind!r}", where=f"{where}: kind")
         if self.rails > 1 and self.kind != "switch":

@@ -50,23 +50,28 @@ class Tier:
 
 @dataclass(frozen=True)
 class Topology:
-    """Links of a cluster: their ``bandwidth`` (bytes per second, one direction) and the level that each belongs to."""
+    """Links of a cluster: their ``bandwidth`` (bytes per second, one direction), the level that each belongs to, and whether it
+    is one of the level's second interconnect.
+    """
 
     cluster: Cluster
     tiers: tuple[Tier, ...] = field(init=False)
     bandwidth: Floats = field(init=False)
     link_level: Ints = field(init=False)
+    second: NDArray[np.bool_] = field(init=False)
 
     def __post_init__(self) -> None:
         tiers: list[Tier] = []
         bandwidth: list[Floats] = []
         levels: list[Ints] = []
+        second: list[NDArray[np.bool_]] = []
         count = 0
 
-        def add(index: int, links: int, bytes_per_s: float) -> int:
+        def add(index: int, links: int, bytes_per_s: float, also: bool = False) -> int:
             nonlocal count
             bandwidth.append(np.full(links, bytes_per_s))
             levels.append(np.full(links, index, np.int64))
+            second.append(np.full(links, also))
             count += links
             return count - links
 
@@ -75,8 +80,8 @@ class Topology:
             parents = children // level.size
             per, speed = _ports(level)
             ports = parents * -(-level.size // per)
-            up = add(index, ports, speed) if speed else None
-            down = add(index, ports, speed) if speed else None
+            up = add(index, ports, speed, level.also is not None) if speed else None
+            down = add(index, ports, speed, level.also is not None) if speed else None
             ring = level.kind == "ring"
             clockwise = add(index, children, level.bandwidth_bytes_per_s) if ring else None
             counter = add(index, children, level.bandwidth_bytes_per_s) if ring else None
@@ -84,6 +89,7 @@ class Topology:
         object.__setattr__(self, "tiers", tuple(tiers))
         object.__setattr__(self, "bandwidth", np.concatenate(bandwidth))
         object.__setattr__(self, "link_level", np.concatenate(levels))
+        object.__setattr__(self, "second", np.concatenate(second))
 
     @cached_property
     def _below(self) -> tuple[int, ...]:

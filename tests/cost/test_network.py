@@ -70,7 +70,8 @@ def test_lines_counted_by_hand():
     assert net.lines("shift", (0, 1)).tolist() == [[10.0, 1.0]]
     assert net.lines("shift", (1, 0)).tolist() == [[10.0, 4.0]]
     # two nodes in a double tree: all bytes each way over the NIC once; chains of three hops inside
-    assert net.lines("all_reduce", (0, 1), algorithm="tree").tolist() == [[2 * (3 + 10), 1.0]]
+    # and both on the one connection between the nodes, of which a tree reaches 0.65
+    assert net.lines("all_reduce", (0, 1), algorithm="tree").tolist() == [[2 * (3 + 10), 1 / 0.65]]
 
 
 def test_every_instruction_costs_a_launch():
@@ -165,7 +166,9 @@ def test_one_device_drives_one_rail():
     railed = replace(SLOW, levels=(replace(SLOW.levels[0], rails=4), SLOW.levels[1]))
     a, b = network(SLOW), network(railed)
     assert a.lines("all_reduce", (0, 1)).tolist() == b.lines("all_reduce", (0, 1)).tolist()  # all four drive
-    assert a.lines("all_reduce", (0,)).tolist() == b.lines("all_reduce", (0,)).tolist()  # four groups, a rail each
+    # four groups, a rail each: for rings that is as good as a quarter of the link, a tree does not fill a rail alone
+    assert a.lines("all_reduce", (0,))[0].tolist() == b.lines("all_reduce", (0,))[0].tolist()
+    assert a.lines("all_reduce", (0,))[1, 1] == pytest.approx(0.65 * b.lines("all_reduce", (0,))[1, 1])
     masters = b.lines("all_reduce", (0,), first=(1,), algorithm="ring")[0, 1]
     assert masters == 4 * a.lines("all_reduce", (0,), first=(1,), algorithm="ring")[0, 1]
 
@@ -251,3 +254,22 @@ def test_the_groups_of_some_factors_cost_what_the_factors_do(net: Network, data:
     assert crossed <= levels
     if crossed == levels:  # else it changes no place along some factor, which `over` need not have named
         assert seconds == pytest.approx(float(net.seconds("permute", (*inside, *over), nbytes)), rel=1e-12)
+
+
+def test_one_group_alone_reaches_no_more_than_its_connection() -> None:
+    capped = replace(SLOW, levels=(replace(SLOW.levels[0], connection_bytes_per_s=0.5), SLOW.levels[1]))
+    free, net = network(SLOW), network(capped)
+    # a ring of all devices has one connection each way; four rings of two share the link, a quarter each
+    assert net.lines("all_reduce", (0, 1), algorithm="ring")[0, 1] == 2 * free.lines("all_reduce", (0, 1), algorithm="ring")[0, 1]
+    assert net.lines("all_reduce", (0,), algorithm="ring").tolist() == free.lines("all_reduce", (0,), algorithm="ring").tolist()
+    assert net.lines("all_reduce", (1,), algorithm="ring").tolist() == free.lines("all_reduce", (1,), algorithm="ring").tolist()
+
+
+def test_a_second_interconnect_reaches_the_bandwidth_that_it_states() -> None:
+    v100 = Cluster.load("gcp-v100:4")
+    slower = replace(v100, levels=(v100.levels[0], replace(v100.levels[1], ring_efficiency=0.5)))
+    closing = [replace(f, size=4) if f.level else f for f in factors(v100)]
+    closing.append(replace(closing[-1], name="rest", size=2, stride=4))
+    closing[1], closing[2] = closing[2], closing[1]
+    ring = [Network(c, tuple(closing)).lines("all_reduce", (2,), algorithm="ring")[0, 1] for c in (v100, slower)]
+    assert ring[0] == ring[1] == pytest.approx(2 * 3 / 4 / 10.9e9)

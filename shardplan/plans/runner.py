@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 
 from shardplan import _jax
 from shardplan.errors import ArgumentError, ShardplanError
+from shardplan.frontend.keywords import in_order
 from shardplan.frontend.nnx_state import abstract, apart, has_objects, through, trace_step
 from shardplan.frontend.trace import Traced, path_words
 from shardplan.plans.fingerprint import difference
@@ -148,12 +149,11 @@ class Runner:
             ArgumentError: for an argument of another shape or dtype than was planned.
             ShardplanError: for arguments of another structure, given by name, or deleted, and where another mesh is set.
         """
-        if named:
-            raise ShardplanError(f"a planned step takes its arguments by position: pass {', '.join(named)} so")
-        return self._call(self._flat, *args)
+        return self._call(self._flat, *args, **named)
 
-    def _call(self, flat: Callable[..., Any], *args: Any) -> Any:
+    def _call(self, flat: Callable[..., Any], *args: Any, **named: Any) -> Any:
         """The step's result from a jitted or compiled function of flat leaves."""
+        args = in_order(self._step, args, named)
         leaves, tree = jax.tree.flatten(args)
         if self._results.get(tree) is None and has_objects(args):
             return through(args, lambda leaves, tree: self._run(flat, leaves, tree))
@@ -168,19 +168,19 @@ class Runner:
         placed = self._fit.placed(leaves)
         return results.unflatten(flat(*placed)), placed
 
-    def trace(self, *args: Any) -> TracedStep:
+    def trace(self, *args: Any, **named: Any) -> TracedStep:
         """The step traced for these arguments (arrays or shapes), to lower or inspect it."""
-        leaves, tree = jax.tree.flatten(apart(args))
+        leaves, tree = jax.tree.flatten(apart(in_order(self._step, args, named)))
         trees = Trees(tree, self._checked(leaves, tree))
         return TracedStep(self._flat.trace(*leaves), trees, self._call)
 
-    def lower(self, *args: Any) -> LoweredStep:
+    def lower(self, *args: Any, **named: Any) -> LoweredStep:
         """The step lowered for these arguments (arrays or shapes): what ``.compile()`` returns is called like the step."""
-        return self.trace(*args).lower()
+        return self.trace(*args, **named).lower()
 
-    def eval_shape(self, *args: Any) -> Any:
+    def eval_shape(self, *args: Any, **named: Any) -> Any:
         """The shapes and dtypes of the step's result."""
-        return self.trace(*args).out_info
+        return self.trace(*args, **named).out_info
 
     def _checked(self, leaves: Sequence[Any], tree: Any) -> Any:
         """The tree of the results, once the leaves are known to have their planned types."""

@@ -91,9 +91,9 @@ class LoweredStep(Stage):
 class CompiledStep(Stage):
     """A planned step, compiled: called with the step's arguments, it returns the step's result."""
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **named: Any) -> Any:
         """Runs the step, as `Runner` does: arguments are moved to their planned shardings, nnx objects updated in place."""
-        return self._run(self._flat, *args)
+        return self._run(self._flat, *args, **named)
 
     @property
     def input_shardings(self) -> tuple[Any, dict[str, Any]]:

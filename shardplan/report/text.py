@@ -113,7 +113,8 @@ def bound_text(plan: PlanData) -> str:
     pins += {"layers": " with one choice for equal layers", "none": "", "timesteps": ""}[plan.one_choice]
     pins += " with what is computed again" if plan.remat.parts else ""
     pins += ", each collective priced alone" if plan.backend == "explicit" else ""
-    return f"{_bound_text(plan, plan.bound_s, pins)}{_REPLACED if plan.limited and plan.objective == 'time' and not plan.fixed_axes else ''}"
+    replaced = plan.limited and plan.objective == "time" and not plan.fixed_axes
+    return f"{_bound_text(plan, plan.bound_s, pins)}{_REPLACED if replaced else ''}"
 
 
 _REPLACED = "; a baseline was chosen instead: as scheduled it is faster, or as fast with less that has to hide"

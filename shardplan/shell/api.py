@@ -25,6 +25,7 @@ from shardplan.errors import (
     size_text,
 )
 from shardplan.frontend.argnums import leaves_of, positions
+from shardplan.frontend.keywords import positional
 from shardplan.frontend.nnx_state import trace_step
 from shardplan.graph import Graph
 from shardplan.ir import Program, spec_text
@@ -76,6 +77,7 @@ def plan(
     remat: str = "none",
     backend: str = "auto",
     time_model: str = "overlap",
+    kwargs: Mapping[str, Any] | None = None,
 ) -> Plan:
     """Plans how ``step(*args)`` runs on a cluster.
 
@@ -111,6 +113,8 @@ def plan(
             what was planned; "auto" is the same) or "specs" (XLA's partitioner follows the PartitionSpecs).
         time_model: How seconds add up: "overlap" (communication hides behind compute as far as the program and XLA's flags,
             ``plan.xla_flags``, let it: `shardplan.cost.overlap`) or "sum" (nothing overlaps).
+        kwargs: The arguments that the step takes by name alone. ``plan.in_specs`` and ``plan.put`` have them after all others,
+            in the order of their names; the jitted step takes them by name.
 
     Raises:
         MemoryLimitError: if no plan fits.
@@ -122,7 +126,7 @@ def plan(
     """
     (measure, timed), deadline, shared = _check(objective, time_model, time_budget_s, one_choice, remat)
     observer, runs, began = _checked_observer(observer), chosen(backend), time.perf_counter()
-    donated = positions(donate_argnums, len(args), "donate_argnums")
+    donated, (step, args) = positions(donate_argnums, len(args), "donate_argnums"), positional(step, args, kwargs)
     resolved, mesh = resolve_cluster(cluster)
     limit = read_limit(memory_limit, resolved.device, os.environ)
     fixed, sizes = checked_factors(factors, resolved), checked_axes(axes, resolved, factors, measure)

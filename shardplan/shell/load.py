@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from os import PathLike, fspath
 from typing import Any
 
@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from shardplan.errors import DeviceError, PlanFileError, ShardplanError
 from shardplan.frontend.argnums import positions
+from shardplan.frontend.keywords import positional
 from shardplan.frontend.nnx_state import trace_step
 from shardplan.frontend.trace import Traced
 from shardplan.graph import flatten
@@ -23,14 +24,22 @@ from shardplan.remat import rematerialised
 from shardplan.shell.planned import Plan
 
 
-def load(file: str | PathLike[str], step: Callable[..., Any], *args: Any, mesh: Mesh | None = None) -> Plan:
-    """Reads a saved plan for this step and these arguments. If it was made on your own `Mesh`, pass that again as ``mesh``.
+def load(
+    file: str | PathLike[str],
+    step: Callable[..., Any],
+    *args: Any,
+    mesh: Mesh | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+) -> Plan:
+    """Reads a saved plan for this step and these arguments, those by name in ``kwargs``. If it was made on your own `Mesh`, pass
+    that again as ``mesh``.
 
     Raises:
         PlanFileError: if the file is not a plan, or was made for another model, other shapes or another version.
         DeviceError: if the mesh has other axes.
     """
     data = files.read(file)
+    step, args = positional(step, args, kwargs)
     return for_step(fspath(file), data, step, trace_step(step, args, data.donate_argnums), mesh)
 
 

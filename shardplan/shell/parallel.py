@@ -45,7 +45,7 @@ _log = logging.getLogger("shardplan")
 _PLAN_OPTIONS = tuple(
     name
     for name, p in inspect.signature(make_plan).parameters.items()
-    if p.kind is inspect.Parameter.KEYWORD_ONLY and name not in ("cluster", "donate_argnums")
+    if p.kind is inspect.Parameter.KEYWORD_ONLY and name not in ("cluster", "donate_argnums", "kwargs")
 )
 """The options of `shardplan.plan` that the decorator passes on."""
 
@@ -294,7 +294,8 @@ def _option(name: str, value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """The arguments of a call: ``static`` ones by position, ``named`` ones (also static), and the ``dynamic`` others in order.
+    """The arguments of a call: ``static`` ones by position, ``named`` ones (also static), and the ``dynamic`` others in order,
+    of which the last are those that the step takes by the names ``keywords``.
 
     ``count`` is the number of positional arguments. ``donated`` are positions among the dynamic ones. Calls with equal ``key``
     have equal static arguments.
@@ -305,21 +306,24 @@ class _Call:
     named: Mapping[str, Any]
     dynamic: tuple[Any, ...]
     donated: tuple[int, ...]
+    keywords: tuple[str, ...]
     key: Any
 
     def pure(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """The step as a function of its dynamic arguments."""
-        count, static, named = self.count, self.static, self.named
+        count, static, named, keywords = self.count, self.static, self.named, self.keywords
 
         def run(*dynamic: Any) -> Any:
             remaining = iter(dynamic)
-            return step(*(static[i] if i in static else next(remaining) for i in range(count)), **named)
+            args = [static[i] if i in static else next(remaining) for i in range(count)]
+            return step(*args, **named, **dict(zip(keywords, remaining, strict=True)))
 
         try:
-            kept_parameters = [p for i, p in enumerate(inspect.signature(step).parameters.values()) if i not in static]
-            run.__signature__ = inspect.Signature(
-                [p.replace(default=inspect.Parameter.empty) for p in kept_parameters if p.name not in named]
-            )  # type: ignore[attr-defined]
+            given = [p for i, p in enumerate(inspect.signature(step).parameters.values()) if i not in static and i < count]
+            by_name = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in keywords]
+            run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+                [*(p.replace(default=inspect.Parameter.empty) for p in given if p.name not in named), *by_name]
+            )
         except (TypeError, ValueError):
             pass
         functools.update_wrapper(run, step, assigned=("__name__", "__qualname__", "__doc__"), updated=())
@@ -348,11 +352,8 @@ def _bind_call(
         *_positions_of(parameters, settings.static_argnames),
     }
     known = {*settings.static_argnames, *(p.name for i, p in enumerate(parameters or ()) if i in static_positions)}
-    unknown = [k for k in named if k not in known]
-    if unknown:
-        raise ShardplanError(
-            f"{name} takes {', '.join(unknown)} by keyword only: list them in static_argnames, or pass them by position"
-        )
+    by_name = {k: named[k] for k in sorted(named) if k not in known}
+    named = {k: v for k, v in named.items() if k in known}
     donated = positions(settings.donate_argnums, count, "donate_argnums")
     overlap = sorted(static_positions & set(donated))
     if overlap:
@@ -363,9 +364,11 @@ def _bind_call(
     key = (
         tuple(_static_key(name, i, v) for i, v in static.items()),
         tuple(_static_key(name, k, v) for k, v in sorted(named.items())),
+        tuple(by_name),
     )
     donated_dynamic = tuple(d - sum(s < d for s in static) for d in donated if d < len(args))
-    return _Call(len(args), static, named, tuple(a for i, a in enumerate(args) if i not in static), donated_dynamic, key)
+    dynamic = *(a for i, a in enumerate(args) if i not in static), *by_name.values()
+    return _Call(len(args), static, named, dynamic, donated_dynamic, tuple(by_name), key)
 
 
 def _by_position(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -74,7 +75,8 @@ CALLS = (*_CALLS, _HIGH_LEVEL)
 def called(eqn: Any) -> Any | None:
     """The jaxpr that an equation calls on all its operands; None for an equation that is no such call.
 
-    A high-level primitive (``jnp.nonzero`` and others, since JAX 0.12) stands for the jaxpr of its ``expand``.
+    A high-level primitive (``jnp.nonzero`` and others, since JAX 0.12) stands for the jaxpr of its ``expand``, one of
+    `jax.experimental.sparse` for that of its implementation on dense arrays, which JAX lowers it to.
 
     Raises:
         JaxVersionError: if JAX records the called function elsewhere.
@@ -84,7 +86,17 @@ def called(eqn: Any) -> Any | None:
         high = params_of(eqn)["_prim"]
         shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in (v.aval for v in eqn.invars)]
         return jax.make_jaxpr(lambda *flat: jax.tree.leaves(high.expand(*jax.tree.unflatten(high.in_tree, flat))))(*shapes)
+    sparse = _sparse(name)
+    if sparse is not None:
+        shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+        return jax.make_jaxpr(lambda *flat: jax.tree.leaves(sparse(*flat, **eqn.params)))(*shapes)
     return params_of(eqn)[_CALLS[name]] if name in _CALLS else None
+
+
+def _sparse(name: str) -> Callable[..., Any] | None:
+    """The implementation of a primitive of `jax.experimental.sparse`; None for any other, and for calls of cuSPARSE."""
+    module = sys.modules.get(f"jax.experimental.sparse.{name.partition('_')[0]}")
+    return getattr(module, f"_{name}_impl", None)
 
 
 def jaxpr_and_consts(jaxpr: Any) -> tuple[Any, Sequence[Any]]:

@@ -67,7 +67,7 @@ def examine(
     """
     options: dict[str, Any] = {"cluster": machine(cluster), "objective": objective}
     options["pins"] = {path: PartitionSpec(*entries) for path, entries in (pins or {}).items()}
-    options["donate_argnums"] = (0,) if donate else ()
+    options |= {"donate_argnums": (0,) if donate else (), "backend": backend}
     try:
         if memory_part is not None:
             options["memory_limit"] = int(shardplan.plan(step, *args, **options).peak_bytes * memory_part)

@@ -160,7 +160,7 @@ def _largest(axes: tuple[str, ...]) -> Callable[[str, tuple[int, ...], Mapping[s
         if size < SMALLEST or not legal:
             return ()
         at = max(legal, key=lambda d: (shape[d], -d))
-        return (*(None,) * at, axes if len(axes) > 1 else axes[-1])
+        return (*(None,) * at, axes[0] if len(axes) == 1 else axes)
 
     return spec
 

@@ -53,7 +53,21 @@ def tried_text(plan: PlanData) -> str:
     if len(searched) < 2:
         return ""
     left = len(plan.tried) - len(searched)
-    return f"searched: {'; '.join(map(_tried, searched))}" + (f"; {left} left out" if left else "")
+    text = f"searched: {'; '.join(map(_tried, searched))}" + (f"; {left} left out" if left else "")
+    return text + _why(plan, searched)
+
+
+def _why(plan: PlanData, searched: Sequence[Tried]) -> str:
+    """Why the plan has its factoring although the search priced another one that fits lower; empty where it did not."""
+    own = next((t.seconds or 0.0 for t in searched if t.factors == plan.factors), 0.0)
+    if not any(t.fits and (t.seconds or 0.0) < own * (1 - 1e-6) for t in searched):
+        return ""
+    if plan.stopped:
+        return f"; {factors_text(plan.factors)} is the plan: the search was stopped before all were scheduled"
+    return (
+        f"; {factors_text(plan.factors)} is the plan although another price is lower: prices count each collective alone, and of "
+        "the most promising ones, scheduled, it has the shortest expected step"
+    )
 
 
 def _tried(one: Tried) -> str:

@@ -15,15 +15,16 @@ import shardplan
 
 DENSE = np.where(np.random.default_rng(0).random((32, 48)) < 0.1, 1.5, 0.0).astype(np.float32)
 X = jnp.linspace(-1, 1, 48 * 16).reshape(48, 16)
-BCOO, BCSR, COO, CSR = (kind.fromdense(DENSE) for kind in (sparse.BCOO, sparse.BCSR, sparse.COO, sparse.CSR))
+KINDS: Any = sparse
+BCOO, BCSR, COO, CSR = (kind.fromdense(DENSE) for kind in (KINDS.BCOO, KINDS.BCSR, KINDS.COO, KINDS.CSR))
 
 STEPS: dict[str, tuple[Callable[..., Any], Any]] = {
-    "bcoo": (lambda data, x: sparse.BCOO((data, BCOO.indices), shape=DENSE.shape) @ x, BCOO.data),
-    "bcoo transposed": (lambda data, x: sparse.BCOO((data, BCOO.indices), shape=DENSE.shape).T @ (x[:32] * 2), BCOO.data),
-    "bcsr": (lambda data, x: sparse.BCSR((data, BCSR.indices, BCSR.indptr), shape=DENSE.shape) @ x, BCSR.data),
-    "coo": (lambda data, x: sparse.COO((data, COO.row, COO.col), shape=DENSE.shape) @ x, COO.data),
-    "csr": (lambda data, x: sparse.CSR((data, CSR.indices, CSR.indptr), shape=DENSE.shape) @ x, CSR.data),
-    "todense": (lambda data, x: sparse.BCOO((data, BCOO.indices), shape=DENSE.shape).todense() @ x, BCOO.data),
+    "bcoo": (lambda data, x: KINDS.BCOO((data, BCOO.indices), shape=DENSE.shape) @ x, BCOO.data),
+    "bcoo transposed": (lambda data, x: KINDS.BCOO((data, BCOO.indices), shape=DENSE.shape).T @ (x[:32] * 2), BCOO.data),
+    "bcsr": (lambda data, x: KINDS.BCSR((data, BCSR.indices, BCSR.indptr), shape=DENSE.shape) @ x, BCSR.data),
+    "coo": (lambda data, x: KINDS.COO((data, COO.row, COO.col), shape=DENSE.shape) @ x, COO.data),
+    "csr": (lambda data, x: KINDS.CSR((data, CSR.indices, CSR.indptr), shape=DENSE.shape) @ x, CSR.data),
+    "todense": (lambda data, x: KINDS.BCOO((data, BCOO.indices), shape=DENSE.shape).todense() @ x, BCOO.data),
 }
 
 

@@ -16,7 +16,9 @@ import shardplan
 from shardplan.errors import MemoryLimitError, ShardplanError
 from shardplan.report.json import comparison_rows, plan_json
 from shardplan.report.padding import uneven
+from shardplan.report.parallelism import tried_text
 from shardplan.report.text import bound_text, comparison_text, measured_order, plan_text, verified_text
+from shardplan.search.problem.solution import Tried
 
 Golden = Callable[[str, str], None]
 
@@ -226,3 +228,14 @@ def test_explanations_are_saved_with_the_plan(pinned: Any) -> None:
     saved = pinned.to_json()["explanations"]
     assert set(saved) == {"", *pinned.specs_by_path}
     assert saved["params/out"] == pinned.explain("params/out")
+
+
+def test_a_factoring_that_is_priced_lower_but_not_taken_has_a_reason() -> None:
+    data = shardplan.plan(lambda x: jnp.tanh(x @ x), jnp.ones((64, 64)), cluster="2x2").completed()
+    own = Tried(data.factors, 2e-3, True, None, "")
+    other = (replace(data.factors[0], size=4),)
+    lower, large = Tried(other, 1e-3, True, None, ""), Tried(other, 1e-3, False, None, "")
+    assert "2 x 2 is the plan although another price is lower" in tried_text(replace(data, tried=(own, lower)))
+    assert "the search was stopped" in tried_text(replace(data, tried=(own, lower), stopped="time budget"))
+    assert "although" not in tried_text(replace(data, tried=(own, large)))
+    assert "although" not in tried_text(replace(data, tried=(own, replace(lower, seconds=3e-3))))

@@ -144,9 +144,7 @@ def plan(
         _warn(session)
     planned, stopped = _of(planned, session), _done(observer, stopped)
     data = PlanData(
-        **(decided(session, run, planned.found[1].purposes) | _search_fields(planned, searcher, limit) | runs),
-        stopped=stopped,
-        exact=planned.found[1].exact and not stopped,
+        **(decided(session, run, planned.found[1].purposes) | _search_fields(planned, searcher, limit, stopped) | runs),
         operators=traced.program.count_ops(),
         donate_argnums=donated,
         time_budget_s=time_budget_s,
@@ -235,10 +233,12 @@ def _session_of(program: Program, found: Found, wanted: Wanted, replicate: tuple
     )
 
 
-def _search_fields(planned: Planned, searcher: Searcher, limit: MemoryLimit) -> dict[str, Any]:
+def _search_fields(planned: Planned, searcher: Searcher, limit: MemoryLimit, stopped: Stopped) -> dict[str, Any]:
     """The fields of `PlanData` that record the conditions of the search and how it ended."""
     (problem, outcome), wanted = planned.found, searcher.wanted
     return {
+        "stopped": stopped,
+        "exact": outcome.exact and not stopped,
         "one_choice": searcher.shared,
         "replicate": tuple(searcher.replicate),
         "cluster": problem.cluster,

@@ -58,7 +58,7 @@ def cut(description: Description, loop: int, ways: int, *, pad: bool = False) ->
 def in_step(description: Description, loop: int) -> Regions | None:
     """The placements that any cut of a loop requires if it is read at its own index alone (for `cut_in_step`); else None.
 
-    Legal cuts of such a loop, padded or not, differ only in ``ways``.
+    Cuts of such a loop differ only in ``ways``, except that fewer are legal where the extent does not divide.
     """
     if description.loops[loop].whole or _is_shared(description, loop):
         return None

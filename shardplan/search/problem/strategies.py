@@ -230,7 +230,7 @@ class _Cuts:
         self.loops: NDArray[np.int64] = np.array([-1, *cuttable, *passed])
         self._strategies: dict[tuple[int, int], Strategy | None] = {}
         # of the loops whose cuts differ only in their number of ways
-        self._by_loop: dict[int, Strategy | None] = {}
+        self._by_loop: dict[tuple[int, bool], Strategy | None] = {}
         self._cut_roles: dict[tuple[int, int], _Roles] = {}
         loops: list[int] = self.loops.tolist()
         usable = {
@@ -254,7 +254,7 @@ class _Cuts:
             extent = self.description.loops[loop].extent
             divides = extent % ways == 0
             part, even = -(-extent // ways) / extent, _terms_apart(call, found, ways, self.late)
-        key = loop, 0 if loop in self._by_loop else ways
+        key = loop, 0 if any(v == loop for v, _ in self._by_loop) else ways
         if key not in self._cut_roles:
             self._cut_roles[key] = self._roles(found)
         cut_roles = self._cut_roles[key]
@@ -280,12 +280,13 @@ class _Cuts:
         extent = self.description.loops[loop].extent
         if extent < ways or (extent % ways and loop in self.signature.fenced):
             return None
-        if loop not in self._by_loop:
+        key = loop, extent % ways == 0  # where a last block would be padded, fewer cuts are legal
+        if key not in self._by_loop:
             regions = in_step(self.description, loop)
             if regions is None:
                 return self.signature.cut(loop, ways)
-            self._by_loop[loop] = cut_in_step(self.description, loop, ways, regions)
-        found = self._by_loop[loop]
+            self._by_loop[key] = cut_in_step(self.description, loop, ways, regions)
+        found = self._by_loop[key]
         return None if found is None else Strategy(loop, ways, found.operands, found.results)
 
 

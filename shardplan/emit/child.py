@@ -26,16 +26,18 @@ LIMIT_S = 600.0
 """A compiler that takes longer than this in the child counts as dead."""
 
 
-def compile_in_child_first(program: Program, lower: Callable[[], Any], devices: Sequence[Any], backend: str) -> None:
+def compile_in_child_first(
+    program: Program, lower: Callable[[], Any], devices: Sequence[Any], backend: str, sizes: Sequence[int] = ()
+) -> None:
     """Compiles a step for simulated CPU devices in a child process, if the compiler may die of its ``program``.
 
-    On other devices nothing is done: a child cannot have them too. ``lower`` lowers the step. What the compiler raises in the
-    child, it raises again in this process.
+    On other devices nothing is done: a child cannot have them too. ``lower`` lowers the step; ``sizes`` are those of the axes of
+    a plan's mesh. What the compiler raises in the child, it raises again in this process.
 
     Raises:
         CompilerDiedError: if a signal ends the child, or it takes longer than `LIMIT_S`.
     """
-    reason = may_die(_sizes(program), backend)
+    reason = may_die(_sizes(program), backend, sizes)
     if reason is None or devices[0].platform != "cpu":
         return
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

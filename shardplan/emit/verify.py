@@ -235,7 +235,8 @@ def _verify(
     own_recompiles = one.recompiles
     tell("the sharded step", 0.3)
     sharded = _Sharded(plan, step, devices, backend, drop, loop)
-    compile_in_child_first(program, lambda: sharded.lowered(host), on, backend)
+    sizes = tuple(plan.mesh(devices).shape.values())
+    compile_in_child_first(program, lambda: sharded.lowered(host), on, backend, sizes)
     results = sharded.run(host)
     changes = _changes(_Perturbed(pure, first, loop) if narrows(plan.traced.program) else one, host, single, tell)
     tell("bytes", 0.9)

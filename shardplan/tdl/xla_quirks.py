@@ -46,17 +46,23 @@ The smallest program: ``jax.jit(jax.shard_map(jnp.sum, mesh=mesh, in_specs=P(), 
 """
 
 
-def may_die(primitives: Iterable[tuple[str, Sequence[int]]], backend: str, release: str | None = None) -> str | None:
+def may_die(
+    primitives: Iterable[tuple[str, Sequence[int]]], backend: str, sizes: Sequence[int] = (), release: str | None = None
+) -> str | None:
     """Why the compiler of a release of JAX, the installed one, may die of a program; None if nothing is known to kill it.
 
-    ``primitives`` are the ops of the program, each with the numbers of elements of its operands. Only the ``specs`` backend, and
-    the step as its user wrote it, run a `jax.shard_map` as it is.
+    ``primitives`` are the ops of the program, each with the numbers of elements of its operands, and ``sizes`` those of the axes
+    of the mesh that the partitioner cuts it over (none: it cuts nothing). Only the ``specs`` backend, and the step as its user
+    wrote it, run a `jax.shard_map` as it is.
     """
     if may_have((), release):
         return "this release is untested"
     deadly = may_have(_DIES_OF_EMPTY, release) and backend == "specs"
     if deadly and any(name == "shard_map" and 0 in sizes for name, sizes in primitives):
         return "a jax.shard_map of the step has an operand without elements"
+    if backend == "specs" and aborts_on_two_axes(sizes, release):
+        mesh = " x ".join(map(str, sizes))
+        return f"its partitioner may abort where it moves two axes of a mesh of {mesh} at once"
     return None
 
 
@@ -66,10 +72,12 @@ divide one another. On a mesh of 3 x 2, named n and g: from ``P(None, "n")`` to 
 """
 
 
-def aborts_on_two_axes(sizes: Sequence[int]) -> bool:
-    """Whether the installed release may abort where a constraint moves two axes at once, on a mesh with axes of these sizes."""
+def aborts_on_two_axes(sizes: Sequence[int], release: str | None = None) -> bool:
+    """Whether a release of JAX, the installed one, may abort where a constraint moves two axes at once, on a mesh with axes of
+    these sizes.
+    """
     odd = any(a % b and b % a for a, b in itertools.combinations(sizes, 2))
-    return odd and may_have(_ABORTS_ON_TWO_AXES)
+    return odd and may_have(_ABORTS_ON_TWO_AXES, release)
 
 
 _MERGES_SLICES = frozenset({"0.10.2", "0.11.2"})

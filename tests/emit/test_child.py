@@ -35,10 +35,12 @@ def mesh(devices: list[Any]) -> Mesh:
 @pytest.mark.parametrize("release", TESTED)
 @pytest.mark.parametrize("backend", ["explicit", "specs"])
 def test_what_may_die_is_known_by_release_and_backend(release: str, backend: str) -> None:
-    assert may_die([("shard_map", (8, 0)), ("add", (4,))], backend, "0.99.0") == "this release is untested"
-    assert may_die([("shard_map", (8, 4)), ("reduce_sum", (0,))], backend, release) is None
-    named = may_die([("shard_map", (8, 0))], backend, release)
+    assert may_die([("shard_map", (8, 0)), ("add", (4,))], backend, (), "0.99.0") == "this release is untested"
+    assert may_die([("shard_map", (8, 4)), ("reduce_sum", (0,))], backend, (2, 4), release) is None
+    named = may_die([("shard_map", (8, 0))], backend, (2, 4), release)
     assert (named is not None) == (release == "0.11.2" and backend == "specs")
+    named = may_die([("add", (4,))], backend, (3, 2), release)
+    assert (named is not None) == (release != "0.10.2" and backend == "specs")
 
 
 def test_operands_without_elements_run_under_both_backends(devices: list[Any]) -> None:

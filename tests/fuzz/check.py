@@ -80,7 +80,10 @@ def examine(
         raise
     plan = plan if layouts is None else scattered(plan, layouts) or plan
     devices = jax.devices()[: machine(cluster).size]
-    found = verify(plan, step, args, steps=STEPS, backend=backend, devices=devices, drop=drop)
+    try:
+        found = verify(plan, step, args, steps=STEPS, backend=backend, devices=devices, drop=drop)
+    except shardplan.CompilerDiedError as error:  # named, in place of the end of the process
+        return Finding("refused", _line(error))
     sends = plan.communication_bytes > 0
     if found.unmatched and drop is None:
         return Finding("unplanned", _unplanned(found), communicates=sends)

@@ -235,8 +235,7 @@ def _verify(
     own_recompiles = one.recompiles
     tell("the sharded step", 0.3)
     sharded = _Sharded(plan, step, devices, backend, drop, loop)
-    sizes = tuple(plan.mesh(devices).shape.values())
-    compile_in_child_first(program, lambda: sharded.lowered(host), on, backend, sizes)
+    compile_in_child_first(program, lambda: sharded.lowered(host), on, backend, tuple(plan.mesh(devices).shape.values()))
     results = sharded.run(host)
     changes = _changes(_Perturbed(pure, first, loop) if narrows(plan.traced.program) else one, host, single, tell)
     tell("bytes", 0.9)

@@ -80,7 +80,8 @@ class Row:
         return importlib.import_module(f"models.{self.name}").train_step(**options)
 
 
-def _gpt(width: int, heads: int, layers: int, sequence: int = 1024, **more: Any) -> dict[str, Any]:
+def gpt_options(width: int, heads: int, layers: int, sequence: int = 1024, **more: Any) -> dict[str, Any]:
+    """The options of a GPT with the vocabulary of GPT-2, in bfloat16."""
     sizes = {"width": width, "heads": heads, "layers": layers, "sequence": sequence, "vocabulary": 50304}
     return {**sizes, "dtype": "bfloat16", **more}
 
@@ -88,13 +89,13 @@ def _gpt(width: int, heads: int, layers: int, sequence: int = 1024, **more: Any)
 LONG = {"scan": True, "remat": True}
 LLAMA = {"layers": 4, "sequence": 4096, "block": 512, "dtype": "bfloat16", **LONG}
 MOE = {"layers": 4, "width": 2048, "heads": 16, "key_heads": 8, "inner": 2048, "vocabulary": 32000, "sequence": 1024}
-SMALL, MEDIUM = _gpt(768, 12, 6), _gpt(2048, 16, 4)
+SMALL, MEDIUM = gpt_options(768, 12, 6), gpt_options(2048, 16, 4)
 VIT = {"layers": 6, "width": 1024, "heads": 16, "image": 224}
 T5 = {"layers": 4, "width": 1024, "heads": 16, "vocabulary": 32128, "sequence": 512}
 # Widths, sequences and batches are those of the models by these names; depth is cut to 4 to 8 layers, as all layers are alike.
 ROWS = {
     "gpt-labels": Row("hand", "gpt", "8", 8, {**SMALL, "tied": False, "remat": True}),
-    "gpt-labels-tied": Row("hand", "gpt", "2x4", 4, {**_gpt(1024, 16, 4), "tied": True}),
+    "gpt-labels-tied": Row("hand", "gpt", "2x4", 4, {**gpt_options(1024, 16, 4), "tied": True}),
     "gpt-smoothed": Row("hand", "gpt", "8", 4, {**SMALL, "smoothing": 0.1}),
     "gpt-f32": Row("hand", "gpt", "2x8", 2, {**SMALL, "dtype": "float32"}),
     "gpt-dropout": Row("hand", "gpt", "4x8", 4, {**SMALL, "dropout": 0.1}),
@@ -105,13 +106,13 @@ ROWS = {
     "gpt-125m": Row("models", "gpt", "8", 16, SMALL),
     "gpt-125m-small-batch": Row("models", "gpt", "2x8", 2, SMALL),
     "gpt-125m-slow": Row("models", "gpt", "4x8", 8, SMALL, slow=True),
-    "gpt-350m-scan": Row("models", "gpt", "4x8", 8, _gpt(1024, 16, 8, scan=True)),
+    "gpt-350m-scan": Row("models", "gpt", "4x8", 8, gpt_options(1024, 16, 8, scan=True)),
     "gpt-1.3b": Row("models", "gpt", "2x8", 8, MEDIUM),
     "gpt-1.3b-small-batch": Row("models", "gpt", "4x8", 1, MEDIUM),
     "gpt-1.3b-slow": Row("models", "gpt", "4x8", 4, MEDIUM, slow=True),
-    "gpt-2.7b-scan": Row("models", "gpt", "4x8", 4, _gpt(2560, 32, 8, 2048, **LONG)),
-    "gpt-7b-scan": Row("models", "gpt", "8x8", 2, _gpt(4096, 32, 8, 2048, **LONG)),
-    "gpt-7b-scan-slow": Row("models", "gpt", "4x8", 2, _gpt(4096, 32, 8, 2048, **LONG), slow=True),
+    "gpt-2.7b-scan": Row("models", "gpt", "4x8", 4, gpt_options(2560, 32, 8, 2048, **LONG)),
+    "gpt-7b-scan": Row("models", "gpt", "8x8", 2, gpt_options(4096, 32, 8, 2048, **LONG)),
+    "gpt-7b-scan-slow": Row("models", "gpt", "4x8", 2, gpt_options(4096, 32, 8, 2048, **LONG), slow=True),
     "llama-8b": Row("models", "llama", "8x8", 1, {"size": "8b", **LLAMA}),
     "llama-8b-slow": Row("models", "llama", "8x8", 1, {"size": "8b", **LLAMA}, slow=True),
     "llama-70b": Row("models", "llama", "8x8", 1, {"size": "70b", **LLAMA}),

@@ -28,10 +28,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from by_hand import LLAMA, LONG, MEDIUM, MOE, SLOW, SMALL, VIT, gpt_options
 from gpu_bytes import TARGET, Step, cluster_of, step_of
 
 ROOT = Path(__file__).parent.parent
-SLOW = str(ROOT / "benchmarks" / "clusters" / "dgx-h100-100g.toml")
 HAND = ("data parallel", "FSDP", "data x FSDP", "tensor parallel")
 """Shardings that people write by hand: "data x FSDP" is hybrid FSDP, "tensor parallel" is Megatron's."""
 MODELS = ("overlap", "sum")
@@ -60,28 +60,18 @@ class Row:
         return f"{SLOW} {self.shape}" if self.slow else self.shape
 
 
-def _gpt(width: int, heads: int, layers: int, sequence: int = 1024, **more: Any) -> dict[str, Any]:
-    sizes = {"width": width, "heads": heads, "layers": layers, "sequence": sequence, "vocabulary": 50304}
-    return {**sizes, "dtype": "bfloat16", **more}
-
-
-LONG = {"scan": True, "remat": True}
-LLAMA = {"layers": 4, "sequence": 4096, "block": 512, "dtype": "bfloat16", **LONG}
-MOE = {"layers": 4, "width": 2048, "heads": 16, "key_heads": 8, "inner": 2048, "vocabulary": 32000, "sequence": 1024}
-SMALL, MEDIUM = _gpt(768, 12, 6), _gpt(2048, 16, 4)
-VIT = {"layers": 6, "width": 1024, "heads": 16, "image": 224}
 # Widths, sequences and batches are those of the models by these names; depth is cut to 4 to 8 layers, as all layers are alike.
 ROWS = {
     "gpt-125m": Row("gpt", "8", 16, SMALL),
     "gpt-125m-small-batch": Row("gpt", "2x8", 2, SMALL),
     "gpt-125m-slow": Row("gpt", "4x8", 8, SMALL, slow=True),
-    "gpt-350m-scan": Row("gpt", "4x8", 8, _gpt(1024, 16, 8, scan=True)),
+    "gpt-350m-scan": Row("gpt", "4x8", 8, gpt_options(1024, 16, 8, scan=True)),
     "gpt-1.3b": Row("gpt", "2x8", 8, MEDIUM),
     "gpt-1.3b-small-batch": Row("gpt", "4x8", 1, MEDIUM),
     "gpt-1.3b-slow": Row("gpt", "4x8", 4, MEDIUM, slow=True),
-    "gpt-2.7b-scan": Row("gpt", "4x8", 4, _gpt(2560, 32, 8, 2048, **LONG)),
-    "gpt-7b-scan": Row("gpt", "8x8", 2, _gpt(4096, 32, 8, 2048, **LONG)),
-    "gpt-7b-scan-slow": Row("gpt", "4x8", 2, _gpt(4096, 32, 8, 2048, **LONG), slow=True),
+    "gpt-2.7b-scan": Row("gpt", "4x8", 4, gpt_options(2560, 32, 8, 2048, **LONG)),
+    "gpt-7b-scan": Row("gpt", "8x8", 2, gpt_options(4096, 32, 8, 2048, **LONG)),
+    "gpt-7b-scan-slow": Row("gpt", "4x8", 2, gpt_options(4096, 32, 8, 2048, **LONG), slow=True),
     "llama-8b": Row("llama", "8x8", 1, {"size": "8b", **LLAMA}),
     "llama-8b-slow": Row("llama", "8x8", 1, {"size": "8b", **LLAMA}, slow=True),
     "llama-70b": Row("llama", "8x8", 1, {"size": "70b", **LLAMA}),

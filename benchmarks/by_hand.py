@@ -1,6 +1,6 @@
 """Plans beside programs that people write by hand, compiled for H100s that are not there (extra ``gpu-aot``).
 
-``python benchmarks/by_hand.py [NAME ...] [--only PROGRAM ...] [--json FILE] [--limit SECONDS] [--ours] [--table]``
+``python benchmarks/by_hand.py [NAME ...] [--only PROGRAM ...] [--again] [--json FILE] [--limit SECONDS] [--table TABLE]``
 
 A NAME is one of `ROWS`; without names all are run. A program by hand is the step under `jax.jit`, with a `NamedSharding` for each
 argument (`HANDS`) and, where people write it, `with_sharding_constraint` between blocks; XLA's partitioner does the rest. It is
@@ -10,9 +10,11 @@ All programs are timed alike, by their compiled schedules (`shardplan.emit.hlo_t
 the network model from their groups and bytes, at once where the schedule lets them overlap. Beside it stands the same timeline
 with the kernel seconds of XLA's own cost model (``xla_gpu_collect_cost_model_stats``) for kernels without products.
 
-With ``--ours``, the emitted programs of the same shardings (`OURS`) are compiled too, and a second table sets their compute,
-bytes and temporary memory beside those by hand. Each program is planned and compiled in a process of its own, in ``--limit``
-seconds. With ``--json``, results are kept as they come, and what is in the file is not run again; ``--table`` prints it alone.
+Three tables: *judge* sets the plan beside the best program by hand; *ours* sets the emitted programs of the same shardings
+(`OURS`) beside those by hand, by compute, bytes and temporary memory; *planned* sets what the plan predicts beside what is
+compiled of it. Each program is planned and compiled in a process of its own, in ``--limit`` seconds. Results are kept in
+``--json`` as they come (``by_hand.json``), and what is there is run only ``--again``: ours after each change of the emitter or
+the search, all of them after a change of the network's prices. ``--table`` prints a table of what is kept, and runs nothing.
 """
 
 from __future__ import annotations
@@ -27,19 +29,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from gpu_bytes import TARGET, cluster_of
-
 ROOT = Path(__file__).parent.parent
+TARGET = ROOT / "tests" / "collectives" / "h100_target.txtpb"
 SLOW = str(ROOT / "benchmarks" / "clusters" / "dgx-h100-100g.toml")
 PLAN = "plan"
 OURS = {"data parallel": "data parallel", "FSDP": "FSDP", "hybrid FSDP": "data x FSDP"}
 """Programs by hand whose sharding is also that of one of our baselines."""
 SMALLEST = 1024
 """FSDP leaves arrays of fewer elements whole, as MaxText and Levanter do."""
+KEPT = ROOT / "benchmarks" / "by_hand.json"
 
 
 @dataclass(frozen=True)
@@ -62,10 +64,14 @@ class Row:
         nodes, _, gpus = self.shape.rpartition("x")
         return int(nodes or 1), int(gpus)
 
-    @property
-    def place(self) -> str:
-        """The cluster, as `cluster_of` reads it."""
-        return f"{SLOW} {self.shape}" if self.slow else self.shape
+    def cluster(self) -> Any:
+        """The cluster, whose description for slow NICs has other sizes."""
+        from shardplan import Cluster
+
+        if not self.slow:
+            return Cluster.load(self.shape)
+        known = Cluster.load(SLOW)
+        return replace(known, levels=tuple(replace(level, size=n) for level, n in zip(known.levels, self.sizes, strict=True)))
 
     def step(self, **more: Any) -> tuple[Any, Any]:
         """(step, (state, batch)) for the whole batch."""
@@ -283,10 +289,10 @@ def _boundary(row: Row, spec: Spec) -> Any:
 # -- one program -------------------------------------------------------------------------------------------------------
 
 
-def programs(row: Row, ours: bool) -> list[str]:
+def programs(row: Row) -> list[str]:
     """The names of a row's programs."""
     hands = [name for name, hand in HANDS.items() if hand.needs(row)]
-    return [PLAN, *(f"our {name}" for name in hands if ours and name in OURS), *hands]
+    return [PLAN, *(f"our {name}" for name in hands if name in OURS), *hands]
 
 
 def measured(name: str, program: str, text: Path | None) -> dict[str, Any]:
@@ -298,7 +304,7 @@ def measured(name: str, program: str, text: Path | None) -> dict[str, Any]:
     row = ROWS[name]
     nodes, gpus = row.sizes
     machine = topologies.get_topology_desc("h100", "cuda", target_config=TARGET.read_text(), topology=f"1x{nodes}x{gpus}")
-    cluster = cluster_of(row.place)
+    cluster = row.cluster()
     if program in HANDS:
         from shardplan.plans.xla_flags import xla_flags
 
@@ -312,8 +318,21 @@ def measured(name: str, program: str, text: Path | None) -> dict[str, Any]:
     plan: Any = shardplan.plan(step, *args, cluster=cluster, donate_argnums=0)
     chosen = plan if program == PLAN else plan.as_baseline(OURS[program.removeprefix("our ")])
     lowered = chosen.jit(step, machine.devices, "explicit").lower(*args)
-    predicted = {"predicted_s": chosen.step_time_s, "predicted_peak": chosen.peak_bytes, "axes": plan.axes}
-    return {**figures(lowered, {}, cluster, _file(text, name, program)), **predicted, "plan_s": plan.trace_s + plan.search_s}
+    made = figures(lowered, {}, cluster, _file(text, name, program))
+    return {**made, **predictions(chosen), "axes": plan.axes, "plan_s": plan.trace_s + plan.search_s}
+
+
+def predictions(plan: Any) -> dict[str, float]:
+    """What the plan says of its program. Copies beside collectives, which it counts as communication, are compute."""
+    from shardplan.plans.summary import scheduled
+
+    copied_s = sum(one.copied_s * one.times for one in scheduled(plan.session).issued)
+    return {
+        "predicted_s": plan.expected_s,
+        "predicted_compute_s": plan.compute_s + copied_s,
+        "predicted_bytes": sum(one.times * one.wire_bytes for one in plan.sends),
+        "predicted_peak": plan.peak_bytes,
+    }
 
 
 def figures(lowered: Any, flags: Mapping[str, Any], cluster: Any, file: Path | None) -> dict[str, Any]:
@@ -384,11 +403,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--only", nargs="+", metavar="PROGRAM", help="these programs alone")
-    parser.add_argument("--ours", action="store_true", help="our own programs of the shardings by hand too")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--again", action="store_true", help="what is kept too")
+    parser.add_argument("--json", type=Path, default=KEPT, help=f"where results are kept (default: {KEPT.relative_to(ROOT)})")
     parser.add_argument("--limit", type=float, default=900.0, metavar="SECONDS", help="for each program")
     parser.add_argument("--text", type=Path, metavar="DIRECTORY", help="keeps the compiled programs")
-    parser.add_argument("--table", action="store_true", help="prints what --json holds, and runs nothing")
+    parser.add_argument("--table", choices=TABLES, help="prints this table of what is kept, and runs nothing")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args(argv)
     if unknown := [name for name in given.names if name not in ROWS]:
@@ -397,19 +416,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         name, program = given.one
         print(json.dumps(measured(name, program, given.text)), flush=True)
         return 0
-    kept: dict[str, dict[str, Any]] = json.loads(given.json.read_text()) if given.json and given.json.exists() else {}
+    kept: dict[str, dict[str, Any]] = json.loads(given.json.read_text()) if given.json.exists() else {}
     for name in () if given.table else given.names or ROWS:
-        for program in programs(ROWS[name], given.ours):
-            if program in kept.get(name, {}) or (given.only and program not in given.only):
+        for program in programs(ROWS[name]):
+            if (program in kept.get(name, {}) and not given.again) or (given.only and program not in given.only):
                 continue
             kept.setdefault(name, {})[program] = fresh(name, program, given)
-            if given.json:
-                whole = given.json.with_suffix(".tmp")
-                whole.write_text(json.dumps(kept, indent=1))
-                whole.replace(given.json)
+            whole = given.json.with_suffix(".tmp")
+            whole.write_text(json.dumps(kept, indent=1))
+            whole.replace(given.json)
             print(f"{name}, {program}: {json.dumps(kept[name][program])}", file=sys.stderr, flush=True)
-    print("\n".join(table(kept)))
-    print("\n".join(emission(kept)))
+    of_rows = {name: kept[name] for name in ROWS if name in kept and (not given.names or name in given.names)}
+    print("\n".join(line for table in ([given.table] if given.table else TABLES) for line in [*TABLES[table](of_rows), ""]))
     return 0
 
 
@@ -429,7 +447,10 @@ def fresh(name: str, program: str, given: argparse.Namespace) -> dict[str, Any]:
     return {"failed": (errors or done.stderr.splitlines() or ["it said nothing"])[-1][:300]}
 
 
-def table(kept: Mapping[str, Mapping[str, Any]]) -> list[str]:
+Kept = Mapping[str, Mapping[str, Any]]
+
+
+def judge(kept: Kept) -> list[str]:
     """The plan of each row beside the best program by hand."""
     lines = [
         "| row | cluster | plan, ms | exposed | GiB | best by hand | ms | exposed | GiB | plan / best | by XLA's model |",
@@ -452,26 +473,51 @@ def table(kept: Mapping[str, Mapping[str, Any]]) -> list[str]:
         lines.append(f"| {name} | {ROWS[name].shape}{', 100 Gb/s' * ROWS[name].slow} | {cells} |")
     if ratios:
         median, worst = statistics.median(ratios), max(ratios)
-        lines.append(
-            f"\n{len(ratios)} rows: median {median:.3f}, largest {worst:.3f}, {sum(r > 1.01 for r in ratios)} over 1.01."
-        )
+        over = sum(r > 1.01 for r in ratios)
+        lines += ["", f"{len(ratios)} rows: median {median:.3f}, largest {worst:.3f}, {over} over 1.01."]
     if exposing:
-        lines.append(
-            f"Where the best by hand exposes over a tenth of its time ({len(exposing)} rows): {statistics.median(exposing):.3f}."
-        )
+        median = statistics.median(exposing)
+        lines.append(f"Where the best by hand exposes over a tenth of its time ({len(exposing)} rows): median {median:.3f}.")
     return lines
 
 
-def emission(kept: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Our programs of the shardings by hand beside those by hand."""
-    lines = ["\n| row | sharding | step | compute | bytes | temporary |", "|---|---|---:|---:|---:|---:|"]
+def ours(kept: Kept) -> list[str]:
+    """Our programs of the shardings by hand beside those by hand, and the medians."""
+    lines = ["| row | sharding | step | compute | bytes | temporary |", "|---|---|---:|---:|---:|---:|"]
+    all_ratios: list[list[float]] = []
     for name, found in kept.items():
         for hand in OURS:
-            ours, theirs = found.get(f"our {hand}", {}), found.get(hand, {})
-            if "seconds" in ours and "seconds" in theirs:
-                ratios = [ours[k] / theirs[k] if theirs[k] else 1.0 for k in ("seconds", "compute_s", "bytes", "temporary")]
+            mine, theirs = found.get(f"our {hand}", {}), found.get(hand, {})
+            if "seconds" in mine and "seconds" in theirs:
+                ratios = [mine[k] / theirs[k] if theirs[k] else 1.0 for k in ("seconds", "compute_s", "bytes", "temporary")]
                 lines.append(f"| {name} | {hand} | {' | '.join(f'{r:.3f}' for r in ratios)} |")
-    return lines if len(lines) > 2 else []
+                all_ratios.append(ratios)
+    medians = [statistics.median(column) for column in zip(*all_ratios, strict=True)]
+    return [*lines, f"| median | | {' | '.join(f'{r:.3f}' for r in medians)} |"]
+
+
+def planned(kept: Kept) -> list[str]:
+    """What is compiled of each plan, and its ratio to what the plan says: bytes, compute, the expected step and the peak."""
+    lines = [
+        "| row | MB sent | compiled / planned | compute ms | | step ms | | peak GiB | |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    errors: list[list[float]] = []
+    for name, found in kept.items():
+        plan = found.get(PLAN, {})
+        if "predicted_bytes" not in plan:
+            continue
+        sides = [("bytes", 1e-6, 1), ("compute_s", 1e3, 2), ("seconds", 1e3, 2), ("peak", 2**-30, 2)]
+        keys = ["predicted_bytes", "predicted_compute_s", "predicted_s", "predicted_peak"]
+        ratios = [plan[key] / plan[of] if plan[of] else 1.0 for (key, _, _), of in zip(sides, keys, strict=True)]
+        cells = [f"{plan[key] * unit:,.{digits}f} | {r:.3f}" for (key, unit, digits), r in zip(sides, ratios, strict=True)]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+        errors.append([abs(r - 1) for r in ratios])
+    medians = [statistics.median(column) for column in zip(*errors, strict=True)]
+    return [*lines, f"| median error | {' | '.join(f'| {error:.1%}' for error in medians)} |"]
+
+
+TABLES: Mapping[str, Callable[[Kept], list[str]]] = {"judge": judge, "ours": ours, "planned": planned}
 
 
 def _ms(found: Mapping[str, float]) -> str:

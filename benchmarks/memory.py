@@ -35,13 +35,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(measured(given.one)))
         return 0
     rows: list[dict[str, Any]] = []
-    print(f"{'row':>15} {'arguments GiB':>14} {'exact':>6} {'predicted GiB':>14} {'compiled GiB':>13} {'ratio':>6}")
+    print("| row | arguments predicted | compiled | peak predicted | compiled | ratio |\n|---|---:|---:|---:|---:|---:|")
     for name in given.rows:
         row = fresh(name)
         rows.append(row)
-        exact = "yes" if row["arguments"] == row["compiled_arguments"] else "no"
-        sizes = f"{row['arguments'] / 2**30:14.2f} {exact:>6} {row['peak'] / 2**30:14.2f} {row['compiled_peak'] / 2**30:13.2f}"
-        print(f"{name:>15} {sizes} {row['compiled_peak'] / row['peak']:6.3f}", flush=True)
+        sizes = [row[key] / 2**30 for key in ("arguments", "compiled_arguments", "peak", "compiled_peak")]
+        print(f"| {name} | {' | '.join(f'{gib:.2f}' for gib in sizes)} | {row['compiled_peak'] / row['peak']:.2f} |", flush=True)
     if given.json:
         given.json.write_text(json.dumps({"rows": rows}, indent=1))
     return 0

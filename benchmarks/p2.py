@@ -1,6 +1,6 @@
 """P2's measured A100 reductions beside ours: errors, ranks, Results 1 to 5 and top-k F1 scores.
 
-    python benchmarks/p2.py [--table FILE] [--fit] [--quiet]
+    python benchmarks/p2.py [--table FILE] [--fit] [--part PART ...]
 
 The table has the columns of the A100 half of the paper's appendix A: matrices with the measured seconds of ten all-reduces of
 2^29 float32 a GPU, and of the best synthesized program, with NCCL's ring and tree. Only `--fit` looks at measurements before
@@ -79,25 +79,31 @@ class Row:
         return RUNS * float((self.ours if ours else self.programs)[algorithm].seconds(NBYTES).min())
 
 
+PARTS = ("table", "errors", "results", "f1", "v100", "synthesis")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print everything; return 1 where a threshold is missed."""
+    """Print the parts; return 1 where a threshold is missed."""
     parser = argparse.ArgumentParser(description="P2's measured A100 reductions beside ours.")
     parser.add_argument("--table", type=Path, default=TABLE)
     parser.add_argument("--fit", action="store_true", help="fit the efficiencies of gcp-a100 anew and print them")
-    parser.add_argument("--quiet", action="store_true", help="leave the table itself out")
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS, help="what is printed (default: everything)")
     options = parser.parse_args(argv)
     with options.table.open(newline="", encoding="utf-8") as file:
         lines = list(csv.DictReader(file))
     if options.fit:
         fit(lines)
     rows = [predict(line) for line in lines]
-    if not options.quiet:
-        print_table(rows)
-    passed = print_errors(rows)
-    print_results(rows)
-    print_f1(rows)
-    print_v100()
-    return 0 if passed & print_synthesis() else 1
+    printers = {
+        "table": lambda: print_table(rows),
+        "errors": lambda: print_errors(rows),
+        "results": lambda: print_results(rows),
+        "f1": lambda: print_f1(rows),
+        "v100": print_v100,
+        "synthesis": print_synthesis,
+    }
+    passed = [printers[part]() for part in options.part]
+    return int(False in passed)
 
 
 def network_of(line: dict[str, str], cluster: Cluster | None = None) -> tuple[Network, tuple[int, ...]]:

@@ -3,8 +3,9 @@
 ``python benchmarks/tofu.py [--models rnn-4-8k wresnet-152-10] [--factors 2x2x2] [--json FILE]``
 
 The cluster is Tofu's, 8 K80s on PCIe (ec2-p2.8xlarge), with a batch of 512 for RNN-4-8K and of 8 for WResNet-152-10 (section
-7.3), over three factors of two workers, as Tofu's recursion takes them (``--factors 8``: the level whole). *ours* minimises
-seconds; *Tofu* minimises bytes under Tofu's premise, as its algorithm does. "No" under fits: beyond a K80's memory.
+7.3), over three factors of two workers, as Tofu's recursion takes them (``--factors 8``: the level whole). Nothing is counted as
+hidden: the figure's bars are compute and the overhead of communication. *ours* minimises seconds; *Tofu* minimises bytes under
+Tofu's premise, as its algorithm does. "No" under fits: beyond a K80's memory.
 Exits with 1 where *Tofu* sends more bytes than AllRow-Greedy, EqualChop or ICML18 (the paper's order).
 """
 
@@ -36,13 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parts = tuple(map(int, given.factors.split("x")))
     for model in given.models:
         found[model] = rows(model, parts)
-        print(
-            f"{model}\n{'algorithm':<15} {'step s':>7} {'communication s':>16} {'share':>6} {'GiB sent':>9} {'peak GiB':>9}  fits"
-        )
+        print(f"| {model} | step s | communication s | share | GiB sent | peak GiB | fits |\n|---|---:|---:|---:|---:|---:|---|")
         for r in found[model]:
-            times = f"{r['step_time_s']:7.3f} {r['communication_s']:16.3f} {r['share']:6.1%}"
-            held = f"{r['communication_bytes'] / 2**30:9.2f} {r['peak_bytes'] / 2**30:9.2f}  {'yes' if r['fits'] else 'no'}"
-            print(f"{r['name']:<15} {times} {held}")
+            times = f"{r['step_time_s']:.3f} | {r['communication_s']:.3f} | {r['share']:.1%}"
+            held = f"{r['communication_bytes'] / 2**30:.2f} | {r['peak_bytes'] / 2**30:.2f} | {'yes' if r['fits'] else 'no'}"
+            print(f"| {r['name']} | {times} | {held} |")
         print()
     if given.json:
         given.json.write_text(json.dumps({"cluster": CLUSTER, "models": found}, indent=1))
@@ -66,7 +65,14 @@ def planned(model: str, parts: tuple[int, ...] = STEPS, *, objective: str = "tim
     cluster = shardplan.Cluster.load(CLUSTER)
     limit = cluster.device.memory_bytes
     return shardplan.plan(
-        step, *args, cluster=cluster, donate_argnums=0, objective=objective, memory_limit=limit, factors={"gpu": parts}
+        step,
+        *args,
+        cluster=cluster,
+        donate_argnums=0,
+        objective=objective,
+        memory_limit=limit,
+        factors={"gpu": parts},
+        time_model="sum",
     )
 
 

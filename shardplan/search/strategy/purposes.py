@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 from shardplan.graph.nodes import Node
 from shardplan.search.baselines.batch_dims import follow
@@ -26,6 +26,7 @@ PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
 Kind = Literal["batch", "sequence", "expert", "tensor"]
 """What a loop of a contraction runs over."""
 
+T = TypeVar("T")
 Shares = tuple[tuple[Purpose, float], ...]
 """The purposes of a factor with their parts of its seconds, the largest first (`led_by`: the fixed one)."""
 
@@ -85,8 +86,10 @@ class Loops:
 
     @cached_property
     def _expert_dims(self) -> Mapping[int, frozenset[int]]:
-        """By variable: its dims over experts. A weight has those that an activation has too, and that are not summed over; what a
-        contraction reads and makes has those of the loops over them.
+        """By variable: its dims over experts, counted without those of one element.
+
+        A weight has those that an activation has too, and that are not summed over; what a contraction reads and makes has those
+        of the loops over them.
         """
         found: dict[int, frozenset[int]] = {}
         for node in self.contractions:
@@ -98,7 +101,7 @@ class Loops:
                 if t not in self.root:
                     continue
                 others = {v for o, ix in description.accesses if o != operand for i in ix for v in loops_of(i)}
-                dims = frozenset(d for d, ix in enumerate(indices) if (loops_of(ix) & others) - summed)
+                dims = frozenset(d for d, ix in enumerate(self._cuttable(t, indices)) if (loops_of(ix) & others) - summed)
                 for v in self.variables(t):
                     found[v] = found.get(v, frozenset()) | dims
         before = None
@@ -126,9 +129,14 @@ class Loops:
         assert description is not None
         for operand, indices in description.accesses:
             if node.inputs[operand] >= 0:
-                yield node.inputs[operand], tuple(frozenset(loops_of(ix)) for ix in indices)
+                t = node.inputs[operand]
+                yield t, tuple(frozenset(loops_of(ix)) for ix in self._cuttable(t, indices))
         for t, loops in zip(node.outputs, description.results, strict=False):
-            yield t, tuple(frozenset({loop}) for loop in loops)
+            yield t, tuple(frozenset({loop}) for loop in self._cuttable(t, loops))
+
+    def _cuttable(self, t: int, dims: Sequence[T]) -> tuple[T, ...]:
+        """The dims of a tensor but those of one element, which the tensors of a variable need not share."""
+        return tuple(dim for dim, n in zip(dims, self.graph.tensors[t].shape, strict=True) if n > 1)
 
     def variables(self, t: int) -> tuple[int, ...]:
         """The variable of a tensor; none where it is free."""

@@ -16,7 +16,7 @@ from functools import cached_property
 from shardplan.cost import TIME, Objective
 from shardplan.search.baselines.recipes import groupings
 from shardplan.search.baselines.rivals import Rivals
-from shardplan.search.baselines.tofu_premise import everything_cut, everything_split
+from shardplan.search.baselines.tofu_premise import everything_cut, everything_split, fewest_bytes
 from shardplan.search.inference.anytime import Incumbent, Observer, OutOfTimeError, Stopped, Watch
 from shardplan.search.inference.bound import WORK, Bound
 from shardplan.search.inference.solver import Solver
@@ -269,13 +269,17 @@ def in_seconds(
     timed = Problem(problem.graph, problem.coarse, problem.cluster, problem.factors, objective=objective)
     live = memory.liveness(timed, donated)
     solver = Solver(timed, live, everything_cut(timed))
-    smallest = solver.again(outcome.smallest) if outcome.smallest is not None else None
+
+    def again(solution: Solution) -> Solution:
+        return solver.again(solution, fewest_bytes(problem, timed, solution))
+
+    smallest = again(outcome.smallest) if outcome.smallest is not None else None
     rivals = Rivals(Solver(timed, live))
     if outcome.stopped:
         rivals.close()
-    best = solver.again(outcome.best)
+    best = again(outcome.best)
     bound = Bound(timed, live, timed.domains, free=best, chosen=best, limit=best.peak_bytes, unlimited_s=None)
-    return timed, Outcome(best, rivals, bound, False, smallest, solver.again(outcome.free), outcome.stopped, outcome.tried)
+    return timed, Outcome(best, rivals, bound, False, smallest, again(outcome.free), outcome.stopped, outcome.tried)
 
 
 class _Levels:

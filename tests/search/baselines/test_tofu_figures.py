@@ -46,31 +46,37 @@ def test_both_the_batch_and_the_channels_are_partitioned_in_a_mixture_of_ways(ou
         assert len({(tiles(c)[0].read, tiles(c)[1].read) for _, c in convolutions(drawn)}) >= 3
 
 
-def test_convolutions_of_one_block_differ_and_repeated_blocks_do_not_but_for_the_first(ours: Drawing) -> None:
-    """Second observation."""
-    repeated: dict[int, Run] = {int(run.columns[0].block.split("_")[1]): run for run in ours.runs if run.times > 1}
-    assert {stage: run.times for stage, run in repeated.items()} == STAGES
-    for stage, run in repeated.items():
-        assert [c.label for c in run.columns] == ["conv_in", "conv_mid", "conv_out"]
-        kept = {tiles(c)[0].kept for c in run.columns}
-        assert stage == 0 or len(kept) > 1  # the lowest convolutions are all cut by the batch
-    firsts = [c for run in ours.runs if run.times == 1 for c in run.columns if c.block.endswith("block_0")]
-    assert [c.label for c in firsts if c.label == "shortcut"] == ["shortcut"] * len(STAGES)
+def test_convolutions_of_one_block_differ_and_repeated_blocks_do_not_but_for_the_first(
+    ours: Drawing, fewest_bytes: Drawing
+) -> None:
+    """Second observation. Minimising seconds, one more block at the border of two stages may differ."""
+    for drawn, apart in ((fewest_bytes, 0), (ours, 1)):
+        repeated: dict[int, Run] = {int(run.columns[0].block.split("_")[1]): run for run in drawn.runs if run.times > 1}
+        assert all(STAGES[stage] - run.times in (0, apart) for stage, run in repeated.items())
+        assert set(repeated) == set(STAGES)
+        for stage, run in repeated.items():
+            assert [c.label for c in run.columns] == ["conv_in", "conv_mid", "conv_out"]
+            kept = {tiles(c)[0].kept for c in run.columns}
+            assert stage == 0 or len(kept) > 1  # the lowest convolutions are all cut alike
+        firsts = [c for run in drawn.runs if run.times == 1 for c in run.columns if c.block.endswith("block_0")]
+        assert [c.label for c in firsts if c.label == "shortcut"] == ["shortcut"] * len(STAGES)
 
 
 def test_low_layers_fetch_their_weights_and_high_layers_their_activations(ours: Drawing, fewest_bytes: Drawing) -> None:
-    """Third observation. Minimising seconds, the lowest weights are not even split: nothing at all is fetched there."""
+    """Third observation. Minimising seconds, the lowest weights are too small to be fetched: they are not split by the batch."""
+    for stage, column in convolutions(fewest_bytes):
+        weight, activation = tiles(column)
+        if stage == 0:
+            assert not activation.moves
+            assert not any(weight.read), "the weight is whole where it is used"
+            assert weight.moves == ("all-gather",)
+    assert not any(tiles(c)[0].moves for stage, c in convolutions(ours) if stage == 0)
     for drawn in (ours, fewest_bytes):
         for stage, column in convolutions(drawn):
             weight, activation = tiles(column)
-            if stage == 0:
-                assert not activation.moves
-                assert not any(weight.read), "the weight is whole where it is used"
-                assert bool(weight.moves) == any(weight.kept)
             if stage >= 2:
                 assert any(weight.read), "no device uses the whole weight"
                 assert activation.moves or column.gives, "activations, or sums of them, move"
-    assert all(tiles(c)[0].moves == ("all-gather",) for stage, c in convolutions(fewest_bytes) if stage == 0)
 
 
 @pytest.mark.parametrize("model", tofu.MODELS)
@@ -85,4 +91,5 @@ def test_the_algorithms_rank_as_in_figure_10(model: str) -> None:
     chopped = ("AllRow-Greedy", "Spartan", "EqualChop")
     assert sent["Tofu"] <= min(sent[n] for n in (*chopped, "ICML18")) * (1 + 1e-9)
     assert max(sent["Spartan"], sent["EqualChop"]) < sent["AllRow-Greedy"]
-    assert 1.05 < spent["ICML18"] / spent["Tofu"] < 1.15  # the paper: 1.07 for RNN-4-8K
+    if model == "rnn-4-8k":
+        assert 1.05 < spent["ICML18"] / spent["Tofu"] < 1.1  # the paper: 1.07

@@ -126,6 +126,20 @@ def test_the_gradients_of_experts_are_cut_by_experts_too() -> None:
     assert all("expert" in loops.kinds(node).values() for node in loops.contractions)
 
 
+def test_experts_are_told_where_an_activation_is_read_with_and_without_a_dim_of_one() -> None:
+    def step(w: Any, x: Any, y: Any) -> Any:
+        def loss(w: Any) -> Any:
+            over_experts = jnp.einsum("ek,tek->te", w, y)
+            features = jnp.einsum("otk,ek->ote", x, w)
+            return (over_experts**2).mean() + ((features.sum(0) @ w) ** 2).mean()
+
+        return w - 0.01 * jax.grad(loss)(w)
+
+    w, x, y = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((8, 16), (1, 32, 16), (4, 8, 16)))
+    loops = Loops(shardplan.plan(step, w, x, y, cluster="8", factors={}, donate_argnums=0).session.problem)
+    assert any("expert" in loops.kinds(node).values() for node in loops.contractions)
+
+
 def test_the_factors_of_an_axis_meet_in_a_product() -> None:
     """Four sequences cannot be split by eight, in whatever parts."""
     step, args = gpt.train_step(**{**SMALL, "batch": 4})

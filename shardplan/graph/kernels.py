@@ -5,7 +5,7 @@ kernel follows XLA's rules (as jaxlib 0.10.2 and 0.12.0.1 compile for H100s: doc
 
 1. An elementwise op (or any other whose elements are computed one by one) is part of its readers' kernels. Where it has several,
    it is computed in each, unless they would read more than it costs to store it. Products, library calls and control flow read
-   stored values alone.
+   stored values alone. But a matrix product widens its operands and narrows its result itself.
 2. A reduction along rows, its operands and what is computed from rows and their results are one kernel: a softmax, a
    normalisation. It reads its operands twice where such a sum is stored too, or where two sums do not depend on each other. Rows
    longer than `LONGEST_ROW` are reduced like columns: what reads their sums is another kernel.
@@ -29,6 +29,7 @@ from typing import Literal
 
 from shardplan.graph.nodes import Graph, Node, Signature, Traffic
 from shardplan.tdl.index import loops_of
+from shardplan.tdl.kernels import casts
 from shardplan.tdl.language import Access
 
 LONGEST_ROW = 2**14
@@ -91,6 +92,7 @@ class _Model:
         self.name = list(range(len(graph.tensors)))  # of each tensor: the buffer that it renames
         self.shown: dict[int, int] = {}  # bytes of its buffer that a renamed tensor shows: a broadcast one repeats them
         self.renamed: set[int] = set()  # nodes for which no kernel runs
+        self.narrowed: dict[int, float] = {}  # of the result of a product: the part of its bytes that a cast leaves
         self.maker: dict[int, Node] = {}
         self.readers: dict[int, list[Node]] = {}
         self.kept: set[int] = set()  # buffers that control flow reads, or that are results
@@ -102,6 +104,7 @@ class _Model:
 
     def _name_buffers(self) -> None:
         graph = self.graph
+        self.passed = {t for t in graph.outputs if t >= 0} | {k.source for k in graph.links}
         using: dict[int, list[Node]] = {}
         for node in graph.nodes:
             for t in node.inputs:
@@ -112,6 +115,8 @@ class _Model:
                 for t in node.outputs:
                     self.name[t] = self.name[source]
                     self.shown[t] = min(graph.tensors[t].nbytes, self.shown.get(source, graph.tensors[source].nbytes))
+                    if casts(node.signature.call) and graph.tensors[t].nbytes < graph.tensors[source].nbytes:
+                        self.narrowed[self.name[source]] = graph.tensors[t].nbytes / graph.tensors[source].nbytes
                 self.renamed.add(node.id)
                 continue
             for t in node.outputs:
@@ -147,16 +152,32 @@ class _Model:
         return behind
 
     def _renames(self, node: Node, using: Mapping[int, Sequence[Node]]) -> bool:
-        """Whether no kernel runs for a node: it is a reshape, or a transpose beside a product, which takes any order."""
+        """Whether no kernel runs for a node: it is a reshape, or a transpose beside a product, which takes any order; or a cast
+        that a matrix product makes of its operand or its result.
+        """
         if self.call_of is not None and self._is_view_or_bias(node):
             return True
         if len(node.outputs) != 1:
             return False
+        if self.call_of is None and casts(node.signature.call):
+            return self._is_part_of_product(node, using)
         if node.signature.part == "none" or not node.signature.swaps:
             return node.signature.part == "none"
         maker, readers = self.maker.get(node.inputs[0]), using.get(node.outputs[0], ())
         made = maker is not None and maker.signature.part == "product" and len(using[node.inputs[0]]) == 1
         return made or (bool(readers) and all(r.signature.part == "product" for r in readers))
+
+    def _is_part_of_product(self, node: Node, using: Mapping[int, Sequence[Node]]) -> bool:
+        """Whether a cast is part of matrix products (XLA's gemm fusion): it widens what only they read, or narrows what one makes
+        and only the cast reads.
+        """
+        (source, *_), (result,) = node.inputs, node.outputs
+        if self.graph.tensors[result].nbytes > self.graph.tensors[source].nbytes:
+            readers = using.get(result, ())
+            return bool(readers) and result not in self.passed and all(_is_matrix_product(r) for r in readers)
+        maker = self.maker.get(source)
+        alone = len(using[source]) == 1 and source not in self.passed
+        return maker is not None and _is_matrix_product(maker) and alone
 
     def _is_view_or_bias(self, node: Node) -> bool:
         """Whether a library that runs calls one by one runs no kernel for a node.
@@ -354,7 +375,7 @@ class _Model:
                 reads[n][slot] += passes * nbytes / max(1, graph.tensors[graph.nodes[n].inputs[slot]].nbytes)
             for t in stored:
                 maker = self.maker[t]
-                writes[maker.id][maker.outputs.index(t)] += _updated(maker)
+                writes[maker.id][maker.outputs.index(t)] += _updated(maker) * self.narrowed.get(t, 1.0)
         self._charge_stacks(reads, writes, launches)
         self._charge_counters(launches)
         for node in graph.nodes:  # a filter is copied to the library's order, unless the kernel that makes it writes it so
@@ -420,6 +441,10 @@ class _Model:
 
     def _slot(self, node: Node, t: int) -> int:
         return next(i for i, own in enumerate(node.inputs) if own >= 0 and self.name[own] == t)
+
+
+def _is_matrix_product(node: Node) -> bool:
+    return node.signature.part == "product" and not node.signature.filter
 
 
 def _updated(node: Node) -> float:

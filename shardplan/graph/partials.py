@@ -1,7 +1,10 @@
-"""Which values may stay partial sums: those that an addition or a loop's carry adds up before they are read.
+"""Which values may stay partial sums: those that an addition or a loop's carry adds up before they are read, and those that
+contractions make smaller.
 
 A gradient that is summed over microbatches, timesteps or the readers of an activation is then reduced once, not once per term.
-An op passes a partial sum on if its description is linear in it and its result is no narrower.
+Where a weight is a product (an adapter of low rank), its gradient is not reduced at all, but the gradients of its factors are.
+An op passes a partial sum on if its description is linear in it and its result is no narrower; a contraction may multiply it by
+a whole value.
 """
 
 from __future__ import annotations
@@ -18,8 +21,9 @@ from shardplan.tdl import linear_sets
 class Deferrable:
     """The tensors that may be partial sums.
 
-    ``late``: tensors whose layouts may be partial; each lies on a path from a cut sum to an addition of several such sums, or to
-    a carry. ``zero``: tensors that depend on no input and are known to be zero; they may be called partial at no cost.
+    ``late``: tensors whose layouts may be partial; each lies on a path from a cut sum to an addition of several such sums, to a
+    carry, or to contractions that are all that reads it and make less of it. ``zero``: tensors that depend on no input and are
+    known to be zero; they may be called partial at no cost.
     """
 
     late: frozenset[int]
@@ -58,6 +62,7 @@ class _Search:
             passed = self._passed(node, self.terms) if outs else []
             if passed and (self._adds_up(passed, outs) or any(t in partials for t in outs)):
                 partials.update(passed, outs)
+        partials |= self._shrunk()
         carried: set[tuple[int, int]] = set()
         for t in self.carries:
             _, end, after = self.graph.carries[t]
@@ -65,6 +70,27 @@ class _Search:
         # a tensor that enters or leaves a body by any other link is whole
         crossing = {k.source for k in self.graph.links if not k.same and (k.source, k.target) not in carried}
         return frozenset(partials - crossing)
+
+    def _shrunk(self) -> set[int]:
+        """The tensors of which all readers make less, or pass on what is made less of; and what is made of them."""
+        graph, terms = self.graph, self._terms(whole=True)
+        readers: dict[int, list[Node]] = {}
+        for node in graph.nodes:
+            for t in dict.fromkeys(node.inputs):
+                readers.setdefault(t, []).append(node)
+        kept = {*graph.outputs, *(k.source for k in graph.links)}
+        found: set[int] = set()
+        for node in reversed(graph.nodes):
+            for t in node.outputs:
+                after = readers.get(t, []) if t in terms and t not in kept else []
+                if after and all(t in self._passed(r, terms, whole=True) and self._makes_less(r, t, found) for r in after):
+                    found.update((t, *(o for r in after for o in r.outputs)))
+        return found
+
+    def _makes_less(self, node: Node, t: int, known: Set[int]) -> bool:
+        size = sum(self.graph.tensors[o].nbytes for o in node.outputs)
+        shrinks = node.signature.contracts and size < self.graph.tensors[t].nbytes
+        return shrinks or all(o in known for o in node.outputs)
 
     def _adds_up(self, read: Sequence[int], made: Sequence[int]) -> bool:
         """Whether several sums as large as the result are added: deferring smaller pieces side by side would save no bytes."""
@@ -74,8 +100,8 @@ class _Search:
         whole = [t for t in frozenset[int]().union(*(self.terms[t] for t in read)) if self.graph.tensors[t].size >= size]
         return len(whole) > 1
 
-    def _terms(self) -> dict[int, frozenset[int]]:
-        """The sums in each tensor that could be partial, found forwards.
+    def _terms(self, *, whole: bool = False) -> dict[int, frozenset[int]]:
+        """The sums in each tensor that could be partial, found forwards. ``whole``: see `_passed`.
 
         A carry counts as partial until its body turns out to return a value that is not.
         """
@@ -83,7 +109,7 @@ class _Search:
             partials = {t: frozenset({t}) for t in self.carries}
             for node in self.graph.nodes:
                 made = frozenset(node.outputs) if _sums(node.signature) else frozenset[int]()
-                made = made.union(*(partials[t] for t in self._passed(node, partials)))
+                made = made.union(*(partials[t] for t in self._passed(node, partials, whole=whole)))
                 for t in node.outputs if made else ():
                     if t not in self.free:
                         partials.update(dict.fromkeys((t, *self.same.get(t, ())), made))
@@ -92,14 +118,18 @@ class _Search:
                 return partials
             self.carries -= wrong
 
-    def _passed(self, node: Node, known: Mapping[int, object]) -> list[int]:
-        """The operands that an op passes on as partial sums: all that depend on an input, or none."""
+    def _passed(self, node: Node, known: Mapping[int, object], *, whole: bool = False) -> list[int]:
+        """The operands that an op passes on as partial sums: all that depend on an input, or none.
+
+        ``whole``: a contraction may multiply them by whole values.
+        """
         alive = {i for i, t in enumerate(node.inputs) if t >= 0 and t not in self.free}
-        if not alive or not all(node.inputs[i] in known for i in alive) or self._narrows(node):
+        partial = {i for i in alive if node.inputs[i] in known}
+        if not partial or (partial < alive and not (whole and node.signature.contracts)) or self._narrows(node):
             return []
         others = {i for i in range(len(node.inputs)) if i not in alive and self._is_zero(node, i)}
-        if any(alive <= s <= alive | others for s in self._linear(node.signature)):
-            return sorted({node.inputs[i] for i in alive})
+        if any(partial <= s <= partial | others for s in self._linear(node.signature)):
+            return sorted({node.inputs[i] for i in partial})
         return []
 
     def _narrows(self, node: Node) -> bool:

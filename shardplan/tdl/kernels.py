@@ -80,6 +80,11 @@ def _only_resizes(call: Call) -> bool:
             return False
 
 
+def casts(call: Call) -> bool:
+    """Whether a call gives its operand, element by element, another dtype."""
+    return call.primitive == "convert_element_type" and call.dtypes != call.result_dtypes
+
+
 def swaps(call: Call) -> bool:
     """Whether a transpose puts some leading dims behind all others: a product with its operands swapped gives and takes that."""
     if call.primitive != "transpose":

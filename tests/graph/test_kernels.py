@@ -160,6 +160,21 @@ def test_products_read_stored_values() -> None:
     assert moved(flat(lambda x, w: jnp.tanh(x @ w), ROWS, WEIGHT)) == (product + SIZE, 2 * SIZE, 2)
 
 
+def test_a_product_widens_its_operands_and_narrows_its_result() -> None:
+    """As XLA's gemm fusions do; what widens a result or narrows an operand is a kernel of its own."""
+    narrow = jax.ShapeDtypeStruct((64, 256), jnp.bfloat16)
+    weights = 4 * 256 * 256
+    assert moved(flat(lambda x, w: x.astype(jnp.float32) @ w, narrow, WEIGHT)) == (SIZE / 2 + weights, SIZE, 1)
+    assert moved(flat(lambda x, w: (x @ w).astype(jnp.bfloat16), ROWS, WEIGHT)) == (SIZE + weights, SIZE / 2, 1)
+    assert moved(flat(lambda x, w: x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16), ROWS, WEIGHT))[2] == 3
+
+    def read_twice(x: Any, w: Any) -> Any:
+        wide = x.astype(jnp.float32)
+        return wide @ w, jnp.tanh(wide)
+
+    assert moved(flat(read_twice, narrow, WEIGHT))[2] == 2
+
+
 def test_a_reshape_moves_nothing_and_a_transpose_is_a_kernel() -> None:
     assert moved(flat(lambda x: jnp.exp(x.reshape(-1)).reshape(32, 512), ROWS)) == (SIZE, SIZE, 1)
     assert moved(flat(lambda x: jnp.exp(x).T, ROWS)) == (SIZE, SIZE, 1)

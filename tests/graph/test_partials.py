@@ -91,6 +91,43 @@ def test_a_carry_that_starts_from_something_is_whole() -> None:
     assert (8, 4) in _deferred(lambda x, y: step(jnp.zeros((8, 4)), x, y), x, y)
 
 
+def _adapted(params: Any, x: jax.Array) -> tuple[Any, jax.Array]:
+    """A step that trains two factors of low rank of what it adds to a weight."""
+
+    def loss(factors: Any) -> jax.Array:
+        return jnp.mean(jnp.tanh(x @ (params["weight"] + factors[0] @ factors[1])) ** 2)
+
+    value, gradients = jax.value_and_grad(loss)(params["factors"])
+    return {**params, "factors": jax.tree.map(lambda p, g: p - 0.1 * g, params["factors"], gradients)}, value
+
+
+@pytest.mark.parametrize("backend", ["explicit", "specs"])
+def test_the_gradients_of_a_weights_factors_are_reduced_and_its_own_is_not(devices: list[Any], backend: Any) -> None:
+    rng = np.random.default_rng(0)
+    shapes = (256, 1024), (256, 4), (4, 1024), (4096, 256)
+    weight, a, b, x = (jnp.asarray(rng.standard_normal(shape) / 16, "float32") for shape in shapes)
+    args = {"weight": weight, "factors": (a, b)}, x
+    plan = shardplan.plan(_adapted, *args, cluster=_slow_devices("2x4"), donate_argnums=0)
+    factors_bytes = (a.size + b.size) * 4
+    assert 0 < plan.communication_bytes <= 2 * factors_bytes + 64
+    found = verify(plan, _adapted, args, backend=backend)
+    assert (found.equal, found.unequal) == (True, ())
+
+
+def test_a_sum_that_something_reads_whole_does_not_wait_for_what_makes_less_of_it() -> None:
+    def step(w: jax.Array, a: jax.Array, x: jax.Array) -> Any:
+        gradient = x.T @ x
+        return w - gradient, gradient @ a
+
+    def alone(a: jax.Array, x: jax.Array) -> jax.Array:
+        return (x.T @ x) @ a
+
+    w, a, x = (jax.ShapeDtypeStruct(s, "float32") for s in ((WIDTH, WIDTH), (WIDTH, 4), (ROWS, WIDTH)))
+    assert _deferred(alone, a, x) == {(WIDTH, WIDTH), (WIDTH, 4)}
+    assert _deferred(step, w, a, x) == set()
+    assert _deferred(alone, jax.ShapeDtypeStruct((WIDTH, 2 * WIDTH), "float32"), x) == set(), "nothing is made less"
+
+
 def test_what_is_not_linear_ends_a_partial_sum() -> None:
     def step(x: jax.Array, v: jax.Array, w: jax.Array) -> jax.Array:
         return jnp.sin(jnp.cos(x @ v) + jnp.cos(x @ w))

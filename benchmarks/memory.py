@@ -20,7 +20,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 TARGET = ROOT / "tests" / "collectives" / "h100_target.txtpb"
-ROWS = ["2048x64/512", "4096x64/512", "4096x128/512", "8192x64/512", "8192x128/1024", "4096x32/512", "4096x64/0"]
+ROWS = ["4096x64/512", "8192x128/1024", "4096x64/0"]
 NODES, GPUS = 8, 8
 
 

@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 EXTRAS ?= dev
 WORKERS ?= 2
 
-.PHONY: attention docs-tables demo test test-all quick check format bench clean which test-attention test-matrix quick-oldest
+.PHONY: attention docs-tables print-docs-tables demo test test-all quick check format bench clean which test-attention test-matrix quick-oldest
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/demo.py
@@ -46,8 +46,11 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/search.py
 
 # The figures in docs/, each printed anew by the command in its marker: all of them, or those that contain a word of ONLY.
-# Those of programs for GPUs need EXTRAS=dev,gpu-aot.
-docs-tables: $(VENV)/installed
+# XLA's compiler for GPUs brings a gigabyte of packages, so this has an environment of its own.
+docs-tables:
+	$(MAKE) print-docs-tables VENV=.venv-gpu-aot EXTRAS=dev,gpu-aot ONLY="$(ONLY)"
+
+print-docs-tables: $(VENV)/installed
 	$(BIN)/python benchmarks/docs_tables.py $(ONLY)
 
 # The Python and the packages that decide what the tests mean.

@@ -4,7 +4,8 @@
 
 A NAME is one of `ROWS`; without names all are run. A program by hand is the step under `jax.jit`, with a `NamedSharding` for each
 argument (`HANDS`) and, where people write it, `with_sharding_constraint` between blocks; XLA's partitioner does the rest. It is
-compiled with XLA's default flags and with those of the plan, and the better one counts. None of it is code of shardplan.
+compiled with XLA's default flags and with those of the plan, and the better one counts. None of it is code of shardplan. The
+best is the fastest that fits a device.
 
 All programs are timed alike, by their compiled schedules (`shardplan.emit.hlo_timeline`): kernels by the roofline, collectives by
 the network model from their groups and bytes, at once where the schedule lets them overlap. Beside it stands the same timeline
@@ -13,8 +14,9 @@ with the kernel seconds of XLA's own cost model (``xla_gpu_collect_cost_model_st
 Three tables: *judge* sets the plan beside the best program by hand; *ours* sets the emitted programs of the same shardings
 (`OURS`) beside those by hand, by compute, bytes and temporary memory; *planned* sets what the plan predicts beside what is
 compiled of it. Each program is planned and compiled in a process of its own, in ``--limit`` seconds. Results are kept in
-``--json`` as they come (``by_hand.json``), and what is there is run only ``--again``: ours after each change of the emitter or
-the search, all of them after a change of the network's prices. ``--table`` prints a table of what is kept, and runs nothing.
+``--json`` as they come (``by_hand.json``), each with its commit. What is there, and did not fail, is run only ``--again``: ours
+after each change of the emitter or the search, all of them after a change of the network's prices. ``--table`` prints a table of
+what is kept, and runs nothing.
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ def measured(name: str, program: str, text: Path | None) -> dict[str, Any]:
             {**figures(lowered, flags, cluster, _file(text, name, f"{program}.{which}")), "flags": which}
             for which, flags in (("default", {}), ("plan's", xla_flags(cluster)))
         ]
-        return min(made, key=lambda one: one["seconds"])
+        return {**min(made, key=lambda one: one["seconds"]), "xla_seconds": min(one["xla_seconds"] for one in made)}
     step, args = row.step()
     plan: Any = shardplan.plan(step, *args, cluster=cluster, donate_argnums=0)
     chosen = plan if program == PLAN else plan.as_baseline(OURS[program.removeprefix("our ")])
@@ -100,7 +102,7 @@ def figures(lowered: Any, flags: Mapping[str, Any], cluster: Any, file: Path | N
     from shardplan.mesh import factors
 
     began = time.perf_counter()
-    made = _compiled(lowered, {**flags, "xla_gpu_collect_cost_model_stats": True})
+    made, triton = _compiled(lowered, {**flags, "xla_gpu_collect_cost_model_stats": True})
     compile_s, text = time.perf_counter() - began, made.as_text()
     if file:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -119,22 +121,26 @@ def figures(lowered: Any, flags: Mapping[str, Any], cluster: Any, file: Path | N
         "bytes": measure(text, undo_cpu=False).wire_bytes,
         "temporary": held.temp_size_in_bytes,
         "peak": held.argument_size_in_bytes + held.output_size_in_bytes - held.alias_size_in_bytes + held.temp_size_in_bytes,
+        "memory": cluster.device.memory_bytes,
+        "triton": triton,
         "compile_s": compile_s,
     }
 
 
-def _compiled(lowered: Any, options: Mapping[str, Any]) -> Any:
-    """A compiled program. Without a GPU, XLA takes Triton's first kernel for each product, and gives up where there is none; a
-    GPU's autotuner takes cuBLAS's then. So does this.
+def _compiled(lowered: Any, options: Mapping[str, Any]) -> tuple[Any, bool]:
+    """A compiled program, and whether its products are Triton's.
+
+    Without a GPU, XLA takes Triton's first kernel for each product, and gives up where there is none. Then all products take
+    cuBLAS. That is an upper bound of the time, since a GPU's autotuner would change that one product alone.
     """
     import jax
 
     try:
-        return lowered.compile(compiler_options=dict(options))
+        return lowered.compile(compiler_options=dict(options)), True
     except jax.errors.JaxRuntimeError as error:
         if "No supported config found" not in str(error):
             raise
-        return lowered.compile(compiler_options={**options, "xla_gpu_enable_triton_gemm": False})
+        return lowered.compile(compiler_options={**options, "xla_gpu_enable_triton_gemm": False}), False
 
 
 _COSTS = re.compile(r'"reification_cost":\[(.*?)\],"device_type')
@@ -181,6 +187,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--table", choices=TABLES, help="prints this table of what is kept, and runs nothing")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args(argv)
+    if strange := set(given.only or ()) - {PLAN, *HANDS, *(f"our {name}" for name in OURS)}:
+        parser.error(f"no program {min(strange)!r}")
     if unknown := [name for name in given.names if name not in ROWS]:
         parser.error(f"no row {unknown[0]!r}: there are {', '.join(ROWS)}")
     if given.one:
@@ -193,14 +201,25 @@ def main(argv: Sequence[str] | None = None) -> int:
             known = "seconds" in kept.get(name, {}).get(program, {})
             if (known and not given.again) or (given.only and program not in given.only):
                 continue
-            kept.setdefault(name, {})[program] = fresh(name, program, given)
+            kept.setdefault(name, {})[program] = {**fresh(name, program, given), "commit": _commit()}
             whole = given.json.with_suffix(".tmp")
             whole.write_text(json.dumps(kept, indent=1))
             whole.replace(given.json)
             print(f"{name}, {program}: {json.dumps(kept[name][program])}", file=sys.stderr, flush=True)
+    if given.table and not kept:
+        parser.error(f"{given.json} has no rows: run this without --table first")
     of_rows = {name: kept[name] for name in ROWS if name in kept and (not given.names or name in given.names)}
     print("\n".join(line for table in ([given.table] if given.table else TABLES) for line in [*TABLES[table](of_rows), ""]))
     return 0
+
+
+def _commit() -> str:
+    """The commit that runs; with a plus where the working tree differs from it."""
+    commit, *changed = (
+        subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+        for words in (("rev-parse", "--short", "HEAD"), ("status", "--porcelain", "--", "*.py"))
+    )
+    return commit + "+" * any(changed)
 
 
 def fresh(name: str, program: str, given: argparse.Namespace) -> dict[str, Any]:
@@ -223,17 +242,17 @@ Kept = Mapping[str, Mapping[str, Any]]
 
 
 def judge(kept: Kept) -> list[str]:
-    """The plan of each row beside the best program by hand."""
+    """The plan of each row beside the fastest program by hand that fits a device."""
     lines = [
         "| row | cluster | plan, ms | exposed | GiB | best by hand | ms | exposed | GiB | plan / best | by XLA's model |",
         "|---|---|---:|---:|---:|---|---:|---:|---:|---:|---:|",
     ]
     ratios, exposing = [], []
     for name, found in kept.items():
-        hands = {p: r for p, r in found.items() if p in HANDS and "seconds" in r}
+        hands = {p: r for p, r in found.items() if p in HANDS and "seconds" in r and r["peak"] <= r["memory"]}
         plan = found.get(PLAN, {})
         if "seconds" not in plan or not hands:
-            lines.append(f"| {name} | {ROWS[name].shape} | {plan.get('failed', '')} | | | | | | | | |")
+            lines.append(f"| {name} | {ROWS[name].shape} | {plan.get('failed', '').replace('|', '/')} | | | | | | | | |")
             continue
         best = min(hands, key=lambda p: hands[p]["seconds"])
         theirs = hands[best]

@@ -10,8 +10,8 @@ A marker is a comment above the block that its command printed, with the commit 
 
 The command runs again, and what it prints replaces the block: tables in Markdown as they are, other text as a code block. A
 WORD restricts this to markers that contain it. ``checked by`` in place of ``printed by`` marks a command that takes seconds: a
-test compares its block (`tests/test_docs.py`). The working tree must be committed, so that the commit in a marker is the one
-that ran.
+test compares its block (`tests/test_docs_tables.py`). The working tree must be committed, so that the commit in a marker is the
+one that printed it; commands that keep their results (`by_hand`, the proof's fences) print older ones too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _BLOCK = re.compile(
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Block:
     """What a command printed, in a page. ``checked``: a test runs the command."""
 
@@ -55,7 +55,7 @@ def pages() -> list[Path]:
 
 
 def printed(command: str) -> str:
-    """What a command prints, as it stands in a page. Raises CalledProcessError, with its errors, if it fails."""
+    """What a command prints, as it stands in a page. Its errors go to stderr. Raises CalledProcessError if it fails."""
     program, *words = shlex.split(command)
     assert program == "python", f"{command}: a command in a page starts with python"
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 SLOW = str(ROOT / "benchmarks" / "clusters" / "dgx-h100-100g.toml")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Row:
     """A step with a device's part of its batch on a cluster of nodes x GPUs, whose NICs are ``slow`` (100 Gb/s a GPU) or not.
 
@@ -64,7 +64,7 @@ MOE = {"layers": 4, "width": 2048, "heads": 16, "key_heads": 8, "inner": 2048, "
 SMALL, MEDIUM = gpt_options(768, 12, 6), gpt_options(2048, 16, 4)
 VIT = {"layers": 6, "width": 1024, "heads": 16, "image": 224}
 T5 = {"layers": 4, "width": 1024, "heads": 16, "vocabulary": 32128, "sequence": 512}
-# Widths, sequences and batches are those of the models by these names; depth is cut to 4 to 8 layers, as all layers are alike.
+# Widths and heads are those of the models by these names, sequences and batches ours; transformers have 4 to 8 layers.
 ROWS = {
     "gpt-labels": Row("hand", "gpt", "8", 8, {**SMALL, "tied": False, "remat": True}),
     "gpt-labels-tied": Row("hand", "gpt", "2x4", 4, {**gpt_options(1024, 16, 4), "tied": True}),

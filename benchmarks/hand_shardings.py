@@ -14,13 +14,13 @@ from typing import Any
 from hand_rows import BLOCKS, Row
 
 SMALLEST = 1024
-"""FSDP leaves arrays of fewer elements whole, as MaxText and Levanter do."""
+"""FSDP leaves arrays of fewer elements whole: our choice (gathers of biases cost a launch each and save nothing)."""
 
 
 Spec = tuple[Any, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Hand:
     """A sharding as people write it: the sizes of its mesh axes, the spec of a weight by its path and shape, that of a batch, and
     where activations lie between blocks. ``needs`` says for which rows it makes sense.
@@ -55,16 +55,18 @@ def _largest(axes: tuple[str, ...]) -> Callable[[str, tuple[int, ...], Mapping[s
     return spec
 
 
-_HEADS = re.compile(r"(qkv|query|key|value|out|up|gate|down|embedding|head|patches)$")
+_CUT = re.compile(r"(qkv|query|key|value|out|up|gate|down|embedding|head)$")
 
 
 def _megatron(path: str, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Spec:
     """Megatron's cut of a weight over "tensor": heads of attention, the inner dim of MLPs, the vocabulary."""
-    words = [w for w in path.split("/") if w not in ("kernel", "bias", "embedding_table", "value")]
+    words = path.removesuffix("/value").split("/")  # an nnx variable's leaf
     ways = sizes["tensor"]
-    stacked = 1 if "blocks" in words and not any(w.isdigit() for w in words) else 0
-    name = next((w for w in reversed(words) if _HEADS.search(w)), "")
-    is_bias, rank = path.endswith("bias"), len(shape) - stacked
+    stacked = int("blocks" in words and not words[words.index("blocks") + 1].isdigit())
+    name = next((word for word in reversed(words) if _CUT.search(word)), "")
+    is_bias, rank = words[-1] == "bias", len(shape) - stacked
+    if (name, words[-1]) in (("up", "a"), ("down", "b")):  # an adapter's side without the inner dim
+        return ()
     at = None
     if name.endswith("qkv"):
         at = rank - 2  # [width, 3, heads, head] and [3, heads, head]

@@ -92,6 +92,7 @@ class _Model:
         self.name = list(range(len(graph.tensors)))  # of each tensor: the buffer that it renames
         self.shown: dict[int, int] = {}  # bytes of its buffer that a renamed tensor shows: a broadcast one repeats them
         self.renamed: set[int] = set()  # nodes for which no kernel runs
+        self.leaving = {t for t in graph.outputs if t >= 0} | {k.source for k in graph.links}  # what a body gives to another
         self.narrowed: dict[int, float] = {}  # of the result of a product: the part of its bytes that a cast leaves
         self.maker: dict[int, Node] = {}
         self.readers: dict[int, list[Node]] = {}
@@ -104,7 +105,6 @@ class _Model:
 
     def _name_buffers(self) -> None:
         graph = self.graph
-        self.passed = {t for t in graph.outputs if t >= 0} | {k.source for k in graph.links}
         using: dict[int, list[Node]] = {}
         for node in graph.nodes:
             for t in node.inputs:
@@ -152,9 +152,7 @@ class _Model:
         return behind
 
     def _renames(self, node: Node, using: Mapping[int, Sequence[Node]]) -> bool:
-        """Whether no kernel runs for a node: it is a reshape, or a transpose beside a product, which takes any order; or a cast
-        that a matrix product makes of its operand or its result.
-        """
+        """Whether no kernel runs for a node: a reshape, a transpose beside a product, or a cast that is part of a product."""
         if self.call_of is not None and self._is_view_or_bias(node):
             return True
         if len(node.outputs) != 1:
@@ -174,9 +172,9 @@ class _Model:
         (source, *_), (result,) = node.inputs, node.outputs
         if self.graph.tensors[result].nbytes > self.graph.tensors[source].nbytes:
             readers = using.get(result, ())
-            return bool(readers) and result not in self.passed and all(_is_matrix_product(r) for r in readers)
+            return bool(readers) and result not in self.leaving and all(_is_matrix_product(r) for r in readers)
         maker = self.maker.get(source)
-        alone = len(using[source]) == 1 and source not in self.passed
+        alone = len(using[source]) == 1 and source not in self.leaving
         return maker is not None and _is_matrix_product(maker) and alone
 
     def _is_view_or_bias(self, node: Node) -> bool:
@@ -261,7 +259,7 @@ class _Model:
             yield slot, self.name[t], min(whole[t], made) if slot == 0 and node.signature.slices else whole[t]
 
     def _extent(self, node: Node) -> tuple[int, _Order, bool]:
-        """Of a kernel that ends with a node: the elements that it runs over, the order of its reduction, whether it is closed."""
+        """The element count, reduction order and closedness of the kernel that ends at this node."""
         call = node.signature.call
         match node.signature.part:
             case "reduction":
@@ -419,16 +417,23 @@ class _Model:
             maker, readers = self.maker.get(t), self.readers.get(t, [])
             if maker is not None:
                 copies = bool(readers) or maker.signature.part not in ("loop", "transpose")
-                writes[maker.id][maker.outputs.index(t)] += 1 + 2 * copies
+                writes[maker.id][maker.outputs.index(t)] += (1 + 2 * copies) * self.narrowed.get(t, 1.0)
                 launches[maker.id] += copies
             elif readers:
-                reads[readers[0].id][self._slot(readers[0], t)] += 3
+                slot = self._slot(readers[0], t)
+                reads[readers[0].id][slot] += 3 * self._shown_part(readers[0].inputs[slot])
                 launches[readers[0].id] += 1
         for t in sorted({self.name[k.target] for k in self.graph.links if k.lift > 0}):
             product = next((r for r in self.readers.get(t, ()) if r.signature.part == "product"), None)
             if product is not None:
-                reads[product.id][self._slot(product, t)] += 2
+                slot = self._slot(product, t)
+                reads[product.id][slot] += 2 * self._shown_part(product.inputs[slot])
                 launches[product.id] += 1
+
+    def _shown_part(self, t: int) -> float:
+        """The bytes of its buffer that a tensor shows, as a part of its own."""
+        nbytes = self.graph.tensors[t].nbytes
+        return self.shown.get(t, nbytes) / max(1, nbytes)
 
     def _charge_counters(self, launches: list[float]) -> None:
         """Each iteration of a scan counts itself, in a kernel of its own."""
@@ -469,7 +474,7 @@ def _splits(node: Node) -> bool:
 
 
 def _reduced(node: Node) -> tuple[bool, int]:
-    """Of a reduction: whether it runs along rows (the last dims of its first operand, or all), and the elements of one sum."""
+    """Whether a reduction runs along rows (the last dims of its first operand, or all), and the element count of one sum."""
     description = node.signature.description
     assert description is not None
     for operand, indices in description.accesses:

@@ -50,10 +50,10 @@ class _Search:
         self.zero: set[int] = set()
         self._note_zeros()
         self.carries = {t for t, (start, _, _) in graph.carries.items() if start in self.zero}
-        self.terms = self._terms()
+        self.terms = self._terms()  # leaves the carries that are partial
 
     def useful(self) -> frozenset[int]:
-        """The tensors on paths to an addition or a carry, found backwards from there."""
+        """The tensors that gain from waiting: on paths to an addition, to a carry, or to contractions with smaller results."""
         partials: set[int] = set(self.carries)
         partials.update(self.graph.carries[t][1] for t in self.carries)
         for node in reversed(self.graph.nodes):
@@ -62,7 +62,7 @@ class _Search:
             passed = self._passed(node, self.terms) if outs else []
             if passed and (self._adds_up(passed, outs) or any(t in partials for t in outs)):
                 partials.update(passed, outs)
-        partials |= self._shrunk()
+        partials |= self._before_contractions()
         carried: set[tuple[int, int]] = set()
         for t in self.carries:
             _, end, after = self.graph.carries[t]
@@ -71,26 +71,29 @@ class _Search:
         crossing = {k.source for k in self.graph.links if not k.same and (k.source, k.target) not in carried}
         return frozenset(partials - crossing)
 
-    def _shrunk(self) -> set[int]:
-        """The tensors of which all readers make less, or pass on what is made less of; and what is made of them."""
+    def _before_contractions(self) -> set[int]:
+        """Tensors whose readers are all contractions with smaller results, or ops that pass the sum on to such contractions; with
+        the results of these readers.
+        """
         graph, terms = self.graph, self._terms(whole=True)
         readers: dict[int, list[Node]] = {}
         for node in graph.nodes:
             for t in dict.fromkeys(node.inputs):
                 readers.setdefault(t, []).append(node)
         kept = {*graph.outputs, *(k.source for k in graph.links)}
-        found: set[int] = set()
+        late: set[int] = set()
         for node in reversed(graph.nodes):
             for t in node.outputs:
                 after = readers.get(t, []) if t in terms and t not in kept else []
-                if after and all(t in self._passed(r, terms, whole=True) and self._makes_less(r, t, found) for r in after):
-                    found.update((t, *(o for r in after for o in r.outputs)))
-        return found
+                if after and all(t in self._passed(r, terms, whole=True) for r in after) and self._make_less(after, t, late):
+                    late.update((t, *(o for r in after for o in r.outputs)))
+        return late
 
-    def _makes_less(self, node: Node, t: int, known: Set[int]) -> bool:
-        size = sum(self.graph.tensors[o].nbytes for o in node.outputs)
-        shrinks = node.signature.contracts and size < self.graph.tensors[t].nbytes
-        return shrinks or all(o in known for o in node.outputs)
+    def _make_less(self, readers: Sequence[Node], t: int, late: Set[int]) -> bool:
+        """Whether the results of a tensor's readers that need not wait further are contractions, and smaller together."""
+        ending = [r for r in readers if not all(o in late for o in r.outputs)]
+        nbytes = sum(self.graph.tensors[o].nbytes for r in ending for o in r.outputs)
+        return all(r.signature.contracts for r in ending) and nbytes < self.graph.tensors[t].nbytes
 
     def _adds_up(self, read: Sequence[int], made: Sequence[int]) -> bool:
         """Whether several sums as large as the result are added: deferring smaller pieces side by side would save no bytes."""
@@ -125,12 +128,16 @@ class _Search:
         """
         alive = {i for i, t in enumerate(node.inputs) if t >= 0 and t not in self.free}
         partial = {i for i in alive if node.inputs[i] in known}
-        if not partial or (partial < alive and not (whole and node.signature.contracts)) or self._narrows(node):
+        beside_whole = whole and node.signature.contracts
+        if not partial or (partial < alive and not beside_whole) or self._narrows(node):
             return []
         others = {i for i in range(len(node.inputs)) if i not in alive and self._is_zero(node, i)}
-        if any(partial <= s <= partial | others for s in self._linear(node.signature)):
-            return sorted({node.inputs[i] for i in partial})
-        return []
+        passed: set[int] = set()
+        for s in self._linear(node.signature):
+            taken = partial & s if beside_whole else alive
+            if taken and taken <= s <= taken | others:
+                passed |= {node.inputs[i] for i in taken}
+        return sorted(passed)
 
     def _narrows(self, node: Node) -> bool:
         sizes = [self.graph.tensors[t].itemsize for t in node.inputs if t >= 0 and t not in self.free]

@@ -114,7 +114,17 @@ def test_the_gradients_of_a_weights_factors_are_reduced_and_its_own_is_not(devic
     assert (found.equal, found.unequal) == (True, ())
 
 
-def test_a_sum_that_something_reads_whole_does_not_wait_for_what_makes_less_of_it() -> None:
+def test_all_the_factors_of_a_weight_wait_for_their_gradients() -> None:
+    def step(factors: Any, w: jax.Array, x: jax.Array) -> Any:
+        return jax.grad(lambda f: jnp.sum(jnp.tanh(x @ (w + f[0] @ f[1] @ f[2]))))(factors)
+
+    shapes = (WIDTH, 4), (4, 4), (4, WIDTH)
+    factors = tuple(jax.ShapeDtypeStruct(shape, "float32") for shape in shapes)
+    args = factors, jax.ShapeDtypeStruct((WIDTH, WIDTH), "float32"), jax.ShapeDtypeStruct((ROWS, WIDTH), "float32")
+    assert _deferred(step, *args) == {(WIDTH, WIDTH), (WIDTH, 4)}
+
+
+def test_a_sum_with_a_reader_that_needs_it_whole_is_not_late() -> None:
     def step(w: jax.Array, a: jax.Array, x: jax.Array) -> Any:
         gradient = x.T @ x
         return w - gradient, gradient @ a
@@ -125,6 +135,8 @@ def test_a_sum_that_something_reads_whole_does_not_wait_for_what_makes_less_of_i
     w, a, x = (jax.ShapeDtypeStruct(s, "float32") for s in ((WIDTH, WIDTH), (WIDTH, 4), (ROWS, WIDTH)))
     assert _deferred(alone, a, x) == {(WIDTH, WIDTH), (WIDTH, 4)}
     assert _deferred(step, w, a, x) == set()
+    b = jax.ShapeDtypeStruct((WIDTH, 3 * WIDTH // 4), "float32")
+    assert _deferred(lambda b, x: (lambda g: (g @ b, b.T @ g))(x.T @ x), b, x) == set(), "together, its readers make more"
     assert _deferred(alone, jax.ShapeDtypeStruct((WIDTH, 2 * WIDTH), "float32"), x) == set(), "nothing is made less"
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shardplan.collectives.layouts import LayoutSpace
 from shardplan.graph.nodes import Node, Signature
@@ -16,6 +15,7 @@ from shardplan.search.problem.pricing import Allowed, Domain, Limits
 from shardplan.search.problem.problem import Problem
 from shardplan.search.problem.solution import Solution
 from shardplan.search.problem.strategies import Cuts
+from shardplan.search.problem.tables import Costs, picoseconds
 
 
 def everything_split(problem: Problem, domains: Sequence[Domain], *, upto: int | None = None) -> tuple[Domain, ...]:
@@ -66,9 +66,8 @@ def _cuts(signature: Signature, sizes: Sequence[int], count: int, reduce: bool) 
 
 
 def fewest_bytes(problem: Problem, timed: Problem, solution: Solution) -> Limits:
-    """For each op of a solution for bytes, the strategy that sends the fewest, as the only one that it may take.
-
-    Of several it is the fastest in ``timed``, the same problem priced in seconds.
+    """The loops that each op of a solution for bytes cuts: those that send the fewest bytes, and of equal ones the fastest in
+    ``timed``, the same problem priced in seconds.
     """
     memo: dict[object, Cuts] = {}
     result: dict[int, Cuts] = {}
@@ -84,10 +83,10 @@ def fewest_bytes(problem: Problem, timed: Problem, solution: Solution) -> Limits
     return Limits(result)
 
 
-def _costs(problem: Problem, node: Node, states: tuple[int, ...], allowed: Allowed | None) -> NDArray[np.float64]:
-    """The cost of each strategy of an op between these layouts, in the problem's unit."""
+def _costs(problem: Problem, node: Node, states: tuple[int, ...], allowed: Allowed | None) -> Costs:
+    """The cost of each strategy of an op between these layouts, in the problem's unit: whole numbers, so that ties are ties."""
     _, slots, free = problem.ops.slots(node)
     domains = tuple((state,) for state in states)
     late = problem.ops.deferring.get(node.id)
     base, columns = problem.pricer.strategy_costs(node.costed, slots, free, domains, allowed, late=late)
-    return base + sum((column[:, 0] for column in columns), np.zeros(len(base)))
+    return picoseconds(base + sum((column[:, 0] for column in columns), np.zeros(len(base))))

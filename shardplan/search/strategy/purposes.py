@@ -86,7 +86,7 @@ class Loops:
 
     @cached_property
     def _expert_dims(self) -> Mapping[int, frozenset[int]]:
-        """By variable: its dims over experts, counted without those of one element.
+        """By variable: its dims over experts, numbered without dims of one element.
 
         A weight has those that an activation has too, and that are not summed over; what a contraction reads and makes has those
         of the loops over them.
@@ -101,7 +101,7 @@ class Loops:
                 if t not in self.root:
                     continue
                 others = {v for o, ix in description.accesses if o != operand for i in ix for v in loops_of(i)}
-                dims = frozenset(d for d, ix in enumerate(self._cuttable(t, indices)) if (loops_of(ix) & others) - summed)
+                dims = frozenset(d for d, ix in enumerate(self._without_ones(t, indices)) if (loops_of(ix) & others) - summed)
                 for v in self.variables(t):
                     found[v] = found.get(v, frozenset()) | dims
         before = None
@@ -130,12 +130,12 @@ class Loops:
         for operand, indices in description.accesses:
             if node.inputs[operand] >= 0:
                 t = node.inputs[operand]
-                yield t, tuple(frozenset(loops_of(ix)) for ix in self._cuttable(t, indices))
+                yield t, tuple(frozenset(loops_of(ix)) for ix in self._without_ones(t, indices))
         for t, loops in zip(node.outputs, description.results, strict=False):
-            yield t, tuple(frozenset({loop}) for loop in self._cuttable(t, loops))
+            yield t, tuple(frozenset({loop}) for loop in self._without_ones(t, loops))
 
-    def _cuttable(self, t: int, dims: Sequence[T]) -> tuple[T, ...]:
-        """The dims of a tensor but those of one element, which the tensors of a variable need not share."""
+    def _without_ones(self, t: int, dims: Sequence[T]) -> tuple[T, ...]:
+        """Drops the dims of one element: tensors of one variable may differ in these."""
         return tuple(dim for dim, n in zip(dims, self.graph.tensors[t].shape, strict=True) if n > 1)
 
     def variables(self, t: int) -> tuple[int, ...]:

@@ -262,7 +262,8 @@ def in_seconds(
 ) -> tuple[Problem, Outcome]:
     """The outcome of a search for the fewest bytes, priced in seconds, with baselines solved for seconds.
 
-    The outcome of a search for time stays as it is. The new bound is on seconds, over all layouts and all cuts of ops.
+    The outcome of a search for time stays as it is. Ops keep the cuts that send the fewest bytes. The new bound is on seconds,
+    over all layouts and all cuts of ops.
     """
     if problem.objective.unit == "picosecond":
         return problem, outcome
@@ -270,16 +271,16 @@ def in_seconds(
     live = memory.liveness(timed, donated)
     solver = Solver(timed, live, everything_cut(timed))
 
-    def again(solution: Solution) -> Solution:
+    def repriced(solution: Solution) -> Solution:
         return solver.again(solution, fewest_bytes(problem, timed, solution))
 
-    smallest = again(outcome.smallest) if outcome.smallest is not None else None
+    smallest = repriced(outcome.smallest) if outcome.smallest is not None else None
     rivals = Rivals(Solver(timed, live))
     if outcome.stopped:
         rivals.close()
-    best = again(outcome.best)
+    best = repriced(outcome.best)
     bound = Bound(timed, live, timed.domains, free=best, chosen=best, limit=best.peak_bytes, unlimited_s=None)
-    return timed, Outcome(best, rivals, bound, False, smallest, again(outcome.free), outcome.stopped, outcome.tried)
+    return timed, Outcome(best, rivals, bound, False, smallest, repriced(outcome.free), outcome.stopped, outcome.tried)
 
 
 class _Levels:

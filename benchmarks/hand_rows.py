@@ -46,7 +46,7 @@ class Row:
         nodes, gpus = self.sizes
         options = {**self.options, **more, "batch": self.each * nodes * gpus}
         if self.source == "hand":
-            from hand_steps import STEPS
+            from benchmarks.hand_steps import STEPS
 
             return STEPS[self.name](**options)
         return importlib.import_module(f"models.{self.name}").train_step(**options)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hand_rows import BLOCKS, Row
+from benchmarks.hand_rows import BLOCKS, Row
 
 SMALLEST = 1024
 """FSDP leaves arrays of fewer elements whole: our choice (gathers of biases cost a launch each and save nothing)."""

@@ -28,7 +28,7 @@ class Positional:
         return self.step(*args[: self.count], **dict(zip(self.names, args[self.count :], strict=True)))
 
 
-def positional(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> tuple[Any, tuple[Any, ...]]:
+def as_positional(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> tuple[Any, tuple[Any, ...]]:
     """(the step as a function of positional arguments alone, all arguments): those by name come last, sorted.
 
     Raises:
@@ -49,14 +49,14 @@ def positional(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     return Positional(step, len(args), names), (*args, *(kwargs[name] for name in names))
 
 
-def alike(step: Callable[..., Any], planned: Callable[..., Any]) -> Callable[..., Any]:
+def with_arguments_of(step: Callable[..., Any], planned: Callable[..., Any]) -> Callable[..., Any]:
     """A step as a function of the arguments of the planned one, where that takes some by name."""
     if not isinstance(planned, Positional) or isinstance(step, Positional):
         return step
     return planned if planned.step is step else Positional(step, planned.count, planned.names)
 
 
-def in_order(step: Callable[..., Any], args: Sequence[Any], named: Mapping[str, Any]) -> tuple[Any, ...]:
+def ordered(step: Callable[..., Any], args: Sequence[Any], named: Mapping[str, Any]) -> tuple[Any, ...]:
     """The arguments of a call of a planned step, those by name last.
 
     Raises:
@@ -68,5 +68,7 @@ def in_order(step: Callable[..., Any], args: Sequence[Any], named: Mapping[str, 
     if set(named) != set(names):
         wrong = ", ".join(sorted(set(named) ^ set(names)))
         taken = f"by name {', '.join(names)} and the others" if names else "its arguments"
-        raise ShardplanError(f"a planned step takes {taken} by position: this call differs in {wrong}")
+        raise ShardplanError(
+            f"a planned step takes {taken} by position: this call differs in {wrong}; pass the arguments as they were planned"
+        )
     return (*args, *(named[name] for name in names))

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 
 from shardplan import _jax
 from shardplan.errors import ArgumentError, ShardplanError
-from shardplan.frontend.keywords import in_order
+from shardplan.frontend.keywords import ordered
 from shardplan.frontend.nnx_state import abstract, apart, has_objects, through, trace_step
 from shardplan.frontend.trace import Traced, path_words
 from shardplan.plans.fingerprint import difference
@@ -153,7 +153,7 @@ class Runner:
 
     def _call(self, flat: Callable[..., Any], *args: Any, **named: Any) -> Any:
         """The step's result from a jitted or compiled function of flat leaves."""
-        args = in_order(self._step, args, named)
+        args = ordered(self._step, args, named)
         leaves, tree = jax.tree.flatten(args)
         if self._results.get(tree) is None and has_objects(args):
             return through(args, lambda leaves, tree: self._run(flat, leaves, tree))
@@ -170,7 +170,7 @@ class Runner:
 
     def trace(self, *args: Any, **named: Any) -> TracedStep:
         """The step traced for these arguments (arrays or shapes), to lower or inspect it."""
-        leaves, tree = jax.tree.flatten(apart(in_order(self._step, args, named)))
+        leaves, tree = jax.tree.flatten(apart(ordered(self._step, args, named)))
         trees = Trees(tree, self._checked(leaves, tree))
         return TracedStep(self._flat.trace(*leaves), trees, self._call)
 

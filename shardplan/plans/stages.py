@@ -66,10 +66,7 @@ class Stage:
     @property
     def out_info(self) -> Any:
         """The shape and dtype of each leaf of the result."""
-        return self._of_results(self._flat.out_info, [_shape(info) for info in self._flat.args_info[0]])
-
-    def _of_results(self, leaves: Sequence[Any], arguments: Sequence[Any]) -> Any:
-        return self._trees.of_results(leaves, arguments)
+        return self._trees.of_results(self._flat.out_info, [_shape(info) for info in self._flat.args_info[0]])
 
 
 class TracedStep(Stage):
@@ -103,7 +100,7 @@ class CompiledStep(Stage):
     @property
     def output_shardings(self) -> Any:
         """The sharding of each leaf of the result."""
-        return self._of_results(self._flat.output_shardings, self._flat.input_shardings[0])
+        return self._trees.of_results(self._flat.output_shardings, self._flat.input_shardings[0])
 
     @property
     def input_formats(self) -> tuple[Any, dict[str, Any]]:
@@ -113,7 +110,7 @@ class CompiledStep(Stage):
     @property
     def output_formats(self) -> Any:
         """The sharding and the layout in memory of each leaf of the result."""
-        return self._of_results(self._flat.output_formats, self._flat.input_formats[0])
+        return self._trees.of_results(self._flat.output_formats, self._flat.input_formats[0])
 
 
 def _shape(info: Any) -> jax.ShapeDtypeStruct:

@@ -25,7 +25,7 @@ from shardplan.errors import (
     size_text,
 )
 from shardplan.frontend.argnums import leaves_of, positions
-from shardplan.frontend.keywords import positional
+from shardplan.frontend.keywords import as_positional
 from shardplan.frontend.nnx_state import trace_step
 from shardplan.graph import Graph
 from shardplan.ir import Program, spec_text
@@ -126,7 +126,7 @@ def plan(
     """
     (measure, timed), deadline, shared = _check(objective, time_model, time_budget_s, one_choice, remat)
     observer, runs, began = _checked_observer(observer), chosen(backend), time.perf_counter()
-    donated, (step, args) = positions(donate_argnums, len(args), "donate_argnums"), positional(step, args, kwargs)
+    donated, (step, args) = positions(donate_argnums, len(args), "donate_argnums"), as_positional(step, args, kwargs)
     resolved, mesh = resolve_cluster(cluster)
     limit = read_limit(memory_limit, resolved.device, os.environ)
     fixed, sizes = checked_factors(factors, resolved), checked_axes(axes, resolved, factors, measure)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from shardplan.errors import ShardplanError
 _log = logging.getLogger("shardplan")
 
 XLA_FLAGS = "XLA_FLAGS"
-_KNOWN = frozenset({"cpu", "cuda", "gpu", "rocm"})
+_TAKES_GPU_FLAGS = frozenset({"cpu", "cuda", "gpu", "rocm"})
 """The platforms whose compilers know the flags of GPUs; that of CPUs takes them and does nothing with them."""
 
 
@@ -24,7 +24,7 @@ def compiler_options(planned: Mapping[str, Any], asked: object, platform: str, e
     that the environment's XLA_FLAGS sets keeps its value there, and a warning is logged.
 
     Raises:
-        ShardplanError: for anything else, or where XLA_FLAGS names a file that cannot be read.
+        ShardplanError: for anything else, or where XLA_FLAGS, or the file that it names, cannot be read.
     """
     if isinstance(asked, Mapping):
         unnamed = [name for name in asked if not isinstance(name, str) or name.startswith("-")]
@@ -33,10 +33,10 @@ def compiler_options(planned: Mapping[str, Any], asked: object, platform: str, e
         return dict(asked)
     if asked is not None and not isinstance(asked, bool):
         raise ShardplanError(f"xla_flags={asked!r}: give None for the plan's own, False for none, or a dict of flags")
-    if asked is False or platform not in _KNOWN:
+    if asked is False or platform not in _TAKES_GPU_FLAGS:
         return {}
     own = _set_by_user(environment)
-    kept = {name: own[name] for name in planned if name in own and own[name] != str(planned[name])}
+    kept = {name: own[name] for name in planned if name in own and own[name].lower() != str(planned[name]).lower()}
     if kept:
         said = ", ".join(f"--{name}={value}" for name, value in kept.items())
         counted = ", ".join(str(planned[name]) for name in kept)
@@ -52,4 +52,8 @@ def _set_by_user(environment: Mapping[str, str]) -> dict[str, str]:
             text = Path(text).read_text()
         except (OSError, UnicodeDecodeError) as error:
             raise ShardplanError(f"{XLA_FLAGS}={text!r} names a file of flags that cannot be read: {error}") from error
-    return dict(re.findall(r"--?([\w.]+)(?:=(\S*))?", text))
+    try:
+        words = [word.lstrip("-").partition("=") for word in shlex.split(text) if word.startswith("-")]
+    except ValueError as error:
+        raise ShardplanError(f"{XLA_FLAGS}={text!r} cannot be read: {error}") from error
+    return {name: value if given else "true" for name, given, value in words}

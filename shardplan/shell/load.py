@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from shardplan.errors import DeviceError, PlanFileError, ShardplanError
 from shardplan.frontend.argnums import positions
-from shardplan.frontend.keywords import positional
+from shardplan.frontend.keywords import as_positional
 from shardplan.frontend.nnx_state import trace_step
 from shardplan.frontend.trace import Traced
 from shardplan.graph import flatten
@@ -39,7 +39,7 @@ def load(
         DeviceError: if the mesh has other axes.
     """
     data = files.read(file)
-    step, args = positional(step, args, kwargs)
+    step, args = as_positional(step, args, kwargs)
     return for_step(fspath(file), data, step, trace_step(step, args, data.donate_argnums), mesh)
 
 

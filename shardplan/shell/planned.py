@@ -20,7 +20,7 @@ from shardplan.emit.backends import checked_backend, emitter
 from shardplan.emit.stacked import partition_spec
 from shardplan.errors import ArgumentError, PlanFileError, ShardplanError
 from shardplan.frontend.argnums import leaves_of, positions, tuple_of
-from shardplan.frontend.keywords import alike
+from shardplan.frontend.keywords import with_arguments_of
 from shardplan.frontend.nnx_state import apart, bare, has_objects, together, trace_step
 from shardplan.frontend.trace import Traced
 from shardplan.graph import Graph, flatten
@@ -235,7 +235,7 @@ class Plan(Figures):
             ShardplanError: for a backend that does not exist, for ``xla_flags`` that are none, or if the plan was made for
                 "explicit" and cuts an op in a way that "specs" gets wrong.
         """
-        name, step = self.backend_for(backend), alike(step, self.step)
+        name, step = self.backend_for(backend), with_arguments_of(step, self.step)
         self.check(step)
         mesh = self.mesh(devices)
         options = compiler_options(self.xla_flags, xla_flags, mesh.devices.flat[0].platform, os.environ)

@@ -1,7 +1,7 @@
 """Facts about ops beyond their index maps: which run on the host, and which cuts XLA's partitioner gets wrong.
 
 A *fenced* cut is not left to the partitioner: each device runs it on its own share (`shardplan.emit.calls`), and only where it
-divides. Each fence says in which releases of JAX its fault was found; docs/accuracy.md says what goes wrong.
+divides. A fence holds in all tested releases unless its ``releases`` name some; docs/accuracy.md says what goes wrong.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ class Fence:
     """A fault of XLA's partitioner: each device cuts these ``loops`` of a call itself, on its own share; they are never padded.
 
     ``fault`` says what the partitioner does, and ``releases`` in which tested releases of JAX: in the others the fence does not
-    apply. A call that is fenced ``alone`` may neither keep partial sums nor pass them on. ``primitives`` and ``seed`` find the
-    fault: ``python -m tests.emit.proof.fences`` lifts each fence and prints what goes wrong.
+    apply. A call that is fenced ``alone`` may neither keep partial sums nor pass them on. ``seed`` is the first draw that
+    found the fault: ``python -m tests.emit.proof.fences`` lifts each fence, draws from there, and prints what goes wrong.
     """
 
     name: str

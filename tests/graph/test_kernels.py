@@ -293,6 +293,21 @@ def test_a_product_is_copied_to_its_stack() -> None:
     assert tanh[1:] == (8 * (SIZE + 2 * SIZE), product[2])
 
 
+def test_a_loop_copies_the_bytes_that_a_product_reads_and_writes() -> None:
+    """Bfloat16 slices of a stack that a product widens, and a product that it narrows to a stack."""
+    xs, half = jax.ShapeDtypeStruct((8, 64, 256), jnp.float32), 8 * SIZE / 2
+
+    def narrowing(w: Any, xs: Any) -> Any:
+        return lax.scan(lambda c, x: (c, (x @ w).astype(jnp.bfloat16)), 0.0, xs)[1]
+
+    def widening(x: Any, weights: Any) -> Any:
+        return lax.scan(lambda c, w: (c @ w.astype(jnp.float32), None), x, weights)[0]
+
+    assert moved(flat(narrowing, WEIGHT, xs))[1] == half + 3 * half  # as it is made; zeros, and the copy as twice its bytes
+    weights = jax.ShapeDtypeStruct((8, 256, 256), jnp.bfloat16)
+    assert moved(flat(widening, ROWS, weights))[0] == 8 * SIZE + 3 * 8 * 256 * 256 * 2
+
+
 def test_an_optimizer_reads_and_writes_its_state_once() -> None:
     """Adam: gradient, weight and two moments in, weight and two moments out."""
 

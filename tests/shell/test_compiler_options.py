@@ -24,7 +24,7 @@ def test_the_flags_of_the_plan_are_the_default() -> None:
     assert compiler_options(PLANNED, {"xla_c": 3}, "tpu", {"XLA_FLAGS": "--xla_c=4"}) == {"xla_c": 3}
 
 
-@pytest.mark.parametrize("text", ["--xla_gpu_a=7 --other", "--other --xla_gpu_a=7", "  --xla_gpu_a=7"])
+@pytest.mark.parametrize("text", ["--xla_gpu_a=7 --other", "--other='b --xla_gpu_b=1' --xla_gpu_a=7", "  --xla_gpu_a=7"])
 def test_what_xla_flags_sets_wins_and_is_said(text: str, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     file = tmp_path / "flags"
     file.write_text(text)
@@ -37,6 +37,7 @@ def test_what_xla_flags_sets_wins_and_is_said(text: str, caplog: pytest.LogCaptu
     with caplog.at_level(logging.WARNING):
         caplog.clear()
         assert compiler_options(PLANNED, None, "gpu", {"XLA_FLAGS": "--xla_gpu_a=1"}) == {"xla_gpu_b": 2}
+        assert compiler_options({"xla_gpu_a": True}, None, "gpu", {"XLA_FLAGS": "--xla_gpu_a"}) == {}
         assert not caplog.records, "the same value needs no word"
 
 
@@ -46,6 +47,11 @@ def test_what_xla_flags_sets_wins_and_is_said(text: str, caplog: pytest.LogCaptu
 def test_what_are_no_flags_is_refused(asked: Any, says: str) -> None:
     with pytest.raises(ShardplanError, match=says):
         compiler_options(PLANNED, asked, "gpu", {})
+
+
+def test_flags_with_an_open_quote_are_refused() -> None:
+    with pytest.raises(ShardplanError, match="cannot be read"):
+        compiler_options(PLANNED, None, "gpu", {"XLA_FLAGS": "--xla_gpu_a='7"})
 
 
 def test_a_file_of_flags_that_is_not_there_is_refused(tmp_path: Path) -> None:

@@ -52,9 +52,13 @@ def main() -> int:
 
 
 def record(fence: Fence, counts: Counts) -> None:
-    """Keeps the counts of the installed release."""
+    """Keeps the counts of the installed release, unless they are of fewer rounds than those that it has."""
     known: dict[str, dict[str, Counts]] = json.loads(RECORD.read_text())
-    known.setdefault(fence.name, {})[jaxlib.version.__version__] = counts
+    of_fence = known.setdefault(fence.name, {})
+    before = of_fence.get(jaxlib.version.__version__)
+    if before is not None and before["rounds"] > counts["rounds"]:
+        return  # more draws are recorded
+    of_fence[jaxlib.version.__version__] = counts
     part = RECORD.with_suffix(".part")
     part.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
     part.replace(RECORD)
@@ -73,7 +77,7 @@ def _cell(counts: Counts | None) -> str:
     if counts is None:
         return "not measured"
     faults = ", ".join(f"{counts[kind]} {kind}" for kind in KINDS if counts[kind])
-    return f"{faults or '0'} of {counts['strategies']:,}"
+    return f"{faults or '0'} of {counts['strategies']:,} ({counts['rounds']} rounds)"
 
 
 def without(fence: Fence, rounds: int, jobs: int) -> Tally:

@@ -22,6 +22,7 @@ from shardplan.search.strategy import factoring_search
 from shardplan.search.strategy.axes import laid
 from shardplan.search.strategy.purposes import Loops
 from shardplan.shell.factor_options import checked_axes, checked_factors, read_axes, read_factors
+from shardplan.tdl.index import loops_of
 from tests.machines import machine
 
 SMALL = {"layers": 2, "width": 64, "heads": 4, "batch": 16, "sequence": 32, "vocabulary": 256}
@@ -126,7 +127,7 @@ def test_the_gradients_of_experts_are_cut_by_experts_too() -> None:
     assert all("expert" in loops.kinds(node).values() for node in loops.contractions)
 
 
-def test_experts_are_told_where_an_activation_is_read_with_and_without_a_dim_of_one() -> None:
+def test_expert_dims_are_known_where_activations_differ_in_dims_of_one() -> None:
     def step(w: Any, x: Any, y: Any) -> Any:
         def loss(w: Any) -> Any:
             over_experts = jnp.einsum("ek,tek->te", w, y)
@@ -137,7 +138,12 @@ def test_experts_are_told_where_an_activation_is_read_with_and_without_a_dim_of_
 
     w, x, y = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((8, 16), (1, 32, 16), (4, 8, 16)))
     loops = Loops(shardplan.plan(step, w, x, y, cluster="8", factors={}, donate_argnums=0).session.problem)
-    assert any("expert" in loops.kinds(node).values() for node in loops.contractions)
+    batched = next(node for node in loops.contractions if node.signature.call.params["dimension_numbers"][1] != ((), ()))
+    (expert,) = batched.signature.call.params["dimension_numbers"][1][0]
+    description = batched.signature.description
+    assert description is not None
+    of_dim = next(indices for operand, indices in description.accesses if operand == 0)[expert]
+    assert {v for v, kind in loops.kinds(batched).items() if kind == "expert"} == loops_of(of_dim)
 
 
 def test_the_factors_of_an_axis_meet_in_a_product() -> None:

@@ -34,12 +34,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.hand_rows import ROWS, Row
 from benchmarks.hand_shardings import HANDS, by_hand
 
+ROOT = Path(__file__).parent.parent
 TARGET = ROOT / "tests" / "collectives" / "h100_target.txtpb"
 PLAN = "plan"
 OURS = {"data parallel": "data parallel", "FSDP": "FSDP", "hybrid FSDP": "data x FSDP"}

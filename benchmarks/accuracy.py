@@ -3,7 +3,7 @@
     python benchmarks/accuracy.py                # the table of docs/accuracy.md
     python benchmarks/accuracy.py --rows gpt     # the rows whose name begins so
 
-Each row plans a step once and proves the plan under `explicit` and under `specs` (`shardplan.emit.verify`). Bytes are those that
+Each row plans a step for `explicit` and for `specs`, and proves both plans (`shardplan.emit.verify`). Bytes are those that
 a device sends in a step, predicted by the plan and measured in the compiled program; memory is the peak of one device. Seconds
 are medians of ``--repeats`` of lowering and of compiling, beside those of the plain step under `jax.jit`.
 
@@ -74,13 +74,13 @@ def row(name: str, model: str, cluster: str, settings: dict[str, Any], repeats: 
     from shardplan.emit.verify import verify
 
     step, args = importlib.import_module(f"models.{model}").train_step(**settings, concrete=True)
-    plan = shardplan.plan(step, *args, cluster=slow_devices(cluster), donate_argnums=0)
-    devices = jax.devices()[: plan.cluster.size]
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
     plain = seconds(lambda: jax.jit(step, donate_argnums=0), shapes, repeats)
     print(f"| {name} | {cluster} | one device | | | | | | {plain[0]:.2f} | {plain[1]:.2f} |")
     good = True
     for backend in ("explicit", "specs"):
+        plan = shardplan.plan(step, *args, cluster=slow_devices(cluster), donate_argnums=0, backend=backend)
+        devices = jax.devices()[: plan.cluster.size]
         found = verify(plan, step, args, steps=2, backend=backend, devices=devices)
         lower, compiled = seconds(lambda backend=backend: plan.jit(step, devices, backend), shapes, repeats)
         ratio = found.measured_bytes / found.predicted_bytes if found.predicted_bytes else 1.0

@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ def row(name: str, model: str, cluster: str, settings: dict[str, Any], repeats: 
         plan = shardplan.plan(step, *args, cluster=slow_devices(cluster), donate_argnums=0, backend=backend)
         devices = jax.devices()[: plan.cluster.size]
         found = verify(plan, step, args, steps=2, backend=backend, devices=devices)
-        lower, compiled = seconds(lambda backend=backend: plan.jit(step, devices, backend), shapes, repeats)
+        lower, compiled = seconds(partial(plan.jit, step, devices, backend), shapes, repeats)
         ratio = found.measured_bytes / found.predicted_bytes if found.predicted_bytes else 1.0
         held = found.measured_peak_bytes / found.predicted_peak_bytes
         equal = "yes" if found.passed else "NO"

@@ -286,7 +286,7 @@ def ours(kept: Kept) -> list[str]:
                 lines.append(f"| {name} | {hand} | {' | '.join(f'{r:.3f}' for r in ratios)} |")
                 all_ratios.append(ratios)
     medians = [statistics.median(column) for column in zip(*all_ratios, strict=True)]
-    return [*lines, f"| median | | {' | '.join(f'{r:.3f}' for r in medians)} |"]
+    return [*lines, *([f"| median | | {' | '.join(f'{r:.3f}' for r in medians)} |"] if medians else [])]
 
 
 def planned(kept: Kept) -> list[str]:
@@ -307,7 +307,7 @@ def planned(kept: Kept) -> list[str]:
         lines.append(f"| {name} | {' | '.join(cells)} |")
         errors.append([abs(r - 1) for r in ratios])
     medians = [statistics.median(column) for column in zip(*errors, strict=True)]
-    return [*lines, f"| median error | {' | '.join(f'| {error:.1%}' for error in medians)} |"]
+    return [*lines, *([f"| median error | {' | '.join(f'| {error:.1%}' for error in medians)} |"] if medians else [])]
 
 
 TABLES: Mapping[str, Callable[[Kept], list[str]]] = {"judge": judge, "ours": ours, "planned": planned}

@@ -77,7 +77,7 @@ def _cell(counts: Counts | None) -> str:
     if counts is None:
         return "not measured"
     faults = ", ".join(f"{counts[kind]} {kind}" for kind in KINDS if counts[kind])
-    return f"{faults or '0'} of {counts['strategies']:,} ({counts['rounds']} rounds)"
+    return f"{faults or '0'} of {counts['strategies']:,} ({counts['rounds']} round{'s' * (counts['rounds'] > 1)})"
 
 
 def without(fence: Fence, rounds: int, jobs: int) -> Tally:

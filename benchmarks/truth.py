@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="*", metavar="GLOB", help="rows by id")
     parser.add_argument("--model", choices=MODELS, default="serial", help="what the prediction is (default: serial)")
-    parser.add_argument("--brief", action="store_true", help="the figures alone, without the rows")
+    parser.add_argument("--brief", action="store_true", help="the figures alone, without the rows and what is left out")
     parser.add_argument("--json", type=Path, help="write rows and what is left out, after every row")
     parser.add_argument("--priced", type=Path, nargs="+", default=[], help="files of --json whose rows are not priced again")
     given = parser.parse_args(argv)
@@ -92,7 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     _print_fitted(rates, launched, attending)
     _write(given.json, priced, [*results, *fitted], left)
     _print_figures(results)
-    _print_left_out(left)
+    if not given.brief:
+        _print_left_out(left)
     return 0
 
 

@@ -1,10 +1,10 @@
-"""Which values may stay partial sums: those that an addition or a loop's carry adds up before they are read, and those that
-contractions make smaller.
+"""Which values may stay partial sums: sums that an addition or a loop's carry adds up, and sums that only contractions with
+smaller results read.
 
 A gradient that is summed over microbatches, timesteps or the readers of an activation is then reduced once, not once per term.
-Where a weight is a product (an adapter of low rank), its gradient is not reduced at all, but the gradients of its factors are.
-An op passes a partial sum on if its description is linear in it and its result is no narrower; a contraction may multiply it by
-a whole value.
+If a weight is a product of factors (an adapter of low rank), the gradients of the factors are reduced instead of its own. An op
+passes a partial sum on if its description is linear in it and its result is no narrower. A contraction may multiply it by a
+value that is whole.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Deferrable:
     """The tensors that may be partial sums.
 
     ``late``: tensors whose layouts may be partial; each lies on a path from a cut sum to an addition of several such sums, to a
-    carry, or to contractions that are all that reads it and make less of it. ``zero``: tensors that depend on no input and are
+    carry, or to contractions that are its only readers and have smaller results. ``zero``: tensors that depend on no input and are
     known to be zero; they may be called partial at no cost.
     """
 
@@ -85,12 +85,16 @@ class _Search:
         for node in reversed(graph.nodes):
             for t in node.outputs:
                 after = readers.get(t, []) if t in terms and t not in kept else []
-                if after and all(t in self._passed(r, terms, whole=True) for r in after) and self._make_less(after, t, late):
+                if (
+                    after
+                    and all(t in self._passed(r, terms, whole=True) for r in after)
+                    and self._have_smaller_results(after, t, late)
+                ):
                     late.update((t, *(o for r in after for o in r.outputs)))
         return late
 
-    def _make_less(self, readers: Sequence[Node], t: int, late: Set[int]) -> bool:
-        """Whether the results of a tensor's readers that need not wait further are contractions, and smaller together."""
+    def _have_smaller_results(self, readers: Sequence[Node], t: int, late: Set[int]) -> bool:
+        """Whether the readers at which a partial sum ends are contractions whose results, together, are smaller than the sum."""
         ending = [r for r in readers if not all(o in late for o in r.outputs)]
         nbytes = sum(self.graph.tensors[o].nbytes for r in ending for o in r.outputs)
         return all(r.signature.contracts for r in ending) and nbytes < self.graph.tensors[t].nbytes

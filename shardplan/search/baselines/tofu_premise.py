@@ -66,8 +66,9 @@ def _cuts(signature: Signature, sizes: Sequence[int], count: int, reduce: bool) 
 
 
 def fewest_bytes(problem: Problem, timed: Problem, solution: Solution) -> Limits:
-    """The loops that each op of a solution for bytes cuts: those that send the fewest bytes, and of equal ones the fastest in
-    ``timed``, the same problem priced in seconds.
+    """The loops that each op cuts to send the fewest bytes between the layouts of a solution for bytes.
+
+    Ties go to the fastest cut in ``timed``, the same problem priced in seconds.
     """
     memo: dict[object, Cuts] = {}
     result: dict[int, Cuts] = {}

@@ -21,9 +21,9 @@ from shardplan.tdl import linear_sets
 class Deferrable:
     """The tensors that may be partial sums.
 
-    ``late``: tensors whose layouts may be partial; each lies on a path from a cut sum to an addition of several such sums, to a
-    carry, or to contractions that are its only readers and have smaller results. ``zero``: tensors that depend on no input and are
-    known to be zero; they may be called partial at no cost.
+    ``late``: tensors whose layouts may be partial. Each lies on a path from a cut sum to an addition of several such sums, to a
+    carry, or to contractions that are its only readers and have smaller results. ``zero``: tensors that depend on no input and
+    are known to be zero; they may be called partial at no cost.
     """
 
     late: frozenset[int]

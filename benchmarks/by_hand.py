@@ -13,7 +13,8 @@ with the kernel seconds of XLA's own cost model (``xla_gpu_collect_cost_model_st
 
 Three tables: *judge* sets the plan beside the best program by hand; *ours* sets the emitted programs of the same shardings
 (`OURS`) beside those by hand, by compute, bytes and temporary memory; *planned* sets what the plan predicts beside what is
-compiled of it. Each program is planned and compiled in a process of its own, in ``--limit`` seconds. Results are kept in
+compiled of it. Each program by hand is compiled in a process of its own, and all of ours of a row in another, in ``--limit``
+seconds. Results are kept in
 ``--json`` as they come (``by_hand.json``), each with its commit. What is there, and did not fail, is run only ``--again``: ours
 after each change of the emitter or the search, all of them after a change of the network's prices. ``--table`` prints a table of
 what is kept, and runs nothing.
@@ -30,7 +31,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,37 +51,51 @@ KEPT = ROOT / "benchmarks" / "by_hand.json"
 # -- one program -------------------------------------------------------------------------------------------------------
 
 
-def programs(row: Row) -> list[str]:
+def programs_of(row: Row) -> list[str]:
     """The names of a row's programs."""
     hands = [name for name, hand in HANDS.items() if hand.needs(row)]
     return [PLAN, *(f"our {name}" for name in hands if name in OURS), *hands]
 
 
-def measured(name: str, program: str, text: Path | None) -> dict[str, Any]:
-    """The figures of one program of a row; one by hand with the better flags."""
+def measured(name: str, programs: Sequence[str], text: Path | None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The figures of programs of a row, each as it is compiled. Ours come of one search."""
     from jax.experimental import topologies
-
-    import shardplan
 
     row = ROWS[name]
     nodes, gpus = row.sizes
     machine = topologies.get_topology_desc("h100", "cuda", target_config=TARGET.read_text(), topology=f"1x{nodes}x{gpus}")
-    cluster = row.cluster()
-    if program in HANDS:
-        from shardplan.plans.xla_flags import xla_flags
+    for program in programs:
+        if program in HANDS:
+            yield program, _by_hand(name, program, machine, text)
+    if own := [program for program in programs if program not in HANDS]:
+        yield from _planned(name, own, machine, text)
 
-        lowered = by_hand(row, HANDS[program], machine)
-        made = [
-            {**figures(lowered, flags, cluster, _file(text, name, f"{program}.{which}")), "flags": which}
-            for which, flags in (("default", {}), ("plan's", xla_flags(cluster)))
-        ]
-        return {**min(made, key=lambda one: one["seconds"]), "xla_seconds": min(one["xla_seconds"] for one in made)}
-    step, args = row.step()
+
+def _by_hand(name: str, program: str, machine: Any, text: Path | None) -> dict[str, Any]:
+    """The figures of a program by hand with the better flags."""
+    from shardplan.plans.xla_flags import xla_flags
+
+    cluster = ROWS[name].cluster()
+    lowered = by_hand(ROWS[name], HANDS[program], machine)
+    made = [
+        {**figures(lowered, flags, cluster, _file(text, name, f"{program}.{which}")), "flags": which}
+        for which, flags in (("default", {}), ("plan's", xla_flags(cluster)))
+    ]
+    return {**min(made, key=lambda one: one["seconds"]), "xla_seconds": min(one["xla_seconds"] for one in made)}
+
+
+def _planned(name: str, programs: Sequence[str], machine: Any, text: Path | None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The figures of the plan and of our programs of other shardings, each as it is compiled."""
+    import shardplan
+
+    row = ROWS[name]
+    cluster, (step, args) = row.cluster(), row.step()
     plan: Any = shardplan.plan(step, *args, cluster=cluster, donate_argnums=0)
-    chosen = plan if program == PLAN else plan.as_baseline(OURS[program.removeprefix("our ")])
-    lowered = chosen.jit(step, machine.devices, "explicit").lower(*args)
-    made = figures(lowered, {}, cluster, _file(text, name, program))
-    return {**made, **predictions(chosen), "axes": plan.axes, "plan_s": plan.trace_s + plan.search_s}
+    for program in programs:
+        chosen = plan if program == PLAN else plan.as_baseline(OURS[program.removeprefix("our ")])
+        lowered = chosen.jit(step, machine.devices, "explicit").lower(*args)
+        made = figures(lowered, {}, cluster, _file(text, name, program))
+        yield program, {**made, **predictions(chosen), "axes": plan.axes, "plan_s": plan.trace_s + plan.search_s}
 
 
 def predictions(plan: Any) -> dict[str, float]:
@@ -184,30 +199,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", metavar="PROGRAM", help="these programs alone")
     parser.add_argument("--again", action="store_true", help="what is kept too")
     parser.add_argument("--json", type=Path, default=KEPT, help=f"where results are kept (default: {KEPT.relative_to(ROOT)})")
-    parser.add_argument("--limit", type=float, default=900.0, metavar="SECONDS", help="for each program")
+    parser.add_argument("--limit", type=float, default=900.0, metavar="SECONDS", help="for each process")
     parser.add_argument("--text", type=Path, metavar="DIRECTORY", help="keeps the compiled programs")
     parser.add_argument("--table", choices=TABLES, help="prints this table of what is kept, and runs nothing")
-    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)
     given = parser.parse_args(argv)
     if strange := set(given.only or ()) - {PLAN, *HANDS, *(f"our {name}" for name in OURS)}:
         parser.error(f"no program {min(strange)!r}")
     if unknown := [name for name in given.names if name not in ROWS]:
         parser.error(f"no row {unknown[0]!r}: there are {', '.join(ROWS)}")
     if given.one:
-        name, program = given.one
-        print(json.dumps(measured(name, program, given.text)), flush=True)
+        name, *programs = given.one
+        for program, found in measured(name, programs, given.text):
+            print(json.dumps({program: found}), flush=True)
         return 0
     kept: dict[str, dict[str, Any]] = json.loads(given.json.read_text()) if given.json.exists() else {}
     for name in () if given.table else given.names or ROWS:
-        for program in programs(ROWS[name]):
-            known = "seconds" in kept.get(name, {}).get(program, {})
-            if (known and not given.again) or (given.only and program not in given.only):
-                continue
-            kept.setdefault(name, {})[program] = {**fresh(name, program, given), "commit": _commit()}
+        known = set() if given.again else {p for p, found in kept.get(name, {}).items() if "seconds" in found}
+        due = [p for p in given.only or programs_of(ROWS[name]) if p in programs_of(ROWS[name]) and p not in known]
+        own = [p for p in due if p not in HANDS]
+        for programs in [*([own] if own else []), *([p] for p in due if p in HANDS)]:
+            for program, found in fresh(name, programs, given).items():
+                kept.setdefault(name, {})[program] = {**found, "commit": _commit()}
+                print(f"{name}, {program}: {json.dumps(found)}", file=sys.stderr, flush=True)
             whole = given.json.with_suffix(".tmp")
             whole.write_text(json.dumps(kept, indent=1))
             whole.replace(given.json)
-            print(f"{name}, {program}: {json.dumps(kept[name][program])}", file=sys.stderr, flush=True)
     if given.table and not kept:
         parser.error(f"{given.json} has no rows: run this without --table first")
     of_rows = {name: kept[name] for name in ROWS if name in kept and (not given.names or name in given.names)}
@@ -224,20 +241,32 @@ def _commit() -> str:
     return commit + "+" * any(changed)
 
 
-def fresh(name: str, program: str, given: argparse.Namespace) -> dict[str, Any]:
-    """One program from a new process: the compiler's flags are read when its backend starts."""
+def fresh(name: str, programs: Sequence[str], given: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Programs of a row from a new process: the compiler's flags are read when its backend starts."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0".strip()
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-    command = [sys.executable, str(Path(__file__)), "--one", name, program, *(["--text", str(given.text)] if given.text else [])]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=given.limit)
-    except subprocess.TimeoutExpired:
-        return {"failed": f"over {given.limit:.0f} s"}
-    with contextlib.suppress(IndexError, ValueError):
-        return json.loads(done.stdout.splitlines()[-1])
-    errors = [line for line in done.stderr.splitlines() if "Error: " in line]
-    return {"failed": (errors or done.stderr.splitlines() or ["it said nothing"])[-1][:300]}
+    command = [
+        sys.executable,
+        str(Path(__file__)),
+        *(["--text", str(given.text)] if given.text else []),
+        "--one",
+        name,
+        *programs,
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            out, errors = process.communicate(timeout=given.limit)
+            lines = [line for line in errors.splitlines() if "Error: " in line] or errors.splitlines() or ["it said nothing"]
+            failed = lines[-1][:300]
+        except subprocess.TimeoutExpired:
+            process.kill()
+            out, failed = process.communicate()[0], f"over {given.limit:.0f} s"
+    found: dict[str, dict[str, Any]] = {program: {"failed": failed} for program in programs}
+    for line in out.splitlines():
+        with contextlib.suppress(ValueError):
+            found |= json.loads(line)
+    return found
 
 
 Kept = Mapping[str, Mapping[str, Any]]

@@ -28,9 +28,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from shardplan.graph.nodes import Graph, Node, Signature, Traffic
+from shardplan.graph.values import Buffers
 from shardplan.tdl.index import loops_of
-from shardplan.tdl.kernels import casts
-from shardplan.tdl.language import Access
 
 LONGEST_ROW = 2**14
 """The most elements of a row that one kernel holds: XLA (jaxlib 0.10.2, 0.12.0.1) splits the reduction of a longer one in two."""
@@ -83,126 +82,21 @@ class _Kernel:
 
 
 class _Model:
-    """The kernels of one graph: values are followed by the buffers that hold them, so a reshape is no value of its own."""
+    """The kernels of one graph."""
 
     def __init__(self, graph: Graph, call_of: Callable[[Node], Hashable] | None = None) -> None:
         self.graph = graph
         self.call_of = call_of
         self.calls = [None if call_of is None else call_of(node) for node in graph.nodes]
-        self.name = list(range(len(graph.tensors)))  # of each tensor: the buffer that it renames
-        self.shown: dict[int, int] = {}  # bytes of its buffer that a renamed tensor shows: a broadcast one repeats them
-        self.renamed: set[int] = set()  # nodes for which no kernel runs
-        self.leaving = {t for t in graph.outputs if t >= 0} | {k.source for k in graph.links}  # what a body gives to another
-        self.narrowed: dict[int, float] = {}  # of the result of a product: the part of its bytes that a cast leaves
-        self.maker: dict[int, Node] = {}
-        self.readers: dict[int, list[Node]] = {}
-        self.kept: set[int] = set()  # buffers that control flow reads, or that are results
-        self.stacked: set[int] = set()  # buffers of which a loop stacks one in each iteration
+        self.values = Buffers(graph, None if call_of is None else self.calls)
         self.kernels: dict[int, _Kernel] = {}  # by their last node
         self.within: dict[int, set[int]] = {}  # of each node: the kernels that compute it
-        self._name_buffers()
-        self.behind = self._bytes_behind()  # of each buffer: the bytes from which a kernel can compute it
-
-    def _name_buffers(self) -> None:
-        graph = self.graph
-        using: dict[int, list[Node]] = {}
-        for node in graph.nodes:
-            for t in node.inputs:
-                using.setdefault(t, []).append(node)
-        for node in graph.nodes:
-            if node.inputs[:1] and node.inputs[0] >= 0 and self._renames(node, using):
-                source = node.inputs[0]
-                for t in node.outputs:
-                    self.name[t] = self.name[source]
-                    self.shown[t] = min(graph.tensors[t].nbytes, self.shown.get(source, graph.tensors[source].nbytes))
-                    if casts(node.signature.call) and graph.tensors[t].nbytes < graph.tensors[source].nbytes:
-                        self.narrowed[self.name[source]] = graph.tensors[t].nbytes / graph.tensors[source].nbytes
-                self.renamed.add(node.id)
-                continue
-            for t in node.outputs:
-                self.maker[t] = node
-            if node.signature.part == "update" and node.inputs[0] >= 0:
-                self.kept.add(self.name[node.inputs[0]])
-            for t in dict.fromkeys(node.inputs):
-                if t >= 0:
-                    self.readers.setdefault(self.name[t], []).append(node)
-        self.stacked |= {self.name[k.source] for k in graph.links if k.lift < 0}
-        self.kept |= {self.name[t] for t in graph.outputs if t >= 0}
-        # a loop computes again what it stacks and reads, too
-        read = {t for t in self.stacked if t in self.maker and self.readers.get(t)}
-        self.kept |= {self.name[k.source] for k in graph.links if not k.same} - read
-        for t, readers in self.readers.items():
-            maker = self.maker.get(t)
-            # the backward pass of a checkpointed block stands behind a barrier
-            if maker is not None and any(r.where != maker.where and r.backward for r in readers):
-                self.kept.add(t)
-
-    def _bytes_behind(self) -> Mapping[int, int]:
-        """The bytes from which a kernel can compute each buffer: its own, or fewer where an elementwise op makes it from less (a
-        comparison with an iota).
-        """
-        behind: dict[int, int] = {}
-        for node in self.graph.nodes:
-            inputs = {self.name[t] for t in node.inputs if t >= 0}
-            read = sum(behind.get(t, self.graph.tensors[t].nbytes) for t in inputs)
-            for t in node.outputs:
-                nbytes = self.graph.tensors[t].nbytes
-                free = node.signature.part == "loop" and t not in self.kept
-                behind.setdefault(self.name[t], min(nbytes, read) if free else nbytes)
-        return behind
-
-    def _renames(self, node: Node, using: Mapping[int, Sequence[Node]]) -> bool:
-        """Whether no kernel runs for a node: a reshape, a transpose beside a product, or a cast that is part of a product."""
-        if self.call_of is not None and self._is_view_or_bias(node):
-            return True
-        if len(node.outputs) != 1:
-            return False
-        if self.call_of is None and casts(node.signature.call):
-            return self._is_part_of_product(node, using)
-        if node.signature.part == "none" or not node.signature.swaps:
-            return node.signature.part == "none"
-        maker, readers = self.maker.get(node.inputs[0]), using.get(node.outputs[0], ())
-        made = maker is not None and maker.signature.part == "product" and len(using[node.inputs[0]]) == 1
-        return made or (bool(readers) and all(r.signature.part == "product" for r in readers))
-
-    def _is_part_of_product(self, node: Node, using: Mapping[int, Sequence[Node]]) -> bool:
-        """Whether a cast is part of matrix products (XLA's gemm fusion): it widens what only they read, or narrows what one makes
-        and only the cast reads.
-        """
-        (source, *_), (result,) = node.inputs, node.outputs
-        if self.graph.tensors[result].nbytes > self.graph.tensors[source].nbytes:
-            readers = using.get(result, ())
-            return bool(readers) and result not in self.leaving and all(_is_matrix_product(r) for r in readers)
-        maker = self.maker.get(source)
-        alone = len(using[source]) == 1 and source not in self.leaving
-        return maker is not None and _is_matrix_product(maker) and alone
-
-    def _is_view_or_bias(self, node: Node) -> bool:
-        """Whether a library that runs calls one by one runs no kernel for a node.
-
-        Of several views of one buffer, a kernel is charged the largest that it reads.
-        """
-        if node.signature.part != "loop" or node.signature.description is None:
-            return False
-        trees, call = node.signature.description.trees, node.signature.call
-        if (
-            all(isinstance(tree, Access) for tree in trees)
-            and {*call.dtypes} == {*call.result_dtypes}
-            and len(call.operands) == 1
-        ):
-            return True
-        maker = self.maker.get(self.name[node.inputs[0]])
-        return (
-            maker is not None
-            and maker.signature.part == "product"
-            and self.calls[maker.id] == self.calls[node.id]
-            and call.operands[0] == call.results[0]
-        )
+        self.behind = self.values.bytes_behind()  # of each buffer: the bytes from which a kernel can compute it
 
     def traffic(self) -> tuple[Traffic, ...]:
         """The traffic of each node."""
         for node in reversed(self.graph.nodes):
-            if node.id not in self.renamed:
+            if node.id not in self.values.renamed:
                 self._place(node)
         parts = self._merged()
         return self._charged(parts)
@@ -228,9 +122,9 @@ class _Model:
 
     def _homes(self, node: Node) -> set[int] | None:
         """The kernels that compute a node for themselves; None where it is stored."""
-        if node.signature.part != "loop" or any(t in self.kept for t in node.outputs):
+        if node.signature.part != "loop" or any(t in self.values.kept for t in node.outputs):
             return None
-        readers = [r for t in node.outputs for r in self.readers.get(t, ())]
+        readers = [r for t in node.outputs for r in self.values.readers.get(t, ())]
         if not readers:
             return set()
         if any(r.signature.part in ("product", "alone") or r.weight != node.weight for r in readers):
@@ -247,16 +141,16 @@ class _Model:
 
     def _operands(self, node: Node) -> Iterator[tuple[int, int, int]]:
         """(slot, buffer, bytes) of what a node reads."""
-        whole = {t: self.shown.get(t, self.graph.tensors[t].nbytes) for t in node.inputs if t >= 0}
+        whole = {t: self.values.shown.get(t, self.graph.tensors[t].nbytes) for t in node.inputs if t >= 0}
         made = sum(self.graph.tensors[t].nbytes for t in node.outputs)
         for slot, t in enumerate(node.inputs):
             if t < 0:
                 continue
             if node.signature.part == "update" and slot == 0:
                 if node.signature.combines:
-                    yield 0, self.name[t], round(whole[t] * _updated(node))
+                    yield 0, self.values.name[t], round(whole[t] * _updated(node))
                 continue
-            yield slot, self.name[t], min(whole[t], made) if slot == 0 and node.signature.slices else whole[t]
+            yield slot, self.values.name[t], min(whole[t], made) if slot == 0 and node.signature.slices else whole[t]
 
     def _extent(self, node: Node) -> tuple[int, _Order, bool]:
         """The element count, reduction order and closedness of the kernel that ends at this node."""
@@ -286,7 +180,7 @@ class _Model:
             for t in (*self.kernels[k].stores, *self.kernels[k].reads):
                 touched.setdefault(t, []).append(k)
         for t in sorted(touched):
-            maker = self.maker.get(t)
+            maker = self.values.maker.get(t)
             n = self.graph.tensors[t].size
             if maker is not None and maker.id in self.kernels and self.kernels[maker.id].order == "row":
                 n = self.kernels[maker.id].size
@@ -312,7 +206,7 @@ class _Model:
 
     def _waits(self, one: _Kernel, other: _Kernel) -> bool:
         """Whether one reads sums over the other that are complete only when it has ended: any but those along its rows."""
-        makers = (self.maker[t] for t in other.stores if t in one.reads)
+        makers = (self.values.maker[t] for t in other.stores if t in one.reads)
         return any(maker.signature.part == "reduction" and _order(maker) != "row" for maker in makers)
 
     def _between(self, a: int, b: int, of: _Of) -> bool:
@@ -334,7 +228,7 @@ class _Model:
 
     def _after(self, k: int, of: _Of) -> Iterator[int]:
         for t in self.kernels[k].stores:
-            for reader in self.readers.get(t, ()):
+            for reader in self.values.readers.get(t, ()):
                 for home in self.within.get(reader.id, ()):
                     found = of(home)
                     if found != k and t in self.kernels[found].reads:
@@ -360,7 +254,7 @@ class _Model:
         writes = [[0.0] * len(node.outputs) for node in graph.nodes]
         launches = [0.0] * len(graph.nodes)
         kernels = [self.kernels[k] for k in sorted(set(parts.values()))]
-        needed = self.kept.union(*(kernel.reads for kernel in kernels))
+        needed = self.values.kept.union(*(kernel.reads for kernel in kernels))
         for kernel in kernels:
             stored = [t for t in kernel.stores if t in needed]
             if not stored and graph.nodes[kernel.last].signature.part in ("loop", "reduction", "transpose"):
@@ -368,19 +262,19 @@ class _Model:
             passes = self._passes(kernel, stored)
             launches[kernel.last] += passes
             for t in stored if self.call_of is None else ():
-                launches[kernel.last] += _splits(self.maker[t])
+                launches[kernel.last] += _splits(self.values.maker[t])
             for n, slot, nbytes in kernel.reads.values():
                 reads[n][slot] += passes * nbytes / max(1, graph.tensors[graph.nodes[n].inputs[slot]].nbytes)
             for t in stored:
-                maker = self.maker[t]
-                writes[maker.id][maker.outputs.index(t)] += _updated(maker) * self.narrowed.get(t, 1.0)
+                maker = self.values.maker[t]
+                writes[maker.id][maker.outputs.index(t)] += _updated(maker) * self.values.narrowed.get(t, 1.0)
         self._charge_stacks(reads, writes, launches)
         self._charge_counters(launches)
         for node in graph.nodes:  # a filter is copied to the library's order, unless the kernel that makes it writes it so
             if node.signature.filter == "result":
                 writes[node.id][0] += 2
                 launches[node.id] += 1
-            elif node.signature.filter and node.inputs[1] >= 0 and self.name[node.inputs[1]] not in self.maker:
+            elif node.signature.filter and node.inputs[1] >= 0 and self.values.name[node.inputs[1]] not in self.values.maker:
                 reads[node.id][1] += 2
                 launches[node.id] += 1
         return tuple(Traffic(tuple(r), tuple(w), n) for r, w, n in zip(reads, writes, launches, strict=True))
@@ -397,7 +291,7 @@ class _Model:
         sums: set[int] = set()
         for n in sorted(kernel.nodes):
             node = self.graph.nodes[n]
-            after = any(t >= 0 and self.name[t] in behind for t in node.inputs)
+            after = any(t >= 0 and self.values.name[t] in behind for t in node.inputs)
             if node.signature.part == "reduction":
                 siblings |= bool(sums) and not after
                 sums.update(node.outputs)
@@ -413,27 +307,22 @@ class _Model:
         Stacks are filled with zeros first. A kernel of its own copies a value to its stack if the loop also reads it, or if no
         elementwise op makes it. Slices that products read are copied.
         """
-        for t in sorted(self.stacked):
-            maker, readers = self.maker.get(t), self.readers.get(t, [])
+        for t in sorted(self.values.stacked):
+            maker, readers = self.values.maker.get(t), self.values.readers.get(t, [])
             if maker is not None:
                 copies = bool(readers) or maker.signature.part not in ("loop", "transpose")
-                writes[maker.id][maker.outputs.index(t)] += (1 + 2 * copies) * self.narrowed.get(t, 1.0)
+                writes[maker.id][maker.outputs.index(t)] += (1 + 2 * copies) * self.values.narrowed.get(t, 1.0)
                 launches[maker.id] += copies
             elif readers:
-                slot = self._slot(readers[0], t)
-                reads[readers[0].id][slot] += 3 * self._shown_part(readers[0].inputs[slot])
+                slot = self.values.slot(readers[0], t)
+                reads[readers[0].id][slot] += 3 * self.values.shown_part(readers[0].inputs[slot])
                 launches[readers[0].id] += 1
-        for t in sorted({self.name[k.target] for k in self.graph.links if k.lift > 0}):
-            product = next((r for r in self.readers.get(t, ()) if r.signature.part == "product"), None)
+        for t in sorted({self.values.name[k.target] for k in self.graph.links if k.lift > 0}):
+            product = next((r for r in self.values.readers.get(t, ()) if r.signature.part == "product"), None)
             if product is not None:
-                slot = self._slot(product, t)
-                reads[product.id][slot] += 2 * self._shown_part(product.inputs[slot])
+                slot = self.values.slot(product, t)
+                reads[product.id][slot] += 2 * self.values.shown_part(product.inputs[slot])
                 launches[product.id] += 1
-
-    def _shown_part(self, t: int) -> float:
-        """The bytes of its buffer that a tensor shows, as a part of its own."""
-        nbytes = self.graph.tensors[t].nbytes
-        return self.shown.get(t, nbytes) / max(1, nbytes)
 
     def _charge_counters(self, launches: list[float]) -> None:
         """Each iteration of a scan counts itself, in a kernel of its own."""
@@ -443,13 +332,6 @@ class _Model:
         last = {node.where: node.id for node in graph.nodes if node.where in bodies and launches[node.id]}
         for n in last.values():
             launches[n] += 1
-
-    def _slot(self, node: Node, t: int) -> int:
-        return next(i for i, own in enumerate(node.inputs) if own >= 0 and self.name[own] == t)
-
-
-def _is_matrix_product(node: Node) -> bool:
-    return node.signature.part == "product" and not node.signature.filter
 
 
 def _updated(node: Node) -> float:

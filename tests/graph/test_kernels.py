@@ -175,6 +175,23 @@ def test_a_product_widens_its_operands_and_narrows_its_result() -> None:
     assert moved(flat(read_twice, narrow, WEIGHT))[2] == 2
 
 
+def test_a_reshape_between_a_product_and_its_cast_changes_nothing() -> None:
+    narrow = jax.ShapeDtypeStruct((64, 256), jnp.bfloat16)
+    weights = 256 * 256 * 4
+
+    def cast(x: Any, w: Any, before: Any) -> Any:
+        made = jnp.dot(x, w, preferred_element_type=jnp.float32).reshape(64, 16, 16)
+        return (made, made.astype(jnp.bfloat16)) if before else made.astype(jnp.bfloat16)
+
+    assert moved(flat(lambda x, w: x.astype(jnp.float32).reshape(32, 2, 256) @ w, narrow, WEIGHT)) == (
+        SIZE / 2 + weights,
+        SIZE,
+        1,
+    )
+    assert moved(flat(lambda x, w: cast(x, w, before=False), ROWS, WEIGHT)) == (SIZE + weights, SIZE / 2, 1)
+    assert moved(flat(lambda x, w: cast(x, w, before=True), ROWS, WEIGHT))[2] == 2  # the step returns the reshaped product too
+
+
 def test_a_reshape_moves_nothing_and_a_transpose_is_a_kernel() -> None:
     assert moved(flat(lambda x: jnp.exp(x.reshape(-1)).reshape(32, 512), ROWS)) == (SIZE, SIZE, 1)
     assert moved(flat(lambda x: jnp.exp(x).T, ROWS)) == (SIZE, SIZE, 1)

@@ -340,9 +340,11 @@ def _counted(call: Call, local: Local) -> Local:
 
 
 def counted_in(local: Local, call: Call) -> Local:
-    """A share of ``call``, which was resized to be cut: bits are counted, and rows looked up, in the true shape."""
+    """A share of ``call``, which was resized to be cut: bits are counted, and rows looked up or written, in the true shape."""
     if call.primitive == "gather":
         return _gather(call, local)
+    if call.primitive in _SCATTERS:
+        return _scatter(call, local)
     if "whole" not in local.call.params or "whole" in call.params:
         return local
     leading = len(call.operands[0]) if call.operands else 0
@@ -476,14 +478,17 @@ def _window_sizes(call: Call) -> list[int]:
     return [1 if d in alone else next(sizes) for d in range(len(call.operands[0]))]
 
 
-@_local("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
+_SCATTERS = ("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
+
+
+@_local(*_SCATTERS)
 def _scatter(call: Call, local: Local) -> Local:
     """A worker drops the updates outside its own rows."""
     placed, numbers = _cut_dim(local.strategy.results[0]), call.params["dimension_numbers"]
     if placed is None or placed[0] not in row_dims(call):
         return local
     mode, start_map = call.params["mode"], tuple(numbers.scatter_dims_to_operand_dims)
-    component, share = start_map.index(placed[0]), call.operands[0][placed[0]] // local.strategy.ways
+    component, share = start_map.index(placed[0]), local.call.operands[0][placed[0]]
     window = _window_sizes(call)
     highest = np.array([call.operands[0][d] - window[d] for d in start_map])
     clipped = _mode(call.params) == "CLIP"

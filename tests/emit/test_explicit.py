@@ -286,3 +286,21 @@ def test_rows_are_looked_up_among_those_that_there_are(mode: str) -> None:
     plan = check(step, args, "2x2:eager")
     lookups = [i for i in plan.schedule.body.instructions if isinstance(i, Compute) and i.node.op.primitive == "gather"]
     assert any(c.extent == 16 for i in lookups for c in i.cuts)
+
+
+@pytest.mark.parametrize("mode", ["clip", "fill"])
+def test_rows_are_written_among_those_that_there_are(mode: str) -> None:
+    """As above, for what scatters: the gradient of a lookup."""
+
+    def step(x: jax.Array, y: jax.Array) -> Any:
+        rows = jnp.array([7, 15, 1, 4, 6, 1, 4, 12])
+
+        def loss(x: jax.Array) -> jax.Array:
+            return sum(jnp.sum(jnp.take(x @ z, rows, axis=0, mode=mode, fill_value=0.0) ** 2) for z in (y, 2 * y))
+
+        return x - 0.1 * jax.grad(loss)(x)
+
+    args = (jax.random.normal(jax.random.key(0), (15, 1)), jnp.ones((1, 1)))
+    plan = check(step, args, "2x2:eager")
+    scatters = [i for i in plan.schedule.body.instructions if isinstance(i, Compute) and i.node.op.primitive == "scatter-add"]
+    assert any(c.extent == 16 for i in scatters for c in i.cuts)

@@ -28,6 +28,17 @@ class Positional:
         return self.step(*args[: self.count], **dict(zip(self.names, args[self.count :], strict=True)))
 
 
+def taking(count: int, names: Sequence[str]) -> Positional:
+    """What takes ``count`` arguments by position alone, and others by these names alone."""
+
+    def form(*args: Any, **named: Any) -> Any:
+        raise AssertionError("only its signature is used")
+
+    places = [inspect.Parameter(f"argument_{i}", inspect.Parameter.POSITIONAL_ONLY) for i in range(count)]
+    form.__signature__ = inspect.Signature([*places, *(inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in names)])
+    return Positional(form, count, names)
+
+
 def as_positional(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> tuple[Any, tuple[Any, ...]]:
     """(the step as a function of positional arguments alone, all arguments): those by name come last, sorted.
 
@@ -57,18 +68,23 @@ def with_arguments_of(step: Callable[..., Any], planned: Callable[..., Any]) -> 
 
 
 def ordered(step: Callable[..., Any], args: Sequence[Any], named: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The arguments of a call of a planned step, those by name last.
+    """The arguments of a call of a planned step as they were planned, those by name last: bound as Python binds them.
 
     Raises:
-        ShardplanError: for other names than were planned.
+        ShardplanError: for a call that the step itself would refuse, or that gives other arguments than were planned.
     """
-    names = step.names if isinstance(step, Positional) else ()
-    if not named:
-        return tuple(args)  # all in order, as `Plan.put` returns them
-    if set(named) != set(names):
-        wrong = ", ".join(sorted(set(named) ^ set(names)))
-        taken = f"by name {', '.join(names)} and the others" if names else "its arguments"
-        raise ShardplanError(
-            f"a planned step takes {taken} by position: this call differs in {wrong}; pass the arguments as they were planned"
-        )
-    return (*args, *(named[name] for name in names))
+    names, count, own = (step.names, step.count, step.step) if isinstance(step, Positional) else ((), len(args), step)
+    if len(args) == count and set(named) == set(names):
+        return (*args, *(named[name] for name in names))
+    wanted = f"takes {count} by position and {', '.join(names)} by name" if names else "takes its arguments by position"
+    try:
+        signature = inspect.signature(own)
+        bound = signature.bind(*args, **named)
+    except (TypeError, ValueError) as error:  # another call, or a function without a signature
+        raise ShardplanError(f"a step that was planned with these arguments {wanted}: {error}") from error
+    several = {p.name for p in signature.parameters.values() if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    given = {name: value for name, value in bound.arguments.items() if name not in several}
+    order = (*(name for name in given if name not in names), *names)
+    if several & set(bound.arguments) or set(order) != set(given) or (names and len(order) != count + len(names)):
+        raise ShardplanError(f"a step that was planned with these arguments {wanted}: this call differs")
+    return tuple(given[name] for name in order)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,7 +14,7 @@ from jax.sharding import NamedSharding
 
 from shardplan import _jax
 from shardplan.errors import ArgumentError, ShardplanError
-from shardplan.frontend.keywords import ordered
+from shardplan.frontend.keywords import ordered, taking
 from shardplan.frontend.nnx_state import abstract, apart, has_objects, through, trace_step
 from shardplan.frontend.trace import Traced, path_words
 from shardplan.plans.fingerprint import difference
@@ -140,6 +142,7 @@ class Runner:
 
     def __init__(self, flat: Flat, step: Callable[..., Any], traced: Traced, donated: Sequence[int], leaves: Leaves) -> None:
         self._flat, self._step, self._traced, self._donated, self._fit = flat, step, traced, donated, leaves
+        self._ordered = partial(ordered, step)
         self._results = {traced.in_tree: traced.out_tree}
 
     def __call__(self, *args: Any, **named: Any) -> Any:
@@ -153,11 +156,17 @@ class Runner:
 
     def _call(self, flat: Callable[..., Any], *args: Any, **named: Any) -> Any:
         """The step's result from a jitted or compiled function of flat leaves."""
-        args = ordered(self._step, args, named)
+        args = self._ordered(args, named)
         leaves, tree = jax.tree.flatten(args)
         if self._results.get(tree) is None and has_objects(args):
             return through(args, lambda leaves, tree: self._run(flat, leaves, tree))
         return self._run(flat, leaves, tree)[0]
+
+    def taking(self, count: int, names: Sequence[str]) -> Runner:
+        """The same, called with ``count`` arguments by position and others by these ``names``, which are the step's last."""
+        other = copy.copy(self)
+        other._ordered = partial(ordered, taking(count, names))
+        return other
 
     def run(self, leaves: Sequence[Any], tree: Any) -> tuple[Any, Sequence[Any]]:
         """Runs the step on the leaves of flattened arguments: (the result of the traced step, the leaves as placed)."""
@@ -170,7 +179,7 @@ class Runner:
 
     def trace(self, *args: Any, **named: Any) -> TracedStep:
         """The step traced for these arguments (arrays or shapes), to lower or inspect it."""
-        leaves, tree = jax.tree.flatten(apart(ordered(self._step, args, named)))
+        leaves, tree = jax.tree.flatten(apart(self._ordered(args, named)))
         trees = Trees(tree, self._checked(leaves, tree))
         return TracedStep(self._flat.trace(*leaves), trees, self._call)
 

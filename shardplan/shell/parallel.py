@@ -142,7 +142,9 @@ class Parallel:
         """
         call = self._call(args, kwargs)
         leaves, tree = jax.tree.flatten(apart(call.dynamic))
-        return self._ready_for(call, leaves, tree).run.trace(*call.dynamic)
+        first = len(call.dynamic) - len(call.keywords)
+        named = dict(zip(call.keywords, call.dynamic[first:], strict=True))
+        return self._ready_for(call, leaves, tree).run.trace(*call.dynamic[:first], **named)
 
     def lower(self, *args: Any, **kwargs: Any) -> LoweredStep:
         """The step lowered for these arguments (arrays or shapes), to compile or inspect it."""
@@ -240,7 +242,7 @@ class Parallel:
                 self._name, mesh, step_plan.step_time_s, step_plan.peak_bytes / 2**30,
                 f"{best.name} {best.step_time_s:.3g} s" if best else "none fits",
             )  # fmt: skip
-        return _Ready(step_plan, run, call, tree)
+        return _Ready(step_plan, run.taking(len(call.dynamic) - len(call.keywords), call.keywords), call, tree)
 
     def _load_or_plan(self, pure: Callable[..., Any], call: _Call, args: tuple[Any, ...]) -> Plan:
         settings = self._settings

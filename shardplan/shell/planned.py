@@ -20,7 +20,7 @@ from shardplan.emit.backends import checked_backend, emitter
 from shardplan.emit.stacked import partition_spec
 from shardplan.errors import ArgumentError, PlanFileError, ShardplanError
 from shardplan.frontend.argnums import leaves_of, positions, tuple_of
-from shardplan.frontend.keywords import with_arguments_of
+from shardplan.frontend.keywords import Positional, ordered, with_arguments_of
 from shardplan.frontend.nnx_state import apart, bare, has_objects, together, trace_step
 from shardplan.frontend.trace import Traced
 from shardplan.graph import Graph, flatten
@@ -162,14 +162,24 @@ class Plan(Figures):
         """A pytree of NamedSharding like the result."""
         return _shardings(mesh, self.out_specs)
 
-    def put(self, args: Sequence[Any], *, mesh: Mesh | None = None) -> tuple[Any, ...]:
+    def put(self, args: Sequence[Any], *, kwargs: Mapping[str, Any] | None = None, mesh: Mesh | None = None) -> Any:
         """The arguments placed on the devices. Arrays with another sharding are moved; nnx objects are returned as new objects.
+
+        Of a step that takes some by name, these are given in ``kwargs``, and the result is ``(args, kwargs)``.
 
         Raises:
             ArgumentError: for an array of another shape or dtype than was planned.
             ShardplanError: for arguments of another structure, or for deleted ones.
         """
-        leaves, tree = jax.tree.flatten(apart(tuple(args)))
+        names = self.step.names if isinstance(self.step, Positional) else ()
+        if names and kwargs is None:
+            raise ShardplanError(f"this plan has {', '.join(names)} by name: plan.put(args, kwargs={{...}}) gives back both")
+        args = ordered(self.step, tuple(args), kwargs or {})
+        placed = self._put(args, mesh)
+        return placed if not names else (placed[: -len(names)], dict(zip(names, placed[-len(names) :], strict=True)))
+
+    def _put(self, args: tuple[Any, ...], mesh: Mesh | None) -> tuple[Any, ...]:
+        leaves, tree = jax.tree.flatten(apart(args))
         check_tree(tree, self.traced, self.step)
         wanted = self.leaves(mesh or self.mesh())
         wanted.fit(leaves)

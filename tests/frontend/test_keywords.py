@@ -33,7 +33,8 @@ def test_a_step_is_planned_and_run_with_arguments_by_name(devices: list[Any], tm
     assert [path.partition("/")[0] for path in plan.specs_by_path] == ["state", "x", "rng", "scale"]
     run = plan.jit(step, devices)
     found = [run(STATE, X, **NAMED), run.lower(STATE, X, **NAMED).compile()(STATE, X, **NAMED)]
-    found += [run(*plan.put((STATE, X, KEY, NAMED["scale"]), mesh=plan.mesh(devices)))]
+    placed, named = plan.put((STATE, X), kwargs=NAMED, mesh=plan.mesh(devices))
+    found += [run(*placed, **named)]
     plan.save(tmp_path / "plan.json")
     found += [shardplan.load(tmp_path / "plan.json", step, STATE, X, kwargs=NAMED).jit(step, devices)(STATE, X, **NAMED)]
     for result in found:
@@ -76,11 +77,39 @@ def test_other_names_are_refused(named: Any, says: str) -> None:
 
 
 def test_a_planned_step_refuses_other_names(devices: list[Any]) -> None:
-    run = shardplan.plan(step, STATE, X, kwargs=NAMED, cluster="2x4").jit(step, devices)
-    with pytest.raises(shardplan.ShardplanError, match="takes by name rng, scale and the others by position"):
+    plan = shardplan.plan(step, STATE, X, kwargs=NAMED, cluster="2x4")
+    run = plan.jit(step, devices)
+    with pytest.raises(shardplan.ShardplanError, match="takes 2 by position and rng, scale by name: missing a required argument"):
         run(STATE, X, rng=KEY)
-    with pytest.raises(shardplan.ShardplanError, match="scale is missing"):
-        run(STATE, X, KEY)
-    plain = shardplan.plan(lambda x: x @ x, jnp.ones((16, 16)), cluster="2x2").jit(lambda x: x @ x, devices[:4])
-    with pytest.raises(shardplan.ShardplanError, match="takes its arguments by position"):
-        plain(x=jnp.ones((16, 16)))
+    with pytest.raises(shardplan.ShardplanError, match="takes 2 by position and rng, scale by name: too many positional"):
+        run(STATE, X, KEY, NAMED["scale"])
+    with pytest.raises(shardplan.ShardplanError, match=r"plan.put\(args, kwargs="):
+        plan.put((STATE, X, KEY, NAMED["scale"]))
+
+
+def test_a_call_is_bound_as_python_binds_it(devices: list[Any]) -> None:
+    """Arguments that were planned by name are not taken in the order of the names, whatever their shapes."""
+
+    def masked(w: Any, x: Any, mask: Any) -> Any:
+        return w * x - mask
+
+    w, x, mask = (jnp.full((8,), float(n)) for n in (2, 3, 5))
+    run = shardplan.plan(masked, w, cluster="2x4", kwargs={"x": x, "mask": mask}).jit(masked, devices)
+    calls = [run(w, x=x, mask=mask), run(w, x, mask), run(w, x, mask=mask), run(mask=mask, x=x, w=w)]
+    calls += [run.lower(w, x, mask).compile()(w, x, mask)]
+    plain = shardplan.plan(masked, w, x, mask, cluster="2x4").jit(masked, devices)
+    calls += [plain(w, x, mask), plain(w, mask=mask, x=x)]
+    assert all(float(result[0]) == 1.0 for result in calls)
+    with pytest.raises(shardplan.ShardplanError, match="missing a required argument: 'x'"):
+        plain(w, mask=mask, other=x)
+
+
+def test_what_a_decorated_step_compiles_is_called_as_it_was_lowered(devices: list[Any]) -> None:
+    def masked(w: Any, *, x: Any, mask: Any) -> Any:
+        return w * x - mask
+
+    w, x, mask = (jnp.full((8,), float(n)) for n in (2, 3, 5))
+    compiled = shardplan.parallelize("2x4", devices=devices)(masked).lower(w, x=x, mask=mask).compile()
+    assert float(compiled(w, x=x, mask=mask)[0]) == 1.0
+    with pytest.raises(shardplan.ShardplanError, match="takes 1 by position and mask, x by name"):
+        compiled(w, x, mask)

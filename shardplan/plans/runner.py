@@ -181,7 +181,8 @@ class Runner:
         """The step traced for these arguments (arrays or shapes), to lower or inspect it."""
         leaves, tree = jax.tree.flatten(apart(self._ordered(args, named)))
         trees = Trees(tree, self._checked(leaves, tree))
-        return TracedStep(self._flat.trace(*leaves), trees, self._call)
+        shapes = [x if (shape := abstract(x)) is None else shape for x in leaves]  # wherever the arrays lie
+        return TracedStep(self._flat.trace(*shapes), trees, self._call)
 
     def lower(self, *args: Any, **named: Any) -> LoweredStep:
         """The step lowered for these arguments (arrays or shapes): what ``.compile()`` returns is called like the step."""

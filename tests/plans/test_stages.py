@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 import shardplan
 
@@ -129,3 +130,20 @@ def test_a_planned_step_runs_inside_another_jitted_function(devices: list[Any]) 
     np.testing.assert_allclose(jax.jit(many)(*args), expected, rtol=1e-5)
     np.testing.assert_allclose(many(*args), expected, rtol=1e-5)
     assert run.cache_size() == 1
+
+
+def test_arrays_that_lie_elsewhere_are_lowered_for_and_moved(devices: list[Any]) -> None:
+    """Sharded by hand, or on one device: the compiled step takes them as the jitted one does."""
+    mesh = jax.make_mesh((8,), ("data",), devices=devices, axis_types=(jax.sharding.AxisType.Auto,))
+
+    def step(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w), jnp.sum(x)
+
+    w, x = jax.random.normal(jax.random.key(0), (32, 16)), jax.random.normal(jax.random.key(1), (64, 32))
+    plan = shardplan.plan(step, w, x, cluster="2x4")
+    run, expected = plan.jit(step, devices), jax.jit(step)(w, x)
+    by_hand = NamedSharding(mesh, PartitionSpec("data"))
+    for place in (by_hand, devices[3]):
+        args = jax.device_put((w, x), place)
+        for found in (run(*args), run.lower(*args).compile()(*args)):
+            np.testing.assert_allclose(found[0], expected[0], rtol=1e-5, atol=1e-6)

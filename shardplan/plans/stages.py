@@ -7,12 +7,14 @@ empty dict of keyword arguments, and of its result. An nnx object stands there a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
+from shardplan.errors import ShardplanError
 from shardplan.frontend.nnx_state import bare
 
 
@@ -82,7 +84,13 @@ class LoweredStep(Stage):
 
     def compile(self, compiler_options: Mapping[str, Any] | None = None) -> CompiledStep:
         """The step compiled, with the options of `Plan.jit` and these, which win."""
-        return CompiledStep(self._flat.compile(compiler_options=compiler_options), self._trees, self._run)
+        try:
+            compiled = self._flat.compile(compiler_options=compiler_options)
+        except jax.errors.JaxRuntimeError as error:
+            if own := option_error(error):
+                raise own from error
+            raise
+        return CompiledStep(compiled, self._trees, self._run)
 
 
 class CompiledStep(Stage):
@@ -111,6 +119,12 @@ class CompiledStep(Stage):
     def output_formats(self) -> Any:
         """The sharding and the layout in memory of each leaf of the result."""
         return self._trees.of_results(self._flat.output_formats, self._flat.input_formats[0])
+
+
+def option_error(error: jax.errors.JaxRuntimeError) -> ShardplanError | None:
+    """The error for a compiler option that XLA refuses; None for another error."""
+    found = re.search(r"(No such compile option|While setting option)[^\n]*", str(error))
+    return found and ShardplanError(f"XLA refuses a compiler option: {found[0]}; change xla_flags, or the options of compile()")
 
 
 def _shape(info: Any) -> jax.ShapeDtypeStruct:

@@ -20,8 +20,8 @@ _TAKES_GPU_FLAGS = frozenset({"cpu", "cuda", "gpu", "rocm"})
 def compiler_options(planned: Mapping[str, Any], asked: object, platform: str, environment: Mapping[str, str]) -> dict[str, Any]:
     """The compiler options for a platform, as `jax.jit` takes them.
 
-    ``asked`` is None or True for the flags ``planned``, False for none, or a mapping of the user's own in place of them. A flag
-    that the environment's XLA_FLAGS sets keeps its value there, and a warning is logged.
+    ``asked`` is None or True for the flags ``planned``, False for none, or a mapping of the user's own in place of them, for any
+    platform. A flag that the environment's XLA_FLAGS sets keeps its value there, and a warning is logged.
 
     Raises:
         ShardplanError: for anything else, or where XLA_FLAGS, or the file that it names, cannot be read.
@@ -30,17 +30,25 @@ def compiler_options(planned: Mapping[str, Any], asked: object, platform: str, e
         unnamed = [name for name in asked if not isinstance(name, str) or name.startswith("-")]
         if unnamed:
             raise ShardplanError(f"xla_flags names {unnamed[0]!r}: give names of XLA flags without dashes")
-        return dict(asked)
+        invalid = [name for name, value in asked.items() if not isinstance(value, bool | int | float | str)]
+        if invalid:
+            raise ShardplanError(f"xla_flags={{{invalid[0]!r}: {asked[invalid[0]]!r}}}: give a number, a bool or a string")
+        return _left(asked, "xla_flags gives", environment)
     if asked is not None and not isinstance(asked, bool):
         raise ShardplanError(f"xla_flags={asked!r}: give None for the plan's own, False for none, or a dict of flags")
     if asked is False or platform not in _TAKES_GPU_FLAGS:
         return {}
+    return _left(planned, "the plan counts on", environment)
+
+
+def _left(planned: Mapping[str, Any], who: str, environment: Mapping[str, str]) -> dict[str, Any]:
+    """The flags that the environment does not set; says which of the others it sets to another value."""
     own = _set_by_user(environment)
     kept = {name: own[name] for name in planned if name in own and own[name].lower() != str(planned[name]).lower()}
     if kept:
         said = ", ".join(f"--{name}={value}" for name, value in kept.items())
         counted = ", ".join(str(planned[name]) for name in kept)
-        _log.warning("%s has %s, which the plan does not change: it counts on %s", XLA_FLAGS, said, counted)
+        _log.warning("%s has %s, which wins: %s %s", XLA_FLAGS, said, who, counted)
     return {name: value for name, value in planned.items() if name not in own}
 
 

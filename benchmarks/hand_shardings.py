@@ -23,7 +23,8 @@ Spec = tuple[Any, ...]
 @dataclass(frozen=True, slots=True)
 class Hand:
     """A sharding as people write it: the sizes of its mesh axes, the spec of a weight by its path and shape, that of a batch, and
-    where activations lie between blocks. ``needs`` says for which rows it makes sense.
+    where activations lie between blocks. ``needs`` says for which rows it makes sense, ``dispatched`` where the tokens lie that
+    experts take (`models.moe`).
     """
 
     axes: Callable[[int, int], Mapping[str, int]]
@@ -31,6 +32,7 @@ class Hand:
     batch: Spec
     boundary: Spec
     needs: Callable[[Row], bool] = lambda row: True
+    dispatched: Spec | None = None
 
 
 def _whole(path: str, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Spec:
@@ -135,6 +137,7 @@ HANDS = {
         (("data", "expert"),),
         (("data", "expert"),),
         lambda row: row.name == "moe",
+        ("expert", "data"),
     ),
 }
 """The shardings that people write: FSDP is MaxText's default, "tensor" Megatron's inside a node."""
@@ -149,7 +152,8 @@ def by_hand(row: Row, hand: Hand, machine: Any) -> Any:
     nodes, gpus = row.sizes
     sizes = {name: n for name, n in hand.axes(nodes, gpus).items() if n > 1 or name == "data"}
     mesh = Mesh(np.array(machine.devices).reshape(tuple(sizes.values())), tuple(sizes))
-    step, (state, batch) = row.step(**({"boundary": _boundary(row, hand.boundary)} if row.name in BLOCKS else {}))
+    options = {"boundary": _boundary(row, hand.boundary)} if row.name in BLOCKS else {}
+    step, (state, batch) = row.step(**options, **({"dispatched": hand.dispatched} if hand.dispatched else {}))
 
     def sharding(spec: Spec) -> Any:
         return NamedSharding(mesh, PartitionSpec(*spec))

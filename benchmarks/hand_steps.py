@@ -158,10 +158,10 @@ def gpt(
 
 
 def accumulated(loss_of: Callable[[Any, Any], jax.Array], params: Any, batch: Any, count: int) -> tuple[jax.Array, Any]:
-    """The loss and the gradients of a batch, taken in ``count`` microbatches."""
+    """The loss and the gradients of a batch in ``count`` microbatches of every count-th example: each device keeps its own."""
     if count == 1:
         return jax.value_and_grad(loss_of)(params, batch)
-    parts = jax.tree.map(lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), batch)
+    parts = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 1, 0), batch)
 
     def body(carry: Any, part: Any) -> tuple[Any, None]:
         loss, grads = jax.value_and_grad(loss_of)(params, part)

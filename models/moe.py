@@ -19,7 +19,7 @@ from flax import nnx
 from models import data
 from models._accumulate import value_and_grad
 from models._arguments import make_batch, make_state
-from models._options import COUNT, POSITIVE, one_of, option, require, takes
+from models._options import BOUNDARY, COUNT, POSITIVE, one_of, option, require, takes
 from models._stack import make_blocks, run_blocks
 from models._train import main
 from models.llama import Attention, DecoderOptions, dense
@@ -34,7 +34,8 @@ _BALANCE_WEIGHT = 1e-2
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MoEOptions(DecoderOptions):
     """Each token takes its `top` of `experts`, each expert at most `capacity` times its even share of a sequence; a token
-    beyond that passes by the residual alone. Size 8x7b is that of Mixtral."""
+    beyond that passes by the residual alone. `dispatched` says where the tokens lie that experts take, [expert, batch, slot,
+    width]. Size 8x7b is that of Mixtral."""
 
     sizes: ClassVar = {
         "tiny": {"layers": 2, "width": 64, "heads": 16, "key_heads": 8, "inner": 128, "vocabulary": 256},
@@ -44,6 +45,7 @@ class MoEOptions(DecoderOptions):
     experts: int = option(8, COUNT)
     top: int = option(2, COUNT)
     capacity: float = option(2.0, POSITIVE)
+    dispatched: tuple | None = option(None, BOUNDARY)
 
     def __post_init__(self):
         super().__post_init__()
@@ -143,10 +145,14 @@ class Experts(nnx.Module):
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         gate, up, down = (kernel[...].astype(self.options.dtype) for kernel in (self.gate, self.up, self.down))
         dispatch, combine, imbalance = route(self.router(x.astype(jnp.float32)), self.options.top, self.options.slots)
-        inputs = jnp.einsum("bsec,bsw->ebcw", dispatch.astype(x.dtype), x)
+        inputs = self._placed(jnp.einsum("bsec,bsw->ebcw", dispatch.astype(x.dtype), x))
         hidden = jax.nn.silu(jnp.einsum("ebcw,ewi->ebci", inputs, gate)) * jnp.einsum("ebcw,ewi->ebci", inputs, up)
-        outputs = jnp.einsum("ebci,eiw->ebcw", hidden, down)
+        outputs = self._placed(jnp.einsum("ebci,eiw->ebcw", hidden, down))
         return jnp.einsum("bsec,ebcw->bsw", combine.astype(x.dtype), outputs), imbalance
+
+    def _placed(self, x: jax.Array) -> jax.Array:
+        at = self.options.dispatched
+        return x if at is None else jax.lax.with_sharding_constraint(x, jax.sharding.PartitionSpec(*at))
 
 
 def route(logits: jax.Array, top: int, slots: int) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -6,9 +6,11 @@ from typing import Any
 
 import jax
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from benchmarks.hand_rows import BLOCKS, ROWS, Row
 from benchmarks.hand_shardings import HANDS
+from models import moe
 
 TENSOR = HANDS["FSDP x tensor 2"]
 SIZES = {"data": 4, "tensor": 2}
@@ -66,3 +68,18 @@ def test_each_moment_lies_as_its_weight(name: str) -> None:
         assert cut(path, shape) == cut(weight, shapes[weight]), path
         moments += 1
     assert moments > 4
+
+
+def test_experts_by_hand_exchange_tokens(devices: list[Any]) -> None:
+    """Tokens go to their experts by all-to-alls; no device gathers the experts."""
+    hand, mesh = HANDS["experts"], jax.make_mesh((2, 4), ("data", "expert"), devices=devices, axis_types=(AxisType.Auto,) * 2)
+    step, (state, batch) = moe.train_step(layers=1, boundary=hand.boundary, dispatched=hand.dispatched)
+
+    def of_weight(path: Any, x: Any) -> Any:
+        words = "/".join(jax.tree_util.keystr((key,), simple=True) for key in path)
+        return NamedSharding(mesh, PartitionSpec(*hand.weight(words, tuple(x.shape), dict(mesh.shape))))
+
+    shardings = jax.tree_util.tree_map_with_path(of_weight, state), NamedSharding(mesh, PartitionSpec(*hand.batch))
+    with jax.set_mesh(mesh):
+        text = jax.jit(step, in_shardings=shardings).lower(state, batch).compile().as_text()
+    assert " all-to-all(" in text

@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import re
 import statistics
@@ -89,13 +90,20 @@ def _planned(name: str, programs: Sequence[str], machine: Any, text: Path | None
     import shardplan
 
     row = ROWS[name]
-    cluster, (step, args) = row.cluster(), row.step()
+    (_, gpus), cluster, (step, args) = row.sizes, row.cluster(), row.step()
     plan: Any = shardplan.plan(step, *args, cluster=cluster, donate_argnums=0)
     for program in programs:
-        chosen = plan if program == PLAN else plan.as_baseline(OURS[program.removeprefix("our ")])
+        chosen = plan if program == PLAN else plan.as_baseline(_own_name(plan, OURS[program.removeprefix("our ")], gpus))
         lowered = chosen.jit(step, machine.devices, "explicit").lower(*args)
         made = figures(lowered, {}, cluster, _file(text, name, program))
         yield program, {**made, **predictions(chosen), "axes": plan.axes, "plan_s": plan.trace_s + plan.search_s}
+
+
+def _own_name(plan: Any, name: str, gpus: int) -> str:
+    """The name of a baseline of a plan: over more than two factors it says which of them are those inside a node."""
+    names = [baseline.name for baseline in plan.baselines]
+    inside = (n for n in names if n.startswith(f"{name} (") and math.prod(map(int, n[:-1].split("| ")[-1].split("x"))) == gpus)
+    return name if name in names else next(inside, name)
 
 
 def predictions(plan: Any) -> dict[str, float]:

@@ -48,7 +48,7 @@ def as_positional(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
     if not kwargs:
         return step, tuple(args)
     if not isinstance(kwargs, Mapping) or not all(isinstance(name, str) for name in kwargs):
-        raise ShardplanError(f"kwargs={kwargs!r}: give a dict of the arguments that the step takes by name")
+        raise ShardplanError(f"kwargs is a {type(kwargs).__name__}: give a dict of the arguments that the step takes by name")
     names = sorted(kwargs)
     try:
         inspect.signature(step).bind(*args, **kwargs)

@@ -42,6 +42,12 @@ def build_mesh(
 def _first(cluster: Cluster, devices: Sequence[Any] | None) -> np.ndarray[Any, Any]:
     everything = cast("Any", jax).devices  # jax.devices returns an untyped list
     found: list[Any] = np.asarray(everything() if devices is None else devices, dtype=object).ravel().tolist()
+    strange = next((d for d in found if not isinstance(d, jax.Device)), None)
+    if strange is not None:
+        raise DeviceError(f"devices={devices!r}: {strange!r} is no device: give a list such as jax.devices()")
+    if len(set(found)) < len(found):
+        twice = next(d for i, d in enumerate(found) if d in found[:i])
+        raise DeviceError(f"devices names {twice} twice: give each device once")
     if len(found) < cluster.size:
         kind = f" ({found[0].platform})" if len(found) else ""
         raise DeviceError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -235,10 +234,21 @@ def check_tree(tree: Any, traced: Traced, step: Callable[..., Any]) -> None:
         ShardplanError: if it does not, with the first difference.
     """
     found, planned = leaf_paths(tree, step), leaf_paths(traced.in_tree, step)
-    for a, b in itertools.zip_longest(found, planned):
-        if a != b:
-            what = f"{b} is missing" if a is None else f"{a} is not in the plan" if b is None else f"{a} stands in place of {b}"
-            raise ShardplanError(f"the plan was made for arguments of another structure: {what}; plan for these arguments")
+    if found == planned:
+        return
+    here, there = set(found), set(planned)
+    missing = next((path for path in planned if path not in here), None)
+    other = next((path for path in found if path not in there), None)
+    match missing, other:
+        case None, None:
+            what = "they come in another order, or twice"
+        case _, None:
+            what = f"{missing} is missing"
+        case None, _:
+            what = f"{other} is not in the plan"
+        case _:
+            what = f"{other} stands in place of {missing}"
+    raise ShardplanError(f"the plan was made for arguments of another structure: {what}; plan for these arguments")
 
 
 def leaf_paths(tree: Any, step: Callable[..., Any]) -> list[str]:

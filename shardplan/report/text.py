@@ -114,19 +114,17 @@ def bound_text(plan: PlanData) -> str:
     pins += " with what is computed again" if plan.remat.parts else ""
     pins += ", each collective priced alone" if plan.backend == "explicit" else ""
     replaced = plan.limited and plan.objective == "time" and not plan.fixed_axes
-    return f"{_bound_text(plan, plan.bound_s, pins)}{_REPLACED if replaced else ''}"
+    return f"{_bound_text(plan, pins)}{_REPLACED if replaced else ''}"
 
 
 _REPLACED = "; a baseline was chosen instead: as scheduled it is faster, or as fast with less that has to hide"
 
 
-def _bound_text(plan: PlanData, bound_s: float, pins: str) -> str:
+def _bound_text(plan: PlanData, pins: str) -> str:
     unlimited_s = plan.unlimited_s
     if unlimited_s is not None and plan.searched_s <= unlimited_s * (1 + 1e-6):
         return f"the optimum of the cost model{pins}: no layout of this mesh is faster"
-    alone = f"{seconds(plan.searched_s)} so priced, " if plan.backend == "explicit" else ""
-    above = max(0.0, plan.searched_s / bound_s - 1)
-    text = f"at most {above:.1%} above the optimum{pins} ({alone}lower bound {seconds(bound_s)})"
+    text = f"at most {plan.gap or 0.0:.1%} above the optimum{pins} (lower bound {seconds(plan.lower_bound_s or 0.0)})"
     if unlimited_s is None:
         return text
     return f"{text}; without the memory limit {seconds(unlimited_s)}"

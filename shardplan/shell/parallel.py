@@ -150,6 +150,10 @@ class Parallel:
         """The step lowered for these arguments (arrays or shapes), to compile or inspect it."""
         return self.trace(*args, **kwargs).lower()
 
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """The shapes and dtypes of the step's result for these arguments (arrays or shapes)."""
+        return self.trace(*args, **kwargs).out_info
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step; nnx arguments are updated in place."""
         call = self._call(args, kwargs)

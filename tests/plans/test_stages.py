@@ -147,3 +147,28 @@ def test_arrays_that_lie_elsewhere_are_lowered_for_and_moved(devices: list[Any])
         args = jax.device_put((w, x), place)
         for found in (run(*args), run.lower(*args).compile()(*args)):
             np.testing.assert_allclose(found[0], expected[0], rtol=1e-5, atol=1e-6)
+
+
+def test_arguments_of_another_structure_are_named(devices: list[Any]) -> None:
+    state, batch = {"w": W, "n": jnp.zeros((), jnp.int32)}, {"x": X, "y": Y}
+    run = shardplan.plan(of_trees, state, batch, cluster="2x4").jit(of_trees, devices)
+    for given, says in (
+        (({"w": W}, batch), "state/n is missing"),
+        (({**state, "q": W}, batch), "state/q is not in the plan"),
+        (({"v": W, "n": state["n"]}, batch), "state/v stands in place of state/w"),
+    ):
+        with pytest.raises(shardplan.ShardplanError, match=says):
+            run(*given)
+
+
+@pytest.mark.parametrize(("given", "says"), [(4, "4 is no device"), ("twice", "twice"), ("cpu", "'cpu' is no device")])
+def test_what_are_no_devices_is_refused(devices: list[Any], given: Any, says: str) -> None:
+    plan = shardplan.plan(loss, W, X, Y, cluster="2x2")
+    with pytest.raises(shardplan.DeviceError, match=says):
+        plan.jit(loss, devices[:1] * 4 if given == "twice" else given)
+
+
+def test_a_decorated_step_tells_its_shapes(devices: list[Any]) -> None:
+    run = shardplan.parallelize("2x4", devices=devices)(of_tuples)
+    shapes = run.eval_shape(W, (X, Y))
+    assert jax.tree.map(lambda s: s.shape, shapes) == ((32, 16), ((),))

@@ -341,10 +341,8 @@ def _counted(call: Call, local: Local) -> Local:
 
 def counted_in(local: Local, call: Call) -> Local:
     """A share of ``call``, which was resized to be cut: bits are counted, and rows looked up or written, in the true shape."""
-    if call.primitive == "gather":
-        return _gather(call, local)
-    if call.primitive in _SCATTERS:
-        return _scatter(call, local)
+    if call.primitive == "gather" or call.primitive.startswith("scatter"):
+        return (_gather if call.primitive == "gather" else _scatter)(call, local)
     if "whole" not in local.call.params or "whole" in call.params:
         return local
     leading = len(call.operands[0]) if call.operands else 0
@@ -478,10 +476,7 @@ def _window_sizes(call: Call) -> list[int]:
     return [1 if d in alone else next(sizes) for d in range(len(call.operands[0]))]
 
 
-_SCATTERS = ("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
-
-
-@_local(*_SCATTERS)
+@_local("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
 def _scatter(call: Call, local: Local) -> Local:
     """A worker drops the updates outside its own rows."""
     placed, numbers = _cut_dim(local.strategy.results[0]), call.params["dimension_numbers"]

@@ -217,19 +217,22 @@ class Transfers:
     # -- permutes ----------------------------------------------------------------------------------------------------
 
     def pairs(self, before: Sequence[tuple[int, ...]], after: Sequence[tuple[int, ...]]) -> list[tuple[int, int]]:
-        """Who sends to whom, in the numbering of the mesh: each device gets the block that it needs from one that has it."""
-        count = len(self.sizes)
+        """Who sends to whom, in the numbering of the mesh: each device gets the block that it needs from one that has it.
+
+        Nothing passes over factors that split neither layout: along them blocks may be terms of different sums.
+        """
+        moved = sorted({f for dims in (before, after) for dim in dims for f in dim})
 
         def order(dims: Sequence[tuple[int, ...]]) -> list[int]:
             used = [f for dim in dims for f in dim]
-            return used + [f for f in range(count) if f not in used]
+            return used + [f for f in moved if f not in used]
 
         first, last = order(before), order(after)
         found: list[tuple[int, int]] = []
         for at in itertools.product(*(range(n) for n in self.sizes)):
             # the device whose block before has the same number in every dim, and the same place among those that hold it
             place = functools.reduce(lambda n, f: n * self.sizes[f] + at[f], last, 0)
-            source = [0] * count
+            source = list(at)
             for f in reversed(first):
                 place, source[f] = divmod(place, self.sizes[f])
             here, there = (int(np.ravel_multi_index(c, self.sizes)) for c in (at, source))

@@ -133,6 +133,20 @@ def test_one_factor_and_two_of_its_size_change_places(before: Any, after: Any) -
     assert np.array_equal(bench.moved(x, move), x), move.steps
 
 
+def test_terms_of_a_sum_change_places_among_their_own() -> None:
+    """A permute of a value that is still partial: no device gets a term of another one's sum."""
+    bench, shape, found = Bench(machine("2x2x2:slow")), (24,), 0
+    layouts = [Layout((dims,), partial) for f in range(3) for dims in ((f,),) for partial in [(g,) for g in range(3) if g != f]]
+    for before, after in itertools.permutations(layouts, 2):
+        if before.partial != after.partial:
+            continue
+        move = _move(bench, shape, before, after)
+        found += any(step.kind == "permute" for step in move.steps)
+        x = np.random.default_rng(found).integers(0, 9, (2, *shape)).astype(np.float32)
+        assert np.array_equal(bench.moved(x, move), x), move.steps
+    assert found > 2
+
+
 def test_moves_that_begin_alike_share_their_steps() -> None:
     bench, shape = Bench(machine("2x2x2:slow")), (16,)
     new = itertools.count(3).__next__

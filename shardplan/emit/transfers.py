@@ -219,7 +219,7 @@ class Transfers:
     def pairs(self, before: Sequence[tuple[int, ...]], after: Sequence[tuple[int, ...]]) -> list[tuple[int, int]]:
         """Who sends to whom, in the numbering of the mesh: each device gets the block that it needs from one that has it.
 
-        Nothing passes over factors that split neither layout: along them blocks may be terms of different sums.
+        Data crosses no factor that splits neither layout: along such a factor, blocks may be terms of a sum.
         """
         moved = sorted({f for dims in (before, after) for dim in dims for f in dim})
 

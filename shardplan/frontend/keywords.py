@@ -29,7 +29,7 @@ class Positional:
 
 
 def taking(count: int, names: Sequence[str]) -> Positional:
-    """What takes ``count`` arguments by position alone, and others by these names alone."""
+    """The form of a step that takes ``count`` arguments by position alone, and others by these names alone."""
 
     def form(*args: Any, **named: Any) -> Any:
         raise AssertionError("only its signature is used")
@@ -82,9 +82,11 @@ def ordered(step: Callable[..., Any], args: Sequence[Any], named: Mapping[str, A
         bound = signature.bind(*args, **named)
     except (TypeError, ValueError) as error:  # another call, or a function without a signature
         raise ShardplanError(f"a step that was planned with these arguments {wanted}: {error}") from error
-    several = {p.name for p in signature.parameters.values() if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
-    given = {name: value for name, value in bound.arguments.items() if name not in several}
-    order = (*(name for name in given if name not in names), *names)
-    if several & set(bound.arguments) or set(order) != set(given) or (names and len(order) != count + len(names)):
+    if not names and not bound.kwargs:
+        return bound.args
+    by_place = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    first = [p.name for p in signature.parameters.values() if p.kind in by_place and p.name not in names][:count]
+    given = bound.arguments
+    if set(given) != {*first, *names}:
         raise ShardplanError(f"a step that was planned with these arguments {wanted}: this call differs")
-    return tuple(given[name] for name in order)
+    return tuple(given[name] for name in (*first, *names))

@@ -1,4 +1,4 @@
-"""The values of a graph by the buffers that hold them. What no kernel runs for makes no value of its own."""
+"""Which buffer holds each tensor of a graph. An op for which no kernel runs makes no buffer: its result shows another one."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from shardplan.frontend.keywords import ordered, taking
 from shardplan.frontend.nnx_state import abstract, apart, has_objects, through, trace_step
 from shardplan.frontend.trace import Traced, path_words
 from shardplan.plans.fingerprint import difference
-from shardplan.plans.stages import LoweredStep, TracedStep, Trees, option_error
+from shardplan.plans.stages import LoweredStep, TracedStep, Trees, compiled
 
 
 class Leaves:
@@ -118,12 +118,7 @@ class Flat:
 
     def __call__(self, *leaves: Any) -> list[Any]:
         """The flat results."""
-        try:
-            return self._function()(*leaves)
-        except jax.errors.JaxRuntimeError as error:
-            if own := option_error(error):
-                raise own from error
-            raise
+        return compiled(self._function(), *leaves)
 
     def trace(self, *leaves: Any) -> Any:
         """The function as `jax.stages.Traced`."""

@@ -84,13 +84,7 @@ class LoweredStep(Stage):
 
     def compile(self, compiler_options: Mapping[str, Any] | None = None) -> CompiledStep:
         """The step compiled, with the options of `Plan.jit` and these, which win."""
-        try:
-            compiled = self._flat.compile(compiler_options=compiler_options)
-        except jax.errors.JaxRuntimeError as error:
-            if own := option_error(error):
-                raise own from error
-            raise
-        return CompiledStep(compiled, self._trees, self._run)
+        return CompiledStep(compiled(self._flat.compile, compiler_options=compiler_options), self._trees, self._run)
 
 
 class CompiledStep(Stage):
@@ -121,10 +115,21 @@ class CompiledStep(Stage):
         return self._trees.of_results(self._flat.output_formats, self._flat.input_formats[0])
 
 
-def option_error(error: jax.errors.JaxRuntimeError) -> ShardplanError | None:
-    """The error for a compiler option that XLA refuses; None for another error."""
-    found = re.search(r"(No such compile option|While setting option)[^\n]*", str(error))
-    return found and ShardplanError(f"XLA refuses a compiler option: {found[0]}; change xla_flags, or the options of compile()")
+def compiled(run: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """The result of what compiles a step.
+
+    Raises:
+        ShardplanError: for a compiler option that XLA refuses.
+    """
+    try:
+        return run(*args, **options)
+    except jax.errors.JaxRuntimeError as error:
+        found = re.search(r"(No such compile option|While setting option)[^\n]*", str(error))
+        if found is None:
+            raise
+        raise ShardplanError(
+            f"XLA refuses a compiler option: {found[0]}; change xla_flags, or the options of compile()"
+        ) from error
 
 
 def _shape(info: Any) -> jax.ShapeDtypeStruct:

@@ -104,6 +104,20 @@ def test_a_call_is_bound_as_python_binds_it(devices: list[Any]) -> None:
         plain(w, mask=mask, other=x)
 
 
+def test_an_argument_that_was_left_out_at_planning_takes_no_other_s_place(devices: list[Any]) -> None:
+    def scaled(w: Any, x: Any = 1.0, y: Any = 2.0, *, z: Any = 3.0) -> Any:
+        return w * x - y + z
+
+    w, x, z = (jnp.full((8,), float(n)) for n in (2, 3, 5))
+    plain = shardplan.plan(scaled, w, x, cluster="2x4").jit(scaled, devices)
+    named = shardplan.plan(scaled, w, x, kwargs={"z": z}, cluster="2x4").jit(scaled, devices)
+    assert float(plain(w, x=x)[0]) == 7.0
+    assert float(named(w, z=z, x=x)[0]) == 9.0
+    for run, given in ((plain, {"y": x}), (plain, {"x": x, "z": z}), (named, {"y": x, "z": z}), (named, {"x": x})):
+        with pytest.raises(shardplan.ShardplanError, match="was planned with these arguments"):
+            run(w, **given)
+
+
 def test_what_a_decorated_step_compiles_is_called_as_it_was_lowered(devices: list[Any]) -> None:
     def masked(w: Any, *, x: Any, mask: Any) -> Any:
         return w * x - mask

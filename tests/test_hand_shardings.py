@@ -82,4 +82,5 @@ def test_experts_by_hand_exchange_tokens(devices: list[Any]) -> None:
     shardings = jax.tree_util.tree_map_with_path(of_weight, state), NamedSharding(mesh, PartitionSpec(*hand.batch))
     with jax.set_mesh(mesh):
         text = jax.jit(step, in_shardings=shardings).lower(state, batch).compile().as_text()
+    assert text is not None
     assert " all-to-all(" in text

@@ -13,7 +13,7 @@ from shardplan.emit import blocks
 from shardplan.emit.backends import BACKENDS
 from shardplan.graph import nodes as graph
 from shardplan.tdl import Call, strategies
-from shardplan.tdl.localize import Local, localize
+from shardplan.tdl.localize import Local, counted_in
 from shardplan.tdl.proof import CASES
 from shardplan.tdl.xla_quirks import UNCOMPILED
 from shardplan.versions import TESTED
@@ -75,7 +75,7 @@ def test_the_proof_is_of_the_installed_jaxlib() -> None:
 
 def unshifted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every device looks up, and writes, as if it were the first."""
-    monkeypatch.setattr(blocks, "localize", lambda call, strategy: replace(local := localize(call, strategy), run=_first(local)))
+    monkeypatch.setattr(blocks, "counted_in", lambda share, true: replace(share := counted_in(share, true), run=_first(share)))
 
 
 def _first(local: Local) -> Any:

@@ -112,7 +112,7 @@ def predictions(plan: Any) -> dict[str, float]:
 
     copied_s = sum(one.copied_s * one.times for one in scheduled(plan.session).issued)
     return {
-        "predicted_s": plan.expected_s,
+        "predicted_s": plan.step_time_s,
         "predicted_compute_s": plan.compute_s + copied_s,
         "predicted_bytes": sum(one.times * one.wire_bytes for one in plan.sends),
         "predicted_peak": plan.peak_bytes,

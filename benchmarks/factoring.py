@@ -2,7 +2,7 @@
 
 ``python benchmarks/factoring.py [--part models forced axes] [--models gpt ...] [--clusters 8 ...] [--repeats 1] [--json FILE]``
 
-- ``models``: every model of models/ on every cluster of `CLUSTERS`: expected seconds (`plan.expected_s`) with whole levels and
+- ``models``: every model of models/ on every cluster of `CLUSTERS`: seconds (`plan.step_time_s`) with whole levels and
   with free factors, the matrix that was found, and planning seconds of both (medians of the repeats, in one process of a row).
 - ``forced``: three models on one switch of eight: free factors beside each factoring by itself.
 - ``axes``: P2's systems (``benchmarks/p2_a100.csv``, those with two axes) with data and tensor axes of a two-layer transformer:
@@ -183,7 +183,7 @@ def _measure(model: str, options: Mapping[str, Any], cluster: str, choices: Sequ
             seconds[n].append(plans[n].search_s)
     best = plans[-1]
     return {
-        "ms": [p.expected_s * 1e3 for p in plans],
+        "ms": [p.step_time_s * 1e3 for p in plans],
         "searched_ms": [p.searched_s * 1e3 for p in plans],
         "search_s": [statistics.median(s) for s in seconds],
         "factors": factors_text(best.factors),

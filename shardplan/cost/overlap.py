@@ -2,11 +2,11 @@
 
 The *window* of a collective is the compute that neither makes its operand nor waits for its result. The part of its seconds that
 fits into the window is *hideable*, the rest is *exposed*. While a device computes and communicates at once, each slows the other
-by the factor ``contention`` (Calculon, section 3.3; Galvatron, section 3.4). With compute C, hideable communication H, exposed
-communication E and k = contention - 1, the shorter of C and H runs beside the longer, and lengthens the step by k times its
-seconds::
+by the factor ``contention`` (Calculon, section 3.3; Galvatron, section 3.4), so that the shorter of compute C and hideable
+communication H, beside the longer, lengthens the step by k = contention - 1 times its seconds. And a compiled program hides but
+a part of what can hide, `SAVED` in the mean. So one second of H saves ``SAVED (1 - k)`` seconds. With exposed communication E::
 
-    step = E + max(C + k H, H + k C)
+    step = E + max(C + k' H, H + k' C),  k' = 1 - SAVED (1 - k)
 
 This is a maximum of two linear functions. So for every ``share`` s in [0, 1], E + s (C + k H) + (1 - s) (H + k C) is a lower
 bound on it, and is itself a weighted sum of C, H and E. The search minimises such sums (`shardplan.search.strategy.overlap`).
@@ -21,6 +21,11 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+SAVED = 0.5
+"""The part of what overlap could save that a program saves. XLA's programs hide from a fifth to all of what can hide, two thirds
+in the median of 51 (docs/accuracy.md, Overlap), and what a program exposes costs more than what it hides gains.
+"""
 
 _LEAST_WEIGHT = 0.02
 """The least weight of compute and of hideable communication. With a weight of zero, the search would spend them freely."""
@@ -57,22 +62,14 @@ def weights_at(share: float, contention: float) -> Weights:
 
 
 def slowdown(contention: float) -> float:
-    """k: by how many seconds one second of overlap lengthens the step. At 1, overlap gains nothing over taking turns."""
-    return min(contention - 1, 1.0)
+    """k': by how many seconds one second that can overlap lengthens the step. At 1, overlap gains nothing over taking turns."""
+    return 1 - SAVED * (1 - min(contention - 1, 1.0))
 
 
 def step_s(compute_s: float, exposed_s: float, hideable_s: float, contention: float) -> float:
     """The seconds of a step, by the formula of this module, from its compute and its exposed and hideable communication."""
     k = slowdown(contention)
     return exposed_s + max(compute_s + k * hideable_s, hideable_s + k * compute_s)
-
-
-def expected_s(step_time_s: float, serial_s: float) -> float:
-    """The seconds of a step if half of the time that overlap saves is saved.
-
-    Programs compiled by XLA hide from a fifth to all of what can hide, two thirds in the median (docs/accuracy.md, Overlap).
-    """
-    return (step_time_s + serial_s) / 2
 
 
 class PricedCollective(Protocol):
@@ -137,11 +134,6 @@ class StepCost(Generic[_C]):
     def serial_s(self) -> float:
         """Seconds of the step if nothing hides."""
         return self.compute_s + self.communication_s
-
-    @property
-    def expected_s(self) -> float:
-        """Seconds of the step as `expected_s` has it."""
-        return expected_s(self.step_time_s, self.serial_s)
 
     @property
     def communication_bytes(self) -> float:

@@ -1,7 +1,4 @@
-"""Which of the solutions of a search becomes the plan: the fastest as scheduled, with care for what it counts on hiding.
-
-The search prices each collective alone, and lets it hide beside any compute that is independent of it.
-"""
+"""Which of the solutions of a search becomes the plan: the fastest as scheduled. The search prices each collective alone."""
 
 from __future__ import annotations
 
@@ -35,9 +32,8 @@ def best_scheduled(
 
     The search prices each collective alone. Where collectives take long to start, or readers share them, another solution whose
     collectives travel together may be faster. The ``others`` are scheduled, the most promising first, until `_PATIENCE` in a row
-    are no faster. One that pins forbid, or whose compute and bytes alone take longer, is not looked at. Where communication
-    hides, a solution that needs it less may take the place of the fastest (`_take_steadier`). At the ``deadline`` (an instant
-    of `anytime.now_s`) or an interrupt it returns the best so far, and what stopped it.
+    are no faster. One that pins forbid, or whose compute and bytes alone take longer, is not looked at. At the ``deadline`` (an
+    instant of `anytime.now_s`) or an interrupt it returns the best so far, and what stopped it.
     """
     fastest = _Fastest(session, deadline)
     patience = 1 if in_haste else _PATIENCE
@@ -50,10 +46,8 @@ def best_scheduled(
             before = fastest.session
             fastest.look([(least_s, other)])
             slower = 0 if fastest.session is not before else slower + 1
-        rivals = list(_rivals(fastest.session, fastest)) if baselines else []
-        fastest.look(rivals)
-        if session.problem.objective.overlaps and not in_haste:
-            _take_steadier(fastest, [(_at_least_s(session), session), *promising, *rivals], baselines=baselines)
+        if baselines:
+            fastest.look(list(_rivals(fastest.session, fastest)))
     except KeyboardInterrupt:
         fastest.stopped = "interrupted"
     if fastest.stopped:
@@ -69,17 +63,9 @@ class _Fastest:
     """The fastest session so far, as scheduled. ``stopped`` says that the deadline has passed."""
 
     def __init__(self, session: Session, deadline: float | None) -> None:
-        self._runs: dict[int, tuple[Session, Scheduled]] = {}
-        self.session, self.run = session, self.scheduled(session)
-        self.seconds = self.run.step_time_s
+        self.session, self.run = session, scheduled(session)
         self.stopped: Stopped = ""
         self._deadline = deadline
-
-    def scheduled(self, session: Session) -> Scheduled:
-        """A session as scheduled, once."""
-        if id(session) not in self._runs:
-            self._runs[id(session)] = session, scheduled(session)
-        return self._runs[id(session)][1]
 
     def late(self) -> bool:
         """Whether there is no time for more."""
@@ -90,49 +76,10 @@ class _Fastest:
     def look(self, others: Iterable[tuple[float, Session]]) -> None:
         """Schedules sessions, the most promising first, given with bounds on their seconds, as long as one may be faster."""
         for least_s, other in sorted(others, key=lambda row: row[0]):
-            if least_s >= self.seconds * (1 - _GAIN) or self.late():
+            if least_s >= self.run.step_time_s * (1 - _GAIN) or self.late():
                 return
-            if self.scheduled(other).step_time_s < self.seconds * (1 - _GAIN):
-                self.take(other)
-
-    def take(self, session: Session) -> None:
-        """Puts another in the place of the fastest."""
-        self.session, self.run = session, self.scheduled(session)
-        self.seconds = self.run.step_time_s
-
-
-_NEAR = 1.1
-"""How many times as long as the fastest, by price, a solution may take that takes its place (a choice)."""
-_STEADY = 4
-"""How many of these are scheduled, the most promising first."""
-
-
-def _take_steadier(fastest: _Fastest, sessions: Iterable[tuple[float, Session]], *, baselines: bool) -> None:
-    """Takes, of the solutions nearly as fast as the fastest, that with the shortest expected step.
-
-    With ``baselines``, none of those that fit may be faster by price. ``sessions`` are given with bounds on their seconds.
-    """
-    slowest = fastest.seconds * _NEAR
-    near = [(least_s + _serial_s(s), s) for least_s, s in sessions if least_s <= slowest and s is not fastest.session]
-    steady = [s for _, s in sorted(near, key=lambda row: row[0])[:_STEADY]]
-    runs = [(s, fastest.scheduled(s)) for s in itertools.takewhile(lambda _: not fastest.late(), steady)]
-    for session, run in sorted(runs, key=lambda row: row[1].expected_s):
-        if run.expected_s >= fastest.run.expected_s * (1 - _GAIN):
-            return
-        if run.step_time_s <= slowest and not (baselines and _is_beaten(run, session, fastest)):
-            fastest.take(session)
-            return
-
-
-def _serial_s(session: Session) -> float:
-    return session.decisions.compute_s + session.decisions.communication_s
-
-
-def _is_beaten(run: Scheduled, session: Session, fastest: _Fastest) -> bool:
-    """Whether a baseline over the factors of a scheduled session is faster."""
-    limit = run.step_time_s * (1 - _GAIN)
-    rivals = _rivals(session, fastest)
-    return any(least_s < limit and fastest.scheduled(rival).step_time_s < limit for least_s, rival in rivals)
+            if (run := scheduled(other)).step_time_s < self.run.step_time_s * (1 - _GAIN):
+                self.session, self.run = other, run
 
 
 def _rivals(session: Session, fastest: _Fastest) -> Iterator[tuple[float, Session]]:

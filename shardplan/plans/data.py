@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from shardplan.cost.overlap import SERIAL, Weights, expected_s
+from shardplan.cost.overlap import SERIAL, Weights
 from shardplan.ir import Backend, Choices, Entry, Factor, Layout
 from shardplan.mesh import Cluster
 from shardplan.remat import Remat
@@ -150,11 +150,6 @@ class PlanData:
     def hidden_s(self) -> float:
         """The seconds of the step if one of compute and communication hid the other entirely: a lower bound."""
         return max(self.compute_s, self.communication_s)
-
-    @property
-    def expected_s(self) -> float:
-        """The seconds of the step if half of the time that overlap saves is saved (`shardplan.cost.overlap.expected_s`)."""
-        return expected_s(self.step_time_s, self.serial_s)
 
     @property
     def communication_bytes(self) -> float:

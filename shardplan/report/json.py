@@ -22,7 +22,6 @@ def figures(plan: PlanData) -> dict[str, Any]:
         "exposed_s": plan.exposed_s,
         "serial_s": plan.serial_s,
         "hidden_s": plan.hidden_s,
-        "expected_s": plan.expected_s,
         "communication_bytes": plan.communication_bytes,
         "peak_bytes": plan.peak_bytes,
         "memory_limit": plan.memory_limit,

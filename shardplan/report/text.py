@@ -80,13 +80,12 @@ def _whole(plan: PlanData) -> list[tuple[str, str]]:
 
 
 def _step_time(plan: PlanData) -> str:
-    """The step's seconds, what they are spent on, both bounds (nothing overlaps, one hides the other), and what to expect."""
+    """The step's seconds, what they are spent on, and both bounds (nothing overlaps, one hides the other)."""
     spent = f"compute {seconds(plan.compute_s)}, communication {seconds(plan.communication_s)}"
     if plan.time_model == "overlap":
         spent += f" ({seconds(plan.exposed_s)} of it exposed)"
     bounds = f"{seconds(plan.serial_s)} one after the other, {seconds(plan.hidden_s)} perfectly hidden"
-    expected = f"; {seconds(plan.expected_s)} expected of a compiled program" if plan.time_model == "overlap" else ""
-    return f"{seconds(plan.step_time_s)}: {spent}; {bounds}{expected}"
+    return f"{seconds(plan.step_time_s)}: {spent}; {bounds}"
 
 
 def remat_text(remat: Remat) -> str:

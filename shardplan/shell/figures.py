@@ -71,14 +71,6 @@ class Figures:
         return self._data.hidden_s
 
     @property
-    def expected_s(self) -> float:
-        """The seconds that a compiled step is expected to take: half of the time that overlap saves is saved.
-
-        Plans that are nearly equal in ``step_time_s`` are chosen by it.
-        """
-        return self._data.expected_s
-
-    @property
     def communication_bytes(self) -> float:
         """Bytes that one device sends in one step, in the ring convention."""
         return self._data.communication_bytes

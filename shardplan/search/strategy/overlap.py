@@ -1,13 +1,10 @@
 """The best plan where communication hides behind compute: it minimises a maximum of two linear functions by one multiplier.
 
-A step takes E + max(C + k H, H + k C) seconds (`shardplan.cost.overlap`). Every weighted sum of the two functions is a lower
+A step takes E + max(C + k' H, H + k' C) seconds (`shardplan.cost.overlap`). Every weighted sum of the two functions is a lower
 bound that the search can minimise over its tables. First the search assumes that compute is longer than all hideable
 communication. If this holds for the plan that it finds, that plan is the best. Otherwise it assumes the reverse. If neither plan
 meets its assumption, the multiplier is set to the value at which the two plans cost the same, and the search is repeated; this
 walks along the hull of the plans' costs. The plan with the shortest step is kept.
-
-The best plans of the plain sum take part too: their communication is short, whether or not it hides. Windows promise more than a
-program may keep, so one of them may be the faster one as scheduled (`shardplan.plans.choice`).
 """
 
 from __future__ import annotations
@@ -16,28 +13,18 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from shardplan.cost.overlap import SERIAL, slowdown, weights_at
+from shardplan.cost.overlap import slowdown, weights_at
 from shardplan.ir import Factor
-from shardplan.search.baselines.rivals import Rivals
 from shardplan.search.inference import anytime
-from shardplan.search.inference.bound import Bound
 from shardplan.search.inference.solver import Solver
 from shardplan.search.memory import liveness as memory
 from shardplan.search.problem.extract import Decisions, Extractor
-from shardplan.search.problem.problem import Problem
 from shardplan.search.problem.solution import Solution, Tried
 from shardplan.search.strategy.factoring_search import Found, Wanted
-from shardplan.search.strategy.pins import pinned_domains
 from shardplan.search.strategy.purposes import Purpose
 
 _MOST_BETWEEN = 2
 """The most multipliers that are tried between the two assumptions."""
-
-_LITTLE = 0.02
-"""Where less of the step can hide than this (a choice), the plan of the plain sum is not searched."""
-
-_MOST_PLAIN = 3
-"""The most factorings whose plan of the plain sum takes part."""
 
 _SAME = 1e-6
 """The relative difference below which two costs count as equal."""
@@ -84,37 +71,31 @@ def best_overlapped(search: Callable[[Wanted], Found], contention: float, wanted
     """
     k = slowdown(contention)
 
-    def solved(share: float | None, after: int) -> _Point:
-        """The best plan at a share (None: the plain sum), ``after`` as many searches."""
-        weights = SERIAL if share is None else weights_at(share, contention)
-        objective = replace(wanted.objective, weights=weights)
-        found = search(replace(wanted, objective=objective, observer=_later(wanted, after)))
-        problem, outcome = found
-        return _Point(found, 0.5 if share is None else share, Extractor(problem).decide(outcome.best))
+    def solved(share: float, after: int) -> _Point:
+        """The best plan at a share, ``after`` as many searches."""
+        objective = replace(wanted.objective, weights=weights_at(share, contention))
+        problem, outcome = search(replace(wanted, objective=objective, observer=_later(wanted, after)))
+        return _Point((problem, outcome), share, Extractor(problem).decide(outcome.best))
 
-    points, plain = [solved(1.0, 0)], list[_Point]()
+    points = [solved(1.0, 0)]
     first = points[0]
-    if first.found[1].stopped:
+    if _late(wanted, points) or (_fits(first, wanted) and first.met(k)):
         return _best(points, k, wanted)
     try:
-        if not _fits(first, wanted) or first.cost.hideable_s > _LITTLE * first.cost.step_time_s:
-            plain += (_at_once(own, wanted, contention) for own in _distinct(_factorings(solved(None, 1)))[:_MOST_PLAIN])
-        if _late(wanted, (*points, *plain)) or (_fits(first, wanted) and first.met(k)):
-            return _best(points, k, wanted, plain)
-        points.append(solved(0.0, 1 + bool(plain)))
+        points.append(solved(0.0, 1))
         low, high = points[1], points[0]
         while len(points) < 2 + _MOST_BETWEEN and low.surplus_s > 0 and not _late(wanted, points):
             share = _meeting(low, high, k)
             value = high.at(share, k)
-            points.append(solved(share, len(points) + bool(plain)))
+            points.append(solved(share, len(points)))
             if points[-1].at(share, k) >= value * (1 - _SAME):
                 break
             low, high = (points[-1], high) if points[-1].surplus_s > 0 else (low, points[-1])
     except KeyboardInterrupt:
-        if not any(_fits(p, wanted) for p in (*points, *plain)):
+        if not any(_fits(p, wanted) for p in points):
             raise
-        return _stopped(_best(points, k, wanted, plain))
-    return _best(points, k, wanted, plain)
+        return _stopped(_best(points, k, wanted))
+    return _best(points, k, wanted)
 
 
 def _later(wanted: Wanted, after: int) -> anytime.Observer:
@@ -144,49 +125,25 @@ def _fits(point: _Point, wanted: Wanted) -> bool:
     return point.found[1].best.fits(wanted.memory)
 
 
-def _at_once(point: _Point, wanted: Wanted, contention: float) -> _Point:
-    """The best plan of the plain sum over some factors, priced at the first multiplier: its problem's sums are then lower bounds
-    on a step over these factors.
-    """
-    problem, outcome = point.found
-    objective = replace(wanted.objective, weights=weights_at(1.0, contention))
-    timed = Problem(
-        problem.graph, problem.coarse, problem.cluster, problem.factors,
-        objective=objective, family=problem.family, windows=problem.windows,
-    )  # fmt: skip
-    live = memory.liveness(timed, wanted.donated)
-    solver = Solver(timed, live)
-    best, free = (solver.again(s, s.limits) for s in (outcome.best, outcome.free))
-    domains = pinned_domains(timed, wanted.pins)
-    bound = Bound(timed, live, domains, free=free, chosen=best, limit=wanted.memory, unlimited_s=None)
-    rivals = Rivals(solver)
-    if outcome.stopped:
-        rivals.close()
-    priced = replace(outcome, best=best, free=free, rivals=rivals, bound=bound, exact=False, others=())
-    return _Point((timed, priced), 1.0, Extractor(timed).decide(best))
-
-
-def _best(points: Sequence[_Point], k: float, wanted: Wanted, plain: Sequence[_Point] = ()) -> Found:
+def _best(points: Sequence[_Point], k: float, wanted: Wanted) -> Found:
     """The outcome with the fastest plan that fits, priced at the last multiplier tried over the same factors and purposes.
 
     The plans of all factorings take part, not only the cheapest at each multiplier: at its weights another factoring may have
-    looked cheaper whose steps take longer. ``plain`` holds the plans of the plain sum, if that was searched. ``others`` of the
-    result holds the rest, the fastest first.
+    looked cheaper whose steps take longer. ``others`` of the result holds the rest, the fastest first.
     """
-    weighted = [own for p in points for own in _factorings(p)]
-    every = [*weighted, *plain]  # of equals, the search's own counts
+    every = [own for p in points for own in _factorings(p)]
     fitting = [p for p in every if _fits(p, wanted)]
     if not fitting:
-        return min((*points, *plain), key=lambda p: p.found[1].best.peak_bytes).found
+        return min(points, key=lambda p: p.found[1].best.peak_bytes).found
     best, *rest = _distinct(fitting)
-    last = next((p for p in reversed(weighted) if p.matrix == best.matrix), best)
+    last = next(p for p in reversed(every) if p.matrix == best.matrix)
     problem, outcome = _at_weights_of(last, best, wanted)
-    stopped = next((p.found[1].stopped for p in (*points, *plain) if p.found[1].stopped), outcome.stopped)
+    stopped = next((p.found[1].stopped for p in points if p.found[1].stopped), outcome.stopped)
     cheapest = any(best is p for p in points)  # over all factorings at its multiplier
     outcome = replace(
         outcome,
         others=tuple((p.found[0], replace(p.found[1], exact=False)) for p in rest),
-        tried=_tried(points, every, wanted),
+        tried=_tried(points, every),
         least_free_s=min(p.found[1].least_free_s for p in points),
         exact=outcome.exact and cheapest and best is last and best.met(k),
         stopped=stopped,
@@ -213,7 +170,7 @@ def _distinct(points: Iterable[_Point]) -> list[_Point]:
     return kept
 
 
-def _tried(points: Sequence[_Point], every: Sequence[_Point], wanted: Wanted) -> tuple[Tried, ...]:
+def _tried(points: Sequence[_Point], every: Sequence[_Point]) -> tuple[Tried, ...]:
     """A row for each factoring over all points: the shortest step found there, and the largest of its lower bounds.
 
     What was left out at every multiplier stays left out.
@@ -231,10 +188,6 @@ def _tried(points: Sequence[_Point], every: Sequence[_Point], wanted: Wanted) ->
         bounds = [b for b in (row.bound_s, known.bound_s if known else None) if b is not None]
         fits = row.fits or (known is not None and known.fits)
         rows[row.factors] = Tried(row.factors, shortest.get(row.factors, row.seconds), fits, max(bounds, default=None))
-    for own in every:  # that only the plain sum came to
-        over = own.found[0].factors
-        if over not in rows or rows[over].seconds is None:
-            rows[over] = Tried(over, shortest[over], _fits(own, wanted), None)
     return tuple(rows.values())
 
 

@@ -230,8 +230,8 @@ class Transfers:
     def pairs(self, before: Sequence[tuple[int, ...]], after: Sequence[tuple[int, ...]]) -> list[tuple[int, int]]:
         """(sender, receiver) of each message, numbered as in the mesh.
 
-        Each device gets the block that it needs from one that has it. Data crosses no factor that splits neither layout: along such
-        a factor, blocks may be terms of a sum.
+        Each device gets the block that it needs from one that has it. Data crosses no factor that splits neither layout: along
+        such a factor, blocks may be terms of a sum.
         """
         moved = sorted({f for dims in (before, after) for dim in dims for f in dim})
 

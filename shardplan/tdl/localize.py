@@ -340,10 +340,7 @@ def _counted(call: Call, local: Local) -> Local:
 
 
 def counted_in(local: Local, call: Call) -> Local:
-    """The share of a padded call, made that of ``call``, which is the call before padding.
-
-    Random bits are counted, and rows are looked up or written, in the shape that ``call`` has.
-    """
+    """A share of a padded call that counts random bits, and rows looked up or written, as in ``call``: the call before padding."""
     if call.primitive == "gather" or call.primitive.startswith("scatter"):
         return (_gather if call.primitive == "gather" else _scatter)(call, local)
     if "whole" not in local.call.params or "whole" in call.params:
@@ -354,7 +351,6 @@ def counted_in(local: Local, call: Call) -> Local:
 
 @_local("random_bits_at", "random_split_at", "iota_2x32_shape_at")
 def _counted_further(call: Call, local: Local) -> Local:
-    """A further cut of an index form: the worker's offset is added to the position of the first element."""
     leading = len(call.operands[0]) if len(call.operands) > 1 else 0
     placed = _cut_dim(local.strategy.results[0])
     if placed is None or placed[0] < leading:

@@ -3,21 +3,23 @@
 ``python benchmarks/by_hand.py [NAME ...] [--only PROGRAM ...] [--again] [--json FILE] [--limit SECONDS] [--table TABLE]``
 
 A NAME is one of `ROWS`; without names all are run. A program by hand is the step under `jax.jit`, with a `NamedSharding` for each
-argument (`HANDS`) and, where people write it, `with_sharding_constraint` between blocks; XLA's partitioner does the rest. It is
-compiled with XLA's default flags and with those of the plan, and the better one counts. None of it is code of shardplan. The
-best is the fastest that fits a device.
+argument (`HANDS`) and, where people write it, `with_sharding_constraint` between blocks; XLA's partitioner does the rest. It
+contains no code of shardplan. It is compiled with XLA's default flags and with those of the plan, and the faster of the two
+counts. The best program by hand is the fastest that fits a device.
 
 All programs are timed alike, by their compiled schedules (`shardplan.emit.hlo_timeline`): kernels by the roofline, collectives by
-the network model from their groups and bytes, at once where the schedule lets them overlap. Beside it stands the same timeline
-with the kernel seconds of XLA's own cost model (``xla_gpu_collect_cost_model_stats``) for kernels without products.
+the network model from their groups and bytes, at once where the schedule lets them overlap. A second timeline (``xla_seconds``)
+prices kernels without products by XLA's own cost model (``xla_gpu_collect_cost_model_stats``).
 
-Three tables: *judge* sets the plan beside the best program by hand; *ours* sets the emitted programs of the same shardings
-(`OURS`) beside those by hand, by compute, bytes and temporary memory; *planned* sets what the plan predicts beside what is
-compiled of it. Each program by hand is compiled in a process of its own, and all of ours of a row in another, in ``--limit``
-seconds. Results are kept in
-``--json`` as they come (``by_hand.json``), each with its commit. What is there, and did not fail, is run only ``--again``: ours
-after each change of the emitter or the search, all of them after a change of the network's prices. ``--table`` prints a table of
-what is kept, and runs nothing.
+Three tables: *judge* compares the plan with the best program by hand; *ours* compares the programs that shardplan emits for the
+same shardings (`OURS`) with those by hand, by step, compute, bytes and temporary memory; *planned* compares what is compiled of
+the plan with what the plan predicts.
+
+Each program by hand is compiled in a process of its own, and all of ours of a row in another; a process may take ``--limit``
+seconds. Each result is kept in ``--json`` (``by_hand.json``) as soon as it is there, with the commit that ran. A kept result that
+did not fail is measured anew only with ``--again``: ask for that after a change of the steps or the shardings by hand, for ours
+also after a change of the emitter or the search, and for all after a change of the network's prices. ``--table`` prints a table
+of the kept results and runs nothing.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ def programs_of(row: Row) -> list[str]:
 
 
 def measured(name: str, programs: Sequence[str], text: Path | None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The figures of programs of a row, each as it is compiled. Ours come of one search."""
+    """(program, its figures) for these programs of a row, one by one as they are compiled; one search serves all of ours."""
     from jax.experimental import topologies
 
     row = ROWS[name]
@@ -73,7 +75,7 @@ def measured(name: str, programs: Sequence[str], text: Path | None) -> Iterator[
 
 
 def _by_hand(name: str, program: str, machine: Any, text: Path | None) -> dict[str, Any]:
-    """The figures of a program by hand with the better flags."""
+    """The figures of a program by hand with the faster flags; ``xla_seconds`` is the less of both sets of flags."""
     from shardplan.plans.xla_flags import xla_flags
 
     cluster = ROWS[name].cluster()
@@ -100,14 +102,18 @@ def _planned(name: str, programs: Sequence[str], machine: Any, text: Path | None
 
 
 def _own_name(plan: Any, name: str, gpus: int) -> str:
-    """The name of a baseline of a plan: over more than two factors it says which of them are those inside a node."""
+    """The name of a baseline in a plan over these factors. Over more than two, several baselines begin with ``name``: the one
+    wanted splits weights over a node's ``gpus`` and no more.
+    """
     names = [baseline.name for baseline in plan.baselines]
     inside = (n for n in names if n.startswith(f"{name} (") and math.prod(map(int, n[:-1].split("| ")[-1].split("x"))) == gpus)
     return name if name in names else next(inside, name)
 
 
 def predictions(plan: Any) -> dict[str, float]:
-    """What the plan says of its program. Copies beside collectives, which it counts as communication, are compute."""
+    """What the plan predicts: seconds, bytes on the wire, and bytes at the peak. Copies beside collectives, which a plan counts
+    as communication, count as compute here, as they are kernels.
+    """
     from shardplan.plans.summary import scheduled
 
     copied_s = sum(one.copied_s * one.times for one in scheduled(plan.session).issued)
@@ -120,7 +126,9 @@ def predictions(plan: Any) -> dict[str, float]:
 
 
 def figures(lowered: Any, flags: Mapping[str, Any], cluster: Any, file: Path | None) -> dict[str, Any]:
-    """The time of a compiled program by the roofline and by XLA's cost model, what it sends and what it holds."""
+    """The seconds of a compiled program by the roofline and by XLA's cost model (``xla_``), what it sends and
+    what it holds, in bytes (``temporary``; ``peak`` is all of it). ``triton`` is that of `_compiled`. Its text goes to ``file``.
+    """
     from shardplan.cost import Network
     from shardplan.emit.hlo import measure
     from shardplan.emit.hlo_timeline import network_price, timeline
@@ -155,8 +163,8 @@ def figures(lowered: Any, flags: Mapping[str, Any], cluster: Any, file: Path | N
 def _compiled(lowered: Any, options: Mapping[str, Any]) -> tuple[Any, bool]:
     """A compiled program, and whether its products are Triton's.
 
-    Without a GPU, XLA takes Triton's first kernel for each product, and gives up where there is none. Then all products take
-    cuBLAS. That is an upper bound of the time, since a GPU's autotuner would change that one product alone.
+    Without a GPU, XLA takes Triton's first kernel for each product, and fails where there is none. Then all products take cuBLAS.
+    The time of such a program is an upper bound, since a GPU's autotuner would change that one product alone.
     """
     import jax
 
@@ -171,13 +179,14 @@ def _compiled(lowered: Any, options: Mapping[str, Any]) -> tuple[Any, bool]:
 _COSTS = re.compile(r'"reification_cost":\[(.*?)\],"device_type')
 _COST = re.compile(r'"exec_time_us":([0-9.e+-]+).*?"name":"([^"]*)"')
 _MODELS = ("indexing-cost-model", "")
-"""XLA's cost models, the one for fusions of its Triton emitter first: of these the other one knows nothing."""
+"""The names of XLA's cost models, in the order in which they are asked: only the first knows fusions of the Triton emitter."""
 
 
 def modelled_s(text: str) -> dict[tuple[str, str], float]:
-    """The seconds of each kernel without products by XLA's own cost model.
+    """The seconds of each kernel without products by XLA's own cost model, by (computation, instruction).
 
-    Of products it knows no tensor cores, and as nothing is tuned without a GPU, it would price tiles that no tuned program has.
+    Kernels with products are left out: the model knows no tensor cores, and prices tiles that no tuned program has, since nothing
+    is tuned without a GPU.
     """
     from shardplan.emit.hlo_kernels import kernels_of
     from shardplan.emit.hlo_text import parse_module
@@ -205,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--only", nargs="+", metavar="PROGRAM", help="these programs alone")
-    parser.add_argument("--again", action="store_true", help="what is kept too")
+    parser.add_argument("--again", action="store_true", help="measures kept results anew")
     parser.add_argument("--json", type=Path, default=KEPT, help=f"where results are kept (default: {KEPT.relative_to(ROOT)})")
     parser.add_argument("--limit", type=float, default=900.0, metavar="SECONDS", help="for each process")
     parser.add_argument("--text", type=Path, metavar="DIRECTORY", help="keeps the compiled programs")
@@ -278,6 +287,7 @@ def fresh(name: str, programs: Sequence[str], given: argparse.Namespace) -> dict
 
 
 Kept = Mapping[str, Mapping[str, Any]]
+"""The figures of each program, by row and program."""
 
 
 def judge(kept: Kept) -> list[str]:
@@ -299,8 +309,9 @@ def judge(kept: Kept) -> list[str]:
         if theirs["exposed_s"] > 0.1 * theirs["seconds"]:
             exposing.append(ratios[-1])
         by_xla = plan["xla_seconds"] / min(r["xla_seconds"] for r in hands.values())
-        cells = f"{_ms(plan)} | {best}, {theirs['flags']} flags | {_ms(theirs)} | {ratios[-1]:.3f} | {by_xla:.3f}"
-        lines.append(f"| {name} | {ROWS[name].shape}{', 100 Gb/s' * ROWS[name].slow} | {cells} |")
+        sides = f"{_times_and_peak(plan)} | {best}, {theirs['flags']} flags | {_times_and_peak(theirs)}"
+        cluster = f"{ROWS[name].shape}{', 100 Gb/s' * ROWS[name].slow}"
+        lines.append(f"| {name} | {cluster} | {sides} | {ratios[-1]:.3f} | {by_xla:.3f} |")
     if ratios:
         median, worst = statistics.median(ratios), max(ratios)
         over = sum(r > 1.01 for r in ratios)
@@ -312,7 +323,7 @@ def judge(kept: Kept) -> list[str]:
 
 
 def ours(kept: Kept) -> list[str]:
-    """Our programs of the shardings by hand beside those by hand, and the medians."""
+    """The programs that shardplan emits for the shardings by hand, over those by hand: ratios of each row, and their medians."""
     lines = ["| row | sharding | step | compute | bytes | temporary |", "|---|---|---:|---:|---:|---:|"]
     all_ratios: list[list[float]] = []
     for name, found in kept.items():
@@ -326,10 +337,19 @@ def ours(kept: Kept) -> list[str]:
     return [*lines, *([f"| median | | {' | '.join(f'{r:.3f}' for r in medians)} |"] if medians else [])]
 
 
+_PREDICTED = (
+    ("bytes", "predicted_bytes", 1e-6, 1),
+    ("compute_s", "predicted_compute_s", 1e3, 2),
+    ("seconds", "predicted_s", 1e3, 2),
+    ("peak", "predicted_peak", 2**-30, 2),
+)
+"""What is predicted: the key of the compiled figure, that of the predicted one, the printed unit, and its decimals."""
+
+
 def planned(kept: Kept) -> list[str]:
-    """What is compiled of each plan, and its ratio to what the plan says: bytes, compute, the expected step and the peak."""
+    """The bytes, compute, step and peak that are compiled of each plan, each with its ratio to what the plan predicts."""
     lines = [
-        "| row | MB sent | compiled / planned | compute ms | | step ms | | peak GiB | |",
+        "| row | MB sent | ratio | compute ms | ratio | step ms | ratio | peak GiB | ratio |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     errors: list[list[float]] = []
@@ -337,11 +357,9 @@ def planned(kept: Kept) -> list[str]:
         plan = found.get(PLAN, {})
         if "predicted_bytes" not in plan:
             continue
-        sides = [("bytes", 1e-6, 1), ("compute_s", 1e3, 2), ("seconds", 1e3, 2), ("peak", 2**-30, 2)]
-        keys = ["predicted_bytes", "predicted_compute_s", "predicted_s", "predicted_peak"]
-        ratios = [plan[key] / plan[of] if plan[of] else 1.0 for (key, _, _), of in zip(sides, keys, strict=True)]
-        cells = [f"{plan[key] * unit:,.{digits}f} | {r:.3f}" for (key, unit, digits), r in zip(sides, ratios, strict=True)]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        ratios = [plan[key] / plan[of] if plan[of] else 1.0 for key, of, _, _ in _PREDICTED]
+        values = [f"{plan[key] * unit:,.{digits}f}" for key, _, unit, digits in _PREDICTED]
+        lines.append(f"| {name} | {' | '.join(f'{v} | {r:.3f}' for v, r in zip(values, ratios, strict=True))} |")
         errors.append([abs(r - 1) for r in ratios])
     medians = [statistics.median(column) for column in zip(*errors, strict=True)]
     return [*lines, *([f"| median error | {' | '.join(f'| {error:.1%}' for error in medians)} |"] if medians else [])]
@@ -350,7 +368,8 @@ def planned(kept: Kept) -> list[str]:
 TABLES: Mapping[str, Callable[[Kept], list[str]]] = {"judge": judge, "ours": ours, "planned": planned}
 
 
-def _ms(found: Mapping[str, float]) -> str:
+def _times_and_peak(found: Mapping[str, float]) -> str:
+    """Milliseconds of the step, exposed milliseconds, and GiB at the peak, as three cells."""
     return f"{found['seconds'] * 1e3:.2f} | {found['exposed_s'] * 1e3:.2f} | {found['peak'] / 2**30:.2f}"
 
 

@@ -1,4 +1,4 @@
-"""The rows of `by_hand`: steps on clusters."""
+"""The rows of `by_hand.py`: train steps, each on a cluster."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Row:
         return int(nodes or 1), int(gpus)
 
     def cluster(self) -> Any:
-        """The cluster, whose description for slow NICs has other sizes."""
+        """The row's cluster. That with slow NICs is described in a file for other sizes, which are replaced here."""
         from shardplan import Cluster
 
         if not self.slow:

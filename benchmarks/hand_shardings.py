@@ -6,8 +6,9 @@ A program is the step under `jax.jit`, with a `NamedSharding` for each argument 
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ SMALLEST = 1024
 
 
 Spec = tuple[Any, ...]
+"""The entries of a `PartitionSpec`: for each dim a mesh axis, a tuple of axes or None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +45,18 @@ def _largest(axes: tuple[str, ...]) -> Callable[[str, tuple[int, ...], Mapping[s
     """FSDP: the largest dim that divides, over these axes."""
 
     def spec(path: str, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Spec:
-        size, ways = 1, 1
-        for n in shape:
-            size *= n
-        for axis in axes:
-            ways *= sizes[axis]
+        ways = math.prod(sizes[axis] for axis in axes)
         legal = [d for d, n in enumerate(shape) if n % ways == 0]
-        if size < SMALLEST or not legal:
+        if math.prod(shape) < SMALLEST or not legal:
             return ()
-        at = max(legal, key=lambda d: (shape[d], -d))
-        return (*(None,) * at, axes[0] if len(axes) == 1 else axes)
+        return (*(None,) * _largest_of(legal, shape), axes[0] if len(axes) == 1 else axes)
 
     return spec
+
+
+def _largest_of(dims: Sequence[int], shape: tuple[int, ...]) -> int:
+    """The dim with the most elements; the first of several."""
+    return max(dims, key=lambda d: (shape[d], -d))
 
 
 _CUT = re.compile(r"(qkv|query|key|value|out|up|gate|down|embedding|head)$")
@@ -91,11 +93,8 @@ def _both(path: str, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Spec:
     """Megatron's cut, and FSDP of the largest other dim over "data"."""
     cut = [*_megatron(path, shape, sizes), *(None,) * len(shape)][: len(shape)]
     free = [d for d, n in enumerate(shape) if cut[d] is None and n % sizes["data"] == 0]
-    size = 1
-    for n in shape:
-        size *= n
-    if free and size >= SMALLEST:
-        cut[max(free, key=lambda d: (shape[d], -d))] = "data"
+    if free and math.prod(shape) >= SMALLEST:
+        cut[_largest_of(free, shape)] = "data"
     return tuple(cut)
 
 
@@ -122,15 +121,21 @@ def _transformer(row: Row) -> bool:
     return row.name in BLOCKS
 
 
+def _several_nodes(row: Row) -> bool:
+    return row.sizes[0] > 1
+
+
+def _transformer_on_nodes(row: Row) -> bool:
+    return _transformer(row) and _several_nodes(row)
+
+
 HANDS = {
     "data parallel": Hand(_flat, _whole, ("data",), ("data",)),
     "FSDP": Hand(_flat, _largest(("data",)), ("data",), ("data",)),
-    "hybrid FSDP": Hand(_levels, _largest(("gpu",)), (("node", "gpu"),), (("node", "gpu"),), lambda row: row.sizes[0] > 1),
+    "hybrid FSDP": Hand(_levels, _largest(("gpu",)), (("node", "gpu"),), (("node", "gpu"),), _several_nodes),
     "FSDP x tensor 2": Hand(_tensor(2), _both, ("data",), ("data",), _transformer),
-    "FSDP x tensor 8": Hand(_tensor(8), _both, ("data",), ("data",), lambda row: _transformer(row) and row.sizes[0] > 1),
-    "FSDP x tensor 8, sequence": Hand(
-        _tensor(8), _both, ("data",), ("data", "tensor"), lambda row: _transformer(row) and row.sizes[0] > 1
-    ),
+    "FSDP x tensor 8": Hand(_tensor(8), _both, ("data",), ("data",), _transformer_on_nodes),
+    "FSDP x tensor 8, sequence": Hand(_tensor(8), _both, ("data",), ("data", "tensor"), _transformer_on_nodes),
     "experts": Hand(
         lambda nodes, gpus: {"data": nodes, "expert": gpus},
         _experts,
@@ -144,7 +149,7 @@ HANDS = {
 
 
 def by_hand(row: Row, hand: Hand, machine: Any) -> Any:
-    """A step as a good user of JAX shards it, lowered."""
+    """The step of a row under a sharding by hand, lowered for a machine (a `topologies` description). The state is donated."""
     import jax
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -159,8 +164,7 @@ def by_hand(row: Row, hand: Hand, machine: Any) -> Any:
         return NamedSharding(mesh, PartitionSpec(*spec))
 
     def of_weight(path: Any, x: Any) -> Any:
-        words = "/".join(jax.tree_util.keystr((key,), simple=True) for key in path)
-        return sharding(hand.weight(words, tuple(x.shape), {**dict.fromkeys(hand.axes(nodes, gpus), 1), **sizes}))
+        return sharding(hand.weight(path_text(path), tuple(x.shape), {**dict.fromkeys(hand.axes(nodes, gpus), 1), **sizes}))
 
     states = jax.tree_util.tree_map_with_path(of_weight, state)
     batches = jax.tree.map(lambda x: sharding(hand.batch), batch)
@@ -169,7 +173,15 @@ def by_hand(row: Row, hand: Hand, machine: Any) -> Any:
         return jitted.lower(state, batch)
 
 
+def path_text(path: Sequence[Any]) -> str:
+    """The path of a leaf as `Hand.weight` reads it: keys, attributes and numbers joined by slashes."""
+    import jax
+
+    return "/".join(jax.tree_util.keystr((key,), simple=True) for key in path)
+
+
 def _boundary(row: Row, spec: Spec) -> Any:
+    """A boundary in the type that the step takes: a `PartitionSpec` for steps of `hand_steps`, a tuple for `models`."""
     from jax.sharding import PartitionSpec
 
     return PartitionSpec(*spec) if row.source == "hand" else tuple(spec)

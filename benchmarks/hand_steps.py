@@ -1,4 +1,4 @@
-"""Train steps as others write them, in plain flax linen, optax and JAX: what `by_hand.py` plans beside programs by hand.
+"""Train steps as others write them, in plain flax linen, optax and JAX: `by_hand.py` plans them, and shards them by hand.
 
 Each factory returns ``(step, (state, batch))`` with shapes for arguments. They share nothing with `models/`.
 """
@@ -22,7 +22,7 @@ Boundary = PartitionSpec | None
 
 
 def constrained(x: jax.Array, boundary: Boundary) -> jax.Array:
-    """Activations between blocks, where their author says."""
+    """Activations between blocks, constrained to their boundary if there is one."""
     return x if boundary is None else jax.lax.with_sharding_constraint(x, boundary)
 
 
@@ -142,11 +142,10 @@ def gpt(
 
     def loss_of(params: Any, batch: Any, key: jax.Array) -> jax.Array:
         logits: Any = model.apply({"params": params}, batch["tokens"], rngs={"dropout": key})
-        logits = logits.astype(jnp.float32)
-        if smoothing:
-            labels = optax.smooth_labels(jax.nn.one_hot(batch["targets"], vocabulary), smoothing)
-            return optax.softmax_cross_entropy(logits, labels).mean()
-        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
+        if not smoothing:
+            return cross_entropy(logits, batch["targets"])
+        labels = optax.smooth_labels(jax.nn.one_hot(batch["targets"], vocabulary), smoothing)
+        return optax.softmax_cross_entropy(logits.astype(jnp.float32), labels).mean()
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, jax.Array]:
         key = jax.random.fold_in(jax.random.key(0), state.step)
@@ -157,8 +156,17 @@ def gpt(
     return step, (state, {"tokens": shape, "targets": shape})
 
 
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """The mean over all positions, in float32. Logits are [batch, sequence, vocabulary], labels [batch, sequence]."""
+    return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels).mean()
+
+
 def accumulated(loss_of: Callable[[Any, Any], jax.Array], params: Any, batch: Any, count: int) -> tuple[jax.Array, Any]:
-    """The loss and the gradients of a batch in ``count`` microbatches of every count-th example: each device keeps its own."""
+    """The loss and the gradients of a batch [examples, ...], as means over ``count`` microbatches.
+
+    Microbatch i holds the examples i, i + count, ...: a batch that is split over devices gives microbatches that are split alike,
+    and no example moves.
+    """
     if count == 1:
         return jax.value_and_grad(loss_of)(params, batch)
     parts = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 1, 0), batch)
@@ -182,8 +190,7 @@ def seq2seq(
     def step(state: TrainState, batch: Any) -> tuple[TrainState, jax.Array]:
         def loss_of(params: Any) -> jax.Array:
             logits: Any = model.apply({"params": params}, batch["source"], batch["target"])
-            logits = logits.astype(jnp.float32)
-            return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
+            return cross_entropy(logits, batch["labels"])
 
         loss, grads = jax.value_and_grad(loss_of)(state.params)
         return state.apply_gradients(grads=grads), loss
@@ -216,6 +223,7 @@ def lora(
     state = {"frozen": frozen, "adapters": adapters, "moments": jax.eval_shape(tx.init, adapters)}
 
     def merged(frozen: Any, adapters: Any) -> Any:
+        """The weights with what the adapters add: a kernel [n, m] plus ``a`` [n, rank] @ ``b`` [rank, m]."""
         weights = {name: dict(block) if isinstance(block, dict) else block for name, block in frozen.items()}
         for name, pair in adapters.items():
             block, layer = name.split("/")
@@ -226,8 +234,7 @@ def lora(
     def step(state: Any, batch: Any) -> tuple[Any, jax.Array]:
         def loss_of(adapters: Any) -> jax.Array:
             logits: Any = model.apply({"params": merged(state["frozen"], adapters)}, batch["tokens"])
-            logits = logits.astype(jnp.float32)
-            return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
+            return cross_entropy(logits, batch["targets"])
 
         loss, grads = jax.value_and_grad(loss_of)(state["adapters"])
         updates, moments = tx.update(grads, state["moments"], state["adapters"])

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from benchmarks.hand_rows import BLOCKS, ROWS, Row
-from benchmarks.hand_shardings import HANDS
+from benchmarks.hand_shardings import HANDS, path_text
 from models import moe
 
 TENSOR = HANDS["FSDP x tensor 2"]
@@ -21,7 +21,7 @@ def leaves(row: Row) -> dict[str, tuple[int, ...]]:
     """The shape of each leaf of a row's state, by its path."""
     _, (state, _) = row.step()
     flat, _ = jax.tree_util.tree_flatten_with_path(state)
-    return {"/".join(jax.tree_util.keystr((key,), simple=True) for key in path): tuple(x.shape) for path, x in flat}
+    return {path_text(path): tuple(x.shape) for path, x in flat}
 
 
 def cut(path: str, shape: tuple[int, ...]) -> list[Any]:
@@ -64,20 +64,19 @@ def test_each_moment_lies_as_its_weight(name: str) -> None:
             continue
         tail = words[words.index(moment) + 1 :]
         weights = [p for p in shapes if p.split("/")[-len(tail) :] == tail and not set(p.split("/")) & {*MOMENTS, "opt_state"}]
-        weight = min(weights, key=len)  # of several, the one whose path ends so and has nothing before
+        weight = min(weights, key=len)  # the path that ends so and has the least before it
         assert cut(path, shape) == cut(weight, shapes[weight]), path
         moments += 1
     assert moments > 4
 
 
 def test_experts_by_hand_exchange_tokens(devices: list[Any]) -> None:
-    """Tokens go to their experts by all-to-alls; no device gathers the experts."""
+    """Tokens go to their experts by all-to-alls."""
     hand, mesh = HANDS["experts"], jax.make_mesh((2, 4), ("data", "expert"), devices=devices, axis_types=(AxisType.Auto,) * 2)
     step, (state, batch) = moe.train_step(layers=1, boundary=hand.boundary, dispatched=hand.dispatched)
 
     def of_weight(path: Any, x: Any) -> Any:
-        words = "/".join(jax.tree_util.keystr((key,), simple=True) for key in path)
-        return NamedSharding(mesh, PartitionSpec(*hand.weight(words, tuple(x.shape), dict(mesh.shape))))
+        return NamedSharding(mesh, PartitionSpec(*hand.weight(path_text(path), tuple(x.shape), dict(mesh.shape))))
 
     shardings = jax.tree_util.tree_map_with_path(of_weight, state), NamedSharding(mesh, PartitionSpec(*hand.batch))
     with jax.set_mesh(mesh):

@@ -38,7 +38,10 @@ class Transfers:
         self.network, self.names, self.sizes = network, tuple(names), tuple(sizes)
 
     def move(self, x: Any, move: Move, extreme: Any = None) -> Any:
-        """A block after all steps of a move, each in a named scope of its own."""
+        """A block after all steps of a move, each in a named scope of its own.
+
+        ``extreme`` holds the extremes beside places that are reduced as pairs (argmax, argmin).
+        """
         buffered: _Buffered | None = None
         for n, step in enumerate(move.steps):
             with jax.named_scope(f"{move.scope}.{n}"):
@@ -52,7 +55,9 @@ class Transfers:
         return x
 
     def fitted(self, x: Any, step: Step, move: Move, way: int) -> Any:
-        """A block padded in the dim that a step splits first (``way`` 1), or cut to its true extent where one is whole again."""
+        """A block padded in a dim that the step begins to split (``way`` 1), or cut to its true extent in one that the step makes
+        whole again (``way`` -1).
+        """
         for d, (n, padded) in enumerate(zip(move.shape, move.extents, strict=True)):
             if n != padded:
                 was, now = bool(step.before.dims[d]), bool(step.after.dims[d])
@@ -68,7 +73,9 @@ class Transfers:
             return self.together(values, bundle.steps, bundle.hop)
 
     def together(self, blocks: Sequence[Any], steps: Sequence[Step], hop: Hop) -> list[Any]:
-        """One collective on all blocks, packed into rows: a row for each part that a device sends or gets."""
+        """The blocks after one collective that carries all of them, packed into rows: a row for each part that a device sends or
+        gets.
+        """
         ways, step = self.ways(hop.over), replace(steps[0], program=hop.program)
         dims = [c.longer if hop.kind == "reduce_scatter" else c.shorter for c in map(Change.of, steps)]
         match hop.kind:
@@ -95,7 +102,9 @@ class Transfers:
                 ]
 
     def reblocked(self, x: Any, reblock: Reblock) -> Any:
-        """The same value in blocks of another extent of one dim."""
+        """The same value in blocks of another extent of one dim. Blocks keep their order, so each device gets the rows that it
+        lacks from its nearest neighbours on one side.
+        """
         dim, factors = reblock.dim, reblock.layout.dims[reblock.dim]
         assert list(factors) == sorted(factors), "permutes number devices in the mesh's order"
         ways, axes = self.ways(factors), self.axes(factors)
@@ -190,7 +199,9 @@ class Transfers:
         return all_reduced(x, extreme, reducer, axes)
 
     def reduce_scatter(self, x: Any, step: Step, over: Sequence[int], reducer: Reducer, dim: int) -> Any:
-        """A device's block of the reduction, along a dim; other reductions than sums send blocks and combine them here."""
+        """A device's block of the reduction, along a dim. For reductions other than sums, devices exchange their terms of each
+        block and combine them here.
+        """
         axes, ways = self.axes(over), self.ways(over)
         assert reducer not in PAIRS, "pairs are reduced by all-reduces"
         if reducer == "sum" and not step.program:
@@ -207,7 +218,7 @@ class Transfers:
         return run_steps(rows.ravel(), program, laying).reshape(shape)
 
     def all_to_all(self, x: Any, over: Sequence[int], split: int, joined: int) -> Any:
-        """A block of dim ``split`` from each device, one behind another along dim ``joined``."""
+        """The part of dim ``split`` that each device sends here, concatenated along dim ``joined``."""
         return lax.all_to_all(x, self.axes(over), split_axis=split, concat_axis=joined, tiled=True)
 
     def permute(self, x: Any, axes: tuple[str, ...], pairs: Sequence[tuple[int, int]]) -> Any:
@@ -217,9 +228,10 @@ class Transfers:
     # -- permutes ----------------------------------------------------------------------------------------------------
 
     def pairs(self, before: Sequence[tuple[int, ...]], after: Sequence[tuple[int, ...]]) -> list[tuple[int, int]]:
-        """Who sends to whom, in the numbering of the mesh: each device gets the block that it needs from one that has it.
+        """(sender, receiver) of each message, numbered as in the mesh.
 
-        Data crosses no factor that splits neither layout: along such a factor, blocks may be terms of a sum.
+        Each device gets the block that it needs from one that has it. Data crosses no factor that splits neither layout: along
+        such a factor, blocks may be terms of a sum.
         """
         moved = sorted({f for dims in (before, after) for dim in dims for f in dim})
 
@@ -228,16 +240,16 @@ class Transfers:
             return used + [f for f in moved if f not in used]
 
         first, last = order(before), order(after)
-        found: list[tuple[int, int]] = []
+        messages: list[tuple[int, int]] = []
         for at in itertools.product(*(range(n) for n in self.sizes)):
             # the device whose block before has the same number in every dim, and the same place among those that hold it
             place = functools.reduce(lambda n, f: n * self.sizes[f] + at[f], last, 0)
             source = list(at)
             for f in reversed(first):
                 place, source[f] = divmod(place, self.sizes[f])
-            here, there = (int(np.ravel_multi_index(c, self.sizes)) for c in (at, source))
-            found.append((there, here))
-        return found
+            sender, receiver = (int(np.ravel_multi_index(c, self.sizes)) for c in (source, at))
+            messages.append((sender, receiver))
+        return messages
 
 
 def _columns(rows: Any, sizes: Sequence[int]) -> list[Any]:
@@ -247,7 +259,7 @@ def _columns(rows: Any, sizes: Sequence[int]) -> list[Any]:
 
 
 def _padded(x: Any, dim: int, extent: int) -> Any:
-    """A block filled up to an extent of a dim, or cut to it; what is added says nothing."""
+    """A block padded with zeros to an extent of a dim, or cut to it. The zeros are no elements of the tensor."""
     if x.shape[dim] >= extent:
         return lax.slice_in_dim(x, 0, extent, axis=dim) if x.shape[dim] > extent else x
     return jnp.pad(x, [(0, extent - x.shape[dim]) if d == dim else (0, 0) for d in range(x.ndim)])
@@ -315,7 +327,7 @@ def _places(laying: Laying) -> list[list[int]]:
 
 
 def _gathered(held: list[list[int]], kind: str, among: Sequence[Sequence[int]]) -> list[list[int]]:
-    """What each device holds after a step; those that take no part hold leftovers of the same size."""
+    """The parts that each device holds after a step. Devices that take no part hold fewer: -1 fills them up to the same size."""
     after = [list(h) for h in held]
     for group in among:
         if kind == "AllGather":

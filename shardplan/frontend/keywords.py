@@ -1,5 +1,5 @@
 # pyright: basic
-"""Arguments by name: a step that takes some by keyword alone becomes a function of positional arguments."""
+"""Arguments by name: a step that is planned with some of them becomes a function of positional arguments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardplan.errors import ShardplanError
 
 
 class Positional:
-    """A step as a function of ``count`` positional arguments and then of those that it takes by ``names``, in this order."""
+    """A step as a function of positional arguments alone: its first ``count``, then those of ``names`` in their order."""
 
     def __init__(self, step: Callable[..., Any], count: int, names: Sequence[str]) -> None:
         functools.update_wrapper(self, step, assigned=("__name__", "__qualname__", "__doc__", "__module__"), updated=())
@@ -24,12 +24,14 @@ class Positional:
         self.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in (*own, *self.names)])
 
     def __call__(self, *args: Any) -> Any:
-        """Runs the step."""
+        """Runs the step with the last arguments by name."""
         return self.step(*args[: self.count], **dict(zip(self.names, args[self.count :], strict=True)))
 
 
 def taking(count: int, names: Sequence[str]) -> Positional:
-    """The form of a step that takes ``count`` arguments by position alone, and others by these names alone."""
+    """The `Positional` of a step that takes ``count`` arguments by position alone and others by these names alone. It only binds
+    calls (`ordered`); it does not run.
+    """
 
     def form(*args: Any, **named: Any) -> Any:
         raise AssertionError("only its signature is used")
@@ -40,10 +42,10 @@ def taking(count: int, names: Sequence[str]) -> Positional:
 
 
 def as_positional(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> tuple[Any, tuple[Any, ...]]:
-    """(the step as a function of positional arguments alone, all arguments): those by name come last, sorted.
+    """(the step as a function of positional arguments alone, all arguments). Arguments by name come last, sorted by name.
 
     Raises:
-        ShardplanError: for ``kwargs`` that are no mapping from names, or that name what the step does not take so.
+        ShardplanError: for ``kwargs`` that are no mapping from names, and for arguments with which the step cannot be called.
     """
     if not kwargs:
         return step, tuple(args)
@@ -61,14 +63,15 @@ def as_positional(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
 
 
 def with_arguments_of(step: Callable[..., Any], planned: Callable[..., Any]) -> Callable[..., Any]:
-    """A step as a function of the arguments of the planned one, where that takes some by name."""
+    """A step as a function of the same positional arguments as the planned step; the step itself if none were given by name."""
     if not isinstance(planned, Positional) or isinstance(step, Positional):
         return step
     return planned if planned.step is step else Positional(step, planned.count, planned.names)
 
 
 def ordered(step: Callable[..., Any], args: Sequence[Any], named: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The arguments of a call of a planned step as they were planned, those by name last: bound as Python binds them.
+    """The arguments of a call in the order in which the step was planned with them, those by name last. They are bound as Python
+    binds them.
 
     Raises:
         ShardplanError: for a call that the step itself would refuse, or that gives other arguments than were planned.
@@ -76,17 +79,17 @@ def ordered(step: Callable[..., Any], args: Sequence[Any], named: Mapping[str, A
     names, count, own = (step.names, step.count, step.step) if isinstance(step, Positional) else ((), len(args), step)
     if len(args) == count and set(named) == set(names):
         return (*args, *(named[name] for name in names))
-    wanted = f"takes {count} by position and {', '.join(names)} by name" if names else "takes its arguments by position"
+    planned = f"takes {count} by position and {', '.join(names)} by name" if names else "takes its arguments by position"
     try:
         signature = inspect.signature(own)
         bound = signature.bind(*args, **named)
     except (TypeError, ValueError) as error:  # another call, or a function without a signature
-        raise ShardplanError(f"a step that was planned with these arguments {wanted}: {error}") from error
+        raise ShardplanError(f"the planned step {planned}: {error}") from error
     if not names and not bound.kwargs:
         return bound.args
     by_place = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
     first = [p.name for p in signature.parameters.values() if p.kind in by_place and p.name not in names][:count]
     given = bound.arguments
     if set(given) != {*first, *names}:
-        raise ShardplanError(f"a step that was planned with these arguments {wanted}: this call differs")
+        raise ShardplanError(f"the planned step {planned}: this call gives {', '.join(given)}; plan with these arguments")
     return tuple(given[name] for name in (*first, *names))

@@ -39,11 +39,13 @@ LONGEST_COLUMN = 2**12
 
 _Order = Literal["", "row", "column"]
 _Of = Callable[[int], int]
-"""The kernel that a kernel has become part of."""
+"""Gives the kernel into which a kernel has been merged, by their numbers."""
 
 
 _FAR = 200
-"""Two kernels with this many others behind the first may have a third between them: they are not joined."""
+"""The search for a kernel between two others looks at so many kernels behind the first. Then it gives up: the two stay apart. A
+bound on the work, our choice.
+"""
 
 
 def with_traffic(graph: Graph, *, call_of: Callable[[Node], Hashable] | None = None) -> Graph:
@@ -194,6 +196,7 @@ class _Model:
         return {k: of(k) for k in self.kernels}
 
     def _may_join(self, a: int, b: int, of: _Of) -> bool:
+        """Whether two kernels over the same elements may become one (rule 3)."""
         one, other = self.kernels[a], self.kernels[b]
         if one.size != other.size or {one.order, other.order} == {"row", "column"}:
             return False
@@ -227,6 +230,7 @@ class _Model:
         return False
 
     def _after(self, k: int, of: _Of) -> Iterator[int]:
+        """The kernels that read what a kernel stores."""
         for t in self.kernels[k].stores:
             for reader in self.values.readers.get(t, ()):
                 for home in self.within.get(reader.id, ()):
@@ -235,6 +239,7 @@ class _Model:
                         yield found
 
     def _join(self, a: int, b: int, into: dict[int, int]) -> None:
+        """Merges ``b`` into ``a``. Of two reads of one value, the larger is kept; what either stores is read no more."""
         one, other = self.kernels[a], self.kernels[b]
         into[b] = a
         stores = one.stores | other.stores
@@ -246,9 +251,10 @@ class _Model:
         one.nodes |= other.nodes
         one.stores, one.order, one.last = stores, one.order or other.order, max(one.last, other.last)
 
-    # -- what that moves ------------------------------------------------------------------------------------------------
+    # -- what the kernels move ------------------------------------------------------------------------------------------------
 
     def _charged(self, parts: Mapping[int, int]) -> tuple[Traffic, ...]:
+        """The traffic of each node: a kernel's reads, writes and launches are charged to its own nodes."""
         graph = self.graph
         reads = [[0.0] * len(node.inputs) for node in graph.nodes]
         writes = [[0.0] * len(node.outputs) for node in graph.nodes]

@@ -12,22 +12,21 @@ from shardplan.tdl.language import Access
 class Buffers:
     """Who makes and who reads each buffer, and which must be stored.
 
-    ``calls`` are the calls of a library that runs them one by one, one for each node; without them, all ops are compiled
-    together.
+    ``calls`` has for each node the call of a library that runs its calls one by one; without it, all ops are compiled together.
     """
 
     def __init__(self, graph: Graph, calls: Sequence[Hashable] | None = None) -> None:
         self.graph = graph
         self.calls = calls
-        self.name = list(range(len(graph.tensors)))  # of each tensor: the buffer that it renames
-        self.shown: dict[int, int] = {}  # bytes of its buffer that a renamed tensor shows: a broadcast one repeats them
+        self.name = list(range(len(graph.tensors)))  # by tensor: the tensor whose buffer holds it
+        self.shown: dict[int, int] = {}  # by renamed tensor: the bytes of the buffer that it shows (a broadcast repeats them)
         self.renamed: set[int] = set()  # nodes for which no kernel runs
         self.leaving = {t for t in graph.outputs if t >= 0} | {k.source for k in graph.links}  # what a body gives to another
-        self.narrowed: dict[int, float] = {}  # of the result of a product: the part of its bytes that a cast leaves
+        self.narrowed: dict[int, float] = {}  # by result of a product: the part of its bytes that a cast leaves
         self.maker: dict[int, Node] = {}
         self.readers: dict[int, list[Node]] = {}
         self.kept: set[int] = set()  # buffers that control flow reads, or that are results
-        self.stacked: set[int] = set()  # buffers of which a loop stacks one in each iteration
+        self.stacked: set[int] = set()  # buffers that a loop copies to a stack, one in each iteration
         self._name_buffers()
 
     def _name_buffers(self) -> None:
@@ -65,8 +64,8 @@ class Buffers:
                 self.kept.add(t)
 
     def bytes_behind(self) -> Mapping[int, int]:
-        """The bytes from which a kernel can compute each buffer: its own, or fewer where an elementwise op makes it from less (a
-        comparison with an iota).
+        """The bytes from which a kernel can compute each buffer: its own bytes, or fewer where an elementwise op makes it from
+        less (a comparison with an iota).
         """
         behind: dict[int, int] = {}
         for node in self.graph.nodes:
@@ -86,8 +85,10 @@ class Buffers:
             return False
         if self.calls is None and casts(node.signature.call):
             return self._is_part_of_product(node, using)
-        if node.signature.part == "none" or not node.signature.swaps:
-            return node.signature.part == "none"
+        if node.signature.part == "none":
+            return True
+        if not node.signature.swaps:
+            return False
         maker, readers = self.maker.get(node.inputs[0]), using.get(node.outputs[0], ())
         made = maker is not None and maker.signature.part == "product" and len(using[node.inputs[0]]) == 1
         return made or (bool(readers) and all(r.signature.part == "product" for r in readers))
@@ -138,12 +139,12 @@ class Buffers:
         )
 
     def shown_part(self, t: int) -> float:
-        """The bytes of its buffer that a tensor shows, as a part of its own."""
+        """The bytes of its buffer that a tensor shows, over the bytes of the tensor: below 1 for a broadcast."""
         nbytes = self.graph.tensors[t].nbytes
         return self.shown.get(t, nbytes) / max(1, nbytes)
 
     def slot(self, node: Node, t: int) -> int:
-        """The first operand of a node that shows a buffer."""
+        """The number of the first operand of a node that shows a buffer."""
         return next(i for i, own in enumerate(node.inputs) if own >= 0 and self.name[own] == t)
 
 

@@ -1,8 +1,9 @@
 # pyright: basic
 """The stages of compiling a planned step, as `jax.stages` has them: traced, lowered, compiled.
 
-Inside, JAX compiles a function of flat leaves. A stage shows the step's own trees: of its arguments, beside which JAX has an
-empty dict of keyword arguments, and of its result. An nnx object stands there as its state.
+Inside, JAX compiles a function of flat leaves. A stage shows them in the step's own trees. The tree of the arguments is that of
+``((arguments...), {})``, as JAX has it for positional arguments; arguments that were planned by name are the last of these, and
+the dict stays empty. An nnx object is shown as its state.
 """
 
 from __future__ import annotations
@@ -26,16 +27,21 @@ class Trees:
     results: Any
 
     def of_arguments(self, leaves: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
-        """``((arguments...), {})`` with these leaves."""
+        """``((arguments...), {})`` with these leaves, those of nnx objects as their state."""
         return bare(self.arguments.unflatten(leaves), leaves), {}
 
     def of_results(self, leaves: Sequence[Any], arguments: Sequence[Any]) -> Any:
-        """The step's result with these leaves; what an nnx object keeps unchanged has the leaves of its arguments."""
+        """The step's result with these leaves. Parts of an nnx object that the step leaves unchanged take the leaves of the
+        arguments.
+        """
         return bare(self.results.unflatten(leaves), arguments)
 
 
 class Stage:
-    """A stage of `jax.stages` for flat leaves, shown with the step's trees. All other attributes are those of JAX's stage."""
+    """A stage of `jax.stages` for flat leaves, shown with the step's trees. All other attributes are those of JAX's stage.
+
+    ``run(flat, *args, **named)`` calls a compiled function of flat leaves with the step's arguments (`Runner`).
+    """
 
     def __init__(self, flat: Any, trees: Trees, run: Callable[..., Any]) -> None:
         self._flat, self._trees, self._run = flat, trees, run
@@ -116,7 +122,7 @@ class CompiledStep(Stage):
 
 
 def compiled(run: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """The result of what compiles a step.
+    """The result of ``run(*args, **options)``, which compiles a step, or calls one and may compile it first.
 
     Raises:
         ShardplanError: for a compiler option that XLA refuses.

@@ -1,4 +1,4 @@
-"""The options with which XLA compiles a planned step: the flags that the plan counts on, unless its user says otherwise."""
+"""The options with which XLA compiles a planned step: the flags that the plan counts on, unless the user asks for others."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ _log = logging.getLogger("shardplan")
 
 XLA_FLAGS = "XLA_FLAGS"
 _TAKES_GPU_FLAGS = frozenset({"cpu", "cuda", "gpu", "rocm"})
-"""The platforms whose compilers know the flags of GPUs; that of CPUs takes them and does nothing with them."""
+"""The platforms whose compilers accept the flags of GPUs. The compiler for CPUs ignores them."""
 
 
 def compiler_options(planned: Mapping[str, Any], asked: object, platform: str, environment: Mapping[str, str]) -> dict[str, Any]:
     """The compiler options for a platform, as `jax.jit` takes them.
 
-    ``asked`` is None or True for the flags ``planned``, False for none, or a mapping of the user's own in place of them, for any
-    platform. A flag that the environment's XLA_FLAGS sets keeps its value there, and a warning is logged.
+    ``asked`` is None or True for the flags ``planned`` (on the platforms that accept them), False for none, or a mapping of flags
+    that takes their place on any platform. A flag that the environment's XLA_FLAGS sets keeps its value there. If that is another
+    value, a warning is logged.
 
     Raises:
-        ShardplanError: for anything else, or where XLA_FLAGS, or the file that it names, cannot be read.
+        ShardplanError: for any other ``asked``, or where XLA_FLAGS, or the file that it names, cannot be read.
     """
     if isinstance(asked, Mapping):
         unnamed = [name for name in asked if not isinstance(name, str) or name.startswith("-")]
@@ -33,23 +34,23 @@ def compiler_options(planned: Mapping[str, Any], asked: object, platform: str, e
         invalid = [name for name, value in asked.items() if not isinstance(value, bool | int | float | str)]
         if invalid:
             raise ShardplanError(f"xla_flags={{{invalid[0]!r}: {asked[invalid[0]]!r}}}: give a number, a bool or a string")
-        return _left(asked, "xla_flags gives", environment)
+        return _without_set(asked, "xla_flags gives", environment)
     if asked is not None and not isinstance(asked, bool):
         raise ShardplanError(f"xla_flags={asked!r}: give None for the plan's own, False for none, or a dict of flags")
     if asked is False or platform not in _TAKES_GPU_FLAGS:
         return {}
-    return _left(planned, "the plan counts on", environment)
+    return _without_set(planned, "the plan counts on", environment)
 
 
-def _left(planned: Mapping[str, Any], who: str, environment: Mapping[str, str]) -> dict[str, Any]:
-    """The flags that the environment does not set; says which of the others it sets to another value."""
+def _without_set(flags: Mapping[str, Any], source: str, environment: Mapping[str, str]) -> dict[str, Any]:
+    """The flags that the environment's XLA_FLAGS does not set. Warns of those that it sets to another value than ``source``."""
     own = _set_by_user(environment)
-    kept = {name: own[name] for name in planned if name in own and own[name].lower() != str(planned[name]).lower()}
-    if kept:
-        said = ", ".join(f"--{name}={value}" for name, value in kept.items())
-        counted = ", ".join(str(planned[name]) for name in kept)
-        _log.warning("%s has %s, which wins: %s %s", XLA_FLAGS, said, who, counted)
-    return {name: value for name, value in planned.items() if name not in own}
+    other = {name: own[name] for name in flags if name in own and own[name].lower() != str(flags[name]).lower()}
+    if other:
+        winning = ", ".join(f"--{name}={value}" for name, value in other.items())
+        losing = ", ".join(str(flags[name]) for name in other)
+        _log.warning("%s has %s, which wins: %s %s", XLA_FLAGS, winning, source, losing)
+    return {name: value for name, value in flags.items() if name not in own}
 
 
 def _set_by_user(environment: Mapping[str, str]) -> dict[str, str]:

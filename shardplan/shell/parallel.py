@@ -79,9 +79,8 @@ def parallelize(
 
     ``options`` are those of `shardplan.plan`, and ``xla_flags`` that of `Plan.jit`. nnx modules and optimizers among the
     arguments are updated in place, as under `nnx.jit`. Argument numbers count all arguments of the step, static ones included;
-    negative ones count from the end.
-    ``cache_dir`` keeps plans under a key of the traced step, the cluster and the options: another process with the same step
-    reuses them.
+    negative ones count from the end. ``cache_dir`` keeps plans under a key of the traced step, the cluster and the options:
+    another process with the same step reuses them.
 
     Raises:
         ShardplanError: for an unknown option.
@@ -300,8 +299,8 @@ def _option(name: str, value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """The arguments of a call: ``static`` ones by position, ``named`` ones (also static), and the ``dynamic`` others in order,
-    of which the last are those that the step takes by the names ``keywords``.
+    """The arguments of a call. ``static`` ones are kept by position, ``named`` ones (static too) by name. All others are
+    ``dynamic``: first those by position, then those by name, whose names are ``keywords``.
 
     ``count`` is the number of positional arguments. ``donated`` are positions among the dynamic ones. Calls with equal ``key``
     have equal static arguments.
@@ -350,6 +349,12 @@ class _Ready:
 def _bind_call(
     step: Callable[..., Any], parameters: Parameters | None, settings: _Settings, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> _Call:
+    """The arguments of a call, sorted by what the settings say of them.
+
+    Raises:
+        ShardplanError: for a call that the step would refuse, numbers that name no argument, an argument that is static and
+            donated, or a static one without a hash.
+    """
     name = getattr(step, "__name__", "the step")
     args, named = _by_position(name, parameters, args, kwargs)
     count = max(_positional(parameters), len(args))

@@ -75,6 +75,7 @@ def in_row_major_order(primitive: str, results: Sequence[Any]) -> list[Any]:
 
 
 def _clamped(starts: Sequence[Any], shape: Sequence[int], sizes: Sequence[int]) -> list[Any]:
+    """The starts, clamped so that a slice of ``sizes`` lies within ``shape``."""
     rewritten: list[Any] = []
     for start, n, size in zip(starts, shape, sizes, strict=True):
         dtype = np.dtype(start.dtype)

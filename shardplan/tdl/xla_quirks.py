@@ -49,16 +49,16 @@ The smallest program: ``jax.jit(jax.shard_map(jnp.sum, mesh=mesh, in_specs=P(), 
 def may_die(
     primitives: Iterable[tuple[str, Sequence[int]]], backend: str, sizes: Sequence[int] = (), release: str | None = None
 ) -> str | None:
-    """Why the compiler of a release of JAX, the installed one, may die of a program; None if nothing is known to kill it.
+    """Why the compiler of a release of JAX, by default the installed one, may die of a program; None if no reason is known.
 
-    ``primitives`` are the ops of the program, each with the numbers of elements of its operands, and ``sizes`` those of the axes
-    of the mesh that the partitioner cuts it over (none: it cuts nothing). Only the ``specs`` backend, and the step as its user
+    ``primitives`` are the ops of the program, each with the element count of each operand. ``sizes`` are those of the mesh axes
+    over which the partitioner cuts the program (none: it cuts nothing). Only the ``specs`` backend, and the step as its user
     wrote it, run a `jax.shard_map` as it is.
     """
     if may_have((), release):
         return "this release is untested"
     deadly = may_have(_DIES_OF_EMPTY, release) and backend == "specs"
-    if deadly and any(name == "shard_map" and 0 in sizes for name, sizes in primitives):
+    if deadly and any(name == "shard_map" and 0 in counts for name, counts in primitives):
         return "a jax.shard_map of the step has an operand without elements"
     if backend == "specs" and aborts_on_two_axes(sizes, release):
         mesh = " x ".join(map(str, sizes))
@@ -73,8 +73,8 @@ divide one another. On a mesh of 3 x 2, named n and g: from ``P(None, "n")`` to 
 
 
 def aborts_on_two_axes(sizes: Sequence[int], release: str | None = None) -> bool:
-    """Whether a release of JAX, the installed one, may abort where a constraint moves two axes at once, on a mesh with axes of
-    these sizes.
+    """Whether a release of JAX, by default the installed one, may abort where a constraint moves two axes at once, on a mesh with
+    axes of these sizes.
     """
     odd = any(a % b and b % a for a, b in itertools.combinations(sizes, 2))
     return odd and may_have(_ABORTS_ON_TWO_AXES, release)
@@ -114,9 +114,10 @@ _NONE: frozenset[int] = frozenset()
 class Fence:
     """A fault of XLA's partitioner: each device cuts these ``loops`` of a call itself, on its own share; they are never padded.
 
-    ``fault`` says what the partitioner does, and ``releases`` in which tested releases of JAX: in the others the fence does not
-    apply. A call that is fenced ``alone`` may neither keep partial sums nor pass them on. ``seed`` is the first draw that
-    found the fault: ``python -m tests.emit.proof.fences`` lifts each fence, draws from there, and prints what goes wrong.
+    ``fault`` says what the partitioner does, and ``releases`` in which tested releases of JAX (all of them, unless some are
+    named): in the others the fence does not apply. A call that is fenced ``alone`` may neither keep partial sums nor pass them
+    on. ``python -m tests.emit.proof.fences`` lifts each fence and prints what goes wrong. It proves ``primitives``, those whose
+    calls or gradients have the fault, with draws from ``seed`` on.
     """
 
     name: str
@@ -133,7 +134,7 @@ def _every_loop(applies: Callable[[Call], bool]) -> Callable[[Call, Description]
 
 
 def _moving_loops(call: Call, description: Description) -> frozenset[int]:
-    """The loops of a slice or a padding along which elements move."""
+    """The loops of a slice or a padding along which elements move: those that are not read at their own index alone."""
     if call.primitive not in _MISALIGNED:
         return _NONE
     return frozenset(v for v in range(len(description.loops)) if in_step(description, v) is None)

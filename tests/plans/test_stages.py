@@ -60,8 +60,8 @@ def test_every_stage_has_the_trees_of_jax_jit(name: str, backend: str, devices: 
     result = ours(*args)
     assert jax.tree.structure(result) == ours.out_tree
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), result, theirs(*args))
-    shardings = jax.tree.map(lambda x: x.sharding, result)
-    assert jax.tree.map(lambda a, b: a.is_equivalent_to(b, 2), shardings, ours.output_shardings)
+    alike = jax.tree.map(lambda x, sharding: x.sharding.is_equivalent_to(sharding, x.ndim), result, ours.output_shardings)
+    assert all(jax.tree.leaves(alike))
     assert jax.tree.structure(ours.input_shardings) == ours.in_tree
     assert "HloModule" in ours.as_text()
     assert ours.cost_analysis()["flops"] > 0

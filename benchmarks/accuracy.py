@@ -3,7 +3,7 @@
     python benchmarks/accuracy.py                # the table of docs/accuracy.md
     python benchmarks/accuracy.py --rows gpt     # the rows whose name begins so
 
-Each row plans a step for `explicit` and for `specs`, and proves both plans (`shardplan.emit.verify`). Bytes are those that
+Each row plans a step for `explicit` and for `specs`, and proves both plans (`shardplan.verify.verify`). Bytes are those that
 a device sends in a step, predicted by the plan and measured in the compiled program; memory is the peak of one device. Seconds
 are medians of ``--repeats`` of lowering and of compiling, beside those of the plain step under `jax.jit`.
 
@@ -72,7 +72,7 @@ def row(name: str, model: str, cluster: str, settings: dict[str, Any], repeats: 
     import importlib
 
     import shardplan
-    from shardplan.emit.verify import verify
+    from shardplan.verify.verify import verify
 
     step, args = importlib.import_module(f"models.{model}").train_step(**settings, concrete=True)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)

@@ -7,7 +7,7 @@ argument (`HANDS`) and, where people write it, `with_sharding_constraint` betwee
 contains no code of shardplan. It is compiled with XLA's default flags and with those of the plan, and the faster of the two
 counts. The best program by hand is the fastest that fits a device.
 
-All programs are timed alike, by their compiled schedules (`shardplan.emit.hlo_timeline`): kernels by the roofline, collectives by
+All programs are timed alike, by their compiled schedules (`benchmarks.hlo_timeline`): kernels by the roofline, collectives by
 the network model from their groups and bytes, at once where the schedule lets them overlap. A second timeline (``xla_seconds``)
 prices kernels without products by XLA's own cost model (``xla_gpu_collect_cost_model_stats``).
 
@@ -129,9 +129,9 @@ def figures(lowered: Any, flags: Mapping[str, Any], cluster: Any, file: Path | N
     """The seconds of a compiled program by the roofline and by XLA's cost model (``xla_``), what it sends and
     what it holds, in bytes (``temporary``; ``peak`` is all of it). ``triton`` is that of `_compiled`. Its text goes to ``file``.
     """
+    from benchmarks.hlo_timeline import network_price, timeline
     from shardplan.cost import Network
-    from shardplan.emit.hlo import measure
-    from shardplan.emit.hlo_timeline import network_price, timeline
+    from shardplan.hlo.meter import measure
     from shardplan.mesh import factors
 
     began = time.perf_counter()
@@ -188,8 +188,8 @@ def modelled_s(text: str) -> dict[tuple[str, str], float]:
     Kernels with products are left out: the model knows no tensor cores, and prices tiles that no tuned program has, since nothing
     is tuned without a GPU.
     """
-    from shardplan.emit.hlo_kernels import kernels_of
-    from shardplan.emit.hlo_text import parse_module
+    from benchmarks.hlo_kernels import kernels_of
+    from shardplan.hlo.text import parse_module
 
     module = parse_module(text)
     found: dict[tuple[str, str], float] = {}

@@ -251,7 +251,7 @@ def _against(plan: Any, step: Callable[..., Any]) -> Row:
 def _compiled_bytes(plan: Any, step: Callable[..., Any]) -> float:
     import jax
 
-    from shardplan.emit.verify import measured_program
+    from shardplan.verify.verify import measured_program
 
     return float(measured_program(plan, step, devices=jax.devices()[: plan.cluster.size])[0].wire_bytes)
 

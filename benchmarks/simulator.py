@@ -28,9 +28,9 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 import shardplan  # noqa: E402
-from shardplan.cost.delta import simulate_again  # noqa: E402
-from shardplan.cost.simulator import Contention, Engine, Stream, TaskGraph, compiled, simulate  # noqa: E402
 from shardplan.report.tables import seconds, size, table  # noqa: E402
+from shardplan.simulate.delta import simulate_again  # noqa: E402
+from shardplan.simulate.engine import Contention, Engine, Stream, TaskGraph, compiled, simulate  # noqa: E402
 
 _GPT = {"layers": 4, "width": 1024, "sequence": 512, "heads": 16, "vocabulary": 4096, "batch": 64}
 MODELS: tuple[tuple[str, str, Mapping[str, Any], str], ...] = (

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardplan.calibrate.timing import Timed, timed_of
-from shardplan.emit.on_host import drawn
 from shardplan.frontend.nnx_state import apart
 from shardplan.plans.runner import Leaves, Runner
+from shardplan.verify.on_host import drawn
 
 
 class Runs(Protocol):
@@ -61,7 +61,7 @@ def step_seconds(
 ) -> dict[str, Timed]:
     """Measured seconds of one step under each plan, by name: the median of ``rounds``, in each of which every plan runs once.
 
-    Two steps of each plan warm up. Arguments that are only shapes are drawn as `shardplan.emit.verify.drawn` says.
+    Two steps of each plan warm up. Arguments that are only shapes are drawn as `shardplan.verify.verify.drawn` says.
     """
     tell = observer or (lambda what, part: None)
     leaves, tree = jax.tree.flatten(apart(tuple(args)))

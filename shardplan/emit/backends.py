@@ -8,10 +8,10 @@ from typing import Any
 from jax.sharding import Mesh
 
 from shardplan.emit.explicit import ExplicitEmitter
-from shardplan.emit.mutate import DroppingEmitter, DroppingExplicitEmitter
 from shardplan.emit.specs import SpecsEmitter
 from shardplan.errors import ShardplanError
 from shardplan.schedule import PlannedProgram, Schedule
+from shardplan.verify.mutate import DroppingEmitter, DroppingExplicitEmitter
 
 BACKENDS = ("explicit", "specs")
 """Each device its own program, or constraints that XLA's partitioner follows."""
@@ -47,7 +47,7 @@ def checked_backend(backend: str) -> str:
 def emitter(
     planned: PlannedProgram, mesh: Mesh, backend: str, schedule: Callable[[], Schedule], drop: int | None
 ) -> Callable[..., list[Any]]:
-    """The step on flat arguments under a backend; ``drop`` leaves out the exchange of that number (`shardplan.emit.mutate`)."""
+    """The step on flat arguments under a backend; ``drop`` leaves out the exchange of that number (`shardplan.verify.mutate`)."""
     if backend == "explicit":
         if drop is None:
             return ExplicitEmitter(planned, mesh, schedule())

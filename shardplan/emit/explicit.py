@@ -20,7 +20,6 @@ from shardplan import _jax
 from shardplan.cost import Network
 from shardplan.emit.blocks import Blocks
 from shardplan.emit.manual import evaluated
-from shardplan.emit.one_for_one import OWN
 from shardplan.emit.stacked import partition_spec
 from shardplan.emit.transfers import Transfers
 from shardplan.ir import Constant, Layout
@@ -42,6 +41,7 @@ from shardplan.schedule import (
 )
 from shardplan.schedule.planned import PlannedProgram
 from shardplan.tdl.rewrite import compilable, in_row_major_order
+from shardplan.verify.one_for_one import OWN
 
 Values = dict[int, Any]
 

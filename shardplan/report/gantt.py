@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.cost.simulator import NONE
 from shardplan.report.draw import new_figure, rendered
-from shardplan.report.simulated import Simulated
 from shardplan.report.tables import seconds, size
+from shardplan.simulate.engine import NONE
+from shardplan.simulate.figures import Simulated
 
 _COLUMNS = 1200
 _COMPUTE, _HIDDEN, _EXPOSED = "#1f5fa8", "#8fbf8f", "#c0262d"

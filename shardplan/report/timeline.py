@@ -9,17 +9,17 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.cost import busy
-from shardplan.cost.folds import unfolded
-from shardplan.cost.simulator import NO_CONTENTION, NONE, Contention, Run, simulate
 from shardplan.plans.files import write_whole
 from shardplan.report.draw import picture_format
 from shardplan.report.gantt import gantt
-from shardplan.report.simulated import Priced, Simulated
 from shardplan.report.trace import trace
 from shardplan.schedule import PlannedProgram, Schedule
-from shardplan.schedule.step_tasks import count_instructions, longest_scan, step_tasks
-from shardplan.schedule.tasks import StepTasks
+from shardplan.simulate import busy
+from shardplan.simulate.engine import NO_CONTENTION, NONE, Contention, Run, simulate
+from shardplan.simulate.figures import Priced, Simulated
+from shardplan.simulate.folds import unfolded
+from shardplan.simulate.step_tasks import count_instructions, longest_scan, step_tasks
+from shardplan.simulate.tasks import StepTasks
 
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)

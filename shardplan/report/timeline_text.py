@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shardplan.report.simulated import Simulated, timeline_json, top_exposed
 from shardplan.report.tables import seconds, size, table
+from shardplan.simulate.figures import Simulated, timeline_json, top_exposed
 
 _WHY = {
     "compute_not_run_s": "compute that is priced, but runs once for equal ops, or in a branch that is not taken",

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.report.simulated import Simulated, timeline_json
+from shardplan.simulate.figures import Simulated, timeline_json
 
 _PID = 1
 _CHUNK = 10_000

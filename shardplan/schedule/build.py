@@ -18,8 +18,6 @@ from shardplan.graph import Node
 from shardplan.ir import PAIRS, Constant, Layout, Op, Program, Reducer, Use, Where
 from shardplan.schedule.changes import single_steps
 from shardplan.schedule.cuts import following_cuts, operand_layouts, planned_cuts, reducer_of, taking, whole_layout
-from shardplan.schedule.extents import with_extents
-from shardplan.schedule.fastest import fastest_bundles
 from shardplan.schedule.frame import Frame, Later, only_empty, waiting
 from shardplan.schedule.instructions import (
     Block,
@@ -33,10 +31,12 @@ from shardplan.schedule.instructions import (
     Source,
     While,
 )
+from shardplan.schedule.passes.barriers import waited
+from shardplan.schedule.passes.dedupe import shared
+from shardplan.schedule.passes.extents import with_extents
+from shardplan.schedule.passes.fastest import fastest_bundles
+from shardplan.schedule.passes.prune import pruned
 from shardplan.schedule.planned import PlannedProgram
-from shardplan.schedule.prune import pruned
-from shardplan.schedule.share import shared
-from shardplan.schedule.waits import waited
 
 
 def build(planned: PlannedProgram) -> Schedule:

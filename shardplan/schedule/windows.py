@@ -26,8 +26,8 @@ from shardplan.schedule.instructions import (
     results_of,
 )
 from shardplan.schedule.op_seconds import op_seconds
+from shardplan.schedule.passes.prune import reads
 from shardplan.schedule.planned import PlannedProgram
-from shardplan.schedule.prune import reads
 
 
 def windows(schedule: Schedule, planned: PlannedProgram) -> Mapping[int, float]:

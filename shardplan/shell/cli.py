@@ -84,9 +84,9 @@ def _plan(options: argparse.Namespace) -> Report:
 
 
 def _verify(options: argparse.Namespace) -> Report:
-    from shardplan.emit.verify import verify
     from shardplan.report import Progress
     from shardplan.report.text import verified_text
+    from shardplan.verify.verify import verify
 
     made, step, args = target_plan(options, concrete=True, file=options.plan)
     devices = simulated_devices(made)

@@ -116,8 +116,8 @@ def _on_host() -> contextlib.AbstractContextManager[Any]:
 
 def _measured(made: Any, step: Callable[..., Any], backend: str) -> Mapping[str, tuple[float, float, int]]:
     """(wire bytes, raw wire bytes, peak bytes) of the compiled program of the plan and of each baseline, by name."""
-    from shardplan.emit.verify import measured_program
     from shardplan.report import Progress
+    from shardplan.verify.verify import measured_program
 
     devices = simulated_devices(made)
     result: dict[str, tuple[float, float, int]] = {}

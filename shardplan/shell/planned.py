@@ -15,7 +15,6 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardplan import _jax
-from shardplan.cost.simulator import Contention
 from shardplan.emit.backends import checked_backend, emitter
 from shardplan.emit.stacked import partition_spec
 from shardplan.errors import ArgumentError, PlanFileError, ShardplanError
@@ -35,12 +34,13 @@ from shardplan.plans.summary import Scheduled, baselines, collectives_of, decide
 from shardplan.report.draw import picture, picture_format
 from shardplan.report.drawing import drawing
 from shardplan.report.explain import explain, explain_all
-from shardplan.report.simulated import priced_of
 from shardplan.report.timeline import Timeline, timeline
 from shardplan.schedule import PlannedProgram, Schedule, Send, build, planned_program, sends
 from shardplan.search.session import Session
 from shardplan.shell.compiler_options import compiler_options
 from shardplan.shell.figures import Figures
+from shardplan.simulate.engine import Contention
+from shardplan.simulate.figures import priced_of
 
 
 class Plan(Figures):

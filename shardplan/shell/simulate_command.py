@@ -29,10 +29,10 @@ def add_simulate_command(commands: Any) -> None:
 
 
 def _simulate(options: argparse.Namespace) -> Report:
-    from shardplan.cost.simulator import Contention
     from shardplan.report.draw import picture_format
-    from shardplan.report.simulated import timeline_json
     from shardplan.report.timeline_text import timeline_text
+    from shardplan.simulate.engine import Contention
+    from shardplan.simulate.figures import timeline_json
 
     # mistakes are reported before the search
     check_outputs({"-o": options.output, "--png": options.png}, options)

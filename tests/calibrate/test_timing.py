@@ -17,8 +17,8 @@ from shardplan.calibrate.cache import FILE, Cache, default_folder, key_of
 from shardplan.calibrate.kernels import CPU, Argument, kernels
 from shardplan.calibrate.profiling import kernel_text
 from shardplan.calibrate.timing import Task, Timed
-from shardplan.emit.hlo import parse
 from shardplan.errors import CalibrationError
+from shardplan.hlo.meter import parse
 
 
 def test_each_iteration_of_the_timed_loop_executes_the_task(devices: list[Any]) -> None:

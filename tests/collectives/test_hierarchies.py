@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from shardplan.collectives.hierarchies import Letter, Lowered, hierarchy, programs
 from shardplan.mesh import Matrix
 from shardplan.mesh.matrix import parse
+from tests.collectives.hierarchies import Letter, Lowered, hierarchy, programs
 
 LETTERS: tuple[Letter, ...] = ("a", "b", "c", "d")
 # one reduced axis; up to 8 devices

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardplan.collectives import parse, program_seconds, synthesize
-from shardplan.collectives.pipeline import _stages, best_chunks, pipelined_seconds
 from shardplan.cost import Network
 from shardplan.mesh import Cluster, Level, factors
+from tests.collectives.pipeline import _stages, best_chunks, pipelined_seconds
 from tests.machines import launchless
 
 DEVICE = launchless(Cluster.load("8")).device

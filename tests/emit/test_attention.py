@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardplan
 from shardplan import _jax
-from shardplan.emit.verify import verify
+from shardplan.verify.verify import verify
 from tests.attention import for_gpus, needs_tokamax, of_tokamax
 from tests.attention import of_jax as pallas
 

@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardplan
 from shardplan import tdl
-from shardplan.emit.verify import verify
 from shardplan.tdl.describe import forget
+from shardplan.verify.verify import verify
 
 KEYS = jax.random.split(jax.random.key(0), 8)
 

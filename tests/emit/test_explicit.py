@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import pytest
 
 import shardplan
-from shardplan.emit.hlo import Kind
-from shardplan.emit.mutate import DroppingExplicitEmitter
-from shardplan.emit.one_for_one import folded
-from shardplan.emit.verify import verify
+from shardplan.hlo.meter import Kind
 from shardplan.schedule import Compute, Move, Reblock, Scan, instructions_of
+from shardplan.verify.mutate import DroppingExplicitEmitter
+from shardplan.verify.one_for_one import folded
+from shardplan.verify.verify import verify
 from tests.machines import machine
 from tests.models.test_factories import TINY, factory, tiny_on
 

@@ -13,10 +13,10 @@ from jax.sharding import PartitionSpec
 
 import shardplan
 from shardplan.emit.backends import BACKENDS
-from shardplan.emit.verify import measured_program, verify
 from shardplan.frontend.trace import trace
 from shardplan.graph import flatten
 from shardplan.ir import Backend
+from shardplan.verify.verify import measured_program, verify
 
 LAYOUT = ("NHWC", "HWIO", "NHWC")
 

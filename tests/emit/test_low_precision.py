@@ -12,13 +12,13 @@ from jax.sharding import PartitionSpec as P
 
 import shardplan
 from shardplan.cost.compute import flops, product_dtype
-from shardplan.emit.verify import verify
 from shardplan.frontend.trace import trace
 from shardplan.graph import flatten
 from shardplan.graph.nodes import Node
 from shardplan.mesh import Cluster
 from shardplan.search.problem.compute_prices import least_compute_s
 from shardplan.tdl import Call
+from shardplan.verify.verify import verify
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 ROWS, WIDTH = 64, 32

@@ -19,8 +19,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import shardplan
-from shardplan.emit.mutate import DroppingEmitter
-from shardplan.emit.verify import verify
+from shardplan.verify.mutate import DroppingEmitter
+from shardplan.verify.verify import verify
 from tests.machines import launchless, machine
 
 IMAGES = ("NHWC", "HWIO", "NHWC")

@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec as P
 
 import shardplan
 from shardplan import tdl
-from shardplan.emit.verify import verify
 from shardplan.tdl.coverage import sort_one
 from shardplan.tdl.describe import forget
+from shardplan.verify.verify import verify
 
 X = np.arange(64.0, dtype=np.float32).reshape(8, 8) - 20
 

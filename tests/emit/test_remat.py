@@ -10,7 +10,7 @@ import pytest
 
 import shardplan
 from models import gpt, mlp
-from shardplan.emit.verify import measured_program, verify
+from shardplan.verify.verify import measured_program, verify
 
 SMALL: dict[str, Any] = {"layers": 2, "width": 32, "sequence": 16, "batch": 16, "vocabulary": 64, "heads": 4, "dropout": 0.1}
 

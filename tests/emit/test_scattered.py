@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import shardplan
-from shardplan.emit.verify import verify
 from shardplan.tdl.proof import CASES, Drawn
+from shardplan.verify.verify import verify
 from tests import machines
 from tests.emit.proof.runs import gradient
 from tests.emit.proof.sweep import primitives

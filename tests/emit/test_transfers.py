@@ -24,7 +24,7 @@ from shardplan.mesh import Cluster
 from shardplan.mesh.factoring import factors
 from shardplan.schedule import Block, Move, Reblock
 from shardplan.schedule.changes import single_steps
-from shardplan.schedule.share import shared
+from shardplan.schedule.passes.dedupe import shared
 from tests.machines import machine
 
 SHAPES = ("8", "2x4", "2x2x2", "3x2")

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardplan
-from shardplan.emit.verify import verify
+from shardplan.verify.verify import verify
 
 X = jax.random.normal(jax.random.key(1), (64, 32))
 

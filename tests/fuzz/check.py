@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 import shardplan
-from shardplan.emit.verify import Verified, verify
+from shardplan.verify.verify import Verified, verify
 from tests.machines import machine
 from tests.scattered import scattered
 

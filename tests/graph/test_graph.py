@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import shardplan
-from shardplan.emit.verify import verify
 from shardplan.frontend.trace import trace
 from shardplan.graph.flattening import flatten
+from shardplan.verify.verify import verify
 
 
 def test_the_branch_of_most_work_carries_a_conditional() -> None:

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 import shardplan
-from shardplan.emit.mutate import DroppingEmitter
-from shardplan.emit.verify import verify
 from shardplan.frontend.trace import trace
 from shardplan.graph.flattening import flatten
 from shardplan.graph.partials import deferrable
 from shardplan.search.coarsening.coarsen import coarsen
+from shardplan.verify.mutate import DroppingEmitter
+from shardplan.verify.verify import verify
 
 WIDTH, ROWS, PARTS = 64, 8192, 4
 MOST = 2 * WIDTH * WIDTH * 4 + PARTS * 4

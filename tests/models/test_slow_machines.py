@@ -8,7 +8,7 @@ import jax
 import pytest
 
 import shardplan
-from shardplan.emit.verify import verify
+from shardplan.verify.verify import verify
 from tests.machines import machine
 from tests.models.test_factories import TINY, factory, tiny_on
 

@@ -18,8 +18,8 @@ from jax.experimental import topologies
 from jax.sharding import PartitionSpec as P
 
 import shardplan
-from shardplan.emit import hlo
-from shardplan.emit.hlo_text import parse_module
+from shardplan import hlo
+from shardplan.hlo.text import parse_module
 
 TARGET = Path(__file__).parents[1] / "collectives" / "h100_target.txtpb"
 LAYERS, WIDTH = 5, 1024

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import shardplan
-from shardplan.emit.verify import verify as verify_plan
 from shardplan.tdl import Call, describe
 from shardplan.tdl.coverage import sort_primitives
 from shardplan.tdl.verify import draw, verify
+from shardplan.verify.verify import verify as verify_plan
 from tests.tdl.programs import PROGRAMS, Program
 
 STRUCTURAL = {entry.name for entry in sort_primitives() if entry.kind == "structural"}

@@ -99,7 +99,7 @@ def test_a_plan_keeps_what_shared_one_choice(tmp_path: Any) -> None:
 
 
 def test_a_plan_with_one_choice_runs_and_is_equal() -> None:
-    from shardplan.emit.verify import verify
+    from shardplan.verify.verify import verify
 
     step, args = mlp.train_step(layers=4, concrete=True)
     plan = shardplan.plan(step, *args, cluster="2x2", one_choice="layers", memory_limit=2**40)

@@ -10,13 +10,13 @@ import pytest
 
 from models import gpt, gpt_linen, llama, mlp, moe, rnn, unet, vit, wresnet
 from shardplan.mesh import Cluster
-from shardplan.search.inference import narrow
 from shardplan.search.inference.bound import Ascent, ascend, narrowed, stars
 from shardplan.search.inference.solver import Solver
 from shardplan.search.memory import liveness as memory
 from shardplan.search.problem import Extractor, Problem
 from tests.oracles import brute, ilp
 from tests.search import graphs, steps
+from tests.search.inference import narrow
 from tests.search.inference.test_optimum import check, optimum
 from tests.search.strategy.test_solve import searched
 

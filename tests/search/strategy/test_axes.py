@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec
 
 import shardplan
 from models import gpt, moe
-from shardplan.emit.verify import verify
 from shardplan.mesh import Cluster, matrices
 from shardplan.report.parallelism import purposes_text
 from shardplan.search.strategy import factoring_search
@@ -23,6 +22,7 @@ from shardplan.search.strategy.axes import laid
 from shardplan.search.strategy.purposes import Loops
 from shardplan.shell.factor_options import checked_axes, checked_factors, read_axes, read_factors
 from shardplan.tdl.index import loops_of
+from shardplan.verify.verify import verify
 from tests.machines import machine
 
 SMALL = {"layers": 2, "width": 64, "heads": 4, "batch": 16, "sequence": 32, "vocabulary": 256}

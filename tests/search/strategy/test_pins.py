@@ -16,10 +16,10 @@ from jax.sharding import PartitionSpec as P
 
 import shardplan
 from models import mlp
-from shardplan.emit.verify import verify
 from shardplan.mesh import Cluster
 from shardplan.search.memory import liveness as memory
 from shardplan.search.strategy.pins import for_pins, pinned_domains, smallest_conflict
+from shardplan.verify.verify import verify
 from tests.search import steps
 
 STEP, ARGS = mlp.train_step(layers=2)

@@ -1,0 +1,9 @@
+"""What a compiled program sends: its HLO text, and the collectives in it with their bytes on the wire. No JAX here.
+
+`text` parses a module, `groups` reads which devices belong together, `flow` follows values, `undo` finds what XLA's CPU compiler
+changed, and `meter` counts.
+"""
+
+from shardplan.hlo.meter import HloCollective, Kind, KindTotal, Measured, measure, operands, parse, wire_bytes
+
+__all__ = ["HloCollective", "Kind", "KindTotal", "Measured", "measure", "operands", "parse", "wire_bytes"]

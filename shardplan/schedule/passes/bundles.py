@@ -1,0 +1,216 @@
+"""Bundles: moves that take the same collectives over the same factors travel together, as one flat buffer (Tofu, section 6).
+
+A bundle saves the latency of all moves but one. It waits for its last source, so that what is reduced stays a little longer, and
+it brings what is gathered a little earlier: so it takes no more bytes than make its latency a small share of its time. For the
+same reason less compute can hide it. Where hidden seconds cost less than exposed ones, moves travel together only if that gains
+more than it exposes (`shardplan.schedule.passes.fastest` tries both).
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from shardplan.collectives.reshard import Resharder
+from shardplan.cost.overlap import SERIAL, Weights
+from shardplan.schedule.changes import Change
+from shardplan.schedule.copies import Copies
+from shardplan.schedule.instructions import Block, Bundle, Cond, Hop, Instruction, Move, Scan, While, results_of
+from shardplan.schedule.op_seconds import op_seconds
+from shardplan.schedule.passes.prune import reads
+from shardplan.schedule.planned import PlannedProgram
+from shardplan.schedule.windows import BlockWindows
+
+LATENCY_SHARE = 0.1
+"""A bundle is full when its latency is no more than this share of its time."""
+
+
+_NO_DEARER = 1 + 1e-9
+"""The factor within which two costs count as equal."""
+
+
+def bundled(block: Block, planned: PlannedProgram, weights: Weights = SERIAL) -> Block:
+    """A block, and the blocks in it, whose moves travel together where that costs less by these weights."""
+    return _Bundling(planned, weights).block(block)
+
+
+_Key = tuple[str, Hop]
+"""The dtype of moves, and their collective."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Moves that travel together, from these ``places`` in their block; ``mask`` has a bit for each place.
+
+    ``cost`` is that of their collective with the copies into one buffer and out of it, ``apart`` what they cost one by one, each
+    with the copies beside it. Copies never hide.
+    """
+
+    key: _Key
+    members: tuple[Move, ...]
+    places: tuple[int, ...]
+    mask: int
+    nbytes: float
+    cost: float
+    apart: float
+
+
+class _Bundling:
+    def __init__(self, planned: PlannedProgram, weights: Weights) -> None:
+        self.planned, self.weights = planned, weights
+        self.resharder: Resharder = planned.programs.resharder
+        self.op_s = op_seconds(planned)
+        self.copies = Copies(planned)
+        self._full: dict[Hop, float] = {}
+
+    def block(self, block: Block) -> Block:
+        """A block with its bundles."""
+        instructions = tuple(self.inside(i) for i in block.instructions)
+        bundles = [self.bundle(group.key, group.members) for group in self.groups(replace(block, instructions=instructions))]
+        return replace(block, instructions=tuple(_ordered(instructions, bundles)) if bundles else instructions)
+
+    def inside(self, instruction: Instruction) -> Instruction:
+        """An instruction with bundles in its bodies."""
+        match instruction:
+            case Scan():
+                return replace(instruction, body=self.block(instruction.body))
+            case While():
+                return replace(instruction, test=self.block(instruction.test), body=self.block(instruction.body))
+            case Cond():
+                return replace(instruction, branches=tuple(self.block(b) for b in instruction.branches))
+            case _:
+                return instruction
+
+    def groups(self, block: Block) -> list[_Group]:
+        """Moves with one key of which none depends on another, until they are full, in the order of the instructions."""
+        after: dict[int, int] = {}  # by value the moves, as a mask, that it depends on
+        current: dict[_Key, int] = {}  # the number of the group that takes the next move
+        groups: list[_Group] = []
+        windows = BlockWindows(block, self.op_s)
+        for n, instruction in enumerate(block.instructions):
+            before = functools.reduce(operator.or_, (after.get(v, 0) for v in reads(instruction)), 0)
+            key = self.key(instruction) if isinstance(instruction, Move) else None
+            if key is not None and isinstance(instruction, Move):
+                alone = self.alone(key, instruction, n, windows)
+                group = groups[current[key]] if key in current else None
+                together = None if group is None or before & group.mask else self.together(group, alone, windows)
+                if together is None:
+                    current[key] = len(groups)
+                    groups.append(alone)
+                else:
+                    groups[current[key]] = together
+                before |= 1 << n
+            after.update((v, before) for v in results_of(instruction))
+        return [group for group in groups if len(group.members) > 1 and group.cost < group.apart]
+
+    def alone(self, key: _Key, move: Move, place: int, windows: BlockWindows) -> _Group:
+        """A move as a group of one."""
+        seconds = sum(step.seconds for step in move.steps)
+        copied_s = sum(self.copies.ordering_s(move, step) for step in move.steps)
+        apart = self.cost(seconds, [place], windows) + copied_s
+        return self.packed(key, (move,), (place,), apart, windows)
+
+    def packed(
+        self, key: _Key, members: tuple[Move, ...], places: tuple[int, ...], apart: float, windows: BlockWindows
+    ) -> _Group:
+        """Moves as a group; ``apart`` is what they cost one by one."""
+        mask = sum(1 << place for place in places)
+        bundle = self.bundle(key, members)
+        cost = self.cost(self.carried_s(bundle), places, windows) + self.copies.packing_s(bundle)
+        return _Group(key, members, places, mask, sum(map(self.nbytes, members)), cost, apart)
+
+    def together(self, one: _Group, other: _Group, windows: BlockWindows) -> _Group | None:
+        """A group with another move; None if it would be too large, or cost more than the packed group and the move alone."""
+        if one.nbytes + other.nbytes > self.full(one.key):
+            return None
+        members, places = (*one.members, *other.members), (*one.places, *other.places)
+        both = self.packed(one.key, members, places, one.apart + other.apart, windows)
+        return both if both.cost <= (one.cost + other.apart) * _NO_DEARER else None
+
+    def cost(self, seconds: float, places: Sequence[int], windows: BlockWindows) -> float:
+        """The cost of a collective for the moves at these places: less than its seconds where it can hide."""
+        if self.weights.hideable == 1.0:
+            return seconds
+        return float(self.weights.of(np.array(seconds), windows.of(places)))
+
+    def key(self, move: Move) -> _Key | None:
+        """What moves that may travel together have in common; None for a move that travels alone."""
+        if move.reducer != "sum" or move.extents != move.shape or 0 in move.shape or len(move.steps) != 1:
+            return None  # moves with several steps split the buffer
+        step = move.steps[0]
+        change = Change.of(step)
+        over = {"all_reduce": step.over, "reduce_scatter": change.gained, "all_gather": change.lost}.get(step.kind)
+        return None if over is None else (self.planned.graph.tensors[move.tensor].dtype, Hop(step.kind, over, step.program))
+
+    def nbytes(self, move: Move) -> float:
+        """The bytes of a device's operand, for a gather of its result."""
+        return move.steps[0].nbytes
+
+    def bundle(self, key: _Key, moves: Sequence[Move]) -> Bundle:
+        """Moves as one instruction, by the program that is best for all of them together."""
+        together = Bundle(tuple(moves), key[1])
+        program = self.resharder.program_for(key[1].kind, together.steps[0].over, sum(s.nbytes for s in together.steps))
+        return replace(together, hop=replace(key[1], program=program))
+
+    def carried_s(self, bundle: Bundle) -> float:
+        """The seconds of a bundle's collective."""
+        hop, steps = bundle.hop, bundle.steps
+        return self.resharder.seconds_with(hop.kind, steps[0].over, sum(s.nbytes for s in steps), hop.program)
+
+    def full(self, key: _Key) -> float:
+        """The bytes at which a bundle has gained what it can."""
+        hop = key[1]
+        if hop not in self._full:
+            wide, over = 2.0**40, tuple(sorted(hop.over))
+            slope = self.resharder.seconds(hop.kind, over, wide) / wide
+            self._full[hop] = self.resharder.seconds(hop.kind, over, 0.0) / slope / LATENCY_SHARE if slope > 0 else math.inf
+        return self._full[hop]
+
+
+def _ordered(instructions: Sequence[Instruction], bundles: Sequence[Bundle]) -> list[Instruction]:
+    """The instructions with bundles in place of their moves: each as soon as what it reads is there, the earliest first.
+
+    Bundles that wait for each other are taken apart.
+    """
+    while True:
+        found, stuck = _in_turn(instructions, bundles)
+        if stuck is None:
+            return found
+        bundles = [b for b in bundles if b is not stuck]
+
+
+def _in_turn(instructions: Sequence[Instruction], bundles: Sequence[Bundle]) -> tuple[list[Instruction], Bundle | None]:
+    """The instructions in an order in which each is preceded by what it reads; else a bundle that prevents that."""
+    of = {move.result: bundle for bundle in bundles for move in bundle.moves}
+    nodes: list[Instruction] = []
+    for i in instructions:
+        bundle = of.get(i.result) if isinstance(i, Move) else None
+        if bundle is None:
+            nodes.append(i)
+        elif isinstance(i, Move) and i.result == bundle.moves[0].result:
+            nodes.append(bundle)
+    maker = {v: n for n, node in enumerate(nodes) for v in results_of(node)}
+    needs = [{maker[v] for v in reads(node) if v in maker} for node in nodes]
+    readers: list[list[int]] = [[] for _ in nodes]
+    for n, before in enumerate(needs):
+        for m in before:
+            readers[m].append(n)
+    waits = [len(before) for before in needs]
+    ready = [n for n, count in enumerate(waits) if not count]
+    heapq.heapify(ready)
+    found: list[Instruction] = []
+    while ready:
+        n = heapq.heappop(ready)
+        found.append(nodes[n])
+        waits[n] = -1
+        for m in readers[n]:
+            waits[m] -= 1
+            if not waits[m]:
+                heapq.heappush(ready, m)
+    return found, next((node for n, node in enumerate(nodes) if waits[n] > 0 and isinstance(node, Bundle)), None)

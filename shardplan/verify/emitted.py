@@ -1,0 +1,50 @@
+"""The collectives of a step as it is handed to XLA, counted in its jaxpr by the named scopes that they stand in."""
+
+# pyright: basic
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from shardplan import _jax
+from shardplan.hlo.meter import Kind
+
+_KINDS: Mapping[str, Kind] = {
+    "psum": "all-reduce",
+    "pmax": "all-reduce",
+    "pmin": "all-reduce",
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "all_to_all": "all-to-all",
+    "ppermute": "collective-permute",
+}
+
+
+def emitted(jaxpr: Any) -> Counter[tuple[str, Kind, int, int]]:
+    """How often each (scope, kind, members of a group, bytes of an operand) occurs in a jaxpr; a permute has 0 members."""
+    return Counter(_found(jaxpr, {}))
+
+
+def _found(jaxpr: Any, sizes: Mapping[str, int]) -> Iterator[tuple[str, Kind, int, int]]:
+    for eqn in jaxpr.eqns:
+        kind = _KINDS.get(eqn.primitive.name)
+        if kind is not None:
+            scope = str(eqn.source_info.name_stack)
+            for x in eqn.invars:
+                yield scope, kind, _members(eqn.params, kind, sizes), x.aval.size * x.aval.dtype.itemsize
+        mesh = eqn.params.get("mesh")
+        inside = sizes if mesh is None else dict(mesh.shape)
+        for body in _jax.bodies(eqn):
+            yield from _found(body, inside)
+
+
+def _members(params: Mapping[str, Any], kind: Kind, sizes: Mapping[str, int]) -> int:
+    if kind == "collective-permute":
+        return 0
+    groups = params.get("axis_index_groups")
+    if groups is not None:
+        return len(groups[0])
+    axes = params["axes"] if "axes" in params else params["axis_name"]
+    return math.prod(sizes[axis] for axis in ((axes,) if isinstance(axes, str) else axes))

@@ -1,0 +1,144 @@
+"""Each planned collective beside its instruction in a compiled program: they are told by the named scope that both stand in.
+
+XLA leaves out a collective whose result it finds to be that of another one, or not to be needed: by rules of arithmetic that no
+schedule repeats. Such a one was handed to XLA exactly as planned, and is *folded* in the compiled program.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardplan.hlo.meter import HloCollective, Kind, operands, wire_bytes
+from shardplan.schedule import Send
+
+_DISABLED = "cpu-all-reduce-combiner,cse_barrier_expander,while-loop-invariant-code-motion,small-while-loop-hoisting"
+UNTOUCHED = {"xla_disable_hlo_passes": _DISABLED}
+"""Options that keep XLA's CPU compiler from merging collectives, undoing barriers, moving gathers out of loops, and making
+kernels of whole loops, in which it cannot compile a barrier."""
+
+OWN = "collectives_of_the_step"
+"""The named scope of what the step itself runs on each device: its collectives are the user's, and no plan has them."""
+
+_SCOPE = re.compile(r"(?:^|/)((?:(?:move|bundle)\d+\.\d+)|(?:reblock\d+\.\d+)|(?:halo\d+\.\d+\.\d+\.(?:lo|hi)))(?=/|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A collective of the plan, of the compiled program, or both: bytes are a device's operand's, each ``times`` a step."""
+
+    scope: str
+    kind: Kind
+    groups: int
+    nbytes: int
+    times: float
+    planned: int
+    compiled: int
+    line: str
+    folded: int = 0
+
+    @property
+    def matched(self) -> bool:
+        """Whether the plan and the program agree, but for what XLA folded."""
+        return self.planned == self.compiled + self.folded
+
+    @property
+    def wire_bytes(self) -> float:
+        """What a device sends in a step as compiled, ring convention."""
+        return self._each_bytes * self.times * self.compiled
+
+    @property
+    def planned_bytes(self) -> float:
+        """What a device sends in a step as planned, but for what XLA folded, ring convention."""
+        return self._each_bytes * self.times * (self.planned - self.folded)
+
+    @property
+    def _each_bytes(self) -> float:
+        result = self.nbytes * self.groups if self.kind == "all-gather" else self.nbytes
+        return wire_bytes(self.kind, self.nbytes, result, self.groups or 2)
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """The row as JSON values."""
+        return {
+            "kind": self.kind,
+            "groups": self.groups,
+            "bytes": self.nbytes,
+            "times": self.times,
+            "planned": self.planned,
+            "compiled": self.compiled,
+            "folded": self.folded,
+            "scope": self.scope,
+            "source": self.line,
+        }
+
+
+def one_for_one(planned: Sequence[Send], hlo_text: str) -> tuple[Pair, ...]:
+    """Every collective of the plan and of the program in the order of the plan, then what the program has beside it.
+
+    A loop that is compiled unrolled has each collective several times, run as often in all. A loop of unknown trip count may have
+    a known one once compiled: its collectives are counted as often as the program runs them.
+    """
+    lines = {s.scope: s.line for s in planned}
+    open_ended = {s.scope for s in planned if not s.known}
+    ours = _by_call([_planned(s) for s in planned])
+    theirs = _by_call([_compiled(c, n, ours) for c, n in operands(hlo_text) if f"/{OWN}/" not in c.op_name])
+    pairs: list[Pair] = []
+    for call in dict.fromkeys((*ours, *theirs)):
+        line = str(lines.get(call[0], ""))
+        rows = _rows(ours.get(call, Counter()), theirs.get(call, Counter()), open_ended=call[0] in open_ended)
+        pairs += [Pair(*call, times=times, planned=n, compiled=m, line=line) for times, n, m in rows]
+    return tuple(pairs)
+
+
+_Call = tuple[str, Kind, int, int]
+"""A collective's scope, kind, group size and bytes."""
+
+
+def _by_call(found: Sequence[tuple[_Call, float]]) -> dict[_Call, Counter[float]]:
+    """For each call how often it stands in places that run so many times."""
+    result: dict[_Call, Counter[float]] = {}
+    for call, times in found:
+        result.setdefault(call, Counter())[times] += 1
+    return result
+
+
+def _rows(ours: Counter[float], theirs: Counter[float], *, open_ended: bool) -> list[tuple[float, int, int]]:
+    """(times, planned, compiled) for one call."""
+    runs = sum(times * n for times, n in theirs.items())
+    if open_ended and theirs:
+        return [(runs / theirs.total(), ours.total(), theirs.total())]
+    if sum(times * n for times, n in ours.items()) == runs:
+        return [(times, n, n) for times, n in ours.items()]
+    return [(times, ours[times], theirs[times]) for times in dict.fromkeys((*ours, *theirs))]
+
+
+def _planned(send: Send) -> tuple[_Call, float]:
+    return (send.scope, send.kind, _ways(send.groups, send.kind), send.nbytes), send.times
+
+
+def folded(pairs: Sequence[Pair], emitted: Mapping[tuple[str, Kind, int, int], int]) -> tuple[Pair, ...]:
+    """The pairs, with what XLA folded of those that were ``emitted`` as planned (see `shardplan.verify.emitted`)."""
+    return tuple(
+        replace(p, folded=max(p.planned - p.compiled, 0))
+        if emitted.get((p.scope, p.kind, p.groups, p.nbytes), 0) == p.planned
+        else p
+        for p in pairs
+    )
+
+
+def _ways(groups: Sequence[Sequence[int]], kind: str) -> int:
+    return 0 if kind == "collective-permute" else len(groups[0])
+
+
+def _compiled(collective: HloCollective, text_bytes: int, ours: Mapping[_Call, Any]) -> tuple[_Call, float]:
+    """A compiled collective; one of the width that was planned was not widened, though it may look so."""
+    scopes = _SCOPE.findall(collective.op_name)
+    ways = 0 if collective.kind == "collective-permute" else collective.group_size
+    scope = scopes[-1] if scopes else ""
+    narrow: _Call = (scope, collective.kind, ways, collective.operand_bytes)
+    text: _Call = (scope, collective.kind, ways, text_bytes)
+    return text if narrow not in ours and text in ours else narrow, float(collective.trips)

@@ -1,0 +1,87 @@
+"""Perturbations: one unit in the last place of the type that a step reads an argument in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from shardplan.frontend.trace import trace
+from shardplan.verify.perturb import moved, narrowed, narrows, neighbours
+
+
+def units(x: Any, y: Any) -> np.ndarray:
+    """How many numbers of their type lie from ``x`` to ``y``."""
+    x, y = np.asarray(x), np.asarray(y)
+    assert x.dtype == y.dtype
+    signed = f"int{8 * x.itemsize}"
+    return np.abs(x.view(signed).astype(np.int64) - y.view(signed).astype(np.int64))
+
+
+def normal(*shape: int, dtype: str = "float32") -> Any:
+    return jnp.asarray(np.random.default_rng(0).standard_normal(shape), dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_neighbour_is_one_unit_away(dtype: str) -> None:
+    x = np.array(normal(1000, dtype=dtype))
+    y = neighbours(x, np.random.default_rng(1))
+    np.testing.assert_array_equal(units(x, y), 1)
+    assert 300 < int(np.sum(np.asarray(y > x))) < 700
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn"])
+def test_a_copy_is_moved_by_one_unit(dtype: str) -> None:
+    x = normal(40, 50, dtype=dtype)
+    y, other = moved(x, 1), moved(x, 2)
+    np.testing.assert_array_equal(units(x, y), np.asarray(x) != 0)
+    assert 700 < int(np.sum(np.asarray(y > x))) < 1300
+    assert 500 < int(np.sum(np.asarray(y != other))) < 1500
+    np.testing.assert_array_equal(np.asarray(moved(x, 1)), np.asarray(y))
+
+
+def test_equal_numbers_do_not_all_move_one_way() -> None:
+    y = moved(jnp.ones((16, 64), "bfloat16"), 3)
+    assert 300 < int(np.sum(np.asarray(y > 1))) < 724
+
+
+def test_what_has_no_finite_neighbour_stays() -> None:
+    largest = float(jnp.finfo("bfloat16").max)
+    x = jnp.asarray([0.0, -0.0, np.inf, -np.inf, np.nan] + [largest, -largest] * 20, "bfloat16")
+    y = np.asarray(moved(x, 0))
+    np.testing.assert_array_equal(y[:5].view("uint16"), np.asarray(x)[:5].view("uint16"))
+    assert np.isfinite(y[5:].astype("float32")).all()
+
+
+def through_a_call(w: Any) -> Any:
+    return jax.jit(lambda v: v.astype("bfloat16"))(w)
+
+
+def through_a_scan(w: Any) -> Any:
+    return jax.lax.scan(lambda c, v: (c, v.astype("bfloat16")), 0.0, w)[1]
+
+
+def through_remat(w: Any) -> Any:
+    return jax.checkpoint(lambda v: v.astype("bfloat16") * 1)(w)
+
+
+@pytest.mark.parametrize("step", [lambda w: w.astype("bfloat16"), through_a_call, through_a_scan, through_remat])
+def test_the_copy_moves_and_the_argument_stays(step: Any) -> None:
+    w = normal(8, 100)
+    copy, same = narrowed(lambda w: (step(w), w), 5)(w)
+    np.testing.assert_array_equal(np.asarray(same), np.asarray(w))
+    np.testing.assert_array_equal(units(copy, w.astype("bfloat16")), 1)
+    assert narrows(trace(step, w).program)
+
+
+def test_only_copies_of_arguments_move() -> None:
+    def step(w: Any, half: Any) -> Any:
+        return (w * 2).astype("bfloat16"), half.astype("float32"), half + 1, {"again": w.astype("int32")}
+
+    args = normal(50), normal(50, dtype="bfloat16")
+    for x, y in zip(jax.tree.leaves(step(*args)), jax.tree.leaves(narrowed(step, 1)(*args)), strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+    assert not narrows(trace(lambda w: w * 2.0, args[0]).program)

@@ -5,6 +5,7 @@ its operands and results. Of an operand of which it reads slices, they are those
 place, those of the update. Collectives, and what only renames a buffer, are no kernels.
 """
 
+# pyright: strict
 from __future__ import annotations
 
 import math

@@ -3,6 +3,7 @@
 While both run, each slows the other by a factor (Galvatron, section 3.4: about 1.3). The times are exact, not sampled.
 """
 
+# pyright: strict
 from __future__ import annotations
 
 from collections.abc import Sequence

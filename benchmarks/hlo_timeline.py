@@ -5,6 +5,7 @@ after another. An asynchronous collective runs beside the kernels from its ``-st
 of a single instruction delays the kernels until it has ended. Bodies of loops run as often as their known trip count says.
 """
 
+# pyright: strict
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence

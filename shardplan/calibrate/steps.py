@@ -61,7 +61,7 @@ def step_seconds(
 ) -> dict[str, Timed]:
     """Measured seconds of one step under each plan, by name: the median of ``rounds``, in each of which every plan runs once.
 
-    Two steps of each plan warm up. Arguments that are only shapes are drawn as `shardplan.verify.verify.drawn` says.
+    Two steps of each plan warm up. Arguments that are only shapes are drawn as `shardplan.verify.on_host.drawn` says.
     """
     tell = observer or (lambda what, part: None)
     leaves, tree = jax.tree.flatten(apart(tuple(args)))

@@ -2,9 +2,7 @@
 roofline).
 
 `network` follows P2, section 5: bandwidths, link sharing, ring and tree algorithms. `wire` counts bytes instead, as Tofu does;
-`objective` says which of the two a search minimizes, `overlap` how compute and communication add up to a step. `simulator` runs
-tasks on streams (FlexFlow, section 5; its loop is `event_loop`): `folds` lets equal iterations stand for others, `busy` says what
-is exposed, `delta` simulates again after a few durations have changed.
+`objective` says which of the two a search minimizes, `overlap` how compute and communication add up to a step.
 """
 
 from .network import Network, wire_bytes

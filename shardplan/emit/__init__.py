@@ -1,4 +1,5 @@
-"""The step that a plan runs, and the collectives in its compiled form.
+"""The step that a plan runs.
 
-`hlo` reads compiled HLO text: the collectives and their wire bytes, which a plan's prediction is checked against.
+`explicit` runs a schedule in one `shard_map`: `blocks` are ops on a device's share, `transfers` move values between layouts.
+`specs` leaves the step to XLA's partitioner, and `calls` runs on shares what the partitioner gets wrong. `backends` chooses.
 """

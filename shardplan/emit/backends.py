@@ -11,7 +11,6 @@ from shardplan.emit.explicit import ExplicitEmitter
 from shardplan.emit.specs import SpecsEmitter
 from shardplan.errors import ShardplanError
 from shardplan.schedule import PlannedProgram, Schedule
-from shardplan.verify.mutate import DroppingEmitter, DroppingExplicitEmitter
 
 BACKENDS = ("explicit", "specs")
 """Each device its own program, or constraints that XLA's partitioner follows."""
@@ -44,12 +43,6 @@ def checked_backend(backend: str) -> str:
     return backend
 
 
-def emitter(
-    planned: PlannedProgram, mesh: Mesh, backend: str, schedule: Callable[[], Schedule], drop: int | None
-) -> Callable[..., list[Any]]:
-    """The step on flat arguments under a backend; ``drop`` leaves out the exchange of that number (`shardplan.verify.mutate`)."""
-    if backend == "explicit":
-        if drop is None:
-            return ExplicitEmitter(planned, mesh, schedule())
-        return DroppingExplicitEmitter(planned, mesh, drop, schedule())
-    return SpecsEmitter(planned, mesh) if drop is None else DroppingEmitter(planned, mesh, dropped=drop)
+def emitter(planned: PlannedProgram, mesh: Mesh, backend: str, schedule: Callable[[], Schedule]) -> Callable[..., list[Any]]:
+    """The step on flat arguments under a backend."""
+    return ExplicitEmitter(planned, mesh, schedule()) if backend == "explicit" else SpecsEmitter(planned, mesh)

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from shardplan import _jax
 from shardplan.cost import Network
 from shardplan.emit.blocks import Blocks
-from shardplan.emit.manual import evaluated
+from shardplan.emit.manual import OWN, evaluated
 from shardplan.emit.stacked import partition_spec
 from shardplan.emit.transfers import Transfers
 from shardplan.ir import Constant, Layout
@@ -41,7 +41,6 @@ from shardplan.schedule import (
 )
 from shardplan.schedule.planned import PlannedProgram
 from shardplan.tdl.rewrite import compilable, in_row_major_order
-from shardplan.verify.one_for_one import OWN
 
 Values = dict[int, Any]
 

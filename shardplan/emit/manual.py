@@ -15,6 +15,9 @@ from jax import lax
 
 from shardplan import _jax
 
+OWN = "collectives_of_the_step"
+"""The named scope of what the step itself runs on each device: its collectives are the user's, and no plan has them."""
+
 _MARKS = ("pvary", "pcast", "vary_unreduced_cast", "vary_unreduced_cast_p", "reduced_vary_cast", "reduced_vary_cast_p")
 
 

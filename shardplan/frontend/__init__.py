@@ -1,5 +1,4 @@
 """The front end: a step and its arguments become a `Program`.
 
-`trace` reads the jaxpr, `nnx_state` splits nnx objects among the arguments into arrays, `argnums` resolves argument numbers,
-`perturb` moves arguments by one unit in the last place.
+`trace` reads the jaxpr, `nnx_state` splits nnx objects among the arguments into arrays, `argnums` resolves argument numbers.
 """

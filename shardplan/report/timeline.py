@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from shardplan.plans.data import PlanData
 from shardplan.plans.files import write_whole
 from shardplan.report.draw import picture_format
 from shardplan.report.gantt import gantt
@@ -42,6 +43,23 @@ class Timeline(Simulated):
         """
         suffix = picture_format(os.fspath(file))
         write_whole(Path(file), gantt(self, title=title, suffix=suffix))
+
+
+def priced_of(plan: PlanData) -> Priced:
+    """The figures of a plan that its timeline is compared with."""
+    devices = 1
+    for level in plan.cluster.levels:
+        devices *= level.size
+    return Priced(
+        plan.step_time_s,
+        plan.compute_s,
+        plan.communication_s,
+        plan.peak_bytes,
+        plan.memory_limit,
+        devices,
+        plan.time_model,
+        plan.backend,
+    )
 
 
 def timeline(

@@ -34,13 +34,13 @@ from shardplan.plans.summary import Scheduled, baselines, collectives_of, decide
 from shardplan.report.draw import picture, picture_format
 from shardplan.report.drawing import drawing
 from shardplan.report.explain import explain, explain_all
-from shardplan.report.timeline import Timeline, timeline
+from shardplan.report.timeline import Timeline, priced_of, timeline
 from shardplan.schedule import PlannedProgram, Schedule, Send, build, planned_program, sends
 from shardplan.search.session import Session
 from shardplan.shell.compiler_options import compiler_options
 from shardplan.shell.figures import Figures
 from shardplan.simulate.engine import Contention
-from shardplan.simulate.figures import priced_of
+from shardplan.verify.mutate import dropping_emitter
 
 
 class Plan(Figures):
@@ -249,7 +249,8 @@ class Plan(Figures):
         self.check(step)
         mesh = self.mesh(devices)
         options = compiler_options(self.xla_flags, xla_flags, mesh.devices.flat[0].platform, os.environ)
-        emit = emitter(self._planned_for(name), mesh, name, lambda: self.schedule, drop)
+        emitted = self._planned_for(name), mesh, name, lambda: self.schedule
+        emit = emitter(*emitted) if drop is None else dropping_emitter(*emitted, drop)
         weak_results = [shape.weak_type for shape in self.traced.out_shapes]
 
         def run(*leaves: Any) -> list[Any]:

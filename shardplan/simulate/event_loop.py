@@ -1,7 +1,7 @@
 """The loop of the simulator: from one event to the next, streams take tasks and tasks finish.
 
 All of it is written in the subset of Python that Numba compiles. The same functions run compiled, on arrays, and as plain Python,
-on lists: `simulator` chooses. Times and work are whole ticks, so both give the same bits.
+on lists: `engine` chooses. Times and work are whole ticks, so both give the same bits.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.plans.data import PlanData
 from shardplan.simulate.engine import NONE, Contention
 from shardplan.simulate.tasks import Label
 
@@ -93,23 +92,6 @@ class Simulated:
     def overlapped_s(self) -> float:
         """The seconds saved because streams run at once."""
         return sum(self.busy_s.values()) - self.step_time_s
-
-
-def priced_of(plan: PlanData) -> Priced:
-    """The figures of a plan that its timeline is compared with."""
-    devices = 1
-    for level in plan.cluster.levels:
-        devices *= level.size
-    return Priced(
-        plan.step_time_s,
-        plan.compute_s,
-        plan.communication_s,
-        plan.peak_bytes,
-        plan.memory_limit,
-        devices,
-        plan.time_model,
-        plan.backend,
-    )
 
 
 _INSTANT_S = 1e-9

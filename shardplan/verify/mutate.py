@@ -8,7 +8,7 @@ that should come from other devices consists of copies of the device's own block
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,15 @@ from shardplan.emit.stacked import partition_spec, term_factors
 from shardplan.emit.transfers import Transfers
 from shardplan.ir import Layout, Op, Reducer, Use
 from shardplan.schedule import PlannedProgram, Schedule
+
+
+def dropping_emitter(
+    planned: PlannedProgram, mesh: Mesh, backend: str, schedule: Callable[[], Schedule], dropped: int
+) -> Callable[..., list[Any]]:
+    """The step on flat arguments under a backend, without its exchange number ``dropped``."""
+    if backend == "explicit":
+        return DroppingExplicitEmitter(planned, mesh, dropped, schedule())
+    return DroppingEmitter(planned, mesh, dropped)
 
 
 class DroppingEmitter(SpecsEmitter):

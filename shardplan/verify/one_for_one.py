@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from shardplan.emit.manual import OWN
 from shardplan.hlo.meter import HloCollective, Kind, operands, wire_bytes
 from shardplan.schedule import Send
 
@@ -19,9 +20,6 @@ _DISABLED = "cpu-all-reduce-combiner,cse_barrier_expander,while-loop-invariant-c
 UNTOUCHED = {"xla_disable_hlo_passes": _DISABLED}
 """Options that keep XLA's CPU compiler from merging collectives, undoing barriers, moving gathers out of loops, and making
 kernels of whole loops, in which it cannot compile a barrier."""
-
-OWN = "collectives_of_the_step"
-"""The named scope of what the step itself runs on each device: its collectives are the user's, and no plan has them."""
 
 _SCOPE = re.compile(r"(?:^|/)((?:(?:move|bundle)\d+\.\d+)|(?:reblock\d+\.\d+)|(?:halo\d+\.\d+\.\d+\.(?:lo|hi)))(?=/|$)")
 

@@ -35,10 +35,7 @@ def narrows(program: Program) -> bool:
     """Whether a program, or a body in it, converts floats to a narrower type."""
 
     def narrower(op: Op) -> bool:
-        if op.primitive != "convert_element_type":
-            return False
-        equation = op.handle
-        return _is_narrower(equation.outvars[0].aval.dtype, equation.invars[0].aval.dtype)
+        return op.handle is not None and _makes_narrower(op.handle)
 
     return any(narrower(op) or any(narrows(body) for body in op.bodies) for op in program.ops)
 
@@ -101,7 +98,7 @@ class _Reader:
         name, params = eqn.primitive.name, _jax.params_of(eqn)
         if any(own):
             match name:
-                case "convert_element_type" if _is_narrower(eqn.outvars[0].aval.dtype, eqn.invars[0].aval.dtype):
+                case _ if _makes_narrower(eqn):
                     return [self.change(_bound(eqn, inputs)[0])]
                 case _ if name in _jax.CALLS:
                     return self.run(*_jax.jaxpr_and_consts(_jax.called(eqn)), inputs, own)
@@ -133,6 +130,13 @@ class _Reader:
             body, list(start), list(stacked), length=params["length"], reverse=params["reverse"], unroll=params.get("unroll", 1)
         )
         return [*end, *ys]
+
+
+def _makes_narrower(eqn: Any) -> bool:
+    """Whether an equation converts floats to a narrower type."""
+    if eqn.primitive.name != "convert_element_type":
+        return False
+    return _is_narrower(eqn.outvars[0].aval.dtype, eqn.invars[0].aval.dtype)
 
 
 def _is_narrower(new: Any, old: Any) -> bool:

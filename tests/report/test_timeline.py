@@ -18,10 +18,10 @@ import shardplan
 from models import gpt
 from shardplan.errors import PlanFileError, ShardplanError
 from shardplan.report.gantt import busy_fraction
-from shardplan.report.timeline import Timeline, timeline
+from shardplan.report.timeline import Timeline, priced_of, timeline
 from shardplan.report.timeline_text import timeline_text
 from shardplan.shell import cli
-from shardplan.simulate.figures import priced_of, timeline_json, top_exposed
+from shardplan.simulate.figures import timeline_json, top_exposed
 
 OPTIONS = {"layers": 2, "width": 512, "sequence": 128, "batch": 32, "heads": 4}
 

@@ -15,14 +15,13 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardplan
-from shardplan.report.timeline import timeline
+from shardplan.report.timeline import priced_of, timeline
 from shardplan.schedule import Block, Scan, Schedule
 from shardplan.schedule.instructions import Barrier, Instruction, blocks_of, results_of
 from shardplan.schedule.op_seconds import op_seconds
 from shardplan.schedule.passes.prune import reads
 from shardplan.schedule.passes.renaming import Renaming
 from shardplan.simulate.engine import NONE, Contention, Run, Stream, TaskGraph, simulate
-from shardplan.simulate.figures import priced_of
 from shardplan.simulate.folds import Fold, unfolded
 from shardplan.simulate.step_tasks import step_tasks
 from shardplan.simulate.tasks import Growing, StepTasks, first_readers

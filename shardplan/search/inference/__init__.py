@@ -1,5 +1,5 @@
 """The minimum of a problem: exact by elimination, or by a beam with a bound; and lower bounds by dual ascent.
 
-`eliminate` and `beam` work on tables, `solver` on problems. `bound` proves lower bounds, and `narrow` proves optima with them.
+`eliminate` and `beam` work on tables, `solver` on problems. `bound` proves lower bounds.
 `anytime` keeps the best solution so far under deadlines and interrupts.
 """

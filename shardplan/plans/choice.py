@@ -100,14 +100,16 @@ def _within(states: Sequence[int], domains: Sequence[Domain]) -> bool:
 
 
 def _at_least_s(session: Session) -> float:
-    """The seconds of a solution if its collectives started at once, and readers that move a value alike shared it."""
+    """A lower bound on the step of a solution, however it is scheduled: its collectives start at once and hide where they can,
+    and readers that move a value alike share it.
+    """
     resharder, decisions = session.problem.resharder, session.decisions
-    spent: dict[object, tuple[float, float]] = {}  # (seconds, hideable seconds)
+    spent: dict[object, float] = {}
     for i in decisions.issued:
         moved = i.tensor, i.step.kind, i.step.before, i.step.after
         at_once = i.step.seconds - min(i.step.seconds, resharder.seconds(i.step.kind, i.step.over, 0.0))
-        row = at_once * i.times, min(at_once, i.hideable_s) * i.times
-        spent[moved] = min(spent.get(moved, (math.inf, 0.0)), row)
-    hideable_s = sum(hidden for _, hidden in spent.values())
-    exposed_s = sum(seconds for seconds, _ in spent.values()) - hideable_s
-    return step_s(decisions.compute_s, exposed_s, hideable_s, decisions.contention)
+        spent[moved] = min(spent.get(moved, math.inf), at_once * i.times)
+    communication_s = sum(spent.values())
+    if not session.problem.objective.overlaps:
+        return decisions.compute_s + communication_s
+    return step_s(decisions.compute_s, 0.0, communication_s, decisions.contention)

@@ -40,7 +40,7 @@ def scheduled(session: Session) -> Scheduled:
     problem = session.problem
     choices = session.extractor.choices(session.decisions)
     planned = planned_program(
-        session.program, problem.graph, choices, problem.cluster, problem.factors, problem.objective.overlaps
+        session.program, problem.graph, choices, problem.cluster, problem.factors, problem.objective.overlaps, problem.programs
     )
     schedule = build(planned)
     beside = windows(schedule, planned) if problem.objective.overlaps else None

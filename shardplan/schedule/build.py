@@ -32,9 +32,9 @@ from shardplan.schedule.instructions import (
     While,
 )
 from shardplan.schedule.passes.barriers import waited
+from shardplan.schedule.passes.bundles import bundled
 from shardplan.schedule.passes.dedupe import shared
 from shardplan.schedule.passes.extents import with_extents
-from shardplan.schedule.passes.fastest import fastest_bundles
 from shardplan.schedule.passes.prune import pruned
 from shardplan.schedule.planned import PlannedProgram
 
@@ -49,7 +49,7 @@ def build(planned: PlannedProgram) -> Schedule:
     layouts = tuple(builder.layout(frame, o) if isinstance(o, int) else None for o in planned.program.outputs)
     body = shared(pruned(waited(Block(parameters, tuple(frame.out), tuple(results)))))
     shapes = [planned.graph.tensors[t].shape for t in planned.graph.inputs]
-    return fastest_bundles(Schedule(with_extents(body, planned.sizes, shapes), layouts), planned)
+    return Schedule(bundled(with_extents(body, planned.sizes, shapes), planned), layouts)
 
 
 class _Builder:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from shardplan.collectives.reshard import Programs, Resharder
-from shardplan.cost import Network
+from shardplan.cost import Network, compute
 from shardplan.graph import Graph, Node
 from shardplan.ir import Choices, Copy, Factor, Layout, Program, Use, Where
 from shardplan.mesh import Cluster
@@ -19,7 +21,8 @@ class PlannedProgram:
     ``layouts[t]`` is the stored layout of tensor t (None: computed anew where it is read). ``nodes`` maps (path of a body, op id)
     to a node, ``uses`` a node to its use if it has one, ``reads`` (node, operand) to the number of the copy that it reads.
     ``programs`` has the collectives of each resharding. ``held`` are the tensors that nodes with a use read. ``overlaps`` says
-    whether communication hides behind compute.
+    whether communication hides behind compute. ``op_seconds`` [nodes] are the seconds of one execution of each op on a device's
+    share; times their weights they are the plan's ``compute_s``.
     """
 
     program: Program
@@ -33,6 +36,7 @@ class PlannedProgram:
     copies: tuple[Copy, ...]
     held: frozenset[int]
     overlaps: bool
+    op_seconds: tuple[float, ...]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -46,9 +50,15 @@ class PlannedProgram:
 
 
 def planned_program(
-    program: Program, graph: Graph, choices: Choices, cluster: Cluster, factors: Sequence[Factor], overlaps: bool
+    program: Program,
+    graph: Graph,
+    choices: Choices,
+    cluster: Cluster,
+    factors: Sequence[Factor],
+    overlaps: bool,
+    programs: Programs | None = None,
 ) -> PlannedProgram:
-    """Joins a program and its graph with the choices of a plan."""
+    """Joins a program and its graph with the choices of a plan. ``programs`` are shared by plans over the same factors."""
     factors = tuple(factors)
     layouts: list[Layout | None] = [None] * len(graph.tensors)
     for where, body in choices.bodies.items():
@@ -56,11 +66,12 @@ def planned_program(
             layouts[t] = layout
     nodes = {(n.where, n.op.id): n for n in graph.nodes}
     uses = {nodes[where, op].id: use for where, body in choices.bodies.items() for op, use in body.uses.items()}
+    programs = programs or Programs(Resharder(Network(cluster, factors), [f.size for f in factors]))
     return PlannedProgram(
         program=program,
         graph=graph,
         factors=factors,
-        programs=Programs(Resharder(Network(cluster, factors), [f.size for f in factors])),
+        programs=programs,
         layouts=tuple(layouts),
         nodes=nodes,
         uses=uses,
@@ -69,4 +80,21 @@ def planned_program(
         # operands are held in their stored layout, else the layout that the op needs would spread back into the chain before it
         held=frozenset(t for n in uses for t in graph.nodes[n].inputs if t >= 0),
         overlaps=overlaps,
+        op_seconds=tuple(_seconds(graph, node, uses.get(node.id), layouts, programs.resharder) for node in graph.nodes),
     )
+
+
+def _seconds(graph: Graph, node: Node, use: Use | None, layouts: Sequence[Layout | None], resharder: Resharder) -> float:
+    """The seconds of one op: those of its use, or, inside a group with one layout, the time to move its share of the bytes."""
+    if use is not None:
+        return use.compute_s
+    traffic = node.costed.traffic
+    layout = layouts[node.outputs[0]] if node.outputs else None
+    if traffic is None or traffic.empty or layout is None:
+        return 0.0
+    assert isinstance(resharder.network, Network)
+    device, shape = resharder.network.cluster.device, graph.tensors[node.outputs[0]].shape
+    ends = zip((*node.inputs, *node.outputs), (*traffic.reads, *traffic.writes), strict=True)
+    nbytes = sum(graph.tensors[t].nbytes * part for t, part in ends if t >= 0)
+    local = float(resharder.space(shape).local[resharder.state(shape, layout)])
+    return float(compute.moving_s(device, np.array(nbytes))) * local + traffic.launches * device.launch_s

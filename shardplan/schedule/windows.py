@@ -25,7 +25,6 @@ from shardplan.schedule.instructions import (
     blocks_of,
     results_of,
 )
-from shardplan.schedule.op_seconds import op_seconds
 from shardplan.schedule.passes.prune import reads
 from shardplan.schedule.planned import PlannedProgram
 
@@ -33,7 +32,7 @@ from shardplan.schedule.planned import PlannedProgram
 def windows(schedule: Schedule, planned: PlannedProgram) -> Mapping[int, float]:
     """The window of each move, bundle and reblock, by the number of its first result: seconds of compute in one execution."""
     result: dict[int, float] = {}
-    op_s = op_seconds(planned)
+    op_s = planned.op_seconds
     left = [schedule.body]
     while left:
         block = left.pop()
@@ -46,7 +45,7 @@ def windows(schedule: Schedule, planned: PlannedProgram) -> Mapping[int, float]:
 
 
 class BlockWindows:
-    """The windows of one block, but for those of its loops' bodies. ``op_s`` are the `op_seconds`."""
+    """The windows of one block, but for those of its loops' bodies. ``op_s`` are `PlannedProgram.op_seconds`."""
 
     def __init__(self, block: Block, op_s: Sequence[float]) -> None:
         self._block, self._op_s = block, op_s

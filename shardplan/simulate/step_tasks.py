@@ -25,7 +25,6 @@ from shardplan.schedule.instructions import (
     blocks_of,
     instructions_of,
 )
-from shardplan.schedule.op_seconds import op_seconds
 from shardplan.schedule.passes.prune import reads
 from shardplan.schedule.planned import PlannedProgram
 from shardplan.schedule.sends import Issued, issuer
@@ -80,7 +79,7 @@ class _Frame:
 class _Builder:
     def __init__(self, planned: PlannedProgram, iterations: int | None) -> None:
         self.planned, self.iterations = planned, iterations
-        self.seconds = op_seconds(planned)
+        self.seconds = planned.op_seconds
         self.issued = issuer(planned)
         network = planned.programs.resharder.network
         assert isinstance(network, Network)

@@ -8,6 +8,9 @@ import shardplan
 from models import gpt, mlp
 from shardplan.plans import choice
 from shardplan.plans.summary import scheduled
+from tests.fuzz.generate import program
+from tests.fuzz.program import make
+from tests.machines import machine
 
 
 def test_the_plan_is_the_fastest_as_scheduled() -> None:
@@ -35,3 +38,13 @@ def test_no_baseline_that_fits_is_faster_than_the_plan(sizes: dict[str, int], cl
     fitting = [b.step_time_s for b in plan.baselines if b.fits]
     assert fitting
     assert plan.step_time_s <= min(fitting) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_baseline_that_fits_is_faster_than_the_plan_of_a_random_program(seed: int) -> None:
+    drawn = program(seed, "explicit")
+    step, args = make(drawn)
+    plan = shardplan.plan(step, *args, cluster=machine(drawn.cluster))
+    slower = {b.name: b.step_time_s for b in plan.baselines if b.fits and b.step_time_s < plan.step_time_s * (1 - 1e-6)}
+    assert plan.baselines
+    assert not slower

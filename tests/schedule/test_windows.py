@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 import shardplan
 from shardplan.schedule import windows
 from shardplan.schedule.instructions import Barrier, Compute, Cond, Instruction, Move, Scan
-from shardplan.schedule.op_seconds import op_seconds
 from tests.search import steps
 
 CLUSTER = steps.cluster("4", gbps=(1.0,), gflops=1000.0)
@@ -36,7 +35,7 @@ def the_gather(plan: Any, instructions: tuple[Instruction, ...]) -> Move:
 
 
 def compute_s(plan: Any, instructions: tuple[Instruction, ...]) -> float:
-    seconds = op_seconds(plan.planned)
+    seconds = plan.planned.op_seconds
     return sum(seconds[i.node.id] for i in instructions if isinstance(i, Compute))
 
 

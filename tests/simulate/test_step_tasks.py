@@ -18,7 +18,6 @@ import shardplan
 from shardplan.report.timeline import priced_of, timeline
 from shardplan.schedule import Block, Scan, Schedule
 from shardplan.schedule.instructions import Barrier, Instruction, blocks_of, results_of
-from shardplan.schedule.op_seconds import op_seconds
 from shardplan.schedule.passes.prune import reads
 from shardplan.schedule.passes.renaming import Renaming
 from shardplan.simulate.engine import NONE, Contention, Run, Stream, TaskGraph, simulate
@@ -46,7 +45,7 @@ def tasks_of(plan: Any) -> StepTasks:
 
 
 def test_the_ops_of_a_plan_add_up_to_its_compute(plan: Any) -> None:
-    seconds = op_seconds(plan.planned)
+    seconds = plan.planned.op_seconds
     total = math.fsum(s * n.weight for s, n in zip(seconds, plan.planned.graph.nodes, strict=True))
     assert total == pytest.approx(plan.compute_s, rel=1e-12)
 

@@ -2,8 +2,7 @@
 
 A bundle saves the latency of all moves but one. It waits for its last source, so that what is reduced stays a little longer, and
 it brings what is gathered a little earlier: so it takes no more bytes than make its latency a small share of its time. For the
-same reason less compute can hide it. Where hidden seconds cost less than exposed ones, moves travel together only if that gains
-more than it exposes (`shardplan.schedule.passes.fastest` tries both).
+same reason less compute can hide it: moves travel together only if that gains more than it exposes.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from shardplan.collectives.reshard import Resharder
-from shardplan.cost.overlap import SERIAL, Weights
+from shardplan.cost import Network
+from shardplan.cost.overlap import SERIAL, Weights, weights_at
 from shardplan.schedule.changes import Change
 from shardplan.schedule.copies import Copies
 from shardplan.schedule.instructions import Block, Bundle, Cond, Hop, Instruction, Move, Scan, While, results_of
-from shardplan.schedule.op_seconds import op_seconds
 from shardplan.schedule.passes.prune import reads
 from shardplan.schedule.planned import PlannedProgram
 from shardplan.schedule.windows import BlockWindows
@@ -35,8 +34,14 @@ _NO_DEARER = 1 + 1e-9
 """The factor within which two costs count as equal."""
 
 
-def bundled(block: Block, planned: PlannedProgram, weights: Weights = SERIAL) -> Block:
-    """A block, and the blocks in it, whose moves travel together where that costs less by these weights."""
+def bundled(block: Block, planned: PlannedProgram) -> Block:
+    """A block, and the blocks in it, whose moves travel together where that costs less.
+
+    Where communication hides, a second that can hide costs what it does in a step that computes longer than it communicates.
+    """
+    network = planned.programs.resharder.network
+    assert isinstance(network, Network), "schedules are priced in seconds"
+    weights = weights_at(1.0, network.cluster.device.contention) if planned.overlaps else SERIAL
     return _Bundling(planned, weights).block(block)
 
 
@@ -65,7 +70,7 @@ class _Bundling:
     def __init__(self, planned: PlannedProgram, weights: Weights) -> None:
         self.planned, self.weights = planned, weights
         self.resharder: Resharder = planned.programs.resharder
-        self.op_s = op_seconds(planned)
+        self.op_s = planned.op_seconds
         self.copies = Copies(planned)
         self._full: dict[Hop, float] = {}
 

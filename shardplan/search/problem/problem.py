@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.collectives.layouts import LayoutSpace
-from shardplan.collectives.reshard import Family, Resharder
+from shardplan.collectives.reshard import Family, Programs, Resharder
 from shardplan.cost import TIME, Objective, compute
 from shardplan.graph.nodes import Graph, Link
 from shardplan.ir import Factor, Layout, Tensor
@@ -82,6 +82,11 @@ class Problem:
         if device is None or not self.objective.overlaps:
             return NO_WINDOWS
         return windows_of(self.graph, device, self.cluster.size)
+
+    @cached_property
+    def programs(self) -> Programs:
+        """The cheapest programs between layouts, each computed once for all schedules."""
+        return Programs(self.resharder)
 
     # -- domains ---------------------------------------------------------------------------------------------------
 

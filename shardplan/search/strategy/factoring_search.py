@@ -22,6 +22,7 @@ from shardplan.search.inference.anytime import Observer, Stopped
 from shardplan.search.inference.bound import least_s
 from shardplan.search.problem.problem import Problem
 from shardplan.search.problem.solution import Tried
+from shardplan.search.problem.windows import Windows
 from shardplan.search.strategy.factorings import Alike, Work, alike, factor_choices, merged, splits, work_of
 from shardplan.search.strategy.pins import Pins, for_pins, pinned_domains
 from shardplan.search.strategy.purposes import Purpose
@@ -94,6 +95,7 @@ class _Search:
     def __init__(self, graph: Graph, coarse: Coarse, cluster: Cluster, wanted: Wanted) -> None:
         self.graph, self.coarse, self.cluster, self.wanted = graph, coarse, cluster, wanted
         self.family: Family = {}
+        self._windows: Windows | None = None  # the same over all factors
         self.found: dict[tuple[Factor, ...], Found] = {}
         self.left_out: dict[tuple[Factor, ...], str] = {}
         self._split: dict[tuple[Factor, ...], tuple[Factor, ...]] = {}
@@ -183,7 +185,11 @@ class _Search:
     def _try(self, factors: tuple[Factor, ...], parent: Found | None) -> Stopped:
         """Searches a factoring, from the solutions of the one that it refines; what stopped that."""
         self._seen.add(alike(self.cluster, factors))
-        problem = Problem(self.graph, self.coarse, self.cluster, factors, objective=self.wanted.objective, family=self.family)
+        problem = Problem(
+            self.graph, self.coarse, self.cluster, factors,
+            objective=self.wanted.objective, family=self.family, windows=self._windows,
+        )  # fmt: skip
+        self._windows = problem.windows
         if why := too_many_layouts(problem):
             remedy = (
                 "describe the cluster with fewer levels"

@@ -114,7 +114,7 @@ def predictions(plan: Any) -> dict[str, float]:
     """What the plan predicts: seconds, bytes on the wire, and bytes at the peak. Copies beside collectives, which a plan counts
     as communication, count as compute here, as they are kernels.
     """
-    from shardplan.plans.summary import scheduled
+    from shardplan.planning.scheduled import scheduled
 
     copied_s = sum(one.copied_s * one.times for one in scheduled(plan.session).issued)
     return {

@@ -30,7 +30,7 @@ from shardplan.frontend.trace import Traced
 from shardplan.graph import Graph, flatten
 from shardplan.graph.kernels import with_traffic
 from shardplan.mesh import Device
-from shardplan.plans.summary import Scheduled, scheduled
+from shardplan.planning.scheduled import Scheduled, scheduled
 from shardplan.schedule import Issued, issued, windows
 from shardplan.search.baselines.recipes import LeftOut, Restriction, written
 from shardplan.search.baselines.rivals import Rivals, alone

@@ -30,6 +30,7 @@ ROWS = (
     ("collectives",),
     ("search",),
     ("schedule",),
+    ("planning",),
     ("simulate",),
     ("hlo",),
     ("emit",),

@@ -9,7 +9,7 @@ a part of what can hide, `SAVED` in the mean. So one second of H saves ``SAVED (
     step = E + max(C + k' H, H + k' C),  k' = 1 - SAVED (1 - k)
 
 This is a maximum of two linear functions. So for every ``share`` s in [0, 1], E + s (C + k H) + (1 - s) (H + k C) is a lower
-bound on it, and is itself a weighted sum of C, H and E. The search minimises such sums (`shardplan.search.strategy.overlap`).
+bound on it, and is itself a weighted sum of C, H and E. The search minimises such sums (`shardplan.planning.multiplier`).
 """
 
 from __future__ import annotations

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from shardplan.cost import TIME, objective_of
-from shardplan.cost.overlap import StepCost
 from shardplan.errors import PlanFileError
 from shardplan.graph import Graph, flatten
 from shardplan.ir import Backend, Choices, Program
+from shardplan.planning.scheduled import Scheduled, scheduled
 from shardplan.plans.data import Argument, Baseline, Collective, PlanData
-from shardplan.schedule import Issued, PlannedProgram, Schedule, build, issued, planned_program, windows
 from shardplan.search.baselines.rivals import Rivals
 from shardplan.search.coarsening import coarsen
 from shardplan.search.inference.solver import Solver
@@ -25,33 +24,6 @@ from shardplan.search.session import Session
 from shardplan.search.strategy.pins import for_pins
 from shardplan.search.strategy.purposes import Purpose, led_by, purposes
 from shardplan.search.strategy.unused_axes import idle
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scheduled(StepCost[Issued]):
-    """A solution as the explicit backend runs it, with the cost of its schedule."""
-
-    planned: PlannedProgram
-    schedule: Schedule
-
-
-def scheduled(session: Session) -> Scheduled:
-    """The program of each device under the solution of a session, and what it sends."""
-    problem = session.problem
-    choices = session.extractor.choices(session.decisions)
-    planned = planned_program(
-        session.program, problem.graph, choices, problem.cluster, problem.factors, problem.objective.overlaps, problem.programs
-    )
-    schedule = build(planned)
-    beside = windows(schedule, planned) if problem.objective.overlaps else None
-    sent = issued(schedule, planned, beside)
-    return Scheduled(
-        planned=planned,
-        schedule=schedule,
-        issued=sent,
-        compute_s=session.decisions.compute_s,
-        contention=problem.cluster.device.contention,
-    )
 
 
 def decided(session: Session, run: Scheduled | None, axes: Sequence[Purpose] = ()) -> dict[str, Any]:

@@ -7,7 +7,6 @@ matters, not what a new search would find: that would change other layouts too.
 from __future__ import annotations
 
 import fnmatch
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -16,7 +15,7 @@ from shardplan.errors import ShardplanError, nearest
 from shardplan.graph import Node
 from shardplan.ir import Entry, Layout, spec_text
 from shardplan.plans.data import PlanData
-from shardplan.report.padding import priced, uneven
+from shardplan.report.padding import uneven
 from shardplan.report.parallelism import matrix_text
 from shardplan.report.paths import grouped
 from shardplan.report.tables import seconds, size
@@ -36,7 +35,7 @@ def explain(plan: PlanData, session: Session, path: str | None = None) -> str:
     Raises:
         ShardplanError: if no argument matches.
     """
-    why = _why(plan, session, None)
+    why = _why(plan, session)
     if path is None:
         return why.whole()
     paths = tuple(plan.entries)
@@ -49,14 +48,8 @@ def explain(plan: PlanData, session: Session, path: str | None = None) -> str:
 
 
 def explain_all(plan: PlanData, session: Session) -> dict[str, str]:
-    """Every explanation by path, ``""`` for the whole plan.
-
-    Each price of a padded dim takes a search of its own. So only the indivisible dim of the largest array is priced, and none
-    where the plan has a time budget or was stopped.
-    """
-    sizes = [(nbytes, odd.size) for shape, _, nbytes in argument_shapes(plan).values() for odd in uneven(shape, plan.axes)]
-    largest = {max(sizes)[1]} if sizes and plan.time_budget_s is None and not plan.stopped else set[int]()
-    why = _why(plan, session, frozenset(largest))
+    """Every explanation by path, ``""`` for the whole plan."""
+    why = _why(plan, session)
     return {"": why.whole()} | {path: why.argument(path) for path in plan.entries}
 
 
@@ -65,7 +58,7 @@ def unknown(path: str, paths: Sequence[str]) -> str:
     return f"no argument {path!r}{nearest(path, paths)}; a glob such as '*kernel' names several"
 
 
-def _why(plan: PlanData, session: Session, priced_sizes: frozenset[int] | None) -> _Why:
+def _why(plan: PlanData, session: Session) -> _Why:
     graph, of = session.graph, session.problem.coarse.of
     tensors = dict(zip(graph.input_paths, graph.inputs, strict=True))
     readers: dict[int, list[Node]] = {t: [] for t in graph.inputs}
@@ -77,26 +70,24 @@ def _why(plan: PlanData, session: Session, priced_sizes: frozenset[int] | None) 
     for path, t in tensors.items():
         if of[t] != FREE:
             sharing.setdefault(of[t], []).append(path)
-    return _Why(plan, session, priced_sizes, plan.entries, argument_shapes(plan), tensors, readers, sharing)
+    return _Why(plan, session, plan.entries, argument_shapes(plan), tensors, readers, sharing)
 
 
 @dataclass(frozen=True, slots=True)
 class _Why:
     """What all explanations of one plan share: arguments by path, the ops that read each, and the arguments that share a layout.
 
-    ``priced_sizes`` are the dim sizes whose padding is priced; None prices all that can be. The last three fields are caches.
+    The last two fields are caches.
     """
 
     plan: PlanData
     session: Session
-    priced_sizes: frozenset[int] | None
     entries: Mapping[str, tuple[Entry, ...]]
     shapes: Mapping[str, tuple[tuple[int, ...], str, int]]
     tensors: Mapping[str, int]
     readers: Mapping[int, Sequence[Node]]
     sharing: Mapping[int, Sequence[str]]
     sources: dict[int, str] = field(default_factory=dict[int, str])
-    padding: dict[tuple[int, int], float | None] = field(default_factory=dict[tuple[int, int], float | None])
     dearest: dict[int, list[str]] = field(default_factory=dict[int, list[str]])
 
     # -- the whole plan ------------------------------------------------------------------------------------------------
@@ -232,21 +223,7 @@ class _Why:
 
     def _uneven(self, n: int, axes: Sequence[str], into: int) -> str:
         sizes = " and ".join(f"{a}={self.plan.axes[a]}" for a in axes)
-        text = f"{n} does not divide by {sizes}; padded to {into} it would"
-        if not priced(n) or (self.priced_sizes is not None and n not in self.priced_sizes):
-            return text
-        if (n, into) not in self.padding:
-            self.padding[n, into] = self.session.padded_seconds(n, into)
-        after = self.padding[n, into]
-        if after is None:
-            return text
-        if math.isinf(after):
-            return text + ", but no such plan fits in memory"
-        before = self.plan.searched_s
-        gain = before - after
-        if gain <= _NEAR:
-            return text + f", which gains nothing here ({seconds(after)} a step)"
-        return text + f": {seconds(after)} a step in place of {seconds(before)}, {gain / before:.1%} less"
+        return f"{n} does not divide by {sizes}; padded to {into} it would"
 
     def _read_at(self, t: int) -> list[str]:
         """The source lines that read the argument; elementwise ops come last."""

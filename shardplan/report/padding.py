@@ -39,8 +39,3 @@ def padded(size: int, devices: int) -> int:
     """The next multiple of ``devices``; for a large dim, of the tile too."""
     unit = math.lcm(devices, _TILE) if size >= _LARGE else devices
     return -(-size // unit) * unit
-
-
-def priced(size: int) -> bool:
-    """Whether padding a dim of this size can be priced. Smaller numbers may mean other things in a program."""
-    return size >= _TILE

@@ -5,27 +5,20 @@ Printing a plan needs no session. `shardplan.plan` leaves one behind; a loaded p
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from shardplan.cost import Objective
-from shardplan.graph import Graph, flatten
+from shardplan.graph import Graph
 from shardplan.ir import Layout, Program
 from shardplan.search.baselines.rivals import Rivals
-from shardplan.search.coarsening import coarsen
-from shardplan.search.inference import anytime
 from shardplan.search.inference.bound import Bound
 from shardplan.search.problem.extract import Decisions, Extractor
 from shardplan.search.problem.problem import Problem
 from shardplan.search.problem.solution import Solution
 from shardplan.search.problem.tables import BIG, seconds_of
-from shardplan.search.strategy.factoring_search import Found, Wanted
-from shardplan.search.strategy.overlap import best_overlapped, step_time_s
-from shardplan.search.strategy.pins import Pins, for_pins, pinned_domains
-from shardplan.search.strategy.resizing import resized
-from shardplan.search.strategy.solve import in_seconds, search
+from shardplan.search.strategy.pins import Pins
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,35 +85,3 @@ class Session:
             if s != solution.states[v] and c < BIG
         ]
         return sorted(others, key=lambda a: (a.more_s, str(a.layout)))
-
-    def padded_seconds(self, old: int, new: int) -> float | None:
-        """Step time of the best plan with ``new`` in place of every ``old`` in the step's shapes; infinite where none fits.
-
-        None where this cannot be told: the step derives other sizes from this one. The plan's pins and objective still apply.
-        This takes as long as planning.
-        """
-        program = resized(self.program, old, new)
-        if program is None:
-            return None
-        graph = flatten(program, replicate=self.replicate, backend=self.graph.backend)
-        coarse = coarsen(graph, self.problem.coarse.one_choice)
-
-        def solved(wanted: Wanted) -> Found:
-            """The outcome of the padded step's search under this objective, over the plan's own factors."""
-            cluster, over = self.problem.cluster, self.problem.factors
-            problem = for_pins(Problem(graph, coarse, cluster, over, objective=wanted.objective), self.pins)
-            return problem, search(
-                problem,
-                limit=wanted.memory,
-                donated=wanted.donated,
-                domains=pinned_domains(problem, self.pins),
-                deadline=None,
-                observer=anytime.silent,
-            )
-
-        wanted = Wanted(self.memory_limit, self.donated, self.pins, None, anytime.silent, self.objective)
-        overlaps, contention = self.objective.overlaps, self.problem.cluster.device.contention
-        problem, outcome = best_overlapped(solved, contention, wanted) if overlaps else solved(wanted)
-        if not outcome.best.fits(self.memory_limit):
-            return math.inf
-        return step_time_s(in_seconds(problem, outcome, self.donated, self.problem.objective))

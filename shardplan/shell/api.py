@@ -16,39 +16,27 @@ from shardplan.cost import OVERLAP, TIME, Objective, objective_of
 from shardplan.cost.compute import product_dtype, rated
 from shardplan.emit.backends import chosen
 from shardplan.errors import (
-    ClusterError,
-    MemoryLimitError,
     PinError,
     ShardplanError,
     UncompiledPrimitiveError,
     nearest,
-    size_text,
 )
 from shardplan.frontend.argnums import leaves_of, positions
 from shardplan.frontend.keywords import as_positional
 from shardplan.frontend.nnx_state import trace_step
 from shardplan.graph import Graph
-from shardplan.ir import Program, spec_text
+from shardplan.ir import Program
 from shardplan.mesh import Device
-from shardplan.plans.choice import best_scheduled
+from shardplan.planning.multiplier import step_time_s
+from shardplan.planning.planner import Made, planned
+from shardplan.planning.recomputation import Searcher
+from shardplan.planning.wanted import Wanted
 from shardplan.plans.data import PlanData
-from shardplan.plans.summary import Scheduled, decided, scheduled
-from shardplan.search.coarsening.coarsen import FREE
+from shardplan.plans.summary import decided
 from shardplan.search.coarsening.variables import OneChoice, one_choice_of
 from shardplan.search.inference import anytime
-from shardplan.search.inference.anytime import Observer, Stopped
-from shardplan.search.inference.garbage import uncollected
-from shardplan.search.memory import liveness as memory
-from shardplan.search.problem.extract import Extractor
-from shardplan.search.problem.problem import Problem
-from shardplan.search.problem.solution import Solution
-from shardplan.search.problem.tables import LONGEST_S
+from shardplan.search.inference.anytime import Observer
 from shardplan.search.session import Session
-from shardplan.search.strategy.factoring_search import Found, Wanted
-from shardplan.search.strategy.overlap import step_time_s
-from shardplan.search.strategy.pins import held_by_pins, pinned_domains, smallest_conflict
-from shardplan.search.strategy.remat_search import Planned, Searcher
-from shardplan.search.strategy.solve import in_seconds
 from shardplan.search.strategy.unused_axes import idle
 from shardplan.shell.clusters import ClusterLike, resolve_cluster
 from shardplan.shell.factor_options import FactorsLike, checked_axes, checked_factors
@@ -138,13 +126,10 @@ def plan(
         limit.nbytes, leaves, entries, deadline, observer, measure, fixed, mesh is None, sizes, timed, runs["backend"]
     )
     searcher = Searcher(replicate, shared, resolved, wanted)
-    with uncollected():
-        planned = _search(traced.program, searcher, limit, recompute=remat == "auto")
-        session, run, stopped = _scheduled(planned, searcher)
-        _warn(session)
-    planned, stopped = _of(planned, session), _done(observer, stopped)
+    made = planned(traced.program, searcher, limit.origin, recompute=remat == "auto")
+    _warn(made.session)
     data = PlanData(
-        **(decided(session, run, planned.found[1].purposes) | _search_fields(planned, searcher, limit, stopped) | runs),
+        **(decided(made.session, made.run, made.planned.found[1].purposes) | _search_fields(made, searcher, limit) | runs),
         operators=traced.program.count_ops(),
         donate_argnums=donated,
         time_budget_s=time_budget_s,
@@ -152,49 +137,17 @@ def plan(
         search_s=time.perf_counter() - traced_at,
     )
     return Plan(
-        data, traced=traced, program=planned.program, graph=session.graph, step=step, user_mesh=mesh, session=session, run=run
-    )
-
-
-def _of(planned: Planned, session: Session) -> Planned:
-    """What was planned, with the outcome of the session's own factoring."""
-    problem, outcome = planned.found
-    if session.problem is problem:
-        return planned
-    own = next(o for p, o in outcome.others if p is session.problem)
-    return replace(planned, found=(session.problem, replace(own, tried=outcome.tried)))
-
-
-def _done(observer: Observer, stopped: Stopped) -> Stopped:
-    """Tells that planning is done, if nothing has stopped it; what has stopped it by then."""
-    try:
-        if not stopped:
-            observer("done", 1.0)
-    except KeyboardInterrupt:
-        return "interrupted"
-    return stopped
-
-
-def _scheduled(planned: Planned, searcher: Searcher) -> tuple[Session, Scheduled | None, Stopped]:
-    """(the session with the solution to run, its schedule if the explicit backend runs it, what stopped the planning).
-
-    Where the user has said what factors are for, no baseline may take the plan's place: they are for other purposes.
-    """
-    wanted, replicate = searcher.wanted, tuple(searcher.replicate)
-    session, stopped = _session_of(planned.program, planned.found, wanted, replicate), planned.found[1].stopped
-    if wanted.backend != "explicit":
-        return session, None, stopped
-    if session.objective.everything_split:  # baselines do not know this premise
-        return session, scheduled(session), stopped
-    others = (_session_of(planned.program, found, wanted, replicate) for found in planned.found[1].others)
-    if stopped:  # there is time for one more
-        session, run, _ = best_scheduled(session, None, others, baselines=False, in_haste=True)
-        return session, run, stopped
-    return best_scheduled(session, wanted.deadline, others, baselines=wanted.axes is None)
+        data, traced=traced, program=made.planned.program, graph=made.session.graph, step=step, user_mesh=mesh,
+        session=made.session, run=made.run,
+    )  # fmt: skip
 
 
 def _warn(session: Session) -> None:
-    """Warns of factors that divide no dim of any argument, and of dtypes of products for which the device has no peak."""
+    """Warns of loops without a known trip count, of factors that divide no dim of any argument, and of dtypes of products for
+    which the device has no peak.
+    """
+    for source in dict.fromkeys(session.graph.unknown_trips):
+        _log.warning("the while loop at %s has no known trip count: it is priced as one iteration", source)
     _warn_of_rates(session.graph, session.problem.cluster.device)
     for unused in idle(session.problem, session.decisions):
         if unused.advice:
@@ -215,34 +168,16 @@ def _warn_of_rates(graph: Graph, device: Device) -> None:
             )
 
 
-def _session_of(program: Program, found: Found, wanted: Wanted, replicate: tuple[str, ...]) -> Session:
-    """A session with the best solution of an outcome."""
-    problem, outcome = found
-    return Session(
-        program=program,
-        problem=problem,
-        solution=outcome.best,
-        rivals=outcome.rivals,
-        bound=outcome.bound,
-        extractor=Extractor(problem),
-        donated=wanted.donated,
-        pins=wanted.pins,
-        memory_limit=wanted.memory,
-        objective=problem.objective if wanted.objective.unit == "picosecond" else wanted.objective,
-        replicate=replicate,
-    )
-
-
-def _search_fields(planned: Planned, searcher: Searcher, limit: MemoryLimit, stopped: Stopped) -> dict[str, Any]:
+def _search_fields(made: Made, searcher: Searcher, limit: MemoryLimit) -> dict[str, Any]:
     """The fields of `PlanData` that record the conditions of the search and how it ended."""
-    (problem, outcome), wanted = planned.found, searcher.wanted
+    (problem, outcome), wanted = made.planned.found, searcher.wanted
     return {
-        "stopped": stopped,
-        "exact": outcome.exact and not stopped,
+        "stopped": made.stopped,
+        "exact": outcome.exact and not made.stopped,
         "one_choice": searcher.shared,
         "replicate": tuple(searcher.replicate),
         "cluster": problem.cluster,
-        "searched_s": step_time_s(planned.found),
+        "searched_s": step_time_s(made.planned.found),
         "memory_limit": wanted.memory,
         "limit_origin": limit.origin,
         "objective": wanted.objective.name,
@@ -250,7 +185,7 @@ def _search_fields(planned: Planned, searcher: Searcher, limit: MemoryLimit, sto
         "unlimited_s": step_time_s((problem, replace(outcome, best=outcome.free))) if outcome.exact else None,
         "tried": outcome.tried,
         "fixed_axes": dict(wanted.axes or {}),
-        "remat": planned.remat,
+        "remat": made.planned.remat,
         "unknown_trips": problem.graph.unknown_trips,
         "whole_ops": problem.graph.whole,
     }
@@ -336,79 +271,3 @@ def _pin_entries(pins: Mapping[str, PartitionSpec]) -> dict[str, tuple[Any, ...]
                 f"the pin {glob!r} = {spec} has the entry {invalid[0]}: each entry is None, an axis or a tuple of axes"
             )
     return {glob: tuple(spec) for glob, spec in pins.items()}
-
-
-def _search(program: Program, searcher: Searcher, limit: MemoryLimit, *, recompute: bool) -> Planned:
-    """The best outcome over all factorings, priced in seconds; with ``recompute``, also over what to recompute.
-
-    Raises:
-        MemoryLimitError: if no outcome fits.
-        ClusterError: if the step takes too long to be priced.
-    """
-    wanted = searcher.wanted
-    wanted.observer("describing", 0.0)
-    rescaled = replace(
-        wanted, observer=lambda what, part: wanted.observer("scheduling" if what == "done" else what, 0.05 + 0.85 * part)
-    )
-    searcher = replace(searcher, wanted=rescaled)
-    planned = searcher.auto(program) if recompute else searcher.plain(program)
-    problem, outcome = planned.found
-    for source in dict.fromkeys(problem.graph.unknown_trips):
-        _log.warning("the while loop at %s has no known trip count: it is priced as one iteration", source)
-    if not outcome.best.fits(wanted.memory):
-        smallest = outcome.smallest or outcome.best
-        raise _memory_error(problem, smallest, wanted, limit.origin, stopped=bool(outcome.stopped), recompute=recompute)
-    if outcome.best.seconds >= LONGEST_S:
-        raise _too_slow_error(problem)
-    return replace(planned, found=in_seconds(problem, outcome, wanted.donated, wanted.timed))
-
-
-def _too_slow_error(problem: Problem) -> ShardplanError:
-    """The error for a step that takes `LONGEST_S` or more in every layout tried: tables do not tell such times apart."""
-    if problem.objective.everything_split:
-        return ShardplanError(
-            "objective='bytes' found no layout that splits everything and sends less than a petabyte: use objective='time'"
-        )
-    return ClusterError(
-        f"on {problem.cluster.name or 'this cluster'} the step takes {LONGEST_S:,.0f} s or more in every layout, too long "
-        "to compare layouts: check the units of the cluster's figures (bytes and flops per second), or plan a smaller step"
-    )
-
-
-def _memory_error(
-    problem: Problem, smallest: Solution, wanted: Wanted, origin: str, *, stopped: bool, recompute: bool
-) -> MemoryLimitError:
-    """The error for a step that does not fit, with the smallest solution found and the pins in the way."""
-    live = memory.liveness(problem, wanted.donated)
-
-    def may_fit(globs: Sequence[str]) -> bool:
-        domains = pinned_domains(problem, {glob: wanted.pins[glob] for glob in globs})
-        return memory.floor_bytes(problem, live, domains) <= wanted.memory
-
-    conflict = smallest_conflict(tuple(wanted.pins), may_fit) if may_fit(()) else ()
-    held = sorted(held_by_pins(problem, wanted.pins).items(), key=lambda row: (-row[1], row[0]))
-    return MemoryLimitError(
-        wanted.memory,
-        smallest.peak_bytes,
-        detail=_largest_arguments(problem, smallest),
-        together=bool(conflict),
-        unfinished=stopped,
-        rematerialised=recompute,
-        origin=origin,
-        pins={
-            f"{glob!r} = {spec_text(wanted.pins[glob])}": int(nbytes) for glob, nbytes in held if not conflict or glob in conflict
-        },
-    )
-
-
-def _largest_arguments(problem: Problem, solution: Solution) -> str:
-    """The bytes per device of a solution's arguments, and the three largest, as text."""
-    graph = problem.graph
-    rows: list[tuple[float, str]] = []
-    for t, path in zip(graph.inputs, graph.input_paths, strict=True):
-        v = problem.coarse.of[t]
-        part = 1.0 if v == FREE else memory.local_part(problem, v, solution.states[v])
-        rows.append((graph.tensors[t].nbytes * part, path))
-    held = sum(n for n, _ in rows)
-    top = ", ".join(f"{p} {size_text(n)}" for n, p in sorted(rows, reverse=True)[:3])
-    return f"arguments take {size_text(held)}, the largest are {top}"

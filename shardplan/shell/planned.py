@@ -25,12 +25,13 @@ from shardplan.frontend.trace import Traced
 from shardplan.graph import Graph, flatten
 from shardplan.ir import Backend, Program
 from shardplan.mesh.devices import build_mesh
+from shardplan.planning.scheduled import Scheduled, scheduled
 from shardplan.plans.data import Baseline, Collective, PlanData
 from shardplan.plans.files import plan_file, save, write_whole
 from shardplan.plans.fingerprint import difference, fingerprint
 from shardplan.plans.fit import unfit
 from shardplan.plans.runner import Flat, Leaves, Runner, check_tree, shape_text
-from shardplan.plans.summary import Scheduled, baselines, collectives_of, decided, scheduled, session_of
+from shardplan.plans.summary import baselines, collectives_of, decided, session_of
 from shardplan.report.draw import picture, picture_format
 from shardplan.report.drawing import drawing
 from shardplan.report.explain import explain, explain_all

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import shardplan
 from shardplan.ir import Layout
 from shardplan.mesh import Cluster
-from shardplan.plans.summary import scheduled
+from shardplan.planning.scheduled import scheduled
 from shardplan.schedule import Bundle, Move, instructions_of
 from shardplan.schedule.copies import Copies
 from shardplan.schedule.planned import PlannedProgram

@@ -1,7 +1,7 @@
-"""The whole search: over recomputed activations, over factorings of the mesh, and within the memory limit.
+"""The search of one problem, within the memory limit and the pins.
 
-`solve` finds the best plan of one factoring: jointly, or by `recursion` (Tofu, section 5.2) and `polish`. `memory_pricing` brings
-a plan below the memory limit, with `repair`. `factoring_search` tries `factorings`, `remat_search` recomputes activations.
+`solve` finds the best plan: jointly, or by `recursion` (Tofu, section 5.2) and `polish`. `memory_pricing` brings a plan below the
+memory limit, with `repair`. `purposes` says what the factors of a plan are for.
 """
 
 from shardplan.search.strategy.solve import Outcome, search

@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 import shardplan
 from shardplan.cost.overlap import StepCost
 from shardplan.mesh import Cluster
-from shardplan.plans import choice, summary
+from shardplan.planning import choose
+from shardplan.planning.scheduled import Scheduled, scheduled
 from shardplan.report.text import bound_text
 from shardplan.schedule import Barrier, Bundle, Move, build, instructions_of, issued, windows
 from shardplan.search.inference import anytime
@@ -104,7 +105,7 @@ def test_a_fitting_baseline_that_is_faster_once_bundled_is_the_plan(tmp_path: Pa
     plan = shardplan.plan(step, WEIGHTS, BATCH, cluster=slow_to_start(2e-4), time_model="sum")
     fitting = [b.step_time_s for b in plan.baselines if b.fits]
     assert plan.step_time_s <= min(fitting) * (1 + 1e-9)
-    assert plan.step_time_s < summary.scheduled(_search_alone(plan)).step_time_s
+    assert plan.step_time_s < scheduled(_search_alone(plan)).step_time_s
     assert "a baseline was chosen instead" in bound_text(plan.completed())
     plan.save(tmp_path / "plan.json")
     assert shardplan.load(tmp_path / "plan.json", step, WEIGHTS, BATCH).step_time_s == plan.step_time_s
@@ -119,17 +120,17 @@ def _search_alone(plan: shardplan.Plan) -> Session:
 
 def test_a_plan_that_runs_out_of_time_among_baselines_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     session = _search_alone(shardplan.plan(step, WEIGHTS, BATCH, cluster=slow_to_start(), time_model="sum"))
-    assert choice.best_scheduled(session, anytime.now_s() - 1)[2] == "time budget"
-    assert choice.best_scheduled(session, None)[2] == ""
+    assert choose.best_scheduled(session, anytime.now_s() - 1)[2] == "time budget"
+    assert choose.best_scheduled(session, None)[2] == ""
 
 
 def test_the_most_promising_of_the_other_solutions_are_scheduled_first() -> None:
     session = _search_alone(shardplan.plan(step, WEIGHTS, BATCH, cluster=slow_to_start(2e-4), time_model="sum"))
-    every = [(summary.scheduled(session.at(s)).step_time_s, session.at(s)) for s in session.rivals.solutions]
+    every = [(scheduled(session.at(s)).step_time_s, session.at(s)) for s in session.rivals.solutions]
     fastest_s, fastest = min(every, key=lambda row: row[0])
-    assert fastest_s < summary.scheduled(session).step_time_s
+    assert fastest_s < scheduled(session).step_time_s
     slowest = max(every, key=lambda row: row[0])[1]
-    chosen, run, _ = choice.best_scheduled(session, None, [slowest] * 5 + [fastest], baselines=False)
+    chosen, run, _ = choose.best_scheduled(session, None, [slowest] * 5 + [fastest], baselines=False)
     assert (chosen, run.step_time_s) == (fastest, fastest_s)
 
 
@@ -138,19 +139,19 @@ def test_in_haste_the_most_promising_other_solution_is_looked_at() -> None:
     cluster = slow_to_start(2e-4)
     whole = shardplan.plan(step, WEIGHTS, BATCH, cluster=cluster).session
     alone = shardplan.plan(step, WEIGHTS, BATCH, cluster=cluster, backend="specs").session
-    assert summary.scheduled(whole).step_time_s < summary.scheduled(alone).step_time_s
-    assert choice.best_scheduled(alone, None, [whole], baselines=False, in_haste=True)[0] is whole
+    assert scheduled(whole).step_time_s < scheduled(alone).step_time_s
+    assert choose.best_scheduled(alone, None, [whole], baselines=False, in_haste=True)[0] is whole
 
 
 def test_an_interrupt_among_baselines_keeps_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, calls = summary.scheduled, iter(range(9))
+    whole, calls = scheduled, iter(range(9))
 
-    def second_raises(session: Session) -> summary.Scheduled:
+    def second_raises(session: Session) -> Scheduled:
         if next(calls):
             raise KeyboardInterrupt
         return whole(session)
 
-    monkeypatch.setattr(choice, "scheduled", second_raises)
+    monkeypatch.setattr(choose, "scheduled", second_raises)
     plan = shardplan.plan(step, WEIGHTS, BATCH, cluster=slow_to_start())
     assert plan.stopped == "interrupted"
     assert plan.step_time_s > 0

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from shardplan.cost.overlap import step_s
-from shardplan.plans.summary import Scheduled, scheduled
+from shardplan.planning.scheduled import Scheduled, scheduled
 from shardplan.search.inference import anytime
 from shardplan.search.inference.anytime import Stopped
 from shardplan.search.problem.problem import Domain

@@ -18,6 +18,8 @@ from shardplan.errors import ClusterError, PinError, ShardplanError
 from shardplan.graph.nodes import Graph
 from shardplan.ir import Factor
 from shardplan.mesh import Cluster, factors, matrices
+from shardplan.planning.factorings import too_many_layouts
+from shardplan.planning.wanted import Found, Wanted
 from shardplan.search.baselines.recipes import Restriction
 from shardplan.search.baselines.rivals import Rivals, solved
 from shardplan.search.coarsening.coarsen import FREE, Coarse
@@ -31,7 +33,6 @@ from shardplan.search.problem.pricing import Domain, Limits
 from shardplan.search.problem.problem import Problem
 from shardplan.search.problem.solution import Solution, Tried
 from shardplan.search.problem.strategies import Cuts
-from shardplan.search.strategy.factoring_search import Found, Wanted, too_many_layouts
 from shardplan.search.strategy.memory_pricing import Descent
 from shardplan.search.strategy.pins import for_pins, pinned_domains
 from shardplan.search.strategy.polish import polish

@@ -6,8 +6,8 @@ import pytest
 
 import shardplan
 from models import gpt, mlp
-from shardplan.plans import choice
-from shardplan.plans.summary import scheduled
+from shardplan.planning import choose
+from shardplan.planning.scheduled import scheduled
 from tests.fuzz.generate import program
 from tests.fuzz.program import make
 from tests.machines import machine
@@ -21,8 +21,8 @@ def test_the_plan_is_the_fastest_as_scheduled() -> None:
     slowest = max(others, key=lambda other: scheduled(other).step_time_s)
     assert scheduled(session).step_time_s < scheduled(slowest).step_time_s
     for first, second in ((session, slowest), (slowest, session)):
-        assert choice.best_scheduled(first, None, [second], baselines=False)[0] is session
-    assert choice.best_scheduled(slowest, None)[1].step_time_s <= min(scheduled(other).step_time_s for other in others)
+        assert choose.best_scheduled(first, None, [second], baselines=False)[0] is session
+    assert choose.best_scheduled(slowest, None)[1].step_time_s <= min(scheduled(other).step_time_s for other in others)
 
 
 @pytest.mark.parametrize(

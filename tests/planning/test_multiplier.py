@@ -18,14 +18,14 @@ from shardplan.cost.overlap import weights_at
 from shardplan.frontend.trace import trace
 from shardplan.graph import flatten
 from shardplan.mesh import Cluster, factors
+from shardplan.planning.multiplier import best_overlapped, step_time_s
+from shardplan.planning.wanted import Found, Wanted
 from shardplan.search.coarsening import coarsen
 from shardplan.search.inference import anytime
 from shardplan.search.inference.solver import Solver
 from shardplan.search.memory import liveness as memory
 from shardplan.search.problem.extract import Extractor
 from shardplan.search.problem.problem import Problem
-from shardplan.search.strategy.factoring_search import Found, Wanted
-from shardplan.search.strategy.overlap import best_overlapped, step_time_s
 from shardplan.search.strategy.solve import search
 from tests.oracles import brute
 from tests.search import steps

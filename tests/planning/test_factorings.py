@@ -22,15 +22,16 @@ from shardplan.cost import TIME
 from shardplan.ir import Factor
 from shardplan.mesh import Cluster, factors
 from shardplan.mesh.machine import Interconnect, Kind
+from shardplan.planning import factorings
+from shardplan.planning.factorings import best_of_factorings, refined
+from shardplan.planning.splits import alike, levels_of, splits
+from shardplan.planning.wanted import Wanted
 from shardplan.search.inference import bound
 from shardplan.search.inference.bound import least_s
 from shardplan.search.inference.solver import Solver
 from shardplan.search.memory import liveness as memory
 from shardplan.search.problem import Problem
 from shardplan.search.problem.pricing import Limits
-from shardplan.search.strategy import factoring_search
-from shardplan.search.strategy.factoring_search import Wanted, best_of_factorings, refined
-from shardplan.search.strategy.factorings import alike, levels_of, splits
 from tests.machines import machine
 from tests.models.test_factories import TINY, factory
 from tests.search import steps
@@ -72,7 +73,7 @@ def products(n: int) -> Iterator[tuple[int, ...]]:
             yield from ((first, *rest) for rest in products(n // first))
 
 
-def factorings(cluster: Cluster) -> list[tuple[Factor, ...]]:
+def all_factorings(cluster: Cluster) -> list[tuple[Factor, ...]]:
     levels = [level for level in cluster.levels if level.size > 1]
     parts = itertools.product(*(products(level.size) for level in levels))
     return [factors(cluster, {level.name: own for level, own in zip(levels, one, strict=True)}) for one in parts]
@@ -97,7 +98,7 @@ def test_every_ordered_product_is_reached_by_splits(kind: Kind) -> None:
             if one not in reached:
                 reached.add(one)
                 waiting.append(one)
-    every = [of for of in factorings(cluster) if len(of) <= 4]
+    every = [of for of in all_factorings(cluster) if len(of) <= 4]
     if kind == "ring":
         assert reached == set(every)
     assert {alike(cluster, one) for one in reached} == {alike(cluster, one) for one in every}
@@ -123,7 +124,7 @@ def check_against_every_factoring(recipe: steps.Recipe, cluster: Cluster) -> Non
     """Holds the search to the exact minimum over all layouts of all ordered factorings."""
     whole = steps.problem(recipe.step, *recipe.args(), on=cluster)
     least = math.inf
-    for of in factorings(cluster):
+    for of in all_factorings(cluster):
         problem = Problem(whole.graph, whole.coarse, cluster, of, family=whole.family)
         solver = Solver(problem, memory.liveness(problem))
         assume(solver.order(problem.domains).largest <= 3_000_000)
@@ -228,7 +229,7 @@ def test_more_layouts_than_can_be_searched_are_refused() -> None:
 
 def test_a_factoring_with_too_many_layouts_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     step, args = mlp.train_step(**TINY["mlp"])
-    monkeypatch.setattr(factoring_search, "MOST_LAYOUTS", 10)
+    monkeypatch.setattr(factorings, "MOST_LAYOUTS", 10)
     plan = shardplan.plan(step, *args, cluster=machine("8:slow"))
     assert len(plan.factors) == 2
     said = {len(row["factors"]["gpu"]): row["why"] for row in plan.provenance["factorings"]}

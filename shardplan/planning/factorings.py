@@ -7,28 +7,24 @@ worse. Nothing is split once the best is at the bound of every factoring: its co
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from shardplan.collectives.parts import in_runs
 from shardplan.collectives.reshard import Family
-from shardplan.cost import TIME, Objective
 from shardplan.errors import ClusterError, PinError, ShardplanError
 from shardplan.graph.nodes import Graph
-from shardplan.ir import Backend, Factor
+from shardplan.ir import Factor
 from shardplan.mesh import Cluster
+from shardplan.planning.splits import Alike, Work, alike, factor_choices, merged, splits, work_of
+from shardplan.planning.wanted import Found, Wanted
 from shardplan.search.coarsening.coarsen import Coarse
-from shardplan.search.inference.anytime import Observer, Stopped
+from shardplan.search.inference.anytime import Stopped
 from shardplan.search.inference.bound import least_s
 from shardplan.search.problem.problem import Problem
 from shardplan.search.problem.solution import Tried
 from shardplan.search.problem.windows import Windows
-from shardplan.search.strategy.factorings import Alike, Work, alike, factor_choices, merged, splits, work_of
-from shardplan.search.strategy.pins import Pins, for_pins, pinned_domains
-from shardplan.search.strategy.purposes import Purpose
-from shardplan.search.strategy.solve import Outcome, Start, search
-
-Found = tuple[Problem, Outcome]
+from shardplan.search.strategy.pins import for_pins, pinned_domains
+from shardplan.search.strategy.solve import Start, search
 
 _GAIN = 1e-6
 """What one more factor must gain, as a fraction of the seconds: each is one more mesh axis for its user to read."""
@@ -49,27 +45,6 @@ reproducible.
 
 SMALL = 400
 """The most ops of a step whose tables are small enough for twice as many factorings."""
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """The conditions of a search: bytes per device, donated leaves, pins, a deadline (an instant of `anytime.now_s`), an observer
-    of its progress, and the objective to minimise; ``timed`` prices the plan where that is not time. ``factors`` fixes the
-    factoring; without ``refine``, levels are taken apart only where no dim divides by them. ``axes`` fixes the sizes of purposes.
-    ``backend`` is what will run the plan.
-    """
-
-    memory: int
-    donated: frozenset[int]
-    pins: Pins
-    deadline: float | None
-    observer: Observer
-    objective: Objective
-    factors: tuple[Factor, ...] | None = None
-    refine: bool = True
-    axes: Mapping[Purpose, int] | None = None
-    timed: Objective = TIME
-    backend: Backend = "explicit"
 
 
 def best_of_factorings(graph: Graph, coarse: Coarse, cluster: Cluster, wanted: Wanted) -> Found:

@@ -15,6 +15,10 @@ from shardplan.graph.flattening import flatten
 from shardplan.graph.nodes import Graph
 from shardplan.ir import Program
 from shardplan.mesh import Cluster
+from shardplan.planning.factorings import best_of_factorings, better
+from shardplan.planning.matrices import best_of_matrices
+from shardplan.planning.multiplier import best_overlapped, step_time_s
+from shardplan.planning.wanted import Found, Wanted
 from shardplan.remat import (
     Part,
     Policy,
@@ -26,9 +30,6 @@ from shardplan.remat import (
 from shardplan.search.coarsening.coarsen import coarsen
 from shardplan.search.coarsening.variables import OneChoice
 from shardplan.search.inference import anytime
-from shardplan.search.strategy.axes import best_of_matrices
-from shardplan.search.strategy.factoring_search import Found, Wanted, best_of_factorings, better
-from shardplan.search.strategy.overlap import best_overlapped, step_time_s
 
 FEWER = 3
 """The most trials of the bisection for fewer parts."""

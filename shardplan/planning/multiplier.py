@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 
 from shardplan.cost.overlap import slowdown, weights_at
 from shardplan.ir import Factor
+from shardplan.planning.wanted import Found, Wanted
 from shardplan.search.inference import anytime
 from shardplan.search.inference.solver import Solver
 from shardplan.search.memory import liveness as memory
 from shardplan.search.problem.extract import Decisions, Extractor
 from shardplan.search.problem.solution import Solution, Tried
-from shardplan.search.strategy.factoring_search import Found, Wanted
 from shardplan.search.strategy.purposes import Purpose
 
 _MOST_BETWEEN = 2

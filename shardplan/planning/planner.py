@@ -1,0 +1,179 @@
+"""The way from a traced program to the solution that becomes its plan: searched, scheduled, chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from shardplan.errors import ClusterError, MemoryLimitError, ShardplanError, size_text
+from shardplan.ir import Program, spec_text
+from shardplan.planning.choose import best_scheduled
+from shardplan.planning.recomputation import Planned, Searcher
+from shardplan.planning.scheduled import Scheduled, scheduled
+from shardplan.planning.wanted import Found, Wanted
+from shardplan.search.coarsening.coarsen import FREE
+from shardplan.search.inference.anytime import Observer, Stopped
+from shardplan.search.inference.garbage import uncollected
+from shardplan.search.memory import liveness as memory
+from shardplan.search.problem.extract import Extractor
+from shardplan.search.problem.problem import Problem
+from shardplan.search.problem.solution import Solution
+from shardplan.search.problem.tables import LONGEST_S
+from shardplan.search.session import Session
+from shardplan.search.strategy.pins import held_by_pins, pinned_domains, smallest_conflict
+from shardplan.search.strategy.solve import in_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What became of planning: the searches that led to the plan, the session with its solution, its schedule where the explicit
+    backend runs it, and what stopped planning early.
+    """
+
+    planned: Planned
+    session: Session
+    run: Scheduled | None
+    stopped: Stopped
+
+
+def planned(program: Program, searcher: Searcher, origin: str, *, recompute: bool) -> Made:
+    """The plan of a program. ``origin`` says where the memory limit comes from; with ``recompute`` activations may be computed
+    again.
+
+    Raises:
+        MemoryLimitError: if no plan fits.
+        ClusterError: if the step takes `LONGEST_S` or more in every layout.
+    """
+    with uncollected():
+        found = _search(program, searcher, origin, recompute=recompute)
+        session, run, stopped = _scheduled(found, searcher)
+    return Made(_of(found, session), session, run, _done(searcher.wanted.observer, stopped))
+
+
+def _search(program: Program, searcher: Searcher, origin: str, *, recompute: bool) -> Planned:
+    """The best outcome over all factorings, priced in seconds; with ``recompute``, also over what to recompute.
+
+    Raises:
+        MemoryLimitError: if no outcome fits.
+        ClusterError: if the step takes too long to be priced.
+    """
+    wanted = searcher.wanted
+    wanted.observer("describing", 0.0)
+    rescaled = replace(
+        wanted, observer=lambda what, part: wanted.observer("scheduling" if what == "done" else what, 0.05 + 0.85 * part)
+    )
+    searcher = replace(searcher, wanted=rescaled)
+    planned = searcher.auto(program) if recompute else searcher.plain(program)
+    problem, outcome = planned.found
+    if not outcome.best.fits(wanted.memory):
+        smallest = outcome.smallest or outcome.best
+        raise _memory_error(problem, smallest, wanted, origin, stopped=bool(outcome.stopped), recompute=recompute)
+    if outcome.best.seconds >= LONGEST_S:
+        raise _too_slow_error(problem)
+    return replace(planned, found=in_seconds(problem, outcome, wanted.donated, wanted.timed))
+
+
+def _scheduled(planned: Planned, searcher: Searcher) -> tuple[Session, Scheduled | None, Stopped]:
+    """(the session with the solution to run, its schedule if the explicit backend runs it, what stopped the planning).
+
+    Where the user has said what factors are for, no baseline may take the plan's place: they are for other purposes.
+    """
+    wanted, replicate = searcher.wanted, tuple(searcher.replicate)
+    session, stopped = _session_of(planned.program, planned.found, wanted, replicate), planned.found[1].stopped
+    if wanted.backend != "explicit":
+        return session, None, stopped
+    if session.objective.everything_split:  # baselines do not know this premise
+        return session, scheduled(session), stopped
+    others = (_session_of(planned.program, found, wanted, replicate) for found in planned.found[1].others)
+    if stopped:  # there is time for one more
+        session, run, _ = best_scheduled(session, None, others, baselines=False, in_haste=True)
+        return session, run, stopped
+    return best_scheduled(session, wanted.deadline, others, baselines=wanted.axes is None)
+
+
+def _session_of(program: Program, found: Found, wanted: Wanted, replicate: tuple[str, ...]) -> Session:
+    """A session with the best solution of an outcome."""
+    problem, outcome = found
+    return Session(
+        program=program,
+        problem=problem,
+        solution=outcome.best,
+        rivals=outcome.rivals,
+        bound=outcome.bound,
+        extractor=Extractor(problem),
+        donated=wanted.donated,
+        pins=wanted.pins,
+        memory_limit=wanted.memory,
+        objective=problem.objective if wanted.objective.unit == "picosecond" else wanted.objective,
+        replicate=replicate,
+    )
+
+
+def _of(planned: Planned, session: Session) -> Planned:
+    """What was planned, with the outcome of the session's own factoring."""
+    problem, outcome = planned.found
+    if session.problem is problem:
+        return planned
+    own = next(o for p, o in outcome.others if p is session.problem)
+    return replace(planned, found=(session.problem, replace(own, tried=outcome.tried)))
+
+
+def _done(observer: Observer, stopped: Stopped) -> Stopped:
+    """Tells that planning is done, if nothing has stopped it; what has stopped it by then."""
+    try:
+        if not stopped:
+            observer("done", 1.0)
+    except KeyboardInterrupt:
+        return "interrupted"
+    return stopped
+
+
+def _too_slow_error(problem: Problem) -> ShardplanError:
+    """The error for a step that takes `LONGEST_S` or more in every layout tried: tables do not tell such times apart."""
+    if problem.objective.everything_split:
+        return ShardplanError(
+            "objective='bytes' found no layout that splits everything and sends less than a petabyte: use objective='time'"
+        )
+    return ClusterError(
+        f"on {problem.cluster.name or 'this cluster'} the step takes {LONGEST_S:,.0f} s or more in every layout, too long "
+        "to compare layouts: check the units of the cluster's figures (bytes and flops per second), or plan a smaller step"
+    )
+
+
+def _memory_error(
+    problem: Problem, smallest: Solution, wanted: Wanted, origin: str, *, stopped: bool, recompute: bool
+) -> MemoryLimitError:
+    """The error for a step that does not fit, with the smallest solution found and the pins in the way."""
+    live = memory.liveness(problem, wanted.donated)
+
+    def may_fit(globs: Sequence[str]) -> bool:
+        domains = pinned_domains(problem, {glob: wanted.pins[glob] for glob in globs})
+        return memory.floor_bytes(problem, live, domains) <= wanted.memory
+
+    conflict = smallest_conflict(tuple(wanted.pins), may_fit) if may_fit(()) else ()
+    held = sorted(held_by_pins(problem, wanted.pins).items(), key=lambda row: (-row[1], row[0]))
+    return MemoryLimitError(
+        wanted.memory,
+        smallest.peak_bytes,
+        detail=_largest_arguments(problem, smallest),
+        together=bool(conflict),
+        unfinished=stopped,
+        rematerialised=recompute,
+        origin=origin,
+        pins={
+            f"{glob!r} = {spec_text(wanted.pins[glob])}": int(nbytes) for glob, nbytes in held if not conflict or glob in conflict
+        },
+    )
+
+
+def _largest_arguments(problem: Problem, solution: Solution) -> str:
+    """The bytes per device of a solution's arguments, and the three largest, as text."""
+    graph = problem.graph
+    rows: list[tuple[float, str]] = []
+    for t, path in zip(graph.inputs, graph.input_paths, strict=True):
+        v = problem.coarse.of[t]
+        part = 1.0 if v == FREE else memory.local_part(problem, v, solution.states[v])
+        rows.append((graph.tensors[t].nbytes * part, path))
+    held = sum(n for n, _ in rows)
+    top = ", ".join(f"{p} {size_text(n)}" for n, p in sorted(rows, reverse=True)[:3])
+    return f"arguments take {size_text(held)}, the largest are {top}"

@@ -1,0 +1,37 @@
+"""What a search is asked for, and what it gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardplan.cost import TIME, Objective
+from shardplan.ir import Backend, Factor
+from shardplan.search.inference.anytime import Observer
+from shardplan.search.problem.problem import Problem
+from shardplan.search.strategy.pins import Pins
+from shardplan.search.strategy.purposes import Purpose
+from shardplan.search.strategy.solve import Outcome
+
+Found = tuple[Problem, Outcome]
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The conditions of a search: bytes per device, donated leaves, pins, a deadline (an instant of `anytime.now_s`), an observer
+    of its progress, and the objective to minimise; ``timed`` prices the plan where that is not time. ``factors`` fixes the
+    factoring; without ``refine``, levels are taken apart only where no dim divides by them. ``axes`` fixes the sizes of purposes.
+    ``backend`` is what will run the plan.
+    """
+
+    memory: int
+    donated: frozenset[int]
+    pins: Pins
+    deadline: float | None
+    observer: Observer
+    objective: Objective
+    factors: tuple[Factor, ...] | None = None
+    refine: bool = True
+    axes: Mapping[Purpose, int] | None = None
+    timed: Objective = TIME
+    backend: Backend = "explicit"

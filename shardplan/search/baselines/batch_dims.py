@@ -1,7 +1,7 @@
 """The batch dim of each value, and its *data dims*: all dims that come with the data (batch, sequence, height, width).
 
 They are followed from the data through the index maps: a result's dim is a data dim if its loop indexes a data dim of an operand.
-Data parallelism splits the batch dim; tensor parallelism splits no data dim.
+A value that is made of no input, as the mask of a loop's step is, has the dims that it meets the data with. Data parallelism splits the batch dim; tensor parallelism splits no data dim.
 """
 
 from __future__ import annotations
@@ -48,19 +48,61 @@ def follow(graph: Graph, inputs: Sequence[int]) -> Examples:
         features = rank > 1 and not tensor.dtype.startswith(("int", "uint"))
         batch[t] = 0 if rank else None
         data[t] = set(range(rank - features))
+    given = _given(graph)
     changed = True
     while changed:  # repeated for values that loops carry
         changed = False
         for node in graph.nodes:
             for t, dim, is_batch in _through(node, batch, data):
                 changed |= _mark(t, dim, is_batch, batch, data)
+        for node in reversed(graph.nodes):
+            for t, dim, is_batch in _met(node, given, batch, data):
+                changed |= _mark(t, dim, is_batch, batch, data)
         for link in graph.links:
+            for dim in sorted(data[link.target]) if link.source not in given else ():
+                if 0 <= dim + link.lift < len(graph.tensors[link.source].shape):
+                    is_batch = batch[link.target] == dim
+                    changed |= _mark(link.source, dim + link.lift, is_batch, batch, data)
             for dim in sorted(data[link.source]):
                 if 0 <= dim - link.lift < len(graph.tensors[link.target].shape):
                     is_batch = batch[link.source] == dim
                     changed |= _mark(link.target, dim - link.lift, is_batch, batch, data)
-        changed &= bool(graph.links)  # without links one pass is enough: ops come after those that they read
+        changed &= bool(graph.links)  # without links one pass each way is enough: ops come after those that they read
     return Examples(tuple(batch), tuple(frozenset(d) for d in data))
+
+
+def _given(graph: Graph) -> frozenset[int]:
+    """The tensors that depend on an input of the step."""
+    given = set(graph.inputs)
+    known = -1
+    while known < len(given):
+        known = len(given)
+        for node in graph.nodes:
+            if given.intersection(node.inputs):
+                given.update(node.outputs)
+        given.update(link.target for link in graph.links if link.source in given)
+    return frozenset(given)
+
+
+def _met(
+    node: Node, given: Set[int], batch: Sequence[int | None], data: Sequence[Set[int]]
+) -> Iterator[tuple[int, int, bool]]:
+    """(tensor, dim, whether it is the batch dim) of each dim with which an operand made of no input meets the data."""
+    description = node.signature.description
+    if description is None or all(t < 0 or t in given for t in node.inputs):
+        return
+    over_batch, over_data = _loops_over(node, batch, data)
+    for t, dims in zip(node.outputs, description.results, strict=False):
+        over_data.update(loop for d, loop in enumerate(dims) if d in data[t])
+        over_batch.update(loop for d, loop in enumerate(dims) if d == batch[t])
+    for operand, indices in description.accesses:
+        t = node.inputs[operand]
+        if t < 0 or t in given:
+            continue
+        for dim, ix in enumerate(indices):
+            loops = loops_of(ix)
+            if len(loops) == 1 and loops <= over_data and node.signature.call.operands[operand][dim] > 1:
+                yield t, dim, loops <= over_batch
 
 
 def _mark(t: int, dim: int, is_batch: bool, batch: list[int | None], data: list[set[int]]) -> bool:

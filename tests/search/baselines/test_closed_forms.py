@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import shardplan
+from models import llama
 
 WIDTH, TOKENS, VOCABULARY = 256, 2048, 4096
 
@@ -57,3 +58,13 @@ def test_a_baseline_sends_what_its_closed_form_says(cluster: str, n: int, dtype:
     table = VOCABULARY * WIDTH * jnp.dtype(dtype).itemsize
     again = weights - table if dtype == jnp.float32 else 0
     assert sent["FSDP"] == pytest.approx(part * (weights + again + weights), rel=0.01)
+
+
+def test_masks_that_no_input_makes_lie_as_what_they_mask() -> None:
+    """Of attention by blocks, the backward pass keeps a mask for each step of a loop, made of the step's number alone."""
+    sizes = {"layers": 2, "width": 64, "heads": 4, "key_heads": 2, "inner": 128, "vocabulary": 256}
+    step, args = llama.train_step(**sizes, sequence=64, block=16, batch=16)
+    plan = shardplan.plan(step, *args, cluster="8", donate_argnums=0, factors={}, time_model="sum")
+    parallel = next(b for b in plan.baselines if b.name == "data parallel")
+    weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(args[0])) / 3  # and two moments
+    assert parallel.communication_bytes == pytest.approx(2 * 7 / 8 * weights, rel=0.01)

@@ -36,6 +36,7 @@ from shardplan.schedule.passes.bundles import bundled
 from shardplan.schedule.passes.dedupe import shared
 from shardplan.schedule.passes.extents import with_extents
 from shardplan.schedule.passes.prune import pruned
+from shardplan.schedule.passes.transposes import transposed_first
 from shardplan.schedule.planned import PlannedProgram
 
 
@@ -47,7 +48,7 @@ def build(planned: PlannedProgram) -> Schedule:
     builder.arguments = frozenset(parameters)
     results = builder.run(frame, planned.program, parameters)
     layouts = tuple(builder.layout(frame, o) if isinstance(o, int) else None for o in planned.program.outputs)
-    body = shared(pruned(waited(Block(parameters, tuple(frame.out), tuple(results)))))
+    body = transposed_first(shared(pruned(waited(Block(parameters, tuple(frame.out), tuple(results))))), planned)
     shapes = [planned.graph.tensors[t].shape for t in planned.graph.inputs]
     return Schedule(bundled(with_extents(body, planned.sizes, shapes), planned), layouts)
 

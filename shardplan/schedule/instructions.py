@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from shardplan.collectives.reshard import Step
 from shardplan.graph import Node
@@ -253,6 +253,19 @@ def blocks_of(instruction: Instruction) -> tuple[Block, ...]:
             return instruction.branches
         case _:
             return ()
+
+
+def with_blocks(instruction: Instruction, change: Callable[[Block], Block]) -> Instruction:
+    """An instruction with other bodies."""
+    match instruction:
+        case Scan():
+            return replace(instruction, body=change(instruction.body))
+        case While():
+            return replace(instruction, test=change(instruction.test), body=change(instruction.body))
+        case Cond():
+            return replace(instruction, branches=tuple(change(b) for b in instruction.branches))
+        case _:
+            return instruction
 
 
 def numbers_of(block: Block) -> Iterator[int]:

@@ -21,7 +21,7 @@ from shardplan.cost import Network
 from shardplan.cost.overlap import SERIAL, Weights, weights_at
 from shardplan.schedule.changes import Change
 from shardplan.schedule.copies import Copies
-from shardplan.schedule.instructions import Block, Bundle, Cond, Hop, Instruction, Move, Scan, While, results_of
+from shardplan.schedule.instructions import Block, Bundle, Hop, Instruction, Move, results_of, with_blocks
 from shardplan.schedule.passes.prune import reads
 from shardplan.schedule.planned import PlannedProgram
 from shardplan.schedule.windows import BlockWindows
@@ -76,21 +76,9 @@ class _Bundling:
 
     def block(self, block: Block) -> Block:
         """A block with its bundles."""
-        instructions = tuple(self.inside(i) for i in block.instructions)
+        instructions = tuple(with_blocks(i, self.block) for i in block.instructions)
         bundles = [self.bundle(group.key, group.members) for group in self.groups(replace(block, instructions=instructions))]
         return replace(block, instructions=tuple(_ordered(instructions, bundles)) if bundles else instructions)
-
-    def inside(self, instruction: Instruction) -> Instruction:
-        """An instruction with bundles in its bodies."""
-        match instruction:
-            case Scan():
-                return replace(instruction, body=self.block(instruction.body))
-            case While():
-                return replace(instruction, test=self.block(instruction.test), body=self.block(instruction.body))
-            case Cond():
-                return replace(instruction, branches=tuple(self.block(b) for b in instruction.branches))
-            case _:
-                return instruction
 
     def groups(self, block: Block) -> list[_Group]:
         """Moves with one key of which none depends on another, until they are full, in the order of the instructions."""

@@ -1,7 +1,8 @@
 """The batch dim of each value, and its *data dims*: all dims that come with the data (batch, sequence, height, width).
 
 They are followed from the data through the index maps: a result's dim is a data dim if its loop indexes a data dim of an operand.
-A value that is made of no input, as the mask of a loop's step is, has the dims that it meets the data with. Data parallelism splits the batch dim; tensor parallelism splits no data dim.
+A value that is made of no input, as the mask of a loop's step is, has the dims that it meets the data with. Data parallelism
+splits the batch dim; tensor parallelism splits no data dim.
 """
 
 from __future__ import annotations
@@ -84,9 +85,7 @@ def _given(graph: Graph) -> frozenset[int]:
     return frozenset(given)
 
 
-def _met(
-    node: Node, given: Set[int], batch: Sequence[int | None], data: Sequence[Set[int]]
-) -> Iterator[tuple[int, int, bool]]:
+def _met(node: Node, given: Set[int], batch: Sequence[int | None], data: Sequence[Set[int]]) -> Iterator[tuple[int, int, bool]]:
     """(tensor, dim, whether it is the batch dim) of each dim with which an operand made of no input meets the data."""
     description = node.signature.description
     if description is None or all(t < 0 or t in given for t in node.inputs):

@@ -69,7 +69,7 @@ def test_small_weights_travel_together(devices: list[Any], spec: Any, kinds: set
 def test_what_hides_alone_does_not_wait_for_others(devices: list[Any]) -> None:
     """A gradient that is reduced behind the rest of the backward pass stays alone; one that nothing hides is bundled."""
     pins, batch = {"weights/*": P(), "x": P("gpu")}, jnp.concatenate([BATCH, BATCH])
-    plan = shardplan.plan(step, WEIGHTS, batch, cluster=slow_to_start(7e-5), pins=pins, donate_argnums=0, factors={})
+    plan = shardplan.plan(step, WEIGHTS, batch, cluster=slow_to_start(5e-5), pins=pins, donate_argnums=0, factors={})
     reduced = [len(i.moves) if isinstance(i, Bundle) else 1 for i in moves(plan, (Bundle, Move)) if "reduce" in _kind(i)]
     assert 1 in reduced
     assert max(reduced) > 1

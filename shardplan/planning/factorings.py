@@ -204,9 +204,7 @@ class _Search:
 
     def _order(self, factors: tuple[Factor, ...]) -> tuple[bool, float, int]:
         """What fits comes first, then the faster (the smaller where neither fits), then what has fewer factors."""
-        best = self.found[factors][1].best
-        fits = best.fits(self.wanted.memory)
-        return not fits, best.seconds if fits else float(best.peak_bytes), len(factors)
+        return *self.found[factors][1].best.rank(self.wanted.memory), len(factors)
 
     def _fastest(self) -> Found:
         """The best outcome so far; of equals, the one with the fewest factors."""
@@ -266,10 +264,5 @@ def refined(problem: Problem, parent: Found) -> list[Start]:
 
 
 def better(a: Found, b: Found, limit: int, *, gain: float = 0.0) -> bool:
-    """Whether ``a`` beats ``b``: a plan that fits beats one that does not, then the faster wins (the smaller if neither fits)."""
-    one, other = a[1].best, b[1].best
-    if one.fits(limit) != other.fits(limit):
-        return one.fits(limit)
-    if one.fits(limit):
-        return one.seconds < other.seconds * (1 - gain)
-    return one.peak_bytes < other.peak_bytes
+    """Whether ``a`` comes before ``b``, faster by this part at least."""
+    return a[1].best.rank(limit) < b[1].best.rank(limit, b[1].best.seconds * (1 - gain))

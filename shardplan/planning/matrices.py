@@ -164,7 +164,7 @@ class _Search:
         """The best of what was searched; the others that fit come with it."""
         if not self.found:
             raise self.refused[0] if self.refused else ClusterError(f"no plan has the axes {_text(self.axes)}: leave axes= out")
-        (problem, outcome), *others = sorted(self.found, key=lambda f: _rank(f[1].best, self.wanted.memory))
+        (problem, outcome), *others = sorted(self.found, key=lambda f: f[1].best.rank(self.wanted.memory))
         if stopped:
             outcome.rivals.close()
         fitting = tuple((p, o) for p, o in others if o.best.fits(self.wanted.memory))
@@ -272,10 +272,6 @@ def _check_used(loops: Loops, of: Sequence[Purpose]) -> None:
     for purpose in dict.fromkeys(of):
         if _KINDS[purpose] is not None and _KINDS[purpose] not in kinds:
             raise ClusterError(f"axes: no product of this step has a loop for {purpose!r}: leave it out, or give it size 1")
-
-
-def _rank(best: Solution, limit: int) -> tuple[bool, float]:
-    return (False, best.seconds) if best.fits(limit) else (True, float(best.peak_bytes))
 
 
 def _text(axes: Mapping[Purpose, int]) -> str:

@@ -15,7 +15,7 @@ from shardplan.graph.flattening import flatten
 from shardplan.graph.nodes import Graph
 from shardplan.ir import Program
 from shardplan.mesh import Cluster
-from shardplan.planning.factorings import best_of_factorings, better
+from shardplan.planning.factorings import best_of_factorings
 from shardplan.planning.matrices import best_of_matrices
 from shardplan.planning.multiplier import best_overlapped, step_time_s
 from shardplan.planning.wanted import Found, Wanted
@@ -129,15 +129,9 @@ class Searcher:
         return best_overlapped(partial(best, graph, coarse, self.cluster), self.cluster.device.contention, wanted)
 
     def _better(self, a: Planned, b: Planned) -> Planned:
-        """The plan that fits, then the faster (the smaller if neither fits)."""
-        if a is b:
-            return b
-        fits = [p.found[1].best.fits(self.wanted.memory) for p in (a, b)]
-        if fits[0] != fits[1]:
-            return a if fits[0] else b
-        if fits[0]:
-            return a if step_time_s(a.found) < step_time_s(b.found) else b
-        return a if better(a.found, b.found, self.wanted.memory) else b
+        """The one that comes first; of equals the second."""
+        ranks = [p.found[1].best.rank(self.wanted.memory, step_time_s(p.found)) for p in (a, b)]
+        return a if ranks[0] < ranks[1] else b
 
     def _stopped(self, best: Planned) -> Planned:
         problem, outcome = best.found

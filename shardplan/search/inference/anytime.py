@@ -47,20 +47,16 @@ class Incumbent:
         return self.best is not None and self.best.fits(self.limit)
 
     def offer(self, solution: Solution) -> bool:
-        """Takes the solution if it is better than the best so far; returns whether it is."""
-        if self.best is not None and (self._slower(solution, self.best) or not self._better(solution, self.best)):
-            return False
+        """Takes the solution if it comes before the best so far; returns whether it does.
+
+        The peak of a slower one, which is slow to find, is not looked at.
+        """
+        if self.best is not None:
+            slower = self.best.fits(self.limit) and solution.seconds >= self.best.seconds
+            if slower or solution.rank(self.limit) >= self.best.rank(self.limit):
+                return False
         self.best = solution
         return True
-
-    def _slower(self, a: Solution, b: Solution) -> bool:
-        """Whether ``a`` loses by its time alone; this saves computing its peak memory, which is slow."""
-        return b.fits(self.limit) and a.seconds >= b.seconds
-
-    def _better(self, a: Solution, b: Solution) -> bool:
-        if a.fits(self.limit) != b.fits(self.limit):
-            return a.fits(self.limit)
-        return a.seconds < b.seconds if a.fits(self.limit) else a.peak_bytes < b.peak_bytes
 
 
 @dataclass(slots=True)

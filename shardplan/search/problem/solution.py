@@ -57,6 +57,14 @@ class Solution:
         """Whether a device's peak is within the limit."""
         return self.peak.within(limit)
 
+    def rank(self, limit: int, seconds: float | None = None) -> tuple[bool, float]:
+        """The order of solutions: what fits comes first, then the faster by ``seconds`` (the search's own, where they are not
+        given), or the smaller, where it does not fit.
+        """
+        if self.fits(limit):
+            return False, self.seconds if seconds is None else seconds
+        return True, float(self.peak_bytes)
+
 
 @dataclass(frozen=True, slots=True)
 class Tried:

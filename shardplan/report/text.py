@@ -116,7 +116,7 @@ def bound_text(plan: PlanData) -> str:
     return f"{_bound_text(plan, pins)}{_REPLACED if replaced else ''}"
 
 
-_REPLACED = "; a baseline was chosen instead: as scheduled it is faster, or as fast with less that has to hide"
+_REPLACED = "; a baseline was chosen instead: as scheduled it is faster"
 
 
 def _bound_text(plan: PlanData, pins: str) -> str:

@@ -31,8 +31,11 @@ def test_accumulated_microbatches_give_the_step_of_the_whole_batch(module, optio
     step, args = module.train_step(**options, concrete=True)
     in_parts, _ = module.train_step(**options, accumulate=2)
     whole, parts = jax.jit(step)(*args), jax.jit(in_parts)(*args)
-    for one, other in zip(jax.tree.leaves(whole), jax.tree.leaves(parts), strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-4)
+    for (path, one), other in zip(jax.tree.leaves_with_path(whole), jax.tree.leaves(parts), strict=True):
+        where = jax.tree_util.keystr(path)
+        if "mu" in where or where == "[1]":  # the mean gradients and the loss: an update of Adam is rounding where these are zero
+            np.testing.assert_allclose(one, other, atol=1e-6, err_msg=where)
+    assert any("mu" in jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(whole))
 
 
 @pytest.mark.parametrize("scan", [pytest.param(False, marks=pytest.mark.slow), True])

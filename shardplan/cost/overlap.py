@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 SAVED = 0.5
-"""The part of what overlap could save that a program saves. XLA's programs hide from a fifth to all of what can hide, two thirds
-in the median of 51 (docs/accuracy.md, Overlap), and what a program exposes costs more than what it hides gains.
+"""The part of what overlap could save that a compiled program saves. A choice: plans compiled for H100s save from a tenth to nearly
+all of it, somewhat over half in the median (``python benchmarks/by_hand.py --table planned``).
 """
 
 _LEAST_WEIGHT = 0.02
@@ -61,9 +61,14 @@ def weights_at(share: float, contention: float) -> Weights:
     return Weights(max(compute, _LEAST_WEIGHT), max(hideable, _LEAST_WEIGHT))
 
 
+def contended(contention: float) -> float:
+    """k: by how many seconds one second of overlap lengthens the step. At 1, overlap gains nothing over taking turns."""
+    return min(contention - 1, 1.0)
+
+
 def slowdown(contention: float) -> float:
-    """k': by how many seconds one second that can overlap lengthens the step. At 1, overlap gains nothing over taking turns."""
-    return 1 - SAVED * (1 - min(contention - 1, 1.0))
+    """k': by how many seconds one second of communication that can hide lengthens the step, as a program hides a part of it."""
+    return 1 - SAVED * (1 - contended(contention))
 
 
 def step_s(compute_s: float, exposed_s: float, hideable_s: float, contention: float) -> float:

@@ -55,6 +55,9 @@ def best_scheduled(
     return fastest.session, fastest.run, fastest.stopped
 
 
+_LARGE = 2.0**40
+"""Bytes of a collective that takes no time to start, next to what it sends."""
+
 _GAIN = 1e-6
 """The part that another factoring or a baseline must gain to take the place of the search's own plan: ties go to the search."""
 
@@ -100,14 +103,14 @@ def _within(states: Sequence[int], domains: Sequence[Domain]) -> bool:
 
 
 def _at_least_s(session: Session) -> float:
-    """A lower bound on the step of a solution, however it is scheduled: its collectives start at once and hide where they can,
-    and readers that move a value alike share it.
+    """A lower bound on the step of a solution as scheduled: its collectives send their bytes at the rate of the largest, all of
+    them hide, and readers that move a value alike share it. It does not know of equal ops, which a schedule runs once.
     """
     resharder, decisions = session.problem.resharder, session.decisions
     spent: dict[object, float] = {}
     for i in decisions.issued:
         moved = i.tensor, i.step.kind, i.step.before, i.step.after
-        at_once = i.step.seconds - min(i.step.seconds, resharder.seconds(i.step.kind, i.step.over, 0.0))
+        at_once = i.step.nbytes * resharder.seconds(i.step.kind, i.step.over, _LARGE) / _LARGE
         spent[moved] = min(spent.get(moved, math.inf), at_once * i.times)
     communication_s = sum(spent.values())
     if not session.problem.objective.overlaps:

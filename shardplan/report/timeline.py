@@ -11,10 +11,7 @@ from shardplan.plans.files import write_whole
 from shardplan.report.draw import picture_format
 from shardplan.report.gantt import gantt
 from shardplan.report.trace import trace
-from shardplan.schedule import PlannedProgram, Schedule
-from shardplan.simulate.engine import NO_CONTENTION, Contention
 from shardplan.simulate.figures import Priced, Simulated
-from shardplan.simulate.step import simulated
 
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
@@ -56,16 +53,6 @@ def priced_of(plan: PlanData) -> Priced:
     )
 
 
-def timeline(
-    schedule: Schedule,
-    planned: PlannedProgram,
-    priced: Priced,
-    *,
-    donated: frozenset[int] = frozenset(),
-    overlap: bool = True,
-    contention: Contention = NO_CONTENTION,
-    iterations: int | None = None,
-) -> Timeline:
+def timeline(step: Simulated) -> Timeline:
     """A simulated step (`shardplan.simulate.step.simulated`) that can be saved and drawn."""
-    step = simulated(schedule, planned, priced, donated=donated, overlap=overlap, contention=contention, iterations=iterations)
     return Timeline(**{field.name: getattr(step, field.name) for field in fields(step)})

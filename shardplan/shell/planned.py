@@ -41,6 +41,7 @@ from shardplan.search.session import Session
 from shardplan.shell.compiler_options import compiler_options
 from shardplan.shell.figures import Figures
 from shardplan.simulate.engine import Contention
+from shardplan.simulate.step import simulated
 from shardplan.verify.mutate import dropping_emitter
 
 
@@ -344,12 +345,14 @@ class Plan(Figures):
         if len(factors) != 2 or not all(isinstance(f, numbers.Real) and not isinstance(f, bool) for f in factors):
             raise ShardplanError(f"contention={contention!r} is neither a factor nor a pair of factors: give 1.3 or (1.3, 1.1)")
         return timeline(
-            self.schedule,
-            self.planned,
-            priced_of(self._data),
-            donated=frozenset(self.donated_leaves),
-            overlap=overlap,
-            contention=Contention(*map(float, factors)),
+            simulated(
+                self.schedule,
+                self.planned,
+                priced_of(self._data),
+                donated=frozenset(self.donated_leaves),
+                overlap=overlap,
+                contention=Contention(*map(float, factors)),
+            )
         )
 
     # -- the search again --------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from shardplan.report.timeline import Timeline, priced_of, timeline
 from shardplan.report.timeline_text import timeline_text
 from shardplan.shell import cli
 from shardplan.simulate.figures import timeline_json, top_exposed
+from shardplan.simulate.step import simulated
 
 OPTIONS = {"layers": 2, "width": 512, "sequence": 128, "batch": 32, "heads": 4}
 
@@ -167,7 +168,7 @@ def test_a_slice_says_how_many_iterations_it_stands_for(tmp_path: Path) -> None:
 
     args = jax.ShapeDtypeStruct((40, 256, 256), jnp.float32), jax.ShapeDtypeStruct((1024, 256), jnp.float32)
     made = shardplan.plan(step, *args, cluster="4")
-    few = timeline(made.schedule, made.planned, priced_of(made.data), iterations=4)
+    few = timeline(simulated(made.schedule, made.planned, priced_of(made.data), iterations=4))
     few.save(tmp_path / "few.json")
     slices = [e for e in json.loads((tmp_path / "few.json").read_text())["traceEvents"] if e["ph"] == "X"]
     assert max(e["args"].get("times", 1) for e in slices) == 37  # of 40 iterations, three more are written out

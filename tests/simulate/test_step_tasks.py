@@ -15,13 +15,14 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardplan
-from shardplan.report.timeline import priced_of, timeline
+from shardplan.report.timeline import priced_of
 from shardplan.schedule import Block, Scan, Schedule
 from shardplan.schedule.instructions import Barrier, Instruction, blocks_of, results_of
 from shardplan.schedule.passes.prune import reads
 from shardplan.schedule.passes.renaming import Renaming
 from shardplan.simulate.engine import NONE, Contention, Run, Stream, TaskGraph, simulate
 from shardplan.simulate.folds import Fold, unfolded
+from shardplan.simulate.step import simulated
 from shardplan.simulate.step_tasks import step_tasks
 from shardplan.simulate.tasks import Growing, StepTasks, first_readers
 
@@ -194,7 +195,7 @@ def test_an_iteration_stands_for_equal_ones(iterations: int, overlap: bool, eage
     args = jax.ShapeDtypeStruct((11, 64, 64), jnp.float32), jax.ShapeDtypeStruct((9, 32, 64), jnp.float32)
     made = shardplan.plan(step, *args, cluster=eager)
     given: dict[str, Any] = {"overlap": overlap, "contention": Contention() if overlap else Contention(1.0, 1.0)}
-    every, few = (timeline(made.schedule, made.planned, priced_of(made.data), iterations=n, **given) for n in (None, iterations))
+    every, few = (simulated(made.schedule, made.planned, priced_of(made.data), iterations=n, **given) for n in (None, iterations))
     assert len(few) < len(every)
     assert few.step_time_s == every.step_time_s
     assert few.busy_s == pytest.approx(every.busy_s, rel=1e-12)

@@ -23,8 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 SAVED = 0.5
-"""The part of what overlap could save that a compiled program saves. A choice: plans compiled for H100s save from a tenth of it to
-nearly all, somewhat over half in the median (``python benchmarks/by_hand.py --table planned``).
+"""The part of what overlap could save that a compiled program saves.
+
+A choice: plans compiled for H100s save from a tenth of it to nearly all, somewhat over half in the median (``python
+benchmarks/by_hand.py --table planned``).
 """
 
 _LEAST_WEIGHT = 0.02

@@ -73,7 +73,12 @@ def _measure(options: argparse.Namespace) -> Report:
 
     shape = Cluster.load(options.cluster) if options.cluster is not None else None
     devices = simulate(options.devices) if options.devices is not None else None
-    with Progress() as progress:
+    with Progress() as progress, interrupts.heard() as check_interrupts:
+
+        def observer(what: str, part: float) -> None:
+            check_interrupts()
+            progress(what, part)
+
         result = calibrate(
             devices=devices,
             shape=shape,
@@ -81,7 +86,7 @@ def _measure(options: argparse.Namespace) -> Report:
             fresh=options.fresh,
             rounds=options.repeats,
             bound=options.spread,
-            observer=progress,
+            observer=observer,
         )
     text = calibration_text(result.profile, measured=result.measured, cached=result.cached)
     if options.output is not None:

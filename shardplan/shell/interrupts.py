@@ -6,7 +6,7 @@ import _thread
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -27,17 +27,25 @@ def before(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def heard() -> Iterator[None]:
+def heard() -> Iterator[Callable[[], None]]:
     """Raises interrupts inside even where other code drops them.
 
     Python drops every exception in some callbacks. One is JAX's callback in the garbage collector, which often runs during
     tracing. A dropped interrupt is sent again a moment later. C modules turn an interrupt during their import into an
     `ImportError`, which becomes a `KeyboardInterrupt` again.
+
+    Some C code clears an interrupt without a word. The yielded function raises it again if one has arrived; it is for code
+    that handles no interrupt itself, and so goes on only if the interrupt was lost.
     """
     signals: list[int] = []
+
+    def check() -> None:
+        if signals:
+            raise KeyboardInterrupt
+
     with _retry_dropped(), _recorded(signals):
         try:
-            yield
+            yield check
         except ImportError as error:
             if signals:
                 raise KeyboardInterrupt from error

@@ -5,6 +5,7 @@ Most tests fill the cache with the seconds of a known machine, so that they meas
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import subprocess
@@ -21,7 +22,7 @@ import pytest
 from shardplan.calibrate import profiling
 from shardplan.calibrate.cache import Cache
 from shardplan.calibrate.fitting import rate_of, transfer_s
-from shardplan.calibrate.kernels import CPU, kernels
+from shardplan.calibrate.kernels import CPU, kernels, sizes_of
 from shardplan.calibrate.profiling import bench_of, kernel_text, transfer_text, work_of_kernel
 from shardplan.calibrate.timing import Timed
 from shardplan.calibrate.transfers import transfers
@@ -53,7 +54,8 @@ def calibrate(folder: Path, *more: str) -> list[str]:
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: list[Any]) -> Path:
+    """The cache's folder. The test process has its devices by now: `--devices` would give it fewer, for all later tests."""
     monkeypatch.chdir(tmp_path)
     return tmp_path / "cache"
 
@@ -171,6 +173,20 @@ def test_an_interrupt_leaves_no_profile_and_a_whole_cache(here: Path, environmen
     assert "interrupted before the machine was measured: no profile is written" in err
     assert [p.name for p in Path().iterdir()] == ["cache"]
     assert Cache.opened(here).entries is not None
+
+
+def test_an_interrupt_that_was_cleared_stops_the_measuring_at_the_next_step(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cleared(*_: Any, **__: Any) -> Any:
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        return sizes_of("cpu")
+
+    monkeypatch.setattr(profiling, "sizes_of", cleared)
+    fill(here, 1, without=lambda name: name.startswith("add of 32768"))
+    assert main(calibrate(here, "--devices", "1")) == 130
+    assert "interrupted before the machine was measured" in capsys.readouterr().err
 
 
 def test_levels_come_from_the_cluster_that_is_given(devices: list[Any]) -> None:

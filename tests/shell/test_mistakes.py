@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import re
@@ -290,6 +291,15 @@ def test_an_interrupt_that_a_module_made_an_import_error_of_is_one(interrupted: 
     with pytest.raises(KeyboardInterrupt if interrupted else ImportError), interrupts.heard():
         work()
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_an_interrupt_that_other_code_cleared_is_raised_by_the_check() -> None:
+    with interrupts.heard() as check:
+        check()
+        with contextlib.suppress(KeyboardInterrupt):  # as C code does
+            signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            check()
 
 
 def test_an_interrupt_while_loading_is_said_in_one_line(

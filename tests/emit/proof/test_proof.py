@@ -53,7 +53,7 @@ def test_a_sample_of_all_strategies(group: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_strategies_of_every_primitive(backend: str) -> None:
-    found = sweep(whole(primitives(), 0, 6, backend), jobs=2, budget_s=3600.0)
+    found = sweep(whole(primitives(), 0, 1, backend), jobs=2, budget_s=3600.0)
     assert not found.faults, "\n".join(found.faults)
     assert not found.skipped
     assert set(found.primitives) >= set(primitives())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,19 @@ hypothesis.settings.load_profile("shardplan")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the files of tests/golden anew")
+
+
+MAPS = Path("/proc/self/maps")
+MOST_MAPS = 30_000
+"""Compiled programs hold memory maps, of which Linux grants a process 65,530: XLA crashes where it gets none."""
+
+
+@pytest.fixture(autouse=True)
+def maps() -> Iterator[None]:
+    """Drops compiled programs after a test where they hold many memory maps."""
+    yield
+    if MAPS.exists() and MAPS.read_bytes().count(b"\n") > MOST_MAPS:
+        jax.clear_caches()
 
 
 @pytest.fixture(scope="session")

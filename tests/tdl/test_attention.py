@@ -355,7 +355,6 @@ def test_heads_that_share_keys_could_not_be_cut_if_each_program_had_keys_of_its_
 def test_every_cut_of_many_drawn_cases(name: str) -> None:
     found = [prove(name, Drawn(seed)) for seed in range(60 if name in CUDNN else 6)]
     assert [str(f) for one in found for f in one.faults] == []
-    jax.clear_caches()
 
 
 @pytest.mark.parametrize(

@@ -182,7 +182,6 @@ def test_brute_force_finds_no_other_cut(name: str) -> None:
 def test_brute_force_finds_no_other_cut_on_more_cases(name: str) -> None:
     known = listed()
     found = [cut for seed in range(20) for cut in unoffered(name, seed) if cut not in known]
-    jax.clear_caches()  # or thousands of compiled ops use up the process's memory maps
     assert found == []
 
 

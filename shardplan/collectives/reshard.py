@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import cast
@@ -31,6 +32,7 @@ from shardplan.collectives.divided import best_programs
 from shardplan.collectives.layouts import LayoutSpace
 from shardplan.collectives.moves import Name
 from shardplan.collectives.parts import in_runs, open_seams, runs, seams
+from shardplan.collectives.step import BUNDLED, LATENCY_SHARE, Step
 from shardplan.cost.network import Collective, Network
 from shardplan.cost.wire import WireBytes
 from shardplan.ir import Factor, Layout
@@ -39,37 +41,13 @@ from shardplan.mesh.factoring import joined
 PADDING = 8
 """Padding inside the step may add at most one part in this many to a dim."""
 
+_WIDE = 2.0**40
+"""Bytes of a collective whose latency is nothing next to what it sends."""
+
+_ROUNDING = 1e-9
+"""The factor within which two prices count as equal."""
+
 _SLICE_S = 1e-12  # a local slice moves nothing; the graph library reads an exact zero as no edge
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One collective of a resharding program; ``nbytes`` are counted as in `Network.lines`, 0 for a slice.
-
-    ``over`` are its factors; those of a permute stand twice, in their order before and after (`Network.lines`), and a "shift" is
-    a halo's.
-
-    ``program`` is the text of the reduction program that performs the collective, over the cluster's level names; empty where
-    the collective itself runs.
-    """
-
-    kind: str
-    over: tuple[int, ...]
-    nbytes: float
-    before: Layout
-    after: Layout
-    seconds: float
-    program: str = ""
-
-    @property
-    def factors(self) -> tuple[int, ...]:
-        """The factors that it runs over, each once."""
-        return tuple(sorted(set(self.over)))
-
-    @property
-    def name(self) -> str:
-        """HLO's name of the collective."""
-        return "collective-permute" if self.kind in ("permute", "shift") else self.kind.replace("_", "-")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,6 +106,7 @@ class Resharder:
         self._spaces: dict[int, LayoutSpace] = {}
         self._layouts: dict[tuple[tuple[int, ...], int, int], Layout] = {}
         self._ways: dict[Name, Ways] = {}
+        self._full: dict[Name, float] = {}
         self._legal: dict[tuple[tuple[int, ...], bool], NDArray[np.bool_]] = {}
         self._masks: dict[tuple[int, ...], bytes] = {}
         # by rank and legal states: each state's leader, and its names of the leader's dims
@@ -140,6 +119,7 @@ class Resharder:
         self._graphs: dict[_PriceKey, csr_matrix] = {}
         self._legal_edges: dict[tuple[int, bytes, bool], _Rows] = {}
         self._edge_lines: dict[int, tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]] = {}
+        self._edge_kinds: dict[int, list[tuple[Name, float]]] = {}  # with the part of the tensor that they move
 
     def space(self, shape: Sequence[int]) -> LayoutSpace:
         """The layouts of tensors of a shape. Dims of one element are never split, so the space leaves them out."""
@@ -205,6 +185,23 @@ class Resharder:
         own = [n for n, text in enumerate(way.programs) if text == program]
         return float(np.min(way.lines[own, 0] + way.lines[own, 1] * nbytes))
 
+    def full_bytes(self, kind: str, over: tuple[int, ...]) -> float:
+        """The bytes at which a bundle has gained what it can; infinite where bytes take no time."""
+        if (kind, over) not in self._full:
+            slope = self.seconds(kind, over, _WIDE) / _WIDE
+            self._full[kind, over] = self.seconds(kind, over, 0.0) / slope / LATENCY_SHARE if slope > 0 else math.inf
+        return self._full[kind, over]
+
+    def bundled_s(self, kind: str, over: tuple[int, ...], nbytes: float, times: float) -> float:
+        """The seconds of one collective as its part of a bundle of ``times`` its bytes, or of as many as fill it.
+
+        Infinite for one that travels alone.
+        """
+        if kind not in BUNDLED or not nbytes:
+            return math.inf
+        whole = max(nbytes, min(nbytes * times, self.full_bytes(kind, over)))
+        return self.seconds(kind, over, whole) * nbytes / whole
+
     def program_for(self, kind: str, over: tuple[int, ...], nbytes: float) -> str:
         """The program that is fastest for one collective of these bytes; empty for the collective itself."""
         return self._way(kind, over).best(nbytes)[1]
@@ -247,6 +244,29 @@ class Resharder:
             if len(missing) == len(states):
                 return filled
         return np.stack([rows[s] for s in states])
+
+    def direct(
+        self, shape: Sequence[int], nbytes: float, states: Sequence[int], *, into: bool = False
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """The moves between ``states`` and others, as `prices` has them, of which one collective is the cheapest program.
+
+        [M] each: the row of the move, its column, and its kind in `edge_kinds`.
+        """
+        edges, prices = self._between(self._key(shape, nbytes, into)), self.prices(shape, nbytes, states, into=into)
+        latency_s, slope, kind = self._lines(self.space(shape))
+        starts, ends = edges.starts[list(states)], edges.starts[np.array(states) + 1]
+        counts = ends - starts
+        rows = np.repeat(np.arange(len(states)), counts)
+        at = np.arange(len(rows)) + np.repeat(starts - np.cumsum(counts) + counts, counts)
+        columns, kinds = edges.columns[at].astype(np.int64), kind[edges.which[at]]
+        direct = np.min(latency_s + slope * nbytes, axis=0)[kinds] <= prices[rows, columns] * (1 + _ROUNDING)
+        return rows[direct], columns[direct], kinds[direct]
+
+    def edge_kinds(self, shape: Sequence[int]) -> Sequence[tuple[Name, float]]:
+        """The kinds of edges between the layouts of a shape: the collective, and the part of the tensor that it moves."""
+        space = self.space(shape)
+        self._lines(space)
+        return self._edge_kinds[space.rank]
 
     # -- over fewer factors --------------------------------------------------------------------------------------------
 
@@ -385,6 +405,9 @@ class Resharder:
             parts, part = np.unique(edges.fraction, return_inverse=True)
             kind = edges.which * len(parts) + part
             known = np.flatnonzero(np.bincount(kind))
+            self._edge_kinds[space.rank] = [
+                (edges.names[code // len(parts)], parts[code % len(parts)]) for code in known.tolist()
+            ]
             ways = [np.array([(_SLICE_S, 0.0)]) if name[0] == "slice" else self._way(*name).ranked for name in edges.names]
             alternatives = np.arange(max(map(len, ways), default=1))
             latency_s, slope = np.zeros((2, len(alternatives), len(known)))

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,6 +77,21 @@ def step_s(compute_s: float, exposed_s: float, hideable_s: float, contention: fl
     """The seconds of a step, by the formula of this module, from its compute and its exposed and hideable communication."""
     k = slowdown(contention)
     return exposed_s + max(compute_s + k * hideable_s, hideable_s + k * compute_s)
+
+
+class Window(NamedTuple):
+    """What a movement can hide behind: ``seconds`` of compute.
+
+    If nothing heavy comes before it, or nothing after it, it can wait for others and travel with them: ``company`` are the bytes
+    of all such values, its own included. 0 for a movement that travels alone.
+    """
+
+    seconds: float = 0.0
+    company: float = 0.0
+
+
+NO_WINDOW = Window()
+"""It hides behind nothing and travels alone."""
 
 
 class PricedCollective(Protocol):
@@ -175,6 +190,14 @@ class Concurrency:
         self._last_heavy = _nearest(waits_for, heavy, range(n), -1, max)
         self._next_heavy = _nearest(follows, heavy, range(n - 1, -1, -1), n, min)
         self._heavy = heavy
+
+    def heavy_before(self, makers: Sequence[int]) -> bool:
+        """Whether a heavy task is among the ``makers`` of a value, or comes before them."""
+        return any(self._heavy[i] or self._last_heavy[i] >= 0 for i in makers)
+
+    def heavy_after(self, readers: Sequence[int]) -> bool:
+        """Whether a heavy task is among the ``readers`` of a value, or comes after them."""
+        return any(self._heavy[i] or self._next_heavy[i] < len(self._work) for i in readers)
 
     def window(self, makers: Sequence[int], readers: Sequence[int]) -> float:
         """The seconds of compute beside which a value can move from its ``makers`` to its ``readers`` (tasks, or none).

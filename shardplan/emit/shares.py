@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from shardplan.collectives.reshard import Step
+from shardplan.collectives.step import Step
 from shardplan.emit.calls import Share, Sum, divides
 from shardplan.emit.stacked import term_factors
 from shardplan.graph import Node

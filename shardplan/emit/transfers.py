@@ -24,7 +24,7 @@ from shardplan.collectives.dsl import Master, Reduction, groups
 from shardplan.collectives.laying import Laying
 from shardplan.collectives.lower import collective, run, run_steps
 from shardplan.collectives.ranking import entries
-from shardplan.collectives.reshard import Step
+from shardplan.collectives.step import Step
 from shardplan.cost import Network
 from shardplan.emit.reductions import all_reduced, combined
 from shardplan.ir import PAIRS, Reducer

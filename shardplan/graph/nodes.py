@@ -116,6 +116,11 @@ class Signature:
         set_("_strategies", {})
         set_("_in_step", {})
 
+    @property
+    def fuses(self) -> bool:
+        """Whether its kernel computes what it reads: a slice of a buffer needs no copy."""
+        return self.part in ("loop", "transpose", "reduction") and not self.swaps
+
     def with_traffic(self, number: int, traffic: Traffic) -> Self:
         """The same call with this number and traffic; what is known of its cuts is shared."""
         result = copy.copy(self)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from shardplan.collectives.step import BUNDLED
 from shardplan.cost.overlap import step_s
 from shardplan.planning.scheduled import Scheduled, scheduled
 from shardplan.search.inference import anytime
 from shardplan.search.inference.anytime import Stopped
 from shardplan.search.problem.problem import Domain
+from shardplan.search.problem.solution import Solution
 from shardplan.search.session import Session
 from shardplan.search.strategy.pins import pinned_domains
 
@@ -55,9 +56,6 @@ def best_scheduled(
     return fastest.session, fastest.run, fastest.stopped
 
 
-_LARGE = 2.0**40
-"""Bytes of a collective that takes no time to start, next to what it sends."""
-
 _GAIN = 1e-6
 """The part that another factoring or a baseline must gain to take the place of the search's own plan: ties go to the search."""
 
@@ -88,13 +86,23 @@ class _Fastest:
 def _rivals(session: Session, fastest: _Fastest) -> Iterator[tuple[float, Session]]:
     """The baselines that fit and that the pins allow, with bounds on their seconds, until it is late."""
     domains = pinned_domains(session.problem, session.pins)
+    seen = {_identity(session.solution)}
     for restriction in session.rivals.restrictions:
         if fastest.late():
             return
         for solution in session.rivals.of(restriction):
+            if (same := _identity(solution)) in seen:
+                continue
+            seen.add(same)
             if solution.fits(session.memory_limit) and _within(solution.states, domains):
                 rival = session.at(replace(solution, name=session.solution.name))
                 yield _at_least_s(rival), rival
+
+
+def _identity(solution: Solution) -> object:
+    """Equal for solutions that run alike."""
+    limits = solution.limits
+    return solution.states, solution.keep, (frozenset(limits.cuts.items()), limits.groups) if limits is not None else None
 
 
 def _within(states: Sequence[int], domains: Sequence[Domain]) -> bool:
@@ -103,16 +111,24 @@ def _within(states: Sequence[int], domains: Sequence[Domain]) -> bool:
 
 
 def _at_least_s(session: Session) -> float:
-    """A lower bound on the step of a solution as scheduled: its collectives send their bytes at the rate of the largest, all of
-    them hide, and readers that move a value alike share it. It does not know of equal ops, which a schedule runs once.
+    """A lower bound on the step of a solution as scheduled: all of its communication hides.
+
+    Readers that move a value alike share one move, and collectives that may travel together fill their bundles. It does not know
+    of equal ops, which a schedule runs once.
     """
     resharder, decisions = session.problem.resharder, session.decisions
-    spent: dict[object, float] = {}
-    for i in decisions.issued:
-        moved = i.tensor, i.step.kind, i.step.before, i.step.after
-        at_once = i.step.nbytes * resharder.seconds(i.step.kind, i.step.over, _LARGE) / _LARGE
-        spent[moved] = min(spent.get(moved, math.inf), at_once * i.times)
-    communication_s = sum(spent.values())
+    moved = {(i.tensor, i.step.kind, i.step.before, i.step.after, i.times): i for i in decisions.issued}
+    together: dict[tuple[str, tuple[int, ...], float], float] = {}  # bytes by collective and executions
+    communication_s = 0.0
+    for i in moved.values():
+        kind, over, nbytes = i.step.kind, i.step.factors, i.step.nbytes
+        if kind in BUNDLED and nbytes < resharder.full_bytes(kind, over):
+            together[kind, over, i.times] = together.get((kind, over, i.times), 0.0) + nbytes
+        else:
+            communication_s += i.step.seconds * i.times
+    for (kind, over, times), nbytes in together.items():
+        bundles = max(1.0, nbytes / resharder.full_bytes(kind, over))
+        communication_s += times * bundles * resharder.seconds(kind, over, nbytes / bundles)
     if not session.problem.objective.overlaps:
         return decisions.compute_s + communication_s
     return step_s(decisions.compute_s, 0.0, communication_s, decisions.contention)

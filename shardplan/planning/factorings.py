@@ -10,19 +10,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardplan.collectives.parts import in_runs
-from shardplan.collectives.reshard import Family
 from shardplan.errors import ClusterError, PinError, ShardplanError
 from shardplan.graph.nodes import Graph
 from shardplan.ir import Factor
 from shardplan.mesh import Cluster
 from shardplan.planning.splits import Alike, Work, alike, factor_choices, merged, splits, work_of
-from shardplan.planning.wanted import Found, Wanted
+from shardplan.planning.wanted import Found, Known, Wanted
 from shardplan.search.coarsening.coarsen import Coarse
 from shardplan.search.inference.anytime import Stopped
 from shardplan.search.inference.bound import least_s
 from shardplan.search.problem.problem import Problem
 from shardplan.search.problem.solution import Tried
-from shardplan.search.problem.windows import Windows
 from shardplan.search.strategy.pins import for_pins, pinned_domains
 from shardplan.search.strategy.solve import Start, search
 
@@ -47,8 +45,8 @@ SMALL = 400
 """The most ops of a step whose tables are small enough for twice as many factorings."""
 
 
-def best_of_factorings(graph: Graph, coarse: Coarse, cluster: Cluster, wanted: Wanted) -> Found:
-    """The best outcome, with its problem, over the factorings of a cluster. It may not fit.
+def best_of_factorings(graph: Graph, coarse: Coarse, cluster: Cluster, wanted: Wanted, known: Known | None = None) -> Found:
+    """The best outcome, with its problem, over the factorings of a cluster. It may not fit. ``known`` as in `Known`.
 
     Stopped by the deadline or an interrupt, it returns the best so far; an interrupt before a plan fits is raised.
 
@@ -56,7 +54,7 @@ def best_of_factorings(graph: Graph, coarse: Coarse, cluster: Cluster, wanted: W
         PinError: if no factoring can hold the pins.
         ClusterError: if a value has too many layouts over every factoring.
     """
-    return _Search(graph, coarse, cluster, wanted).best()
+    return _Search(graph, coarse, cluster, wanted, {} if known is None else known).best()
 
 
 class _Search:
@@ -67,10 +65,8 @@ class _Search:
     those that were searched or refused.
     """
 
-    def __init__(self, graph: Graph, coarse: Coarse, cluster: Cluster, wanted: Wanted) -> None:
-        self.graph, self.coarse, self.cluster, self.wanted = graph, coarse, cluster, wanted
-        self.family: Family = {}
-        self._windows: Windows | None = None  # the same over all factors
+    def __init__(self, graph: Graph, coarse: Coarse, cluster: Cluster, wanted: Wanted, known: Known) -> None:
+        self.graph, self.coarse, self.cluster, self.wanted, self.known = graph, coarse, cluster, wanted, known
         self.found: dict[tuple[Factor, ...], Found] = {}
         self.left_out: dict[tuple[Factor, ...], str] = {}
         self._split: dict[tuple[Factor, ...], tuple[Factor, ...]] = {}
@@ -160,11 +156,9 @@ class _Search:
     def _try(self, factors: tuple[Factor, ...], parent: Found | None) -> Stopped:
         """Searches a factoring, from the solutions of the one that it refines; what stopped that."""
         self._seen.add(alike(self.cluster, factors))
-        problem = Problem(
-            self.graph, self.coarse, self.cluster, factors,
-            objective=self.wanted.objective, family=self.family, windows=self._windows,
-        )  # fmt: skip
-        self._windows = problem.windows
+        like = self.known.get(factors) or next(iter(self.known.values()), None)
+        objective = self.wanted.objective
+        problem = self.known[factors] = Problem(self.graph, self.coarse, self.cluster, factors, objective=objective, like=like)
         if why := too_many_layouts(problem):
             remedy = (
                 "describe the cluster with fewer levels"

@@ -13,13 +13,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from shardplan.collectives.reshard import Family
 from shardplan.errors import ClusterError, PinError, ShardplanError
 from shardplan.graph.nodes import Graph
 from shardplan.ir import Factor
 from shardplan.mesh import Cluster, factors, matrices
 from shardplan.planning.factorings import too_many_layouts
-from shardplan.planning.wanted import Found, Wanted
+from shardplan.planning.wanted import Found, Known, Wanted
 from shardplan.search.baselines.recipes import Restriction
 from shardplan.search.baselines.rivals import Rivals, solved
 from shardplan.search.coarsening.coarsen import FREE, Coarse
@@ -117,8 +116,8 @@ def best_restricted(solver_of: Callable[[Limits], Solver], r: Restriction) -> So
     return polish(solver, r.domains, solution)
 
 
-def best_of_matrices(graph: Graph, coarse: Coarse, cluster: Cluster, wanted: Wanted) -> Found:
-    """The best outcome over all parallelism matrices of the purposes that are wanted. It may not fit.
+def best_of_matrices(graph: Graph, coarse: Coarse, cluster: Cluster, wanted: Wanted, known: Known | None = None) -> Found:
+    """The best outcome over all parallelism matrices of the purposes that are wanted. It may not fit. ``known`` as in `Known`.
 
     Stopped by the deadline or an interrupt, it returns the best so far; an interrupt before a plan fits is raised.
 
@@ -126,7 +125,7 @@ def best_of_matrices(graph: Graph, coarse: Coarse, cluster: Cluster, wanted: Wan
         PinError: if no matrix can hold the pins.
         ClusterError: if the step has nothing to cut for a purpose, or a value too many layouts over every matrix.
     """
-    search = _Search(graph, coarse, cluster, wanted)
+    search = _Search(graph, coarse, cluster, wanted, {} if known is None else known)
     stopped = search.run()
     return search.best(stopped)
 
@@ -138,10 +137,10 @@ class _Search:
     for each.
     """
 
-    def __init__(self, graph: Graph, coarse: Coarse, cluster: Cluster, wanted: Wanted) -> None:
+    def __init__(self, graph: Graph, coarse: Coarse, cluster: Cluster, wanted: Wanted, known: Known) -> None:
         assert wanted.axes is not None
         self.graph, self.coarse, self.cluster, self.wanted, self.axes = graph, coarse, cluster, wanted, wanted.axes
-        self.family: Family = {}
+        self.known = known
         self.found: list[Found] = []
         self.tried: list[Tried] = []
         self.refused: list[ShardplanError] = []
@@ -176,7 +175,8 @@ class _Search:
         """Searches one matrix."""
         wanted = self.wanted
         wanted.observer("axes", first)
-        problem = Problem(self.graph, self.coarse, self.cluster, over, objective=wanted.objective, family=self.family)
+        like = self.known.get(over) or next(iter(self.known.values()), None)
+        problem = self.known[over] = Problem(self.graph, self.coarse, self.cluster, over, objective=wanted.objective, like=like)
         if why := too_many_layouts(problem):
             return self._leave_out(over, ClusterError(f"axes={_text(self.axes)}: {why}: give fewer axes"))
         try:

@@ -18,7 +18,7 @@ from shardplan.mesh import Cluster
 from shardplan.planning.factorings import best_of_factorings
 from shardplan.planning.matrices import best_of_matrices
 from shardplan.planning.multiplier import best_overlapped, step_time_s
-from shardplan.planning.wanted import Found, Wanted
+from shardplan.planning.wanted import Found, Known, Wanted
 from shardplan.remat import (
     Part,
     Policy,
@@ -123,10 +123,11 @@ class Searcher:
     def _best(self, graph: Graph, wanted: Wanted) -> Found:
         wanted.observer("coarsening", 0.0)
         best = best_of_factorings if wanted.axes is None else best_of_matrices
-        coarse = coarsen(graph, self.shared)
+        coarse, known = coarsen(graph, self.shared), Known()
         if not wanted.objective.overlaps:
-            return best(graph, coarse, self.cluster, wanted)
-        return best_overlapped(partial(best, graph, coarse, self.cluster), self.cluster.device.contention, wanted)
+            return best(graph, coarse, self.cluster, wanted, known)
+        search = partial(best, graph, coarse, self.cluster, known=known)
+        return best_overlapped(search, self.cluster.device.contention, wanted)
 
     def _better(self, a: Planned, b: Planned) -> Planned:
         """The one that comes first; of equals the second."""

@@ -15,6 +15,9 @@ from shardplan.search.strategy.solve import Outcome
 
 Found = tuple[Problem, Outcome]
 
+Known = dict[tuple[Factor, ...], Problem]
+"""The problems of one graph by their factors, each at the weights at which it was last searched: others share its prices."""
+
 
 @dataclass(frozen=True, slots=True)
 class Wanted:

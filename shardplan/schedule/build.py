@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from shardplan.collectives.reshard import Step
+from shardplan.collectives.step import Step
 from shardplan.errors import ShardplanError
 from shardplan.graph import Node
 from shardplan.ir import PAIRS, Constant, Layout, Op, Program, Reducer, Use, Where

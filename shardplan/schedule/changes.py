@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from shardplan.collectives.reshard import Step
+from shardplan.collectives.step import Step
 from shardplan.schedule.instructions import Move
 
 

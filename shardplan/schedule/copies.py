@@ -9,16 +9,13 @@ import math
 
 import numpy as np
 
-from shardplan.collectives.reshard import Step
+from shardplan.collectives.step import Step, block_parts
 from shardplan.cost import Network, compute
-from shardplan.graph import Graph
+from shardplan.graph.readers import images, read_as_slices
 from shardplan.ir import Layout
 from shardplan.schedule.changes import Change
 from shardplan.schedule.instructions import Bundle, Move
 from shardplan.schedule.planned import PlannedProgram
-
-_FUSED = ("loop", "transpose", "reduction")
-"""The parts of ops (`shardplan.tdl.kernels.Part`) that compute what they read inside their kernels."""
 
 
 class Copies:
@@ -28,8 +25,7 @@ class Copies:
         network = planned.programs.resharder.network
         assert isinstance(network, Network)
         self.device, self.planned = network.cluster.device, planned
-        self.images = {node.inputs[i] for node in planned.graph.nodes for i in node.signature.images}
-        self.sliced = _read_as_slices(planned.graph)
+        self.images, self.sliced = images(planned.graph), read_as_slices(planned.graph)
 
     def packing_s(self, bundle: Bundle) -> float:
         """One kernel packs a bundle's blocks into one buffer before its collective; after it, each is unpacked by its own, unless
@@ -37,9 +33,7 @@ class Copies:
 
         One side of a gather or a reduce-scatter is smaller than its ``nbytes``.
         """
-        small = 1.0 / self.ways(bundle.hop.over)
-        before = small if bundle.hop.kind == "all_gather" else 1.0
-        after = small if bundle.hop.kind == "reduce_scatter" else 1.0
+        before, after = block_parts(bundle.hop.kind, self.ways(bundle.hop.over))
         nbytes = [step.nbytes for step in bundle.steps]
         unpacked = [n for n, move in zip(nbytes, bundle.moves, strict=True) if move.tensor not in self.sliced]
         return self.copying_s(1 + len(unpacked), before * sum(nbytes) + after * sum(unpacked))
@@ -78,17 +72,3 @@ class Copies:
     def ways(self, factors: tuple[int, ...]) -> int:
         """How many devices there are along some factors."""
         return math.prod(self.planned.sizes[f] for f in factors)
-
-
-def _read_as_slices(graph: Graph) -> frozenset[int]:
-    """The tensors whose readers are all fused kernels, which compute what they read from it: no product, loop or result of the
-    step reads them.
-    """
-    stored = {*graph.outputs, *(link.source for link in graph.links)}
-    read = {t for node in graph.nodes for t in node.inputs}
-    for node in reversed(graph.nodes):
-        part = node.signature.part
-        renamed = part == "none" and all(t in read and t not in stored for t in node.outputs)
-        if not (part in _FUSED or renamed) or node.signature.swaps:
-            stored.update(node.inputs)
-    return frozenset(read - stored)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from shardplan.collectives.reshard import Step
+from shardplan.collectives.step import Step
 from shardplan.graph import Node
 from shardplan.ir import Constant, Layout, Op, Reducer
 

@@ -18,7 +18,7 @@ import numpy as np
 from shardplan.collectives.divided import read
 from shardplan.collectives.dsl import Reduction
 from shardplan.collectives.laying import Laying, smallest_part
-from shardplan.collectives.reshard import Step
+from shardplan.collectives.step import Step
 from shardplan.cost import Network
 from shardplan.cost.network import binomial_rounds
 from shardplan.ir import PAIRS, Layout, Reducer, Split, itemsize

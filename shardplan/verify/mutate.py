@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from shardplan.collectives.reshard import Step
+from shardplan.collectives.step import Step
 from shardplan.cost import Network
 from shardplan.emit.calls import Pairs
 from shardplan.emit.explicit import ExplicitEmitter

@@ -14,8 +14,8 @@ from jax.sharding import Mesh, PartitionSpec
 from shardplan.collectives import table
 from shardplan.collectives.divided import Division, best_programs, divisions, hierarchy, read
 from shardplan.collectives.dsl import ReductionError
-from shardplan.collectives.reshard import Step
 from shardplan.collectives.states import Goal
+from shardplan.collectives.step import Step
 from shardplan.cost import Network
 from shardplan.emit.transfers import Transfers
 from shardplan.ir import Layout

@@ -18,8 +18,9 @@ from shardplan.collectives.divided import best_programs
 from shardplan.collectives.layouts import LayoutSpace, State
 from shardplan.collectives.moves import ORDERED, Name, every_move
 from shardplan.collectives.ranking import entries, names_of
-from shardplan.collectives.reshard import Resharder, Step
+from shardplan.collectives.reshard import Resharder
 from shardplan.collectives.states import Goal
+from shardplan.collectives.step import Step
 from shardplan.cost import Network
 from shardplan.ir import Layout
 from shardplan.mesh import Cluster, factors

@@ -15,10 +15,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from shardplan.collectives.step import Step
+from shardplan.cost.overlap import NO_WINDOW, Window
 from shardplan.graph.nodes import Graph, Link, Node
-from shardplan.ir import Layout
+from shardplan.ir import Layout, Tensor
 from shardplan.search.coarsening.coarsen import FREE, Coarse, Variable
-from shardplan.search.problem.compute_prices import nbytes
 from shardplan.search.problem.pricing import Domain
 from shardplan.search.problem.problem import Problem
 
@@ -94,12 +95,56 @@ class Oracle:
                 self._programs[key] = math.inf
         return self._programs[key]
 
-    def weighed(self, seconds: float, window_s: float) -> float:
-        """The cost of a movement of which as many seconds as the window are hideable."""
-        if math.isinf(seconds):
+    def moved(self, tensor: Tensor, before: int, after: int, window: Window) -> float:
+        """The cost of a movement, alone with the copies beside it or as its part of a bundle."""
+        shape, size = tensor.shape, tensor.nbytes
+        seconds = self.reshard_seconds(shape, size, before, after)
+        if math.isinf(seconds) or not self.problem.objective.overlaps:
             return seconds
-        hidden = min(seconds, window_s)
+        resharder, device = self.problem.resharder, self.problem.cluster.device
+        read = self.problem.windows.read(tensor.id)
+        steps = resharder.program(shape, size, before, after)
+        ways = [self._weighed(seconds, window)]
+        if len(steps) == 1:
+            (step,), n = steps, math.prod(resharder.sizes[f] for f in steps[0].factors)
+            ways = [ways[0] + sum(self._copy_s(nbytes) for nbytes in self._ordered(shape, step, n, image=read.image))]
+            bundled_s = (
+                resharder.bundled_s(step.kind, step.over, step.nbytes, window.company / size) if window.company else math.inf
+            )
+            if math.isfinite(bundled_s):
+                packed = step.nbytes / n if step.kind == "all_gather" else step.nbytes
+                unpacked = step.nbytes / n if step.kind == "reduce_scatter" else step.nbytes
+                out_s = 0.0 if read.sliced else self._copy_s(unpacked)
+                ways.append(self._weighed(bundled_s, window) + self._copy_s(packed) - device.launch_s + out_s)
+        return min(ways)
+
+    def _weighed(self, seconds: float, window: Window) -> float:
+        """The cost of a movement of which as many seconds as the window are hideable."""
+        hidden = min(seconds, window.seconds)
         return seconds - hidden + self.problem.objective.weights.hideable * hidden
+
+    def _copy_s(self, nbytes: float) -> float:
+        device = self.problem.cluster.device
+        return device.launch_s + 2 * nbytes / (device.memory_bytes_per_s * device.memory_efficiency)
+
+    def _ordered(self, shape: tuple[int, ...], step: Step, ways: int, *, image: bool) -> Iterator[float]:
+        """The bytes of each copy that puts a block into the order that a collective alone wants, or leaves."""
+        sizes = self.problem.resharder.sizes
+
+        def behind(layout: Layout, dim: int) -> bool:
+            return dim < len(shape) and any(n > math.prod(sizes[f] for f in layout.dims[d]) for d, n in enumerate(shape[:dim]))
+
+        rank = max(len(step.before.dims), len(step.after.dims))
+        before, after = ([*layout.dims, *[()] * (rank - len(layout.dims))] for layout in (step.before, step.after))
+        gone = [d for d in range(rank) if len(after[d]) < len(before[d])]
+        new = [d for d in range(rank) if len(after[d]) > len(before[d])]
+        if step.kind == "all_gather" and behind(step.after, gone[0]):
+            yield step.nbytes / ways
+            yield from [step.nbytes] if image else []
+        if step.kind == "reduce_scatter" and behind(step.before, new[0]):
+            yield step.nbytes / ways
+        if step.kind == "all_to_all":
+            yield from [step.nbytes] * (behind(step.before, new[0]) + behind(step.after, gone[0]))
 
     def _part(self, shape: tuple[int, ...], state: int) -> float:
         return float(self.problem.resharder.space(shape).local[state])
@@ -127,17 +172,20 @@ class Oracle:
                     continue
                 total = float(problem.objective.weights.compute * options.compute_s[s] + options.halo_s[s])
                 for i, v in operands:
-                    shape = call.operands[i]
-                    moved = self.reshard_seconds(shape, nbytes(shape, call.dtypes[i]), state[v], int(options.needs[s, i]))
-                    total += self.weighed(moved, problem.windows.operands.get((node.id, i), 0.0))
+                    tensor = problem.graph.tensors[node.inputs[i]]
+                    window = problem.windows.operands.get((node.id, i), NO_WINDOW)
+                    total += self.moved(tensor, state[v], int(options.needs[s, i]), window)
                 for r, v in results:
                     shape, gives = call.results[r], int(options.gives[s, r])
                     space = problem.resharder.space(shape)
                     if v == FREE and not space.partial[gives]:
                         continue
-                    wanted = problem.resharder.state(shape, Layout(((),) * len(shape))) if v == FREE else state[v]
-                    moved = self.reshard_seconds(shape, nbytes(shape, call.result_dtypes[r]), gives, wanted)
-                    total += moved if v == FREE else self.weighed(moved, problem.windows.results.get((node.id, r), 0.0))
+                    tensor = problem.graph.tensors[node.outputs[r]]
+                    if v == FREE:
+                        whole = problem.resharder.state(shape, Layout(((),) * len(shape)))
+                        total += self.reshard_seconds(shape, tensor.nbytes, gives, whole)
+                        continue
+                    total += self.moved(tensor, gives, state[v], problem.windows.results.get((node.id, r), NO_WINDOW))
                 best = min(best, total)
             return best * node.weight
 
@@ -153,8 +201,8 @@ class Oracle:
 
         def price(at: Sequence[int]) -> float:
             (before,), (after,) = self.problem.outside(link, (at[0],), (whole if b == FREE else at[-1],))
-            window_s = self.problem.windows.links.get((link.source, link.target), 0.0)
-            return self.weighed(self.reshard_seconds(outer.shape, outer.nbytes, before, after), window_s) * link.weight
+            window = self.problem.windows.links.get((link.source, link.target), NO_WINDOW)
+            return self.moved(outer, before, after, window) * link.weight
 
         yield Summand((a, b) if b not in (a, FREE) else (a,), price)
 
@@ -166,8 +214,7 @@ class Oracle:
 
         def price(at: Sequence[int]) -> float:
             *before, after = at
-            moved = min(self.reshard_seconds(tensor.shape, tensor.nbytes, b, after) for b in before)
-            return weight * self.weighed(moved, problem.view_window_s[view.id])
+            return weight * min(self.moved(tensor, b, after, problem.view_window[view.id]) for b in before)
 
         return Summand((*origins, view.id), price)
 

@@ -125,7 +125,7 @@ def check_against_every_factoring(recipe: steps.Recipe, cluster: Cluster) -> Non
     whole = steps.problem(recipe.step, *recipe.args(), on=cluster)
     least = math.inf
     for of in all_factorings(cluster):
-        problem = Problem(whole.graph, whole.coarse, cluster, of, family=whole.family)
+        problem = Problem(whole.graph, whole.coarse, cluster, of, like=whole)
         solver = Solver(problem, memory.liveness(problem))
         assume(solver.order(problem.domains).largest <= 3_000_000)
         solution, seconds = solver.minimum("optimum", problem.domains)
@@ -143,7 +143,7 @@ def test_a_finer_factoring_is_never_worse(name: str) -> None:
     whole = steps.problem(step, *args, on=cluster)
     found = best_of_factorings(whole.graph, whole.coarse, cluster, wanted(factors(cluster)))
     for split in ({"gpu": (2, 4)}, {"gpu": (4, 2)}, {"gpu": (2, 2, 2)}):
-        fine = Problem(whole.graph, whole.coarse, cluster, factors(cluster, split), family=found[0].family)
+        fine = Problem(whole.graph, whole.coarse, cluster, factors(cluster, split), like=found[0])
         solver = Solver(fine, memory.liveness(fine))
         for start, one in zip(refined(fine, found), dict.fromkeys([found[1].best, found[1].free]), strict=True):
             assert all(s in d for s, d in zip(start.states, fine.domains, strict=True))

@@ -220,7 +220,7 @@ def test_a_forward_pass_has_purposes_too(purpose: str, weight: PartitionSpec, da
     assert plan.matrix["axes"] == [purpose]
 
 
-@pytest.mark.parametrize(("purpose", "weight"), [("data", PartitionSpec()), ("fsdp", PartitionSpec(None, "gpu"))])
+@pytest.mark.parametrize(("purpose", "weight"), [("data", PartitionSpec()), ("fsdp", PartitionSpec("gpu"))])
 def test_of_two_inputs_that_a_forward_pass_multiplies_the_earlier_is_the_weight(purpose: str, weight: PartitionSpec) -> None:
     w, x = jax.ShapeDtypeStruct((2048, 2048), "float32"), jax.ShapeDtypeStruct((64, 2048), "float32")
 

@@ -160,7 +160,7 @@ def test_a_plan_keeps_its_time_model_in_its_file(tmp_path: Path) -> None:
         plan.save(tmp_path / "plan.json")
         again = shardplan.load(tmp_path / "plan.json", step, *args)
         assert (again.time_model, again.step_time_s, again.exposed_s) == (model, plan.step_time_s, plan.exposed_s)
-        assert again.session.decisions.step_time_s == pytest.approx(plan.searched_s, rel=1e-9)
+        assert again.session.decisions.step_time_s == pytest.approx(plan.session.decisions.step_time_s, rel=1e-12)
 
 
 def planned_at_several_weights(observer: Any) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import heapq
-import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,10 +24,6 @@ from shardplan.schedule.instructions import Block, Bundle, Hop, Instruction, Mov
 from shardplan.schedule.passes.prune import reads
 from shardplan.schedule.planned import PlannedProgram
 from shardplan.schedule.windows import BlockWindows
-
-LATENCY_SHARE = 0.1
-"""A bundle is full when its latency is no more than this share of its time."""
-
 
 _NO_DEARER = 1 + 1e-9
 """The factor within which two costs count as equal."""
@@ -72,7 +67,6 @@ class _Bundling:
         self.resharder: Resharder = planned.programs.resharder
         self.op_s = planned.op_seconds
         self.copies = Copies(planned)
-        self._full: dict[Hop, float] = {}
 
     def block(self, block: Block) -> Block:
         """A block with its bundles."""
@@ -120,7 +114,7 @@ class _Bundling:
 
     def together(self, one: _Group, other: _Group, windows: BlockWindows) -> _Group | None:
         """A group with another move; None if it would be too large, or cost more than the packed group and the move alone."""
-        if one.nbytes + other.nbytes > self.full(one.key):
+        if one.nbytes + other.nbytes > self.resharder.full_bytes(one.key[1].kind, tuple(sorted(one.key[1].over))):
             return None
         members, places = (*one.members, *other.members), (*one.places, *other.places)
         both = self.packed(one.key, members, places, one.apart + other.apart, windows)
@@ -155,15 +149,6 @@ class _Bundling:
         """The seconds of a bundle's collective."""
         hop, steps = bundle.hop, bundle.steps
         return self.resharder.seconds_with(hop.kind, steps[0].over, sum(s.nbytes for s in steps), hop.program)
-
-    def full(self, key: _Key) -> float:
-        """The bytes at which a bundle has gained what it can."""
-        hop = key[1]
-        if hop not in self._full:
-            wide, over = 2.0**40, tuple(sorted(hop.over))
-            slope = self.resharder.seconds(hop.kind, over, wide) / wide
-            self._full[hop] = self.resharder.seconds(hop.kind, over, 0.0) / slope / LATENCY_SHARE if slope > 0 else math.inf
-        return self._full[hop]
 
 
 def _ordered(instructions: Sequence[Instruction], bundles: Sequence[Bundle]) -> list[Instruction]:

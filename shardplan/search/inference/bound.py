@@ -201,9 +201,9 @@ class _Builder:
         problem, variable = self.problem, self.problem.coarse.variables[v]
         domain = self.domains[v]
         key = (
-            "view", variable.shape, problem.graph.tensors[variable.tensors[0]].itemsize, weight, problem.view_window_s[v], domain,
-            self.domains[variable.of], self.domains[variable.sibling] if variable.kind == "backward" else (),
-            self.held.get(v, 0.0), self.kept.get(v, 0.0),
+            "view", variable.shape, problem.graph.tensors[variable.tensors[0]].itemsize, weight, problem.view_window[v],
+            problem.windows.read(variable.tensors[0]), domain, self.domains[variable.of],
+            self.domains[variable.sibling] if variable.kind == "backward" else (), self.held.get(v, 0.0), self.kept.get(v, 0.0),
         )  # fmt: skip
         if key not in self._memo:
             gathered_s = self._resharding_s(v, weight, self.domains[variable.of])

@@ -10,9 +10,10 @@ from typing import assert_never
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.collectives.reshard import Programs, Step
+from shardplan.collectives.reshard import Programs
+from shardplan.collectives.step import Step
 from shardplan.cost.network import wire_bytes
-from shardplan.cost.overlap import StepCost
+from shardplan.cost.overlap import NO_WINDOW, StepCost, Window
 from shardplan.graph.nodes import Node
 from shardplan.ir import BodyChoices, Choices, Copy, Layout, Use, Where
 from shardplan.search.coarsening.coarsen import FREE
@@ -26,22 +27,24 @@ from shardplan.search.problem.summands import Summand
 class Issued:
     """One collective of the plan, run ``times`` per step.
 
-    ``step`` holds the bytes (of the operand; of the result for an all-gather) and seconds of one execution, ``wire_bytes`` what
-    one device sends in it. ``tensor`` is the tensor that it moves, ``source`` the user's source line
+    ``step`` holds the bytes (of the operand; of the result for an all-gather) of one execution, ``seconds`` what it takes alone,
+    or as its part of a full bundle with the copies beside it, and ``wire_bytes`` what one device sends in it.
+
+    ``tensor`` is the tensor that it moves, ``source`` the user's source line
     ("loop" for a loop's boundary). ``hideable_s`` is the part of its seconds that can hide behind compute.
     """
 
     step: Step
+    seconds: float
     times: float
     wire_bytes: float
     tensor: int
     source: str
     hideable_s: float = 0.0
 
-    @property
-    def seconds(self) -> float:
-        """Seconds of one execution."""
-        return self.step.seconds
+
+_Moves = tuple[tuple[Step, ...], int, bool]
+"""(the collectives of one operand or result, its slot, whether it is a result)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +67,7 @@ class Extractor:
 
     problem: Problem
     _uses: dict[object, Use] = field(default_factory=dict[object, Use])
-    _moves: dict[int, tuple[tuple[Step, float, int, bool], ...]] = field(
-        default_factory=dict[int, tuple[tuple[Step, float, int, bool], ...]]
-    )
+    _moves: dict[int, tuple[_Moves, ...]] = field(default_factory=dict[int, "tuple[_Moves, ...]"])
     _decided: dict[int, tuple[Solution, Decisions]] = field(default_factory=dict[int, tuple[Solution, Decisions]])
     programs: Programs = field(init=False)
 
@@ -178,38 +179,35 @@ class Extractor:
         if moves is None:
             moves = self._moves[id(use)] = self._moved(node, use, states)
         windows = self.problem.windows
-        left: dict[tuple[bool, int], float] = {}
-        for step, sent, slot, result in moves:
+        for steps, slot, result in moves:
             tensor = node.outputs[slot] if result else node.inputs[slot]
-            known = (windows.results if result else windows.operands).get((node.id, slot), 0.0)
-            exposed = step.kind == "shift" or (result and use.stored[slot] is None)
-            window_s = left.get((result, slot), 0.0 if exposed else known)
-            hidden = min(step.seconds, window_s)
-            left[result, slot] = window_s - hidden
-            issued.append(Issued(step, node.weight, sent, tensor, node.op.source, hidden))
+            known = (windows.results if result else windows.operands).get((node.id, slot), NO_WINDOW)
+            window = NO_WINDOW if result and use.stored[slot] is None else known
+            self._add(issued, steps, node.weight, tensor, node.op.source, window)
+        issued.extend(
+            Issued(s, s.seconds, node.weight, self._wire(s), node.inputs[0], node.op.source) for s in self._halos(node, use)
+        )
 
-    def _moved(self, node: Node, use: Use, states: tuple[int, ...]) -> tuple[tuple[Step, float, int, bool], ...]:
-        """The collectives of an op's operands, results and halos: (step, wire bytes, slot, whether the slot is a result)."""
+    def _moved(self, node: Node, use: Use, states: tuple[int, ...]) -> tuple[_Moves, ...]:
+        """The collectives of an op's operands and results."""
         problem, coarse = self.problem, self.problem.coarse
-        found: list[tuple[Step, float, int, bool]] = []
-
-        def add(steps: tuple[Step, ...], slot: int, result: bool) -> None:
-            found.extend((step, self._wire(step), slot, result) for step in steps if step.kind != "slice")
-
+        found: list[_Moves] = []
         for i, need in enumerate(use.needs):
             if need is not None:
-                t = node.inputs[i]
-                tensor = problem.graph.tensors[t]
-                before = problem.resharder.layout(tensor.shape, states[coarse.read.get((node.id, i), coarse.of[t])])
-                add(self.programs.between(tensor.shape, tensor.nbytes, before, need), i, False)
+                tensor = problem.graph.tensors[node.inputs[i]]
+                before = problem.resharder.layout(tensor.shape, states[coarse.read.get((node.id, i), coarse.of[tensor.id])])
+                found.append((self.programs.between(tensor.shape, tensor.nbytes, before, need), i, False))
         for r, (give, after) in enumerate(zip(use.gives, use.stored, strict=True)):
             tensor = problem.graph.tensors[node.outputs[r]]
             if after is not None or give.partial:
                 target = after if after is not None else Layout(((),) * len(tensor.shape))
-                add(self.programs.between(tensor.shape, tensor.nbytes, give, target), r, True)
-        if problem.ops.options(node).halo_s.any():
-            add(problem.pricer.halo_steps(node.signature, use.loops), 0, False)
-        return tuple(found)
+                found.append((self.programs.between(tensor.shape, tensor.nbytes, give, target), r, True))
+        return tuple(one for one in found if one[0])
+
+    def _halos(self, node: Node, use: Use) -> tuple[Step, ...]:
+        """The exchanges inside an op."""
+        problem = self.problem
+        return problem.pricer.halo_steps(node.signature, use.loops) if problem.ops.options(node).halo_s.any() else ()
 
     def _wire(self, step: Step) -> float:
         n = math.prod(self.problem.sizes[f] for f in step.factors)
@@ -223,7 +221,7 @@ class Extractor:
             tensor = problem.graph.tensors[t]
             before, after = (problem.resharder.layout(tensor.shape, states[u]) for u in (origin, v))
             steps = self.programs.between(tensor.shape, tensor.nbytes, before, after)
-            self._add(issued, steps, times, t, problem.view_sources[v, t], problem.view_window_s[v])
+            self._add(issued, steps, times, t, problem.view_sources[v, t], problem.view_window[v])
 
     def _link_steps(self, summand: Summand, states: tuple[int, ...], issued: list[Issued]) -> None:
         problem, link = self.problem, self.problem.graph.links[summand.at]
@@ -232,14 +230,26 @@ class Extractor:
         (before,), (after,) = problem.outside(link, (states[first],), problem.entering(link, (states[last],)))
         ends = (problem.resharder.layout(outer.shape, state) for state in (before, after))
         steps = self.programs.between(outer.shape, outer.nbytes, *ends)
-        self._add(issued, steps, summand.weight, outer.id, "loop", problem.link_window_s(link))
+        self._add(issued, steps, summand.weight, outer.id, "loop", problem.link_window(link))
 
     def _add(
-        self, issued: list[Issued], steps: tuple[Step, ...], times: float, tensor: int, source: str, window_s: float
+        self,
+        issued: list[Issued],
+        steps: tuple[Step, ...],
+        times: float,
+        tensor: int,
+        source: str,
+        window: Window,
     ) -> None:
+        if len(steps) == 1 and steps[0].kind != "slice":
+            moved = self.problem.graph.tensors[tensor]
+            read = self.problem.windows.read(tensor)
+            seconds, hidden = self.problem.pricer.issued(moved.shape, moved.nbytes, steps[0], window, read)
+            issued.append(Issued(steps[0], seconds, times, self._wire(steps[0]), tensor, source, hidden))
+            return
+        window_s = window.seconds
         for step in steps:
-            if step.kind == "slice":
-                continue
-            hidden = min(step.seconds, window_s)
-            window_s -= hidden
-            issued.append(Issued(step, times, self._wire(step), tensor, source, hidden))
+            if step.kind != "slice":
+                hidden = min(step.seconds, window_s)
+                window_s -= hidden
+                issued.append(Issued(step, step.seconds, times, self._wire(step), tensor, source, hidden))

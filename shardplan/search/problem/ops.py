@@ -13,6 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
+from shardplan.cost.overlap import NO_WINDOW, Window
 from shardplan.graph.nodes import Graph, Node
 from shardplan.ir import Constant
 from shardplan.search.coarsening.coarsen import FREE, Coarse
@@ -26,7 +27,7 @@ from shardplan.search.problem.pricing import (
 )
 from shardplan.search.problem.strategies import Late, Options
 from shardplan.search.problem.tables import BIG, Costs, Store, Term
-from shardplan.search.problem.windows import NO_WINDOWS, Windows
+from shardplan.search.problem.windows import NO_WINDOWS, Read, Windows
 
 OPEN_ENTRIES = 1 << 17
 """An op whose table would have more entries than this gets a variable for its strategy instead (`Ops.opened`)."""
@@ -148,18 +149,18 @@ class Ops:
         return self._pricer.strategy_tables(node.costed, slots, free, scope_domains, node.weight, allowed, late=late)
 
     def _slots_of(self, node: Node) -> Slots:
-        rows: list[tuple[int, int, bool, float]] = []
+        rows: list[tuple[int, int, bool, Window, Read]] = []
         windows = self._windows
         for i, t in enumerate(node.inputs):
             if t >= 0 and self._coarse.of[t] != FREE:
-                window_s = windows.operands.get((node.id, i), 0.0)
-                rows.append((self._coarse.read.get((node.id, i), self._coarse.of[t]), i, False, window_s))
+                window = windows.operands.get((node.id, i), NO_WINDOW)
+                rows.append((self._coarse.read.get((node.id, i), self._coarse.of[t]), i, False, window, windows.read(t)))
         for r, t in enumerate(node.outputs):
             if self._coarse.of[t] != FREE:
-                rows.append((self._coarse.of[t], r, True, windows.results.get((node.id, r), 0.0)))
+                rows.append((self._coarse.of[t], r, True, windows.results.get((node.id, r), NO_WINDOW), windows.read(t)))
         scope = tuple(dict.fromkeys(v for v, *_ in rows))
         free = tuple(r for r, t in enumerate(node.outputs) if self._coarse.of[t] == FREE)
-        return scope, tuple(Slot(scope.index(v), i, r, w) for v, i, r, w in rows), free
+        return scope, tuple(Slot(scope.index(v), i, r, w, read) for v, i, r, w, read in rows), free
 
     def _late(self, node: Node) -> Late:
         free = {i for i, t in enumerate(node.inputs) if t < 0 or self._coarse.of[t] == FREE}

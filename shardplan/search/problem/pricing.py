@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -10,8 +11,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.collectives.reshard import Resharder, Step
-from shardplan.cost.overlap import SERIAL, Weights
+from shardplan.collectives.reshard import Resharder
+from shardplan.collectives.singles import SingleMoves, Singles
+from shardplan.collectives.step import Step
+from shardplan.cost import TIME, Objective, compute
+from shardplan.cost.overlap import NO_WINDOW, Window
 from shardplan.graph.nodes import Signature
 from shardplan.ir import Layout, Split
 from shardplan.mesh import Device
@@ -29,6 +33,7 @@ from shardplan.search.problem.strategies import (
     treated_alike,
 )
 from shardplan.search.problem.tables import BIG, Costs, picoseconds
+from shardplan.search.problem.windows import WHOLE, Read
 from shardplan.tdl import Call, Strategy
 
 Domain = tuple[int, ...]
@@ -73,13 +78,14 @@ class Limits:
 class Slot:
     """The ``index``-th operand or result of an op; ``variable`` is a position among the op's variables.
 
-    Moving it can hide behind ``window_s`` seconds of compute.
+    ``window`` is what moving it can hide behind, ``read`` how it is read then.
     """
 
     variable: int
     index: int
     result: bool
-    window_s: float = 0.0
+    window: Window = NO_WINDOW
+    read: Read = WHOLE
 
     def tensor(self, call: Call) -> tuple[tuple[int, ...], int]:
         """(shape, bytes) of the whole operand or result."""
@@ -90,12 +96,23 @@ class Slot:
 class Pricer:
     """Prices of resharding and of ops on one network, memoised. Without a device, compute costs nothing."""
 
-    def __init__(self, resharder: Resharder, device: Device | None, weights: Weights = SERIAL) -> None:
-        self.resharder, self.device, self.weights = resharder, device, weights
+    def __init__(self, resharder: Resharder, device: Device | None, objective: Objective = TIME) -> None:
+        self.resharder, self.device = resharder, device
+        self.weights, self.overlaps = objective.weights, objective.overlaps
         self._combined: Memo = {}
         self._options: dict[tuple[int, Allowed | None, Late | None], Options] = {}
         self._halos: dict[tuple[int, tuple[int, ...]], tuple[Step, ...]] = {}
         self._prices: dict[tuple[tuple[int, ...], int, Domain, bool], NDArray[np.float64]] = {}
+        self._costs: dict[tuple[tuple[int, ...], int, Window, Read, bool], dict[int, NDArray[np.float64]]] = {}
+        self._singles = SingleMoves(resharder)
+        self._issued: dict[tuple[tuple[int, ...], int, Step, Window, Read], tuple[float, float]] = {}
+
+    def at(self, objective: Objective) -> Pricer:
+        """The prices at other weights. What does not depend on weights is shared."""
+        result = copy.copy(self)
+        result.weights, result.overlaps = objective.weights, objective.overlaps
+        result._costs, result._issued = {}, {}
+        return result
 
     def options(self, signature: Signature, allowed: Allowed | None = None, *, late: Late | None = None) -> Options:
         """The composite strategies of a signature, or only those ``allowed``. With ``late``, some hand partial sums on."""
@@ -120,6 +137,57 @@ class Pricer:
             found = self._prices[key] = self.resharder.prices(shape, size, states, into=into)
         return found
 
+    def costs(
+        self, shape: tuple[int, ...], size: int, states: Domain, window: Window, read: Read, *, into: bool = False
+    ) -> NDArray[np.float64]:
+        """[len(states), S]: the weighted seconds of moves, as `prices` are, that can hide behind a window.
+
+        One collective that is the whole move has the copies beside it that a schedule makes, or it travels in a bundle.
+        """
+        if self.device is None or not self.overlaps:
+            return self.prices(shape, size, states, into=into)
+        rows = self._costs.setdefault((shape, size, window, read, into), {})
+        missing = tuple(s for s in dict.fromkeys(states) if s not in rows)
+        if missing:
+            own = self._singles.between(shape, size, window.company, missing, into=into)
+            alone_s, bundled_s = self.copies_s(own, read)
+            alone = self.weights.of(self.prices(shape, size, missing, into=into), window.seconds) + alone_s
+            found = np.minimum(alone, self.weights.of(own.bundled_s, window.seconds) + bundled_s)
+            found.setflags(write=False)
+            rows.update(zip(missing, found, strict=True))
+            if missing == states:
+                return found
+        return np.stack([rows[s] for s in states])
+
+    def copies_s(self, own: Singles, read: Read) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """The seconds of the copies beside moves that travel alone, and of those into a bundle's buffer and out of it."""
+        device = self.device
+        assert device is not None
+        kernels, copied = own.kernels, own.copied
+        if read.image:
+            kernels, copied = kernels + (own.image > 0), copied + own.image
+        packed = own.before + (0.0 if read.sliced else own.after)
+        alone_s = kernels * device.launch_s + compute.moving_s(device, 2.0 * copied)
+        return alone_s, compute.moving_s(device, 2.0 * packed) + (0.0 if read.sliced else device.launch_s)
+
+    def issued(self, shape: tuple[int, ...], size: int, step: Step, window: Window, read: Read) -> tuple[float, float]:
+        """(seconds, the part that can hide) of the one collective that moves a tensor of ``size`` bytes, as `costs` prices it."""
+        if self.device is None or not self.overlaps:
+            return step.seconds, min(step.seconds, window.seconds)
+        key = (shape, size, step, window, read)
+        if key not in self._issued:
+            before, after = (self.resharder.state(shape, layout) for layout in (step.before, step.after))
+            own = self._singles.between(shape, size, window.company, (before,))
+            rows = [
+                (seconds, float(copied_s[0, after]))
+                for seconds, copied_s in zip(
+                    (step.seconds, float(own.bundled_s[0, after])), self.copies_s(own, read), strict=True
+                )
+            ]
+            seconds, copied_s = min(rows, key=lambda row: float(self.weights.of(np.array(row[0]), window.seconds)) + row[1])
+            self._issued[key] = seconds + copied_s, min(seconds, window.seconds)
+        return self._issued[key]
+
     def strategy_costs(
         self,
         signature: Signature,
@@ -140,9 +208,9 @@ class Pricer:
         columns: list[NDArray[np.float64] | None] = [None] * len(domains)
         for slot in slots:
             shape, size = slot.tensor(call)
-            prices = self.prices(shape, size, domains[slot.variable], into=slot.result)
+            prices = self.costs(shape, size, domains[slot.variable], slot.window, slot.read, into=slot.result)
             states = (rows.gives if slot.result else rows.needs)[:, slot.index]
-            costs = self.weights.of(prices[:, states].T, slot.window_s)
+            costs = prices[:, states].T
             if late is not None and slot.result and not rows.terms.all():
                 # terms that cannot stay apart are added up at once: the result is not stored partial
                 partial = self.resharder.space(shape).partial[list(domains[slot.variable])]

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from shardplan.collectives.layouts import LayoutSpace
 from shardplan.collectives.reshard import Family, Programs, Resharder
 from shardplan.cost import TIME, Objective, compute
+from shardplan.cost.overlap import NO_WINDOW, Window
 from shardplan.graph.nodes import Graph, Link
 from shardplan.ir import Factor, Layout, Tensor
 from shardplan.mesh import Cluster
@@ -46,7 +47,11 @@ _ROUNDED_S = 0.5e-12  # the largest rounding error of a table entry
 
 
 class Problem:
-    """A graph on a cluster: its variables' domains and its terms. Problems of one cluster may share a ``family`` of prices."""
+    """A graph on a cluster: its variables' domains and its terms.
+
+    It shares what it can with ``like``, another problem of this cluster: prices of collectives, the windows of the same graph,
+    and the strategies of its ops over the same factors.
+    """
 
     def __init__(
         self,
@@ -56,20 +61,23 @@ class Problem:
         factors: Sequence[Factor],
         *,
         objective: Objective = TIME,
-        family: Family | None = None,
-        windows: Windows | None = None,
+        like: Problem | None = None,
     ) -> None:
         self.graph, self.coarse, self.cluster = graph, coarse, cluster
         self.objective = objective
         self.factors = tuple(factors)
         self.sizes = tuple(f.size for f in factors)
-        self.family: Family = {} if family is None else family
+        self.family: Family = like.family if like is not None else {}
         self.resharder = self.family.get(self.factors) or Resharder(
             objective.network(cluster, self.factors), self.sizes, self.family
         )
         self.store = Store()
-        self.windows = self._windows() if windows is None else windows
-        self.pricer = Pricer(self.resharder, objective.device(cluster), objective.weights)
+        alike = like is not None and like.graph is graph and like.objective.overlaps == objective.overlaps
+        self.windows = like.windows if like is not None and alike else self._windows()
+        if like is not None and like.graph is graph and like.resharder is self.resharder:
+            self.pricer = like.pricer.at(objective)
+        else:
+            self.pricer = Pricer(self.resharder, objective.device(cluster), objective)
         self.ops = Ops(graph, coarse, self.pricer, self.store, self.windows)
         self._terms: dict[tuple[object, ...], tuple[int, int]] = {}
         self._agreeing: dict[tuple[int, int | None, tuple[int, ...], Domain, bool], Domain] = {}
@@ -363,7 +371,15 @@ class Problem:
 
     def _link(self, link: Link, scope: tuple[int, ...], domains: Sequence[Domain]) -> Term:
         tensor = self.crossing_tensor(link)
-        key = ("link", tensor.shape, tensor.itemsize, link.lift, link.weight, self.link_window_s(link))
+        key = (
+            "link",
+            tensor.shape,
+            tensor.itemsize,
+            link.lift,
+            link.weight,
+            self.link_window(link),
+            self.windows.read(tensor.id),
+        )
 
         def build(candidates: tuple[Domain, ...]) -> Costs:
             return picoseconds(self.crossing_seconds(link, candidates) * link.weight)
@@ -394,8 +410,9 @@ class Problem:
         """[the states of its variables, one or two]: weighted seconds of one resharding on a link."""
         tensor = self.crossing_tensor(link)
         first, last = self.outside(link, candidates[0], self.entering(link, candidates[-1]))
-        seconds = self.prices(tensor.shape, tensor.nbytes, first)[:, list(last)]
-        seconds = self.objective.weights.of(seconds, self.link_window_s(link))
+        seconds = self.pricer.costs(tensor.shape, tensor.nbytes, first, self.link_window(link), self.windows.read(tensor.id))[
+            :, list(last)
+        ]
         if len(candidates) == 2:
             return seconds
         return seconds[:, 0] if self.coarse.of[link.target] == FREE else np.diag(seconds)
@@ -411,7 +428,7 @@ class Problem:
     def _view(self, v: int, scope: tuple[int, ...], weight: float, domains: Sequence[Domain], keep_s: float) -> Term:
         tensor = self.graph.tensors[self.coarse.variables[v].tensors[0]]
         if len(scope) == 2:
-            key = ("view", tensor.shape, tensor.itemsize, weight, self.view_window_s[v])
+            key = ("view", tensor.shape, tensor.itemsize, weight, self.view_window[v], self.windows.read(tensor.id))
             return self._term(key, scope, domains, lambda candidates: picoseconds(self.copying_s(v, *candidates) * weight))
 
         def backward(candidates: tuple[Domain, ...]) -> Costs:
@@ -419,14 +436,15 @@ class Problem:
             kept = self.kept_seconds(v, candidates[1], candidates[2], keep_s)[None, :, :]
             return picoseconds(np.minimum(regather_s, kept) * weight)
 
-        key = ("backward", tensor.shape, tensor.itemsize, weight, keep_s, self.view_window_s[v])
+        key = ("backward", tensor.shape, tensor.itemsize, weight, keep_s, self.view_window[v], self.windows.read(tensor.id))
         return self._term(key, scope, domains, backward)
 
     def copying_s(self, v: int, of: Domain, mine: Domain) -> NDArray[np.float64]:
         """[of, mine]: weighted seconds to make each state of a view from each state of the tensor that it copies."""
         tensor = self.graph.tensors[self.coarse.variables[v].tensors[0]]
-        seconds = self.prices(tensor.shape, tensor.nbytes, of)[:, list(mine)]
-        return self.objective.weights.of(seconds, self.view_window_s[v])
+        return self.pricer.costs(tensor.shape, tensor.nbytes, of, self.view_window[v], self.windows.read(tensor.id))[
+            :, list(mine)
+        ]
 
     def kept_seconds(self, v: int, first: Domain, mine: Domain, keep_s: float) -> NDArray[np.float64]:
         """[first, mine]: weighted seconds to make the backward view from the forward one, plus the price of keeping that."""
@@ -435,18 +453,18 @@ class Problem:
         return costs + (keep_s * self.resharder.space(tensor.shape).local[list(first)][:, None] if keep_s else 0.0)
 
     @cached_property
-    def view_window_s(self) -> Mapping[int, float]:
+    def view_window(self) -> Mapping[int, Window]:
         """What making each view can hide behind: the median over its tensors of the least among their readers."""
-        of: dict[int, dict[int, float]] = {}
+        of: dict[int, dict[int, Window]] = {}
         for (n, slot), v in self.coarse.read.items():
             windows, t = of.setdefault(v, {}), self.graph.nodes[n].inputs[slot]
-            window_s = self.windows.operands.get((n, slot), 0.0)
-            windows[t] = min(windows.get(t, window_s), window_s)
+            window = self.windows.operands.get((n, slot), NO_WINDOW)
+            windows[t] = min(windows.get(t, window), window)
         return {v: sorted(windows.values())[len(windows) // 2] for v, windows in of.items()}
 
-    def link_window_s(self, link: Link) -> float:
+    def link_window(self, link: Link) -> Window:
         """What a resharding on a link can hide behind."""
-        return self.windows.links.get((link.source, link.target), 0.0)
+        return self.windows.links.get((link.source, link.target), NO_WINDOW)
 
     @cached_property
     def view_weight(self) -> Mapping[int, float]:

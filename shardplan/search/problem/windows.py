@@ -12,11 +12,14 @@ that of one iteration. Windows are rounded to a few sizes, so that equal ops wit
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
-from shardplan.cost.overlap import Concurrency
+from shardplan.cost.overlap import Concurrency, Window
 from shardplan.graph.nodes import Graph, Link, Node
+from shardplan.graph.readers import images, read_as_slices
 from shardplan.ir import Where
 from shardplan.mesh import Device
 from shardplan.search.problem.compute_prices import least_compute_s
@@ -32,17 +35,35 @@ Region = tuple[int, ...]
 """The loops around an op: the ids of their ops, outermost first."""
 
 
+class Read(NamedTuple):
+    """How what moves is read: ``sliced``, from a bundle's buffer as it lies; as the ``image`` of a convolution."""
+
+    sliced: bool = False
+    image: bool = False
+
+
+WHOLE = Read()
+"""As a block of its own."""
+
+
 @dataclass(frozen=True, slots=True)
 class Windows:
     """The windows of a graph in seconds of one device, rounded; infinite if only the compute of the whole step limits them.
 
     ``operands[n, slot]`` is the window for moving an operand of node n into the layout in which it is read. ``results[n, r]`` is
-    that for moving a result into its stored layout, ``links[source, target]`` that of a link between two tensors.
+    that for moving a result into its stored layout, ``links[source, target]`` that of a link between two tensors. ``sliced`` are
+    the tensors that all readers can take from a bundle's buffer as they lie, ``images`` those that convolutions read.
     """
 
-    operands: Mapping[tuple[int, int], float]
-    results: Mapping[tuple[int, int], float]
-    links: Mapping[tuple[int, int], float]
+    operands: Mapping[tuple[int, int], Window]
+    results: Mapping[tuple[int, int], Window]
+    links: Mapping[tuple[int, int], Window]
+    sliced: frozenset[int] = frozenset()
+    images: frozenset[int] = frozenset()
+
+    def read(self, tensor: int) -> Read:
+        """How a tensor is read once it has moved."""
+        return Read(tensor in self.sliced, tensor in self.images)
 
 
 NO_WINDOWS = Windows({}, {}, {})
@@ -52,12 +73,12 @@ NO_WINDOWS = Windows({}, {}, {})
 def windows_of(graph: Graph, device: Device, devices: int) -> Windows:
     """The windows of a graph whose compute is spread evenly over ``devices`` devices."""
     finder = _Finder(graph, device, devices)
-    operands: dict[tuple[int, int], float] = {}
-    results: dict[tuple[int, int], float] = {}
-    links: dict[tuple[int, int], float] = {}
+    operands: dict[tuple[int, int], Window] = {}
+    results: dict[tuple[int, int], Window] = {}
+    links: dict[tuple[int, int], Window] = {}
     for region in sorted(finder.nodes_of):
         finder.region(region, operands, results, links)
-    return Windows(operands, results, links)
+    return Windows(operands, results, links, read_as_slices(graph), images(graph))
 
 
 class _Finder:
@@ -86,9 +107,9 @@ class _Finder:
     def region(
         self,
         region: Region,
-        operands: dict[tuple[int, int], float],
-        results: dict[tuple[int, int], float],
-        links: dict[tuple[int, int], float],
+        operands: dict[tuple[int, int], Window],
+        results: dict[tuple[int, int], Window],
+        links: dict[tuple[int, int], Window],
     ) -> None:
         """Adds the windows of one region's ops and links. A loop inside it counts as one op."""
         chain = _Chain(self, region)
@@ -98,13 +119,18 @@ class _Finder:
             item = chain.item(node)
             for slot, t in enumerate(node.inputs):
                 if t >= 0:
-                    operands[node.id, slot] = self.rounded(chain.concurrency.window(chain.makers(t), [item]), chain.weight)
+                    operands[node.id, slot] = self.window(chain, chain.makers(t), [item])
             for r, t in enumerate(node.outputs):
-                results[node.id, r] = self.rounded(chain.concurrency.window([item], chain.readers(t)), chain.weight)
+                results[node.id, r] = self.window(chain, [item], chain.readers(t))
         for k in self.links_into.get(region, ()):
             link = self.graph.links[k]
             makers, readers = chain.makers(link.source), chain.readers(link.target)
-            links[link.source, link.target] = self.rounded(chain.concurrency.window(makers, readers), chain.weight)
+            links[link.source, link.target] = self.window(chain, makers, readers)
+
+    def window(self, chain: _Chain, makers: Sequence[int], readers: Sequence[int]) -> Window:
+        """The window for moving a value from its makers to its readers, rounded."""
+        seconds = self.rounded(chain.concurrency.window(makers, readers), chain.weight)
+        return Window(seconds, chain.company(makers, readers))
 
     def rounded(self, window_s: float, weight: float) -> float:
         """A window that a step has ``weight`` times, rounded: all of them together are a power of two times the step's compute.
@@ -130,7 +156,7 @@ class _Chain:
         self._joined: dict[int, list[int]] = {}
         self._left: dict[int, list[int]] = {}
         work: list[float] = []
-        heavy: list[bool] = []
+        heavy = self._heavy = list[bool]()
         waits_for: list[set[int]] = []
         weights = (n.weight for n in finder.nodes_of[region] if finder.node_region[n.id] == region)
         self.weight = next(weights, 1.0)  # how often a step runs the region
@@ -153,6 +179,36 @@ class _Chain:
             for t in node.outputs:
                 self._made.setdefault(t, []).append(at)
         self.concurrency = Concurrency([sorted(w) for w in waits_for], work, heavy)
+
+    def company(self, makers: Sequence[int], readers: Sequence[int]) -> float:
+        """The bytes of the values that can wait for a value, and it for them; 0 in a loop, whose carries do not show here."""
+        if self.depth:
+            return 0.0
+        early = not self.concurrency.heavy_before(makers)
+        late = not self.concurrency.heavy_after(readers)
+        return self._early_bytes if early else self._late_bytes if late else 0.0
+
+    @cached_property
+    def _early_bytes(self) -> float:
+        """The bytes of the values that heavy items read and that wait for no heavy item."""
+        return self._bytes(t for t, at in self._read.items() if self._any_heavy(at) and not self._heavy_before(t))
+
+    @cached_property
+    def _late_bytes(self) -> float:
+        """The bytes of the values that heavy items make and that no heavy item waits for."""
+        return self._bytes(t for t, at in self._made.items() if self._any_heavy(at) and not self._heavy_after(t))
+
+    def _any_heavy(self, items: Sequence[int]) -> bool:
+        return any(self._heavy[i] for i in items)
+
+    def _heavy_before(self, t: int) -> bool:
+        return self.concurrency.heavy_before(self.makers(t))
+
+    def _heavy_after(self, t: int) -> bool:
+        return self.concurrency.heavy_after(self.readers(t))
+
+    def _bytes(self, tensors: Iterable[int]) -> float:
+        return float(sum(self.finder.graph.tensors[t].nbytes for t in tensors))
 
     def _links(self, region: Region) -> Iterator[Link]:
         """The links between tensors of this region and of its loops, without those that carry values to a next iteration."""

@@ -71,7 +71,7 @@ def for_pins(problem: Problem, pins: Pins) -> Problem:
     if not alone:
         return problem
     coarse = coarsen(problem.graph, problem.coarse.one_choice, alone)
-    return Problem(problem.graph, coarse, problem.cluster, problem.factors, objective=problem.objective, family=problem.family)
+    return Problem(problem.graph, coarse, problem.cluster, problem.factors, objective=problem.objective, like=problem)
 
 
 def _all_claims(problem: Problem, pins: Pins) -> list[Claim]:

@@ -37,14 +37,14 @@ def test_a_weight_hides_behind_what_comes_before_its_reader_and_an_activation_be
     for k in range(61):
         before = k / 61  # of the step; from a half on, the window has no limit of its own
         expected = 0.0 if k == 0 else math.inf if before >= 1 / 2 else step_s * 2.0 ** round(math.log2(before))
-        assert found.operands[k, 1] == pytest.approx(expected), k
-        assert found.operands[k, 0] == found.results[k, 0] == 0.0
+        assert found.operands[k, 1].seconds == pytest.approx(expected), k
+        assert found.operands[k, 0].seconds == found.results[k, 0].seconds == 0.0
 
 
 def test_a_window_of_less_than_a_thousandth_of_the_step_is_none() -> None:
     graph, step_s = graph_of(chain, steps.array(64, 64), [steps.array(64, 64), steps.array(64, 1 << 18)])
     assert 0 < least_compute_s(graph.nodes[0].costed, DEVICE, 4) < step_s / 1024
-    assert windows_of(graph, DEVICE, 4).operands[1, 1] == 0.0
+    assert windows_of(graph, DEVICE, 4).operands[1, 1].seconds == 0.0
 
 
 def test_a_gradient_is_reduced_beside_the_rest_of_the_backward_pass() -> None:
@@ -60,14 +60,14 @@ def test_a_gradient_is_reduced_beside_the_rest_of_the_backward_pass() -> None:
     read = {t for n in graph.nodes if n.signature.contracts for t in n.inputs}
     of_weights = [n for n in backward if graph.nodes[n].outputs[0] not in read]
     assert len(of_weights) == layers
-    assert all(found.results[n, 0] == 0.0 for n in forward)
+    assert all(found.results[n, 0].seconds == 0.0 for n in forward)
     of_activations = [n for n in backward if n not in of_weights]
-    left = [found.results[n, 0] / step_s for n in of_weights]
+    left = [found.results[n, 0].seconds / step_s for n in of_weights]
     assert math.isinf(left[0])  # over half of the step comes later
     assert left == sorted(left, reverse=True)
     assert 0 < left[-1] < 1 / 32  # only updates are left
     beside = 1 / len(products)  # the gradient of an activation is reduced beside one product, that of the weight
-    assert all(beside / 2 < found.results[n, 0] / step_s < 2 * beside for n in of_activations)
+    assert all(beside / 2 < found.results[n, 0].seconds / step_s < 2 * beside for n in of_activations)
 
 
 @pytest.mark.parametrize("length", [24, 96, 5000])
@@ -79,5 +79,26 @@ def test_inside_a_loop_a_window_is_that_of_one_iteration(length: int) -> None:
     found = windows_of(graph, DEVICE, 4)
     last = max(n.id for n in graph.nodes if n.signature.contracts)
     iteration_s = step_s / length
-    assert 0.25 * iteration_s < found.operands[last, 1] < math.sqrt(2) * iteration_s
-    assert all(window_s < math.sqrt(2) * iteration_s for window_s in found.operands.values())
+    assert 0.25 * iteration_s < found.operands[last, 1].seconds < math.sqrt(2) * iteration_s
+    assert all(window.seconds < math.sqrt(2) * iteration_s for window in found.operands.values())
+
+
+def test_weights_and_gradients_have_company_and_activations_none() -> None:
+    """All weights may be gathered together, and all gradients reduced together; an activation waits for nothing else."""
+
+    def training(ws: Any, x: Any) -> Any:
+        gradients = jax.grad(lambda ws: (chain(x, ws) ** 2).sum())(ws)
+        return [w - 0.1 * g for w, g in zip(ws, gradients, strict=True)]
+
+    layers, n = 3, 64
+    graph, _ = graph_of(training, [steps.array(n, n)] * layers, steps.array(n, n))
+    found = windows_of(graph, DEVICE, 4)
+    products = [node for node in graph.nodes if node.signature.contracts]
+    whole, weights = n * n * 4, set(graph.inputs[:layers])
+    early = {found.operands[p.id, i].company for p in products for i, t in enumerate(p.inputs) if t in weights}
+    assert early == {whole * (layers + 1)}  # with the batch
+    read = {t for p in products for t in p.inputs}
+    gradients = [p.id for p in products if p.outputs[0] not in read]
+    assert {found.results[g, 0].company for g in gradients[-layers:]} == {whole * layers}
+    between = [p.id for p in products[1 : layers - 1]]
+    assert {found.results[p, 0].company for p in between} == {0.0}

@@ -108,7 +108,7 @@ def test_a_copy_is_made_once_for_all_that_read_it(eager: Any) -> None:
     three = shardplan.plan(
         lambda a, b: {"sum": a + b, "product": a * b, "most": jnp.maximum(a, b)}, like, like, cluster=eager, pins=pins
     )
-    assert three.communication_bytes == one.communication_bytes > 0
+    assert 0 < three.communication_bytes <= one.communication_bytes
 
 
 @pytest.mark.parametrize("one_choice", ["none", "timesteps", "layers"])

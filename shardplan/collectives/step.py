@@ -1,0 +1,48 @@
+"""One collective of a resharding program, and what a bundle of collectives is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardplan.ir import Layout
+
+LATENCY_SHARE = 0.1
+"""A bundle of collectives is full when its latency is no more than this share of its time."""
+
+BUNDLED = ("all_gather", "all_reduce", "reduce_scatter")
+"""The collectives that may travel together, as one flat buffer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One collective of a resharding program; ``nbytes`` are counted as in `Network.lines`, 0 for a slice.
+
+    ``over`` are its factors; those of a permute stand twice, in their order before and after (`Network.lines`), and a "shift" is
+    a halo's.
+
+    ``program`` is the text of the reduction program that performs the collective, over the cluster's level names; empty where
+    the collective itself runs.
+    """
+
+    kind: str
+    over: tuple[int, ...]
+    nbytes: float
+    before: Layout
+    after: Layout
+    seconds: float
+    program: str = ""
+
+    @property
+    def factors(self) -> tuple[int, ...]:
+        """The factors that it runs over, each once."""
+        return tuple(sorted(set(self.over)))
+
+    @property
+    def name(self) -> str:
+        """HLO's name of the collective."""
+        return "collective-permute" if self.kind in ("permute", "shift") else self.kind.replace("_", "-")
+
+
+def block_parts(kind: str, members: int) -> tuple[float, float]:
+    """A device's blocks before and after a collective, as parts of the bytes that it is priced by (`Step.nbytes`)."""
+    return (1 / members if kind == "all_gather" else 1.0), (1 / members if kind == "reduce_scatter" else 1.0)

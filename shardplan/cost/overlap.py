@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,11 +82,12 @@ def step_s(compute_s: float, exposed_s: float, hideable_s: float, contention: fl
 class Window(NamedTuple):
     """What a movement can hide behind: ``seconds`` of compute.
 
-    If nothing heavy comes before it, or nothing after it, it can wait for others and travel with them: ``company`` are the bytes
-    of all such values, its own included. 0 for a movement that travels alone.
+    If nothing heavy comes before it ("early"), or nothing after it ("late"), it can wait for others and travel with them:
+    ``company`` are the bytes of all such values, its own included. 0 for a movement that travels alone.
     """
 
     seconds: float = 0.0
+    pool: Literal["", "early", "late"] = ""
     company: float = 0.0
 
 

@@ -1,4 +1,4 @@
-"""Which of the solutions of a search becomes the plan: the fastest as scheduled. The search prices each collective alone."""
+"""Which of the solutions of a search becomes the plan: the fastest as scheduled. The search prices collectives one by one."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def best_scheduled(
     """The session with the solution that is fastest as scheduled: the search's own, that over another factoring, or (with
     ``baselines``) a baseline that fits.
 
-    The search prices each collective alone. Where collectives take long to start, or readers share them, another solution whose
-    collectives travel together may be faster. The ``others`` are scheduled, the most promising first, until `_PATIENCE` in a row
+    The search prices collectives one by one, each with its part of a bundle's time. Where fewer share a bundle, or readers share
+    a move, another solution may be faster. The ``others`` are scheduled, the most promising first, until `_PATIENCE` in a row
     are no faster. One that pins forbid, or whose compute and bytes alone take longer, is not looked at. At the ``deadline`` (an
     instant of `anytime.now_s`) or an interrupt it returns the best so far, and what stopped it.
     """

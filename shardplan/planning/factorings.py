@@ -158,7 +158,9 @@ class _Search:
         self._seen.add(alike(self.cluster, factors))
         like = self.known.get(factors) or next(iter(self.known.values()), None)
         objective = self.wanted.objective
-        problem = self.known[factors] = Problem(self.graph, self.coarse, self.cluster, factors, objective=objective, like=like)
+        problem = self.known[factors] = Problem(
+            self.graph, self.coarse, self.cluster, factors, objective=objective, like=like, company=self.wanted.company
+        )
         if why := too_many_layouts(problem):
             remedy = (
                 "describe the cluster with fewer levels"

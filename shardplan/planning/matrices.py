@@ -176,7 +176,9 @@ class _Search:
         wanted = self.wanted
         wanted.observer("axes", first)
         like = self.known.get(over) or next(iter(self.known.values()), None)
-        problem = self.known[over] = Problem(self.graph, self.coarse, self.cluster, over, objective=wanted.objective, like=like)
+        problem = self.known[over] = Problem(
+            self.graph, self.coarse, self.cluster, over, objective=wanted.objective, like=like, company=wanted.company
+        )
         if why := too_many_layouts(problem):
             return self._leave_out(over, ClusterError(f"axes={_text(self.axes)}: {why}: give fewer axes"))
         try:

@@ -20,11 +20,15 @@ from shardplan.search.inference import anytime
 from shardplan.search.inference.solver import Solver
 from shardplan.search.memory import liveness as memory
 from shardplan.search.problem.extract import Decisions, Extractor
+from shardplan.search.problem.problem import Company
 from shardplan.search.problem.solution import Solution, Tried
 from shardplan.search.strategy.purposes import Purpose
 
 _MOST_BETWEEN = 2
 """The most multipliers that are tried between the two assumptions."""
+
+_MATTERS = 0.01
+"""The part by which a step must be slower in its own company to be searched again: about what search and schedule differ by."""
 
 _SAME = 1e-6
 """The relative difference below which two costs count as equal."""
@@ -67,8 +71,37 @@ def step_time_s(found: Found) -> float:
 def best_overlapped(search: Callable[[Wanted], Found], contention: float, wanted: Wanted) -> Found:
     """The best outcome of a search whose objective counts overlap. ``search`` finds the best plan at fixed weights.
 
+    The first search takes for granted that all values that may travel together do. Where the plan moves far fewer of them, the
+    step is searched again in their company; the outcome is the first of ``others``.
+
     At the deadline or an interrupt, it returns the best plan so far. An interrupt before the first plan that fits is raised.
     """
+    found = _best_overlapped(search, contention, wanted)
+    if found[1].stopped or _expired(wanted) or (company := _smaller_company(found)) is None:
+        return found
+    try:
+        again = _best_overlapped(search, contention, replace(wanted, company=company, observer=_later(wanted, 1)))
+    except KeyboardInterrupt:
+        return _stopped(found)
+    if not again[1].best.fits(wanted.memory):
+        return found
+    return found[0], replace(found[1], others=((again[0], replace(again[1], exact=False)), *found[1].others))
+
+
+def _smaller_company(found: Found) -> Company | None:
+    """The bytes that travel together under the best solution, where the search took them for so much more that it matters."""
+    problem, outcome = found
+    decisions = Extractor(problem).decide(outcome.best)
+    tensors = problem.graph.tensors
+    moved = {(i.pool, i.tensor) for i in decisions.issued if i.pool}
+    company = {pool: float(sum(tensors[t].nbytes for own, t in moved if own == pool)) for pool in ("early", "late")}
+    honest = problem.among(company)
+    honest_s = Extractor(honest).decide(outcome.best).step_time_s
+    return company if honest_s > decisions.step_time_s * (1 + _MATTERS) else None
+
+
+def _best_overlapped(search: Callable[[Wanted], Found], contention: float, wanted: Wanted) -> Found:
+    """`best_overlapped`, for the company that the search takes for granted."""
     k = slowdown(contention)
 
     def solved(share: float, after: int) -> _Point:
@@ -110,9 +143,12 @@ def _later(wanted: Wanted, after: int) -> anytime.Observer:
     return tell
 
 
+def _expired(wanted: Wanted) -> bool:
+    return wanted.deadline is not None and anytime.now_s() >= wanted.deadline
+
+
 def _late(wanted: Wanted, points: Sequence[_Point]) -> bool:
-    expired = wanted.deadline is not None and anytime.now_s() >= wanted.deadline
-    return expired or any(p.found[1].stopped for p in points)
+    return _expired(wanted) or any(p.found[1].stopped for p in points)
 
 
 def _meeting(low: _Point, high: _Point, k: float) -> float:

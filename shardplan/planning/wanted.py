@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from shardplan.cost import TIME, Objective
 from shardplan.ir import Backend, Factor
 from shardplan.search.inference.anytime import Observer
-from shardplan.search.problem.problem import Problem
+from shardplan.search.problem.problem import Company, Problem
 from shardplan.search.strategy.pins import Pins
 from shardplan.search.strategy.purposes import Purpose
 from shardplan.search.strategy.solve import Outcome
@@ -24,7 +24,7 @@ class Wanted:
     """The conditions of a search: bytes per device, donated leaves, pins, a deadline (an instant of `anytime.now_s`), an observer
     of its progress, and the objective to minimise; ``timed`` prices the plan where that is not time. ``factors`` fixes the
     factoring; without ``refine``, levels are taken apart only where no dim divides by them. ``axes`` fixes the sizes of purposes.
-    ``backend`` is what will run the plan.
+    ``backend`` is what will run the plan. ``company`` are the bytes that travel together, where they are known.
     """
 
     memory: int
@@ -38,3 +38,4 @@ class Wanted:
     axes: Mapping[Purpose, int] | None = None
     timed: Objective = TIME
     backend: Backend = "explicit"
+    company: Company | None = None

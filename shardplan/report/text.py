@@ -111,7 +111,7 @@ def bound_text(plan: PlanData) -> str:
     pins = " with these pins" if plan.pins else ""
     pins += {"layers": " with one choice for equal layers", "none": "", "timesteps": ""}[plan.one_choice]
     pins += " with what is computed again" if plan.remat.parts else ""
-    pins += ", each collective priced alone" if plan.backend == "explicit" else ""
+    pins += ", as the search prices collectives" if plan.backend == "explicit" else ""
     replaced = plan.limited and plan.objective == "time" and not plan.fixed_axes
     return f"{_bound_text(plan, pins)}{_REPLACED if replaced else ''}"
 

@@ -77,8 +77,8 @@ class Plan(Figures):
     def lower_bound_s(self) -> float:
         """A lower bound on the seconds of any plan on this mesh with the same pins, memory limit and ``one_choice``.
 
-        Each collective is priced alone. Plans whose collectives travel together may be faster; if this one is, its own seconds
-        are the bound. It is computed on first use.
+        It is a bound in the search's prices, in which each collective has its part of a bundle. If this plan is faster as
+        scheduled, its own seconds are the bound. It is computed on first use.
         """
         if self._data.bound_s is None:
             bound = self.session.bound

@@ -29,6 +29,7 @@ class Issued:
 
     ``step`` holds the bytes (of the operand; of the result for an all-gather) of one execution, ``seconds`` what it takes alone,
     or as its part of a full bundle with the copies beside it, and ``wire_bytes`` what one device sends in it.
+    ``pool`` is what it can travel with.
 
     ``tensor`` is the tensor that it moves, ``source`` the user's source line
     ("loop" for a loop's boundary). ``hideable_s`` is the part of its seconds that can hide behind compute.
@@ -41,6 +42,7 @@ class Issued:
     tensor: int
     source: str
     hideable_s: float = 0.0
+    pool: str = ""
 
 
 _Moves = tuple[tuple[Step, ...], int, bool]
@@ -245,7 +247,7 @@ class Extractor:
             moved = self.problem.graph.tensors[tensor]
             read = self.problem.windows.read(tensor)
             seconds, hidden = self.problem.pricer.issued(moved.shape, moved.nbytes, steps[0], window, read)
-            issued.append(Issued(steps[0], seconds, times, self._wire(steps[0]), tensor, source, hidden))
+            issued.append(Issued(steps[0], seconds, times, self._wire(steps[0]), tensor, source, hidden, window.pool))
             return
         window_s = window.seconds
         for step in steps:

@@ -43,6 +43,9 @@ class Inside:
     shape: tuple[int, ...]
 
 
+Company = Mapping[str, float]
+"""The bytes of the values in each pool that travel together."""
+
 _ROUNDED_S = 0.5e-12  # the largest rounding error of a table entry
 
 
@@ -50,7 +53,8 @@ class Problem:
     """A graph on a cluster: its variables' domains and its terms.
 
     It shares what it can with ``like``, another problem of this cluster: prices of collectives, the windows of the same graph,
-    and the strategies of its ops over the same factors.
+    and the strategies of its ops over the same factors. ``company`` are the bytes that travel together, by pool
+    (`shardplan.cost.overlap.Window`), where they are known.
     """
 
     def __init__(
@@ -62,6 +66,7 @@ class Problem:
         *,
         objective: Objective = TIME,
         like: Problem | None = None,
+        company: Company | None = None,
     ) -> None:
         self.graph, self.coarse, self.cluster = graph, coarse, cluster
         self.objective = objective
@@ -73,7 +78,9 @@ class Problem:
         )
         self.store = Store()
         alike = like is not None and like.graph is graph and like.objective.overlaps == objective.overlaps
-        self.windows = like.windows if like is not None and alike else self._windows()
+        self.all_windows = like.all_windows if like is not None and alike else self._windows()
+        self.company = company
+        self.windows = self.all_windows if company is None else self.all_windows.among(company)
         if like is not None and like.graph is graph and like.resharder is self.resharder:
             self.pricer = like.pricer.at(objective)
         else:
@@ -83,6 +90,11 @@ class Problem:
         self._agreeing: dict[tuple[int, int | None, tuple[int, ...], Domain, bool], Domain] = {}
         self._near: dict[tuple[int, int, Domain], Domain] = {}
         self._together: dict[tuple[int, Domain, Groups], Domain] = {}
+
+    def among(self, company: Company) -> Problem:
+        """The same problem where so many bytes travel together."""
+        own = self.graph, self.coarse, self.cluster, self.factors
+        return Problem(*own, objective=self.objective, like=self, company=company)
 
     def _windows(self) -> Windows:
         """What collectives can hide behind; nothing where the objective is a plain sum."""

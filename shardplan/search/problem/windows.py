@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -60,6 +60,14 @@ class Windows:
     links: Mapping[tuple[int, int], Window]
     sliced: frozenset[int] = frozenset()
     images: frozenset[int] = frozenset()
+
+    def among(self, company: Mapping[str, float]) -> Windows:
+        """The same windows where so many bytes of each pool travel together."""
+
+        def of(windows: Mapping[tuple[int, int], Window]) -> dict[tuple[int, int], Window]:
+            return {at: w._replace(company=company.get(w.pool, 0.0)) for at, w in windows.items()}
+
+        return replace(self, operands=of(self.operands), results=of(self.results), links=of(self.links))
 
     def read(self, tensor: int) -> Read:
         """How a tensor is read once it has moved."""
@@ -130,7 +138,7 @@ class _Finder:
     def window(self, chain: _Chain, makers: Sequence[int], readers: Sequence[int]) -> Window:
         """The window for moving a value from its makers to its readers, rounded."""
         seconds = self.rounded(chain.concurrency.window(makers, readers), chain.weight)
-        return Window(seconds, chain.company(makers, readers))
+        return chain.with_company(seconds, makers, readers)
 
     def rounded(self, window_s: float, weight: float) -> float:
         """A window that a step has ``weight`` times, rounded: all of them together are a power of two times the step's compute.
@@ -180,13 +188,13 @@ class _Chain:
                 self._made.setdefault(t, []).append(at)
         self.concurrency = Concurrency([sorted(w) for w in waits_for], work, heavy)
 
-    def company(self, makers: Sequence[int], readers: Sequence[int]) -> float:
-        """The bytes of the values that can wait for a value, and it for them; 0 in a loop, whose carries do not show here."""
-        if self.depth:
-            return 0.0
-        early = not self.concurrency.heavy_before(makers)
-        late = not self.concurrency.heavy_after(readers)
-        return self._early_bytes if early else self._late_bytes if late else 0.0
+    def with_company(self, seconds: float, makers: Sequence[int], readers: Sequence[int]) -> Window:
+        """A window of so many seconds, with what can travel together; nothing in a loop, whose carries do not show here."""
+        if not self.depth and not self.concurrency.heavy_before(makers):
+            return Window(seconds, "early", self._early_bytes)
+        if not self.depth and not self.concurrency.heavy_after(readers):
+            return Window(seconds, "late", self._late_bytes)
+        return Window(seconds)
 
     @cached_property
     def _early_bytes(self) -> float:

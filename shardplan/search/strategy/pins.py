@@ -71,7 +71,8 @@ def for_pins(problem: Problem, pins: Pins) -> Problem:
     if not alone:
         return problem
     coarse = coarsen(problem.graph, problem.coarse.one_choice, alone)
-    return Problem(problem.graph, coarse, problem.cluster, problem.factors, objective=problem.objective, like=problem)
+    own = problem.graph, coarse, problem.cluster, problem.factors
+    return Problem(*own, objective=problem.objective, like=problem, company=problem.company)
 
 
 def _all_claims(problem: Problem, pins: Pins) -> list[Claim]:

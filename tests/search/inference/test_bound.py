@@ -74,7 +74,7 @@ def test_a_plan_over_three_levels_says_how_far_from_the_best_it_may_be() -> None
     assert 0 < plan.lower_bound_s <= plan.step_time_s * (1 + 1e-9)
     assert plan.gap < 0.05
     data = plan.completed()
-    alone = f"each collective priced alone (lower bound {seconds(plan.lower_bound_s)})"
+    alone = f"as the search prices collectives (lower bound {seconds(plan.lower_bound_s)})"
     assert f"at most {plan.gap:.1%} above the optimum, {alone}" in bound_text(data)
     assert plan.gap == plan.step_time_s / plan.lower_bound_s - 1
     assert _three_levels().lower_bound_s == plan.lower_bound_s, "the same every time"
@@ -85,7 +85,7 @@ def test_pins_raise_the_bound() -> None:
     axis = next(iter(free.axes))
     held = _three_levels(pins={"state/params/layer_1/kernel": P(axis), "batch/*": P()})
     assert free.lower_bound_s * 1.01 < held.lower_bound_s <= held.step_time_s * (1 + 1e-9)
-    assert held.gap < 0.05
+    assert held.lower_bound_s <= held.searched_s <= held.lower_bound_s * 1.05
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,13 +22,15 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Singles:
-    """[rows, S] each, as `Resharder.prices`: for moves that one collective makes, and zero (infinite, ``bundled_s``) for others.
+    """The moves that one collective makes [M], at ``rows`` and ``columns`` of `Resharder.prices`.
 
-    ``bundled_s`` are the seconds as a part of a bundle, ``before`` and ``after`` the bytes of a device's block before the
-    collective and after it. Alone, ``kernels`` copy ``copied`` bytes into another order; where a convolution reads what is
-    gathered, it is copied once more, ``image`` bytes.
+    ``bundled_s`` are the seconds as a part of a bundle (infinite for one that travels alone), ``before`` and ``after`` the bytes
+    of a device's block before the collective and after it. Alone, ``kernels`` copy ``copied`` bytes into another order; where a
+    convolution reads what is gathered, it is copied once more, ``image`` bytes.
     """
 
+    rows: NDArray[np.int64]
+    columns: NDArray[np.int64]
     bundled_s: Floats
     before: Floats
     after: Floats
@@ -72,19 +73,15 @@ class SingleMoves:
         gathered, scattered = kinds.gathers[at] & joined, kinds.scatters[at] & split
         exchanged = kinds.exchanges[at] * (joined.astype(int) + split)
         before, after, moved = kinds.before[at], kinds.after[at], kinds.moved[at]
-
-        def whole(values: NDArray[Any], otherwise: float = 0.0) -> Floats:
-            result = np.full((len(states), len(splits)), otherwise)
-            result[rows, columns] = values
-            return result
-
         return Singles(
-            whole(kinds.bundled_s[at], math.inf),
-            whole(before),
-            whole(after),
-            whole(1.0 * (gathered | scattered) + exchanged),
-            whole(gathered * before + scattered * after + exchanged * moved),
-            whole(gathered * moved),
+            rows,
+            columns,
+            kinds.bundled_s[at],
+            before,
+            after,
+            np.asarray((gathered | scattered) + exchanged, np.float64),
+            gathered * before + scattered * after + exchanged * moved,
+            np.where(gathered, moved, 0.0),
         )
 
     def _of(self, shape: tuple[int, ...], nbytes: float, company: float) -> _Kinds:

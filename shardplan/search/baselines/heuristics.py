@@ -7,10 +7,11 @@ Spartan splits the largest tensor first, then the next, each where the ops aroun
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from shardplan.search.baselines.recipes import Restriction
+from shardplan.search.baselines.recipes import Restriction, alike
 from shardplan.search.baselines.tofu_premise import everything_cut, everything_split
 from shardplan.search.problem.pricing import Domain, Limits
 from shardplan.search.problem.problem import Problem
@@ -18,9 +19,11 @@ from shardplan.search.problem.tables import BIG, Term
 
 
 def heuristics(problem: Problem) -> tuple[Restriction, ...]:
-    """The four algorithms, as restrictions of the problem."""
-    split, limits = everything_split(problem, problem.domains), everything_cut(problem)
-    unreduced = everything_cut(problem, reduce=False)
+    """The four algorithms, as restrictions of the problem. With three or more factors, all but the last do the same."""
+    groups = alike((), len(problem.sizes)) if len(problem.sizes) > 2 else ()
+    domains = problem.together(problem.domains, groups) if groups else problem.domains
+    split, limits = everything_split(problem, domains), replace(everything_cut(problem), groups=groups)
+    unreduced = replace(everything_cut(problem, reduce=False), groups=groups)
     chopped = _each(problem, split, _one_dim)
     return (
         Restriction("AllRow-Greedy", _each(problem, split, _by_rows), limits),

@@ -149,10 +149,10 @@ class Pricer:
         rows = self._costs.setdefault((shape, size, window, read, into), {})
         missing = tuple(s for s in dict.fromkeys(states) if s not in rows)
         if missing:
+            found = np.array(self.weights.of(self.prices(shape, size, missing, into=into), window.seconds))
             own = self._singles.between(shape, size, window.company, missing, into=into)
-            alone_s, bundled_s = self.copies_s(own, read)
-            alone = self.weights.of(self.prices(shape, size, missing, into=into), window.seconds) + alone_s
-            found = np.minimum(alone, self.weights.of(own.bundled_s, window.seconds) + bundled_s)
+            at, (alone_s, bundled_s) = (own.rows, own.columns), self.copies_s(own, read)
+            found[at] = np.minimum(found[at] + alone_s, self.weights.of(own.bundled_s, window.seconds) + bundled_s)
             found.setflags(write=False)
             rows.update(zip(missing, found, strict=True))
             if missing == states:
@@ -178,12 +178,10 @@ class Pricer:
         if key not in self._issued:
             before, after = (self.resharder.state(shape, layout) for layout in (step.before, step.after))
             own = self._singles.between(shape, size, window.company, (before,))
-            rows = [
-                (seconds, float(copied_s[0, after]))
-                for seconds, copied_s in zip(
-                    (step.seconds, float(own.bundled_s[0, after])), self.copies_s(own, read), strict=True
-                )
-            ]
+            at, (alone_s, bundled_s) = own.columns == after, self.copies_s(own, read)
+            rows = [(step.seconds, 0.0)]
+            if at.any():
+                rows = [(step.seconds, float(alone_s[at][0])), (float(own.bundled_s[at][0]), float(bundled_s[at][0]))]
             seconds, copied_s = min(rows, key=lambda row: float(self.weights.of(np.array(row[0]), window.seconds)) + row[1])
             self._issued[key] = seconds + copied_s, min(seconds, window.seconds)
         return self._issued[key]

@@ -91,6 +91,9 @@ class Window(NamedTuple):
     company: float = 0.0
 
 
+POOLS = ("early", "late")
+"""What may travel together (`Window`)."""
+
 NO_WINDOW = Window()
 """It hides behind nothing and travels alone."""
 

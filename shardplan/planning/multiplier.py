@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from shardplan.cost.overlap import slowdown, weights_at
+from shardplan.cost.overlap import POOLS, slowdown, weights_at
 from shardplan.ir import Factor
 from shardplan.planning.wanted import Found, Wanted
 from shardplan.search.inference import anytime
@@ -94,7 +94,7 @@ def _smaller_company(found: Found) -> Company | None:
     decisions = Extractor(problem).decide(outcome.best)
     tensors = problem.graph.tensors
     moved = {(i.pool, i.tensor) for i in decisions.issued if i.pool}
-    company = {pool: float(sum(tensors[t].nbytes for own, t in moved if own == pool)) for pool in ("early", "late")}
+    company = {pool: float(sum(tensors[t].nbytes for own, t in moved if own == pool)) for pool in POOLS}
     honest = problem.among(company)
     honest_s = Extractor(honest).decide(outcome.best).step_time_s
     return company if honest_s > decisions.step_time_s * (1 + _MATTERS) else None

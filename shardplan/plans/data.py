@@ -69,8 +69,9 @@ class PlanData:
     """Everything that a plan says. Seconds are predicted for one step, bytes for one device.
 
     ``name`` is "plan", or the name of a baseline. ``step_time_s`` counts what the backend sends; ``searched_s`` is the least
-    price in the search's tables, in which each reader has its own collective, all travel alone, and nothing is padded.
-    ``time_model`` says how seconds add up (`shardplan.cost.overlap`), ``weights`` at which weights the search ended.
+    price in the search's tables, in which each reader has its own collective and nothing is padded. ``time_model`` says how
+    seconds add up (`shardplan.cost.overlap`), ``weights`` at which weights the search ended, ``company`` how many bytes of each
+    pool (`shardplan.cost.overlap.Window`) travel together in its prices (None: all that may).
     ``limit_origin`` says where ``memory_limit`` comes from, if not from the user. ``result_layouts`` has a layout for each leaf
     of the step's result. ``exact``: the search found the optimum of its mesh without a memory limit; ``unlimited_s`` is the price
     of that optimum in the search's tables, if it is known. ``stopped`` says what ended the search early ("time budget",
@@ -125,6 +126,7 @@ class PlanData:
     backend_reason: str
     time_model: TimeModel = "overlap"
     weights: Weights = SERIAL
+    company: Mapping[str, float] | None = None
     fingerprint: str | None = None
     bound_s: float | None = None
     baselines: tuple[Baseline, ...] | None = None

@@ -12,7 +12,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from shardplan.cost.overlap import Weights
+from shardplan.cost.overlap import POOLS, Weights
 from shardplan.errors import ClusterError, PlanFileError
 from shardplan.ir import Entry, Factor, spec_text
 from shardplan.mesh import Cluster
@@ -25,7 +25,7 @@ from shardplan.search.inference.anytime import Stopped
 from shardplan.search.problem.solution import Tried
 from shardplan.search.strategy.purposes import Shares, purpose_of
 
-FORMAT = 11
+FORMAT = 12
 """Version of the plan file."""
 
 
@@ -48,6 +48,7 @@ def plan_file(data: PlanData) -> dict[str, Any]:
         "searched_s": data.searched_s,
         "time_model": data.time_model,
         "weights": asdict(data.weights),
+        "company": None if data.company is None else dict(data.company),
         "compute_s": data.compute_s,
         "peak_bytes": data.peak_bytes,
         "memory_limit": data.memory_limit,
@@ -259,11 +260,15 @@ def _parsed(name: str, content: dict[str, Any]) -> PlanData:
 
 
 def _overlap(content: dict[str, Any]) -> dict[str, Any]:
-    """How seconds add up, and the weights at which the search ended."""
-    name, weights = content["time_model"], content["weights"]
+    """How seconds add up, the weights at which the search ended, and the company in which it priced moves."""
+    name, weights, company = content["time_model"], content["weights"], content["company"]
     if name not in ("overlap", "sum"):
         raise ValueError(f"time_model={name!r}")
-    return {"time_model": name, "weights": Weights(float(weights["compute"]), float(weights["hideable"]))}
+    return {
+        "time_model": name,
+        "weights": Weights(float(weights["compute"]), float(weights["hideable"])),
+        "company": None if company is None else {pool: float(company[pool]) for pool in POOLS},
+    }
 
 
 def _factors(rows: Any) -> tuple[Factor, ...]:

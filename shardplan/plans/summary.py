@@ -51,6 +51,7 @@ def decided(session: Session, run: Scheduled | None, axes: Sequence[Purpose] = (
         "searched_s": decisions.step_time_s,
         "time_model": "overlap" if problem.objective.overlaps else "sum",
         "weights": problem.objective.weights,
+        "company": problem.company,
         "compute_s": decisions.compute_s,
         "peak_bytes": solution.peak_bytes,
         "limited": solution.limits is not None,
@@ -130,7 +131,8 @@ def session_of(data: PlanData, program: Program, donated: frozenset[int]) -> Ses
     pins = dict(data.pins)
     overlaps = data.time_model == "overlap"
     timed, objective = replace(TIME, overlaps=overlaps, weights=data.weights), objective_of(data.objective)
-    problem = Problem(graph, coarsen(graph, data.one_choice), data.cluster, data.factors, objective=timed)
+    coarse = coarsen(graph, data.one_choice)
+    problem = Problem(graph, coarse, data.cluster, data.factors, objective=timed, company=data.company)
     problem = for_pins(problem, pins)
     live = memory.liveness(problem, donated)
     solver = Solver(problem, live)

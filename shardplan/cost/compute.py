@@ -92,6 +92,7 @@ def _hits(ix: IndexExpr, extent: int, description: Description, *, padding: bool
 
 
 _MOST_POSITIONS = 10_000_000
+"""The most positions that are counted one by one, 8 bytes each: of more, all count as inside."""
 
 
 def is_contraction(description: Description) -> bool:

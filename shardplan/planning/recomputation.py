@@ -35,6 +35,7 @@ FEWER = 3
 """The most trials of the bisection for fewer parts."""
 
 _NEAR = 1 + 1e-6
+"""The factor within which two costs count as equal: above the rounding of the tables."""
 
 
 @dataclass(frozen=True, slots=True)

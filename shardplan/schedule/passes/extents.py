@@ -53,6 +53,7 @@ def with_extents(body: Block, sizes: Sequence[int], shapes: Sequence[tuple[int, 
 
 
 _MOST_DIMS = 32
+"""The most dims of a value: those of a NumPy array before version 2."""
 
 
 def _divides(body: Block, sizes: Sequence[int]) -> bool:

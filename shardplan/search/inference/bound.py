@@ -38,6 +38,7 @@ WORK = 2e9
 """The most table entries that an ascent visits: three or four seconds. Counted, not timed, so that bounds are reproducible."""
 
 MOST_SWEEPS = 400
+"""The most sweeps of one ascent, for small problems: by then the bound no longer rises (`ENOUGH`)."""
 
 MOST_ENTRIES = 300_000_000
 """The most table entries that an ascent holds, 8 bytes each. Where there are more, the bound is that of the compute alone."""

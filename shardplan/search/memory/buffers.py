@@ -19,6 +19,7 @@ from shardplan.search.problem.problem import Problem
 from shardplan.search.problem.strategies import Late
 
 _CHUNK = 1_000_000
+"""The number of entries of a table that are worked out at once: 8 MB for each array."""
 
 
 @dataclass(frozen=True, slots=True)

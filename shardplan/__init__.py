@@ -15,6 +15,7 @@ from shardplan.versions import warn_of_untested as _warn_of_untested
 
 if TYPE_CHECKING:
     from shardplan.collectives.lower import all_reduce
+    from shardplan.dag import schedule_dag
     from shardplan.errors import (
         ArgumentError,
         CalibrationError,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
         PinError,
         PlanFileError,
         ReductionError,
+        ScheduleError,
         ShardplanError,
         TargetError,
         TraceError,
@@ -58,6 +60,7 @@ __all__ = [
     "Plan",
     "PlanFileError",
     "ReductionError",
+    "ScheduleError",
     "ShardplanError",
     "TargetError",
     "TraceError",
@@ -68,6 +71,7 @@ __all__ = [
     "parallelize",
     "plan",
     "register",
+    "schedule_dag",
 ]
 
 _warn_of_untested(_jax_version())
@@ -80,6 +84,7 @@ _HOMES = {
     "parallelize": "shell.parallel",
     "plan": "shell.api",
     "register": "tdl.register",
+    "schedule_dag": "dag",
 }
 
 

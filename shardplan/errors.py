@@ -224,6 +224,14 @@ class CalibrationError(ShardplanError):
     """A measurement that cannot be made or trusted: a busy machine, a cache that cannot be used."""
 
 
+class ScheduleError(ShardplanError):
+    """Tasks, edges, times or memory that no schedule can be made of. ``tasks`` are those that the message names."""
+
+    def __init__(self, message: str, *, tasks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.tasks = tuple(tasks)
+
+
 class TargetError(ShardplanError):
     """A command-line TARGET that cannot be imported, or whose factory returns the wrong thing."""
 

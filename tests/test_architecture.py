@@ -22,6 +22,7 @@ PACKAGE = ROOT / "shardplan"
 ROWS = (
     ("versions", "ir", "errors", "user_code", "sizes", "_jax"),
     ("mesh",),
+    ("dag",),
     ("tdl",),
     ("frontend",),
     ("remat",),

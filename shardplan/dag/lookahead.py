@@ -1,0 +1,29 @@
+"""FD-DPS with formula 7 taken at its word: the LST of a task differs between devices, and each task takes the least delay.
+
+See `shardplan.dag.fd_dps` for the paper's own rules. Here tasks are sorted by LST alone, and a task takes the device where its
+start exceeds its LST by least.
+"""
+
+from __future__ import annotations
+
+from .graph import Dag, best_tails, mean_ranks
+from .heft import Slots
+from .memory import Room
+from .schedules import Orders
+
+
+def lookahead(dag: Dag, room: Room, *, weight: float = 0.5) -> Orders:
+    """Orders by least delay. Raises `memory.StuckError` where no device has room for a task.
+
+    What follows a task is estimated by ``weight`` times the best case for its device, and the mean case for the rest.
+    """
+    ranks, best = mean_ranks(dag), best_tails(dag)
+    position = {i: k for k, i in enumerate(dag.order)}
+    slots = Slots(dag)
+    for i in sorted(range(dag.tasks), key=lambda i: (-ranks[i], position[i])):
+        ready, tail = slots.ready(i), best[i]
+        choices = [slots.earliest(i, d, ready[d]) for d in room.devices(i)]
+        _, start, device, place = min(choices, key=lambda c: (c[0] + weight * tail[c[2]], c))
+        slots.fill(i, device, place, start)
+        room.take(i, device)
+    return slots.orders

@@ -1,1 +1,14 @@
-"""x"""
+"""Scheduling a DAG of tasks on devices: FD-DPS, HEFT and the proven optimum, and a schedule made anew while it runs.
+
+A task is a number with seconds for each device, an edge the seconds of a transfer; nothing here knows tensors. `schedule_dag`
+takes plain tables. `checked` makes a `Dag` of them, `planned` a `Schedule` of a `Dag`, and `reschedule` continues a `Schedule`
+when a device slows down, leaves or joins. The rules are FD-DPS's (section 4), see `shardplan.dag.fd_dps` and `planned`.
+"""
+
+from .graph import Dag
+from .methods import Method, planned, schedule_dag
+from .rescheduling import reschedule
+from .schedules import Schedule
+from .validation import checked
+
+__all__ = ["Dag", "Method", "Schedule", "checked", "planned", "reschedule", "schedule_dag"]

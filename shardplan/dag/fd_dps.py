@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .graph import Dag, mean_ranks, mean_s
+from .graph import Dag, between, mean_ranks, mean_s
 from .memory import Room
 from .schedules import Orders, arrival_s
 
@@ -83,11 +83,8 @@ def dynamic_path(orders: Orders, ranks: list[float]) -> DynamicPath:
         d = device[i]
         limit = lst[after[i]] if after[i] >= 0 else length
         for j, transfer in dag.children[i]:
-            a = device[j]
-            if a != d and several:
-                limit = min(limit, lst[j] - (mean_s(transfer) if a < 0 or isinstance(transfer, float) else transfer[d][a]))
-            else:
-                limit = min(limit, lst[j])
+            travel = between(transfer, d, device[j]) if device[j] >= 0 else mean_s(transfer) if several else 0.0
+            limit = min(limit, lst[j] - travel)
         lst[i] = limit - dag.times_s[i][d]
     return DynamicPath(est, lst, length, orders.ancestors(walk))
 
@@ -126,9 +123,7 @@ def _reachable(dag: Dag, task: int, devices: list[int], arrival_s: list[float]) 
     return [d for d in devices if arrival_s[d] <= soonest]
 
 
-def _fitting(
-    task: int, device: int, arrival_s: float, orders: Orders, path: DynamicPath, finish_s: list[float]
-) -> _Slot | None:
+def _fitting(task: int, device: int, arrival_s: float, orders: Orders, path: DynamicPath, finish_s: list[float]) -> _Slot | None:
     """Formula 11: the first slot of a device that holds the task, where later tasks move back to their LST at most."""
     row, seconds = orders.sequences[device], orders.dag.times_s[task][device]
     spare = TOLERANCE * path.length_s

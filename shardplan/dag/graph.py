@@ -52,12 +52,12 @@ def between(transfer: Transfer, source: int, target: int) -> float:
     """The seconds of a transfer between two devices; none on one device."""
     if source == target:
         return 0.0
-    return transfer if isinstance(transfer, float) else transfer[source][target]
+    return transfer[source][target] if isinstance(transfer, tuple) else transfer
 
 
 def mean_s(transfer: Transfer) -> float:
     """The mean seconds of a transfer over all pairs of different devices; none where there is one device."""
-    if isinstance(transfer, float):
+    if not isinstance(transfer, tuple):
         return transfer
     pairs = len(transfer) * (len(transfer) - 1)
     return sum(map(sum, transfer)) / pairs if pairs else 0.0
@@ -87,13 +87,13 @@ def best_tails(dag: Dag) -> list[list[float]]:
     for i in reversed(dag.order):
         for j, transfer in dag.children[i]:
             after = times[j] + tails[j]
-            if isinstance(transfer, float):
-                least = np.minimum(after, transfer + after.min())
-            else:
+            if isinstance(transfer, tuple):
                 least = (np.array(transfer) + after).min(1)
+            else:
+                least = np.minimum(after, transfer + after.min())
             np.maximum(tails[i], least, out=tails[i])
     return tails.tolist()
 
 
 def _transposed(transfer: Transfer) -> Transfer:
-    return transfer if isinstance(transfer, float) else tuple(zip(*transfer, strict=True))
+    return tuple(zip(*transfer, strict=True)) if isinstance(transfer, tuple) else transfer

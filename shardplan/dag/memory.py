@@ -69,7 +69,9 @@ def packing(dag: Dag) -> tuple[int, ...]:
             held[d, i * devices + d] = dag.sizes[i]
     cost = np.array(dag.times_s).ravel()
     limits = [LinearConstraint(once.tocsr(), 1.0, 1.0), LinearConstraint(held.tocsr(), -np.inf, np.array(dag.memory))]
-    answer = milp(cost / max(cost.max(initial=0.0), 1e-300), integrality=np.ones(len(cost)), bounds=Bounds(0, 1), constraints=limits)
+    answer = milp(
+        cost / max(cost.max(initial=0.0), 1e-300), integrality=np.ones(len(cost), int), bounds=Bounds(0, 1), constraints=limits
+    )
     if answer.x is None:
         raise ScheduleError(
             f"the {n} tasks cannot be packed into the memory of the {devices} devices: their sizes add up to {sum(dag.sizes):g}, "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from .graph import Dag, between
 
@@ -54,7 +55,7 @@ class Orders:
         """[tasks] each: the task before a task on its device, and the one after it; -1 for none."""
         before, after = [-1] * self.dag.tasks, [-1] * self.dag.tasks
         for row in self.sequences:
-            for i, j in zip(row, row[1:], strict=False):
+            for i, j in pairwise(row):
                 before[j], after[i] = i, j
         return before, after
 
@@ -94,7 +95,7 @@ class Orders:
                 if a >= 0:
                     arrival = start_s[p] + times[p][a]
                     if a != d:
-                        arrival += transfer if isinstance(transfer, float) else transfer[a][d]
+                        arrival += transfer[a][d] if isinstance(transfer, tuple) else transfer
                     if arrival > at:
                         at = arrival
             start_s[i] = at
@@ -116,7 +117,7 @@ class Orders:
                 if a >= 0:
                     path = times[j][a] + tails_s[j]
                     if a != d:
-                        path += transfer if isinstance(transfer, float) else transfer[d][a]
+                        path += transfer[d][a] if isinstance(transfer, tuple) else transfer
                     if path > tail:
                         tail = path
             tails_s[i] = tail

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import networkx as nx
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -126,8 +126,8 @@ def _refuse_small(held: NDArray[np.float64], limits: NDArray[np.float64]) -> Non
     tight, small = int(limits.argmin()), int(held.argmin())
     if held[small] > limits[tight]:
         raise ScheduleError(
-            f"device {tight} has a memory of {limits[tight]:.17g} and is too small for any task: the smallest, task {small}, holds "
-            f"{held[small]:.17g}: leave the device out or give it more memory",
+            f"device {tight} has a memory of {limits[tight]:.17g} and is too small for any task: the smallest, task {small}, "
+            f"holds {held[small]:.17g}: leave the device out or give it more memory",
             tasks=(small,),
         )
 
@@ -155,18 +155,36 @@ def _refuse(table: NDArray[np.float64], name: str, wanted: str, *, tasks: Sequen
 
 
 def _order(tasks: int, transfers: Mapping[tuple[int, int], Transfer]) -> tuple[int, ...]:
-    """The tasks in a topological order, smaller ids first; `ScheduleError` for a cycle."""
-    graph: nx.DiGraph[int] = nx.DiGraph()
-    graph.add_nodes_from(range(tasks))
-    graph.add_edges_from(transfers)
-    try:
-        return tuple(nx.lexicographical_topological_sort(graph))
-    except nx.NetworkXUnfeasible:
-        circle = [i for i, _ in nx.find_cycle(graph)]
+    """The tasks in a topological order, smaller ids first among those that are ready; `ScheduleError` for a cycle."""
+    following: list[list[int]] = [[] for _ in range(tasks)]
+    left = [0] * tasks
+    for i, j in transfers:
+        following[i].append(j)
+        left[j] += 1
+    ready = [i for i in range(tasks) if not left[i]]  # sorted, and so a heap
+    order: list[int] = []
+    while ready:
+        i = heapq.heappop(ready)
+        order.append(i)
+        for j in following[i]:
+            left[j] -= 1
+            if not left[j]:
+                heapq.heappush(ready, j)
+    if len(order) < tasks:
+        raise _cycle({j: i for i, j in transfers if left[i] and left[j]})
+    return tuple(order)
+
+
+def _cycle(parent: Mapping[int, int]) -> ScheduleError:
+    """The error for a cycle, found by walking from parent to parent; each task in ``parent`` has a parent there."""
+    walk = [min(parent)]
+    while parent[walk[-1]] not in walk:
+        walk.append(parent[walk[-1]])
+    circle = walk[walk.index(parent[walk[-1]]) :][::-1]
     first = circle.index(min(circle))
     around = [*circle[first:], *circle[:first]]
     shown = [*map(str, around[:8]), *(["..."] if len(around) > 8 else []), str(around[0])]
-    raise ScheduleError(
+    return ScheduleError(
         f"the edges have a cycle of {len(around)} task{'s' * (len(around) > 1)}: {' -> '.join(shown)}: remove one of these edges",
         tasks=around,
     )

@@ -1,0 +1,152 @@
+"""A schedule that is under way, made anew from a moment on: devices slow down, leave or join.
+
+What has run stays where and when it ran. So does what runs at that moment on a device that stays; its remaining part takes as
+long as the device's new speed says. What runs on a device that leaves is lost, and starts anew elsewhere. Everything else is
+scheduled as if new, not before that moment.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from shardplan.errors import ScheduleError
+
+from .graph import Dag, Transfer, between
+from .memory import SLACK
+from .methods import Method, planned
+from .schedules import Schedule
+from .validation import checked
+
+
+def reschedule(
+    schedule: Schedule,
+    dag: Dag,
+    at_s: float,
+    *,
+    times: ArrayLike | None = None,
+    edges: Mapping[tuple[int, int], ArrayLike] | None = None,
+    memory: ArrayLike | None = None,
+    leaves: Collection[int] = (),
+    method: Method = "fd-dps",
+) -> Schedule:
+    """The schedule from ``at_s`` on.
+
+    ``times`` [tasks][devices] are the seconds of whole tasks from then on, if they change: further columns are devices that
+    join. A device that leaves keeps its column and is named in ``leaves``. ``edges`` and ``memory`` replace those of ``dag``;
+    matrices of seconds, and a memory for each device, must be given where devices join. Results on a device that leaves can
+    still be read from it. A result that travels at ``at_s`` to the device where its reader was, and stays, has left when it was
+    ready; to any other device it leaves at ``at_s`` at the earliest. Raises `ScheduleError`.
+    """
+    if not (math.isfinite(at_s) and at_s >= 0):
+        raise ScheduleError(f"at_s is {at_s:g}: give the seconds since the schedule began")
+    now = _changed(dag, times, edges, memory)
+    gone = set(leaves)
+    for d in sorted(gone):
+        if d not in range(dag.devices):
+            raise ScheduleError(f"device {d} cannot leave: the devices are 0 to {dag.devices - 1}")
+    stays = tuple(d for d in range(now.devices) if d not in gone)
+    if not stays:
+        raise ScheduleError(f"all {now.devices} devices leave: keep one, or add the columns of devices that join to times")
+    past = _past(schedule, dag, now, at_s, gone)
+    rest, tasks = _rest(now, schedule, past, at_s, stays)
+    return _joined(schedule, past, planned(rest, method), tasks, stays)
+
+
+def _changed(
+    dag: Dag, times: ArrayLike | None, edges: Mapping[tuple[int, int], ArrayLike] | None, memory: ArrayLike | None
+) -> Dag:
+    """The DAG with the tables that change."""
+    old = {(i, j): t for i, row in enumerate(dag.children) for j, t in row}
+    if edges is not None and set(edges) != set(old):
+        raise ScheduleError("edges must name the edges of the schedule: only their seconds may change")
+    limited = any(map(math.isfinite, dag.memory))
+    now = checked(
+        dag.times_s if times is None else times,
+        old if edges is None else edges,
+        memory=memory if memory is not None else dag.memory if limited else None,
+        sizes=dag.sizes,
+    )
+    if now.tasks != dag.tasks or now.devices < dag.devices:
+        raise ScheduleError(
+            f"times has {now.tasks} tasks and {now.devices} devices, and the schedule has {dag.tasks} and {dag.devices}: keep "
+            "a row for each task and a column for each device, and name those that leave in leaves="
+        )
+    return now
+
+
+def _past(schedule: Schedule, dag: Dag, now: Dag, at_s: float, gone: set[int]) -> dict[int, float]:
+    """The tasks that stay, each with its end."""
+    past: dict[int, float] = {}
+    for i in dag.order:
+        d, start, end = schedule.device[i], schedule.start_s[i], schedule.finish_s[i]
+        if end <= at_s and all(p in past for p, _ in dag.parents[i]):
+            past[i] = end
+        elif start < at_s < end and d not in gone:
+            share = now.times_s[i][d] / dag.times_s[i][d] if dag.times_s[i][d] else 1.0
+            past[i] = at_s + (end - at_s) * share
+    return past
+
+
+def _rest(now: Dag, schedule: Schedule, past: Mapping[int, float], at_s: float, stays: Sequence[int]) -> tuple[Dag, list[int]]:
+    """The DAG of the tasks that do not stay, on the devices that do; and these tasks."""
+    tasks = [i for i in range(now.tasks) if i not in past]
+    number = {i: k for k, i in enumerate(tasks)}
+    free = [max([at_s, *(end for i, end in past.items() if schedule.device[i] == d)]) for d in stays]
+    held = [sum(now.sizes[i] for i in past if schedule.device[i] == d) for d in stays]
+    left = tuple(now.memory[d] * (1 + SLACK) - h for d, h in zip(stays, held, strict=True))
+    _refuse_full(now, tasks, stays, left)
+    rest = Dag(
+        times_s=tuple(tuple(now.times_s[i][d] for d in stays) for i in tasks),
+        parents=tuple(tuple((number[p], _among(t, stays)) for p, t in now.parents[i] if p in number) for i in tasks),
+        children=tuple(tuple((number[c], _among(t, stays)) for c, t in now.children[i]) for i in tasks),
+        order=tuple(number[i] for i in now.order if i in number),
+        sizes=tuple(now.sizes[i] for i in tasks),
+        memory=left,
+        ready_s=tuple(tuple(map(max, free, _inputs_s(now, schedule, past, at_s, i, stays))) for i in tasks),
+    )
+    return rest, tasks
+
+
+def _inputs_s(
+    now: Dag, schedule: Schedule, past: Mapping[int, float], at_s: float, task: int, stays: Sequence[int]
+) -> list[float]:
+    """[stays]: when what has run has sent its results to a task on each device."""
+    ready = [0.0] * len(stays)
+    for p, transfer in now.parents[task]:
+        if p in past:
+            for k, d in enumerate(stays):
+                leaves_s = past[p] if d in (schedule.device[p], schedule.device[task]) else max(past[p], at_s)
+                ready[k] = max(ready[k], leaves_s + between(transfer, schedule.device[p], d))
+    return ready
+
+
+def _among(transfer: Transfer, devices: Sequence[int]) -> Transfer:
+    """A transfer between some of the devices."""
+    return tuple(tuple(transfer[d][e] for e in devices) for d in devices) if isinstance(transfer, tuple) else transfer
+
+
+def _refuse_full(now: Dag, tasks: Sequence[int], stays: Sequence[int], left: Sequence[float]) -> None:
+    large = max(tasks, key=lambda i: (now.sizes[i], -i), default=None)
+    if large is not None and now.sizes[large] > max(left):
+        k = int(np.argmax(left))
+        raise ScheduleError(
+            f"task {large} holds {now.sizes[large]:g} and fits on no device that stays: beside what has run, device "
+            f"{stays[k]} has {max(left[k], 0.0):g}: give a device more memory or add one",
+            tasks=(large,),
+        )
+
+
+def _joined(
+    schedule: Schedule, past: Mapping[int, float], rest: Schedule, tasks: Sequence[int], stays: Sequence[int]
+) -> Schedule:
+    device, start, finish = list(schedule.device), list(schedule.start_s), list(schedule.finish_s)
+    for i, end in past.items():
+        finish[i] = end
+    for k, i in enumerate(tasks):
+        device[i], start[i], finish[i] = stays[rest.device[k]], rest.start_s[k], rest.finish_s[k]
+    return replace(schedule, device=tuple(device), start_s=tuple(start), finish_s=tuple(finish))

@@ -75,6 +75,13 @@ def mean_ranks(dag: Dag) -> list[float]:
     return ranks
 
 
+def by_rank(dag: Dag, ranks: list[float]) -> list[int]:
+    """The tasks by falling rank, which is by rising LST; ranks that differ by rounding alone are equal. Parents come first."""
+    position = {i: k for k, i in enumerate(dag.order)}
+    unit = max(ranks, default=0.0) or 1.0
+    return sorted(dag.order, key=lambda i: (-round(ranks[i] / unit, 12), position[i]))
+
+
 def best_tails(dag: Dag) -> list[list[float]]:
     """[tasks][devices]: seconds from a task's end to the end of the graph, if every later task runs where that is soonest.
 

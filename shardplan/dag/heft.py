@@ -7,17 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .graph import Dag, mean_ranks
+from .graph import Dag, by_rank, mean_ranks
 from .memory import Room
 from .schedules import Orders, arrival_s
 
 
 def heft(dag: Dag, room: Room) -> Orders:
     """The orders of HEFT. Devices without room for a task are left out; `memory.StuckError` where none has room."""
-    ranks = mean_ranks(dag)
-    position = {i: k for k, i in enumerate(dag.order)}
     slots = Slots(dag)
-    for i in sorted(range(dag.tasks), key=lambda i: (-ranks[i], position[i])):
+    for i in by_rank(dag, mean_ranks(dag)):
         ready = slots.ready(i)
         _, start, device, place = min(slots.earliest(i, d, ready[d]) for d in room.devices(i))
         slots.fill(i, device, place, start)

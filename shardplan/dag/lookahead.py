@@ -6,7 +6,7 @@ start exceeds its LST by least.
 
 from __future__ import annotations
 
-from .graph import Dag, best_tails, mean_ranks
+from .graph import Dag, best_tails, by_rank, mean_ranks
 from .heft import Slots
 from .memory import Room
 from .schedules import Orders
@@ -17,10 +17,9 @@ def lookahead(dag: Dag, room: Room, *, weight: float = 0.5) -> Orders:
 
     What follows a task is estimated by ``weight`` times the best case for its device, and the mean case for the rest.
     """
-    ranks, best = mean_ranks(dag), best_tails(dag)
-    position = {i: k for k, i in enumerate(dag.order)}
+    best = best_tails(dag)
     slots = Slots(dag)
-    for i in sorted(range(dag.tasks), key=lambda i: (-ranks[i], position[i])):
+    for i in by_rank(dag, mean_ranks(dag)):
         ready, tail = slots.ready(i), best[i]
         choices = [slots.earliest(i, d, ready[d]) for d in room.devices(i)]
         _, start, device, place = min(choices, key=lambda c: (c[0] + weight * tail[c[2]], c))

@@ -65,18 +65,25 @@ def _changed(
     if edges is not None and set(edges) != set(old):
         raise ScheduleError("edges must name the edges of the schedule: only their seconds may change")
     limited = any(map(math.isfinite, dag.memory))
+    if times is not None:
+        _refuse_other(dag, times)
     now = checked(
         dag.times_s if times is None else times,
         old if edges is None else edges,
         memory=memory if memory is not None else dag.memory if limited else None,
         sizes=dag.sizes,
     )
+    return now
+
+
+def _refuse_other(dag: Dag, times: ArrayLike) -> None:
+    """Times of other tasks, or of fewer devices, than the schedule has; other mistakes are for `checked`."""
+    now = checked(times, {})
     if now.tasks != dag.tasks or now.devices < dag.devices:
         raise ScheduleError(
             f"times has {now.tasks} tasks and {now.devices} devices, and the schedule has {dag.tasks} and {dag.devices}: keep "
             "a row for each task and a column for each device, and name those that leave in leaves="
         )
-    return now
 
 
 def _past(schedule: Schedule, dag: Dag, now: Dag, at_s: float, gone: set[int]) -> dict[int, float]:

@@ -128,9 +128,8 @@ def _row(name: str, ratio: NDArray[np.float64], rest: str = "") -> None:
         return
     low, middle, high = np.quantile(ratio, [0.25, 0.5, 0.75])
     wins, losses = np.mean(ratio < 1 - 1e-9), np.mean(ratio > 1 + 1e-9)
-    print(
-        f"{name:34} {len(ratio):5} {low:9.3f} {middle:7.3f} {high:9.3f} {ratio.mean():7.3f} {wins:8.1%} {losses:7.1%} {rest}".rstrip()
-    )
+    quartiles = f"{low:9.3f} {middle:7.3f} {high:9.3f} {ratio.mean():7.3f}"
+    print(f"{name:34} {len(ratio):5} {quartiles} {wins:8.1%} {losses:7.1%} {rest}".rstrip())
 
 
 def beside_optimum(cases: Sequence[Case]) -> None:

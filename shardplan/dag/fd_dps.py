@@ -26,11 +26,11 @@ TOLERANCE = 1e-9
 
 def fd_dps(dag: Dag, room: Room) -> Orders:
     """The orders of FD-DPS. Raises `memory.StuckError` where no device has room for a task."""
-    orders, ranks = Orders(dag), mean_ranks(dag)
+    orders, means = Orders(dag), _means(dag)
     left = [len(parents) for parents in dag.parents]
     ready = [i for i in dag.order if not left[i]]
     while ready:
-        path = dynamic_path(orders, ranks)
+        path = dynamic_path(orders, means)
         task = sort_node(ready, path)
         device, position = find_slot(task, orders, path, room)
         orders.insert(task, device, position)
@@ -41,6 +41,23 @@ def fd_dps(dag: Dag, room: Room) -> Orders:
             if not left[j]:
                 ready.append(j)
     return orders
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What formulas 6 and 7 take where a task has no device yet."""
+
+    seconds: list[float]  # [tasks]
+    ranks: list[float]  # [tasks], seconds from a task's start to the end of the graph
+    parents: list[list[tuple[int, float]]]  # [tasks], parents with seconds of transfers
+    children: list[list[tuple[int, float]]]  # [tasks], likewise
+
+
+def _means(dag: Dag) -> Means:
+    several = dag.devices > 1  # nothing travels on one device
+    parents = [[(i, mean_s(t) if several else 0.0) for i, t in row] for row in dag.parents]
+    children = [[(j, mean_s(t) if several else 0.0) for j, t in row] for row in dag.children]
+    return Means([sum(row) / dag.devices for row in dag.times_s], mean_ranks(dag), parents, children)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,32 +78,46 @@ class DynamicPath:
         return self.slack_s(task) <= TOLERANCE * self.length_s
 
 
-def dynamic_path(orders: Orders, ranks: list[float]) -> DynamicPath:
-    """Formulas 6, 7 and 10. ``ranks`` are mean seconds from a task's start to the end of the graph."""
-    dag, device = orders.dag, orders.device
+def dynamic_path(orders: Orders, means: Means) -> DynamicPath:
+    """Formulas 6, 7 and 10 for the devices that tasks have so far."""
     walk = orders.walk()
-    est, several = orders.starts(walk), dag.devices > 1
-    mean = [sum(row) / dag.devices for row in dag.times_s]
-    length = max((est[i] + dag.times_s[i][device[i]] for i in walk), default=0.0)
+    est = orders.starts(walk)
+    length = _unscheduled_est_s(orders, means, est)
+    length = max(length, max((est[i] + orders.dag.times_s[i][orders.device[i]] for i in walk), default=0.0))
+    lst = [length - rank for rank in means.ranks]
+    _scheduled_lst_s(orders, means, walk, length, lst)
+    return DynamicPath(est, lst, length, orders.ancestors(walk))
+
+
+def _unscheduled_est_s(orders: Orders, means: Means, est_s: list[float]) -> float:
+    """Formula 6: writes the EST of tasks without devices; returns the latest of their ends."""
+    dag, device, last = orders.dag, orders.device, 0.0
     for j in dag.order:
         if device[j] >= 0:
             continue
         at = min(dag.ready_s[j])
-        for i, transfer in dag.parents[j]:
-            seconds = dag.times_s[i][device[i]] if device[i] >= 0 else mean[i]
-            at = max(at, est[i] + seconds + (mean_s(transfer) if several else 0.0))
-        est[j] = at
-        length = max(length, at + mean[j])
-    lst = [length - rank for rank in ranks]
+        for i, travel in means.parents[j]:
+            arrival = est_s[i] + travel + (dag.times_s[i][device[i]] if device[i] >= 0 else means.seconds[i])
+            if arrival > at:
+                at = arrival
+        est_s[j] = at
+        last = max(last, at + means.seconds[j])
+    return last
+
+
+def _scheduled_lst_s(orders: Orders, means: Means, walk: list[int], length_s: float, lst_s: list[float]) -> None:
+    """Formula 7: writes the LST of tasks with devices; ``lst_s`` holds that of the others."""
+    dag, device = orders.dag, orders.device
     _, after = orders.neighbours()
     for i in reversed(walk):
         d = device[i]
-        limit = lst[after[i]] if after[i] >= 0 else length
-        for j, transfer in dag.children[i]:
-            travel = between(transfer, d, device[j]) if device[j] >= 0 else mean_s(transfer) if several else 0.0
-            limit = min(limit, lst[j] - travel)
-        lst[i] = limit - dag.times_s[i][d]
-    return DynamicPath(est, lst, length, orders.ancestors(walk))
+        limit = lst_s[after[i]] if after[i] >= 0 else length_s
+        for (j, transfer), (_, mean) in zip(dag.children[i], means.children[i], strict=True):
+            a = device[j]
+            latest = lst_s[j] - (mean if a < 0 else between(transfer, d, a))
+            if latest < limit:
+                limit = latest
+        lst_s[i] = limit - dag.times_s[i][d]
 
 
 def sort_node(ready: list[int], path: DynamicPath) -> int:

@@ -67,13 +67,12 @@ def _changed(
     limited = any(map(math.isfinite, dag.memory))
     if times is not None:
         _refuse_other(dag, times)
-    now = checked(
+    return checked(
         dag.times_s if times is None else times,
         old if edges is None else edges,
         memory=memory if memory is not None else dag.memory if limited else None,
         sizes=dag.sizes,
     )
-    return now
 
 
 def _refuse_other(dag: Dag, times: ArrayLike) -> None:

@@ -26,7 +26,7 @@ TOLERANCE = 1e-9
 
 def fd_dps(dag: Dag, room: Room) -> Orders:
     """The orders of FD-DPS. Raises `memory.StuckError` where no device has room for a task."""
-    orders, means = Orders(dag), _means(dag)
+    orders, means = Orders(dag), means_of(dag)
     left = [len(parents) for parents in dag.parents]
     ready = [i for i in dag.order if not left[i]]
     while ready:
@@ -53,7 +53,8 @@ class Means:
     children: list[list[tuple[int, float]]]  # [tasks], likewise
 
 
-def _means(dag: Dag) -> Means:
+def means_of(dag: Dag) -> Means:
+    """The means over all devices, and over all pairs of different devices."""
     several = dag.devices > 1  # nothing travels on one device
     parents = [[(i, mean_s(t) if several else 0.0) for i, t in row] for row in dag.parents]
     children = [[(j, mean_s(t) if several else 0.0) for j, t in row] for row in dag.children]

@@ -195,7 +195,7 @@ def _alike(times: NDArray[np.float64], ready: NDArray[np.float64], memory: tuple
 def _schedule(dag: Dag, x: NDArray[np.float64]) -> Schedule:
     """The solver's devices, and its orders freed of rounding: each task as early as they allow."""
     n, devices = dag.tasks, dag.devices
-    device = np.reshape(x[: n * devices], (n, devices)).argmax(1)
+    device: list[int] = np.reshape(x[: n * devices], (n, devices)).argmax(1).tolist()
     start = x[n * devices : n * devices + n]
     orders = Orders(dag)
     left = [len(row) for row in dag.parents]
@@ -203,7 +203,7 @@ def _schedule(dag: Dag, x: NDArray[np.float64]) -> Schedule:
     heapq.heapify(ready)
     while ready:  # by start, but parents first in any case
         _, i = heapq.heappop(ready)
-        orders.insert(i, int(device[i]), len(orders.sequences[device[i]]))
+        orders.insert(i, device[i], len(orders.sequences[device[i]]))
         for j, _ in dag.children[i]:
             left[j] -= 1
             if not left[j]:

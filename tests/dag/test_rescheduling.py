@@ -94,6 +94,16 @@ def test_what_runs_on_a_device_that_leaves_starts_anew() -> None:
     assert (new.device[lost], new.start_s[lost]) == (0, 4.0)
 
 
+def test_a_result_leaves_for_a_new_device_when_it_is_known_at_the_earliest() -> None:
+    """Task 1 was to run on device 1, which leaves: the result of task 0, ready at 2, leaves for device 2 at 4, not before."""
+    dag = checked([[2.0, 20.0, 20.0], [90.0, 3.0, 3.0], [50.0, 5.0, 50.0]], {(0, 1): 3.0})
+    old = Schedule((0, 1, 1), (0.0, 5.0, 0.0), (2.0, 8.0, 5.0))
+    new = reschedule(old, dag, 4.0, times=[[2.0, 20.0, 20.0], [90.0, 3.0, 3.0], [1.0, 5.0, 50.0]], leaves=[1])
+    assert (new.device[1], new.start_s[1]) == (2, 7.0)
+    stayed = reschedule(old, dag, 4.0)
+    assert (stayed.device[1], stayed.start_s[1]) == (1, 5.0)
+
+
 def test_the_rest_can_be_proven_shortest() -> None:
     dag = checked([[3.0, 3.0]] * 5, {(0, 4): 1.0})
     old = planned(dag, "heft")

@@ -10,7 +10,7 @@ from .schedules import Orders, arrival_s
 
 # Sums of seconds round: a path that is shorter by less than this part of the makespan is as long.
 TOLERANCE = 1e-9
-# Tasks taken out for each task of the graph, at most: a limit on time. On the DAGs of benchmarks/fd_dps.py, more gain nothing.
+# Tasks taken out for each task of the graph, at most: a limit on the time of scheduling.
 TRIALS_PER_TASK = 2
 
 

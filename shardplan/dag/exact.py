@@ -24,9 +24,9 @@ from shardplan.errors import ScheduleError
 from .graph import Dag, Transfer, best_tails
 from .schedules import Orders, Schedule
 
-# Twelve tasks take up to seconds; each further one may double that.
+# Twelve tasks on eight devices took 5 s at most on DAGs drawn as in benchmarks/fd_dps.py.
 MAX_TASKS = 12
-# The relative gap at which HiGHS ends its proof; well above its feasibility tolerance would be no proof, well below never ends.
+# The relative gap at which HiGHS ends its proof, of the order of its feasibility tolerance: a smaller one cannot be told from it.
 GAP = 1e-6
 
 

@@ -37,6 +37,29 @@ def char_batches(*, sequence: int, batch: int, seed: int = 0, vocabulary: int = 
 
 
 @functools.cache
+def largest_modules(count: int) -> tuple[np.ndarray, ...]:
+    """The `count` largest modules of the standard library, largest first, as ASCII codes. Each uint8 [n]."""
+    paths = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"), key=lambda path: (-path.stat().st_size, path.name))
+    codes = [np.frombuffer(path.read_bytes(), dtype=np.uint8) for path in paths[:count]]
+    return tuple(np.where(module < CHARACTERS, module, ord("?")).astype(np.uint8) for module in codes)
+
+
+def module_batches(
+    *, sequence: int, batch: int, modules: int, seed: int = 0, vocabulary: int = CHARACTERS
+) -> Iterator[dict[str, np.ndarray]]:
+    """Endless random excerpts of modules, labelled by theirs: {"tokens": int32 [batch, sequence], "label": int32 [batch]}.
+
+    The modules are the largest ones. With a vocabulary under 128 the codes are taken modulo it, so that they stay in range.
+    """
+    texts, rng = largest_modules(modules), np.random.default_rng(seed)
+    while True:
+        labels = rng.integers(modules, size=batch, dtype=np.int32)
+        starts = [rng.integers(len(texts[label]) - sequence + 1) for label in labels]
+        excerpts = [texts[label][start : start + sequence] for label, start in zip(labels, starts, strict=True)]
+        yield {"tokens": np.stack(excerpts).astype(np.int32) % vocabulary, "label": labels}
+
+
+@functools.cache
 def digits() -> tuple[np.ndarray, np.ndarray]:
     """All 1797 digits: images float32 [1797, 8, 8] in [0, 1], labels int32 [1797]."""
     from sklearn.datasets import load_digits

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from models import data
-from models._arguments import Floats, Tokens, make_batch, make_state
-from models._options import COUNT, DTYPE, POSITIVE, Options, one_of, option, require, takes
+from models._arguments import Floats, Tokens
+from models._optax_step import OPTIMIZER, make_optimizer, optax_step
+from models._options import COUNT, DTYPE, POSITIVE, Options, option, require, takes
 from models._train import main
 from models.losses import cross_entropy
 
@@ -30,7 +30,7 @@ class MLPOptions(Options):
     inputs: int = option(64, COUNT)
     classes: int = option(16, COUNT)
     dtype: str = option("float32", DTYPE)
-    optimizer: str = option("adam", one_of("adam", "sgd"))
+    optimizer: str = option("adam", OPTIMIZER)
     learning_rate: float = option(1e-2, POSITIVE)
 
     @property
@@ -46,27 +46,22 @@ def train_step(options: MLPOptions, *, concrete: bool = False, seed: int = 0):
     >>> state["params"]["layer_1"]["kernel"].shape
     (32, 32)
     """
-    optimizers = {"adam": optax.adam, "sgd": functools.partial(optax.sgd, momentum=0.9)}
-    optimizer = optimizers[options.optimizer](options.learning_rate)
-
-    def init(key):
-        params = init_params(options, key)
-        return {"params": params, "optimizer": optimizer.init(params)}
 
     def loss_of(params, batch):
         return cross_entropy(apply(params, batch["inputs"], options.dtype), batch["labels"])
-
-    def step(state, batch):
-        loss, gradients = jax.value_and_grad(loss_of)(state["params"], batch)
-        updates, moments = optimizer.update(gradients, state["optimizer"], state["params"])
-        return {"params": optax.apply_updates(state["params"], updates), "optimizer": moments}, loss
 
     draws = {
         "inputs": Floats((options.batch, options.inputs)),
         "labels": Tokens((options.batch,), min(options.classes, 10)),
     }
-    state = make_state(init, concrete=concrete, seed=seed)
-    return step, (state, make_batch(draws, concrete=concrete, seed=seed))
+    return optax_step(
+        functools.partial(init_params, options),
+        loss_of,
+        make_optimizer(options.optimizer, options.learning_rate),
+        draws,
+        concrete=concrete,
+        seed=seed,
+    )
 
 
 @takes(MLPOptions)

@@ -6,26 +6,23 @@ He et al. 2016 for the blocks, with the stride on the 3x3; widened as in Zagoruy
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen as nn
-from flax.training import train_state
 
-from models import data
-from models._arguments import Floats, Tokens, make_batch, make_state
-from models._options import COUNT, DTYPE, POSITIVE, SWITCH, Options, Rule, one_of, option, require, takes
+from models._classifier import classifier_step, digits_for
+from models._optax_step import OPTIMIZER, make_optimizer
+from models._options import COUNT, DTYPE, POSITIVE, SWITCH, Options, Rule, one_of, option, takes
 from models._train import main
-from models.losses import cross_entropy
 
 __all__ = ["WResNet", "digit_batches", "train_step"]
 
-_BLOCKS = {14: (1, 1, 1, 1), 26: (2, 2, 2, 2), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
+BLOCKS = {14: (1, 1, 1, 1), 26: (2, 2, 2, 2), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
 
-_STAGES = Rule(
+STAGES = Rule(
     "a tuple of positive integers, blocks of each stage, or None",
     lambda v: v is None or (isinstance(v, (tuple, list)) and len(v) > 0 and all(COUNT.holds(n) for n in v)),
 )
@@ -37,18 +34,18 @@ class WResNetOptions(Options):
     stage, overrides depth. middle widens the 3x3 convolutions alone. A silu has no kink: of a million relus, one may be so near
     it that the order of a sum decides its gradient. dtype is computed in, parameters and batch statistics stay float32."""
 
-    depth: int = option(14, one_of(*_BLOCKS))
+    depth: int = option(14, one_of(*BLOCKS))
     width: int = option(1, COUNT)
     image: int = option(32, COUNT)
     batch: int = option(16, COUNT)
-    blocks: tuple[int, ...] | None = option(None, _STAGES)
+    blocks: tuple[int, ...] | None = option(None, STAGES)
     channels: int = option(64, COUNT)
     middle: int = option(1, COUNT)
     classes: int = option(16, COUNT)
     activation: str = option("relu", one_of("relu", "silu"))
     dtype: str = option("float32", DTYPE)
     remat: bool = option(False, SWITCH)
-    optimizer: str = option("sgd", one_of("sgd", "adam"))
+    optimizer: str = option("sgd", OPTIMIZER)
     learning_rate: float = option(3e-3, POSITIVE)
 
     def __post_init__(self):
@@ -58,13 +55,7 @@ class WResNetOptions(Options):
 
     @property
     def stages(self) -> tuple[int, ...]:
-        return _BLOCKS[self.depth] if self.blocks is None else self.blocks
-
-
-class TrainState(train_state.TrainState):
-    """With the running mean and variance of each batch norm."""
-
-    batch_stats: Any
+        return BLOCKS[self.depth] if self.blocks is None else self.blocks
 
 
 @takes(WResNetOptions)
@@ -76,37 +67,14 @@ def train_step(options: WResNetOptions, *, concrete: bool = False, seed: int = 0
     (7, 7, 3, 128)
     """
     model, optimizer = _static_parts(options)
-
-    def init(key):
-        variables = model.init(key, jnp.zeros((1, options.image, options.image, 3)))
-        state = TrainState.create(
-            apply_fn=model.apply, params=variables["params"], tx=optimizer, batch_stats=variables["batch_stats"]
-        )
-        # an array, not the int 0 of create: its type is then the same after every step
-        return state.replace(step=jnp.zeros((), jnp.int32))
-
-    def step(state, batch):
-        def loss_of(params):
-            variables = {"params": params, "batch_stats": state.batch_stats}
-            logits, updated = state.apply_fn(variables, batch["image"], mutable=["batch_stats"])
-            return cross_entropy(logits, batch["label"]), updated["batch_stats"]
-
-        (loss, batch_stats), gradients = jax.value_and_grad(loss_of, has_aux=True)(state.params)
-        return state.apply_gradients(grads=gradients, batch_stats=batch_stats), loss
-
-    draws = {
-        "image": Floats((options.batch, options.image, options.image, 3)),
-        "label": Tokens((options.batch,), min(options.classes, 10)),
-    }
-    state = make_state(init, concrete=concrete, seed=seed)
-    return step, (state, make_batch(draws, concrete=concrete, seed=seed))
+    picture = (options.batch, options.image, options.image, 3)
+    return classifier_step(model, optimizer, image=picture, classes=options.classes, concrete=concrete, seed=seed)
 
 
 @takes(WResNetOptions)
 def digit_batches(options: WResNetOptions, *, seed: int = 0) -> Iterator[dict[str, np.ndarray]]:
     """Endless batches of digits, enlarged to the image size, for the factory called with the same options."""
-    require(options.classes >= 10, f"classes={options.classes}: the digits have 10 classes")
-    return data.digit_batches(image=options.image, channels=3, batch=options.batch, seed=seed)
+    return digits_for(image=options.image, channels=3, batch=options.batch, classes=options.classes, seed=seed)
 
 
 class WResNet(nn.Module):
@@ -168,8 +136,7 @@ def _norm(options: WResNetOptions):
 @functools.cache
 def _static_parts(options: WResNetOptions) -> tuple[WResNet, optax.GradientTransformation]:
     # a TrainState compares these by identity: made once, the states of two calls with equal options have equal trees
-    optimizers = {"sgd": functools.partial(optax.sgd, momentum=0.9), "adam": optax.adam}
-    return WResNet(options), optimizers[options.optimizer](options.learning_rate)
+    return WResNet(options), make_optimizer(options.optimizer, options.learning_rate)
 
 
 if __name__ == "__main__":

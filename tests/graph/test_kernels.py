@@ -16,7 +16,7 @@ from shardplan.frontend.trace import trace
 from shardplan.graph import Graph, Node, flatten
 from shardplan.graph.kernels import LONGEST_COLUMN, LONGEST_ROW, with_traffic
 from shardplan.graph.nodes import Traffic
-from tests.models.test_factories import TINY, factory
+from tests.models.test_factories import TINY, each_tiny, factory
 
 ROWS = jax.ShapeDtypeStruct((64, 256), jnp.float32)
 WEIGHT = jax.ShapeDtypeStruct((256, 256), jnp.float32)
@@ -349,7 +349,7 @@ def test_values_that_enter_a_checkpointed_backward_pass_are_stored() -> None:
     assert moved(kept)[1] - moved(plain)[1] == 2 * SIZE
 
 
-@pytest.mark.parametrize("name", sorted(TINY))
+@pytest.mark.parametrize("name", each_tiny())
 def test_every_stored_value_is_written_before_it_is_read(name: str) -> None:
     """A value that a kernel reads is an input, comes from outside of its body, or is written."""
     step, args = factory(name)(**TINY[name])

@@ -24,6 +24,14 @@ def test_characters_stay_within_a_small_vocabulary():
         assert batch["targets"].max() < 32
 
 
+def test_excerpts_are_from_the_modules_that_their_labels_say():
+    texts = [bytes(module) for module in data.largest_modules(5)]
+    assert sorted(map(len, texts), reverse=True) == list(map(len, texts))
+    batch = next(data.module_batches(sequence=40, batch=16, modules=5))
+    for tokens, label in zip(batch["tokens"], batch["label"], strict=True):
+        assert bytes(tokens.astype(np.uint8)) in texts[label]
+
+
 def test_the_text_is_source_code():
     text = bytes(data.standard_library_text()).decode("ascii")
     assert text.count("def ") > 1000

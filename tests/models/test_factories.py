@@ -25,7 +25,17 @@ TINY = {
     "moe": {"layers": 1, "width": 16, "heads": 2, "key_heads": 2, "inner": 16, "experts": 4, "sequence": 8, "batch": 4},
     "unet": {"levels": 2, "channels": 4, "image": 8, "batch": 8},
     "vit": {"layers": 1, "width": 16, "heads": 2, "image": 8, "patch": 2, "batch": 16},
+    "lenet": {"image": 16, "batch": 16},
+    "two_tower": {"layers": 2, "width": 16, "embedding": 16, "batch": 16},
+    "alexnet": {"channels": 4, "dense": 16, "batch": 16},
+    "inception": {"channels": 2, "batch": 8},
+    "resnet": {"blocks": (1,), "channels": 4, "image": 16, "batch": 16},
+    "rnntc": {"layers": 2, "hidden": 16, "steps": 2, "batch": 8},
+    "rnnlm": {"layers": 1, "hidden": 16, "steps": 2, "batch": 8},
+    "nmt": {"layers": 1, "hidden": 16, "steps": 2, "batch": 8},
 }
+HEAVY = ("alexnet", "inception", "resnet", "rnntc", "rnnlm", "nmt")
+"""Those of the tiny models that take long, or whose layers other models have too."""
 VARIANTS = [
     *TINY.items(),
     ("mlp", {"optimizer": "sgd", "dtype": "bfloat16", "layers": 1}),
@@ -47,6 +57,15 @@ VARIANTS = [
     ("moe", {"scan": True, "remat": "products", "accumulate": 2}),
     ("vit", {"remat": "products", "accumulate": 2, "inner": 48, "dropout": 0.1}),
     ("wresnet", {"middle": 2, "dtype": "float16"}),
+    ("lenet", {"dtype": "bfloat16", "optimizer": "adam", "batch": 7}),
+    ("two_tower", {"dtype": "bfloat16", "optimizer": "sgd", "batch": 7}),
+    ("alexnet", {"dropout": 0.5, "dtype": "bfloat16", "optimizer": "adam", "batch": 7}),
+    ("inception", {"activation": "silu", "dtype": "bfloat16", "batch": 7}),
+    ("resnet", {"depth": 26, "remat": True, "dtype": "bfloat16", "batch": 7}),
+    ("rnntc", {"dtype": "bfloat16", "vocabulary": 97, "classes": 2, "batch": 7}),
+    ("rnnlm", {"dtype": "bfloat16", "vocabulary": 97, "batch": 7}),
+    ("nmt", {"dtype": "bfloat16", "vocabulary": 97, "batch": 7}),
+    ("rnn", {"scan": True, "head_in_steps": True}),
     *(
         pytest.param(name, {"attention": "flash", "scan": True, "remat": True}, marks=needs_flash)
         for name in ("gpt", "gpt_linen", "llama", "moe", "vit")
@@ -54,10 +73,15 @@ VARIANTS = [
 ]
 
 
+def each_tiny() -> list[Any]:
+    """Each tiny model; heavy ones are slow."""
+    return [pytest.param(name, marks=[pytest.mark.slow] if name in HEAVY else []) for name in TINY]
+
+
 def tiny_on(machines: Sequence[str]) -> list[Any]:
     """Each tiny model with one of these machines in turn; those that take longest to compile, or resemble another, are slow."""
     return [
-        pytest.param(name, on, marks=[pytest.mark.slow] if name in ("gpt_linen", "unet", "vit", "wresnet") else [])
+        pytest.param(name, on, marks=[pytest.mark.slow] if name in ("gpt_linen", "unet", "vit", "wresnet", *HEAVY) else [])
         for name, on in zip(TINY, itertools.cycle(machines), strict=False)
     ]
 
@@ -90,7 +114,7 @@ def test_the_state_that_comes_out_has_the_tree_and_types_that_went_in(name, opti
     assert (loss.shape, loss.dtype) == ((), np.float32)
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", each_tiny())
 def test_arguments_are_abstract_until_concrete_ones_of_the_same_types_are_asked_for(name):
     _, abstract = factory(name)(**TINY[name])
     _, real = concrete(name)
@@ -113,7 +137,7 @@ def test_the_batches_are_those_of_the_factory(name):
     jax.tree.map(np.testing.assert_array_equal, first, again)
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", each_tiny())
 def test_thirty_steps_on_real_data_reduce_the_loss(name):
     step, (state, _) = concrete(name)
     step, losses = jax.jit(step), []
@@ -158,6 +182,13 @@ def test_the_examples_in_its_docstrings_hold(name):
         ("unet", {"image": 18}, "image=18 is not divisible by 4"),
         ("vit", {"patch": 5}, "patch=5 does not divide image=32"),
         ("rnn", {"scan": 1}, "scan=1"),
+        ("alexnet", {"image": 32}, "image=32 is too small for three pools: 63 is the least"),
+        ("lenet", {"image": 8}, "image=8 is too small for two pools: 16 is the least"),
+        ("inception", {"image": 64}, "image=64 is too small for its pools: 75 is the least"),
+        ("inception", {"channels": 3}, "channels=3 is to be even"),
+        ("inception", {"blocks": (1, 1)}, r"blocks=\(1, 1\): blocks is to be a tuple of three positive integers"),
+        ("resnet", {"depth": 34}, "depth=34"),
+        ("two_tower", {"temperature": 0}, "temperature=0: temperature is to be a positive number"),
         ("gpt", {"attention": "fast"}, "attention='fast': attention is to be one of 'xla', 'flash'"),
         ("gpt", {"attention": "flash", "dropout": 0.1}, "attention='flash' has no dropout, dropout=0.1"),
         ("gpt_linen", {"attention": "flash", "sequence": 48}, "sequences of 16, 32, 64 or a multiple of 128, not 48"),

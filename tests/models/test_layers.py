@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import _fused_attention, gpt, gpt_linen, llama, moe, rnn, vit
+from models import _fused_attention, alexnet, gpt, gpt_linen, inception, llama, moe, nmt, resnet, rnn, two_tower, vit
 from models._attention import attend, attend_blockwise, attend_in_kernel
 from models._fused_attention import flash
 from models._gpt_options import GPTOptions
@@ -23,6 +23,19 @@ def test_llama_has_the_published_number_of_parameters(size, billions):
 def test_mixtral_has_the_published_number_of_parameters():
     _, (state, _) = moe.train_step(size="8x7b", scan=True)
     assert sum(leaf.size for leaf in jax.tree.leaves(state[0])) == pytest.approx(46.70e9, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("factory", "options", "parameters"),
+    [
+        (alexnet.train_step, {"channels": 64, "dense": 4096, "image": 224}, 61_100_840),
+        (inception.train_step, {"channels": 32, "blocks": (3, 4, 2), "image": 299}, 23_834_568),
+        (resnet.train_step, {"depth": 101, "channels": 64, "image": 224}, 44_549_160),
+    ],
+)
+def test_a_network_for_imagenet_has_the_published_number_of_parameters(factory, options, parameters):
+    _, (state, _) = factory(**options, classes=1000)
+    assert sum(leaf.size for leaf in jax.tree.leaves(state.params)) == parameters
 
 
 def test_rotated_queries_and_keys_meet_by_their_distance_alone():
@@ -142,13 +155,33 @@ def test_an_expert_takes_no_more_tokens_than_it_has_slots():
     assert imbalance == pytest.approx(4.0, rel=1e-2)
 
 
-def test_scanned_and_unrolled_time_steps_are_one_function():
+@pytest.mark.parametrize("variant", [{"scan": True}, {"head_in_steps": True}, {"scan": True, "head_in_steps": True}])
+def test_time_steps_are_one_function_scanned_or_with_their_own_heads(variant):
     options = rnn.RNNOptions(hidden=8, steps=4, batch=2)
-    scanned = rnn.RNNOptions(hidden=8, steps=4, batch=2, scan=True)
     params = rnn.init_params(options, jax.random.key(0))
     tokens = jnp.arange(8).reshape(2, 4)
     apply = jax.jit(rnn.apply, static_argnums=0)
-    np.testing.assert_allclose(apply(options, params, tokens), apply(scanned, params, tokens), atol=1e-5)
+    other = apply(rnn.RNNOptions(hidden=8, steps=4, batch=2, **variant), params, tokens)
+    np.testing.assert_allclose(apply(options, params, tokens), other, atol=1e-5)
+
+
+def test_a_translation_reads_all_of_its_source_and_what_it_has_said_so_far():
+    options = nmt.NMTOptions(layers=1, hidden=8, steps=3, batch=1)
+    params = nmt.init_params(options, jax.random.key(0))
+
+    def said(x, y):
+        params_of = {**params, "source": x, "target": y}
+        return nmt.apply(options, params_of, jnp.arange(3)[None], jnp.arange(3)[None])[0].sum(axis=-1)
+
+    source, target = jax.jit(jax.jacobian(said, argnums=(0, 1)))(params["source"], params["target"])
+    reads_source, reads_target = (np.abs(jacobian).max(axis=-1)[:, :3] > 0 for jacobian in (source, target))
+    assert reads_source.all()
+    np.testing.assert_array_equal(reads_target, np.tril(np.ones((3, 3), bool)))
+
+
+def test_pairs_that_are_told_apart_cost_nothing_and_equal_ones_the_logarithm_of_their_number():
+    assert two_tower.contrast(100 * jnp.eye(8)) == pytest.approx(0, abs=1e-6)
+    assert two_tower.contrast(jnp.ones((8, 8))) == pytest.approx(math.log(8))
 
 
 @pytest.mark.parametrize(

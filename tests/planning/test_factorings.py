@@ -33,7 +33,7 @@ from shardplan.search.memory import liveness as memory
 from shardplan.search.problem import Problem
 from shardplan.search.problem.pricing import Limits
 from tests.machines import machine
-from tests.models.test_factories import TINY, factory
+from tests.models.test_factories import TINY, each_tiny, factory
 from tests.search import steps
 
 SMALL = ("4", "6", "8", "9", "12", "2x4", "3x4", "4x2", "2x6")
@@ -135,7 +135,7 @@ def check_against_every_factoring(recipe: steps.Recipe, cluster: Cluster) -> Non
     assert outcome.best.seconds == pytest.approx(least, rel=2e-6, abs=2 * problem.rounding_s)
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", each_tiny())
 def test_a_finer_factoring_is_never_worse(name: str) -> None:
     """A plan over whole levels costs the same over their parts, where it is a start: for every model."""
     step, args = factory(name)(**TINY[name])

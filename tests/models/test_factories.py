@@ -27,7 +27,7 @@ TINY = {
     "vit": {"layers": 1, "width": 16, "heads": 2, "image": 8, "patch": 2, "batch": 16},
     "lenet": {"image": 16, "batch": 16},
     "two_tower": {"layers": 2, "width": 16, "embedding": 16, "batch": 16},
-    "alexnet": {"channels": 4, "dense": 16, "batch": 16},
+    "alexnet": {"channels": 8, "dense": 64, "batch": 16},
     "inception": {"channels": 2, "batch": 8},
     "resnet": {"blocks": (1,), "channels": 4, "image": 16, "batch": 16},
     "rnntc": {"layers": 2, "hidden": 16, "steps": 2, "batch": 8},

@@ -2,7 +2,8 @@
 
 A schedule lets moves that take the same collective travel together (`shardplan.schedule.passes.bundles`), and copies blocks where
 a collective wants them in another order (`shardplan.schedule.copies`). The search prices both for moves of one collective; of
-longer programs, it prices the collectives alone.
+longer programs, it prices the collectives alone. It does not tell apart what a bundle does (dtypes, padded blocks), so that a
+bundle may hold less than it counts on.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class SingleMoves:
             resharder, known = self._resharder, self._resharder.edge_kinds(shape)
             ways = [math.prod(resharder.sizes[f] for f in over) for (_, over), _ in known]
             bundled = [
-                resharder.bundled_s(name, over, part * nbytes, company / nbytes) if company and nbytes else math.inf
+                resharder.bundled_s(name, over, part * nbytes, company / nbytes) if company > nbytes > 0 else math.inf
                 for (name, over), part in known
             ]
             parts = np.array([block_parts(name, n) for ((name, _), _), n in zip(known, ways, strict=True)]).reshape(-1, 2)

@@ -83,7 +83,7 @@ class Window(NamedTuple):
     """What a movement can hide behind: ``seconds`` of compute.
 
     If nothing heavy comes before it ("early"), or nothing after it ("late"), it can wait for others and travel with them:
-    ``company`` are the bytes of all such values, its own included. 0 for a movement that travels alone.
+    ``company`` are the bytes of all such values that something heavy makes or reads. 0 for a movement that travels alone.
     """
 
     seconds: float = 0.0

@@ -15,7 +15,7 @@ from shardplan.ir import Backend, Constraint, Manual, Op, Reducer, Tensor, Where
 from shardplan.tdl import Call, Description, Strategy, cut, in_step, linear_sets
 from shardplan.tdl.describe import is_run_by_user
 from shardplan.tdl.index import Affine
-from shardplan.tdl.kernels import Part, combines, filter_of, images_of, part_of, reads_slices, swaps, update_of
+from shardplan.tdl.kernels import Part, combines, filter_of, images_of, kept_by_zero, part_of, reads_slices, swaps, update_of
 from shardplan.tdl.language import Apply
 from shardplan.tdl.xla_quirks import adds_up_at_once, fenced_loops, shared_loops
 
@@ -82,6 +82,7 @@ class Signature:
     combines: bool = field(init=False)
     slices: bool = field(init=False)
     swaps: bool = field(init=False)
+    kept_by_zero: bool = field(init=False)
     filter: Literal["operand", "result", ""] = field(init=False)
     images: tuple[int, ...] = field(init=False)
     constraint: Constraint | None = field(init=False)
@@ -111,6 +112,7 @@ class Signature:
         set_("combines", combines(self.call))
         set_("slices", reads_slices(self.call))
         set_("swaps", swaps(self.call))
+        set_("kept_by_zero", kept_by_zero(self.call))
         set_("filter", filter_of(self.call))
         set_("images", images_of(self.call))
         set_("_strategies", {})

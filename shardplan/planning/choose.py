@@ -33,7 +33,7 @@ def best_scheduled(
 
     The search prices collectives one by one, each with its part of a bundle's time. Where fewer share a bundle, or readers share
     a move, another solution may be faster. The ``others`` are scheduled, the most promising first, until `_PATIENCE` in a row
-    are no faster. One that pins forbid, or whose compute and bytes alone take longer, is not looked at. At the ``deadline`` (an
+    are no faster. One that pins forbid, or whose bound is longer, is not looked at. At the ``deadline`` (an
     instant of `anytime.now_s`) or an interrupt it returns the best so far, and what stopped it.
     """
     fastest = _Fastest(session, deadline)
@@ -111,10 +111,10 @@ def _within(states: Sequence[int], domains: Sequence[Domain]) -> bool:
 
 
 def _at_least_s(session: Session) -> float:
-    """A lower bound on the step of a solution as scheduled: all of its communication hides.
+    """A lower bound, but for equal ops (run once in a schedule), on the step of a solution as scheduled.
 
-    Readers that move a value alike share one move, and collectives that may travel together fill their bundles. It does not know
-    of equal ops, which a schedule runs once.
+    All of its communication hides, readers that move a value alike share one move, and collectives that may travel together fill
+    their bundles.
     """
     resharder, decisions = session.problem.resharder, session.decisions
     moved = {(i.tensor, i.step.kind, i.step.before, i.step.after, i.times): i for i in decisions.issued}

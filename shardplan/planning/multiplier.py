@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from shardplan.collectives.step import BUNDLED
 from shardplan.cost.overlap import POOLS, slowdown, weights_at
 from shardplan.ir import Factor
 from shardplan.planning.wanted import Found, Wanted
@@ -29,6 +30,9 @@ _MOST_BETWEEN = 2
 
 _MATTERS = 0.01
 """The part by which a step must be slower in its own company to be searched again: about what search and schedule differ by."""
+
+_TOLD = 1 - 0.5 ** (2 + _MOST_BETWEEN)
+"""The progress that one search at all multipliers has told at the most (`_later`)."""
 
 _SAME = 1e-6
 """The relative difference below which two costs count as equal."""
@@ -80,24 +84,36 @@ def best_overlapped(search: Callable[[Wanted], Found], contention: float, wanted
     if found[1].stopped or _expired(wanted) or (company := _smaller_company(found)) is None:
         return found
     try:
-        again = _best_overlapped(search, contention, replace(wanted, company=company, observer=_later(wanted, 1)))
+        second = _best_overlapped(search, contention, replace(wanted, company=company, observer=_rising(wanted.observer)))
     except KeyboardInterrupt:
         return _stopped(found)
-    if not again[1].best.fits(wanted.memory):
+    if second[1].stopped:
+        found[1].rivals.close()
+        found = found[0], replace(found[1], stopped=second[1].stopped, exact=False)
+    if not second[1].best.fits(wanted.memory):
         return found
-    return found[0], replace(found[1], others=((again[0], replace(again[1], exact=False)), *found[1].others))
+    return found[0], replace(found[1], others=(second, *found[1].others))
+
+
+def _rising(observer: anytime.Observer) -> anytime.Observer:
+    """An observer of a second search: the first has told nearly all of the progress, of which it takes the rest."""
+
+    def tell(what: str, part: float) -> None:
+        if what != "done":
+            observer(what, _TOLD + (1 - _TOLD) * part)
+
+    return tell
 
 
 def _smaller_company(found: Found) -> Company | None:
-    """The bytes that travel together under the best solution, where the search took them for so much more that it matters."""
+    """The bytes that travel together under the best solution; None unless its step is over `_MATTERS` slower in that company."""
     problem, outcome = found
     decisions = Extractor(problem).decide(outcome.best)
     tensors = problem.graph.tensors
-    moved = {(i.pool, i.tensor) for i in decisions.issued if i.pool}
+    moved = {(i.pool, i.tensor) for i in decisions.issued if i.pool and i.step.kind in BUNDLED}
     company = {pool: float(sum(tensors[t].nbytes for own, t in moved if own == pool)) for pool in POOLS}
-    honest = problem.among(company)
-    honest_s = Extractor(honest).decide(outcome.best).step_time_s
-    return company if honest_s > decisions.step_time_s * (1 + _MATTERS) else None
+    in_company_s = Extractor(problem.among(company)).decide(outcome.best).step_time_s
+    return company if in_company_s > decisions.step_time_s * (1 + _MATTERS) else None
 
 
 def _best_overlapped(search: Callable[[Wanted], Found], contention: float, wanted: Wanted) -> Found:

@@ -65,8 +65,8 @@ def _why(plan: PlanData, searched: Sequence[Tried]) -> str:
     if plan.stopped:
         return f"; {factors_text(plan.factors)} is the plan: the search was stopped before all were scheduled"
     return (
-        f"; {factors_text(plan.factors)} is the plan although another price is lower: prices count each collective alone, and of "
-        "the most promising ones, scheduled, it has the shortest expected step"
+        f"; {factors_text(plan.factors)} is the plan although another price is lower: prices take for granted that "
+        "all moves that may travel together do, and of the most promising ones, scheduled, it has the shortest step"
     )
 
 

@@ -94,6 +94,12 @@ def swaps(call: Call) -> bool:
     return order == [*sorted(order)[len(order) - at :], *sorted(order)[: len(order) - at]]
 
 
+def kept_by_zero(call: Call) -> bool:
+    """Whether the op gives its first operand as it is if the second one is zero."""
+    alike = call.operands[:1] == call.results and call.dtypes[:1] == call.result_dtypes
+    return call.primitive in ("add", "add_any", "sub") and alike
+
+
 def update_of(call: Call) -> int | None:
     """The operand that the op writes into its first operand; None where it makes a new result."""
     return _UPDATES.get(call.primitive)

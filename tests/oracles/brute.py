@@ -109,7 +109,9 @@ class Oracle:
             (step,), n = steps, math.prod(resharder.sizes[f] for f in steps[0].factors)
             ways = [ways[0] + sum(self._copy_s(nbytes) for nbytes in self._ordered(shape, step, n, image=read.image))]
             bundled_s = (
-                resharder.bundled_s(step.kind, step.over, step.nbytes, window.company / size) if window.company else math.inf
+                resharder.bundled_s(step.kind, step.over, step.nbytes, window.company / size)
+                if window.company > size
+                else math.inf
             )
             if math.isfinite(bundled_s):
                 packed = step.nbytes / n if step.kind == "all_gather" else step.nbytes

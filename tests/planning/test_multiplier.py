@@ -18,6 +18,7 @@ from shardplan.cost.overlap import weights_at
 from shardplan.frontend.trace import trace
 from shardplan.graph import flatten
 from shardplan.mesh import Cluster, factors
+from shardplan.planning import multiplier
 from shardplan.planning.multiplier import best_overlapped, step_time_s
 from shardplan.planning.wanted import Found, Wanted
 from shardplan.search.coarsening import coarsen
@@ -251,3 +252,70 @@ def test_a_plan_does_not_count_on_what_its_program_cannot_hide() -> None:
     assert plan.simulate().step_time_s <= 1.02 * plain.simulate().step_time_s
     assert plan.lower_bound_s <= plan.step_time_s <= plan.serial_s
     assert all(plan.step_time_s <= b.step_time_s for b in plan.baselines if b.fits)
+
+
+# -- company -----------------------------------------------------------------------------------------------------------
+
+
+def in_company(observer: Any = lambda *_: None) -> tuple[shardplan.Plan, Any, Any]:
+    """A plan that moves less than the search takes for granted, with its step and arguments."""
+    step, args = gpt.train_step(layers=2, width=256, heads=4, batch=32, sequence=128)
+    return shardplan.plan(step, *args, cluster="8", factors={}, donate_argnums=0, observer=observer), step, args
+
+
+@pytest.fixture(scope="module")
+def smaller() -> tuple[shardplan.Plan, Any, Any]:
+    return in_company()
+
+
+def test_a_plan_keeps_its_company_in_its_file(smaller: tuple[shardplan.Plan, Any, Any], tmp_path: Path) -> None:
+    plan, step, args = smaller
+    assert plan.session.problem.company
+    plan.save(tmp_path / "plan.json")
+    again = shardplan.load(tmp_path / "plan.json", step, *args).session
+    assert again.problem.company == plan.session.problem.company
+    assert again.decisions.step_time_s == pytest.approx(plan.session.decisions.step_time_s, rel=1e-12)
+
+
+def test_a_plan_has_no_more_company_than_may_travel_together(smaller: tuple[shardplan.Plan, Any, Any]) -> None:
+    problem = smaller[0].session.problem
+    own, most = problem.windows, problem.all_windows
+    for mine, all_ in ((own.operands, most.operands), (own.results, most.results), (own.links, most.links)):
+        assert all(window.company <= all_[at].company for at, window in mine.items())
+    assert any(window.company < most.results[at].company for at, window in own.results.items())
+
+
+@pytest.mark.parametrize("n", [0, 1])
+def test_an_interrupt_in_the_search_in_company_is_told(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, searches, calls = multiplier._best_overlapped, list[int](), itertools.count()
+
+    def counted(*args: Any) -> Any:
+        searches.append(1)
+        return real(*args)
+
+    def tell(*_: Any) -> None:
+        if len(searches) == 2 and next(calls) == n:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(multiplier, "_best_overlapped", counted)
+    assert in_company(tell)[0].stopped == "interrupted"
+
+
+def test_progress_does_not_fall_in_the_search_in_company() -> None:
+    told: list[float] = []
+    in_company(lambda _, part: told.append(part))
+    assert told == sorted(told)
+
+
+@pytest.mark.parametrize("company", [None, {"early": 1e5, "late": 1e6}, {"early": 0.0, "late": 0.0}])
+def test_decisions_cost_what_the_tables_say_in_any_company(
+    company: dict[str, float] | None, smaller: tuple[shardplan.Plan, Any, Any]
+) -> None:
+    session = smaller[0].session
+    problem = session.problem if company is None else session.problem.among(company)
+    weights = problem.objective.weights
+    for solution in (session.solution, *session.rivals.solutions):
+        made = Extractor(problem).decide(solution)
+        cost = made.exposed_s + weights.compute * made.compute_s + weights.hideable * made.hideable_s
+        keep_s = problem.regathered(solution.keep)
+        assert cost == pytest.approx(problem.seconds(solution.states, keep_s, solution.limits), rel=1e-5)

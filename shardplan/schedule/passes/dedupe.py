@@ -1,6 +1,7 @@
 """Equal instructions are run once: the same op on the same values, the same value brought into the same layout.
 
-A compiler would find them as well, and what is predicted must be what is sent. Barriers keep apart what a plan wants made twice;
+A compiler would find them as well, and what is predicted must be what is sent. So is what adds or takes away zeros (the mean of a
+norm that has none): its result is its operand. Barriers keep apart what a plan wants made twice;
 two barriers before the same values are one.
 """
 
@@ -10,6 +11,7 @@ from typing import cast
 
 import numpy as np
 
+from shardplan.graph.nodes import Signature
 from shardplan.ir import Constant
 from shardplan.schedule.instructions import (
     Barrier,
@@ -22,6 +24,7 @@ from shardplan.schedule.instructions import (
     results_of,
 )
 from shardplan.schedule.passes.renaming import Renaming
+from shardplan.tdl import linear_sets
 
 
 def shared(block: Block) -> Block:
@@ -34,9 +37,12 @@ class _Sharing(Renaming):
         """A block in which equal instructions are one."""
         known: dict[tuple[object, ...], tuple[int, ...]] = {}
         kept: list[Instruction] = []
+        zeros: set[int] = set()
         for before in block.instructions:
             instruction = self.renamed(before)
-            if isinstance(instruction, Compute) and _hands_on(instruction):
+            if _is_zero(instruction, zeros):
+                zeros.update(results_of(instruction))
+            if isinstance(instruction, Compute) and _hands_on(instruction, zeros):
                 self.same[instruction.results[0]] = cast(int, instruction.inputs[0])
                 continue
             key = _key(instruction)
@@ -49,10 +55,40 @@ class _Sharing(Renaming):
         return Block(block.parameters, tuple(kept), tuple(self.source(s) for s in block.results))
 
 
-def _hands_on(compute: Compute) -> bool:
-    """Whether an op says where its operand lies and no more: that operand was moved there."""
-    taken = {slot for c in compute.cuts for slot in c.whole}
-    return compute.node.signature.constraint is not None and isinstance(compute.inputs[0], int) and not taken
+def _hands_on(compute: Compute, zeros: set[int]) -> bool:
+    """Whether an op's result is its first operand: it says where that lies and no more, or adds zeros to it."""
+    signature, taken = compute.node.signature, {slot for c in compute.cuts for slot in c.whole}
+    if not compute.inputs or not isinstance(compute.inputs[0], int) or 0 in taken:
+        return False
+    if signature.constraint is not None:
+        return not taken
+    return signature.kept_by_zero and _zero(compute.inputs[1], zeros)
+
+
+def _is_zero(instruction: Instruction, zeros: set[int]) -> bool:
+    """Whether an instruction makes nothing but zeros: it fills with them, or all that it reads are zeros."""
+    match instruction:
+        case Fill():
+            return instruction.value is None or _zero(instruction.value, zeros)
+        case Compute():
+            operands = instruction.inputs
+            return bool(operands) and all(_zero(o, zeros) for o in operands) and _is_linear(instruction.node.signature)
+        case Move():
+            return instruction.source in zeros
+        case _:
+            return False
+
+
+def _is_linear(signature: Signature) -> bool:
+    """Whether an op is linear in all of its operands together: zeros give zeros."""
+    description = signature.description
+    return description is not None and tuple(range(len(signature.call.operands))) in linear_sets(description)
+
+
+def _zero(source: Source, zeros: set[int]) -> bool:
+    if isinstance(source, Constant):
+        return not source.dtype.startswith("key") and not np.any(np.asarray(source.value))
+    return source in zeros
 
 
 def _key(instruction: Instruction) -> tuple[object, ...] | None:

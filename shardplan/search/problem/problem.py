@@ -68,6 +68,7 @@ class Problem:
         like: Problem | None = None,
         company: Company | None = None,
     ) -> None:
+        assert like is None or (like.cluster is cluster and like.objective.unit == objective.unit), "prices of another problem"
         self.graph, self.coarse, self.cluster = graph, coarse, cluster
         self.objective = objective
         self.factors = tuple(factors)

@@ -36,14 +36,14 @@ Region = tuple[int, ...]
 
 
 class Read(NamedTuple):
-    """How what moves is read: ``sliced``, from a bundle's buffer as it lies; as the ``image`` of a convolution."""
+    """How the readers of a moved tensor take it: ``sliced``, in place from a bundle's buffer; ``image``, as a convolution's."""
 
     sliced: bool = False
     image: bool = False
 
 
 WHOLE = Read()
-"""As a block of its own."""
+"""Its readers need it as a block of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +62,10 @@ class Windows:
     images: frozenset[int] = frozenset()
 
     def among(self, company: Mapping[str, float]) -> Windows:
-        """The same windows where so many bytes of each pool travel together."""
+        """The same windows where at most so many bytes of each pool travel together."""
 
         def of(windows: Mapping[tuple[int, int], Window]) -> dict[tuple[int, int], Window]:
-            return {at: w._replace(company=company.get(w.pool, 0.0)) for at, w in windows.items()}
+            return {at: w._replace(company=min(w.company, company.get(w.pool, 0.0))) for at, w in windows.items()}
 
         return replace(self, operands=of(self.operands), results=of(self.results), links=of(self.links))
 
@@ -164,7 +164,8 @@ class _Chain:
         self._joined: dict[int, list[int]] = {}
         self._left: dict[int, list[int]] = {}
         work: list[float] = []
-        heavy = self._heavy = list[bool]()
+        heavy: list[bool] = []
+        self._heavy = heavy
         waits_for: list[set[int]] = []
         weights = (n.weight for n in finder.nodes_of[region] if finder.node_region[n.id] == region)
         self.weight = next(weights, 1.0)  # how often a step runs the region

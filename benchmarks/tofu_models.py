@@ -64,13 +64,15 @@ def largest_batch(fits: Callable[[int], bool], most: int) -> int | None:
     >>> largest_batch(lambda batch: batch <= 40, 512)
     32
     """
-    low, high = -1, most.bit_length() - 1  # 2**low fits, or low is -1
+    low, high = 0, most.bit_length() - 1
     if fits(2**high):
         return 2**high
-    while high - low > 1:
-        middle = (low + high + 1) // 2
+    if not fits(1):
+        return None
+    while high - low > 1:  # 2**low fits, 2**high does not
+        middle = (low + high) // 2
         low, high = (middle, high) if fits(2**middle) else (low, middle)
-    return 2**low if low >= 0 else None
+    return 2**low
 
 
 @cache

@@ -11,10 +11,10 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.tofu_blocks import Ids, Trace, trace_of
+from benchmarks.tofu_blocks import Trace, trace_of
 from shardplan.graph import Graph
 from shardplan.graph.nodes import Node
-from shardplan.simulate.engine import Run, Stream, TaskGraph, simulate
+from shardplan.simulate.engine import Stream, TaskGraph, simulate
 from shardplan.simulate.tasks import Growing
 
 ANYWHERE = -1

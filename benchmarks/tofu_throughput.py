@@ -154,7 +154,13 @@ def op_placement(model: Model) -> Row:
 
 def partitioned(model: Model, system: str, objective: str) -> Row:
     """A plan over all GPUs."""
-    batch = largest_batch(lambda b: on_eight_gpus(model, b, objective) is not None, model.ideal_batch)
+
+    def fits(batch: int) -> bool:
+        # an eighth of the step on one GPU is the least that a plan holds: no search finds less
+        least = on_one_gpu(model, batch).peak_bytes / GPUS
+        return least <= memory_bytes() and on_eight_gpus(model, batch, objective) is not None
+
+    batch = largest_batch(fits, model.ideal_batch)
     if batch is None:
         return Row(model.name, system, None, None)
     plan = on_eight_gpus(model, batch, objective)

@@ -8,6 +8,7 @@ another GPU reads is sent once to each GPU, over the link of the GPU that sends.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,9 +34,13 @@ def placed(plan: Any, layers: int, gpus: int, *, bytes_per_s: float, latency_s: 
     """Simulates the step of a plan on one GPU with its ``layers`` round-robin over ``gpus``."""
     graph, trace = plan.session.graph, trace_of(plan)
     gpu_of = [max(0, layer) % gpus for layer in layers_of(graph, layers)]
-    tasks = _Tasks(trace, gpu_of, gpus, bytes_per_s, latency_s)
-    run = simulate(tasks.graph())
-    return Placed(run.seconds, max(_peaks(trace, gpu_of, gpus)))
+    seconds = makespan_s(trace, gpu_of, gpus, bytes_per_s=bytes_per_s, latency_s=latency_s)
+    return Placed(seconds, max(_peaks(trace, gpu_of, gpus)))
+
+
+def makespan_s(trace: Trace, gpu_of: Sequence[int], gpus: int, *, bytes_per_s: float, latency_s: float) -> float:
+    """The seconds of a trace whose kernel of node n runs on GPU ``gpu_of[n]`` as soon as all that it reads is there."""
+    return simulate(_Tasks(trace, gpu_of, gpus, bytes_per_s, latency_s).graph()).seconds
 
 
 def layers_of(graph: Graph, layers: int) -> list[int]:
@@ -69,7 +74,7 @@ class _Tasks:
     """The tasks of a trace on GPUs. Stream g computes on GPU g, stream gpus + g sends from it."""
 
     trace: Trace
-    gpu_of: list[int]
+    gpu_of: Sequence[int]
     gpus: int
     bytes_per_s: float
     latency_s: float
@@ -102,7 +107,7 @@ class _Tasks:
         return self.sent[block, gpu]
 
 
-def _peaks(trace: Trace, gpu_of: list[int], gpus: int) -> list[float]:
+def _peaks(trace: Trace, gpu_of: Sequence[int], gpus: int) -> list[float]:
     """The peak bytes of each GPU in program order; a block that another GPU reads is on both."""
     first: dict[tuple[int, int], int] = {}  # by block and GPU
     last: dict[tuple[int, int], int] = {}

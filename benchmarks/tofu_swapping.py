@@ -64,7 +64,7 @@ class _Swapper:
         """Brings in what a kernel needs, and runs it."""
         kernel = self.trace.kernels[i]
         needed = kernel.touches
-        ready = max([self.bring(b, position, needed) for b in needed], default=0.0)
+        ready = max((self.bring(b, position, needed) for b in needed), default=0.0)
         self.computed_s = max(self.computed_s, ready) + kernel.seconds
         for b in needed:
             self.resident[b] = self.computed_s
@@ -77,7 +77,7 @@ class _Swapper:
     def bring(self, block: int, position: int, needed: Sequence[int]) -> float:
         """Makes a block resident, and returns since when it is."""
         if block in self.resident:
-            return self.resident[block] if self.resident[block] > self.computed_s else 0.0
+            return self.resident[block]
         since = self.allocate(self.trace.nbytes[block], position, needed)
         if block in self.on_host:
             self.in_s = since = max(since, self.in_s) + self.trace.nbytes[block] / self.bytes_per_s

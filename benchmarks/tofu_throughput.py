@@ -104,7 +104,7 @@ def rows(model: Model) -> Iterator[Row]:
     """A row for each system."""
     ideal = model.ideal_batch
     yield Row(model.name, "Ideal", ideal, _copies(ideal, on_one_gpu(model, ideal).step_time_s))
-    yield small_batch(model)
+    yield small_batch(model, memory_bytes())
     yield swapping(model)
     if model.recurrent:
         yield op_placement(model)
@@ -117,9 +117,9 @@ def _copies(batch: int, step_s: float) -> float:
     return GPUS * batch / step_s
 
 
-def small_batch(model: Model) -> Row:
-    """The largest batch whose plan on one GPU fits."""
-    batch = largest_batch(lambda b: on_one_gpu(model, b).peak_bytes <= memory_bytes(), model.ideal_batch)
+def small_batch(model: Model, limit: float) -> Row:
+    """The largest batch whose plan on one GPU fits in ``limit`` bytes."""
+    batch = largest_batch(lambda b: on_one_gpu(model, b).peak_bytes <= limit, model.ideal_batch)
     rate = None if batch is None else _copies(batch, on_one_gpu(model, batch).step_time_s)
     return Row(model.name, "SmallBatch", batch, rate)
 
@@ -176,7 +176,7 @@ def _always(_: Model) -> bool:
     return True
 
 
-_ROOFLINE = "kernels of few samples are as efficient here as large ones, but for their tiles and the weights that they read; the paper's lose"
+_ROOFLINE = "kernels of few samples are as efficient here as large ones, but for their tiles and the weights that they read"
 CLAIMS = (
     Claim(
         "Tofu at most at the Ideal", _always, lambda r: r["Tofu"] <= r["Ideal"] * 1.001, "smaller tensors, fewer waves of tiles"
@@ -311,9 +311,8 @@ def _print_recursion(models: Sequence[Model], found: dict[Model, list[Row]]) -> 
     named = [m for m in models if m.name in TABLE_1]
     if not named:
         return
-    print(
-        "| Table 1 | recursion s | GB | paper | jointly s | GB | paper | entries of joint tables | |\n|---|---:|---:|---|---:|---:|---|---:|---|"
-    )
+    print("| Table 1 | recursion s | GB | paper | jointly s | GB | paper | entries of joint tables | |")
+    print("|---|---:|---:|---|---:|---:|---|---:|---|")
     for model in named:
         batch = next(row.batch for row in found[model] if row.system == "Tofu")
         plan = on_eight_gpus(model, batch, "bytes") if batch else None

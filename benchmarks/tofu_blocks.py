@@ -99,7 +99,7 @@ class _Walk:
         """Whether an op adds two products, or sums of such, that nothing else reads."""
         signature = node.signature
         summed = signature.adds and len(node.inputs) > 1 and self.terms.issuperset(node.inputs)
-        if summed or signature.contracts or (signature.moves and node.inputs[0] in self.terms):
+        if summed or signature.contracts or (signature.moves and self.terms.issuperset(node.inputs)):
             self.terms.update(t for t in node.outputs if self.readers.get(t) == 1)
         return summed
 

@@ -196,6 +196,10 @@ class PlanFileError(ShardplanError):
     """A plan file that cannot be read, or that belongs to another model, other shapes or another cluster."""
 
 
+class PlacementError(ShardplanError):
+    """A placement that cannot be searched, or a strategy file that cannot be read or belongs to another step or cluster."""
+
+
 class ReductionError(ShardplanError):
     """An invalid reduction program. ``step`` counts from 0; ``devices`` are its group, ``states`` theirs before it, as text."""
 

@@ -29,8 +29,8 @@ def pair(graph: Graph, sets: Sets, marks: Marks, *, timesteps: bool = True) -> N
     _timesteps(graph, sets, mergeable, value, marks, TIMESTEPS if timesteps else len(graph.nodes) + 1)
     mergeable = [allowed and t not in marks.deferred for t, allowed in enumerate(mergeable)]
     forward: dict[int, list[Node]] = {}
-    moved_to = _moved(graph, marks.free)
-    root, ends = _roots(graph, marks), _ends(graph, moved_to, marks.free)
+    moved_to = moved(graph, marks.free)
+    root, ending = _roots(graph, marks), ends(graph, moved_to, marks.free)
     for node in graph.nodes:
         operands = [t for t in dict.fromkeys(node.inputs) if t >= 0 and t not in marks.free]
         if node.signature.elementwise:
@@ -49,7 +49,7 @@ def pair(graph: Graph, sets: Sets, marks: Marks, *, timesteps: bool = True) -> N
         for shared, gradient in (operands, operands[::-1]):
             candidates = forward.get(value[shared], ())
             # where several weights multiply an activation: the contraction whose weight's gradient this op makes
-            own = [f for f in candidates if any(root.get(t, FREE) in ends.get(node.outputs[0], ()) for t in f.inputs)]
+            own = [f for f in candidates if any(root.get(t, FREE) in ending.get(node.outputs[0], ()) for t in f.inputs)]
             for first in own or candidates:
                 other = next((t for t in first.inputs if value[t] != value[shared]), None)
                 if other is None:
@@ -126,7 +126,7 @@ def _roots(graph: Graph, marks: Marks) -> dict[int, int]:
     return root
 
 
-def _ends(graph: Graph, moved_to: Mapping[int, int], free: frozenset[int]) -> dict[int, frozenset[int]]:
+def ends(graph: Graph, moved_to: Mapping[int, int], free: frozenset[int]) -> dict[int, frozenset[int]]:
     """For each tensor, the inputs whose new values it feeds through elementwise ops and moves: for a gradient, its weight."""
     replaced = {
         o: frozenset({graph.inputs[i]}) for o, i in zip(graph.outputs, graph.feedback, strict=True) if o >= 0 and i is not None
@@ -155,7 +155,7 @@ def _ends(graph: Graph, moved_to: Mapping[int, int], free: frozenset[int]) -> di
     return replaced
 
 
-def _moved(graph: Graph, free: frozenset[int]) -> dict[int, int]:
+def moved(graph: Graph, free: frozenset[int]) -> dict[int, int]:
     """For each tensor that an op only rearranges (transposes, reshapes), the result."""
     moved_to: dict[int, int] = {}
     for node in graph.nodes:

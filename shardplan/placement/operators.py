@@ -1,0 +1,105 @@
+"""The graph of operators: what is placed, and the tensors between operators (FlexFlow, sections 3 and 4).
+
+An operator is a forward op with what XLA fuses into it, the ops of the backward pass that differentiate it, and the update of its
+weights. Its *loops* are those that may be cut, each marked S, A or P as in FlexFlow's Table 2. The *labels* of a tensor give for
+each of its dims the loop of the operator that splits it, or -1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from shardplan.graph.nodes import Signature
+
+Kind = Literal["S", "A", "P"]
+"""A loop over samples, over attributes of a sample, or one whose cut splits parameters."""
+
+FORWARD, BACKWARD, UPDATE = range(3)
+PHASES = ("forward", "backward", "update")
+
+Labels = tuple[int, ...]
+"""For each dim of a tensor, the loop of an operator that splits it (-1: none)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """A loop that may be cut into any number of parts that divides ``extent``."""
+
+    name: str
+    extent: int
+    kind: Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One op of an operator, run ``times`` a step.
+
+    ``operands`` and ``results`` have the labels of its tensors. ``cut`` pairs its own loops with the operator's. Its arithmetic
+    is divided by the degrees of the operator's loops ``divides``. ``exchanged`` are the bytes of a result that is a partial
+    reduction over the loops ``reduces`` of the operator, and is reduced among the parts at once.
+    """
+
+    signature: Signature
+    times: float
+    operands: tuple[Labels, ...]
+    results: tuple[Labels, ...]
+    cut: tuple[tuple[int, int], ...] = ()
+    divides: tuple[int, ...] = ()
+    reduces: tuple[int, ...] = ()
+    exchanged: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """``works[phase]`` are its ops of the forward pass, the backward pass and the update. ``source`` is the user's line."""
+
+    name: str
+    source: str
+    loops: tuple[Loop, ...]
+    works: tuple[tuple[Work, ...], tuple[Work, ...], tuple[Work, ...]]
+    contracts: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """A tensor that ``consumer`` reads of ``producer``; ``gradient``: its gradient goes back the same way.
+
+    ``produced`` labels its dims by the loops of the producer, ``read`` by those of the consumer.
+    """
+
+    producer: int
+    consumer: int
+    shape: tuple[int, ...]
+    itemsize: int
+    produced: Labels
+    read: Labels
+    gradient: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A trained argument: the operators that read it, with the labels of its dims by their loops. The first updates it."""
+
+    path: str
+    shape: tuple[int, ...]
+    itemsize: int
+    users: tuple[int, ...]
+    labels: tuple[Labels, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorGraph:
+    """Operators in an order in which each comes after those that it reads."""
+
+    operators: tuple[Operator, ...]
+    edges: tuple[Edge, ...]
+    weights: tuple[Weight, ...]
+
+    def __post_init__(self) -> None:
+        assert all(e.producer < e.consumer for e in self.edges), "operators come after what they read"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the operators, each used once."""
+        return tuple(o.name for o in self.operators)

@@ -16,7 +16,7 @@ from shardplan.errors import PlacementError
 from shardplan.graph.nodes import Graph, Node
 from shardplan.ir import Program
 from shardplan.placement.labels import Passed, anchored, labels_before, merged, passed
-from shardplan.placement.operators import BACKWARD, Edge, Kind, Labels, Loop, Operator, OperatorGraph, Weight, Work
+from shardplan.placement.operators import BACKWARD, Anchor, Edge, Kind, Labels, Loop, Operator, OperatorGraph, Weight, Work
 from shardplan.placement.roles import Roles, roles_of
 from shardplan.placement.twins import assign_backward, assign_update
 
@@ -38,6 +38,7 @@ class Group:
     shapes: dict[tuple[int, ...], Labels] = field(default_factory=dict[tuple[int, ...], Labels])
     contracts: bool = False
     loop: bool = False
+    cut: tuple[tuple[int, int], ...] = ()
 
 
 class Grouping:
@@ -99,6 +100,7 @@ class Grouping:
         description = node.signature.description
         loops = [] if description is None else [description.loops[v] for v, _ in how.cut]
         group = Group(node, [loop.name for loop in loops], [loop.extent for loop in loops], contracts=node.signature.multiplies)
+        group.cut = how.cut
         self.groups.append(group)
         self._add(len(self.groups) - 1, node, how)
 
@@ -246,7 +248,9 @@ def _operators(groups: Sequence[Group], roles: Roles, weights: Sequence[Weight])
         extents = [max(1, n) for n in group.extents]
         loops = tuple(Loop(n, e, kinds[i]) for i, (n, e) in enumerate(zip(group.names, extents, strict=True)))
         works = tuple(map(tuple, group.works))
-        result.append(Operator(names[j], str(group.anchor.op.source), loops, works, group.contracts))  # type: ignore[arg-type]
+        node = group.anchor
+        anchor = Anchor(node.where, node.op.id, group.cut, bool(node.signature.images))
+        result.append(Operator(names[j], str(node.op.source), loops, works, group.contracts, anchor))  # type: ignore[arg-type]
     return tuple(result)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardplan.graph.nodes import Signature
+from shardplan.ir import Where
 
 Kind = Literal["S", "A", "P"]
 """A loop over samples, over attributes of a sample, or one whose cut splits parameters."""
@@ -51,14 +52,35 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
+class Anchor:
+    """The first op of an operator, by its place in the step. ``cut`` pairs its loops with the operator's.
+
+    ``convolves``: it is a convolution.
+    """
+
+    where: Where
+    op: int
+    cut: tuple[tuple[int, int], ...] = ()
+    convolves: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Operator:
-    """``works[phase]`` are its ops of the forward pass, the backward pass and the update. ``source`` is the user's line."""
+    """``works[phase]`` are its ops of the forward pass, the backward pass and the update. ``source`` is the user's line.
+
+    ``contracts``: it has matrix products or convolutions in the forward pass.
+    """
 
     name: str
     source: str
     loops: tuple[Loop, ...]
     works: tuple[tuple[Work, ...], tuple[Work, ...], tuple[Work, ...]]
     contracts: bool = False
+    anchor: Anchor | None = None
+
+    def loop_of(self, kind: Kind) -> int | None:
+        """Its first loop of a kind."""
+        return next((n for n, loop in enumerate(self.loops) if loop.kind == kind), None)
 
 
 @dataclass(frozen=True, slots=True)

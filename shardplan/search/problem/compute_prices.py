@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,6 +65,34 @@ def whole_compute_s(signature: Signature, device: Device) -> float:
     tile_factor = _tile_factor(signature, device, np.full((1, 0), -1, np.int64), ())
     moved = np.array([sum((*work.operand_bytes, *work.result_bytes))])
     return float(_seconds_each(device, work, work.flops * tile_factor, moved)[0])
+
+
+def shared_compute_s(
+    signature: Signature,
+    device: Device,
+    part: NDArray[np.float64],
+    operands: Sequence[NDArray[np.float64]],
+    results: Sequence[NDArray[np.float64]],
+    ways: Mapping[int, NDArray[np.int64]],
+) -> NDArray[np.float64]:
+    """[cuts]: seconds of an op's share on one device, for many cuts at once.
+
+    ``part`` [cuts] is the fraction of the arithmetic that is left, ``operands`` and ``results`` those of each tensor, ``ways`` the
+    number of parts of each loop that is cut.
+    """
+    work = _work(signature)
+    if not work.counts:
+        return np.zeros(len(part))
+    moved = np.zeros(len(part))
+    for sizes, shares in ((work.operand_bytes, operands), (work.result_bytes, results)):
+        for size, share in zip(sizes, shares, strict=True):
+            moved = moved + size * share
+    factor: NDArray[np.float64] = np.ones(1)
+    if signature.product is not None and signature.description is not None and device.compute_units is not None:
+        loops = signature.description.loops
+        local = {v: np.ceil(loop.extent / ways.get(v, np.ones(len(part), np.int64))) for v, loop in enumerate(loops)}
+        factor = signature.product.tile_factor(device.compute_units, local)
+    return _seconds_each(device, work, work.flops * part * factor, moved)
 
 
 def least_compute_s(signature: Signature, device: Device, devices: int) -> float:

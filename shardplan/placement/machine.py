@@ -1,0 +1,91 @@
+"""The devices of a cluster and the connections between them (FlexFlow's device topology).
+
+A message between two devices occupies one connection: the port by which the sender's side leaves the level where the two meet (a
+GPU's own on a switch, a node's into the network, the shared medium of a bus). Its bandwidth is the least on the way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardplan.errors import PlacementError
+from shardplan.mesh import Cluster
+from shardplan.mesh.topology import Topology
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+TICK_S = 1e-12
+"""Times are whole picoseconds, so that sums do not depend on their order: a full and a delta simulation agree to the bit."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Devices [n] with their ``speed`` (1: as the cluster file says), and what joins them.
+
+    ``latency_s``, ``bytes_per_s`` and ``link`` [n, n] are those of a message from a row's device to a column's; ``link`` is a number
+    of ``links``, or -1 on the diagonal.
+    """
+
+    cluster: Cluster
+    speed: Floats
+    latency_s: Floats
+    bytes_per_s: Floats
+    link: Ints
+    links: tuple[str, ...]
+
+    @property
+    def count(self) -> int:
+        """The number of devices."""
+        return len(self.speed)
+
+    @cached_property
+    def latency_ticks(self) -> Ints:
+        """[n, n]: the latencies in ticks."""
+        return np.rint(self.latency_s / TICK_S).astype(np.int64)
+
+    @cached_property
+    def ticks_per_byte(self) -> Floats:
+        """[n, n]: the time of a byte in ticks."""
+        return 1.0 / (self.bytes_per_s * TICK_S)
+
+
+def machine_of(cluster: Cluster, speed: Floats | None = None) -> Machine:
+    """The devices of a cluster; ``speed`` [n] tells slower ones (0.5: each op takes twice as long).
+
+    Raises:
+        PlacementError: for a speed that is not above 0, or another number of speeds than devices.
+    """
+    n = cluster.size
+    speeds = np.ones(n) if speed is None else np.asarray(speed, np.float64)
+    if speeds.shape != (n,) or not np.all(np.isfinite(speeds)) or np.any(speeds <= 0):
+        raise PlacementError(f"{cluster.name} has {n} devices: give a speed above 0 for each of them, 1 for the cluster file's")
+    topology = Topology(cluster)
+    a, b = (x.ravel() for x in np.meshgrid(np.arange(n), np.arange(n), indexing="ij"))
+    meet = topology.meeting_level(a, b)
+    rates = np.array([level.bandwidth_bytes_per_s * level.ring_efficiency / level.rails for level in cluster.levels])
+    least = np.minimum.accumulate(rates[::-1])[::-1]
+    link, names = _links(cluster, topology, a, meet)
+    same = a == b
+    link[same] = -1
+    latency = np.where(same, 0.0, topology.latencies(a, b))
+    bandwidth = np.where(same, np.inf, least[np.minimum(meet, len(rates) - 1)])
+    return Machine(cluster, speeds, *(x.reshape(n, n) for x in (latency, bandwidth, link)), names)
+
+
+def _links(cluster: Cluster, topology: Topology, source: Ints, meet: Ints) -> tuple[Ints, tuple[str, ...]]:
+    """The connection of each message, and the names of all connections."""
+    link, names = np.full(len(source), -1), list[str]()
+    below = cluster.size
+    for index, (level, tier) in enumerate(zip(cluster.levels, topology.tiers, strict=True)):
+        below //= level.size
+        own = meet == index
+        ports = tier.port(np.arange(cluster.size // below))
+        link[own] = len(names) + tier.port(source[own] // below)
+        shared = "bus" if level.kind == "bus" else level.name
+        names += [f"{shared} {p}" for p in range(int(ports.max()) + 1)]
+    return link, tuple(names)

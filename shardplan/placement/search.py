@@ -1,0 +1,100 @@
+"""The whole search: starts, chains, and the best strategy with what it is compared with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardplan.errors import PlacementError
+from shardplan.placement.chains import cores, run_all, tasks_of
+from shardplan.placement.configurations import Strategy
+from shardplan.placement.mcmc import Chain, Limits, Observer
+from shardplan.placement.problem import PlacementProblem
+from shardplan.placement.simulation import Engine
+from shardplan.placement.starts import data_parallel, expert, random_strategy
+
+STARTS = ("dp", "expert", "random", "plan")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The best strategy, the seconds of a step, which start or chain it came from, and the seconds of each start."""
+
+    strategy: Strategy
+    seconds: float
+    origin: str
+    starts: Mapping[str, float]
+    chains: tuple[Chain, ...]
+
+    @property
+    def proposals(self) -> int:
+        """Proposals of all chains."""
+        return sum(c.proposals for c in self.chains)
+
+    @property
+    def simulations_per_s(self) -> float:
+        """Proposals that one core decides in a second, those that a bound rejects without a simulation included."""
+        elapsed = sum(c.elapsed_s for c in self.chains)
+        return self.proposals / elapsed if elapsed > 0 else 0.0
+
+
+def checked(budget_s: float, chains: int | None, start: Sequence[str]) -> None:
+    """Refuses a budget, number of chains or start that does not exist.
+
+    Raises:
+        PlacementError: naming what is wrong.
+    """
+    if isinstance(budget_s, bool) or not isinstance(budget_s, int | float) or not math.isfinite(budget_s) or budget_s <= 0:
+        raise PlacementError(f"a budget of {budget_s!r} seconds leaves no time to search: give a number above 0")
+    if chains is not None and (isinstance(chains, bool) or not isinstance(chains, int) or chains < 1):
+        raise PlacementError(f"chains is {chains!r}: give a whole number of at least 1, or leave it out for one for each start")
+    unknown = [name for name in start if name not in STARTS]
+    if unknown or not start:
+        raise PlacementError(f"no start {', '.join(map(repr, unknown)) or 'is given'}: use some of {', '.join(STARTS)}")
+
+
+def starts_of(problem: PlacementProblem, names: Sequence[str], seed: int, plan: Strategy | None) -> dict[str, Strategy]:
+    """The strategies of these names; ``plan`` is that of a plan on all devices."""
+    made: dict[str, Strategy] = {}
+    for name in dict.fromkeys(names):
+        match name:
+            case "dp":
+                made[name] = data_parallel(problem)
+            case "expert":
+                made[name] = expert(problem)
+            case "random":
+                made[name] = random_strategy(problem, np.random.default_rng((seed, 1 << 20)))
+            case _:
+                assert plan is not None, "a plan is there if it is a start"
+                made[name] = plan
+    return made
+
+
+def search(
+    problem: PlacementProblem,
+    starts: Mapping[str, Strategy],
+    limits: Limits,
+    *,
+    chains: int | None = None,
+    seed: int = 0,
+    workers: int | None = None,
+    observer: Observer | None = None,
+    engine: Engine = "auto",
+) -> Found:
+    """The best strategy that chains from these starts find; never worse than a start. Equal seeds and proposals, equal results."""
+    for name, strategy in starts.items():
+        problem.check(strategy, f"the start {name!r}")
+    seconds = {name: problem.seconds(strategy, engine) for name, strategy in starts.items()}
+    count = len(starts) if chains is None else chains
+    workers = min(count, cores()) if workers is None else workers
+    tasks = tasks_of(problem, starts, limits, chains=chains, seed=seed, workers=workers, engine=engine)
+    found = run_all(tasks, workers=workers, observer=observer)
+    ranked = [(c.seconds, n) for n, c in enumerate(found)]
+    least, n = min(ranked)
+    name = min(seconds, key=lambda s: seconds[s])
+    if seconds[name] <= least:
+        return Found(starts[name], seconds[name], name, seconds, tuple(found))
+    return Found(found[n].strategy, least, f"a chain from {tasks[n].start}", seconds, tuple(found))

@@ -1,0 +1,146 @@
+"""Strategies that people use, from which the search starts: data parallel, the experts', random ones, and a plan on all devices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from shardplan.ir import Choices, Factor
+from shardplan.mesh.factoring import coordinates
+from shardplan.placement.configurations import Configuration, Strategy, random_configuration
+from shardplan.placement.operators import Operator, OperatorGraph
+from shardplan.placement.problem import PlacementProblem
+
+UNROLLED = 3
+"""At least this many operators on one weight are the steps of a recurrence (Tofu, section 5.1)."""
+
+
+def data_parallel(problem: PlacementProblem) -> Strategy:
+    """Every operator cut over samples alone, on as many devices as divide them."""
+    n = problem.machine.count
+    return tuple(_cut(problem, o, {"S": _fitting(o, "S", n)}, range(n)) for o in problem.graph.operators)
+
+
+def expert(problem: PlacementProblem) -> Strategy:
+    """The strategy of experts for this kind of network (FlexFlow, section 8.1.1).
+
+    Recurrent networks: samples over nodes, a layer for each device of a node (Wu et al. 2016). Convolutional ones: samples, but
+    parameters in dense layers (Krizhevsky 2014). Others: samples over nodes, parameters inside (Megatron, Shoeybi et al. 2019).
+    """
+    graph = problem.graph
+    if any(len(w.users) >= UNROLLED for w in graph.weights):
+        return _layers_in_nodes(problem)
+    if any(o.anchor is not None and o.anchor.convolves for o in graph.operators):
+        n = problem.machine.count
+        return tuple(
+            _cut(problem, o, {kind: _fitting(o, kind, n)}, range(n))
+            for o in graph.operators
+            for kind in ["P" if o.contracts and not (o.anchor and o.anchor.convolves) and o.loop_of("P") is not None else "S"]
+        )
+    inside = problem.machine.cluster.shape[-1]
+    return tuple(_cut_both(problem, o, inside) for o in graph.operators)
+
+
+def _layers_in_nodes(problem: PlacementProblem) -> Strategy:
+    shape = problem.machine.cluster.shape
+    nodes, inside = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, shape[0])
+    layers = _layers(problem.graph)
+    strategy: list[Configuration] = []
+    for i, operator in enumerate(problem.graph.operators):
+        at = layers[i] * inside // (max(layers) + 1)
+        strategy.append(_cut(problem, operator, {"S": _fitting(operator, "S", nodes)}, range(at, nodes * inside, inside)))
+    return tuple(strategy)
+
+
+def _layers(graph: OperatorGraph) -> list[int]:
+    """The layer of each operator: operators on one weight are of one layer, others of the layer before them."""
+    layer_of: dict[int, int] = {}
+    for w in sorted(graph.weights, key=lambda w: w.users[0]):
+        known = [layer_of[u] for u in w.users if u in layer_of]
+        number = known[0] if known else len(set(layer_of.values()))
+        for u in w.users:
+            layer_of.setdefault(u, number)
+    made = {e.consumer: e.producer for e in graph.edges}
+    for i in range(len(graph.operators)):
+        if i not in layer_of:
+            layer_of[i] = layer_of[made[i]] if i in made else 0
+    return [layer_of[i] for i in range(len(graph.operators))]
+
+
+def _cut_both(problem: PlacementProblem, operator: Operator, inside: int) -> Configuration:
+    n = problem.machine.count
+    kind = "P" if operator.loop_of("P") is not None else "A"
+    own = _fitting(operator, kind, inside) if operator.contracts else 1
+    if own != inside:
+        return _cut(problem, operator, {"S": _fitting(operator, "S", n)}, range(n))
+    return _cut(problem, operator, {"S": _fitting(operator, "S", n // inside), kind: inside}, range(n))
+
+
+def _fitting(operator: Operator, kind: str, most: int) -> int:
+    """The largest degree of its first loop of a kind that divides the loop and ``most``."""
+    n = operator.loop_of(kind)  # type: ignore[arg-type]
+    return 1 if n is None else math.gcd(operator.loops[n].extent, most)
+
+
+def _cut(problem: PlacementProblem, operator: Operator, ways: dict[str, int], devices: Sequence[int]) -> Configuration:
+    """The operator cut along its first loops of these kinds, on the first of these devices that its parts need."""
+    degrees = [1] * len(operator.loops)
+    for kind, k in ways.items():
+        n = operator.loop_of(kind)  # type: ignore[arg-type]
+        if n is not None:
+            degrees[n] = k
+    parts = math.prod(degrees)
+    own = list(devices)
+    spread = own[:: len(own) // parts] if len(own) % parts == 0 and parts > 1 else own
+    return Configuration(tuple(degrees), tuple(spread[:parts]) if parts > 1 else (own[0],))
+
+
+def random_strategy(problem: PlacementProblem, draw: np.random.Generator) -> Strategy:
+    """A random configuration for every operator."""
+    shape = problem.machine.cluster.shape
+    return tuple(random_configuration(o, shape, draw) for o in problem.graph.operators)
+
+
+def from_plan(problem: PlacementProblem, choices: Choices, factors: Sequence[Factor]) -> Strategy:
+    """The cuts of a plan as configurations over all devices.
+
+    Operators have no parts that only add up, so where a plan cuts a reduction, or leaves work whole, samples or else another loop
+    are cut instead, as far as they divide.
+    """
+    at = coordinates(problem.machine.cluster, factors)
+    return tuple(_planned(o, choices, factors, at) for o in problem.graph.operators)
+
+
+def _planned(operator: Operator, choices: Choices, factors: Sequence[Factor], at: np.ndarray) -> Configuration:
+    anchor = operator.anchor
+    use = choices.use(anchor.where, anchor.op) if anchor is not None and anchor.where in choices.bodies else None
+    cut: dict[int, list[int]] = {}
+    spare: list[int] = []
+    loops = {v: n for v, n in anchor.cut} if anchor is not None else {}
+    for f, factor in enumerate(factors):
+        v = use.loops[f] if use is not None else -1
+        n = loops.get(v)
+        if n is not None and operator.loops[n].extent % (factor.size * math.prod(factors[g].size for g in cut.get(n, ()))) == 0:
+            cut.setdefault(n, []).append(f)
+        else:
+            spare.append(f)
+    for f in list(spare):
+        order = sorted(range(len(operator.loops)), key=lambda n: "SPA".index(operator.loops[n].kind))
+        for n in order:
+            if operator.loops[n].extent % (factors[f].size * math.prod(factors[g].size for g in cut.get(n, ()))) == 0:
+                cut.setdefault(n, []).append(f)
+                spare.remove(f)
+                break
+    degrees = tuple(math.prod(factors[f].size for f in cut.get(n, ())) for n in range(len(operator.loops)))
+    own = np.flatnonzero((at[:, spare] == 0).all(axis=1))
+    part = np.zeros(len(own), np.int64)
+    for n, degree in enumerate(degrees):
+        along = np.zeros(len(own), np.int64)
+        for f in cut.get(n, ()):
+            along = along * factors[f].size + at[own, f]
+        part = part * degree + along
+    return Configuration(degrees, tuple(own[np.argsort(part)].tolist()))
+
+

@@ -1,0 +1,102 @@
+"""From a strategy to its task graph (FlexFlow, section 5.1), group by group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from shardplan.placement.configurations import Configuration
+from shardplan.placement.groups import GroupPrices
+from shardplan.placement.machine import TICK_S, Machine
+from shardplan.placement.operators import BACKWARD, FORWARD, UPDATE, OperatorGraph
+from shardplan.placement.structure import Structure
+from shardplan.placement.synchronisation import sync_groups
+from shardplan.placement.task_pool import NO_TASKS, TaskPool
+from shardplan.placement.transfers import Transfers, backward_transfers, forward_transfers
+
+Table = Mapping[tuple[int, ...], tuple[int, int, int]]
+"""The ticks of one part of an operator in each phase, by the degrees of its loops."""
+
+
+class TaskGraphBuilder:
+    """Puts the tasks and arcs of operators, tensors and weights into a pool."""
+
+    def __init__(self, structure: Structure, machine: Machine, tables: Sequence[Table]) -> None:
+        self.structure, self.machine, self.tables = structure, machine, tables
+        self.pool = TaskPool(structure)
+        self.prices = GroupPrices(machine)
+
+    @property
+    def graph(self) -> OperatorGraph:
+        """The graph of operators."""
+        return self.structure.graph
+
+    def build(self, strategy: Sequence[Configuration]) -> None:
+        """The whole task graph of a strategy."""
+        self.pool.clear()
+        for i, c in enumerate(strategy):
+            self.put_operator(i, c)
+        for e in range(len(self.graph.edges)):
+            self.put_edge(e, strategy)
+        for w in range(len(self.graph.weights)):
+            self.put_weight(w, strategy)
+
+    def put_operator(self, i: int, chosen: Configuration) -> None:
+        """The tasks of an operator's parts in its phases, and the arcs from phase to phase."""
+        pool, s = self.pool, self.structure
+        devices = np.array(chosen.devices, np.int64)
+        ticks = self.tables[i][chosen.degrees]
+        for phase, there in ((FORWARD, True), (BACKWARD, s.backward[i]), (UPDATE, s.update[i])):
+            each = np.maximum(np.rint(ticks[phase] / self.machine.speed[devices]), 1).astype(np.int64)
+            pool.put_group(3 * i + phase, each if there else NO_TASKS, devices if there else NO_TASKS)
+        parts = np.arange(len(devices))
+        after = (3 * i + BACKWARD) if s.backward[i] else None
+        pool.put_bundle(2 * i, *((parts, pool.base[after] + parts) if after is not None else (NO_TASKS, NO_TASKS)))
+        last = pool.base[3 * i + UPDATE] + parts
+        pool.put_bundle(2 * i + 1, *((parts, last) if s.update[i] else (NO_TASKS, NO_TASKS)))
+
+    def put_edge(self, e: int, strategy: Sequence[Configuration]) -> None:
+        """The transfers of a tensor and of its gradient."""
+        edge = self.graph.edges[e]
+        made, read = strategy[edge.producer], strategy[edge.consumer]
+        group, bundle = self.structure.edge_group(e), self.structure.edge_bundle(e)
+        self._transfers(forward_transfers(edge, made, read, self.machine), group, bundle, 3 * edge.consumer)
+        back = backward_transfers(edge, made, read, self.machine) if edge.gradient else _NO_TRANSFERS
+        self._transfers(back, group + 1, bundle + 2, 3 * edge.producer + BACKWARD)
+
+    def _transfers(self, sent: Transfers, group: int, bundle: int, reader: int) -> None:
+        pool = self.pool
+        pool.put_group(group, sent.ticks, self.machine.count + sent.link)
+        target = pool.base[reader] + sent.target
+        remote = sent.message >= 0
+        pool.put_bundle(bundle, sent.source, np.where(remote, pool.base[group] + sent.message, target))
+        pool.put_bundle(bundle + 1, np.arange(len(sent.ticks)), target[remote])
+
+    def put_weight(self, w: int, strategy: Sequence[Configuration]) -> None:
+        """The reductions of a weight's gradient. They follow all its terms, and the update follows them."""
+        pool, s, weight = self.pool, self.structure, self.graph.weights[w]
+        work, stream = [0], [-1]
+        for mask, nbytes in sync_groups(weight, [strategy[u] for u in weight.users]):
+            ticks = max(1, round(self.prices.seconds(mask, nbytes) / TICK_S))
+            links = self.prices.links(mask)
+            work += [ticks] * len(links)
+            stream += [self.machine.count + link for link in links]
+        middle = len(work) - 1
+        work, stream = [*work, 0], [*stream, -1]
+        group = s.weight_group(w)
+        pool.put_group(group, np.array(work, np.int64), np.array(stream, np.int64))
+        begin = int(pool.base[group])
+        for b, u in zip(s.user_bundles[w], weight.users, strict=True):
+            parts = np.arange(len(strategy[u].devices))
+            pool.put_bundle(b, parts, np.full(len(parts), begin))
+        updates = pool.slots(3 * weight.users[0] + UPDATE)
+        inner = np.arange(1, middle + 1)
+        starts = np.zeros(max(1, middle), np.int64)
+        source = np.concatenate([starts, inner, np.full(len(updates), middle + 1)])
+        firsts = begin + inner if middle else np.array([begin + 1])
+        target = np.concatenate([firsts, np.full(middle, begin + middle + 1), updates])
+        pool.put_bundle(s.weight_bundles[w], source, target)
+
+
+_NO_TRANSFERS = Transfers(NO_TASKS, NO_TASKS, NO_TASKS, NO_TASKS, NO_TASKS)

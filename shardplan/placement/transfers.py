@@ -1,0 +1,65 @@
+"""The transfers of one tensor between two operators under their configurations (FlexFlow, section 5.1, step 2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardplan.placement.configurations import Configuration
+from shardplan.placement.machine import Machine
+from shardplan.placement.operators import Edge
+from shardplan.placement.regions import copies_of, shared_bytes
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Transfers:
+    """Pairs of parts [m] that share a region, sorted by ``source``.
+
+    ``message`` [m] numbers those on two devices, which take ``ticks`` on ``link`` [messages]; -1: both parts are on one device.
+    """
+
+    source: Ints
+    target: Ints
+    message: Ints
+    ticks: Ints
+    link: Ints
+
+
+def forward_transfers(edge: Edge, made: Configuration, read: Configuration, machine: Machine) -> Transfers:
+    """What each part of the consumer fetches. Of several copies it takes that on its own device, or else the nearest."""
+    nbytes = shared_bytes(edge, made.degrees, read.degrees)
+    devices, targets = np.array(made.devices), np.array(read.devices)
+    copies = copies_of(edge.produced, made.degrees)
+    if copies.shape[1] == 1:
+        source, target = np.nonzero(nbytes)
+        return _between(machine, devices, targets, source, target, nbytes)
+    region, target = np.nonzero(nbytes[copies[:, 0]])
+    offered = copies[region]  # [pairs, copies]
+    size = nbytes[offered[:, 0], target][:, None]
+    at, to = devices[offered], targets[target][:, None]
+    seconds = np.where(at == to, -1.0, machine.latency_ticks[at, to] + size * machine.ticks_per_byte[at, to])
+    turn = (np.arange(copies.shape[1])[None, :] - target[:, None]) % copies.shape[1]  # equal copies take turns
+    source = offered[np.arange(len(offered)), np.lexsort((turn, seconds), axis=1)[:, 0]]
+    order = np.lexsort((target, source))
+    return _between(machine, devices, targets, source[order], target[order], nbytes)
+
+
+def backward_transfers(edge: Edge, made: Configuration, read: Configuration, machine: Machine) -> Transfers:
+    """The gradients that the parts of the consumer send back, to every copy: each reader's is a term of the sum."""
+    nbytes = shared_bytes(edge, made.degrees, read.degrees).T
+    source, target = np.nonzero(nbytes)
+    return _between(machine, np.array(read.devices), np.array(made.devices), source, target, nbytes)
+
+
+def _between(machine: Machine, sources: Ints, targets: Ints, source: Ints, target: Ints, nbytes: Ints) -> Transfers:
+    at, to = sources[source], targets[target]
+    remote = at != to
+    message = np.where(remote, np.cumsum(remote) - 1, -1)
+    at, to = at[remote], to[remote]
+    size = nbytes[source[remote], target[remote]]
+    ticks = machine.latency_ticks[at, to] + np.rint(size * machine.ticks_per_byte[at, to]).astype(np.int64)
+    return Transfers(source, target, message, np.maximum(ticks, 1), machine.link[at, to])

@@ -1,0 +1,98 @@
+"""The delta simulation gives the timeline of a full simulation, whatever changes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardplan.placement.bounds import Loads, tails
+from shardplan.placement.configurations import random_configuration
+from shardplan.placement.problem import PlacementProblem
+from shardplan.placement.simulation import Engine, Simulation
+from shardplan.placement.starts import random_strategy
+from tests.placement.problems import problem
+
+CASES = [("mlp", "flexflow-k80:1"), ("gpt", "flexflow-p100:1"), ("rnn", "2x2"), ("rnn", "flexflow-k80:2"), ("mlp", "2x4")]
+
+
+def _check_equal(simulation: Simulation, whole: Simulation) -> None:
+    assert whole.full(simulation.strategy) == simulation.ticks
+    a, b = simulation.times(), whole.times()
+    for field in dataclasses.fields(a):
+        np.testing.assert_array_equal(getattr(a, field.name), getattr(b, field.name), err_msg=field.name)
+
+
+def _change_at_random(
+    given_: PlacementProblem, simulation: Simulation, draw: np.random.Generator, *, bounded: bool = False
+) -> int | None:
+    operators, shape = given_.graph.operators, given_.machine.cluster.shape
+    i = int(draw.integers(len(operators)))
+    chosen = random_configuration(operators[i], shape, draw)
+    if not bounded:
+        return simulation.change(i, chosen)
+    before = simulation.strategy[i]
+    simulation.strategy[i] = chosen
+    bound = tails(given_, simulation.structure, simulation.strategy)
+    simulation.strategy[i] = before
+    return simulation.change(i, chosen, int(simulation.ticks * 1.02), bound)
+
+
+@pytest.mark.parametrize(("model", "cluster"), CASES)
+@settings(max_examples=8, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_delta_and_full_simulation_give_the_same_timeline(model: str, cluster: str, seed: int) -> None:
+    here = problem(model, cluster)
+    draw = np.random.default_rng(seed)
+    simulation, whole = here.simulation("python"), here.simulation("python")
+    simulation.full(random_strategy(here, draw))
+    for _ in range(8):
+        _change_at_random(here, simulation, draw)
+        _check_equal(simulation, whole)
+        if draw.random() < 0.3:
+            simulation.undo()
+            _check_equal(simulation, whole)
+
+
+@pytest.mark.parametrize(("model", "cluster"), CASES[1:3])
+@settings(max_examples=8, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_a_change_is_given_up_only_where_it_takes_too_long(model: str, cluster: str, seed: int) -> None:
+    here = problem(model, cluster)
+    draw = np.random.default_rng(seed)
+    simulation, whole = here.simulation("python"), here.simulation("python")
+    simulation.full(random_strategy(here, draw))
+    for _ in range(10):
+        before = simulation.ticks
+        ticks = _change_at_random(here, simulation, draw, bounded=True)
+        exact = whole.full(simulation.strategy)
+        assert exact == ticks if ticks is not None else exact > int(before * 1.02)
+        if ticks is None:
+            simulation.undo()
+            _check_equal(simulation, whole)
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_no_step_is_shorter_than_the_load_of_a_device(seed: int) -> None:
+    here = problem("rnn", "2x2")
+    strategy = random_strategy(here, np.random.default_rng(seed))
+    simulation = here.simulation("python")
+    assert simulation.full(strategy) >= Loads(here, strategy).ticks.max()
+
+
+@pytest.mark.parametrize("engine", ["python", "numba"])
+def test_a_pool_that_fills_up_is_built_again(engine: Engine) -> None:
+    if engine == "numba":
+        pytest.importorskip("numba")
+    here = problem("mlp", "2x2")
+    draw = np.random.default_rng(7)
+    simulation, whole = here.simulation(engine), here.simulation("python")
+    simulation.full(random_strategy(here, draw))
+    for _ in range(600):
+        _change_at_random(here, simulation, draw)
+    assert simulation.builder.pool.top < 20_000
+    _check_equal(simulation, whole)

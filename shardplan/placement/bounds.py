@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shardplan.placement import event_loop
 from shardplan.placement.configurations import Configuration
-from shardplan.placement.operators import BACKWARD, FORWARD, UPDATE
 from shardplan.placement.problem import PlacementProblem
 from shardplan.placement.structure import Structure
 
@@ -39,34 +39,35 @@ class Loads:
         return np.bincount(devices, np.maximum(each - 3, 0), self._problem.machine.count).astype(np.int64)
 
 
-def tails(problem: PlacementProblem, structure: Structure, strategy: Sequence[Configuration]) -> Ints:
+class Tails:
     """[groups]: ticks that pass at least after the end of any task of a group, by the chains of operators behind it.
 
     Every part of a backward pass sends a gradient to some part of each operator before it. In the forward pass this holds for
     tensors of which no part holds a copy: of copies, some may have no reader.
     """
-    graph = structure.graph
-    fastest = float(problem.machine.speed.max())
-    ticks = [[int(t / fastest) for t in problem.tables[i][c.degrees]] for i, c in enumerate(strategy)]
-    bound = [0] * structure.groups
-    for i in range(len(graph.operators)):
-        update = ticks[i][UPDATE] if structure.update[i] else 0
-        back, own = 3 * i + BACKWARD, 3 * i + FORWARD
-        bound[back if structure.backward[i] else own] = update
-    for e in graph.edges:  # producers come first, so that their bounds are complete
-        if e.gradient:
-            p, c = 3 * e.producer + BACKWARD, 3 * e.consumer + BACKWARD
-            bound[c] = max(bound[c], ticks[e.producer][BACKWARD] + bound[p])
-    for i in range(len(graph.operators)):
-        if structure.backward[i]:
-            bound[3 * i] = ticks[i][BACKWARD] + bound[3 * i + BACKWARD]
-    for k in structure.from_last:
-        e = graph.edges[k]
-        degrees = strategy[e.producer].degrees
-        after = ticks[e.consumer][FORWARD] + bound[3 * e.consumer]
-        if all(d == 1 or n in e.produced for n, d in enumerate(degrees)):
-            bound[3 * e.producer] = max(bound[3 * e.producer], after)
-        bound[structure.edge_group(k)] = after
-        if e.gradient:
-            bound[structure.edge_group(k) + 1] = ticks[e.producer][BACKWARD] + bound[3 * e.producer + BACKWARD]
-    return np.array(bound, np.int64)
+
+    def __init__(self, problem: PlacementProblem, structure: Structure, strategy: Sequence[Configuration]) -> None:
+        self._problem, self._structure = problem, structure
+        edges = structure.graph.edges
+        self._ends = np.array([(e.producer, e.consumer, e.gradient) for e in edges], np.int64).reshape(len(edges), 3)
+        self._phases = np.array([structure.backward, structure.update], bool)
+        self._order = np.array(structure.from_last, np.int64)
+        self._ticks = np.zeros((len(strategy), 3), np.int64)
+        self._alone = np.zeros(len(edges), bool)
+        for i, chosen in enumerate(strategy):
+            self.change(i, chosen)
+
+    def change(self, i: int, chosen: Configuration) -> None:
+        """Changes operator i."""
+        fastest = float(self._problem.machine.speed.max())
+        self._ticks[i] = [int(t / fastest) for t in self._problem.tables[i][chosen.degrees]]
+        for k in self._structure.edges_of[i]:
+            edge = self._structure.graph.edges[k]
+            if edge.producer == i:
+                self._alone[k] = all(d == 1 or n in edge.produced for n, d in enumerate(chosen.degrees))
+
+    def bounds(self, loop: Callable[..., None] = event_loop.tails) -> Ints:
+        """The bounds; ``loop`` is `event_loop.tails` or the same compiled."""
+        bound = np.zeros(self._structure.groups, np.int64)
+        loop(self._ticks, self._ends, self._alone, self._order, self._phases[0], self._phases[1], bound)
+        return bound

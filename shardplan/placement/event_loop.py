@@ -51,12 +51,14 @@ def rerun(
     start: Any,
     end: Any,
     last: Any,
+    load: Any,
     tails: Any,
     limit: int,
 ) -> int:
     """Runs the tasks ``again``; the last instant, or `NONE` once it is certain to lie beyond ``limit``.
 
-    A connection or device takes tasks in the order in which they are ready, ties by ``key``. ``last`` is when each is free.
+    A connection or device takes tasks in the order in which they are ready, ties by ``key``. ``last`` is when each is free, and
+    ``load`` the ticks of its tasks that are still to run, which take at least as long. ``tails`` are bounds by group.
     """
     queue = [(ready[t], key[t], t) for t in again if waits[t] == 0]
     heapq.heapify(queue)
@@ -69,6 +71,9 @@ def rerun(
         finish = begin + work[task]
         if s >= 0:
             last[s] = finish
+            load[s] -= work[task]
+            if finish + load[s] > limit:
+                return NONE
         start[task] = begin
         end[task] = finish
         g = group[task]
@@ -86,3 +91,29 @@ def rerun(
                 if waits[reader] == 0:
                     heapq.heappush(queue, (ready[reader], key[reader], reader))
     return latest
+
+
+def tails(ticks: Any, edges: Any, alone: Any, order: Any, backward: Any, update: Any, bound: Any) -> None:
+    """Fills ``bound`` [groups] (`shardplan.placement.bounds.Tails`).
+
+    ``ticks`` [operators, phases] are the least of a part, ``edges`` [edges, 3] (producer, consumer, whether it has a gradient), in
+    the order of consumers. ``order`` lists them from the last producer on; ``alone`` [edges] are those without copies.
+    """
+    n = len(ticks)
+    for i in range(n):
+        bound[3 * i + (1 if backward[i] else 0)] = ticks[i, 2] if update[i] else 0
+    for k in range(len(edges)):
+        if edges[k, 2]:
+            p, c = edges[k, 0], edges[k, 1]
+            bound[3 * c + 1] = max(bound[3 * c + 1], ticks[p, 1] + bound[3 * p + 1])
+    for i in range(n):
+        if backward[i]:
+            bound[3 * i] = ticks[i, 1] + bound[3 * i + 1]
+    for k in order:
+        p, c = edges[k, 0], edges[k, 1]
+        after = ticks[c, 0] + bound[3 * c]
+        if alone[k]:
+            bound[3 * p] = max(bound[3 * p], after)
+        bound[3 * n + 2 * k] = after
+        if edges[k, 2]:
+            bound[3 * n + 2 * k + 1] = ticks[p, 1] + bound[3 * p + 1]

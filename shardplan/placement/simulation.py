@@ -108,6 +108,7 @@ class Simulation:
         for e in s.edges_of[i]:
             self.builder.put_edge(e, self.strategy)
         for w in s.weights_of[i]:
+            self.builder.put_users(w, self.strategy, changed=i)
             self.builder.put_weight(w, self.strategy)
         now = min(now, self._first_release(i, bundles, top))
         live = pool.alive[: pool.top]
@@ -140,8 +141,9 @@ class Simulation:
             groups += [s.edge_group(e), s.edge_group(e) + 1]
             bundles += range(s.edge_bundle(e), s.edge_bundle(e) + 4)
         for w in s.weights_of[i]:
-            groups.append(s.weight_group(w))
-            bundles += [*s.user_bundles[w], s.weight_bundles[w]]
+            groups.append(s.weight_group(w) + 1)
+            own = (b for b, u in zip(s.user_bundles[w], self.graph.weights[w].users, strict=True) if u == i)
+            bundles += [*own, s.weight_bundles[w], s.weight_bundles[w] + 1]
         return groups, bundles
 
     def _first_release(self, i: int, bundles: Sequence[int], top: int) -> int:
@@ -149,7 +151,8 @@ class Simulation:
         pool = self.builder.pool
         if not any(e.consumer == i for e in (self.graph.edges[k] for k in self.structure.edges_of[i])):
             return 0
-        kept = [s for b in bundles for s in [pool.sources_of(b)] if len(s) and s[0] < top]
+        fixed = [b for b in bundles if pool.base[self.structure.sources[b]] < top]
+        kept = [s for b in fixed for s in [pool.sources_of(b)] if len(s)]
         return min((int(pool.end[s].min()) for s in kept), default=NEVER)
 
     # -- both --------------------------------------------------------------------------------------------------------
@@ -162,18 +165,21 @@ class Simulation:
         on = kept[pool.stream[kept] >= 0]
         np.maximum.at(last, pool.stream[on], pool.end[on])
         pool.waits[again] = 0
-        prepare, rerun = self._loop(len(again))
+        runs_on = again[pool.stream[again] >= 0]
+        load = np.bincount(pool.stream[runs_on], pool.work[runs_on], len(last)).astype(np.int64)
+        prepare, rerun, _ = self.loops(len(again))
         where = (pool.group, pool.base, s.first, s.bundles, pool.pointer, pool.arcs)
         prepare(again, border, runs, *where, pool.waits, pool.ready, pool.end)
-        times = (pool.waits, pool.ready, pool.start, pool.end, last)
+        times = (pool.waits, pool.ready, pool.start, pool.end, last, load)
         latest = rerun(again, pool.work, pool.stream, pool.key, *where, *times, tails, limit)
         return NONE if latest == NONE else max(int(latest), int(pool.end[kept].max(initial=0)))
 
-    def _loop(self, tasks: int) -> tuple[Any, Any]:
+    def loops(self, tasks: int = 0) -> tuple[Any, Any, Any]:
+        """The functions of `event_loop`: compiled, or where tasks are few, as plain Python."""
         if self.engine == "auto" and tasks >= _FEW:
             self.engine = "numba" if compiled() is not None else "python"
         if self.engine != "numba":
-            return event_loop.prepare, event_loop.rerun
+            return event_loop.prepare, event_loop.rerun, event_loop.tails
         functions = compiled()
         if functions is None:
             raise PlacementError("the compiled simulator needs Numba, which is not installed: pip install 'shardplan[fast]'")
@@ -192,10 +198,11 @@ _FEW = 3_000
 
 
 @cache
-def compiled() -> tuple[Any, Any] | None:
+def compiled() -> tuple[Any, Any, Any] | None:
     """The functions of the loop compiled by Numba; None if it is not installed."""
     try:
         numba = import_module("numba")
     except ImportError:
         return None
-    return numba.njit(cache=True)(event_loop.prepare), numba.njit(cache=True)(event_loop.rerun)
+    functions = (event_loop.prepare, event_loop.rerun, event_loop.tails)
+    return tuple(numba.njit(cache=True)(f) for f in functions)  # type: ignore[return-value]

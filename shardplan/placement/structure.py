@@ -22,9 +22,10 @@ class Structure:
     """Numbers of groups and bundles. ``backward`` and ``update`` say which operators have tasks in these phases.
 
     - Operator i has the groups 3 i (forward), 3 i + 1 (backward) and 3 i + 2 (update); tensor e the groups ``edge_group(e)`` and the
-      next; weight w the group ``weight_group(w)``.
+      next; weight w the groups ``weight_group(w)`` and the next.
     - Bundles go from phase to phase of an operator (``phase_bundle``), from a producer and its transfers (``edge_bundle(e)``, 4 of
-      them: makes, arrives, returns, arrives back), from each user to a weight (``user_bundle``) and from a weight.
+      them: makes, arrives, returns, arrives back), from each user to a weight (``user_bundles``), and from the two groups of a weight
+      (``weight_bundles``, and the next).
     - ``first`` [groups + 1] and ``bundles`` list those that start at each group.
     - ``edges_of[i]`` and ``weights_of[i]`` are the tensors and weights of operator i;
       ``from_last`` lists all tensors, those of the last producer first.
@@ -48,8 +49,8 @@ class Structure:
         return 3 * len(self.graph.operators) + 2 * e
 
     def weight_group(self, w: int) -> int:
-        """The group of a weight's synchronisation."""
-        return self.edge_group(len(self.graph.edges)) + w
+        """The group of the one task that follows all terms of a weight's gradient; the next one has its reductions."""
+        return self.edge_group(len(self.graph.edges)) + 2 * w
 
     def edge_bundle(self, e: int) -> int:
         """The first of a tensor's four bundles."""
@@ -81,9 +82,9 @@ def structure_of(graph: OperatorGraph) -> Structure:
     for w in weights:
         user_bundles.append(tuple(range(len(sources), len(sources) + len(w.users))))
         sources += [last[u] for u in w.users]
-    weight_bundles = tuple(range(len(sources), len(sources) + len(weights)))
-    sources += [3 * n + 2 * len(edges) + w for w in range(len(weights))]
-    groups = 3 * n + 2 * len(edges) + len(weights)
+    weight_bundles = tuple(range(len(sources), len(sources) + 2 * len(weights), 2))
+    sources += range(3 * n + 2 * len(edges), 3 * n + 2 * len(edges) + 2 * len(weights))
+    groups = 3 * n + 2 * len(edges) + 2 * len(weights)
     own = np.array(sources, np.int64)
     first = np.concatenate([[0], np.cumsum(np.bincount(own, minlength=groups))]).astype(np.int64)
     return Structure(

@@ -40,6 +40,7 @@ class TaskGraphBuilder:
         for e in range(len(self.graph.edges)):
             self.put_edge(e, strategy)
         for w in range(len(self.graph.weights)):
+            self.put_users(w, strategy)
             self.put_weight(w, strategy)
 
     def put_operator(self, i: int, chosen: Configuration) -> None:
@@ -73,30 +74,34 @@ class TaskGraphBuilder:
         pool.put_bundle(bundle, sent.source, np.where(remote, pool.base[group] + sent.message, target))
         pool.put_bundle(bundle + 1, np.arange(len(sent.ticks)), target[remote])
 
+    def put_users(self, w: int, strategy: Sequence[Configuration], changed: int | None = None) -> None:
+        """The arcs from the parts that make terms of a weight's gradient; only those of operator ``changed``, if it is given."""
+        pool, s = self.pool, self.structure
+        group = s.weight_group(w)
+        if changed is None:
+            pool.put_group(group, np.zeros(1, np.int64), np.full(1, -1))
+        for b, u in zip(s.user_bundles[w], self.graph.weights[w].users, strict=True):
+            if changed in (None, u):
+                parts = np.arange(len(strategy[u].devices))
+                pool.put_bundle(b, parts, np.full(len(parts), pool.base[group]))
+
     def put_weight(self, w: int, strategy: Sequence[Configuration]) -> None:
         """The reductions of a weight's gradient. They follow all its terms, and the update follows them."""
         pool, s, weight = self.pool, self.structure, self.graph.weights[w]
-        work, stream = [0], [-1]
+        work, stream = list[int](), list[int]()
         for mask, nbytes in sync_groups(weight, [strategy[u] for u in weight.users]):
-            ticks = max(1, round(self.prices.seconds(mask, nbytes) / TICK_S))
             links = self.prices.links(mask)
-            work += [ticks] * len(links)
+            work += [max(1, round(self.prices.seconds(mask, nbytes) / TICK_S))] * len(links)
             stream += [self.machine.count + link for link in links]
-        middle = len(work) - 1
-        work, stream = [*work, 0], [*stream, -1]
-        group = s.weight_group(w)
-        pool.put_group(group, np.array(work, np.int64), np.array(stream, np.int64))
+        count = len(work)
+        group, bundle = s.weight_group(w) + 1, s.weight_bundles[w]
+        pool.put_group(group, np.array([*work, 0], np.int64), np.array([*stream, -1], np.int64))
         begin = int(pool.base[group])
-        for b, u in zip(s.user_bundles[w], weight.users, strict=True):
-            parts = np.arange(len(strategy[u].devices))
-            pool.put_bundle(b, parts, np.full(len(parts), begin))
         updates = pool.slots(3 * weight.users[0] + UPDATE)
-        inner = np.arange(1, middle + 1)
-        starts = np.zeros(max(1, middle), np.int64)
-        source = np.concatenate([starts, inner, np.full(len(updates), middle + 1)])
-        firsts = begin + inner if middle else np.array([begin + 1])
-        target = np.concatenate([firsts, np.full(middle, begin + middle + 1), updates])
-        pool.put_bundle(s.weight_bundles[w], source, target)
+        firsts = begin + np.arange(max(1, count))
+        pool.put_bundle(bundle, np.zeros(len(firsts), np.int64), firsts)
+        source = np.concatenate([np.arange(count), np.full(len(updates), count)])
+        pool.put_bundle(bundle + 1, source, np.concatenate([np.full(count, begin + count), updates]))
 
 
 _NO_TRANSFERS = Transfers(NO_TASKS, NO_TASKS, NO_TASKS, NO_TASKS, NO_TASKS)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardplan.placement.bounds import Loads, tails
+from shardplan.placement.bounds import Loads, Tails
 from shardplan.placement.configurations import random_configuration
 from shardplan.placement.problem import PlacementProblem
 from shardplan.placement.simulation import Engine, Simulation
@@ -34,11 +34,9 @@ def _change_at_random(
     chosen = random_configuration(operators[i], shape, draw)
     if not bounded:
         return simulation.change(i, chosen)
-    before = simulation.strategy[i]
-    simulation.strategy[i] = chosen
-    bound = tails(given_, simulation.structure, simulation.strategy)
-    simulation.strategy[i] = before
-    return simulation.change(i, chosen, int(simulation.ticks * 1.02), bound)
+    tails = Tails(given_, simulation.structure, simulation.strategy)
+    tails.change(i, chosen)
+    return simulation.change(i, chosen, int(simulation.ticks * 1.02), tails.bounds())
 
 
 @pytest.mark.parametrize(("model", "cluster"), CASES)

@@ -1,16 +1,14 @@
-"""Lower bounds on the time of a strategy, which need no simulation."""
+"""A lower bound on the time of a strategy that needs no simulation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.placement import event_loop
 from shardplan.placement.configurations import Configuration
 from shardplan.placement.problem import PlacementProblem
-from shardplan.placement.structure import Structure
 
 Ints = NDArray[np.int64]
 
@@ -37,37 +35,3 @@ class Loads:
         each = sum(self._problem.tables[i][chosen.degrees]) / self._problem.machine.speed[devices]
         # each phase is rounded, so that a part may take up to a tick less than its share of the sum
         return np.bincount(devices, np.maximum(each - 3, 0), self._problem.machine.count).astype(np.int64)
-
-
-class Tails:
-    """[groups]: ticks that pass at least after the end of any task of a group, by the chains of operators behind it.
-
-    Every part of a backward pass sends a gradient to some part of each operator before it. In the forward pass this holds for
-    tensors of which no part holds a copy: of copies, some may have no reader.
-    """
-
-    def __init__(self, problem: PlacementProblem, structure: Structure, strategy: Sequence[Configuration]) -> None:
-        self._problem, self._structure = problem, structure
-        edges = structure.graph.edges
-        self._ends = np.array([(e.producer, e.consumer, e.gradient) for e in edges], np.int64).reshape(len(edges), 3)
-        self._phases = np.array([structure.backward, structure.update], bool)
-        self._order = np.array(structure.from_last, np.int64)
-        self._ticks = np.zeros((len(strategy), 3), np.int64)
-        self._alone = np.zeros(len(edges), bool)
-        for i, chosen in enumerate(strategy):
-            self.change(i, chosen)
-
-    def change(self, i: int, chosen: Configuration) -> None:
-        """Changes operator i."""
-        fastest = float(self._problem.machine.speed.max())
-        self._ticks[i] = [int(t / fastest) for t in self._problem.tables[i][chosen.degrees]]
-        for k in self._structure.edges_of[i]:
-            edge = self._structure.graph.edges[k]
-            if edge.producer == i:
-                self._alone[k] = all(d == 1 or n in edge.produced for n, d in enumerate(chosen.degrees))
-
-    def bounds(self, loop: Callable[..., None] = event_loop.tails) -> Ints:
-        """The bounds; ``loop`` is `event_loop.tails` or the same compiled."""
-        bound = np.zeros(self._structure.groups, np.int64)
-        loop(self._ticks, self._ends, self._alone, self._order, self._phases[0], self._phases[1], bound)
-        return bound

@@ -52,14 +52,22 @@ def rerun(
     end: Any,
     last: Any,
     load: Any,
+    early: Any,
+    updates: int,
+    after: int,
     tails: Any,
     limit: int,
 ) -> int:
     """Runs the tasks ``again``; the last instant, or `NONE` once it is certain to lie beyond ``limit``.
 
-    A connection or device takes tasks in the order in which they are ready, ties by ``key``. ``last`` is when each is free, and
-    ``load`` the ticks of its tasks that are still to run, which take at least as long. ``tails`` are bounds by group.
+    A connection or device takes tasks in the order in which they are ready, ties by ``key``. ``last`` is when each is free, ``load``
+    the ticks of its tasks that are still to run, and ``early`` those of the forward and backward pass (in groups
+    below ``updates``), which ``after`` ticks
+    follow at least. ``tails`` are such bounds by group.
     """
+    for s in range(len(last)):
+        if last[s] + max(load[s], early[s] + (after if early[s] > 0 else 0)) > limit:
+            return NONE
     queue = [(ready[t], key[t], t) for t in again if waits[t] == 0]
     heapq.heapify(queue)
     latest = 0
@@ -72,7 +80,9 @@ def rerun(
         if s >= 0:
             last[s] = finish
             load[s] -= work[task]
-            if finish + load[s] > limit:
+            if group[task] < updates and group[task] % 3 != 2:
+                early[s] -= work[task]
+            if finish + max(load[s], early[s] + (after if early[s] > 0 else 0)) > limit:
                 return NONE
         start[task] = begin
         end[task] = finish
@@ -93,15 +103,35 @@ def rerun(
     return latest
 
 
-def tails(ticks: Any, edges: Any, alone: Any, order: Any, backward: Any, update: Any, bound: Any) -> None:
-    """Fills ``bound`` [groups] (`shardplan.placement.bounds.Tails`).
+def tails(
+    ticks: Any,
+    edges: Any,
+    alone: Any,
+    order: Any,
+    backward: Any,
+    update: Any,
+    users: Any,
+    owners: Any,
+    reduced: Any,
+    weights: int,
+    bound: Any,
+) -> None:
+    """Fills ``bound`` [groups] (`shardplan.placement.tails.Tails`).
 
     ``ticks`` [operators, phases] are the least of a part, ``edges`` [edges, 3] (producer, consumer, whether it has a gradient), in
-    the order of consumers. ``order`` lists them from the last producer on; ``alone`` [edges] are those without copies.
+    the order of consumers. ``order`` lists them from the last producer on; ``alone`` [edges] are those without copies. ``users``
+    are (weight, operator) pairs, ``weights`` is the group of the first weight.
     """
     n = len(ticks)
+    for w in range(len(owners)):
+        bound[weights + 2 * w] = reduced[w] + ticks[owners[w], 2]
+        bound[weights + 2 * w + 1] = ticks[owners[w], 2]
     for i in range(n):
         bound[3 * i + (1 if backward[i] else 0)] = ticks[i, 2] if update[i] else 0
+    for k in range(len(users)):
+        w, i = users[k, 0], users[k, 1]
+        own = 3 * i + (1 if backward[i] else 0)
+        bound[own] = max(bound[own], bound[weights + 2 * w])
     for k in range(len(edges)):
         if edges[k, 2]:
             p, c = edges[k, 0], edges[k, 1]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardplan.placement.bounds import Loads, Tails
+from shardplan.placement.bounds import Loads
 from shardplan.placement.configurations import Configuration, Strategy, random_configuration
 from shardplan.placement.problem import PlacementProblem
 from shardplan.placement.simulation import Engine
@@ -73,7 +73,7 @@ def anneal(
     began = time.monotonic()
     simulation = problem.simulation(engine)
     simulation.full(start)
-    loads, tails = Loads(problem, start), Tails(problem, simulation.structure, start)
+    loads = Loads(problem, start)
     best, best_strategy = simulation.ticks, tuple(start)
     history = [(0, time.monotonic() - began, simulation.seconds)]
     proposals = simulated = accepted = 0
@@ -91,11 +91,9 @@ def anneal(
         if loads.with_change(i, simulation.strategy[i], chosen) > limit:
             continue
         before = simulation.strategy[i]
-        tails.change(i, chosen)
         simulated += 1
-        if simulation.change(i, chosen, limit, tails.bounds(simulation.loops()[2])) is None:
+        if simulation.change(i, chosen, limit) is None:
             simulation.undo()
-            tails.change(i, before)
             continue
         accepted += 1
         loads.change(i, before, chosen)

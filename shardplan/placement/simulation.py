@@ -23,6 +23,7 @@ from shardplan.placement.event_loop import NEVER, NONE
 from shardplan.placement.machine import TICK_S, Machine
 from shardplan.placement.operators import BACKWARD, UPDATE, OperatorGraph
 from shardplan.placement.structure import structure_of
+from shardplan.placement.tails import Tails
 from shardplan.placement.task_graph import Table, TaskGraphBuilder
 from shardplan.placement.task_pool import Mark
 
@@ -54,6 +55,7 @@ class _Change:
     start: Ints
     end: Ints
     ticks: int
+    reduced: Ints
 
 
 class Simulation:
@@ -68,7 +70,7 @@ class Simulation:
         self.ran = 0
         self._change: _Change | None = None
         self._capacity = 0
-        self._tails = np.zeros(self.structure.groups, np.int64)
+        self._tails = Tails(self.structure, tables, float(machine.speed.max()))
 
     @property
     def seconds(self) -> float:
@@ -84,17 +86,18 @@ class Simulation:
         pool = self.builder.pool
         self._capacity = 2 * pool.top + (1 << 12)
         pool.ready[: pool.top] = 0
-        ticks = self._run(np.arange(pool.top), np.zeros(0, np.int64), np.ones(pool.top, bool), NEVER, self._tails)
+        for i, chosen in enumerate(self.strategy):
+            self._tails.change(i, chosen)
+        ticks = self._run(np.arange(pool.top), np.zeros(0, np.int64), np.ones(pool.top, bool), NEVER)
         self.ticks = ticks
         return ticks
 
     # -- delta -------------------------------------------------------------------------------------------------------
 
-    def change(self, i: int, chosen: Configuration, limit: int = NEVER, tails: Ints | None = None) -> int | None:
+    def change(self, i: int, chosen: Configuration, limit: int = NEVER) -> int | None:
         """Gives operator i another configuration and repairs the timeline (Algorithm 2); the ticks of a step.
 
-        None once a step is certain to take more than ``limit`` ticks; then only `undo` may follow. ``tails`` [groups] are ticks
-        that pass at least after any task of each group.
+        None once a step is certain to take more than ``limit`` ticks; then only `undo` may follow.
         """
         pool, s = self.builder.pool, self.structure
         if pool.top > self._capacity:
@@ -102,8 +105,9 @@ class Simulation:
         groups, bundles = self._touched(i)
         mark, top = pool.mark(groups, bundles), pool.top
         now = min((int(pool.ready[pool.base[g] : pool.base[g] + pool.count[g]].min(initial=NEVER)) for g in groups), default=NEVER)
-        before = self.strategy[i]
+        before, reduced = self.strategy[i], self.builder.reduced.copy()
         self.strategy[i] = chosen
+        self._tails.change(i, chosen)
         self.builder.put_operator(i, chosen)
         for e in s.edges_of[i]:
             self.builder.put_edge(e, self.strategy)
@@ -117,9 +121,9 @@ class Simulation:
         border = np.flatnonzero(live & ~runs & (pool.end[: pool.top] >= now))
         again = np.flatnonzero(runs)
         old = again[again < top]
-        self._change = _Change(mark, i, before, old, pool.ready[old], pool.start[old], pool.end[old], self.ticks)
+        self._change = _Change(mark, i, before, old, pool.ready[old], pool.start[old], pool.end[old], self.ticks, reduced)
         pool.ready[again] = 0
-        ticks = self._run(again, border, runs, limit, self._tails if tails is None else tails)
+        ticks = self._run(again, border, runs, limit)
         if ticks == NONE:
             return None
         self.ticks = ticks
@@ -132,6 +136,8 @@ class Simulation:
         pool.go_back(change.mark)
         pool.ready[change.tasks], pool.start[change.tasks], pool.end[change.tasks] = change.ready, change.start, change.end
         self.strategy[change.operator], self.ticks, self._change = change.before, change.ticks, None
+        self.builder.reduced = change.reduced
+        self._tails.change(change.operator, change.before)
 
     def _touched(self, i: int) -> tuple[list[int], list[int]]:
         """The groups and bundles that a change of operator i replaces."""
@@ -157,24 +163,29 @@ class Simulation:
 
     # -- both --------------------------------------------------------------------------------------------------------
 
-    def _run(self, again: Ints, border: Ints, runs: NDArray[np.bool_], limit: int, tails: Ints) -> int:
+    def _run(self, again: Ints, border: Ints, runs: NDArray[np.bool_], limit: int) -> int:
         pool, s = self.builder.pool, self.structure
         self.ran += len(again)
         last = np.zeros(self.machine.count + len(self.machine.links), np.int64)
         kept = np.flatnonzero(pool.alive[: pool.top] & ~runs)
         on = kept[pool.stream[kept] >= 0]
         np.maximum.at(last, pool.stream[on], pool.end[on])
-        pool.waits[again] = 0
         runs_on = again[pool.stream[again] >= 0]
         load = np.bincount(pool.stream[runs_on], pool.work[runs_on], len(last)).astype(np.int64)
-        prepare, rerun, _ = self.loops(len(again))
+        n = 3 * len(self.graph.operators)
+        first_passes = runs_on[(pool.group[runs_on] < n) & (pool.group[runs_on] % 3 != UPDATE)]
+        early = np.bincount(pool.stream[first_passes], pool.work[first_passes], len(last)).astype(np.int64)
+        prepare, rerun, bounds = self._loops(len(again))
+        tails = self._tails.bounds(self.builder.reduced, bounds) if limit < NEVER else np.zeros(s.groups, np.int64)
+        after = min(int(tails[s.last_phase(i)]) for i in range(len(self.graph.operators)))
+        pool.waits[again] = 0
         where = (pool.group, pool.base, s.first, s.bundles, pool.pointer, pool.arcs)
         prepare(again, border, runs, *where, pool.waits, pool.ready, pool.end)
         times = (pool.waits, pool.ready, pool.start, pool.end, last, load)
-        latest = rerun(again, pool.work, pool.stream, pool.key, *where, *times, tails, limit)
+        latest = rerun(again, pool.work, pool.stream, pool.key, *where, *times, early, n, after, tails, limit)
         return NONE if latest == NONE else max(int(latest), int(pool.end[kept].max(initial=0)))
 
-    def loops(self, tasks: int = 0) -> tuple[Any, Any, Any]:
+    def _loops(self, tasks: int = 0) -> tuple[Any, Any, Any]:
         """The functions of `event_loop`: compiled, or where tasks are few, as plain Python."""
         if self.engine == "auto" and tasks >= _FEW:
             self.engine = "numba" if compiled() is not None else "python"

@@ -26,6 +26,7 @@ class TaskGraphBuilder:
         self.structure, self.machine, self.tables = structure, machine, tables
         self.pool = TaskPool(structure)
         self.prices = GroupPrices(machine)
+        self.reduced = np.zeros(len(structure.graph.weights), np.int64)  # ticks that the reductions of a weight take at least
 
     @property
     def graph(self) -> OperatorGraph:
@@ -94,6 +95,7 @@ class TaskGraphBuilder:
             work += [max(1, round(self.prices.seconds(mask, nbytes) / TICK_S))] * len(links)
             stream += [self.machine.count + link for link in links]
         count = len(work)
+        self.reduced[w] = max(np.bincount(stream, work)) if count else 0
         group, bundle = s.weight_group(w) + 1, s.weight_bundles[w]
         pool.put_group(group, np.array([*work, 0], np.int64), np.array([*stream, -1], np.int64))
         begin = int(pool.base[group])

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         JaxVersionError,
         MemoryLimitError,
         PinError,
+        PlacementError,
         PlanFileError,
         ReductionError,
         ScheduleError,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from shardplan.shell.api import plan
     from shardplan.shell.load import load
     from shardplan.shell.parallel import parallelize
+    from shardplan.shell.place import Placement, place
     from shardplan.shell.planned import Plan
     from shardplan.tdl.register import register
 
@@ -57,6 +59,8 @@ __all__ = [
     "JaxVersionError",
     "MemoryLimitError",
     "PinError",
+    "PlacementError",
+    "Placement",
     "Plan",
     "PlanFileError",
     "ReductionError",
@@ -69,6 +73,7 @@ __all__ = [
     "all_reduce",
     "load",
     "parallelize",
+    "place",
     "plan",
     "register",
     "schedule_dag",
@@ -81,7 +86,9 @@ _HOMES = {
     "Plan": "shell.planned",
     "all_reduce": "collectives.lower",
     "load": "shell.load",
+    "Placement": "shell.place",
     "parallelize": "shell.parallel",
+    "place": "shell.place",
     "plan": "shell.api",
     "register": "tdl.register",
     "schedule_dag": "dag",

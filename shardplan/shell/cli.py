@@ -1,4 +1,4 @@
-"""The command line: `shardplan plan | verify | compare | score | simulate | explain | mesh | reduce | tdl | calibrate`.
+"""The command line: `shardplan plan | verify | compare | score | simulate | place | explain | mesh | reduce | tdl | calibrate`.
 
 With ``--json``, stdout holds one JSON object and nothing else; progress and warnings go to stderr. Exit codes: 0, done; 1, a
 check failed; 2, a user's error, printed as one line (with its traceback too if SHARDPLAN_TRACEBACK=1 is set); 130, interrupted by
@@ -26,6 +26,7 @@ from shardplan.shell.arguments import Parser, add_command, add_target_options, c
 from shardplan.shell.calibrate_command import add_calibrate_command
 from shardplan.shell.compare_command import add_compare_command
 from shardplan.shell.mesh_commands import add_mesh_commands
+from shardplan.shell.place_command import add_place_command
 from shardplan.shell.simulate_command import add_simulate_command
 from shardplan.shell.target_plan import simulated_devices, target_plan
 
@@ -171,6 +172,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--specs", metavar="FILE")
 
     add_simulate_command(commands)
+    add_place_command(commands)
 
     one = add_command(commands, "explain", _explain, "explain the choices of a saved plan")
     one.add_argument("file", metavar="plan.json")

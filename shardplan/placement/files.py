@@ -1,0 +1,77 @@
+"""Strategies as JSON values, and what makes two placement problems the same."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from shardplan.errors import PlacementError
+from shardplan.placement.configurations import Configuration, Strategy
+from shardplan.placement.operators import OperatorGraph
+from shardplan.placement.problem import PlacementProblem
+
+FORMAT = "shardplan-strategy"
+VERSION = 1
+
+
+def fingerprint(graph: OperatorGraph) -> str:
+    """A short digest of the operators, their loops and tensors: equal steps have equal ones."""
+    content = [
+        [(o.name, [(x.name, x.extent, x.kind) for x in o.loops]) for o in graph.operators],
+        [(e.producer, e.consumer, e.shape, e.itemsize, e.produced, e.read) for e in graph.edges],
+        [(w.path, w.shape, w.itemsize, w.users, w.labels) for w in graph.weights],
+    ]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+
+
+def strategy_json(problem: PlacementProblem, strategy: Strategy, seconds: float) -> dict[str, Any]:
+    """A strategy as JSON values: degrees and devices of each operator, and what the strategy is for."""
+    cluster = problem.machine.cluster
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "step": fingerprint(problem.graph),
+        "cluster": {"name": cluster.name, "fingerprint": cluster.fingerprint()},
+        "step_time_s": seconds,
+        "operators": {
+            o.name: {"degrees": list(c.degrees), "devices": list(c.devices)}
+            for o, c in zip(problem.graph.operators, strategy, strict=True)
+        },
+    }
+
+
+def read_strategy(text: str, problem: PlacementProblem, name: str) -> Strategy:
+    """The strategy in the text of a file ``name``.
+
+    Raises:
+        PlacementError: if the text is no strategy, or that of another step or cluster.
+    """
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise PlacementError(f"{name} is not JSON (line {error.lineno}): give a file that shardplan place -o wrote") from error
+    if not isinstance(values, dict) or values.get("format") != FORMAT or values.get("version") != VERSION:
+        raise PlacementError(f"{name} is no strategy of this version of shardplan: give a file that shardplan place -o wrote")
+    cluster = problem.machine.cluster
+    own = values.get("cluster")
+    if not isinstance(own, dict) or own.get("fingerprint") != cluster.fingerprint():
+        of = own.get("name") if isinstance(own, dict) else None
+        raise PlacementError(f"{name} is a strategy for the cluster {of}, not for {cluster.name}: search again")
+    if values.get("step") != fingerprint(problem.graph):
+        raise PlacementError(f"{name} is a strategy of another step, or of other shapes: search again")
+    operators = values.get("operators")
+    known = operators if isinstance(operators, dict) else {}
+    strategy = tuple(_configuration(known.get(o.name), name, o.name) for o in problem.graph.operators)
+    problem.check(strategy, name)
+    return strategy
+
+
+def _configuration(value: Any, file: str, operator: str) -> Configuration:
+    degrees, devices = (value.get(k) if isinstance(value, Mapping) else None for k in ("degrees", "devices"))
+    whole = all(isinstance(x, list) and all(type(n) is int for n in x) for x in (degrees, devices))
+    if not whole or math.prod(degrees) != len(devices):
+        raise PlacementError(f"{file} has no degrees and devices for {operator}, one device for each part: search again")
+    return Configuration(tuple(degrees), tuple(devices))

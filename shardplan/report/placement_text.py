@@ -1,0 +1,57 @@
+"""A placement as text for people: the step beside its baselines, and where each operator runs, cut how, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from shardplan.placement.configurations import Configuration, Strategy
+from shardplan.placement.operators import Operator
+from shardplan.report.tables import seconds, table
+
+
+def placement_text(
+    step_time_s: float,
+    baselines: Mapping[str, float],
+    operators: Sequence[Operator],
+    strategy: Strategy,
+    gains: Sequence[float | None],
+    *,
+    title: str,
+    origin: str,
+    searched: str,
+) -> str:
+    """``gains`` [operators] are the seconds that a step takes more if one operator alone runs data parallel (None: it does)."""
+    rows = [(name, seconds(s), f"{s / step_time_s:.2f}x") for name, s in baselines.items()]
+    parts = [f"{title}: {seconds(step_time_s)} a step ({origin})\n{searched}"]
+    parts.append("Beside\n\n" + table(("strategy", "step", "of this"), rows))
+    where = [
+        (o.name, cut_text(o, c), devices_text(c.devices), "data parallel" if gain is None else _why(gain), o.source)
+        for o, c, gain in zip(operators, strategy, gains, strict=True)
+    ]
+    parts.append("Where operators run\n\n" + table(("operator", "cut", "devices", "data parallel instead", "source"), where))
+    return "\n\n".join(parts)
+
+
+def _why(gain: float) -> str:
+    return ("+" if gain > 0 else "") + seconds(gain)
+
+
+def cut_text(operator: Operator, chosen: Configuration) -> str:
+    """The degrees of the loops that are cut, by kind and name: ``S i0/4, P i1/2``."""
+    cut = [f"{x.kind} {x.name}/{k}" for x, k in zip(operator.loops, chosen.degrees, strict=True) if k > 1]
+    return ", ".join(cut) or "whole"
+
+
+def devices_text(devices: Sequence[int]) -> str:
+    """Devices in order, runs of neighbours as ranges.
+
+    >>> devices_text((0, 1, 2, 3, 8)), devices_text((3, 1))
+    ('0-3, 8', '3, 1')
+    """
+    runs: list[list[int]] = []
+    for d in devices:
+        if runs and d == runs[-1][-1] + 1:
+            runs[-1].append(d)
+        else:
+            runs.append([d])
+    return ", ".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else str(r[0]) for r in runs)

@@ -1,0 +1,222 @@
+"""`shardplan.place`: where the operators of a step run, and when."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardplan.errors import PlacementError
+from shardplan.frontend.keywords import as_positional
+from shardplan.frontend.nnx_state import trace_step
+from shardplan.graph import flatten
+from shardplan.placement.configurations import Strategy
+from shardplan.placement.files import read_strategy, strategy_json
+from shardplan.placement.grouping import operator_graph
+from shardplan.placement.machine import machine_of
+from shardplan.placement.mcmc import Limits
+from shardplan.placement.problem import PlacementProblem, problem_of
+from shardplan.placement.schedules import METHODS, scheduled
+from shardplan.placement.search import STARTS, Found, checked, search, starts_of
+from shardplan.placement.simulation import Simulation
+from shardplan.placement.starts import data_parallel, expert, from_plan
+from shardplan.plans.files import write_whole
+from shardplan.report.placement_text import placement_text
+from shardplan.report.placement_timeline import PlacementTimeline, placement_timeline
+from shardplan.shell.api import plan
+from shardplan.shell.clusters import ClusterLike, resolve_cluster
+
+Notify = Callable[[str, float | None], None]
+
+_NO_LIMIT = 1 << 60
+"""Bytes that no device has: strategies are searched without a memory limit, so the plan is too."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where operators run. Made by `shardplan.place`.
+
+    ``strategy`` has a configuration for each operator of ``problem``. ``data_parallel_s``, ``expert_s`` and ``plan_s`` are the
+    seconds of a step under data parallelism, the experts' strategy and the plan on all devices (None: not asked for), simulated
+    alike. ``origin`` says which start or chain found it. ``simulations_per_s`` counts the proposals that one core decides.
+    """
+
+    problem: PlacementProblem
+    strategy: Strategy
+    step_time_s: float
+    data_parallel_s: float
+    expert_s: float
+    plan_s: float | None
+    origin: str
+    proposals: int
+    simulations_per_s: float
+
+    def __repr__(self) -> str:
+        count = len(self.strategy)
+        return f"<Placement of {count} operators on {self.problem.machine.cluster.name}: {self.step_time_s:.3g} s a step>"
+
+    @property
+    def assignment(self) -> dict[str, tuple[int, ...]]:
+        """The devices of each operator's parts, by its name."""
+        return {name: c.devices for name, c in zip(self.problem.graph.names, self.strategy, strict=True)}
+
+    @cached_property
+    def _simulation(self) -> Simulation:
+        simulation = self.problem.simulation()
+        simulation.full(self.strategy)
+        return simulation
+
+    @cached_property
+    def timeline(self) -> PlacementTimeline:
+        """When each task runs, with a row for each device and connection; it can be saved and drawn."""
+        return placement_timeline(self._simulation)
+
+    @cached_property
+    def gains(self) -> tuple[float | None, ...]:
+        """For each operator, the seconds that a step takes more if it alone runs data parallel (None: it does)."""
+        simulation, gains = self._simulation, list[float | None]()
+        for i, (own, other) in enumerate(zip(self.strategy, data_parallel(self.problem), strict=True)):
+            if own == other:
+                gains.append(None)
+                continue
+            simulation.change(i, other)
+            gains.append(simulation.seconds - self.step_time_s)
+            simulation.undo()
+        return tuple(gains)
+
+    def save(self, file: str | os.PathLike[str]) -> None:
+        """Writes the strategy as JSON: degrees and devices of each operator. `place` takes the file as a start.
+
+        Raises:
+            ShardplanError: if the file cannot be written.
+        """
+        write_whole(Path(file), json.dumps(strategy_json(self.problem, self.strategy, self.step_time_s), indent=1) + "\n")
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """The figures as JSON values."""
+        names = self.problem.graph.names
+        return {
+            "step_time_s": self.step_time_s,
+            "data_parallel_s": self.data_parallel_s,
+            "expert_s": self.expert_s,
+            "plan_s": self.plan_s,
+            "assignment": {name: list(devices) for name, devices in self.assignment.items()},
+            "proposals": self.proposals,
+            "simulations_per_s": self.simulations_per_s,
+            "origin": self.origin,
+            "degrees": {name: list(c.degrees) for name, c in zip(names, self.strategy, strict=True)},
+            "data_parallel_more_s": dict(zip(names, self.gains, strict=True)),
+        }
+
+    def text(self, title: str = "the step") -> str:
+        """The step beside its baselines, and where each operator runs, for people."""
+        known = {"data parallel": self.data_parallel_s, "expert": self.expert_s, "the plan on all devices": self.plan_s}
+        return placement_text(
+            self.step_time_s,
+            {name: s for name, s in known.items() if s is not None},
+            self.problem.graph.operators,
+            self.strategy,
+            self.gains,
+            title=title,
+            origin=self.origin,
+            searched=f"{self.proposals:,} proposals, {self.simulations_per_s:,.0f} a second and core",
+        )
+
+
+def place(
+    step: Callable[..., Any],
+    *args: Any,
+    cluster: ClusterLike,
+    budget_s: float = 60,
+    chains: int | None = None,
+    seed: int = 0,
+    start: Sequence[str] = STARTS,
+    method: str = "mcmc",
+    speed: Sequence[float] | None = None,
+    proposals: int | None = None,
+    observer: Notify | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+) -> Placement:
+    """Searches where the operators of ``step(*args)`` run, each cut in its own way on devices of its own (FlexFlow, sections 4 to 6).
+
+    Args:
+        step: The function to place.
+        args: Its arguments: trees of arrays or `jax.ShapeDtypeStruct`. Nothing is allocated.
+        cluster: As in `shardplan.plan`.
+        budget_s: Seconds for the search itself; each chain may end earlier by the paper's rule (section 6.2).
+        chains: The number of chains, which begin at the starts in turn; by default one for each start.
+        seed: Equal seeds draw equal proposals. How many fit in the budget depends on the machine; ``proposals`` limits them.
+        start: Some of "dp" (data parallel), "expert", "random", "plan" (`shardplan.plan`), and files that `Placement.save` wrote.
+        method: "mcmc"; or "fd-dps" or "heft", which schedule whole operators on single devices.
+        speed: The speed of each device, 1 for the cluster's own. Parts are equal, so that a slower device takes longer.
+        proposals: The most proposals of each chain.
+        observer: Called with the current activity and the fraction done.
+        kwargs: The arguments that the step takes by name alone.
+
+    Raises:
+        PlacementError: for a budget, start, method or speed that cannot be used, or a file of another step or cluster.
+        UndescribedPrimitiveError: for a primitive without a description.
+    """
+    files = [name for name in start if name not in STARTS and name.endswith(".json")]
+    checked(budget_s, chains, [name for name in start if name not in files] or (STARTS[:1] if files else ()))
+    if method not in ("mcmc", *METHODS):
+        other = "are not supported yet" if method == "regions" else "is no method"
+        raise PlacementError(f"the method {method!r} {other}: use mcmc, fd-dps or heft")
+    tell = observer or _silent
+    resolved, _ = resolve_cluster(cluster)
+    positional, values = as_positional(step, args, kwargs)
+    tell("tracing", None)
+    program = trace_step(positional, values).program
+    graph = operator_graph(flatten(program), program)
+    problem = problem_of(graph, machine_of(resolved, None if speed is None else np.array(speed, np.float64)))
+    known = {file: read_strategy(_text(file), problem, file) for file in files}
+    planned = _planned(problem, step, args, resolved, kwargs, tell) if "plan" in start else None
+    starts = known | starts_of(problem, [name for name in start if name not in files], seed, planned)
+    if method == "mcmc":
+        tell("searching", 0.0)
+        limits = Limits(budget_s, proposals)
+        found = search(problem, starts, limits, chains=chains, seed=seed, observer=lambda s, done: tell(f"best {s:.4g} s", done))
+    else:
+        found = _best({method: scheduled(problem, method)} | starts, problem)
+    others = [problem.seconds(s) for s in (data_parallel(problem), expert(problem))]
+    return Placement(
+        problem, found.strategy, found.seconds, *others, found.starts.get("plan"), found.origin, found.proposals,
+        found.simulations_per_s,
+    )  # fmt: skip
+
+
+def _silent(what: str, done: float | None) -> None:
+    pass
+
+
+def _best(strategies: Mapping[str, Strategy], problem: PlacementProblem) -> Found:
+    """The best of some strategies, without a search."""
+    for name, strategy in strategies.items():
+        problem.check(strategy, f"the strategy {name!r}")
+    seconds = {name: problem.seconds(strategy) for name, strategy in strategies.items()}
+    name = min(seconds, key=lambda s: seconds[s])
+    return Found(strategies[name], seconds[name], name, seconds, ())
+
+
+def _planned(
+    problem: PlacementProblem, step: Callable[..., Any], args: Sequence[Any], cluster: Any, kwargs: Any, tell: Notify
+) -> Strategy:
+    """The plan on all devices as a strategy."""
+    made = plan(step, *args, cluster=cluster, memory_limit=_NO_LIMIT, kwargs=kwargs, observer=lambda what, done: tell(what, done))
+    return from_plan(problem, made._data.choices, made.factors)
+
+
+def _text(file: str) -> str:
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlacementError(f"cannot read the strategy {file}: {getattr(error, 'strerror', None) or error}") from error
+
+

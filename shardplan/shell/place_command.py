@@ -1,0 +1,83 @@
+"""The command `shardplan place`: which devices each operator runs on, cut how, by search and simulation."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from shardplan.errors import ShardplanError
+from shardplan.report.report import Report
+from shardplan.shell.arguments import add_command, check_outputs, count
+
+
+def add_place_command(commands: Any) -> None:
+    """Adds `place`."""
+    one = add_command(commands, "place", _place, "search which devices each operator of a step runs on")
+    one.add_argument("target", metavar="TARGET", help="package.module:factory or file.py:factory; the factory returns (step, args)")
+    one.add_argument(
+        "--cluster", required=True, metavar="CLUSTER", help='a preset with its node count ("flexflow-p100:4"), a file or a shape'
+    )
+    one.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="an option of the factory; may be repeated")
+    one.add_argument("--budget", type=float, default=60.0, metavar="SECONDS", help="the most seconds to search (default: 60)")
+    one.add_argument("--chains", type=count, metavar="N", help="chains, which begin at the starts in turn (default: one each)")
+    one.add_argument("--proposals", type=count, metavar="N", help="the most proposals of each chain (default: no limit)")
+    one.add_argument("--seed", type=int, default=0, metavar="N", help="seed of all draws (default: 0)")
+    one.add_argument(
+        "--start",
+        default="dp,expert,random,plan",
+        metavar="LIST",
+        help="some of dp, expert, random, plan, and files that -o wrote, with commas between them (default: dp,expert,random,plan)",
+    )
+    one.add_argument("--method", default="mcmc", metavar="mcmc|fd-dps|heft", help="how to search (default: mcmc)")
+    one.add_argument("-o", "--output", metavar="FILE", help="save the strategy as JSON")
+    one.add_argument("--timeline", metavar="FILE", help="save the timeline as trace events, which Perfetto opens")
+    one.add_argument("--png", metavar="FILE", help="draw a Gantt chart of devices and connections (.png, .svg or .pdf)")
+
+
+def _place(options: argparse.Namespace) -> Report:
+    from shardplan.report import Progress
+    from shardplan.report.draw import picture_format
+    from shardplan.shell.place import place
+    from shardplan.shell.target import load_target, read_options, use_cpu
+
+    outputs = {"-o": options.output, "--timeline": options.timeline, "--png": options.png}
+    check_outputs(outputs, options)
+    _check_apart(outputs)
+    if options.png is not None:
+        picture_format(options.png)
+    use_cpu()
+    step, args = load_target(options.target, read_options(options.set))
+    with Progress() as progress:
+        made = place(
+            step,
+            *args,
+            cluster=options.cluster,
+            budget_s=options.budget,
+            chains=options.chains,
+            seed=options.seed,
+            start=tuple(name for name in options.start.split(",") if name),
+            method=options.method,
+            proposals=options.proposals,
+            observer=progress,
+        )
+    text = made.text(options.target)
+    if options.output is not None:
+        made.save(options.output)
+        text += f"\n\nsaved to {options.output}"
+    if options.timeline is not None:
+        made.timeline.save(options.timeline)
+        text += f"\n\ntimeline saved to {options.timeline}: open it in https://ui.perfetto.dev"
+    if options.png is not None:
+        made.timeline.draw(options.png, title=f"{options.target} on {made.problem.machine.cluster.name}")
+        text += f"\n\ndrawn in {options.png}"
+    return Report(text, made.json)
+
+
+def _check_apart(outputs: dict[str, str | None]) -> None:
+    seen: dict[Path, str] = {}
+    for option, file in outputs.items():
+        if file is not None:
+            other = seen.setdefault(Path(file).resolve(), option)
+            if other != option:
+                raise ShardplanError(f"{other} and {option} both name {file!r}: give one of them another name")

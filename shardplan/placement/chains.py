@@ -92,7 +92,9 @@ def _in_processes(tasks: Sequence[Task], workers: int, observer: Observer | None
 
 def _begun(task: Task) -> subprocess.Popen[bytes]:
     """A process that has read its task and runs it."""
-    process = subprocess.Popen([sys.executable, "-m", "shardplan.placement.chains"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "shardplan.placement.chains"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     assert process.stdin is not None, "its input is piped"
     process.stdin.write(pickle.dumps(task))
     process.stdin.close()

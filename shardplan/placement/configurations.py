@@ -1,7 +1,8 @@
 """Configurations: how an operator is cut, and which devices compute its parts (FlexFlow, section 4).
 
-A configuration has a degree for each loop of the operator. Its parts are numbered row-major over the loops, the first loop slowest;
-part k runs on ``devices[k]``. Parts are equal. Any devices are legal, in any order, and several parts may share a device.
+A configuration has a degree for each loop of the operator. Its parts are numbered row-major over the loops, the first loop
+slowest; part k runs on ``devices[k]``. Parts are equal. Any devices are legal, in any order, and several parts may share a
+device.
 """
 
 from __future__ import annotations

@@ -13,10 +13,12 @@ NONE = -1
 NEVER = 1 << 62
 
 
-def prepare(
-    again: Any, border: Any, runs: Any, group: Any, base: Any, first: Any, bundles: Any, pointer: Any, arcs: Any, waits: Any, ready: Any, end: Any
-) -> None:
-    """Counts for the tasks ``again`` how many others of them they wait for, and when the tasks at the ``border`` release them."""
+def prepare(again: Any, border: Any, runs: Any, where: Any, waits: Any, ready: Any, end: Any) -> None:
+    """Counts for the tasks ``again`` how many others of them they wait for, and when the tasks at the ``border`` release them.
+
+    ``where`` (group, base, first, bundles, pointer, arcs) leads to the readers of a task (`shardplan.placement.task_pool`).
+    """
+    group, base, first, bundles, pointer, arcs = where
     for n in range(len(again)):
         task = again[n]
         g = group[task]
@@ -35,36 +37,18 @@ def prepare(
                     ready[reader] = end[task]
 
 
-def rerun(
-    again: Any,
-    work: Any,
-    stream: Any,
-    key: Any,
-    group: Any,
-    base: Any,
-    first: Any,
-    bundles: Any,
-    pointer: Any,
-    arcs: Any,
-    waits: Any,
-    ready: Any,
-    start: Any,
-    end: Any,
-    last: Any,
-    load: Any,
-    early: Any,
-    updates: int,
-    after: int,
-    tails: Any,
-    limit: int,
-) -> int:
+def rerun(again: Any, tasks: Any, where: Any, times: Any, busy: Any, tails: Any, updates: int, after: int, limit: int) -> int:
     """Runs the tasks ``again``; the last instant, or `NONE` once it is certain to lie beyond ``limit``.
 
-    A connection or device takes tasks in the order in which they are ready, ties by ``key``. ``last`` is when each is free, ``load``
-    the ticks of its tasks that are still to run, and ``early`` those of the forward and backward pass (in groups
-    below ``updates``), which ``after`` ticks
-    follow at least. ``tails`` are such bounds by group.
+    A connection or device takes tasks in the order in which they are ready, ties by key. ``tasks`` are (work, stream, key),
+    ``times`` (waits, ready, start, end). Of ``busy``, ``last`` is when each stream is free, ``load`` the ticks of its tasks
+    that are still to run, and ``early`` those of the forward and backward pass (in groups below ``updates``), which ``after``
+    ticks follow at least. ``tails`` are such bounds by group.
     """
+    work, stream, key = tasks
+    group, base, first, bundles, pointer, arcs = where
+    waits, ready, start, end = times
+    last, load, early = busy
     for s in range(len(last)):
         if last[s] + max(load[s], early[s] + (after if early[s] > 0 else 0)) > limit:
             return NONE
@@ -73,30 +57,25 @@ def rerun(
     latest = 0
     while len(queue) > 0:
         begin, _, task = heapq.heappop(queue)
-        s = stream[task]
-        if s >= 0 and last[s] > begin:
-            begin = last[s]
+        s, g = stream[task], group[task]
         finish = begin + work[task]
         if s >= 0:
-            last[s] = finish
+            begin = max(begin, last[s])
+            last[s] = finish = begin + work[task]
             load[s] -= work[task]
-            if group[task] < updates and group[task] % 3 != 2:
+            if g < updates and g % 3 != 2:
                 early[s] -= work[task]
             if finish + max(load[s], early[s] + (after if early[s] > 0 else 0)) > limit:
                 return NONE
-        start[task] = begin
-        end[task] = finish
-        g = group[task]
+        start[task], end[task] = begin, finish
         if finish + tails[g] > limit:
             return NONE
-        if finish > latest:
-            latest = finish
+        latest = max(latest, finish)
         for b in range(first[g], first[g + 1]):
             p = pointer[bundles[b]] + task - base[g]
             for a in range(arcs[p], arcs[p + 1]):
                 reader = arcs[a]
-                if ready[reader] < finish:
-                    ready[reader] = finish
+                ready[reader] = max(ready[reader], finish)
                 waits[reader] -= 1
                 if waits[reader] == 0:
                     heapq.heappush(queue, (ready[reader], key[reader], reader))
@@ -118,9 +97,9 @@ def tails(
 ) -> None:
     """Fills ``bound`` [groups] (`shardplan.placement.tails.Tails`).
 
-    ``ticks`` [operators, phases] are the least of a part, ``edges`` [edges, 3] (producer, consumer, whether it has a gradient), in
-    the order of consumers. ``order`` lists them from the last producer on; ``alone`` [edges] are those without copies. ``users``
-    are (weight, operator) pairs, ``weights`` is the group of the first weight.
+    ``ticks`` [operators, phases] are the least of a part, ``edges`` [edges, 3] (producer, consumer, whether it has a gradient),
+    in the order of consumers. ``order`` lists them from the last producer on; ``alone`` [edges] are those without copies.
+    ``users`` are (weight, operator) pairs, ``weights`` is the group of the first weight.
     """
     n = len(ticks)
     for w in range(len(owners)):

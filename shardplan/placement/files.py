@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from shardplan.errors import PlacementError
@@ -70,8 +69,12 @@ def read_strategy(text: str, problem: PlacementProblem, name: str) -> Strategy:
 
 
 def _configuration(value: Any, file: str, operator: str) -> Configuration:
-    degrees, devices = (value.get(k) if isinstance(value, Mapping) else None for k in ("degrees", "devices"))
-    whole = all(isinstance(x, list) and all(type(n) is int for n in x) for x in (degrees, devices))
-    if not whole or math.prod(degrees) != len(devices):
+    degrees, devices = (_numbers(value.get(k) if isinstance(value, dict) else None) for k in ("degrees", "devices"))
+    if degrees is None or devices is None or math.prod(degrees) != len(devices):
         raise PlacementError(f"{file} has no degrees and devices for {operator}, one device for each part: search again")
-    return Configuration(tuple(degrees), tuple(devices))
+    return Configuration(degrees, devices)
+
+
+def _numbers(value: Any) -> tuple[int, ...] | None:
+    """A list of whole numbers; None for anything else."""
+    return tuple(value) if isinstance(value, list) and all(type(n) is int for n in value) else None

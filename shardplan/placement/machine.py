@@ -27,8 +27,8 @@ TICK_S = 1e-12
 class Machine:
     """Devices [n] with their ``speed`` (1: as the cluster file says), and what joins them.
 
-    ``latency_s``, ``bytes_per_s`` and ``link`` [n, n] are those of a message from a row's device to a column's; ``link`` is a number
-    of ``links``, or -1 on the diagonal.
+    ``latency_s``, ``bytes_per_s`` and ``link`` [n, n] are those of a message from a row's device to a column's; ``link`` is a
+    number of ``links``, or -1 on the diagonal.
     """
 
     cluster: Cluster
@@ -74,7 +74,7 @@ def machine_of(cluster: Cluster, speed: Floats | None = None) -> Machine:
     link[same] = -1
     latency = np.where(same, 0.0, topology.latencies(a, b))
     bandwidth = np.where(same, np.inf, least[np.minimum(meet, len(rates) - 1)])
-    return Machine(cluster, speeds, *(x.reshape(n, n) for x in (latency, bandwidth, link)), names)
+    return Machine(cluster, speeds, latency.reshape(n, n), bandwidth.reshape(n, n), link.reshape(n, n), names)
 
 
 def _links(cluster: Cluster, topology: Topology, source: Ints, meet: Ints) -> tuple[Ints, tuple[str, ...]]:

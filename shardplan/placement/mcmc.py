@@ -23,8 +23,8 @@ from shardplan.placement.simulation import Engine
 BETA = 50.0
 """``beta`` of equation 1 for each operator: of n operators, each takes about 1/n of a step, and a change that costs a
 fiftieth of that is accepted in one of e draws. With one value for all networks, the chains of large ones wander off."""
-LEAST_PROPOSALS = 20
-"""The stop rule applies after this many proposals for each operator."""
+LEAST_PROPOSALS = (1000, 50)
+"""The stop rule applies after this many proposals, and this many for each operator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def anneal(
     proposals = simulated = accepted = 0
     shape, operators = problem.machine.cluster.shape, problem.graph.operators
     beta = BETA * len(operators) if beta is None else beta
-    least = LEAST_PROPOSALS * len(operators)
+    least = max(LEAST_PROPOSALS[0], LEAST_PROPOSALS[1] * len(operators))
     while not _over(limits, proposals, max(least, 2 * history[-1][0]), time.monotonic() - began):
         proposals += 1
         i = int(draw.integers(len(operators)))
@@ -102,9 +102,7 @@ def anneal(
             history.append((proposals, time.monotonic() - began, simulation.seconds))
             if observer is not None:
                 observer(simulation.seconds, min(1.0, history[-1][1] / limits.budget_s))
-    return Chain(
-        best_strategy, history[-1][2], proposals, simulated, accepted, time.monotonic() - began, tuple(history)
-    )
+    return Chain(best_strategy, history[-1][2], proposals, simulated, accepted, time.monotonic() - began, tuple(history))
 
 
 def _over(limits: Limits, proposals: int, enough: int, elapsed_s: float) -> bool:

@@ -17,7 +17,7 @@ Degrees = tuple[int, ...]
 
 @lru_cache(maxsize=1 << 14)
 def shared_bytes(edge: Edge, produced: Degrees, read: Degrees) -> Ints:
-    """[parts of the producer, parts of the consumer]: bytes of the tensor that one makes, or holds a copy of, and the other reads."""
+    """[parts of the producer, parts of the consumer]: bytes of a tensor that one has and the other reads."""
     rows, columns = len(coordinates(produced)), len(coordinates(read))
     elements = np.ones((rows, columns), np.int64)
     for size, made, wanted in zip(edge.shape, edge.produced, edge.read, strict=True):

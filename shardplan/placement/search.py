@@ -84,7 +84,7 @@ def search(
     observer: Observer | None = None,
     engine: Engine = "auto",
 ) -> Found:
-    """The best strategy that chains from these starts find; never worse than a start. Equal seeds and proposals, equal results."""
+    """The best strategy that chains from these starts find; never worse than a start."""
     for name, strategy in starts.items():
         problem.check(strategy, f"the start {name!r}")
     seconds = {name: problem.seconds(strategy, engine) for name, strategy in starts.items()}

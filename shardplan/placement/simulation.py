@@ -1,8 +1,8 @@
 """Full and delta simulation of strategies (FlexFlow, sections 5.2 and 5.3, Algorithms 1 and 2).
 
 A device or connection runs one task at a time, in the order in which tasks are ready. So nothing that is ready before the first
-change is affected by it: the delta simulation replaces the tasks of the changed operator, keeps the timeline up to that instant and
-runs the rest again. Its timeline is that of a full simulation, to the tick.
+change is affected by it: the delta simulation replaces the tasks of the changed operator, keeps the timeline up to that instant
+and runs the rest again. Its timeline is that of a full simulation, to the tick.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Change:
 
 
 class Simulation:
-    """A strategy with its timeline, and changes to it. ``ticks`` is the time of a step, ``ran`` counts the tasks that were run."""
+    """A strategy with its timeline, and changes to it. ``ticks`` is the time of a step, ``ran`` counts tasks that ran."""
 
     def __init__(self, graph: OperatorGraph, machine: Machine, tables: Sequence[Table], engine: Engine = "auto") -> None:
         self.graph, self.machine, self.engine = graph, machine, engine
@@ -104,7 +104,9 @@ class Simulation:
             self.full(self.strategy)
         groups, bundles = self._touched(i)
         mark, top = pool.mark(groups, bundles), pool.top
-        now = min((int(pool.ready[pool.base[g] : pool.base[g] + pool.count[g]].min(initial=NEVER)) for g in groups), default=NEVER)
+        now = min(
+            (int(pool.ready[pool.base[g] : pool.base[g] + pool.count[g]].min(initial=NEVER)) for g in groups), default=NEVER
+        )
         before, reduced = self.strategy[i], self.builder.reduced.copy()
         self.strategy[i] = chosen
         self._tails.change(i, chosen)
@@ -166,24 +168,29 @@ class Simulation:
     def _run(self, again: Ints, border: Ints, runs: NDArray[np.bool_], limit: int) -> int:
         pool, s = self.builder.pool, self.structure
         self.ran += len(again)
-        last = np.zeros(self.machine.count + len(self.machine.links), np.int64)
         kept = np.flatnonzero(pool.alive[: pool.top] & ~runs)
-        on = kept[pool.stream[kept] >= 0]
-        np.maximum.at(last, pool.stream[on], pool.end[on])
-        runs_on = again[pool.stream[again] >= 0]
-        load = np.bincount(pool.stream[runs_on], pool.work[runs_on], len(last)).astype(np.int64)
-        n = 3 * len(self.graph.operators)
-        first_passes = runs_on[(pool.group[runs_on] < n) & (pool.group[runs_on] % 3 != UPDATE)]
-        early = np.bincount(pool.stream[first_passes], pool.work[first_passes], len(last)).astype(np.int64)
-        prepare, rerun, bounds = self._loops(len(again))
-        tails = self._tails.bounds(self.builder.reduced, bounds) if limit < NEVER else np.zeros(s.groups, np.int64)
-        after = min(int(tails[s.last_phase(i)]) for i in range(len(self.graph.operators)))
+        busy = self._busy(again, kept)
         pool.waits[again] = 0
         where = (pool.group, pool.base, s.first, s.bundles, pool.pointer, pool.arcs)
-        prepare(again, border, runs, *where, pool.waits, pool.ready, pool.end)
-        times = (pool.waits, pool.ready, pool.start, pool.end, last, load)
-        latest = rerun(again, pool.work, pool.stream, pool.key, *where, *times, early, n, after, tails, limit)
+        prepare, rerun, bounds = self._loops(len(again))
+        prepare(again, border, runs, where, pool.waits, pool.ready, pool.end)
+        tails = self._tails.bounds(self.builder.reduced, bounds) if limit < NEVER else np.zeros(s.groups, np.int64)
+        operators = len(self.graph.operators)
+        after = min(int(tails[s.last_phase(i)]) for i in range(operators))
+        tasks, times = (pool.work, pool.stream, pool.key), (pool.waits, pool.ready, pool.start, pool.end)
+        latest = rerun(again, tasks, where, times, busy, tails, 3 * operators, after, limit)
         return NONE if latest == NONE else max(int(latest), int(pool.end[kept].max(initial=0)))
+
+    def _busy(self, again: Ints, kept: Ints) -> tuple[Ints, Ints, Ints]:
+        """[streams]: when each is free of the tasks ``kept``; ticks of those that run ``again``, and of their first phases."""
+        pool, count = self.builder.pool, self.machine.count + len(self.machine.links)
+        last = np.zeros(count, np.int64)
+        on = kept[pool.stream[kept] >= 0]
+        np.maximum.at(last, pool.stream[on], pool.end[on])
+        on = again[pool.stream[again] >= 0]
+        first = on[(pool.group[on] < 3 * len(self.graph.operators)) & (pool.group[on] % 3 != UPDATE)]
+        load, early = (np.bincount(pool.stream[x], pool.work[x], count).astype(np.int64) for x in (on, first))
+        return last, load, early
 
     def _loops(self, tasks: int = 0) -> tuple[Any, Any, Any]:
         """The functions of `event_loop`: compiled, or where tasks are few, as plain Python."""

@@ -1,4 +1,4 @@
-"""Strategies that people use, from which the search starts: data parallel, the experts', random ones, and a plan on all devices."""
+"""Strategies that people use, from which a search starts: data parallel, the experts', random ones, a plan on all devices."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def expert(problem: PlacementProblem) -> Strategy:
 
 def _layers_in_nodes(problem: PlacementProblem) -> Strategy:
     shape = problem.machine.cluster.shape
-    nodes, inside = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, shape[0])
+    inside = math.prod(shape[1:]) if len(shape) > 1 else math.prod(shape)
+    nodes = problem.machine.count // inside
     layers = _layers(problem.graph)
     strategy: list[Configuration] = []
     for i, operator in enumerate(problem.graph.operators):
@@ -118,7 +119,7 @@ def _planned(operator: Operator, choices: Choices, factors: Sequence[Factor], at
     use = choices.use(anchor.where, anchor.op) if anchor is not None and anchor.where in choices.bodies else None
     cut: dict[int, list[int]] = {}
     spare: list[int] = []
-    loops = {v: n for v, n in anchor.cut} if anchor is not None else {}
+    loops = dict(anchor.cut) if anchor is not None else {}
     for f, factor in enumerate(factors):
         v = use.loops[f] if use is not None else -1
         n = loops.get(v)
@@ -142,5 +143,3 @@ def _planned(operator: Operator, choices: Choices, factors: Sequence[Factor], at
             along = along * factors[f].size + at[own, f]
         part = part * degree + along
     return Configuration(degrees, tuple(own[np.argsort(part)].tolist()))
-
-

@@ -1,8 +1,8 @@
 """The fixed part of the task graphs of all assignments: groups of tasks, and bundles of arcs between groups.
 
-A *group* holds the tasks of one operator in one phase, the transfers of one tensor in one direction, or the synchronisation of one
-weight. A *bundle* holds the arcs from the tasks of one group to those of others. A change of one configuration replaces whole
-groups and bundles.
+A *group* holds the tasks of one operator in one phase, the transfers of one tensor in one direction, or the synchronisation of
+one weight. A *bundle* holds the arcs from the tasks of one group to those of others. A change of one configuration replaces
+whole groups and bundles.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Ints = NDArray[np.int64]
 class Structure:
     """Numbers of groups and bundles. ``backward`` and ``update`` say which operators have tasks in these phases.
 
-    - Operator i has the groups 3 i (forward), 3 i + 1 (backward) and 3 i + 2 (update); tensor e the groups ``edge_group(e)`` and the
-      next; weight w the groups ``weight_group(w)`` and the next.
-    - Bundles go from phase to phase of an operator (``phase_bundle``), from a producer and its transfers (``edge_bundle(e)``, 4 of
-      them: makes, arrives, returns, arrives back), from each user to a weight (``user_bundles``), and from the two groups of a weight
-      (``weight_bundles``, and the next).
+    - Operator i has the groups 3 i (forward), 3 i + 1 (backward) and 3 i + 2 (update); tensor e the groups ``edge_group(e)``
+      and the next; weight w the groups ``weight_group(w)`` and the next.
+    - Bundles go from phase to phase of an operator (``phase_bundle``), from a producer and its transfers (``edge_bundle(e)``, 4
+      of them: makes, arrives, returns, arrives back), from each user to a weight (``user_bundles``), and from the two groups of
+      a weight (``weight_bundles``, and the next).
     - ``first`` [groups + 1] and ``bundles`` list those that start at each group.
     - ``edges_of[i]`` and ``weights_of[i]`` are the tensors and weights of operator i;
       ``from_last`` lists all tensors, those of the last producer first.

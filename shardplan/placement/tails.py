@@ -41,6 +41,13 @@ class Tails:
             if edge.producer == i:
                 self._alone[k] = all(d == 1 or n in edge.produced for n, d in enumerate(chosen.degrees))
 
+    def leave_open(self, i: int, least: Sequence[int]) -> None:
+        """Leaves the configuration of operator i open: its parts take at least so many ticks in each phase."""
+        self._ticks[i] = least
+        for k in self._structure.edges_of[i]:
+            if self._structure.graph.edges[k].producer == i:
+                self._alone[k] = False
+
     def bounds(self, reduced: Ints, loop: Callable[..., None] = event_loop.tails) -> Ints:
         """The bounds. ``reduced`` [weights] are the ticks of reductions; ``loop`` is `event_loop.tails` or the same compiled."""
         bound = np.zeros(self._structure.groups, np.int64)

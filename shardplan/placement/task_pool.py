@@ -1,4 +1,4 @@
-"""Tasks and arcs in growing arrays. Groups and bundles are replaced by new ones at the end; old ones stay until the pool is full."""
+"""Tasks and arcs in growing arrays. Groups and bundles are replaced by new ones at the end; old ones stay a while."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Mark:
 class TaskPool:
     """Arrays by task: ``work`` in ticks, ``stream`` (-1: none), ``key``, ``group``, ``alive``, ``ready``, ``start``, ``end``.
 
-    Group g has the tasks ``base[g]`` to ``base[g] + count[g]``. Bundle b has at ``pointer[b]`` of ``arcs`` an offset for each task of
-    its source group and one more, then the tasks that wait for them.
+    Group g has the tasks ``base[g]`` to ``base[g] + count[g]``. Bundle b has at ``pointer[b]`` of ``arcs`` an offset for each
+    task of its source group and one more, then the tasks that wait for them.
     """
 
     def __init__(self, structure: Structure, tasks: int = 1 << 12, arcs: int = 1 << 14) -> None:

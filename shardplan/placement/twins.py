@@ -1,21 +1,17 @@
 """Gives each op of the backward pass, and of the update, to the operator of the forward pass that it belongs to.
 
-The gradient of a weight belongs to the operator that reads the weight. Of two gradients of a product, each reads the other operand,
-so the forward product that reads the same tensor is the twin. Any other op reads a value that an op
-of its operator read at the same line of the step, or only passes a gradient on.
+The gradient of a weight belongs to the operator that reads the weight. Of two gradients of a product, each reads the other
+operand, so the forward product that reads the same tensor is the twin. Any other op reads a value that an op of its operator
+read at the same line of the step, or only passes a gradient on.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from shardplan.graph.nodes import Node
+from shardplan.placement.forward import Grouping
 from shardplan.placement.labels import by_shape
 from shardplan.placement.operators import BACKWARD, UPDATE, Work
 from shardplan.search.coarsening.gradient_pairing import same_values
-
-if TYPE_CHECKING:
-    from shardplan.placement.grouping import Grouping
 
 
 def assign_backward(grouping: Grouping) -> None:

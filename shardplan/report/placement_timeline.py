@@ -26,8 +26,8 @@ _KINDS = ("forward", "backward", "update", "transfer")
 class PlacementTimeline:
     """When each task of a placed step runs.
 
-    Task n of ``names[name[n]]`` runs in ``rows[row[n]]`` from ``start_s`` to ``end_s`` [tasks]. ``kind`` [tasks] is 0 to 2 for the
-    phases of operators, 3 for what is sent.
+    Task n of ``names[name[n]]`` runs in ``rows[row[n]]`` from ``start_s`` to ``end_s`` [tasks]. ``kind`` [tasks] is 0 to 2 for
+    the phases of operators, 3 for what is sent.
     """
 
     step_time_s: float
@@ -47,7 +47,7 @@ class PlacementTimeline:
 
     def busy_s(self) -> NDArray[np.float64]:
         """[rows]: the seconds in which each device or connection is busy."""
-        return np.bincount(self.row, self.end_s - self.start_s, len(self.rows))
+        return np.bincount(self.row, self.end_s - self.start_s, len(self.rows)).astype(np.float64)
 
     def save(self, file: str | os.PathLike[str]) -> None:
         """Writes Chrome's trace events as JSON, for Perfetto (https://ui.perfetto.dev); the file is replaced once complete.
@@ -73,7 +73,7 @@ def placement_timeline(simulation: Simulation) -> PlacementTimeline:
     on = times.stream >= 0
     group, stream = times.group[on], times.stream[on]
     used, row = np.unique(np.concatenate([np.arange(machine.count), stream]), return_inverse=True)
-    rows = [f"device {s}" if s < machine.count else machine.links[s - machine.count] for s in used.tolist()]
+    rows: list[str] = [f"device {s}" if s < machine.count else machine.links[s - machine.count] for s in used.tolist()]
     n, edges = 3 * len(graph.operators), 2 * len(graph.edges)
     names = [f"{o.name} {phase}" for o in graph.operators for phase in _KINDS[:3]]
     for e in graph.edges:
@@ -88,8 +88,8 @@ def placement_timeline(simulation: Simulation) -> PlacementTimeline:
         group,
         np.where(group < n, group % 3, 3),
         row[machine.count :],
-        times.start[on] * TICK_S,
-        times.end[on] * TICK_S,
+        (times.start[on] * TICK_S).astype(np.float64),
+        (times.end[on] * TICK_S).astype(np.float64),
     )
 
 

@@ -144,7 +144,7 @@ def place(
     observer: Notify | None = None,
     kwargs: Mapping[str, Any] | None = None,
 ) -> Placement:
-    """Searches where the operators of ``step(*args)`` run, each cut in its own way on devices of its own (FlexFlow, sections 4 to 6).
+    """Searches where the operators of ``step(*args)`` run, each cut in its own way on its own devices (FlexFlow).
 
     Args:
         step: The function to place.
@@ -185,11 +185,17 @@ def place(
         found = search(problem, starts, limits, chains=chains, seed=seed, observer=lambda s, done: tell(f"best {s:.4g} s", done))
     else:
         found = _best({method: scheduled(problem, method)} | starts, problem)
-    others = [problem.seconds(s) for s in (data_parallel(problem), expert(problem))]
     return Placement(
-        problem, found.strategy, found.seconds, *others, found.starts.get("plan"), found.origin, found.proposals,
+        problem,
+        found.strategy,
+        found.seconds,
+        problem.seconds(data_parallel(problem)),
+        problem.seconds(expert(problem)),
+        found.starts.get("plan"),
+        found.origin,
+        found.proposals,
         found.simulations_per_s,
-    )  # fmt: skip
+    )
 
 
 def _silent(what: str, done: float | None) -> None:
@@ -218,5 +224,3 @@ def _text(file: str) -> str:
         return Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise PlacementError(f"cannot read the strategy {file}: {getattr(error, 'strerror', None) or error}") from error
-
-

@@ -14,7 +14,9 @@ from shardplan.shell.arguments import add_command, check_outputs, count
 def add_place_command(commands: Any) -> None:
     """Adds `place`."""
     one = add_command(commands, "place", _place, "search which devices each operator of a step runs on")
-    one.add_argument("target", metavar="TARGET", help="package.module:factory or file.py:factory; the factory returns (step, args)")
+    one.add_argument(
+        "target", metavar="TARGET", help="package.module:factory or file.py:factory; the factory returns (step, args)"
+    )
     one.add_argument(
         "--cluster", required=True, metavar="CLUSTER", help='a preset with its node count ("flexflow-p100:4"), a file or a shape'
     )
@@ -27,7 +29,7 @@ def add_place_command(commands: Any) -> None:
         "--start",
         default="dp,expert,random,plan",
         metavar="LIST",
-        help="some of dp, expert, random, plan, and files that -o wrote, with commas between them (default: dp,expert,random,plan)",
+        help="some of dp, expert, random and plan, and files that -o wrote, with commas between (default: the four)",
     )
     one.add_argument("--method", default="mcmc", metavar="mcmc|fd-dps|heft", help="how to search (default: mcmc)")
     one.add_argument("-o", "--output", metavar="FILE", help="save the strategy as JSON")

@@ -340,7 +340,7 @@ NOT_FROZEN = {
     "graph.kernels._Kernel": "grows while ops and kernels are joined",
     "emit.specs._Frame": "the values of a program while it is evaluated",
     "simulate.step_tasks._Frame": "the values of a body while it is walked",
-    "placement.grouping.Group": "grows while ops join it",
+    "placement.forward.Group": "grows while ops join it",
     "placement.groups.GroupPrices": "keeps the prices of groups",
     "placement.prices.PartPrices": "keeps the tables of equal operators",
     "placement.machine.Machine": "works out ticks at first use",

@@ -87,6 +87,9 @@ def _in_processes(tasks: Sequence[Task], workers: int, observer: Observer | None
         finally:
             for process in running:
                 process.kill()
+                process.wait()
+                if process.stdout is not None:
+                    process.stdout.close()
     return found
 
 

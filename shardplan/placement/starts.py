@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import posixpath
 from collections.abc import Sequence
 
 import numpy as np
@@ -56,11 +57,13 @@ def _layers_in_nodes(problem: PlacementProblem) -> Strategy:
 
 
 def _layers(graph: OperatorGraph) -> list[int]:
-    """The layer of each operator: operators on one weight are of one layer, others of the layer before them."""
+    """The layer of each operator: that of its weights, which are in one folder of the state, else that of what it reads."""
+    common = posixpath.commonprefix([w.path.rpartition("/")[0] + "/" for w in graph.weights]).rfind("/")
+    numbers: dict[str, int] = {}
     layer_of: dict[int, int] = {}
     for w in sorted(graph.weights, key=lambda w: w.users[0]):
-        known = [layer_of[u] for u in w.users if u in layer_of]
-        number = known[0] if known else len(set(layer_of.values()))
+        folder = w.path.rpartition("/")[0]
+        number = numbers.setdefault(folder if len(folder) > common else w.path, len(numbers))
         for u in w.users:
             layer_of.setdefault(u, number)
     made = {e.consumer: e.producer for e in graph.edges}

@@ -167,7 +167,7 @@ def place(
     files = [name for name in start if name not in STARTS and name.endswith(".json")]
     checked(budget_s, chains, [name for name in start if name not in files] or (STARTS[:1] if files else ()))
     if method not in ("mcmc", *METHODS):
-        other = "are not supported yet" if method == "regions" else "is no method"
+        other = "is not supported yet" if method == "regions" else "does not exist"
         raise PlacementError(f"the method {method!r} {other}: use mcmc, fd-dps or heft")
     tell = observer or _silent
     resolved, _ = resolve_cluster(cluster)

@@ -1,0 +1,97 @@
+"""`shardplan place` and `shardplan.place`: what they answer, what they write, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import shardplan
+from shardplan.shell.cli import main
+from shardplan.shell.target import load_target
+
+QUICK = ["place", "models.mlp:train_step", "--cluster", "2x2", "--chains", "1", "--proposals", "30"]
+
+
+def _run(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str, str]:
+    code = main([*QUICK, *options])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_the_answer_has_the_promised_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = _run(capsys, "--json")
+    answer = json.loads(out)
+    promised = {"step_time_s", "data_parallel_s", "expert_s", "plan_s", "assignment", "proposals", "simulations_per_s"}
+    assert code == 0
+    assert promised <= set(answer)
+    assert answer["step_time_s"] <= min(answer["data_parallel_s"], answer["expert_s"], answer["plan_s"])
+    assert set(answer["assignment"]) == {f"layer_{n}/kernel" for n in range(4)}
+    assert all(set(devices) <= {0, 1, 2, 3} for devices in answer["assignment"].values())
+
+
+def test_the_report_says_where_operators_run_and_what_else_would_take(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = _run(capsys, "--start", "dp,expert")
+    assert code == 0
+    for words in ("a step (", "data parallel", "Where operators run", "layer_3/kernel", "mlp.py"):
+        assert words in out
+
+
+def test_a_saved_strategy_is_a_start(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    files = {"-o": tmp_path / "s.json", "--timeline": tmp_path / "t.json"}
+    code, out, _ = _run(capsys, "--start", "dp,random", "--json", *(str(x) for pair in files.items() for x in pair))
+    assert code == 0
+    first = json.loads(out)
+    events = json.loads(files["--timeline"].read_text())["traceEvents"]
+    last = max(e["ts"] + e["dur"] for e in events if e["ph"] == "X")
+    assert last == pytest.approx(first["step_time_s"] * 1e6, abs=2e-3)
+    assert {e["args"]["name"] for e in events if e["name"] == "thread_name"} >= {f"device {d}" for d in range(4)}
+    code, out, _ = _run(capsys, "--start", str(files["-o"]), "--json")
+    assert code == 0
+    assert json.loads(out)["step_time_s"] <= first["step_time_s"]
+
+
+def test_a_gantt_chart_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    code, _, _ = _run(capsys, "--start", "dp", "--png", str(tmp_path / "t.png"))
+    assert code == 0
+    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--budget", "0"], "a budget of 0.0 seconds leaves no time to search: give a number above 0"),
+        (["--start", "best"], "no start 'best': use some of dp, expert, random, plan"),
+        (["--method", "regions"], "the method 'regions' is not supported yet: use mcmc, fd-dps or heft"),
+        (["--method", "luck"], "the method 'luck' does not exist: use mcmc, fd-dps or heft"),
+        (["--start", "nowhere.json"], "cannot read the strategy nowhere.json: No such file or directory"),
+        (["--png", "t.txt"], "'t.txt': a drawing is written as .png, .svg, .pdf; end the file's name with one of these"),
+        (["-o", "/nowhere/s.json"], "cannot write /nowhere/s.json: there is no folder /nowhere"),
+    ],
+)
+def test_what_cannot_be_searched_is_one_line(capsys: pytest.CaptureFixture[str], options: list[str], message: str) -> None:
+    code, out, err = _run(capsys, *options)
+    assert (code, out, err) == (2, "", f"shardplan: {message}\n")
+
+
+def test_two_outputs_need_two_names(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = str(tmp_path / "x.json")
+    code, _, err = _run(capsys, "-o", file, "--timeline", file)
+    assert code == 2
+    assert "-o and --timeline both name" in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_function_answers_like_the_command() -> None:
+    step, args = load_target("models.mlp:train_step", {"layers": 3})
+    told: list[str] = []
+    made = shardplan.place(step, *args, cluster="2x2", start=("dp",), proposals=20, observer=lambda what, done: told.append(what))
+    assert made.step_time_s <= made.data_parallel_s
+    assert made.plan_s is None
+    assert set(made.assignment) == {"layer_0/kernel", "layer_1/kernel", "layer_2/kernel"}
+    assert made.timeline.step_time_s == made.step_time_s
+    assert "tracing" in told
+    assert "Placement of 3 operators" in repr(made)
+    assert all(gain is None or gain + made.step_time_s >= 0 for gain in made.gains)

@@ -1,0 +1,173 @@
+"""Searches: starts, chains, the answer beside its starts, and strategy files."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from shardplan.errors import PlacementError
+from shardplan.placement.chains import run_all, tasks_of
+from shardplan.placement.configurations import Configuration, Strategy, random_configuration
+from shardplan.placement.files import fingerprint, read_strategy, strategy_json
+from shardplan.placement.mcmc import BETA, Limits, anneal
+from shardplan.placement.problem import PlacementProblem
+from shardplan.placement.search import checked, search, starts_of
+from shardplan.placement.starts import data_parallel, expert, random_strategy
+from tests.placement.problems import problem
+
+CASES = [("mlp", "flexflow-p100:1"), ("gpt", "2x2"), ("rnn", "flexflow-k80:1"), ("wresnet", "2x2")]
+
+
+@pytest.mark.parametrize(("model", "cluster"), CASES)
+def test_every_start_fits_the_problem(model: str, cluster: str) -> None:
+    here = problem(model, cluster)
+    for name, strategy in starts_of(here, ("dp", "expert", "random"), 0, None).items():
+        here.check(strategy, name)
+
+
+def test_data_parallelism_cuts_samples_alone() -> None:
+    for operator, chosen in zip(problem("gpt", "2x2").graph.operators, data_parallel(problem("gpt", "2x2")), strict=True):
+        kinds = {loop.kind for loop, k in zip(operator.loops, chosen.degrees, strict=True) if k > 1}
+        assert kinds == {"S"}
+        assert chosen.devices == (0, 1, 2, 3)
+
+
+def test_experts_place_the_layers_of_a_recurrence_on_devices_of_a_node() -> None:
+    """Wu et al. 2016, as FlexFlow, section 8.1.1 has it: data parallel over nodes, a layer on each GPU inside."""
+    here = problem("rnn", "flexflow-k80:2")
+    strategy = expert(here)
+    used = {c.devices for c in strategy}
+    assert all(len(devices) == 2 and devices[1] == devices[0] + 4 for devices in used)
+    assert len(used) == 3  # embedding, one layer, softmax
+
+
+def test_experts_cut_the_dense_layers_of_a_convolutional_network_over_parameters() -> None:
+    here = problem("wresnet", "2x2")
+    cut = {
+        o.name: [x.kind for x, k in zip(o.loops, c.degrees, strict=True) if k > 1]
+        for o, c in zip(here.graph.operators, expert(here), strict=True)
+    }
+    dense = [name for name in cut if name.startswith("head")]
+    assert dense
+    assert all(cut[name] == ["P"] for name in dense)
+    assert cut["stem/kernel"] == ["S"]
+
+
+@pytest.mark.parametrize(("model", "cluster"), CASES[:3])
+def test_the_answer_is_never_worse_than_a_start(model: str, cluster: str) -> None:
+    here = problem(model, cluster)
+    starts = starts_of(here, ("dp", "expert", "random"), 0, None)
+    found = search(here, starts, Limits(proposals=40), seed=1, workers=1, engine="python")
+    assert found.seconds <= min(found.starts.values())
+    assert found.seconds == here.seconds(found.strategy, "python")
+    assert found.proposals == 3 * 40
+
+
+def test_equal_seeds_give_equal_chains() -> None:
+    here = problem("rnn", "2x2")
+    first, second = (
+        anneal(here, data_parallel(here), np.random.default_rng(3), Limits(proposals=60), engine="python") for _ in range(2)
+    )
+    assert first.strategy == second.strategy
+    assert (first.proposals, first.simulated, first.accepted) == (second.proposals, second.simulated, second.accepted)
+
+
+def test_the_bounds_change_no_decision() -> None:
+    """A chain whose simulations never end early accepts the same proposals."""
+    here = problem("rnn", "2x2")
+    chain = anneal(here, data_parallel(here), np.random.default_rng(5), Limits(proposals=80), engine="python")
+    assert chain.strategy == _plain_chain(here, np.random.default_rng(5), 80)
+
+
+def _plain_chain(here: PlacementProblem, draw: np.random.Generator, proposals: int) -> Strategy:
+    """The same walk by full simulations alone (FlexFlow, section 6)."""
+    simulation, operators = here.simulation("python"), here.graph.operators
+    strategy = list(data_parallel(here))
+    cost = best = simulation.full(strategy)
+    best_strategy = tuple(strategy)
+    for _ in range(proposals):
+        i = int(draw.integers(len(operators)))
+        chosen = random_configuration(operators[i], here.machine.cluster.shape, draw)
+        slack = -math.log(1.0 - draw.random()) / (BETA * len(operators))
+        if chosen == strategy[i]:
+            continue
+        proposed = [*strategy[:i], chosen, *strategy[i + 1 :]]
+        ticks = simulation.full(proposed)
+        if ticks <= cost + int(cost * slack):
+            strategy, cost = proposed, ticks
+            if cost < best:
+                best, best_strategy = cost, tuple(strategy)
+    return best_strategy
+
+
+def test_chains_in_processes_are_those_in_this_one() -> None:
+    here = problem("mlp", "2x2")
+    starts = starts_of(here, ("dp", "random"), 0, None)
+    tasks = tasks_of(here, starts, Limits(proposals=30), chains=2, seed=0, workers=2, engine="python")
+    apart, here_alone = run_all(tasks, workers=2), run_all(tasks, workers=1)
+    assert [c.strategy for c in apart] == [c.strategy for c in here_alone]
+
+
+def test_the_stop_rule_ends_a_chain_that_no_longer_improves() -> None:
+    here = problem("mlp", "2")
+    chain = anneal(here, data_parallel(here), np.random.default_rng(0), Limits(), engine="python")
+    assert chain.proposals >= 1000
+    assert chain.proposals == max(1000, 2 * chain.history[-1][0])
+
+
+@pytest.mark.parametrize(
+    ("budget", "chains", "start", "message"),
+    [
+        (0, None, ("dp",), "a budget of 0 seconds leaves no time"),
+        (float("inf"), None, ("dp",), "a budget of inf seconds"),
+        (-1.0, None, ("dp",), "above 0"),
+        (1.0, 0, ("dp",), "chains is 0"),
+        (1.0, None, ("dp", "best"), "no start 'best': use some of dp, expert, random, plan"),
+        (1.0, None, (), "no start is given"),
+    ],
+)
+def test_what_leaves_nothing_to_search_is_refused(
+    budget: float, chains: int | None, start: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(PlacementError, match=message):
+        checked(budget, chains, start)
+
+
+def test_a_strategy_file_gives_the_strategy_back() -> None:
+    here = problem("gpt", "2x2")
+    strategy = random_strategy(here, np.random.default_rng(0))
+    text = json.dumps(strategy_json(here, strategy, 1.0))
+    assert read_strategy(text, here, "s.json") == strategy
+
+
+def test_a_strategy_of_another_step_or_cluster_is_refused() -> None:
+    here = problem("mlp", "2x2")
+    values = strategy_json(here, data_parallel(here), 1.0)
+    with pytest.raises(PlacementError, match=r"s\.json is a strategy of another step"):
+        read_strategy(json.dumps(values), problem("gpt", "2x2"), "s.json")
+    with pytest.raises(PlacementError, match=r"s\.json is a strategy for the cluster .*, not for"):
+        read_strategy(json.dumps(values), problem("mlp", "flexflow-p100:1"), "s.json")
+    with pytest.raises(PlacementError, match="is not JSON"):
+        read_strategy("{", here, "s.json")
+    with pytest.raises(PlacementError, match="is no strategy"):
+        read_strategy("{}", here, "s.json")
+    values["operators"]["layer_0/kernel"]["devices"] = [0]
+    with pytest.raises(PlacementError, match="no degrees and devices for layer_0/kernel"):
+        read_strategy(json.dumps(values), here, "s.json")
+    values["operators"]["layer_0/kernel"] = {"degrees": [1, 1], "devices": [9]}
+    with pytest.raises(PlacementError, match=r"places layer_0/kernel on \(9,\)"):
+        read_strategy(json.dumps(values), here, "s.json")
+
+
+def test_degrees_that_do_not_divide_are_refused() -> None:
+    here = problem("mlp", "2x2")
+    strategy = (Configuration((3, 1), (0, 1, 2)), *data_parallel(here)[1:])
+    with pytest.raises(PlacementError, match="cuts layer_0/kernel into"):
+        here.check(strategy, "it")
+
+
+def test_equal_steps_have_equal_fingerprints() -> None:
+    assert fingerprint(problem("mlp", "2x2").graph) == fingerprint(problem("mlp", "2").graph)

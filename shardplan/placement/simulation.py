@@ -172,9 +172,9 @@ class Simulation:
         busy = self._busy(again, kept)
         pool.waits[again] = 0
         where = (pool.group, pool.base, s.first, s.bundles, pool.pointer, pool.arcs)
-        prepare, rerun, bounds = self._loops(len(again))
+        prepare, rerun, _ = self._loops(len(again))
         prepare(again, border, runs, where, pool.waits, pool.ready, pool.end)
-        tails = self._tails.bounds(self.builder.reduced, bounds) if limit < NEVER else np.zeros(s.groups, np.int64)
+        tails = self.bounds() if limit < NEVER else np.zeros(s.groups, np.int64)
         operators = len(self.graph.operators)
         after = min(int(tails[s.last_phase(i)]) for i in range(operators))
         tasks, times = (pool.work, pool.stream, pool.key), (pool.waits, pool.ready, pool.start, pool.end)
@@ -202,6 +202,10 @@ class Simulation:
         if functions is None:
             raise PlacementError("the compiled simulator needs Numba, which is not installed: pip install 'shardplan[fast]'")
         return functions
+
+    def bounds(self) -> Ints:
+        """[groups]: ticks that pass at least after any task of each group (`shardplan.placement.tails`)."""
+        return self._tails.bounds(self.builder.reduced, self._loops(0)[2])
 
     def times(self) -> Times:
         """The timeline of the present strategy."""

@@ -9,8 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardplan.mesh import Cluster
 from shardplan.placement.bounds import Loads
-from shardplan.placement.configurations import random_configuration
+from shardplan.placement.configurations import Configuration, random_configuration
+from shardplan.placement.machine import machine_of
+from shardplan.placement.operators import Edge, Loop, Operator, OperatorGraph
 from shardplan.placement.problem import PlacementProblem
 from shardplan.placement.simulation import Engine, Simulation
 from shardplan.placement.starts import random_strategy
@@ -67,6 +70,31 @@ def test_a_change_is_given_up_only_where_it_takes_too_long(model: str, cluster: 
         if ticks is None:
             simulation.undo()
             _check_equal(simulation, whole)
+
+
+def test_a_copy_that_nobody_reads_delays_nobody() -> None:
+    """The producer is cut over a loop that does not split its tensor; the copy on the slow device has no reader."""
+    operators = tuple(Operator(name, "", (Loop("i", 2, "A"),), ((), (), ())) for name in ("producer", "consumer"))
+    edges = (Edge(0, 1, (2,), 1, (-1,), (-1,), gradient=False),)
+    machine = machine_of(Cluster.load("2"), np.array([1.0, 0.1]))
+    simulation = Simulation(
+        OperatorGraph(operators, edges, ()), machine, [{(1,): (20, 0, 0), (2,): (10, 0, 0)}, {(1,): (50, 0, 0)}]
+    )
+    simulation.full([Configuration((1,), (0,)), Configuration((1,), (0,))])
+    assert simulation.change(0, Configuration((2,), (0, 1)), 100) == 100
+    assert simulation.change(0, Configuration((2,), (0, 1)), 99) is None
+
+
+def test_bounds_are_taken_back_with_a_change() -> None:
+    here, draw = problem("rnn", "2x2"), np.random.default_rng(11)
+    simulation, fresh = here.simulation("python"), here.simulation("python")
+    strategy = random_strategy(here, draw)
+    simulation.full(strategy)
+    for _ in range(10):
+        _change_at_random(here, simulation, draw)
+        simulation.undo()
+    fresh.full(strategy)
+    np.testing.assert_array_equal(simulation.bounds(), fresh.bounds())
 
 
 @settings(max_examples=20, deadline=None)

@@ -66,6 +66,15 @@ def test_the_answer_is_never_worse_than_a_start(model: str, cluster: str) -> Non
     assert found.proposals == 3 * 40
 
 
+def test_a_start_from_which_no_chain_begins_counts_too() -> None:
+    here = problem("mlp", "2x2")
+    strategies = [random_strategy(here, np.random.default_rng(seed)) for seed in range(4)]
+    worst, *_, best = sorted(strategies, key=here.seconds, reverse=True)
+    found = search(here, {"worst": worst, "best": best}, Limits(proposals=1), chains=1, workers=1, engine="python")
+    assert found.starts["best"] < found.starts["worst"]
+    assert (found.origin, found.seconds) == ("best", found.starts["best"])
+
+
 def test_equal_seeds_give_equal_chains() -> None:
     here = problem("rnn", "2x2")
     first, second = (

@@ -19,10 +19,9 @@ import numpy as np
 from shardplan.frontend.nnx_state import trace_step
 from shardplan.graph import flatten
 from shardplan.mesh import Cluster
-from shardplan.placement.configurations import random_configuration
 from shardplan.placement.grouping import operator_graph
 from shardplan.placement.machine import machine_of
-from shardplan.placement.mcmc import BETA, Limits, anneal
+from shardplan.placement.mcmc import BETA, Limits, anneal, neighbours_of, propose
 from shardplan.placement.problem import PlacementProblem, problem_of
 from shardplan.placement.starts import data_parallel
 from shardplan.report.tables import table
@@ -47,13 +46,12 @@ def _problem(model: str, devices: int) -> PlacementProblem:
 
 def _full_walk(problem: PlacementProblem, proposals: int, seed: int) -> tuple[float, list[int]]:
     """Seconds a proposal, and the proposals that were accepted."""
-    draw, simulation, operators = np.random.default_rng(seed), problem.simulation("numba"), problem.graph.operators
+    draw, simulation, neighbours = np.random.default_rng(seed), problem.simulation("numba"), neighbours_of(problem)
     strategy = list(data_parallel(problem))
     cost, spent, accepted = simulation.full(strategy), 0.0, list[int]()
     for n in range(proposals):
-        i = int(draw.integers(len(operators)))
-        chosen = random_configuration(operators[i], problem.machine.cluster.shape, draw)
-        slack = -math.log(1.0 - draw.random()) / (BETA * len(operators))
+        i, chosen = propose(problem, strategy, neighbours, draw)
+        slack = -math.log(1.0 - draw.random()) / (BETA * len(strategy))
         if chosen == strategy[i]:
             continue
         began = time.perf_counter()

@@ -1,9 +1,9 @@
 """Search by Markov chain Monte Carlo (FlexFlow, section 6): Metropolis-Hastings with the simulator as its oracle.
 
-A proposal gives one operator, drawn at random, a random configuration. It is accepted with probability
-min(1, exp(beta * (cost(S) - cost(S*)) / cost(S))): equation 1 on relative costs, so that one ``beta`` serves steps of any length.
-The random number is drawn before the simulation, which so knows the cost that it must not exceed, and stops at the first task
-that is certain to.
+A proposal gives one operator, drawn at random, a random configuration, or a random one on the devices of a neighbour. It is
+accepted with probability min(1, exp(beta * (cost(S) - cost(S*)) / cost(S))): equation 1 on relative costs, so that one ``beta``
+serves steps of any length. The random number is drawn before the simulation, which so knows the cost that it must not exceed,
+and stops at the first task that is certain to.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardplan.placement.bounds import Loads
-from shardplan.placement.configurations import Configuration, Strategy, random_configuration
+from shardplan.placement.configurations import Configuration, Strategy, degrees_of, random_configuration
 from shardplan.placement.problem import PlacementProblem
 from shardplan.placement.simulation import Engine
 
@@ -59,6 +59,36 @@ Observer = Callable[[float, float], None]
 """Called with the seconds of the best step and the fraction of the budget that has passed."""
 
 
+FROM_NEIGHBOUR = 0.4
+"""The part of proposals that take the devices of an operator next to the one that changes: what is beside data moves little."""
+
+
+def propose(
+    problem: PlacementProblem, strategy: Sequence[Configuration], neighbours: Sequence[Sequence[int]], draw: np.random.Generator
+) -> tuple[int, Configuration]:
+    """An operator and another configuration for it, both at random; some on the devices of one of its ``neighbours``."""
+    i = int(draw.integers(len(strategy)))
+    operator, near = problem.graph.operators[i], neighbours[i]
+    if near and draw.random() < FROM_NEIGHBOUR:
+        devices = strategy[near[int(draw.integers(len(near)))]].devices
+        fitting = [d for d in degrees_of(operator, len(devices)) if math.prod(d) == len(devices)]
+        if fitting:
+            return i, Configuration(fitting[int(draw.integers(len(fitting)))], devices)
+    return i, random_configuration(operator, problem.machine.cluster.shape, draw)
+
+
+def neighbours_of(problem: PlacementProblem) -> list[list[int]]:
+    """For each operator those that it shares a tensor or a weight with."""
+    near: list[set[int]] = [set() for _ in problem.graph.operators]
+    for e in problem.graph.edges:
+        near[e.producer].add(e.consumer)
+        near[e.consumer].add(e.producer)
+    for w in problem.graph.weights:
+        for u in w.users:
+            near[u].update(w.users)
+    return [sorted(own - {i}) for i, own in enumerate(near)]
+
+
 def anneal(
     problem: PlacementProblem,
     start: Sequence[Configuration],
@@ -77,13 +107,12 @@ def anneal(
     best, best_strategy = simulation.ticks, tuple(start)
     history = [(0, time.monotonic() - began, simulation.seconds)]
     proposals = simulated = accepted = 0
-    shape, operators = problem.machine.cluster.shape, problem.graph.operators
-    beta = BETA * len(operators) if beta is None else beta
-    least = max(LEAST_PROPOSALS[0], LEAST_PROPOSALS[1] * len(operators))
+    count, neighbours = len(problem.graph.operators), neighbours_of(problem)
+    beta = BETA * count if beta is None else beta
+    least = max(LEAST_PROPOSALS[0], LEAST_PROPOSALS[1] * count)
     while not _over(limits, proposals, max(least, 2 * history[-1][0]), time.monotonic() - began):
         proposals += 1
-        i = int(draw.integers(len(operators)))
-        chosen = random_configuration(operators[i], shape, draw)
+        i, chosen = propose(problem, simulation.strategy, neighbours, draw)
         slack = -math.log(1.0 - draw.random()) / beta
         if chosen == simulation.strategy[i]:
             continue

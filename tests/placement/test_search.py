@@ -10,9 +10,9 @@ import pytest
 
 from shardplan.errors import PlacementError
 from shardplan.placement.chains import run_all, tasks_of
-from shardplan.placement.configurations import Configuration, Strategy, random_configuration
+from shardplan.placement.configurations import Configuration, Strategy
 from shardplan.placement.files import fingerprint, read_strategy, strategy_json
-from shardplan.placement.mcmc import BETA, Limits, anneal
+from shardplan.placement.mcmc import BETA, Limits, anneal, neighbours_of, propose
 from shardplan.placement.problem import PlacementProblem
 from shardplan.placement.search import checked, search, starts_of
 from shardplan.placement.starts import data_parallel, expert, random_strategy
@@ -93,14 +93,13 @@ def test_the_bounds_change_no_decision() -> None:
 
 def _plain_chain(here: PlacementProblem, draw: np.random.Generator, proposals: int) -> Strategy:
     """The same walk by full simulations alone (FlexFlow, section 6)."""
-    simulation, operators = here.simulation("python"), here.graph.operators
+    simulation, neighbours = here.simulation("python"), neighbours_of(here)
     strategy = list(data_parallel(here))
     cost = best = simulation.full(strategy)
     best_strategy = tuple(strategy)
     for _ in range(proposals):
-        i = int(draw.integers(len(operators)))
-        chosen = random_configuration(operators[i], here.machine.cluster.shape, draw)
-        slack = -math.log(1.0 - draw.random()) / (BETA * len(operators))
+        i, chosen = propose(here, strategy, neighbours, draw)
+        slack = -math.log(1.0 - draw.random()) / (BETA * len(strategy))
         if chosen == strategy[i]:
             continue
         proposed = [*strategy[:i], chosen, *strategy[i + 1 :]]

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from shardplan.mesh import Cluster
 from shardplan.placement.bounds import Loads
 from shardplan.placement.configurations import Configuration, random_configuration
-from shardplan.placement.machine import machine_of
+from shardplan.placement.machine import TICK_S, machine_of
 from shardplan.placement.operators import Edge, Loop, Operator, OperatorGraph
 from shardplan.placement.problem import PlacementProblem
 from shardplan.placement.simulation import Engine, Simulation
 from shardplan.placement.starts import random_strategy
+from shardplan.simulate.engine import Stream, TaskGraph, simulate
 from tests.placement.problems import problem
 
 CASES = [("mlp", "flexflow-k80:1"), ("gpt", "flexflow-p100:1"), ("rnn", "2x2"), ("rnn", "flexflow-k80:2"), ("mlp", "2x4")]
@@ -118,3 +119,30 @@ def test_a_pool_that_fills_up_is_built_again(engine: Engine) -> None:
         _change_at_random(here, simulation, draw)
     assert simulation.builder.pool.top < 20_000
     _check_equal(simulation, whole)
+
+
+@pytest.mark.parametrize(("model", "cluster"), CASES)
+def test_the_timeline_is_that_of_the_step_simulator(model: str, cluster: str) -> None:
+    """The engine of `shardplan.simulate`, which knows nothing of operators, runs the same tasks and arcs at the same times."""
+    here = problem(model, cluster)
+    simulation = here.simulation("python")
+    simulation.full(random_strategy(here, np.random.default_rng(2)))
+    pool, s = simulation.builder.pool, simulation.structure
+    pairs: list[tuple[int, int]] = []
+    for b, g in enumerate(s.sources.tolist()):
+        for place in range(int(pool.count[g])):
+            at = int(pool.pointer[b]) + place
+            pairs += [(int(pool.base[g]) + place, int(t)) for t in pool.arcs[pool.arcs[at] : pool.arcs[at + 1]]]
+    arcs = np.array(sorted(pairs, key=lambda pair: pair[1]), np.int64)
+    n = pool.top
+    graph = TaskGraph(
+        tuple(Stream(str(k), "compute", fifo=True) for k in range(here.machine.count + len(here.machine.links))),
+        pool.work[:n] * TICK_S,
+        pool.stream[:n].astype(np.int32),
+        np.concatenate([[0], np.cumsum(np.bincount(arcs[:, 1], minlength=n))]),
+        arcs[:, 0],
+        np.argsort(np.argsort(pool.key[:n])),
+    )
+    run = simulate(graph, engine="python")
+    np.testing.assert_array_equal(np.rint(run.start_s / TICK_S), pool.start[:n])
+    assert run.seconds == pytest.approx(simulation.seconds, rel=1e-12)

@@ -57,7 +57,8 @@ def _finished(grouping: Grouping) -> OperatorGraph:
         for t, own in sorted(users.items())
     )
     operators = _operators(groups, roles, weights)
-    return OperatorGraph(operators, _differentiated(operators, edges), weights)
+    learning = tuple(w for w in weights if any(operators[u].works[BACKWARD] for u in w.users))
+    return OperatorGraph(operators, _differentiated(operators, edges), learning)
 
 
 def _differentiated(operators: Sequence[Operator], edges: Sequence[Edge]) -> tuple[Edge, ...]:

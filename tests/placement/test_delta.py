@@ -137,7 +137,7 @@ def test_the_timeline_is_that_of_the_step_simulator(model: str, cluster: str) ->
     n = pool.top
     graph = TaskGraph(
         tuple(Stream(str(k), "compute", fifo=True) for k in range(here.machine.count + len(here.machine.links))),
-        pool.work[:n] * TICK_S,
+        np.asarray(pool.work[:n] * TICK_S, np.float64),
         pool.stream[:n].astype(np.int32),
         np.concatenate([[0], np.cumsum(np.bincount(arcs[:, 1], minlength=n))]),
         arcs[:, 0],

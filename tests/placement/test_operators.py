@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import jax
 import pytest
 
+from shardplan.errors import PlacementError
+from shardplan.frontend.nnx_state import trace_step
+from shardplan.graph import flatten
+from shardplan.placement.grouping import operator_graph
 from shardplan.placement.operators import BACKWARD, FORWARD, UPDATE
 from tests.placement.problems import operators
 
@@ -66,3 +71,23 @@ def test_gradients_go_back_along_every_differentiated_tensor() -> None:
     floats = [e for e in graph.edges if e.itemsize == 4]
     assert floats
     assert all(e.gradient for e in floats)
+
+
+def test_a_step_without_gradients_reduces_nothing() -> None:
+    def predict(params: dict[str, jax.Array], batch: jax.Array) -> jax.Array:
+        return jax.numpy.tanh(batch @ params["in"]) @ params["out"]
+
+    shapes = {"in": (16, 32), "out": (32, 8)}, (64, 16)
+    args = ({k: jax.ShapeDtypeStruct(s, "float32") for k, s in shapes[0].items()}, jax.ShapeDtypeStruct(shapes[1], "float32"))
+    program = trace_step(predict, args).program
+    graph = operator_graph(flatten(program), program)
+    assert [[x.kind for x in o.loops] for o in graph.operators] == [["S", "P"], ["S", "P"]]
+    assert graph.names == ("in", "out")
+    assert not graph.weights
+    assert not any(e.gradient for e in graph.edges)
+
+
+def test_a_step_that_only_reads_arguments_has_nothing_to_place() -> None:
+    program = trace_step(lambda x: x + 1, (jax.ShapeDtypeStruct((8,), "float32"),)).program
+    with pytest.raises(PlacementError, match="has no operator to place"):
+        operator_graph(flatten(program), program)

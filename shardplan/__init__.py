@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         TraceError,
         UncompiledPrimitiveError,
         UndescribedPrimitiveError,
+        UnequalDevicesError,
     )
     from shardplan.mesh import Cluster
     from shardplan.shell.api import plan
@@ -70,6 +71,7 @@ __all__ = [
     "TraceError",
     "UncompiledPrimitiveError",
     "UndescribedPrimitiveError",
+    "UnequalDevicesError",
     "all_reduce",
     "load",
     "parallelize",

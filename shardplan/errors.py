@@ -23,6 +23,19 @@ class ClusterError(ShardplanError):
         self.where = where
 
 
+class UnequalDevicesError(ClusterError):
+    """A cluster of which single devices or links differ, where all must be equal. ``key`` is that of the cluster file."""
+
+    def __init__(self, cluster: str, key: str, singles: Sequence[str]) -> None:
+        these = ", ".join(singles[:4]) + (f" and {len(singles) - 4} more" if len(singles) > 4 else "")
+        super().__init__(
+            f"gives {these} other figures, but this needs equal devices: use `shardplan place`, or remove the key",
+            where=f"{cluster}: {key}",
+        )
+        self.key = key
+        self.singles = tuple(singles)
+
+
 class TraceError(ShardplanError):
     """A step that cannot be traced, or arguments that do not fit it."""
 

@@ -142,6 +142,7 @@ def lay(
         machine = detect(list((mesh if cluster is None else cluster).devices.ravel()))
     else:
         machine = Cluster.load(cluster)
+        machine.check_equal()
     if machine.size != mesh.devices.size:
         raise ClusterError(f"the mesh has {mesh.devices.size} devices, the cluster {machine.name!r} has {machine.size}")
     factors, groups_of = read_order(machine, device_numbers(mesh))

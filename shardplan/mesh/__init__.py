@@ -9,5 +9,18 @@ from .factoring import coordinates, factors
 from .load import preset_names
 from .machine import Device, Interconnect, Level
 from .matrix import Matrix, matrices
+from .singles import SingleDevice, SingleLink
 
-__all__ = ["Cluster", "Device", "Interconnect", "Level", "Matrix", "coordinates", "factors", "matrices", "preset_names"]
+__all__ = [
+    "Cluster",
+    "Device",
+    "Interconnect",
+    "Level",
+    "Matrix",
+    "SingleDevice",
+    "SingleLink",
+    "coordinates",
+    "factors",
+    "matrices",
+    "preset_names",
+]

@@ -39,6 +39,9 @@ class Cluster(Machine):
     def fingerprint(self) -> str:
         """A short digest of everything that prices depend on: equal clusters have equal fingerprints."""
         content = _plain({"name": self.name, "levels": [asdict(level) for level in self.levels], "device": asdict(self.device)})
+        for key, own in (("single_devices", self.single_devices), ("single_links", self.single_links)):
+            if own:
+                content[key] = _plain([asdict(item) for item in own])
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
     @staticmethod
@@ -60,7 +63,7 @@ class Cluster(Machine):
 
 def cluster_of(machine: Machine) -> Cluster:
     """The machine as a cluster."""
-    return Cluster(machine.name, machine.levels, machine.device, machine.source)
+    return Cluster(machine.name, machine.levels, machine.device, machine.source, machine.single_devices, machine.single_links)
 
 
 def _plain(value: Any) -> Any:

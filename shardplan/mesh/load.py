@@ -6,6 +6,7 @@ One reader serves the presets (``presets/*.toml``) and the user's files. Every e
 from __future__ import annotations
 
 import json
+import math
 import re
 import tomllib
 from dataclasses import MISSING, asdict, fields, replace
@@ -15,6 +16,7 @@ from typing import Any, cast
 
 from ..errors import ClusterError, nearest
 from .machine import Device, Interconnect, Level, Machine
+from .singles import SingleDevice, SingleLink
 
 PRESETS = Path(__file__).parent / "presets"
 _SHAPE = re.compile(r"[0-9]+(x[0-9]+)*")
@@ -77,7 +79,8 @@ def from_toml(text: str, *, source: str) -> Machine:
 
 def from_table(table: dict[str, Any], *, source: str) -> Machine:
     """The machine that a table of a TOML or JSON file describes; ``source`` names the file in messages."""
-    check_keys(table, {"name", "device", "levels"}, {"name", "device", "levels"}, source, "")
+    required = {"name", "device", "levels"}
+    check_keys(table, required | {"single_devices", "single_links"}, required, source, "")
     if not isinstance(table["name"], str):
         raise ClusterError(f"must be a string, got {table['name']!r}", where=f"{source}: name")
     levels: Any = table["levels"]
@@ -87,8 +90,11 @@ def from_table(table: dict[str, Any], *, source: str) -> Machine:
     device = cast(Device, _build(Device, table["device"], source, "device"))
     if not table["name"]:
         raise ClusterError("is empty: plans and messages name the cluster by it", where=f"{source}: name")
+    shape = tuple(level.size for level in parsed)
+    devices = tuple(_single_device(t, shape, source, key) for key, t in _tables(table, "single_devices", source))
+    links = tuple(_single_link(t, shape, source, key) for key, t in _tables(table, "single_links", source))
     try:
-        return Machine(table["name"], parsed, device, source=source)
+        return Machine(table["name"], parsed, device, source, devices, links)
     except ClusterError as err:
         raise ClusterError(str(err), where=source) from err
 
@@ -97,10 +103,14 @@ def to_table(cluster: Machine) -> dict[str, Any]:
     """The table from which `from_table` builds an equal machine: the keys of the TOML file, without those that are not given."""
 
     def given(value: Any) -> dict[str, Any]:
-        return {name: item for name, item in asdict(value).items() if item is not None}
+        items = asdict(value).items()
+        listed = {name: list(cast("tuple[int, ...]", item)) for name, item in items if isinstance(item, tuple)}
+        return {name: listed.get(name, item) for name, item in items if item is not None}
 
     levels = [{**given(level), **({"also": given(level.also)} if level.also is not None else {})} for level in cluster.levels]
-    return {"name": cluster.name, "device": given(cluster.device), "levels": levels}
+    singles = {"single_devices": cluster.single_devices, "single_links": cluster.single_links}
+    differing = {key: [given(item) for item in own] for key, own in singles.items() if own}
+    return {"name": cluster.name, "device": given(cluster.device), "levels": levels, **differing}
 
 
 def to_toml(cluster: Machine) -> str:
@@ -115,6 +125,9 @@ def to_toml(cluster: Machine) -> str:
         lines += ["", "[[levels]]", *_fields_toml(level, skip=("also",))]
         if level.also is not None:
             lines += ["", "[levels.also]", *_fields_toml(level.also)]
+    for key, own in (("single_devices", cluster.single_devices), ("single_links", cluster.single_links)):
+        for item in own:
+            lines += ["", f"[[{key}]]", *_fields_toml(item)]
     return "\n".join(lines) + "\n"
 
 
@@ -157,6 +170,66 @@ def _level(item: Any, source: str, key: str) -> Level:
         raise _at(err, source, key) from err
 
 
+def _tables(table: dict[str, Any], name: str, source: str) -> list[tuple[str, dict[str, Any]]]:
+    """The tables of a list that may be missing, each with its key."""
+    own: Any = table.get(name, [])
+    if not isinstance(own, list):
+        raise ClusterError(f"must be a list of [[{name}]] tables, got {own!r}", where=f"{source}: {name}")
+    items = cast("list[Any]", own)
+    for i, item in enumerate(items):
+        if not isinstance(item, dict):
+            raise ClusterError(f"must be a table, got {item!r}", where=f"{source}: {name}[{i}]")
+    return [(f"{name}[{i}]", dict(item)) for i, item in enumerate(items)]
+
+
+def _single_device(table: dict[str, Any], shape: tuple[int, ...], source: str, key: str) -> SingleDevice:
+    """A device by its ``index`` or its ``place``, and at least one figure of its own."""
+    if ("index" in table) == ("place" in table):
+        raise ClusterError("give one of index = 3 and place = [0, 3]", where=f"{source}: {key}.index")
+    given = "index" if "index" in table else "place"
+    table["index"] = _number(table.pop(given), shape, f"{source}: {key}.{given}")
+    if len(table) == 1:
+        raise ClusterError("needs one of speed, memory_bytes and absent", where=f"{source}: {key}")
+    return cast(SingleDevice, _build(SingleDevice, table, source, key))
+
+
+def _single_link(table: dict[str, Any], shape: tuple[int, ...], source: str, key: str) -> SingleLink:
+    """A link ``between`` two devices, each a number or a place."""
+    where = f"{source}: {key}.between"
+    two: Any = table.pop("between", None)
+    if not isinstance(two, list) or len(cast("list[Any]", two)) != 2:
+        raise ClusterError(f"must be two devices, such as [0, 3] or [[0, 0], [0, 3]], got {two!r}", where=where)
+    first, second = (_number(item, shape, where) for item in cast("list[Any]", two))
+    check_keys(table, {"between", "bandwidth_bytes_per_s", "latency_s"}, set(), source, f"{key}.")
+    figures = {name: _figure(value, f"{source}: {key}.{name}") for name, value in table.items()}
+    try:
+        return SingleLink((first, second), **figures)
+    except ClusterError as err:
+        raise _at(err, source, key) from err
+
+
+def _number(value: Any, shape: tuple[int, ...], where: str) -> int:
+    """The number of the device that a number or a place names."""
+    items: list[Any] = cast("list[Any]", value) if isinstance(value, list) else [value]
+    if any(isinstance(n, bool) or not isinstance(n, int) for n in items):
+        raise ClusterError(f"must be whole numbers, got {value!r}", where=where)
+    sizes = shape if isinstance(value, list) else (math.prod(shape),)
+    if len(items) != len(sizes):
+        raise ClusterError(f"must have a number for each of the {len(sizes)} levels, got {value!r}", where=where)
+    if not all(0 <= n < size for n, size in zip(items, sizes, strict=True)):
+        raise ClusterError(f"there is no device {value!r}: the levels have the sizes {list(shape)}, counted from 0", where=where)
+    number = 0
+    for n, size in zip(items, sizes, strict=True):
+        number = number * size + n
+    return number
+
+
+def _figure(value: Any, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ClusterError(f"must be a number, got {value!r}", where=where)
+    return _real(value, where)
+
+
 _TYPES: dict[str, tuple[type, ...]] = {
     "str": (str,),
     "Kind": (str,),
@@ -165,6 +238,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "int | None": (int,),
     "float": (int, float),
     "float | None": (int, float),
+    "bool": (bool,),
 }
 
 
@@ -185,8 +259,16 @@ def _build(kind: type[Any], item: Any, source: str, key: str) -> object:
         expected = _TYPES[str(known[name].type)]
         if isinstance(value, float) and expected == (int,) and value.is_integer():
             value = int(value)  # sizes written as 80e9
-        if isinstance(value, bool) or not isinstance(value, expected):
-            words = "a string" if expected == (str,) else "a whole number" if expected == (int,) else "a number"
+        if isinstance(value, bool) != (expected == (bool,)) or not isinstance(value, expected):
+            words = (
+                "true or false"
+                if expected == (bool,)
+                else "a string"
+                if expected == (str,)
+                else "a whole number"
+                if expected == (int,)
+                else "a number"
+            )
             raise ClusterError(f"must be {words}, got {value!r}", where=where)
         values[name] = _real(value, where) if expected == (int, float) else value
     try:
@@ -233,8 +315,16 @@ def _fields_toml(value: Any, *, skip: tuple[str, ...] = ()) -> list[str]:
     return [f"{name} = {_value(x)}" for name, x in given if x is not None]
 
 
-def _value(value: str | int | float) -> str:
-    return _quoted(value) if isinstance(value, str) else repr(value)
+def _value(value: str | int | float | tuple[int, ...]) -> str:
+    match value:
+        case str():
+            return _quoted(value)
+        case bool():
+            return "true" if value else "false"
+        case tuple():
+            return str(list(value))
+        case _:
+            return repr(value)
 
 
 def _quoted(text: str) -> str:

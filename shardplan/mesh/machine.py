@@ -7,12 +7,13 @@ Everything here is a value. `Cluster`, in `shardplan.mesh.cluster`, is a machine
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, Self, get_args
 
-from ..errors import ClusterError, nearest
+from ..errors import ClusterError, UnequalDevicesError, nearest
+from .checks import check_at_least, check_count, check_name, check_part, check_positive, check_seconds
+from .singles import SingleDevice, SingleLink, checked_singles
 
 Kind = Literal["switch", "ring", "bus"]
 Platform = Literal["gpu", "tpu", "cpu"]
@@ -20,15 +21,10 @@ LARGEST = 2**20
 """The most devices of a cluster: some arrays have an entry for each device."""
 DEFAULT_CONTENTION = 1.3
 """The contention of devices on which nobody measured it (Galvatron's figure)."""
-MOST_SECONDS = 1000.0
-"""The longest latency or launch that is no mistake of units."""
 MOST_CONTENTION = 1000.0
 """The largest contention that is no mistake."""
 DEFAULT_ATTENTION_EFFICIENCY = 0.5
 """The part of the peak that fused attention reaches on devices of which nothing is published (FlashAttention-2, abstract)."""
-LARGEST_PART = 2.0
-"""The largest efficiency: fits against assumed bandwidths end a little above 1, never at 90 (a percentage)."""
-NAME = re.compile(r"[\w.\-]+")
 DTYPES: tuple[str, ...] = (
     "float32", "bfloat16", "float16", "float64", "complex64", "complex128", "bool",
     "float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz",
@@ -184,12 +180,17 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Levels, slowest first, and the device at the leaves. ``source`` (a file, a preset) is for messages and is not compared."""
+    """Levels, slowest first, and the device at the leaves. ``source`` (a file, a preset) is for messages and is not compared.
+
+    ``single_devices`` are those that differ from ``device``, and ``single_links`` join two devices otherwise than the levels do.
+    """
 
     name: str
     levels: tuple[Level, ...]
     device: Device
     source: str = field(default="", compare=False)
+    single_devices: tuple[SingleDevice, ...] = ()
+    single_links: tuple[SingleLink, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -203,6 +204,9 @@ class Machine:
                 raise ClusterError(f"two levels are called {name!r}", where=where)
         if self.size > LARGEST:
             raise ClusterError(f"{self.size} devices are more than the {LARGEST} that can be planned for", where=self.name)
+        devices, links = checked_singles(self.single_devices, self.single_links, self.name, self.size)
+        object.__setattr__(self, "single_devices", devices)
+        object.__setattr__(self, "single_links", links)
 
     @property
     def size(self) -> int:
@@ -225,54 +229,29 @@ class Machine:
             raise ClusterError(f"no level {name!r} in {self.name!r}: it has {', '.join(self.level_names)}")
         return self.level_names.index(name)
 
+    def check_equal(self) -> None:
+        """Refuses a cluster of which single devices or links differ.
+
+        Raises:
+            UnequalDevicesError: naming them.
+        """
+        kinds = {
+            "single_devices": [str(d.index) for d in self.single_devices],
+            "single_links": ["-".join(map(str, link.between)) for link in self.single_links],
+        }
+        for kind, those in kinds.items():
+            if those:
+                raise UnequalDevicesError(self.source or self.name, kind, tuple(those))
+
     def resized(self, *sizes: int) -> Self:
-        """The same cluster with other level sizes, slowest first; fewer sizes than levels change the slowest ones."""
+        """The same cluster with other level sizes, slowest first; fewer sizes than levels change the slowest ones.
+
+        Raises:
+            ClusterError: for more sizes than levels, or if single devices differ: their numbers would mean others.
+        """
         if len(sizes) > len(self.levels):
             raise ClusterError(f"{len(sizes)} sizes for the {len(self.levels)} levels of {self.name!r}")
+        if self.single_devices or self.single_links:
+            raise ClusterError(f"{self.name!r} cannot be resized: its single_devices and single_links number its own devices")
         sized = tuple(level.resized(n) for level, n in zip(self.levels, sizes, strict=False))
         return replace(self, levels=sized + self.levels[len(sizes) :])
-
-
-def check_positive(value: float, where: str) -> None:
-    """Raise `ClusterError` unless the value is a finite number above zero."""
-    if not _is_number(value) or not math.isfinite(value) or value <= 0:
-        raise ClusterError(f"must be a finite number above 0, got {value!r}", where=where)
-
-
-def check_at_least(value: float, least: float, where: str) -> None:
-    """Raise `ClusterError` unless the value is a finite number of at least ``least``."""
-    if not _is_number(value) or not math.isfinite(value) or value < least:
-        raise ClusterError(f"must be a finite number of at least {least:g}, got {value!r}", where=where)
-
-
-def check_seconds(value: float, where: str) -> None:
-    """Raise `ClusterError` unless the value is from 0 to `MOST_SECONDS`."""
-    check_at_least(value, 0.0, where)
-    if value > MOST_SECONDS:
-        raise ClusterError(f"must be at most {MOST_SECONDS:g} seconds, got {value!r}: are these microseconds?", where=where)
-
-
-def check_part(value: float, where: str) -> None:
-    """Raise `ClusterError` unless the value is an efficiency: above 0, at most `LARGEST_PART`."""
-    check_positive(value, where)
-    if value > LARGEST_PART:
-        raise ClusterError(f"must be a fraction of the hardware's rate, such as 0.9 for 90%, got {value!r}", where=where)
-
-
-def check_name(value: str, where: str) -> None:
-    """Raise `ClusterError` for a level name that cannot stand in the text of a reduction program, like ``a, b`` or ``root``."""
-    if not NAME.fullmatch(value) or value == "root":
-        raise ClusterError(
-            f"must be letters, digits, '_', '-' and '.', but not 'root', a word of reduction programs, got {value!r}: rename it",
-            where=where,
-        )
-
-
-def check_count(value: int, where: str) -> None:
-    """Raise `ClusterError` unless the value is a whole number above zero."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ClusterError(f"must be a whole number above 0, got {value!r}", where=where)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

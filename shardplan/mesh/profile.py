@@ -146,7 +146,8 @@ def placed(cluster: str, file: str) -> Machine:
         )
     measured = {level.name: level for level in profile.cluster.levels if level.name in profile.measured}
     levels = tuple(measured[level.name].resized(level.size) if level.name in measured else level for level in base.levels)
-    return Machine(f"{base.name}@{profile.cluster.name}", levels, own, source=f"{cluster}@{file}")
+    singles = base.single_devices, base.single_links
+    return Machine(f"{base.name}@{profile.cluster.name}", levels, own, f"{cluster}@{file}", *singles)
 
 
 def _shaped(shape: tuple[int, ...], profile: Profile, text: str) -> Machine:

@@ -103,15 +103,24 @@ def _groups(shape: tuple[int, ...], size: int) -> tuple[tuple[int, ...], ...]:
     return tuple(found)
 
 
+@lru_cache(maxsize=1 << 10)
+def present_groups(shape: tuple[int, ...], size: int, absent: frozenset[int]) -> tuple[tuple[int, ...], ...]:
+    """The groups of `groups_of` without absent devices."""
+    return tuple(g for g in groups_of(shape, size) if absent.isdisjoint(g))
+
+
 def random_configuration(
-    operator: Operator, shape: Sequence[int], draw: np.random.Generator, most: int | None = None
+    operator: Operator, shape: Sequence[int], draw: np.random.Generator, absent: frozenset[int] = frozenset()
 ) -> Configuration:
-    """A random configuration: degrees, then devices that follow the levels, or in one of four draws any devices in any order."""
-    count = math.prod(shape)
-    choices = degrees_of(operator, count if most is None else most)
+    """A random configuration: degrees, then devices that follow the levels, or in one of four draws any devices in any order.
+
+    It uses no device of ``absent``.
+    """
+    present = np.array([d for d in range(math.prod(shape)) if d not in absent])
+    choices = degrees_of(operator, len(present))
     degrees = choices[int(draw.integers(len(choices)))]
     parts = math.prod(degrees)
-    groups = groups_of(shape, parts)
+    groups = present_groups(tuple(shape), parts, absent)
     if groups and draw.random() < 0.75:
         return Configuration(degrees, groups[int(draw.integers(len(groups)))])
-    return Configuration(degrees, tuple(draw.permutation(count)[:parts].tolist()))
+    return Configuration(degrees, tuple(draw.permutation(present)[:parts].tolist()))

@@ -53,7 +53,12 @@ class GroupPrices:
         return 2 * around * (n - 1) / n + 2 * (n - 1) / n * nbytes / slowest + self.machine.cluster.device.instruction_s
 
     def _levels(self, mask: int) -> tuple[int, ...] | None:
-        """The factors over which the group extends, if it is all devices that agree in the others; else None."""
+        """The factors over which the group extends, if it is all devices that agree in the others; else None.
+
+        None too where two of its devices have a link of their own, which reduction programs do not know.
+        """
+        if any(mask >> a & mask >> b & 1 for a, b in self.machine.single_pairs):
+            return None
         if mask not in self._over:
             at = coordinates(self.machine.cluster, self._network.factors)[members_of(mask)]
             over = tuple(i for i, column in enumerate(at.T) if len(set(column.tolist())) > 1)

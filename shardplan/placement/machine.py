@@ -6,7 +6,7 @@ GPU's own on a switch, a node's into the network, the shared medium of a bus). I
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -25,7 +25,9 @@ TICK_S = 1e-12
 
 @dataclass(frozen=True)
 class Machine:
-    """Devices [n] with their ``speed`` (1: as the cluster file says), and what joins them.
+    """Devices [n] with their ``speed`` (1: that of the cluster's device) and ``memory_bytes``, and what joins them.
+
+    ``absent`` devices keep their numbers, and run nothing. ``uniform``: no single device or link differs.
 
     ``latency_s``, ``bytes_per_s`` and ``link`` [n, n] are those of a message from a row's device to a column's; ``link`` is a
     number of ``links``, or -1 on the diagonal.
@@ -37,11 +39,29 @@ class Machine:
     bytes_per_s: Floats
     link: Ints
     links: tuple[str, ...]
+    memory_bytes: Ints
+    absent: frozenset[int] = frozenset()
 
     @property
     def count(self) -> int:
-        """The number of devices."""
+        """The number of devices, absent ones included."""
         return len(self.speed)
+
+    @cached_property
+    def present(self) -> tuple[int, ...]:
+        """The devices that may run something, ascending."""
+        return tuple(d for d in range(self.count) if d not in self.absent)
+
+    @cached_property
+    def single_pairs(self) -> frozenset[tuple[int, int]]:
+        """The pairs of devices with a link of their own, the smaller number first."""
+        return frozenset(link.between for link in self.cluster.single_links)
+
+    @property
+    def uniform(self) -> bool:
+        """Whether devices that the levels treat alike are alike."""
+        equal = len(set(self.speed.tolist())) == 1 and len(set(self.memory_bytes.tolist())) == 1
+        return equal and not self.absent and not self.single_pairs
 
     @cached_property
     def latency_ticks(self) -> Ints:
@@ -55,7 +75,7 @@ class Machine:
 
 
 def machine_of(cluster: Cluster, speed: Floats | None = None) -> Machine:
-    """The devices of a cluster; ``speed`` [n] tells slower ones (0.5: each op takes twice as long).
+    """The devices of a cluster; ``speed`` [n] is a factor on their speeds (0.5: each op takes twice as long).
 
     Raises:
         PlacementError: for a speed that is not above 0, or another number of speeds than devices.
@@ -74,7 +94,28 @@ def machine_of(cluster: Cluster, speed: Floats | None = None) -> Machine:
     link[same] = -1
     latency = np.where(same, 0.0, topology.latencies(a, b))
     bandwidth = np.where(same, np.inf, least[np.minimum(meet, len(rates) - 1)])
-    return Machine(cluster, speeds, latency.reshape(n, n), bandwidth.reshape(n, n), link.reshape(n, n), names)
+    memory = np.full(n, cluster.device.memory_bytes)
+    levels = Machine(cluster, speeds.copy(), latency.reshape(n, n), bandwidth.reshape(n, n), link.reshape(n, n), names, memory)
+    return _with_singles(levels)
+
+
+def _with_singles(machine: Machine) -> Machine:
+    """The machine with the single devices and links of its cluster."""
+    names = list(machine.links)
+    for device in machine.cluster.single_devices:
+        machine.speed[device.index] *= device.speed
+        if device.memory_bytes is not None:
+            machine.memory_bytes[device.index] = device.memory_bytes
+    for single in machine.cluster.single_links:
+        for pair in (single.between, single.between[::-1]):
+            if single.latency_s is not None:
+                machine.latency_s[pair] = single.latency_s
+            if single.bandwidth_bytes_per_s is not None:
+                machine.bytes_per_s[pair] = single.bandwidth_bytes_per_s
+            machine.link[pair] = len(names)
+            names.append("link {}-{}".format(*pair))
+    absent = frozenset(d.index for d in machine.cluster.single_devices if d.absent)
+    return replace(machine, links=tuple(names), absent=absent)
 
 
 def _links(cluster: Cluster, topology: Topology, source: Ints, meet: Ints) -> tuple[Ints, tuple[str, ...]]:

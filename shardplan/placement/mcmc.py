@@ -74,7 +74,7 @@ def propose(
         fitting = [d for d in degrees_of(operator, len(devices)) if math.prod(d) == len(devices)]
         if fitting:
             return i, Configuration(fitting[int(draw.integers(len(fitting)))], devices)
-    return i, random_configuration(operator, problem.machine.cluster.shape, draw)
+    return i, random_configuration(operator, problem.machine.cluster.shape, draw, problem.machine.absent)
 
 
 def neighbours_of(problem: PlacementProblem) -> list[list[int]]:

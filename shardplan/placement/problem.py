@@ -55,6 +55,8 @@ class PlacementProblem:
                 )
             if not all(0 <= d < self.machine.count for d in chosen.devices):
                 raise PlacementError(f"{what} places {operator.name} on {chosen.devices}: there are {self.machine.count} devices")
+            if not self.machine.absent.isdisjoint(chosen.devices):
+                raise PlacementError(f"{what} places {operator.name} on {chosen.devices}, of which some are absent: search again")
 
 
 _NOTHING = Work(None, 0.0, (), ())  # type: ignore[arg-type]

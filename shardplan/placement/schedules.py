@@ -29,14 +29,16 @@ def scheduled(problem: PlacementProblem, method: str) -> Strategy:
         raise PlacementError(f"the method {method!r} needs shardplan.dag, which is not there: use the method mcmc") from error
     machine, graph = problem.machine, problem.graph
     whole = [sum(table[(1,) * len(o.loops)]) * TICK_S for o, table in zip(graph.operators, problem.tables, strict=True)]
-    times = np.array(whole)[:, None] / machine.speed[None, :]
-    apart = ~np.eye(machine.count, dtype=bool)
-    latency = float(machine.latency_s[apart].mean()) if machine.count > 1 else 0.0
-    per_byte = float((1 / machine.bytes_per_s[apart]).mean()) if machine.count > 1 else 0.0
+    present = np.array(machine.present)
+    times = np.array(whole)[:, None] / machine.speed[None, present]
+    apart = np.ix_(present, present)
+    off = ~np.eye(len(present), dtype=bool)
+    latency = float(machine.latency_s[apart][off].mean()) if len(present) > 1 else 0.0
+    per_byte = float((1 / machine.bytes_per_s[apart][off]).mean()) if len(present) > 1 else 0.0
     edges: dict[tuple[int, int], float] = {}
     for e in graph.edges:
         ways = 2 if e.gradient else 1
         seconds = ways * (latency + per_byte * e.itemsize * float(np.prod(e.shape)))
         edges[e.producer, e.consumer] = edges.get((e.producer, e.consumer), 0.0) + seconds
     found = dag.schedule_dag(times, edges, method=method)
-    return tuple(single(o, int(d)) for o, d in zip(graph.operators, found.device, strict=True))
+    return tuple(single(o, int(present[d])) for o, d in zip(graph.operators, found.device, strict=True))

@@ -10,7 +10,7 @@ import numpy as np
 
 from shardplan.ir import Choices, Factor
 from shardplan.mesh.factoring import coordinates
-from shardplan.placement.configurations import Configuration, Strategy, random_configuration
+from shardplan.placement.configurations import Configuration, Strategy, divisors, random_configuration
 from shardplan.placement.operators import Operator, OperatorGraph
 from shardplan.placement.problem import PlacementProblem
 
@@ -19,9 +19,16 @@ UNROLLED = 3
 
 
 def data_parallel(problem: PlacementProblem) -> Strategy:
-    """Every operator cut over samples alone, on as many devices as divide them."""
-    n = problem.machine.count
-    return tuple(_cut(problem, o, {"S": _fitting(o, "S", n)}, range(n)) for o in problem.graph.operators)
+    """Every operator cut over samples alone, on as many devices as divide them. Absent devices are left out."""
+    machine = problem.machine
+    strategy: list[Configuration] = []
+    for operator in problem.graph.operators:
+        ways = _fitting(operator, "S", machine.count)
+        if machine.absent:
+            n = operator.loop_of("S")
+            ways = 1 if n is None else divisors(operator.loops[n].extent, len(machine.present))[-1]
+        strategy.append(_cut(problem, operator, {"S": ways}, machine.present))
+    return tuple(strategy)
 
 
 def expert(problem: PlacementProblem) -> Strategy:
@@ -29,7 +36,19 @@ def expert(problem: PlacementProblem) -> Strategy:
 
     Recurrent networks: samples over nodes, a layer for each device of a node (Wu et al. 2016). Convolutional ones: samples, but
     parameters in dense layers (Krizhevsky 2014). Others: samples over nodes, parameters inside (Megatron, Shoeybi et al. 2019).
+    The parts of absent devices go to the next ones.
     """
+    return tuple(_on_present(problem, c) for c in _expert(problem))
+
+
+def _on_present(problem: PlacementProblem, chosen: Configuration) -> Configuration:
+    """The parts of absent devices on the next devices that are present, after the last one the first."""
+    machine = problem.machine
+    following = [next((p for p in machine.present if p >= d), machine.present[0]) for d in range(machine.count)]
+    return Configuration(chosen.degrees, tuple(following[d] for d in chosen.devices))
+
+
+def _expert(problem: PlacementProblem) -> Strategy:
     graph = problem.graph
     if any(len(w.users) >= UNROLLED for w in graph.weights):
         return _layers_in_nodes(problem)
@@ -103,8 +122,8 @@ def _cut(problem: PlacementProblem, operator: Operator, ways: dict[str, int], de
 
 def random_strategy(problem: PlacementProblem, draw: np.random.Generator) -> Strategy:
     """A random configuration for every operator."""
-    shape = problem.machine.cluster.shape
-    return tuple(random_configuration(o, shape, draw) for o in problem.graph.operators)
+    machine = problem.machine
+    return tuple(random_configuration(o, machine.cluster.shape, draw, machine.absent) for o in problem.graph.operators)
 
 
 def from_plan(problem: PlacementProblem, choices: Choices, factors: Sequence[Factor]) -> Strategy:

@@ -19,6 +19,7 @@ from ..mesh.detect import Detected
 from ..mesh.load import preset_names
 from ..mesh.machine import Level
 from ..mesh.matrix import Matrix, matrices, parse
+from ..mesh.singles import SingleDevice, SingleLink
 from ..mesh.topology import counts
 from . import tables
 from .report import Report
@@ -68,6 +69,7 @@ def mesh_matrices(
 ) -> Report:
     """Every matrix of these axes on a cluster; with ``over``, ranked by a reduction of ``nbytes`` a device over those axes."""
     cluster, sizes = Cluster.load(spec), numbers(axes, "axes")
+    cluster.check_equal()
     if over is None:
         given = [*(["bytes"] if nbytes is not None else []), *(["algorithm"] if algorithm != "auto" else [])]
         if given:
@@ -120,6 +122,7 @@ def reduce_report(
 ) -> Report:
     """All programs of a reduction, ranked; without ``matrix``, on the best matrix."""
     cluster, sizes, reduced = Cluster.load(spec), numbers(axes, "axes"), numbers(over, "over")
+    cluster.check_equal()
     amount = _bytes(nbytes)
     if matrix is None:
         matrix = rank_matrices(cluster, sizes, [Request(reduced, amount)], algorithm=algorithm, max_size=max_size)[0].matrix
@@ -260,8 +263,23 @@ def _tree(cluster: Cluster) -> str:
     lines.append(f"each {cluster.levels[-1].name} is {_article(device.name)} {device.name}: {memory}")
     lines += [f"   {peak / 1e12:g} TFLOP/s {dtype}" for dtype, peak in device.flops_per_s.items()]
     lines.append(f"   {tables.seconds(device.launch_s)} to launch a kernel, {tables.seconds(device.instruction_s)} a collective")
+    lines += [f"device {d.index}: {_single(d)}" for d in cluster.single_devices]
+    lines += [f"link {link.between[0]}-{link.between[1]}: {_single_link(link)}" for link in cluster.single_links]
     lines.append(f"{size.links} links in {size.places} places")
     return "\n".join(lines)
+
+
+def _single(device: SingleDevice) -> str:
+    """What differs of a device: ``0.5x the speed, 16.0 GiB``."""
+    if device.absent:
+        return "absent"
+    memory = [] if device.memory_bytes is None else [tables.size(device.memory_bytes)]
+    return ", ".join([f"{device.speed:g}x the speed", *memory])
+
+
+def _single_link(link: SingleLink) -> str:
+    speed = [] if link.bandwidth_bytes_per_s is None else [f"{tables.rate(link.bandwidth_bytes_per_s)} each way"]
+    return ", ".join([*speed, *([] if link.latency_s is None else [tables.seconds(link.latency_s)])])
 
 
 def _article(name: str) -> str:
@@ -306,4 +324,6 @@ def _json(cluster: Cluster) -> dict[str, Any]:
         "device": cluster.device.name,
         "launch_s": cluster.device.launch_s,
         "collective_launch_s": cluster.device.instruction_s,
+        "single_devices": [asdict(d) for d in cluster.single_devices],
+        "single_links": [asdict(link) for link in cluster.single_links],
     }

@@ -72,6 +72,8 @@ def _measure(options: argparse.Namespace) -> Report:
     from shardplan.shell.target import simulate
 
     shape = Cluster.load(options.cluster) if options.cluster is not None else None
+    if shape is not None:
+        shape.check_equal()
     devices = simulate(options.devices) if options.devices is not None else None
     with Progress() as progress, interrupts.heard() as check_interrupts:
 

@@ -21,11 +21,15 @@ _log = logging.getLogger("shardplan")
 ClusterLike = Cluster | Mesh | str | PathLike[str]
 
 
-def resolve_cluster(cluster: ClusterLike) -> tuple[Cluster, Mesh | None]:
+def resolve_cluster(cluster: ClusterLike, *, unequal: bool = False) -> tuple[Cluster, Mesh | None]:
     """The cluster that the user means, and the user's Mesh with Auto axes (None if no Mesh was given).
 
     A Mesh gives one level per mesh axis. GPUs that a preset knows get that preset's figures. Simulated devices get those of
     H100s, as a shape does. Other devices, and a Mesh that does not follow the machine's levels, get the same with a warning.
+    ``unequal``: single devices and links may differ.
+
+    Raises:
+        UnequalDevicesError: for a cluster file whose single devices differ, where they may not.
     """
     if not isinstance(cluster, Mesh):
         if not isinstance(cluster, Cluster | str | PathLike):
@@ -33,7 +37,10 @@ def resolve_cluster(cluster: ClusterLike) -> tuple[Cluster, Mesh | None]:
                 f"cluster={cluster!r} is not a cluster: "
                 "give a preset ('dgx-h100:4'), a TOML file, a shape ('2x4') or a jax.sharding.Mesh"
             )
-        return Cluster.load(cluster), None
+        loaded = Cluster.load(cluster)
+        if not unequal:
+            loaded.check_equal()
+        return loaded, None
     names = tuple(str(n) for n in cluster.axis_names)
     first: Any = cluster.devices.ravel()[0]
     if first.platform != "cpu":

@@ -82,6 +82,7 @@ def _place(options: argparse.Namespace) -> _Place:
     if options.cluster is None:
         raise ShardplanError("--cluster is missing: give a preset (see shardplan mesh list), a file or a shape such as 2x4")
     cluster = Cluster.load(options.cluster)
+    cluster.check_equal()
     device = cluster.device
     if options.devices == "simulated":
         return _Place(None, "--devices simulated: no plan is timed.")

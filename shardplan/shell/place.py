@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from shardplan.errors import PlacementError
 from shardplan.frontend.keywords import as_positional
 from shardplan.frontend.nnx_state import trace_step
 from shardplan.graph import flatten
+from shardplan.mesh import Cluster
 from shardplan.placement.configurations import Strategy
 from shardplan.placement.files import read_strategy, strategy_json
 from shardplan.placement.grouping import operator_graph
@@ -149,13 +150,13 @@ def place(
     Args:
         step: The function to place.
         args: Its arguments: trees of arrays or `jax.ShapeDtypeStruct`. Nothing is allocated.
-        cluster: As in `shardplan.plan`.
+        cluster: As in `shardplan.plan`. Its single devices may differ in speed and links, or be absent; then no plan is a start.
         budget_s: Seconds for the search itself; each chain may end earlier by the paper's rule (section 6.2).
         chains: The number of chains, which begin at the starts in turn; by default one for each start.
         seed: Equal seeds draw equal proposals. How many fit in the budget depends on the machine; ``proposals`` limits them.
         start: Some of "dp" (data parallel), "expert", "random", "plan" (`shardplan.plan`), and files that `Placement.save` wrote.
         method: "mcmc"; or "fd-dps" or "heft", which schedule whole operators on single devices.
-        speed: The speed of each device, 1 for the cluster's own. Parts are equal, so that a slower device takes longer.
+        speed: A factor on the speed of each device of the cluster. Parts are equal, so that a slower device takes longer.
         proposals: The most proposals of each chain.
         observer: Called with the current activity and the fraction done.
         kwargs: The arguments that the step takes by name alone.
@@ -170,13 +171,15 @@ def place(
         other = "is not supported yet" if method == "regions" else "does not exist"
         raise PlacementError(f"the method {method!r} {other}: use mcmc, fd-dps or heft")
     tell = observer or _silent
-    resolved, _ = resolve_cluster(cluster)
+    resolved, _ = resolve_cluster(cluster, unequal=True)
     positional, values = as_positional(step, args, kwargs)
     tell("tracing", None)
     program = trace_step(positional, values).program
     graph = operator_graph(flatten(program), program)
     problem = problem_of(graph, machine_of(resolved, None if speed is None else np.array(speed, np.float64)))
     known = {file: read_strategy(_text(file), problem, file) for file in files}
+    if problem.machine.absent:
+        start = tuple(name for name in start if name != "plan") or STARTS[:1]  # a plan uses all devices
     planned = _planned(problem, step, args, resolved, kwargs, tell) if "plan" in start else None
     starts = known | starts_of(problem, [name for name in start if name not in files], seed, planned)
     if method == "mcmc":
@@ -212,9 +215,10 @@ def _best(strategies: Mapping[str, Strategy], problem: PlacementProblem) -> Foun
 
 
 def _planned(
-    problem: PlacementProblem, step: Callable[..., Any], args: Sequence[Any], cluster: Any, kwargs: Any, tell: Notify
+    problem: PlacementProblem, step: Callable[..., Any], args: Sequence[Any], cluster: Cluster, kwargs: Any, tell: Notify
 ) -> Strategy:
-    """The plan on all devices as a strategy."""
+    """The plan on all devices as a strategy. It is made for equal devices, and runs on those that are there."""
+    cluster = replace(cluster, single_devices=(), single_links=())
     made = plan(step, *args, cluster=cluster, memory_limit=_NO_LIMIT, kwargs=kwargs, observer=lambda what, done: tell(what, done))
     return from_plan(problem, made._data.choices, made.factors)
 

@@ -100,7 +100,9 @@ def _cluster(given: str | None, file: str | None) -> Any:
     from shardplan.plans.files import read
 
     if given is not None:
-        return Cluster.load(given)
+        cluster = Cluster.load(given)
+        cluster.check_equal()
+        return cluster
     if file is None:
         raise ShardplanError("--cluster is missing: give a preset (see shardplan mesh list), a file or a shape such as 2x4")
     return read(file).cluster

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from shardplan.collectives import parse
 from shardplan.errors import ClusterError
 from shardplan.mesh import Cluster, Device, Interconnect, Level, preset_names
-from shardplan.mesh.machine import DTYPES, MOST_SECONDS, Kind
+from shardplan.mesh.checks import MOST_SECONDS
+from shardplan.mesh.machine import DTYPES, Kind
 
 GOOD = Cluster.load("dgx-h100:4").to_toml()
 positive = st.floats(min_value=1e-12, max_value=1e18, allow_nan=False)

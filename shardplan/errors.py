@@ -213,6 +213,17 @@ class PlacementError(ShardplanError):
     """A placement that cannot be searched, or a strategy file that cannot be read or belongs to another step or cluster."""
 
 
+class PlacementMemoryError(PlacementError):
+    """No strategy to begin from fits in memory. ``needs`` has the fullest device of each: its number, bytes held and memory."""
+
+    def __init__(self, needs: Mapping[str, tuple[int, int, int]]) -> None:
+        each = ", ".join(
+            f"{name} holds {held / 1e9:.3g} of {has / 1e9:.3g} GB on device {d}" for name, (d, held, has) in needs.items()
+        )
+        super().__init__(f"no strategy fits in memory ({each}): take more or larger devices, a smaller batch, or other starts")
+        self.needs = dict(needs)
+
+
 class ReductionError(ShardplanError):
     """An invalid reduction program. ``step`` counts from 0; ``devices`` are its group, ``states`` theirs before it, as text."""
 

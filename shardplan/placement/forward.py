@@ -166,13 +166,13 @@ class Grouping:
         tensors = self.graph.tensors
         for group in self.groups:
             for t in list(group.read):
-                source = self._outside(t)
+                source = self.outside(t)
                 if source != t:
                     labels = group.read.pop(t)
                     labels = labels if len(labels) == len(tensors[source].shape) else self.roles.sample_labels(source)
                     group.read[source] = merged(group.read[source], labels) if source in group.read else labels
 
-    def _outside(self, t: int) -> int:
+    def outside(self, t: int) -> int:
         """The tensor outside of all loops by which a tensor inside enters."""
         while t in self._entered:
             t = self._entered[t]

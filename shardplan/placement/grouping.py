@@ -20,6 +20,7 @@ from shardplan.placement.forward import Group, Grouping
 from shardplan.placement.operators import BACKWARD, Anchor, Edge, Kind, Labels, Loop, Operator, OperatorGraph, Weight
 from shardplan.placement.roles import Roles
 from shardplan.placement.twins import assign_backward, assign_update
+from shardplan.search.coarsening.gradient_pairing import same_values
 
 
 def operator_graph(graph: Graph, program: Program) -> OperatorGraph:
@@ -52,13 +53,47 @@ def _finished(grouping: Grouping) -> OperatorGraph:
                 )
             elif t in roles.trained:
                 users.setdefault(t, []).append((j, labels))
+    state = _state_bytes(grouping)
     weights = tuple(
-        Weight(roles.paths[t], tensors[t].shape, tensors[t].itemsize, tuple(j for j, _ in own), tuple(x for _, x in own))
+        Weight(
+            roles.paths[t],
+            tensors[t].shape,
+            tensors[t].itemsize,
+            tuple(j for j, _ in own),
+            tuple(x for _, x in own),
+            state.get(tensors[t].shape, 0),
+        )
         for t, own in sorted(users.items())
     )
-    operators = _operators(groups, roles, weights)
+    saved = _saved(grouping)
+    operators = tuple(replace(o, saved=saved.get(j, ())) for j, o in enumerate(_operators(groups, roles, weights)))
     learning = tuple(w for w in weights if any(operators[u].works[BACKWARD] for u in w.users))
     return OperatorGraph(operators, _differentiated(operators, edges), learning)
+
+
+def _state_bytes(grouping: Grouping) -> dict[tuple[int, ...], int]:
+    """The bytes of the optimizer's state for a weight of each shape: the other state of that shape, shared out evenly."""
+    graph, trained = grouping.graph, grouping.roles.trained
+    own = [graph.tensors[graph.inputs[i]] for i in graph.feedback if i is not None and graph.inputs[i] not in trained]
+    shapes = [graph.tensors[t].shape for t in trained]
+    return {s: sum(x.nbytes for x in own if x.shape == s) // shapes.count(s) for s in set(shapes)}
+
+
+def _saved(grouping: Grouping) -> dict[int, tuple[tuple[Labels, int], ...]]:
+    """For each operator what it makes in the forward pass and the backward pass reads, each value once."""
+    values = same_values(grouping.graph)
+    read: dict[int, int] = {}
+    for node in grouping.graph.nodes:
+        if grouping.roles.phases[node.id] == BACKWARD:
+            for t in node.inputs:
+                if t >= 0:
+                    read.setdefault(values[grouping.outside(t)], grouping.outside(t))
+    saved: dict[int, list[tuple[Labels, int]]] = {}
+    for t in sorted(read.values()):
+        at = grouping.maker(t)
+        if at is not None:
+            saved.setdefault(at, []).append((grouping.groups[at].labels[t], grouping.graph.tensors[t].nbytes))
+    return {at: tuple(own) for at, own in saved.items()}
 
 
 def _differentiated(operators: Sequence[Operator], edges: Sequence[Edge]) -> tuple[Edge, ...]:

@@ -17,6 +17,7 @@ import numpy as np
 
 from shardplan.placement.bounds import Loads
 from shardplan.placement.configurations import Configuration, Strategy, degrees_of, random_configuration
+from shardplan.placement.memory import Memory, may_exceed
 from shardplan.placement.problem import PlacementProblem
 from shardplan.placement.simulation import Engine
 
@@ -99,11 +100,12 @@ def anneal(
     observer: Observer | None = None,
     engine: Engine = "auto",
 ) -> Chain:
-    """One chain from a strategy until its limits."""
+    """One chain from a strategy, which fits in memory, until its limits. Proposals that do not fit are rejected."""
     began = time.monotonic()
     simulation = problem.simulation(engine)
     simulation.full(start)
     loads = Loads(problem, start)
+    memory = Memory(problem, start) if may_exceed(problem) else None
     best, best_strategy = simulation.ticks, tuple(start)
     history = [(0, time.monotonic() - began, simulation.seconds)]
     proposals = simulated = accepted = 0
@@ -119,6 +121,9 @@ def anneal(
         limit = simulation.ticks + int(simulation.ticks * slack)
         if loads.with_change(i, simulation.strategy[i], chosen) > limit:
             continue
+        held = None if memory is None else memory.with_change(simulation.strategy, i, chosen)
+        if held is not None and np.any(held > problem.machine.memory_bytes):
+            continue
         before = simulation.strategy[i]
         simulated += 1
         if simulation.change(i, chosen, limit) is None:
@@ -126,6 +131,8 @@ def anneal(
             continue
         accepted += 1
         loads.change(i, before, chosen)
+        if memory is not None and held is not None:
+            memory.bytes = held
         if simulation.ticks < best:
             best, best_strategy = simulation.ticks, tuple(simulation.strategy)
             history.append((proposals, time.monotonic() - began, simulation.seconds))

@@ -68,7 +68,8 @@ class Anchor:
 class Operator:
     """``works[phase]`` are its ops of the forward pass, the backward pass and the update. ``source`` is the user's line.
 
-    ``contracts``: it has matrix products or convolutions in the forward pass.
+    ``contracts``: it has matrix products or convolutions in the forward pass. ``saved`` are the tensors that it makes in the
+    forward pass and the backward pass reads: labels and bytes.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Operator:
     works: tuple[tuple[Work, ...], tuple[Work, ...], tuple[Work, ...]]
     contracts: bool = False
     anchor: Anchor | None = None
+    saved: tuple[tuple[Labels, int], ...] = ()
 
     def loop_of(self, kind: Kind) -> int | None:
         """Its first loop of a kind."""
@@ -101,13 +103,17 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A trained argument: the operators that read it, with the labels of its dims by their loops. The first updates it."""
+    """A trained argument: the operators that read it, with the labels of its dims by their loops. The first updates it.
+
+    ``state_bytes`` are those of the optimizer's state for it.
+    """
 
     path: str
     shape: tuple[int, ...]
     itemsize: int
     users: tuple[int, ...]
     labels: tuple[Labels, ...]
+    state_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

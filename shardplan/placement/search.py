@@ -12,6 +12,7 @@ from shardplan.errors import PlacementError
 from shardplan.placement.chains import cores, run_all, tasks_of
 from shardplan.placement.configurations import Strategy
 from shardplan.placement.mcmc import Chain, Limits, Observer
+from shardplan.placement.memory import check_memory
 from shardplan.placement.problem import PlacementProblem
 from shardplan.placement.simulation import Engine
 from shardplan.placement.starts import data_parallel, expert, random_strategy
@@ -84,10 +85,16 @@ def search(
     observer: Observer | None = None,
     engine: Engine = "auto",
 ) -> Found:
-    """The best strategy that chains from these starts find; never worse than a start."""
+    """The best strategy that chains from these starts find; never worse than a start that fits in memory.
+
+    Raises:
+        PlacementMemoryError: if no start fits.
+    """
     for name, strategy in starts.items():
         problem.check(strategy, f"the start {name!r}")
-    seconds = {name: problem.seconds(strategy, engine) for name, strategy in starts.items()}
+    starts, all_starts = check_memory(problem, starts), starts
+    every = {name: problem.seconds(strategy, engine) for name, strategy in all_starts.items()}
+    seconds = {name: every[name] for name in starts}
     count = len(starts) if chains is None else chains
     workers = min(count, cores()) if workers is None else workers
     tasks = tasks_of(problem, starts, limits, chains=chains, seed=seed, workers=workers, engine=engine)
@@ -96,5 +103,5 @@ def search(
     least, n = min(ranked)
     name = min(seconds, key=lambda s: seconds[s])
     if seconds[name] <= least:
-        return Found(starts[name], seconds[name], name, seconds, tuple(found))
-    return Found(found[n].strategy, least, f"a chain from {tasks[n].start}", seconds, tuple(found))
+        return Found(starts[name], seconds[name], name, every, tuple(found))
+    return Found(found[n].strategy, least, f"a chain from {tasks[n].start}", every, tuple(found))

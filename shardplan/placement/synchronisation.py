@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 
 from shardplan.placement.configurations import Configuration, coordinates
-from shardplan.placement.operators import Weight
+from shardplan.placement.operators import Labels, Weight
 
 Groups = tuple[tuple[int, int], ...]
 """(bit mask of devices, bytes) of each group of two devices or more, sorted."""
@@ -21,8 +21,14 @@ def sync_groups(weight: Weight, users: Sequence[Configuration]) -> Groups:
     The weight is taken apart into cells that no user cuts. All devices that hold a cell form a group; cells of one group are
     reduced together.
     """
-    held = {(_ways(labels, c.degrees), _holders(labels, c)) for labels, c in zip(weight.labels, users, strict=True)}
-    return _groups(weight.shape, weight.itemsize, tuple(sorted(held)))
+    masks = holders(weight.shape, weight.labels, users)
+    return _groups(math.prod(weight.shape) * weight.itemsize, masks)
+
+
+def holders(shape: tuple[int, ...], labels: Sequence[Labels], users: Sequence[Configuration]) -> tuple[int, ...]:
+    """The mask of the devices that hold each cell of a weight; its cells are equal."""
+    held = {(_ways(own, c.degrees), _holders(own, c)) for own, c in zip(labels, users, strict=True)}
+    return _cells(len(shape), tuple(sorted(held)))
 
 
 def _ways(labels: Sequence[int], degrees: tuple[int, ...]) -> tuple[int, ...]:
@@ -43,7 +49,7 @@ def _holders(labels: tuple[int, ...], chosen: Configuration) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1 << 14)
-def _groups(shape: tuple[int, ...], itemsize: int, held: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]) -> Groups:
+def _cells(rank: int, held: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]) -> tuple[int, ...]:
     cells = tuple(math.lcm(*column) for column in zip(*(ways for ways, _ in held), strict=True))
     count = math.prod(cells)
     at = np.stack(np.unravel_index(np.arange(count), cells)) if cells else np.zeros((0, 1), np.int64)
@@ -54,5 +60,9 @@ def _groups(shape: tuple[int, ...], itemsize: int, held: tuple[tuple[tuple[int, 
             shards = shards * cut + row // (fine // cut)
         for cell, shard in enumerate(shards.tolist()):
             masks[cell] |= holders[shard]
-    nbytes = math.prod(shape) * itemsize
-    return tuple((mask, nbytes * masks.count(mask) // count) for mask in sorted(set(masks)) if mask & (mask - 1))
+    return tuple(masks)
+
+
+@lru_cache(maxsize=1 << 14)
+def _groups(nbytes: int, masks: tuple[int, ...]) -> Groups:
+    return tuple((mask, nbytes * masks.count(mask) // len(masks)) for mask in sorted(set(masks)) if mask & (mask - 1))

@@ -22,6 +22,7 @@ from shardplan.placement.files import read_strategy, strategy_json
 from shardplan.placement.grouping import operator_graph
 from shardplan.placement.machine import machine_of
 from shardplan.placement.mcmc import Limits
+from shardplan.placement.memory import Memory, check_memory
 from shardplan.placement.problem import PlacementProblem, problem_of
 from shardplan.placement.schedules import METHODS, scheduled
 from shardplan.placement.search import STARTS, Found, checked, search, starts_of
@@ -99,6 +100,11 @@ class Placement:
         """
         write_whole(Path(file), json.dumps(strategy_json(self.problem, self.strategy, self.step_time_s), indent=1) + "\n")
 
+    @cached_property
+    def held_bytes(self) -> tuple[int, ...]:
+        """The bytes that each device holds, as `shardplan.placement.memory` counts them."""
+        return tuple(Memory(self.problem, self.strategy).bytes.tolist())
+
     @property
     def json(self) -> dict[str, Any]:
         """The figures as JSON values."""
@@ -109,6 +115,7 @@ class Placement:
             "expert_s": self.expert_s,
             "plan_s": self.plan_s,
             "assignment": {name: list(devices) for name, devices in self.assignment.items()},
+            "held_bytes": list(self.held_bytes),
             "proposals": self.proposals,
             "simulations_per_s": self.simulations_per_s,
             "origin": self.origin,
@@ -162,6 +169,7 @@ def place(
         kwargs: The arguments that the step takes by name alone.
 
     Raises:
+        PlacementMemoryError: if no start fits in the memory of the devices.
         PlacementError: for a budget, start, method or speed that cannot be used, or a file of another step or cluster.
         UndescribedPrimitiveError: for a primitive without a description.
     """
@@ -210,7 +218,7 @@ def _best(strategies: Mapping[str, Strategy], problem: PlacementProblem) -> Foun
     for name, strategy in strategies.items():
         problem.check(strategy, f"the strategy {name!r}")
     seconds = {name: problem.seconds(strategy) for name, strategy in strategies.items()}
-    name = min(seconds, key=lambda s: seconds[s])
+    name = min(check_memory(problem, strategies), key=lambda s: seconds[s])
     return Found(strategies[name], seconds[name], name, seconds, ())
 
 

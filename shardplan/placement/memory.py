@@ -1,0 +1,138 @@
+"""The bytes that each device holds under a strategy: one static sum, of all that a step holds at its fullest.
+
+- Weights: each shard that a device holds, once, with its gradient and the optimizer's state.
+- Activations: for each part, what its operator makes in the forward pass and the backward pass reads.
+- Tensors that a part receives from other devices.
+
+All of these are counted as if they lived through the whole step. Temporary buffers are not counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardplan.errors import PlacementMemoryError
+from shardplan.placement.configurations import Configuration, Strategy
+from shardplan.placement.operators import Edge, Labels, Weight
+from shardplan.placement.problem import PlacementProblem
+from shardplan.placement.regions import shared_bytes
+from shardplan.placement.synchronisation import holders
+from shardplan.placement.transfers import forward_transfers
+
+Ints = NDArray[np.int64]
+
+
+class Memory:
+    """``bytes`` [n] that each device holds under a strategy, which may be that of the first operators alone."""
+
+    def __init__(self, problem: PlacementProblem, strategy: Sequence[Configuration]) -> None:
+        self._problem = problem
+        count = problem.machine.count
+        self._edges = [
+            [e for e in problem.graph.edges if i in (e.producer, e.consumer)] for i in range(len(problem.graph.operators))
+        ]
+        self._weights = [[w for w in problem.graph.weights if i in w.users] for i in range(len(problem.graph.operators))]
+        self.bytes = np.zeros(count, np.int64)
+        for i, chosen in enumerate(strategy):
+            self.bytes += _activations(problem.graph.operators[i].saved, chosen, count)
+        for e in problem.graph.edges:
+            if e.consumer < len(strategy):
+                self.bytes += self._received(e, strategy)
+        for w in problem.graph.weights:
+            self.bytes += _held(w, strategy, count)
+
+    @property
+    def fits(self) -> bool:
+        """Whether no device holds more than its memory."""
+        return bool(np.all(self.bytes <= self._problem.machine.memory_bytes))
+
+    def with_change(self, strategy: Sequence[Configuration], i: int, after: Configuration) -> Ints:
+        """[n]: the bytes if operator i of the strategy changes."""
+        changed = list(strategy)
+        changed[i] = after
+        return self.bytes - self._around(strategy, i) + self._around(changed, i)
+
+    def with_next(self, strategy: Sequence[Configuration]) -> Ints:
+        """[n]: the bytes of a strategy that has one operator more."""
+        i = len(strategy) - 1
+        received = [self._received(e, strategy) for e in self._edges[i] if e.consumer == i]
+        count = self._problem.machine.count
+        weights = [_held(w, strategy, count) - _held(w, strategy[:-1], count) for w in self._weights[i]]
+        return sum([*received, *weights], self.bytes + _activations(self._problem.graph.operators[i].saved, strategy[i], count))
+
+    def _around(self, strategy: Sequence[Configuration], i: int) -> Ints:
+        """[n]: the bytes that depend on the configuration of operator i."""
+        count = self._problem.machine.count
+        received = [self._received(e, strategy) for e in self._edges[i]]
+        weights = [_held(w, strategy, count) for w in self._weights[i]]
+        return sum([*received, *weights], _activations(self._problem.graph.operators[i].saved, strategy[i], count))
+
+    def _received(self, edge: Edge, strategy: Sequence[Configuration]) -> Ints:
+        made, read = strategy[edge.producer], strategy[edge.consumer]
+        machine = self._problem.machine
+        if made.devices == read.devices and len(made.used) == 1:
+            return np.zeros(machine.count, np.int64)
+        sent = forward_transfers(edge, made, read, machine)
+        remote = sent.message >= 0
+        nbytes = shared_bytes(edge, made.degrees, read.degrees)[sent.source[remote], sent.target[remote]]
+        return np.bincount(np.array(read.devices)[sent.target[remote]], nbytes, machine.count).astype(np.int64)
+
+
+def may_exceed(problem: PlacementProblem) -> bool:
+    """Whether a strategy may need more memory than a device has; if one device can hold everything, none does."""
+    graph, least = problem.graph, min(int(problem.machine.memory_bytes[d]) for d in problem.machine.present)
+    weights = sum(_weight_bytes(w) for w in graph.weights)
+    made = sum(nbytes for o in graph.operators for _, nbytes in o.saved)
+    received = sum(math.prod(e.shape) * e.itemsize for e in graph.edges) * problem.machine.count
+    return weights + made + received > least
+
+
+def check_memory(problem: PlacementProblem, strategies: Mapping[str, Strategy]) -> dict[str, Strategy]:
+    """Those of some strategies, by name, that fit in the memory of all devices.
+
+    Raises:
+        PlacementMemoryError: if none does, with the fullest device of each.
+    """
+    if not may_exceed(problem):
+        return dict(strategies)
+    needs = {name: Memory(problem, strategy) for name, strategy in strategies.items()}
+    fitting = {name: strategies[name] for name, memory in needs.items() if memory.fits}
+    if not fitting:
+        limits = problem.machine.memory_bytes
+        fullest = {name: int(np.argmax(memory.bytes / limits)) for name, memory in needs.items()}
+        raise PlacementMemoryError({name: (d, int(needs[name].bytes[d]), int(limits[d])) for name, d in fullest.items()})
+    return fitting
+
+
+@lru_cache(maxsize=1 << 16)
+def _activations(saved: tuple[tuple[Labels, int], ...], chosen: Configuration, count: int) -> Ints:
+    """[n]: the bytes of what the parts make for the backward pass."""
+    part = 0
+    for labels, nbytes in saved:
+        part += nbytes // math.prod(chosen.degrees[n] for n in set(labels) if n >= 0)
+    return np.bincount(np.array(chosen.devices), minlength=count) * part
+
+
+def _held(weight: Weight, strategy: Sequence[Configuration], count: int) -> Ints:
+    """[n]: the bytes of the shards of a weight that its users of a strategy hold."""
+    users = tuple((x, strategy[u]) for u, x in zip(weight.users, weight.labels, strict=True) if u < len(strategy))
+    return _shards(weight.shape, _weight_bytes(weight), users, count)
+
+
+@lru_cache(maxsize=1 << 16)
+def _shards(shape: tuple[int, ...], nbytes: int, users: tuple[tuple[tuple[int, ...], Configuration], ...], count: int) -> Ints:
+    if not users:
+        return np.zeros(count, np.int64)
+    masks = holders(shape, [labels for labels, _ in users], [c for _, c in users])
+    held = [sum(mask >> d & 1 for mask in masks) for d in range(count)]
+    return np.array([nbytes * cells // len(masks) for cells in held], np.int64)
+
+
+def _weight_bytes(weight: Weight) -> int:
+    """The bytes of a weight, its gradient and its share of the optimizer's state."""
+    return 2 * math.prod(weight.shape) * weight.itemsize + weight.state_bytes

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from copy import copy
 from functools import lru_cache
 
 import numpy as np
@@ -57,13 +58,16 @@ class Memory:
         changed[i] = after
         return self.bytes - self._around(strategy, i) + self._around(changed, i)
 
-    def with_next(self, strategy: Sequence[Configuration]) -> Ints:
-        """[n]: the bytes of a strategy that has one operator more."""
-        i = len(strategy) - 1
+    def extended(self, strategy: Sequence[Configuration]) -> Memory:
+        """The bytes of a strategy that has one operator more."""
+        i, count = len(strategy) - 1, self._problem.machine.count
         received = [self._received(e, strategy) for e in self._edges[i] if e.consumer == i]
-        count = self._problem.machine.count
         weights = [_held(w, strategy, count) - _held(w, strategy[:-1], count) for w in self._weights[i]]
-        return sum([*received, *weights], self.bytes + _activations(self._problem.graph.operators[i].saved, strategy[i], count))
+        more = copy(self)
+        more.bytes = sum(
+            [*received, *weights], self.bytes + _activations(self._problem.graph.operators[i].saved, strategy[i], count)
+        )
+        return more
 
     def _around(self, strategy: Sequence[Configuration], i: int) -> Ints:
         """[n]: the bytes that depend on the configuration of operator i."""

@@ -1,8 +1,14 @@
 """The best strategy of a small problem, by depth-first search with A* pruning (FlexFlow, section 8.3).
 
 Operators get configurations in their order. A branch is left once a lower bound on every strategy in it reaches the best step so
-far. The bound is the larger of two: the longest chain of tasks and transfers if nothing waited for a device, and the work of the
-busiest device, or of all if they shared it evenly. Devices that the levels treat alike are tried once.
+far. The bound is the largest of several:
+
+- the longest chain of tasks, transfers and reductions if nothing waited for a device; operators without a configuration have the
+  best one for each that their neighbour may have (`pair_costs.Behind`);
+- the work of the busiest device or connection, or of all devices if they shared it evenly;
+- the earliest end of a backward task, and all reductions of the busiest connection after it.
+
+Devices that the levels treat alike are tried once.
 """
 
 from __future__ import annotations
@@ -15,15 +21,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.errors import PlacementError
-from shardplan.placement.configurations import Configuration, Strategy, degrees_of, groups_of
+from shardplan.placement.configurations import Configuration, Strategy, degrees_of, present_groups
 from shardplan.placement.machine import TICK_S
+from shardplan.placement.memory import Memory, may_exceed
+from shardplan.placement.pair_costs import Behind, PairCosts
 from shardplan.placement.problem import PlacementProblem
 from shardplan.placement.simulation import Engine
-from shardplan.placement.structure import structure_of
-from shardplan.placement.synchronisation import sync_groups
-from shardplan.placement.tails import Tails
-from shardplan.placement.task_graph import TaskGraphBuilder
-from shardplan.placement.transfers import Transfers, backward_transfers, forward_transfers
 
 Ints = NDArray[np.int64]
 
@@ -33,10 +36,15 @@ MOST_SIMULATIONS = 2_000_000
 
 @dataclass(frozen=True, slots=True)
 class Optimum:
-    """The best strategy, the seconds of a step, how many strategies were simulated, and how many there are."""
+    """The best strategy and the seconds of a step, which is at least ``bound_s`` under every strategy.
+
+    ``bound_s`` equals ``seconds`` unless the search was cut off. ``simulated`` and ``bounded`` count whole and partial
+    strategies, of ``strategies`` in all.
+    """
 
     strategy: Strategy
     seconds: float
+    bound_s: float
     simulated: int
     bounded: int
     strategies: float
@@ -44,9 +52,10 @@ class Optimum:
 
 def candidates_of(problem: PlacementProblem) -> list[list[Configuration]]:
     """For each operator, all its degrees on all groups of devices that follow the levels."""
-    shape = problem.machine.cluster.shape
+    machine = problem.machine
+    shape, most = machine.cluster.shape, len(machine.present)
     return [
-        [Configuration(d, group) for d in degrees_of(o, problem.machine.count) for group in groups_of(shape, math.prod(d))]
+        [Configuration(d, group) for d in degrees_of(o, most) for group in present_groups(shape, math.prod(d), machine.absent)]
         for o in problem.graph.operators
     ]
 
@@ -56,28 +65,37 @@ def optimum(
     start: Sequence[Configuration],
     candidates: Sequence[Sequence[Configuration]] | None = None,
     *,
+    most_bounded: int | None = None,
     engine: Engine = "python",
 ) -> Optimum:
-    """The best strategy of these candidates, or the start if none is better. Devices may have only one speed.
+    """The best strategy of these candidates that fits in memory, or the start if none is better.
+
+    After ``most_bounded`` partial strategies the search is cut off: the answer is the best so far, with a lower bound on all.
 
     Raises:
-        PlacementError: if the speeds differ, or if the problem is not small.
+        PlacementError: if the problem is not small.
     """
-    if len(set(problem.machine.speed.tolist())) > 1:
-        raise PlacementError("the optimum is searched on devices of one speed: those that the levels treat alike are tried once")
-    return _Search(problem, start, candidates_of(problem) if candidates is None else candidates, engine).run()
+    return _Search(problem, start, candidates_of(problem) if candidates is None else candidates, engine).run(most_bounded)
 
 
 @dataclass(frozen=True, slots=True)
-class _Tried:
-    """A configuration of an operator after those before it: the earliest ``ends`` of its parts in the forward pass, the ticks
-    ``backs`` from the start of their backward tasks to the end of the step, the ``load`` of devices, and a lower bound.
+class _Partial:
+    """Configurations of the first operators, and what is certain of every strategy that begins with them, in ticks.
+
+    ``ends`` are the earliest ends of their parts in the forward pass, ``backs`` the ticks from the start of their backward tasks
+    to the end of the step. ``load`` and ``links`` are the work of each device and connection, ``reduced`` that of reductions
+    alone. ``turn`` is the earliest end of a backward task.
     """
 
-    ends: Ints
-    backs: Ints
+    numbers: tuple[int, ...]
+    ends: tuple[Ints, ...]
+    backs: tuple[Ints, ...]
     load: Ints
+    links: Ints
+    reduced: Ints
+    turn: int
     bound: int
+    memory: Memory | None
 
 
 class _Search:
@@ -91,114 +109,119 @@ class _Search:
         self.problem, self.candidates = problem, candidates
         self.simulation = problem.simulation(engine)
         self.best, self.best_ticks = tuple(start), self.simulation.full(start)
-        self.shape = problem.machine.cluster.shape
-        structure = structure_of(problem.graph)
-        self.prices = TaskGraphBuilder(structure, problem.machine, problem.tables).prices
-        self.tails = Tails(structure, problem.tables, float(problem.machine.speed.max()))
-        self.reduced = np.zeros(len(problem.graph.weights), np.int64)
-        self.chosen: list[Configuration] = []
-        self.ends: list[Ints] = []  # of each chosen operator, the earliest end of each part
-        self.backs: list[Ints] = []  # the ticks that pass from the start of each part's backward task to the end of the step
-        self.load = np.zeros(problem.machine.count, np.int64)
+        self.costs = PairCosts(problem, candidates)
+        self.behind = Behind(self.costs)
         self.simulated = self.bounded = 0
-        tables, speed = problem.tables, float(problem.machine.speed[0])
-        work = [[sum(tables[i][c.degrees]) * len(c.devices) for c in own] for i, own in enumerate(candidates)]
-        self.rest = np.append(np.cumsum([min(w) for w in work][::-1])[::-1], 0) / speed
-        for i, own in enumerate(candidates):
-            self.tails.leave_open(i, [int(min(tables[i][c.degrees][p] for c in own) / speed) for p in range(3)])
-        self.structure = structure
-        self.open = [
-            [int(min(tables[i][c.degrees][p] for c in own) / speed) for p in range(3)] for i, own in enumerate(candidates)
-        ]
+        self.most_bounded, self.left = math.inf, 1 << 60  # the least bound of a branch that was cut off
+        graph = problem.graph
+        self.edges = [[(k, e) for k, e in enumerate(graph.edges) if e.consumer == i] for i in range(len(candidates))]
+        self.complete = [[w for w, weight in enumerate(graph.weights) if max(weight.users) == i] for i in range(len(candidates))]
+        least = [min(self._work(i, n) for n in range(len(own))) for i, own in enumerate(candidates)]
+        self.rest = np.append(np.cumsum(least[::-1])[::-1], 0)  # work of the operators from each on, on the fastest devices
+        self.alike = problem.machine.uniform and all(x.kind != "ring" or x.size <= 2 for x in problem.machine.cluster.levels)
+        self.shape = problem.machine.cluster.shape
 
-        self.around = [0] * len(candidates)  # from the forward end of an operator through those behind it, back to its gradient
-        for e in sorted(problem.graph.edges, key=lambda e: -e.consumer):
-            own = self.open[e.consumer]
-            if e.gradient:
-                self.around[e.producer] = max(self.around[e.producer], own[0] + self.around[e.consumer] + own[1])
-
-    def run(self) -> Optimum:
-        """Searches all branches."""
-        self._branch(frozenset())
+    def run(self, most_bounded: int | None) -> Optimum:
+        """Searches all branches, or those that so many partial strategies reach."""
+        self.most_bounded = math.inf if most_bounded is None else most_bounded
+        machine = self.problem.machine
+        memory = Memory(self.problem, ()) if may_exceed(self.problem) else None
+        links = np.zeros(len(machine.links), np.int64)
+        self._branch(_Partial((), (), (), np.zeros(machine.count, np.int64), links, links, 0, 0, memory), frozenset())
         count = math.prod(float(len(c)) for c in self.candidates)
-        return Optimum(self.best, self.best_ticks * TICK_S, self.simulated, self.bounded, count)
+        return Optimum(
+            self.best, self.best_ticks * TICK_S, min(self.best_ticks, self.left) * TICK_S, self.simulated, self.bounded, count
+        )
 
-    def _branch(self, used: frozenset[int]) -> None:
-        i = len(self.chosen)
+    def _branch(self, partial: _Partial, used: frozenset[int]) -> None:
+        i = len(partial.numbers)
         if i == len(self.candidates):
-            self._simulate()
+            self._simulate(partial)
             return
-        children: list[tuple[int, int, _Tried]] = []
+        children: list[_Partial] = []
         for n, c in enumerate(self.candidates[i]):
-            if canonical(used, c.devices, self.shape):
-                tried = self._try(i, c)
+            if not self.alike or canonical(used, c.devices, self.shape):
+                child = self._with(partial, n)
                 self.bounded += 1
-                if tried.bound < self.best_ticks:
-                    children.append((tried.bound, n, tried))
-        before = self.load, self.reduced
-        for bound, n, tried in sorted(children, key=lambda child: child[:2]):
-            if bound >= self.best_ticks:
+                if child is not None and child.bound < self.best_ticks:
+                    children.append(child)
+        for child in sorted(children, key=lambda child: (child.bound, child.numbers)):
+            if child.bound >= self.best_ticks:
                 break
-            c = self.candidates[i][n]
-            self.chosen.append(c)
-            self.ends.append(tried.ends)
-            self.backs.append(tried.backs)
-            self.load, self.reduced = tried.load, self._reductions(i)
-            self.tails.change(i, c)
-            self._branch(used | set(c.devices))
-            self.chosen.pop()
-            self.ends.pop()
-            self.backs.pop()
-            self.load, self.reduced = before
-            self.tails.leave_open(i, self.open[i])
+            if self.bounded >= self.most_bounded:
+                self.left = min(self.left, child.bound)
+                break
+            self._branch(child, used | set(self.candidates[i][child.numbers[-1]].devices))
 
-    def _simulate(self) -> None:
+    def _simulate(self, partial: _Partial) -> None:
         self.simulated += 1
         if self.simulated > MOST_SIMULATIONS:
             raise PlacementError(f"the optimum of {len(self.candidates)} operators takes too long to find: search with mcmc")
-        ticks = self.simulation.full(self.chosen)
-        if ticks < self.best_ticks:
-            self.best, self.best_ticks = tuple(self.chosen), ticks
+        strategy = [own[n] for own, n in zip(self.candidates, partial.numbers, strict=True)]
+        ticks = self._ticks(strategy)
+        if ticks is not None and ticks < self.best_ticks:
+            self.best, self.best_ticks = tuple(strategy), ticks
 
-    def _try(self, i: int, c: Configuration) -> _Tried:
-        """What the configuration of operator i means, after those of all operators before it."""
-        problem = self.problem
-        forward, backward, update = (int(t / problem.machine.speed[0]) for t in problem.tables[i][c.degrees])
-        devices = np.array(c.devices)
-        ready = np.zeros(len(devices), np.int64)
-        after = np.full(len(devices), update if self.structure.update[i] else 0)
-        for e in problem.graph.edges:
-            if e.consumer == i:
-                sent = forward_transfers(e, self.chosen[e.producer], c, problem.machine)
-                np.maximum.at(ready, sent.target, self.ends[e.producer][sent.source] + _takes(sent))
-                if e.gradient:
-                    back = backward_transfers(e, self.chosen[e.producer], c, problem.machine)
-                    np.maximum.at(after, back.source, self.backs[e.producer][back.target] + _takes(back))
+    def _ticks(self, strategy: Sequence[Configuration]) -> int | None:
+        """The ticks of a strategy, by a delta simulation if one operator changes; None if they are no better than the best."""
+        changed = [i for i, (a, b) in enumerate(zip(strategy, self.simulation.strategy, strict=True)) if a != b]
+        if len(changed) > 1:
+            return self.simulation.full(strategy)
+        ticks = self.simulation.ticks
+        for i in changed:
+            found = self.simulation.change(i, strategy[i], self.best_ticks - 1)
+            if found is None:
+                self.simulation.undo()
+                return None
+            ticks = found
+        return ticks
+
+    def _work(self, i: int, n: int) -> int:
+        return int(self.costs.phases[i][n].sum())
+
+    def _with(self, partial: _Partial, n: int) -> _Partial | None:
+        """What the candidate n of the next operator means; None if it does not fit in memory."""
+        i = len(partial.numbers)
+        numbers, costs, chosen = (*partial.numbers, n), self.costs, self.candidates[i][n]
+        memory = self._memory(partial.memory, numbers)
+        if memory is not None and not memory.fits:
+            return None
+        forward, backward, update = costs.phases[i][n]
+        users = self.problem.graph.weights
+        reductions = [costs.reduction(w, [numbers[u] for u in users[w].users]) for w in self.complete[i]]
+        reduced = sum(reductions, partial.reduced)
+        ready = np.zeros(len(forward), np.int64)
+        after = update + max((int(r.max(initial=0)) for r in reductions), default=0)
+        links = sum(reductions, partial.links)
+        for k, e in self.edges[i]:
+            pair = costs.pair(k, numbers[e.producer], n)
+            ready = np.maximum(ready, (partial.ends[e.producer][:, None] + pair.there).max(axis=0))
+            if e.gradient:
+                after = np.maximum(after, (partial.backs[e.producer][:, None] + pair.back).max(axis=0))
+            links = links + pair.links
         ends, backs = ready + forward, after + backward
-        load = self.load + np.bincount(devices, minlength=len(self.load)) * max(0, forward + backward + update - 3)
-        even = (int(load.sum()) + int(self.rest[i + 1])) // len(load) - 3 * len(self.candidates)
-        chain = int(max(ends.min() + self.around[i] + backs.min(), (ends + backs).max()))
-        self.tails.change(i, c)
-        tail = int(ends.min() + self.tails.bounds(self.reduced)[3 * i])
-        self.tails.leave_open(i, self.open[i])
-        return _Tried(ends, backs, load, max(int(load.max()), even, chain if self.structure.backward[i] else 0, tail))
+        load = partial.load + np.bincount(np.array(chosen.devices), costs.phases[i][n].sum(axis=0), len(partial.load)).astype(
+            np.int64
+        )
+        first = int(ends.min())
+        turn = max(partial.turn, first + int(self.behind.turn[i][n]) if self.behind.rooted else 0)
+        around = first + int(self.behind.around[i][n]) + int(backs.min()) if costs.structure.backward[i] else 0
+        bounds = (
+            partial.bound,
+            int((ends + backs).max()) if costs.structure.backward[i] else int(ends.max()),
+            around,
+            first + int(self.behind.ends[i][n]),
+            int(load.max()),
+            -(-(int(load.sum()) + int(self.rest[i + 1])) // len(self.problem.machine.present)),
+            int(links.max(initial=0)),
+            turn + int(reduced.max(initial=0)),
+        )
+        return _Partial(numbers, (*partial.ends, ends), (*partial.backs, backs), load, links, reduced, turn, max(bounds), memory)
 
-    def _reductions(self, i: int) -> Ints:
-        """The ticks of the reductions of each weight whose users all have configurations, up to operator i."""
-        reduced = self.reduced.copy()
-        for w, weight in enumerate(self.problem.graph.weights):
-            if max(weight.users) == i:
-                busy: dict[int, int] = {}
-                for mask, nbytes in sync_groups(weight, [self.chosen[u] for u in weight.users]):
-                    for link in self.prices.links(mask):
-                        busy[link] = busy.get(link, 0) + max(1, round(self.prices.seconds(mask, nbytes) / TICK_S))
-                reduced[w] = max(busy.values(), default=0)
-        return reduced
-
-
-def _takes(sent: Transfers) -> Ints:
-    """[pairs]: the ticks of each message; 0 on one device."""
-    return np.where(sent.message >= 0, np.append(sent.ticks, 0)[sent.message], 0)
+    def _memory(self, before: Memory | None, numbers: Sequence[int]) -> Memory | None:
+        if before is None:
+            return None
+        return before.extended([own[n] for own, n in zip(self.candidates, numbers, strict=False)])
 
 
 def canonical(used: frozenset[int], devices: Sequence[int], shape: Sequence[int]) -> bool:

@@ -16,6 +16,8 @@ from shardplan.shell.target import load_target
 
 MODELS: dict[str, dict[str, Any]] = {
     "mlp": {},
+    "lenet": {},
+    "rnnlm": {},
     "gpt": {"layers": 1},
     "rnn": {"layers": 1, "steps": 3},
     "wresnet": {"depth": 50},

@@ -59,7 +59,10 @@ def test_a_change_gives_the_sum_of_the_changed_strategy(model: str) -> None:
     for i in range(0, len(strategy), 1 + len(strategy) // 10):
         changed = (*strategy[:i], other[i], *strategy[i + 1 :])
         assert memory.with_change(strategy, i, other[i]).tolist() == Memory(here, changed).bytes.tolist()
-        assert Memory(here, strategy[:i]).with_next(strategy[: i + 1]).tolist() == Memory(here, strategy[: i + 1]).bytes.tolist()
+        assert (
+            Memory(here, strategy[:i]).extended(strategy[: i + 1]).bytes.tolist()
+            == Memory(here, strategy[: i + 1]).bytes.tolist()
+        )
 
 
 def test_no_answer_is_beyond_the_memory_of_a_device() -> None:

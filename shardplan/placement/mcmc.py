@@ -121,18 +121,16 @@ def anneal(
         limit = simulation.ticks + int(simulation.ticks * slack)
         if loads.with_change(i, simulation.strategy[i], chosen) > limit:
             continue
-        held = None if memory is None else memory.with_change(simulation.strategy, i, chosen)
-        if held is not None and np.any(held > problem.machine.memory_bytes):
-            continue
         before = simulation.strategy[i]
         simulated += 1
         if simulation.change(i, chosen, limit) is None:
             simulation.undo()
             continue
+        if memory is not None and not memory.changed(simulation.strategy, i, before):
+            simulation.undo()
+            continue
         accepted += 1
         loads.change(i, before, chosen)
-        if memory is not None and held is not None:
-            memory.bytes = held
         if simulation.ticks < best:
             best, best_strategy = simulation.ticks, tuple(simulation.strategy)
             history.append((proposals, time.monotonic() - began, simulation.seconds))

@@ -52,11 +52,15 @@ class Memory:
         """Whether no device holds more than its memory."""
         return bool(np.all(self.bytes <= self._problem.machine.memory_bytes))
 
-    def with_change(self, strategy: Sequence[Configuration], i: int, after: Configuration) -> Ints:
-        """[n]: the bytes if operator i of the strategy changes."""
-        changed = list(strategy)
-        changed[i] = after
-        return self.bytes - self._around(strategy, i) + self._around(changed, i)
+    def changed(self, strategy: Sequence[Configuration], i: int, before: Configuration) -> bool:
+        """Takes over a strategy whose operator i had another configuration before, if it fits in memory; whether it does."""
+        was = list(strategy)
+        was[i] = before
+        held = self.bytes - self._around(was, i) + self._around(strategy, i)
+        if np.any(held > self._problem.machine.memory_bytes):
+            return False
+        self.bytes = held
+        return True
 
     def extended(self, strategy: Sequence[Configuration]) -> Memory:
         """The bytes of a strategy that has one operator more."""

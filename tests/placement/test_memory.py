@@ -58,7 +58,9 @@ def test_a_change_gives_the_sum_of_the_changed_strategy(model: str) -> None:
     memory = Memory(here, strategy)
     for i in range(0, len(strategy), 1 + len(strategy) // 10):
         changed = (*strategy[:i], other[i], *strategy[i + 1 :])
-        assert memory.with_change(strategy, i, other[i]).tolist() == Memory(here, changed).bytes.tolist()
+        assert memory.changed(changed, i, strategy[i])
+        assert memory.bytes.tolist() == Memory(here, changed).bytes.tolist()
+        assert memory.changed(strategy, i, other[i])
         assert (
             Memory(here, strategy[:i]).extended(strategy[: i + 1]).bytes.tolist()
             == Memory(here, strategy[: i + 1]).bytes.tolist()

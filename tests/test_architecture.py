@@ -342,6 +342,8 @@ NOT_FROZEN = {
     "simulate.step_tasks._Frame": "the values of a body while it is walked",
     "placement.forward.Group": "grows while ops join it",
     "placement.groups.GroupPrices": "keeps the prices of groups",
+    "placement.device_groups.GroupTimes": "keeps the seconds of operators",
+    "placement.region_plans.RegionPlans": "keeps the plans of regions",
     "placement.prices.PartPrices": "keeps the tables of equal operators",
     "placement.machine.Machine": "works out ticks at first use",
     "shell.place.Placement": "simulates at first use",

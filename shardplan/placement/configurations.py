@@ -39,6 +39,10 @@ Strategy = tuple[Configuration, ...]
 """A configuration for each operator."""
 
 
+Group = tuple[int, ...]
+"""Devices that share some operators, ascending."""
+
+
 def divisors(n: int, most: int) -> list[int]:
     """The divisors of n up to ``most``.
 
@@ -79,6 +83,17 @@ def coordinates(degrees: tuple[int, ...]) -> NDArray[np.int64]:
 def single(operator: Operator, device: int) -> Configuration:
     """The operator whole on one device."""
     return Configuration((1,) * len(operator.loops), (device,))
+
+
+def partitions_of(shape: Sequence[int], size: int) -> tuple[tuple[Group, ...], ...]:
+    """The ways to part all devices into groups of one size that follow the levels.
+
+    >>> partitions_of((2, 2), 2)
+    (((0, 1), (2, 3)), ((0, 2), (1, 3)))
+    """
+    groups = groups_of(shape, size)
+    count = math.prod(shape) // size
+    return tuple(groups[n : n + count] for n in range(0, len(groups), count))
 
 
 def groups_of(shape: Sequence[int], size: int) -> tuple[tuple[int, ...], ...]:
@@ -124,3 +139,32 @@ def random_configuration(
     if groups and draw.random() < 0.75:
         return Configuration(degrees, groups[int(draw.integers(len(groups)))])
     return Configuration(degrees, tuple(draw.permutation(present)[:parts].tolist()))
+
+
+def configuration_within(operator: Operator, shape: Sequence[int], group: Group, draw: np.random.Generator) -> Configuration:
+    """A random configuration over a whole group, or over as many of its devices as the loops allow; one in four in any order."""
+    choices = widest_degrees(operator, len(group))
+    degrees = choices[int(draw.integers(len(choices)))]
+    parts = math.prod(degrees)
+    inner = _inner_groups(tuple(shape), parts, group)
+    if inner and draw.random() < 0.75:
+        return Configuration(degrees, inner[int(draw.integers(len(inner)))])
+    return Configuration(degrees, tuple(np.array(group)[draw.permutation(len(group))[:parts]].tolist()))
+
+
+def widest_degrees(operator: Operator, most: int) -> tuple[tuple[int, ...], ...]:
+    """The degrees with the most parts, at most ``most``."""
+    return _widest(tuple(loop.extent for loop in operator.loops), most)
+
+
+@lru_cache(maxsize=1 << 12)
+def _widest(extents: tuple[int, ...], most: int) -> tuple[tuple[int, ...], ...]:
+    choices = _degrees(extents, most)
+    parts = max(map(math.prod, choices))
+    return tuple(d for d in choices if math.prod(d) == parts)
+
+
+@lru_cache(maxsize=1 << 12)
+def _inner_groups(shape: tuple[int, ...], size: int, group: Group) -> tuple[Group, ...]:
+    """The groups of devices of a group that follow the levels."""
+    return (group,) if size == len(group) else tuple(g for g in groups_of(shape, size) if set(g) <= set(group))

@@ -16,7 +16,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardplan.placement.bounds import Loads
-from shardplan.placement.configurations import Configuration, Strategy, degrees_of, random_configuration
+from shardplan.placement.configurations import (
+    Configuration,
+    Group,
+    Strategy,
+    configuration_within,
+    degrees_of,
+    random_configuration,
+)
 from shardplan.placement.memory import Memory, may_exceed
 from shardplan.placement.problem import PlacementProblem
 from shardplan.placement.simulation import Engine
@@ -65,16 +72,25 @@ FROM_NEIGHBOUR = 0.4
 
 
 def propose(
-    problem: PlacementProblem, strategy: Sequence[Configuration], neighbours: Sequence[Sequence[int]], draw: np.random.Generator
+    problem: PlacementProblem,
+    strategy: Sequence[Configuration],
+    neighbours: Sequence[Sequence[int]],
+    draw: np.random.Generator,
+    groups: Sequence[Group] | None = None,
 ) -> tuple[int, Configuration]:
-    """An operator and another configuration for it, both at random; some on the devices of one of its ``neighbours``."""
+    """An operator and another configuration for it, both at random; some on the devices of one of its ``neighbours``.
+
+    ``groups[i]`` are the devices over which operator i is cut (None: any).
+    """
     i = int(draw.integers(len(strategy)))
     operator, near = problem.graph.operators[i], neighbours[i]
     if near and draw.random() < FROM_NEIGHBOUR:
         devices = strategy[near[int(draw.integers(len(near)))]].devices
         fitting = [d for d in degrees_of(operator, len(devices)) if math.prod(d) == len(devices)]
-        if fitting:
+        if fitting and (groups is None or set(devices) == set(groups[i])):
             return i, Configuration(fitting[int(draw.integers(len(fitting)))], devices)
+    if groups is not None:
+        return i, configuration_within(operator, problem.machine.cluster.shape, groups[i], draw)
     return i, random_configuration(operator, problem.machine.cluster.shape, draw, problem.machine.absent)
 
 
@@ -97,10 +113,14 @@ def anneal(
     limits: Limits,
     *,
     beta: float | None = None,
+    groups: Sequence[Group] | None = None,
     observer: Observer | None = None,
     engine: Engine = "auto",
 ) -> Chain:
-    """One chain from a strategy, which fits in memory, until its limits. Proposals that do not fit are rejected."""
+    """One chain from a strategy, which fits in memory, until its limits. Proposals that do not fit are rejected.
+
+    Operator i is cut over the devices ``groups[i]`` (None: any).
+    """
     began = time.monotonic()
     simulation = problem.simulation(engine)
     simulation.full(start)
@@ -114,7 +134,7 @@ def anneal(
     least = max(LEAST_PROPOSALS[0], LEAST_PROPOSALS[1] * count)
     while not _over(limits, proposals, max(least, 2 * history[-1][0]), time.monotonic() - began):
         proposals += 1
-        i, chosen = propose(problem, simulation.strategy, neighbours, draw)
+        i, chosen = propose(problem, simulation.strategy, neighbours, draw, groups)
         slack = -math.log(1.0 - draw.random()) / beta
         if chosen == simulation.strategy[i]:
             continue

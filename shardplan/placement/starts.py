@@ -20,15 +20,16 @@ UNROLLED = 3
 
 def data_parallel(problem: PlacementProblem) -> Strategy:
     """Every operator cut over samples alone, on as many devices as divide them. Absent devices are left out."""
-    machine = problem.machine
-    strategy: list[Configuration] = []
-    for operator in problem.graph.operators:
-        ways = _fitting(operator, "S", machine.count)
-        if machine.absent:
-            n = operator.loop_of("S")
-            ways = 1 if n is None else divisors(operator.loops[n].extent, len(machine.present))[-1]
-        strategy.append(_cut(problem, operator, {"S": ways}, machine.present))
-    return tuple(strategy)
+    return tuple(data_parallel_on(problem, o, problem.machine.present) for o in problem.graph.operators)
+
+
+def data_parallel_on(problem: PlacementProblem, operator: Operator, devices: Sequence[int]) -> Configuration:
+    """An operator cut over samples alone, on as many of these devices as divide them."""
+    ways = _fitting(operator, "S", len(devices))
+    if problem.machine.absent:
+        n = operator.loop_of("S")
+        ways = 1 if n is None else divisors(operator.loops[n].extent, len(devices))[-1]
+    return _cut(problem, operator, {"S": ways}, devices)
 
 
 def expert(problem: PlacementProblem) -> Strategy:

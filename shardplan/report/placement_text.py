@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from shardplan.placement.configurations import Configuration, Strategy
+from shardplan.placement.device_groups import Region
 from shardplan.placement.operators import Operator
 from shardplan.report.tables import seconds, table
 
@@ -16,6 +17,7 @@ def placement_text(
     strategy: Strategy,
     gains: Sequence[float | None],
     *,
+    regions: Sequence[Region] = (),
     title: str,
     origin: str,
     searched: str,
@@ -24,12 +26,20 @@ def placement_text(
     rows = [(name, seconds(s), f"{s / step_time_s:.2f}x") for name, s in baselines.items()]
     parts = [f"{title}: {seconds(step_time_s)} a step ({origin})\n{searched}"]
     parts.append("Beside\n\n" + table(("strategy", "step", "of this"), rows))
+    if regions:
+        areas = [(devices_text(r.devices), str(len(r.operators)), seconds(r.seconds), _ends(r, operators)) for r in regions]
+        parts.append("Regions\n\n" + table(("devices", "operators", "computes", "from and to"), areas))
     where = [
         (o.name, cut_text(o, c), devices_text(c.devices), "data parallel" if gain is None else _why(gain), o.source)
         for o, c, gain in zip(operators, strategy, gains, strict=True)
     ]
     parts.append("Where operators run\n\n" + table(("operator", "cut", "devices", "data parallel instead", "source"), where))
     return "\n\n".join(parts)
+
+
+def _ends(region: Region, operators: Sequence[Operator]) -> str:
+    """The names of the first and the last operator of a region."""
+    return ", ".join(dict.fromkeys(operators[i].name for i in (region.operators[0], region.operators[-1])))
 
 
 def _why(gain: float) -> str:

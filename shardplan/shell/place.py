@@ -18,12 +18,14 @@ from shardplan.frontend.nnx_state import trace_step
 from shardplan.graph import flatten
 from shardplan.mesh import Cluster
 from shardplan.placement.configurations import Strategy
+from shardplan.placement.device_groups import Region
 from shardplan.placement.files import read_strategy, strategy_json
 from shardplan.placement.grouping import operator_graph
 from shardplan.placement.machine import machine_of
 from shardplan.placement.mcmc import Limits
 from shardplan.placement.memory import Memory, check_memory
 from shardplan.placement.problem import PlacementProblem, problem_of
+from shardplan.placement.region_search import region_search
 from shardplan.placement.schedules import METHODS, scheduled
 from shardplan.placement.search import STARTS, Found, checked, search, starts_of
 from shardplan.placement.simulation import Simulation
@@ -47,6 +49,7 @@ class Placement:
     ``strategy`` has a configuration for each operator of ``problem``. ``data_parallel_s``, ``expert_s`` and ``plan_s`` are the
     seconds of a step under data parallelism, the experts' strategy and the plan on all devices (None: not asked for), simulated
     alike. ``origin`` says which start or chain found it. ``simulations_per_s`` counts the proposals that one core decides.
+    ``regions`` are those that the method "regions" made: connected operators on one group of devices.
     """
 
     problem: PlacementProblem
@@ -58,6 +61,7 @@ class Placement:
     origin: str
     proposals: int
     simulations_per_s: float
+    regions: tuple[Region, ...] = ()
 
     def __repr__(self) -> str:
         count = len(self.strategy)
@@ -119,6 +123,10 @@ class Placement:
             "proposals": self.proposals,
             "simulations_per_s": self.simulations_per_s,
             "origin": self.origin,
+            "regions": [
+                {"devices": list(r.devices), "operators": [names[i] for i in r.operators], "seconds": r.seconds}
+                for r in self.regions
+            ],
             "degrees": {name: list(c.degrees) for name, c in zip(names, self.strategy, strict=True)},
             "data_parallel_more_s": dict(zip(names, self.gains, strict=True)),
         }
@@ -132,6 +140,7 @@ class Placement:
             self.problem.graph.operators,
             self.strategy,
             self.gains,
+            regions=self.regions,
             title=title,
             origin=self.origin,
             searched=f"{self.proposals:,} proposals, {self.simulations_per_s:,.0f} a second and core",
@@ -162,7 +171,8 @@ def place(
         chains: The number of chains, which begin at the starts in turn; by default one for each start.
         seed: Equal seeds draw equal proposals. How many fit in the budget depends on the machine; ``proposals`` limits them.
         start: Some of "dp" (data parallel), "expert", "random", "plan" (`shardplan.plan`), and files that `Placement.save` wrote.
-        method: "mcmc"; or "fd-dps" or "heft", which schedule whole operators on single devices.
+        method: "mcmc"; "regions" for connected operators on one group of devices, planned inside; or "fd-dps" or "heft", which
+            schedule whole operators on single devices.
         speed: A factor on the speed of each device of the cluster. Parts are equal, so that a slower device takes longer.
         proposals: The most proposals of each chain.
         observer: Called with the current activity and the fraction done.
@@ -175,9 +185,8 @@ def place(
     """
     files = [name for name in start if name not in STARTS and name.endswith(".json")]
     checked(budget_s, chains, [name for name in start if name not in files] or (STARTS[:1] if files else ()))
-    if method not in ("mcmc", *METHODS):
-        other = "is not supported yet" if method == "regions" else "does not exist"
-        raise PlacementError(f"the method {method!r} {other}: use mcmc, fd-dps or heft")
+    if method not in ("mcmc", "regions", *METHODS):
+        raise PlacementError(f"the method {method!r} does not exist: use mcmc, regions, fd-dps or heft")
     tell = observer or _silent
     resolved, _ = resolve_cluster(cluster, unequal=True)
     positional, values = as_positional(step, args, kwargs)
@@ -185,17 +194,23 @@ def place(
     program = trace_step(positional, values).program
     graph = operator_graph(flatten(program), program)
     problem = problem_of(graph, machine_of(resolved, None if speed is None else np.array(speed, np.float64)))
+    if method == "regions" and problem.machine.absent:
+        raise PlacementError("method 'regions' makes groups of all devices, and some are absent here: use mcmc, fd-dps or heft")
     known = {file: read_strategy(_text(file), problem, file) for file in files}
     if problem.machine.absent:
         start = tuple(name for name in start if name != "plan") or STARTS[:1]  # a plan uses all devices
     planned = _planned(problem, step, args, resolved, kwargs, tell) if "plan" in start else None
     starts = known | starts_of(problem, [name for name in start if name not in files], seed, planned)
-    if method == "mcmc":
-        tell("searching", 0.0)
-        limits = Limits(budget_s, proposals)
-        found = search(problem, starts, limits, chains=chains, seed=seed, observer=lambda s, done: tell(f"best {s:.4g} s", done))
-    else:
+    regions: tuple[Region, ...] = ()
+    if method in METHODS:
         found = _best({method: scheduled(problem, method)} | starts, problem)
+    else:
+        tell("searching", 0.0)
+        limits, heard = Limits(budget_s, proposals), lambda s, done: tell(f"best {s:.4g} s", done)
+        if method == "regions":
+            found, regions = region_search(problem, starts, limits, chains=chains, seed=seed, observer=heard)
+        else:
+            found = search(problem, starts, limits, chains=chains, seed=seed, observer=heard)
     return Placement(
         problem,
         found.strategy,
@@ -206,6 +221,7 @@ def place(
         found.origin,
         found.proposals,
         found.simulations_per_s,
+        regions,
     )
 
 

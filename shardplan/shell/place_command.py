@@ -31,7 +31,7 @@ def add_place_command(commands: Any) -> None:
         metavar="LIST",
         help="some of dp, expert, random and plan, and files that -o wrote, with commas between (default: the four)",
     )
-    one.add_argument("--method", default="mcmc", metavar="mcmc|fd-dps|heft", help="how to search (default: mcmc)")
+    one.add_argument("--method", default="mcmc", metavar="mcmc|regions|fd-dps|heft", help="how to search (default: mcmc)")
     one.add_argument("-o", "--output", metavar="FILE", help="save the strategy as JSON")
     one.add_argument("--timeline", metavar="FILE", help="save the timeline as trace events, which Perfetto opens")
     one.add_argument("--png", metavar="FILE", help="draw a Gantt chart of devices and connections (.png, .svg or .pdf)")

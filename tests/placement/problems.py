@@ -21,6 +21,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt": {"layers": 1},
     "rnn": {"layers": 1, "steps": 3},
     "wresnet": {"depth": 50},
+    "two_tower": {},
 }
 
 

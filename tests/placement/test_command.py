@@ -64,8 +64,7 @@ def test_a_gantt_chart_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     [
         (["--budget", "0"], "a budget of 0.0 seconds leaves no time to search: give a number above 0"),
         (["--start", "best"], "no start 'best': use some of dp, expert, random, plan"),
-        (["--method", "regions"], "the method 'regions' is not supported yet: use mcmc, fd-dps or heft"),
-        (["--method", "luck"], "the method 'luck' does not exist: use mcmc, fd-dps or heft"),
+        (["--method", "luck"], "the method 'luck' does not exist: use mcmc, regions, fd-dps or heft"),
         (["--start", "nowhere.json"], "cannot read the strategy nowhere.json: No such file or directory"),
         (["--png", "t.txt"], "'t.txt': a drawing is written as .png, .svg, .pdf; end the file's name with one of these"),
         (["-o", "/nowhere/s.json"], "cannot write /nowhere/s.json: there is no folder /nowhere"),
@@ -95,3 +94,16 @@ def test_the_function_answers_like_the_command() -> None:
     assert "tracing" in told
     assert "Placement of 3 operators" in repr(made)
     assert all(gain is None or gain + made.step_time_s >= 0 for gain in made.gains)
+
+
+def test_regions_are_in_the_report_and_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = _run(capsys, "--start", "dp", "--method", "regions", "--json")
+    answer = json.loads(out)
+    assert code == 0
+    assert sorted(n for r in answer["regions"] for n in r["operators"]) == sorted(answer["assignment"])
+    assert all(set(answer["assignment"][n]) <= set(r["devices"]) for r in answer["regions"] for n in r["operators"])
+    assert all(r["seconds"] > 0 for r in answer["regions"])
+    assert answer["step_time_s"] <= min(answer["data_parallel_s"], answer["expert_s"])
+    code, out, _ = _run(capsys, "--start", "dp", "--method", "regions")
+    assert code == 0
+    assert "Regions\n\ndevices" in out

@@ -1,0 +1,162 @@
+"""The search of strategies made of regions: connected operators on one group of devices, planned inside.
+
+Candidates are independent branches on disjoint groups, chains cut into stages, and what chains of proposals find, merged. Every
+operator of a branch or stage is first data parallel on its group. The best candidates get plans of their regions, and the best of
+these a chain over all operators, each on its own group. All are simulated as they would run.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from shardplan.placement.branches import (
+    MOST_TASKS,
+    Unit,
+    branches_of,
+    chains_of,
+    groups_text,
+    partitions,
+    scheduled_on,
+    units_of,
+)
+from shardplan.placement.configurations import Configuration, Group, Strategy, partitions_of
+from shardplan.placement.device_groups import GroupTimes, Region, regions_of, used_groups
+from shardplan.placement.memory import Memory, may_exceed
+from shardplan.placement.mcmc import Limits, Observer, anneal, neighbours_of
+from shardplan.placement.problem import PlacementProblem
+from shardplan.placement.region_plans import Candidate, RegionPlans
+from shardplan.placement.search import Found, search
+from shardplan.placement.simulation import Engine, Simulation
+from shardplan.placement.stages import staged
+from shardplan.placement.starts import data_parallel, data_parallel_on, expert
+
+PROPOSED_S, INSIDE_S = 0.5, 0.2
+"""The shares of the budget for chains over all devices, and for plans of regions; the rest is for chains over whole candidates.
+Not measured: half, so that regions never have less than half of what a search without them has."""
+MERGE_LOSS = 0.02
+"""What chains find is merged into fewer regions as long as a step takes at most this much longer: regions are planned inside
+afterwards, and each border between two costs launches that the simulation leaves out. Not measured."""
+PLANNED = 4
+"""So many of the candidates get plans of their regions: the best as data parallel on their groups, and what chains found."""
+
+
+def candidates_of(problem: PlacementProblem, engine: Engine = "auto") -> list[Candidate]:
+    """Branches and stages, every operator data parallel on its group, the best first. Equal ones are given once."""
+    times, found, simulation = GroupTimes(problem), dict[tuple[Group, ...], Candidate](), problem.simulation(engine)
+    graph = problem.graph
+    for origin, groups in _groupings(times):
+        if groups not in found and len(set(groups)) > 1:
+            strategy = tuple(data_parallel_on(problem, o, g) for o, g in zip(graph.operators, groups, strict=True))
+            simulation.full(strategy)
+            found[groups] = Candidate(origin, groups, strategy, simulation.seconds)
+    return sorted(found.values(), key=lambda c: c.seconds)
+
+
+def _groupings(times: GroupTimes) -> Iterator[tuple[str, tuple[Group, ...]]]:
+    """The groups of all operators, with what they come from."""
+    graph, shape = times.problem.graph, times.problem.machine.cluster.shape
+    count = math.prod(shape)
+    everywhere = tuple(range(count))
+    for units in dict.fromkeys(units_of(graph, tied=tied) for tied in (True, False)):
+        for branches in dict.fromkeys((branches_of(graph, units), chains_of(graph, units))):
+            if len(branches.units) > MOST_TASKS:
+                continue
+            joint = {i for unit, own in zip(branches.units, branches.joint, strict=True) if own for i in unit}
+            for name, groups in partitions(times, branches):
+                placed = scheduled_on(times, branches.units, groups)
+                yield f"branches on {name}, joints on all devices", _with(placed, joint, everywhere)
+                yield f"branches on {name}", placed
+        yield from _stages(times, units, shape)
+
+
+def _with(groups: Sequence[Group], operators: set[int], group: Group) -> tuple[Group, ...]:
+    return tuple(group if i in operators else own for i, own in enumerate(groups))
+
+
+def _stages(times: GroupTimes, units: Sequence[Unit], shape: Sequence[int]) -> Iterator[tuple[str, tuple[Group, ...]]]:
+    count = math.prod(shape)
+    for size in range(1, count):
+        for groups in partitions_of(shape, size) if count % size == 0 else ():
+            if len(groups) <= len(units):
+                yield f"{len(groups)} stages on {groups_text(groups)}", staged(times, units, groups)
+
+
+def region_search(
+    problem: PlacementProblem,
+    starts: Mapping[str, Strategy],
+    limits: Limits,
+    *,
+    chains: int | None = None,
+    seed: int = 0,
+    workers: int | None = None,
+    observer: Observer | None = None,
+    engine: Engine = "auto",
+) -> tuple[Found, tuple[Region, ...]]:
+    """The best strategy of regions and its regions; never worse than data parallel, the experts' strategy or a start."""
+    began = time.monotonic()
+    starts = {"dp": data_parallel(problem), "expert": expert(problem)} | dict(starts)
+    share = replace(limits, budget_s=limits.budget_s * PROPOSED_S)
+    found = search(problem, starts, share, chains=chains, seed=seed, workers=workers, observer=observer, engine=engine)
+    proposed = Candidate(found.origin, used_groups(found.strategy), found.strategy, found.seconds)
+    name = min(found.starts, key=lambda n: found.starts[n])
+    start = Candidate(name, used_groups(starts[name]), starts[name], found.starts[name])
+    inside = RegionPlans(problem, limits, began + limits.budget_s * (PROPOSED_S + INSIDE_S), seed, engine)
+    merged = merged_regions(problem, proposed, inside.until_s, engine)
+    first = [*[c for c in candidates_of(problem, engine) if _fits(problem, c)][: PLANNED - 1], merged]
+    planned = [inside.planned(c) for c in first if _fits(problem, c)]
+    ranked = sorted((c for c in planned if _fits(problem, c)), key=lambda c: c.seconds)
+    for n, candidate in enumerate(ranked[:2]):
+        left = max(0.0, began + limits.budget_s - time.monotonic()) / (2 - n)
+        draw = np.random.default_rng((seed, 2 << 20, n))
+        chain = anneal(problem, candidate.strategy, draw, replace(limits, budget_s=left), groups=candidate.groups, engine=engine)
+        inside.chains.append(chain)
+        ranked[n] = replace(candidate, strategy=chain.strategy, seconds=chain.seconds)
+        if observer is not None:
+            observer(min(c.seconds for c in ranked), (n + 1) / 2)
+    best = min((c for c in (start, proposed, *ranked) if _fits(problem, c)), key=lambda c: c.seconds)
+    regions = regions_of(problem, best.strategy, best.groups)
+    return Found(best.strategy, best.seconds, best.origin, found.starts, (*found.chains, *inside.chains)), regions
+
+
+def _fits(problem: PlacementProblem, candidate: Candidate) -> bool:
+    """Whether every device holds its part of a candidate."""
+    return not may_exceed(problem) or Memory(problem, candidate.strategy).fits
+
+
+def merged_regions(problem: PlacementProblem, candidate: Candidate, until_s: float, engine: Engine = "auto") -> Candidate:
+    """The candidate with fewer regions: short ones move to the group of a neighbour while a step hardly gets longer."""
+    simulation, neighbours = problem.simulation(engine), neighbours_of(problem)
+    limit_s, origin = candidate.seconds * (1 + MERGE_LOSS), f"{candidate.origin}, merged into regions"
+    while True:
+        regions = regions_of(problem, candidate.strategy, candidate.groups)
+        for region in sorted(regions, key=lambda r: (r.seconds, r.operators)):
+            near = {candidate.groups[j] for i in region.operators for j in neighbours[i]} - {region.devices}
+            moved: list[Candidate] = []
+            for group in sorted(near):
+                moved.append(_moved(problem, candidate, region.operators, group, simulation))
+                if time.monotonic() >= until_s:
+                    return candidate
+            if moved and (best := min(moved, key=lambda c: c.seconds)).seconds <= limit_s:
+                candidate = replace(best, origin=origin)
+                break
+        else:
+            return candidate
+
+
+def _moved(
+    problem: PlacementProblem, candidate: Candidate, operators: Sequence[int], group: Group, simulation: Simulation
+) -> Candidate:
+    """The candidate with some operators on another group: cut as before if they have a part for each device, or over samples."""
+    groups, strategy = list(candidate.groups), list(candidate.strategy)
+    for i in operators:
+        fits = len(strategy[i].devices) == len(group)
+        operator = problem.graph.operators[i]
+        strategy[i] = Configuration(strategy[i].degrees, group) if fits else data_parallel_on(problem, operator, group)
+        groups[i] = group
+    simulation.full(strategy)
+    return Candidate(candidate.origin, tuple(groups), tuple(strategy), simulation.seconds)

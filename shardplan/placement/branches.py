@@ -16,7 +16,7 @@ import networkx as nx
 
 from shardplan.dag import schedule_dag
 from shardplan.placement.configurations import Group, partitions_of
-from shardplan.placement.device_groups import GroupTimes, proportional_groups
+from shardplan.placement.device_groups import Floats, GroupTimes, proportional_groups
 from shardplan.placement.operators import OperatorGraph
 
 Unit = tuple[int, ...]
@@ -132,10 +132,10 @@ def partitions(times: GroupTimes, branches: Branches) -> list[tuple[str, tuple[G
     shares = proportional_groups(shape, max(beside, key=sum))
     if shares:
         found.append(("groups by work", shares))
-    count, most = math.prod(shape), sum(map(len, beside))
+    count = math.prod(shape)
     for size in range(1, count):
         for groups in partitions_of(shape, size) if count % size == 0 else ():
-            if len(groups) <= most and groups != shares:
+            if groups != shares:
                 found.append((groups_text(groups), groups))
     return found
 
@@ -151,13 +151,10 @@ def scheduled_on(times: GroupTimes, branches: Sequence[Unit], groups: Sequence[G
     graph = times.problem.graph
     at = {i: n for n, unit in enumerate(branches) for i in unit}
     seconds = [[times.operators_s(unit, group) for group in groups] for unit in branches]
-    edges: dict[tuple[int, int], list[list[float]]] = {}
-    for e, edge in enumerate(graph.edges):
+    edges: dict[tuple[int, int], Floats] = {}
+    for edge, between in zip(graph.edges, times.edges_s(groups), strict=True):
         pair = at[edge.producer], at[edge.consumer]
         if pair[0] != pair[1]:
-            own = edges.setdefault(pair, [[0.0] * len(groups) for _ in groups])
-            for a, source in enumerate(groups):
-                for b, target in enumerate(groups):
-                    own[a][b] += times.edge_s(e, source, target)
+            edges[pair] = edges[pair] + between if pair in edges else between
     found = schedule_dag(seconds, edges)
     return tuple(groups[found.device[at[i]]] for i in range(len(graph.operators)))

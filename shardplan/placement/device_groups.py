@@ -10,12 +10,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from shardplan.placement.configurations import Configuration, Group, Strategy, divisors
 from shardplan.placement.groups import GroupPrices
 from shardplan.placement.machine import TICK_S
 from shardplan.placement.mcmc import neighbours_of
 from shardplan.placement.problem import PlacementProblem
 from shardplan.placement.starts import data_parallel_on
+
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,16 +134,15 @@ class GroupTimes:
         """Seconds of several operators."""
         return sum(self.operator_s(i, group) for i in operators)
 
-    def edge_s(self, e: int, source: Group, target: Group) -> float:
-        """Seconds of a tensor, there and back, if the devices of the smaller group send their shares at once."""
-        edge, machine = self.problem.graph.edges[e], self.problem.machine
-        if source == target:
-            return 0.0
-        a, b = source[0], target[-1]
-        if a == b:
-            a = source[-1]
-        if a == b:
-            return 0.0
-        share = edge.itemsize * math.prod(edge.shape) / min(len(source), len(target))
-        ways = 2 if edge.gradient else 1
-        return ways * (float(machine.latency_s[a, b]) + share / float(machine.bytes_per_s[a, b]))
+    def edges_s(self, groups: Sequence[Group]) -> Floats:
+        """[tensors, from, to]: seconds of each tensor, there and back, between two of some disjoint groups.
+
+        The devices of the smaller group send their shares at once, each as the first of its group does.
+        """
+        machine, edges = self.problem.machine, self.problem.graph.edges
+        first = np.ix_(*[[g[0] for g in groups]] * 2)
+        sizes = np.array([len(g) for g in groups])
+        s_per_byte = 1 / machine.bytes_per_s[first] / np.minimum.outer(sizes, sizes)
+        nbytes = np.array([e.itemsize * math.prod(e.shape) for e in edges], np.float64).reshape(-1, 1, 1)
+        ways = np.array([2 if e.gradient else 1 for e in edges]).reshape(-1, 1, 1)
+        return ways * (machine.latency_s[first] + nbytes * s_per_byte)

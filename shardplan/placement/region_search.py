@@ -26,7 +26,6 @@ from shardplan.placement.branches import (
 )
 from shardplan.placement.configurations import Configuration, Group, Strategy, partitions_of
 from shardplan.placement.device_groups import GroupTimes, Region, regions_of, used_groups
-from shardplan.placement.memory import Memory, may_exceed
 from shardplan.placement.mcmc import Limits, Observer, anneal, neighbours_of
 from shardplan.placement.problem import PlacementProblem
 from shardplan.placement.region_plans import Candidate, RegionPlans
@@ -35,9 +34,11 @@ from shardplan.placement.simulation import Engine, Simulation
 from shardplan.placement.stages import staged
 from shardplan.placement.starts import data_parallel, data_parallel_on, expert
 
-PROPOSED_S, INSIDE_S = 0.5, 0.2
-"""The shares of the budget for chains over all devices, and for plans of regions; the rest is for chains over whole candidates.
-Not measured: half, so that regions never have less than half of what a search without them has."""
+TRIED, PROPOSED, MERGED, INSIDE = 0.2, 0.6, 0.7, 0.8
+"""The fractions of the budget by which branches and stages are simulated, chains over all devices end, what they found is merged
+into regions, and regions have plans. The rest is for chains over whole candidates. Not measured: what ends early leaves its time
+to the next.
+"""
 MERGE_LOSS = 0.02
 """What chains find is merged into fewer regions as long as a step takes at most this much longer: regions are planned inside
 afterwards, and each border between two costs launches that the simulation leaves out. Not measured."""
@@ -45,8 +46,8 @@ PLANNED = 4
 """So many of the candidates get plans of their regions: the best as data parallel on their groups, and what chains found."""
 
 
-def candidates_of(problem: PlacementProblem, engine: Engine = "auto") -> list[Candidate]:
-    """Branches and stages, every operator data parallel on its group, the best first. Equal ones are given once."""
+def candidates_of(problem: PlacementProblem, until_s: float = math.inf, engine: Engine = "auto") -> list[Candidate]:
+    """Branches and stages, every operator data parallel on its group, the best first; those that are ready by ``until_s``."""
     times, found, simulation = GroupTimes(problem), dict[tuple[Group, ...], Candidate](), problem.simulation(engine)
     graph = problem.graph
     for origin, groups in _groupings(times):
@@ -54,6 +55,8 @@ def candidates_of(problem: PlacementProblem, engine: Engine = "auto") -> list[Ca
             strategy = tuple(data_parallel_on(problem, o, g) for o, g in zip(graph.operators, groups, strict=True))
             simulation.full(strategy)
             found[groups] = Candidate(origin, groups, strategy, simulation.seconds)
+        if time.monotonic() >= until_s:
+            break
     return sorted(found.values(), key=lambda c: c.seconds)
 
 
@@ -99,33 +102,29 @@ def region_search(
 ) -> tuple[Found, tuple[Region, ...]]:
     """The best strategy of regions and its regions; never worse than data parallel, the experts' strategy or a start."""
     began = time.monotonic()
+    tried_s, proposed_s, merged_s, inside_s, end_s = (began + limits.budget_s * f for f in (TRIED, PROPOSED, MERGED, INSIDE, 1))
+    tried = candidates_of(problem, tried_s, engine)
     starts = {"dp": data_parallel(problem), "expert": expert(problem)} | dict(starts)
-    share = replace(limits, budget_s=limits.budget_s * PROPOSED_S)
-    found = search(problem, starts, share, chains=chains, seed=seed, workers=workers, observer=observer, engine=engine)
+    heard: Observer | None = None if observer is None else lambda s, done: observer(s, PROPOSED * done)
+    share = replace(limits, budget_s=max(0.0, proposed_s - time.monotonic()))
+    found = search(problem, starts, share, chains=chains, seed=seed, workers=workers, observer=heard, engine=engine)
     proposed = Candidate(found.origin, used_groups(found.strategy), found.strategy, found.seconds)
     name = min(found.starts, key=lambda n: found.starts[n])
     start = Candidate(name, used_groups(starts[name]), starts[name], found.starts[name])
-    inside = RegionPlans(problem, limits, began + limits.budget_s * (PROPOSED_S + INSIDE_S), seed, engine)
-    merged = merged_regions(problem, proposed, inside.until_s, engine)
-    first = [*[c for c in candidates_of(problem, engine) if _fits(problem, c)][: PLANNED - 1], merged]
-    planned = [inside.planned(c) for c in first if _fits(problem, c)]
-    ranked = sorted((c for c in planned if _fits(problem, c)), key=lambda c: c.seconds)
+    inside = RegionPlans(problem, limits, inside_s, seed, engine)
+    first = [*tried[: PLANNED - 1], merged_regions(problem, proposed, merged_s, engine)]
+    ranked = sorted((inside.planned(c) for c in first), key=lambda c: c.seconds)
     for n, candidate in enumerate(ranked[:2]):
-        left = max(0.0, began + limits.budget_s - time.monotonic()) / (2 - n)
+        left = max(0.0, end_s - time.monotonic()) / (2 - n)
         draw = np.random.default_rng((seed, 2 << 20, n))
         chain = anneal(problem, candidate.strategy, draw, replace(limits, budget_s=left), groups=candidate.groups, engine=engine)
         inside.chains.append(chain)
         ranked[n] = replace(candidate, strategy=chain.strategy, seconds=chain.seconds)
         if observer is not None:
-            observer(min(c.seconds for c in ranked), (n + 1) / 2)
-    best = min((c for c in (start, proposed, *ranked) if _fits(problem, c)), key=lambda c: c.seconds)
+            observer(min(c.seconds for c in ranked), INSIDE + (1 - INSIDE) * (n + 1) / 2)
+    best = min([start, *ranked], key=lambda c: c.seconds)
     regions = regions_of(problem, best.strategy, best.groups)
     return Found(best.strategy, best.seconds, best.origin, found.starts, (*found.chains, *inside.chains)), regions
-
-
-def _fits(problem: PlacementProblem, candidate: Candidate) -> bool:
-    """Whether every device holds its part of a candidate."""
-    return not may_exceed(problem) or Memory(problem, candidate.strategy).fits
 
 
 def merged_regions(problem: PlacementProblem, candidate: Candidate, until_s: float, engine: Engine = "auto") -> Candidate:

@@ -50,10 +50,9 @@ def staged(times: GroupTimes, units: Sequence[Sequence[int]], groups: Sequence[G
     graph, at = times.problem.graph, {i: n for n, unit in enumerate(units) for i in unit}
     work = np.array([[times.operators_s(unit, group) for unit in units] for group in groups])
     received = np.zeros(work.shape)
-    for e, edge in enumerate(graph.edges):
-        a, b = at[edge.producer], at[edge.consumer]
-        for k in range(1, len(groups) if a < b else 1):
-            received[k, a + 1 : b + 1] += times.edge_s(e, groups[k - 1], groups[k])
+    onward = np.diagonal(times.edges_s(groups), 1, axis1=1, axis2=2)  # [tensors, stages - 1]
+    for edge, seconds in zip(graph.edges, onward, strict=True):
+        received[1:, at[edge.producer] + 1 : at[edge.consumer] + 1] += seconds[:, None]
     firsts = stage_cuts(work, received)
     stage_of = np.searchsorted(np.array(firsts), np.arange(len(units)), side="right") - 1
     return tuple(groups[int(stage_of[at[i]])] for i in range(len(graph.operators)))

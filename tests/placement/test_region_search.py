@@ -160,7 +160,7 @@ def test_equal_seeds_find_equal_regions() -> None:
 
 def test_candidates_come_in_the_order_of_their_steps() -> None:
     here = problem("rnn", "2x2")
-    candidates = candidates_of(here, "python")
+    candidates = candidates_of(here, engine="python")
     assert [c.seconds for c in candidates] == sorted(here.seconds(c.strategy, "python") for c in candidates)
     assert {c.origin.split(" on ")[0].split()[-1] for c in candidates} == {"branches", "stages"}
 

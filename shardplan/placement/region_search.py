@@ -104,13 +104,12 @@ def region_search(
     began = time.monotonic()
     tried_s, proposed_s, merged_s, inside_s, end_s = (began + limits.budget_s * f for f in (TRIED, PROPOSED, MERGED, INSIDE, 1))
     tried = candidates_of(problem, tried_s, engine)
-    starts = {"dp": data_parallel(problem), "expert": expert(problem)} | dict(starts)
     heard: Observer | None = None if observer is None else lambda s, done: observer(s, PROPOSED * done)
     share = replace(limits, budget_s=max(0.0, proposed_s - time.monotonic()))
     found = search(problem, starts, share, chains=chains, seed=seed, workers=workers, observer=heard, engine=engine)
     proposed = Candidate(found.origin, used_groups(found.strategy), found.strategy, found.seconds)
-    name = min(found.starts, key=lambda n: found.starts[n])
-    start = Candidate(name, used_groups(starts[name]), starts[name], found.starts[name])
+    baselines = {"dp": data_parallel(problem), "expert": expert(problem)} | dict(starts)
+    known = [Candidate(name, used_groups(s), s, problem.seconds(s, engine)) for name, s in baselines.items()]
     inside = RegionPlans(problem, limits, inside_s, seed, engine)
     first = [*tried[: PLANNED - 1], merged_regions(problem, proposed, merged_s, engine)]
     ranked = sorted((inside.planned(c) for c in first), key=lambda c: c.seconds)
@@ -122,7 +121,7 @@ def region_search(
         ranked[n] = replace(candidate, strategy=chain.strategy, seconds=chain.seconds)
         if observer is not None:
             observer(min(c.seconds for c in ranked), INSIDE + (1 - INSIDE) * (n + 1) / 2)
-    best = min([start, *ranked], key=lambda c: c.seconds)
+    best = min([*known, *ranked], key=lambda c: c.seconds)
     regions = regions_of(problem, best.strategy, best.groups)
     return Found(best.strategy, best.seconds, best.origin, found.starts, (*found.chains, *inside.chains)), regions
 

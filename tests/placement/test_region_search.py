@@ -7,17 +7,19 @@ import math
 import numpy as np
 import pytest
 
+from shardplan.mesh import Cluster
 from shardplan.placement.branches import branches_of, chains_of, partitions, scheduled_on, units_of
 from shardplan.placement.configurations import configuration_within, partitions_of
 from shardplan.placement.device_groups import GroupTimes, proportional_groups, regions_of, used_groups
+from shardplan.placement.machine import machine_of
 from shardplan.placement.mcmc import Limits, anneal
 from shardplan.placement.operators import Edge, Operator, OperatorGraph
-from shardplan.placement.problem import PlacementProblem
+from shardplan.placement.problem import PlacementProblem, problem_of
 from shardplan.placement.region_plans import Candidate, RegionPlans, part_of
 from shardplan.placement.region_search import candidates_of, merged_regions, region_search
 from shardplan.placement.search import starts_of
 from shardplan.placement.starts import data_parallel, data_parallel_on, expert, random_strategy
-from tests.placement.problems import problem
+from tests.placement.problems import operators, problem
 
 TOWERS = ("two_tower", "flexflow-p100:1")
 
@@ -141,15 +143,25 @@ def test_regions_are_never_worse_than_their_baselines(model: str, cluster: str) 
         assert all(set(found.strategy[i].devices) <= set(region.devices) for i in region.operators)
 
 
-def test_towers_run_beside_each_other_and_beat_data_parallelism() -> None:
-    here = problem(*TOWERS)
-    found, _ = _search(here)
+def test_chains_begin_at_the_given_starts_alone() -> None:
+    here = problem("mlp", "2x2")
+    found, _ = region_search(here, starts_of(here, ("random",), 0, None), Limits(proposals=5), workers=1, engine="python")
+    assert list(found.starts) == ["random"]
+    assert found.seconds <= min(here.seconds(s, "python") for s in (data_parallel(here), expert(here)))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_towers_run_beside_each_other_and_beat_data_parallelism(seed: int) -> None:
+    machine = machine_of(Cluster.load("flexflow-p100:1"))
+    here = problem_of(operators("two_tower", width=256, batch=256), machine)
+    starts = starts_of(here, ("dp", "expert"), 0, None)
+    found, regions = region_search(here, starts, Limits(proposals=40), seed=seed, workers=1, engine="python")
     left, right = (
-        {d for n, c in zip(here.graph.names, found.strategy, strict=True) if n.startswith(side) for d in c.devices}
+        {d for r in regions for i in r.operators if here.graph.names[i].startswith(side) for d in r.devices}
         for side in ("left", "right")
     )
     assert not left & right
-    assert found.seconds < here.seconds(data_parallel(here), "python")
+    assert found.seconds < found.starts["dp"]
 
 
 def test_equal_seeds_find_equal_regions() -> None:

@@ -27,6 +27,7 @@ from shardplan.placement.branches import (
 from shardplan.placement.configurations import Configuration, Group, Strategy, partitions_of
 from shardplan.placement.device_groups import GroupTimes, Region, regions_of, used_groups
 from shardplan.placement.mcmc import Limits, Observer, anneal, neighbours_of
+from shardplan.placement.memory import Memory, may_exceed
 from shardplan.placement.problem import PlacementProblem
 from shardplan.placement.region_plans import Candidate, RegionPlans
 from shardplan.placement.search import Found, search
@@ -103,7 +104,7 @@ def region_search(
     """The best strategy of regions and its regions; never worse than data parallel, the experts' strategy or a start."""
     began = time.monotonic()
     tried_s, proposed_s, merged_s, inside_s, end_s = (began + limits.budget_s * f for f in (TRIED, PROPOSED, MERGED, INSIDE, 1))
-    tried = candidates_of(problem, tried_s, engine)
+    tried = [c for c in candidates_of(problem, tried_s, engine) if _fits(problem, c)]
     heard: Observer | None = None if observer is None else lambda s, done: observer(s, PROPOSED * done)
     share = replace(limits, budget_s=max(0.0, proposed_s - time.monotonic()))
     found = search(problem, starts, share, chains=chains, seed=seed, workers=workers, observer=heard, engine=engine)
@@ -112,7 +113,8 @@ def region_search(
     known = [Candidate(name, used_groups(s), s, problem.seconds(s, engine)) for name, s in baselines.items()]
     inside = RegionPlans(problem, limits, inside_s, seed, engine)
     first = [*tried[: PLANNED - 1], merged_regions(problem, proposed, merged_s, engine)]
-    ranked = sorted((inside.planned(c) for c in first), key=lambda c: c.seconds)
+    planned = [inside.planned(c) for c in first if _fits(problem, c)]
+    ranked = sorted((c for c in planned if _fits(problem, c)), key=lambda c: c.seconds)
     for n, candidate in enumerate(ranked[:2]):
         left = max(0.0, end_s - time.monotonic()) / (2 - n)
         draw = np.random.default_rng((seed, 2 << 20, n))
@@ -121,9 +123,14 @@ def region_search(
         ranked[n] = replace(candidate, strategy=chain.strategy, seconds=chain.seconds)
         if observer is not None:
             observer(min(c.seconds for c in ranked), INSIDE + (1 - INSIDE) * (n + 1) / 2)
-    best = min([*known, *ranked], key=lambda c: c.seconds)
+    best = min((c for c in (*known, proposed, *ranked) if _fits(problem, c)), key=lambda c: c.seconds)
     regions = regions_of(problem, best.strategy, best.groups)
     return Found(best.strategy, best.seconds, best.origin, found.starts, (*found.chains, *inside.chains)), regions
+
+
+def _fits(problem: PlacementProblem, candidate: Candidate) -> bool:
+    """Whether every device holds its part of a candidate."""
+    return not may_exceed(problem) or Memory(problem, candidate.strategy).fits
 
 
 def merged_regions(problem: PlacementProblem, candidate: Candidate, until_s: float, engine: Engine = "auto") -> Candidate:

@@ -22,7 +22,7 @@ from shardplan.placement.device_groups import Region
 from shardplan.placement.files import read_strategy, strategy_json
 from shardplan.placement.grouping import operator_graph
 from shardplan.placement.machine import machine_of
-from shardplan.placement.mcmc import Limits
+from shardplan.placement.mcmc import Limits, Observer
 from shardplan.placement.memory import Memory, check_memory
 from shardplan.placement.problem import PlacementProblem, problem_of
 from shardplan.placement.region_search import region_search
@@ -201,16 +201,8 @@ def place(
         start = tuple(name for name in start if name != "plan") or STARTS[:1]  # a plan uses all devices
     planned = _planned(problem, step, args, resolved, kwargs, tell) if "plan" in start else None
     starts = known | starts_of(problem, [name for name in start if name not in files], seed, planned)
-    regions: tuple[Region, ...] = ()
-    if method in METHODS:
-        found = _best({method: scheduled(problem, method)} | starts, problem)
-    else:
-        tell("searching", 0.0)
-        limits, heard = Limits(budget_s, proposals), lambda s, done: tell(f"best {s:.4g} s", done)
-        if method == "regions":
-            found, regions = region_search(problem, starts, limits, chains=chains, seed=seed, observer=heard)
-        else:
-            found = search(problem, starts, limits, chains=chains, seed=seed, observer=heard)
+    limits = Limits(budget_s, proposals)
+    found, regions = _searched(problem, method, starts, limits, chains, seed, lambda s, done: tell(f"best {s:.4g} s", done))
     return Placement(
         problem,
         found.strategy,
@@ -223,6 +215,23 @@ def place(
         found.simulations_per_s,
         regions,
     )
+
+
+def _searched(
+    problem: PlacementProblem,
+    method: str,
+    starts: Mapping[str, Strategy],
+    limits: Limits,
+    chains: int | None,
+    seed: int,
+    observer: Observer,
+) -> tuple[Found, tuple[Region, ...]]:
+    """What a method finds, and its regions, if it makes any."""
+    if method in METHODS:
+        return _best({method: scheduled(problem, method)} | starts, problem), ()
+    if method == "regions":
+        return region_search(problem, starts, limits, chains=chains, seed=seed, observer=observer)
+    return search(problem, starts, limits, chains=chains, seed=seed, observer=observer), ()
 
 
 def _silent(what: str, done: float | None) -> None:

@@ -228,7 +228,7 @@ def _searched(
 ) -> tuple[Found, tuple[Region, ...]]:
     """What a method finds, and its regions, if it makes any."""
     if method in METHODS:
-        return _best({method: scheduled(problem, method)} | starts, problem), ()
+        return _best({method: scheduled(problem, method), **starts}, problem), ()
     if method == "regions":
         return region_search(problem, starts, limits, chains=chains, seed=seed, observer=observer)
     return search(problem, starts, limits, chains=chains, seed=seed, observer=observer), ()

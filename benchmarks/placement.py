@@ -19,6 +19,7 @@ import numpy as np
 from shardplan.frontend.nnx_state import trace_step
 from shardplan.graph import flatten
 from shardplan.mesh import Cluster
+from shardplan.placement.configurations import Strategy
 from shardplan.placement.grouping import operator_graph
 from shardplan.placement.machine import machine_of
 from shardplan.placement.mcmc import BETA, Limits, anneal, neighbours_of, propose
@@ -44,10 +45,21 @@ def _problem(model: str, devices: int) -> PlacementProblem:
     return problem_of(operator_graph(flatten(program), program), machine_of(Cluster.load(f"flexflow-k80:{devices // 4}")))
 
 
-def _full_walk(problem: PlacementProblem, proposals: int, seed: int) -> tuple[float, list[int]]:
+def walks(problem: PlacementProblem, start: Strategy, proposals: int, seed: int = 0) -> tuple[float, float]:
+    """Seconds a proposal of a full walk and of a delta walk from a strategy."""
+    anneal(problem, start, np.random.default_rng(seed + 1), Limits(proposals=3), engine="numba")  # compiles
+    full_s, accepted = _full_walk(problem, start, min(FULL, proposals), seed)
+    first = anneal(problem, start, np.random.default_rng(seed), Limits(proposals=min(FULL, proposals)), engine="numba")
+    assert first.accepted == len(accepted), "both walks accept the same proposals"
+    limits = Limits(proposals=proposals, rule=False)
+    chain = anneal(problem, start, np.random.default_rng(seed), limits, engine="numba")
+    return full_s, chain.elapsed_s / chain.proposals
+
+
+def _full_walk(problem: PlacementProblem, start: Strategy, proposals: int, seed: int) -> tuple[float, list[int]]:
     """Seconds a proposal, and the proposals that were accepted."""
     draw, simulation, neighbours = np.random.default_rng(seed), problem.simulation("numba"), neighbours_of(problem)
-    strategy = list(data_parallel(problem))
+    strategy = list(start)
     cost, spent, accepted = simulation.full(strategy), 0.0, list[int]()
     for n in range(proposals):
         i, chosen = propose(problem, strategy, neighbours, draw)
@@ -66,14 +78,7 @@ def _full_walk(problem: PlacementProblem, proposals: int, seed: int) -> tuple[fl
 def row(model: str, devices: int, proposals: int) -> Sequence[object]:
     """One row of the table."""
     problem = _problem(model, devices)
-    anneal(problem, data_parallel(problem), np.random.default_rng(1), Limits(proposals=3), engine="numba")  # compiles
-    full_s, accepted = _full_walk(problem, FULL, 0)
-    first = anneal(problem, data_parallel(problem), np.random.default_rng(0), Limits(proposals=FULL), engine="numba")
-    assert first.accepted == len(accepted), "both walks accept the same proposals"
-    chain = anneal(
-        problem, data_parallel(problem), np.random.default_rng(0), Limits(proposals=proposals, rule=False), engine="numba"
-    )
-    delta_s = chain.elapsed_s / chain.proposals
+    full_s, delta_s = walks(problem, data_parallel(problem), proposals)
     simulation = problem.simulation("numba")
     simulation.full(data_parallel(problem))
     ms = (f"{full_s * 1e3:.1f} ms", f"{delta_s * 1e3:.2f} ms", f"{full_s / delta_s:.1f}x")

@@ -67,6 +67,11 @@ Observer = Callable[[float, float], None]
 """Called with the seconds of the best step and the fraction of the budget that has passed."""
 
 
+Proposer = Callable[
+    [PlacementProblem, Sequence[Configuration], Sequence[Sequence[int]], np.random.Generator], tuple[int, Configuration]
+]
+"""Draws an operator and another configuration for it, given the present strategy and the neighbours of each operator."""
+
 FROM_NEIGHBOUR = 0.4
 """The part of proposals that take the devices of an operator next to the one that changes: what is beside data moves little."""
 
@@ -114,12 +119,13 @@ def anneal(
     *,
     beta: float | None = None,
     groups: Sequence[Group] | None = None,
+    proposer: Proposer = propose,
     observer: Observer | None = None,
     engine: Engine = "auto",
 ) -> Chain:
     """One chain from a strategy, which fits in memory, until its limits. Proposals that do not fit are rejected.
 
-    Operator i is cut over the devices ``groups[i]`` (None: any).
+    Operator i is cut over the devices ``groups[i]`` (None: any). A ``proposer`` of its own searches a part of the space.
     """
     began = time.monotonic()
     simulation = problem.simulation(engine)
@@ -132,9 +138,10 @@ def anneal(
     count, neighbours = len(problem.graph.operators), neighbours_of(problem)
     beta = BETA * count if beta is None else beta
     least = max(LEAST_PROPOSALS[0], LEAST_PROPOSALS[1] * count)
-    while not _over(limits, proposals, max(least, 2 * history[-1][0]), time.monotonic() - began):
+    while not over(limits, proposals, max(least, 2 * history[-1][0]), time.monotonic() - began):
         proposals += 1
-        i, chosen = propose(problem, simulation.strategy, neighbours, draw, groups)
+        drawn = (problem, simulation.strategy, neighbours, draw)
+        i, chosen = proposer(*drawn) if groups is None else propose(*drawn, groups)
         slack = -math.log(1.0 - draw.random()) / beta
         if chosen == simulation.strategy[i]:
             continue
@@ -159,7 +166,8 @@ def anneal(
     return Chain(best_strategy, history[-1][2], proposals, simulated, accepted, time.monotonic() - began, tuple(history))
 
 
-def _over(limits: Limits, proposals: int, enough: int, elapsed_s: float) -> bool:
+def over(limits: Limits, proposals: int, enough: int, elapsed_s: float) -> bool:
+    """Whether a chain ends after so many proposals and seconds; the rule applies after ``enough`` proposals."""
     if elapsed_s >= limits.budget_s or (limits.proposals is not None and proposals >= limits.proposals):
         return True
     return limits.rule and proposals >= enough

@@ -9,7 +9,8 @@ paper's, but recurrences have ``--steps`` unrolled steps instead of 40. ``--budg
    random strategy.
 2. The restricted searches: OptCNN's space on 16 P100s, ColocRL's on 4 K80s.
 3. NMT's best strategy beside Figure 7, Inception's beside section 8.4.
-4. Table 5: seconds of ``--proposals`` proposals from a random strategy, by full and by delta simulation.
+4. Table 5: seconds of ``--proposals`` proposals by full and by delta simulation, from data parallelism and from
+   a random strategy.
 
 Exits with 1 where the best is slower than data parallelism, the experts' strategy or the plan. ``--parts`` restricts it to some
 of the four, and ``--small`` takes models of toy size.
@@ -21,189 +22,31 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from functools import cache
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from benchmarks.flexflow_cases import PAPER, PAPER_NAMES, Case, plan_on_all_devices, problem
+from benchmarks.flexflow_cases import PAPER, Case, problem
 from benchmarks.flexflow_figures import Totals, splits, totals
-from benchmarks.placement import walks
+from benchmarks.flexflow_rows import Given, Restricted, Row, Timing, best_of, computing_of, restrictions, steps, timings
 from shardplan.placement.configurations import Strategy
-from shardplan.placement.mcmc import Limits
-from shardplan.placement.restrictions import colocrl, optcnn
-from shardplan.placement.search import search
-from shardplan.placement.starts import data_parallel, expert, random_strategy
 from shardplan.shell.target import use_cpu
 
 CLUSTERS = ("flexflow-p100:4", "flexflow-k80:16")
 PARTS = ("steps", "restrictions", "strategies", "table-5")
-OPTCNN = ("flexflow-p100:4", ("inception", "rnntc", "rnnlm", "nmt"), "1.2 to 1.6")
-"""Section 8.1.3: for the models whose operators are no chain; AlexNet and ResNet get the same strategies."""
-COLOCRL = ("flexflow-k80:1", ("inception", "nmt"), "3.4 to 3.8")
-"""Section 8.1.3: the two models of which ColocRL's placement is published."""
-TABLE_5 = Path(__file__).parent / "flexflow_table5.csv"
-
-
-@dataclass(frozen=True, slots=True)
-class Given:
-    """What all searches of a run share."""
-
-    budget_s: float
-    steps: int
-    seed: int
-    small: bool
-
-    def case(self, model: str, cluster: str) -> Case:
-        """A model on a cluster."""
-        return Case(model, cluster, self.steps, self.small)
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """Seconds of a step of a model on a cluster under each strategy; the last was found by MCMC."""
-
-    model: str
-    cluster: str
-    unrolled: int | None
-    operators: int
-    batch: int
-    data_parallel_s: float
-    expert_s: float
-    plan_s: float
-    best_s: float
-    proposals: int
-
-    @property
-    def slower(self) -> bool:
-        """Whether the best is slower than a baseline."""
-        return self.best_s > min(self.data_parallel_s, self.expert_s, self.plan_s)
-
-    @property
-    def over_baselines(self) -> float:
-        """The better of data parallel and expert, relative to the best."""
-        return min(self.data_parallel_s, self.expert_s) / self.best_s
-
-
-@dataclass(frozen=True, slots=True)
-class Restricted:
-    """Seconds of a step as found in a restricted space and in the whole one."""
-
-    search: str
-    model: str
-    cluster: str
-    restricted_s: float
-    best_s: float
-    paper: str
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Seconds of the same number of proposals by full and by delta simulation; ``paper`` is the ratio in FlexFlow's Table 5."""
-
-    model: str
-    devices: int
-    full_s: float
-    delta_s: float
-    paper: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Best:
-    starts: dict[str, Strategy]
-    seconds: dict[str, float]
-    strategy: Strategy
-    best_s: float
-    proposals: int
-
-
-@cache
-def _best(case: Case, given: Given) -> _Best:
-    """The strategies to start from, and the best that MCMC finds."""
-    here = problem(case)
-    starts = {
-        "dp": data_parallel(here),
-        "expert": expert(here),
-        "random": random_strategy(here, np.random.default_rng((given.seed, 1 << 20))),
-        "plan": plan_on_all_devices(case),
-    }
-    found = search(here, starts, Limits(given.budget_s), seed=given.seed, workers=1)
-    return _Best(starts, dict(found.starts), found.strategy, found.seconds, found.proposals)
-
-
-def steps(models: Sequence[str], clusters: Sequence[str], given: Given) -> list[Row]:
-    """The rows of part 1."""
-    rows: list[Row] = []
-    for cluster in clusters:
-        for model in models:
-            case = given.case(model, cluster)
-            best = _best(case, given)
-            count, s = len(problem(case).graph.operators), best.seconds
-            rows.append(
-                Row(
-                    *(model, cluster, case.unrolled, count, case.options["batch"]),
-                    *(s["dp"], s["expert"], s["plan"], best.best_s, best.proposals),
-                )
-            )
-            _tell(f"{model} on {cluster}: {best.best_s:.4g} s")
-    return rows
-
-
-def restrictions(models: Sequence[str], given: Given) -> list[Restricted]:
-    """The rows of part 2."""
-    rows: list[Restricted] = []
-    for name, (cluster, compared, paper) in (("OptCNN", OPTCNN), ("ColocRL", COLOCRL)):
-        for model in (m for m in compared if m in models):
-            case = given.case(model, cluster)
-            best, limits = _best(case, given), Limits(given.budget_s)
-            if name == "OptCNN":
-                chain = optcnn(problem(case), [best.starts["dp"], best.starts["plan"]], limits, given.seed)
-            else:
-                chain = colocrl(problem(case), limits, given.seed)
-            rows.append(Restricted(name, model, cluster, chain.seconds, best.best_s, paper))
-            _tell(f"{name}, {model}: {chain.seconds:.4g} s")
-    return rows
-
-
-def timings(models: Sequence[str], devices: Sequence[int], proposals: int, given: Given) -> list[Timing]:
-    """The rows of part 4."""
-    paper = _published()
-    rows: list[Timing] = []
-    for n in devices:
-        for model in models:
-            here = problem(given.case(model, f"flexflow-k80:{n // 4}"))
-            start = random_strategy(here, np.random.default_rng((given.seed, 1 << 20)))
-            full_s, delta_s = walks(here, start, proposals, given.seed)
-            rows.append(Timing(model, n, full_s * proposals, delta_s * proposals, paper.get((PAPER_NAMES[model], n))))
-            _tell(f"{model} on {n}: {full_s / delta_s:.1f}x")
-    return rows
-
-
-def _published() -> dict[tuple[str, int], float]:
-    _, *lines = TABLE_5.read_text().splitlines()
-    cells = [line.split(",") for line in lines]
-    return {(model, int(n)): float(ratio) for n, model, _, _, ratio in cells}
-
-
-def _tell(what: str) -> None:
-    print(what, file=sys.stderr, flush=True)
-
-
-# -- what is printed -----------------------------------------------------------------------------------------------------
 
 
 def print_steps(rows: Sequence[Row]) -> None:
     """Part 1."""
     _table(
-        "model | cluster | unrolled | operators | data parallel ms | expert ms | the plan ms | MCMC ms | samples/s "
-        "| over data parallel | over expert | over the plan",
+        "model | cluster | unrolled | operators | data parallel ms | of it compute | expert ms | the plan ms | MCMC ms "
+        "| samples/s | over data parallel | over expert | over the plan",
         2,
         (
             (
                 *(r.model, r.cluster, r.unrolled or "", r.operators),
-                *(f"{s * 1e3:.1f}" for s in (r.data_parallel_s, r.expert_s, r.plan_s, r.best_s)),
+                *(f"{r.data_parallel_s * 1e3:.1f}", f"{r.computing:.0%}"),
+                *(f"{s * 1e3:.1f}" for s in (r.expert_s, r.plan_s, r.best_s)),
                 f"{r.batch / r.best_s:,.0f}",
                 *(f"{s / r.best_s:.2f}x" for s in (r.data_parallel_s, r.expert_s, r.plan_s)),
             )
@@ -235,7 +78,7 @@ def print_restrictions(rows: Sequence[Restricted]) -> None:
 
 def print_nmt(case: Case, given: Given) -> dict[str, Any]:
     """NMT's time, bytes and compute beside Figure 7, and how each layer is cut."""
-    here, best = problem(case), _best(case, given)
+    here, best = problem(case), best_of(case, given)
     names = {"dp": "data parallel", "expert": "expert", "plan": "the plan"}
     known = {name: (best.seconds[start], totals(here, best.starts[start])) for start, name in names.items()}
     known["MCMC"] = best.best_s, totals(here, best.strategy)
@@ -263,13 +106,14 @@ def print_nmt(case: Case, given: Given) -> dict[str, Any]:
 
 def print_inception(case: Case, given: Given) -> dict[str, Any]:
     """How much synchronisation of Inception the best strategy saves."""
-    here, best = problem(case), _best(case, given)
+    here, best = problem(case), best_of(case, given)
     before, after = (totals(here, s) for s in (best.starts["dp"], best.strategy))
     saved_s, apart = 1 - best.best_s / best.seconds["dp"], _single(best.strategy, here.machine.count)
     print(
         f"Inception on {case.cluster}: {before.reduced_bytes / 1e9:.2f} GB of gradients reduced by data parallelism, "
-        f"{after.reduced_bytes / 1e9:.2f} GB by the best strategy ({_less(before, after):+.0%}); the step {-saved_s:+.0%}; "
-        f"{apart} of {len(best.strategy)} operators on some of the devices. FlexFlow has -75% and -12% on 4 P100s.\n"
+        f"{after.reduced_bytes / 1e9:.2f} GB by the best strategy ({_less(before, after):+.0%}); the step {-saved_s:+.1%}; "
+        f"{apart} of {len(best.strategy)} operators on some of the devices. Devices compute {computing_of(case, best):.1%} of a "
+        "data-parallel step. FlexFlow has -75% and -12% on 4 P100s.\n"
     )
     return {"data_parallel": asdict(before), "best": asdict(after), "step": -saved_s, "on_some_devices": apart}
 
@@ -285,11 +129,11 @@ def _single(strategy: Strategy, devices: int) -> int:
 def print_timings(rows: Sequence[Timing], proposals: int) -> None:
     """Part 4."""
     _table(
-        f"model | devices | full s | delta s | full / delta over {proposals} proposals | FlexFlow has",
-        1,
+        f"model | start | devices | full s | delta s | full / delta over {proposals} proposals | FlexFlow has",
+        2,
         (
             (
-                *(r.model, r.devices, f"{r.full_s:.2f}", f"{r.delta_s:.2f}", f"{r.full_s / r.delta_s:.1f}x"),
+                *(r.model, r.start, r.devices, f"{r.full_s:.2f}", f"{r.delta_s:.2f}", f"{r.ratio:.1f}x"),
                 f"{r.paper}x" if r.paper else "",
             )
             for r in rows
@@ -311,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(PAPER), choices=list(PAPER))
     parser.add_argument("--clusters", nargs="+", default=list(CLUSTERS))
-    parser.add_argument("--budget", type=float, default=12.0, help="seconds of each search")
+    parser.add_argument("--budget", type=float, default=8.0, help="seconds of each search")
     parser.add_argument("--steps", type=int, default=10, help="unrolled steps of recurrences")
     parser.add_argument("--devices", nargs="+", type=int, default=[4, 16, 64], help="those of table 5, multiples of 4")
     parser.add_argument("--proposals", type=int, default=200, help="those of table 5")

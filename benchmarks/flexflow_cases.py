@@ -26,7 +26,7 @@ PAPER: dict[str, dict[str, Any]] = {
     "nmt": {"layers": 2, "hidden": 1024, "steps": 40, "vocabulary": 32000, "batch": 64},
 }
 """Sizes as in section 8, the batch that of a device."""
-SMALL: dict[str, dict[str, Any]] = dict.fromkeys(PAPER, {"batch": 4})
+SMALL: dict[str, dict[str, Any]] = {name: {"batch": 4} for name in PAPER}
 """The defaults of the models, to see the benchmark run."""
 PAPER_NAMES = {
     "alexnet": "AlexNet",

@@ -10,7 +10,7 @@ paper's, but recurrences have ``--steps`` unrolled steps instead of 40. ``--budg
 2. The restricted searches: OptCNN's space on 16 P100s, ColocRL's on 4 K80s.
 3. NMT's best strategy beside Figure 7, Inception's beside section 8.4.
 4. Table 5: seconds of ``--proposals`` proposals by full and by delta simulation, from data parallelism and from
-   a random strategy.
+   a random strategy. Full simulation is timed on the first 12.
 
 Exits with 1 where the best is slower than data parallelism, the experts' strategy or the plan. ``--parts`` restricts it to some
 of the four, and ``--small`` takes models of toy size.

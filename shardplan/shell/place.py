@@ -198,7 +198,10 @@ def place(
         raise PlacementError("method 'regions' makes groups of all devices, and some are absent here: use mcmc, fd-dps or heft")
     known = {file: read_strategy(_text(file), problem, file) for file in files}
     if problem.machine.absent:
-        start = tuple(name for name in start if name != "plan") or STARTS[:1]  # a plan uses all devices
+        start = tuple(name for name in start if name != "plan")
+        if not start:
+            raise PlacementError("the start 'plan' uses all devices, and some are absent here: use some of dp, expert, random")
+        tell("leaving out the start 'plan', which uses all devices", None)
     planned = _planned(problem, step, args, resolved, kwargs, tell) if "plan" in start else None
     starts = known | starts_of(problem, [name for name in start if name not in files], seed, planned)
     limits = Limits(budget_s, proposals)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from numbers import Real
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -42,19 +43,36 @@ def reschedule(
     still be read from it. A result that travels at ``at_s`` to the device where its reader was, and stays, has left when it was
     ready; to any other device it leaves at ``at_s`` at the earliest. Raises `ScheduleError`.
     """
-    if not (math.isfinite(at_s) and at_s >= 0):
-        raise ScheduleError(f"at_s is {at_s:g}: give the seconds since the schedule began")
+    if not (isinstance(at_s, Real) and math.isfinite(at_s) and at_s >= 0):
+        raise ScheduleError(f"at_s is {at_s!r}: give the seconds since the schedule began")
+    _refuse_foreign(schedule, dag)
     now = _changed(dag, times, edges, memory)
-    gone = set(leaves)
-    for d in sorted(gone):
-        if d not in range(dag.devices):
-            raise ScheduleError(f"device {d} cannot leave: the devices are 0 to {dag.devices - 1}")
+    gone = _leaving(leaves, dag.devices)
     stays = tuple(d for d in range(now.devices) if d not in gone)
     if not stays:
         raise ScheduleError(f"all {now.devices} devices leave: keep one, or add the columns of devices that join to times")
     past = _past(schedule, dag, now, at_s, gone)
     rest, tasks = _rest(now, schedule, past, at_s, stays)
     return _joined(schedule, past, planned(rest, method), tasks, stays)
+
+
+def _refuse_foreign(schedule: Schedule, dag: Dag) -> None:
+    """A schedule of other tasks, or on other devices, than ``dag`` has."""
+    if len(schedule.device) != dag.tasks or not set(schedule.device) <= set(range(dag.devices)):
+        raise ScheduleError(
+            f"schedule has {len(schedule.device)} tasks, on devices up to {max(schedule.device, default=-1)}, and dag has "
+            f"{dag.tasks} tasks and {dag.devices} devices: give the DAG that was scheduled"
+        )
+
+
+def _leaving(leaves: Collection[int], devices: int) -> set[int]:
+    """The devices that leave."""
+    if not isinstance(leaves, Collection):  # pyright: ignore[reportUnnecessaryIsInstance] - callers may have no types
+        raise ScheduleError(f"leaves is {leaves!r}: give a list of devices")
+    for d in leaves:
+        if d not in range(devices):
+            raise ScheduleError(f"device {d!r} cannot leave: the devices are 0 to {devices - 1}")
+    return set(leaves)
 
 
 def _changed(
@@ -68,7 +86,7 @@ def _changed(
     if times is not None:
         _refuse_other(dag, times)
     return checked(
-        dag.times_s if times is None else times,
+        np.reshape(dag.times_s, (dag.tasks, dag.devices)) if times is None else times,
         old if edges is None else edges,
         memory=memory if memory is not None else dag.memory if limited else None,
         sizes=dag.sizes,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -31,6 +32,7 @@ def checked(
     seconds = _times(times)
     tasks, devices = seconds.shape
     transfers = {pair: _transfer(pair, s, devices) for pair, s in sorted(_pairs(edges, tasks).items())}
+    _refuse_overflow(seconds, transfers)
     order = _order(tasks, transfers)
     held, limits = _memory(memory, sizes, tasks, devices)
     parents: list[list[tuple[int, Transfer]]] = [[] for _ in range(tasks)]
@@ -70,6 +72,13 @@ def _pairs(edges: Mapping[tuple[int, int], ArrayLike], tasks: int) -> dict[tuple
                 raise ScheduleError(f"edge {(i, j)} names task {end}: the {tasks} tasks are 0 to {tasks - 1}", tasks=(i, j))
         known[i, j] = seconds
     return known
+
+
+def _refuse_overflow(seconds: NDArray[np.float64], transfers: Mapping[tuple[int, int], Transfer]) -> None:
+    """No schedule is longer than all tasks and transfers in turn, each where it takes longest: that sum must be a number."""
+    slowest = [*seconds.max(axis=1).tolist(), *(float(np.max(t)) for t in transfers.values())]
+    if not math.isfinite(sum(slowest)):
+        raise ScheduleError("the seconds of times and edges add up to more than a float holds: give them in a larger unit")
 
 
 def _items(edges: Mapping[Any, ArrayLike]) -> list[tuple[Any, ArrayLike]]:
@@ -142,7 +151,7 @@ def _vector(values: ArrayLike, name: str, length: int, of: str) -> NDArray[np.fl
 def _numbers(values: ArrayLike, name: str) -> NDArray[np.float64]:
     try:
         return np.asarray(values, np.float64)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ScheduleError(f"{name} is no table of numbers: rows may differ in length, or hold something else") from None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -110,3 +111,8 @@ def test_the_rest_can_be_proven_shortest() -> None:
     assert reschedule(old, dag, 3.5, leaves=[1], method="exact").makespan_s == pytest.approx(
         3.0 * (5 - sum(f <= 3.5 for f in old.finish_s)) + 3.0
     )
+
+
+def test_without_tasks_nothing_is_left_to_schedule() -> None:
+    dag = checked(np.zeros((0, 2)), {})
+    assert reschedule(planned(dag), dag, 1.0, leaves=[0]) == Schedule((), (), ())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Literal, get_args
 
 from numpy.typing import ArrayLike
@@ -71,17 +72,19 @@ def planned(dag: Dag, method: Method = "fd-dps") -> Schedule:
             return exact(dag, _fd_dps(dag))
 
 
-def built(dag: Dag, build: Callable[[Dag, Room], Orders]) -> Orders:
+def built(dag: Dag, build: Callable[[Dag, Room], Orders], pack: Callable[[Dag], tuple[int, ...]] = packing) -> Orders:
     """The orders that ``build`` makes; where memory stops it, those that it makes of a packing."""
     try:
         return build(dag, Room(dag))
     except StuckError:
-        return build(dag, Room(dag, packing(dag)))
+        return build(dag, Room(dag, pack(dag)))
 
 
 def _fd_dps(dag: Dag) -> Schedule:
-    starts = [built(dag, lookahead), _backwards(built(dag.reversed(), lookahead), dag)]
-    starts += [built(dag, fd_dps)] if dag.tasks <= PAPER_TASKS else []
+    pack = cache(packing)
+    turned = built(dag.reversed(), lookahead, lambda _: pack(dag))  # the same tasks have the same packing
+    starts = [built(dag, lookahead, pack), _backwards(turned, dag)]
+    starts += [built(dag, fd_dps, pack)] if dag.tasks <= PAPER_TASKS else []
     for orders in starts:
         room = Room(dag)
         for i, d in enumerate(orders.device):

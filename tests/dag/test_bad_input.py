@@ -29,6 +29,9 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"times": [1, 2]}, r"times has the shape \(2,\): give \[tasks\]\[devices\]"),
     ({"times": [[1, 2], [3]]}, "times is no table of numbers: rows may differ in length"),
     ({"times": [[], []]}, r"shape \(2, 0\)"),
+    ({"times": [[1e308, 1e308], [1e308, 1]]}, "the seconds of times and edges add up to more than a float holds"),
+    ({"times": [[10**400, 1], [1, 1]]}, "times is no table of numbers"),
+    ({"memory": 4e-7, "sizes": [3e-7] * 3, "times": [[1, 1]] * 3, "edges": {}}, "3 tasks cannot be packed"),
     ({"method": "magic"}, "unknown method 'magic': use 'fd-dps', 'heft' or 'exact'"),
     ({"memory": [1, 2]}, "memory is given without sizes"),
     ({"memory": [1, 2, 3], "sizes": [1, 1]}, r"memory has the shape \(3,\): give 2 numbers, one for each device"),
@@ -74,8 +77,11 @@ def test_a_proof_that_lacks_time_says_so() -> None:
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        ({"at_s": -1.0}, "at_s is -1: give the seconds"),
+        ({"at_s": -1.0}, "at_s is -1.0: give the seconds"),
         ({"at_s": NAN}, "at_s is nan"),
+        ({"at_s": "soon"}, "at_s is 'soon': give the seconds"),
+        ({"leaves": 1}, "leaves is 1: give a list of devices"),
+        ({"leaves": [0, "a"]}, "device 'a' cannot leave"),
         ({"leaves": [2]}, "device 2 cannot leave: the devices are 0 to 1"),
         ({"leaves": [0, 1]}, "all 2 devices leave: keep one"),
         ({"times": [[1], [2]]}, "keep a row for each task"),
@@ -88,3 +94,16 @@ def test_a_rescheduling_that_cannot_be_is_one_clear_line(change: dict[str, Any],
     dag = checked(**TWO, memory=[2, 2], sizes=[2, 2])
     with pytest.raises(shardplan.ScheduleError, match=line):
         reschedule(planned(dag), dag, **{"at_s": 0.5, **change})
+
+
+@pytest.mark.parametrize("times", [[[1, 2]], [[1, 2]] * 3, [[9, 9, 1]] * 2])
+def test_a_schedule_of_another_dag_is_not_continued(times: list[list[float]]) -> None:
+    with pytest.raises(shardplan.ScheduleError, match="give the DAG that was scheduled"):
+        reschedule(planned(checked(times, {})), checked(**TWO), 0.5)
+
+
+def test_a_packing_that_is_hard_to_find_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardplan.dag.memory.NODES", 1)
+    sizes = [1.0 + (i * 0.6180339887) % 2 for i in range(40)]
+    with pytest.raises(shardplan.ScheduleError, match="40 tasks were not packed into the memory of the 4 devices in 1 nodes"):
+        shardplan.schedule_dag([[1.0] * 4] * 40, {}, memory=sum(sizes) / 4 * (1 + 1e-6), sizes=sizes)

@@ -99,12 +99,13 @@ class DecoderOptions(Options):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LlamaOptions(DecoderOptions):
-    """Sizes 8b and 70b are those of Llama 3."""
+    """Sizes 8b, 70b and 405b are those of Llama 3."""
 
     sizes: ClassVar = {
         "tiny": {"layers": 2, "width": 64, "heads": 16, "key_heads": 8, "inner": 192, "vocabulary": 256},
         "8b": {"layers": 32, "width": 4096, "heads": 32, "key_heads": 8, "inner": 14336, "vocabulary": 128256},
         "70b": {"layers": 80, "width": 8192, "heads": 64, "key_heads": 8, "inner": 28672, "vocabulary": 128256},
+        "405b": {"layers": 126, "width": 16384, "heads": 128, "key_heads": 8, "inner": 53248, "vocabulary": 128256},
     }
     size: str = option("tiny", one_of(*sizes))
 

@@ -27,12 +27,18 @@ from shardplan.remat import (
     find,
     rematerialised,
 )
-from shardplan.search.coarsening.coarsen import coarsen
+from shardplan.search.coarsening.coarsen import Coarse, coarsen
 from shardplan.search.coarsening.variables import OneChoice
 from shardplan.search.inference import anytime
+from shardplan.search.strategy.solve import Outcome
 
 FEWER = 3
 """The most trials of the bisection for fewer parts."""
+
+_DEEP = 0.25
+"""Equal layers share one choice where this part of the variables is left at most: from about five layers. Over three factors and
+more this shortens the search; a step of few layers would lose by it, as its first and last layers differ from the others.
+"""
 
 _NEAR = 1 + 1e-6
 """The factor within which two costs count as equal: above the rounding of the tables."""
@@ -49,10 +55,12 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Searcher:
-    """Searches programs of one step under the same conditions. ``replicate`` and ``shared`` as in `shardplan.plan`."""
+    """Searches programs of one step under the same conditions. ``replicate`` as in `shardplan.plan`; ``shared`` is its
+    ``one_choice``, or None for "auto".
+    """
 
     replicate: Sequence[str]
-    shared: OneChoice
+    shared: OneChoice | None
     cluster: Cluster
     wanted: Wanted
 
@@ -67,8 +75,7 @@ class Searcher:
         graph = flatten(program, replicate=self.replicate, backend=self.wanted.backend)
         plain = Planned(program, self._best(graph, self._part(0, 0.4, half=True)), Remat())
         outcome = plain.found[1]
-        free_s = min(outcome.bound.free_s, outcome.least_free_s)
-        free = outcome.best.fits(self.wanted.memory) and outcome.best.seconds <= free_s * _NEAR
+        free = _is_free(outcome, self.wanted.memory)
         if outcome.stopped == "interrupted":
             return _annotated(plain, None, "the search was interrupted before")
         if free and not outcome.stopped:
@@ -122,9 +129,22 @@ class Searcher:
         return Planned(recomputed, found, Remat(tuple(parts), policy))
 
     def _best(self, graph: Graph, wanted: Wanted) -> Found:
+        """The best outcome. Equal layers of a deep step share one choice unless that step lacks memory (`_tied`)."""
         wanted.observer("coarsening", 0.0)
-        best = best_of_factorings if wanted.axes is None else best_of_matrices
-        coarse, known = coarsen(graph, self.shared), Known()
+        coarse = coarsen(graph, self.shared or "timesteps")
+        if self.shared is not None or (tied := _tied(graph, coarse)) is None:
+            return self._among(graph, coarse, wanted)
+        found = self._among(graph, tied, wanted)
+        problem, outcome = found
+        if outcome.stopped or _is_free(outcome, wanted.memory):
+            return found
+        factors = None if wanted.axes is not None else problem.factors
+        loose = self._among(graph, coarse, replace(wanted, factors=factors))
+        return min(loose, found, key=lambda f: f[1].best.rank(wanted.memory, step_time_s(f)))
+
+    def _among(self, graph: Graph, coarse: Coarse, wanted: Wanted) -> Found:
+        """The best outcome over all factorings or matrices, for the given variables."""
+        best, known = best_of_factorings if wanted.axes is None else best_of_matrices, Known()
         if not wanted.objective.overlaps:
             return best(graph, coarse, self.cluster, wanted, known)
         search = partial(best, graph, coarse, self.cluster, known=known)
@@ -152,6 +172,18 @@ class Searcher:
             self.wanted.observer(what, first + (end - first) * part)
 
         return replace(self.wanted, deadline=deadline, observer=tell)
+
+
+def _is_free(outcome: Outcome, limit: int) -> bool:
+    """Whether the memory limit costs no time."""
+    free_s = min(outcome.bound.free_s, outcome.least_free_s)
+    return outcome.best.fits(limit) and outcome.best.seconds <= free_s * _NEAR
+
+
+def _tied(graph: Graph, coarse: Coarse) -> Coarse | None:
+    """The variables where equal layers share one choice, if those are few; else None."""
+    tied = coarsen(graph, "layers")
+    return tied if len(tied.variables) <= _DEEP * len(coarse.variables) else None
 
 
 def _all_parts(program: Program, graph: Graph) -> dict[Policy, tuple[Part, ...]]:

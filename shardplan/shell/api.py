@@ -61,7 +61,7 @@ def plan(
     time_budget_s: float | None = None,
     observer: Observer | None = None,
     replicate: Sequence[str] = (),
-    one_choice: str = "timesteps",
+    one_choice: str = "auto",
     remat: str = "none",
     backend: str = "auto",
     time_model: str = "overlap",
@@ -93,7 +93,8 @@ def plan(
         observer: Called with the current activity and the fraction done.
         replicate: Primitives without a description that may run whole on every device.
         one_choice: What shares one layout although it could have several: "timesteps" (three or more steps of an unrolled
-            recurrence), "layers" (equal layers of an unrolled model too) or "none".
+            recurrence), "layers" (equal layers of an unrolled model too) or "none". With "auto", equal layers do if the step has
+            many and the memory limit costs no time then; ``plan.one_choice`` says which it was.
         remat: "auto" lets the plan recompute activations in the backward pass (bodies of scans and blocks of straight-line
             code, `shardplan.remat`) where the memory limit costs time, or where nothing fits otherwise. Planning takes longer;
             ``plan.remat`` says what is recomputed. "none" leaves the step as it is. `jax.checkpoint` is kept either way.
@@ -174,7 +175,7 @@ def _search_fields(made: Made, searcher: Searcher, limit: MemoryLimit) -> dict[s
     return {
         "stopped": made.stopped,
         "exact": outcome.exact and not made.stopped,
-        "one_choice": searcher.shared,
+        "one_choice": problem.coarse.one_choice,
         "replicate": tuple(searcher.replicate),
         "cluster": problem.cluster,
         "searched_s": step_time_s(made.planned.found),
@@ -200,8 +201,8 @@ def _checked_observer(observer: Observer | None) -> Observer:
 
 def _check(
     objective: str, time_model: str, time_budget_s: float | None, one_choice: str, remat: str
-) -> tuple[tuple[Objective, Objective], float | None, OneChoice]:
-    """Checks these options and returns ((objective, what prices seconds), deadline, what shares one layout)."""
+) -> tuple[tuple[Objective, Objective], float | None, OneChoice | None]:
+    """Checks these options and returns ((objective, what prices seconds), deadline, what shares one layout: None for "auto")."""
     if time_model not in ("overlap", "sum"):
         raise ShardplanError(f"unsupported time_model {time_model!r}: use 'overlap', or 'sum' where nothing overlaps")
     timed = OVERLAP if time_model == "overlap" else TIME
@@ -212,9 +213,13 @@ def _check(
         raise ShardplanError(f"unsupported time_budget_s={time_budget_s!r}: give a positive number of seconds, or None")
     deadline = anytime.now_s() + time_budget_s if time_budget_s is not None else None
     try:
-        measure, shared = objective_of(objective), one_choice_of(one_choice)
+        measure = objective_of(objective)
     except ValueError as error:
         raise ShardplanError(str(error)) from None
+    try:
+        shared = None if one_choice == "auto" else one_choice_of(one_choice)
+    except ValueError as error:
+        raise ShardplanError(f"{error}, or 'auto'") from None
     return (timed if measure is TIME else measure, timed), deadline, shared
 
 

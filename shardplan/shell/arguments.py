@@ -88,7 +88,7 @@ def add_target_options(one: argparse.ArgumentParser, *, required: bool = True) -
     one.add_argument(
         "--time-budget", type=float, metavar="SECONDS", help="limit for all of planning; after it, the best plan so far is used"
     )
-    one.add_argument("--one-choice", metavar="none|timesteps|layers", help="what shares one layout (default: timesteps)")
+    one.add_argument("--one-choice", metavar="auto|none|timesteps|layers", help="what shares one layout (default: auto)")
     one.add_argument(
         "--time-model",
         metavar="overlap|sum",

@@ -9,6 +9,7 @@ from shardplan.mesh import Cluster
 from shardplan.plans.data import Argument, Collective, PlanData
 from shardplan.plans.xla_flags import xla_flags
 from shardplan.remat import Remat
+from shardplan.search.coarsening.variables import OneChoice
 from shardplan.search.inference.anytime import Stopped
 
 
@@ -114,6 +115,11 @@ class Figures:
     def stopped(self) -> Stopped:
         """What ended the search early: "time budget" or "interrupted"; empty if nothing did."""
         return self._data.stopped
+
+    @property
+    def one_choice(self) -> OneChoice:
+        """What shares one layout although it could have several: nothing, unrolled timesteps, or equal layers too."""
+        return self._data.one_choice
 
     @property
     def remat(self) -> Remat:

@@ -63,7 +63,7 @@ def _read_or_plan(
             donate_argnums=tuple(options.donate),
             replicate=tuple(options.replicate),
             time_budget_s=options.time_budget,
-            one_choice=options.one_choice or "timesteps",
+            one_choice=options.one_choice or "auto",
             remat=options.remat or "none",
             backend=options.backend,
             time_model=options.time_model or "overlap",

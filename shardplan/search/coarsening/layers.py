@@ -1,9 +1,9 @@
 """Finds unrolled identical layers by their ops. They share one choice where the user allows it (Tofu, section 5.1).
 
 The ops of an unrolled model repeat: if the ops at i and i + p are equal for at least p positions i in a row, blocks of p ops
-follow each other. Ops are equal if they have the same signature, in the same pass and body, and each operand comes from the same
-number of ops before, or from the same kind of source outside the pass. A block must contain a contraction, so that a row of
-parameter updates does not count as layers.
+follow each other. Ops are equal if they have the same signature, in the same pass and equally deep in bodies, and each operand
+comes from the same number of ops before, or from the same kind of source outside the pass. A block must contain a contraction,
+so that a row of parameter updates does not count as layers.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ def _keys(graph: Graph) -> NDArray[np.int64]:
             else ("other",)
             for t in node.inputs
         )
-        keys.append(ids.setdefault((node.signature.id, node.backward, node.where, sources), len(ids)))
+        # layers may have bodies of their own (`jax.checkpoint`)
+        bodies = tuple(body for _, body in node.where)
+        keys.append(ids.setdefault((node.signature.id, node.backward, bodies, sources), len(ids)))
     return np.array(keys, np.int64)
 
 

@@ -79,6 +79,28 @@ def test_what_one_choice_gives_up_is_little() -> None:
     assert counts[1] < 0.5 * counts[0]
 
 
+def test_the_planner_ties_equal_layers_where_there_are_many_and_memory_costs_nothing() -> None:
+    step, args = gpt.train_step(**{**SMALL, "layers": 6})
+
+    def planned(limit: float, **options: Any) -> shardplan.Plan:
+        return shardplan.plan(step, *args, cluster="2x4", donate_argnums=0, memory_limit=limit, **options)
+
+    roomy, shared, free = planned(2**40), planned(2**40, one_choice="layers"), planned(2**40, one_choice="timesteps")
+    assert roomy.one_choice == "layers"
+    assert (roomy.flat_in_specs, roomy.step_time_s) == (shared.flat_in_specs, shared.step_time_s)
+    assert roomy.step_time_s <= free.step_time_s * 1.002
+    # where memory is short, each layer may lie in its own way: no slower than either search alone
+    limit = 0.75 * roomy.peak_bytes
+    short, shared, free = planned(limit), planned(limit, one_choice="layers"), planned(limit, one_choice="timesteps")
+    assert short.peak_bytes <= limit
+    assert short.searched_s <= min(shared.searched_s, free.searched_s) * 1.002
+
+
+def test_few_layers_are_not_tied() -> None:
+    step, args = gpt.train_step(**{**SMALL, "layers": 2})
+    assert shardplan.plan(step, *args, cluster="2x4", donate_argnums=0).one_choice == "timesteps"
+
+
 def test_timesteps_share_one_choice_unless_that_is_turned_off() -> None:
     step, args = rnn.train_step(layers=1, hidden=32, steps=4, batch=16)
     counts = {c: len(coarsen(graph_of(step, args), c).variables) for c in ("none", "timesteps", "layers")}
@@ -107,7 +129,9 @@ def test_a_plan_with_one_choice_runs_and_is_equal() -> None:
 
 
 def test_another_word_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(shardplan.ShardplanError, match="unsupported one_choice 'blocks': use 'none', 'timesteps' or 'layers'"):
+    with pytest.raises(
+        shardplan.ShardplanError, match="unsupported one_choice 'blocks': use 'none', 'timesteps' or 'layers', or 'auto'"
+    ):
         shardplan.plan(*mlp.train_step()[:1], *mlp.train_step()[1], cluster="4", one_choice="blocks")
     assert main(["plan", "models.mlp:train_step", "--cluster", "4", "--one-choice", "blocks"]) == 2
     assert "unsupported one_choice 'blocks'" in capsys.readouterr().err

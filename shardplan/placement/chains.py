@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import subprocess
@@ -72,36 +73,44 @@ def run_all(tasks: Sequence[Task], *, workers: int = 1, observer: Observer | Non
 
 
 def _in_processes(tasks: Sequence[Task], workers: int, observer: Observer | None) -> list[Chain]:
+    """The chains of tasks, which the workers take in turn."""
+    running: list[subprocess.Popen[bytes]] = []
     found: list[Chain] = []
-    for n in range(0, len(tasks), workers):
-        running = [_begun(task) for task in tasks[n : n + workers]]
-        try:
-            for process in running:
-                assert process.stdout is not None, "its output is piped"
-                output = process.stdout.read()
-                if process.wait() != 0:
-                    raise PlacementError("a process of the search ended early: run the search with --chains 1")
-                found.append(pickle.loads(output))
-                if observer is not None:
-                    observer(min(c.seconds for c in found), len(found) / len(tasks))
-        finally:
-            for process in running:
+    try:
+        for n in range(workers):
+            running.append(_begun(tasks[n::workers]))
+        for n in range(len(tasks)):
+            found.append(_received(running[n % workers]))
+            if observer is not None:
+                observer(min(c.seconds for c in found), len(found) / len(tasks))
+    finally:
+        for process in running:
+            with process:  # closes its pipes and waits for it
                 process.kill()
-                process.wait()
-                if process.stdout is not None:
-                    process.stdout.close()
     return found
 
 
-def _begun(task: Task) -> subprocess.Popen[bytes]:
-    """A process that has read its task and runs it."""
+def _begun(tasks: Sequence[Task]) -> subprocess.Popen[bytes]:
+    """A process that has read its tasks and runs them. Ctrl-C reaches this process alone, which ends the other."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "shardplan.placement.chains"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-m", "shardplan.placement.chains"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
     )
     assert process.stdin is not None, "its input is piped"
-    process.stdin.write(pickle.dumps(task))
-    process.stdin.close()
+    with contextlib.suppress(BrokenPipeError), process.stdin:  # a process that has ended is noticed when it sends nothing
+        pickle.dump(tasks, process.stdin)
     return process
+
+
+def _received(process: subprocess.Popen[bytes]) -> Chain:
+    """The next chain that a process sends."""
+    assert process.stdout is not None, "its output is piped"
+    try:
+        return pickle.load(process.stdout)
+    except (EOFError, pickle.UnpicklingError) as error:
+        raise PlacementError("a process of the search ended early: run the search with --chains 1") from error
 
 
 def cores() -> int:
@@ -110,8 +119,6 @@ def cores() -> int:
 
 
 if __name__ == "__main__":
-    from shardplan.placement.chains import Task as _Task  # the class by which the parent knows it
-
-    given = pickle.loads(sys.stdin.buffer.read())
-    assert isinstance(given, _Task), "the parent sends a task"
-    sys.stdout.buffer.write(pickle.dumps(given.run()))
+    for given in pickle.load(sys.stdin.buffer):
+        pickle.dump(given.run(), sys.stdout.buffer)
+        sys.stdout.buffer.flush()

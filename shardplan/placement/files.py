@@ -50,19 +50,22 @@ def read_strategy(text: str, problem: PlacementProblem, name: str) -> Strategy:
     """
     try:
         values = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise PlacementError(f"{name} is not JSON (line {error.lineno}): give a file that shardplan place -o wrote") from error
+    except (ValueError, RecursionError) as error:  # not JSON, a number too long to read
+        raise PlacementError(f"{name} is not JSON ({error}): give a file that shardplan place -o wrote") from error
     if not isinstance(values, dict) or values.get("format") != FORMAT or values.get("version") != VERSION:
         raise PlacementError(f"{name} is no strategy of this version of shardplan: give a file that shardplan place -o wrote")
     cluster = problem.machine.cluster
     own = values.get("cluster")
     if not isinstance(own, dict) or own.get("fingerprint") != cluster.fingerprint():
         of = own.get("name") if isinstance(own, dict) else None
-        raise PlacementError(f"{name} is a strategy for the cluster {of}, not for {cluster.name}: search again")
+        other = f"the cluster {of}, not for {cluster.name}" if of != cluster.name else f"a {of} with other devices or links"
+        raise PlacementError(f"{name} is a strategy for {other}: search again")
     if values.get("step") != fingerprint(problem.graph):
         raise PlacementError(f"{name} is a strategy of another step, or of other shapes: search again")
     operators = values.get("operators")
     known = operators if isinstance(operators, dict) else {}
+    if foreign := sorted(set(known) - set(problem.graph.names)):
+        raise PlacementError(f"{name} places {foreign[0]}, which is no operator of the step: search again")
     strategy = tuple(_configuration(known.get(o.name), name, o.name) for o in problem.graph.operators)
     problem.check(strategy, name)
     return strategy

@@ -31,7 +31,7 @@ def operator_graph(graph: Graph, program: Program) -> OperatorGraph:
         if phases[node.id] == 0:
             grouping.forward(node)
     if not grouping.groups:
-        raise PlacementError("the step has no operator to place: every op of its forward pass reads arguments or constants alone")
+        raise PlacementError("the step has no operator to place: nothing that depends on its arguments is multiplied or reduced")
     grouping.follow_links()
     assign_backward(grouping)
     assign_update(grouping)

@@ -6,6 +6,7 @@ GPU's own on a switch, a node's into the network, the shared medium of a bus). I
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -74,14 +75,23 @@ class Machine:
         return 1.0 / (self.bytes_per_s * TICK_S)
 
 
-def machine_of(cluster: Cluster, speed: Floats | None = None) -> Machine:
+MOST_DEVICES = 4096
+"""Tables of pairs of devices take 1 GB for so many."""
+
+
+def machine_of(cluster: Cluster, speed: Sequence[float] | Floats | None = None) -> Machine:
     """The devices of a cluster; ``speed`` [n] is a factor on their speeds (0.5: each op takes twice as long).
 
     Raises:
-        PlacementError: for a speed that is not above 0, or another number of speeds than devices.
+        PlacementError: for more than `MOST_DEVICES`, a speed that is not above 0, or another number of speeds than devices.
     """
     n = cluster.size
-    speeds = np.ones(n) if speed is None else np.asarray(speed, np.float64)
+    if n > MOST_DEVICES:
+        raise PlacementError(f"{cluster.name} has {n:,} devices, too many to place operators on: take at most {MOST_DEVICES:,}")
+    try:
+        speeds = np.ones(n) if speed is None else np.array(speed, np.float64)
+    except (TypeError, ValueError):
+        speeds = np.zeros(0)
     if speeds.shape != (n,) or not np.all(np.isfinite(speeds)) or np.any(speeds <= 0):
         raise PlacementError(f"{cluster.name} has {n} devices: give a speed above 0 for each of them, 1 for the cluster file's")
     topology = Topology(cluster)
@@ -95,7 +105,7 @@ def machine_of(cluster: Cluster, speed: Floats | None = None) -> Machine:
     latency = np.where(same, 0.0, topology.latencies(a, b))
     bandwidth = np.where(same, np.inf, least[np.minimum(meet, len(rates) - 1)])
     memory = np.full(n, cluster.device.memory_bytes)
-    levels = Machine(cluster, speeds.copy(), latency.reshape(n, n), bandwidth.reshape(n, n), link.reshape(n, n), names, memory)
+    levels = Machine(cluster, speeds, latency.reshape(n, n), bandwidth.reshape(n, n), link.reshape(n, n), names, memory)
     return _with_singles(levels)
 
 

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
+from typing import Literal
 
 import numpy as np
 
-from shardplan.errors import PlacementError
+from shardplan.dag import schedule_dag
 from shardplan.placement.configurations import Strategy, single
 from shardplan.placement.machine import TICK_S
 from shardplan.placement.problem import PlacementProblem
 
-METHODS = ("fd-dps", "heft")
+Scheduler = Literal["fd-dps", "heft"]
+SCHEDULERS: tuple[Scheduler, ...] = ("fd-dps", "heft")
 
 
-def scheduled(problem: PlacementProblem, method: str) -> Strategy:
+def scheduled(problem: PlacementProblem, method: Scheduler) -> Strategy:
     """Each operator whole on the device that ``method`` gives it.
 
     A task is an operator with all its phases; an edge takes the mean seconds of its tensor, there and back, between two devices.
-
-    Raises:
-        PlacementError: if the scheduler is not installed.
     """
-    try:
-        dag: Any = import_module("shardplan.dag")
-    except ImportError as error:
-        raise PlacementError(f"the method {method!r} needs shardplan.dag, which is not there: use the method mcmc") from error
     machine, graph = problem.machine, problem.graph
     whole = [sum(table[(1,) * len(o.loops)]) * TICK_S for o, table in zip(graph.operators, problem.tables, strict=True)]
     present = np.array(machine.present)
@@ -40,5 +33,5 @@ def scheduled(problem: PlacementProblem, method: str) -> Strategy:
         ways = 2 if e.gradient else 1
         seconds = ways * (latency + per_byte * e.itemsize * float(np.prod(e.shape)))
         edges[e.producer, e.consumer] = edges.get((e.producer, e.consumer), 0.0) + seconds
-    found = dag.schedule_dag(times, edges, method=method)
+    found = schedule_dag(times, edges, method)
     return tuple(single(o, int(present[d])) for o, d in zip(graph.operators, found.device, strict=True))

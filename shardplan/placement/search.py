@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import numpy as np
 
@@ -42,16 +43,21 @@ class Found:
         return self.proposals / elapsed if elapsed > 0 else 0.0
 
 
-def checked(budget_s: float, chains: int | None, start: Sequence[str]) -> None:
-    """Refuses a budget, number of chains or start that does not exist.
+def checked(
+    budget_s: float, start: Sequence[str], *, chains: int | None = None, proposals: int | None = None, seed: int = 0
+) -> None:
+    """Refuses a budget, start, number of chains or of proposals, or seed that cannot be used.
 
     Raises:
         PlacementError: naming what is wrong.
     """
     if isinstance(budget_s, bool) or not isinstance(budget_s, int | float) or not math.isfinite(budget_s) or budget_s <= 0:
         raise PlacementError(f"a budget of {budget_s!r} seconds leaves no time to search: give a number above 0")
-    if chains is not None and (isinstance(chains, bool) or not isinstance(chains, int) or chains < 1):
-        raise PlacementError(f"chains is {chains!r}: give a whole number of at least 1, or leave it out for one for each start")
+    given = {name: n for name, n in (("chains", chains), ("proposals", proposals)) if n is not None}
+    for name, value in {**given, "seed": seed}.items():
+        least = 0 if name == "seed" else 1
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+            raise PlacementError(f"{name} is {value!r}: give a whole number of at least {least}")
     unknown = [name for name in start if name not in STARTS]
     if unknown or not start:
         raise PlacementError(f"no start {', '.join(map(repr, unknown)) or 'is given'}: use some of {', '.join(STARTS)}")

@@ -114,7 +114,7 @@ def plan(
             axis that the step cannot use for its purpose, or for a cluster on which the step takes 1,000 s or more.
     """
     (measure, timed), deadline, shared = _check(objective, time_model, time_budget_s, one_choice, remat)
-    observer, runs, began = _checked_observer(observer), chosen(backend), time.perf_counter()
+    observer, runs, began = checked_observer(observer), chosen(backend), time.perf_counter()
     donated, (step, args) = positions(donate_argnums, len(args), "donate_argnums"), as_positional(step, args, kwargs)
     resolved, mesh = resolve_cluster(cluster)
     limit = read_limit(memory_limit, resolved.device, os.environ)
@@ -144,18 +144,17 @@ def plan(
 
 
 def _warn(session: Session) -> None:
-    """Warns of loops without a known trip count, of factors that divide no dim of any argument, and of dtypes of products for
-    which the device has no peak.
-    """
-    for source in dict.fromkeys(session.graph.unknown_trips):
-        _log.warning("the while loop at %s has no known trip count: it is priced as one iteration", source)
-    _warn_of_rates(session.graph, session.problem.cluster.device)
+    """Warns of what `warn_of_graph` finds, and of factors that divide no dim of any argument."""
+    warn_of_graph(session.graph, session.problem.cluster.device)
     for unused in idle(session.problem, session.decisions):
         if unused.advice:
             _log.warning("%s", unused.text)
 
 
-def _warn_of_rates(graph: Graph, device: Device) -> None:
+def warn_of_graph(graph: Graph, device: Device) -> None:
+    """Warns of loops without a known trip count, and of dtypes of products for which the device has no peak."""
+    for source in dict.fromkeys(graph.unknown_trips):
+        _log.warning("the while loop at %s has no known trip count: it is priced as one iteration", source)
     products = [node.signature for node in graph.nodes if node.signature.multiplies]
     for dtype in sorted({product_dtype(s.call, contracts=s.contracts) for s in products}):
         if (used := rated(device, dtype)) != dtype:
@@ -192,7 +191,7 @@ def _search_fields(made: Made, searcher: Searcher, limit: MemoryLimit) -> dict[s
     }
 
 
-def _checked_observer(observer: Observer | None) -> Observer:
+def checked_observer(observer: Observer | None) -> Observer:
     """The observer, checked; by default one that does nothing."""
     if observer is not None and not callable(observer):
         raise ShardplanError(f"observer={observer!r} is not callable: give a function of (what, part), or None")

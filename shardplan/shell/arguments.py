@@ -145,8 +145,10 @@ def _files_read(options: argparse.Namespace) -> dict[str, list[str]]:
     module = (getattr(options, "target", None) or "").partition(":")[0]
     cluster = getattr(options, "cluster", None) or ""
     plan = getattr(options, "plan", None)
+    starts = getattr(options, "start", None) or ""
     return {
         "TARGET": [module, module.replace(".", "/") + ".py"] if module else [],
         "--cluster": [word for part in cluster.split() for word in (part, *part.split("@")) if word],
         "--plan": [plan] if plan else [],
+        "--start": [name.strip() for name in starts.split(",") if name.strip()],
     }

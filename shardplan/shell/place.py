@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from shardplan.errors import PlacementError
 from shardplan.frontend.keywords import as_positional
@@ -26,17 +25,18 @@ from shardplan.placement.mcmc import Limits, Observer
 from shardplan.placement.memory import Memory, check_memory
 from shardplan.placement.problem import PlacementProblem, problem_of
 from shardplan.placement.region_search import region_search
-from shardplan.placement.schedules import METHODS, scheduled
+from shardplan.placement.schedules import SCHEDULERS, scheduled
 from shardplan.placement.search import STARTS, Found, checked, search, starts_of
 from shardplan.placement.simulation import Simulation
 from shardplan.placement.starts import data_parallel, expert, from_plan
 from shardplan.plans.files import write_whole
 from shardplan.report.placement_text import placement_text
 from shardplan.report.placement_timeline import PlacementTimeline, placement_timeline
-from shardplan.shell.api import plan
+from shardplan.search.inference import anytime
+from shardplan.shell.api import checked_observer, plan, warn_of_graph
 from shardplan.shell.clusters import ClusterLike, resolve_cluster
 
-Notify = Callable[[str, float | None], None]
+_log = logging.getLogger("shardplan")
 
 _NO_LIMIT = 1 << 60
 """Bytes that no device has: strategies are searched without a memory limit, so the plan is too."""
@@ -154,11 +154,11 @@ def place(
     budget_s: float = 60,
     chains: int | None = None,
     seed: int = 0,
-    start: Sequence[str] = STARTS,
+    start: str | Sequence[str] = STARTS,
     method: str = "mcmc",
     speed: Sequence[float] | None = None,
     proposals: int | None = None,
-    observer: Notify | None = None,
+    observer: anytime.Observer | None = None,
     kwargs: Mapping[str, Any] | None = None,
 ) -> Placement:
     """Searches where the operators of ``step(*args)`` run, each cut in its own way on its own devices (FlexFlow).
@@ -183,27 +183,26 @@ def place(
         PlacementError: for a budget, start, method or speed that cannot be used, or a file of another step or cluster.
         UndescribedPrimitiveError: for a primitive without a description.
     """
-    files = [name for name in start if name not in STARTS and name.endswith(".json")]
-    checked(budget_s, chains, [name for name in start if name not in files] or (STARTS[:1] if files else ()))
-    if method not in ("mcmc", "regions", *METHODS):
+    names, files = _named(start)
+    checked(budget_s, names or STARTS[: len(files)], chains=chains, proposals=proposals, seed=seed)
+    if method not in ("mcmc", "regions", *SCHEDULERS):
         raise PlacementError(f"the method {method!r} does not exist: use mcmc, regions, fd-dps or heft")
-    tell = observer or _silent
+    tell = checked_observer(observer)
     resolved, _ = resolve_cluster(cluster, unequal=True)
     positional, values = as_positional(step, args, kwargs)
-    tell("tracing", None)
+    tell("tracing", 0.0)
     program = trace_step(positional, values).program
-    graph = operator_graph(flatten(program), program)
-    problem = problem_of(graph, machine_of(resolved, None if speed is None else np.array(speed, np.float64)))
+    graph = flatten(program)
+    problem = problem_of(operator_graph(graph, program), machine_of(resolved, speed))
     if method == "regions" and problem.machine.absent:
         raise PlacementError("method 'regions' makes groups of all devices, and some are absent here: use mcmc, fd-dps or heft")
     known = {file: read_strategy(_text(file), problem, file) for file in files}
-    if problem.machine.absent:
-        start = tuple(name for name in start if name != "plan")
-        if not start:
-            raise PlacementError("the start 'plan' uses all devices, and some are absent here: use some of dp, expert, random")
-        tell("leaving out the start 'plan', which uses all devices", None)
-    planned = _planned(problem, step, args, resolved, kwargs, tell) if "plan" in start else None
-    starts = known | starts_of(problem, [name for name in start if name not in files], seed, planned)
+    if problem.machine.absent and "plan" in names:
+        names = _without_plan(names, files)
+    if "plan" not in names:
+        warn_of_graph(graph, resolved.device)  # a plan warns itself
+    planned = _planned(problem, step, args, resolved, kwargs, tell) if "plan" in names else None
+    starts = known | starts_of(problem, names, seed, planned)
     limits = Limits(budget_s, proposals)
     found, regions = _searched(problem, method, starts, limits, chains, seed, lambda s, done: tell(f"best {s:.4g} s", done))
     return Placement(
@@ -230,15 +229,11 @@ def _searched(
     observer: Observer,
 ) -> tuple[Found, tuple[Region, ...]]:
     """What a method finds, and its regions, if it makes any."""
-    if method in METHODS:
+    if method in SCHEDULERS:
         return _best({method: scheduled(problem, method), **starts}, problem), ()
     if method == "regions":
         return region_search(problem, starts, limits, chains=chains, seed=seed, observer=observer)
     return search(problem, starts, limits, chains=chains, seed=seed, observer=observer), ()
-
-
-def _silent(what: str, done: float | None) -> None:
-    pass
 
 
 def _best(strategies: Mapping[str, Strategy], problem: PlacementProblem) -> Found:
@@ -251,12 +246,34 @@ def _best(strategies: Mapping[str, Strategy], problem: PlacementProblem) -> Foun
 
 
 def _planned(
-    problem: PlacementProblem, step: Callable[..., Any], args: Sequence[Any], cluster: Cluster, kwargs: Any, tell: Notify
+    problem: PlacementProblem,
+    step: Callable[..., Any],
+    args: Sequence[Any],
+    cluster: Cluster,
+    kwargs: Any,
+    tell: anytime.Observer,
 ) -> Strategy:
     """The plan on all devices as a strategy. It is made for equal devices, and runs on those that are there."""
     cluster = replace(cluster, single_devices=(), single_links=())
-    made = plan(step, *args, cluster=cluster, memory_limit=_NO_LIMIT, kwargs=kwargs, observer=lambda what, done: tell(what, done))
+    made = plan(step, *args, cluster=cluster, memory_limit=_NO_LIMIT, kwargs=kwargs, observer=tell)
+    if made.stopped == "interrupted":  # an interrupted plan is no start: the search would go on without the user
+        raise KeyboardInterrupt
     return from_plan(problem, made._data.choices, made.factors)
+
+
+def _named(start: str | Sequence[str]) -> tuple[list[str], list[str]]:
+    """The starts that have names, and the files among them: what exists, or ends in .json."""
+    given = [start] if isinstance(start, str) else [str(name) for name in start]
+    files = [name for name in given if name not in STARTS and (name.endswith(".json") or Path(name).is_file())]
+    return [name for name in given if name not in files], files
+
+
+def _without_plan(names: Sequence[str], files: Sequence[str]) -> list[str]:
+    """The starts that a cluster with absent devices has."""
+    if not files and set(names) == {"plan"}:
+        raise PlacementError("the start 'plan' uses all devices, and some are absent here: use some of dp, expert, random")
+    _log.warning("the start 'plan' is left out: it uses all devices, and some are absent here")
+    return [name for name in names if name != "plan"]
 
 
 def _text(file: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import jax
 import pytest
 
 import shardplan
@@ -47,9 +48,15 @@ def test_a_saved_strategy_is_a_start(capsys: pytest.CaptureFixture[str], tmp_pat
     last = max(e["ts"] + e["dur"] for e in events if e["ph"] == "X")
     assert last == pytest.approx(first["step_time_s"] * 1e6, abs=2e-3)
     assert {e["args"]["name"] for e in events if e["name"] == "thread_name"} >= {f"device {d}" for d in range(4)}
-    code, out, _ = _run(capsys, "--start", str(files["-o"]), "--json")
+    bare = files["-o"].rename(tmp_path / "strategy")
+    code, out, _ = _run(capsys, "--start", f" {bare}, dp", "--json")
     assert code == 0
     assert json.loads(out)["step_time_s"] <= first["step_time_s"]
+    held = bare.read_bytes()
+    for option in ("-o", "--timeline"):
+        code, _, err = _run(capsys, "--start", f"dp,{bare}", option, str(bare))
+        assert (code, err) == (2, f"shardplan: {option} names {str(bare)!r}, which --start reads: give it another name\n")
+    assert bare.read_bytes() == held
 
 
 def test_a_gantt_chart_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -63,6 +70,8 @@ def test_a_gantt_chart_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     ("options", "message"),
     [
         (["--budget", "0"], "a budget of 0.0 seconds leaves no time to search: give a number above 0"),
+        (["--seed", "-1"], "seed is -1: give a whole number of at least 0"),
+        (["--cluster", "1024x8"], "1024x8 has 8,192 devices, too many to place operators on: take at most 4,096"),
         (["--start", "best"], "no start 'best': use some of dp, expert, random, plan"),
         (["--method", "luck"], "the method 'luck' does not exist: use mcmc, regions, fd-dps or heft"),
         (["--start", "nowhere.json"], "cannot read the strategy nowhere.json: No such file or directory"),
@@ -94,6 +103,35 @@ def test_the_function_answers_like_the_command() -> None:
     assert "tracing" in told
     assert "Placement of 3 operators" in repr(made)
     assert all(gain is None or gain + made.step_time_s >= 0 for gain in made.gains)
+
+
+def test_an_interrupt_while_the_start_is_planned_ends_the_search() -> None:
+    step, args = load_target("models.mlp:train_step", {"layers": 3})
+    told: list[str] = []
+
+    def observer(what: str, done: float) -> None:
+        told.append(what)
+        if done > 0.9 and "tracing" in told:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        shardplan.place(step, *args, cluster="2x2", start=("plan",), proposals=20, observer=observer)
+    assert not any(what.startswith("best ") for what in told)
+
+
+def test_loops_without_a_trip_count_are_told_without_a_plan_too(caplog: pytest.LogCaptureFixture) -> None:
+    def step(x: jax.Array) -> jax.Array:
+        return jax.lax.while_loop(lambda y: y.sum() < 1.0, lambda y: y @ y, x)
+
+    shardplan.place(step, jax.ShapeDtypeStruct((8, 8), "float32"), cluster="2", start="dp", proposals=1)
+    assert [m.partition(" at ")[0] for m in caplog.messages] == ["the while loop"]
+
+
+def test_a_step_without_operators_is_refused() -> None:
+    with pytest.raises(
+        shardplan.PlacementError, match="no operator to place: nothing that depends on its arguments is multiplied"
+    ):
+        shardplan.place(lambda x: x, jax.ShapeDtypeStruct((8,), "float32"), cluster="2")
 
 
 def test_regions_are_in_the_report_and_the_answer(capsys: pytest.CaptureFixture[str]) -> None:

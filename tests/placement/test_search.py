@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from shardplan.errors import PlacementError
+from shardplan.mesh.singles import SingleDevice
 from shardplan.placement.chains import run_all, tasks_of
 from shardplan.placement.configurations import Configuration, Strategy
 from shardplan.placement.files import fingerprint, read_strategy, strategy_json
+from shardplan.placement.machine import machine_of
 from shardplan.placement.mcmc import BETA, Limits, anneal, neighbours_of, propose
 from shardplan.placement.problem import PlacementProblem
 from shardplan.placement.search import checked, search, starts_of
@@ -119,6 +123,13 @@ def test_chains_in_processes_are_those_in_this_one() -> None:
     assert [c.strategy for c in apart] == [c.strategy for c in here_alone]
 
 
+def test_a_process_that_ends_early_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = problem("mlp", "2x2")
+    monkeypatch.setattr("shardplan.placement.chains.sys.executable", "/bin/false")
+    with pytest.raises(PlacementError, match="ended early: run the search with --chains 1"):
+        search(here, {"dp": data_parallel(here)}, Limits(proposals=1), chains=2, workers=2)
+
+
 def test_the_stop_rule_ends_a_chain_that_no_longer_improves() -> None:
     here = problem("mlp", "2")
     chain = anneal(here, data_parallel(here), np.random.default_rng(0), Limits(), engine="python")
@@ -127,21 +138,21 @@ def test_the_stop_rule_ends_a_chain_that_no_longer_improves() -> None:
 
 
 @pytest.mark.parametrize(
-    ("budget", "chains", "start", "message"),
+    ("options", "message"),
     [
-        (0, None, ("dp",), "a budget of 0 seconds leaves no time"),
-        (float("inf"), None, ("dp",), "a budget of inf seconds"),
-        (-1.0, None, ("dp",), "above 0"),
-        (1.0, 0, ("dp",), "chains is 0"),
-        (1.0, None, ("dp", "best"), "no start 'best': use some of dp, expert, random, plan"),
-        (1.0, None, (), "no start is given"),
+        ({"budget_s": 0}, "a budget of 0 seconds leaves no time"),
+        ({"budget_s": float("inf")}, "a budget of inf seconds"),
+        ({"budget_s": -1.0}, "above 0"),
+        ({"chains": 0}, "chains is 0: give a whole number of at least 1"),
+        ({"proposals": 1.5}, "proposals is 1.5: give a whole number of at least 1"),
+        ({"seed": -1}, "seed is -1: give a whole number of at least 0"),
+        ({"start": ("dp", "best")}, "no start 'best': use some of dp, expert, random, plan"),
+        ({"start": ()}, "no start is given"),
     ],
 )
-def test_what_leaves_nothing_to_search_is_refused(
-    budget: float, chains: int | None, start: tuple[str, ...], message: str
-) -> None:
+def test_what_leaves_nothing_to_search_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(PlacementError, match=message):
-        checked(budget, chains, start)
+        checked(**{"budget_s": 1.0, "start": ("dp",), **options})
 
 
 def test_a_strategy_file_gives_the_strategy_back() -> None:
@@ -158,10 +169,16 @@ def test_a_strategy_of_another_step_or_cluster_is_refused() -> None:
         read_strategy(json.dumps(values), problem("gpt", "2x2"), "s.json")
     with pytest.raises(PlacementError, match=r"s\.json is a strategy for the cluster .*, not for"):
         read_strategy(json.dumps(values), problem("mlp", "flexflow-p100:1"), "s.json")
-    with pytest.raises(PlacementError, match="is not JSON"):
-        read_strategy("{", here, "s.json")
+    for text in ("{", "[" * 100_000, "9" * 5_000):
+        with pytest.raises(PlacementError, match="is not JSON"):
+            read_strategy(text, here, "s.json")
     with pytest.raises(PlacementError, match="is no strategy"):
         read_strategy("{}", here, "s.json")
+    other = replace(here, machine=machine_of(replace(here.machine.cluster, single_devices=(SingleDevice(1, speed=0.5),))))
+    with pytest.raises(PlacementError, match="is a strategy for a 2x2 with other devices or links"):
+        read_strategy(json.dumps(values), other, "s.json")
+    with pytest.raises(PlacementError, match="places layer_9, which is no operator"):
+        read_strategy(json.dumps(values | {"operators": {**values["operators"], "layer_9": {}}}), here, "s.json")
     values["operators"]["layer_0/kernel"]["devices"] = [0]
     with pytest.raises(PlacementError, match="no degrees and devices for layer_0/kernel"):
         read_strategy(json.dumps(values), here, "s.json")

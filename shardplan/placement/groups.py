@@ -11,7 +11,7 @@ import numpy as np
 from shardplan.collectives import best_reduction
 from shardplan.cost import Network
 from shardplan.mesh.factoring import coordinates, factors
-from shardplan.placement.machine import Machine
+from shardplan.placement.machine import TICK_S, Machine
 
 
 @dataclass(slots=True)
@@ -35,6 +35,10 @@ class GroupPrices:
             ring = self._ring(members_of(mask), nbytes)
             self._seconds[key] = ring if over is None else min(ring, best_reduction(self._network, over, nbytes)[0])
         return self._seconds[key]
+
+    def ticks(self, mask: int, nbytes: int) -> int:
+        """The ticks of that all-reduce, at least one."""
+        return max(1, round(self.seconds(mask, nbytes) / TICK_S))
 
     def links(self, mask: int) -> tuple[int, ...]:
         """The connections that the group keeps busy: those by which its ring leaves each device, on the widest level alone."""

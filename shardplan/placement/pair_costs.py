@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.placement.configurations import Configuration
-from shardplan.placement.machine import TICK_S
 from shardplan.placement.operators import BACKWARD, FORWARD, UPDATE, Edge
 from shardplan.placement.problem import PlacementProblem
 from shardplan.placement.structure import structure_of
@@ -48,10 +47,10 @@ class PairCosts:
     def __init__(self, problem: PlacementProblem, candidates: Sequence[Sequence[Configuration]]) -> None:
         self.problem, self.candidates = problem, candidates
         self.structure = structure_of(problem.graph)
-        self._group_prices = TaskGraphBuilder(self.structure, problem.machine, problem.tables).prices
+        self._builder = TaskGraphBuilder(self.structure, problem.machine, problem.tables)
         self._pairs: dict[tuple[int, int, int], Pair] = {}
         self._reductions: dict[tuple[int, tuple[int, ...]], Ints] = {}
-        self.phases = [[self._phases(i, c) for c in own] for i, own in enumerate(candidates)]
+        self.phases = [[self._builder.phase_ticks(i, c) for c in own] for i, own in enumerate(candidates)]  # [phases, parts] each
 
     def pair(self, k: int, produced: int, read: int) -> Pair:
         """The costs of tensor k between two candidates of its operators."""
@@ -65,19 +64,12 @@ class PairCosts:
         """[links]: the ticks of the reductions of weight w under the candidates ``users`` of its users."""
         key = w, tuple(users)
         if key not in self._reductions:
-            weight, prices = self.problem.graph.weights[w], self._group_prices
+            weight, prices = self.problem.graph.weights[w], self._builder.prices
             ticks = np.zeros(len(self.problem.machine.links), np.int64)
             for mask, nbytes in sync_groups(weight, [self.candidates[u][n] for u, n in zip(weight.users, users, strict=True)]):
-                ticks[list(prices.links(mask))] += max(1, round(prices.seconds(mask, nbytes) / TICK_S))
+                ticks[list(prices.links(mask))] += prices.ticks(mask, nbytes)
             self._reductions[key] = ticks
         return self._reductions[key]
-
-    def _phases(self, i: int, chosen: Configuration) -> Ints:
-        """[phases, parts]: ticks, as the simulation has them."""
-        speed = self.problem.machine.speed[np.array(chosen.devices)]
-        ticks = np.array(self.problem.tables[i][chosen.degrees])[:, None]
-        there = np.array([[True], [self.structure.backward[i]], [self.structure.update[i]]])
-        return np.where(there, np.maximum(np.rint(ticks / speed), 1), 0).astype(np.int64)
 
     def _pair(self, edge: Edge, produced: Configuration, read: Configuration) -> Pair:
         machine = self.problem.machine

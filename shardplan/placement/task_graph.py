@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardplan.placement.configurations import Configuration
 from shardplan.placement.groups import GroupPrices
-from shardplan.placement.machine import TICK_S, Machine
-from shardplan.placement.operators import BACKWARD, FORWARD, UPDATE, OperatorGraph
+from shardplan.placement.machine import Machine
+from shardplan.placement.operators import BACKWARD, UPDATE, OperatorGraph
 from shardplan.placement.structure import Structure
 from shardplan.placement.synchronisation import sync_groups
 from shardplan.placement.task_pool import NO_TASKS, TaskPool
@@ -48,15 +49,20 @@ class TaskGraphBuilder:
         """The tasks of an operator's parts in its phases, and the arcs from phase to phase."""
         pool, s = self.pool, self.structure
         devices = np.array(chosen.devices, np.int64)
-        ticks = self.tables[i][chosen.degrees]
-        for phase, there in ((FORWARD, True), (BACKWARD, s.backward[i]), (UPDATE, s.update[i])):
-            each = np.maximum(np.rint(ticks[phase] / self.machine.speed[devices]), 1).astype(np.int64)
+        for phase, each in enumerate(self.phase_ticks(i, chosen)):
+            there = each[0] > 0
             pool.put_group(3 * i + phase, each if there else NO_TASKS, devices if there else NO_TASKS)
         parts = np.arange(len(devices))
         after = (3 * i + BACKWARD) if s.backward[i] else None
         pool.put_bundle(2 * i, *((parts, pool.base[after] + parts) if after is not None else (NO_TASKS, NO_TASKS)))
         last = pool.base[3 * i + UPDATE] + parts
         pool.put_bundle(2 * i + 1, *((parts, last) if s.update[i] else (NO_TASKS, NO_TASKS)))
+
+    def phase_ticks(self, i: int, chosen: Configuration) -> NDArray[np.int64]:
+        """[phases, parts]: the ticks of an operator's parts on their devices, at least one; 0 in phases that it does not have."""
+        each = np.array(self.tables[i][chosen.degrees])[:, None] / self.machine.speed[list(chosen.devices)]
+        there = np.array([[True], [self.structure.backward[i]], [self.structure.update[i]]])
+        return np.where(there, np.maximum(np.rint(each), 1), 0).astype(np.int64)
 
     def put_edge(self, e: int, strategy: Sequence[Configuration]) -> None:
         """The transfers of a tensor and of its gradient."""
@@ -92,7 +98,7 @@ class TaskGraphBuilder:
         work, stream = list[int](), list[int]()
         for mask, nbytes in sync_groups(weight, [strategy[u] for u in weight.users]):
             links = self.prices.links(mask)
-            work += [max(1, round(self.prices.seconds(mask, nbytes) / TICK_S))] * len(links)
+            work += [self.prices.ticks(mask, nbytes)] * len(links)
             stream += [self.machine.count + link for link in links]
         count = len(work)
         self.reduced[w] = max(np.bincount(stream, work)) if count else 0

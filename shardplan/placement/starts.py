@@ -11,7 +11,7 @@ import numpy as np
 from shardplan.ir import Choices, Factor
 from shardplan.mesh.factoring import coordinates
 from shardplan.placement.configurations import Configuration, Strategy, divisors, random_configuration
-from shardplan.placement.operators import Operator, OperatorGraph
+from shardplan.placement.operators import Kind, Operator, OperatorGraph
 from shardplan.placement.problem import PlacementProblem
 
 UNROLLED = 3
@@ -29,7 +29,7 @@ def data_parallel_on(problem: PlacementProblem, operator: Operator, devices: Seq
     if problem.machine.absent:
         n = operator.loop_of("S")
         ways = 1 if n is None else divisors(operator.loops[n].extent, len(devices))[-1]
-    return _cut(problem, operator, {"S": ways}, devices)
+    return _cut(operator, {"S": ways}, devices)
 
 
 def expert(problem: PlacementProblem) -> Strategy:
@@ -54,14 +54,16 @@ def _expert(problem: PlacementProblem) -> Strategy:
     if any(len(w.users) >= UNROLLED for w in graph.weights):
         return _layers_in_nodes(problem)
     if any(o.anchor is not None and o.anchor.convolves for o in graph.operators):
-        n = problem.machine.count
-        return tuple(
-            _cut(problem, o, {kind: _fitting(o, kind, n)}, range(n))
-            for o in graph.operators
-            for kind in ["P" if o.contracts and not (o.anchor and o.anchor.convolves) and o.loop_of("P") is not None else "S"]
-        )
+        return tuple(_dense_or_samples(o, problem.machine.count) for o in graph.operators)
     inside = problem.machine.cluster.shape[-1]
     return tuple(_cut_both(problem, o, inside) for o in graph.operators)
+
+
+def _dense_or_samples(operator: Operator, count: int) -> Configuration:
+    """A dense layer cut over parameters, any other operator over samples."""
+    dense = operator.contracts and not (operator.anchor and operator.anchor.convolves) and operator.loop_of("P") is not None
+    kind: Kind = "P" if dense else "S"
+    return _cut(operator, {kind: _fitting(operator, kind, count)}, range(count))
 
 
 def _layers_in_nodes(problem: PlacementProblem) -> Strategy:
@@ -72,7 +74,7 @@ def _layers_in_nodes(problem: PlacementProblem) -> Strategy:
     strategy: list[Configuration] = []
     for i, operator in enumerate(problem.graph.operators):
         at = layers[i] * inside // (max(layers) + 1)
-        strategy.append(_cut(problem, operator, {"S": _fitting(operator, "S", nodes)}, range(at, nodes * inside, inside)))
+        strategy.append(_cut(operator, {"S": _fitting(operator, "S", nodes)}, range(at, nodes * inside, inside)))
     return tuple(strategy)
 
 
@@ -95,24 +97,24 @@ def _layers(graph: OperatorGraph) -> list[int]:
 
 def _cut_both(problem: PlacementProblem, operator: Operator, inside: int) -> Configuration:
     n = problem.machine.count
-    kind = "P" if operator.loop_of("P") is not None else "A"
+    kind: Kind = "P" if operator.loop_of("P") is not None else "A"
     own = _fitting(operator, kind, inside) if operator.contracts else 1
     if own != inside:
-        return _cut(problem, operator, {"S": _fitting(operator, "S", n)}, range(n))
-    return _cut(problem, operator, {"S": _fitting(operator, "S", n // inside), kind: inside}, range(n))
+        return _cut(operator, {"S": _fitting(operator, "S", n)}, range(n))
+    return _cut(operator, {"S": _fitting(operator, "S", n // inside), kind: inside}, range(n))
 
 
-def _fitting(operator: Operator, kind: str, most: int) -> int:
+def _fitting(operator: Operator, kind: Kind, most: int) -> int:
     """The largest degree of its first loop of a kind that divides the loop and ``most``."""
-    n = operator.loop_of(kind)  # type: ignore[arg-type]
+    n = operator.loop_of(kind)
     return 1 if n is None else math.gcd(operator.loops[n].extent, most)
 
 
-def _cut(problem: PlacementProblem, operator: Operator, ways: dict[str, int], devices: Sequence[int]) -> Configuration:
+def _cut(operator: Operator, ways: dict[Kind, int], devices: Sequence[int]) -> Configuration:
     """The operator cut along its first loops of these kinds, on the first of these devices that its parts need."""
     degrees = [1] * len(operator.loops)
     for kind, k in ways.items():
-        n = operator.loop_of(kind)  # type: ignore[arg-type]
+        n = operator.loop_of(kind)
         if n is not None:
             degrees[n] = k
     parts = math.prod(degrees)
@@ -143,20 +145,22 @@ def _planned(operator: Operator, choices: Choices, factors: Sequence[Factor], at
     cut: dict[int, list[int]] = {}
     spare: list[int] = []
     loops = dict(anchor.cut) if anchor is not None else {}
-    for f, factor in enumerate(factors):
-        v = use.loops[f] if use is not None else -1
-        n = loops.get(v)
-        if n is not None and operator.loops[n].extent % (factor.size * math.prod(factors[g].size for g in cut.get(n, ()))) == 0:
+
+    def divides(f: int, n: int) -> bool:
+        return operator.loops[n].extent % (factors[f].size * math.prod(factors[g].size for g in cut.get(n, ()))) == 0
+
+    for f in range(len(factors)):
+        n = loops.get(use.loops[f]) if use is not None else None
+        if n is not None and divides(f, n):
             cut.setdefault(n, []).append(f)
         else:
             spare.append(f)
+    order = sorted(range(len(operator.loops)), key=lambda n: "SPA".index(operator.loops[n].kind))
     for f in list(spare):
-        order = sorted(range(len(operator.loops)), key=lambda n: "SPA".index(operator.loops[n].kind))
-        for n in order:
-            if operator.loops[n].extent % (factors[f].size * math.prod(factors[g].size for g in cut.get(n, ()))) == 0:
-                cut.setdefault(n, []).append(f)
-                spare.remove(f)
-                break
+        n = next((n for n in order if divides(f, n)), None)
+        if n is not None:
+            cut.setdefault(n, []).append(f)
+            spare.remove(f)
     degrees = tuple(math.prod(factors[f].size for f in cut.get(n, ())) for n in range(len(operator.loops)))
     own = np.flatnonzero((at[:, spare] == 0).all(axis=1))
     part = np.zeros(len(own), np.int64)

@@ -124,6 +124,7 @@ def _axes_row(nodes: int, data: int, tensor: int) -> Row:
     import shardplan
     from models import gpt
     from shardplan.cost import Network
+    from shardplan.ir import Collective
     from shardplan.mesh import Cluster, matrices
 
     step, args = gpt.train_step(**_TRANSFORMER)
@@ -138,9 +139,9 @@ def _axes_row(nodes: int, data: int, tensor: int) -> Row:
     for matrix in matrices(cluster.shape, (data, tensor)):
         own, axes = matrix.factors(cluster)
         network = Network(cluster, own)
-        reduced = network.seconds("all_reduce", axes[0], gradients)
+        reduced = network.seconds(Collective.ALL_REDUCE, axes[0], gradients)
         alone[_matrix_text(matrix.rows)] = float(
-            reduced + 4 * _TRANSFORMER["layers"] * network.seconds("all_reduce", axes[1], activations)
+            reduced + 4 * _TRANSFORMER["layers"] * network.seconds(Collective.ALL_REDUCE, axes[1], activations)
         )
     planned = sorted(row["seconds"] for row in plan.provenance["factorings"])
     chosen = _matrix_text(plan.matrix["factors"])

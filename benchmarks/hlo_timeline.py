@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from benchmarks.hlo_kernels import kernels_of
 from benchmarks.hlo_streams import Flight, Spent, Streams
-from shardplan.cost.network import Collective, Network
+from shardplan.cost.network import Network
 from shardplan.errors import HloError
 from shardplan.hlo.meter import HloCollective, collectives_of
 from shardplan.hlo.text import Computation, Instruction, Module, parse_module, trip_count
@@ -69,20 +69,9 @@ def network_price(network: Network) -> Price:
     def price(collective: HloCollective) -> tuple[float, frozenset[int]]:
         nbytes = max(collective.operand_bytes, collective.result_bytes)  # an all-gather's result, else the operand
         groups = [[order[member] for member in group] for group in collective.groups]
-        return network.among(_PRICED_AS[collective.kind], groups, nbytes)
+        return network.among(collective.kind, groups, nbytes)
 
     return price
-
-
-_PRICED_AS: dict[str, Collective] = {
-    "all-reduce": "all_reduce",
-    "all-gather": "all_gather",
-    "reduce-scatter": "reduce_scatter",
-    "all-to-all": "all_to_all",
-    "ragged-all-to-all": "all_to_all",
-    "collective-permute": "permute",
-    "collective-broadcast": "broadcast",
-}
 
 
 class _Walk:

@@ -33,7 +33,7 @@ from shardplan.collectives.ranking import (
 from shardplan.collectives.synthesis import _synthesize, shared_walks
 from shardplan.cost import Network
 from shardplan.cost.network import Algorithm
-from shardplan.ir import Factor
+from shardplan.ir import Collective, Factor
 from shardplan.mesh import Cluster, factors, matrices
 from shardplan.mesh.matrix import parse as parse_matrix
 
@@ -123,7 +123,7 @@ def predict(line: dict[str, str]) -> Row:
         line["matrix"],
         {a: float(line[f"allreduce_{a}_s"]) for a in ALGORITHMS},
         {a: float(line[f"optimal_{a}_s"]) for a in ALGORITHMS},
-        {a: RUNS * float(network.seconds("all_reduce", over, NBYTES, algorithm=a)) for a in ALGORITHMS},
+        {a: RUNS * float(network.seconds(Collective.ALL_REDUCE, over, NBYTES, algorithm=a)) for a in ALGORITHMS},
         {a: table(published, laid, algorithm=a, levels=levels) for a in ALGORITHMS},
         {a: table(network, over, algorithm=a) for a in ALGORITHMS},
         names_of(network, entries(network, over)),
@@ -310,7 +310,7 @@ def print_v100() -> None:
         for algorithm, seconds in zip(ALGORITHMS, measured, strict=True):
             if seconds is None:
                 continue
-            ours = RUNS * float(network.seconds("all_reduce", over, NBYTES, algorithm=algorithm))
+            ours = RUNS * float(network.seconds(Collective.ALL_REDUCE, over, NBYTES, algorithm=algorithm))
             errors[algorithm].append(abs(ours / seconds - 1))
             cells.append(f"{algorithm} {seconds:.2f} / {ours:.2f}")
         if best is not None:
@@ -327,7 +327,7 @@ def print_synthesis() -> bool:
     print("synthesis from scratch, and best-first search")
     _synthesize.cache_clear()
     started = time.perf_counter()
-    found = len(_synthesize((2, 2), 5, "all_reduce", None))
+    found = len(_synthesize((2, 2), 5, Collective.ALL_REDUCE, None))
     small = time.perf_counter() - started
     print(f"  [2,2]: {found} programs in {small:.3f} s (at most 0.03)")
     _synthesize.cache_clear()
@@ -336,7 +336,7 @@ def print_synthesis() -> bool:
     for matrix in matrices(cluster.shape, (8, 2, 4)):
         factors_, axes = matrix.factors(cluster)
         network = Network(cluster, factors_)
-        total += len(_synthesize(shape_of(network, entries(network, axes[0] + axes[2])), 5, "all_reduce", None))
+        total += len(_synthesize(shape_of(network, entries(network, axes[0] + axes[2])), 5, Collective.ALL_REDUCE, None))
     large = time.perf_counter() - started
     print(
         f"  axes 8 2 4 over 0 and 2 on [4,16], all five matrices on their true sizes: {total} programs in {large:.3f} s", end=" "
@@ -372,7 +372,7 @@ def fit_error(lines: Sequence[dict[str, str]], algorithm: Algorithm, nic: float,
         base = Cluster.load(f"gcp-a100:{line['nodes']}")
         levels = [replace(v, ring_efficiency=e, tree_efficiency=e) for v, e in zip(base.levels, (nic, switch), strict=True)]
         network, over = network_of(line, replace(base, levels=tuple(levels)))
-        ours = RUNS * float(network.seconds("all_reduce", over, NBYTES, algorithm=algorithm))
+        ours = RUNS * float(network.seconds(Collective.ALL_REDUCE, over, NBYTES, algorithm=algorithm))
         total += abs(ours / float(line[f"allreduce_{algorithm}_s"]) - 1)
     return total / len(lines)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import cache
 from typing import Any, Literal
 
@@ -21,6 +22,43 @@ Reducer = Literal["sum", "prod", "max", "min", "and", "or", "argmax", "argmin"]
 
 PAIRS: tuple[Reducer, ...] = ("argmax", "argmin")
 """The reducers of pairs."""
+
+
+class Collective(StrEnum):
+    """What devices do together. The value is the name in HLO, and that in plan files, JSON and reports.
+
+    In a shift every device but the last sends to the next one. Reduce and broadcast have one root in each group. A slice sends
+    nothing: each device takes its own part.
+
+    >>> Collective.REDUCE_SCATTER.p2, str(Collective.SHIFT.hlo), Collective.SHIFT.short
+    ('ReduceScatter', 'collective-permute', 'permute')
+    """
+
+    ALL_REDUCE = "all-reduce"
+    ALL_GATHER = "all-gather"
+    REDUCE_SCATTER = "reduce-scatter"
+    ALL_TO_ALL = "all-to-all"
+    PERMUTE = "collective-permute"
+    BROADCAST = "collective-broadcast"
+    RAGGED_ALL_TO_ALL = "ragged-all-to-all"
+    SHIFT = "shift"
+    REDUCE = "reduce"
+    SLICE = "slice"
+
+    @property
+    def hlo(self) -> Collective:
+        """The instruction that compiled programs have for it: a permute for a shift."""
+        return Collective.PERMUTE if self is Collective.SHIFT else self
+
+    @property
+    def short(self) -> str:
+        """The name in pictures and tables of measurements."""
+        return self.hlo.removeprefix("collective-")
+
+    @property
+    def p2(self) -> str:
+        """The name in reduction programs (P2, section 3.3)."""
+        return self.name.title().replace("_", "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ from benchmarks.hlo_kernels import kernels
 from benchmarks.hlo_streams import Spent
 from benchmarks.hlo_timeline import network_price, timeline
 from shardplan.cost import Network
-from shardplan.cost.network import Collective
 from shardplan.errors import HloError
-from shardplan.hlo.meter import HloCollective, Kind
+from shardplan.hlo.meter import HloCollective
+from shardplan.ir import Collective
 from shardplan.mesh import Cluster, factors
 
 FIXTURES = Path(__file__).parent / "hlo" / "fixtures"
@@ -243,12 +243,8 @@ def test_the_seconds_of_compiled_programs_add_up(name: str, contention: float) -
 
 
 @pytest.mark.parametrize("over", [(0,), (1,), (0, 1)])
-@pytest.mark.parametrize(
-    ("kind", "priced_as"), [("all-gather", "all_gather"), ("reduce-scatter", "reduce_scatter"), ("all-reduce", "all_reduce")]
-)
-def test_groups_of_a_program_are_priced_as_the_factors_that_they_run_over(
-    kind: Kind, priced_as: Collective, over: tuple[int, ...]
-) -> None:
+@pytest.mark.parametrize("kind", [Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_REDUCE])
+def test_groups_of_a_program_are_priced_as_the_factors_that_they_run_over(kind: Collective, over: tuple[int, ...]) -> None:
     """On a ring of eight, with the factor that varies fastest first in the program's order."""
     cluster = Cluster.load("8")
     cluster = replace(cluster, levels=(replace(cluster.levels[0], kind="ring"),))
@@ -257,10 +253,10 @@ def test_groups_of_a_program_are_priced_as_the_factors_that_they_run_over(
     grid = np.arange(8).reshape(2, 4)  # the program's numbers, by place along (fast, slow)
     groups = (grid.T if over == (0,) else grid if over == (1,) else grid.reshape(1, 8)).tolist()
     ways, part, whole = len(groups[0]), 1 << 16, len(groups[0]) << 16
-    before, after = {"all-gather": (part, whole), "reduce-scatter": (whole, part), "all-reduce": (whole, whole)}[kind]
-    collective = HloCollective(kind, before, after, ways, tuple(map(tuple, groups)), 1, 0.0, "c", "", "f32", 1)
+    before = part if kind == Collective.ALL_GATHER else whole
+    collective = HloCollective(kind, before, ways, tuple(map(tuple, groups)), 1, "c", "", "f32", 1)
     seconds, links = network_price(network)(collective)
-    assert seconds == pytest.approx(float(network.seconds(priced_as, over, whole)), rel=1e-12)
+    assert seconds == pytest.approx(float(network.seconds(kind, over, whole)), rel=1e-12)
     assert links == {0}
 
 
@@ -269,4 +265,6 @@ def test_a_loops_collective_is_priced_by_its_groups_and_runs_its_trips() -> None
     cluster = Cluster.load("2x4")
     network = Network(cluster, factors(cluster))
     found = timeline((FIXTURES / "gpu_scan.hlo").read_text(), cluster.device, network_price(network))
-    assert found.communication_s == pytest.approx(5 * float(network.seconds("reduce_scatter", [1], 4 * 32 * 128)), rel=1e-12)
+    assert found.communication_s == pytest.approx(
+        5 * float(network.seconds(Collective.REDUCE_SCATTER, [1], 4 * 32 * 128)), rel=1e-12
+    )

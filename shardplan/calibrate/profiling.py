@@ -33,7 +33,7 @@ from shardplan.cost.network import Network
 from shardplan.errors import CalibrationError, ClusterError
 from shardplan.frontend.trace import trace
 from shardplan.graph import flatten
-from shardplan.ir import Factor
+from shardplan.ir import Collective, Factor
 from shardplan.mesh import Cluster, factors
 from shardplan.mesh.devices import build_mesh, detected
 from shardplan.mesh.machine import DEFAULT_CONTENTION
@@ -250,7 +250,7 @@ def _task(move: Transfer, bench: Bench) -> Task:
 
 def transfer_text(move: Transfer, bench: Bench) -> list[Any]:
     """The collective's kind, the factors that it runs over, and its bytes."""
-    return [move.kind, [[bench.factors[i].size, bench.factors[i].level] for i in move.over], move.nbytes]
+    return [move.kind.name.lower(), [[bench.factors[i].size, bench.factors[i].level] for i in move.over], move.nbytes]
 
 
 def _check_spread(spread: tuple[float, float, str], bound: float) -> None:
@@ -269,7 +269,7 @@ def _contention(bench: Bench, works: Mapping[str, Work], done: Callable[[float],
     operands = (Argument((n, n), "float32"), Argument((n, n), "float32"))
     network, over = Network(bench.cluster, bench.factors), tuple(range(len(bench.factors)))
     alone_s = works[f"{n}x{n}x{n} float32"].seconds(bench.cluster.device)
-    tried = [transfer(bench.cluster, bench.factors, "all_reduce", over, 1 << p) for p in range(10, 31)]
+    tried = [transfer(bench.cluster, bench.factors, Collective.ALL_REDUCE, over, 1 << p) for p in range(10, 31)]
     move = min(tried, key=lambda t: abs(math.log(transfer_s(network, t) / alone_s)))
     send = move.function([f.name for f in bench.factors])
     options = tuple(sorted(xla_flags(bench.cluster).items())) if bench.cluster.device.platform == "gpu" else ()

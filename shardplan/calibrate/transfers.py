@@ -11,14 +11,18 @@ from typing import Any
 from jax import lax
 
 from shardplan.calibrate.kernels import Argument
-from shardplan.cost.network import Collective
-from shardplan.ir import Factor
+from shardplan.ir import Collective, Factor
 from shardplan.mesh.machine import Machine
 
 CPU_BYTES = (1 << 10, 1 << 16, 1 << 20, 1 << 22)
 ACCELERATOR_BYTES = (1 << 10, 1 << 18, 1 << 22, 1 << 26)
-KINDS: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift")
-_WORDS = {"all_reduce": "all-reduce", "all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "all_to_all": "all-to-all"}
+KINDS: tuple[Collective, ...] = (
+    Collective.ALL_REDUCE,
+    Collective.ALL_GATHER,
+    Collective.REDUCE_SCATTER,
+    Collective.ALL_TO_ALL,
+    Collective.SHIFT,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +38,7 @@ class Transfer:
     @property
     def family(self) -> str:
         """The name of its group in reports."""
-        return _WORDS.get(self.kind, "permute")
+        return self.kind.short
 
     @property
     def name(self) -> str:
@@ -44,20 +48,20 @@ class Transfer:
     @property
     def argument(self) -> Argument:
         """The operand on one device."""
-        own = self.nbytes // self.ways if self.kind == "all_gather" else self.nbytes
+        own = self.nbytes // self.ways if self.kind == Collective.ALL_GATHER else self.nbytes
         return Argument((own // 4,), "float32")
 
     def function(self, axes: Sequence[str]) -> Callable[[Any], Any]:
         """The collective over these mesh axes, for use inside a `shard_map`."""
         names = tuple(axes)
         match self.kind:
-            case "all_reduce":
+            case Collective.ALL_REDUCE:
                 return lambda x: lax.psum(x, names)
-            case "all_gather":
+            case Collective.ALL_GATHER:
                 return lambda x: lax.all_gather(x, names, tiled=True)
-            case "reduce_scatter":
+            case Collective.REDUCE_SCATTER:
                 return lambda x: lax.psum_scatter(x, names, tiled=True)
-            case "all_to_all":
+            case Collective.ALL_TO_ALL:
                 return lambda x: lax.all_to_all(x, names, 0, 0, tiled=True)
             case _:
                 return lambda x: lax.ppermute(x, names, [(i, i + 1) for i in range(self.ways - 1)])

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..cost.network import Algorithm, Network
+from ..ir import Collective
 from .dsl import Instruction, Reduction, groups, instructions
 from .envelope import DEEPEST_GRAPH, envelope
 from .ranking import Entries, check_bytes, entries, held_after, shape_of, step_lines
@@ -31,7 +32,7 @@ def best_reduction(network: Network, over: Sequence[int], nbytes: float) -> tupl
     """The seconds of the best emitted all-reduce program over these factors, and the program.
 
     Programs have at most five steps over up to three levels, and any length over more. The best is never slower than
-    ``network.seconds("all_reduce", over, nbytes)``, the program of one AllReduce.
+    ``network.seconds(Collective.ALL_REDUCE, over, nbytes)``, the program of one AllReduce.
     """
     check_bytes(nbytes)
     if len(entries(network, over)) <= DEEPEST_GRAPH:
@@ -48,7 +49,7 @@ def search(
     nbytes: float,
     *,
     algorithm: Algorithm = "auto",
-    goal: Goal = "all_reduce",
+    goal: Goal = Collective.ALL_REDUCE,
     order: Order | None = None,
 ) -> tuple[float, Reduction]:
     """The seconds of the best program of any length for a hierarchy of any depth, and the program; ties go to the shorter."""
@@ -58,9 +59,9 @@ def search(
     walks = shared_walks((2,) * len(levels), goal, order)
     prices: dict[tuple[Instruction, float], float] = {}
     nudge = _NUDGE * float(network.seconds(goal, over, nbytes, algorithm=algorithm))
-    bounds = _bounds(network, levels, nbytes, walks.shape, algorithm) if goal != "all_gather" else []
+    bounds = _bounds(network, levels, nbytes, walks.shape, algorithm) if goal != Collective.ALL_GATHER else []
     ticket = itertools.count()
-    part = 1.0 / math.prod(shape) if goal == "all_gather" else 1.0
+    part = 1.0 / math.prod(shape) if goal == Collective.ALL_GATHER else 1.0
     best: dict[Context, float] = {walks.start: 0.0}
     queue: list[Node] = [(0.0, next(ticket), 0.0, walks.start, (part,) * walks.space.k, ())]
     while queue:
@@ -73,7 +74,7 @@ def search(
             low, high = step.span(len(levels))
             members = float(math.prod(shape[low:high]))
             among = groups(walks.shape, step)
-            moved = max(held[g[0]] for g in among) * (members if step.collective == "AllGather" else 1.0)
+            moved = max(held[g[0]] for g in among) * (members if step.collective == Collective.ALL_GATHER else 1.0)
             if (step, moved) not in prices:
                 rows = step_lines(network, levels, step, algorithm)
                 prices[step, moved] = float(np.min(rows[:, 0] + rows[:, 1] * moved * nbytes))

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..cost.network import Network
+from ..ir import Collective
 from ..mesh.factoring import joined
 from .dsl import Reduction, ReductionError, parse
 from .envelope import envelope, lowest
@@ -77,7 +78,7 @@ class Priced:
     text: str
 
 
-def best_programs(network: Network, over: Sequence[int], goal: Goal = "all_reduce") -> tuple[Priced, ...]:
+def best_programs(network: Network, over: Sequence[int], goal: Goal = Collective.ALL_REDUCE) -> tuple[Priced, ...]:
     """The fastest programs over these factors for any number of bytes, fewest first: of whole levels, or of one taken apart."""
     key = ("best programs", frozenset(over), goal)
     if key not in network.memo:

@@ -23,7 +23,8 @@ from functools import lru_cache
 from typing import assert_never
 
 from ..errors import ReductionError, nearest
-from .states import COLLECTIVES, Clash, Collective, Context, Goal, Space, State
+from ..ir import Collective
+from .states import COLLECTIVES, Clash, Context, Goal, P2Collective, Space, State
 
 Shape = tuple[int, ...]
 _REMEDY = "`shardplan reduce` lists the correct programs"
@@ -57,7 +58,7 @@ class Instruction:
 
     slice: int
     form: Form
-    collective: Collective
+    collective: P2Collective
 
     def span(self, depth: int) -> tuple[int, int]:
         """The entries [low, high) that the groups span in a hierarchy of ``depth`` entries."""
@@ -81,7 +82,7 @@ class Instruction:
                 form = f"Master({level_names[level]})"
             case _:
                 assert_never(self.form)
-        return f"({level_names[self.slice]}, {form}, {self.collective})"
+        return f"({level_names[self.slice]}, {form}, {self.collective.p2})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ class Reduction:
     @property
     def short(self) -> str:
         """The names of the collectives: ``ReduceScatter-AllReduce-AllGather``."""
-        return "-".join(step.collective for step in self.steps)
+        return "-".join(step.collective.p2 for step in self.steps)
 
 
 @lru_cache(maxsize=4096)
@@ -135,7 +136,7 @@ class Refusal:
     clash: Clash
 
 
-def advance(space: Space, collective: Collective, among: Sequence[Sequence[int]], context: Context) -> Context | Refusal:
+def advance(space: Space, collective: P2Collective, among: Sequence[Sequence[int]], context: Context) -> Context | Refusal:
     """The context after one step, or the reason that the step is refused.
 
     Information must increase strictly: a step in which a group learns nothing is refused too.
@@ -155,7 +156,11 @@ def advance(space: Space, collective: Collective, among: Sequence[Sequence[int]]
 
 
 def replay(
-    program: Reduction, shape: Shape, goal: Goal = "all_reduce", order: Sequence[int] | None = None, names: Sequence[str] = ()
+    program: Reduction,
+    shape: Shape,
+    goal: Goal = Collective.ALL_REDUCE,
+    order: Sequence[int] | None = None,
+    names: Sequence[str] = (),
 ) -> tuple[Context, ...]:
     """The contexts before, between and after the steps.
 
@@ -202,6 +207,7 @@ def brief(state: str) -> str:
     return "/".join(f"{n} x {row}" if n > 1 else row for row, n in runs)
 
 
+_COLLECTIVES: dict[str, P2Collective] = {collective.p2: collective for collective in COLLECTIVES}
 _INSTRUCTION = re.compile(r"\(\s*([^\s,()]+)\s*,\s*(InsideGroup|(?:Parallel|Master)\(\s*([^\s,()]+)\s*\))\s*,\s*(\w+)\s*\)")
 
 
@@ -228,14 +234,14 @@ def parse(text: str, names: Sequence[str]) -> Reduction:
     steps: list[Instruction] = []
     for match in _INSTRUCTION.finditer(text):
         name, form, above, collective = match.groups()
-        if collective not in COLLECTIVES:
+        if collective not in _COLLECTIVES:
             raise ReductionError(
-                f"no collective {collective!r}{nearest(collective, COLLECTIVES)}: use one of {', '.join(COLLECTIVES)}"
+                f"no collective {collective!r}{nearest(collective, tuple(_COLLECTIVES))}: use one of {', '.join(_COLLECTIVES)}"
             )
         if above is not None and level(above) >= level(name):
             raise ReductionError(f"in {match[0]}: {above!r} is not above {name!r}")
         shape = InsideGroup() if above is None else Parallel(level(above)) if form[0] == "P" else Master(level(above))
-        steps.append(Instruction(level(name), shape, collective))
+        steps.append(Instruction(level(name), shape, _COLLECTIVES[collective]))
     unparsed = _INSTRUCTION.sub("", text).strip(" ;,\n")
     if unparsed or not steps:
         raise ReductionError(

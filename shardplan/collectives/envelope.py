@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cost.network import Network
+from ..ir import Collective
 from .dsl import Form, InsideGroup, Instruction, Master, Parallel, Reduction, groups
 from .ranking import Entries, entries, shape_of, step_lines
 from .states import Context, Goal
@@ -50,7 +51,9 @@ class Envelope:
         return float(seconds[first]), self.programs[first]
 
 
-def envelope(network: Network, over: Sequence[int], goal: Goal = "all_reduce", levels: Entries | None = None) -> Envelope:
+def envelope(
+    network: Network, over: Sequence[int], goal: Goal = Collective.ALL_REDUCE, levels: Entries | None = None
+) -> Envelope:
     """The best emitted programs of at most five steps over these factors, for any number of bytes; cached in ``network.memo``.
 
     ``levels`` is the hierarchy, by default the `entries` of the factors.
@@ -91,7 +94,7 @@ class _Graph:
 @lru_cache(maxsize=8)
 def _graph(depth: int, goal: Goal) -> _Graph:
     walks = shared_walks((2,) * depth, goal)
-    scattered_at_start = 0 if goal != "all_gather" else (1 << depth) - 1
+    scattered_at_start = 0 if goal != Collective.ALL_GATHER else (1 << depth) - 1
     number = {walks.start: 0, walks.end: 1}
     scattered = {walks.start: (scattered_at_start,) * walks.space.k}
     known: dict[tuple[Instruction, Parts], tuple[int, Parts]] = {}
@@ -144,10 +147,10 @@ def _after(walks: Walks, step: Instruction, parts: Parts) -> tuple[int, Parts]:
     for group in groups(walks.shape, step):
         before = after = parts[group[0]]
         match step.collective:
-            case "ReduceScatter":
+            case Collective.REDUCE_SCATTER:
                 assert not before & crossed, "data is scattered over a level only once"
                 after = before | crossed
-            case "AllGather":
+            case Collective.ALL_GATHER:
                 assert not crossed & ~before, "only scattered data is gathered"
                 before = after = before & ~crossed
             case _:

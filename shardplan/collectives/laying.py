@@ -11,6 +11,7 @@ from functools import lru_cache
 import numpy as np
 
 from ..cost.network import Network
+from ..ir import Collective
 from .dsl import Instruction, Master, Reduction, ReductionError, Refusal, advance, groups, replay
 from .ranking import entries
 from .states import Space
@@ -115,9 +116,9 @@ def smallest_part(program: Reduction, shape: Sequence[int]) -> int:
     for step in program.steps:
         low, high = step.span(len(shape))
         members = math.prod(shape[low:high])
-        if step.collective == "ReduceScatter":
+        if step.collective == Collective.REDUCE_SCATTER:
             scattered *= members
-        elif step.collective == "AllGather":
+        elif step.collective == Collective.ALL_GATHER:
             scattered //= members
         parts = math.lcm(parts, scattered)
     return parts
@@ -135,11 +136,11 @@ def reorderings(program: Reduction, shape: tuple[int, ...]) -> tuple[tuple[int, 
     for step in program.steps:
         among = np.array(groups(shape, step))
         order = None
-        if step.collective == "ReduceScatter":
+        if step.collective == Collective.REDUCE_SCATTER:
             mine = held.reshape(len(held), among.shape[1], -1)
             held = mine[:, 0].copy()  # devices outside the masters' groups hold leftovers of the right size
             held[among] = mine[among, np.arange(among.shape[1])[None, :]]
-        elif step.collective == "AllGather":
+        elif step.collective == Collective.ALL_GATHER:
             gathered = held[among].reshape(len(among), -1)
             orders = np.argsort(gathered, axis=1)
             assert (orders == orders[0]).all(), "all groups gather in the same order"
@@ -147,7 +148,7 @@ def reorderings(program: Reduction, shape: tuple[int, ...]) -> tuple[tuple[int, 
             held[among] = np.sort(gathered, axis=1)[:, None, :]
             if not np.array_equal(orders[0], np.arange(gathered.shape[1])):
                 order = tuple(int(i) for i in orders[0])
-        elif step.collective == "Broadcast":
+        elif step.collective == Collective.BROADCAST:
             held[among] = held[among[:, :1]]
         result.append(order)
     return tuple(result)
@@ -168,7 +169,7 @@ def _check_same_code(program: Reduction, shape: tuple[int, ...], names: Sequence
             label = step.text(names or [f"level{i}" for i in range(len(shape))])
             why = "devices outside the masters' groups would need data of another size"
             raise ReductionError(f"step {number + 1}, {label}, cannot run as the same code on all devices: {why}", step=number)
-        if isinstance(step.form, Master) and step.collective in ("ReduceScatter", "AllGather"):
+        if isinstance(step.form, Master) and step.collective in (Collective.REDUCE_SCATTER, Collective.ALL_GATHER):
             inside = {d for g in among for d in g}
             after = tuple(state if d in inside else 0 for d, state in enumerate(after))
         context = after

@@ -162,7 +162,7 @@ class LayoutSpace:
         """The states of a tensor that may stay partial: `stored`, then the partial ones without buffer, factors slowest first."""
         return (*self.stored, *np.flatnonzero(self._storable & self.partial).tolist())
 
-    def edge(self, before: int, after: int) -> tuple[tuple[str, tuple[int, ...]], float]:
+    def edge(self, before: int, after: int) -> tuple[Name, float]:
         """The collective of an edge, and the part of the tensor's bytes that it moves."""
         edges = self.edges
         at = int(np.flatnonzero((edges.source == before) & (edges.target == after))[0])

@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 
 from ..cost.network import Network, binomial_rounds
 from ..errors import ClusterError, nearest
+from ..ir import Collective
 from ..mesh.cluster import Cluster
 from ..mesh.devices import detect, device_numbers
 from ..mesh.factoring import read_order
@@ -30,7 +31,7 @@ from .best import best_reduction
 from .dsl import Instruction, Master, Reduction, ReductionError, parse
 from .laying import Laying, check, laying_over, reorderings, smallest_part
 from .ranking import entries, names_of
-from .states import Collective
+from .states import P2Collective
 
 Groups = Sequence[Sequence[int]]
 
@@ -188,21 +189,21 @@ def _step(x: Array, step: Instruction, laying: Laying) -> Array:
     return collective(x, step.collective, laying.groups(step), laying, axes=None if masters else laying.whole_axes(low, high))
 
 
-def collective(x: Array, kind: Collective, among: Groups, laying: Laying, *, axes: tuple[str, ...] | None = None) -> Array:
+def collective(x: Array, kind: P2Collective, among: Groups, laying: Laying, *, axes: tuple[str, ...] | None = None) -> Array:
     """One collective among groups of indices along all of a laying's axes; ``axes`` are whole axes that make the same groups."""
-    if kind == "Reduce":
+    if kind == Collective.REDUCE:
         return _reduce(x, among, laying)
-    if kind == "Broadcast":
+    if kind == Collective.BROADCAST:
         return _broadcast(x, among, laying)
     if sum(map(len, among)) < math.prod(laying.sizes):
         return _masters(x, kind, among, laying)
     names, indices = (axes, None) if axes else (laying.names, among)
     match kind:
-        case "AllReduce":
+        case Collective.ALL_REDUCE:
             return lax.psum(x, names, axis_index_groups=indices)
-        case "ReduceScatter":
+        case Collective.REDUCE_SCATTER:
             return cast(Array, lax.psum_scatter(x, names, scatter_dimension=0, axis_index_groups=indices, tiled=True))
-        case "AllGather":
+        case Collective.ALL_GATHER:
             return cast(Array, lax.all_gather(x, names, axis=0, axis_index_groups=indices, tiled=True))
         case _:
             assert_never(kind)
@@ -222,7 +223,7 @@ def _broadcast(x: Array, among: Groups, laying: Laying) -> Array:
     return x
 
 
-def _masters(x: Array, kind: Collective, among: Groups, laying: Laying) -> Array:
+def _masters(x: Array, kind: P2Collective, among: Groups, laying: Laying) -> Array:
     """A ring among the members of the groups; all other devices run the same code and receive zeros."""
     n = len(among[0])
     pairs = [(g[i], g[(i + 1) % n]) for g in among for i in range(n)]
@@ -231,11 +232,11 @@ def _masters(x: Array, kind: Collective, among: Groups, laying: Laying) -> Array
         places[list(group)] = range(n)
     place = jnp.asarray(places)[lax.axis_index(laying.names)]
     match kind:
-        case "ReduceScatter":
+        case Collective.REDUCE_SCATTER:
             return _ring_scatter(x, pairs, place, n, laying)
-        case "AllGather":
+        case Collective.ALL_GATHER:
             return _ring_gather(x, pairs, place, n, laying)
-        case "AllReduce":
+        case Collective.ALL_REDUCE:
             flat = jnp.pad(x.ravel(), (0, -x.size % n))
             whole = _ring_gather(_ring_scatter(flat, pairs, place, n, laying), pairs, place, n, laying)
             whole = whole[: x.size].reshape(x.shape)

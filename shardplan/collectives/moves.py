@@ -15,8 +15,10 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from shardplan.ir import Collective
+
 State = tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]
-Name = tuple[str, tuple[int, ...]]
+Name = tuple[Collective, tuple[int, ...]]
 """A collective's kind and its factors; of a permute, the factors that tell a block's place, in their order before, then after."""
 
 BUFFER = -3
@@ -25,7 +27,7 @@ BUFFER = -3
 ORDERED = 3
 """With up to this many factors, a dim's factors may have any order; with more, see `orders`."""
 
-_KINDS = ("slice", "all_gather", "all_to_all", "all_reduce", "reduce_scatter")
+_KINDS = (Collective.SLICE, Collective.ALL_GATHER, Collective.ALL_TO_ALL, Collective.ALL_REDUCE, Collective.REDUCE_SCATTER)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,13 +50,13 @@ def name_of(code: int, factors: int) -> Name:
     """The collective of a code."""
     kind, over = divmod(code, 1 << factors)
     if kind >= len(_KINDS):
-        return "permute", _exchanges(factors)[code - (len(_KINDS) << factors)]
+        return Collective.PERMUTE, _exchanges(factors)[code - (len(_KINDS) << factors)]
     return _KINDS[kind], tuple(f for f in range(factors) if over >> f & 1)
 
 
 def _code_of(name: Name, factors: int) -> int:
     kind, over = name
-    if kind == "permute":
+    if kind == Collective.PERMUTE:
         return (len(_KINDS) << factors) + _exchanges(factors).index(over)
     return (_KINDS.index(kind) << factors) + sum(1 << f for f in over)
 
@@ -108,11 +110,11 @@ def moves_from(sizes: tuple[int, ...], leader: State, levels: tuple[int, ...]) -
     rank, state = len(split) + 1, ((*split, (), buffer), partial)
     held = _part(state, sizes)
     allowed = None if len(sizes) <= ORDERED else _dims_in(orders(levels))
-    best: dict[State, tuple[int, float, str, tuple[int, ...]]] = {}
+    best: dict[State, tuple[int, float, Collective, tuple[int, ...]]] = {}
     for kind, over, target in every_move(state, rank, sizes):
         if allowed is not None and not any(one.issuperset(target[0]) for one in allowed):
             continue
-        fraction = _part(target, sizes) if kind == "all_gather" else 0.0 if kind == "slice" else held
+        fraction = _part(target, sizes) if kind == Collective.ALL_GATHER else 0.0 if kind == Collective.SLICE else held
         count = len(set(over))
         if target != state and (target not in best or (count, fraction) < best[target][:2]):
             best[target] = count, fraction, kind, over
@@ -155,7 +157,7 @@ def _subsets(items: Sequence[int]) -> Iterator[tuple[int, ...]]:
         yield from itertools.combinations(items, n)
 
 
-Move = tuple[str, tuple[int, ...], State]
+Move = tuple[Collective, tuple[int, ...], State]
 """A collective: its kind, the factors that it runs over, and the state that it leads to."""
 
 
@@ -176,14 +178,14 @@ def every_move(state: State, rank: int, sizes: Sequence[int]) -> Iterator[Move]:
             yield from _leaving(state, d, rank)
         if d < rank:
             for f in free:
-                yield "slice", (), _put(state, {d: (*fs, f)})
+                yield Collective.SLICE, (), _put(state, {d: (*fs, f)})
             yield from _permuted(state, d, rank, free, sizes)
     for over in _subsets(partial):
         left = tuple(f for f in partial if f not in over)
-        yield "all_reduce", over, _put(state, {}, left)
+        yield Collective.ALL_REDUCE, over, _put(state, {}, left)
         for d in range(rank + 1):
             if d < rank or not dims[d]:
-                yield "reduce_scatter", over, _put(state, {d: dims[d] + over}, left)
+                yield Collective.REDUCE_SCATTER, over, _put(state, {d: dims[d] + over}, left)
 
 
 def _leaving(state: State, d: int, rank: int) -> Iterator[Move]:
@@ -191,11 +193,11 @@ def _leaving(state: State, d: int, rank: int) -> Iterator[Move]:
     dims, _ = state
     for n in range(1, len(dims[d]) + 1):
         kept, gone = dims[d][:-n], dims[d][-n:]
-        yield "all_gather", tuple(sorted(gone)), _put(state, {d: kept})
+        yield Collective.ALL_GATHER, tuple(sorted(gone)), _put(state, {d: kept})
         if d < rank:
             for e in range(rank):
                 if e != d:
-                    yield "all_to_all", tuple(sorted(gone)), _put(state, {d: kept, e: dims[e] + gone})
+                    yield Collective.ALL_TO_ALL, tuple(sorted(gone)), _put(state, {d: kept, e: dims[e] + gone})
 
 
 def _swapped(f: int, g: int) -> tuple[int, ...]:
@@ -210,14 +212,14 @@ def _permuted(state: State, d: int, rank: int, free: Sequence[int], sizes: Seque
     fs = dims[d]
     for order in itertools.permutations(fs):
         if order != fs:
-            yield "permute", exchanged(fs, order), _put(state, {d: order})
+            yield Collective.PERMUTE, exchanged(fs, order), _put(state, {d: order})
     for i, f in enumerate(fs):
         around = (fs[:i], fs[i + 1 :])
         for g in free:
             if sizes[f] == sizes[g]:
-                yield "permute", _swapped(f, g), _put(state, {d: (*around[0], g, *around[1])})
+                yield Collective.PERMUTE, _swapped(f, g), _put(state, {d: (*around[0], g, *around[1])})
         for e in range(d + 1, rank):
             for j, g in enumerate(dims[e]):
                 if sizes[f] == sizes[g]:
                     change = {d: (*around[0], g, *around[1]), e: (*dims[e][:j], f, *dims[e][j + 1 :])}
-                    yield "permute", _swapped(f, g), _put(state, change)
+                    yield Collective.PERMUTE, _swapped(f, g), _put(state, change)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ..cost.network import Algorithm, Network
 from ..errors import ClusterError
+from ..ir import Collective
 from ..mesh.cluster import Cluster
 from ..mesh.matrix import Matrix, matrices
 from .dsl import Reduction
@@ -52,7 +53,7 @@ def place(
         check_over(request.over, len(axes))
         over = tuple(i for axis in request.over for i in axes[axis])
         seconds, program = table(network, over, algorithm=algorithm, max_size=max_size).best(request.nbytes)
-        flat += request.weight * float(network.seconds("all_reduce", over, request.nbytes, algorithm=algorithm))
+        flat += request.weight * float(network.seconds(Collective.ALL_REDUCE, over, request.nbytes, algorithm=algorithm))
         best += request.weight * seconds
         programs.append(program)
     return Placed(matrix, flat, best, tuple(programs))

@@ -15,20 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cost.network import Algorithm, Network
-from ..cost.network import Collective as Kind
+from ..ir import Collective
 from .dsl import Instruction, Master, Reduction, ReductionError, Shape, groups
-from .states import Collective, Goal
+from .states import Goal, P2Collective
 from .synthesis import Order, synthesize
 
 Floats = NDArray[np.float64]
 Entries = tuple[tuple[int, ...], ...]
-KINDS: dict[Collective, Kind] = {
-    "AllReduce": "all_reduce",
-    "ReduceScatter": "reduce_scatter",
-    "AllGather": "all_gather",
-    "Reduce": "reduce",
-    "Broadcast": "broadcast",
-}
 
 
 def entries(network: Network, over: Sequence[int]) -> Entries:
@@ -51,7 +44,7 @@ def names_of(network: Network, levels: Entries) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=65536)
-def payloads(program: Reduction, shape: Shape, goal: Goal = "all_reduce") -> tuple[float, ...]:
+def payloads(program: Reduction, shape: Shape, goal: Goal = Collective.ALL_REDUCE) -> tuple[float, ...]:
     """The part of the data that each step moves per device: its operand, for an AllGather its result.
 
     >>> from .dsl import parse
@@ -61,14 +54,14 @@ def payloads(program: Reduction, shape: Shape, goal: Goal = "all_reduce") -> tup
     """
     # a device's part depends only on whether it is the first member of each level, so two devices a level stand for all
     twos = tuple(min(n, 2) for n in shape)
-    start = 1.0 / np.prod(shape) if goal == "all_gather" else 1.0
+    start = 1.0 / np.prod(shape) if goal == Collective.ALL_GATHER else 1.0
     held = [float(start)] * int(np.prod(twos))
     moved: list[float] = []
     for step in program.steps:
         among = groups(twos, step)
         low, high = step.span(len(shape))
         members = float(np.prod(shape[low:high]))
-        moved.append(max(held[g[0]] for g in among) * (members if step.collective == "AllGather" else 1.0))
+        moved.append(max(held[g[0]] for g in among) * (members if step.collective == Collective.ALL_GATHER else 1.0))
         for group in among:
             after = held_after(step.collective, [held[d] for d in group], members)
             for device, part in zip(group, after, strict=True):
@@ -76,18 +69,18 @@ def payloads(program: Reduction, shape: Shape, goal: Goal = "all_reduce") -> tup
     return tuple(moved)
 
 
-def held_after(collective: Collective, held: Sequence[float], members: float) -> list[float]:
+def held_after(collective: P2Collective, held: Sequence[float], members: float) -> list[float]:
     """The parts that a group's members hold after a collective; ``members`` is the group's true size."""
     match collective:
-        case "AllReduce":
+        case Collective.ALL_REDUCE:
             return list(held)
-        case "ReduceScatter":
+        case Collective.REDUCE_SCATTER:
             return [part / members for part in held]
-        case "AllGather":
+        case Collective.ALL_GATHER:
             return [part * members for part in held]
-        case "Reduce":
+        case Collective.REDUCE:
             return [held[0]] + [0.0] * (len(held) - 1)
-        case "Broadcast":
+        case Collective.BROADCAST:
             return [held[0]] * len(held)
 
 
@@ -96,7 +89,7 @@ def step_lines(network: Network, levels: Entries, step: Instruction, algorithm: 
     low, high = step.span(len(levels))
     over = tuple(i for entry in levels[low:high] for i in entry)
     below = tuple(i for entry in levels[high:] for i in entry) if isinstance(step.form, Master) else ()
-    return network.lines(KINDS[step.collective], over, first=below, algorithm=algorithm)
+    return network.lines(step.collective, over, first=below, algorithm=algorithm)
 
 
 def check_bytes(nbytes: float) -> None:
@@ -137,7 +130,7 @@ def table(
     *,
     algorithm: Algorithm = "auto",
     max_size: int = 5,
-    goal: Goal = "all_reduce",
+    goal: Goal = Collective.ALL_REDUCE,
     order: Order | None = None,
     levels: Entries | None = None,
 ) -> Table:
@@ -170,7 +163,7 @@ def program_seconds(
     nbytes: float,
     *,
     algorithm: Algorithm = "auto",
-    goal: Goal = "all_reduce",
+    goal: Goal = Collective.ALL_REDUCE,
 ) -> float:
     """The time of one program over these factors."""
     return float(table(network, over, [program], algorithm=algorithm, goal=goal).seconds(nbytes)[0])

@@ -21,7 +21,6 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,9 +32,9 @@ from shardplan.collectives.layouts import LayoutSpace
 from shardplan.collectives.moves import Name
 from shardplan.collectives.parts import in_runs, open_seams, runs, seams
 from shardplan.collectives.step import BUNDLED, LATENCY_SHARE, Step
-from shardplan.cost.network import Collective, Network
+from shardplan.cost.network import Network
 from shardplan.cost.wire import WireBytes
-from shardplan.ir import Factor, Layout
+from shardplan.ir import Collective, Factor, Layout
 from shardplan.mesh.factoring import joined
 
 PADDING = 8
@@ -175,24 +174,24 @@ class Resharder:
             self._legal[key] = result
         return result
 
-    def seconds(self, kind: str, over: tuple[int, ...], nbytes: float) -> float:
+    def seconds(self, kind: Collective, over: tuple[int, ...], nbytes: float) -> float:
         """One collective's time: the best of its algorithms and programs."""
-        return _SLICE_S if kind == "slice" else self._way(kind, over).best(nbytes)[0]
+        return _SLICE_S if kind == Collective.SLICE else self._way(kind, over).best(nbytes)[0]
 
-    def seconds_with(self, kind: str, over: tuple[int, ...], nbytes: float, program: str) -> float:
+    def seconds_with(self, kind: Collective, over: tuple[int, ...], nbytes: float, program: str) -> float:
         """One collective's time as this program (empty: the collective itself, by the best of its algorithms)."""
         way = self._way(kind, over)
         own = [n for n, text in enumerate(way.programs) if text == program]
         return float(np.min(way.lines[own, 0] + way.lines[own, 1] * nbytes))
 
-    def full_bytes(self, kind: str, over: tuple[int, ...]) -> float:
+    def full_bytes(self, kind: Collective, over: tuple[int, ...]) -> float:
         """The bytes at which a bundle has gained what it can; infinite where bytes take no time."""
         if (kind, over) not in self._full:
             slope = self.seconds(kind, over, _WIDE) / _WIDE
             self._full[kind, over] = self.seconds(kind, over, 0.0) / slope / LATENCY_SHARE if slope > 0 else math.inf
         return self._full[kind, over]
 
-    def bundled_s(self, kind: str, over: tuple[int, ...], nbytes: float, times: float) -> float:
+    def bundled_s(self, kind: Collective, over: tuple[int, ...], nbytes: float, times: float) -> float:
         """The seconds of one collective as its part of a bundle of ``times`` its bytes, or of as many as fill it.
 
         Infinite for one that travels alone.
@@ -202,20 +201,22 @@ class Resharder:
         whole = max(nbytes, min(nbytes * times, self.full_bytes(kind, over)))
         return self.seconds(kind, over, whole) * nbytes / whole
 
-    def program_for(self, kind: str, over: tuple[int, ...], nbytes: float) -> str:
+    def program_for(self, kind: Collective, over: tuple[int, ...], nbytes: float) -> str:
         """The program that is fastest for one collective of these bytes; empty for the collective itself."""
         return self._way(kind, over).best(nbytes)[1]
 
-    def _way(self, kind: str, over: tuple[int, ...]) -> Ways:
+    def _way(self, kind: Collective, over: tuple[int, ...]) -> Ways:
         key = (kind, over)
         if key not in self._ways and (apart := self._apart(kind, over)) != self._every:
             fewer, of = self._fewer(apart)
             run_of = {run[0]: g for g, run in enumerate(of)}
             self._ways[key] = fewer._way(kind, tuple(run_of[f] for f in over if f in run_of))
         if key not in self._ways:
-            rows = self.network.lines(cast(Collective, kind), over)
+            rows = self.network.lines(kind, over)
             steps, programs = [1] * len(rows), [""] * len(rows)
-            if kind in ("all_reduce", "all_gather", "reduce_scatter") and isinstance(self.network, Network):
+            if kind in (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER) and isinstance(
+                self.network, Network
+            ):
                 found = best_programs(self.network, over, kind)
                 rows = np.concatenate([rows, np.array([(p.latency_s, p.seconds_per_byte) for p in found])])
                 # one step more, so that an equal path of edges wins
@@ -270,10 +271,10 @@ class Resharder:
 
     # -- over fewer factors --------------------------------------------------------------------------------------------
 
-    def _apart(self, kind: str, over: Sequence[int]) -> int:
+    def _apart(self, kind: Collective, over: Sequence[int]) -> int:
         """The seams that a collective tells apart, as bits: between a factor of it and one outside, or where order matters."""
-        orders = (over[: len(over) // 2], over[len(over) // 2 :]) if kind == "permute" else (over,)
-        in_order = kind in ("permute", "shift")
+        orders = (over[: len(over) // 2], over[len(over) // 2 :]) if kind == Collective.PERMUTE else (over,)
+        in_order = kind in (Collective.PERMUTE, Collective.SHIFT)
         return sum(1 << k for k, i in enumerate(self._seams) if not all(_together(one, i, in_order=in_order) for one in orders))
 
     def _fewer(self, apart: int) -> tuple[Resharder, tuple[tuple[int, ...], ...]]:
@@ -408,7 +409,9 @@ class Resharder:
             self._edge_kinds[space.rank] = [
                 (edges.names[code // len(parts)], parts[code % len(parts)]) for code in known.tolist()
             ]
-            ways = [np.array([(_SLICE_S, 0.0)]) if name[0] == "slice" else self._way(*name).ranked for name in edges.names]
+            ways = [
+                np.array([(_SLICE_S, 0.0)]) if name[0] == Collective.SLICE else self._way(*name).ranked for name in edges.names
+            ]
             alternatives = np.arange(max(map(len, ways), default=1))
             latency_s, slope = np.zeros((2, len(alternatives), len(known)))
             for column, code in enumerate(known.tolist()):
@@ -439,7 +442,7 @@ class Resharder:
         for a, b in itertools.pairwise(path):
             (kind, over), fraction = space.edge(a, b)
             moved = fraction * nbytes
-            duration_s, program_text = (0.0, "") if kind == "slice" else self._way(kind, over).best(moved)
+            duration_s, program_text = (0.0, "") if kind == Collective.SLICE else self._way(kind, over).best(moved)
             steps.append(Step(kind, over, moved, self.layout(shape, a), self.layout(shape, b), duration_s, program_text))
         return tuple(steps)
 

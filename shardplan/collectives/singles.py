@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from shardplan.collectives.reshard import Resharder, split_dims
 from shardplan.collectives.step import block_parts
+from shardplan.ir import Collective
 
 Floats = NDArray[np.float64]
 
@@ -101,7 +102,10 @@ class SingleMoves:
                 moved * parts[:, 0],
                 moved * parts[:, 1],
                 moved,
-                *(np.array([n == kind for (n, _), _ in known], bool) for kind in ("all_gather", "reduce_scatter", "all_to_all")),
+                *(
+                    np.array([n == kind for (n, _), _ in known], bool)
+                    for kind in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL)
+                ),
             )
         return self._kinds[key]
 

@@ -6,9 +6,9 @@ integer of ``k * k`` bits, with row ``r`` at bits ``r * k`` and up, so that a co
 
 >>> space = Space(2)
 >>> context = space.initial()
->>> [space.show(s) for s in space.apply("AllReduce", context)]
+>>> [space.show(s) for s in space.apply(Collective.ALL_REDUCE, context)]
 ['11/11', '11/11']
->>> space.apply("AllReduce", (space.parse("10/00"), space.parse("00/01"))).reason
+>>> space.apply(Collective.ALL_REDUCE, (space.parse("10/00"), space.parse("00/01"))).reason
 'AllReduce: members 0 and 1 hold different chunks, {0} and {1}'
 """
 
@@ -18,11 +18,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, assert_never, get_args
 
-Collective = Literal["AllReduce", "ReduceScatter", "AllGather", "Reduce", "Broadcast"]
-COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
-_ADDING: tuple[Collective, ...] = ("AllReduce", "ReduceScatter", "Reduce")
+from ..ir import Collective
+
+P2Collective = Literal[
+    Collective.ALL_REDUCE, Collective.REDUCE_SCATTER, Collective.ALL_GATHER, Collective.REDUCE, Collective.BROADCAST
+]
+"""The collectives of the reduction language."""
+COLLECTIVES: tuple[P2Collective, ...] = get_args(P2Collective)
+_ADDING: tuple[P2Collective, ...] = (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER, Collective.REDUCE)
 """The collectives that add up the data of a group, whose members all hold the same chunks."""
-Goal = Literal["all_reduce", "reduce_scatter", "all_gather"]
+Goal = Literal[Collective.ALL_REDUCE, Collective.REDUCE_SCATTER, Collective.ALL_GATHER]
 State = int
 Context = tuple[State, ...]
 
@@ -34,7 +39,7 @@ class Clash:
     Searches create many of these and read few, so `reason` is composed only on request.
     """
 
-    collective: Collective
+    collective: P2Collective
     premise: Literal["chunks differ", "twice", "indivisible", "overlap", "numbers differ", "root ignorant", "nothing new"]
     members: tuple[int, ...]
     chunk: int | None = None
@@ -62,7 +67,7 @@ class Clash:
                 why = "nobody in the group learns anything"
             case _:
                 assert_never(self.premise)
-        return f"{self.collective}: {why}"
+        return f"{self.collective.p2}: {why}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +78,10 @@ class Space:
     _rows: tuple[State, ...] = field(init=False, repr=False, compare=False)
     _chunks: dict[State, int] = field(default_factory=dict[State, int], init=False, repr=False, compare=False)
     _masks: dict[int, int] = field(default_factory=dict[int, int], init=False, repr=False, compare=False)
-    _applied: dict[tuple[Collective, Context], Context | Clash] = field(
+    _applied: dict[tuple[P2Collective, Context], Context | Clash] = field(
         default_factory=lambda: dict[Any, Any](), init=False, repr=False, compare=False
     )
-    _outcomes: dict[Context, dict[Collective, Context]] = field(
+    _outcomes: dict[Context, dict[P2Collective, Context]] = field(
         default_factory=lambda: dict[Any, Any](), init=False, repr=False, compare=False
     )
 
@@ -96,15 +101,15 @@ class Space:
         """Every chunk with these contributors (a bitset of devices)."""
         return sum(contributors << (row * self.k) for row in range(self.k))
 
-    def initial(self, goal: Goal = "all_reduce", order: Sequence[int] | None = None) -> Context:
+    def initial(self, goal: Goal = Collective.ALL_REDUCE, order: Sequence[int] | None = None) -> Context:
         """The states at the start. For an all-gather, each device has one complete chunk: ``order[i]`` for device ``i``."""
-        if goal == "all_gather":
+        if goal == Collective.ALL_GATHER:
             return self._scattered(order)
         return tuple(self.own(device) for device in range(self.k))
 
-    def target(self, goal: Goal = "all_reduce", order: Sequence[int] | None = None) -> Context:
+    def target(self, goal: Goal = Collective.ALL_REDUCE, order: Sequence[int] | None = None) -> Context:
         """The states at the end. For a reduce-scatter, each device has one complete chunk: ``order[i]`` for device ``i``."""
-        if goal == "reduce_scatter":
+        if goal == Collective.REDUCE_SCATTER:
             return self._scattered(order)
         return (self.full,) * self.k
 
@@ -128,7 +133,7 @@ class Space:
             self._masks[chunks] = known
         return known
 
-    def apply(self, collective: Collective, states: Sequence[State]) -> Context | Clash:
+    def apply(self, collective: P2Collective, states: Sequence[State]) -> Context | Clash:
         """The states of a group's members after a collective among them, or the precondition of Figure 8 that fails."""
         key = collective, tuple(states)
         result = self._applied.get(key)
@@ -136,11 +141,11 @@ class Space:
             result = self._applied[key] = self._apply(collective, states)
         return result
 
-    def outcomes(self, states: Context) -> Mapping[Collective, Context]:
+    def outcomes(self, states: Context) -> Mapping[P2Collective, Context]:
         """`apply` of every collective whose precondition holds and which changes some state."""
         known = self._outcomes.get(states)
         if known is None:
-            result: dict[Collective, Context] = {}
+            result: dict[P2Collective, Context] = {}
             for collective in self._possible(states):
                 after = self._apply(collective, states)
                 if not isinstance(after, Clash) and after != states:
@@ -148,7 +153,7 @@ class Space:
             known = self._outcomes[states] = result  # assigned last, so that an interrupt leaves no partial entry
         return known
 
-    def _possible(self, states: Context) -> tuple[Collective, ...]:
+    def _possible(self, states: Context) -> tuple[P2Collective, ...]:
         """The collectives whose preconditions may hold; a few integer operations rule out most."""
         size = contributions = 0
         for state in states:
@@ -160,21 +165,21 @@ class Space:
                 return _ADDING
             counts = [chunks.bit_count() for chunks in held]
             if counts.count(counts[0]) == len(counts):
-                return ("AllGather",)
-        return ("Broadcast",) if contributions == states[0] else ()
+                return (Collective.ALL_GATHER,)
+        return (Collective.BROADCAST,) if contributions == states[0] else ()
 
-    def _apply(self, collective: Collective, states: Sequence[State]) -> Context | Clash:
+    def _apply(self, collective: P2Collective, states: Sequence[State]) -> Context | Clash:
         match collective:
-            case "AllReduce" | "ReduceScatter" | "Reduce":
+            case Collective.ALL_REDUCE | Collective.REDUCE_SCATTER | Collective.REDUCE:
                 return self._reduce(collective, states)
-            case "AllGather":
+            case Collective.ALL_GATHER:
                 return self._gather(states)
-            case "Broadcast":
+            case Collective.BROADCAST:
                 return self._broadcast(states)
             case _:
                 assert_never(collective)
 
-    def _reduce(self, collective: Collective, states: Sequence[State]) -> Context | Clash:
+    def _reduce(self, collective: P2Collective, states: Sequence[State]) -> Context | Clash:
         held, total = self.chunks(states[0]), 0
         for member, state in enumerate(states):
             if self.chunks(state) != held:
@@ -182,9 +187,9 @@ class Space:
             if state & total:
                 return self._twice(collective, states, member)
             total |= state
-        if collective == "AllReduce":
+        if collective == Collective.ALL_REDUCE:
             return (total,) * len(states)
-        if collective == "Reduce":
+        if collective == Collective.REDUCE:
             return (total,) + (0,) * (len(states) - 1)
         if held.bit_count() % len(states):
             return Clash(collective, "indivisible", tuple(range(len(states))), None, (held.bit_count(),))
@@ -196,9 +201,9 @@ class Space:
             held = self.chunks(state)
             if held & seen:
                 other = next(m for m in range(member) if self.chunks(states[m]) & held)
-                return Clash("AllGather", "overlap", (other, member), _first(held & self.chunks(states[other])))
+                return Clash(Collective.ALL_GATHER, "overlap", (other, member), _first(held & self.chunks(states[other])))
             if held.bit_count() != count:
-                return Clash("AllGather", "numbers differ", (0, member), None, (count, held.bit_count()))
+                return Clash(Collective.ALL_GATHER, "numbers differ", (0, member), None, (count, held.bit_count()))
             total, seen = total | state, seen | held
         return (total,) * len(states)
 
@@ -206,12 +211,12 @@ class Space:
         root = states[0]
         for member, state in enumerate(states):
             if state & ~root:
-                return Clash("Broadcast", "root ignorant", (0, member), _first(state & ~root) // self.k)
+                return Clash(Collective.BROADCAST, "root ignorant", (0, member), _first(state & ~root) // self.k)
         if all(state == root for state in states):
-            return Clash("Broadcast", "nothing new", tuple(range(len(states))))
+            return Clash(Collective.BROADCAST, "nothing new", tuple(range(len(states))))
         return (root,) * len(states)
 
-    def _twice(self, collective: Collective, states: Sequence[State], member: int) -> Clash:
+    def _twice(self, collective: P2Collective, states: Sequence[State], member: int) -> Clash:
         other = next(m for m in range(member) if states[m] & states[member])
         chunk, device = divmod(_first(states[other] & states[member]), self.k)
         return Clash(collective, "twice", (other, member), chunk, (device,))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardplan.ir import Layout
+from shardplan.ir import Collective, Layout
 
 LATENCY_SHARE = 0.1
 """A bundle of collectives is full when its latency is no more than this share of its time."""
 
-BUNDLED = ("all_gather", "all_reduce", "reduce_scatter")
+BUNDLED = (Collective.ALL_GATHER, Collective.ALL_REDUCE, Collective.REDUCE_SCATTER)
 """The collectives that may travel together, as one flat buffer."""
 
 
@@ -17,14 +17,14 @@ BUNDLED = ("all_gather", "all_reduce", "reduce_scatter")
 class Step:
     """One collective of a resharding program; ``nbytes`` are counted as in `Network.lines`, 0 for a slice.
 
-    ``over`` are its factors; those of a permute stand twice, in their order before and after (`Network.lines`), and a "shift" is
+    ``over`` are its factors; those of a permute stand twice, in their order before and after (`Network.lines`), and a shift is
     a halo's.
 
     ``program`` is the text of the reduction program that performs the collective, over the cluster's level names; empty where
     the collective itself runs.
     """
 
-    kind: str
+    kind: Collective
     over: tuple[int, ...]
     nbytes: float
     before: Layout
@@ -37,12 +37,7 @@ class Step:
         """The factors that it runs over, each once."""
         return tuple(sorted(set(self.over)))
 
-    @property
-    def name(self) -> str:
-        """HLO's name of the collective."""
-        return "collective-permute" if self.kind in ("permute", "shift") else self.kind.replace("_", "-")
 
-
-def block_parts(kind: str, members: int) -> tuple[float, float]:
+def block_parts(kind: Collective, members: int) -> tuple[float, float]:
     """A device's blocks before and after a collective, as parts of the bytes that it is priced by (`Step.nbytes`)."""
-    return (1 / members if kind == "all_gather" else 1.0), (1 / members if kind == "reduce_scatter" else 1.0)
+    return (1 / members if kind == Collective.ALL_GATHER else 1.0), (1 / members if kind == Collective.REDUCE_SCATTER else 1.0)

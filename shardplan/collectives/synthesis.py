@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from operator import itemgetter
 
+from ..ir import Collective
 from .dsl import Instruction, Master, Reduction, Shape, groups, instructions
-from .states import Collective, Context, Goal, Space, State
+from .states import Context, Goal, P2Collective, Space, State
 
 Order = tuple[int, ...]
 Groups = tuple[tuple[int, ...], ...]
@@ -25,7 +26,9 @@ _Moves = Sequence[tuple[_Pattern, tuple[Instruction, ...]]]
 """Patterns with the instructions that run over them."""
 
 
-def synthesize(depth: int, max_size: int = 5, goal: Goal = "all_reduce", order: Order | None = None) -> tuple[Reduction, ...]:
+def synthesize(
+    depth: int, max_size: int = 5, goal: Goal = Collective.ALL_REDUCE, order: Order | None = None
+) -> tuple[Reduction, ...]:
     """Every program of at most ``max_size`` steps for ``depth`` levels, shortest first, for levels of any sizes.
 
     ``order`` lists the levels, major first, that number the chunks at the scattered end of a reduce-scatter or all-gather goal:
@@ -33,7 +36,7 @@ def synthesize(depth: int, max_size: int = 5, goal: Goal = "all_reduce", order: 
 
     >>> [p.short for p in synthesize(1)]
     ['AllReduce', 'ReduceScatter-AllGather', 'Reduce-Broadcast']
-    >>> len(synthesize(2)), [p.short for p in synthesize(2, goal="reduce_scatter", order=(1, 0))][0]
+    >>> len(synthesize(2)), [p.short for p in synthesize(2, goal=Collective.REDUCE_SCATTER, order=(1, 0))][0]
     (93, 'ReduceScatter-ReduceScatter')
     """
     return _synthesize((2,) * depth, max_size, goal, order)
@@ -88,7 +91,7 @@ class _Ends:
 class Walks:
     """The graph of contexts of a shape, built as it is walked. Walks that meet in a context share it."""
 
-    def __init__(self, shape: Shape, goal: Goal = "all_reduce", order: Order | None = None) -> None:
+    def __init__(self, shape: Shape, goal: Goal = Collective.ALL_REDUCE, order: Order | None = None) -> None:
         self.shape = shape
         self.space = Space(math.prod(shape))
         chunks = chunk_order(shape, order)
@@ -103,8 +106,11 @@ class Walks:
         self._next: dict[Context, tuple[tuple[Instruction, Context], ...]] = {}
         self._walks: dict[tuple[Context, int], tuple[tuple[Instruction, ...], ...]] = {}
         # no program ends with a Reduce, which leaves members empty; a scatter ends only programs with a scattered goal
-        last = {"all_reduce": ("AllReduce", "AllGather", "Broadcast"), "all_gather": ("AllGather", "Broadcast")}
-        ending = last.get(goal, ("ReduceScatter", "AllReduce", "AllGather", "Broadcast"))
+        last = {
+            Collective.ALL_REDUCE: (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.BROADCAST),
+            Collective.ALL_GATHER: (Collective.ALL_GATHER, Collective.BROADCAST),
+        }
+        ending = last.get(goal, (Collective.REDUCE_SCATTER, Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.BROADCAST))
         steps = ((among, tuple(s for s in steps if s.collective in ending)) for among, steps in self._moves)
         self._last = [(among, steps, _Ends(self.end, tuple(group for group, _ in among))) for among, steps in steps]
 
@@ -134,7 +140,7 @@ class Walks:
         def allowed(steps: tuple[Instruction, ...], stride: int) -> tuple[Instruction, ...]:
             if stride == 1 or _union(context[::stride]) == everything:
                 return steps
-            return tuple([step for step in steps if step.collective == "Broadcast"])
+            return tuple([step for step in steps if step.collective == Collective.BROADCAST])
 
         moves = [(among, allowed(steps, stride)) for (among, steps), stride in zip(self._moves, self._stride, strict=True)]
         return self._expand(context, moves)
@@ -146,17 +152,17 @@ class Walks:
                 if step.collective in found:
                     yield step, found[step.collective]
 
-    def _outcomes(self, context: Context, among: _Pattern) -> Mapping[Collective, Context]:
+    def _outcomes(self, context: Context, among: _Pattern) -> Mapping[P2Collective, Context]:
         """The context after each collective that all these groups allow: `advance` for all collectives at once."""
-        per_group: list[Mapping[Collective, Context]] = []
-        valid: list[Collective] = []
+        per_group: list[Mapping[P2Collective, Context]] = []
+        valid: list[P2Collective] = []
         for _, members in among:
             outcomes = self.space.outcomes(members(context))
             valid = [c for c in valid if c in outcomes] if per_group else list(outcomes)
             if not valid:
                 return {}
             per_group.append(outcomes)
-        found: dict[Collective, Context] = {}
+        found: dict[P2Collective, Context] = {}
         for collective in valid:
             states = list(context)
             for (group, _), outcomes in zip(among, per_group, strict=True):
@@ -188,7 +194,7 @@ class Walks:
 
 
 @lru_cache(maxsize=16)
-def shared_walks(shape: Shape, goal: Goal = "all_reduce", order: Order | None = None) -> Walks:
+def shared_walks(shape: Shape, goal: Goal = Collective.ALL_REDUCE, order: Order | None = None) -> Walks:
     """One graph of contexts for all searches of a shape, so that each context is expanded once."""
     return Walks(shape, goal, order)
 

@@ -5,8 +5,8 @@ roofline).
 `objective` says which of the two a search minimizes, `overlap` how compute and communication add up to a step.
 """
 
-from .network import Network, wire_bytes
+from .network import Network
 from .objective import BYTES, OVERLAP, TIME, Objective, objective_of
-from .wire import WireBytes
+from .wire import WireBytes, priced_bytes, wire_bytes
 
-__all__ = ["BYTES", "OVERLAP", "TIME", "Network", "Objective", "WireBytes", "objective_of", "wire_bytes"]
+__all__ = ["BYTES", "OVERLAP", "TIME", "Network", "Objective", "WireBytes", "objective_of", "priced_bytes", "wire_bytes"]

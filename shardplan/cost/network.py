@@ -19,12 +19,11 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..ir import Factor
+from ..ir import Collective, Factor
 from ..mesh.cluster import Cluster
 from ..mesh.factoring import check_cover, coordinates
 from ..mesh.topology import Topology
 
-Collective = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "permute", "shift", "reduce", "broadcast"]
 Algorithm = Literal["auto", "ring", "tree", "emitted"]
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -82,7 +81,7 @@ class Network:
         force NCCL's choice; "auto" offers both; "emitted" prices what `shardplan.collectives.lower` emits: binomial trees of
         permutes for Reduce and Broadcast, a ring of permutes among masters. Each permute of those is an instruction.
 
-        A "permute" names its factors twice: in the order by which a block's place is read before, then after. A "shift" sends
+        A permute names its factors twice: in the order by which a block's place is read before, then after. A shift sends
         to the next place in the order of ``over``; the last place sends nothing.
         """
         key = (kind, _named(kind, over), frozenset(first), algorithm)
@@ -113,13 +112,13 @@ class Network:
 
     def _among(self, kind: Collective, members: Ints) -> tuple[Floats, frozenset[int]]:
         at = self._coordinates
-        if kind in ("permute", "shift"):
+        if kind in (Collective.PERMUTE, Collective.SHIFT):
             members = members[members[:, 0] != members[:, 1]]
         over = [i for i in range(len(self.factors)) if np.any(at[members, i] != at[members[:, :1], i])]
         levels = frozenset(self.factors[i].level for i in over)
         if not over:
             return np.zeros((1, 2)), levels
-        if kind in ("permute", "shift"):
+        if kind in (Collective.PERMUTE, Collective.SHIFT):
             outside = [i for i in range(len(self.factors)) if i not in over]
             group = np.unique(at[members[:, 0]][:, outside], axis=0, return_inverse=True)[1].ravel()
             latency_s = float(_hops(self, members[:, :1], members[:, 1:]).max())
@@ -128,7 +127,7 @@ class Network:
             return np.array([(latency_s + self.cluster.device.instruction_s, slope)]), levels
         members = np.sort(members, axis=1)
         whole = members.shape[1] == math.prod(self.factors[i].size for i in over)
-        shapes = _shapes(kind, False, "auto" if whole or kind != "all_reduce" else "ring")
+        shapes = _shapes(kind, False, "auto" if whole or kind != Collective.ALL_REDUCE else "ring")
         return np.array([self._line(kind, members, over, shape) for shape in shapes]), levels
 
     def busy(self, kind: Collective, over: Sequence[int], *, first: Sequence[int] = (), algorithm: Algorithm = "auto") -> Floats:
@@ -168,7 +167,7 @@ class Network:
     def _line(self, kind: Collective, members: Ints, over: Sequence[int], shape: str) -> tuple[float, float]:
         """The line of a message pattern: that of its messages, and the launches of its instructions."""
         instructions = 1
-        if shape == "all_to_all" and all(level.kind != "ring" for level in self.cluster.levels):
+        if shape == Collective.ALL_TO_ALL and all(level.kind != "ring" for level in self.cluster.levels):
             latency_s, slope = self._even_all_to_all(members, over)
         elif shape == "ring":
             latency_s, slope = self._ring_line(kind, members, over)
@@ -182,9 +181,9 @@ class Network:
         """The line of a collective's messages on a ring; an all-reduce goes around twice, all others once."""
         key = ("ring", members.tobytes(), frozenset(over))
         if key not in self.memo:
-            self.memo[key] = self._sum(_ring(self, "all_gather", members, over), over, tree=False)
+            self.memo[key] = self._sum(_ring(self, Collective.ALL_GATHER, members, over), over, tree=False)
         latency_s, slope = self.memo[key]
-        return (2 * latency_s, 2 * slope) if kind == "all_reduce" else (latency_s, slope)
+        return (2 * latency_s, 2 * slope) if kind == Collective.ALL_REDUCE else (latency_s, slope)
 
     def _sum(self, rounds: Sequence[_Round], over: Sequence[int], *, tree: bool) -> tuple[float, float]:
         """The line of the messages of rounds that run one after another."""
@@ -267,23 +266,6 @@ class Network:
         return far + (n - 2) * self.cluster.levels[-1].latency_s, worst
 
 
-def wire_bytes(kind: Collective, n: int, nbytes: float) -> float:
-    """Bytes that one device sends, by the ring convention; ``nbytes`` are the operand's, for an all-gather the result's.
-
-    >>> wire_bytes("all_reduce", 4, 100.0), wire_bytes("all_gather", 4, 100.0), wire_bytes("permute", 4, 100.0)
-    (150.0, 75.0, 100.0)
-    """
-    if n <= 1:
-        return 0.0
-    match kind:
-        case "all_reduce":
-            return 2 * (n - 1) / n * nbytes
-        case "all_gather" | "reduce_scatter" | "all_to_all" | "reduce" | "broadcast":
-            return (n - 1) / n * nbytes  # reduce and broadcast: n - 1 messages shared by n devices
-        case "permute" | "shift":
-            return nbytes
-
-
 def binary_tree(n: int) -> list[int]:
     """The parent of each rank in NCCL's binary tree (the odd ranks are leaves; the root, 0, has -1).
 
@@ -301,21 +283,25 @@ def binary_tree(n: int) -> list[int]:
 def _shapes(kind: Collective, masters: bool, algorithm: Algorithm) -> tuple[str, ...]:
     """The message patterns available for a collective."""
     match kind:
-        case "all_reduce":
+        case Collective.ALL_REDUCE:
             if algorithm in ("ring", "tree"):
                 return (algorithm,)
             return ("relay",) if algorithm == "emitted" and masters else ("ring", "tree")
-        case "reduce" | "broadcast":
+        case Collective.REDUCE | Collective.BROADCAST:
             return ("binomial",) if algorithm == "emitted" else ("chain",)
-        case "reduce_scatter" | "all_gather":
+        case Collective.REDUCE_SCATTER | Collective.ALL_GATHER:
             return ("relay",) if algorithm == "emitted" and masters else ("ring",)
-        case "all_to_all" | "permute" | "shift":
+        case Collective.ALL_TO_ALL | Collective.RAGGED_ALL_TO_ALL:
+            return (Collective.ALL_TO_ALL,)
+        case Collective.PERMUTE | Collective.SHIFT:
             return (kind,)
+        case Collective.SLICE:
+            return ()
 
 
 def _named(kind: Collective, over: Sequence[int]) -> tuple[int, ...]:
     """What tells collectives of one kind apart: their factors, and their order where it matters."""
-    return tuple(over) if kind in ("permute", "shift") else tuple(sorted(set(over)))
+    return tuple(over) if kind in (Collective.PERMUTE, Collective.SHIFT) else tuple(sorted(set(over)))
 
 
 def _round(net: Network, source: Ints, target: Ints, weight: float, latency_s: float) -> _Round:
@@ -331,7 +317,7 @@ def _hops(net: Network, source: Ints, target: Ints) -> Floats:
 def _ring(net: Network, kind: Collective, members: Ints, over: Sequence[int]) -> list[_Round]:
     """Each device passes (n-1)/n of the bytes to the next, twice for an all-reduce; the latency is a chunk's way around."""
     n = members.shape[1]
-    share = (2 if kind == "all_reduce" else 1) * (n - 1) / n
+    share = (2 if kind == Collective.ALL_REDUCE else 1) * (n - 1) / n
     following = np.roll(members, -1, axis=1)
     around = float(_hops(net, members, following).sum(axis=1).max())
     return [_round(net, members, following, share, share * around)]
@@ -342,7 +328,7 @@ def _relay(net: Network, kind: Collective, members: Ints, over: Sequence[int]) -
     n = members.shape[1]
     following = np.roll(members, -1, axis=1)
     step = _round(net, members, following, 1 / n, float(_hops(net, members, following).max()))
-    return [replace(step, times=(2 if kind == "all_reduce" else 1) * (n - 1))]
+    return [replace(step, times=(2 if kind == Collective.ALL_REDUCE else 1) * (n - 1))]
 
 
 def _tree(net: Network, kind: Collective, members: Ints, over: Sequence[int]) -> list[_Round]:
@@ -372,7 +358,7 @@ def _tree(net: Network, kind: Collective, members: Ints, over: Sequence[int]) ->
 def _chain(net: Network, kind: Collective, members: Ints, over: Sequence[int]) -> list[_Round]:
     """A pipelined chain between the last device and the root, which is the first."""
     high, low = members[:, :-1], members[:, 1:]
-    source, target = (low, high) if kind == "reduce" else (high, low)
+    source, target = (low, high) if kind == Collective.REDUCE else (high, low)
     return [_round(net, source, target, 1.0, float(_hops(net, source, target).sum(axis=1).max()))]
 
 
@@ -381,7 +367,7 @@ def _binomial(net: Network, kind: Collective, members: Ints, over: Sequence[int]
     rounds: list[_Round] = []
     for parents, children in binomial_rounds(members.shape[1]):
         high, low = members[:, parents], members[:, children]
-        source, target = (low, high) if kind == "reduce" else (high, low)
+        source, target = (low, high) if kind == Collective.REDUCE else (high, low)
         rounds.append(_round(net, source, target, 1.0, float(_hops(net, source, target).max())))
     return rounds
 
@@ -437,7 +423,7 @@ _ROUNDS: dict[str, Callable[[Network, Collective, Ints, Sequence[int]], list[_Ro
     "tree": _tree,
     "chain": _chain,
     "binomial": _binomial,
-    "all_to_all": _all_to_all,
-    "permute": _permute,
-    "shift": _shift,
+    Collective.ALL_TO_ALL: _all_to_all,
+    Collective.PERMUTE: _permute,
+    Collective.SHIFT: _shift,
 }

@@ -9,7 +9,7 @@ from shardplan.collectives.step import Step
 from shardplan.emit.calls import Share, Sum, divides
 from shardplan.emit.stacked import term_factors
 from shardplan.graph import Node
-from shardplan.ir import Layout, Use
+from shardplan.ir import Collective, Layout, Use
 from shardplan.schedule.planned import PlannedProgram
 
 
@@ -47,7 +47,9 @@ def _sums(node: Node, use: Use, r: int, planned: PlannedProgram) -> tuple[Step, 
     tensor = planned.graph.tensors[node.outputs[r]]
     leading: list[Step] = []
     for step in planned.programs.between(tensor.shape, tensor.nbytes, give, stored):
-        if step.kind not in ("all_reduce", "reduce_scatter") or not _even(tensor.shape, step.after, planned.sizes):
+        if step.kind not in (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER) or not _even(
+            tensor.shape, step.after, planned.sizes
+        ):
             break
         leading.append(step)
     return tuple(leading) if leading and not leading[-1].after.partial else ()

@@ -27,7 +27,7 @@ from shardplan.collectives.ranking import entries
 from shardplan.collectives.step import Step
 from shardplan.cost import Network
 from shardplan.emit.reductions import all_reduced, combined
-from shardplan.ir import PAIRS, Reducer
+from shardplan.ir import PAIRS, Collective, Reducer
 from shardplan.schedule import Bundle, Change, Hop, Move, Reblock, later_splits, splits_buffer
 
 
@@ -77,13 +77,13 @@ class Transfers:
         gets.
         """
         ways, step = self.ways(hop.over), replace(steps[0], program=hop.program)
-        dims = [c.longer if hop.kind == "reduce_scatter" else c.shorter for c in map(Change.of, steps)]
+        dims = [c.longer if hop.kind == Collective.REDUCE_SCATTER else c.shorter for c in map(Change.of, steps)]
         match hop.kind:
-            case "all_reduce":
+            case Collective.ALL_REDUCE:
                 sent = jnp.concatenate([x.ravel() for x in blocks])
                 parts = _columns(self.all_reduce(sent, step, "sum", None)[None], [x.size for x in blocks])
                 return [p.reshape(x.shape) for p, x in zip(parts, blocks, strict=True)]
-            case "reduce_scatter":
+            case Collective.REDUCE_SCATTER:
                 split = [
                     x.reshape(*x.shape[:d], ways, x.shape[d] // ways, *x.shape[d + 1 :])
                     for x, d in zip(blocks, dims, strict=True)
@@ -140,17 +140,17 @@ class Transfers:
         """A block after one step."""
         change = Change.of(step)
         match step.kind:
-            case "slice":
+            case Collective.SLICE:
                 return self.sliced(x, change.longer, change.gained)
-            case "all_gather":
+            case Collective.ALL_GATHER:
                 return self.gather(x, step, change.lost, change.shorter)
-            case "all_to_all":
+            case Collective.ALL_TO_ALL:
                 return self.all_to_all(x, change.lost, change.longer, change.shorter)
-            case "permute":
+            case Collective.PERMUTE:
                 return self.permute(x, self.names, self.pairs(step.before.dims, step.after.dims))
-            case "all_reduce":
+            case Collective.ALL_REDUCE:
                 return self.all_reduce(x, step, move.reducer, extreme)
-            case "reduce_scatter":
+            case Collective.REDUCE_SCATTER:
                 return self.reduce_scatter(x, step, change.gained, move.reducer, change.longer)
             case _:
                 raise AssertionError(step.kind)
@@ -300,21 +300,21 @@ class _Buffered:
         row = self.x.ndim - 1
         buffer = len(self.shape)
         match step.kind:
-            case "reduce_scatter" if change.longer == buffer:
+            case Collective.REDUCE_SCATTER if change.longer == buffer:
                 short = -self.x.shape[row] % own.ways(change.gained)
                 x = jnp.pad(self.x, [(0, 0)] * row + [(0, short)])
                 self.x = own.reduce_scatter(x, step, change.gained, self.reducer, row)
-            case "all_gather":
+            case Collective.ALL_GATHER:
                 self.x = own.gather(self.x, step, change.lost, row)
                 if len(step.after.dims) == buffer:
                     return self.x[: math.prod(self.shape)].reshape(self.shape)
-            case "reduce_scatter":
+            case Collective.REDUCE_SCATTER:
                 self.x = lax.squeeze(own.reduce_scatter(self.x, step, change.gained, self.reducer, 0), (0,))
-            case "slice":
+            case Collective.SLICE:
                 self.x = lax.squeeze(own.sliced(self.x, 0, change.gained), (0,))
-            case "all_reduce":
+            case Collective.ALL_REDUCE:
                 self.x = own.all_reduce(self.x, step, self.reducer, None)
-            case "permute":
+            case Collective.PERMUTE:
                 self.x = own.permute(self.x, own.names, own.pairs(step.before.dims, step.after.dims))
             case _:
                 raise AssertionError(step.kind)
@@ -326,19 +326,19 @@ def _places(laying: Laying) -> list[list[int]]:
     return [[d] for d in range(math.prod(laying.shape))]
 
 
-def _gathered(held: list[list[int]], kind: str, among: Sequence[Sequence[int]]) -> list[list[int]]:
+def _gathered(held: list[list[int]], kind: Collective, among: Sequence[Sequence[int]]) -> list[list[int]]:
     """The parts that each device holds after a step. Devices that take no part hold fewer: -1 fills them up to the same size."""
     after = [list(h) for h in held]
     for group in among:
-        if kind == "AllGather":
+        if kind == Collective.ALL_GATHER:
             parts = [p for d in group for p in held[d]]
             for d in group:
                 after[d] = parts
         else:
-            assert kind == "Broadcast", "a gather's program gathers and broadcasts"
+            assert kind == Collective.BROADCAST, "a gather's program gathers and broadcasts"
             for d in group:
                 after[d] = list(held[group[0]])
-    if kind == "AllGather":
+    if kind == Collective.ALL_GATHER:
         longest = max(map(len, after))
         after = [h if len(h) == longest else [*h, *([-1] * (longest - len(h)))] for h in after]
     return after

@@ -4,6 +4,6 @@
 changed, and `meter` counts.
 """
 
-from shardplan.hlo.meter import HloCollective, Kind, KindTotal, Measured, measure, operands, parse, wire_bytes
+from shardplan.hlo.meter import HloCollective, KindTotal, Measured, measure, operands, parse
 
-__all__ = ["HloCollective", "Kind", "KindTotal", "Measured", "measure", "operands", "parse", "wire_bytes"]
+__all__ = ["HloCollective", "KindTotal", "Measured", "measure", "operands", "parse"]

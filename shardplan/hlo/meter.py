@@ -1,52 +1,66 @@
 """The meter: collectives in compiled HLO text, and the bytes that they put on the wire.
 
-Wire bytes are per device and follow the ring convention. In a group of n devices an all-reduce sends 2(n-1)/n of its operand,
-an all-gather (n-1)/n of its result, a reduce-scatter or all-to-all (n-1)/n of its operand, a collective-permute its operand.
+Wire bytes are per device and follow the ring convention (`shardplan.cost.wire_bytes`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
 
+from shardplan.cost import priced_bytes, wire_bytes
 from shardplan.hlo.groups import Groups, id_lists, replica_groups
 from shardplan.hlo.text import Computation, Instruction, Module, Shape, parse_module
 from shardplan.hlo.undo import Undo
+from shardplan.ir import Collective
 
-Kind = Literal[
-    "all-reduce",
-    "all-gather",
-    "reduce-scatter",
-    "all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-    "ragged-all-to-all",
-]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+KINDS = (
+    Collective.ALL_REDUCE,
+    Collective.ALL_GATHER,
+    Collective.REDUCE_SCATTER,
+    Collective.ALL_TO_ALL,
+    Collective.PERMUTE,
+    Collective.BROADCAST,
+    Collective.RAGGED_ALL_TO_ALL,
+)
+"""The collectives that compiled programs have."""
 
 
 @dataclass(frozen=True, slots=True)
 class HloCollective:
     """One collective instruction, or one part of it after `measure` has undone what the CPU compiler did.
 
-    ``operand_bytes`` and ``result_bytes`` are per device; ``groups`` lists the devices of each group, for a permute the (source,
-    target) pairs. ``trips`` is how often it runs in a step; ``trips_known`` is false where an unknown trip count of a loop
-    was taken as one. ``wire_bytes`` is per device and execution. ``dtype`` is that of the first operand.
+    ``operand_bytes`` are per device; ``groups`` lists the devices of each group, for a permute the (source, target) pairs.
+    ``trips`` is how often it runs in a step; ``trips_known`` is false where an unknown trip count of a loop was taken as one.
+    ``dtype`` is that of the first operand.
     """
 
-    kind: Kind
+    kind: Collective
     operand_bytes: int
-    result_bytes: int
     group_size: int
     groups: Groups
     trips: int
-    wire_bytes: float
     name: str
     op_name: str
     dtype: str
     line: int
     trips_known: bool = True
+
+    @property
+    def result_bytes(self) -> int:
+        """Bytes of the result of one device."""
+        match self.kind:
+            case Collective.ALL_GATHER:
+                return self.operand_bytes * self.group_size
+            case Collective.REDUCE_SCATTER:
+                return self.operand_bytes // self.group_size
+            case _:
+                return self.operand_bytes
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that one device sends in one execution."""
+        return wire_bytes(self.kind, self.group_size, priced_bytes(self.kind, self.group_size, self.operand_bytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +75,7 @@ class KindTotal:
 class Measured:
     """The collectives of a compiled step. ``wire_bytes`` sums ``kinds``; ``raw_wire_bytes`` is the text's sum, nothing undone."""
 
-    kinds: Mapping[str, KindTotal]
+    kinds: Mapping[Collective, KindTotal]
     wire_bytes: float
     raw_wire_bytes: float
     collectives: tuple[HloCollective, ...]
@@ -90,7 +104,7 @@ def operands(hlo_text: str) -> tuple[tuple[HloCollective, int], ...]:
         shapes = operand_shapes(computation, instruction, collective.kind)
         each = [(s.size * undo.bits(computation, instruction, n, s) + 7) // 8 for n, s in enumerate(shapes)]
         parts = list(zip(each, (shape.nbytes for shape in shapes), strict=True))
-        if collective.kind == "all-to-all":  # the CPU's has an operand for each member of its group
+        if collective.kind == Collective.ALL_TO_ALL:  # the CPU's has an operand for each member of its group
             parts = [(sum(each), sum(shape.nbytes for shape in shapes))]
         rows += [(_resized(collective, collective.kind, narrow, collective.group_size), text) for narrow, text in parts]
     return tuple(rows)
@@ -113,24 +127,6 @@ def measure(hlo_text: str, *, undo_cpu: bool = True) -> Measured:
     return Measured(kinds, sum(t.wire_bytes for t in kinds.values()), _total(raw).wire_bytes, tuple(pieces))
 
 
-def wire_bytes(kind: Kind, operand_bytes: float, result_bytes: float, group_size: int) -> float:
-    """Bytes on the wire per device, ring convention.
-
-    >>> wire_bytes("all-reduce", 800, 800, 4)
-    1200.0
-    """
-    share = (group_size - 1) / group_size
-    match kind:
-        case "all-reduce":
-            return 2 * share * operand_bytes
-        case "all-gather":
-            return share * result_bytes
-        case "reduce-scatter" | "all-to-all" | "ragged-all-to-all":
-            return share * operand_bytes
-        case "collective-permute" | "collective-broadcast":
-            return float(operand_bytes) if group_size > 1 else 0.0
-
-
 def _total(collectives: Sequence[HloCollective]) -> KindTotal:
     return KindTotal(sum(c.trips for c in collectives), float(sum(c.wire_bytes * c.trips for c in collectives)))
 
@@ -146,7 +142,7 @@ def collectives_of(module: Module) -> list[tuple[Computation, Instruction, HloCo
     return rows
 
 
-def _kind(instruction: Instruction) -> Kind | None:
+def _kind(instruction: Instruction) -> Collective | None:
     """The kind of a collective or of its ``-start`` half; None for all else. Raises `HloError` on an unknown collective."""
     base = instruction.opcode.removesuffix("-start")
     for kind in KINDS:
@@ -155,28 +151,23 @@ def _kind(instruction: Instruction) -> Kind | None:
     if instruction.opcode in ("send", "recv"):
         if "is_host_transfer=true" in instruction.attributes:
             return None
-        return "collective-permute" if instruction.opcode == "send" else None
+        return Collective.PERMUTE if instruction.opcode == "send" else None
     later = instruction.opcode.endswith(("-done", "-update"))
     if not later and base.startswith(("all-", "collective-", "reduce-scatter", "ragged-all")):
         raise instruction.error(f"unknown collective {instruction.opcode!r}")
     return None
 
 
-def _collective(module: Module, computation: Computation, instruction: Instruction, kind: Kind) -> HloCollective:
+def _collective(module: Module, computation: Computation, instruction: Instruction, kind: Collective) -> HloCollective:
     shapes = operand_shapes(computation, instruction, kind)
     groups = _groups(module, instruction, kind)
-    size = max((len(group) for group in groups), default=1)
-    operand_bytes = sum(shape.nbytes for shape in shapes)
-    result_bytes = _result_bytes(kind, operand_bytes, size)
     runs = module.runs[computation.name]
     return HloCollective(
         kind=kind,
-        operand_bytes=operand_bytes,
-        result_bytes=result_bytes,
-        group_size=size,
+        operand_bytes=sum(shape.nbytes for shape in shapes),
+        group_size=max((len(group) for group in groups), default=1),
         groups=groups,
         trips=runs.times,
-        wire_bytes=wire_bytes(kind, operand_bytes, result_bytes, size),
         name=instruction.name,
         op_name=instruction.op_name,
         dtype=shapes[0].dtype,
@@ -185,26 +176,18 @@ def _collective(module: Module, computation: Computation, instruction: Instructi
     )
 
 
-def operand_shapes(computation: Computation, instruction: Instruction, kind: Kind) -> tuple[Shape, ...]:
+def operand_shapes(computation: Computation, instruction: Instruction, kind: Collective) -> tuple[Shape, ...]:
     """The shapes of the data that a collective sends: for a ragged one or a send only the first operand, else all of them."""
-    names = instruction.operands[:1] if kind == "ragged-all-to-all" or instruction.opcode == "send" else instruction.operands
+    names = (
+        instruction.operands[:1] if kind == Collective.RAGGED_ALL_TO_ALL or instruction.opcode == "send" else instruction.operands
+    )
     if not names or any(name not in computation.instructions for name in names):
         raise instruction.error("a collective with operands that are not in its computation")
     return tuple(shape for name in names for shape in computation.instructions[name].leaves)
 
 
-def _result_bytes(kind: Kind, operand_bytes: int, group_size: int) -> int:
-    match kind:
-        case "all-gather":
-            return operand_bytes * group_size
-        case "reduce-scatter":
-            return operand_bytes // group_size
-        case _:
-            return operand_bytes
-
-
-def _groups(module: Module, instruction: Instruction, kind: Kind) -> Groups:
-    if kind != "collective-permute":
+def _groups(module: Module, instruction: Instruction, kind: Collective) -> Groups:
+    if kind != Collective.PERMUTE:
         if module.replica_count > 1 < module.num_partitions and "use_global_device_ids=true" not in instruction.attributes:
             raise instruction.error("replica_groups without use_global_device_ids=true in a module of replicas and partitions")
         return replica_groups(instruction, module)
@@ -221,7 +204,9 @@ def _undone(undo: Undo, computation: Computation, instruction: Instruction, coll
     for number, shape in enumerate(shapes):
         bits = undo.bits(computation, instruction, number, shape)
         nbytes = (shape.size * bits + 7) // 8
-        ways = undo.scattered(computation, instruction, number, collective.groups) if collective.kind == "all-reduce" else 1
+        ways = (
+            undo.scattered(computation, instruction, number, collective.groups) if collective.kind == Collective.ALL_REDUCE else 1
+        )
         pieces += _parts(collective, nbytes, ways)
     return [
         _merged([p for p in pieces if (p.kind, p.group_size) == key]) for key in sorted({(p.kind, p.group_size) for p in pieces})
@@ -232,24 +217,15 @@ def _parts(collective: HloCollective, nbytes: int, ways: int) -> list[HloCollect
     """One operand's parts; an all-reduce that leaves each device 1/ways is a reduce-scatter and an all-reduce of the slice."""
     if ways == 1:
         return [_resized(collective, collective.kind, nbytes, collective.group_size)]
-    parts = [_resized(collective, "reduce-scatter", nbytes, ways)]
+    parts = [_resized(collective, Collective.REDUCE_SCATTER, nbytes, ways)]
     if collective.group_size > ways:
-        parts.append(_resized(collective, "all-reduce", nbytes // ways, collective.group_size // ways))
+        parts.append(_resized(collective, Collective.ALL_REDUCE, nbytes // ways, collective.group_size // ways))
     return parts
 
 
-def _resized(collective: HloCollective, kind: Kind, operand_bytes: int, group_size: int) -> HloCollective:
-    result_bytes = _result_bytes(kind, operand_bytes, group_size)
-    wire = wire_bytes(kind, operand_bytes, result_bytes, group_size)
-    return replace(
-        collective, kind=kind, operand_bytes=operand_bytes, result_bytes=result_bytes, group_size=group_size, wire_bytes=wire
-    )
+def _resized(collective: HloCollective, kind: Collective, operand_bytes: int, group_size: int) -> HloCollective:
+    return replace(collective, kind=kind, operand_bytes=operand_bytes, group_size=group_size)
 
 
 def _merged(pieces: list[HloCollective]) -> HloCollective:
-    return replace(
-        pieces[0],
-        operand_bytes=sum(p.operand_bytes for p in pieces),
-        result_bytes=sum(p.result_bytes for p in pieces),
-        wire_bytes=sum(p.wire_bytes for p in pieces),
-    )
+    return replace(pieces[0], operand_bytes=sum(p.operand_bytes for p in pieces))

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from shardplan.collectives.step import BUNDLED
 from shardplan.cost.overlap import step_s
+from shardplan.ir import Collective
 from shardplan.planning.scheduled import Scheduled, scheduled
 from shardplan.search.inference import anytime
 from shardplan.search.inference.anytime import Stopped
@@ -118,7 +119,7 @@ def _at_least_s(session: Session) -> float:
     """
     resharder, decisions = session.problem.resharder, session.decisions
     moved = {(i.tensor, i.step.kind, i.step.before, i.step.after, i.times): i for i in decisions.issued}
-    together: dict[tuple[str, tuple[int, ...], float], float] = {}  # bytes by collective and executions
+    together: dict[tuple[Collective, tuple[int, ...], float], float] = {}  # bytes by collective and executions
     communication_s = 0.0
     for i in moved.values():
         kind, over, nbytes = i.step.kind, i.step.factors, i.step.nbytes

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from shardplan.cost.overlap import SERIAL, Weights
-from shardplan.ir import Backend, Choices, Entry, Factor, Layout
+from shardplan.ir import Backend, Choices, Collective, Entry, Factor, Layout
 from shardplan.mesh import Cluster
 from shardplan.remat import Remat
 from shardplan.search.coarsening.variables import OneChoice
@@ -21,7 +21,7 @@ TimeModel = Literal["overlap", "sum"]
 
 
 @dataclass(frozen=True, slots=True)
-class Collective:
+class PlannedCollective:
     """One collective that the plan issues, ``times`` a step.
 
     ``bytes`` is the size of its operand on one device (of its result for an all-gather), ``wire_bytes`` what one device sends in
@@ -30,7 +30,7 @@ class Collective:
     that is the collective itself. ``hideable_s`` is the part of its seconds that can hide behind compute.
     """
 
-    kind: str
+    kind: Collective
     bytes: float
     wire_bytes: float
     axes: tuple[str, ...]
@@ -95,7 +95,7 @@ class PlanData:
     result_layouts: tuple[Layout | None, ...]
     operators: int
     choices: Choices = field(repr=False)
-    collectives: tuple[Collective, ...] = field(repr=False)
+    collectives: tuple[PlannedCollective, ...] = field(repr=False)
     step_time_s: float
     searched_s: float
     compute_s: float

@@ -14,11 +14,11 @@ from typing import Any
 
 from shardplan.cost.overlap import POOLS, Weights
 from shardplan.errors import ClusterError, PlanFileError
-from shardplan.ir import Entry, Factor, spec_text
+from shardplan.ir import Collective, Entry, Factor, spec_text
 from shardplan.mesh import Cluster
 from shardplan.mesh.factoring import check_cover
 from shardplan.plans.choices_json import Layouts, choices_from, choices_json
-from shardplan.plans.data import Argument, Baseline, Collective, PlanData
+from shardplan.plans.data import Argument, Baseline, PlanData, PlannedCollective
 from shardplan.remat import Part, Policy, Remat, Without
 from shardplan.search.coarsening.variables import one_choice_of
 from shardplan.search.inference.anytime import Stopped
@@ -222,7 +222,7 @@ def _parsed(name: str, content: dict[str, Any]) -> PlanData:
         result_layouts=tuple(layouts.of(n) for n in content["result_layouts"]),
         operators=int(content["operators"]),
         choices=choices_from(content["choices"], layouts, len(mesh_factors)),
-        collectives=tuple(Collective(**{**c, "axes": tuple(map(str, c["axes"]))}) for c in content["collectives"]),
+        collectives=tuple(_collective(row) for row in content["collectives"]),
         step_time_s=_not_negative(content, "step_time_s"),
         searched_s=_not_negative(content, "searched_s"),
         **_overlap(content),
@@ -291,6 +291,10 @@ def _tried(row: Mapping[str, Any]) -> Tried:
 def _argument(row: Mapping[str, Any], layouts: Layouts) -> Argument:
     shape = tuple(int(n) for n in row["shape"])
     return Argument(str(row["path"]), shape, str(row["dtype"]), int(row["nbytes"]), layouts.of(row["layout"]))
+
+
+def _collective(row: Mapping[str, Any]) -> PlannedCollective:
+    return PlannedCollective(**{**row, "kind": Collective(row["kind"]), "axes": tuple(map(str, row["axes"]))})
 
 
 def _boolean(content: Mapping[str, Any], key: str) -> bool:

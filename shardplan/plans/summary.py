@@ -11,7 +11,7 @@ from shardplan.errors import PlanFileError
 from shardplan.graph import Graph, flatten
 from shardplan.ir import Backend, Choices, Program
 from shardplan.planning.scheduled import Scheduled, scheduled
-from shardplan.plans.data import Argument, Baseline, Collective, PlanData
+from shardplan.plans.data import Argument, Baseline, PlanData, PlannedCollective
 from shardplan.search.baselines.rivals import Rivals
 from shardplan.search.coarsening import coarsen
 from shardplan.search.inference.solver import Solver
@@ -61,7 +61,7 @@ def decided(session: Session, run: Scheduled | None, axes: Sequence[Purpose] = (
     }
 
 
-def collectives_of(session: Session, run: Scheduled | None) -> tuple[Collective, ...]:
+def collectives_of(session: Session, run: Scheduled | None) -> tuple[PlannedCollective, ...]:
     """Every collective of one step, in the order of the program, with the path of its tensor if it has one.
 
     They are those of the schedule (``run``), or, without one, those that the search priced.
@@ -71,7 +71,7 @@ def collectives_of(session: Session, run: Scheduled | None) -> tuple[Collective,
     paths.update(zip(graph.inputs, graph.input_paths, strict=True))
     if run is not None:
         return tuple(
-            Collective(
+            PlannedCollective(
                 i.kind,
                 i.nbytes,
                 i.wire_bytes,
@@ -87,8 +87,8 @@ def collectives_of(session: Session, run: Scheduled | None) -> tuple[Collective,
             for i in run.issued
         )
     return tuple(
-        Collective(
-            i.step.name,
+        PlannedCollective(
+            i.step.kind.hlo,
             i.step.nbytes,
             i.wire_bytes,
             tuple(factors[f].name for f in i.step.factors),

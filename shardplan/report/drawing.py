@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardplan.graph import Graph, Node
-from shardplan.ir import Layout, Tensor, Use
+from shardplan.ir import Collective, Layout, Tensor, Use
 from shardplan.schedule.planned import PlannedProgram
 
 Cuts = tuple[tuple[int, ...], ...]
@@ -166,7 +166,7 @@ def _gives(plan: PlannedProgram, node: Node, use: Use) -> tuple[str, ...]:
 
 def _moves(plan: PlannedProgram, tensor: Tensor, before: Layout, after: Layout) -> tuple[str, ...]:
     steps = plan.programs.between(tensor.shape, tensor.nbytes, before, after)
-    return tuple(s.kind.replace("_", "-") for s in steps if s.kind != "slice")
+    return tuple(s.kind.short for s in steps if s.kind != Collective.SLICE)
 
 
 def _shown(shape: tuple[int, ...], used: set[int], kind: str) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from shardplan.collectives.dsl import shortened
 from shardplan.errors import ShardplanError, nearest
 from shardplan.graph import Node
-from shardplan.ir import Entry, Layout, spec_text
+from shardplan.ir import Collective, Entry, Layout, spec_text
 from shardplan.plans.data import PlanData
 from shardplan.report.padding import uneven
 from shardplan.report.parallelism import matrix_text
@@ -183,10 +183,10 @@ class _Why:
                 if node.inputs[i] != t or need is None or need == stored:
                     continue
                 steps = programs.between(graph.tensors[t].shape, graph.tensors[t].nbytes, stored, need)
-                moves = [s for s in steps if s.kind != "slice"]
+                moves = [s for s in steps if s.kind != Collective.SLICE]
                 cost = sum(s.seconds for s in moves)
                 kinds = ", ".join(
-                    f"{s.name}{' as ' + shortened(s.program) if s.program else ''}"
+                    f"{s.kind.hlo}{' as ' + shortened(s.program) if s.program else ''}"
                     f" over {' x '.join(plan.factors[f].name for f in s.factors)}"
                     for s in moves
                 )

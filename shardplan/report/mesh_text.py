@@ -9,6 +9,8 @@ from dataclasses import asdict
 from os import PathLike
 from typing import Any
 
+from shardplan.ir import Collective
+
 from ..collectives.dsl import InsideGroup, Instruction, Master, Parallel, Reduction
 from ..collectives.placement import Request, check_over, rank_matrices
 from ..collectives.ranking import entries, names_of, table
@@ -138,7 +140,7 @@ def reduce_report(
     seconds = priced.seconds(amount)
     order = sorted(range(len(seconds)), key=lambda i: (float(seconds[i]), i))
     names = names_of(network, entries(network, reduced_factors))
-    flat = float(network.seconds("all_reduce", reduced_factors, amount, algorithm=algorithm))
+    flat = float(network.seconds(Collective.ALL_REDUCE, reduced_factors, amount, algorithm=algorithm))
     ranked = [{"program": priced.programs[i].text(names), "seconds": float(seconds[i])} for i in order]
     rows = [
         (n + 1, tables.seconds(float(seconds[i])), f"{flat / seconds[i]:.2f}x" if flat else "", priced.programs[i].text(names))
@@ -173,7 +175,7 @@ def words(program: Reduction, names: Sequence[str]) -> list[str]:
     >>> words(parse("(node, InsideGroup, ReduceScatter) (node, Parallel(root), AllReduce)", ("node", "gpu")), ("node", "gpu"))
     ['ReduceScatter among all devices of each node', 'AllReduce among the devices at the same place in every node']
     """
-    lines = [f"{step.collective} among {_who(step, names)}" for step in program.steps]
+    lines = [f"{step.collective.p2} among {_who(step, names)}" for step in program.steps]
     return lines or ["nothing: each device is a group of its own"]
 
 
@@ -189,11 +191,11 @@ def _who(step: Instruction, names: Sequence[str]) -> str:
 
 
 _MEANS = {
-    "AllReduce": "everyone has the sum",
-    "ReduceScatter": "everyone has a part of the sum",
-    "AllGather": "everyone has everyone's parts",
-    "Reduce": "the first device has the sum, the others nothing",
-    "Broadcast": "everyone has what the first device has",
+    Collective.ALL_REDUCE: "everyone has the sum",
+    Collective.REDUCE_SCATTER: "everyone has a part of the sum",
+    Collective.ALL_GATHER: "everyone has everyone's parts",
+    Collective.REDUCE: "the first device has the sum, the others nothing",
+    Collective.BROADCAST: "everyone has what the first device has",
 }
 
 
@@ -205,7 +207,7 @@ def _legend(programs: Sequence[Reduction], names: Sequence[str]) -> list[str]:
     among = {step.text(names).rsplit(",", 1)[0] + ")": _who(step, names) for step in steps}
     after = {c: means for c, means in _MEANS.items() if any(step.collective == c for step in steps)}
     lines = ["a step runs at once in all groups of", *(f"  {pattern}: {who}" for pattern, who in sorted(among.items()))]
-    return [*lines, "after it, in each group,", *(f"  {collective}: {means}" for collective, means in after.items())]
+    return [*lines, "after it, in each group,", *(f"  {collective.p2}: {means}" for collective, means in after.items())]
 
 
 def numbers(text: str | Sequence[int], what: str) -> tuple[int, ...]:

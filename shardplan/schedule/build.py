@@ -15,7 +15,7 @@ from dataclasses import replace
 from shardplan.collectives.step import Step
 from shardplan.errors import ShardplanError
 from shardplan.graph import Node
-from shardplan.ir import PAIRS, Constant, Layout, Op, Program, Reducer, Use, Where
+from shardplan.ir import PAIRS, Collective, Constant, Layout, Op, Program, Reducer, Use, Where
 from shardplan.schedule.changes import single_steps
 from shardplan.schedule.cuts import following_cuts, operand_layouts, planned_cuts, reducer_of, taking, whole_layout
 from shardplan.schedule.frame import Frame, Later, only_empty, waiting
@@ -321,8 +321,8 @@ class _Builder:
         reduced = replace(before, partial=())
         over = tuple(sorted(before.partial))
         local = nbytes / math.prod(self.planned.sizes[f] for f in before.used)
-        seconds = self.planned.programs.resharder.seconds("all_reduce", over, local)
-        return (Step("all_reduce", over, local, before, reduced, seconds), *between(shape, nbytes, reduced, after))
+        seconds = self.planned.programs.resharder.seconds(Collective.ALL_REDUCE, over, local)
+        return (Step(Collective.ALL_REDUCE, over, local, before, reduced, seconds), *between(shape, nbytes, reduced, after))
 
     def literal(self, frame: Frame, value: Constant, tensor: int) -> int:
         """A constant as a value that can be moved."""

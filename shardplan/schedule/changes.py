@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from shardplan.collectives.step import Step
+from shardplan.ir import Collective
 from shardplan.schedule.instructions import Move
 
 
@@ -48,14 +49,14 @@ def single_steps(move: Move, new: Callable[[], int]) -> Iterator[Move]:
 
 def splits_buffer(step: Step, move: Move) -> bool:
     """Whether a step splits the tensor's buffer."""
-    return step.kind == "reduce_scatter" and Change.of(step).longer == len(move.shape)
+    return step.kind == Collective.REDUCE_SCATTER and Change.of(step).longer == len(move.shape)
 
 
 def later_splits(move: Move, start: int) -> Iterator[tuple[int, tuple[int, ...]]]:
     """(dim, factors) of the splits of dims that follow step ``start`` until the buffer is whole again."""
     for step in move.steps[start + 1 :]:
         change = Change.of(step)
-        if step.kind in ("slice", "reduce_scatter"):
+        if step.kind in (Collective.SLICE, Collective.REDUCE_SCATTER):
             yield change.longer, change.gained
         if len(step.after.dims) == len(move.shape):
             return

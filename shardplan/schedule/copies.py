@@ -12,7 +12,7 @@ import numpy as np
 from shardplan.collectives.step import Step, block_parts
 from shardplan.cost import Network, compute
 from shardplan.graph.readers import images, read_as_slices
-from shardplan.ir import Layout
+from shardplan.ir import Collective, Layout
 from shardplan.schedule.changes import Change
 from shardplan.schedule.instructions import Bundle, Move
 from shardplan.schedule.planned import PlannedProgram
@@ -46,12 +46,12 @@ class Copies:
         """
         change = Change.of(step)
         match step.kind:
-            case "all_gather" if self.lies_behind(move, step.after, change.shorter):
+            case Collective.ALL_GATHER if self.lies_behind(move, step.after, change.shorter):
                 image = move.tensor in self.images
                 return self.copying_s(1 + image, step.nbytes * (1.0 / self.ways(change.lost) + image))
-            case "reduce_scatter" if self.lies_behind(move, step.before, change.longer):
+            case Collective.REDUCE_SCATTER if self.lies_behind(move, step.before, change.longer):
                 return self.copying_s(1, step.nbytes / self.ways(change.gained))
-            case "all_to_all":
+            case Collective.ALL_TO_ALL:
                 split = self.lies_behind(move, step.before, change.longer)
                 joined = self.lies_behind(move, step.after, change.shorter)
                 return self.copying_s(split + joined, step.nbytes * (split + joined))

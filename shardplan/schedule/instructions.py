@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from shardplan.collectives.step import Step
 from shardplan.graph import Node
-from shardplan.ir import Constant, Layout, Op, Reducer
+from shardplan.ir import Collective, Constant, Layout, Op, Reducer
 
 Source = int | Constant
 """A value by its number, or a literal of the program."""
@@ -80,7 +80,7 @@ class Move:
 class Hop:
     """A collective over these factors, in the order of the blocks; ``program`` as in `Step`."""
 
-    kind: str
+    kind: Collective
     over: tuple[int, ...]
     program: str
 

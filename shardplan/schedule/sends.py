@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal, cast
 
 import numpy as np
 
@@ -19,9 +18,9 @@ from shardplan.collectives.divided import read
 from shardplan.collectives.dsl import Reduction
 from shardplan.collectives.laying import Laying, smallest_part
 from shardplan.collectives.step import Step
-from shardplan.cost import Network
+from shardplan.cost import Network, priced_bytes, wire_bytes
 from shardplan.cost.network import binomial_rounds
-from shardplan.ir import PAIRS, Layout, Reducer, Split, itemsize
+from shardplan.ir import PAIRS, Collective, Layout, Reducer, Split, itemsize
 from shardplan.schedule.changes import Change, later_splits, splits_buffer
 from shardplan.schedule.copies import Copies
 from shardplan.schedule.instructions import (
@@ -42,9 +41,6 @@ from shardplan.schedule.planned import PlannedProgram
 
 Groups = tuple[tuple[int, ...], ...]
 
-Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"]
-"""A collective by HLO's name."""
-
 
 @dataclass(frozen=True, slots=True)
 class Send:
@@ -56,7 +52,7 @@ class Send:
     """
 
     scope: str
-    kind: Kind
+    kind: Collective
     groups: Groups
     nbytes: int
     wire_bytes: float
@@ -75,7 +71,7 @@ class Issued:
     the copies beside it, into one buffer or another order of dims.
     """
 
-    kind: Kind
+    kind: Collective
     over: tuple[int, ...]
     nbytes: float
     seconds: float
@@ -126,7 +122,7 @@ def issuer(planned: PlannedProgram) -> Callable[[Instruction], tuple[Issued, ...
 class _One:
     """A collective instruction before it is known where it stands: ``size`` elements of a device's operand."""
 
-    kind: Kind
+    kind: Collective
     groups: Groups
     size: int
 
@@ -207,11 +203,10 @@ class _Reader:
         """The collectives of one step on ``size`` elements of a device."""
         dtype = self.planned.graph.tensors[move.tensor].dtype
         own = [_send(scope, one, width, times, move.tensor, move.line) for one, width in self.step(step, move, size, dtype)]
-        if step.program and (step.kind == "all_gather" or move.reducer == "sum"):  # no other reducer has programs
+        if step.program and (step.kind == Collective.ALL_GATHER or move.reducer == "sum"):  # no other reducer has programs
             yield self.issued(own, step.kind, step.over, size * itemsize(dtype), step.program)
         else:
-            kinds = ["permute" if step.kind == "permute" else send.kind.replace("-", "_") for send in own]
-            yield from (self.issued([send], kind, step.over, send.nbytes, "") for send, kind in zip(own, kinds, strict=True))
+            yield from (self.issued([send], send.kind, step.over, send.nbytes, "") for send in own)
 
     def bundle(self, bundle: Bundle, times: float) -> Iterator[Issued]:
         """The collectives of moves that travel together, each with the seconds of its copies to and from the buffer."""
@@ -223,14 +218,13 @@ class _Reader:
 
     def shift(self, send: Send, over: tuple[int, ...]) -> Issued:
         """What every device sends to its neighbour."""
-        return self.issued([send], "shift", over, send.nbytes, "")
+        return self.issued([send], Collective.SHIFT, over, send.nbytes, "")
 
-    def issued(self, own: Sequence[Send], kind: str, over: tuple[int, ...], nbytes: int, program: str) -> Issued:
+    def issued(self, own: Sequence[Send], kind: Collective, over: tuple[int, ...], nbytes: int, program: str) -> Issued:
         """A priced collective; ``nbytes`` are those of a device's operand."""
-        nbytes *= self.ways(over) if kind == "all_gather" else 1
-        seconds = self.resharder.seconds_with(kind, over, nbytes, program)
-        name = "collective-permute" if kind in ("permute", "shift") else kind.replace("_", "-")
-        return Issued(cast(Kind, name), tuple(sorted(set(over))), nbytes, seconds, program, tuple(own))
+        priced = priced_bytes(kind, self.ways(over), nbytes)
+        seconds = self.resharder.seconds_with(kind, over, priced, program)
+        return Issued(kind.hlo, tuple(sorted(set(over))), priced, seconds, program, tuple(own))
 
     def local_size(self, move: Move, layout: Layout, after: Layout | None = None, *, padded: Sequence[int] = ()) -> int:
         """Elements of a device's block; dims that a step is about to split are padded."""
@@ -252,7 +246,7 @@ class _Reader:
         width = itemsize(self.planned.graph.tensors[reblock.tensor].dtype)
         over = reblock.layout.dims[reblock.dim]
         for n, rows in enumerate(reblock.heads(self.ways(over))):
-            one = _One("collective-permute", (), rows * row)
+            one = _One(Collective.PERMUTE, (), rows * row)
             yield self.shift(_send(f"{reblock.scope}.{n}", one, width, times, reblock.tensor, reblock.line), over)
 
     def ways(self, factors: Sequence[int]) -> int:
@@ -263,29 +257,31 @@ class _Reader:
         """The collectives of one step, each with the bytes of an element."""
         width = itemsize(dtype)
         match step.kind:
-            case "slice":
+            case Collective.SLICE:
                 return
-            case "permute":
-                yield _One("collective-permute", (), size), width
-            case "all_reduce":
+            case Collective.PERMUTE:
+                yield _One(Collective.PERMUTE, (), size), width
+            case Collective.ALL_REDUCE:
                 if move.reducer in PAIRS:
                     assert move.extreme is not None, "places are reduced with their extremes"
-                    yield _One("all-reduce", self.groups(step.over), size), self.extremes[move.extreme]
-                    yield _One("all-reduce", self.groups(step.over), size), itemsize("int32")
+                    yield _One(Collective.ALL_REDUCE, self.groups(step.over), size), self.extremes[move.extreme]
+                    yield _One(Collective.ALL_REDUCE, self.groups(step.over), size), itemsize("int32")
                     return
                 if move.reducer in ("max", "min") and dtype.startswith(("float", "bfloat")):
                     width = max(width, itemsize("int32"))  # they compare as integers, of at least 32 bits
                 for one in self.all_reduce(step, move.reducer, size, dtype):
                     yield one, width
-            case "reduce_scatter" | "all_gather" if step.program and (step.kind == "all_gather" or move.reducer == "sum"):
+            case Collective.REDUCE_SCATTER | Collective.ALL_GATHER if step.program and (
+                step.kind == Collective.ALL_GATHER or move.reducer == "sum"
+            ):
                 program, laying = self.program(step)
                 for one in _of_program(program, laying, size, self.everywhere(laying)):
                     yield one, width
-            case "reduce_scatter":
-                kind = "reduce-scatter" if move.reducer == "sum" else "all-to-all"
+            case Collective.REDUCE_SCATTER:
+                kind = Collective.REDUCE_SCATTER if move.reducer == "sum" else Collective.ALL_TO_ALL
                 yield _One(kind, self.groups(step.over), size), width
             case _:
-                yield _One(cast(Kind, step.kind.replace("_", "-")), self.groups(step.over), size), width
+                yield _One(step.kind, self.groups(step.over), size), width
 
     def all_reduce(self, step: Step, reducer: Reducer, size: int, dtype: str) -> Iterator[_One]:
         """An all-reduce, or the collectives that stand for it."""
@@ -295,9 +291,9 @@ class _Reader:
             divisor = smallest_part(program, laying.shape)
             yield from _of_program(program, laying, -(-size // divisor) * divisor, self.everywhere(laying))
         elif reducer == "prod" or (reducer in ("and", "or") and dtype != "bool"):
-            yield _One("all-gather", groups, size)
+            yield _One(Collective.ALL_GATHER, groups, size)
         else:
-            yield _One("all-reduce", groups, size)
+            yield _One(Collective.ALL_REDUCE, groups, size)
 
     def program(self, step: Step) -> tuple[Reduction, Laying]:
         """A step's program, and how it lies on the mesh."""
@@ -346,7 +342,7 @@ class _Reader:
                     for side, n in zip(("lo", "hi"), place.halo, strict=True):
                         if n:
                             scope = f"{compute.scope}.{number}.{i}.{side}"
-                            one = _One("collective-permute", (), row * n)
+                            one = _One(Collective.PERMUTE, (), row * n)
                             send = _send(scope, one, width, times, compute.node.inputs[i], compute.node.op.source)
                             yield self.shift(send, c.factors)
                 shapes[i][place.dim] += sum(place.halo)
@@ -365,17 +361,8 @@ def _seconds(found: Sequence[Issued]) -> float:
 
 def _send(scope: str, one: _One, width: int, times: float, tensor: int, line: str) -> Send:
     nbytes = one.size * width
-    members = len(one.groups[0]) if one.groups else 1
-    part = (members - 1) / members
-    match one.kind:
-        case "all-reduce":
-            wire = 2 * part * nbytes
-        case "all-gather":
-            wire = part * nbytes * members
-        case "collective-permute":
-            wire = float(nbytes)
-        case _:
-            wire = part * nbytes
+    members = len(one.groups[0]) if one.groups else 2  # of a permute only the bytes count
+    wire = wire_bytes(one.kind, members, priced_bytes(one.kind, members, nbytes))
     return Send(scope, one.kind, one.groups, nbytes, wire, times, tensor, line)
 
 
@@ -390,22 +377,22 @@ def _of_program(
         masters = sum(map(len, among)) < everyone
         rounds = len(binomial_rounds(members))
         match step.collective:
-            case "Reduce" | "Broadcast":
-                yield from itertools.repeat(_One("collective-permute", (), size), rounds)
-            case "AllReduce" if masters:
+            case Collective.REDUCE | Collective.BROADCAST:
+                yield from itertools.repeat(_One(Collective.PERMUTE, (), size), rounds)
+            case Collective.ALL_REDUCE if masters:
                 chunk = -(-size // members)
-                yield from itertools.repeat(_One("collective-permute", (), chunk), 2 * (members - 1))
-            case "ReduceScatter" if masters:
-                yield from itertools.repeat(_One("collective-permute", (), size // members), members - 1)
-            case "AllGather" if masters:
-                yield from itertools.repeat(_One("collective-permute", (), size), members - 1)
-            case "AllReduce":
-                yield _One("all-reduce", everywhere(among), size)
-            case "ReduceScatter":
-                yield _One("reduce-scatter", everywhere(among), size)
-            case "AllGather":
-                yield _One("all-gather", everywhere(among), size)
-        if step.collective == "ReduceScatter":
+                yield from itertools.repeat(_One(Collective.PERMUTE, (), chunk), 2 * (members - 1))
+            case Collective.REDUCE_SCATTER if masters:
+                yield from itertools.repeat(_One(Collective.PERMUTE, (), size // members), members - 1)
+            case Collective.ALL_GATHER if masters:
+                yield from itertools.repeat(_One(Collective.PERMUTE, (), size), members - 1)
+            case Collective.ALL_REDUCE:
+                yield _One(Collective.ALL_REDUCE, everywhere(among), size)
+            case Collective.REDUCE_SCATTER:
+                yield _One(Collective.REDUCE_SCATTER, everywhere(among), size)
+            case Collective.ALL_GATHER:
+                yield _One(Collective.ALL_GATHER, everywhere(among), size)
+        if step.collective == Collective.REDUCE_SCATTER:
             size //= members
-        elif step.collective == "AllGather":
+        elif step.collective == Collective.ALL_GATHER:
             size *= members

@@ -6,7 +6,7 @@ from typing import Any
 
 from shardplan.ir import Factor
 from shardplan.mesh import Cluster
-from shardplan.plans.data import Argument, Collective, PlanData
+from shardplan.plans.data import Argument, PlanData, PlannedCollective
 from shardplan.plans.xla_flags import xla_flags
 from shardplan.remat import Remat
 from shardplan.search.coarsening.variables import OneChoice
@@ -87,7 +87,7 @@ class Figures:
         return self._data.memory_limit
 
     @property
-    def collectives(self) -> tuple[Collective, ...]:
+    def collectives(self) -> tuple[PlannedCollective, ...]:
         """Every collective of one step, in the order of the program."""
         return self._data.collectives
 

@@ -26,7 +26,7 @@ from shardplan.graph import Graph, flatten
 from shardplan.ir import Backend, Program
 from shardplan.mesh.devices import build_mesh
 from shardplan.planning.scheduled import Scheduled, scheduled
-from shardplan.plans.data import Baseline, Collective, PlanData
+from shardplan.plans.data import Baseline, PlanData, PlannedCollective
 from shardplan.plans.files import plan_file, save, write_whole
 from shardplan.plans.fingerprint import difference, fingerprint
 from shardplan.plans.fit import unfit
@@ -305,7 +305,7 @@ class Plan(Figures):
         """Every collective instruction of the explicit backend, with its bytes and its times a step."""
         return sends(self.schedule, self.planned)
 
-    def collectives_under(self, backend: Backend) -> tuple[Collective, ...]:
+    def collectives_under(self, backend: Backend) -> tuple[PlannedCollective, ...]:
         """`collectives` as a backend sends them: by the schedule, or as the search priced them."""
         if backend == self._data.backend:
             return self._data.collectives

@@ -9,25 +9,25 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shardplan import _jax
-from shardplan.hlo.meter import Kind
+from shardplan.ir import Collective
 
-_KINDS: Mapping[str, Kind] = {
-    "psum": "all-reduce",
-    "pmax": "all-reduce",
-    "pmin": "all-reduce",
-    "all_gather": "all-gather",
-    "reduce_scatter": "reduce-scatter",
-    "all_to_all": "all-to-all",
-    "ppermute": "collective-permute",
+_KINDS: Mapping[str, Collective] = {
+    "psum": Collective.ALL_REDUCE,
+    "pmax": Collective.ALL_REDUCE,
+    "pmin": Collective.ALL_REDUCE,
+    "all_gather": Collective.ALL_GATHER,
+    "reduce_scatter": Collective.REDUCE_SCATTER,
+    "all_to_all": Collective.ALL_TO_ALL,
+    "ppermute": Collective.PERMUTE,
 }
 
 
-def emitted(jaxpr: Any) -> Counter[tuple[str, Kind, int, int]]:
+def emitted(jaxpr: Any) -> Counter[tuple[str, Collective, int, int]]:
     """How often each (scope, kind, members of a group, bytes of an operand) occurs in a jaxpr; a permute has 0 members."""
     return Counter(_found(jaxpr, {}))
 
 
-def _found(jaxpr: Any, sizes: Mapping[str, int]) -> Iterator[tuple[str, Kind, int, int]]:
+def _found(jaxpr: Any, sizes: Mapping[str, int]) -> Iterator[tuple[str, Collective, int, int]]:
     for eqn in jaxpr.eqns:
         kind = _KINDS.get(eqn.primitive.name)
         if kind is not None:
@@ -40,8 +40,8 @@ def _found(jaxpr: Any, sizes: Mapping[str, int]) -> Iterator[tuple[str, Kind, in
             yield from _found(body, inside)
 
 
-def _members(params: Mapping[str, Any], kind: Kind, sizes: Mapping[str, int]) -> int:
-    if kind == "collective-permute":
+def _members(params: Mapping[str, Any], kind: Collective, sizes: Mapping[str, int]) -> int:
+    if kind == Collective.PERMUTE:
         return 0
     groups = params.get("axis_index_groups")
     if groups is not None:

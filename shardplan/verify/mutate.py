@@ -24,7 +24,7 @@ from shardplan.emit.explicit import ExplicitEmitter
 from shardplan.emit.specs import SpecsEmitter
 from shardplan.emit.stacked import partition_spec, term_factors
 from shardplan.emit.transfers import Transfers
-from shardplan.ir import Layout, Op, Reducer, Use
+from shardplan.ir import Collective, Layout, Op, Reducer, Use
 from shardplan.schedule import PlannedProgram, Schedule
 
 
@@ -97,7 +97,7 @@ class DroppingEmitter(SpecsEmitter):
     def move(self, value: Any, shape: tuple[int, ...], nbytes: int, before: Layout, after: Layout) -> Any:
         """The value resharded; if this is left out, copies of the device's own block."""
         steps = () if before == after or before.partial else self.planned.programs.between(shape, nbytes, before, after)
-        talks = any(step.kind != "slice" for step in steps)
+        talks = any(step.kind != Collective.SLICE for step in steps)
         ends = [partition_spec(layout, self.planned.names) for layout in (before, after)]
         if not talks or not self._drops(f"the move of {shape} from {ends[0]} to {ends[1]}"):
             return super().move(value, shape, nbytes, before, after)

@@ -12,8 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from shardplan.cost import priced_bytes, wire_bytes
 from shardplan.emit.manual import OWN
-from shardplan.hlo.meter import HloCollective, Kind, operands, wire_bytes
+from shardplan.hlo.meter import HloCollective, operands
+from shardplan.ir import Collective
 from shardplan.schedule import Send
 
 _DISABLED = "cpu-all-reduce-combiner,cse_barrier_expander,while-loop-invariant-code-motion,small-while-loop-hoisting"
@@ -29,7 +31,7 @@ class Pair:
     """A collective of the plan, of the compiled program, or both: bytes are a device's operand's, each ``times`` a step."""
 
     scope: str
-    kind: Kind
+    kind: Collective
     groups: int
     nbytes: int
     times: float
@@ -55,8 +57,7 @@ class Pair:
 
     @property
     def _each_bytes(self) -> float:
-        result = self.nbytes * self.groups if self.kind == "all-gather" else self.nbytes
-        return wire_bytes(self.kind, self.nbytes, result, self.groups or 2)
+        return wire_bytes(self.kind, self.groups or 2, priced_bytes(self.kind, self.groups, self.nbytes))
 
     @property
     def json(self) -> dict[str, Any]:
@@ -92,7 +93,7 @@ def one_for_one(planned: Sequence[Send], hlo_text: str) -> tuple[Pair, ...]:
     return tuple(pairs)
 
 
-_Call = tuple[str, Kind, int, int]
+_Call = tuple[str, Collective, int, int]
 """A collective's scope, kind, group size and bytes."""
 
 
@@ -118,7 +119,7 @@ def _planned(send: Send) -> tuple[_Call, float]:
     return (send.scope, send.kind, _ways(send.groups, send.kind), send.nbytes), send.times
 
 
-def folded(pairs: Sequence[Pair], emitted: Mapping[tuple[str, Kind, int, int], int]) -> tuple[Pair, ...]:
+def folded(pairs: Sequence[Pair], emitted: Mapping[_Call, int]) -> tuple[Pair, ...]:
     """The pairs, with what XLA folded of those that were ``emitted`` as planned (see `shardplan.verify.emitted`)."""
     return tuple(
         replace(p, folded=max(p.planned - p.compiled, 0))
@@ -128,14 +129,14 @@ def folded(pairs: Sequence[Pair], emitted: Mapping[tuple[str, Kind, int, int], i
     )
 
 
-def _ways(groups: Sequence[Sequence[int]], kind: str) -> int:
-    return 0 if kind == "collective-permute" else len(groups[0])
+def _ways(groups: Sequence[Sequence[int]], kind: Collective) -> int:
+    return 0 if kind == Collective.PERMUTE else len(groups[0])
 
 
 def _compiled(collective: HloCollective, text_bytes: int, ours: Mapping[_Call, Any]) -> tuple[_Call, float]:
     """A compiled collective; one of the width that was planned was not widened, though it may look so."""
     scopes = _SCOPE.findall(collective.op_name)
-    ways = 0 if collective.kind == "collective-permute" else collective.group_size
+    ways = 0 if collective.kind == Collective.PERMUTE else collective.group_size
     scope = scopes[-1] if scopes else ""
     narrow: _Call = (scope, collective.kind, ways, collective.operand_bytes)
     text: _Call = (scope, collective.kind, ways, text_bytes)

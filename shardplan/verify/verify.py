@@ -19,7 +19,8 @@ from shardplan import _jax
 from shardplan.errors import ShardplanError
 from shardplan.frontend.nnx_state import Pure, apart
 from shardplan.frontend.trace import Traced
-from shardplan.hlo.meter import Kind, Measured, measure
+from shardplan.hlo.meter import Measured, measure
+from shardplan.ir import Collective
 from shardplan.schedule import Send
 from shardplan.verify.child import compile_in_child_first
 from shardplan.verify.emitted import emitted
@@ -36,7 +37,7 @@ class Sends(Protocol):
     """One collective of a plan (`shardplan.plans.Collective`)."""
 
     @property
-    def kind(self) -> str:
+    def kind(self) -> Collective:
         """Such as "all-reduce"."""
         ...
 
@@ -292,14 +293,14 @@ def measured_program(
 
 def by_kind(planned: Sequence[Sends], measured: Measured) -> dict[str, Bytes]:
     """Predicted and measured bytes, for every kind of collective that either has."""
-    predicted: dict[str, tuple[float, float]] = {}
+    predicted: dict[Collective, tuple[float, float]] = {}
     for c in planned:
         nbytes, count = predicted.get(c.kind, (0.0, 0.0))
         predicted[c.kind] = nbytes + c.wire_bytes * c.times, count + c.times
     rows: dict[str, Bytes] = {}
     for kind in sorted({*predicted, *measured.kinds}):
         nbytes, count = predicted.get(kind, (0.0, 0.0))
-        total = measured.kinds.get(kind)  # type: ignore[call-overload]
+        total = measured.kinds.get(kind)
         rows[kind] = Bytes(nbytes, float(total.wire_bytes) if total else 0.0, count, float(total.count) if total else 0.0)
     return rows
 
@@ -430,7 +431,7 @@ class _Sharded:
         """The collectives of the compiled step, and its peak bytes on one device."""
         return _measured(self._jitted, jax.tree.unflatten(self._loop.tree, self.put(host)))
 
-    def untouched(self, host: Sequence[Any]) -> tuple[str, Counter[tuple[str, Kind, int, int]]]:
+    def untouched(self, host: Sequence[Any]) -> tuple[str, Counter[tuple[str, Collective, int, int]]]:
         """The compiled step's text, without the passes that merge or move collectives; the collectives that XLA was handed."""
         traced = self._jitted.trace(*jax.tree.unflatten(self._loop.tree, self.put(host)))
         return traced.lower().compile(compiler_options=UNTOUCHED).as_text(), emitted(traced.jaxpr.jaxpr)

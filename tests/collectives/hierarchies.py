@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardplan.collectives.dsl import Instruction, Refusal, advance, groups, instructions
-from shardplan.collectives.states import Collective, Context, Space
+from shardplan.collectives.states import Context, P2Collective, Space
 from shardplan.mesh.matrix import Matrix
 
 Letter = Literal["a", "b", "c", "d"]
 Groups = tuple[tuple[int, ...], ...]
-Lowered = tuple[tuple[Collective, Groups], ...]
+Lowered = tuple[tuple[P2Collective, Groups], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def programs(matrix: Matrix, of: Hierarchy, reduced: Sequence[int], max_size: in
     for block in _members(matrix, hierarchy(matrix, "d", reduced)):
         for device in block:
             goal[device] = space.column(sum(1 << d for d in block))
-    moves: dict[tuple[Collective, Groups], None] = {}
+    moves: dict[tuple[P2Collective, Groups], None] = {}
     for step in _all_instructions(len(of.sizes)):
         if among := lowered_groups(matrix, of, step):
             moves[step.collective, among] = None
@@ -78,7 +78,7 @@ def programs(matrix: Matrix, of: Hierarchy, reduced: Sequence[int], max_size: in
 
 def _walks(
     space: Space,
-    moves: Sequence[tuple[Collective, Groups]],
+    moves: Sequence[tuple[P2Collective, Groups]],
     at: Context,
     goal: Context,
     steps_left: int,

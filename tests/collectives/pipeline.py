@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardplan.collectives.dsl import Master, Reduction
-from shardplan.collectives.ranking import KINDS, entries, payloads, shape_of, step_lines
+from shardplan.collectives.ranking import entries, payloads, shape_of, step_lines
 from shardplan.cost.network import Algorithm, Network
 
 CHUNKS = (1, 2, 4, 8, 16, 32)
@@ -69,7 +69,7 @@ def _stages(network: Network, over: Sequence[int], program: Reduction, nbytes: f
         lines = step_lines(network, levels, step, algorithm)
         times = lines[:, 0] + lines[:, 1] * part * nbytes
         fastest = int(np.argmin(times))
-        busy = network.busy(KINDS[step.collective], spanned, first=below, algorithm=algorithm)[fastest] * part * nbytes
+        busy = network.busy(step.collective, spanned, first=below, algorithm=algorithm)[fastest] * part * nbytes
         keeps = tuple((level, float(lines[fastest, 0] + seconds)) for level, seconds in enumerate(busy) if seconds > 0)
         result.append(_Stage(float(times[fastest]), keeps))
     return result

@@ -18,11 +18,11 @@ from shardplan.collectives.states import Goal
 from shardplan.collectives.step import Step
 from shardplan.cost import Network
 from shardplan.emit.transfers import Transfers
-from shardplan.ir import Layout
+from shardplan.ir import Collective, Layout
 from shardplan.mesh import Cluster, factors
 
 SIZES = np.logspace(0, 10, 21)
-GOALS: tuple[Goal, ...] = ("all_reduce", "reduce_scatter", "all_gather")
+GOALS: tuple[Goal, ...] = (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER, Collective.ALL_GATHER)
 
 
 def network(cluster: str, splits: dict[str, tuple[int, ...]] | None = None) -> Network:
@@ -53,7 +53,7 @@ def test_the_best_is_the_least_of_all_programs_over_all_divisions(cluster: str, 
 def test_many_devices_on_a_switch_are_worth_taking_apart_for_few_bytes() -> None:
     few, *_, many = best_programs(network("gb200-nvl72:1"), (0,))
     assert few.text in (f"gpu={a}: (gpu.0, Parallel(root), AllReduce) (gpu.0, InsideGroup, AllReduce)" for a in ("8x9", "9x8"))
-    assert many.seconds_per_byte <= network("gb200-nvl72:1").lines("all_reduce", (0,))[:, 1].min()
+    assert many.seconds_per_byte <= network("gb200-nvl72:1").lines(Collective.ALL_REDUCE, (0,))[:, 1].min()
     assert {p.text for p in best_programs(network("8"), (0,))} == {"(root, InsideGroup, AllReduce)"}
 
 
@@ -115,11 +115,11 @@ def test_programs_over_divisions_give_what_the_collective_gives(
 
     def local(block: Any, step: Step) -> Any:
         match kind:
-            case "all_reduce":
+            case Collective.ALL_REDUCE:
                 return transfers.all_reduce(block, step, "sum", None)
-            case "all_gather":
+            case Collective.ALL_GATHER:
                 return transfers.gather(block, step, over, 2)
-            case "reduce_scatter":
+            case Collective.REDUCE_SCATTER:
                 return transfers.reduce_scatter(block, step, over, "sum", 2)
 
     def of(program: str) -> Any:

@@ -6,6 +6,7 @@ import pytest
 
 from shardplan.collectives import ReductionError, groups, parse, replay, synthesize
 from shardplan.collectives.dsl import InsideGroup, Instruction, Master, Parallel, instructions
+from shardplan.ir import Collective
 
 SYSTEM = (1, 2, 2, 4)  # rack, server, CPU, GPU of Figure 2a; A0 to D3 are devices 0 to 15
 NAMES = ("rack", "server", "CPU", "GPU")
@@ -67,7 +68,7 @@ def test_figure_4b_reduces_the_same_data_twice():
 
 
 def test_a_program_that_stops_early_is_refused():
-    with pytest.raises(ReductionError, match=r"ends short of its goal, all_reduce: device 0 has 4 x 1100"):
+    with pytest.raises(ReductionError, match=r"ends short of its goal, all-reduce: device 0 has 4 x 1100"):
         replay(parse("(server, InsideGroup, AllReduce)", PAIR), (2, 2))
     with pytest.raises(ReductionError, match="does not fit the 3 levels"):
         replay(parse("(server, InsideGroup, AllReduce)", PAIR), (2, 2, 2))
@@ -94,8 +95,8 @@ def test_instructions_are_distinct_patterns():
         assert len(seen) == len(instructions(depth)) == 5 * patterns
         # nothing else can be said: every slice and form gives one of these
         forms = [(s, f) for s in range(depth + 1) for f in (InsideGroup(), *(k(a) for a in range(s) for k in (Parallel, Master)))]
-        said = {(groups(shape, Instruction(s, f, "AllReduce")), "AllReduce") for s, f in forms}
-        assert {g for g, _ in said if g} == {g for g, c in seen if c == "AllReduce"}
+        said = {(groups(shape, Instruction(s, f, Collective.ALL_REDUCE)), Collective.ALL_REDUCE) for s, f in forms}
+        assert {g for g, _ in said if g} == {g for g, c in seen if c == Collective.ALL_REDUCE}
 
 
 @pytest.mark.parametrize(

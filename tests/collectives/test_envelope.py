@@ -15,6 +15,7 @@ from shardplan.collectives.envelope import Envelope, _lowest, envelope
 from shardplan.collectives.ranking import program_seconds
 from shardplan.collectives.states import Goal
 from shardplan.cost import Network
+from shardplan.ir import Collective
 from shardplan.mesh import Cluster, factors
 
 SIZES = np.logspace(0, 12, 49)
@@ -25,7 +26,7 @@ def network(cluster: str) -> Network:
     return Network(loaded, factors(loaded))
 
 
-@pytest.mark.parametrize("goal", ["all_reduce", "reduce_scatter", "all_gather"])
+@pytest.mark.parametrize("goal", [Collective.ALL_REDUCE, Collective.REDUCE_SCATTER, Collective.ALL_GATHER])
 @pytest.mark.parametrize("cluster", ["8", "2x4", "64x8", "gcp-a100:4", "gcp-v100:4", "gb200-nvl72:4", "2x2x2", "8x4x2"])
 def test_the_envelope_is_the_least_of_all_listed_programs(cluster: str, goal: Goal) -> None:
     net = network(cluster)

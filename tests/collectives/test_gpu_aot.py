@@ -18,7 +18,6 @@ NAMES = ("node", "gpu")
 SCATTERED = "(node, InsideGroup, ReduceScatter) (node, Parallel(root), AllReduce) (node, InsideGroup, AllGather)"
 TWICE = "(node, InsideGroup, AllReduce) (node, Parallel(root), AllReduce)"
 ROOTED = "(node, InsideGroup, Reduce) (node, Master(root), AllReduce) (node, InsideGroup, Broadcast)"
-HLO = {"ReduceScatter": "reduce-scatter", "AllReduce": "all-reduce", "AllGather": "all-gather"}
 
 
 def _plugin() -> bool:
@@ -51,7 +50,7 @@ def test_steps_and_groups_survive_the_gpu_compiler(nodes: int, gpus: int):
     scattered, twice, rooted = compiled(nodes, gpus, SCATTERED, TWICE, ROOTED)
     for text, found in ((SCATTERED, scattered), (TWICE, twice)):
         steps = parse(text, NAMES).steps
-        wanted = [(HLO[s.collective], [list(g) for g in groups((nodes, gpus), s)]) for s in steps]
+        wanted = [(s.collective, [list(g) for g in groups((nodes, gpus), s)]) for s in steps]
         assert [tuple(c) for c in found] == wanted
     assert {kind for kind, _ in rooted} == {"collective-permute"}
     heads = {n * gpus for n in range(nodes)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from shardplan.ir import Collective
 from shardplan.mesh import Matrix
 from shardplan.mesh.matrix import parse
 from tests.collectives.hierarchies import Letter, Lowered, hierarchy, programs
@@ -36,7 +37,7 @@ def test_table_1():
 
 def everywhere(matrix: Matrix, axis: int, program: Lowered) -> bool:
     """Whether every step happens in all reduction groups alike, not in some of them only."""
-    (whole,) = {s for s in programs(matrix, hierarchy(matrix, "d", [axis]), [axis], 1) if s[0][0] == "AllReduce"}
+    (whole,) = {s for s in programs(matrix, hierarchy(matrix, "d", [axis]), [axis], 1) if s[0][0] == Collective.ALL_REDUCE}
     blocks = [set(g) for g in whole[0][1]]
     return all(len({sum(1 for g in among if set(g) <= block) for block in blocks}) == 1 for _, among in program)
 
@@ -58,7 +59,7 @@ def test_a_broadcast_in_one_reduction_group_alone_escapes_the_last_step_of_the_t
     assert extra
     for program in extra:
         assert not everywhere(matrix, 0, program)
-        assert [collective for collective, _ in program].count("Broadcast") == 2
+        assert [collective for collective, _ in program].count(Collective.BROADCAST) == 2
 
 
 def test_collapsing_loses_nothing_for_one_axis():

@@ -26,6 +26,7 @@ from shardplan.collectives.ranking import program_seconds
 from shardplan.collectives.states import Space
 from shardplan.cost import Network
 from shardplan.errors import ClusterError
+from shardplan.ir import Collective
 from shardplan.mesh import Cluster, Matrix, factors, matrices
 from shardplan.mesh.matrix import parse as parse_matrix
 
@@ -141,7 +142,7 @@ def test_wrong_groups_are_refused_and_give_wrong_numbers():
         def compute(v: jax.Array) -> jax.Array:
             out = v[0]
             for kind, among in steps:
-                if kind == "ReduceScatter" and out.size % len(among[0]):
+                if kind == Collective.REDUCE_SCATTER and out.size % len(among[0]):
                     return jnp.zeros((1, 8), v.dtype)
                 out = collective(out, kind, among, laying)
             return jnp.resize(out, (1, 8))

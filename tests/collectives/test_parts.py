@@ -11,7 +11,7 @@ import pytest
 from shardplan.collectives.parts import in_runs, open_seams, runs, seams
 from shardplan.collectives.reshard import Resharder
 from shardplan.cost import Network, WireBytes
-from shardplan.ir import Factor
+from shardplan.ir import Collective, Factor
 from shardplan.mesh import Cluster, factors
 from tests.machines import machine
 
@@ -59,12 +59,18 @@ def test_what_treats_a_level_as_a_whole_is_priced_as_over_whole_levels(
             mine = fine.prices(shape, nbytes, alike.tolist(), into=into)[:, alike]
             theirs = whole.prices(shape, nbytes, at[alike].tolist(), into=into)[:, at[alike]]
             np.testing.assert_array_equal(mine, theirs)
-    for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift"):
+    for kind in (
+        Collective.ALL_REDUCE,
+        Collective.ALL_GATHER,
+        Collective.REDUCE_SCATTER,
+        Collective.ALL_TO_ALL,
+        Collective.SHIFT,
+    ):
         for g, run in enumerate(of):
             assert fine.seconds(kind, run, 1e6) == whole.seconds(kind, (g,), 1e6)
     for g, h in itertools.permutations(range(len(of)), 2):
         turned = (*of[g], *of[h], *of[h], *of[g])
-        assert fine.seconds("permute", turned, 1e6) == whole.seconds("permute", (g, h, h, g), 1e6)
+        assert fine.seconds(Collective.PERMUTE, turned, 1e6) == whole.seconds(Collective.PERMUTE, (g, h, h, g), 1e6)
 
 
 @pytest.mark.parametrize(("name", "split"), CASES[2:3] + CASES[4:7], ids=str)
@@ -82,7 +88,7 @@ def test_programs_take_the_seconds_that_they_are_priced_at(name: str, split: dic
             continue
         steps = fine.program(shape, nbytes, before, after)
         assert sum(s.seconds for s in steps) == pytest.approx(price, rel=1e-6, abs=1e-10)
-        assert sum(fine.seconds(s.kind, s.over, s.nbytes) for s in steps if s.kind != "slice") == pytest.approx(
+        assert sum(fine.seconds(s.kind, s.over, s.nbytes) for s in steps if s.kind != Collective.SLICE) == pytest.approx(
             price, rel=1e-6, abs=1e-10
         )
         if steps:

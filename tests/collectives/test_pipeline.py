@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from shardplan.collectives import parse, program_seconds, synthesize
 from shardplan.cost import Network
+from shardplan.ir import Collective
 from shardplan.mesh import Cluster, Level, factors
 from tests.collectives.pipeline import _stages, best_chunks, pipelined_seconds
 from tests.machines import launchless
@@ -64,6 +65,14 @@ def test_levels_are_busy_as_long_as_the_slope_says():
     draw = random.Random(0)
     for spec in ("gcp-a100:2", "dgx-h100:4", "gcp-v100:2", "2x2x4"):
         net = Network(Cluster.load(spec), factors(Cluster.load(spec)))
-        for kind in ("all_reduce", "reduce_scatter", "all_gather", "reduce", "broadcast", "shift", "all_to_all"):
+        for kind in (
+            Collective.ALL_REDUCE,
+            Collective.REDUCE_SCATTER,
+            Collective.ALL_GATHER,
+            Collective.REDUCE,
+            Collective.BROADCAST,
+            Collective.SHIFT,
+            Collective.ALL_TO_ALL,
+        ):
             over = tuple(sorted(draw.sample(range(len(net.factors)), draw.randint(1, len(net.factors)))))
             assert net.busy(kind, over).max(axis=1) == pytest.approx(net.lines(kind, over)[:, 1])

@@ -23,6 +23,7 @@ from shardplan.collectives.ranking import entries, payloads, shape_of
 from shardplan.collectives.states import Space
 from shardplan.cost import Network
 from shardplan.errors import ReductionError
+from shardplan.ir import Collective
 from shardplan.mesh import Cluster, Interconnect, Level, factors
 from shardplan.mesh.machine import Kind
 from tests.machines import launchless
@@ -65,7 +66,7 @@ def true_payloads(program, shape: tuple[int, ...]) -> tuple[float, ...]:
     from shardplan.collectives import groups
 
     for step, before, after in zip(program.steps, contexts, contexts[1:], strict=False):
-        held = after if step.collective == "AllGather" else before
+        held = after if step.collective == Collective.ALL_GATHER else before
         result.append(max(space.chunks(held[g[0]]).bit_count() for g in groups(shape, step)) / space.k)
     return tuple(result)
 
@@ -88,7 +89,7 @@ def test_the_best_is_never_slower_than_one_all_reduce(net: Network, nbytes: floa
     for r in range(1, len(everything) + 1):
         for over in itertools.combinations(everything, r):
             seconds, program = best_reduction(net, over, nbytes)
-            flat = float(net.seconds("all_reduce", over, nbytes))
+            flat = float(net.seconds(Collective.ALL_REDUCE, over, nbytes))
             assert seconds <= flat * (1 + 1e-12)
             if len(program.steps) == 1:
                 assert seconds == pytest.approx(flat)
@@ -148,7 +149,7 @@ def test_best_first_goes_as_deep_as_one_likes():
     for nbytes in (1e4, 1e9):
         seconds, program = best_reduction(net, (0, 1, 2, 3), nbytes)
         replay(program, (2, 2, 2, 4))
-        assert seconds <= float(net.seconds("all_reduce", (0, 1, 2, 3), nbytes))
+        assert seconds <= float(net.seconds(Collective.ALL_REDUCE, (0, 1, 2, 3), nbytes))
         assert best_reduction(net, (0, 1, 2, 3), nbytes) == (seconds, program)
 
 
@@ -157,9 +158,9 @@ def test_best_first_goes_as_deep_as_one_likes():
 def test_a_sharded_goal_costs_no_more_than_the_whole(net: Network, nbytes: float):
     over = tuple(range(len(net.factors)))
     whole = search(net, over, nbytes, algorithm="ring")[0]
-    natural = search(net, over, nbytes, algorithm="ring", goal="reduce_scatter")
-    replay(natural[1], shape_of(net, entries(net, over)), "reduce_scatter")
-    gather = search(net, over, nbytes, algorithm="ring", goal="all_gather")
+    natural = search(net, over, nbytes, algorithm="ring", goal=Collective.REDUCE_SCATTER)
+    replay(natural[1], shape_of(net, entries(net, over)), Collective.REDUCE_SCATTER)
+    gather = search(net, over, nbytes, algorithm="ring", goal=Collective.ALL_GATHER)
     assert whole <= natural[0] + gather[0] + 1e-12  # one after the other is an all-reduce
 
 

@@ -22,7 +22,7 @@ from shardplan.collectives.reshard import Resharder
 from shardplan.collectives.states import Goal
 from shardplan.collectives.step import Step
 from shardplan.cost import Network
-from shardplan.ir import Layout
+from shardplan.ir import Collective, Layout
 from shardplan.mesh import Cluster, factors
 from tests.machines import launchless
 
@@ -110,14 +110,14 @@ def test_every_step_finds_what_it_needs_in_its_group(move: tuple[str, tuple[int,
     sizes = resharder(cluster).sizes
     for step in program(cluster, shape, before, after) or ():
         reduced = set(step.before.partial) - set(step.after.partial)
-        if step.kind in ("all_reduce", "reduce_scatter"):
+        if step.kind in (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER):
             assert reduced == set(step.over)
         else:
             assert step.before.partial == step.after.partial
         assert set(step.after.partial) <= set(step.before.partial)
         for at in itertools.product(*map(range, sizes)):
             wanted = _held(step.after, shape, sizes, at)
-            if step.kind in ("all_reduce", "reduce_scatter"):  # every member has a term of all of it
+            if step.kind in (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER):  # every member has a term of all of it
                 for other in _group(at, step.over, sizes):
                     assert not np.any(wanted & ~_held(step.before, shape, sizes, other))
             else:
@@ -154,8 +154,8 @@ def test_the_price_is_the_sum_of_the_steps(move: tuple[str, tuple[int, ...], int
     assert price == pytest.approx(sum(s.seconds for s in steps), abs=1e-11)
     for step in steps:
         local = {k: _local(own, getattr(step, k)) for k in ("before", "after")}
-        moved = nbytes * local["after" if step.kind == "all_gather" else "before"]
-        if step.kind == "slice":
+        moved = nbytes * local["after" if step.kind == Collective.ALL_GATHER else "before"]
+        if step.kind == Collective.SLICE:
             assert step.seconds == 0
         else:
             assert step.nbytes == pytest.approx(moved)
@@ -214,7 +214,7 @@ def _collectives_from(space: LayoutSpace, state: int) -> dict[int, tuple[float, 
             continue
         if target == state:
             continue
-        moved = 0.0 if kind == "slice" else float(space.local[target if kind == "all_gather" else state])
+        moved = 0.0 if kind == Collective.SLICE else float(space.local[target if kind == Collective.ALL_GATHER else state])
         if target not in best or (len(set(over)), moved) < (len(set(best[target][1][1])), best[target][0]):
             best[target] = moved, (kind, over)
     return best
@@ -264,8 +264,11 @@ def test_only_the_minormost_factor_leaves_by_a_plain_gather() -> None:
     space = own.space((8,))
     both = space.of(Layout(((0, 1),)))
     ways = {f: [(s.kind, s.over) for s in own.program((1024,), 2**30, both, space.of(Layout(((f,),))))] for f in (0, 1)}
-    assert ways[0] == [("all_gather", (1,))]
-    assert ways[1] in ([("permute", (0, 1, 1, 0)), ("all_gather", (0,))], [("all_gather", (0, 1)), ("slice", ())])
+    assert ways[0] == [(Collective.ALL_GATHER, (1,))]
+    assert ways[1] in (
+        [(Collective.PERMUTE, (0, 1, 1, 0)), (Collective.ALL_GATHER, (0,))],
+        [(Collective.ALL_GATHER, (0, 1)), (Collective.SLICE, ())],
+    )
 
 
 def test_a_large_gradient_is_reduced_in_parts() -> None:
@@ -273,7 +276,11 @@ def test_a_large_gradient_is_reduced_in_parts() -> None:
     own = resharder("gcp-a100:4")  # one NIC a node
     space = own.space((8, 8))
     steps = own.program((4096, 4096), 2**26, space.of(Layout(((), ()), (0, 1))), space.of(Layout(((), ()))))
-    assert [(s.kind, s.over) for s in steps] == [("reduce_scatter", (1,)), ("all_reduce", (0,)), ("all_gather", (1,))]
+    assert [(s.kind, s.over) for s in steps] == [
+        (Collective.REDUCE_SCATTER, (1,)),
+        (Collective.ALL_REDUCE, (0,)),
+        (Collective.ALL_GATHER, (1,)),
+    ]
 
 
 CLUSTERS = ["8x8", "2x4", "8", "2x2x2", "4x2x8", "dgx-h100:4", "gcp-a100:4", "gcp-v100:4", "gb200-nvl72:4"]
@@ -289,19 +296,22 @@ def test_a_sum_pays_for_the_best_program_of_its_bytes(cluster: str, shape: tuple
     whole = space.of(Layout(((),) * len(shape)))
     for over in _subsets(range(len(own.sizes))):
         steps = own.program(shape, nbytes, space.of(Layout(((),) * len(shape), over)), whole)
-        price, best = sum(s.seconds for s in steps), _best(own, over, "all_reduce", nbytes)
+        price, best = sum(s.seconds for s in steps), _best(own, over, Collective.ALL_REDUCE, nbytes)
         assert price == pytest.approx(best, rel=1e-9) or (price < best and _beyond_the_language(steps, over))
 
 
 @pytest.mark.parametrize("cluster", [c for c in CLUSTERS if c != "8"])
-@pytest.mark.parametrize("goal", ["reduce_scatter", "all_gather"])
+@pytest.mark.parametrize("goal", [Collective.REDUCE_SCATTER, Collective.ALL_GATHER])
 def test_shards_too_are_made_and_gathered_by_the_best_program(cluster: str, goal: Goal) -> None:
     own = resharder(cluster)
     every = tuple(range(len(own.sizes)))
     shape = (int(np.prod(own.sizes)), 1024)
     space = own.space((8, 8))
-    scattered, other = space.of(Layout((every, ()))), space.of(Layout(((), ()), every if goal == "reduce_scatter" else ()))
-    ends = (other, scattered) if goal == "reduce_scatter" else (scattered, other)
+    scattered, other = (
+        space.of(Layout((every, ()))),
+        space.of(Layout(((), ()), every if goal == Collective.REDUCE_SCATTER else ())),
+    )
+    ends = (other, scattered) if goal == Collective.REDUCE_SCATTER else (scattered, other)
     for nbytes in (64, 2**14, 2**20, 2**30):
         price = sum(s.seconds for s in own.program(shape, nbytes, *ends))
         best = _best(own, every, goal, nbytes)
@@ -317,12 +327,12 @@ def test_a_step_names_the_program_that_it_is_priced_as() -> None:
     own = resharder(launchless(Cluster.load("gcp-a100:4")))
     space = own.space((8,))
     (few,) = own.program((4,), 16, space.of(Layout(((),), (0, 1))), space.of(Layout(((),))))
-    assert (few.kind, few.over) == ("all_reduce", (0, 1))
+    assert (few.kind, few.over) == (Collective.ALL_REDUCE, (0, 1))
     in_nodes = "(node.0, InsideGroup, Reduce) (node.0, Master(root), AllReduce) (node.0, InsideGroup, Broadcast)"
     assert few.program == f"node=2x2: {in_nodes}"
     _, more, _ = own.program((2**18,), 2**20, space.of(Layout(((),), (0, 1))), space.of(Layout(((),))))
     scattered = "(node.0, Parallel(root), ReduceScatter) (node.0, InsideGroup, AllReduce) (node.0, Parallel(root), AllGather)"
-    assert (more.kind, more.over, more.program) == ("all_reduce", (0,), f"node=2x2: {scattered}")
+    assert (more.kind, more.over, more.program) == (Collective.ALL_REDUCE, (0,), f"node=2x2: {scattered}")
 
 
 def test_a_tree_of_permutes_is_no_program_for_a_few_bytes_where_each_is_launched() -> None:
@@ -339,7 +349,11 @@ def _beyond_the_language(steps: tuple[Step, ...], over: tuple[int, ...]) -> bool
         return True
     for step in steps:
         inside = [i for i, f in enumerate(over) if f in step.over]
-        if step.kind in ("permute", "all_to_all", "slice") or set(step.over) - set(over) or inside[-1] - inside[0] >= len(inside):
+        if (
+            step.kind in (Collective.PERMUTE, Collective.ALL_TO_ALL, Collective.SLICE)
+            or set(step.over) - set(over)
+            or inside[-1] - inside[0] >= len(inside)
+        ):
             return True
     return False
 
@@ -356,7 +370,13 @@ def test_half_a_levels_bandwidth_doubles_its_bandwidth_term(level: int) -> None:
         for i, tier in enumerate(whole.levels)
     ]
     half = replace(whole, levels=tuple(changed))
-    for kind in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "shift"):
+    for kind in (
+        Collective.ALL_REDUCE,
+        Collective.REDUCE_SCATTER,
+        Collective.ALL_GATHER,
+        Collective.ALL_TO_ALL,
+        Collective.SHIFT,
+    ):
         fast, slow = (Network(c, factors(c)).lines(kind, (level,)) for c in (whole, half))
         other, same = (Network(c, factors(c)).lines(kind, (1 - level,)) for c in (whole, half))
         assert np.allclose(slow[:, 1], 2 * fast[:, 1]), kind

@@ -10,60 +10,65 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardplan.collectives.states import COLLECTIVES, Clash, Collective, Space
+from shardplan.collectives.states import COLLECTIVES, Clash, P2Collective, Space
+from shardplan.ir import Collective
 
 SPACE = Space(2)
 
 
-def apply(collective: Collective, *states: str) -> list[str] | str:
+def apply(collective: P2Collective, *states: str) -> list[str] | str:
     result = SPACE.apply(collective, [SPACE.parse(s) for s in states])
     return result.reason if isinstance(result, Clash) else [SPACE.show(s) for s in result]
 
 
 def test_rules_on_states_that_meet_them():
-    assert apply("AllReduce", "10/10", "01/01") == ["11/11", "11/11"]
-    assert apply("AllReduce", "10/00", "01/00") == ["11/00", "11/00"]
-    assert apply("ReduceScatter", "10/10", "01/01") == ["11/00", "00/11"]
-    assert apply("AllGather", "11/00", "00/11") == ["11/11", "11/11"]
-    assert apply("Reduce", "10/10", "01/01") == ["11/11", "00/00"]
-    assert apply("Broadcast", "11/11", "00/00") == ["11/11", "11/11"]
-    assert apply("Broadcast", "11/11", "01/01") == ["11/11", "11/11"]
+    assert apply(Collective.ALL_REDUCE, "10/10", "01/01") == ["11/11", "11/11"]
+    assert apply(Collective.ALL_REDUCE, "10/00", "01/00") == ["11/00", "11/00"]
+    assert apply(Collective.REDUCE_SCATTER, "10/10", "01/01") == ["11/00", "00/11"]
+    assert apply(Collective.ALL_GATHER, "11/00", "00/11") == ["11/11", "11/11"]
+    assert apply(Collective.REDUCE, "10/10", "01/01") == ["11/11", "00/00"]
+    assert apply(Collective.BROADCAST, "11/11", "00/00") == ["11/11", "11/11"]
+    assert apply(Collective.BROADCAST, "11/11", "01/01") == ["11/11", "11/11"]
 
 
 @pytest.mark.parametrize(
     ("collective", "states", "why"),
     [
-        ("AllReduce", ("10/10", "11/11"), "both hold the contribution of device 0 to chunk 0, which would be reduced twice"),
-        ("AllReduce", ("10/00", "00/01"), "members 0 and 1 hold different chunks, {0} and {1}"),
-        ("ReduceScatter", ("10/00", "01/00"), "1 chunks do not divide among 2 members"),
-        ("ReduceScatter", ("10/10", "00/00"), "hold different chunks, {0, 1} and {}"),
-        ("Reduce", ("10/10", "10/01"), "both hold the contribution of device 0 to chunk 0"),
-        ("AllGather", ("11/00", "01/00"), "members 0 and 1 both hold chunk 0"),
-        ("AllGather", ("11/00", "00/00"), "members 0 and 1 hold 1 and 0 chunks, not the same number"),
-        ("Broadcast", ("10/10", "00/01"), "member 1 holds contributions to chunk 1 that the root lacks"),
-        ("Broadcast", ("11/11", "11/11"), "nobody in the group learns anything"),
+        (
+            Collective.ALL_REDUCE,
+            ("10/10", "11/11"),
+            "both hold the contribution of device 0 to chunk 0, which would be reduced twice",
+        ),
+        (Collective.ALL_REDUCE, ("10/00", "00/01"), "members 0 and 1 hold different chunks, {0} and {1}"),
+        (Collective.REDUCE_SCATTER, ("10/00", "01/00"), "1 chunks do not divide among 2 members"),
+        (Collective.REDUCE_SCATTER, ("10/10", "00/00"), "hold different chunks, {0, 1} and {}"),
+        (Collective.REDUCE, ("10/10", "10/01"), "both hold the contribution of device 0 to chunk 0"),
+        (Collective.ALL_GATHER, ("11/00", "01/00"), "members 0 and 1 both hold chunk 0"),
+        (Collective.ALL_GATHER, ("11/00", "00/00"), "members 0 and 1 hold 1 and 0 chunks, not the same number"),
+        (Collective.BROADCAST, ("10/10", "00/01"), "member 1 holds contributions to chunk 1 that the root lacks"),
+        (Collective.BROADCAST, ("11/11", "11/11"), "nobody in the group learns anything"),
     ],
 )
-def test_rules_refuse_what_breaks_them_with_the_reason(collective: Collective, states: tuple[str, str], why: str):
+def test_rules_refuse_what_breaks_them_with_the_reason(collective: P2Collective, states: tuple[str, str], why: str):
     result = apply(collective, *states)
     assert isinstance(result, str), result
     assert why in result
 
 
-def literal(collective: Collective, s: Any) -> Any:
+def literal(collective: P2Collective, s: Any) -> Any:
     """Figure 8 word for word on boolean matrices [devices, chunk, contributor]; None where a premise fails."""
     n = len(s)
     rows = s.any(axis=2)
     pairs = list(itertools.combinations(range(n), 2))
-    if collective in ("AllReduce", "ReduceScatter", "Reduce"):
+    if collective in (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER, Collective.REDUCE):
         if any((rows[i] != rows[j]).any() for i, j in pairs):
             return None
         if any((s[i] & s[j]).any() for i, j in pairs):
             return None
         total = s.any(axis=0)
-        if collective == "AllReduce":
+        if collective == Collective.ALL_REDUCE:
             return np.stack([total] * n)
-        if collective == "Reduce":
+        if collective == Collective.REDUCE:
             return np.stack([total] + [np.zeros_like(total)] * (n - 1))
         held = np.flatnonzero(rows[0])
         if len(held) % n:
@@ -72,7 +77,7 @@ def literal(collective: Collective, s: Any) -> Any:
         for i, block in enumerate(np.split(held, n)):
             out[i, block] = total[block]
         return out
-    if collective == "AllGather":
+    if collective == Collective.ALL_GATHER:
         if any((rows[i] & rows[j]).any() for i, j in pairs) or len({int(r.sum()) for r in rows}) > 1:
             return None
         return np.stack([s.any(axis=0)] * n)

@@ -14,9 +14,10 @@ from shardplan.collectives import Reduction, ReductionError, replay, synthesize
 from shardplan.collectives.dsl import Refusal, advance, groups, instructions
 from shardplan.collectives.states import COLLECTIVES, Clash, Goal, Space
 from shardplan.collectives.synthesis import Walks, _synthesize, chunk_order
+from shardplan.ir import Collective
 
 
-def unpruned(shape: tuple[int, ...], size: int, goal: Goal = "all_reduce") -> set[Reduction]:
+def unpruned(shape: tuple[int, ...], size: int, goal: Goal = Collective.ALL_REDUCE) -> set[Reduction]:
     """Every sequence of instructions tried one by one, nothing shared and nothing cut off."""
     space = Space(math.prod(shape))
     result: set[Reduction] = set()
@@ -37,13 +38,13 @@ def unpruned(shape: tuple[int, ...], size: int, goal: Goal = "all_reduce") -> se
 
 @pytest.mark.parametrize(("shape", "size"), [((4,), 3), ((2, 2), 3), ((3, 2), 3), ((2, 2, 2), 2)])
 def test_pruning_loses_no_program(shape: tuple[int, ...], size: int):
-    assert set(_synthesize(shape, size, "all_reduce", None)) == unpruned(shape, size)
+    assert set(_synthesize(shape, size, Collective.ALL_REDUCE, None)) == unpruned(shape, size)
 
 
 @pytest.mark.slow
 def test_pruning_loses_no_long_program():
-    assert set(_synthesize((2, 2), 4, "all_reduce", None)) == unpruned((2, 2), 4)
-    for goal in ("reduce_scatter", "all_gather"):
+    assert set(_synthesize((2, 2), 4, Collective.ALL_REDUCE, None)) == unpruned((2, 2), 4)
+    for goal in (Collective.REDUCE_SCATTER, Collective.ALL_GATHER):
         assert set(_synthesize((2, 2), 4, goal, None)) == unpruned((2, 2), 4, goal)
 
 
@@ -70,7 +71,7 @@ def test_what_is_seen_at_a_glance_leaves_nothing_out(shape: tuple[int, ...], goa
     assert ended
 
 
-@pytest.mark.parametrize("goal", ["all_reduce", "all_gather"])
+@pytest.mark.parametrize("goal", [Collective.ALL_REDUCE, Collective.ALL_GATHER])
 @pytest.mark.parametrize("shape", [(2,), (2, 2), (3, 2), (2, 3), (2, 2, 2)], ids=str)
 def test_what_is_promising_is_all_that_leads_to_the_end(shape: tuple[int, ...], goal: Goal):
     """All contexts there are, after however many steps: the proof of what `Walks.promising` says."""
@@ -101,13 +102,13 @@ def test_counts_by_depth_and_size():
 
 @pytest.mark.parametrize("shape", [(2,), (7,), (2, 3), (3, 3), (2, 8), (4, 4), (6, 2)])
 def test_the_sizes_of_the_levels_do_not_matter(shape: tuple[int, ...]):
-    assert set(_synthesize(shape, 5, "all_reduce", None)) == set(synthesize(len(shape)))
+    assert set(_synthesize(shape, 5, Collective.ALL_REDUCE, None)) == set(synthesize(len(shape)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(2, 2, 3), (2, 3, 2), (3, 2, 2), (2, 2, 4), (3, 3, 3), (2, 16), (8, 8)])
 def test_the_sizes_of_larger_levels_do_not_matter_either(shape: tuple[int, ...]):
-    assert set(_synthesize(shape, 5, "all_reduce", None)) == set(synthesize(len(shape)))
+    assert set(_synthesize(shape, 5, Collective.ALL_REDUCE, None)) == set(synthesize(len(shape)))
 
 
 def test_every_program_reaches_its_target_state():
@@ -130,18 +131,18 @@ def test_a_program_less_one_step_or_with_one_step_changed_is_refused():
 
 
 def test_a_sharded_goal_needs_no_gather():
-    flat, nested = synthesize(2, goal="reduce_scatter")
+    flat, nested = synthesize(2, goal=Collective.REDUCE_SCATTER)
     assert (flat.short, nested.short) == ("ReduceScatter", "ReduceScatter-ReduceScatter")
-    (inner_first,) = synthesize(2, goal="reduce_scatter", order=(1, 0))
+    (inner_first,) = synthesize(2, goal=Collective.REDUCE_SCATTER, order=(1, 0))
     assert inner_first.text(("n", "g")) == "(n, InsideGroup, ReduceScatter) (n, Parallel(root), ReduceScatter)"
     for shape in ((2, 2), (3, 2), (2, 4)):
-        replay(inner_first, shape, "reduce_scatter", chunk_order(shape, (1, 0)))
-        with pytest.raises(ReductionError, match="ends short of its goal, reduce_scatter"):
-            replay(inner_first, shape, "reduce_scatter")
+        replay(inner_first, shape, Collective.REDUCE_SCATTER, chunk_order(shape, (1, 0)))
+        with pytest.raises(ReductionError, match="ends short of its goal, reduce-scatter"):
+            replay(inner_first, shape, Collective.REDUCE_SCATTER)
 
 
 def test_gathers_start_from_shards():
-    for program in synthesize(2, goal="all_gather"):
-        assert "Reduce" not in {step.collective for step in program.steps}
-        replay(program, (3, 2), "all_gather")
-    assert synthesize(2, goal="all_gather")[0].short == "AllGather"
+    for program in synthesize(2, goal=Collective.ALL_GATHER):
+        assert Collective.REDUCE not in {step.collective for step in program.steps}
+        replay(program, (3, 2), Collective.ALL_GATHER)
+    assert synthesize(2, goal=Collective.ALL_GATHER)[0].short == "AllGather"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -13,14 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardplan.cost import Network, wire_bytes
-from shardplan.cost.network import Collective, _all_to_all, binary_tree, binomial_rounds
+from shardplan.cost.network import _all_to_all, binary_tree, binomial_rounds
 from shardplan.errors import ClusterError
+from shardplan.ir import Collective
 from shardplan.mesh import Cluster, Interconnect, Level, factors
 from shardplan.mesh.machine import Kind
 from tests.machines import launchless
 
 DEVICE = launchless(Cluster.load("8")).device
-KINDS: tuple[Collective, ...] = get_args(Collective)
+KINDS = (
+    Collective.ALL_REDUCE, Collective.REDUCE_SCATTER, Collective.ALL_GATHER, Collective.ALL_TO_ALL,
+    Collective.PERMUTE, Collective.SHIFT, Collective.REDUCE, Collective.BROADCAST,
+)  # fmt: skip
 # two nodes of four, a byte per second out of a node and four into a GPU: slopes can be counted by hand
 SLOW = Cluster("slow", (Level("node", 2, 1.0, 10.0), Level("gpu", 4, 4.0, 1.0)), DEVICE)
 
@@ -50,28 +53,28 @@ def networks(draw: st.DrawFn) -> Network:
 
 def named(kind: Collective, over: tuple[int, ...]) -> tuple[int, ...]:
     """The factors of a collective; of a permute, to the reversed order."""
-    return (*over, *reversed(over)) if kind == "permute" else over
+    return (*over, *reversed(over)) if kind == Collective.PERMUTE else over
 
 
 def test_lines_counted_by_hand():
     net = network(SLOW)
     # a ring of 8 sends 2 * 7/8 out of each node; its way around is 6 local and 2 remote hops
-    assert net.lines("all_reduce", (0, 1), algorithm="ring").tolist() == [[7 / 4 * 26, 7 / 4]]
+    assert net.lines(Collective.ALL_REDUCE, (0, 1), algorithm="ring").tolist() == [[7 / 4 * 26, 7 / 4]]
     # four groups of two leave each node together
-    assert net.lines("all_reduce", (0,), algorithm="ring").tolist() == [[20.0, 4.0]]
-    assert net.lines("reduce_scatter", (1,)).tolist() == [[3.0, 3 / 4 / 4]]
-    assert net.lines("all_gather", (0, 1)).tolist() == [[7 / 8 * 26, 7 / 8]]
+    assert net.lines(Collective.ALL_REDUCE, (0,), algorithm="ring").tolist() == [[20.0, 4.0]]
+    assert net.lines(Collective.REDUCE_SCATTER, (1,)).tolist() == [[3.0, 3 / 4 / 4]]
+    assert net.lines(Collective.ALL_GATHER, (0, 1)).tolist() == [[7 / 8 * 26, 7 / 8]]
     # each of four devices sends half of its bytes across
-    assert net.lines("all_to_all", (0, 1)).tolist() == [[10.0 + 6, 2.0]]
+    assert net.lines(Collective.ALL_TO_ALL, (0, 1)).tolist() == [[10.0 + 6, 2.0]]
     # places 1 and 3 of node 0 move to node 1, and as many back; the others stay in their node
-    assert net.lines("permute", (0, 1, 1, 0)).tolist() == [[10.0, 2.0]]
-    assert net.lines("shift", (1,)).tolist() == [[1.0, 1 / 4]]
+    assert net.lines(Collective.PERMUTE, (0, 1, 1, 0)).tolist() == [[10.0, 2.0]]
+    assert net.lines(Collective.SHIFT, (1,)).tolist() == [[1.0, 1 / 4]]
     # by rows one block crosses, by columns every second device sends to the other node, and as many come back
-    assert net.lines("shift", (0, 1)).tolist() == [[10.0, 1.0]]
-    assert net.lines("shift", (1, 0)).tolist() == [[10.0, 4.0]]
+    assert net.lines(Collective.SHIFT, (0, 1)).tolist() == [[10.0, 1.0]]
+    assert net.lines(Collective.SHIFT, (1, 0)).tolist() == [[10.0, 4.0]]
     # two nodes in a double tree: all bytes each way over the NIC once; chains of three hops inside
     # and both on the one connection between the nodes, of which a tree reaches 0.65
-    assert net.lines("all_reduce", (0, 1), algorithm="tree").tolist() == [[2 * (3 + 10), 1 / 0.65]]
+    assert net.lines(Collective.ALL_REDUCE, (0, 1), algorithm="tree").tolist() == [[2 * (3 + 10), 1 / 0.65]]
 
 
 def test_every_instruction_costs_a_launch():
@@ -82,8 +85,9 @@ def test_every_instruction_costs_a_launch():
         over = named(kind, (0, 1))
         assert (net.lines(kind, over) - bare.lines(kind, over)).tolist() == [[100.0, 0.0]] * len(net.lines(kind, over))
     counts: tuple[tuple[Collective, tuple[int, ...], int], ...] = (
-        ("reduce", (), 3), ("broadcast", (), 3), ("all_reduce", (), 1), ("all_gather", (), 1),
-        ("all_reduce", (0,), 2 * 3), ("reduce_scatter", (0,), 3), ("all_gather", (0,), 3), ("reduce", (0,), 2),
+        (Collective.REDUCE, (), 3), (Collective.BROADCAST, (), 3), (Collective.ALL_REDUCE, (), 1), (Collective.ALL_GATHER, (), 1),
+        (Collective.ALL_REDUCE, (0,), 2 * 3), (Collective.REDUCE_SCATTER, (0,), 3), (Collective.ALL_GATHER, (0,), 3),
+        (Collective.REDUCE, (0,), 2),
     )  # fmt: skip
     for kind, first, count in counts:
         over = (1,) if first else (0, 1)
@@ -93,16 +97,16 @@ def test_every_instruction_costs_a_launch():
 
 def test_a_file_without_the_launch_of_a_collective_gets_that_of_a_kernel():
     silent = replace(SLOW, device=replace(DEVICE, launch_s=0.5, collective_launch_s=None))
-    assert network(silent).lines("shift", (1,)).tolist() == [[1.5, 1 / 4]]
+    assert network(silent).lines(Collective.SHIFT, (1,)).tolist() == [[1.5, 1 / 4]]
     assert Cluster.from_toml(silent.to_toml()).device == silent.device
 
 
 def test_strided_groups_share_the_link_of_their_node():
     net = network(SLOW, {"gpu": (2, 2)})
-    whole, half, one = (net.lines("all_reduce", over, algorithm="ring")[0, 1] for over in ((0, 1, 2), (0, 2), (0,)))
+    whole, half, one = (net.lines(Collective.ALL_REDUCE, over, algorithm="ring")[0, 1] for over in ((0, 1, 2), (0, 2), (0,)))
     assert half == pytest.approx(2 * (3 / 4) * 2)  # two groups a node
     assert (whole, one) == (7 / 4, 4.0)
-    masters = net.lines("all_reduce", (0,), first=(1, 2), algorithm="ring")[0, 1]
+    masters = net.lines(Collective.ALL_REDUCE, (0,), first=(1, 2), algorithm="ring")[0, 1]
     assert masters == 1.0  # one group alone
 
 
@@ -157,46 +161,46 @@ def test_an_all_to_all_without_its_messages_is_the_same(net: Network):
         members = net.groups(part)
         if members.shape[1] < 2 or any(level.kind == "ring" for level in net.cluster.levels):
             continue
-        (whole,) = _all_to_all(net, "all_to_all", members, part)
-        line = net.lines("all_to_all", part)[0]
+        (whole,) = _all_to_all(net, Collective.ALL_TO_ALL, members, part)
+        line = net.lines(Collective.ALL_TO_ALL, part)[0]
         assert line == pytest.approx([whole.latency_s, net._slope(whole, part, tree=False)], rel=1e-9)
 
 
 def test_one_device_drives_one_rail():
     railed = replace(SLOW, levels=(replace(SLOW.levels[0], rails=4), SLOW.levels[1]))
     a, b = network(SLOW), network(railed)
-    assert a.lines("all_reduce", (0, 1)).tolist() == b.lines("all_reduce", (0, 1)).tolist()  # all four drive
+    assert a.lines(Collective.ALL_REDUCE, (0, 1)).tolist() == b.lines(Collective.ALL_REDUCE, (0, 1)).tolist()  # all four drive
     # four groups, a rail each: for rings that is as good as a quarter of the link, a tree does not fill a rail alone
-    assert a.lines("all_reduce", (0,))[0].tolist() == b.lines("all_reduce", (0,))[0].tolist()
-    assert a.lines("all_reduce", (0,))[1, 1] == pytest.approx(0.65 * b.lines("all_reduce", (0,))[1, 1])
-    masters = b.lines("all_reduce", (0,), first=(1,), algorithm="ring")[0, 1]
-    assert masters == 4 * a.lines("all_reduce", (0,), first=(1,), algorithm="ring")[0, 1]
+    assert a.lines(Collective.ALL_REDUCE, (0,))[0].tolist() == b.lines(Collective.ALL_REDUCE, (0,))[0].tolist()
+    assert a.lines(Collective.ALL_REDUCE, (0,))[1, 1] == pytest.approx(0.65 * b.lines(Collective.ALL_REDUCE, (0,))[1, 1])
+    masters = b.lines(Collective.ALL_REDUCE, (0,), first=(1,), algorithm="ring")[0, 1]
+    assert masters == 4 * a.lines(Collective.ALL_REDUCE, (0,), first=(1,), algorithm="ring")[0, 1]
 
 
 def test_a_ring_of_links_is_shared_by_strided_groups():
     ring = Cluster("ring", (Level("gpu", 8, 1.0, 1.0, "ring"),), DEVICE)
     net = network(ring, {"gpu": (4, 2)})
-    assert net.lines("all_gather", (0, 1))[0, 1] == 7 / 8
-    assert net.lines("all_gather", (0,))[0, 1] == 2 * 3 / 4  # two groups of stride two on the same links
+    assert net.lines(Collective.ALL_GATHER, (0, 1))[0, 1] == 7 / 8
+    assert net.lines(Collective.ALL_GATHER, (0,))[0, 1] == 2 * 3 / 4  # two groups of stride two on the same links
 
 
 def test_trees_suit_small_messages_and_rings_large_ones():
     net = network(Cluster.load("dgx-h100:16"))
-    ring, tree = (net.seconds("all_reduce", (0, 1), [8.0, 1e10], algorithm=a) for a in ("ring", "tree"))
+    ring, tree = (net.seconds(Collective.ALL_REDUCE, (0, 1), [8.0, 1e10], algorithm=a) for a in ("ring", "tree"))
     assert tree[0] < ring[0]
     assert ring[1] < tree[1]
-    assert net.seconds("all_reduce", (0, 1), [8.0, 1e10]).tolist() == [tree[0], ring[1]]
+    assert net.seconds(Collective.ALL_REDUCE, (0, 1), [8.0, 1e10]).tolist() == [tree[0], ring[1]]
 
 
 def test_seconds_keep_the_shape_of_the_bytes():
     net = network(SLOW)
-    assert net.seconds("all_reduce", (0,), np.ones((3, 2))).shape == (3, 2)
-    assert net.seconds("all_reduce", (0,), 1.0).shape == ()
+    assert net.seconds(Collective.ALL_REDUCE, (0,), np.ones((3, 2))).shape == (3, 2)
+    assert net.seconds(Collective.ALL_REDUCE, (0,), 1.0).shape == ()
 
 
 def test_the_order_of_the_factors_does_not_matter():
     net = network(SLOW, {"gpu": (2, 2)})
-    assert net.lines("all_reduce", (2, 0)).tolist() == net.lines("all_reduce", (0, 2)).tolist()
+    assert net.lines(Collective.ALL_REDUCE, (2, 0)).tolist() == net.lines(Collective.ALL_REDUCE, (0, 2)).tolist()
 
 
 @pytest.mark.parametrize("n", range(1, 40))
@@ -243,26 +247,35 @@ def test_the_groups_of_some_factors_cost_what_the_factors_do(net: Network, data:
     placed = grid.transpose(0, *(1 + inside.index(i) for i in over)).reshape(groups.shape)
     shifted = np.stack([placed[:, :-1].ravel(), placed[:, 1:].ravel()], axis=1)
     for kind in KINDS:
-        if kind != "permute":
-            rows = shifted if kind == "shift" else placed  # the members of a group in any order
+        if kind != Collective.PERMUTE:
+            rows = shifted if kind == Collective.SHIFT else placed  # the members of a group in any order
             seconds, crossed = net.among(kind, [[int(device) for device in row] for row in rows], nbytes)
             assert seconds == pytest.approx(float(net.seconds(kind, over, nbytes)), rel=1e-12)
             assert crossed == levels
     moved = np.stack([groups.ravel(), placed.ravel()], axis=1)
-    seconds, crossed = net.among("permute", moved.tolist(), nbytes)
+    seconds, crossed = net.among(Collective.PERMUTE, moved.tolist(), nbytes)
     assert seconds == 0.0 if np.array_equal(groups, placed) else seconds > 0
     assert crossed <= levels
     if crossed == levels:  # else it changes no place along some factor, which `over` need not have named
-        assert seconds == pytest.approx(float(net.seconds("permute", (*inside, *over), nbytes)), rel=1e-12)
+        assert seconds == pytest.approx(float(net.seconds(Collective.PERMUTE, (*inside, *over), nbytes)), rel=1e-12)
 
 
 def test_one_group_alone_reaches_no_more_than_its_connection() -> None:
     capped = replace(SLOW, levels=(replace(SLOW.levels[0], connection_bytes_per_s=0.5), SLOW.levels[1]))
     free, net = network(SLOW), network(capped)
     # a ring of all devices has one connection each way; four rings of two share the link, a quarter each
-    assert net.lines("all_reduce", (0, 1), algorithm="ring")[0, 1] == 2 * free.lines("all_reduce", (0, 1), algorithm="ring")[0, 1]
-    assert net.lines("all_reduce", (0,), algorithm="ring").tolist() == free.lines("all_reduce", (0,), algorithm="ring").tolist()
-    assert net.lines("all_reduce", (1,), algorithm="ring").tolist() == free.lines("all_reduce", (1,), algorithm="ring").tolist()
+    assert (
+        net.lines(Collective.ALL_REDUCE, (0, 1), algorithm="ring")[0, 1]
+        == 2 * free.lines(Collective.ALL_REDUCE, (0, 1), algorithm="ring")[0, 1]
+    )
+    assert (
+        net.lines(Collective.ALL_REDUCE, (0,), algorithm="ring").tolist()
+        == free.lines(Collective.ALL_REDUCE, (0,), algorithm="ring").tolist()
+    )
+    assert (
+        net.lines(Collective.ALL_REDUCE, (1,), algorithm="ring").tolist()
+        == free.lines(Collective.ALL_REDUCE, (1,), algorithm="ring").tolist()
+    )
 
 
 def test_a_second_interconnect_reaches_the_bandwidth_that_it_states() -> None:
@@ -271,5 +284,5 @@ def test_a_second_interconnect_reaches_the_bandwidth_that_it_states() -> None:
     closing = [replace(f, size=4) if f.level else f for f in factors(v100)]
     closing.append(replace(closing[-1], name="rest", size=2, stride=4))
     closing[1], closing[2] = closing[2], closing[1]
-    ring = [Network(c, tuple(closing)).lines("all_reduce", (2,), algorithm="ring")[0, 1] for c in (v100, slower)]
+    ring = [Network(c, tuple(closing)).lines(Collective.ALL_REDUCE, (2,), algorithm="ring")[0, 1] for c in (v100, slower)]
     assert ring[0] == ring[1] == pytest.approx(2 * 3 / 4 / 10.9e9)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import shardplan
-from shardplan.hlo.meter import Kind
+from shardplan.ir import Collective
 from shardplan.schedule import Compute, Move, Reblock, Scan, instructions_of
 from shardplan.verify.mutate import DroppingExplicitEmitter
 from shardplan.verify.one_for_one import folded
@@ -188,7 +188,7 @@ def test_what_xla_folds_is_known_and_what_was_not_handed_to_it_is_not_forgiven()
     assert found.passed
     assert found.folded
     bare = [replace(pair, folded=0) for pair in found.pairs]
-    handed: dict[tuple[str, Kind, int, int], int] = {(p.scope, p.kind, p.groups, p.nbytes): p.planned for p in bare}
+    handed: dict[tuple[str, Collective, int, int], int] = {(p.scope, p.kind, p.groups, p.nbytes): p.planned for p in bare}
     assert folded(bare, handed) == found.pairs
     assert not any(p.matched for p in folded(bare, {key: n + 1 for key, n in handed.items()}) if p.planned != p.compiled)
 

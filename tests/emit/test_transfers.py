@@ -19,7 +19,7 @@ from shardplan.collectives.reshard import Programs, Resharder
 from shardplan.cost import Network
 from shardplan.emit.stacked import partition_spec
 from shardplan.emit.transfers import Transfers
-from shardplan.ir import Factor, Layout, Reducer
+from shardplan.ir import Collective, Factor, Layout, Reducer
 from shardplan.mesh import Cluster
 from shardplan.mesh.factoring import factors
 from shardplan.schedule import Block, Move, Reblock
@@ -129,7 +129,7 @@ def test_one_factor_and_two_of_its_size_change_places(before: Any, after: Any) -
     bench = Bench(machine("4x4:slow"), {"gpu": (2, 2)})
     move = _move(bench, (16, 8), Layout(before), Layout(after))
     x = np.arange(128, dtype=np.float32).reshape(16, 8)
-    assert any(step.kind == "permute" for step in move.steps)
+    assert any(step.kind == Collective.PERMUTE for step in move.steps)
     assert np.array_equal(bench.moved(x, move), x), move.steps
 
 
@@ -141,7 +141,7 @@ def test_terms_of_a_sum_change_places_among_their_own() -> None:
         if before.partial != after.partial:
             continue
         move = _move(bench, shape, before, after)
-        found += any(step.kind == "permute" for step in move.steps)
+        found += any(step.kind == Collective.PERMUTE for step in move.steps)
         x = np.random.default_rng(found).integers(0, 9, (2, *shape)).astype(np.float32)
         assert np.array_equal(bench.moved(x, move), x), move.steps
     assert found > 2

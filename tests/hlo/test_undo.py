@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardplan import hlo
+from shardplan.ir import Collective
 
 ALL = "{{0,1,2,3,4,5,6,7}}"
 ROWS = "constant({0, 1, 2, 3, 4, 5, 6, 7})"
@@ -180,7 +181,7 @@ def test_widths_are_those_that_left_the_partitioner(
     before = hlo.measure(dump.read_text(), undo_cpu=False)
     assert text is not None
     after = hlo.measure(text)
-    scattered = after.kinds.get("reduce-scatter", hlo.KindTotal(0, 0.0)).wire_bytes
+    scattered = after.kinds.get(Collective.REDUCE_SCATTER, hlo.KindTotal(0, 0.0)).wire_bytes
     # An all-reduce is twice its reduce-scatter; everything else must be equal to the byte.
     assert after.wire_bytes + scattered == pytest.approx(before.wire_bytes, rel=1e-12)
     assert after.raw_wire_bytes > 1.5 * before.wire_bytes

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from shardplan.collectives.step import Step
 from shardplan.cost.overlap import NO_WINDOW, Window
 from shardplan.graph.nodes import Graph, Link, Node
-from shardplan.ir import Layout, Tensor
+from shardplan.ir import Collective, Layout, Tensor
 from shardplan.search.coarsening.coarsen import FREE, Coarse, Variable
 from shardplan.search.problem.pricing import Domain
 from shardplan.search.problem.problem import Problem
@@ -114,8 +114,8 @@ class Oracle:
                 else math.inf
             )
             if math.isfinite(bundled_s):
-                packed = step.nbytes / n if step.kind == "all_gather" else step.nbytes
-                unpacked = step.nbytes / n if step.kind == "reduce_scatter" else step.nbytes
+                packed = step.nbytes / n if step.kind == Collective.ALL_GATHER else step.nbytes
+                unpacked = step.nbytes / n if step.kind == Collective.REDUCE_SCATTER else step.nbytes
                 out_s = 0.0 if read.sliced else self._copy_s(unpacked)
                 ways.append(self._weighed(bundled_s, window) + self._copy_s(packed) - device.launch_s + out_s)
         return min(ways)
@@ -140,12 +140,12 @@ class Oracle:
         before, after = ([*layout.dims, *[()] * (rank - len(layout.dims))] for layout in (step.before, step.after))
         gone = [d for d in range(rank) if len(after[d]) < len(before[d])]
         new = [d for d in range(rank) if len(after[d]) > len(before[d])]
-        if step.kind == "all_gather" and behind(step.after, gone[0]):
+        if step.kind == Collective.ALL_GATHER and behind(step.after, gone[0]):
             yield step.nbytes / ways
             yield from [step.nbytes] if image else []
-        if step.kind == "reduce_scatter" and behind(step.before, new[0]):
+        if step.kind == Collective.REDUCE_SCATTER and behind(step.before, new[0]):
             yield step.nbytes / ways
-        if step.kind == "all_to_all":
+        if step.kind == Collective.ALL_TO_ALL:
             yield from [step.nbytes] * (behind(step.before, new[0]) + behind(step.after, gone[0]))
 
     def _part(self, shape: tuple[int, ...], state: int) -> float:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from shardplan.cost import Network
 from shardplan.graph.nodes import Traffic
-from shardplan.ir import Layout, Partial, Split, itemsize
+from shardplan.ir import Collective, Layout, Partial, Split, itemsize
 from shardplan.mesh import Device
 from shardplan.tdl import Call, Description, cut
 from shardplan.tdl.index import loops_of
@@ -159,8 +159,8 @@ def resharding_s(network: Network, shape: Sequence[int], nbytes: int, before: La
             if not _divides(shape, target[0], sizes):
                 continue
             bytes_here = nbytes / _parts(dims, sizes)
-            size = nbytes / _parts(target[0], sizes) if kind == "all_gather" else bytes_here
-            step_s = 0.0 if kind == "slice" else launch_s + float(network.seconds(kind, over, size))  # type: ignore[arg-type]
+            size = nbytes / _parts(target[0], sizes) if kind == Collective.ALL_GATHER else bytes_here
+            step_s = 0.0 if kind == Collective.SLICE else launch_s + float(network.seconds(kind, over, size))  # type: ignore[arg-type]
             if so_far + step_s < best.get(target, math.inf):
                 best[target] = so_far + step_s
                 heapq.heappush(queue, (so_far + step_s, target[0], tuple(sorted(target[1]))))
@@ -175,16 +175,16 @@ def _steps(dims: Dims, terms: frozenset[int], count: int) -> Iterator[tuple[str,
             kept, over = dims[d][:-n], dims[d][-n:]
             less = _with(dims, d, kept)
             if d == e:
-                yield "all_gather", over, less, terms
+                yield Collective.ALL_GATHER, over, less, terms
             elif n == 1:
-                yield "all_to_all", over, _with(less, e, (*less[e], *over)), terms
+                yield Collective.ALL_TO_ALL, over, _with(less, e, (*less[e], *over)), terms
     for d in range(len(dims)):
         for f in idle:
-            yield "slice", (f,), _with(dims, d, (*dims[d], f)), terms
+            yield Collective.SLICE, (f,), _with(dims, d, (*dims[d], f)), terms
         for over in _some(terms):
-            yield "reduce_scatter", over, _with(dims, d, (*dims[d], *over)), terms - set(over)
+            yield Collective.REDUCE_SCATTER, over, _with(dims, d, (*dims[d], *over)), terms - set(over)
     for over in _some(terms):
-        yield "all_reduce", over, dims, terms - set(over)
+        yield Collective.ALL_REDUCE, over, dims, terms - set(over)
 
 
 def _some(terms: frozenset[int]) -> Iterator[tuple[int, ...]]:

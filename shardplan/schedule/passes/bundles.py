@@ -18,6 +18,7 @@ import numpy as np
 from shardplan.collectives.reshard import Resharder
 from shardplan.cost import Network
 from shardplan.cost.overlap import SERIAL, Weights, weights_at
+from shardplan.ir import Collective
 from shardplan.schedule.changes import Change
 from shardplan.schedule.copies import Copies
 from shardplan.schedule.instructions import Block, Bundle, Hop, Instruction, Move, results_of, with_blocks
@@ -132,7 +133,11 @@ class _Bundling:
             return None  # moves with several steps split the buffer
         step = move.steps[0]
         change = Change.of(step)
-        over = {"all_reduce": step.over, "reduce_scatter": change.gained, "all_gather": change.lost}.get(step.kind)
+        over = {
+            Collective.ALL_REDUCE: step.over,
+            Collective.REDUCE_SCATTER: change.gained,
+            Collective.ALL_GATHER: change.lost,
+        }.get(step.kind)
         return None if over is None else (self.planned.graph.tensors[move.tensor].dtype, Hop(step.kind, over, step.program))
 
     def nbytes(self, move: Move) -> float:

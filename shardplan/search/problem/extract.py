@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from shardplan.collectives.reshard import Programs
 from shardplan.collectives.step import Step
-from shardplan.cost.network import wire_bytes
+from shardplan.cost import wire_bytes
 from shardplan.cost.overlap import NO_WINDOW, StepCost, Window
 from shardplan.graph.nodes import Node
-from shardplan.ir import BodyChoices, Choices, Copy, Layout, Use, Where
+from shardplan.ir import BodyChoices, Choices, Collective, Copy, Layout, Use, Where
 from shardplan.search.coarsening.coarsen import FREE
 from shardplan.search.problem.pricing import Allowed
 from shardplan.search.problem.problem import Problem
@@ -213,7 +213,7 @@ class Extractor:
 
     def _wire(self, step: Step) -> float:
         n = math.prod(self.problem.sizes[f] for f in step.factors)
-        return wire_bytes(step.kind, n, step.nbytes)  # type: ignore[arg-type]
+        return wire_bytes(step.kind, n, step.nbytes)
 
     def _view_steps(self, summand: Summand, solution: Solution, issued: list[Issued]) -> None:
         problem, states, v = self.problem, solution.states, summand.at
@@ -243,7 +243,7 @@ class Extractor:
         source: str,
         window: Window,
     ) -> None:
-        if len(steps) == 1 and steps[0].kind != "slice":
+        if len(steps) == 1 and steps[0].kind != Collective.SLICE:
             moved = self.problem.graph.tensors[tensor]
             read = self.problem.windows.read(tensor)
             seconds, hidden = self.problem.pricer.issued(moved.shape, moved.nbytes, steps[0], window, read)
@@ -251,7 +251,7 @@ class Extractor:
             return
         window_s = window.seconds
         for step in steps:
-            if step.kind != "slice":
+            if step.kind != Collective.SLICE:
                 hidden = min(step.seconds, window_s)
                 window_s -= hidden
                 issued.append(Issued(step, step.seconds, times, self._wire(step), tensor, source, hidden))

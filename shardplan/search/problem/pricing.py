@@ -17,7 +17,7 @@ from shardplan.collectives.step import Step
 from shardplan.cost import TIME, Objective, compute
 from shardplan.cost.overlap import NO_WINDOW, Window
 from shardplan.graph.nodes import Signature
-from shardplan.ir import Layout, Split
+from shardplan.ir import Collective, Layout, Split
 from shardplan.mesh import Device
 from shardplan.search.problem.compute_prices import nbytes
 from shardplan.search.problem.strategies import (
@@ -266,10 +266,14 @@ class Pricer:
                 if isinstance(place, Split) and place.halo != (0, 0):
                     empty = Layout(((),) * len(signature.call.operands[i]))
                     for side in halo_bytes(signature.call, i, place):
-                        steps.append(Step("shift", over, side, empty, empty, self.resharder.seconds("shift", over, side)))
+                        steps.append(
+                            Step(Collective.SHIFT, over, side, empty, empty, self.resharder.seconds(Collective.SHIFT, over, side))
+                        )
         for over, extra in pair_bytes(signature.call, loop_cuts):
             empty = Layout(((),) * len(signature.call.results[0]))
-            steps.append(Step("all_reduce", over, extra, empty, empty, self.resharder.seconds("all_reduce", over, extra)))
+            steps.append(
+                Step(Collective.ALL_REDUCE, over, extra, empty, empty, self.resharder.seconds(Collective.ALL_REDUCE, over, extra))
+            )
         return tuple(steps)
 
 

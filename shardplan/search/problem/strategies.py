@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from shardplan.collectives.layouts import LayoutSpace
 from shardplan.collectives.reshard import Resharder, split_dims
 from shardplan.graph.nodes import Signature
-from shardplan.ir import PAIRS, Manual, Partial, Placement, Replicated, Split
+from shardplan.ir import PAIRS, Collective, Manual, Partial, Placement, Replicated, Split
 from shardplan.mesh import Device
 from shardplan.search.problem.compute_prices import compute_s, nbytes
 from shardplan.tdl import Call, Strategy, cut_in_step, in_step, linear_sets
@@ -334,7 +334,7 @@ def _halos_s(call: Call, resharder: Resharder, cut_info: Sequence[_CutInfo]) -> 
             for mask in range(1, len(row)):
                 over = tuple(f for f in range(len(resharder.sizes)) if mask >> f & 1)
                 if m.strategy is not None and math.prod(resharder.sizes[f] for f in over) == m.strategy.ways:
-                    row[mask] += sum(resharder.seconds("shift", over, side) for side in halo_bytes(call, i, place))
+                    row[mask] += sum(resharder.seconds(Collective.SHIFT, over, side) for side in halo_bytes(call, i, place))
     return found
 
 
@@ -380,7 +380,7 @@ def _pairs_s(call: Call, resharder: Resharder, cuts: Sequence[tuple[_CutInfo, in
     """Seconds to all-reduce the extremes of a reduction of pairs."""
     over = [tuple(f for f in range(len(resharder.sizes)) if mask >> f & 1) for _, mask in cuts]
     cut_info = [(o, m.strategy) for o, (m, _) in zip(over, cuts, strict=True) if m.strategy is not None]
-    return sum(resharder.seconds("all_reduce", o, extra) for o, extra in pair_bytes(call, cut_info))
+    return sum(resharder.seconds(Collective.ALL_REDUCE, o, extra) for o, extra in pair_bytes(call, cut_info))
 
 
 def _may_pass(operands: frozenset[int], late: Late) -> bool:

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardplan
 from shardplan.cost.overlap import StepCost
+from shardplan.ir import Collective
 from shardplan.mesh import Cluster
 from shardplan.planning import choose
 from shardplan.planning.scheduled import Scheduled, scheduled
@@ -55,7 +56,9 @@ def moves(plan: shardplan.Plan, kind: type | tuple[type, ...]) -> list[Any]:
     return [i for i in instructions_of(plan.schedule.body.instructions) if isinstance(i, kind)]
 
 
-@pytest.mark.parametrize(("spec", "kinds"), [(P(), {"all_reduce"}), (P(None, "gpu"), {"all_gather", "reduce_scatter"})])
+@pytest.mark.parametrize(
+    ("spec", "kinds"), [(P(), {Collective.ALL_REDUCE}), (P(None, "gpu"), {Collective.ALL_GATHER, Collective.REDUCE_SCATTER})]
+)
 def test_small_weights_travel_together(devices: list[Any], spec: Any, kinds: set[str]) -> None:
     plan = planned(spec, slow_to_start())
     bundles = moves(plan, Bundle)

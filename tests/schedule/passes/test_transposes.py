@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardplan
+from shardplan.ir import Collective
 from shardplan.schedule import Bundle, Compute, Move, instructions_of
 from shardplan.verify.verify import verify
 from tests.machines import machine
@@ -57,7 +58,7 @@ def test_what_is_split_on_the_way_is_first_in_memory(devices: list[Any]) -> None
     args = jax.random.normal(jax.random.key(0), (256, 3, 8, 4)), jax.random.normal(jax.random.key(1), (16, 8, 256))
     plan = shardplan.plan(step, *args, cluster=machine("2x2x2:slow"), donate_argnums=0, factors={}).as_baseline("data parallel")
     moves = [i for i in instructions_of(plan.schedule.body.instructions) if isinstance(i, Move) and len(i.shape) == 4]
-    assert {s.kind for m in moves for s in m.steps} == {"reduce_scatter", "all_reduce", "all_gather"}
+    assert {s.kind for m in moves for s in m.steps} == {Collective.REDUCE_SCATTER, Collective.ALL_REDUCE, Collective.ALL_GATHER}
     assert {d for m in moves for s in m.steps for d, factors in enumerate(s.after.dims[:4]) if factors} == {0}
     found = verify(plan, step, args, steps=2)
     assert found.passed, found

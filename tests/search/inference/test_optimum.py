@@ -13,6 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from models import gpt, mlp
+from shardplan.ir import Collective
 from shardplan.mesh import Cluster
 from shardplan.search.inference.solver import Solver
 from shardplan.search.memory import liveness as memory
@@ -129,7 +130,7 @@ def test_an_exchange_with_neighbours_is_part_of_the_optimum() -> None:
     long = tuple((split,) if v.shape[1] == 512 else d for d, v in zip(problem.domains, problem.coarse.variables, strict=True))
     solution, _ = check(problem, long)
     issued = Extractor(problem).decide(solution).issued
-    assert [i.step.kind for i in issued] == ["shift", "shift"], "one from either side"
+    assert [i.step.kind for i in issued] == [Collective.SHIFT, Collective.SHIFT], "one from either side"
     assert solution.seconds > sum(i.step.seconds for i in issued) > 0
 
 

@@ -11,7 +11,6 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -28,7 +27,7 @@ from shardplan.collectives.step import Step
 from shardplan.cost import Network
 from shardplan.emit.reductions import all_reduced, combined
 from shardplan.ir import PAIRS, Collective, Reducer
-from shardplan.schedule import Bundle, Change, Hop, Move, Reblock, later_splits, splits_buffer
+from shardplan.schedule import Bundle, Change, Move, Reblock, later_splits, splits_buffer
 
 
 class Transfers:
@@ -70,15 +69,15 @@ class Transfers:
     def bundle(self, values: Sequence[Any], bundle: Bundle) -> list[Any]:
         """The blocks of several moves after their steps; one collective carries all of them."""
         with jax.named_scope(bundle.scope):
-            return self.together(values, bundle.steps, bundle.hop)
+            return self.together(values, bundle.steps, bundle.step)
 
-    def together(self, blocks: Sequence[Any], steps: Sequence[Step], hop: Hop) -> list[Any]:
+    def together(self, blocks: Sequence[Any], steps: Sequence[Step], step: Step) -> list[Any]:
         """The blocks after one collective that carries all of them, packed into rows: a row for each part that a device sends or
         gets.
         """
-        ways, step = self.ways(hop.over), replace(steps[0], program=hop.program)
-        dims = [c.longer if hop.kind == Collective.REDUCE_SCATTER else c.shorter for c in map(Change.of, steps)]
-        match hop.kind:
+        ways, change = self.ways(step.over), Change.of(step)
+        dims = [c.longer if step.kind == Collective.REDUCE_SCATTER else c.shorter for c in map(Change.of, steps)]
+        match step.kind:
             case Collective.ALL_REDUCE:
                 sent = jnp.concatenate([x.ravel() for x in blocks])
                 parts = _columns(self.all_reduce(sent, step, "sum", None)[None], [x.size for x in blocks])
@@ -90,11 +89,11 @@ class Transfers:
                 ]
                 rows = [jnp.moveaxis(x, d, 0) for x, d in zip(split, dims, strict=True)]
                 sent = jnp.concatenate([x.reshape(ways, -1) for x in rows], 1)
-                parts = _columns(self.reduce_scatter(sent, step, hop.over, "sum", 0), [x.size // ways for x in blocks])
+                parts = _columns(self.reduce_scatter(sent, step, change.gained, "sum", 0), [x.size // ways for x in blocks])
                 return [p.reshape(x.shape[1:]) for p, x in zip(parts, rows, strict=True)]
             case _:
                 sent = jnp.concatenate([x.ravel() for x in blocks])[None]
-                parts = _columns(self.gather(sent, step, hop.over, 0), [x.size for x in blocks])
+                parts = _columns(self.gather(sent, step, change.lost, 0), [x.size for x in blocks])
                 apart = [jnp.moveaxis(p.reshape(ways, *x.shape), 0, d) for p, x, d in zip(parts, blocks, dims, strict=True)]
                 return [
                     p.reshape(*x.shape[:d], ways * x.shape[d], *x.shape[d + 1 :])

@@ -33,7 +33,7 @@ class Copies:
 
         One side of a gather or a reduce-scatter is smaller than its ``nbytes``.
         """
-        before, after = block_parts(bundle.hop.kind, self.ways(bundle.hop.over))
+        before, after = block_parts(bundle.step.kind, self.ways(bundle.step.over))
         nbytes = [step.nbytes for step in bundle.steps]
         unpacked = [n for n, move in zip(nbytes, bundle.moves, strict=True) if move.tensor not in self.sliced]
         return self.copying_s(1 + len(unpacked), before * sum(nbytes) + after * sum(unpacked))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from shardplan.collectives.step import Step
 from shardplan.graph import Node
-from shardplan.ir import Collective, Constant, Layout, Op, Reducer
+from shardplan.ir import Constant, Layout, Op, Reducer
 
 Source = int | Constant
 """A value by its number, or a literal of the program."""
@@ -77,20 +77,14 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
-class Hop:
-    """A collective over these factors, in the order of the blocks; ``program`` as in `Step`."""
-
-    kind: Collective
-    over: tuple[int, ...]
-    program: str
-
-
-@dataclass(frozen=True, slots=True)
 class Bundle:
-    """Moves of one step each, the same collective, whose blocks travel as one flat buffer."""
+    """Moves of one step each, the same collective, whose blocks travel as one flat buffer.
+
+    ``step`` is the first move's with the bytes of all, as it carries them.
+    """
 
     moves: tuple[Move, ...]
-    hop: Hop
+    step: Step
 
     @property
     def scope(self) -> str:

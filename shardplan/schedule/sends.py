@@ -211,8 +211,7 @@ class _Reader:
     def bundle(self, bundle: Bundle, times: float) -> Iterator[Issued]:
         """The collectives of moves that travel together, each with the seconds of its copies to and from the buffer."""
         size = sum(self.local_size(move, step.before) for move, step in zip(bundle.moves, bundle.steps, strict=True))
-        together = replace(bundle.steps[0], program=bundle.hop.program)
-        sent = self.hop(bundle.scope, together, bundle.moves[0], size, times)
+        sent = self.hop(bundle.scope, bundle.step, bundle.moves[0], size, times)
         for one in _with_copies(sent, self.copies.packing_s(bundle)):
             yield replace(one, values=len(bundle.moves))
 

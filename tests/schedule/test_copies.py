@@ -158,7 +158,7 @@ def test_what_fused_kernels_read_is_not_unpacked(kept: bool, unpacked: int) -> N
     pins = {"ws/*": P(), "x": P("gpu")}
     plan = shardplan.plan(step, x, weights, cluster=slow, pins=pins, factors={}, time_model="sum")
     (bundle,) = (i for i in instructions_of(plan.schedule.body.instructions) if isinstance(i, Bundle))
-    assert bundle.hop.kind == Collective.ALL_REDUCE
+    assert bundle.step.kind == Collective.ALL_REDUCE
     one = 4 * 256 * 256
     assert Copies(plan.planned).packing_s(bundle) == pytest.approx(seconds(2 * one, *[one] * unpacked))
 

@@ -12,6 +12,7 @@ import heapq
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from shardplan.cost.overlap import SERIAL, Weights, weights_at
 from shardplan.ir import Collective
 from shardplan.schedule.changes import Change
 from shardplan.schedule.copies import Copies
-from shardplan.schedule.instructions import Block, Bundle, Hop, Instruction, Move, results_of, with_blocks
+from shardplan.schedule.instructions import Block, Bundle, Instruction, Move, results_of, with_blocks
 from shardplan.schedule.passes.prune import reads
 from shardplan.schedule.planned import PlannedProgram
 from shardplan.schedule.windows import BlockWindows
@@ -41,8 +42,13 @@ def bundled(block: Block, planned: PlannedProgram) -> Block:
     return _Bundling(planned, weights).block(block)
 
 
-_Key = tuple[str, Hop]
-"""The dtype of moves, and their collective."""
+class _Key(NamedTuple):
+    """What moves that travel together have in common; ``over`` are the factors in the order of the blocks."""
+
+    dtype: str
+    kind: Collective
+    over: tuple[int, ...]
+    program: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +78,7 @@ class _Bundling:
     def block(self, block: Block) -> Block:
         """A block with its bundles."""
         instructions = tuple(with_blocks(i, self.block) for i in block.instructions)
-        bundles = [self.bundle(group.key, group.members) for group in self.groups(replace(block, instructions=instructions))]
+        bundles = [self.bundle(group.members) for group in self.groups(replace(block, instructions=instructions))]
         return replace(block, instructions=tuple(_ordered(instructions, bundles)) if bundles else instructions)
 
     def groups(self, block: Block) -> list[_Group]:
@@ -109,13 +115,13 @@ class _Bundling:
     ) -> _Group:
         """Moves as a group; ``apart`` is what they cost one by one."""
         mask = sum(1 << place for place in places)
-        bundle = self.bundle(key, members)
-        cost = self.cost(self.carried_s(bundle), places, windows) + self.copies.packing_s(bundle)
-        return _Group(key, members, places, mask, sum(map(self.nbytes, members)), cost, apart)
+        bundle = self.bundle(members)
+        cost = self.cost(bundle.step.seconds, places, windows) + self.copies.packing_s(bundle)
+        return _Group(key, members, places, mask, bundle.step.nbytes, cost, apart)
 
     def together(self, one: _Group, other: _Group, windows: BlockWindows) -> _Group | None:
         """A group with another move; None if it would be too large, or cost more than the packed group and the move alone."""
-        if one.nbytes + other.nbytes > self.resharder.full_bytes(one.key[1].kind, tuple(sorted(one.key[1].over))):
+        if one.nbytes + other.nbytes > self.resharder.full_bytes(one.key.kind, tuple(sorted(one.key.over))):
             return None
         members, places = (*one.members, *other.members), (*one.places, *other.places)
         both = self.packed(one.key, members, places, one.apart + other.apart, windows)
@@ -138,22 +144,14 @@ class _Bundling:
             Collective.REDUCE_SCATTER: change.gained,
             Collective.ALL_GATHER: change.lost,
         }.get(step.kind)
-        return None if over is None else (self.planned.graph.tensors[move.tensor].dtype, Hop(step.kind, over, step.program))
+        return None if over is None else _Key(self.planned.graph.tensors[move.tensor].dtype, step.kind, over, step.program)
 
-    def nbytes(self, move: Move) -> float:
-        """The bytes of a device's operand, for a gather of its result."""
-        return move.steps[0].nbytes
-
-    def bundle(self, key: _Key, moves: Sequence[Move]) -> Bundle:
+    def bundle(self, moves: Sequence[Move]) -> Bundle:
         """Moves as one instruction, by the program that is best for all of them together."""
-        together = Bundle(tuple(moves), key[1])
-        program = self.resharder.program_for(key[1].kind, together.steps[0].over, sum(s.nbytes for s in together.steps))
-        return replace(together, hop=replace(key[1], program=program))
-
-    def carried_s(self, bundle: Bundle) -> float:
-        """The seconds of a bundle's collective."""
-        hop, steps = bundle.hop, bundle.steps
-        return self.resharder.seconds_with(hop.kind, steps[0].over, sum(s.nbytes for s in steps), hop.program)
+        first, nbytes = moves[0].steps[0], sum(move.steps[0].nbytes for move in moves)
+        program = self.resharder.program_for(first.kind, first.over, nbytes)
+        seconds = self.resharder.seconds_with(first.kind, first.over, nbytes, program)
+        return Bundle(tuple(moves), replace(first, nbytes=nbytes, seconds=seconds, program=program))
 
 
 def _ordered(instructions: Sequence[Instruction], bundles: Sequence[Bundle]) -> list[Instruction]:

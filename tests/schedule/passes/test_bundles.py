@@ -62,7 +62,7 @@ def moves(plan: shardplan.Plan, kind: type | tuple[type, ...]) -> list[Any]:
 def test_small_weights_travel_together(devices: list[Any], spec: Any, kinds: set[str]) -> None:
     plan = planned(spec, slow_to_start())
     bundles = moves(plan, Bundle)
-    assert {b.hop.kind for b in bundles} >= kinds
+    assert {b.step.kind for b in bundles} >= kinds
     assert max(len(b.moves) for b in bundles) >= len(WEIGHTS)
     assert plan.step_time_s < plan.searched_s
     found = verify(plan, step, (WEIGHTS, BATCH), steps=2)
@@ -89,7 +89,7 @@ def test_what_hides_alone_does_not_wait_for_others(devices: list[Any]) -> None:
 
 
 def _kind(instruction: Bundle | Move) -> str:
-    return instruction.hop.kind if isinstance(instruction, Bundle) else instruction.steps[0].kind
+    return instruction.steps[0].kind
 
 
 def test_leaving_out_a_bundle_is_noticed(devices: list[Any]) -> None:

@@ -22,6 +22,7 @@ import numpy as np
 
 from benchmarks.truth_eager import call_of
 from benchmarks.truth_rows import Row
+from shardplan.collectives.issued import Issued
 from shardplan.cost import TIME, compute
 from shardplan.cost.overlap import step_s
 from shardplan.frontend.argnums import leaves_of
@@ -31,7 +32,7 @@ from shardplan.graph import Graph, flatten
 from shardplan.graph.kernels import with_traffic
 from shardplan.mesh import Device
 from shardplan.planning.scheduled import Scheduled, scheduled
-from shardplan.schedule import Issued, issued, windows
+from shardplan.schedule import issued, windows
 from shardplan.search.baselines.recipes import LeftOut, Restriction, written
 from shardplan.search.baselines.rivals import Rivals, alone
 from shardplan.search.coarsening import Coarse, coarsen
@@ -129,15 +130,15 @@ def _price(row: Row) -> Price:
     n, once_s = row.microbatches, _update_s(session)
     repeated = n if row.sharding.fsdp > 1 else 1
     sent = issued(run.schedule, run.planned, windows(run.schedule, run.planned))
-    times = [n if set(i.over) <= inside else repeated for i in sent]
+    times = [n if set(i.step.factors) <= inside else repeated for i in sent]
     counted_s, attention_s = _attention_s(session, row.cluster.device, row.cluster.size)
     compute_s = session.decisions.compute_s + attention_s - counted_s
     kernels = sum(node.costed.traffic.launches * node.weight for node in session.graph.nodes if node.costed.traffic)
     return Price(
         compute_s=n * (compute_s - once_s) + once_s,
         attention_s=n * attention_s,
-        tensor_s=n * sum(_seconds(i) for i in sent if set(i.over) <= inside),
-        data_s=repeated * sum(_seconds(i) for i in sent if not set(i.over) <= inside),
+        tensor_s=n * sum(_seconds(i) for i in sent if set(i.step.factors) <= inside),
+        data_s=repeated * sum(_seconds(i) for i in sent if not set(i.step.factors) <= inside),
         hideable_s=sum(k * i.hideable_s * i.times for k, i in zip(times, sent, strict=True)),
         contention=run.contention,
         peak_bytes=session.solution.peak_bytes,

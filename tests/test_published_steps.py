@@ -74,7 +74,7 @@ def test_without_sequence_parallelism_the_residual_stream_stays_whole() -> None:
 
     def kinds(row: Row) -> set[str]:
         stream = 64 * 2048 * 3072 * 2
-        return {one.kind for one in scheduled_row(row)[0].issued if one.nbytes == stream}
+        return {one.step.kind for one in scheduled_row(row)[0].issued if one.step.nbytes == stream}
 
     assert kinds(wide) == {"all-reduce"}
     assert "reduce-scatter" in kinds(replace(wide, sharding=Sharding(tensor=8, searched=True)))

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,75 +96,6 @@ POOLS = ("early", "late")
 
 NO_WINDOW = Window()
 """It hides behind nothing and travels alone."""
-
-
-class PricedCollective(Protocol):
-    """A collective with its price: what `StepCost` adds up."""
-
-    @property
-    def times(self) -> float:
-        """Executions in one step."""
-        ...
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of one execution."""
-        ...
-
-    @property
-    def hideable_s(self) -> float:
-        """The part of ``seconds`` that can hide behind compute."""
-        ...
-
-    @property
-    def wire_bytes(self) -> float:
-        """Bytes that one device sends in one execution, in the ring convention."""
-        ...
-
-
-_C = TypeVar("_C", bound=PricedCollective)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepCost(Generic[_C]):
-    """The cost of one step on one device: seconds of compute, and the collectives ``issued`` with their prices.
-
-    ``contention`` is the device's, as in `step_s`.
-    """
-
-    issued: tuple[_C, ...]
-    compute_s: float
-    contention: float = 1.0
-
-    @property
-    def communication_s(self) -> float:
-        """Seconds of all collectives."""
-        return sum(i.seconds * i.times for i in self.issued)
-
-    @property
-    def hideable_s(self) -> float:
-        """Seconds of communication that can hide behind compute."""
-        return sum(i.hideable_s * i.times for i in self.issued)
-
-    @property
-    def exposed_s(self) -> float:
-        """Seconds of communication that cannot hide behind compute."""
-        return self.communication_s - self.hideable_s
-
-    @property
-    def step_time_s(self) -> float:
-        """Seconds of the step."""
-        return step_s(self.compute_s, self.exposed_s, self.hideable_s, self.contention)
-
-    @property
-    def serial_s(self) -> float:
-        """Seconds of the step if nothing hides."""
-        return self.compute_s + self.communication_s
-
-    @property
-    def communication_bytes(self) -> float:
-        """Bytes that the device sends, in the ring convention."""
-        return sum(i.wire_bytes * i.times for i in self.issued)
 
 
 class Concurrency:

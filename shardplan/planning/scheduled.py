@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardplan.cost.overlap import StepCost
-from shardplan.schedule import Issued, PlannedProgram, Schedule, build, issued, planned_program, windows
+from shardplan.collectives.issued import StepCost
+from shardplan.schedule import PlannedProgram, Schedule, build, issued, planned_program, windows
 from shardplan.search.session import Session
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scheduled(StepCost[Issued]):
+class Scheduled(StepCost):
     """A solution as the explicit backend runs it, with the cost of its schedule."""
 
     planned: PlannedProgram

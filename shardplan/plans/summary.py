@@ -69,23 +69,6 @@ def collectives_of(session: Session, run: Scheduled | None) -> tuple[PlannedColl
     graph, decisions, factors = session.graph, session.decisions, session.problem.factors
     paths = {t: f"result {p}" for t, p in zip(graph.outputs, session.program.output_paths, strict=True) if t >= 0}
     paths.update(zip(graph.inputs, graph.input_paths, strict=True))
-    if run is not None:
-        return tuple(
-            PlannedCollective(
-                i.kind,
-                i.nbytes,
-                i.wire_bytes,
-                tuple(factors[f].name for f in i.over),
-                i.times,
-                i.seconds,
-                paths.get(i.sends[0].tensor, f"value {i.sends[0].tensor}")
-                + (f" and {i.values - 1} more" if i.values > 1 else ""),
-                str(i.sends[0].line),
-                i.program,
-                i.hideable_s,
-            )
-            for i in run.issued
-        )
     return tuple(
         PlannedCollective(
             i.step.kind.hlo,
@@ -94,12 +77,12 @@ def collectives_of(session: Session, run: Scheduled | None) -> tuple[PlannedColl
             tuple(factors[f].name for f in i.step.factors),
             i.times,
             i.seconds,
-            paths.get(i.tensor, f"value {i.tensor}"),
+            paths.get(i.tensor, f"value {i.tensor}") + (f" and {i.values - 1} more" if i.values > 1 else ""),
             str(i.source),
             i.step.program,
             i.hideable_s,
         )
-        for i in decisions.issued
+        for i in (decisions if run is None else run).issued
     )
 
 

@@ -25,7 +25,7 @@ from shardplan.schedule.instructions import (
     instructions_of,
 )
 from shardplan.schedule.planned import PlannedProgram, planned_program
-from shardplan.schedule.sends import Issued, Send, issued, sends
+from shardplan.schedule.sends import issued, sends
 from shardplan.schedule.windows import windows
 
 __all__ = [
@@ -38,13 +38,11 @@ __all__ = [
     "Cut",
     "Fill",
     "Instruction",
-    "Issued",
     "Move",
     "PlannedProgram",
     "Reblock",
     "Scan",
     "Schedule",
-    "Send",
     "Source",
     "While",
     "build",

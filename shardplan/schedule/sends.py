@@ -9,13 +9,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 
 import numpy as np
 
 from shardplan.collectives.divided import read
 from shardplan.collectives.dsl import Reduction
+from shardplan.collectives.issued import Groups, Issued, Send
 from shardplan.collectives.laying import Laying, smallest_part
 from shardplan.collectives.step import Step
 from shardplan.cost import Network, priced_bytes, wire_bytes
@@ -39,57 +40,8 @@ from shardplan.schedule.instructions import (
 )
 from shardplan.schedule.planned import PlannedProgram
 
-Groups = tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """One collective instruction.
-
-    ``kind`` is HLO's name, ``groups`` the devices of each group, or (from, to) pairs of a permute. ``nbytes`` is the operand's of
-    a device, ``wire_bytes`` what the device sends in the ring convention, each ``times`` a training step. ``scope`` is the named
-    scope that the instruction stands in. ``known`` is false in a loop of unknown trip count, which is taken as one.
-    """
-
-    scope: str
-    kind: Collective
-    groups: Groups
-    nbytes: int
-    wire_bytes: float
-    times: float
-    tensor: int
-    line: str
-    known: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Issued:
-    """One collective as it was priced: over these factors, as a ``program`` of several instructions or (empty) as one.
-
-    ``nbytes`` are the operand's of a device, for an all-gather the result's; ``seconds`` are those of one execution, of which
-    ``hideable_s`` can hide behind compute. ``values`` counts the values that travel together, ``copied_s`` are the seconds of
-    the copies beside it, into one buffer or another order of dims.
-    """
-
-    kind: Collective
-    over: tuple[int, ...]
-    nbytes: float
-    seconds: float
-    program: str
-    sends: tuple[Send, ...]
-    values: int = 1
-    hideable_s: float = 0.0
-    copied_s: float = 0.0
-
-    @property
-    def times(self) -> float:
-        """How often a step runs it."""
-        return self.sends[0].times
-
-    @property
-    def wire_bytes(self) -> float:
-        """What a device sends in one execution, in the ring convention."""
-        return sum(s.wire_bytes for s in self.sends)
+_Sender = Callable[[Collective, Groups, int], Send]
+"""Makes an instruction of its kind, its groups and the elements of a device's operand."""
 
 
 def sends(schedule: Schedule, planned: PlannedProgram) -> tuple[Send, ...]:
@@ -116,15 +68,6 @@ def issuer(planned: PlannedProgram) -> Callable[[Instruction], tuple[Issued, ...
         return () if blocks_of(instruction) else tuple(reader.block(Block((), (instruction,), ()), 1.0))
 
     return of
-
-
-@dataclass(frozen=True, slots=True)
-class _One:
-    """A collective instruction before it is known where it stands: ``size`` elements of a device's operand."""
-
-    kind: Collective
-    groups: Groups
-    size: int
 
 
 class _Reader:
@@ -202,11 +145,11 @@ class _Reader:
     def hop(self, scope: str, step: Step, move: Move, size: int, times: float) -> Iterator[Issued]:
         """The collectives of one step on ``size`` elements of a device."""
         dtype = self.planned.graph.tensors[move.tensor].dtype
-        own = [_send(scope, one, width, times, move.tensor, move.line) for one, width in self.step(step, move, size, dtype)]
+        own = list(self.step(step, move, size, dtype, partial(_send, scope, times, move.tensor, move.line)))
         if step.program and (step.kind == Collective.ALL_GATHER or move.reducer == "sum"):  # no other reducer has programs
-            yield self.issued(own, step.kind, step.over, size * itemsize(dtype), step.program)
+            yield self.issued(own, step, size * itemsize(dtype))
         else:
-            yield from (self.issued([send], send.kind, step.over, send.nbytes, "") for send in own)
+            yield from (self.issued([send], replace(step, kind=send.kind, program=""), send.nbytes) for send in own)
 
     def bundle(self, bundle: Bundle, times: float) -> Iterator[Issued]:
         """The collectives of moves that travel together, each with the seconds of its copies to and from the buffer."""
@@ -215,15 +158,23 @@ class _Reader:
         for one in _with_copies(sent, self.copies.packing_s(bundle)):
             yield replace(one, values=len(bundle.moves))
 
-    def shift(self, send: Send, over: tuple[int, ...]) -> Issued:
+    def shift(self, send: Send, over: tuple[int, ...], layout: Layout) -> Issued:
         """What every device sends to its neighbour."""
-        return self.issued([send], Collective.SHIFT, over, send.nbytes, "")
+        return self.issued([send], Step(Collective.SHIFT, over, send.nbytes, layout, layout, 0.0), send.nbytes)
 
-    def issued(self, own: Sequence[Send], kind: Collective, over: tuple[int, ...], nbytes: int, program: str) -> Issued:
-        """A priced collective; ``nbytes`` are those of a device's operand."""
-        priced = priced_bytes(kind, self.ways(over), nbytes)
-        seconds = self.resharder.seconds_with(kind, over, priced, program)
-        return Issued(kind.hlo, tuple(sorted(set(over))), priced, seconds, program, tuple(own))
+    def issued(self, own: Sequence[Send], step: Step, operand_bytes: int) -> Issued:
+        """A step priced for these bytes of a device's operand, with its instructions."""
+        nbytes = priced_bytes(step.kind, self.ways(step.over), operand_bytes)
+        seconds = self.resharder.seconds_with(step.kind, step.over, nbytes, step.program)
+        return Issued(
+            step=replace(step, nbytes=nbytes, seconds=seconds),
+            seconds=seconds,
+            times=own[0].times,
+            wire_bytes=sum(send.wire_bytes for send in own),
+            tensor=own[0].tensor,
+            source=own[0].line,
+            sends=tuple(own),
+        )
 
     def local_size(self, move: Move, layout: Layout, after: Layout | None = None, *, padded: Sequence[int] = ()) -> int:
         """Elements of a device's block; dims that a step is about to split are padded."""
@@ -245,54 +196,53 @@ class _Reader:
         width = itemsize(self.planned.graph.tensors[reblock.tensor].dtype)
         over = reblock.layout.dims[reblock.dim]
         for n, rows in enumerate(reblock.heads(self.ways(over))):
-            one = _One(Collective.PERMUTE, (), rows * row)
-            yield self.shift(_send(f"{reblock.scope}.{n}", one, width, times, reblock.tensor, reblock.line), over)
+            scope = f"{reblock.scope}.{n}"
+            send = _send(scope, times, reblock.tensor, reblock.line, width, Collective.PERMUTE, (), rows * row)
+            yield self.shift(send, over, reblock.layout)
 
     def ways(self, factors: Sequence[int]) -> int:
         """How many devices there are along some factors."""
         return math.prod(self.sizes[f] for f in factors)
 
-    def step(self, step: Step, move: Move, size: int, dtype: str) -> Iterator[tuple[_One, int]]:
-        """The collectives of one step, each with the bytes of an element."""
+    def step(
+        self, step: Step, move: Move, size: int, dtype: str, at: Callable[[int, Collective, Groups, int], Send]
+    ) -> Iterator[Send]:
+        """The instructions of one step; ``at`` is told the bytes of an element, then what a `_Sender` is told."""
         width = itemsize(dtype)
         match step.kind:
             case Collective.SLICE:
                 return
             case Collective.PERMUTE:
-                yield _One(Collective.PERMUTE, (), size), width
+                yield at(width, Collective.PERMUTE, (), size)
             case Collective.ALL_REDUCE:
                 if move.reducer in PAIRS:
                     assert move.extreme is not None, "places are reduced with their extremes"
-                    yield _One(Collective.ALL_REDUCE, self.groups(step.over), size), self.extremes[move.extreme]
-                    yield _One(Collective.ALL_REDUCE, self.groups(step.over), size), itemsize("int32")
+                    yield at(self.extremes[move.extreme], Collective.ALL_REDUCE, self.groups(step.over), size)
+                    yield at(itemsize("int32"), Collective.ALL_REDUCE, self.groups(step.over), size)
                     return
                 if move.reducer in ("max", "min") and dtype.startswith(("float", "bfloat")):
                     width = max(width, itemsize("int32"))  # they compare as integers, of at least 32 bits
-                for one in self.all_reduce(step, move.reducer, size, dtype):
-                    yield one, width
+                yield from self.all_reduce(step, move.reducer, size, dtype, partial(at, width))
             case Collective.REDUCE_SCATTER | Collective.ALL_GATHER if step.program and (
                 step.kind == Collective.ALL_GATHER or move.reducer == "sum"
             ):
                 program, laying = self.program(step)
-                for one in _of_program(program, laying, size, self.everywhere(laying)):
-                    yield one, width
-            case Collective.REDUCE_SCATTER:
-                kind = Collective.REDUCE_SCATTER if move.reducer == "sum" else Collective.ALL_TO_ALL
-                yield _One(kind, self.groups(step.over), size), width
+                yield from _of_program(program, laying, size, self.everywhere(laying), partial(at, width))
+            case Collective.REDUCE_SCATTER if move.reducer != "sum":
+                yield at(width, Collective.ALL_TO_ALL, self.groups(step.over), size)
             case _:
-                yield _One(step.kind, self.groups(step.over), size), width
+                yield at(width, step.kind, self.groups(step.over), size)
 
-    def all_reduce(self, step: Step, reducer: Reducer, size: int, dtype: str) -> Iterator[_One]:
+    def all_reduce(self, step: Step, reducer: Reducer, size: int, dtype: str, send: _Sender) -> Iterator[Send]:
         """An all-reduce, or the collectives that stand for it."""
-        groups = self.groups(step.over)
         if reducer == "sum" and step.program:
             program, laying = self.program(step)
             divisor = smallest_part(program, laying.shape)
-            yield from _of_program(program, laying, -(-size // divisor) * divisor, self.everywhere(laying))
+            yield from _of_program(program, laying, -(-size // divisor) * divisor, self.everywhere(laying), send)
         elif reducer == "prod" or (reducer in ("and", "or") and dtype != "bool"):
-            yield _One(Collective.ALL_GATHER, groups, size)
+            yield send(Collective.ALL_GATHER, self.groups(step.over), size)
         else:
-            yield _One(Collective.ALL_REDUCE, groups, size)
+            yield send(Collective.ALL_REDUCE, self.groups(step.over), size)
 
     def program(self, step: Step) -> tuple[Reduction, Laying]:
         """A step's program, and how it lies on the mesh."""
@@ -341,9 +291,9 @@ class _Reader:
                     for side, n in zip(("lo", "hi"), place.halo, strict=True):
                         if n:
                             scope = f"{compute.scope}.{number}.{i}.{side}"
-                            one = _One(Collective.PERMUTE, (), row * n)
-                            send = _send(scope, one, width, times, compute.node.inputs[i], compute.node.op.source)
-                            yield self.shift(send, c.factors)
+                            tensor, line = compute.node.inputs[i], compute.node.op.source
+                            send = _send(scope, times, tensor, line, width, Collective.PERMUTE, (), row * n)
+                            yield self.shift(send, c.factors, Layout(((),) * len(shapes[i])))
                 shapes[i][place.dim] += sum(place.halo)
 
 
@@ -358,16 +308,16 @@ def _seconds(found: Sequence[Issued]) -> float:
     return sum(i.seconds * i.times for i in found)
 
 
-def _send(scope: str, one: _One, width: int, times: float, tensor: int, line: str) -> Send:
-    nbytes = one.size * width
-    members = len(one.groups[0]) if one.groups else 2  # of a permute only the bytes count
-    wire = wire_bytes(one.kind, members, priced_bytes(one.kind, members, nbytes))
-    return Send(scope, one.kind, one.groups, nbytes, wire, times, tensor, line)
+def _send(scope: str, times: float, tensor: int, line: str, width: int, kind: Collective, groups: Groups, size: int) -> Send:
+    """An instruction on ``size`` elements of ``width`` bytes."""
+    members = len(groups[0]) if groups else 2  # of a permute only the bytes count
+    wire = wire_bytes(kind, members, priced_bytes(kind, members, size * width))
+    return Send(scope, kind, groups, size * width, wire, times, tensor, line)
 
 
 def _of_program(
-    program: Reduction, laying: Laying, size: int, everywhere: Callable[[Sequence[Sequence[int]]], Groups]
-) -> Iterator[_One]:
+    program: Reduction, laying: Laying, size: int, everywhere: Callable[[Sequence[Sequence[int]]], Groups], send: _Sender
+) -> Iterator[Send]:
     """The collective instructions of a program on ``size`` elements a device, as `shardplan.collectives.lower` runs it."""
     everyone = math.prod(laying.sizes)
     for step in program.steps:
@@ -377,20 +327,20 @@ def _of_program(
         rounds = len(binomial_rounds(members))
         match step.collective:
             case Collective.REDUCE | Collective.BROADCAST:
-                yield from itertools.repeat(_One(Collective.PERMUTE, (), size), rounds)
+                yield from itertools.repeat(send(Collective.PERMUTE, (), size), rounds)
             case Collective.ALL_REDUCE if masters:
                 chunk = -(-size // members)
-                yield from itertools.repeat(_One(Collective.PERMUTE, (), chunk), 2 * (members - 1))
+                yield from itertools.repeat(send(Collective.PERMUTE, (), chunk), 2 * (members - 1))
             case Collective.REDUCE_SCATTER if masters:
-                yield from itertools.repeat(_One(Collective.PERMUTE, (), size // members), members - 1)
+                yield from itertools.repeat(send(Collective.PERMUTE, (), size // members), members - 1)
             case Collective.ALL_GATHER if masters:
-                yield from itertools.repeat(_One(Collective.PERMUTE, (), size), members - 1)
+                yield from itertools.repeat(send(Collective.PERMUTE, (), size), members - 1)
             case Collective.ALL_REDUCE:
-                yield _One(Collective.ALL_REDUCE, everywhere(among), size)
+                yield send(Collective.ALL_REDUCE, everywhere(among), size)
             case Collective.REDUCE_SCATTER:
-                yield _One(Collective.REDUCE_SCATTER, everywhere(among), size)
+                yield send(Collective.REDUCE_SCATTER, everywhere(among), size)
             case Collective.ALL_GATHER:
-                yield _One(Collective.ALL_GATHER, everywhere(among), size)
+                yield send(Collective.ALL_GATHER, everywhere(among), size)
         if step.collective == Collective.REDUCE_SCATTER:
             size //= members
         elif step.collective == Collective.ALL_GATHER:

@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardplan import _jax
+from shardplan.collectives.issued import Send
 from shardplan.emit.backends import checked_backend, emitter
 from shardplan.emit.stacked import partition_spec
 from shardplan.errors import ArgumentError, PlanFileError, ShardplanError
@@ -36,7 +37,7 @@ from shardplan.report.draw import picture, picture_format
 from shardplan.report.drawing import drawing
 from shardplan.report.explain import explain, explain_all
 from shardplan.report.timeline import Timeline, priced_of, timeline
-from shardplan.schedule import PlannedProgram, Schedule, Send, build, planned_program, sends
+from shardplan.schedule import PlannedProgram, Schedule, build, planned_program, sends
 from shardplan.search.session import Session
 from shardplan.shell.compiler_options import compiler_options
 from shardplan.shell.figures import Figures

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from shardplan.collectives.issued import Issued
 from shardplan.cost import Network
 from shardplan.ir import Constant, Layout
 from shardplan.schedule.instructions import (
@@ -27,7 +28,7 @@ from shardplan.schedule.instructions import (
 )
 from shardplan.schedule.passes.prune import reads
 from shardplan.schedule.planned import PlannedProgram
-from shardplan.schedule.sends import Issued, issuer
+from shardplan.schedule.sends import issuer
 from shardplan.simulate.engine import NONE, Stream
 from shardplan.simulate.tasks import Growing, Label, StepTasks
 
@@ -217,9 +218,9 @@ class _Builder:
     def send(self, one: Issued, waits: Ids, roots: Ids) -> int:
         """Adds a collective on the links of the slowest level that it crosses, and returns its task."""
         factors = self.planned.factors
-        axes = tuple(factors[f].name for f in one.over)
-        label = self.label(Label(one.kind, str(one.sends[0].line), one.nbytes, axes))
-        task = self.all.task(one.seconds, self.link[min(factors[f].level for f in one.over)], label, waits)
+        axes = tuple(factors[f].name for f in one.step.factors)
+        label = self.label(Label(one.step.kind.hlo, str(one.source), one.step.nbytes, axes))
+        task = self.all.task(one.seconds, self.link[min(factors[f].level for f in one.step.factors)], label, waits)
         self.all.read(roots, task)
         return task
 

@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from shardplan.collectives.issued import Send
 from shardplan.cost import priced_bytes, wire_bytes
 from shardplan.emit.manual import OWN
 from shardplan.hlo.meter import HloCollective, operands
 from shardplan.ir import Collective
-from shardplan.schedule import Send
 
 _DISABLED = "cpu-all-reduce-combiner,cse_barrier_expander,while-loop-invariant-code-motion,small-while-loop-hoisting"
 UNTOUCHED = {"xla_disable_hlo_passes": _DISABLED}

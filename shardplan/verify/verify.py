@@ -16,12 +16,12 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardplan import _jax
+from shardplan.collectives.issued import Send
 from shardplan.errors import ShardplanError
 from shardplan.frontend.nnx_state import Pure, apart
 from shardplan.frontend.trace import Traced
 from shardplan.hlo.meter import Measured, measure
 from shardplan.ir import Collective
-from shardplan.schedule import Send
 from shardplan.verify.child import compile_in_child_first
 from shardplan.verify.emitted import emitted
 from shardplan.verify.judge import Change, Largest, Worst, judge

@@ -123,7 +123,7 @@ def test_a_plan_counts_the_copies_beside_its_collectives() -> None:
     for spec in (P("gpu"), P(None, "gpu")):
         plan = shardplan.plan(step, *args, cluster=CLUSTER, pins={"x": P("gpu"), "w": spec}, factors={}, time_model="sum")
         (gather,) = scheduled(plan.session).issued
-        assert (gather.kind, gather.nbytes) == ("all-gather", size)
+        assert (gather.step.kind, gather.step.nbytes) == ("all-gather", size)
         assert plan.communication_s == pytest.approx(gather.seconds)
         found.append(gather)
     assert [g.copied_s for g in found] == pytest.approx([0, seconds(size / 4)])

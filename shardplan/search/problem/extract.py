@@ -10,10 +10,11 @@ from typing import assert_never
 import numpy as np
 from numpy.typing import NDArray
 
+from shardplan.collectives.issued import Issued, StepCost
 from shardplan.collectives.reshard import Programs
 from shardplan.collectives.step import Step
 from shardplan.cost import wire_bytes
-from shardplan.cost.overlap import NO_WINDOW, StepCost, Window
+from shardplan.cost.overlap import NO_WINDOW, Window
 from shardplan.graph.nodes import Node
 from shardplan.ir import BodyChoices, Choices, Collective, Copy, Layout, Use, Where
 from shardplan.search.coarsening.coarsen import FREE
@@ -22,35 +23,12 @@ from shardplan.search.problem.problem import Problem
 from shardplan.search.problem.solution import Solution
 from shardplan.search.problem.summands import Summand
 
-
-@dataclass(frozen=True, slots=True)
-class Issued:
-    """One collective of the plan, run ``times`` per step.
-
-    ``step`` holds the bytes (of the operand; of the result for an all-gather) of one execution, ``seconds`` what it takes alone,
-    or as its part of a full bundle with the copies beside it, and ``wire_bytes`` what one device sends in it.
-    ``pool`` is what it can travel with.
-
-    ``tensor`` is the tensor that it moves, ``source`` the user's source line
-    ("loop" for a loop's boundary). ``hideable_s`` is the part of its seconds that can hide behind compute.
-    """
-
-    step: Step
-    seconds: float
-    times: float
-    wire_bytes: float
-    tensor: int
-    source: str
-    hideable_s: float = 0.0
-    pool: str = ""
-
-
 _Moves = tuple[tuple[Step, ...], int, bool]
 """(the collectives of one operand or result, its slot, whether it is a result)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decisions(StepCost[Issued]):
+class Decisions(StepCost):
     """A solution as concrete choices, with its cost in the search's tables.
 
     ``layouts[t]`` is the stored layout of tensor t (None where it is free). ``uses`` are by op, ``views`` by variable. ``kept``
@@ -186,9 +164,7 @@ class Extractor:
             known = (windows.results if result else windows.operands).get((node.id, slot), NO_WINDOW)
             window = NO_WINDOW if result and use.stored[slot] is None else known
             self._add(issued, steps, node.weight, tensor, node.op.source, window)
-        issued.extend(
-            Issued(s, s.seconds, node.weight, self._wire(s), node.inputs[0], node.op.source) for s in self._halos(node, use)
-        )
+        issued.extend(self._issued(s, s.seconds, node.weight, node.inputs[0], node.op.source) for s in self._halos(node, use))
 
     def _moved(self, node: Node, use: Use, states: tuple[int, ...]) -> tuple[_Moves, ...]:
         """The collectives of an op's operands and results."""
@@ -211,9 +187,20 @@ class Extractor:
         problem = self.problem
         return problem.pricer.halo_steps(node.signature, use.loops) if problem.ops.options(node).halo_s.any() else ()
 
-    def _wire(self, step: Step) -> float:
-        n = math.prod(self.problem.sizes[f] for f in step.factors)
-        return wire_bytes(step.kind, n, step.nbytes)
+    def _issued(
+        self, step: Step, seconds: float, times: float, tensor: int, source: str, hideable_s: float = 0.0, pool: str = ""
+    ) -> Issued:
+        ways = math.prod(self.problem.sizes[f] for f in step.factors)
+        return Issued(
+            step=step,
+            seconds=seconds,
+            times=times,
+            wire_bytes=wire_bytes(step.kind, ways, step.nbytes),
+            tensor=tensor,
+            source=source,
+            hideable_s=hideable_s,
+            pool=pool,
+        )
 
     def _view_steps(self, summand: Summand, solution: Solution, issued: list[Issued]) -> None:
         problem, states, v = self.problem, solution.states, summand.at
@@ -247,11 +234,11 @@ class Extractor:
             moved = self.problem.graph.tensors[tensor]
             read = self.problem.windows.read(tensor)
             seconds, hidden = self.problem.pricer.issued(moved.shape, moved.nbytes, steps[0], window, read)
-            issued.append(Issued(steps[0], seconds, times, self._wire(steps[0]), tensor, source, hidden, window.pool))
+            issued.append(self._issued(steps[0], seconds, times, tensor, source, hidden, window.pool))
             return
         window_s = window.seconds
         for step in steps:
             if step.kind != Collective.SLICE:
                 hidden = min(step.seconds, window_s)
                 window_s -= hidden
-                issued.append(Issued(step, step.seconds, times, self._wire(step), tensor, source, hidden))
+                issued.append(self._issued(step, step.seconds, times, tensor, source, hidden))

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardplan
-from shardplan.cost.overlap import StepCost
+from shardplan.collectives.issued import StepCost
 from shardplan.ir import Collective
 from shardplan.mesh import Cluster
 from shardplan.planning import choose

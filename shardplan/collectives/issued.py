@@ -1,0 +1,99 @@
+"""The collectives of a step as they are priced, their instructions, and what the step costs with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardplan.collectives.step import Step
+from shardplan.cost.overlap import step_s
+from shardplan.ir import Collective
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """One collective instruction of a schedule.
+
+    ``kind`` is one of HLO's, ``groups`` the devices of each group, or (from, to) pairs of a permute. ``nbytes`` is the operand's
+    of a device, ``wire_bytes`` what the device sends in the ring convention, each ``times`` a training step. ``scope`` is the
+    named scope that the instruction stands in. ``known`` is false in a loop of unknown trip count, which is taken as one.
+    """
+
+    scope: str
+    kind: Collective
+    groups: Groups
+    nbytes: int
+    wire_bytes: float
+    times: float
+    tensor: int
+    line: str
+    known: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Issued:
+    """One collective as it is priced, run ``times`` a step.
+
+    ``step`` holds its bytes, its program, and the seconds that it takes alone. ``seconds`` are those of one execution with the
+    copies beside it, into one buffer or another order of dims (``copied_s``, which the search does not tell apart), in the search
+    as its part of a full bundle. ``hideable_s`` of them can hide behind compute. ``wire_bytes`` are what a device sends in one
+    execution, in the ring convention.
+
+    ``tensor`` is the tensor that it moves, the first of ``values`` that travel together; ``source`` is the user's source line
+    ("loop" for a loop's boundary), ``pool`` what it can travel with. ``sends`` are its instructions; the search has none yet.
+    """
+
+    step: Step
+    seconds: float
+    times: float
+    wire_bytes: float
+    tensor: int
+    source: str
+    hideable_s: float = 0.0
+    copied_s: float = 0.0
+    values: int = 1
+    pool: str = ""
+    sends: tuple[Send, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCost:
+    """The cost of one step on one device: seconds of compute, and the collectives ``issued`` with their prices.
+
+    ``contention`` is the device's, as in `shardplan.cost.overlap.step_s`.
+    """
+
+    issued: tuple[Issued, ...]
+    compute_s: float
+    contention: float = 1.0
+
+    @property
+    def communication_s(self) -> float:
+        """Seconds of all collectives."""
+        return sum(i.seconds * i.times for i in self.issued)
+
+    @property
+    def hideable_s(self) -> float:
+        """Seconds of communication that can hide behind compute."""
+        return sum(i.hideable_s * i.times for i in self.issued)
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds of communication that cannot hide behind compute."""
+        return self.communication_s - self.hideable_s
+
+    @property
+    def step_time_s(self) -> float:
+        """Seconds of the step."""
+        return step_s(self.compute_s, self.exposed_s, self.hideable_s, self.contention)
+
+    @property
+    def serial_s(self) -> float:
+        """Seconds of the step if nothing hides."""
+        return self.compute_s + self.communication_s
+
+    @property
+    def communication_bytes(self) -> float:
+        """Bytes that the device sends, in the ring convention."""
+        return sum(i.wire_bytes * i.times for i in self.issued)

@@ -57,6 +57,28 @@ class Issued:
     sends: tuple[Send, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class PlannedCollective:
+    """One collective of a plan, run ``times`` a step, with names in place of numbers: what its file has.
+
+    ``bytes`` is the size of its operand on one device (of its result for an all-gather), ``wire_bytes`` what one device sends in
+    the ring convention, ``seconds`` the time in the network model. All three are for one execution. ``source`` is the user's
+    line. ``program`` is the reduction program that takes ``seconds``, in P2's notation over the cluster's levels; it is empty if
+    that is the collective itself. ``hideable_s`` is the part of its seconds that can hide behind compute.
+    """
+
+    kind: Collective
+    bytes: float
+    wire_bytes: float
+    axes: tuple[str, ...]
+    times: float
+    seconds: float
+    tensor: str
+    source: str
+    program: str = ""
+    hideable_s: float = 0.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCost:
     """The cost of one step on one device: seconds of compute, and the collectives ``issued`` with their prices.

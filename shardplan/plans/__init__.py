@@ -5,6 +5,6 @@
 steps are the same. `runner` calls the jitted step; `stages` shows it traced, lowered and compiled.
 """
 
-from shardplan.plans.data import Argument, Baseline, PlanData, PlannedCollective
+from shardplan.plans.data import Argument, Baseline, PlanData
 
-__all__ = ["Argument", "Baseline", "PlanData", "PlannedCollective"]
+__all__ = ["Argument", "Baseline", "PlanData"]

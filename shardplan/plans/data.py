@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from shardplan.collectives.issued import PlannedCollective
 from shardplan.cost.overlap import SERIAL, Weights
-from shardplan.ir import Backend, Choices, Collective, Entry, Factor, Layout
+from shardplan.ir import Backend, Choices, Entry, Factor, Layout
 from shardplan.mesh import Cluster
 from shardplan.remat import Remat
 from shardplan.search.coarsening.variables import OneChoice
@@ -18,28 +19,6 @@ from shardplan.search.strategy.purposes import PURPOSES, Shares
 
 TimeModel = Literal["overlap", "sum"]
 """How the seconds of a step add up: communication hides behind compute where it can, or everything takes its turn."""
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedCollective:
-    """One collective that the plan issues, ``times`` a step.
-
-    ``bytes`` is the size of its operand on one device (of its result for an all-gather), ``wire_bytes`` what one device sends in
-    the ring convention, ``seconds`` the time in the network model. All three are for one execution. ``source`` is the user's
-    line. ``program`` is the reduction program that takes ``seconds``, in P2's notation over the cluster's levels; it is empty if
-    that is the collective itself. ``hideable_s`` is the part of its seconds that can hide behind compute.
-    """
-
-    kind: Collective
-    bytes: float
-    wire_bytes: float
-    axes: tuple[str, ...]
-    times: float
-    seconds: float
-    tensor: str
-    source: str
-    program: str = ""
-    hideable_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,13 +12,14 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from shardplan.collectives.issued import PlannedCollective
 from shardplan.cost.overlap import POOLS, Weights
 from shardplan.errors import ClusterError, PlanFileError
 from shardplan.ir import Collective, Entry, Factor, spec_text
 from shardplan.mesh import Cluster
 from shardplan.mesh.factoring import check_cover
 from shardplan.plans.choices_json import Layouts, choices_from, choices_json
-from shardplan.plans.data import Argument, Baseline, PlanData, PlannedCollective
+from shardplan.plans.data import Argument, Baseline, PlanData
 from shardplan.remat import Part, Policy, Remat, Without
 from shardplan.search.coarsening.variables import one_choice_of
 from shardplan.search.inference.anytime import Stopped

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from shardplan.collectives.issued import PlannedCollective
 from shardplan.cost import TIME, objective_of
 from shardplan.errors import PlanFileError
 from shardplan.graph import Graph, flatten
 from shardplan.ir import Backend, Choices, Program
 from shardplan.planning.scheduled import Scheduled, scheduled
-from shardplan.plans.data import Argument, Baseline, PlanData, PlannedCollective
+from shardplan.plans.data import Argument, Baseline, PlanData
 from shardplan.search.baselines.rivals import Rivals
 from shardplan.search.coarsening import coarsen
 from shardplan.search.inference.solver import Solver

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardplan.collectives.issued import PlannedCollective
 from shardplan.ir import Factor
 from shardplan.mesh import Cluster
-from shardplan.plans.data import Argument, PlanData, PlannedCollective
+from shardplan.plans.data import Argument, PlanData
 from shardplan.plans.xla_flags import xla_flags
 from shardplan.remat import Remat
 from shardplan.search.coarsening.variables import OneChoice

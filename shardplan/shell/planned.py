@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardplan import _jax
-from shardplan.collectives.issued import Send
+from shardplan.collectives.issued import PlannedCollective, Send
 from shardplan.emit.backends import checked_backend, emitter
 from shardplan.emit.stacked import partition_spec
 from shardplan.errors import ArgumentError, PlanFileError, ShardplanError
@@ -27,7 +27,7 @@ from shardplan.graph import Graph, flatten
 from shardplan.ir import Backend, Program
 from shardplan.mesh.devices import build_mesh
 from shardplan.planning.scheduled import Scheduled, scheduled
-from shardplan.plans.data import Baseline, PlanData, PlannedCollective
+from shardplan.plans.data import Baseline, PlanData
 from shardplan.plans.files import plan_file, save, write_whole
 from shardplan.plans.fingerprint import difference, fingerprint
 from shardplan.plans.fit import unfit

@@ -22,12 +22,16 @@ _KINDS: Mapping[str, Collective] = {
 }
 
 
-def emitted(jaxpr: Any) -> Counter[tuple[str, Collective, int, int]]:
-    """How often each (scope, kind, members of a group, bytes of an operand) occurs in a jaxpr; a permute has 0 members."""
+Call = tuple[str, Collective, int, int]
+"""A collective's scope, kind, members of a group (0 for a permute), and bytes of an operand."""
+
+
+def emitted(jaxpr: Any) -> Counter[Call]:
+    """How often each call occurs in a jaxpr."""
     return Counter(_found(jaxpr, {}))
 
 
-def _found(jaxpr: Any, sizes: Mapping[str, int]) -> Iterator[tuple[str, Collective, int, int]]:
+def _found(jaxpr: Any, sizes: Mapping[str, int]) -> Iterator[Call]:
     for eqn in jaxpr.eqns:
         kind = _KINDS.get(eqn.primitive.name)
         if kind is not None:

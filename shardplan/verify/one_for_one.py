@@ -17,6 +17,7 @@ from shardplan.cost import priced_bytes, wire_bytes
 from shardplan.emit.manual import OWN
 from shardplan.hlo.meter import HloCollective, operands
 from shardplan.ir import Collective
+from shardplan.verify.emitted import Call
 
 _DISABLED = "cpu-all-reduce-combiner,cse_barrier_expander,while-loop-invariant-code-motion,small-while-loop-hoisting"
 UNTOUCHED = {"xla_disable_hlo_passes": _DISABLED}
@@ -93,13 +94,9 @@ def one_for_one(planned: Sequence[Send], hlo_text: str) -> tuple[Pair, ...]:
     return tuple(pairs)
 
 
-_Call = tuple[str, Collective, int, int]
-"""A collective's scope, kind, group size and bytes."""
-
-
-def _by_call(found: Sequence[tuple[_Call, float]]) -> dict[_Call, Counter[float]]:
+def _by_call(found: Sequence[tuple[Call, float]]) -> dict[Call, Counter[float]]:
     """For each call how often it stands in places that run so many times."""
-    result: dict[_Call, Counter[float]] = {}
+    result: dict[Call, Counter[float]] = {}
     for call, times in found:
         result.setdefault(call, Counter())[times] += 1
     return result
@@ -115,11 +112,11 @@ def _rows(ours: Counter[float], theirs: Counter[float], *, open_ended: bool) -> 
     return [(times, ours[times], theirs[times]) for times in dict.fromkeys((*ours, *theirs))]
 
 
-def _planned(send: Send) -> tuple[_Call, float]:
+def _planned(send: Send) -> tuple[Call, float]:
     return (send.scope, send.kind, _ways(send.groups, send.kind), send.nbytes), send.times
 
 
-def folded(pairs: Sequence[Pair], emitted: Mapping[_Call, int]) -> tuple[Pair, ...]:
+def folded(pairs: Sequence[Pair], emitted: Mapping[Call, int]) -> tuple[Pair, ...]:
     """The pairs, with what XLA folded of those that were ``emitted`` as planned (see `shardplan.verify.emitted`)."""
     return tuple(
         replace(p, folded=max(p.planned - p.compiled, 0))
@@ -133,11 +130,11 @@ def _ways(groups: Sequence[Sequence[int]], kind: Collective) -> int:
     return 0 if kind == Collective.PERMUTE else len(groups[0])
 
 
-def _compiled(collective: HloCollective, text_bytes: int, ours: Mapping[_Call, Any]) -> tuple[_Call, float]:
+def _compiled(collective: HloCollective, text_bytes: int, ours: Mapping[Call, Any]) -> tuple[Call, float]:
     """A compiled collective; one of the width that was planned was not widened, though it may look so."""
     scopes = _SCOPE.findall(collective.op_name)
     ways = 0 if collective.kind == Collective.PERMUTE else collective.group_size
     scope = scopes[-1] if scopes else ""
-    narrow: _Call = (scope, collective.kind, ways, collective.operand_bytes)
-    text: _Call = (scope, collective.kind, ways, text_bytes)
+    narrow: Call = (scope, collective.kind, ways, collective.operand_bytes)
+    text: Call = (scope, collective.kind, ways, text_bytes)
     return text if narrow not in ours and text in ours else narrow, float(collective.trips)

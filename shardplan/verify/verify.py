@@ -16,14 +16,14 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardplan import _jax
-from shardplan.collectives.issued import Send
+from shardplan.collectives.issued import PlannedCollective, Send
 from shardplan.errors import ShardplanError
 from shardplan.frontend.nnx_state import Pure, apart
 from shardplan.frontend.trace import Traced
 from shardplan.hlo.meter import Measured, measure
 from shardplan.ir import Collective
 from shardplan.verify.child import compile_in_child_first
-from shardplan.verify.emitted import emitted
+from shardplan.verify.emitted import Call, emitted
 from shardplan.verify.judge import Change, Largest, Worst, judge
 from shardplan.verify.on_host import as_array, as_numbers, drawn, drawn_as_zero, nudged, on_host
 from shardplan.verify.one_for_one import UNTOUCHED, Pair, folded, one_for_one
@@ -31,25 +31,6 @@ from shardplan.verify.perturb import narrowed, narrows
 from shardplan.verify.stand_ins import stand_ins
 
 PERTURBATIONS = 5
-
-
-class Sends(Protocol):
-    """One collective of a plan (`shardplan.plans.Collective`)."""
-
-    @property
-    def kind(self) -> Collective:
-        """Such as "all-reduce"."""
-        ...
-
-    @property
-    def wire_bytes(self) -> float:
-        """Bytes that a device sends, each time."""
-        ...
-
-    @property
-    def times(self) -> float:
-        """How often a step runs it."""
-        ...
 
 
 class Runs(Protocol):
@@ -67,7 +48,7 @@ class Runs(Protocol):
         """The leaves of the donated arguments."""
         ...
 
-    def collectives_under(self, backend: Literal["explicit", "specs"]) -> Sequence[Sends]:
+    def collectives_under(self, backend: Literal["explicit", "specs"]) -> Sequence[PlannedCollective]:
         """All collectives of a step under a backend."""
         ...
 
@@ -291,7 +272,7 @@ def measured_program(
         return _measured(plan.jit(step, devices, backend), jax.tree.unflatten(plan.traced.in_tree, plan.traced.in_shapes))
 
 
-def by_kind(planned: Sequence[Sends], measured: Measured) -> dict[str, Bytes]:
+def by_kind(planned: Sequence[PlannedCollective], measured: Measured) -> dict[str, Bytes]:
     """Predicted and measured bytes, for every kind of collective that either has."""
     predicted: dict[Collective, tuple[float, float]] = {}
     for c in planned:
@@ -431,7 +412,7 @@ class _Sharded:
         """The collectives of the compiled step, and its peak bytes on one device."""
         return _measured(self._jitted, jax.tree.unflatten(self._loop.tree, self.put(host)))
 
-    def untouched(self, host: Sequence[Any]) -> tuple[str, Counter[tuple[str, Collective, int, int]]]:
+    def untouched(self, host: Sequence[Any]) -> tuple[str, Counter[Call]]:
         """The compiled step's text, without the passes that merge or move collectives; the collectives that XLA was handed."""
         traced = self._jitted.trace(*jax.tree.unflatten(self._loop.tree, self.put(host)))
         return traced.lower().compile(compiler_options=UNTOUCHED).as_text(), emitted(traced.jaxpr.jaxpr)

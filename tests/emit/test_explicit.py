@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import pytest
 
 import shardplan
-from shardplan.ir import Collective
 from shardplan.schedule import Compute, Move, Reblock, Scan, instructions_of
+from shardplan.verify.emitted import Call
 from shardplan.verify.mutate import DroppingExplicitEmitter
 from shardplan.verify.one_for_one import folded
 from shardplan.verify.verify import verify
@@ -188,7 +188,7 @@ def test_what_xla_folds_is_known_and_what_was_not_handed_to_it_is_not_forgiven()
     assert found.passed
     assert found.folded
     bare = [replace(pair, folded=0) for pair in found.pairs]
-    handed: dict[tuple[str, Collective, int, int], int] = {(p.scope, p.kind, p.groups, p.nbytes): p.planned for p in bare}
+    handed: dict[Call, int] = {(p.scope, p.kind, p.groups, p.nbytes): p.planned for p in bare}
     assert folded(bare, handed) == found.pairs
     assert not any(p.matched for p in folded(bare, {key: n + 1 for key, n in handed.items()}) if p.planned != p.compiled)
 

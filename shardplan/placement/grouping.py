@@ -51,24 +51,21 @@ def _finished(grouping: Grouping) -> OperatorGraph:
                 edges.append(
                     Edge(i, j, tensors[t].shape, tensors[t].itemsize, groups[i].labels[t], labels, roles.differentiable(t))
                 )
-            elif t in roles.trained:
+            elif t in roles.arguments:
                 users.setdefault(t, []).append((j, labels))
     state = _state_bytes(grouping)
-    weights = tuple(
-        Weight(
-            roles.paths[t],
-            tensors[t].shape,
-            tensors[t].itemsize,
-            tuple(j for j, _ in own),
-            tuple(x for _, x in own),
-            state.get(tensors[t].shape, 0),
-        )
+    read = {
+        t: Weight(roles.paths[t], tensors[t].shape, tensors[t].itemsize, tuple(j for j, _ in own), tuple(x for _, x in own))
         for t, own in sorted(users.items())
-    )
+    }
+    weights = tuple(replace(w, state_bytes=state.get(w.shape, 0)) for t, w in read.items() if t in roles.trained)
     saved = _saved(grouping)
     operators = tuple(replace(o, saved=saved.get(j, ())) for j, o in enumerate(_operators(groups, roles, weights)))
     learning = tuple(w for w in weights if any(operators[u].works[BACKWARD] for u in w.users))
-    return OperatorGraph(operators, _differentiated(operators, edges), learning)
+    trained = {w.path for w in learning}
+    return OperatorGraph(
+        operators, _differentiated(operators, edges), learning, tuple(w for w in read.values() if w.path not in trained)
+    )
 
 
 def _state_bytes(grouping: Grouping) -> dict[tuple[int, ...], int]:

@@ -1,6 +1,7 @@
 """The bytes that each device holds under a strategy: one static sum, of all that a step holds at its fullest.
 
 - Weights: each shard that a device holds, once, with its gradient and the optimizer's state.
+- Arguments without gradients (data, weights that are not trained): each shard that a device reads, once.
 - Activations: for each part, what its operator makes in the forward pass and the backward pass reads.
 - Tensors that a part receives from other devices.
 
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from shardplan.errors import PlacementMemoryError
 from shardplan.placement.configurations import Configuration, Strategy
-from shardplan.placement.operators import Edge, Labels, Weight
+from shardplan.placement.operators import Edge, Labels, OperatorGraph, Weight
 from shardplan.placement.problem import PlacementProblem
 from shardplan.placement.regions import shared_bytes
 from shardplan.placement.synchronisation import holders
@@ -37,15 +38,16 @@ class Memory:
         self._edges = [
             [e for e in problem.graph.edges if i in (e.producer, e.consumer)] for i in range(len(problem.graph.operators))
         ]
-        self._weights = [[w for w in problem.graph.weights if i in w.users] for i in range(len(problem.graph.operators))]
+        sizes = _argument_bytes(problem.graph)
+        self._arguments = [[a for a in sizes if i in a[0].users] for i in range(len(problem.graph.operators))]
         self.bytes = np.zeros(count, np.int64)
         for i, chosen in enumerate(strategy):
             self.bytes += _activations(problem.graph.operators[i].saved, chosen, count)
         for e in problem.graph.edges:
             if e.consumer < len(strategy):
                 self.bytes += self._received(e, strategy)
-        for w in problem.graph.weights:
-            self.bytes += _held(w, strategy, count)
+        for w, nbytes in sizes:
+            self.bytes += _held(w, nbytes, strategy, count)
 
     @property
     def fits(self) -> bool:
@@ -66,7 +68,7 @@ class Memory:
         """The bytes of a strategy that has one operator more."""
         i, count = len(strategy) - 1, self._problem.machine.count
         received = [self._received(e, strategy) for e in self._edges[i] if e.consumer == i]
-        weights = [_held(w, strategy, count) - _held(w, strategy[:-1], count) for w in self._weights[i]]
+        weights = [_held(w, n, strategy, count) - _held(w, n, strategy[:-1], count) for w, n in self._arguments[i]]
         more = copy(self)
         more.bytes = sum(
             [*received, *weights], self.bytes + _activations(self._problem.graph.operators[i].saved, strategy[i], count)
@@ -77,7 +79,7 @@ class Memory:
         """[n]: the bytes that depend on the configuration of operator i."""
         count = self._problem.machine.count
         received = [self._received(e, strategy) for e in self._edges[i]]
-        weights = [_held(w, strategy, count) for w in self._weights[i]]
+        weights = [_held(w, nbytes, strategy, count) for w, nbytes in self._arguments[i]]
         return sum([*received, *weights], _activations(self._problem.graph.operators[i].saved, strategy[i], count))
 
     def _received(self, edge: Edge, strategy: Sequence[Configuration]) -> Ints:
@@ -94,7 +96,7 @@ class Memory:
 def may_exceed(problem: PlacementProblem) -> bool:
     """Whether a strategy may need more memory than a device has; if one device can hold everything, none does."""
     graph, least = problem.graph, min(int(problem.machine.memory_bytes[d]) for d in problem.machine.present)
-    weights = sum(_weight_bytes(w) for w in graph.weights)
+    weights = sum(nbytes for _, nbytes in _argument_bytes(graph))
     made = sum(nbytes for o in graph.operators for _, nbytes in o.saved)
     received = sum(math.prod(e.shape) * e.itemsize for e in graph.edges) * problem.machine.count
     return weights + made + received > least
@@ -126,10 +128,10 @@ def _activations(saved: tuple[tuple[Labels, int], ...], chosen: Configuration, c
     return np.bincount(np.array(chosen.devices), minlength=count) * part
 
 
-def _held(weight: Weight, strategy: Sequence[Configuration], count: int) -> Ints:
-    """[n]: the bytes of the shards of a weight that its users of a strategy hold."""
+def _held(weight: Weight, nbytes: int, strategy: Sequence[Configuration], count: int) -> Ints:
+    """[n]: the bytes, of ``nbytes`` in all, of the shards of an argument that its users of a strategy hold."""
     users = tuple((x, strategy[u]) for u, x in zip(weight.users, weight.labels, strict=True) if u < len(strategy))
-    return _shards(weight.shape, _weight_bytes(weight), users, count)
+    return _shards(weight.shape, nbytes, users, count)
 
 
 @lru_cache(maxsize=1 << 16)
@@ -141,6 +143,7 @@ def _shards(shape: tuple[int, ...], nbytes: int, users: tuple[tuple[tuple[int, .
     return np.array([nbytes * cells // len(masks) for cells in held], np.int64)
 
 
-def _weight_bytes(weight: Weight) -> int:
-    """The bytes of a weight, its gradient and its share of the optimizer's state."""
-    return 2 * math.prod(weight.shape) * weight.itemsize + weight.state_bytes
+def _argument_bytes(graph: OperatorGraph) -> list[tuple[Weight, int]]:
+    """All arguments with their bytes; a weight's include its gradient and its share of the optimizer's state."""
+    own = [(w, 2, w.state_bytes) for w in graph.weights] + [(w, 1, 0) for w in graph.arguments]
+    return [(w, times * math.prod(w.shape) * w.itemsize + more) for w, times, more in own]

@@ -103,7 +103,7 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A trained argument: the operators that read it, with the labels of its dims by their loops. The first updates it.
+    """An argument: the operators that read it, with the labels of its dims by their loops. The first one updates a trained one.
 
     ``state_bytes`` are those of the optimizer's state for it.
     """
@@ -118,11 +118,15 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class OperatorGraph:
-    """Operators in an order in which each comes after those that it reads."""
+    """Operators in an order in which each comes after those that it reads.
+
+    ``arguments`` are those without gradients that operators read: data, and weights that are not trained.
+    """
 
     operators: tuple[Operator, ...]
     edges: tuple[Edge, ...]
     weights: tuple[Weight, ...]
+    arguments: tuple[Weight, ...] = ()
 
     def __post_init__(self) -> None:
         assert all(e.producer < e.consumer for e in self.edges), "operators come after what they read"

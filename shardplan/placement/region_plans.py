@@ -6,7 +6,7 @@ Regions of equal operators on groups that are alike have one plan.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -105,10 +105,14 @@ def part_of(problem: PlacementProblem, operators: Sequence[int]) -> PlacementPro
     edges = tuple(
         replace(e, producer=at[e.producer], consumer=at[e.consumer]) for e in graph.edges if e.producer in at and e.consumer in at
     )
-    weights = list[Weight]()
-    for w in graph.weights:
-        own = [(at[u], labels) for u, labels in zip(w.users, w.labels, strict=True) if u in at]
-        if own:
-            weights.append(replace(w, users=tuple(u for u, _ in own), labels=tuple(labels for _, labels in own)))
-    part = OperatorGraph(tuple(graph.operators[i] for i in operators), edges, tuple(weights))
+    weights, arguments = (
+        tuple(_of_part(w, at) for w in own if not at.keys().isdisjoint(w.users)) for own in (graph.weights, graph.arguments)
+    )
+    part = OperatorGraph(tuple(graph.operators[i] for i in operators), edges, weights, arguments)
     return PlacementProblem(part, problem.machine, tuple(problem.tables[i] for i in operators))
+
+
+def _of_part(weight: Weight, at: Mapping[int, int]) -> Weight:
+    """An argument with those of its users that ``at`` numbers anew."""
+    own = [(at[u], labels) for u, labels in zip(weight.users, weight.labels, strict=True) if u in at]
+    return replace(weight, users=tuple(u for u, _ in own), labels=tuple(labels for _, labels in own))

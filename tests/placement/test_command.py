@@ -127,13 +127,6 @@ def test_loops_without_a_trip_count_are_told_without_a_plan_too(caplog: pytest.L
     assert [m.partition(" at ")[0] for m in caplog.messages] == ["the while loop"]
 
 
-def test_a_step_without_operators_is_refused() -> None:
-    with pytest.raises(
-        shardplan.PlacementError, match="no operator to place: nothing that depends on its arguments is multiplied"
-    ):
-        shardplan.place(lambda x: x, jax.ShapeDtypeStruct((8,), "float32"), cluster="2")
-
-
 def test_regions_are_in_the_report_and_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = _run(capsys, "--start", "dp", "--method", "regions", "--json")
     answer = json.loads(out)

@@ -7,12 +7,16 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 from shardplan.errors import PlacementMemoryError
+from shardplan.frontend.nnx_state import trace_step
+from shardplan.graph import flatten
 from shardplan.mesh import Cluster, SingleDevice
 from shardplan.placement.configurations import Configuration
+from shardplan.placement.grouping import operator_graph
 from shardplan.placement.machine import machine_of
 from shardplan.placement.mcmc import Limits
 from shardplan.placement.memory import Memory, may_exceed
@@ -34,8 +38,10 @@ def test_data_parallelism_holds_every_weight_on_every_device() -> None:
     held = Memory(here, data_parallel(here)).bytes
     weights = sum(2 * math.prod(w.shape) * w.itemsize + w.state_bytes for w in here.graph.weights)
     saved = sum(nbytes for o in here.graph.operators for _, nbytes in o.saved)
+    data = sum(math.prod(a.shape) * a.itemsize for a in here.graph.arguments)
+    assert [a.path for a in here.graph.arguments] == ["batch/inputs", "batch/labels"]
     assert saved > 0
-    assert held.tolist() == [weights + saved // 4] * 4
+    assert held.tolist() == [weights + (data + saved) // 4] * 4
 
 
 def test_one_device_holds_everything_and_receives_nothing() -> None:
@@ -43,7 +49,19 @@ def test_one_device_holds_everything_and_receives_nothing() -> None:
     held = Memory(here, [Configuration((1,) * len(o.loops), (2,)) for o in here.graph.operators]).bytes
     weights = sum(2 * math.prod(w.shape) * w.itemsize + w.state_bytes for w in here.graph.weights)
     saved = sum(nbytes for o in here.graph.operators for _, nbytes in o.saved)
-    assert held.tolist() == [0, 0, weights + saved, 0]
+    data = sum(math.prod(a.shape) * a.itemsize for a in here.graph.arguments)
+    assert held.tolist() == [0, 0, weights + data + saved, 0]
+
+
+def test_weights_that_are_not_trained_are_held_once() -> None:
+    def predict(weight: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.numpy.tanh(x @ weight)
+
+    program = trace_step(predict, (jax.ShapeDtypeStruct((32, 16), "float32"), jax.ShapeDtypeStruct((8, 32), "float32"))).program
+    here = problem_of(operator_graph(flatten(program), program), machine_of(Cluster.load("2")))
+    over_samples, over_weight = (Memory(here, (Configuration(d, (0, 1)),)).bytes.tolist() for d in ((2, 1), (1, 2)))
+    assert over_samples == [4 * (32 * 16 + 8 * 32 // 2)] * 2
+    assert over_weight == [4 * (32 * 16 // 2 + 8 * 32)] * 2
 
 
 def test_adam_keeps_two_moments_of_each_weight() -> None:

@@ -73,7 +73,8 @@ def placement_timeline(simulation: Simulation) -> PlacementTimeline:
     on = times.stream >= 0
     group, stream = times.group[on], times.stream[on]
     used, row = np.unique(np.concatenate([np.arange(machine.count), stream]), return_inverse=True)
-    rows: list[str] = [f"device {s}" if s < machine.count else machine.links[s - machine.count] for s in used.tolist()]
+    devices = [f"device {d}{' (absent)' if d in machine.absent else ''}" for d in range(machine.count)]
+    rows = [[*devices, *machine.links][s] for s in used.tolist()]
     n, edges = 3 * len(graph.operators), 2 * len(graph.edges)
     names = [f"{o.name} {phase}" for o in graph.operators for phase in _KINDS[:3]]
     for e in graph.edges:

@@ -51,7 +51,7 @@ def _place(options: argparse.Namespace) -> Report:
     use_cpu()
     step, args = load_target(options.target, read_options(options.set))
     with Progress() as progress:
-        made = place(
+        placed = place(
             step,
             *args,
             cluster=options.cluster,
@@ -63,17 +63,17 @@ def _place(options: argparse.Namespace) -> Report:
             proposals=options.proposals,
             observer=progress,
         )
-    text = made.text(options.target)
+    text = placed.text(options.target)
     if options.output is not None:
-        made.save(options.output)
+        placed.save(options.output)
         text += f"\n\nsaved to {options.output}"
     if options.timeline is not None:
-        made.timeline.save(options.timeline)
+        placed.timeline.save(options.timeline)
         text += f"\n\ntimeline saved to {options.timeline}: open it in https://ui.perfetto.dev"
     if options.png is not None:
-        made.timeline.draw(options.png, title=f"{options.target} on {made.problem.machine.cluster.name}")
+        placed.timeline.draw(options.png, title=f"{options.target} on {placed.problem.machine.cluster.name}")
         text += f"\n\ndrawn in {options.png}"
-    return Report(text, made.json)
+    return Report(text, placed.json)
 
 
 def _check_apart(outputs: dict[str, str | None]) -> None:

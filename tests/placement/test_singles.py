@@ -90,5 +90,6 @@ def test_a_plan_is_no_start_where_devices_are_absent(tmp_path: Path, caplog: pyt
     step, args = mlp.train_step()
     with pytest.raises(PlacementError, match="the start 'plan' uses all devices, and some are absent"):
         shardplan.place(step, *args, cluster=str(file), start=("plan",), budget_s=1)
-    shardplan.place(step, *args, cluster=str(file), start=("dp", "plan"), proposals=1)
+    placed = shardplan.place(step, *args, cluster=str(file), start=("dp", "plan"), proposals=1)
+    assert placed.timeline.rows[:4] == ("device 0", "device 1 (absent)", "device 2", "device 3")
     assert caplog.messages == ["the start 'plan' is left out: it uses all devices, and some are absent here"]

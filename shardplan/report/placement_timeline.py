@@ -74,7 +74,7 @@ def placement_timeline(simulation: Simulation) -> PlacementTimeline:
     group, stream = times.group[on], times.stream[on]
     used, row = np.unique(np.concatenate([np.arange(machine.count), stream]), return_inverse=True)
     devices = [f"device {d}{' (absent)' if d in machine.absent else ''}" for d in range(machine.count)]
-    rows = [[*devices, *machine.links][s] for s in used.tolist()]
+    rows: list[str] = [[*devices, *machine.links][s] for s in used.tolist()]
     n, edges = 3 * len(graph.operators), 2 * len(graph.edges)
     names = [f"{o.name} {phase}" for o in graph.operators for phase in _KINDS[:3]]
     for e in graph.edges:

@@ -338,7 +338,6 @@ NOT_FROZEN = {
     "hlo.text.Computation": "works out its index at first use",
     "hlo.text.Module": "works out its index at first use",
     "graph.kernels._Kernel": "grows while ops and kernels are joined",
-    "emit.specs._Frame": "the values of a program while it is evaluated",
     "simulate.step_tasks._Frame": "the values of a body while it is walked",
     "placement.forward.Group": "grows while ops join it",
     "placement.groups.GroupPrices": "keeps the prices of groups",

@@ -9,14 +9,14 @@ first reader; one for the backward pass is tied to a value of that pass by a bar
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from shardplan.collectives.step import Step
 from shardplan.errors import ShardplanError
 from shardplan.graph import Node
 from shardplan.ir import PAIRS, Collective, Constant, Layout, Op, Program, Reducer, Use, Where
-from shardplan.schedule.changes import single_steps
+from shardplan.schedule.changes import in_single_steps
 from shardplan.schedule.cuts import following_cuts, operand_layouts, planned_cuts, reducer_of, taking, whole_layout
 from shardplan.schedule.frame import Frame, Later, only_empty, waiting
 from shardplan.schedule.instructions import (
@@ -41,16 +41,22 @@ from shardplan.schedule.planned import PlannedProgram
 
 
 def build(planned: PlannedProgram) -> Schedule:
-    """The schedule of a planned step."""
+    """The schedule of a planned step, as each device runs it."""
+    spelled, _ = spelled_out(planned)
+    body = transposed_first(shared(pruned(waited(in_single_steps(spelled.body)))), planned)
+    shapes = [planned.graph.tensors[t].shape for t in planned.graph.inputs]
+    return replace(spelled, body=bundled(with_extents(body, planned.sizes, shapes), planned))
+
+
+def spelled_out(planned: PlannedProgram) -> tuple[Schedule, Mapping[int, Layout | None]]:
+    """(the schedule before its passes, the layouts in which its parameters, ops without a use, and control flow leave values)."""
     builder = _Builder(planned)
     frame = Frame((), planned.graph.bodies[()], [])
     parameters = tuple(builder.new() for _ in planned.program.inputs)
     builder.arguments = frozenset(parameters)
     results = builder.run(frame, planned.program, parameters)
     layouts = tuple(builder.layout(frame, o) if isinstance(o, int) else None for o in planned.program.outputs)
-    body = transposed_first(shared(pruned(waited(Block(parameters, tuple(frame.out), tuple(results))))), planned)
-    shapes = [planned.graph.tensors[t].shape for t in planned.graph.inputs]
-    return Schedule(bundled(with_extents(body, planned.sizes, shapes), planned), layouts)
+    return Schedule(Block(parameters, tuple(frame.out), tuple(results)), layouts), builder.layouts
 
 
 class _Builder:
@@ -58,6 +64,7 @@ class _Builder:
         self.planned, self.graph = planned, planned.graph
         self.count = 0
         self.arguments: frozenset[int] = frozenset()
+        self.layouts: dict[int, Layout | None] = {}
 
     def new(self) -> int:
         """The number of a new value."""
@@ -71,6 +78,7 @@ class _Builder:
         for t, value in program.constants:
             frame.values[t] = Constant(value, program.tensors[t].dtype)
         frame.values.update(zip(program.inputs, arguments, strict=True))
+        self.layouts |= {x: self.layout(frame, t) for t, x in zip(program.inputs, arguments, strict=True) if isinstance(x, int)}
         frame.waiting = waiting(program)
         for op in program.ops:
             self.step(frame, op)
@@ -110,6 +118,7 @@ class _Builder:
         results = tuple(self.new() for _ in later.op.outputs)
         frame.out.append(Compute(node, tuple(inputs), results, taking(cuts, whole)))
         made: Source = results[later.result]
+        self.layouts[made] = layout if inside is not None else None
         if layout is not None and inside is None:
             assert not layout.partial, "a term of a sum is made by an op that hands terms on"
             made = self.move(frame, made, frame.ids[local], whole_layout(layout), layout, node.op.source)
@@ -151,6 +160,7 @@ class _Builder:
         inputs, whole = self.read(frame, node, cuts or (), None)
         results = tuple(self.new() for _ in op.outputs)
         frame.out.append(Compute(node, tuple(inputs), results, taking(cuts or (), whole), op.acts))
+        self.layouts |= zip(results, [None] * len(layouts) if op.acts or cuts is None else layouts, strict=True)
         frame.values.update(zip(op.outputs, results, strict=True))
         if op.acts:
             self.told(frame, op, results, layouts)
@@ -310,7 +320,7 @@ class _Builder:
             value = self.literal(frame, value, tensor)
         result = self.new()
         steps = self._steps(shape, self.graph.tensors[tensor].nbytes, before, after, paired=extreme is not None)
-        frame.out += single_steps(Move(value, result, tensor, shape, before, after, steps, line, reducer, extreme), self.new)
+        frame.out.append(Move(value, result, tensor, shape, before, after, steps, line, reducer, extreme))
         return result
 
     def _steps(self, shape: tuple[int, ...], nbytes: int, before: Layout, after: Layout, *, paired: bool) -> tuple[Step, ...]:
@@ -337,10 +347,18 @@ class _Builder:
         where: Where = (*frame.where, (op.id, body))
         return Frame(where, self.graph.bodies[where], [])
 
-    def entering(self, frame: Frame, op: Op, skip: int, inside: Frame, inner: Sequence[int], stacked_from: int) -> list[Source]:
-        """The operands of a body in the layouts of its inputs; from ``stacked_from`` on they are stacked over the loop."""
+    def entering(
+        self, frame: Frame, op: Op, skip: int, inside: Frame, inner: Sequence[int], stacked_from: int, fixed: int = 0
+    ) -> list[Source]:
+        """The operands of a body in the layouts of its inputs; from ``stacked_from`` on they are stacked over the loop.
+
+        Zeros stand for free values among the first ``fixed``, which `remade` makes inside.
+        """
         values: list[Source] = []
         for i, (operand, t) in enumerate(zip(op.inputs[skip:], inner, strict=True)):
+            if i < fixed and self._later(frame, operand):
+                values.append(Constant(0, "int32"))
+                continue
             target = self.layout(inside, t)
             value = self.value(frame, operand)
             if isinstance(operand, int):
@@ -363,8 +381,7 @@ class _Builder:
         body = op.bodies[0]
         consts, carry = int(op.params["num_consts"]), int(op.params["num_carry"])
         inside = self.inner(frame, op, 0)
-        free = [i for i in range(consts) if self._later(frame, op.inputs[i])]
-        values = self.entering_kept(frame, op, 0, inside, body.inputs, consts + carry, free)
+        values = self.entering(frame, op, 0, inside, body.inputs, consts + carry, consts)
         start, stacked = values[consts : consts + carry], values[consts + carry :]
         parameters = [self.new() for _ in body.inputs[consts:]]
         arguments = [*self.remade(frame, inside, op, values[:consts], body.inputs[:consts]), *parameters]
@@ -385,24 +402,11 @@ class _Builder:
                 o = body.outputs[n]
                 inner_layout = self.layout(inside, o) if isinstance(o, int) else None
                 left = None if inner_layout is None else Layout(((), *inner_layout.dims), inner_layout.partial)
+            self.layouts[value] = left
             frame.values[t] = self.move(frame, value, tensor, left, self.layout(frame, t), op.source)
 
     def _later(self, frame: Frame, operand: int | Constant) -> bool:
         return isinstance(operand, int) and isinstance(frame.values[operand], Later)
-
-    def entering_kept(
-        self, frame: Frame, op: Op, skip: int, inside: Frame, inner: Sequence[int], stacked_from: int, free: Sequence[int]
-    ) -> list[Source]:
-        """`entering`, but for the ``free`` operands, which `remade` makes inside."""
-        if not free:
-            return self.entering(frame, op, skip, inside, inner, stacked_from)
-        kept = [i for i in range(len(inner)) if i not in free]
-        picked = replace(op, inputs=tuple(op.inputs[skip + i] for i in kept))
-        moved = self.entering(frame, picked, 0, inside, [inner[i] for i in kept], stacked_from - len(free))
-        values: list[Source] = [Constant(0, "int32")] * len(inner)
-        for i, value in zip(kept, moved, strict=True):
-            values[i] = value
-        return values
 
     def remade(self, frame: Frame, inside: Frame, op: Op, fixed: Sequence[Source], inner: Sequence[int]) -> list[Source]:
         """What does not change in a loop, free values among it made in its body, where they take no memory outside."""
@@ -444,7 +448,8 @@ class _Builder:
         shapes = tuple(self.shape(inside, t) for t in body.inputs[b:]) if batched else ()
         frame.out.append(While(op, tuple(start), test_block, block, made, batched, shapes, entries))
         for t, value, entry in zip(op.outputs, made, body.inputs[b:], strict=True):
-            frame.values[t] = self.move(frame, value, frame.ids[t], self.layout(inside, entry), self.layout(frame, t), op.source)
+            self.layouts[value] = left = self.layout(inside, entry)
+            frame.values[t] = self.move(frame, value, frame.ids[t], left, self.layout(frame, t), op.source)
 
     def cond(self, frame: Frame, op: Op) -> None:
         """A conditional; every branch leaves its results in the layouts outside."""
@@ -462,6 +467,7 @@ class _Builder:
         made = tuple(self.new() for _ in op.outputs)
         index = None if op.params.get("branches_platforms") is not None else self.value(frame, op.inputs[0])
         frame.out.append(Cond(op, index, tuple(arguments), tuple(branches), made))
+        self.layouts |= {x: self.layout(frame, t) for t, x in zip(op.outputs, made, strict=True)}
         frame.values.update(zip(op.outputs, made, strict=True))
 
     def remat(self, frame: Frame, op: Op) -> None:

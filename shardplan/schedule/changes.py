@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from shardplan.collectives.step import Step
 from shardplan.ir import Collective
-from shardplan.schedule.instructions import Move
+from shardplan.schedule.instructions import Block, Instruction, Move, numbers_of, with_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,19 @@ class Change:
         lost = before[shorter][len(after[shorter]) :] if shorter >= 0 else ()
         gained = after[longer][len(before[longer]) :] if longer >= 0 else ()
         return cls(shorter, lost, longer, gained)
+
+
+def in_single_steps(block: Block) -> Block:
+    """A block, and the blocks in it, with its moves as `single_steps`."""
+    new = itertools.count(1 + max(numbers_of(block), default=0)).__next__
+
+    def apart(inner: Block) -> Block:
+        instructions: list[Instruction] = []
+        for i in inner.instructions:
+            instructions += single_steps(i, new) if isinstance(i, Move) else [with_blocks(i, apart)]
+        return replace(inner, instructions=tuple(instructions))
+
+    return apart(block)
 
 
 def single_steps(move: Move, new: Callable[[], int]) -> Iterator[Move]:

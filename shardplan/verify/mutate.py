@@ -25,7 +25,7 @@ from shardplan.emit.specs import SpecsEmitter
 from shardplan.emit.stacked import partition_spec, term_factors
 from shardplan.emit.transfers import Transfers
 from shardplan.ir import Collective, Layout, Op, Reducer, Use
-from shardplan.schedule import PlannedProgram, Schedule
+from shardplan.schedule import Compute, PlannedProgram, Schedule
 
 
 def dropping_emitter(
@@ -57,14 +57,13 @@ class DroppingEmitter(SpecsEmitter):
         self.skipped.clear()
         return super().__call__(*flat)
 
-    def plain(self, frame: Any, op: Op) -> None:
-        """Evaluates an op, after noting whether it leaves a partial sum."""
-        node = self.planned.nodes.get((frame.where, op.id))
-        use = self.planned.uses.get(node.id) if node is not None else None
+    def compute(self, compute: Compute, inputs: Sequence[Any]) -> list[Any]:
+        """The results of an op, after noting whether it leaves a partial sum."""
+        use = self.planned.uses.get(compute.node.id)
         # kept terms are summed later
         added = use is not None and any(g.partial for g in use.gives) and not term_factors(use)
-        self._now = (op, use) if use is not None and added else None
-        super().plain(frame, op)
+        self._now = (compute.node.op, use) if use is not None and added else None
+        return super().compute(compute, inputs)
 
     def bind(self, op: Op, inputs: Sequence[Any], *, constant: bool = False) -> list[Any]:
         """The op's results; if its sum is left out, each device's own term."""
@@ -94,36 +93,35 @@ class DroppingEmitter(SpecsEmitter):
     def _bare(self, op: Op, inputs: Sequence[Any], constant: bool) -> list[Any]:
         return super().bind(op, inputs, constant=constant)
 
-    def move(self, value: Any, shape: tuple[int, ...], nbytes: int, before: Layout, after: Layout) -> Any:
+    def resharded(self, x: Any, at: Layout, steps: Sequence[Step]) -> Any:
         """The value resharded; if this is left out, copies of the device's own block."""
-        steps = () if before == after or before.partial else self.planned.programs.between(shape, nbytes, before, after)
         talks = any(step.kind != Collective.SLICE for step in steps)
-        ends = [partition_spec(layout, self.planned.names) for layout in (before, after)]
-        if not talks or not self._drops(f"the move of {shape} from {ends[0]} to {ends[1]}"):
-            return super().move(value, shape, nbytes, before, after)
+        ends = [partition_spec(layout, self.planned.names) for layout in (at, *(step.after for step in steps[-1:]))]
+        if not talks or not self._drops(f"the move of {x.shape} from {ends[0]} to {ends[-1]}"):
+            return super().resharded(x, at, steps)
         whole = jax.shard_map(
-            lambda x: jnp.tile(x, [n // m for n, m in zip(shape, x.shape, strict=True)]),
+            lambda own: jnp.tile(own, [n // m for n, m in zip(x.shape, own.shape, strict=True)]),
             mesh=self.mesh,
-            in_specs=partition_spec(before, self.planned.names),
+            in_specs=ends[0],
             out_specs=PartitionSpec(),
             check_vma=False,
         )
-        return self.constrain(whole(self.constrain(value, before)), after)
+        return self.constrain(whole(self.constrain(x, at)), steps[-1].after)
 
-    def collected(self, value: Any, terms: tuple[int, ...], before: Layout, after: Layout) -> Any:
+    def collected(self, x: Any, terms: tuple[int, ...], before: Layout, after: Layout) -> Any:
         """The sum of terms; if left out, each device's own term as if it were the whole."""
-        if not set(terms) - set(after.partial) or not self._drops(f"the sum of terms of {value.shape}"):
-            return super().collected(value, terms, before, after)
+        if not set(terms) - set(after.partial) or not self._drops(f"the sum of terms of {x.shape}"):
+            return super().collected(x, terms, before, after)
         terms_layout, whole = replace(before, partial=terms), replace(before, partial=after.partial)
         summed_dims = tuple(i for i, f in enumerate(terms) if f not in after.partial)
         single_term = jax.shard_map(
-            lambda x: jnp.squeeze(x, summed_dims),
+            lambda own: jnp.squeeze(own, summed_dims),
             mesh=self.mesh,
             in_specs=partition_spec(terms_layout, self.planned.names),
             out_specs=partition_spec(whole, self.planned.names),
             check_vma=False,
         )
-        return super().collected(single_term(self.constrain(value, terms_layout)), after.partial, whole, after)
+        return super().collected(single_term(self.constrain(x, terms_layout)), after.partial, whole, after)
 
     def reduced(self, x: Any, extreme: Any, reducer: Reducer, axes: tuple[str, ...], dim: int | None) -> Any:
         """The reduction of a call's terms; if left out, each device's own term, or its block of that."""

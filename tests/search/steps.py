@@ -17,6 +17,7 @@ from shardplan.frontend.trace import trace
 from shardplan.graph import flatten
 from shardplan.mesh import Cluster, factors
 from shardplan.search.coarsening import coarsen
+from shardplan.search.coarsening.variables import OneChoice
 from shardplan.search.inference.eliminate import Eliminator, find_order
 from shardplan.search.problem.pricing import Domain
 from shardplan.search.problem.problem import Problem
@@ -47,10 +48,12 @@ def cluster(
     return replace(base, name="small", levels=levels, device=device)
 
 
-def problem(step: Callable[..., Any], *args: Any, on: Cluster, donate: Sequence[int] = ()) -> Problem:
+def problem(
+    step: Callable[..., Any], *args: Any, on: Cluster, donate: Sequence[int] = (), one_choice: OneChoice = "timesteps"
+) -> Problem:
     """The problem of a step on a cluster, levels whole."""
     graph = flatten(trace(step, *args, donate_argnums=tuple(donate)).program)
-    return Problem(graph, coarsen(graph), on, factors(on))
+    return Problem(graph, coarsen(graph, one_choice), on, factors(on))
 
 
 def array(*shape: int) -> jax.ShapeDtypeStruct:

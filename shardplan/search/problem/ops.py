@@ -137,10 +137,13 @@ class Ops:
             total = np.minimum(total + self._least[key], BIG)
         return total
 
+    def key(self, n: int) -> tuple[object, ...]:
+        """Equal for ops that cost the same in the same layouts of their variables, if no limit tells them apart."""
+        node = self._graph.nodes[n]
+        return node.costed.id, node.weight, self._slots[n][1], self.deferring.get(n)
+
     def _key(self, n: int, domains: Sequence[Domain], limits: Limits | None) -> tuple[object, ...]:
-        node, (scope, slots, _) = self._graph.nodes[n], self._slots[n]
-        scope_domains, late = tuple(domains[v] for v in scope), self.deferring.get(n)
-        return node.costed.id, node.weight, slots, limits.of(n) if limits else None, late, scope_domains
+        return *self.key(n), limits.of(n) if limits else None, tuple(domains[v] for v in self._slots[n][0])
 
     def _columns(self, n: int, domains: Sequence[Domain], limits: Limits | None) -> list[Costs]:
         node, (scope, slots, free) = self._graph.nodes[n], self._slots[n]

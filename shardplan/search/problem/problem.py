@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,7 +29,7 @@ from shardplan.search.problem.ops import Ops
 from shardplan.search.problem.pricing import Domain, Limits, Pricer
 from shardplan.search.problem.strategies import Groups
 from shardplan.search.problem.summands import Summand, by_variable
-from shardplan.search.problem.tables import Costs, Store, Term, picoseconds, seconds_of
+from shardplan.search.problem.tables import BIG, Costs, Store, Term, picoseconds, seconds_of
 from shardplan.search.problem.windows import NO_WINDOWS, Windows, windows_of
 
 
@@ -88,6 +89,7 @@ class Problem:
             self.pricer = Pricer(self.resharder, objective.device(cluster), objective)
         self.ops = Ops(graph, coarse, self.pricer, self.store, self.windows)
         self._terms: dict[tuple[object, ...], tuple[int, int]] = {}
+        self._multiples: dict[tuple[int, int], int] = {}
         self._agreeing: dict[tuple[int, int | None, tuple[int, ...], Domain, bool], Domain] = {}
         self._near: dict[tuple[int, int, Domain], Domain] = {}
         self._together: dict[tuple[int, Domain, Groups], Domain] = {}
@@ -277,7 +279,12 @@ class Problem:
         gathered again). ``limits`` restricts the strategies.
         """
         opened = self.ops.opened(domains)
-        return [term for s in self.summands for term in self._terms_of(s, domains, keep_s or {}, limits, opened)]
+        summands = self._alike if limits is None or not limits.cuts else [(s, 1) for s in self.summands]
+        return [
+            term if times == 1 else self._times(term, times)
+            for s, times in summands
+            for term in self._terms_of(s, domains, keep_s or {}, limits, opened)
+        ]
 
     def terms_of(
         self,
@@ -312,6 +319,21 @@ class Problem:
                 return [self._link(self.graph.links[at], scope, domains)]
             case "view":
                 return [self._view(at, scope, weight, domains, keep_s.get(at, 0.0))]
+
+    @cached_property
+    def _alike(self) -> Sequence[tuple[Summand, int]]:
+        """The summands, of ops that cost the same in the same variables only the first, each with their number."""
+        keys = [(s.scope, self.ops.key(s.at)) if s.kind == "op" else s for s in self.summands]
+        counts = Counter(keys)
+        firsts = dict(zip(reversed(keys), reversed(self.summands), strict=True))
+        return [(firsts[key], times) for key, times in counts.items()]
+
+    def _times(self, term: Term, times: int) -> Term:
+        """The sum of so many equal terms."""
+        key = (term.table, times)
+        if key not in self._multiples:
+            self._multiples[key] = self.store.intern(np.minimum(self.store.tables[term.table] * times, BIG))[0]
+        return Term(term.scope, self._multiples[key], min(term.constant * times, BIG))
 
     def _term(
         self,

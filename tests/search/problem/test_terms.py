@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from shardplan.search.inference.solver import Solver
 from shardplan.search.memory import liveness as memory
 from shardplan.search.problem import Problem, pricing
 from shardplan.search.problem.pricing import table_of, useful
-from shardplan.search.problem.tables import BIG, Store, Term, picoseconds
+from shardplan.search.problem.tables import BIG, Costs, Store, Term, picoseconds
 from tests.search import steps
 
 Drawn = tuple[list[int], list[tuple[tuple[int, ...], np.ndarray]]]
@@ -186,15 +187,44 @@ def test_a_term_of_one_variable_alone_is_found_by_it() -> None:
     problem = steps.problem(step, *args, on=Cluster.load("4"))
     every = problem.terms(problem.domains)
     for v in range(len(problem.domains)):
-        mine = sorted((t.scope, t.table) for t in every if v in t.scope)
-        assert sorted((t.scope, t.table) for t in problem.terms_of(v, problem.domains)) == mine
+        mine = summed(problem, [t for t in every if v in t.scope])
+        alone = summed(problem, problem.terms_of(v, problem.domains))
+        assert mine.keys() == alone.keys()
+        assert all(np.array_equal(mine[scope], alone[scope]) for scope in mine)
+
+
+def summed(problem: Problem, terms: Sequence[Term]) -> dict[tuple[int, ...], Costs]:
+    """By scope: the sum of its terms."""
+    result: dict[tuple[int, ...], Costs] = {}
+    for t in terms:
+        costs = problem.store.tables[t.table] + t.constant
+        result[t.scope] = np.minimum(result[t.scope] + costs if t.scope in result else costs, BIG)
+    return result
+
+
+def test_ops_that_cost_the_same_in_the_same_variables_are_one_term() -> None:
+    """Tied layers cost a multiple of one: the number of terms does not grow with depth, and the sum is that of all."""
+    counts: list[int] = []
+    for layers in (4, 8):
+        step, args = gpt.train_step(layers=layers)
+        problem = steps.problem(step, *args, on=Cluster.load("4"), one_choice="layers")
+        terms = problem.terms(problem.domains)
+        counts.append(len(terms))
+        one_by_one = [t for s in problem.summands for t in problem._terms_of(s, problem.domains, {}, None, {})]
+        assert len(terms) < len(one_by_one)
+        assert sum(t.constant for t in terms) == sum(t.constant for t in one_by_one)
+        mine, alone = summed(problem, terms), summed(problem, one_by_one)
+        assert mine.keys() == alone.keys()
+        assert all(np.array_equal(mine[scope], alone[scope]) for scope in mine)
+    assert counts[1] < counts[0] * 1.2
 
 
 @pytest.mark.parametrize("scan", [False, True])
 def test_scopes_are_those_of_the_terms(scan: bool) -> None:
     step, args = gpt.train_step(layers=2, scan=scan)
     problem = steps.problem(step, *args, on=Cluster.load("4"))
-    assert sorted(problem.scopes) == sorted(t.scope for t in problem.terms(problem.domains))
+    assert {*problem.scopes} == {t.scope for t in problem.terms(problem.domains)}
+    assert sorted(problem.scopes) == sorted(t.scope for t in problem.terms(problem.domains, limits=pricing.Limits(cuts={-1: ()})))
     # the summands are those of the graph: each op that joins variables, each view, each loop link between layouts
     kinds = Counter(s.kind for s in problem.summands)
     coarse = problem.coarse

@@ -5,20 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from shardplan.collectives.issued import PlannedCollective
 from shardplan.cost.overlap import SERIAL, Weights
 from shardplan.ir import Backend, Choices, Entry, Factor, Layout
 from shardplan.mesh import Cluster
+from shardplan.plans.codec import Least
 from shardplan.remat import Remat
 from shardplan.search.coarsening.variables import OneChoice
 from shardplan.search.inference.anytime import Stopped
 from shardplan.search.problem.solution import Tried
-from shardplan.search.strategy.purposes import PURPOSES, Shares
+from shardplan.search.strategy.purposes import PURPOSES, Purpose, Shares
 
 TimeModel = Literal["overlap", "sum"]
 """How the seconds of a step add up: communication hides behind compute where it can, or everything takes its turn."""
+
+
+Seconds = Annotated[float, Least(0)]
+Bytes = Annotated[int, Least(0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +56,10 @@ class PlanData:
     price in the search's tables, in which each reader has its own collective and nothing is padded. ``time_model`` says how
     seconds add up (`shardplan.cost.overlap`), ``weights`` at which weights the search ended, ``company`` how many bytes of each
     pool (`shardplan.cost.overlap.Window`) travel together in its prices (None: all that may).
-    ``limit_origin`` says where ``memory_limit`` comes from, if not from the user. ``result_layouts`` has a layout for each leaf
-    of the step's result. ``exact``: the search found the optimum of its mesh without a memory limit; ``unlimited_s`` is the price
-    of that optimum in the search's tables, if it is known. ``stopped`` says what ended the search early ("time budget",
-    "interrupted"; else empty).
+    ``memory_limit_origin`` says where ``memory_limit`` comes from, if not from the user. ``result_layouts`` has a layout for
+    each leaf of the step's result. ``exact``: the search found the optimum of its mesh without a memory limit;
+    ``unlimited_s`` is the price of that optimum in the search's tables, if it is known. ``stopped`` says what ended the
+    search early ("time budget", "interrupted"; else empty).
     ``limited``: a baseline or an objective prescribes how ops are cut. ``regather``: no forward copy of a weight is kept for the
     backward pass. ``idle_axes`` explains each axis over which nothing is cut. ``unknown_trips`` has the source lines of while
     loops that are priced as one iteration, ``whole_ops`` the ops that run whole on every device, with theirs. ``purposes`` say
@@ -75,13 +80,13 @@ class PlanData:
     operators: int
     choices: Choices = field(repr=False)
     collectives: tuple[PlannedCollective, ...] = field(repr=False)
-    step_time_s: float
-    searched_s: float
-    compute_s: float
-    peak_bytes: int
-    memory_limit: int
-    limit_origin: str
-    objective: str
+    step_time_s: Seconds
+    searched_s: Seconds
+    compute_s: Seconds
+    peak_bytes: Bytes
+    memory_limit: Bytes
+    memory_limit_origin: str
+    objective: Literal["time", "bytes"]
     exact: bool
     unlimited_s: float | None
     stopped: Stopped
@@ -89,7 +94,7 @@ class PlanData:
     regather: bool
     remat: Remat
     one_choice: OneChoice
-    donate_argnums: tuple[int, ...]
+    donate_argnums: tuple[Annotated[int, Least(0)], ...]
     replicate: tuple[str, ...]
     pins: Mapping[str, tuple[Entry, ...]]
     time_budget_s: float | None
@@ -98,16 +103,16 @@ class PlanData:
     whole_ops: tuple[str, ...]
     purposes: tuple[Shares, ...]
     tried: tuple[Tried, ...]
-    fixed_axes: Mapping[str, int]
-    trace_s: float
-    search_s: float
+    fixed_axes: Mapping[Purpose, int]
+    trace_s: Seconds
+    search_s: Seconds
     backend: Backend
     backend_reason: str
     time_model: TimeModel = "overlap"
     weights: Weights = SERIAL
     company: Mapping[str, float] | None = None
     fingerprint: str | None = None
-    bound_s: float | None = None
+    bound_s: Seconds | None = None
     baselines: tuple[Baseline, ...] | None = None
     left_out: tuple[tuple[str, str], ...] = ()
     explanations: Mapping[str, str] | None = None

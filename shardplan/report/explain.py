@@ -98,7 +98,7 @@ class _Why:
         mesh = " x ".join(f"{name}={k}" for name, k in plan.axes.items())
         spent = f"compute {seconds(plan.compute_s)}, communication {seconds(plan.communication_s)}"
         lines = [f"{seconds(plan.step_time_s)} a step on {mesh}: {spent};"]
-        limit = size(plan.memory_limit) + (f" ({plan.limit_origin})" if plan.limit_origin else "")
+        limit = size(plan.memory_limit) + (f" ({plan.memory_limit_origin})" if plan.memory_limit_origin else "")
         lines.append(f"{size(plan.peak_bytes)} a device at its peak, of {limit}. {_sentence(bound_text(plan))}")
         lines += matrix_text(plan).splitlines()
         best = best_baseline(plan)

@@ -3,45 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 from shardplan.ir import spec_text
+from shardplan.mesh import Cluster
+from shardplan.plans.codec import Writer
 from shardplan.plans.data import PlanData
 from shardplan.plans.xla_flags import xla_flags
 from shardplan.remat import Remat
 from shardplan.report.text import collective_rows
 
+_LONG = frozenset({"factors", "arguments", "result_layouts", "choices", "tried", "left_out", "fingerprint", "explanations"})
+"""The fields of `PlanData` that are for the plan's file alone."""
 
-def figures(plan: PlanData) -> dict[str, Any]:
-    """The figures of a plan as JSON values: seconds of one step, bytes of one device and step."""
+_DERIVED = (
+    *("communication_s", "exposed_s", "serial_s", "hidden_s", "communication_bytes", "lower_bound_s", "gap"),
+    *("axes", "matrix", "provenance"),
+)
+"""The properties of `PlanData` that stand beside its fields."""
+
+
+def plan_json(plan: PlanData) -> dict[str, Any]:
+    """A completed plan as one JSON object: its fields, its collectives by kind and axes, and the baselines.
+
+    Seconds are of one step, bytes of one device and step.
+    """
+    written = Writer({Cluster: lambda cluster: cluster.name, Remat: remat_json})
     return {
-        "step_time_s": plan.step_time_s,
-        "compute_s": plan.compute_s,
-        "communication_s": plan.communication_s,
-        "exposed_s": plan.exposed_s,
-        "serial_s": plan.serial_s,
-        "hidden_s": plan.hidden_s,
-        "communication_bytes": plan.communication_bytes,
-        "peak_bytes": plan.peak_bytes,
-        "memory_limit": plan.memory_limit,
-        "memory_limit_origin": plan.limit_origin,
-        "lower_bound_s": plan.lower_bound_s,
-        "gap": plan.gap,
-        "unlimited_s": plan.unlimited_s,
-        "exact": plan.exact,
-        "stopped": plan.stopped,
-        "trace_s": plan.trace_s,
-        "search_s": plan.search_s,
-        "operators": plan.operators,
-        "remat": remat_json(plan.remat),
-        "objective": plan.objective,
-        "time_model": plan.time_model,
-        "backend": plan.backend,
-        "axes": dict(plan.axes),
-        "matrix": plan.matrix,
-        "provenance": plan.provenance,
+        **{f.name: written.value(getattr(plan, f.name)) for f in fields(plan) if f.name not in _LONG},
+        **{name: getattr(plan, name) for name in _DERIVED},
         "in_specs": {path: spec_text(entries) for path, entries in plan.entries.items()},
+        "collectives": collective_rows(plan),
+        "xla_flags": xla_flags(plan.cluster),
     }
 
 
@@ -56,20 +50,6 @@ def remat_json(remat: Remat) -> dict[str, Any]:
         "saved_bytes": remat.saved_bytes,
         "without": asdict(remat.without) if remat.without is not None else None,
         "note": remat.note,
-    }
-
-
-def plan_json(plan: PlanData) -> dict[str, Any]:
-    """A completed plan as one JSON object: its figures, its collectives by kind and axes, and the baselines."""
-    return {
-        **figures(plan),
-        "cluster": plan.cluster.name,
-        "idle_axes": dict(plan.idle_axes),
-        "unknown_trips": list(plan.unknown_trips),
-        "whole_ops": list(plan.whole_ops),
-        "collectives": collective_rows(plan),
-        "baselines": [asdict(b) for b in plan.baselines or ()],
-        "xla_flags": xla_flags(plan.cluster),
     }
 
 

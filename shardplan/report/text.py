@@ -49,7 +49,7 @@ def _head(plan: PlanData, title: str) -> str:
         ("step time", _step_time(plan)),
         ("", bound_text(plan)),
         ("memory", f"{size(plan.peak_bytes)} a device of {size(plan.memory_limit)} ({plan.peak_bytes / plan.memory_limit:.1%})"),
-        *((("", f"memory limit {size(plan.memory_limit)}: {plan.limit_origin}"),) if plan.limit_origin else ()),
+        *((("", f"memory limit {size(plan.memory_limit)}: {plan.memory_limit_origin}"),) if plan.memory_limit_origin else ()),
         ("traffic", f"{size(plan.communication_bytes)} on the wire, per device and step"),
         *((("remat", remat_text(plan.remat)),) if plan.remat != Remat() else ()),
         ("backend", f"{plan.backend}: {plan.backend_reason}"),

@@ -179,7 +179,7 @@ def _search_fields(made: Made, searcher: Searcher, limit: MemoryLimit) -> dict[s
         "cluster": problem.cluster,
         "searched_s": step_time_s(made.planned.found),
         "memory_limit": wanted.memory,
-        "limit_origin": limit.origin,
+        "memory_limit_origin": limit.origin,
         "objective": wanted.objective.name,
         "pins": {glob: tuple(entries) for glob, entries in wanted.pins.items()},
         "unlimited_s": step_time_s((problem, replace(outcome, best=outcome.free))) if outcome.exact else None,

@@ -6,9 +6,9 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from shardplan.constants import CONSTANTS
 from shardplan.cost import BYTES
 from shardplan.search.baselines.tofu_premise import everything_cut, everything_split
-from shardplan.search.inference.beam import EXACT_ENTRIES
 from shardplan.search.inference.solver import Solver
 from shardplan.search.memory.liveness import liveness
 from shardplan.search.problem.problem import Problem
@@ -40,7 +40,7 @@ def searched(plan: Any) -> Searched:
     joint_s = time.perf_counter() - began
     # the tables count a byte as a picosecond
     gigabytes = [s.seconds * 1e12 / 1e9 for s in (stepped.solution, joint)]
-    return Searched(recursion_s, gigabytes[0], joint_s, gigabytes[1], order.total, order.largest <= EXACT_ENTRIES)
+    return Searched(recursion_s, gigabytes[0], joint_s, gigabytes[1], order.total, order.largest <= CONSTANTS.exact_entries)
 
 
 def _solver(plan: Any) -> Solver:

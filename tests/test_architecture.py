@@ -20,7 +20,7 @@ PACKAGE = ROOT / "shardplan"
 # From the top row down; a module imports only from rows above its own, and from its own package. The last row are the shells:
 # they may use each other. An import for type checkers alone counts like any other.
 ROWS = (
-    ("versions", "ir", "errors", "user_code", "sizes", "_jax"),
+    ("versions", "constants", "ir", "errors", "user_code", "sizes", "_jax"),
     ("mesh",),
     ("dag",),
     ("tdl",),

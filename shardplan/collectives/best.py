@@ -15,17 +15,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ..constants import CONSTANTS
 from ..cost.network import Algorithm, Network
 from ..ir import Collective
 from .dsl import Instruction, Reduction, groups, instructions
-from .envelope import DEEPEST_GRAPH, envelope
+from .envelope import envelope
 from .ranking import Entries, check_bytes, entries, held_after, shape_of, step_lines
 from .states import Context, Goal
 from .synthesis import Order, Walks, shared_walks
 
 # lower bound on the total, ticket that breaks ties, seconds spent, context, part of the data that each device holds, steps
 Node = tuple[float, int, float, Context, tuple[float, ...], tuple[Instruction, ...]]
-_NUDGE = 1e-11  # added per step, times one collective over everything: above rounding errors, below what can be measured
 
 
 def best_reduction(network: Network, over: Sequence[int], nbytes: float) -> tuple[float, Reduction]:
@@ -35,7 +35,7 @@ def best_reduction(network: Network, over: Sequence[int], nbytes: float) -> tupl
     ``network.seconds(Collective.ALL_REDUCE, over, nbytes)``, the program of one AllReduce.
     """
     check_bytes(nbytes)
-    if len(entries(network, over)) <= DEEPEST_GRAPH:
+    if len(entries(network, over)) <= CONSTANTS.deepest_graph:
         return envelope(network, over).best(nbytes)
     key = ("best_reduction", frozenset(over), nbytes)
     if key not in network.memo:
@@ -58,7 +58,7 @@ def search(
     shape = shape_of(network, levels)
     walks = shared_walks((2,) * len(levels), goal, order)
     prices: dict[tuple[Instruction, float], float] = {}
-    nudge = _NUDGE * float(network.seconds(goal, over, nbytes, algorithm=algorithm))
+    nudge = CONSTANTS.step_nudge * float(network.seconds(goal, over, nbytes, algorithm=algorithm))
     bounds = _bounds(network, levels, nbytes, walks.shape, algorithm) if goal != Collective.ALL_GATHER else []
     ticket = itertools.count()
     part = 1.0 / math.prod(shape) if goal == Collective.ALL_GATHER else 1.0

@@ -19,6 +19,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from ..constants import CONSTANTS
 from ..cost.network import Network
 from ..ir import Collective
 from .dsl import Form, InsideGroup, Instruction, Master, Parallel, Reduction, groups
@@ -29,8 +30,6 @@ from .synthesis import Walks, shared_walks
 Ints = NDArray[np.int64]
 T = TypeVar("T")
 Floats = NDArray[np.float64]
-DEEPEST_GRAPH = 3  # hierarchies of up to this many levels are walked whole; deeper ones have neighbouring levels joined
-MAX_SIZE = 5  # the paper's limit on a program's steps (section 4.2)
 _LEAST_BYTES, _MOST_BYTES = 1.0, 1e15  # below, the least latency decides; above, the least slope
 
 
@@ -78,7 +77,7 @@ def envelope(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Graph:
-    """Numbered contexts, 0 the start, and as edges the steps between them in programs of at most `MAX_SIZE` steps.
+    """Numbered contexts, 0 the start, and as edges the steps between them in programs of at most ``program_steps`` steps.
 
     ``priced[what[e]]`` is the instruction of edge ``e``, and the levels over which the data that it moves is scattered.
     """
@@ -101,7 +100,7 @@ def _graph(depth: int, goal: Goal) -> _Graph:
     priced: dict[tuple[Instruction, int], int] = {}
     edges: list[tuple[int, int, int]] = []
     layer = [walks.start]
-    for left in range(MAX_SIZE, 0, -1):
+    for left in range(CONSTANTS.program_steps, 0, -1):
         following: list[Context] = []
         for context in layer:
             parts = scattered[context]
@@ -124,14 +123,14 @@ def _graph(depth: int, goal: Goal) -> _Graph:
 
 
 def _on_walks(edges: Sequence[tuple[int, int, int]], contexts: int) -> Ints:
-    """[kept]: indices of the edges on walks of at most `MAX_SIZE` steps from context 0 to context 1."""
+    """[kept]: indices of the edges on walks of at most ``program_steps`` steps from context 0 to context 1."""
     source, target, _ = np.array(edges, np.int64).T
-    done, left = np.full((2, contexts), MAX_SIZE)
+    done, left = np.full((2, contexts), CONSTANTS.program_steps)
     done[0] = left[1] = 0
-    for _ in range(MAX_SIZE):
+    for _ in range(CONSTANTS.program_steps):
         np.minimum.at(done, target, done[source] + 1)
         np.minimum.at(left, source, left[target] + 1)
-    return np.flatnonzero(done[source] + left[target] < MAX_SIZE)
+    return np.flatnonzero(done[source] + left[target] < CONSTANTS.program_steps)
 
 
 Parts = tuple[int, ...]
@@ -164,8 +163,8 @@ def _after(walks: Walks, step: Instruction, parts: Parts) -> tuple[int, Parts]:
 
 
 def _joinings(depth: int) -> Iterator[tuple[int, ...]]:
-    """The ways to cut ``depth`` levels into at most `DEEPEST_GRAPH` parts: positions of the cuts, 0 and ``depth`` included."""
-    for cuts in itertools.combinations(range(1, depth), min(depth, DEEPEST_GRAPH) - 1):
+    """The ways to cut ``depth`` levels into at most ``deepest_graph`` parts: positions of the cuts, 0 and ``depth`` included."""
+    for cuts in itertools.combinations(range(1, depth), min(depth, CONSTANTS.deepest_graph) - 1):
         yield (0, *cuts, depth)
 
 
@@ -209,7 +208,7 @@ def _fastest(graph: _Graph, seconds: Floats) -> list[int]:
     cost = seconds[graph.what]
     spent = [np.full(graph.contexts, np.inf)]
     spent[0][0] = 0.0
-    for _ in range(MAX_SIZE):
+    for _ in range(CONSTANTS.program_steps):
         after = spent[-1].copy()
         np.minimum.at(after, graph.target, spent[-1][graph.source] + cost)
         spent.append(after)

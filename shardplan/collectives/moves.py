@@ -15,6 +15,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from shardplan.constants import CONSTANTS
 from shardplan.ir import Collective
 
 State = tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]
@@ -24,8 +25,6 @@ Name = tuple[Collective, tuple[int, ...]]
 BUFFER = -3
 """The role of a factor that splits the buffer, where the number of dims is not known."""
 
-ORDERED = 3
-"""With up to this many factors, a dim's factors may have any order; with more, see `orders`."""
 
 _KINDS = (Collective.SLICE, Collective.ALL_GATHER, Collective.ALL_TO_ALL, Collective.ALL_REDUCE, Collective.REDUCE_SCATTER)
 
@@ -86,17 +85,18 @@ def exchanged(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[int, ...
 def orders(levels: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     """The orders that the factors of a layout's dims may have: each is an order of all factors, of which a dim keeps its own.
 
-    ``levels`` are the levels of the factors. Up to `ORDERED` factors have any order. Of more, those of a level keep theirs and
-    stay side by side, while up to `ORDERED` levels may have any order: what whole levels can do, their parts can do together.
+    ``levels`` are the levels of the factors. Up to ``ordered_factors`` factors have any order. Of more, those of a level keep
+    theirs and stay side by side, while up to so many levels may have any order: what whole levels can do, their parts can do
+    together.
 
     >>> orders((0, 0, 0, 1))
     ((0, 1, 2, 3), (3, 0, 1, 2))
     """
     every = range(len(levels))
-    if len(levels) <= ORDERED:
+    if len(levels) <= CONSTANTS.ordered_factors:
         return tuple(itertools.permutations(every))
     known = sorted(set(levels))
-    arranged = itertools.permutations(known) if len(known) <= ORDERED else [known]
+    arranged = itertools.permutations(known) if len(known) <= CONSTANTS.ordered_factors else [known]
     return tuple(tuple(f for level in order for f in every if levels[f] == level) for order in arranged)
 
 
@@ -109,7 +109,7 @@ def moves_from(sizes: tuple[int, ...], leader: State, levels: tuple[int, ...]) -
     (*split, buffer), partial = leader
     rank, state = len(split) + 1, ((*split, (), buffer), partial)
     held = _part(state, sizes)
-    allowed = None if len(sizes) <= ORDERED else _dims_in(orders(levels))
+    allowed = None if len(sizes) <= CONSTANTS.ordered_factors else _dims_in(orders(levels))
     best: dict[State, tuple[int, float, Collective, tuple[int, ...]]] = {}
     for kind, over, target in every_move(state, rank, sizes):
         if allowed is not None and not any(one.issuperset(target[0]) for one in allowed):

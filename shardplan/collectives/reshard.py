@@ -31,22 +31,12 @@ from shardplan.collectives.divided import best_programs
 from shardplan.collectives.layouts import LayoutSpace
 from shardplan.collectives.moves import Name
 from shardplan.collectives.parts import in_runs, open_seams, runs, seams
-from shardplan.collectives.step import BUNDLED, LATENCY_SHARE, Step
+from shardplan.collectives.step import BUNDLED, Step
+from shardplan.constants import CONSTANTS
 from shardplan.cost.network import Network
 from shardplan.cost.wire import WireBytes
 from shardplan.ir import Collective, Factor, Layout
 from shardplan.mesh.factoring import joined
-
-PADDING = 8
-"""Padding inside the step may add at most one part in this many to a dim."""
-
-_WIDE = 2.0**40
-"""Bytes of a collective whose latency is nothing next to what it sends."""
-
-_ROUNDING = 1e-9
-"""The factor within which two prices count as equal."""
-
-_SLICE_S = 1e-12  # a local slice moves nothing; the graph library reads an exact zero as no edge
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -166,7 +156,7 @@ class Resharder:
             if 0 in shape:
                 result = np.all(splits == 1, axis=1)
             elif pad:
-                result = np.all((-(-sizes // splits) * splits - sizes) * PADDING <= sizes, axis=1)
+                result = np.all((-(-sizes // splits) * splits - sizes) * CONSTANTS.padding <= sizes, axis=1)
                 result &= np.all(splits[:, :-1] <= sizes[:-1], axis=1)  # no device without elements
             else:
                 result = np.all(sizes % splits == 0, axis=1)
@@ -176,7 +166,7 @@ class Resharder:
 
     def seconds(self, kind: Collective, over: tuple[int, ...], nbytes: float) -> float:
         """One collective's time: the best of its algorithms and programs."""
-        return _SLICE_S if kind == Collective.SLICE else self._way(kind, over).best(nbytes)[0]
+        return CONSTANTS.slice_s if kind == Collective.SLICE else self._way(kind, over).best(nbytes)[0]
 
     def seconds_with(self, kind: Collective, over: tuple[int, ...], nbytes: float, program: str) -> float:
         """One collective's time as this program (empty: the collective itself, by the best of its algorithms)."""
@@ -187,8 +177,8 @@ class Resharder:
     def full_bytes(self, kind: Collective, over: tuple[int, ...]) -> float:
         """The bytes at which a bundle has gained what it can; infinite where bytes take no time."""
         if (kind, over) not in self._full:
-            slope = self.seconds(kind, over, _WIDE) / _WIDE
-            self._full[kind, over] = self.seconds(kind, over, 0.0) / slope / LATENCY_SHARE if slope > 0 else math.inf
+            slope = self.seconds(kind, over, CONSTANTS.wide_bytes) / CONSTANTS.wide_bytes
+            self._full[kind, over] = self.seconds(kind, over, 0.0) / slope / CONSTANTS.latency_share if slope > 0 else math.inf
         return self._full[kind, over]
 
     def bundled_s(self, kind: Collective, over: tuple[int, ...], nbytes: float, times: float) -> float:
@@ -222,7 +212,7 @@ class Resharder:
                 # one step more, so that an equal path of edges wins
                 steps += [len(p.program.steps) + 1 for p in found]
                 programs += [p.text for p in found]
-            ranked = rows + np.stack([np.array(steps) * _SLICE_S, np.zeros(len(rows))], axis=1)
+            ranked = rows + np.stack([np.array(steps) * CONSTANTS.slice_s, np.zeros(len(rows))], axis=1)
             self._ways[key] = Ways(rows, ranked, tuple(programs))
         return self._ways[key]
 
@@ -260,7 +250,7 @@ class Resharder:
         rows = np.repeat(np.arange(len(states)), counts)
         at = np.arange(len(rows)) + np.repeat(starts - np.cumsum(counts) + counts, counts)
         columns, kinds = edges.columns[at].astype(np.int64), kind[edges.which[at]]
-        direct = np.min(latency_s + slope * nbytes, axis=0)[kinds] <= prices[rows, columns] * (1 + _ROUNDING)
+        direct = np.min(latency_s + slope * nbytes, axis=0)[kinds] <= prices[rows, columns] * (1 + CONSTANTS.rounding)
         return rows[direct], columns[direct], kinds[direct]
 
     def edge_kinds(self, shape: Sequence[int]) -> Sequence[tuple[Name, float]]:
@@ -410,7 +400,8 @@ class Resharder:
                 (edges.names[code // len(parts)], parts[code % len(parts)]) for code in known.tolist()
             ]
             ways = [
-                np.array([(_SLICE_S, 0.0)]) if name[0] == Collective.SLICE else self._way(*name).ranked for name in edges.names
+                np.array([(CONSTANTS.slice_s, 0.0)]) if name[0] == Collective.SLICE else self._way(*name).ranked
+                for name in edges.names
             ]
             alternatives = np.arange(max(map(len, ways), default=1))
             latency_s, slope = np.zeros((2, len(alternatives), len(known)))

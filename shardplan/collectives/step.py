@@ -6,9 +6,6 @@ from dataclasses import dataclass
 
 from shardplan.ir import Collective, Layout
 
-LATENCY_SHARE = 0.1
-"""A bundle of collectives is full when its latency is no more than this share of its time."""
-
 BUNDLED = (Collective.ALL_GATHER, Collective.ALL_REDUCE, Collective.REDUCE_SCATTER)
 """The collectives that may travel together, as one flat buffer."""
 

@@ -9,6 +9,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from shardplan.constants import CONSTANTS
 from shardplan.cost.tiles import ProductLoops
 from shardplan.ir import itemsize
 from shardplan.mesh import Device
@@ -80,7 +81,7 @@ def _hits(ix: IndexExpr, extent: int, description: Description, *, padding: bool
     reach = [c * (description.loops[v].extent - 1) for v, c in terms]
     inside = const + sum(r for r in reach if r < 0) >= 0 and const + sum(r for r in reach if r > 0) < extent
     count = math.prod(description.loops[v].extent for v, _ in terms)
-    if ((inside or padding) and divisor == 1) or not 0 < count <= _MOST_POSITIONS:
+    if ((inside or padding) and divisor == 1) or not 0 < count <= CONSTANTS.most_positions:
         return 1.0
     at: NDArray[np.int64] = np.array([const], np.int64)
     for v, c in terms:
@@ -89,10 +90,6 @@ def _hits(ix: IndexExpr, extent: int, description: Description, *, padding: bool
     if not padding:
         hit &= (at >= 0) & (at < extent * divisor)
     return int(hit.sum()) / count
-
-
-_MOST_POSITIONS = 10_000_000
-"""The most positions that are counted one by one, 8 bytes each: of more, all count as inside."""
 
 
 def is_contraction(description: Description) -> bool:

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ..constants import CONSTANTS
 from ..ir import Collective, Factor
 from ..mesh.cluster import Cluster
 from ..mesh.factoring import check_cover, coordinates
@@ -29,9 +30,6 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
-_TREE_CONNECTION = 0.65
-"""The part of a connection's bandwidth that a tree reaches between two devices or nodes, each of which passes on sums upwards and
-results downwards. Fitted to P2's A100 rows whose group has a link to itself (appendix A: 2 GPUs of a node 0.62, 2 nodes 0.66)."""
 _DENSE_COUNTERS = 1 << 14  # up to this many counters are all allocated; of more, only those in use
 
 
@@ -234,7 +232,7 @@ class Network:
         ends = (r.source[here] // below) * count + r.target[here] // below
         _, slot = np.unique(r.group[here] * count * count + ends, return_inverse=True)
         load = float(np.bincount(slot.ravel(), weights=r.weight[here]).max())
-        return load / (speed * (_TREE_CONNECTION if tree else 1.0))
+        return load / (speed * (CONSTANTS.tree_connection if tree else 1.0))
 
     def _speeds(self, tree: bool) -> tuple[Floats, Floats]:
         """The fraction of each level's bandwidth that an algorithm reaches, and the bytes per second of each link."""

@@ -4,9 +4,10 @@ The *window* of a collective is the compute that neither makes its operand nor w
 fits into the window is *hideable*, the rest is *exposed*. While a device computes and communicates at once, each slows the other
 by the factor ``contention`` (Calculon, section 3.3; Galvatron, section 3.4), so that the shorter of compute C and hideable
 communication H, beside the longer, lengthens the step by k = contention - 1 times its seconds. And a compiled program hides but
-a part of what can hide, `SAVED` in the mean. So one second of H saves ``SAVED (1 - k)`` seconds. With exposed communication E::
+a part of what can hide, ``saved_overlap`` in the mean. So one second of H saves ``saved_overlap (1 - k)`` seconds. With exposed
+communication E::
 
-    step = E + max(C + k' H, H + k' C),  k' = 1 - SAVED (1 - k)
+    step = E + max(C + k' H, H + k' C),  k' = 1 - saved_overlap (1 - k)
 
 This is a maximum of two linear functions. So for every ``share`` s in [0, 1], E + s (C + k H) + (1 - s) (H + k C) is a lower
 bound on it, and is itself a weighted sum of C, H and E. The search minimises such sums (`shardplan.planning.multiplier`).
@@ -22,15 +23,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-SAVED = 0.5
-"""The part of what overlap could save that a compiled program saves.
-
-A choice: plans compiled for H100s save from a tenth of it to nearly all, somewhat over half in the median (``python
-benchmarks/by_hand.py --table planned``).
-"""
-
-_LEAST_WEIGHT = 0.02
-"""The least weight of compute and of hideable communication. With a weight of zero, the search would spend them freely."""
+from shardplan.constants import CONSTANTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +49,11 @@ SERIAL = Weights()
 def weights_at(share: float, contention: float) -> Weights:
     """The weights of the lower bound on a step at a ``share`` from 0 (communication hides compute) to 1 (the reverse).
 
-    No weight is below `_LEAST_WEIGHT`, so the sum may exceed the bound by that part of the compute or the communication.
+    No weight is below ``least_weight``, so the sum may exceed the bound by that part of the compute or the communication.
     """
     k = slowdown(contention)
     compute, hideable = share + k * (1 - share), (1 - share) + k * share
-    return Weights(max(compute, _LEAST_WEIGHT), max(hideable, _LEAST_WEIGHT))
+    return Weights(max(compute, CONSTANTS.least_weight), max(hideable, CONSTANTS.least_weight))
 
 
 def contended(contention: float) -> float:
@@ -70,7 +63,7 @@ def contended(contention: float) -> float:
 
 def slowdown(contention: float) -> float:
     """k': by how many seconds one second of communication that can hide lengthens the step, as a program hides a part of it."""
-    return 1 - SAVED * (1 - contended(contention))
+    return 1 - CONSTANTS.saved_overlap * (1 - contended(contention))
 
 
 def step_s(compute_s: float, exposed_s: float, hideable_s: float, contention: float) -> float:

@@ -15,19 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-TILES: tuple[tuple[int, int, float], ...] = (
-    (256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (256, 64, 0.85), (64, 256, 0.85), (128, 64, 0.8), (64, 128, 0.8),
-    (64, 64, 0.65),
-)  # fmt: skip
-"""(rows, columns, part of the rate of the largest tile) of each tile.
-
-The shapes and their order are those of NVIDIA's guide, from the most efficient to the least. The parts are a choice, not
-measured: smaller tiles reuse each operand less, 64x64 by a factor of 2.7, and caches hide some of that.
-"""
-SPLITS = (1, 2, 4, 8, 16)
-"""The parts that a sum may be split into. Adding the parts up counts nothing."""
-LEAST_DEPTH = 256
-"""The fewest terms of a part: a choice, long enough that loading the first terms hardly counts."""
+from shardplan.constants import CONSTANTS
 
 
 class Extents(NamedTuple):
@@ -75,10 +63,10 @@ def tile_factor(units: int, batch: ArrayLike, rows: ArrayLike, columns: ArrayLik
     """
     sides = np.broadcast_arrays(*(np.atleast_1d(np.asarray(n, np.float64)) for n in (batch, rows, columns, depth)))
     batch_, rows_, columns_, depth_ = (np.maximum(n, 1.0) for n in sides)
-    height, width, rate = (np.array(column)[:, None, None] for column in zip(*TILES, strict=True))
-    split = np.array(SPLITS)[:, None]
+    height, width, rate = (np.array(column)[:, None, None] for column in zip(*CONSTANTS.tiles, strict=True))
+    split = np.array(CONSTANTS.depth_splits)[:, None]
     tiles = batch_ * np.ceil(rows_ / height) * np.ceil(columns_ / width)
-    terms = np.where((split == 1) | (depth_ >= split * LEAST_DEPTH), depth_ / split, np.inf)
+    terms = np.where((split == 1) | (depth_ >= split * CONSTANTS.least_depth), depth_ / split, np.inf)
     spent = np.ceil(tiles * split / units) * (height * width) * terms / rate
     ideal = batch_ * rows_ * columns_ * depth_ / units
     return np.where(np.minimum(rows_, columns_) > 1, np.maximum(spent.min(axis=(0, 1)) / ideal, 1.0), 1.0)

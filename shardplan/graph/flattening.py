@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from shardplan.constants import CONSTANTS
 from shardplan.cost import compute
 from shardplan.errors import DescriptionError, MisfitError, UndescribedPrimitiveError
 from shardplan.graph.kernels import with_traffic
@@ -21,9 +22,6 @@ from shardplan.tdl import Call, Description, describe
 from shardplan.tdl.describe import is_named_call, rule_of
 from shardplan.tdl.description import described_at
 from shardplan.tdl.xla_quirks import HOST, KERNELS, PLATFORM
-
-_MINOR_BRANCH_SHARE = 1e-3
-"""The share of its cost that any branch but the dearest keeps: enough for the search to choose its layouts by cost."""
 
 
 def flatten(program: Program, *, replicate: Sequence[str] = (), backend: Backend = "explicit") -> Graph:
@@ -139,8 +137,8 @@ class _Flattener:
         dearest = max(range(len(work)), key=lambda b: (not KERNELS.issuperset(platforms[b] or ("any",)), work[b], -b))
         for branch, ((a, c), (b, d)) in enumerate(ranges):
             if branch != dearest:
-                self.nodes[a:b] = [replace(n, weight=n.weight * _MINOR_BRANCH_SHARE) for n in self.nodes[a:b]]
-                self.links[c:d] = [replace(k, weight=k.weight * _MINOR_BRANCH_SHARE) for k in self.links[c:d]]
+                self.nodes[a:b] = [replace(n, weight=n.weight * CONSTANTS.minor_branch_share) for n in self.nodes[a:b]]
+                self.links[c:d] = [replace(k, weight=k.weight * CONSTANTS.minor_branch_share) for k in self.links[c:d]]
 
     def work(self, node: Node) -> float:
         """The flops and result elements of a node, to compare branches by."""

@@ -8,12 +8,12 @@ kernel follows XLA's rules (as jaxlib 0.10.2 and 0.12.0.1 compile for H100s: doc
    stored values alone. But a matrix product widens its operands and narrows its result itself.
 2. A reduction along rows, its operands and what is computed from rows and their results are one kernel: a softmax, a
    normalisation. It reads its operands twice where such a sum is stored too, or where two sums do not depend on each other. Rows
-   longer than `LONGEST_ROW` are reduced like columns: what reads their sums is another kernel.
+   longer than ``longest_row`` are reduced like columns: what reads their sums is another kernel.
 3. Kernels that run over the same elements are one where one reads what the other stores, or both read the same value
    (multi-output fusion), unless a third lies between them. Reductions along rows and along columns are never in one kernel.
 
-A transpose ends a kernel, and so do reductions and updates in place. Reductions of more than `LONGEST_ROW` or `LONGEST_COLUMN`
-elements to one take a second kernel. Elements are counted before the op is cut.
+A transpose ends a kernel, and so do reductions and updates in place. Reductions of more than ``longest_row`` or
+``longest_column`` elements to one take a second kernel. Elements are counted before the op is cut.
 
 A library that runs ops as they are called, such as PyTorch without compilation, has kernels for its own functions and no others.
 Ops of two calls then never share a kernel. Slices and broadcasts are views, and a product adds its own call's bias.
@@ -27,25 +27,14 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from shardplan.constants import CONSTANTS
 from shardplan.graph.nodes import Graph, Node, Signature, Traffic
 from shardplan.graph.values import Buffers
 from shardplan.tdl.index import loops_of
 
-LONGEST_ROW = 2**14
-"""The most elements of a row that one kernel holds: XLA (jaxlib 0.10.2, 0.12.0.1) splits the reduction of a longer one in two."""
-
-LONGEST_COLUMN = 2**12
-"""The most elements of a column that XLA (jaxlib 0.10.2, 0.12.0.1) reduces without splitting the reduction in two."""
-
 _Order = Literal["", "row", "column"]
 _Of = Callable[[int], int]
 """Gives the kernel into which a kernel has been merged, by their numbers."""
-
-
-_FAR = 200
-"""The search for a kernel between two others looks at so many kernels behind the first. Then it gives up: the two stay apart. A
-bound on the work, our choice.
-"""
 
 
 def with_traffic(graph: Graph, *, call_of: Callable[[Node], Hashable] | None = None) -> Graph:
@@ -223,7 +212,7 @@ class _Model:
                 if after == b:
                     return True
                 if after not in seen and min(self.kernels[after].nodes) <= end:
-                    if len(seen) == _FAR:
+                    if len(seen) == CONSTANTS.farthest_kernel:
                         return True
                     seen.add(after)
                     waiting.append(after)
@@ -350,7 +339,7 @@ def _order(node: Node) -> _Order:
     """Whether a reduction runs along rows of its first operand, short enough for one kernel to hold, or along other dims."""
     along_rows, count = _reduced(node)
     whole = math.prod(node.signature.call.results[0]) == 1
-    return "row" if along_rows and count <= LONGEST_ROW and not whole else "column"
+    return "row" if along_rows and count <= CONSTANTS.longest_row and not whole else "column"
 
 
 def _splits(node: Node) -> bool:
@@ -358,7 +347,7 @@ def _splits(node: Node) -> bool:
     if node.signature.part != "reduction":
         return False
     along_rows, count = _reduced(node)
-    return count > (LONGEST_ROW if along_rows else LONGEST_COLUMN)
+    return count > (CONSTANTS.longest_row if along_rows else CONSTANTS.longest_column)
 
 
 def _reduced(node: Node) -> tuple[bool, int]:

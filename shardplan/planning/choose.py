@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from shardplan.collectives.step import BUNDLED
+from shardplan.constants import CONSTANTS
 from shardplan.cost.overlap import step_s
 from shardplan.ir import Collective
 from shardplan.planning.scheduled import Scheduled, scheduled
@@ -16,9 +17,6 @@ from shardplan.search.problem.problem import Domain
 from shardplan.search.problem.solution import Solution
 from shardplan.search.session import Session
 from shardplan.search.strategy.pins import pinned_domains
-
-_PATIENCE = 3
-"""How many solutions in a row may be no faster before no more are scheduled."""
 
 
 def best_scheduled(
@@ -33,12 +31,12 @@ def best_scheduled(
     ``baselines``) a baseline that fits.
 
     The search prices collectives one by one, each with its part of a bundle's time. Where fewer share a bundle, or readers share
-    a move, another solution may be faster. The ``others`` are scheduled, the most promising first, until `_PATIENCE` in a row
+    a move, another solution may be faster. The ``others`` are scheduled, the most promising first, until ``patience`` in a row
     are no faster. One that pins forbid, or whose bound is longer, is not looked at. At the ``deadline`` (an
     instant of `anytime.now_s`) or an interrupt it returns the best so far, and what stopped it.
     """
     fastest = _Fastest(session, deadline)
-    patience = 1 if in_haste else _PATIENCE
+    patience = 1 if in_haste else CONSTANTS.patience
     try:
         slower = 0  # in a row that were no faster
         promising = [(_at_least_s(o), o) for o in itertools.takewhile(lambda _: not fastest.late(), others)]
@@ -55,10 +53,6 @@ def best_scheduled(
     if fastest.stopped:
         fastest.session.rivals.close()
     return fastest.session, fastest.run, fastest.stopped
-
-
-_GAIN = 1e-6
-"""The part that another factoring or a baseline must gain to take the place of the search's own plan: ties go to the search."""
 
 
 class _Fastest:
@@ -78,9 +72,9 @@ class _Fastest:
     def look(self, others: Iterable[tuple[float, Session]]) -> None:
         """Schedules sessions, the most promising first, given with bounds on their seconds, as long as one may be faster."""
         for least_s, other in sorted(others, key=lambda row: row[0]):
-            if least_s >= self.run.step_time_s * (1 - _GAIN) or self.late():
+            if least_s >= self.run.step_time_s * (1 - CONSTANTS.least_gain) or self.late():
                 return
-            if (run := scheduled(other)).step_time_s < self.run.step_time_s * (1 - _GAIN):
+            if (run := scheduled(other)).step_time_s < self.run.step_time_s * (1 - CONSTANTS.least_gain):
                 self.session, self.run = other, run
 
 

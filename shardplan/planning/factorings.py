@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardplan.collectives.parts import in_runs
+from shardplan.constants import CONSTANTS
 from shardplan.errors import ClusterError, PinError, ShardplanError
 from shardplan.graph.nodes import Graph
 from shardplan.ir import Factor
@@ -23,26 +24,6 @@ from shardplan.search.problem.problem import Problem
 from shardplan.search.problem.solution import Tried
 from shardplan.search.strategy.pins import for_pins, pinned_domains
 from shardplan.search.strategy.solve import Start, search
-
-_GAIN = 1e-6
-"""What one more factor must gain, as a fraction of the seconds: each is one more mesh axis for its user to read."""
-
-_WORTH = 0.005
-"""Where tables are large, a search over four factors or more takes seconds. So a factoring of three factors or more whose optimum
-is not proved is split further only if it gained this fraction over the one that it splits; and once the best with so many
-factors does not gain this over the best with one fewer, no more of them are searched.
-"""
-
-MOST_LAYOUTS = 5_000
-"""The most layouts of one value: the tables of a resharding have an entry for each pair, 8 bytes each."""
-
-MOST_TRIED = 8
-"""The most factorings that are searched, twice as many for steps of up to `SMALL` ops. Counted, not timed, so that plans are
-reproducible.
-"""
-
-SMALL = 400
-"""The most ops of a step whose tables are small enough for twice as many factorings."""
 
 
 def best_of_factorings(graph: Graph, coarse: Coarse, cluster: Cluster, wanted: Wanted, known: Known | None = None) -> Found:
@@ -73,7 +54,7 @@ class _Search:
         self._refused: dict[tuple[Factor, ...], ShardplanError] = {}
         self._seen: set[Alike] = set()
         self._progress = 0.0
-        self.most = MOST_TRIED if len(graph.nodes) > SMALL else 2 * MOST_TRIED
+        self.most = CONSTANTS.factorings_tried if len(graph.nodes) > CONSTANTS.small_step else 2 * CONSTANTS.factorings_tried
 
     def best(self) -> Found:
         """Searches the first factorings, then those that refine the best."""
@@ -109,7 +90,9 @@ class _Search:
             at = min(waiting, key=self._order)
             waiting.remove(at)
             parent = self.found[at]
-            if parent[1].best.seconds <= least_s(parent[0]) * (1 + _GAIN) and parent[1].best.fits(self.wanted.memory):
+            if parent[1].best.seconds <= least_s(parent[0]) * (1 + CONSTANTS.least_gain) and parent[1].best.fits(
+                self.wanted.memory
+            ):
                 return ""  # every device computes its share and sends nothing
             for factors in splits(self.cluster, at, work):
                 if alike(self.cluster, factors) in self._seen:
@@ -120,7 +103,7 @@ class _Search:
                 self.left_out.pop(factors, None)
                 if stopped := self._try(factors, parent):
                     return stopped
-                if factors in self.found and better(self.found[factors], parent, self.wanted.memory, gain=_GAIN):
+                if factors in self.found and better(self.found[factors], parent, self.wanted.memory, gain=CONSTANTS.least_gain):
                     waiting.append(factors)
                     self._split[factors] = at
         return ""
@@ -132,15 +115,15 @@ class _Search:
         if len(at) < 3 or self.found[at][1].exact:
             return ""
         if (of := self._split.get(at)) is not None and not self._worth(at, of):
-            return f"the factoring that it refines gained under {_WORTH:.1%}"
+            return f"the factoring that it refines gained under {CONSTANTS.refinement_gain:.1%}"
         fewer, more = (min((f for f in self.found if len(f) == n), key=self._order, default=None) for n in (len(at), len(at) + 1))
         if fewer is not None and more is not None and not self._worth(more, fewer):
-            return f"another of {len(more)} factors gained under {_WORTH:.1%}"
+            return f"another of {len(more)} factors gained under {CONSTANTS.refinement_gain:.1%}"
         return ""
 
     def _worth(self, finer: tuple[Factor, ...], coarser: tuple[Factor, ...]) -> bool:
         """Whether a factoring gained enough over another to be refined in turn."""
-        return better(self.found[finer], self.found[coarser], self.wanted.memory, gain=_WORTH)
+        return better(self.found[finer], self.found[coarser], self.wanted.memory, gain=CONSTANTS.refinement_gain)
 
     def _merge(self) -> Stopped:
         """Merges neighbouring factors of a level that no layout keeps apart, where that is no slower."""
@@ -207,7 +190,7 @@ class _Search:
         order = sorted(self.found, key=len)
         best = self.found[order[0]]
         for factors in order[1:]:
-            if better(self.found[factors], best, self.wanted.memory, gain=_GAIN):
+            if better(self.found[factors], best, self.wanted.memory, gain=CONSTANTS.least_gain):
                 best = self.found[factors]
         return best
 
@@ -226,14 +209,14 @@ class _Search:
 
 
 def too_many_layouts(problem: Problem) -> str:
-    """Why this problem is not searched: a value has more than `MOST_LAYOUTS` layouts. Empty where none has."""
+    """Why this problem is not searched: a value has more than ``most_layouts`` layouts. Empty where none has."""
     count, v = max(((len(domain), v) for v, domain in enumerate(problem.domains)), default=(0, 0))
-    if count <= MOST_LAYOUTS:
+    if count <= CONSTANTS.most_layouts:
         return ""
     sizes = ", ".join(f"{f.name}={f.size}" for f in problem.factors)
     return (
         f"over {len(problem.factors)} factors ({sizes}) a value of shape {list(problem.coarse.variables[v].shape)} has {count} "
-        f"layouts, and at most {MOST_LAYOUTS} can be searched"
+        f"layouts, and at most {CONSTANTS.most_layouts} can be searched"
     )
 
 

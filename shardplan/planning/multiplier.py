@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from shardplan.collectives.step import BUNDLED
+from shardplan.constants import CONSTANTS
 from shardplan.cost.overlap import POOLS, slowdown, weights_at
 from shardplan.ir import Factor
 from shardplan.planning.wanted import Found, Wanted
@@ -25,17 +26,8 @@ from shardplan.search.problem.problem import Company
 from shardplan.search.problem.solution import Solution, Tried
 from shardplan.search.strategy.purposes import Purpose
 
-_MOST_BETWEEN = 2
-"""The most multipliers that are tried between the two assumptions."""
-
-_MATTERS = 0.01
-"""The part by which a step must be slower in its own company to be searched again: about what search and schedule differ by."""
-
-_TOLD = 1 - 0.5 ** (2 + _MOST_BETWEEN)
+_TOLD = 1 - 0.5 ** (2 + CONSTANTS.multipliers_between)
 """The progress that one search at all multipliers has told at the most (`_later`)."""
-
-_SAME = 1e-6
-"""The relative difference below which two costs count as equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +98,16 @@ def _rising(observer: anytime.Observer) -> anytime.Observer:
 
 
 def _smaller_company(found: Found) -> Company | None:
-    """The bytes that travel together under the best solution; None unless its step is over `_MATTERS` slower in that company."""
+    """The bytes that travel together under the best solution; None unless its step is slower by over ``company_matters`` in that
+    company.
+    """
     problem, outcome = found
     decisions = Extractor(problem).decide(outcome.best)
     tensors = problem.graph.tensors
     moved = {(i.pool, i.tensor) for i in decisions.issued if i.pool and i.step.kind in BUNDLED}
     company = {pool: float(sum(tensors[t].nbytes for own, t in moved if own == pool)) for pool in POOLS}
     in_company_s = Extractor(problem.among(company)).decide(outcome.best).step_time_s
-    return company if in_company_s > decisions.step_time_s * (1 + _MATTERS) else None
+    return company if in_company_s > decisions.step_time_s * (1 + CONSTANTS.company_matters) else None
 
 
 def _best_overlapped(search: Callable[[Wanted], Found], contention: float, wanted: Wanted) -> Found:
@@ -133,11 +127,11 @@ def _best_overlapped(search: Callable[[Wanted], Found], contention: float, wante
     try:
         points.append(solved(0.0, 1))
         low, high = points[1], points[0]
-        while len(points) < 2 + _MOST_BETWEEN and low.surplus_s > 0 and not _late(wanted, points):
+        while len(points) < 2 + CONSTANTS.multipliers_between and low.surplus_s > 0 and not _late(wanted, points):
             share = _meeting(low, high, k)
             value = high.at(share, k)
             points.append(solved(share, len(points)))
-            if points[-1].at(share, k) >= value * (1 - _SAME):
+            if points[-1].at(share, k) >= value * (1 - CONSTANTS.least_gain):
                 break
             low, high = (points[-1], high) if points[-1].surplus_s > 0 else (low, points[-1])
     except KeyboardInterrupt:
@@ -215,7 +209,7 @@ def _distinct(points: Iterable[_Point]) -> list[_Point]:
     """
     kept: list[_Point] = []
     for point in sorted(points, key=lambda p: p.cost.step_time_s):
-        if not kept or point.cost.step_time_s > kept[-1].cost.step_time_s * (1 + _SAME):
+        if not kept or point.cost.step_time_s > kept[-1].cost.step_time_s * (1 + CONSTANTS.least_gain):
             kept.append(point)
         elif len(point.found[0].factors) < len(kept[-1].found[0].factors):
             kept[-1] = point

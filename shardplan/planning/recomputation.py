@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from shardplan.constants import CONSTANTS
 from shardplan.cost import compute
 from shardplan.graph.flattening import flatten
 from shardplan.graph.nodes import Graph
@@ -31,17 +32,6 @@ from shardplan.search.coarsening.coarsen import Coarse, coarsen
 from shardplan.search.coarsening.variables import OneChoice
 from shardplan.search.inference import anytime
 from shardplan.search.strategy.solve import Outcome
-
-FEWER = 3
-"""The most trials of the bisection for fewer parts."""
-
-_DEEP = 0.25
-"""Equal layers share one choice where this part of the variables is left at most: from about five layers. Over three factors and
-more this shortens the search; a step of few layers would lose by it, as its first and last layers differ from the others.
-"""
-
-_NEAR = 1 + 1e-6
-"""The factor within which two costs count as equal: above the rounding of the tables."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +86,7 @@ class Searcher:
 
     def _with_parts(self, plain: Planned, parts: dict[Policy, tuple[Part, ...]]) -> Planned:
         best, last = plain, plain
-        step = 0.6 / (len(parts) + FEWER)
+        step = 0.6 / (len(parts) + CONSTANTS.fewer_parts)
         start = 0.4
         for policy, choice in parts.items():
             last = self._try(plain.program, choice, policy, self._part(start, start + step, half=True), best)
@@ -177,13 +167,13 @@ class Searcher:
 def _is_free(outcome: Outcome, limit: int) -> bool:
     """Whether the memory limit costs no time."""
     free_s = min(outcome.bound.free_s, outcome.least_free_s)
-    return outcome.best.fits(limit) and outcome.best.seconds <= free_s * _NEAR
+    return outcome.best.fits(limit) and outcome.best.seconds <= free_s * (1 + CONSTANTS.least_gain)
 
 
 def _tied(graph: Graph, coarse: Coarse) -> Coarse | None:
     """The variables where equal layers share one choice, if those are few; else None."""
     tied = coarsen(graph, "layers")
-    return tied if len(tied.variables) <= _DEEP * len(coarse.variables) else None
+    return tied if len(tied.variables) <= CONSTANTS.deep_share * len(coarse.variables) else None
 
 
 def _all_parts(program: Program, graph: Graph) -> dict[Policy, tuple[Part, ...]]:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from shardplan.collectives.parts import open_seams, runs, seams
+from shardplan.constants import CONSTANTS
 from shardplan.cost import compute
 from shardplan.graph.nodes import Graph
 from shardplan.ir import Factor
@@ -25,17 +26,12 @@ Work = Sequence[tuple[float, tuple[int, ...]]]
 Alike = tuple[tuple[str, tuple[int, ...]], ...]
 """The parts of each level, in ascending order where order is free."""
 
-_STUCK = 0.02
-"""A level is split from the start if more than this fraction of the flops is in ops whose loops divide only by parts of it."""
-MOST_FACTORS = 4
-"""The most factors of a split: the number of layouts grows exponentially with the number of factors."""
-
 
 def factor_choices(cluster: Cluster, work: Work) -> tuple[tuple[Factor, ...], ...]:
     """The factorings to begin with, whole levels first."""
     whole = factors(cluster)
     parts = {level.name: _parts(level.size, work) for level in cluster.levels if level.size > 1}
-    while sum(map(len, parts.values())) > max(MOST_FACTORS, len(parts)):
+    while sum(map(len, parts.values())) > max(CONSTANTS.split_factors, len(parts)):
         longest = max(parts, key=lambda name: len(parts[name]))
         parts[longest] = (*parts[longest][:-2], math.prod(parts[longest][-2:]))
     split = {name: p for name, p in parts.items() if len(p) > 1}
@@ -45,13 +41,13 @@ def factor_choices(cluster: Cluster, work: Work) -> tuple[tuple[Factor, ...], ..
 def splits(cluster: Cluster, of: Sequence[Factor], work: Work) -> Iterator[tuple[Factor, ...]]:
     """Every factoring with one more factor, the most promising first: those whose parts divide the loops of the most flops.
 
-    None beyond `MOST_FACTORS`, and one of those that are `alike`.
+    None beyond ``split_factors``, and one of those that are `alike`.
 
     >>> cluster = Cluster.load("2x8")
     >>> [[f.size for f in one] for one in splits(cluster, factors(cluster), [(1.0, (64,))])]
     [[2, 2, 4]]
     """
-    if len(of) >= MOST_FACTORS:
+    if len(of) >= CONSTANTS.split_factors:
         return
     found: list[tuple[float, float, tuple[Factor, ...]]] = []
     for i, factor in enumerate(of):
@@ -130,7 +126,7 @@ def _parts(size: int, work: Work) -> tuple[int, ...]:
         parts = largest_parts(size, extents)
         if len(parts) > 1:
             stuck[parts] = stuck.get(parts, 0.0) + flop
-    if not stuck or sum(stuck.values()) <= _STUCK * sum(flop for flop, _ in work):
+    if not stuck or sum(stuck.values()) <= CONSTANTS.stuck_share * sum(flop for flop, _ in work):
         return (size,)
     return max(stuck, key=lambda parts: (stuck[parts], parts))
 

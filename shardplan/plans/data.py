@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal
 
 from shardplan.collectives.issued import PlannedCollective
+from shardplan.constants import CONSTANTS
 from shardplan.cost.overlap import SERIAL, Weights
 from shardplan.ir import Backend, Choices, Entry, Factor, Layout
 from shardplan.mesh import Cluster
@@ -64,7 +65,8 @@ class PlanData:
     backward pass. ``idle_axes`` explains each axis over which nothing is cut. ``unknown_trips`` has the source lines of while
     loops that are priced as one iteration, ``whole_ops`` the ops that run whole on every device, with theirs. ``purposes`` say
     what each factor is for, ``tried`` which factorings were searched, ``fixed_axes`` the sizes of purposes that the user gave.
-    ``backend`` runs the plan by default, and ``backend_reason`` says how. ``trace_s`` and ``search_s`` are measured.
+    ``backend`` runs the plan by default, and ``backend_reason`` says how. ``constants`` are the numbers that decided it
+    (`shardplan.constants`), as literals by name. ``trace_s`` and ``search_s`` are measured.
 
     The last fields are filled on first use, and before the plan is saved. ``fingerprint`` is that of the traced step. ``bound_s``
     is a lower bound on ``searched_s``.
@@ -108,6 +110,7 @@ class PlanData:
     search_s: Seconds
     backend: Backend
     backend_reason: str
+    constants: Mapping[str, str]
     time_model: TimeModel = "overlap"
     weights: Weights = SERIAL
     company: Mapping[str, float] | None = None
@@ -152,6 +155,13 @@ class PlanData:
     def lower_bound_s(self) -> float | None:
         """A lower bound on ``step_time_s``, if it is known: what readers share may take less than the search's own bound."""
         return None if self.bound_s is None else min(self.bound_s, self.step_time_s)
+
+    @property
+    def changed_constants(self) -> dict[str, tuple[str, str]]:
+        """The constants that differ today: (the plan's, today's) by name, "none" where one of them does not have it."""
+        today = CONSTANTS.literals
+        pairs = {n: (self.constants.get(n, "none"), today.get(n, "none")) for n in sorted({*self.constants, *today})}
+        return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
     @property
     def axes(self) -> dict[str, int]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from shardplan.constants import CONSTANTS
 from shardplan.ir import RECOMPUTED, Constant, Op, Operand, Program, Tensor
 from shardplan.remat.loops import renamed
 from shardplan.remat.parts import (
@@ -29,9 +30,6 @@ from shardplan.remat.parts import (
 
 BLOCKS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """The numbers of blocks that are tried for each run."""
-
-LEAST = 0.02
-"""A block that saves a smaller share of all bytes kept for backward passes is not recomputed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +58,7 @@ def find_blocks(program: Program, where: Where, heavy: IsHeavy, policy: Policy, 
     for run in runs:
         for cut, end in zip((cuts := [run.first, *_cuts(run)]), cuts[1:], strict=False):
             part = _part(program, run, cut, end, where, heavy, policy, free_tensors)
-            if part is not None and part.saved_bytes > LEAST * total:
+            if part is not None and part.saved_bytes > CONSTANTS.least_block_share * total:
                 result.append(part)
     return result
 

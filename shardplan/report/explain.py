@@ -19,7 +19,7 @@ from shardplan.report.padding import uneven
 from shardplan.report.parallelism import matrix_text
 from shardplan.report.paths import grouped
 from shardplan.report.tables import seconds, size
-from shardplan.report.text import argument_shapes, best_baseline, bound_text, collective_rows, collectives_text
+from shardplan.report.text import argument_shapes, best_baseline, bound_text, collective_rows, collectives_text, constants_text
 from shardplan.search.coarsening.variables import FREE
 from shardplan.search.session import Session
 
@@ -37,14 +37,19 @@ def explain(plan: PlanData, session: Session, path: str | None = None) -> str:
     """
     why = _why(plan, session)
     if path is None:
-        return why.whole()
+        return "\n\n".join([why.whole(), *remarks(plan)])
     paths = tuple(plan.entries)
     hits = [p for p in paths if p == path] or [p for p in paths if fnmatch.fnmatchcase(p, path)]
     if not hits:
         raise ShardplanError(unknown(path, paths))
     shapes = argument_shapes(plan)
     groups = grouped({p: (spec_text(plan.entries[p]), shapes[p]) for p in hits})
-    return "\n\n".join(why.argument(g.paths[0], g.pattern, len(g.paths)) for g in groups)
+    return "\n\n".join([*(why.argument(g.paths[0], g.pattern, len(g.paths)) for g in groups), *remarks(plan)])
+
+
+def remarks(plan: PlanData) -> list[str]:
+    """What a reader of explanations must know beside them: that they count in other constants than today's."""
+    return [_sentence(text) for text in constants_text(plan)]
 
 
 def explain_all(plan: PlanData, session: Session) -> dict[str, str]:

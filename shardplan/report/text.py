@@ -58,8 +58,14 @@ def _head(plan: PlanData, title: str) -> str:
     rows += [("note", _STOPPED[plan.stopped])] if plan.stopped else []
     rows += [("note", f"{n} of unknown trip count, priced as one iteration: {where}") for n, where in _unknown(plan)]
     rows += [("note", f"{what} whole on every device: {where}") for what, where in _whole(plan)]
-    rows += [("note", text) for text in plan.idle_axes.values()]
+    rows += [("note", text) for text in (*plan.idle_axes.values(), *constants_text(plan))]
     return "\n".join(f"{name:<11} {text}" for name, text in rows)
+
+
+def constants_text(plan: PlanData) -> list[str]:
+    """A remark where the plan was made with other constants than today's; at most one."""
+    changed = ", ".join(f"{name} {then} (now {now})" for name, (then, now) in plan.changed_constants.items())
+    return [f"planned with other constants, so prices made again differ: {changed}"] if changed else []
 
 
 def _unknown(plan: PlanData) -> list[tuple[str, str]]:

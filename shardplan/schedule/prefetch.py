@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from shardplan.constants import CONSTANTS
 from shardplan.schedule.instructions import Barrier, Instruction, results_of
-
-AHEAD = 2
-"""A gather may begin as early as the reader of the gather this many before it, so at most this many more copies are held."""
 
 
 @dataclass(slots=True)
@@ -32,11 +30,11 @@ class Ties:
     def tie(self, out: list[Instruction], value: int, late: int, new: Callable[[], int]) -> int:
         """Adds a barrier for ``value`` to the instructions ``out``, and returns its result.
 
-        The barrier waits for the value that an earlier reader waits for (`AHEAD`), or, if that or ``value`` is made only after
-        that reader, for ``late``. ``new`` numbers a new value.
+        The barrier waits for the value that an earlier reader waits for (``gathers_ahead``), or, if that or ``value`` is made
+        only after that reader, for ``late``. ``new`` numbers a new value.
         """
         self.places.append((len(out), late))
-        at, held = self.places[max(0, len(self.places) - 1 - AHEAD)]
+        at, held = self.places[max(0, len(self.places) - 1 - CONSTANTS.gathers_ahead)]
         if any(value in results_of(i) or held in results_of(i) for i in out[at:]):
             at, held = len(out), late
         results = new(), new()

@@ -12,6 +12,7 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from shardplan import _jax
+from shardplan.constants import CONSTANTS
 from shardplan.cost import OVERLAP, TIME, Objective, objective_of
 from shardplan.cost.compute import product_dtype, rated
 from shardplan.emit.backends import chosen
@@ -188,6 +189,7 @@ def _search_fields(made: Made, searcher: Searcher, limit: MemoryLimit) -> dict[s
         "remat": made.planned.remat,
         "unknown_trips": problem.graph.unknown_trips,
         "whole_ops": problem.graph.whole,
+        "constants": CONSTANTS.literals,
     }
 
 

@@ -104,9 +104,10 @@ def _score(options: argparse.Namespace) -> Report:
 
 def _explain(options: argparse.Namespace) -> Report:
     from shardplan.plans.files import read
-    from shardplan.report.explain import unknown
+    from shardplan.report.explain import remarks, unknown
 
-    known = read(options.file).explanations
+    plan = read(options.file)
+    known = plan.explanations
     if not known:
         raise ShardplanError(f"{options.file} holds no explanations: plan the step again and save the plan")
     if options.path is None:
@@ -115,7 +116,7 @@ def _explain(options: argparse.Namespace) -> Report:
         hits = [options.path] if options.path in known else [p for p in known if p and fnmatch.fnmatchcase(p, options.path)]
     if not hits:
         raise ShardplanError(f"{options.file}: {unknown(options.path or '', [p for p in known if p])}")
-    return Report("\n\n".join(known[p] for p in hits), {"explain": {p: known[p] for p in hits}})
+    return Report("\n\n".join([*(known[p] for p in hits), *remarks(plan)]), {"explain": {p: known[p] for p in hits}})
 
 
 def _tdl(options: argparse.Namespace) -> Report:

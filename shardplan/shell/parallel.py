@@ -17,6 +17,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from shardplan.constants import CONSTANTS
 from shardplan.errors import ArgumentError, PlanFileError, ShardplanError, nearest
 from shardplan.frontend.argnums import leaves_of, positions, tuple_of
 from shardplan.frontend.nnx_state import (
@@ -263,6 +264,7 @@ class Parallel:
         key = (
             fingerprint(traced),
             cluster.fingerprint(),
+            sorted(CONSTANTS.literals.items()),
             call.donated,
             memory_limit(settings.options.get("memory_limit"), cluster.device, os.environ),
             sorted((k, _option(k, v)) for k, v in settings.options.items() if k not in ("observer", "memory_limit")),

@@ -16,11 +16,12 @@ from scipy.sparse.csgraph import dijkstra
 from shardplan.collectives import parse, program_seconds
 from shardplan.collectives.divided import best_programs
 from shardplan.collectives.layouts import LayoutSpace, State
-from shardplan.collectives.moves import ORDERED, Name, every_move
+from shardplan.collectives.moves import Name, every_move
 from shardplan.collectives.ranking import entries, names_of
 from shardplan.collectives.reshard import Resharder
 from shardplan.collectives.states import Goal
 from shardplan.collectives.step import Step
+from shardplan.constants import CONSTANTS
 from shardplan.cost import Network
 from shardplan.ir import Collective, Layout
 from shardplan.mesh import Cluster, factors
@@ -86,7 +87,7 @@ def _group(at: tuple[int, ...], over: tuple[int, ...], sizes: tuple[int, ...]) -
 def _states(factors: int, rank: int) -> Iterator[State]:
     for roles in itertools.product([*range(rank), "buffer", "none", "partial"], repeat=factors):
         split = [[f for f in range(factors) if roles[f] == d] for d in range(rank)]
-        orders = (itertools.permutations(d) if factors <= ORDERED else [tuple(d)] for d in split)
+        orders = (itertools.permutations(d) if factors <= CONSTANTS.ordered_factors else [tuple(d)] for d in split)
         buffer, partial = (tuple(f for f in range(factors) if roles[f] == name) for name in ("buffer", "partial"))
         yield from (((*dims, buffer), partial) for dims in itertools.product(*orders))
 

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from jax import lax
 
 from shardplan.collectives.reshard import Resharder
+from shardplan.constants import CONSTANTS
 from shardplan.cost import Network
-from shardplan.cost.tiles import TILES, tile_factor
+from shardplan.cost.tiles import tile_factor
 from shardplan.frontend.trace import trace
 from shardplan.graph import Signature, flatten
 from shardplan.mesh import Cluster, factors, preset_names
@@ -70,7 +71,7 @@ def test_a_large_product_reaches_the_peak(units: int) -> None:
     assert factor(units, 1, 8192, 8192, 8192) <= 1.03
 
 
-@given(tiles=st.integers(1, 132), tile=st.sampled_from(TILES))
+@given(tiles=st.integers(1, 132), tile=st.sampled_from(CONSTANTS.tiles))
 def test_a_wave_costs_the_same_however_full_it_is(tiles: int, tile: tuple[int, int, float]) -> None:
     def seconds(batch: int) -> float:
         return batch * factor(132, batch, tile[0] // 4, tile[1] // 4, 255)

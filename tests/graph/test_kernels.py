@@ -12,9 +12,10 @@ import pytest
 from jax import lax
 
 from models import gpt
+from shardplan.constants import CONSTANTS
 from shardplan.frontend.trace import trace
 from shardplan.graph import Graph, Node, flatten
-from shardplan.graph.kernels import LONGEST_COLUMN, LONGEST_ROW, with_traffic
+from shardplan.graph.kernels import with_traffic
 from shardplan.graph.nodes import Traffic
 from tests.models.test_factories import TINY, each_tiny, factory
 
@@ -76,8 +77,8 @@ def test_a_reduction_along_columns_does_not_join_one_along_rows() -> None:
 
 def test_a_long_row_is_reduced_in_two_and_in_a_kernel_of_its_own() -> None:
     """A softmax over rows too long for a kernel reads them for the maximum, for the sum, and for the result."""
-    short, long = (jax.ShapeDtypeStruct((4, n), jnp.float32) for n in (LONGEST_ROW, LONGEST_ROW + 1))
-    nbytes = 16 * LONGEST_ROW
+    short, long = (jax.ShapeDtypeStruct((4, n), jnp.float32) for n in (CONSTANTS.longest_row, CONSTANTS.longest_row + 1))
+    nbytes = 16 * CONSTANTS.longest_row
     assert moved(flat(lambda x: jax.nn.softmax(x), short))[0::2] == (nbytes, 1)
     read, _, launches = moved(flat(lambda x: jax.nn.softmax(x), long))
     assert 3 * nbytes < read < 3.01 * nbytes
@@ -87,12 +88,12 @@ def test_a_long_row_is_reduced_in_two_and_in_a_kernel_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("shape", "axes", "launches"),
     [
-        ((LONGEST_COLUMN, 8), 0, 1),
-        ((LONGEST_COLUMN + 1, 8), 0, 2),
-        ((8, LONGEST_ROW), 1, 1),
-        ((8, LONGEST_ROW + 1), 1, 2),
-        ((128, LONGEST_ROW // 128), None, 1),
-        ((129, LONGEST_ROW // 128), None, 2),
+        ((CONSTANTS.longest_column, 8), 0, 1),
+        ((CONSTANTS.longest_column + 1, 8), 0, 2),
+        ((8, CONSTANTS.longest_row), 1, 1),
+        ((8, CONSTANTS.longest_row + 1), 1, 2),
+        ((128, CONSTANTS.longest_row // 128), None, 1),
+        ((129, CONSTANTS.longest_row // 128), None, 2),
     ],
 )
 def test_a_long_sum_takes_two_kernels(shape: tuple[int, ...], axes: int | None, launches: int) -> None:

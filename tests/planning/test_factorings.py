@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 
 import shardplan
 from models import gpt, mlp
+from shardplan.constants import CONSTANTS
 from shardplan.cost import TIME
 from shardplan.ir import Factor
 from shardplan.mesh import Cluster, factors
@@ -229,7 +230,7 @@ def test_more_layouts_than_can_be_searched_are_refused() -> None:
 
 def test_a_factoring_with_too_many_layouts_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     step, args = mlp.train_step(**TINY["mlp"])
-    monkeypatch.setattr(factorings, "MOST_LAYOUTS", 10)
+    monkeypatch.setattr(factorings, "CONSTANTS", replace(CONSTANTS, most_layouts=10))
     plan = shardplan.plan(step, *args, cluster=machine("8:slow"))
     assert len(plan.factors) == 2
     said = {len(row["factors"]["gpu"]): row["why"] for row in plan.provenance["factorings"]}
@@ -243,6 +244,6 @@ def test_where_its_tables_are_too_large_the_bound_is_that_of_the_compute(monkeyp
     tight = plan()
     assert bound.entries(tight.session.problem, tight.session.problem.domains) > 1000
     assert least_s(tight.session.problem) < tight.lower_bound_s < tight.step_time_s * (1 + 1e-9)
-    monkeypatch.setattr(bound, "MOST_ENTRIES", 1000)
+    monkeypatch.setattr(bound, "CONSTANTS", replace(CONSTANTS, bound_entries=1000))
     loose = plan()
     assert 0 < least_s(loose.session.problem) == loose.lower_bound_s < tight.lower_bound_s

@@ -26,6 +26,7 @@ from shardplan.report.text import plan_text
 from shardplan.search.inference.solver import Solver
 from shardplan.search.memory import liveness as memory
 from shardplan.search.problem import Problem
+from shardplan.shell.cli import main
 
 Planned = tuple[shardplan.Plan, Any, Any]
 
@@ -332,7 +333,8 @@ def test_a_file_that_is_not_there_says_so(tmp_path: Path) -> None:
 READ = (
     "name fingerprint arguments operators cluster factors choices layouts collectives result_layouts regather limited"
     " step_time_s compute_s peak_bytes memory_limit objective donate_argnums replicate pins baselines left_out bound_s"
-    " unlimited_s exact trace_s search_s explanations stopped one_choice idle_axes unknown_trips whole_ops time_budget_s remat"
+    " constants unlimited_s exact trace_s search_s explanations stopped one_choice idle_axes unknown_trips whole_ops"
+    " time_budget_s remat"
 ).split()
 
 
@@ -379,6 +381,22 @@ def test_a_tampered_plan_is_refused(planned: Planned, saved: dict[str, Any], tmp
     file.write_text(json.dumps({**saved, **change}))
     with pytest.raises(shardplan.ShardplanError, match=says):
         shardplan.load(file, step, *args)
+
+
+def test_a_plan_with_other_constants_is_loaded_and_says_so(
+    planned: Planned, saved: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, step, args = planned
+    says = "planned with other constants, so prices made again differ: saved_overlap 0.4 (now 0.5)"
+    file = tmp_path / "plan.json"
+    assert saved["constants"]["saved_overlap"] == "0.5"
+    file.write_text(json.dumps({**saved, "constants": {**saved["constants"], "saved_overlap": "0.4"}}))
+    again = shardplan.load(file, step, *args)
+    for text in (plan_text(again.completed()), again.explain(), again.explain("batch/*")):
+        assert text.lower().count(says) == 1
+    assert "constants" not in plan_text(planned[0].completed())
+    assert main(["explain", str(file)]) == 0
+    assert capsys.readouterr().out.lower().strip().endswith(f"{says}.")
 
 
 def test_a_layout_that_does_not_divide_names_its_argument(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardplan.collectives.reshard import Resharder
+from shardplan.constants import CONSTANTS
 from shardplan.cost import Network
 from shardplan.cost.overlap import SERIAL, Weights, weights_at
 from shardplan.ir import Collective
@@ -26,9 +27,6 @@ from shardplan.schedule.instructions import Block, Bundle, Instruction, Move, re
 from shardplan.schedule.passes.prune import reads
 from shardplan.schedule.planned import PlannedProgram
 from shardplan.schedule.windows import BlockWindows
-
-_NO_DEARER = 1 + 1e-9
-"""The factor within which two costs count as equal."""
 
 
 def bundled(block: Block, planned: PlannedProgram) -> Block:
@@ -125,7 +123,7 @@ class _Bundling:
             return None
         members, places = (*one.members, *other.members), (*one.places, *other.places)
         both = self.packed(one.key, members, places, one.apart + other.apart, windows)
-        return both if both.cost <= (one.cost + other.apart) * _NO_DEARER else None
+        return both if both.cost <= (one.cost + other.apart) * (1 + CONSTANTS.rounding) else None
 
     def cost(self, seconds: float, places: Sequence[int], windows: BlockWindows) -> float:
         """The cost of a collective for the moves at these places: less than its seconds where it can hide."""

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
+from shardplan.constants import CONSTANTS
 from shardplan.search.baselines.heuristics import heuristics
 from shardplan.search.baselines.recipes import LeftOut, Restriction, alike, examined
 from shardplan.search.inference.solver import Solver
@@ -14,12 +15,6 @@ from shardplan.search.problem.pricing import Domain
 from shardplan.search.problem.problem import Problem
 from shardplan.search.problem.solution import Solution
 from shardplan.search.problem.strategies import Groups
-
-RIVAL_ENTRIES = 1_000_000
-"""Up to this many predicted entries in one table a baseline is solved jointly: none is worth as much time as the plan."""
-
-SEEDS = 3
-"""This many of the fastest baselines, and of the fastest that fit, start a search that neither is exact nor reaches them."""
 
 
 class Rivals:
@@ -84,9 +79,9 @@ class Rivals:
             return []
         agreeing = [s for s in self.outside(spaces or {}) if all(at in d for at, d in zip(s.states, domains, strict=True))]
         fastest = sorted(agreeing, key=lambda s: s.seconds)
-        fitting = list(itertools.islice((s for s in fastest if s.fits(limit)), SEEDS))
-        fitting = fitting or sorted(agreeing, key=lambda s: s.peak_bytes)[:SEEDS]
-        chosen = list(dict.fromkeys([*fastest[:SEEDS], *fitting]))
+        fitting = list(itertools.islice((s for s in fastest if s.fits(limit)), CONSTANTS.rival_seeds))
+        fitting = fitting or sorted(agreeing, key=lambda s: s.peak_bytes)[: CONSTANTS.rival_seeds]
+        chosen = list(dict.fromkeys([*fastest[: CONSTANTS.rival_seeds], *fitting]))
         return [*(self._solver.unlimited(s) for s in chosen), *chosen]
 
     def close(self) -> None:
@@ -126,7 +121,7 @@ def alone(solver: Solver, r: Restriction) -> Solution | None:
 
 def solved(solver: Solver, r: Restriction) -> tuple[Solution, float]:
     """(the best solution of a restriction, its seconds or infinity); solved level by level where its tables are large."""
-    if solver.order(r.domains).largest <= RIVAL_ENTRIES:
+    if solver.order(r.domains).largest <= CONSTANTS.rival_entries:
         return solver.minimum(r.name, r.domains, regather=r.regather, limits=r.limits)
     return _by_levels(solver, r)
 

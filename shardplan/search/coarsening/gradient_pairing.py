@@ -6,13 +6,11 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from shardplan.constants import CONSTANTS
 from shardplan.graph.nodes import Graph, Node
 from shardplan.ir import Constant
 from shardplan.search.coarsening.tensor_roles import Marks
 from shardplan.search.coarsening.variables import FREE, Sets
-
-TIMESTEPS = 3
-"""At least this many equal uses of one weight are unrolled timesteps, which share one choice (Tofu, section 5.1)."""
 
 
 def pair(graph: Graph, sets: Sets, marks: Marks, *, timesteps: bool = True) -> None:
@@ -26,7 +24,7 @@ def pair(graph: Graph, sets: Sets, marks: Marks, *, timesteps: bool = True) -> N
     for t, v in enumerate(value):
         if v != t and mergeable[t] and mergeable[v] and graph.tensors[t].shape == graph.tensors[v].shape:
             sets.union(t, v)
-    _timesteps(graph, sets, mergeable, value, marks, TIMESTEPS if timesteps else len(graph.nodes) + 1)
+    _timesteps(graph, sets, mergeable, value, marks, CONSTANTS.timesteps if timesteps else len(graph.nodes) + 1)
     mergeable = [allowed and t not in marks.deferred for t, allowed in enumerate(mergeable)]
     forward: dict[int, list[Node]] = {}
     moved_to = moved(graph, marks.free)

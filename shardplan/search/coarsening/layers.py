@@ -14,12 +14,10 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from shardplan.constants import CONSTANTS
 from shardplan.graph.nodes import Graph
 from shardplan.search.coarsening.tensor_roles import Marks
 from shardplan.search.coarsening.variables import Sets
-
-PERIODS = 64
-"""The number of block lengths to try: the commonest distances between equal ops."""
 
 
 def share_layers(graph: Graph, sets: Sets, marks: Marks) -> None:
@@ -89,7 +87,7 @@ def _periods(keys: NDArray[np.int64]) -> list[int]:
         if key in last:
             seen[i - last[key]] += 1
         last[key] = i
-    return sorted(p for p, _ in sorted(seen.items(), key=lambda row: (-row[1], row[0]))[:PERIODS])
+    return sorted(p for p, _ in sorted(seen.items(), key=lambda row: (-row[1], row[0]))[: CONSTANTS.layer_periods])
 
 
 def _runs(same: NDArray[np.bool_]) -> list[tuple[int, int]]:

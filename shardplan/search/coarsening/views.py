@@ -5,15 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
+from shardplan.constants import CONSTANTS
 from shardplan.graph.nodes import Graph, Node
-from shardplan.search.coarsening.gradient_pairing import TIMESTEPS
 from shardplan.search.coarsening.variables import FREE, OneChoice, Variable
-
-_PIECES = 6
-"""A group of at most this many tensors (a query, key and value with their gradients) has a layout chosen for its readers, and
-needs no view.
-"""
-
 
 _Uses = dict[int, list[tuple[Node, int]]]
 """For each tensor the (op, slot) pairs that read it."""
@@ -48,7 +42,7 @@ def add_views(
 
     weight_groups: dict[tuple[int, frozenset[tuple[int, int, bool]]], list[int]] = {}
     other_groups: dict[tuple[int, frozenset[tuple[int, int, bool]]], list[int]] = {}
-    least = {"none": len(graph.tensors) + 1, "timesteps": TIMESTEPS, "layers": 2}[one_choice]
+    least = {"none": len(graph.tensors) + 1, "timesteps": CONSTANTS.timesteps, "layers": 2}[one_choice]
     for t in sorted(readers):
         uses = readers[t]
         if len({node.id for node, _ in uses}) < 2:
@@ -59,7 +53,9 @@ def add_views(
             # the copies of equal layers' weights share one choice, as the weights do
             reader_kinds = frozenset((node.signature.id, slot, node.backward) for node, slot in uses)
             weight_groups.setdefault((of[t] if one_choice == "layers" else -1 - t, reader_kinds), []).append(t)
-        elif t in alone or (len(touched.get(of[t], ())) > _PIECES and not all(_largest(graph, node, t) for node, _ in uses)):
+        elif t in alone or (
+            len(touched.get(of[t], ())) > CONSTANTS.view_pieces and not all(_largest(graph, node, t) for node, _ in uses)
+        ):
             key = of[t], frozenset((node.signature.id, slot, node.backward) for node, slot in uses)
             # the first and the last timestep may have fewer readers
             group_key = next((k for k, ts in other_groups.items() if k[0] == of[t] and len(ts) >= least and key[1] <= k[1]), key)

@@ -3,8 +3,8 @@
 Forwards: a variable whose tables would combine into too large a table is eliminated from groups of them separately (mini-buckets:
 Dechter & Rish, JACM 2003). First, costs move between the groups until each state costs the same in every group (Ihler et al., UAI
 2012). The tables that remain give a lower bound on completing any partial assignment. Backwards: these bounds rank the states of
-each variable. Of the partial assignments that differ in a variable that still matters, the `BEAM` most promising are kept (Kask &
-Dechter, Artificial Intelligence 2001). No dropped assignment costs less than its estimate; this gives the bound.
+each variable. Of the partial assignments that differ in a variable that still matters, the ``beam_width`` most promising
+are kept (Kask & Dechter, Artificial Intelligence 2001). No dropped assignment costs less than its estimate; this gives the bound.
 """
 
 from __future__ import annotations
@@ -17,17 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from shardplan.constants import CONSTANTS
 from shardplan.search.inference.eliminate import Eliminator, Order, Scoped, arranged_as, met
 from shardplan.search.problem.tables import BIG, Costs, Store, Term
-
-BEAM = 1024
-"""Partial assignments that the beam keeps at each step."""
-
-PART_ENTRIES = 1 << 20
-"""In a beam, a variable is eliminated from all its tables at once up to this many entries in their joint table."""
-
-EXACT_ENTRIES = 100_000_000
-"""Up to this many entries in one table (0.8 GB) there is no beam: elimination does repeated work once, a beam every time."""
 
 Places = NDArray[np.intp]
 
@@ -55,8 +47,8 @@ class _Bucket:
 
 def best(eliminator: Eliminator, terms: Sequence[Term], sizes: Sequence[int], order: Order) -> Found:
     """The minimum of a sum of terms: exact where the tables allow, else the best assignment of a beam."""
-    if order.largest > EXACT_ENTRIES:
-        return beam(eliminator, terms, sizes, order, entries=PART_ENTRIES, width=BEAM)
+    if order.largest > CONSTANTS.exact_entries:
+        return beam(eliminator, terms, sizes, order, entries=CONSTANTS.beam_part_entries, width=CONSTANTS.beam_width)
     total, assignment = eliminator.solve(terms, sizes, order)
     return Found(total, assignment, total)
 

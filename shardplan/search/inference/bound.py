@@ -20,6 +20,7 @@ from typing import Any, assert_never
 import numpy as np
 from numpy.typing import NDArray
 
+from shardplan.constants import CONSTANTS
 from shardplan.search.memory import liveness as memory
 from shardplan.search.memory.lifetimes import Lifetime
 from shardplan.search.problem.compute_prices import least_compute_s
@@ -30,24 +31,6 @@ from shardplan.search.problem.summands import Summand
 
 Floats = NDArray[np.float64]
 Column = NDArray[np.float64] | NDArray[np.int64]
-
-ENOUGH = 5e-5
-"""The ascent ends when two sweeps gain less than this fraction of the bound, or it is that close to a known cost."""
-
-WORK = 2e9
-"""The most table entries that an ascent visits: three or four seconds. Counted, not timed, so that bounds are reproducible."""
-
-MOST_SWEEPS = 400
-"""The most sweeps of one ascent, for small problems: by then the bound no longer rises (`ENOUGH`)."""
-
-MOST_ENTRIES = 300_000_000
-"""The most table entries that an ascent holds, 8 bytes each. Where there are more, the bound is that of the compute alone."""
-
-_CALL = 10_000  # the overhead of visiting a table, in entries
-
-_WORST = 4.0  # infeasible states cost this multiple of the plan's cost; the best plan has none of them
-
-_PRICES = 6  # the most prices on bytes that are tried
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -274,7 +257,7 @@ class Ascent:
         # variables in the order of their first star, which is program order
         order = sorted(range(len(given.unary)), key=lambda v: (around[v][:1], v))
         self._turns = _turns(given, around, order), _turns(given, around, order[::-1])
-        self.work = sum(len(s.base) * len(given.unary[v]) + _CALL for s in given.stars for v in s.scope)
+        self.work = sum(len(s.base) * len(given.unary[v]) + CONSTANTS.bound_call for s in given.stars for v in s.scope)
 
     def bound_s(self) -> float:
         """The sum of all minima: no assignment costs less."""
@@ -358,13 +341,15 @@ def _least(column: Column, moved: Floats) -> Floats:
     return (column - moved).min(axis=1)
 
 
-def ascend(ascent: Ascent, *, known_s: float, work: float = WORK, enough: float = ENOUGH) -> float:
+def ascend(
+    ascent: Ascent, *, known_s: float, work: float = CONSTANTS.bound_work, enough: float = CONSTANTS.bound_enough
+) -> float:
     """Sweeps until the gain is small, the bound is near ``known_s`` (an assignment's cost), or ``work`` is done.
 
     Returns the bound in seconds.
     """
     best = ascent.bound_s()
-    for _ in range(min(MOST_SWEEPS // 2, max(1, round(work / (2 * ascent.work))))):
+    for _ in range(min(CONSTANTS.bound_sweeps // 2, max(1, round(work / (2 * ascent.work))))):
         ascent.sweep(backwards=False)
         ascent.sweep(backwards=True)
         now = ascent.bound_s()
@@ -426,7 +411,7 @@ class Bound:
         limit: int,
         unlimited_s: float | None,
         known_s: float = 0.0,
-        work: float = WORK,
+        work: float = CONSTANTS.bound_work,
     ) -> None:
         """``free`` is the best solution without a memory limit, ``chosen`` the best within it, ``work`` as in `ascend`.
 
@@ -448,9 +433,9 @@ class Bound:
         return best if self._free.peak_bytes <= self._limit else max(best, self._at_limit())
 
     def _without_limit(self) -> float:
-        if entries(self._problem, self._domains) > MOST_ENTRIES:
+        if entries(self._problem, self._domains) > CONSTANTS.bound_entries:
             return max(self._known_s, least_s(self._problem))
-        given = stars(self._problem, self._domains, worst_s=_WORST * self._chosen.seconds)
+        given = stars(self._problem, self._domains, worst_s=CONSTANTS.bound_worst * self._chosen.seconds)
         return max(self._known_s, ascend(Ascent(given), known_s=self._free.seconds, work=self._work))
 
     def _at_limit(self) -> float:
@@ -458,7 +443,7 @@ class Bound:
 
         The search starts at the price at which the unlimited and the chosen plan cost the same.
         """
-        if entries(self._problem, self._domains) > MOST_ENTRIES:
+        if entries(self._problem, self._domains) > CONSTANTS.bound_entries:
             return 0.0
         points = tuple(sorted({self._peak(self._free), self._peak(self._chosen)}))
         saved = max(self._free.peak_bytes - self._chosen.peak_bytes, 1) * len(points)
@@ -473,19 +458,19 @@ class Bound:
                 given = stars(
                     self._problem,
                     self._domains,
-                    worst_s=_WORST * self._chosen.seconds,
+                    worst_s=CONSTANTS.bound_worst * self._chosen.seconds,
                     live=self._live,
                     prices=Prices(points, start * 2.0**power),
-                    limit=self._limit + memory.SLACK,
+                    limit=self._limit + CONSTANTS.rounding_bytes,
                 )
                 ascent = Ascent(given, last)
-                result[power] = ascend(ascent, known_s=self._chosen.seconds, work=self._work / _PRICES)
+                result[power] = ascend(ascent, known_s=self._chosen.seconds, work=self._work / CONSTANTS.bound_prices)
                 last = ascent.moved
             return result[power]
 
         step = 1 if at(1) > at(0) else -1
         power = max(step, 0)
-        while len(result) < _PRICES and at(power + step) > at(power):
+        while len(result) < CONSTANTS.bound_prices and at(power + step) > at(power):
             power += step
         return max(result.values())
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from shardplan.constants import CONSTANTS
 from shardplan.graph.loops import Loops, loops_of
 from shardplan.graph.nodes import Graph, Node
 from shardplan.search.coarsening.coarsen import FREE
@@ -25,9 +26,6 @@ from shardplan.search.problem.pricing import Domain, Limits
 from shardplan.search.problem.problem import Problem
 from shardplan.search.problem.tables import Term, picoseconds
 from shardplan.tdl import Call, light
-
-SLACK = 0.01
-"""The rounding error of sums of parts of tensors, in bytes."""
 
 Assignment = Sequence[int]
 """The state of each variable."""
@@ -323,8 +321,8 @@ def _stored(problem: Problem, live: Liveness, assignment: Assignment, keep: froz
 
 
 def whole_bytes(nbytes: float) -> int:
-    """A device's bytes, rounded up: a third of a tensor is seldom a whole number. ``SLACK`` allows for rounding of the sum."""
-    return math.ceil(nbytes - SLACK)
+    """A device's bytes, rounded up: a third of a tensor is seldom a whole number. ``rounding_bytes`` allows for rounding."""
+    return math.ceil(nbytes - CONSTANTS.rounding_bytes)
 
 
 def floor_bytes(problem: Problem, live: Liveness, domains: Sequence[Domain]) -> int:

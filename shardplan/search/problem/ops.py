@@ -13,6 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
+from shardplan.constants import CONSTANTS
 from shardplan.cost.overlap import NO_WINDOW, Window
 from shardplan.graph.nodes import Graph, Node
 from shardplan.ir import Constant
@@ -28,9 +29,6 @@ from shardplan.search.problem.pricing import (
 from shardplan.search.problem.strategies import Late, Options
 from shardplan.search.problem.tables import BIG, Costs, Store, Term
 from shardplan.search.problem.windows import NO_WINDOWS, Read, Windows
-
-OPEN_ENTRIES = 1 << 17
-"""An op whose table would have more entries than this gets a variable for its strategy instead (`Ops.opened`)."""
 
 MOST_AXES = 30
 """In an op with more variables than this, those with one state get no axis: NumPy allows 64 axes, some functions only 32."""
@@ -82,7 +80,7 @@ class Ops:
 
         The strategy variables follow the layout variables, one for each op. If every layout is fixed, no op is opened.
         """
-        first, max_entries, sizes = len(self._coarse.variables), max(1, OPEN_ENTRIES), tuple(map(len, domains))
+        first, max_entries, sizes = len(self._coarse.variables), max(1, CONSTANTS.open_entries), tuple(map(len, domains))
         result = self._opened.get((max_entries, sizes))
         if result is None:
             result = self._opened[max_entries, sizes] = {

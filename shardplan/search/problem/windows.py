@@ -17,19 +17,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from shardplan.constants import CONSTANTS
 from shardplan.cost.overlap import Concurrency, Window
 from shardplan.graph.nodes import Graph, Link, Node
 from shardplan.graph.readers import images, read_as_slices
 from shardplan.ir import Where
 from shardplan.mesh import Device
 from shardplan.search.problem.compute_prices import least_compute_s
-
-_ENOUGH = 1 / 2
-"""Outside of loops, a window of at least this fraction of the step's compute counts as unlimited: only the compute of the whole
-step limits it."""
-
-_LEAST = 1 / 1024
-"""A window of less than this fraction of the step's compute counts as none."""
 
 Region = tuple[int, ...]
 """The loops around an op: the ids of their ops, outermost first."""
@@ -143,12 +137,12 @@ class _Finder:
     def rounded(self, window_s: float, weight: float) -> float:
         """A window that a step has ``weight`` times, rounded: all of them together are a power of two times the step's compute.
 
-        0 where they are less than `_LEAST` of it. Outside of loops, infinite from `_ENOUGH` on.
+        0 where they are less than ``least_window`` of it. Outside of loops, infinite from ``whole_window`` on.
         """
         part = window_s * weight / self.step_s if self.step_s else 0.0
-        if part < _LEAST:
+        if part < CONSTANTS.least_window:
             return 0.0
-        if part >= _ENOUGH and weight == 1.0:
+        if part >= CONSTANTS.whole_window and weight == 1.0:
             return math.inf
         return self.step_s * 2.0 ** round(math.log2(part)) / weight
 

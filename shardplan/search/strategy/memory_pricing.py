@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shardplan.constants import CONSTANTS
 from shardplan.search.baselines.rivals import Rivals
 from shardplan.search.inference.anytime import Watch
 from shardplan.search.inference.solver import Solver
@@ -14,17 +15,6 @@ from shardplan.search.problem.solution import Solution
 from shardplan.search.problem.tables import LONGEST_S
 from shardplan.search.strategy import repair
 from shardplan.search.strategy.polish import polish
-
-REPAIRS = 3
-"""The most solutions over the limit that are changed until they fit."""
-
-_RISES = 24  # the most prices on bytes tried; eight times the last where no new peak appears or the peak fell little
-
-_LOWER = 0.98  # the peak fell little if it is still above this fraction of the last
-
-_DEAR = 16  # the bytes of a peak cost at most this many times `LONGEST_S`: one entry is capped there, but entries add up
-
-_CLOSER = 7  # the most prices tried between a solution that fits and one that does not
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,24 +72,24 @@ class Descent:
         points, solutions = [solver.peak_point(self.free)], list[Solution]()
         price = min(max(self.free.seconds, 1e-6), LONGEST_S) / max(self.free.peak_bytes, 1)
         over = self.free
-        for tried in range(_RISES):
-            watch.tell("memory", 0.7 + 0.2 * tried / _RISES)
+        for tried in range(CONSTANTS.memory_prices):
+            watch.tell("memory", 0.7 + 0.2 * tried / CONSTANTS.memory_prices)
             if (solution := at(price)).fits(limit):
                 break
             peak = solver.peak_point(solution)
             known = peak in points
             if not known:
                 points.append(peak)
-            if known or solution.peak_bytes > _LOWER * over.peak_bytes:
+            if known or solution.peak_bytes > CONSTANTS.fell_little * over.peak_bytes:
                 price *= 8
             over = solution
-            if price * self.free.peak_bytes > _DEAR * LONGEST_S:
+            if price * self.free.peak_bytes > CONSTANTS.dearest_peak * LONGEST_S:
                 break
         if not solutions[-1].fits(limit):
             return solutions
         inside = solutions[-1]
-        for tried in range(_CLOSER):
-            watch.tell("memory", 0.9 + 0.05 * tried / _CLOSER)
+        for tried in range(CONSTANTS.closer_prices):
+            watch.tell("memory", 0.9 + 0.05 * tried / CONSTANTS.closer_prices)
             saved = float((solver.held(over, points) - solver.held(inside, points)).sum())
             if saved <= 0 or not over.seconds < inside.seconds < LONGEST_S:
                 break
@@ -124,7 +114,7 @@ class Descent:
         fitting = min((s.seconds for s in solutions if s.fits(limit)), default=float("inf"))
         over = [s for s in dict.fromkeys(solutions) if not s.fits(limit) and s.seconds < fitting]
         repaired: list[Solution] = []
-        for start in sorted(over, key=lambda s: s.peak_bytes)[:REPAIRS]:
+        for start in sorted(over, key=lambda s: s.peak_bytes)[: CONSTANTS.repairs]:
             if all(s in d for s, d in zip(start.states, self.domains, strict=True)):
                 self.watch.tell("memory", 0.95)
                 better = repair.repaired(self.solver, self.domains, start, limit)

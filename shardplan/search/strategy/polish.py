@@ -11,19 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shardplan.constants import CONSTANTS
 from shardplan.search.inference.anytime import Watch
 from shardplan.search.inference.solver import Solver
 from shardplan.search.problem.pricing import Domain
 from shardplan.search.problem.problem import Problem
 from shardplan.search.problem.solution import Solution
-
-JOINT_ENTRIES = 30_000_000
-"""Up to this many predicted entries in one table, variables are solved jointly, repeatedly where needed."""
-
-FEW_ENTRIES = 3_000_000
-"""Up to this many predicted entries in all, pairs of factors are tried in any case: the tables are small."""
-
-_NEAR = 1 - 1e-9  # a smaller relative gain counts as none
 
 
 @dataclass(slots=True)
@@ -43,12 +36,12 @@ class _Polish:
         if self.watch is not None:
             self.watch.tell("memory" if self.points else "polish", 0.7 if self.points else 0.6)
         order = self.solver.order(step)
-        if order.largest > JOINT_ENTRIES:
+        if order.largest > CONSTANTS.joint_entries:
             return None
         solution, cost = self.solver.minimum(
             self.best.name, step, points=self.points, price=self.price, order=order, regather=self.best.regather
         )
-        if cost >= self.cost * _NEAR or not (self.points or solution.seconds <= self.best.seconds):
+        if cost >= self.cost * (1 - CONSTANTS.rounding) or not (self.points or solution.seconds <= self.best.seconds):
             return False
         better = self.cost < float("inf") or solution.states != self.best.states
         self.best, self.cost = solution, cost
@@ -59,7 +52,7 @@ class _Polish:
         step = [
             self.solver.problem.with_factors(v, self.best.states[v], (0, 1), d, later=False) for v, d in enumerate(self.domains)
         ]
-        return self.solver.order(step).total <= FEW_ENTRIES
+        return self.solver.order(step).total <= CONSTANTS.few_entries
 
     def singles(self, also: Sequence[Domain] = ()) -> bool | None:
         """Lets every variable change on any one factor, or (once) to a layout of ``also``.

@@ -17,19 +17,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from shardplan.constants import CONSTANTS
 from shardplan.search.coarsening.variables import Sets
 from shardplan.search.inference.solver import Solver
 from shardplan.search.memory import liveness as memory
 from shardplan.search.problem.pricing import Domain
 from shardplan.search.problem.solution import Solution
 from shardplan.search.problem.tables import BIG, seconds_of_each
-
-STEPS = 40
-"""The most changes of one repair."""
-
-_LEAST = 0.02  # a variable that holds less than this fraction of the excess keeps its layout
-
-_LARGEST = 24  # variables considered in a step: those that hold the most at the peak
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +37,9 @@ class _Move:
 
 
 def repaired(solver: Solver, domains: Sequence[Domain], start: Solution, limit: int) -> Solution | None:
-    """``start`` with layouts changed until it fits, or None where ``STEPS`` changes are not enough."""
+    """``start`` with layouts changed until it fits, or None where ``repair_steps`` changes are not enough."""
     current = start
-    for _ in range(STEPS):
+    for _ in range(CONSTANTS.repair_steps):
         if current.fits(limit):
             return current
         excess = current.peak_bytes - limit
@@ -64,10 +58,10 @@ def _moves(solver: Solver, domains: Sequence[Domain], current: Solution, excess:
         if peak in life and life.holds(problem, current.states, current.keep):
             held[life.variable] += life.nbytes
     fractions = np.array([memory.local_part(problem, v, s) for v, s in enumerate(current.states)])
-    largest: list[int] = np.argsort(-held * fractions, kind="stable")[:_LARGEST].tolist()
+    largest: list[int] = np.argsort(-held * fractions, kind="stable")[: CONSTANTS.repair_variables].tolist()
     for v in largest:
         own = float(fractions[v])
-        if held[v] * own < _LEAST * excess:
+        if held[v] * own < CONSTANTS.repair_share * excess:
             break
         priced = costs(solver, domains, current, (v,))
         by_state = seconds_of_each(priced)
@@ -80,7 +74,7 @@ def _moves(solver: Solver, domains: Sequence[Domain], current: Solution, excess:
         v = life.variable
         if v in current.keep and peak in life:
             saved = life.nbytes * memory.local_part(problem, v, current.states[v])
-            if saved >= _LEAST * excess:
+            if saved >= CONSTANTS.repair_share * excess:
                 yield _Move(v, None, _gathering_s(solver, current, v), saved)
 
 
@@ -104,12 +98,6 @@ def _moved(solver: Solver, current: Solution, move: _Move) -> Solution:
 
 # -- exchanges ---------------------------------------------------------------------------------------------------------
 
-TRIALS = 400
-"""The most changes tried in one call: each computes the memory of the whole step."""
-
-PAIRED = 60
-"""Up to this many layouts to choose, pairs of them are tried too."""
-
 
 def faster(solver: Solver, domains: Sequence[Domain], limit: int, solutions: Sequence[Solution]) -> Solution | None:
     """The fastest solution within ``limit`` bytes that is built from these; None where none of them fits."""
@@ -117,7 +105,7 @@ def faster(solver: Solver, domains: Sequence[Domain], limit: int, solutions: Seq
     if not fitting:
         return None
     best = fitting[0]
-    left = _Budget(TRIALS)
+    left = _Budget(CONSTANTS.repair_trials)
     for other in sorted({s for s in solutions if not s.fits(limit) and s.seconds < best.seconds}, key=lambda s: s.seconds)[:3]:
         best = min((best, _exchanged(solver, limit, fitting[0], other, left)), key=lambda s: s.seconds)
     return _descended(solver, domains, limit, best, left)
@@ -125,7 +113,7 @@ def faster(solver: Solver, domains: Sequence[Domain], limit: int, solutions: Seq
 
 def smaller(solver: Solver, domains: Sequence[Domain], start: Solution) -> Solution:
     """A solution with fewer bytes than ``start``, if changing a few layouts at a time finds one; else ``start``."""
-    best, left = start, _Budget(TRIALS)
+    best, left = start, _Budget(CONSTANTS.repair_trials)
     while left.more():
         trial = _smallest_step(solver, domains, best, left)
         if trial is None or trial.peak_bytes >= best.peak_bytes:
@@ -229,7 +217,7 @@ def _neighbours(solver: Solver, domains: Sequence[Domain]) -> Iterator[tuple[int
     """The variables to choose anew: each one with a choice, and on small problems each pair that shares a table."""
     free = [v for v, d in enumerate(domains) if len(d) > 1]
     yield from ((v,) for v in free)
-    if len(free) <= PAIRED:
+    if len(free) <= CONSTANTS.repair_pairs:
         pairs = {pair for scope in solver.problem.scopes for pair in itertools.combinations(sorted(set(scope)), 2)}
         yield from sorted(p for p in pairs if all(len(domains[v]) > 1 for v in p))
 
@@ -288,7 +276,7 @@ def _smallest_step(solver: Solver, domains: Sequence[Domain], now: Solution, lef
         for state in _smallest(solver, domains, v):
             changed = (*now.states[:v], state, *now.states[v + 1 :])
             trials.append((changed, now.keep))
-            for u in _met(solver, v) if len(domains) <= PAIRED else ():
+            for u in _met(solver, v) if len(domains) <= CONSTANTS.repair_pairs else ():
                 trials += [
                     ((*changed[:u], s, *changed[u + 1 :]), now.keep) for s in _smallest(solver, domains, u) if s != changed[u]
                 ]

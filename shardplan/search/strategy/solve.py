@@ -13,12 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from shardplan.constants import CONSTANTS
 from shardplan.cost import TIME, Objective
 from shardplan.search.baselines.recipes import groupings
 from shardplan.search.baselines.rivals import Rivals
 from shardplan.search.baselines.tofu_premise import everything_cut, everything_split, fewest_bytes
 from shardplan.search.inference.anytime import Incumbent, Observer, OutOfTimeError, Stopped, Watch
-from shardplan.search.inference.bound import WORK, Bound
+from shardplan.search.inference.bound import Bound
 from shardplan.search.inference.solver import Solver
 from shardplan.search.memory import liveness as memory
 from shardplan.search.problem.pricing import Domain, Limits
@@ -26,14 +27,9 @@ from shardplan.search.problem.problem import Problem
 from shardplan.search.problem.solution import Solution, Tried
 from shardplan.search.problem.strategies import Groups
 from shardplan.search.strategy.memory_pricing import Descent
-from shardplan.search.strategy.polish import FEW_ENTRIES, JOINT_ENTRIES, near, polish
+from shardplan.search.strategy.polish import near, polish
 from shardplan.search.strategy.purposes import Purpose
 from shardplan.search.strategy.recursion import recurse
-
-LONG_ENTRIES = 50_000_000
-"""With more predicted table entries in all, a joint solve takes seconds: a simpler solution is found first, in case of an
-interrupt.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +107,15 @@ def search(
     assert incumbent.best is not None
     best = replace(incumbent.best, name="plan")
     bound = Bound(
-        problem, live, domains, free=best, chosen=best, limit=limit, unlimited_s=None, known_s=incumbent.least_s, work=WORK / 20
+        problem,
+        live,
+        domains,
+        free=best,
+        chosen=best,
+        limit=limit,
+        unlimited_s=None,
+        known_s=incumbent.least_s,
+        work=CONSTANTS.bound_work / 20,
     )
     return Outcome(best, rivals, bound, False, best, best, stopped)
 
@@ -186,17 +190,17 @@ def _unlimited(
     """
     count = len(solver.problem.sizes)
     order = solver.order(domains)
-    if count > 2 and order.total > FEW_ENTRIES:
+    if count > 2 and order.total > CONSTANTS.few_entries:
         order = None
     watch.tell("tables", 0.05)
-    if not known and (watch.deadline is not None or (order is not None and order.total > LONG_ENTRIES)):
+    if not known and (watch.deadline is not None or (order is not None and order.total > CONSTANTS.long_entries)):
         # in case there is no time for more: every tensor in the layout with the fewest factors, then level by level
         _narrowest(solver, domains)
         watch.tell("levels", 0.1)
         if count == 2:
             recurse(solver, pinned)
     joint: list[Solution] = []
-    known_s, wide = 0.0, order is None or order.largest > JOINT_ENTRIES
+    known_s, wide = 0.0, order is None or order.largest > CONSTANTS.joint_entries
     if order is not None:
         best, known_s = solver.bounded("plan", domains)
         watch.incumbent.least_s = known_s
@@ -228,7 +232,7 @@ def _reached(solver: Solver, rivals: Rivals, levels: _Levels, watch: Watch, know
     domains = levels.domains
     if known and len(solver.problem.sizes) > 2 and not levels.premise:
         reach, start = rivals.reach(domains, ()), _fastest(known)
-        if solver.order(near(solver.problem, domains, start, reach)).largest > JOINT_ENTRIES:
+        if solver.order(near(solver.problem, domains, start, reach)).largest > CONSTANTS.joint_entries:
             return None
         watch.tell("search", 0.4)
         return polish(solver, domains, start, watch, also=reach, pairs=len(solver.problem.sizes) < 4)
@@ -238,7 +242,7 @@ def _reached(solver: Solver, rivals: Rivals, levels: _Levels, watch: Watch, know
     start = levels.of(groups)
     reach = rivals.reach(domains, (groups,))
     step = near(solver.problem, domains, start, reach)
-    if math.isinf(start.seconds) or solver.order(step).largest > JOINT_ENTRIES:
+    if math.isinf(start.seconds) or solver.order(step).largest > CONSTANTS.joint_entries:
         return None
     watch.tell("search", 0.4)
     best = polish(solver, domains, start, watch, also=reach)
@@ -301,7 +305,7 @@ class _Levels:
         """The layouts that treat the factors of each group alike; None where these cannot be solved jointly."""
         if groups not in self._spaces:
             space = self._solver.problem.together(self.domains, groups)
-            self._spaces[groups] = space if self._solver.order(space).largest <= JOINT_ENTRIES else None
+            self._spaces[groups] = space if self._solver.order(space).largest <= CONSTANTS.joint_entries else None
         return self._spaces[groups]
 
     def coarsest(self) -> Groups | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from hypothesis import strategies as st
 
 import shardplan
 from models import mlp
+from shardplan.constants import CONSTANTS
 from shardplan.mesh import Cluster
 from shardplan.search.baselines.tofu_premise import everything_cut
-from shardplan.search.inference.beam import BEAM, PART_ENTRIES, beam, best, most_promising
+from shardplan.search.inference.beam import beam, best, most_promising
 from shardplan.search.inference.eliminate import Eliminator, find_order
 from shardplan.search.inference.solver import Solver
 from shardplan.search.memory import liveness as memory
@@ -93,7 +95,7 @@ def test_where_tables_allow_the_minimum_is_exact_and_beyond_it_is_bounded() -> N
     terms, sizes = problem.terms(problem.domains), problem.ops.sizes(problem.domains)
     minimum, _ = solver.eliminator.solve(terms, sizes, order)
     assert best(Eliminator(problem.store), terms, sizes, order).cost == minimum
-    found = beam(Eliminator(problem.store), terms, sizes, order, entries=PART_ENTRIES, width=BEAM)
+    found = beam(Eliminator(problem.store), terms, sizes, order, entries=CONSTANTS.beam_part_entries, width=CONSTANTS.beam_width)
     assert found.cost == found.bound == minimum, "the beam proves it"
     narrow = beam(Eliminator(problem.store), terms, sizes, order, entries=1000, width=2)
     assert narrow.bound <= minimum <= narrow.cost < 1.3 * minimum
@@ -206,7 +208,7 @@ def test_ops_with_a_variable_for_their_strategy_have_the_same_minimum(recipe: st
 
     def minimum(entries: int) -> float:
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(ops, "OPEN_ENTRIES", entries)
+            patched.setattr(ops, "CONSTANTS", replace(CONSTANTS, open_entries=entries))
             opened = problem.ops.opened(domains)
             scopes = {t.scope for t in problem.terms(domains, limits=limits)}
             assert scopes <= {*problem.scopes_on(domains)}  # ops that cost the same have one term
@@ -236,7 +238,7 @@ def test_a_price_on_bytes_is_charged_to_ops_with_a_variable_for_their_strategy(m
     step, args = nets.tables(3)
     problem = steps.problem(step, *args, on=Cluster.load("2x4"))
     buffers, price = memory.liveness(problem).buffers, 1e-12
-    monkeypatch.setattr(ops, "OPEN_ENTRIES", 0)
+    monkeypatch.setattr(ops, "CONSTANTS", replace(CONSTANTS, open_entries=0))
     opened = problem.ops.opened(problem.domains)
     charged = 0
     for n, strategy in opened.items():
@@ -257,7 +259,7 @@ def test_the_integer_program_takes_variables_for_strategies(monkeypatch: pytest.
     step, args = mlp.train_step(layers=1)
     problem = steps.problem(step, *args, on=Cluster.load("4"))
     closed = ilp.solve(problem).picoseconds
-    monkeypatch.setattr(ops, "OPEN_ENTRIES", 0)
+    monkeypatch.setattr(ops, "CONSTANTS", replace(CONSTANTS, open_entries=0))
     opened = ilp.solve(problem)
     assert closed is not None
     assert opened.picoseconds is not None

@@ -278,7 +278,7 @@ def test_what_prices_cannot_find_is_found_by_single_steps(monkeypatch: pytest.Mo
     limit = int(0.999 * plan(memory_limit=int(0.3 * plan().peak_bytes)).peak_bytes)
     repaired = plan(memory_limit=limit)
     assert repaired.peak_bytes <= limit
-    monkeypatch.setattr(memory_pricing, "REPAIRS", 0)
+    monkeypatch.setattr(memory_pricing, "CONSTANTS", replace(memory_pricing.CONSTANTS, repairs=0))
     monkeypatch.setattr(repair, "faster", lambda *_: None)
     with pytest.raises(shardplan.MemoryLimitError):
         plan(memory_limit=limit)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from models import mlp
+from shardplan.constants import CONSTANTS
 from shardplan.search.inference.solver import Solver
 from shardplan.search.memory import liveness as memory
 from shardplan.search.strategy import polish
@@ -24,7 +27,7 @@ def test_layouts_whose_tables_have_grown_too_large_are_tried_from_the_start(monk
     paired = polish.polish(solver, problem.domains, start, pairs=False)
     before, after = (solver.order(polish.near(problem, problem.domains, s, also)).largest for s in (start, paired))
     assert before < after
-    monkeypatch.setattr(polish, "JOINT_ENTRIES", (before + after) // 2)
+    monkeypatch.setattr(polish, "CONSTANTS", replace(CONSTANTS, joint_entries=(before + after) // 2))
     result = polish.polish(solver, problem.domains, start, also=also)
     assert result.seconds <= solver.minimum("given", given)[0].seconds
     assert result.seconds <= paired.seconds

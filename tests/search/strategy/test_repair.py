@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 from models import mlp
+from shardplan.constants import CONSTANTS
 from shardplan.search.inference.solver import Solver
 from shardplan.search.memory import liveness as memory
 from shardplan.search.problem.problem import Problem
@@ -120,7 +122,7 @@ def test_of_equal_parts_as_many_are_fast_as_fit(monkeypatch: pytest.MonkeyPatch)
     limits = [int(least.peak_bytes + part * (fastest.peak_bytes - least.peak_bytes)) for part in (0.3, 0.55, 0.8)]
     repaired = [searched(problem, problem.domains, limit).best for limit in limits]
     monkeypatch.setattr(repair, "faster", lambda *_: None)
-    monkeypatch.setattr(within, "REPAIRS", 0)
+    monkeypatch.setattr(within, "CONSTANTS", replace(CONSTANTS, repairs=0))
     priced = [searched(problem, problem.domains, limit).best for limit in limits]
     for limit, a, b in zip(limits, repaired, priced, strict=True):
         assert a.peak_bytes <= limit

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardplan
 from models import gpt, mlp, wresnet
+from shardplan.constants import CONSTANTS
 from shardplan.cost.overlap import step_s
 from shardplan.mesh import Cluster
 from shardplan.search.baselines.recipes import baselines, groupings
@@ -52,7 +53,7 @@ def no_joint(monkeypatch: pytest.MonkeyPatch) -> None:
         return replace(first, seconds=math.inf), 0.0
 
     for module in (solve, polish):
-        monkeypatch.setattr(module, "JOINT_ENTRIES", 3000)
+        monkeypatch.setattr(module, "CONSTANTS", replace(CONSTANTS, joint_entries=3000))
     monkeypatch.setattr(Solver, "bounded", nothing)
 
 
@@ -118,7 +119,8 @@ def test_a_search_over_three_levels_ends_below_every_baseline(seeded: bool, monk
     solver = Solver(problem, memory.liveness(problem))
     spaces = [problem.together(problem.domains, groups) for groups in groupings(3)]
     if seeded:
-        monkeypatch.setattr(solve, "JOINT_ENTRIES", max(solver.order(space).largest for space in spaces))
+        widest = max(solver.order(space).largest for space in spaces)
+        monkeypatch.setattr(solve, "CONSTANTS", replace(CONSTANTS, joint_entries=widest))
         monkeypatch.setattr(Rivals, "reach", lambda _self, domains, _spaces: domains)
     asked: list[bool] = []
     seeds = Rivals.seeds

@@ -11,7 +11,6 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -19,30 +18,19 @@ from numpy.typing import NDArray
 
 from shardplan.collectives.layouts import LayoutSpace
 from shardplan.collectives.reshard import Family, Programs, Resharder
-from shardplan.cost import TIME, Objective, compute
+from shardplan.cost import TIME, Objective
 from shardplan.cost.overlap import NO_WINDOW, Window
 from shardplan.graph.nodes import Graph, Link
 from shardplan.ir import Factor, Layout, Tensor
 from shardplan.mesh import Cluster
 from shardplan.search.coarsening.coarsen import FREE, Coarse
+from shardplan.search.problem.interiors import Inside, interiors
 from shardplan.search.problem.ops import Ops
 from shardplan.search.problem.pricing import Domain, Limits, Pricer
 from shardplan.search.problem.strategies import Groups
 from shardplan.search.problem.summands import Summand, by_variable
 from shardplan.search.problem.tables import BIG, Costs, Store, Term, picoseconds, seconds_of
 from shardplan.search.problem.windows import NO_WINDOWS, Windows, windows_of
-
-
-@dataclass(frozen=True, slots=True)
-class Inside:
-    """The elementwise ops inside a variable of a shape: the seconds of their memory traffic on one device that holds everything,
-    and those of launching their kernels, which no cut makes fewer.
-    """
-
-    seconds: float
-    launches_s: float
-    shape: tuple[int, ...]
-
 
 Company = Mapping[str, float]
 """The bytes of the values in each pool that travel together."""
@@ -352,24 +340,7 @@ class Problem:
     @cached_property
     def interior(self) -> Mapping[int, Inside]:
         """By variable: the elementwise ops inside it."""
-        if self.objective.device(self.cluster) is None:
-            return {}
-        graph, joins, device = self.graph, set(self.coarse.joins), self.cluster.device
-        moved: dict[int, float] = {}
-        launches: dict[int, float] = {}
-        for node in graph.nodes:
-            traffic = node.costed.traffic
-            assert traffic is not None, "the graph says what each op moves"
-            if node.id in joins or traffic.empty or not node.outputs or (v := self.coarse.of[node.outputs[0]]) == FREE:
-                continue
-            ends = zip((*node.inputs, *node.outputs), (*traffic.reads, *traffic.writes), strict=True)
-            nbytes = sum(graph.tensors[t].nbytes * part for t, part in ends if t >= 0)
-            moved[v] = moved.get(v, 0.0) + nbytes * node.weight
-            launches[v] = launches.get(v, 0.0) + traffic.launches * node.weight
-        return {
-            v: Inside(float(compute.moving_s(device, np.array(n))), launches[v] * device.launch_s, self.coarse.variables[v].shape)
-            for v, n in sorted(moved.items())
-        }
+        return {} if self.objective.device(self.cluster) is None else interiors(self.graph, self.coarse, self.cluster.device)
 
     @cached_property
     def turned(self) -> Mapping[int, tuple[int, int]]:

@@ -11,9 +11,9 @@ from shardplan.frontend.nnx_state import trace_step
 from shardplan.graph import flatten
 from shardplan.mesh import Cluster
 from shardplan.placement.configurations import Strategy
+from shardplan.placement.device_topology import machine_of
 from shardplan.placement.grouping import operator_graph
-from shardplan.placement.machine import machine_of
-from shardplan.placement.problem import PlacementProblem, problem_of
+from shardplan.placement.placement_problem import PlacementProblem, problem_of
 from shardplan.placement.starts import from_plan
 from shardplan.shell.target import load_target
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardplan.placement.configurations import Strategy
-from shardplan.placement.groups import members_of
-from shardplan.placement.machine import TICK_S
+from shardplan.placement.device_topology import TICK_S
+from shardplan.placement.group_reductions import members_of
 from shardplan.placement.operators import Edge
-from shardplan.placement.problem import PlacementProblem
+from shardplan.placement.placement_problem import PlacementProblem
 from shardplan.placement.regions import shared_bytes
 from shardplan.placement.restrictions import layers_of
 from shardplan.placement.synchronisation import sync_groups
-from shardplan.placement.transfers import Transfers, backward_transfers, forward_transfers
+from shardplan.placement.tensor_transfers import Transfers, backward_transfers, forward_transfers
 from shardplan.report.placement_text import cut_text
 
 

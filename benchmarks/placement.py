@@ -20,10 +20,10 @@ from shardplan.frontend.nnx_state import trace_step
 from shardplan.graph import flatten
 from shardplan.mesh import Cluster
 from shardplan.placement.configurations import Strategy
+from shardplan.placement.device_topology import machine_of
 from shardplan.placement.grouping import operator_graph
-from shardplan.placement.machine import machine_of
 from shardplan.placement.mcmc import BETA, Limits, anneal, neighbours_of, propose
-from shardplan.placement.problem import PlacementProblem, problem_of
+from shardplan.placement.placement_problem import PlacementProblem, problem_of
 from shardplan.placement.starts import data_parallel
 from shardplan.report.tables import table
 from shardplan.shell.target import load_target, use_cpu

@@ -29,7 +29,7 @@ from shardplan.frontend.argnums import leaves_of
 from shardplan.frontend.nnx_state import trace_step
 from shardplan.frontend.trace import Traced
 from shardplan.graph import Graph, flatten
-from shardplan.graph.kernels import with_traffic
+from shardplan.graph.kernel_traffic import with_traffic
 from shardplan.mesh import Device
 from shardplan.planning.scheduled import Scheduled, scheduled
 from shardplan.schedule import issued, windows

@@ -41,10 +41,10 @@ if TYPE_CHECKING:
     )
     from shardplan.mesh import Cluster
     from shardplan.shell.api import plan
-    from shardplan.shell.load import load
+    from shardplan.shell.loading import load
     from shardplan.shell.parallel import parallelize
     from shardplan.shell.place import Placement, place
-    from shardplan.shell.planned import Plan
+    from shardplan.shell.plan_of_step import Plan
     from shardplan.tdl.register import register
 
 __version__ = "0.1.0"
@@ -87,9 +87,9 @@ _warn_of_untested(_jax_version())
 
 _HOMES = {
     "Cluster": "mesh",
-    "Plan": "shell.planned",
+    "Plan": "shell.plan_of_step",
     "all_reduce": "collectives.lower",
-    "load": "shell.load",
+    "load": "shell.loading",
     "Placement": "shell.place",
     "parallelize": "shell.parallel",
     "place": "shell.place",

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shardplan.search.problem.cost_tables import BIG
 from shardplan.search.problem.extract import Extractor
 from shardplan.search.problem.solution import Solution
-from shardplan.search.problem.tables import BIG
-from shardplan.shell.planned import Plan
+from shardplan.shell.plan_of_step import Plan
 
 
 class _AnyStrategy(Extractor):

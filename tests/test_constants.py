@@ -27,9 +27,9 @@ ELSEWHERE = {
     "search/problem/pricing.py _MANY": "from where strategies that are never the cheapest are left out: the same table",
     "search/problem/pricing.py _GOOD": "with what they are compared",
     "search/problem/problem.py _ROUNDED_S": "half a unit",
-    "search/problem/tables.py BIG": "infinity",
-    "search/problem/tables.py _PER_SECOND": "a unit",
-    "search/problem/tables.py LONGEST_S": "the range of the unit",
+    "search/problem/cost_tables.py BIG": "infinity",
+    "search/problem/cost_tables.py _PER_SECOND": "a unit",
+    "search/problem/cost_tables.py LONGEST_S": "the range of the unit",
     "schedule/passes/extents.py _MOST_DIMS": "NumPy's limit",
 }
 

@@ -4,6 +4,16 @@ Nothing outside this package reads a name of JAX that is not public; `shardplan.
 """
 
 from shardplan._jax.binding import KERNEL_MODULES, REFERENCES, bind, linalg, primitives, run_on_cpu, select_and_scatter
+from shardplan._jax.custom_kernels import (
+    KERNEL_GRID,
+    OWN_PARAMS,
+    WHOLE_SHAPE,
+    cudnn_assumed,
+    kernel_grid,
+    own_params,
+    pallas_attention,
+    resized_kernel,
+)
 from shardplan._jax.jaxprs import (
     CALLS,
     Literal,
@@ -16,16 +26,6 @@ from shardplan._jax.jaxprs import (
     params_of,
     settings_of,
     threefry_partitionable,
-)
-from shardplan._jax.kernels import (
-    KERNEL_GRID,
-    OWN_PARAMS,
-    WHOLE_SHAPE,
-    cudnn_assumed,
-    kernel_grid,
-    own_params,
-    pallas_attention,
-    resized_kernel,
 )
 from shardplan._jax.programs import (
     array_type,

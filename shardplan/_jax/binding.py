@@ -11,7 +11,7 @@ from typing import Any
 
 from jax.extend.core import Primitive
 
-from shardplan._jax.kernels import OWN_PARAMS
+from shardplan._jax.custom_kernels import OWN_PARAMS
 
 # Modules that register primitives when they are imported. One that has moved is skipped; the coverage test then reports it.
 _FAMILIES = (

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from shardplan.calibrate.transfers import Transfer
+from shardplan.calibrate.measured_transfers import Transfer
 from shardplan.cost.compute import rated
 from shardplan.cost.network import Network
 from shardplan.graph import Graph

@@ -26,9 +26,9 @@ from shardplan.calibrate.fitting import (
     transfer_s,
     work_of,
 )
-from shardplan.calibrate.kernels import LAUNCHES, Argument, Kernel, kernels, sizes_of
+from shardplan.calibrate.measured_kernels import LAUNCHES, Argument, Kernel, kernels, sizes_of
+from shardplan.calibrate.measured_transfers import Transfer, transfer, transfers
 from shardplan.calibrate.timing import Task, Timed, spread_of, timed
-from shardplan.calibrate.transfers import Transfer, transfer, transfers
 from shardplan.cost.network import Network
 from shardplan.errors import CalibrationError, ClusterError
 from shardplan.frontend.trace import trace

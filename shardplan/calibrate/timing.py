@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardplan.calibrate.kernels import Argument
+from shardplan.calibrate.measured_kernels import Argument
 
 TARGET_S = 0.02
 """The seconds of one run: a hundred times what it costs to start a program on eight simulated devices."""

@@ -15,7 +15,7 @@ from typing import Any
 from shardplan.constants import CONSTANTS
 from shardplan.cost import compute
 from shardplan.errors import DescriptionError, MisfitError, UndescribedPrimitiveError
-from shardplan.graph.kernels import with_traffic
+from shardplan.graph.kernel_traffic import with_traffic
 from shardplan.graph.nodes import Graph, Link, Node, Signature
 from shardplan.ir import Backend, Op, Program, Tensor, Where
 from shardplan.tdl import Call, Description, describe

@@ -22,7 +22,7 @@ from shardplan.tdl.xla_quirks import adds_up_at_once, fenced_loops, shared_loops
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What one op adds to the kernels that XLA compiles (`shardplan.graph.kernels`).
+    """What one op adds to the kernels that XLA compiles (`shardplan.graph.kernel_traffic`).
 
     These are the multiples of each operand's bytes that are read on its behalf, those of each result's bytes that are written,
     and how many kernels are launched.

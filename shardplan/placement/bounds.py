@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.placement.configurations import Configuration
-from shardplan.placement.problem import PlacementProblem
+from shardplan.placement.placement_problem import PlacementProblem
 
 Ints = NDArray[np.int64]
 

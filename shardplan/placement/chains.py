@@ -15,7 +15,7 @@ import numpy as np
 from shardplan.errors import PlacementError
 from shardplan.placement.configurations import Strategy
 from shardplan.placement.mcmc import Chain, Limits, Observer, anneal
-from shardplan.placement.problem import PlacementProblem
+from shardplan.placement.placement_problem import PlacementProblem
 from shardplan.placement.simulation import Engine
 
 

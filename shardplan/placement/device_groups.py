@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.placement.configurations import Configuration, Group, Strategy, divisors
-from shardplan.placement.groups import GroupPrices
-from shardplan.placement.machine import TICK_S
+from shardplan.placement.device_topology import TICK_S
+from shardplan.placement.group_reductions import GroupPrices
 from shardplan.placement.mcmc import neighbours_of
-from shardplan.placement.problem import PlacementProblem
+from shardplan.placement.placement_problem import PlacementProblem
 from shardplan.placement.starts import data_parallel_on
 
 Floats = NDArray[np.float64]

@@ -24,8 +24,8 @@ from shardplan.placement.configurations import (
     degrees_of,
     random_configuration,
 )
-from shardplan.placement.memory import Memory, may_exceed
-from shardplan.placement.problem import PlacementProblem
+from shardplan.placement.held_bytes import Memory, may_exceed
+from shardplan.placement.placement_problem import PlacementProblem
 from shardplan.placement.simulation import Engine
 
 BETA = 50.0

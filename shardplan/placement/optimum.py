@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 
 from shardplan.errors import PlacementError
 from shardplan.placement.configurations import Configuration, Strategy, degrees_of, present_groups
-from shardplan.placement.machine import TICK_S
-from shardplan.placement.memory import Memory, may_exceed
+from shardplan.placement.device_topology import TICK_S
+from shardplan.placement.held_bytes import Memory, may_exceed
 from shardplan.placement.pair_costs import Behind, PairCosts
-from shardplan.placement.problem import PlacementProblem
+from shardplan.placement.placement_problem import PlacementProblem
 from shardplan.placement.simulation import Engine
 
 Ints = NDArray[np.int64]

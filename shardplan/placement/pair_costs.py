@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from shardplan.placement.configurations import Configuration
 from shardplan.placement.operators import BACKWARD, FORWARD, UPDATE, Edge
-from shardplan.placement.problem import PlacementProblem
+from shardplan.placement.placement_problem import PlacementProblem
 from shardplan.placement.structure import structure_of
 from shardplan.placement.synchronisation import sync_groups
 from shardplan.placement.task_graph import TaskGraphBuilder
-from shardplan.placement.transfers import Transfers, backward_transfers, forward_transfers
+from shardplan.placement.tensor_transfers import Transfers, backward_transfers, forward_transfers
 
 Ints = NDArray[np.int64]
 

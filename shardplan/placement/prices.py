@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.placement.configurations import degrees_of
-from shardplan.placement.machine import TICK_S, Machine
+from shardplan.placement.device_topology import TICK_S, Machine
 from shardplan.placement.operators import Labels, Operator, Work
 from shardplan.search.problem.compute_prices import shared_compute_s
 

@@ -15,7 +15,7 @@ from shardplan.placement.configurations import Configuration, Group, Strategy
 from shardplan.placement.device_groups import Region, regions_of
 from shardplan.placement.mcmc import Chain, Limits, anneal
 from shardplan.placement.operators import OperatorGraph, Weight
-from shardplan.placement.problem import PlacementProblem
+from shardplan.placement.placement_problem import PlacementProblem
 from shardplan.placement.simulation import Engine
 
 INSIDE_PROPOSALS = 50

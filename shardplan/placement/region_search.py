@@ -26,13 +26,13 @@ from shardplan.placement.branches import (
 )
 from shardplan.placement.configurations import Configuration, Group, Strategy, partitions_of
 from shardplan.placement.device_groups import GroupTimes, Region, regions_of, used_groups
+from shardplan.placement.held_bytes import Memory, may_exceed
 from shardplan.placement.mcmc import Limits, Observer, anneal, neighbours_of
-from shardplan.placement.memory import Memory, may_exceed
-from shardplan.placement.problem import PlacementProblem
+from shardplan.placement.placement_problem import PlacementProblem
 from shardplan.placement.region_plans import Candidate, RegionPlans
 from shardplan.placement.search import Found, search
 from shardplan.placement.simulation import Engine, Simulation
-from shardplan.placement.stages import staged
+from shardplan.placement.stage_cuts import staged
 from shardplan.placement.starts import data_parallel, data_parallel_on, expert
 
 TRIED, PROPOSED, MERGED, INSIDE = 0.2, 0.6, 0.7, 0.8

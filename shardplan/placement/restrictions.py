@@ -14,8 +14,8 @@ import numpy as np
 from shardplan.placement.configurations import Configuration, Strategy, degrees_of, single
 from shardplan.placement.mcmc import BETA, FROM_NEIGHBOUR, LEAST_PROPOSALS, Chain, Limits, anneal, over
 from shardplan.placement.operators import Operator, OperatorGraph
-from shardplan.placement.problem import PlacementProblem
-from shardplan.placement.schedules import scheduled
+from shardplan.placement.placement_problem import PlacementProblem
+from shardplan.placement.whole_operators import scheduled
 
 Layers = tuple[tuple[int, ...], ...]
 """The operators of each layer."""

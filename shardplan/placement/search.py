@@ -12,9 +12,9 @@ import numpy as np
 from shardplan.errors import PlacementError
 from shardplan.placement.chains import cores, run_all, tasks_of
 from shardplan.placement.configurations import Strategy
+from shardplan.placement.held_bytes import check_memory
 from shardplan.placement.mcmc import Chain, Limits, Observer
-from shardplan.placement.memory import check_memory
-from shardplan.placement.problem import PlacementProblem
+from shardplan.placement.placement_problem import PlacementProblem
 from shardplan.placement.simulation import Engine
 from shardplan.placement.starts import data_parallel, expert, random_strategy
 

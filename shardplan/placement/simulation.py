@@ -17,14 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.errors import PlacementError
-from shardplan.placement import event_loop
+from shardplan.placement import task_loop
 from shardplan.placement.configurations import Configuration
-from shardplan.placement.event_loop import NEVER, NONE
-from shardplan.placement.machine import TICK_S, Machine
+from shardplan.placement.device_topology import TICK_S, Machine
 from shardplan.placement.operators import BACKWARD, UPDATE, OperatorGraph
 from shardplan.placement.structure import structure_of
 from shardplan.placement.tails import Tails
 from shardplan.placement.task_graph import Table, TaskGraphBuilder
+from shardplan.placement.task_loop import NEVER, NONE
 from shardplan.placement.task_pool import Mark
 
 Ints = NDArray[np.int64]
@@ -193,11 +193,11 @@ class Simulation:
         return last, load, early
 
     def _loops(self, tasks: int = 0) -> tuple[Any, Any, Any]:
-        """The functions of `event_loop`: compiled, or where tasks are few, as plain Python."""
+        """The functions of `task_loop`: compiled, or where tasks are few, as plain Python."""
         if self.engine == "auto" and tasks >= _FEW:
             self.engine = "numba" if compiled() is not None else "python"
         if self.engine != "numba":
-            return event_loop.prepare, event_loop.rerun, event_loop.tails
+            return task_loop.prepare, task_loop.rerun, task_loop.tails
         functions = compiled()
         if functions is None:
             raise PlacementError("the compiled simulator needs Numba, which is not installed: pip install 'shardplan[fast]'")
@@ -226,5 +226,5 @@ def compiled() -> tuple[Any, Any, Any] | None:
         numba = import_module("numba")
     except ImportError:
         return None
-    functions = (event_loop.prepare, event_loop.rerun, event_loop.tails)
+    functions = (task_loop.prepare, task_loop.rerun, task_loop.tails)
     return tuple(numba.njit(cache=True)(f) for f in functions)  # type: ignore[return-value]

@@ -12,7 +12,7 @@ from shardplan.ir import Choices, Factor
 from shardplan.mesh.factoring import coordinates
 from shardplan.placement.configurations import Configuration, Strategy, divisors, random_configuration
 from shardplan.placement.operators import Kind, Operator, OperatorGraph
-from shardplan.placement.problem import PlacementProblem
+from shardplan.placement.placement_problem import PlacementProblem
 
 UNROLLED = 3
 """At least this many operators on one weight are the steps of a recurrence (Tofu, section 5.1)."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.placement import event_loop
+from shardplan.placement import task_loop
 from shardplan.placement.configurations import Configuration
 from shardplan.placement.structure import Structure
 from shardplan.placement.task_graph import Table
@@ -48,8 +48,8 @@ class Tails:
             if self._structure.graph.edges[k].producer == i:
                 self._alone[k] = False
 
-    def bounds(self, reduced: Ints, loop: Callable[..., None] = event_loop.tails) -> Ints:
-        """The bounds. ``reduced`` [weights] are the ticks of reductions; ``loop`` is `event_loop.tails` or the same compiled."""
+    def bounds(self, reduced: Ints, loop: Callable[..., None] = task_loop.tails) -> Ints:
+        """The bounds. ``reduced`` [weights] are the ticks of reductions; ``loop`` is `task_loop.tails` or the same compiled."""
         bound = np.zeros(self._structure.groups, np.int64)
         weights = (self._users, self._owners, reduced, self._structure.weight_group(0))
         loop(self._ticks, self._ends, self._alone, self._order, self._phases[0], self._phases[1], *weights, bound)

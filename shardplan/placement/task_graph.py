@@ -8,13 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.placement.configurations import Configuration
-from shardplan.placement.groups import GroupPrices
-from shardplan.placement.machine import Machine
+from shardplan.placement.device_topology import Machine
+from shardplan.placement.group_reductions import GroupPrices
 from shardplan.placement.operators import BACKWARD, UPDATE, OperatorGraph
 from shardplan.placement.structure import Structure
 from shardplan.placement.synchronisation import sync_groups
 from shardplan.placement.task_pool import NO_TASKS, TaskPool
-from shardplan.placement.transfers import Transfers, backward_transfers, forward_transfers
+from shardplan.placement.tensor_transfers import Transfers, backward_transfers, forward_transfers
 
 Table = Mapping[tuple[int, ...], tuple[int, int, int]]
 """The ticks of one part of an operator in each phase, by the degrees of its loops."""

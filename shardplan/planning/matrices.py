@@ -27,11 +27,11 @@ from shardplan.search.inference.anytime import Incumbent, OutOfTimeError, Stoppe
 from shardplan.search.inference.bound import Bound
 from shardplan.search.inference.solver import Solver
 from shardplan.search.memory import liveness as memory
+from shardplan.search.problem.composite_strategies import Cuts
 from shardplan.search.problem.extract import Extractor
 from shardplan.search.problem.pricing import Domain, Limits
 from shardplan.search.problem.problem import Problem
 from shardplan.search.problem.solution import Solution, Tried
-from shardplan.search.problem.strategies import Cuts
 from shardplan.search.strategy.memory_pricing import Descent
 from shardplan.search.strategy.pins import for_pins, pinned_domains
 from shardplan.search.strategy.polish import polish

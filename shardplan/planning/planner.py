@@ -15,10 +15,10 @@ from shardplan.search.coarsening.coarsen import FREE
 from shardplan.search.inference.anytime import Observer, Stopped
 from shardplan.search.inference.garbage import uncollected
 from shardplan.search.memory import liveness as memory
+from shardplan.search.problem.cost_tables import LONGEST_S
 from shardplan.search.problem.extract import Extractor
 from shardplan.search.problem.problem import Problem
 from shardplan.search.problem.solution import Solution
-from shardplan.search.problem.tables import LONGEST_S
 from shardplan.search.session import Session
 from shardplan.search.strategy.pins import held_by_pins, pinned_domains, smallest_conflict
 from shardplan.search.strategy.solve import in_seconds

@@ -11,7 +11,7 @@ from shardplan.graph import Graph, Node, Signature
 from shardplan.ir import BodyChoices, Constant, Layout, Program, Use, Where, spec_text
 from shardplan.plans.data import PlanData
 from shardplan.search.coarsening.tensor_roles import mark
-from shardplan.search.problem.strategies import Late, Options, options
+from shardplan.search.problem.composite_strategies import Late, Options, options
 
 
 def check_choices(name: str, data: PlanData, program: Program, graph: Graph) -> None:

@@ -17,7 +17,7 @@ from shardplan.frontend.keywords import ordered, taking
 from shardplan.frontend.nnx_state import abstract, apart, has_objects, through, trace_step
 from shardplan.frontend.trace import Traced, path_words
 from shardplan.plans.fingerprint import difference
-from shardplan.plans.stages import LoweredStep, TracedStep, Trees, compiled
+from shardplan.plans.jit_stages import LoweredStep, TracedStep, Trees, compiled
 
 
 class Leaves:

@@ -7,7 +7,7 @@ Recomputed ops are part of the program: they are priced, take memory and run lik
 """
 
 from shardplan.remat.find import find
-from shardplan.remat.parts import Part, Policy, Remat, Without
-from shardplan.remat.rewrite import rematerialised
+from shardplan.remat.recomputed import Part, Policy, Remat, Without
+from shardplan.remat.recomputing import rematerialised
 
 __all__ = ["Part", "Policy", "Remat", "Without", "find", "rematerialised"]

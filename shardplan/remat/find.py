@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from shardplan.ir import Program
-from shardplan.remat.blocks import find_blocks
-from shardplan.remat.loops import find_loops
-from shardplan.remat.parts import IsHeavy, Part, Policy, inner, program_at
-from shardplan.remat.rewrite import rematerialised
+from shardplan.remat.recomputed import IsHeavy, Part, Policy, inner, program_at
+from shardplan.remat.recomputing import rematerialised
+from shardplan.remat.scans import find_loops
+from shardplan.remat.straight_code import find_blocks
 
 
 def find(program: Program, heavy: IsHeavy, policy: Policy = "all") -> tuple[Part, ...]:

@@ -18,8 +18,15 @@ from shardplan.plans.data import PlanData
 from shardplan.report.padding import uneven
 from shardplan.report.parallelism import matrix_text
 from shardplan.report.paths import grouped
+from shardplan.report.plan_text import (
+    argument_shapes,
+    best_baseline,
+    bound_text,
+    collective_rows,
+    collectives_text,
+    constants_text,
+)
 from shardplan.report.tables import seconds, size
-from shardplan.report.text import argument_shapes, best_baseline, bound_text, collective_rows, collectives_text, constants_text
 from shardplan.search.coarsening.variables import FREE
 from shardplan.search.session import Session
 

@@ -12,7 +12,7 @@ from shardplan.plans.codec import Writer
 from shardplan.plans.data import PlanData
 from shardplan.plans.xla_flags import xla_flags
 from shardplan.remat import Remat
-from shardplan.report.text import collective_rows
+from shardplan.report.plan_text import collective_rows
 
 _LONG = frozenset({"factors", "arguments", "result_layouts", "choices", "tried", "left_out", "fingerprint", "explanations"})
 """The fields of `PlanData` that are for the plan's file alone."""

@@ -12,7 +12,7 @@ from typing import Any
 from shardplan.ir import Collective
 
 from ..collectives.dsl import InsideGroup, Instruction, Master, Parallel, Reduction
-from ..collectives.placement import Request, check_over, rank_matrices
+from ..collectives.matrix_ranking import Request, check_over, rank_matrices
 from ..collectives.ranking import entries, names_of, table
 from ..cost.network import Algorithm, Network
 from ..errors import ClusterError

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.placement.machine import TICK_S
+from shardplan.placement.device_topology import TICK_S
 from shardplan.placement.simulation import Simulation
 from shardplan.plans.files import write_whole
 from shardplan.report.draw import new_figure, picture_format, rendered

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from shardplan.plans.data import PlanData
 from shardplan.plans.files import write_whole
+from shardplan.report.chrome_trace import trace
 from shardplan.report.draw import picture_format
 from shardplan.report.gantt import gantt
-from shardplan.report.trace import trace
 from shardplan.simulate.figures import Priced, Simulated
 
 
@@ -54,5 +54,5 @@ def priced_of(plan: PlanData) -> Priced:
 
 
 def timeline(step: Simulated) -> Timeline:
-    """A simulated step (`shardplan.simulate.step.simulated`) that can be saved and drawn."""
+    """A simulated step (`shardplan.simulate.simulated_step.simulated`) that can be saved and drawn."""
     return Timeline(**{field.name: getattr(step, field.name) for field in fields(step)})

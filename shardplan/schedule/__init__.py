@@ -24,9 +24,9 @@ from shardplan.schedule.instructions import (
     While,
     instructions_of,
 )
+from shardplan.schedule.movement_windows import windows
 from shardplan.schedule.planned import PlannedProgram, planned_program
 from shardplan.schedule.sends import issued, sends
-from shardplan.schedule.windows import windows
 
 __all__ = [
     "Barrier",

@@ -52,7 +52,7 @@ def sends(schedule: Schedule, planned: PlannedProgram) -> tuple[Send, ...]:
 def issued(schedule: Schedule, planned: PlannedProgram, windows: Mapping[int, float] | None = None) -> tuple[Issued, ...]:
     """The priced collectives of a schedule, in its order; of the branches of a conditional the dearest alone.
 
-    ``windows`` are those of `shardplan.schedule.windows`; without them nothing is hideable.
+    ``windows`` are those of `shardplan.schedule.movement_windows`; without them nothing is hideable.
     """
     return tuple(_Reader(planned, branches=False, windows=windows or {}).block(schedule.body, 1.0))
 

@@ -14,10 +14,10 @@ from shardplan.graph import Graph
 from shardplan.ir import Layout, Program
 from shardplan.search.baselines.rivals import Rivals
 from shardplan.search.inference.bound import Bound
+from shardplan.search.problem.cost_tables import BIG, seconds_of
 from shardplan.search.problem.extract import Decisions, Extractor
 from shardplan.search.problem.problem import Problem
 from shardplan.search.problem.solution import Solution
-from shardplan.search.problem.tables import BIG, seconds_of
 from shardplan.search.strategy.pins import Pins
 
 

@@ -43,7 +43,7 @@ from shardplan.shell.clusters import ClusterLike, resolve_cluster
 from shardplan.shell.factor_options import FactorsLike, checked_axes, checked_factors
 from shardplan.shell.memory_default import MemoryLimit
 from shardplan.shell.memory_default import memory_limit as read_limit
-from shardplan.shell.planned import Plan
+from shardplan.shell.plan_of_step import Plan
 from shardplan.tdl.xla_quirks import uncompiled
 
 _log = logging.getLogger("shardplan")

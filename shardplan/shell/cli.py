@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _plan(options: argparse.Namespace) -> Report:
     from shardplan.report.draw import picture_format
     from shardplan.report.json import plan_json
-    from shardplan.report.text import plan_text
+    from shardplan.report.plan_text import plan_text
 
     check_outputs({"-o": options.output, "--draw": options.draw}, options)
     if options.draw is not None:
@@ -86,7 +86,7 @@ def _plan(options: argparse.Namespace) -> Report:
 
 def _verify(options: argparse.Namespace) -> Report:
     from shardplan.report import Progress
-    from shardplan.report.text import verified_text
+    from shardplan.report.plan_text import verified_text
     from shardplan.verify.verify import verify
 
     made, step, args = target_plan(options, concrete=True, file=options.plan)

@@ -45,7 +45,7 @@ class _Place:
 
 def _compare(options: argparse.Namespace) -> Report:
     from shardplan.report.json import comparison_rows
-    from shardplan.report.text import comparison_text, measured_order
+    from shardplan.report.plan_text import comparison_text, measured_order
 
     if not options.measure:
         if options.devices != "auto":

@@ -31,14 +31,14 @@ from shardplan.frontend.nnx_state import (
 from shardplan.ir import spec_text
 from shardplan.plans import files
 from shardplan.plans.fingerprint import fingerprint
+from shardplan.plans.jit_stages import LoweredStep, TracedStep
 from shardplan.plans.runner import Runner, check_tree
-from shardplan.plans.stages import LoweredStep, TracedStep
-from shardplan.report.text import best_baseline
+from shardplan.report.plan_text import best_baseline
 from shardplan.shell.api import plan as make_plan
 from shardplan.shell.clusters import ClusterLike, resolve_cluster
-from shardplan.shell.load import for_step
+from shardplan.shell.loading import for_step
 from shardplan.shell.memory_default import memory_limit
-from shardplan.shell.planned import Plan
+from shardplan.shell.plan_of_step import Plan
 
 _log = logging.getLogger("shardplan")
 

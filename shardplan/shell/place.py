@@ -18,17 +18,17 @@ from shardplan.graph import flatten
 from shardplan.mesh import Cluster
 from shardplan.placement.configurations import Strategy
 from shardplan.placement.device_groups import Region
-from shardplan.placement.files import read_strategy, strategy_json
+from shardplan.placement.device_topology import machine_of
 from shardplan.placement.grouping import operator_graph
-from shardplan.placement.machine import machine_of
+from shardplan.placement.held_bytes import Memory, check_memory
 from shardplan.placement.mcmc import Limits, Observer
-from shardplan.placement.memory import Memory, check_memory
-from shardplan.placement.problem import PlacementProblem, problem_of
+from shardplan.placement.placement_problem import PlacementProblem, problem_of
 from shardplan.placement.region_search import region_search
-from shardplan.placement.schedules import SCHEDULERS, scheduled
 from shardplan.placement.search import STARTS, Found, checked, search, starts_of
 from shardplan.placement.simulation import Simulation
 from shardplan.placement.starts import data_parallel, expert, from_plan
+from shardplan.placement.strategy_files import read_strategy, strategy_json
+from shardplan.placement.whole_operators import SCHEDULERS, scheduled
 from shardplan.plans.files import write_whole
 from shardplan.report.placement_text import placement_text
 from shardplan.report.placement_timeline import PlacementTimeline, placement_timeline
@@ -106,7 +106,7 @@ class Placement:
 
     @cached_property
     def held_bytes(self) -> tuple[int, ...]:
-        """The bytes that each device holds, as `shardplan.placement.memory` counts them."""
+        """The bytes that each device holds, as `shardplan.placement.held_bytes` counts them."""
         return tuple(Memory(self.problem, self.strategy).bytes.tolist())
 
     @property

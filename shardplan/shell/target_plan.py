@@ -109,7 +109,7 @@ def _cluster(given: str | None, file: str | None) -> Any:
 
 
 def _load_plan(file: str, step: Callable[..., Any], args: Sequence[Any], cluster: Any) -> Any:
-    from shardplan.shell.load import load
+    from shardplan.shell.loading import load
 
     made = load(file, step, *args)
     if cluster.fingerprint() != made.cluster.fingerprint():

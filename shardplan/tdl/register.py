@@ -14,6 +14,7 @@ import numpy as np
 from shardplan import _jax
 from shardplan.errors import DescriptionError, nearest
 from shardplan.tdl import localize
+from shardplan.tdl.cut_proof import draw_array, verify
 from shardplan.tdl.describe import (
     describe,
     named_call,
@@ -34,7 +35,6 @@ from shardplan.tdl.identity import same_function, same_kernel
 from shardplan.tdl.index import Affine, Data, Full, Loop, interval
 from shardplan.tdl.language import Recorder, TensorRef, lambda_names
 from shardplan.tdl.strategies import cuts
-from shardplan.tdl.verify import draw_array, verify
 from shardplan.user_code import users_code
 
 Function = Callable[..., Any]

@@ -9,9 +9,9 @@ import jax
 import pytest
 
 from shardplan.calibrate.fitting import Sample, contention_of, fit_device, fit_links, rate_of, residuals, transfer_s, work_of
-from shardplan.calibrate.kernels import ACCELERATOR, CPU, LAUNCHES, kernels
+from shardplan.calibrate.measured_kernels import ACCELERATOR, CPU, LAUNCHES, kernels
+from shardplan.calibrate.measured_transfers import transfers
 from shardplan.calibrate.profiling import work_of_kernel
-from shardplan.calibrate.transfers import transfers
 from shardplan.cost.network import Network
 from shardplan.frontend.trace import trace
 from shardplan.graph import flatten

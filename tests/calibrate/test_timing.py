@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from shardplan.calibrate import timing
 from shardplan.calibrate.cache import FILE, Cache, default_folder, key_of
-from shardplan.calibrate.kernels import CPU, Argument, kernels
+from shardplan.calibrate.measured_kernels import CPU, Argument, kernels
 from shardplan.calibrate.profiling import kernel_text
 from shardplan.calibrate.timing import Task, Timed
 from shardplan.errors import CalibrationError

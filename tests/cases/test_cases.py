@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import shardplan
-from shardplan.shell.planned import Plan
+from shardplan.shell.plan_of_step import Plan
 from tests.cases.steps import CASES
 from tests.oracles import brute
 from tests.search.steps import uncoarsened_seconds

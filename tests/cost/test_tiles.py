@@ -21,7 +21,7 @@ from shardplan.cost.tiles import tile_factor
 from shardplan.frontend.trace import trace
 from shardplan.graph import Signature, flatten
 from shardplan.mesh import Cluster, factors, preset_names
-from shardplan.search.problem import strategies
+from shardplan.search.problem import composite_strategies
 from shardplan.search.problem.compute_prices import least_compute_s, whole_compute_s
 from tests.oracles import prices
 
@@ -141,7 +141,7 @@ def priced(step: Callable[..., Any], args: tuple[Any, ...], units: int | None, c
     device = replace(base.device, memory_bytes_per_s=1e30, launch_s=0.0, compute_units=units)
     signature, over = product_of(step, *args), factors(base)
     resharder = Resharder(Network(replace(base, device=device), over), [f.size for f in over])
-    return signature, strategies.options(signature, resharder, device)
+    return signature, composite_strategies.options(signature, resharder, device)
 
 
 @given(st.tuples(*[st.sampled_from((16, 100, 512, 4096))] * 3), st.sampled_from((132, 13, None)), st.sampled_from(("4", "2x4")))

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardplan
-from shardplan.report.text import plan_text
+from shardplan.report.plan_text import plan_text
 from tests.emit.test_explicit import check
 from tests.emit.test_user_code import W, X, drop
 from tests.machines import machine

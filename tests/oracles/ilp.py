@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
+from shardplan.search.problem.cost_tables import BIG, Costs
 from shardplan.search.problem.pricing import Domain
 from shardplan.search.problem.problem import Problem
-from shardplan.search.problem.tables import BIG, Costs
 
 _UNIT = 1e6  # picoseconds in the solver's unit: it works to about six digits after the point
 

@@ -8,10 +8,10 @@ from typing import Any
 from shardplan.frontend.nnx_state import trace_step
 from shardplan.graph import flatten
 from shardplan.mesh import Cluster
+from shardplan.placement.device_topology import machine_of
 from shardplan.placement.grouping import operator_graph
-from shardplan.placement.machine import machine_of
 from shardplan.placement.operators import OperatorGraph
-from shardplan.placement.problem import PlacementProblem, problem_of
+from shardplan.placement.placement_problem import PlacementProblem, problem_of
 from shardplan.shell.target import load_target
 
 MODELS: dict[str, dict[str, Any]] = {

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from shardplan.mesh import Cluster
 from shardplan.placement.bounds import Loads
 from shardplan.placement.configurations import Configuration, random_configuration
-from shardplan.placement.machine import TICK_S, machine_of
+from shardplan.placement.device_topology import TICK_S, machine_of
 from shardplan.placement.operators import Edge, Loop, Operator, OperatorGraph
-from shardplan.placement.problem import PlacementProblem
+from shardplan.placement.placement_problem import PlacementProblem
 from shardplan.placement.simulation import Engine, Simulation
 from shardplan.placement.starts import random_strategy
 from shardplan.simulate.engine import Stream, TaskGraph, simulate

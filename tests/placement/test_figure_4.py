@@ -9,7 +9,7 @@ import pytest
 
 from shardplan.mesh import Cluster
 from shardplan.placement.configurations import Configuration
-from shardplan.placement.machine import TICK_S, Machine, machine_of
+from shardplan.placement.device_topology import TICK_S, Machine, machine_of
 from shardplan.placement.operators import Edge, Loop, Operator, OperatorGraph
 from shardplan.placement.simulation import Engine, Simulation
 

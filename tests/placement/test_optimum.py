@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from shardplan.mesh import Cluster, SingleDevice, SingleLink
-from shardplan.placement.machine import TICK_S, machine_of
+from shardplan.placement.device_topology import TICK_S, machine_of
+from shardplan.placement.held_bytes import Memory
 from shardplan.placement.mcmc import Limits, anneal
-from shardplan.placement.memory import Memory
 from shardplan.placement.optimum import candidates_of, optimum
-from shardplan.placement.problem import problem_of
+from shardplan.placement.placement_problem import problem_of
 from shardplan.placement.starts import data_parallel, random_strategy
 from tests.placement.problems import operators
 

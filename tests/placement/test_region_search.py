@@ -11,10 +11,10 @@ from shardplan.mesh import Cluster
 from shardplan.placement.branches import branches_of, chains_of, partitions, scheduled_on, units_of
 from shardplan.placement.configurations import configuration_within, partitions_of
 from shardplan.placement.device_groups import GroupTimes, proportional_groups, regions_of, used_groups
-from shardplan.placement.machine import machine_of
+from shardplan.placement.device_topology import machine_of
 from shardplan.placement.mcmc import Limits, anneal
 from shardplan.placement.operators import Edge, Operator, OperatorGraph
-from shardplan.placement.problem import PlacementProblem, problem_of
+from shardplan.placement.placement_problem import PlacementProblem, problem_of
 from shardplan.placement.region_plans import Candidate, RegionPlans, part_of
 from shardplan.placement.region_search import candidates_of, merged_regions, region_search
 from shardplan.placement.search import starts_of

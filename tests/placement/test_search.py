@@ -14,12 +14,12 @@ from shardplan.errors import PlacementError
 from shardplan.mesh.singles import SingleDevice
 from shardplan.placement.chains import run_all, tasks_of
 from shardplan.placement.configurations import Configuration, Strategy
-from shardplan.placement.files import fingerprint, read_strategy, strategy_json
-from shardplan.placement.machine import machine_of
+from shardplan.placement.device_topology import machine_of
 from shardplan.placement.mcmc import BETA, Limits, anneal, neighbours_of, propose
-from shardplan.placement.problem import PlacementProblem
+from shardplan.placement.placement_problem import PlacementProblem
 from shardplan.placement.search import checked, search, starts_of
 from shardplan.placement.starts import data_parallel, expert, random_strategy
+from shardplan.placement.strategy_files import fingerprint, read_strategy, strategy_json
 from tests.placement.problems import problem
 
 CASES = [("mlp", "flexflow-p100:1"), ("gpt", "2x2"), ("rnn", "flexflow-k80:1"), ("wresnet", "2x2")]

@@ -14,13 +14,13 @@ from models import mlp
 from shardplan.errors import PlacementError
 from shardplan.mesh import Cluster, SingleDevice, SingleLink
 from shardplan.placement.configurations import Configuration
-from shardplan.placement.groups import GroupPrices
-from shardplan.placement.machine import machine_of
+from shardplan.placement.device_topology import machine_of
+from shardplan.placement.group_reductions import GroupPrices
 from shardplan.placement.mcmc import Limits
-from shardplan.placement.problem import PlacementProblem, problem_of
-from shardplan.placement.schedules import scheduled
+from shardplan.placement.placement_problem import PlacementProblem, problem_of
 from shardplan.placement.search import search, starts_of
 from shardplan.placement.starts import data_parallel
+from shardplan.placement.whole_operators import scheduled
 from shardplan.shell.cli import main
 from tests.placement.problems import operators
 

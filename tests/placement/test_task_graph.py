@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from shardplan.errors import PlacementError
 from shardplan.mesh import Cluster
 from shardplan.placement.configurations import Configuration, degrees_of, groups_of, random_configuration
-from shardplan.placement.groups import GroupPrices, members_of
-from shardplan.placement.machine import machine_of
+from shardplan.placement.device_topology import machine_of
+from shardplan.placement.group_reductions import GroupPrices, members_of
 from shardplan.placement.operators import Edge, Weight
 from shardplan.placement.regions import shared_bytes
 from shardplan.placement.synchronisation import sync_groups
-from shardplan.placement.transfers import backward_transfers, forward_transfers
+from shardplan.placement.tensor_transfers import backward_transfers, forward_transfers
 from tests.placement.problems import problem
 
 FOUR = machine_of(Cluster.load("flexflow-k80:1"))

@@ -18,7 +18,7 @@ from shardplan.ir import Layout
 from shardplan.mesh import Cluster, factors
 from shardplan.planning.splits import factor_choices, largest_parts, merged, work_of
 from shardplan.report.json import plan_json
-from shardplan.report.text import plan_text
+from shardplan.report.plan_text import plan_text
 from shardplan.search.problem.problem import Problem
 from shardplan.verify.verify import verify
 from tests.search import steps

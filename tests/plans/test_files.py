@@ -22,7 +22,7 @@ import shardplan
 from models import mlp
 from shardplan.plans.files import FORMAT, read, write_whole
 from shardplan.report.json import plan_json
-from shardplan.report.text import plan_text
+from shardplan.report.plan_text import plan_text
 from shardplan.search.inference.solver import Solver
 from shardplan.search.memory import liveness as memory
 from shardplan.search.problem import Problem

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 import shardplan
 from models import mlp
 from shardplan.mesh import Cluster, Matrix, coordinates
-from shardplan.report.text import plan_text
+from shardplan.report.plan_text import plan_text
 from shardplan.sizes import parse_bytes
 from tests.machines import machine
 

@@ -16,7 +16,7 @@ import pytest
 import shardplan
 from shardplan.plans.xla_flags import bytes_in_latency, xla_flags
 from shardplan.report.json import plan_json
-from shardplan.report.text import plan_text
+from shardplan.report.plan_text import plan_text
 
 LIMIT = "xla_gpu_experimental_parallel_collective_overlap_limit"
 

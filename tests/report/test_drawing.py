@@ -18,7 +18,7 @@ from shardplan.errors import ShardplanError
 from shardplan.mesh import Cluster
 from shardplan.report.draw import FORMATS, picture
 from shardplan.report.drawing import Column, Drawing, Run, drawing, folded
-from shardplan.shell.planned import Plan
+from shardplan.shell.plan_of_step import Plan
 from tests.machines import launchless
 
 MAGIC = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}

@@ -22,7 +22,7 @@ from shardplan.report.timeline import Timeline, priced_of, timeline
 from shardplan.report.timeline_text import timeline_text
 from shardplan.shell import cli
 from shardplan.simulate.figures import timeline_json, top_exposed
-from shardplan.simulate.step import simulated
+from shardplan.simulate.simulated_step import simulated
 
 OPTIONS = {"layers": 2, "width": 512, "sequence": 128, "batch": 32, "heads": 4}
 

@@ -19,9 +19,9 @@ from shardplan.mesh import Cluster, factors
 from shardplan.search.coarsening import coarsen
 from shardplan.search.coarsening.variables import OneChoice
 from shardplan.search.inference.eliminate import Eliminator, find_order
+from shardplan.search.problem.cost_tables import Store, Term, picoseconds
 from shardplan.search.problem.pricing import Domain
 from shardplan.search.problem.problem import Problem
-from shardplan.search.problem.tables import Store, Term, picoseconds
 from tests.oracles import brute
 
 Shape = tuple[int, int]

@@ -22,10 +22,10 @@ import pytest
 from shardplan.calibrate import profiling
 from shardplan.calibrate.cache import Cache
 from shardplan.calibrate.fitting import rate_of, transfer_s
-from shardplan.calibrate.kernels import CPU, kernels, sizes_of
+from shardplan.calibrate.measured_kernels import CPU, kernels, sizes_of
+from shardplan.calibrate.measured_transfers import transfers
 from shardplan.calibrate.profiling import bench_of, kernel_text, transfer_text, work_of_kernel
 from shardplan.calibrate.timing import Timed
-from shardplan.calibrate.transfers import transfers
 from shardplan.cost.network import Network
 from shardplan.errors import CalibrationError
 from shardplan.mesh import Cluster, Device

@@ -14,7 +14,7 @@ import pytest
 import shardplan
 from shardplan.errors import ClusterError, MemoryLimitError, ShardplanError
 from shardplan.mesh import Cluster
-from shardplan.report.text import plan_text
+from shardplan.report.plan_text import plan_text
 from shardplan.shell.memory_default import MemoryLimit, memory_limit
 
 GPU = replace(Cluster.load("2x4").device, memory_bytes=80 * 2**30)

@@ -22,7 +22,7 @@ from shardplan.schedule.passes.prune import reads
 from shardplan.schedule.passes.renaming import Renaming
 from shardplan.simulate.engine import NONE, Contention, Run, Stream, TaskGraph, simulate
 from shardplan.simulate.folds import Fold, unfolded
-from shardplan.simulate.step import simulated
+from shardplan.simulate.simulated_step import simulated
 from shardplan.simulate.step_tasks import step_tasks
 from shardplan.simulate.tasks import Growing, StepTasks, first_readers
 

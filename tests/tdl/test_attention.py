@@ -20,12 +20,12 @@ from shardplan.graph import flatten
 from shardplan.graph.nodes import Node
 from shardplan.ir import GridBlock, KernelGrid, Partial, Replicated, Split
 from shardplan.tdl import cuts, describe
+from shardplan.tdl.cut_proof import verify
 from shardplan.tdl.description import Call
 from shardplan.tdl.localize import evaluate
 from shardplan.tdl.proof import CASES, Case, Drawn, cudnn_reference, interpreted, prove
 from shardplan.tdl.proof.case import traced
 from shardplan.tdl.strategies import Strategy
-from shardplan.tdl.verify import verify
 from tests.attention import HAS_TOKAMAX, for_gpus, needs_tokamax, of_tokamax
 from tests.attention import of_jax as pallas
 

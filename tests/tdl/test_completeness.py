@@ -18,9 +18,9 @@ import pytest
 from shardplan.ir import Partial, Placement, Replicated, Split
 from shardplan.tdl import Call, Strategy, cuts, describe, shrink
 from shardplan.tdl.coverage import sort_primitives
+from shardplan.tdl.cut_proof import draw_array, join, regions
 from shardplan.tdl.localize import evaluate
 from shardplan.tdl.proof import CASES, Drawn
-from shardplan.tdl.verify import draw_array, join, regions
 
 REASONS = ("data-dependent region", "non-affine index", "strided placement")
 FOUND = Path(__file__).parent / "incomplete.txt"

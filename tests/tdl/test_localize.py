@@ -13,10 +13,10 @@ from jax.sharding import Mesh, PartitionSpec
 
 from shardplan import tdl
 from shardplan.ir import Partial, Replicated, Split
+from shardplan.tdl.cut_proof import verify
 from shardplan.tdl.localize import localize, run
 from shardplan.tdl.proof import CASES, Drawn
 from shardplan.tdl.proof.case import traced
-from shardplan.tdl.verify import verify
 
 WAYS = 2
 SPEC = {Replicated: lambda p: PartitionSpec(), Split: lambda p: PartitionSpec(*[None] * p.dim, "w")}

@@ -11,8 +11,8 @@ import pytest
 from jax import lax
 
 from shardplan import tdl
+from shardplan.tdl.cut_proof import verify
 from shardplan.tdl.proof.case import Case, bound, traced
-from shardplan.tdl.verify import verify
 
 RNG = np.random.default_rng(0)
 

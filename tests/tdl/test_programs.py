@@ -12,7 +12,7 @@ import pytest
 import shardplan
 from shardplan.tdl import Call, describe
 from shardplan.tdl.coverage import sort_primitives
-from shardplan.tdl.verify import draw, verify
+from shardplan.tdl.cut_proof import draw, verify
 from shardplan.verify.verify import verify as verify_plan
 from tests.tdl.programs import PROGRAMS, Program
 

@@ -24,9 +24,9 @@ from shardplan.ir import Collective
 from shardplan.schedule.changes import Change
 from shardplan.schedule.copies import Copies
 from shardplan.schedule.instructions import Block, Bundle, Instruction, Move, results_of, with_blocks
+from shardplan.schedule.movement_windows import BlockWindows
 from shardplan.schedule.passes.prune import reads
 from shardplan.schedule.planned import PlannedProgram
-from shardplan.schedule.windows import BlockWindows
 
 
 def bundled(block: Block, planned: PlannedProgram) -> Block:

@@ -13,9 +13,9 @@ import numpy as np
 
 from shardplan.search.baselines.recipes import Restriction, alike
 from shardplan.search.baselines.tofu_premise import everything_cut, everything_split
+from shardplan.search.problem.cost_tables import BIG, Term
 from shardplan.search.problem.pricing import Domain, Limits
 from shardplan.search.problem.problem import Problem
-from shardplan.search.problem.tables import BIG, Term
 
 
 def heuristics(problem: Problem) -> tuple[Restriction, ...]:

@@ -21,9 +21,9 @@ from shardplan.graph.nodes import Node, Signature
 from shardplan.search.baselines.batch_dims import Examples, follow
 from shardplan.search.baselines.megatron import sides
 from shardplan.search.coarsening.coarsen import FREE, Variable
+from shardplan.search.problem.composite_strategies import Cuts, Groups
 from shardplan.search.problem.pricing import Domain, Limits
 from shardplan.search.problem.problem import Problem
-from shardplan.search.problem.strategies import Cuts, Groups
 from shardplan.tdl.index import loops_of
 
 Sides = Mapping[int, frozenset[int]]

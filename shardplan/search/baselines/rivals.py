@@ -11,10 +11,10 @@ from shardplan.constants import CONSTANTS
 from shardplan.search.baselines.heuristics import heuristics
 from shardplan.search.baselines.recipes import LeftOut, Restriction, alike, examined
 from shardplan.search.inference.solver import Solver
+from shardplan.search.problem.composite_strategies import Groups
 from shardplan.search.problem.pricing import Domain
 from shardplan.search.problem.problem import Problem
 from shardplan.search.problem.solution import Solution
-from shardplan.search.problem.strategies import Groups
 
 
 class Rivals:

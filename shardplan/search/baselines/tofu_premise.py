@@ -11,11 +11,11 @@ import numpy as np
 
 from shardplan.collectives.layouts import LayoutSpace
 from shardplan.graph.nodes import Node, Signature
+from shardplan.search.problem.composite_strategies import Cuts
+from shardplan.search.problem.cost_tables import Costs, picoseconds
 from shardplan.search.problem.pricing import Allowed, Domain, Limits
 from shardplan.search.problem.problem import Problem
 from shardplan.search.problem.solution import Solution
-from shardplan.search.problem.strategies import Cuts
-from shardplan.search.problem.tables import Costs, picoseconds
 
 
 def everything_split(problem: Problem, domains: Sequence[Domain], *, upto: int | None = None) -> tuple[Domain, ...]:

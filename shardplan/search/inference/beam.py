@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from shardplan.constants import CONSTANTS
 from shardplan.search.inference.eliminate import Eliminator, Order, Scoped, arranged_as, met
-from shardplan.search.problem.tables import BIG, Costs, Store, Term
+from shardplan.search.problem.cost_tables import BIG, Costs, Store, Term
 
 Places = NDArray[np.intp]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from shardplan.search.problem.tables import BIG, Costs, Store, Term
+from shardplan.search.problem.cost_tables import BIG, Costs, Store, Term
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ from shardplan.search.inference.anytime import Watch
 from shardplan.search.inference.beam import Found, best
 from shardplan.search.inference.eliminate import Eliminator, Order, find_order
 from shardplan.search.memory import liveness as memory
+from shardplan.search.problem.cost_tables import seconds_of
 from shardplan.search.problem.pricing import Domain, Limits
 from shardplan.search.problem.problem import Problem
 from shardplan.search.problem.solution import Peak, Solution
-from shardplan.search.problem.tables import seconds_of
 
 
 class Solver:

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.graph.nodes import Node, Signature
+from shardplan.search.problem.composite_strategies import Late
 from shardplan.search.problem.pricing import Allowed, Domain, Limits, Slot
 from shardplan.search.problem.problem import Problem
-from shardplan.search.problem.strategies import Late
 
 _CHUNK = 1_000_000
 """The number of entries of a table that are worked out at once: 8 MB for each array."""

@@ -22,9 +22,9 @@ from shardplan.graph.nodes import Graph, Node
 from shardplan.search.coarsening.coarsen import FREE
 from shardplan.search.memory.buffers import Buffers
 from shardplan.search.memory.lifetimes import Lifetime, Lifetimes
+from shardplan.search.problem.cost_tables import Term, picoseconds
 from shardplan.search.problem.pricing import Domain, Limits
 from shardplan.search.problem.problem import Problem
-from shardplan.search.problem.tables import Term, picoseconds
 from shardplan.tdl import Call, light
 
 Assignment = Sequence[int]

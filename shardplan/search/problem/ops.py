@@ -18,6 +18,8 @@ from shardplan.cost.overlap import NO_WINDOW, Window
 from shardplan.graph.nodes import Graph, Node
 from shardplan.ir import Constant
 from shardplan.search.coarsening.coarsen import FREE, Coarse
+from shardplan.search.problem.composite_strategies import Late, Options
+from shardplan.search.problem.cost_tables import BIG, Costs, Store, Term
 from shardplan.search.problem.pricing import (
     Allowed,
     Domain,
@@ -26,8 +28,6 @@ from shardplan.search.problem.pricing import (
     Slot,
     table_of,
 )
-from shardplan.search.problem.strategies import Late, Options
-from shardplan.search.problem.tables import BIG, Costs, Store, Term
 from shardplan.search.problem.windows import NO_WINDOWS, Read, Windows
 
 MOST_AXES = 30

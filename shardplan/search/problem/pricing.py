@@ -12,15 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.collectives.reshard import Resharder
-from shardplan.collectives.singles import SingleMoves, Singles
+from shardplan.collectives.single_moves import SingleMoves, Singles
 from shardplan.collectives.step import Step
 from shardplan.cost import TIME, Objective, compute
 from shardplan.cost.overlap import NO_WINDOW, Window
 from shardplan.graph.nodes import Signature
 from shardplan.ir import Collective, Layout, Split
 from shardplan.mesh import Device
-from shardplan.search.problem.compute_prices import nbytes
-from shardplan.search.problem.strategies import (
+from shardplan.search.problem.composite_strategies import (
     Cuts,
     Groups,
     Late,
@@ -32,7 +31,8 @@ from shardplan.search.problem.strategies import (
     pair_bytes,
     treated_alike,
 )
-from shardplan.search.problem.tables import BIG, Costs, picoseconds
+from shardplan.search.problem.compute_prices import nbytes
+from shardplan.search.problem.cost_tables import BIG, Costs, picoseconds
 from shardplan.search.problem.windows import WHOLE, Read
 from shardplan.tdl import Call, Strategy
 

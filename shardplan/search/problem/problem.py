@@ -24,12 +24,12 @@ from shardplan.graph.nodes import Graph, Link
 from shardplan.ir import Factor, Layout, Tensor
 from shardplan.mesh import Cluster
 from shardplan.search.coarsening.coarsen import FREE, Coarse
+from shardplan.search.problem.composite_strategies import Groups
+from shardplan.search.problem.cost_tables import BIG, Costs, Store, Term, picoseconds, seconds_of
 from shardplan.search.problem.interiors import Inside, interiors
 from shardplan.search.problem.ops import Ops
 from shardplan.search.problem.pricing import Domain, Limits, Pricer
-from shardplan.search.problem.strategies import Groups
 from shardplan.search.problem.summands import Summand, by_variable
-from shardplan.search.problem.tables import BIG, Costs, Store, Term, picoseconds, seconds_of
 from shardplan.search.problem.windows import NO_WINDOWS, Windows, windows_of
 
 Company = Mapping[str, float]

@@ -10,9 +10,9 @@ from shardplan.search.baselines.rivals import Rivals
 from shardplan.search.inference.anytime import Watch
 from shardplan.search.inference.solver import Solver
 from shardplan.search.memory import liveness as memory
+from shardplan.search.problem.cost_tables import LONGEST_S
 from shardplan.search.problem.pricing import Domain
 from shardplan.search.problem.solution import Solution
-from shardplan.search.problem.tables import LONGEST_S
 from shardplan.search.strategy import repair
 from shardplan.search.strategy.polish import polish
 

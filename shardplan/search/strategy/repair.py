@@ -21,9 +21,9 @@ from shardplan.constants import CONSTANTS
 from shardplan.search.coarsening.variables import Sets
 from shardplan.search.inference.solver import Solver
 from shardplan.search.memory import liveness as memory
+from shardplan.search.problem.cost_tables import BIG, seconds_of_each
 from shardplan.search.problem.pricing import Domain
 from shardplan.search.problem.solution import Solution
-from shardplan.search.problem.tables import BIG, seconds_of_each
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,10 +22,10 @@ from shardplan.search.inference.anytime import Incumbent, Observer, OutOfTimeErr
 from shardplan.search.inference.bound import Bound
 from shardplan.search.inference.solver import Solver
 from shardplan.search.memory import liveness as memory
+from shardplan.search.problem.composite_strategies import Groups
 from shardplan.search.problem.pricing import Domain, Limits
 from shardplan.search.problem.problem import Problem
 from shardplan.search.problem.solution import Solution, Tried
-from shardplan.search.problem.strategies import Groups
 from shardplan.search.strategy.memory_pricing import Descent
 from shardplan.search.strategy.polish import near, polish
 from shardplan.search.strategy.purposes import Purpose

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardplan import _jax
+from shardplan.tdl.cut_proof import Verified, draw_array, verify
 from shardplan.tdl.describe import is_absent, kernel_name
 from shardplan.tdl.description import Call
 from shardplan.tdl.proof import cudnn_reference, interpreted
-from shardplan.tdl.verify import Verified, draw_array, verify
 
 T = TypeVar("T")
 SIZES = (2, 4, 6, 12)

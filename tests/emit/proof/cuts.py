@@ -26,13 +26,13 @@ from shardplan.ir import Layout, Use
 from shardplan.mesh import Cluster, factors
 from shardplan.schedule.planned import planned_program
 from shardplan.search.coarsening.coarsen import coarsen
+from shardplan.search.problem.composite_strategies import Late, Options, options
 from shardplan.search.problem.extract import Decisions, Extractor
 from shardplan.search.problem.problem import Problem
-from shardplan.search.problem.strategies import Late, Options, options
 from shardplan.tdl import describe
+from shardplan.tdl.cut_proof import Expected, expected, terms
 from shardplan.tdl.localize import evaluate
 from shardplan.tdl.proof import Case
-from shardplan.tdl.verify import Expected, expected, terms
 
 MESHES = ("2x2", "2x4", "3x2", "2x2x2")
 

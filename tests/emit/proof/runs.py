@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from shardplan.errors import DescriptionError
 from shardplan.mesh import Cluster
-from shardplan.search.problem.strategies import Options
+from shardplan.search.problem.composite_strategies import Options
 from shardplan.tdl import Description, describe
 from shardplan.tdl.localize import evaluate
 from shardplan.tdl.proof import CASES, Case, Drawn, applications

@@ -17,7 +17,7 @@ from shardplan.ir import Collective
 from shardplan.mesh import Cluster
 from shardplan.planning import choose
 from shardplan.planning.scheduled import Scheduled, scheduled
-from shardplan.report.text import bound_text
+from shardplan.report.plan_text import bound_text
 from shardplan.schedule import Barrier, Bundle, Move, build, instructions_of, issued, windows
 from shardplan.search.inference import anytime
 from shardplan.search.session import Session

@@ -13,14 +13,14 @@ import shardplan
 from models import gpt, mlp, wresnet
 from shardplan.cost.overlap import step_s
 from shardplan.mesh import Cluster
-from shardplan.report.text import baselines_text
+from shardplan.report.plan_text import baselines_text
 from shardplan.search.baselines.batch_dims import follow
 from shardplan.search.baselines.megatron import sides
 from shardplan.search.baselines.recipes import Restriction, baselines, written
 from shardplan.search.baselines.rivals import alone
 from shardplan.search.inference.solver import Solver
 from shardplan.search.memory import liveness as memory
-from shardplan.shell.planned import Plan
+from shardplan.shell.plan_of_step import Plan
 from tests.search import steps
 
 # (layers, width, sequence, batch, heads, vocabulary): large enough that bandwidth decides and not latency

@@ -26,10 +26,10 @@ from shardplan.search.baselines.tofu_premise import everything_cut, everything_s
 from shardplan.search.coarsening import coarsen
 from shardplan.search.inference.solver import Solver
 from shardplan.search.memory import liveness as memory
+from shardplan.search.problem.cost_tables import BIG
 from shardplan.search.problem.pricing import Allowed, Limits
 from shardplan.search.problem.problem import Problem
 from shardplan.search.problem.solution import Solution
-from shardplan.search.problem.tables import BIG
 from shardplan.search.strategy.recursion import Stepped, recurse
 from tests.search.steps import array
 

@@ -181,7 +181,7 @@ def test_a_store_that_was_interrupted_gives_no_table_another_ones_number() -> No
     """Between any two of its lines."""
     import numpy as np
 
-    from shardplan.search.problem.tables import Store
+    from shardplan.search.problem.cost_tables import Store
 
     for nth in range(1, 40):
         store = Store()

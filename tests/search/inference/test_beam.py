@@ -24,8 +24,8 @@ from shardplan.search.inference.eliminate import Eliminator, find_order
 from shardplan.search.inference.solver import Solver
 from shardplan.search.memory import liveness as memory
 from shardplan.search.problem import ops
+from shardplan.search.problem.cost_tables import BIG, Store, Term
 from shardplan.search.problem.pricing import Limits
-from shardplan.search.problem.tables import BIG, Store, Term
 from tests.machines import launchless
 from tests.oracles import ilp
 from tests.search import nets, steps

@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 import shardplan
 from models import gpt, mlp, vit
 from shardplan.mesh import Cluster
+from shardplan.report.plan_text import bound_text
 from shardplan.report.tables import seconds
-from shardplan.report.text import bound_text
 from shardplan.search.baselines.rivals import Rivals
 from shardplan.search.inference.bound import Ascent, Bound, Prices, ascend, stars
 from shardplan.search.inference.solver import Solver

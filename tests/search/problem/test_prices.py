@@ -20,7 +20,7 @@ from shardplan.frontend.trace import trace
 from shardplan.graph import Signature, flatten
 from shardplan.ir import Layout
 from shardplan.mesh import Cluster, factors
-from shardplan.search.problem import strategies
+from shardplan.search.problem import composite_strategies
 from tests.machines import machine
 from tests.oracles.prices import resharding_s, ways
 
@@ -67,7 +67,7 @@ def compare(signature: Signature, cluster: Cluster) -> None:
     assert description is not None
     assert signature.traffic is not None
     resharder = Resharder(Network(cluster, over), [f.size for f in over])
-    rows = strategies.options(signature, resharder, cluster.device)
+    rows = composite_strategies.options(signature, resharder, cluster.device)
     wanted = ways(signature.call, description, resharder.sizes, cluster.device, signature.traffic)
     found = {tuple(loops): s for s, loops in enumerate(rows.loops.tolist())}
     even = {loops for loops in found if divides(signature, loops, resharder.sizes)}

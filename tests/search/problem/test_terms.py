@@ -18,8 +18,8 @@ from shardplan.search.inference.eliminate import Eliminator, Order, find_order
 from shardplan.search.inference.solver import Solver
 from shardplan.search.memory import liveness as memory
 from shardplan.search.problem import Problem, pricing
+from shardplan.search.problem.cost_tables import BIG, Costs, Store, Term, picoseconds
 from shardplan.search.problem.pricing import table_of, useful
-from shardplan.search.problem.tables import BIG, Costs, Store, Term, picoseconds
 from tests.search import steps
 
 Drawn = tuple[list[int], list[tuple[tuple[int, ...], np.ndarray]]]

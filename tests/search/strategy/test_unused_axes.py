@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 import shardplan
 from shardplan.report.json import plan_json
-from shardplan.report.text import plan_text
+from shardplan.report.plan_text import plan_text
 from shardplan.search.strategy.unused_axes import idle
 
 

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from shardplan.constants import CONSTANTS
 from shardplan.ir import RECOMPUTED, Constant, Op, Operand, Program, Tensor
-from shardplan.remat.loops import renamed
-from shardplan.remat.parts import (
+from shardplan.remat.recomputed import (
     IsHeavy,
     Part,
     Policy,
@@ -27,6 +26,7 @@ from shardplan.remat.parts import (
     made_by,
     readers,
 )
+from shardplan.remat.scans import renamed
 
 BLOCKS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """The numbers of blocks that are tried for each run."""

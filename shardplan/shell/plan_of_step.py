@@ -40,9 +40,9 @@ from shardplan.report.timeline import Timeline, priced_of, timeline
 from shardplan.schedule import PlannedProgram, Schedule, build, planned_program, sends
 from shardplan.search.session import Session
 from shardplan.shell.compiler_options import compiler_options
-from shardplan.shell.figures import Figures
+from shardplan.shell.plan_figures import Figures
 from shardplan.simulate.engine import Contention
-from shardplan.simulate.step import simulated
+from shardplan.simulate.simulated_step import simulated
 from shardplan.verify.mutate import dropping_emitter
 
 

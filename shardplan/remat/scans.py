@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardplan.ir import RECOMPUTED, Op, Operand, Program, Tensor
-from shardplan.remat.parts import (
+from shardplan.remat.recomputed import (
     IsHeavy,
     Part,
     Policy,

@@ -8,8 +8,8 @@ import numpy as np
 
 from shardplan.dag import schedule_dag
 from shardplan.placement.configurations import Strategy, single
-from shardplan.placement.machine import TICK_S
-from shardplan.placement.problem import PlacementProblem
+from shardplan.placement.device_topology import TICK_S
+from shardplan.placement.placement_problem import PlacementProblem
 
 Scheduler = Literal["fd-dps", "heft"]
 SCHEDULERS: tuple[Scheduler, ...] = ("fd-dps", "heft")

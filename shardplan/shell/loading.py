@@ -21,7 +21,7 @@ from shardplan.plans.data import PlanData
 from shardplan.plans.fingerprint import arguments, different_arguments, fingerprint
 from shardplan.plans.fit import check_choices
 from shardplan.remat import rematerialised
-from shardplan.shell.planned import Plan
+from shardplan.shell.plan_of_step import Plan
 
 
 def load(

@@ -16,11 +16,11 @@ from shardplan.frontend.nnx_state import trace_step
 from shardplan.graph import flatten
 from shardplan.mesh import Cluster, SingleDevice
 from shardplan.placement.configurations import Configuration
+from shardplan.placement.device_topology import machine_of
 from shardplan.placement.grouping import operator_graph
-from shardplan.placement.machine import machine_of
+from shardplan.placement.held_bytes import Memory, may_exceed
 from shardplan.placement.mcmc import Limits
-from shardplan.placement.memory import Memory, may_exceed
-from shardplan.placement.problem import PlacementProblem, problem_of
+from shardplan.placement.placement_problem import PlacementProblem, problem_of
 from shardplan.placement.search import search, starts_of
 from shardplan.placement.starts import data_parallel, random_strategy
 from shardplan.shell.cli import main

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from shardplan.mesh import Cluster
 from shardplan.placement.branches import units_of
 from shardplan.placement.device_groups import GroupTimes
-from shardplan.placement.machine import machine_of
-from shardplan.placement.problem import problem_of
-from shardplan.placement.stages import stage_cuts, staged
+from shardplan.placement.device_topology import machine_of
+from shardplan.placement.placement_problem import problem_of
+from shardplan.placement.stage_cuts import stage_cuts, staged
 from tests.placement.problems import operators
 
 Floats = NDArray[np.float64]

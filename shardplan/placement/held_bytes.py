@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from shardplan.errors import PlacementMemoryError
 from shardplan.placement.configurations import Configuration, Strategy
 from shardplan.placement.operators import Edge, Labels, OperatorGraph, Weight
-from shardplan.placement.problem import PlacementProblem
+from shardplan.placement.placement_problem import PlacementProblem
 from shardplan.placement.regions import shared_bytes
 from shardplan.placement.synchronisation import holders
-from shardplan.placement.transfers import forward_transfers
+from shardplan.placement.tensor_transfers import forward_transfers
 
 Ints = NDArray[np.int64]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from shardplan.errors import PlacementError
 from shardplan.placement.configurations import Configuration
-from shardplan.placement.machine import Machine
+from shardplan.placement.device_topology import Machine
 from shardplan.placement.operators import OperatorGraph, Work
 from shardplan.placement.prices import PartPrices
 from shardplan.placement.simulation import Engine, Simulation

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shardplan.ir import Program, Where
-from shardplan.remat.blocks import block_again
-from shardplan.remat.loops import loop_again
-from shardplan.remat.parts import Part
+from shardplan.remat.recomputed import Part
+from shardplan.remat.scans import loop_again
+from shardplan.remat.straight_code import block_again
 
 
 def rematerialised(program: Program, parts: Sequence[Part]) -> Program:

@@ -17,7 +17,7 @@ from shardplan.errors import MemoryLimitError, ShardplanError
 from shardplan.report.json import comparison_rows, plan_json
 from shardplan.report.padding import uneven
 from shardplan.report.parallelism import tried_text
-from shardplan.report.text import bound_text, comparison_text, measured_order, plan_text, verified_text
+from shardplan.report.plan_text import bound_text, comparison_text, measured_order, plan_text, verified_text
 from shardplan.search.problem.solution import Tried
 
 Golden = Callable[[str, str], None]

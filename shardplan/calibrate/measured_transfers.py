@@ -10,7 +10,7 @@ from typing import Any
 
 from jax import lax
 
-from shardplan.calibrate.kernels import Argument
+from shardplan.calibrate.measured_kernels import Argument
 from shardplan.ir import Collective, Factor
 from shardplan.mesh.machine import Machine
 

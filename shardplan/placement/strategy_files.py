@@ -10,7 +10,7 @@ from typing import Any
 from shardplan.errors import PlacementError
 from shardplan.placement.configurations import Configuration, Strategy
 from shardplan.placement.operators import OperatorGraph
-from shardplan.placement.problem import PlacementProblem
+from shardplan.placement.placement_problem import PlacementProblem
 
 FORMAT = "shardplan-strategy"
 VERSION = 1

@@ -15,7 +15,7 @@ from models import gpt
 from shardplan.constants import CONSTANTS
 from shardplan.frontend.trace import trace
 from shardplan.graph import Graph, Node, flatten
-from shardplan.graph.kernels import with_traffic
+from shardplan.graph.kernel_traffic import with_traffic
 from shardplan.graph.nodes import Traffic
 from tests.models.test_factories import TINY, each_tiny, factory
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardplan.collectives.placement import Request, rank_matrices
+from shardplan.collectives.matrix_ranking import Request, rank_matrices
 from shardplan.errors import ClusterError
 from shardplan.mesh import Cluster
 

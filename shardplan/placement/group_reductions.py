@@ -11,7 +11,7 @@ import numpy as np
 from shardplan.collectives import best_reduction
 from shardplan.cost import Network
 from shardplan.mesh.factoring import coordinates, factors
-from shardplan.placement.machine import TICK_S, Machine
+from shardplan.placement.device_topology import TICK_S, Machine
 
 
 @dataclass(slots=True)

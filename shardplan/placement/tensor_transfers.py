@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.placement.configurations import Configuration
-from shardplan.placement.machine import Machine
+from shardplan.placement.device_topology import Machine
 from shardplan.placement.operators import Edge
 from shardplan.placement.regions import copies_of, shared_bytes
 

@@ -11,9 +11,11 @@ paper's, but recurrences have ``--steps`` unrolled steps instead of 40. ``--budg
 3. NMT's best strategy beside Figure 7, Inception's beside section 8.4.
 4. Table 5: seconds of ``--proposals`` proposals by full and by delta simulation, from data parallelism and from
    a random strategy. Full simulation is timed on the first 12.
+5. What the paper's stop rule ends with, beside a chain of ten times as many proposals, on the first of the clusters.
+6. Figure 11: NMT's best step over the seconds of a search by delta and by full simulation, on 16 P100s.
 
 Exits with 1 where the best is slower than data parallelism, the experts' strategy or the plan. ``--parts`` restricts it to some
-of the four, and ``--small`` takes models of toy size.
+of the six, and ``--small`` takes models of toy size.
 """
 
 from __future__ import annotations
@@ -28,12 +30,26 @@ from typing import Any
 
 from benchmarks.flexflow_cases import PAPER, Case, problem
 from benchmarks.flexflow_figures import Totals, splits, totals
-from benchmarks.flexflow_rows import Given, Restricted, Row, Timing, best_of, computing_of, restrictions, steps, timings
+from benchmarks.flexflow_rows import (
+    Given,
+    Moment,
+    Restricted,
+    Row,
+    Stopped,
+    Timing,
+    best_of,
+    computing_of,
+    restrictions,
+    search_over_time,
+    steps,
+    stopped,
+    timings,
+)
 from shardplan.placement.configurations import Strategy
 from shardplan.shell.target import use_cpu
 
 CLUSTERS = ("flexflow-p100:4", "flexflow-k80:16")
-PARTS = ("steps", "restrictions", "strategies", "table-5")
+PARTS = ("steps", "restrictions", "strategies", "table-5", "stop-rule", "figure-11")
 
 
 def print_steps(rows: Sequence[Row]) -> None:
@@ -141,6 +157,30 @@ def print_timings(rows: Sequence[Timing], proposals: int) -> None:
     )
 
 
+def print_stopped(rows: Sequence[Stopped]) -> None:
+    """Part 5."""
+    _table(
+        "model | cluster | proposals by the rule | seconds of search | step ms | after ten times as many, ms | longer by",
+        2,
+        (
+            (
+                *(r.model, r.cluster, f"{r.proposals:,}", f"{r.elapsed_s:.1f}"),
+                *(f"{r.rule_s * 1e3:.2f}", f"{r.longer_s * 1e3:.2f}", f"{r.rule_s / r.longer_s - 1:.1%}"),
+            )
+            for r in rows
+        ),
+    )
+
+
+def print_moments(rows: Sequence[Moment]) -> None:
+    """Part 6."""
+    _table(
+        "proposals | best step of NMT, ms | seconds by delta | seconds by full",
+        0,
+        ((f"{r.proposals:,}", f"{r.best_s * 1e3:.2f}", f"{r.delta_s:.2f}", f"{r.full_s:.1f}") for r in rows),
+    )
+
+
 def _table(headers: str, words: int, rows: Iterable[Sequence[object]]) -> None:
     """A table whose columns after the first ``words`` are figures."""
     count = headers.count("|") + 1
@@ -184,6 +224,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         timed = timings(options.models, options.devices, options.proposals, given)
         print_timings(timed, options.proposals)
         figures["timings"] = [asdict(r) for r in timed]
+    if "stop-rule" in options.parts:
+        ended = stopped(options.models, options.clusters[0], given)
+        print_stopped(ended)
+        figures["stop_rule"] = [asdict(r) for r in ended]
+    if "figure-11" in options.parts and "nmt" in options.models:
+        moments = search_over_time(given.case("nmt", CLUSTERS[0]), given)
+        print_moments(moments)
+        figures["figure_11"] = [asdict(r) for r in moments]
     if options.json:
         options.json.write_text(json.dumps(figures, indent=1) + "\n")
     return int(any(r.slower for r in rows))

@@ -12,9 +12,9 @@ import numpy as np
 
 from benchmarks.flexflow_cases import PAPER_NAMES, Case, plan_on_all_devices, problem
 from benchmarks.flexflow_figures import totals
-from benchmarks.placement import walks
+from benchmarks.placement import FULL, walks
 from shardplan.placement.configurations import Strategy
-from shardplan.placement.mcmc import Limits
+from shardplan.placement.mcmc import Limits, anneal
 from shardplan.placement.restrictions import colocrl, optcnn
 from shardplan.placement.search import search
 from shardplan.placement.starts import data_parallel, expert, random_strategy
@@ -23,6 +23,9 @@ OPTCNN = ("flexflow-p100:4", ("inception", "rnntc", "rnnlm", "nmt"), "1.2 to 1.6
 """Section 8.1.3: for the models whose operators are no chain; AlexNet and ResNet get the same strategies."""
 COLOCRL = ("flexflow-k80:1", ("inception", "nmt"), "3.4 to 3.8")
 """Section 8.1.3: the two models of which ColocRL's placement is published."""
+LONGER = 10
+"""How many times more proposals the run has that the stop rule is compared with."""
+MOMENTS = 10
 TABLE_5 = Path(__file__).parent / "flexflow_table5.csv"
 
 
@@ -98,6 +101,32 @@ class Timing:
     def ratio(self) -> float:
         """Full over delta."""
         return self.full_s / self.delta_s
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """What a chain from data parallelism has found when the stop rule ends it, and after ten times as many proposals."""
+
+    model: str
+    cluster: str
+    proposals: int
+    elapsed_s: float
+    rule_s: float
+    longer_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A point of Figure 11: the best step so far, and the seconds of the search by delta and by full simulation until then.
+
+    Both simulations give each proposal the same cost, so both searches are one chain. ``full_s`` is its number of proposals times
+    the seconds that a proposal takes by full simulation, as measured on the first ones.
+    """
+
+    proposals: int
+    best_s: float
+    delta_s: float
+    full_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +210,31 @@ def timings(models: Sequence[str], devices: Sequence[int], proposals: int, given
                 rows.append(Timing(model, n, name, full_s, delta_s, paper.get((PAPER_NAMES[model], n))))
                 _tell(f"{model} on {n} from {name}: {rows[-1].ratio:.1f}x")
     return rows
+
+
+def stopped(models: Sequence[str], cluster: str, given: Given) -> list[Stopped]:
+    """The rows of part 5."""
+    rows: list[Stopped] = []
+    for model in models:
+        here = problem(given.case(model, cluster))
+        start = data_parallel(here)
+        ruled = anneal(here, start, np.random.default_rng(given.seed), Limits())
+        many = Limits(proposals=LONGER * ruled.proposals, rule=False)
+        longer = anneal(here, start, np.random.default_rng(given.seed), many)
+        rows.append(Stopped(model, cluster, ruled.proposals, ruled.elapsed_s, ruled.seconds, longer.seconds))
+        _tell(f"{model} on {cluster}: {ruled.seconds:.4g} s by the stop rule, {longer.seconds:.4g} s")
+    return rows
+
+
+def search_over_time(case: Case, given: Given) -> list[Moment]:
+    """The rows of part 6: the improvements of one chain from data parallelism, `MOMENTS` of them at most."""
+    here = problem(case)
+    start = data_parallel(here)
+    full_s, _ = walks(here, start, FULL, given.seed)
+    chain = anneal(here, start, np.random.default_rng(given.seed), Limits(), engine="numba")
+    at = np.unique(np.linspace(0, len(chain.history) - 1, MOMENTS).astype(int))
+    history = [chain.history[i] for i in at]
+    return [Moment(n, best_s, elapsed_s, n * full_s) for n, elapsed_s, best_s in history]
 
 
 def _published() -> dict[tuple[str, int], float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import math
 from functools import cache
@@ -14,6 +15,7 @@ from benchmarks.flexflow import main
 from benchmarks.flexflow_cases import PAPER_NAMES, Case, problem
 from benchmarks.flexflow_figures import splits, totals
 from benchmarks.flexflow_rows import TABLE_5, Row
+from shardplan.placement import mcmc
 from shardplan.placement.configurations import single
 from shardplan.placement.starts import data_parallel
 
@@ -25,17 +27,33 @@ def case(model: str) -> Case:
     return Case(model, "flexflow-p100:1", steps=2, small=True)
 
 
-def test_every_part_is_printed_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_part_is_printed_and_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mcmc, "LEAST_PROPOSALS", (30, 0))  # the stop rule ends chains of toys sooner
     assert main([*TINY, "--models", "alexnet", "nmt", "--json", str(tmp_path / "figures.json")]) == 0
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert [row["model"] for row in figures["steps"]] == ["alexnet", "nmt"]
     assert [row["unrolled"] for row in figures["steps"]] == [None, 2]
     assert [(row["search"], row["model"]) for row in figures["restrictions"]] == [("OptCNN", "nmt"), ("ColocRL", "nmt")]
     assert [(row["model"], row["paper"]) for row in figures["timings"]] == [("alexnet", 2.9)] * 2 + [("nmt", 2.5)] * 2
+    assert [row["model"] for row in figures["stop_rule"]] == ["alexnet", "nmt"]
+    assert all(row["longer_s"] <= row["rule_s"] for row in figures["stop_rule"])  # one chain, gone on with
+    found = figures["figure_11"]
+    assert [m["best_s"] for m in found] == sorted((m["best_s"] for m in found), reverse=True)
+    assert all(a["full_s"] < b["full_s"] and a["delta_s"] <= b["delta_s"] for a, b in itertools.pairwise(found))
     for row in figures["steps"]:
         assert row["best_s"] <= min(row["data_parallel_s"], row["expert_s"], row["plan_s"])
     out = capsys.readouterr().out
-    for heading in ("over data parallel", "restricted ms", "Figure 7", "layer of nmt", "full / delta"):
+    for heading in (
+        "over data parallel",
+        "restricted ms",
+        "Figure 7",
+        "layer of nmt",
+        "full / delta",
+        "by the rule",
+        "seconds by full",
+    ):
         assert heading in out
 
 

@@ -7,8 +7,8 @@ number in it.
 
 from __future__ import annotations
 
-import math
 import reprlib
+import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from enum import StrEnum
@@ -135,8 +135,8 @@ def plain(kind: Any, value: Any, place: str) -> Any:
     fits = type(value) is kind or (kind is float and type(value) is int)
     if not fits:
         raise ValueError(f"{place}={value!r} is not {what}")
-    if kind is float and not math.isfinite(value):
-        raise ValueError(f"{place} is {value}, not a finite number")
+    if kind is float and not abs(value) <= sys.float_info.max:
+        raise ValueError(f"{place} is {reprlib.repr(value)}, not a finite number")
     return kind(value)
 
 

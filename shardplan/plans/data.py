@@ -32,9 +32,9 @@ class Baseline:
     """A sharding that people use today, priced like the plan: seconds per step, bytes per device and step."""
 
     name: str
-    step_time_s: float
-    communication_bytes: float
-    peak_bytes: int
+    step_time_s: Seconds
+    communication_bytes: Annotated[float, Least(0)]
+    peak_bytes: Bytes
     fits: bool
 
 
@@ -43,9 +43,9 @@ class Argument:
     """One leaf of the arguments: its path, its array type, and its layout in the plan (None: whole on every device)."""
 
     path: str
-    shape: tuple[int, ...]
+    shape: tuple[Annotated[int, Least(0)], ...]
     dtype: str
-    nbytes: int
+    nbytes: Bytes
     layout: Layout | None
 
 

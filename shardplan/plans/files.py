@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardplan.cost.overlap import POOLS
-from shardplan.errors import PlanFileError
+from shardplan.errors import ClusterError, PlanFileError
 from shardplan.ir import Layout, Use, spec_text
 from shardplan.mesh import Cluster
 from shardplan.mesh.factoring import check_cover
@@ -128,7 +128,10 @@ def _parsed(name: str, content: dict[str, Any]) -> PlanData:
     for late in _LATE:
         if getattr(data, late) is None:
             raise KeyError(late)
-    check_cover(data.cluster, data.factors)
+    try:
+        check_cover(data.cluster, data.factors)
+    except ClusterError as error:
+        raise ValueError(f"factors: {error}") from error
     _check_tables(tables[Layout], tables[Use], len(data.factors))
     return data
 

@@ -118,6 +118,8 @@ class SpecsEmitter(Walk):
         node, planned = compute.node, self.planned
         use = planned.uses.get(node.id)
         partials = [() if isinstance(i, Constant) or (at := self.at.get(i)) is None else at.partial for i in compute.inputs]
+        if use is not None:  # what enters a loop or comes from behind a barrier has lost its layout there
+            inputs = [self.constrain(x, need) for x, need in zip(inputs, use.needs, strict=True)]
         share = share_of(node, use, planned)
         if share is not None:
             made = self.shared(node, share, inputs)

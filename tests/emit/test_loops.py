@@ -44,3 +44,18 @@ def test_a_loop_with_a_test_for_each_row_stops_each_row_in_its_time(step: Any, p
         strict=True,
     ):
         np.testing.assert_allclose(found, want, rtol=1e-5)
+
+
+def test_specs_holds_what_an_op_reads_in_its_layout_inside_a_loop() -> None:
+    """A weight from outside has no layout in a body: without a constraint there, XLA's partitioner may choose another."""
+
+    def step(w: Any, x: Any) -> Any:
+        return lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, length=3)[0]
+
+    w = jnp.eye(16, dtype=jnp.float32)
+    plan = shardplan.plan(step, w, X, cluster="4", pins={"w": P(None, "gpu")})
+    (scan,) = (e for e in plan.jit(step, jax.devices()[:4], "specs").trace(w, X).jaxpr.eqns if e.primitive.name == "scan")
+    body = scan.params["jaxpr"].jaxpr
+    (product,) = (e for e in body.eqns if e.primitive.name == "dot_general")
+    constrained = {v for e in body.eqns if e.primitive.name == "sharding_constraint" for v in e.outvars}
+    assert constrained.issuperset(product.invars)

@@ -78,10 +78,9 @@ def best_overlapped(search: Callable[[Wanted], Found], contention: float, wanted
     try:
         second = _best_overlapped(search, contention, replace(wanted, company=company, observer=_rising(wanted.observer)))
     except KeyboardInterrupt:
-        return _stopped(found)
+        return cut_short(found, "interrupted")
     if second[1].stopped:
-        found[1].rivals.close()
-        found = found[0], replace(found[1], stopped=second[1].stopped, exact=False)
+        found = cut_short(found, second[1].stopped)
     if not second[1].best.fits(wanted.memory):
         return found
     return found[0], replace(found[1], others=(second, *found[1].others))
@@ -137,7 +136,7 @@ def _best_overlapped(search: Callable[[Wanted], Found], contention: float, wante
     except KeyboardInterrupt:
         if not any(_fits(p, wanted) for p in points):
             raise
-        return _stopped(_best(points, k, wanted))
+        return cut_short(_best(points, k, wanted), "interrupted")
     return _best(points, k, wanted)
 
 
@@ -260,7 +259,8 @@ def _priced(found: Found, of: Solution, wanted: Wanted) -> Solution:
     return solver.again(of, of.limits)
 
 
-def _stopped(found: Found) -> Found:
+def cut_short(found: Found, by: anytime.Stopped) -> Found:
+    """An outcome that a search which was stopped leaves; nothing more is solved for it."""
     problem, outcome = found
     outcome.rivals.close()
-    return problem, replace(outcome, stopped="interrupted", exact=False)
+    return problem, replace(outcome, stopped=by, exact=False)

@@ -18,7 +18,7 @@ from shardplan.ir import Program
 from shardplan.mesh import Cluster
 from shardplan.planning.factorings import best_of_factorings
 from shardplan.planning.matrices import best_of_matrices
-from shardplan.planning.multiplier import best_overlapped, step_time_s
+from shardplan.planning.multiplier import best_overlapped, cut_short, step_time_s
 from shardplan.planning.wanted import Found, Known, Wanted
 from shardplan.remat import (
     Part,
@@ -124,12 +124,19 @@ class Searcher:
         coarse = coarsen(graph, self.shared or "timesteps")
         if self.shared is not None or (tied := _tied(graph, coarse)) is None:
             return self._among(graph, coarse, wanted)
-        found = self._among(graph, tied, wanted)
+        found = self._among(graph, tied, _in_half(wanted, 0.0))
         problem, outcome = found
         if outcome.stopped or _is_free(outcome, wanted.memory):
             return found
-        factors = None if wanted.axes is not None else problem.factors
-        loose = self._among(graph, coarse, replace(wanted, factors=factors))
+        again = replace(_in_half(wanted, 0.5), factors=None if wanted.axes is not None else problem.factors)
+        try:
+            loose = self._among(graph, coarse, again)
+        except KeyboardInterrupt:
+            if not outcome.best.fits(wanted.memory):
+                raise
+            return cut_short(found, "interrupted")
+        if loose[1].stopped:
+            found = cut_short(found, loose[1].stopped)
         return min(loose, found, key=lambda f: f[1].best.rank(wanted.memory, step_time_s(f)))
 
     def _among(self, graph: Graph, coarse: Coarse, wanted: Wanted) -> Found:
@@ -162,6 +169,11 @@ class Searcher:
             self.wanted.observer(what, first + (end - first) * part)
 
         return replace(self.wanted, deadline=deadline, observer=tell)
+
+
+def _in_half(wanted: Wanted, first: float) -> Wanted:
+    """The conditions for one of two searches: its progress is the half from ``first`` on."""
+    return replace(wanted, observer=lambda what, part: wanted.observer(what, first + part / 2))
 
 
 def _is_free(outcome: Outcome, limit: int) -> bool:

@@ -96,6 +96,21 @@ def test_the_planner_ties_equal_layers_where_there_are_many_and_memory_costs_not
     assert short.searched_s <= min(shared.searched_s, free.searched_s) * 1.002
 
 
+def test_an_interrupt_of_the_search_of_single_layers_leaves_the_plan_of_tied_ones() -> None:
+    step, args = gpt.train_step(**{**SMALL, "layers": 6})
+    told: list[float] = []
+
+    def interrupts(_what: str, part: float) -> None:
+        told.append(part)
+        if part > 0.5:
+            raise KeyboardInterrupt
+
+    # without a limit, the plan holds 31.6 MB
+    plan = shardplan.plan(step, *args, cluster="4", donate_argnums=0, memory_limit=23_700_000, observer=interrupts)
+    assert (plan.one_choice, plan.stopped, plan.exact) == ("layers", "interrupted", False)
+    assert told == sorted(told)
+
+
 def test_few_layers_are_not_tied() -> None:
     step, args = gpt.train_step(**{**SMALL, "layers": 2})
     assert shardplan.plan(step, *args, cluster="2x4", donate_argnums=0).one_choice == "timesteps"

@@ -320,7 +320,8 @@ class Problem:
         """The sum of so many equal terms."""
         key = (term.table, times)
         if key not in self._multiples:
-            self._multiples[key] = self.store.intern(np.minimum(self.store.tables[term.table] * times, BIG))[0]
+            table = self.store.tables[term.table]
+            self._multiples[key] = self.store.intern(np.where(table > BIG // times, BIG, table * times))[0]
         return Term(term.scope, self._multiples[key], min(term.constant * times, BIG))
 
     def _term(

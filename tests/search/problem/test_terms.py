@@ -219,6 +219,14 @@ def test_ops_that_cost_the_same_in_the_same_variables_are_one_term() -> None:
     assert counts[1] < counts[0] * 1.2
 
 
+def test_many_times_an_infinite_cost_is_infinite() -> None:
+    problem = steps.problem(lambda a, b: a @ b, steps.array(4, 8), steps.array(8, 4), on=Cluster.load("4"))
+    table, _ = problem.store.intern(np.array([0, 5, BIG]))
+    many = problem._times(Term((0,), table, 7), 10_000)
+    assert problem.store.tables[many.table].tolist() == [0, 50_000, BIG]
+    assert many.constant == 70_000
+
+
 @pytest.mark.parametrize("scan", [False, True])
 def test_scopes_are_those_of_the_terms(scan: bool) -> None:
     step, args = gpt.train_step(layers=2, scan=scan)

@@ -90,7 +90,7 @@ def machine_of(cluster: Cluster, speed: Sequence[float] | Floats | None = None) 
         raise PlacementError(f"{cluster.name} has {n:,} devices, too many to place operators on: take at most {MOST_DEVICES:,}")
     try:
         speeds = np.ones(n) if speed is None else np.array(speed, np.float64)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         speeds = np.zeros(0)
     if speeds.shape != (n,) or not np.all(np.isfinite(speeds)) or np.any(speeds <= 0):
         raise PlacementError(f"{cluster.name} has {n} devices: give a speed above 0 for each of them, 1 for the cluster file's")

@@ -108,5 +108,6 @@ def test_slower_devices_take_longer() -> None:
     whole = tuple(Configuration((1,) * len(o.loops), (2,)) for o in here.graph.operators)
     fast, slower = here.simulation(), type(here)(here.graph, slow, here.tables).simulation()
     assert slower.full(whole) == pytest.approx(2 * fast.full(whole), rel=1e-6)
-    with pytest.raises(PlacementError, match="4 devices: give a speed above 0"):
-        machine_of(here.machine.cluster, np.array([1.0, 0.0, 1.0, 1.0]))
+    for wrong in ([1.0, 0.0, 1.0, 1.0], [1.0] * 3, [1, 1, 1, 10**400]):
+        with pytest.raises(PlacementError, match="4 devices: give a speed above 0"):
+            machine_of(here.machine.cluster, wrong)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -210,7 +211,7 @@ def _check(
     if remat not in ("none", "auto"):
         raise ShardplanError(f"unsupported remat {remat!r}: use 'none', or 'auto' to recompute activations")
     number = isinstance(time_budget_s, int | float) and not isinstance(time_budget_s, bool)
-    if time_budget_s is not None and not (number and time_budget_s > 0):
+    if time_budget_s is not None and not (number and 0 < time_budget_s <= sys.float_info.max):
         raise ShardplanError(f"unsupported time_budget_s={time_budget_s!r}: give a positive number of seconds, or None")
     deadline = anytime.now_s() + time_budget_s if time_budget_s is not None else None
     try:

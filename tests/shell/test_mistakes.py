@@ -53,6 +53,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"pins": {"w": P("gpu", unreduced=frozenset({"node"}))}}, "has reduced or unreduced axes"),
     ({"time_budget_s": True}, "time_budget_s=True"),
     ({"time_budget_s": "3"}, "time_budget_s='3'"),
+    ({"time_budget_s": float("inf")}, "time_budget_s=inf: give a positive number of seconds, or None"),
     ({"donate_argnums": "0"}, "give whole numbers"),
     ({"donate_argnums": None}, "donate_argnums=None: give whole numbers"),
     ({"donate_argnums": 1.5}, "donate_argnums=1.5: give whole numbers"),

@@ -363,9 +363,9 @@ def price_terms(
     opened = problem.ops.opened(domains)
     for p in points:
         if p in opened:
-            scope = problem.ops.slots(problem.graph.nodes[p])[0]
+            scope, strategy = problem.ops.slots(problem.graph.nodes[p])[0], opened[problem.standing_for(p, limits)]
             for v, nbytes in zip(scope, live.buffers.by_strategy(problem.graph.nodes[p], domains, limits), strict=True):
-                terms.append(_interned(problem, (opened[p], v), picoseconds(price * nbytes)))
+                terms.append(_interned(problem, (strategy, v), picoseconds(price * nbytes)))
         elif p in joins:
             scope, nbytes = live.buffers.table(problem.graph.nodes[p], limits, domains)
             if nbytes.any():

@@ -308,13 +308,20 @@ class Problem:
             case "view":
                 return [self._view(at, scope, weight, domains, keep_s.get(at, 0.0))]
 
+    def standing_for(self, n: int, limits: Limits | None = None) -> int:
+        """The op whose term stands for op ``n`` in `terms`: the first that costs the same in the same variables."""
+        return n if limits is not None and limits.cuts else self._firsts[n]
+
+    @cached_property
+    def _firsts(self) -> Mapping[int, int]:
+        first: dict[tuple[object, ...], int] = {}
+        return {s.at: first.setdefault((s.scope, self.ops.key(s.at)), s.at) for s in self.summands if s.kind == "op"}
+
     @cached_property
     def _alike(self) -> Sequence[tuple[Summand, int]]:
         """The summands, of ops that cost the same in the same variables only the first, each with their number."""
-        keys = [(s.scope, self.ops.key(s.at)) if s.kind == "op" else s for s in self.summands]
-        counts = Counter(keys)
-        firsts = dict(zip(reversed(keys), reversed(self.summands), strict=True))
-        return [(firsts[key], times) for key, times in counts.items()]
+        times = Counter(self._firsts.values())
+        return [(s, n) for s in self.summands if (n := times[s.at] if s.kind == "op" else 1)]
 
     def _times(self, term: Term, times: int) -> Term:
         """The sum of so many equal terms."""

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardplan
-from models import mlp
+from models import gpt, mlp
 from shardplan.constants import CONSTANTS
 from shardplan.mesh import Cluster
 from shardplan.search.baselines.tofu_premise import everything_cut
@@ -253,6 +253,24 @@ def test_a_price_on_bytes_is_charged_to_ops_with_a_variable_for_their_strategy(m
         assert sum(int(c[fastest, -1]) for c in columns) == pytest.approx(price * table * 1e12, abs=len(scope))
         charged += table > 0
     assert charged > 0
+
+
+def test_equal_ops_in_the_same_variables_share_the_variable_for_their_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A strategy with smaller buffers costs time in every op, not only in that whose term stands for the others."""
+    step, args = gpt.train_step(layers=3)
+    problem = steps.problem(step, *args, on=Cluster.load("4"), one_choice="layers")
+    live = memory.liveness(problem)
+    monkeypatch.setattr(ops, "CONSTANTS", replace(CONSTANTS, open_entries=0))
+    opened = problem.ops.opened(problem.domains)
+    timed = {t.scope for t in problem.terms(problem.domains)}
+    others = [n for n in opened if problem.standing_for(n) != n]
+    assert others
+    for n in others[:8]:
+        strategies = {opened[n], opened[problem.standing_for(n)]}
+        charged = {t.scope for t in memory.price_terms(problem, live, [n], 1e-12, problem.domains)}
+        own = {scope for scope in charged if not strategies.isdisjoint(scope)}
+        assert own
+        assert own <= timed
 
 
 def test_the_integer_program_takes_variables_for_strategies(monkeypatch: pytest.MonkeyPatch) -> None:

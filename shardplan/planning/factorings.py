@@ -7,6 +7,7 @@ worse. Nothing is split once the best is at the bound of every factoring: its co
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from shardplan.collectives.parts import in_runs
@@ -198,6 +199,8 @@ class _Search:
         """What was searched, in that order, and what was left out."""
         rows = [
             Tried(factors, o.best.seconds, o.best.fits(self.wanted.memory), o.bound.unlimited_s or least_s(p))
+            if math.isfinite(o.best.seconds)
+            else Tried(factors, None, False, None, "no layouts were found in which the step can run")
             for factors, (p, o) in self.found.items()
         ]
         left = {

@@ -31,6 +31,7 @@ from shardplan.remat import (
 from shardplan.search.coarsening.coarsen import Coarse, coarsen
 from shardplan.search.coarsening.variables import OneChoice
 from shardplan.search.inference import anytime
+from shardplan.search.strategy.pins import Pins, all_or_none_pinned
 from shardplan.search.strategy.solve import Outcome
 
 
@@ -119,16 +120,20 @@ class Searcher:
         return Planned(recomputed, found, Remat(tuple(parts), policy))
 
     def _best(self, graph: Graph, wanted: Wanted) -> Found:
-        """The best outcome. Equal layers of a deep step share one choice unless that step lacks memory (`_tied`)."""
+        """The best outcome. Equal layers of a deep step share one choice (`_tied`) unless memory is short, or the user says what
+        factors are for: then layers that differ may be the only way.
+        """
         wanted.observer("coarsening", 0.0)
         coarse = coarsen(graph, self.shared or "timesteps")
-        if self.shared is not None or (tied := _tied(graph, coarse)) is None:
+        free = self.shared is None and wanted.axes is None
+        tied = _tied(graph, coarse, wanted.pins) if free else None
+        if tied is None:
             return self._among(graph, coarse, wanted)
         found = self._among(graph, tied, _in_half(wanted, 0.0))
         problem, outcome = found
         if outcome.stopped or _is_free(outcome, wanted.memory):
             return found
-        again = replace(_in_half(wanted, 0.5), factors=None if wanted.axes is not None else problem.factors)
+        again = replace(_in_half(wanted, 0.5), factors=problem.factors)
         try:
             loose = self._among(graph, coarse, again)
         except KeyboardInterrupt:
@@ -153,8 +158,7 @@ class Searcher:
         return a if ranks[0] < ranks[1] else b
 
     def _stopped(self, best: Planned) -> Planned:
-        problem, outcome = best.found
-        return replace(best, found=(problem, replace(outcome, stopped="interrupted", exact=False)))
+        return replace(best, found=cut_short(best.found, "interrupted"))
 
     def _expired(self) -> bool:
         return self.wanted.deadline is not None and anytime.now_s() >= self.wanted.deadline
@@ -182,10 +186,11 @@ def _is_free(outcome: Outcome, limit: int) -> bool:
     return outcome.best.fits(limit) and outcome.best.seconds <= free_s * (1 + CONSTANTS.least_gain)
 
 
-def _tied(graph: Graph, coarse: Coarse) -> Coarse | None:
-    """The variables where equal layers share one choice, if those are few; else None."""
+def _tied(graph: Graph, coarse: Coarse, pins: Pins) -> Coarse | None:
+    """The variables where equal layers share one choice; None if those are many, or if a pin of one layer would bind another."""
     tied = coarsen(graph, "layers")
-    return tied if len(tied.variables) <= CONSTANTS.deep_share * len(coarse.variables) else None
+    few = len(tied.variables) <= CONSTANTS.deep_share * len(coarse.variables)
+    return tied if few and all_or_none_pinned(graph, tied, pins) else None
 
 
 def _all_parts(program: Program, graph: Graph) -> dict[Policy, tuple[Part, ...]]:

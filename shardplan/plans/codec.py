@@ -184,7 +184,10 @@ def _row_of(readers: list[_Read], value: Any, place: str) -> tuple[Any, ...]:
 def _mapping(key: _Read, read: _Read, texts: bool, value: Any, place: str) -> dict[Any, Any]:
     if texts or isinstance(value, dict):
         return {key(name, place): read(item, f"{place}.{name}") for name, item in _object(value, place).items()}
-    return dict(_items(partial(_row_of, [key, read]), value, place))
+    pairs = _items(partial(_row_of, [key, read]), value, place)
+    if len(result := dict(pairs)) < len(pairs):
+        raise ValueError(f"{place} has a key twice")
+    return result
 
 
 def _list(value: Any, place: str) -> list[Any]:

@@ -43,7 +43,7 @@ def plan_file(data: PlanData) -> dict[str, Any]:
 
 def save(data: PlanData, file: str | PathLike[str]) -> None:
     """Writes a plan as JSON; an existing file is replaced only once the new one is complete."""
-    write_whole(Path(file), json.dumps(plan_file(data)))
+    write_whole(Path(file), json.dumps(plan_file(data), allow_nan=False))
 
 
 def write_whole(path: Path, content: str | bytes | Iterable[bytes]) -> None:

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardplan.errors import PinError, nearest
-from shardplan.graph import Node
+from shardplan.graph import Graph, Node
 from shardplan.ir import Entry, Layout, spec_text
-from shardplan.search.coarsening.coarsen import FREE, coarsen
+from shardplan.search.coarsening.coarsen import FREE, Coarse, coarsen
 from shardplan.search.memory import liveness as memory
 from shardplan.search.problem.problem import Domain, Problem
 
@@ -53,6 +53,16 @@ def pinned_domains(problem: Problem, pins: Pins) -> tuple[Domain, ...]:
     for claim in claims:
         domains[claim.variable] = tuple(s for s in domains[claim.variable] if s in claim.states)
     return tuple(domains)
+
+
+def all_or_none_pinned(graph: Graph, coarse: Coarse, pins: Pins) -> bool:
+    """Whether pins match all arguments of each variable or none of them, each pin as many as every other."""
+    matched: dict[int, frozenset[str]] = {}
+    for t, path in zip(graph.inputs, graph.input_paths, strict=True):
+        own = frozenset(pattern for pattern in pins if fnmatch.fnmatchcase(path, pattern))
+        if coarse.of[t] != FREE and matched.setdefault(coarse.of[t], own) != own:
+            return False
+    return True
 
 
 def for_pins(problem: Problem, pins: Pins) -> Problem:

@@ -15,6 +15,7 @@ from shardplan.frontend.trace import trace
 from shardplan.graph import flatten
 from shardplan.search.coarsening import coarsen
 from shardplan.search.coarsening.layers import repeats
+from shardplan.search.strategy.pins import all_or_none_pinned
 from shardplan.shell.cli import main
 from tests.search import steps
 
@@ -109,6 +110,16 @@ def test_an_interrupt_of_the_search_of_single_layers_leaves_the_plan_of_tied_one
     plan = shardplan.plan(step, *args, cluster="4", donate_argnums=0, memory_limit=23_700_000, observer=interrupts)
     assert (plan.one_choice, plan.stopped, plan.exact) == ("layers", "interrupted", False)
     assert told == sorted(told)
+
+
+def test_a_pin_of_one_layer_binds_no_other() -> None:
+    step, args = gpt.train_step(**{**SMALL, "layers": 6})
+    graph = graph_of(step, args)
+    tied = coarsen(graph, "layers")
+    assert all_or_none_pinned(graph, tied, {})
+    assert all_or_none_pinned(graph, tied, {"state/0/blocks/*/mlp/up/kernel": ()})
+    assert not all_or_none_pinned(graph, tied, {"state/0/blocks/0/mlp/up/kernel": ()})
+    assert not all_or_none_pinned(graph, tied, {"*": (), "state/0/blocks/0/*": ()})
 
 
 def test_few_layers_are_not_tied() -> None:

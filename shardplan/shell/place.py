@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -263,6 +263,8 @@ def _planned(
 
 def _named(start: str | Sequence[str]) -> tuple[list[str], list[str]]:
     """The starts that have names, and the files among them: what exists, or ends in .json."""
+    if not isinstance(start, Iterable):
+        raise PlacementError(f"start={start!r} is no start: use some of {', '.join(STARTS)}, or files of strategies")
     given = [start] if isinstance(start, str) else [str(name) for name in start]
     files = [name for name in given if name not in STARTS and (name.endswith(".json") or Path(name).is_file())]
     return [name for name in given if name not in files], files

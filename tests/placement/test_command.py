@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -125,6 +126,12 @@ def test_loops_without_a_trip_count_are_told_without_a_plan_too(caplog: pytest.L
 
     shardplan.place(step, jax.ShapeDtypeStruct((8, 8), "float32"), cluster="2", start="dp", proposals=1)
     assert [m.partition(" at ")[0] for m in caplog.messages] == ["the while loop"]
+
+
+def test_a_start_that_is_neither_a_name_nor_names_is_refused() -> None:
+    three: Any = 3
+    with pytest.raises(shardplan.ShardplanError, match="start=3 is no start: use some of dp"):
+        shardplan.place(jax.numpy.sum, jax.ShapeDtypeStruct((8, 8), "float32"), cluster="2", start=three, proposals=1)
 
 
 def test_regions_are_in_the_report_and_the_answer(capsys: pytest.CaptureFixture[str]) -> None:

@@ -65,7 +65,9 @@ class Walk(ABC):
 
     def instruction(self, instruction: Instruction, values: Values) -> None:
         """Runs one instruction."""
-        made = zip(results_of(instruction), self.results(instruction, values), strict=False)
+        # a reduction of pairs that is complete already has no extreme to hand on
+        pairs = isinstance(instruction, Compute) and len(instruction.results) > len(instruction.node.outputs)
+        made = zip(results_of(instruction), self.results(instruction, values), strict=not pairs)
         values.update((r, self.placed(x, r)) if blocks_of(instruction) else (r, x) for r, x in made)
 
     def results(self, instruction: Instruction, values: Values) -> Sequence[Any]:

@@ -34,6 +34,7 @@ def shard_mapped(function: Callable[..., Any], *, mesh: Any, in_specs: Any, out_
     """
 
     def run(*operands: Any) -> Any:
+        """The function on each device's blocks of whole operands."""
         specs = (in_specs,) * len(operands) if isinstance(in_specs, jax.sharding.PartitionSpec) else tuple(in_specs)
         avals = [jax.typeof(x) for x in operands]
         inside = [a.size == 0 and not jax.numpy.issubdtype(a.dtype, jax.dtypes.extended) for a in avals]

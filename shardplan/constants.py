@@ -121,6 +121,8 @@ class Constants:
     """The ascent of the bound ends when two sweeps gain less than this fraction, or it is that close to a known cost. Choice."""
     bound_work: float = 2e9
     """The most table entries that an ascent visits: three or four seconds. Counted, so that bounds are reproducible."""
+    unfinished_bound_work: float = 1e8
+    """The same for a search that was stopped: its user waits. Choice."""
     bound_call: int = 10_000
     """The overhead of visiting a table in an ascent, in entries."""
     bound_sweeps: int = 400

@@ -10,66 +10,50 @@ from shardplan.collectives.step import BUNDLED
 from shardplan.constants import CONSTANTS
 from shardplan.cost.overlap import step_s
 from shardplan.ir import Collective
-from shardplan.planning.scheduled import Scheduled, scheduled
+from shardplan.planning.scheduled import scheduled
 from shardplan.search.inference import anytime
-from shardplan.search.inference.anytime import Stopped
 from shardplan.search.problem.problem import Domain
 from shardplan.search.problem.solution import Solution
 from shardplan.search.session import Session
 from shardplan.search.strategy.pins import pinned_domains
 
 
-def best_scheduled(
-    session: Session,
-    deadline: float | None,
-    others: Iterable[Session] = (),
-    *,
-    baselines: bool = True,
-    in_haste: bool = False,
-) -> tuple[Session, Scheduled, Stopped]:
-    """The session with the solution that is fastest as scheduled: the search's own, that over another factoring, or (with
-    ``baselines``) a baseline that fits.
+class Fastest:
+    """The session that is fastest as scheduled, of those looked at so far.
 
     The search prices collectives one by one, each with its part of a bundle's time. Where fewer share a bundle, or readers share
-    a move, another solution may be faster. The ``others`` are scheduled, the most promising first, until ``patience`` in a row
-    are no faster. One that pins forbid, or whose bound is longer, is not looked at. At the ``deadline`` (an
-    instant of `anytime.now_s`) or an interrupt it returns the best so far, and what stopped it.
+    a move, another solution may be faster: over another factoring, or a baseline. One whose bound is longer is not scheduled.
     """
-    fastest = _Fastest(session, deadline)
-    patience = 1 if in_haste else CONSTANTS.patience
-    try:
-        slower = 0  # in a row that were no faster
-        promising = [(_at_least_s(o), o) for o in itertools.takewhile(lambda _: not fastest.late(), others)]
-        for least_s, other in sorted(promising, key=lambda row: row[0]):
-            if slower == patience or fastest.late():
-                break
-            before = fastest.session
-            fastest.look([(least_s, other)])
-            slower = 0 if fastest.session is not before else slower + 1
-        if baselines:
-            fastest.look(list(_rivals(fastest.session, fastest)))
-    except KeyboardInterrupt:
-        fastest.stopped = "interrupted"
-    if fastest.stopped:
-        fastest.session.rivals.close()
-    return fastest.session, fastest.run, fastest.stopped
 
-
-class _Fastest:
-    """The fastest session so far, as scheduled. ``stopped`` says that the deadline has passed."""
-
-    def __init__(self, session: Session, deadline: float | None) -> None:
+    def __init__(self, session: Session, deadline: float | None = None) -> None:
+        """Schedules the search's own solution. After ``deadline`` (an instant of `anytime.now_s`) nothing more is looked at:
+        then ``unfinished`` says that something was left.
+        """
         self.session, self.run = session, scheduled(session)
-        self.stopped: Stopped = ""
+        self.unfinished = False
         self._deadline = deadline
 
     def late(self) -> bool:
         """Whether there is no time for more."""
-        if self._deadline is not None and anytime.now_s() >= self._deadline:
-            self.stopped = "time budget"
-        return bool(self.stopped)
+        self.unfinished |= self._deadline is not None and anytime.now_s() >= self._deadline
+        return self.unfinished
 
-    def look(self, others: Iterable[tuple[float, Session]]) -> None:
+    def among(self, others: Iterable[Session], patience: int = CONSTANTS.patience) -> None:
+        """Schedules the others, the most promising first, until ``patience`` in a row are no faster."""
+        slower = 0  # in a row that were no faster
+        promising = [(_at_least_s(o), o) for o in itertools.takewhile(lambda _: not self.late(), others)]
+        for least_s, other in sorted(promising, key=lambda row: row[0]):
+            if slower == patience or self.late():
+                return
+            before = self.session
+            self._look([(least_s, other)])
+            slower = 0 if self.session is not before else slower + 1
+
+    def among_baselines(self) -> None:
+        """Looks at the baselines that fit and that the pins allow."""
+        self._look(list(_rivals(self.session, self)))
+
+    def _look(self, others: Iterable[tuple[float, Session]]) -> None:
         """Schedules sessions, the most promising first, given with bounds on their seconds, as long as one may be faster."""
         for least_s, other in sorted(others, key=lambda row: row[0]):
             if least_s >= self.run.step_time_s * (1 - CONSTANTS.least_gain) or self.late():
@@ -78,7 +62,7 @@ class _Fastest:
                 self.session, self.run = other, run
 
 
-def _rivals(session: Session, fastest: _Fastest) -> Iterator[tuple[float, Session]]:
+def _rivals(session: Session, fastest: Fastest) -> Iterator[tuple[float, Session]]:
     """The baselines that fit and that the pins allow, with bounds on their seconds, until it is late."""
     domains = pinned_domains(session.problem, session.pins)
     seen = {_identity(session.solution)}

@@ -30,7 +30,7 @@ from shardplan.search.strategy.solve import Start, search
 def best_of_factorings(graph: Graph, coarse: Coarse, cluster: Cluster, wanted: Wanted, known: Known | None = None) -> Found:
     """The best outcome, with its problem, over the factorings of a cluster. It may not fit. ``known`` as in `Known`.
 
-    Stopped by the deadline or an interrupt, it returns the best so far; an interrupt before a plan fits is raised.
+    Stopped by the deadline, it returns the best so far.
 
     Raises:
         PinError: if no factoring can hold the pins.
@@ -61,22 +61,17 @@ class _Search:
         """Searches the first factorings, then those that refine the best."""
         work = work_of(self.graph)
         stopped: Stopped = ""
-        try:
-            for factors in factor_choices(self.cluster, work) if self.wanted.factors is None else (self.wanted.factors,):
-                stopped = self._try(factors, None) or stopped
-                if stopped == "interrupted" or (stopped and self._fastest()[1].best.fits(self.wanted.memory)):
-                    break
-            if not self.found:
-                raise next(iter(self._refused.values()))
-            free = self.wanted.factors is None
-            if free and self.wanted.refine and not stopped:
-                stopped = self._refine(work)
-            if free and not stopped and not self.wanted.pins:
-                stopped = self._merge()
-        except KeyboardInterrupt:
-            if not self.found or not self._fastest()[1].best.fits(self.wanted.memory):
-                raise
-            stopped = "interrupted"
+        for factors in factor_choices(self.cluster, work) if self.wanted.factors is None else (self.wanted.factors,):
+            stopped = self._try(factors, None) or stopped
+            if stopped and self._fastest()[1].best.fits(self.wanted.memory):
+                break
+        if not self.found:
+            raise next(iter(self._refused.values()))
+        free = self.wanted.factors is None
+        if free and self.wanted.refine and not stopped:
+            stopped = self._refine(work)
+        if free and not stopped and not self.wanted.pins:
+            stopped = self._merge()
         problem, outcome = self._fastest()
         others = [(p, o) for p, o in self.found.values() if p is not problem and o.best.fits(self.wanted.memory)]
         others.sort(key=lambda found: found[1].best.seconds)
@@ -178,9 +173,15 @@ class _Search:
             deadline=self.wanted.deadline,
             observer=tell,
             starts=starts,
+            offer=lambda outcome: self._offer((problem, outcome)),
         )
         self.found[factors] = problem, outcome
+        self._offer((problem, outcome))
         return outcome.stopped
+
+    def _offer(self, found: Found) -> None:
+        problem, outcome = found
+        self.wanted.offer((problem, replace(outcome, tried=(self._row(found),))))
 
     def _order(self, factors: tuple[Factor, ...]) -> tuple[bool, float, int]:
         """What fits comes first, then the faster (the smaller where neither fits), then what has fewer factors."""
@@ -197,18 +198,21 @@ class _Search:
 
     def _tried(self) -> tuple[Tried, ...]:
         """What was searched, in that order, and what was left out."""
-        rows = [
-            Tried(factors, o.best.seconds, o.best.fits(self.wanted.memory), o.bound.unlimited_s or least_s(p))
-            if math.isfinite(o.best.seconds)
-            else Tried(factors, None, False, None, "no layouts were found in which the step can run")
-            for factors, (p, o) in self.found.items()
-        ]
+        rows = map(self._row, self.found.values())
         left = {
             factors: why
             for factors, why in self.left_out.items()
             if factors in self._refused or alike(self.cluster, factors) not in self._seen
         }
         return (*rows, *(Tried(factors, None, False, None, why) for factors, why in left.items()))
+
+    def _row(self, found: Found) -> Tried:
+        problem, outcome = found
+        seconds = outcome.best.seconds
+        if math.isinf(seconds):
+            return Tried(problem.factors, None, False, None, "no layouts were found in which the step can run")
+        bound_s = outcome.bound.unlimited_s or least_s(problem)
+        return Tried(problem.factors, seconds, outcome.best.fits(self.wanted.memory), bound_s)
 
 
 def too_many_layouts(problem: Problem) -> str:

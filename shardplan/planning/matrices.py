@@ -119,7 +119,7 @@ def best_restricted(solver_of: Callable[[Limits], Solver], r: Restriction) -> So
 def best_of_matrices(graph: Graph, coarse: Coarse, cluster: Cluster, wanted: Wanted, known: Known | None = None) -> Found:
     """The best outcome over all parallelism matrices of the purposes that are wanted. It may not fit. ``known`` as in `Known`.
 
-    Stopped by the deadline or an interrupt, it returns the best so far; an interrupt before a plan fits is raised.
+    Stopped by the deadline, it returns the best so far.
 
     Raises:
         PinError: if no matrix can hold the pins.
@@ -148,15 +148,10 @@ class _Search:
     def run(self) -> Stopped:
         """Searches every matrix; what stopped that."""
         choices = list(laid(self.cluster, self.axes))
-        try:
-            for n, (over, of) in enumerate(choices):
-                self._try(over, of, n / len(choices), 1 / len(choices))
-                if self.wanted.deadline is not None and anytime.now_s() >= self.wanted.deadline and self.found:
-                    return "time budget" if n + 1 < len(choices) else self.found[-1][1].stopped
-        except KeyboardInterrupt:
-            if not any(outcome.best.fits(self.wanted.memory) for _, outcome in self.found):
-                raise
-            return "interrupted"
+        for n, (over, of) in enumerate(choices):
+            self._try(over, of, n / len(choices), 1 / len(choices))
+            if self.wanted.deadline is not None and anytime.now_s() >= self.wanted.deadline and self.found:
+                return "time budget" if n + 1 < len(choices) else self.found[-1][1].stopped
         return ""
 
     def best(self, stopped: Stopped) -> Found:
@@ -194,7 +189,9 @@ class _Search:
         if unused := _unused((problem, outcome)):
             return self._leave_out(over, _refusal((problem, outcome), unused, wanted))
         self.found.append((problem, outcome))
-        self.tried.append(Tried(over, outcome.best.seconds, outcome.best.fits(wanted.memory), None))
+        row = Tried(over, outcome.best.seconds, outcome.best.fits(wanted.memory), None)
+        self.tried.append(row)
+        wanted.offer((problem, replace(outcome, tried=(row,))))
         return None
 
     def _leave_out(self, over: tuple[Factor, ...], error: ShardplanError) -> None:

@@ -70,15 +70,13 @@ def best_overlapped(search: Callable[[Wanted], Found], contention: float, wanted
     The first search takes for granted that all values that may travel together do. Where the plan moves far fewer of them, the
     step is searched again in their company; the outcome is the first of ``others``.
 
-    At the deadline or an interrupt, it returns the best plan so far. An interrupt before the first plan that fits is raised.
+    At the deadline, it returns the best plan so far. What it offers all has the prices of the first company.
     """
     found = _best_overlapped(search, contention, wanted)
     if found[1].stopped or _expired(wanted) or (company := _smaller_company(found)) is None:
         return found
-    try:
-        second = _best_overlapped(search, contention, replace(wanted, company=company, observer=_rising(wanted.observer)))
-    except KeyboardInterrupt:
-        return cut_short(found, "interrupted")
+    again = replace(wanted, company=company, observer=_rising(wanted.observer), offer=anytime.ignored)
+    second = _best_overlapped(search, contention, again)
     if second[1].stopped:
         found = cut_short(found, second[1].stopped)
     if not second[1].best.fits(wanted.memory):
@@ -123,20 +121,15 @@ def _best_overlapped(search: Callable[[Wanted], Found], contention: float, wante
     first = points[0]
     if _late(wanted, points) or (_fits(first, wanted) and first.met(k)):
         return _best(points, k, wanted)
-    try:
-        points.append(solved(0.0, 1))
-        low, high = points[1], points[0]
-        while len(points) < 2 + CONSTANTS.multipliers_between and low.surplus_s > 0 and not _late(wanted, points):
-            share = _meeting(low, high, k)
-            value = high.at(share, k)
-            points.append(solved(share, len(points)))
-            if points[-1].at(share, k) >= value * (1 - CONSTANTS.least_gain):
-                break
-            low, high = (points[-1], high) if points[-1].surplus_s > 0 else (low, points[-1])
-    except KeyboardInterrupt:
-        if not any(_fits(p, wanted) for p in points):
-            raise
-        return cut_short(_best(points, k, wanted), "interrupted")
+    points.append(solved(0.0, 1))
+    low, high = points[1], points[0]
+    while len(points) < 2 + CONSTANTS.multipliers_between and low.surplus_s > 0 and not _late(wanted, points):
+        share = _meeting(low, high, k)
+        value = high.at(share, k)
+        points.append(solved(share, len(points)))
+        if points[-1].at(share, k) >= value * (1 - CONSTANTS.least_gain):
+            break
+        low, high = (points[-1], high) if points[-1].surplus_s > 0 else (low, points[-1])
     return _best(points, k, wanted)
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from shardplan.constants import CONSTANTS
 from shardplan.errors import ClusterError, MemoryLimitError, ShardplanError, size_text
 from shardplan.ir import Program, spec_text
-from shardplan.planning.choose import best_scheduled
-from shardplan.planning.recomputation import Planned, Searcher
-from shardplan.planning.scheduled import Scheduled, scheduled
+from shardplan.planning.candidates import Planned
+from shardplan.planning.choose import Fastest
+from shardplan.planning.recomputation import Searcher
+from shardplan.planning.scheduled import Scheduled
 from shardplan.planning.wanted import Found, Wanted
 from shardplan.search.coarsening.coarsen import FREE
-from shardplan.search.inference.anytime import Observer, Stopped
+from shardplan.search.inference.anytime import Stopped
 from shardplan.search.inference.garbage import uncollected
 from shardplan.search.memory import liveness as memory
 from shardplan.search.problem.cost_tables import LONGEST_S
@@ -44,19 +46,93 @@ def planned(program: Program, searcher: Searcher, origin: str, *, recompute: boo
         MemoryLimitError: if no plan fits.
         ClusterError: if the step takes `LONGEST_S` or more in every layout.
     """
+    way = _Way(searcher)
     with uncollected():
-        found = _search(program, searcher, origin, recompute=recompute)
-        session, run, stopped = _scheduled(found, searcher)
-    return Made(_of(found, session), session, run, _done(searcher.wanted.observer, stopped))
+        try:
+            way.search(program, origin, recompute=recompute)
+            way.choose()
+        except KeyboardInterrupt:
+            if not way.cut_short():
+                raise
+    return way.made()
 
 
-def _search(program: Program, searcher: Searcher, origin: str, *, recompute: bool) -> Planned:
-    """The best outcome over all factorings, priced in seconds; with ``recompute``, also over what to recompute.
+class _Way:
+    """How far planning has come: ``planned`` once a search has ended, ``fastest`` once its solution is scheduled.
 
-    Raises:
-        MemoryLimitError: if no outcome fits.
-        ClusterError: if the step takes too long to be priced.
+    An interrupt (`KeyboardInterrupt`) may come anywhere. Only here it is caught.
     """
+
+    def __init__(self, searcher: Searcher) -> None:
+        self._searcher, self._wanted = searcher, searcher.wanted
+        self._planned: Planned | None = None
+        self._fastest: Fastest | None = None
+        self._stopped: Stopped = ""
+
+    def search(self, program: Program, origin: str, *, recompute: bool) -> None:
+        """Searches for the best solution.
+
+        Raises:
+            MemoryLimitError: if no solution fits.
+            ClusterError: if the step takes too long to be priced.
+        """
+        self._found(_searched(program, self._searcher, origin, recompute=recompute))
+
+    def _found(self, planned: Planned) -> None:
+        wanted, (problem, outcome) = self._wanted, planned.found
+        if outcome.best.seconds >= LONGEST_S:
+            raise _too_slow_error(problem)
+        self._planned = replace(planned, found=in_seconds(problem, outcome, wanted.donated, wanted.timed))
+        self._stopped = outcome.stopped
+
+    def choose(self) -> None:
+        """Schedules the solution of the search, and the others that may be faster as scheduled.
+
+        Where the user has said what factors are for, no baseline may take the plan's place: they are for other purposes. Nor may
+        it with the objective "bytes", whose premise baselines do not share.
+        """
+        assert self._planned is not None
+        wanted, planned = self._wanted, self._planned
+        if wanted.backend == "explicit":
+            fastest = self._fastest = Fastest(self._session(planned.found), None if self._stopped else wanted.deadline)
+            if not fastest.session.objective.everything_split:
+                others = map(self._session, planned.found[1].others)
+                fastest.among(others, 1 if self._stopped else CONSTANTS.patience)
+                if wanted.axes is None and not self._stopped:
+                    fastest.among_baselines()
+                if fastest.unfinished:
+                    self._stopped = "time budget"
+                    fastest.session.rivals.close()
+        if not self._stopped:
+            wanted.observer("done", 1.0)
+
+    def cut_short(self) -> bool:
+        """Goes on with what was found before an interrupt; whether there is a plan that fits."""
+        self._stopped = "interrupted"
+        if self._planned is None:
+            if (best := self._searcher.candidates.best(self._wanted.memory)) is None:
+                return False
+            self._found(best)
+        if self._fastest is None:
+            self.choose()
+        else:
+            self._fastest.session.rivals.close()
+        return True
+
+    def made(self) -> Made:
+        """What has become of planning."""
+        assert self._planned is not None
+        session = self._session(self._planned.found) if self._fastest is None else self._fastest.session
+        run = None if self._fastest is None else self._fastest.run
+        return Made(_of(self._planned, session), session, run, self._stopped)
+
+    def _session(self, found: Found) -> Session:
+        assert self._planned is not None
+        return _session_of(self._planned.program, found, self._wanted, tuple(self._searcher.replicate))
+
+
+def _searched(program: Program, searcher: Searcher, origin: str, *, recompute: bool) -> Planned:
+    """The best outcome over all factorings; with ``recompute``, also over what to recompute."""
     wanted = searcher.wanted
     wanted.observer("describing", 0.0)
     rescaled = replace(
@@ -68,27 +144,7 @@ def _search(program: Program, searcher: Searcher, origin: str, *, recompute: boo
     if not outcome.best.fits(wanted.memory):
         smallest = outcome.smallest or outcome.best
         raise _memory_error(problem, smallest, wanted, origin, stopped=bool(outcome.stopped), recompute=recompute)
-    if outcome.best.seconds >= LONGEST_S:
-        raise _too_slow_error(problem)
-    return replace(planned, found=in_seconds(problem, outcome, wanted.donated, wanted.timed))
-
-
-def _scheduled(planned: Planned, searcher: Searcher) -> tuple[Session, Scheduled | None, Stopped]:
-    """(the session with the solution to run, its schedule if the explicit backend runs it, what stopped the planning).
-
-    Where the user has said what factors are for, no baseline may take the plan's place: they are for other purposes.
-    """
-    wanted, replicate = searcher.wanted, tuple(searcher.replicate)
-    session, stopped = _session_of(planned.program, planned.found, wanted, replicate), planned.found[1].stopped
-    if wanted.backend != "explicit":
-        return session, None, stopped
-    if session.objective.everything_split:  # baselines do not know this premise
-        return session, scheduled(session), stopped
-    others = (_session_of(planned.program, found, wanted, replicate) for found in planned.found[1].others)
-    if stopped:  # there is time for one more
-        session, run, _ = best_scheduled(session, None, others, baselines=False, in_haste=True)
-        return session, run, stopped
-    return best_scheduled(session, wanted.deadline, others, baselines=wanted.axes is None)
+    return planned
 
 
 def _session_of(program: Program, found: Found, wanted: Wanted, replicate: tuple[str, ...]) -> Session:
@@ -116,16 +172,6 @@ def _of(planned: Planned, session: Session) -> Planned:
         return planned
     own = next(o for p, o in outcome.others if p is session.problem)
     return replace(planned, found=(session.problem, replace(own, tried=outcome.tried)))
-
-
-def _done(observer: Observer, stopped: Stopped) -> Stopped:
-    """Tells that planning is done, if nothing has stopped it; what has stopped it by then."""
-    try:
-        if not stopped:
-            observer("done", 1.0)
-    except KeyboardInterrupt:
-        return "interrupted"
-    return stopped
 
 
 def _too_slow_error(problem: Problem) -> ShardplanError:

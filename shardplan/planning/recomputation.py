@@ -7,7 +7,7 @@ contractions, and as few parts as pay of the better of these two.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from shardplan.constants import CONSTANTS
@@ -16,6 +16,7 @@ from shardplan.graph.flattening import flatten
 from shardplan.graph.nodes import Graph
 from shardplan.ir import Program
 from shardplan.mesh import Cluster
+from shardplan.planning.candidates import Candidates, Planned
 from shardplan.planning.factorings import best_of_factorings
 from shardplan.planning.matrices import best_of_matrices
 from shardplan.planning.multiplier import best_overlapped, cut_short, step_time_s
@@ -36,46 +37,35 @@ from shardplan.search.strategy.solve import Outcome
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
-    """The result of a search, with its program and the parts of the step that the program recomputes."""
-
-    program: Program
-    found: Found
-    remat: Remat
-
-
-@dataclass(frozen=True, slots=True)
 class Searcher:
     """Searches programs of one step under the same conditions. ``replicate`` as in `shardplan.plan`; ``shared`` is its
-    ``one_choice``, or None for "auto".
+    ``one_choice``, or None for "auto". What it finds is offered to ``candidates``.
     """
 
     replicate: Sequence[str]
     shared: OneChoice | None
     cluster: Cluster
     wanted: Wanted
+    candidates: Candidates = field(default_factory=Candidates)
 
     def plain(self, program: Program) -> Planned:
         """The best plan of the unchanged step."""
-        return Planned(
-            program, self._best(flatten(program, replicate=self.replicate, backend=self.wanted.backend), self.wanted), Remat()
-        )
+        return self._planned(program, self._flat(program), self.wanted, Remat())
 
     def auto(self, program: Program) -> Planned:
         """The best plan of the step, unchanged or with parts recomputed; none where the limit costs nothing."""
-        graph = flatten(program, replicate=self.replicate, backend=self.wanted.backend)
-        plain = Planned(program, self._best(graph, self._part(0, 0.4, half=True)), Remat())
+        graph = self._flat(program)
+        unfinished = Remat(note="the search was interrupted before")
+        plain = self._planned(program, graph, self._part(0, 0.4, half=True), unfinished)
         outcome = plain.found[1]
-        free = _is_free(outcome, self.wanted.memory)
-        if outcome.stopped == "interrupted":
-            return _annotated(plain, None, "the search was interrupted before")
-        if free and not outcome.stopped:
+        if _is_free(outcome, self.wanted.memory) and not outcome.stopped:
             return _annotated(plain, None, "the memory limit costs nothing")
         parts = _all_parts(program, graph)
         if not parts:
             return _annotated(plain, None, "the step keeps nothing for a backward pass that could be computed again")
         without = Without(step_time_s(plain.found), outcome.best.peak_bytes, outcome.best.fits(self.wanted.memory))
-        best = self._over(plain)._with_parts(plain, parts)
+        self.candidates.settle(plain)
+        best = self._over(plain)._with_parts(plain, parts, without)
         note = "" if best.remat.parts else "computing activations again was not faster"
         return _annotated(best, without, note)
 
@@ -85,39 +75,43 @@ class Searcher:
             return self
         return replace(self, wanted=replace(self.wanted, factors=plain.found[0].factors))
 
-    def _with_parts(self, plain: Planned, parts: dict[Policy, tuple[Part, ...]]) -> Planned:
+    def _with_parts(self, plain: Planned, parts: dict[Policy, tuple[Part, ...]], without: Without) -> Planned:
         best, last = plain, plain
         step = 0.6 / (len(parts) + CONSTANTS.fewer_parts)
         start = 0.4
         for policy, choice in parts.items():
-            last = self._try(plain.program, choice, policy, self._part(start, start + step, half=True), best)
+            last = self._try(plain.program, self._part(start, start + step, half=True), Remat(choice, policy, without))
             start += step
             best = self._better(last, best)
-            if last.found[1].stopped == "interrupted":
-                return self._stopped(best)
+            self.candidates.settle(best)
         chosen = best.remat.parts
         low, high = 0, len(chosen)
         while high - low > 1 and start < 1.0 - step / 2 and not self._expired():
             middle = (low + high) // 2
-            last = self._try(plain.program, chosen[:middle], best.remat.policy, self._part(start, start + step), best)
+            fewer = replace(best.remat, parts=chosen[:middle])
+            last = self._try(plain.program, self._part(start, start + step), fewer)
             start += step
             if self._better(last, best) is last:
                 best, high = last, middle
             else:
                 low = middle
-            if last.found[1].stopped == "interrupted":
-                return self._stopped(best)
+            self.candidates.settle(best)
         return best
 
-    def _try(self, program: Program, parts: Sequence[Part], policy: Policy, wanted: Wanted, best: Planned) -> Planned:
-        recomputed = rematerialised(program, parts)
-        try:
-            found = self._best(flatten(recomputed, replicate=self.replicate, backend=self.wanted.backend), wanted)
-        except KeyboardInterrupt:
-            if not best.found[1].best.fits(wanted.memory):
-                raise
-            return self._stopped(best)
-        return Planned(recomputed, found, Remat(tuple(parts), policy))
+    def _try(self, program: Program, wanted: Wanted, remat: Remat) -> Planned:
+        recomputed = rematerialised(program, remat.parts)
+        return self._planned(recomputed, self._flat(recomputed), wanted, remat)
+
+    def _flat(self, program: Program) -> Graph:
+        return flatten(program, replicate=self.replicate, backend=self.wanted.backend)
+
+    def _planned(self, program: Program, graph: Graph, wanted: Wanted, remat: Remat) -> Planned:
+        """The best plan of one program; all that is found on the way is offered to the candidates."""
+
+        def offer(found: Found) -> None:
+            self.candidates.offer(Planned(program, found, remat))
+
+        return Planned(program, self._best(graph, replace(wanted, offer=offer)), remat)
 
     def _best(self, graph: Graph, wanted: Wanted) -> Found:
         """The best outcome. Equal layers of a deep step share one choice (`_tied`) unless memory is short, or the user says what
@@ -134,12 +128,7 @@ class Searcher:
         if outcome.stopped or _is_free(outcome, wanted.memory):
             return found
         again = replace(_in_half(wanted, 0.5), factors=problem.factors)
-        try:
-            loose = self._among(graph, coarse, again)
-        except KeyboardInterrupt:
-            if not outcome.best.fits(wanted.memory):
-                raise
-            return cut_short(found, "interrupted")
+        loose = self._among(graph, coarse, again)
         if loose[1].stopped:
             found = cut_short(found, loose[1].stopped)
         return min(loose, found, key=lambda f: f[1].best.rank(wanted.memory, step_time_s(f)))
@@ -154,11 +143,7 @@ class Searcher:
 
     def _better(self, a: Planned, b: Planned) -> Planned:
         """The one that comes first; of equals the second."""
-        ranks = [p.found[1].best.rank(self.wanted.memory, step_time_s(p.found)) for p in (a, b)]
-        return a if ranks[0] < ranks[1] else b
-
-    def _stopped(self, best: Planned) -> Planned:
-        return replace(best, found=cut_short(best.found, "interrupted"))
+        return a if a.rank(self.wanted.memory) < b.rank(self.wanted.memory) else b
 
     def _expired(self) -> bool:
         return self.wanted.deadline is not None and anytime.now_s() >= self.wanted.deadline

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from shardplan.cost import TIME, Objective
 from shardplan.ir import Backend, Factor
-from shardplan.search.inference.anytime import Observer
+from shardplan.search.inference.anytime import Observer, ignored
 from shardplan.search.problem.problem import Company, Problem
 from shardplan.search.strategy.pins import Pins
 from shardplan.search.strategy.purposes import Purpose
@@ -25,6 +25,7 @@ class Wanted:
     of its progress, and the objective to minimise; ``timed`` prices the plan where that is not time. ``factors`` fixes the
     factoring; without ``refine``, levels are taken apart only where no dim divides by them. ``axes`` fixes the sizes of purposes.
     ``backend`` is what will run the plan. ``company`` are the bytes that travel together, where they are known.
+    ``offer`` is called with what the search has found so far: an interrupt loses only what was not offered.
     """
 
     memory: int
@@ -39,3 +40,4 @@ class Wanted:
     timed: Objective = TIME
     backend: Backend = "explicit"
     company: Company | None = None
+    offer: Callable[[Found], None] = ignored

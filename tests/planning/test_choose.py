@@ -6,7 +6,7 @@ import pytest
 
 import shardplan
 from models import gpt, mlp
-from shardplan.planning import choose
+from shardplan.planning.choose import Fastest
 from shardplan.planning.scheduled import scheduled
 from tests.fuzz.generate import program
 from tests.fuzz.program import make
@@ -21,8 +21,12 @@ def test_the_plan_is_the_fastest_as_scheduled() -> None:
     slowest = max(others, key=lambda other: scheduled(other).step_time_s)
     assert scheduled(session).step_time_s < scheduled(slowest).step_time_s
     for first, second in ((session, slowest), (slowest, session)):
-        assert choose.best_scheduled(first, None, [second], baselines=False)[0] is session
-    assert choose.best_scheduled(slowest, None)[1].step_time_s <= min(scheduled(other).step_time_s for other in others)
+        fastest = Fastest(first)
+        fastest.among([second])
+        assert fastest.session is session
+    fastest = Fastest(slowest)
+    fastest.among_baselines()
+    assert fastest.run.step_time_s <= min(scheduled(other).step_time_s for other in others)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,10 @@ def silent(_what: str, _part: float) -> None:
     """The observer that does nothing."""
 
 
+def ignored(_found: object) -> None:
+    """Takes what a search offers, and does nothing with it."""
+
+
 now_s = time.monotonic
 """The clock that deadlines are read from."""
 

@@ -9,7 +9,7 @@ fixpoint, and from other groupings too (Tofu, section 5.2, made joint).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -18,7 +18,7 @@ from shardplan.cost import TIME, Objective
 from shardplan.search.baselines.recipes import groupings
 from shardplan.search.baselines.rivals import Rivals
 from shardplan.search.baselines.tofu_premise import everything_cut, everything_split, fewest_bytes
-from shardplan.search.inference.anytime import Incumbent, Observer, OutOfTimeError, Stopped, Watch
+from shardplan.search.inference.anytime import Incumbent, Observer, OutOfTimeError, Stopped, Watch, ignored
 from shardplan.search.inference.bound import Bound
 from shardplan.search.inference.solver import Solver
 from shardplan.search.memory import liveness as memory
@@ -75,14 +75,15 @@ def search(
     deadline: float | None,
     observer: Observer,
     starts: Sequence[Start] = (),
+    offer: Callable[[Outcome], None] = ignored,
 ) -> Outcome:
     """Solves within ``limit`` bytes per device. ``domains`` hold the pins. ``deadline`` is an instant of `anytime.now_s`.
 
     ``starts`` are solutions to improve on: the result is no worse than any of them. With three or more factors that are not
     solved jointly, they take the place of the groupings.
 
-    At the deadline, or on an interrupt, it returns the best so far. The deadline waits until there is a solution (tables cannot
-    be built in part); an interrupt before a solution fits is raised.
+    At the deadline it returns the best so far. The deadline waits until there is a solution (tables cannot be built in part). On
+    an interrupt it offers the best so far, if that fits, and raises the interrupt.
 
     With the objective "bytes" Tofu's premise holds, which the baselines do not share, so they seed nothing.
     """
@@ -96,26 +97,33 @@ def search(
         observer("done", 1.0)
         return outcome
     except OutOfTimeError:
-        stopped: Stopped = "time budget"
+        watch.close()
+        return _unfinished(solver, rivals, watch, "time budget")
     except KeyboardInterrupt:
-        if not incumbent.fits:
-            raise
-        stopped = "interrupted"
+        watch.close()
+        if incumbent.fits:
+            offer(_unfinished(solver, rivals, watch, "interrupted"))
+        raise
     finally:
         watch.close()
+
+
+def _unfinished(solver: Solver, rivals: Rivals, watch: Watch, stopped: Stopped) -> Outcome:
+    """The outcome of a search that was stopped: the best so far."""
     rivals.close()
+    incumbent = watch.incumbent
     assert incumbent.best is not None
     best = replace(incumbent.best, name="plan")
     bound = Bound(
-        problem,
-        live,
-        domains,
+        solver.problem,
+        solver.live,
+        watch.domains,
         free=best,
         chosen=best,
-        limit=limit,
+        limit=incumbent.limit,
         unlimited_s=None,
         known_s=incumbent.least_s,
-        work=CONSTANTS.bound_work / 20,
+        work=CONSTANTS.unfinished_bound_work,
     )
     return Outcome(best, rivals, bound, False, best, best, stopped)
 

@@ -16,6 +16,7 @@ from shardplan.collectives.issued import StepCost
 from shardplan.ir import Collective
 from shardplan.mesh import Cluster
 from shardplan.planning import choose
+from shardplan.planning.choose import Fastest
 from shardplan.planning.scheduled import Scheduled, scheduled
 from shardplan.report.plan_text import bound_text
 from shardplan.schedule import Barrier, Bundle, Move, build, instructions_of, issued, windows
@@ -123,8 +124,10 @@ def _search_alone(plan: shardplan.Plan) -> Session:
 
 def test_a_plan_that_runs_out_of_time_among_baselines_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     session = _search_alone(shardplan.plan(step, WEIGHTS, BATCH, cluster=slow_to_start(), time_model="sum"))
-    assert choose.best_scheduled(session, anytime.now_s() - 1)[2] == "time budget"
-    assert choose.best_scheduled(session, None)[2] == ""
+    for deadline, unfinished in ((anytime.now_s() - 1, True), (None, False)):
+        fastest = Fastest(session, deadline)
+        fastest.among_baselines()
+        assert fastest.unfinished == unfinished
 
 
 def test_the_most_promising_of_the_other_solutions_are_scheduled_first() -> None:
@@ -133,8 +136,9 @@ def test_the_most_promising_of_the_other_solutions_are_scheduled_first() -> None
     fastest_s, fastest = min(every, key=lambda row: row[0])
     assert fastest_s < scheduled(session).step_time_s
     slowest = max(every, key=lambda row: row[0])[1]
-    chosen, run, _ = choose.best_scheduled(session, None, [slowest] * 5 + [fastest], baselines=False)
-    assert (chosen, run.step_time_s) == (fastest, fastest_s)
+    found = Fastest(session)
+    found.among([slowest] * 5 + [fastest])
+    assert (found.session, found.run.step_time_s) == (fastest, fastest_s)
 
 
 def test_in_haste_the_most_promising_other_solution_is_looked_at() -> None:
@@ -143,7 +147,9 @@ def test_in_haste_the_most_promising_other_solution_is_looked_at() -> None:
     whole = shardplan.plan(step, WEIGHTS, BATCH, cluster=cluster).session
     alone = shardplan.plan(step, WEIGHTS, BATCH, cluster=cluster, backend="specs").session
     assert scheduled(whole).step_time_s < scheduled(alone).step_time_s
-    assert choose.best_scheduled(alone, None, [whole], baselines=False, in_haste=True)[0] is whole
+    fastest = Fastest(alone)
+    fastest.among([whole], patience=1)
+    assert fastest.session is whole
 
 
 def test_an_interrupt_among_baselines_keeps_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,51 @@
+"""What planning has found so far: after an interrupt, the best of it becomes the plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from shardplan.ir import Program
+from shardplan.planning.multiplier import cut_short, step_time_s
+from shardplan.planning.wanted import Found
+from shardplan.remat import Remat
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """The result of a search, with its program and the parts of the step that the program recomputes."""
+
+    program: Program
+    found: Found
+    remat: Remat
+
+    def rank(self, limit: int) -> tuple[bool, float]:
+        """What fits into ``limit`` bytes comes first, then the shorter step (the smaller where neither fits)."""
+        return self.found[1].best.rank(limit, step_time_s(self.found))
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The results that searches have offered."""
+
+    _offered: list[Planned] = field(default_factory=list[Planned])
+
+    def offer(self, planned: Planned) -> None:
+        """Takes a result."""
+        self._offered.append(planned)
+
+    def settle(self, best: Planned) -> None:
+        """Keeps only the best of what was offered: the tables of the others are not needed any more."""
+        self._offered[:] = [best]
+
+    def best(self, limit: int) -> Planned | None:
+        """The one with the shortest step that fits into ``limit`` bytes, with the others of its program; None if none fits."""
+        fitting = [p for p in self._offered if p.found[1].best.fits(limit)]
+        if not fitting:
+            return None
+        fitting.sort(key=lambda p: p.rank(limit))
+        first = fitting[0]
+        problem, outcome = cut_short(first.found, "interrupted")
+        others = (p.found for p in fitting[1:] if p.program is first.program)
+        tried = {t.factors: t for p in reversed(fitting) for t in p.found[1].tried}
+        outcome = replace(outcome, others=(*outcome.others, *others), tried=tuple(tried.values()))
+        return replace(first, found=(problem, outcome))

@@ -149,7 +149,9 @@ class Constants:
     """With more predicted table entries in all, a joint solve takes seconds: a simpler solution is found first, in case of an
     interrupt."""
     memory_prices: int = 24
-    """The most prices on bytes that are tried; eight times the last where no new peak appears or the peak fell little. Choice."""
+    """The most prices on bytes that are tried. Choice."""
+    dearer: float = 8.0
+    """Each price on bytes is this multiple of the last where no new peak appears or the peak fell little. Choice."""
     fell_little: float = 0.98
     """The peak fell little if it is still above this fraction of the last. Choice."""
     dearest_peak: int = 16
@@ -164,6 +166,8 @@ class Constants:
     """A variable that holds less than this fraction of the excess keeps its layout. Choice."""
     repair_variables: int = 24
     """Variables considered in a step of a repair: those that hold the most at the peak. Choice."""
+    exchanges: int = 3
+    """The most solutions over the limit from which the best within it takes layouts. Choice."""
     repair_trials: int = 400
     """The most changes tried in one call: each computes the memory of the whole step. Choice."""
     repair_pairs: int = 60

@@ -81,7 +81,7 @@ class Descent:
             if not known:
                 points.append(peak)
             if known or solution.peak_bytes > CONSTANTS.fell_little * over.peak_bytes:
-                price *= 8
+                price *= CONSTANTS.dearer
             over = solution
             if price * self.free.peak_bytes > CONSTANTS.dearest_peak * LONGEST_S:
                 break

@@ -106,7 +106,8 @@ def faster(solver: Solver, domains: Sequence[Domain], limit: int, solutions: Seq
         return None
     best = fitting[0]
     left = _Budget(CONSTANTS.repair_trials)
-    for other in sorted({s for s in solutions if not s.fits(limit) and s.seconds < best.seconds}, key=lambda s: s.seconds)[:3]:
+    over = sorted({s for s in solutions if not s.fits(limit) and s.seconds < best.seconds}, key=lambda s: s.seconds)
+    for other in over[: CONSTANTS.exchanges]:
         best = min((best, _exchanged(solver, limit, fitting[0], other, left)), key=lambda s: s.seconds)
     return _descended(solver, domains, limit, best, left)
 

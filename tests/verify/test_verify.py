@@ -18,7 +18,7 @@ from shardplan.report.plan_text import verified_text
 from shardplan.verify.judge import Change, difference, judge
 from shardplan.verify.mutate import DroppingEmitter
 from shardplan.verify.on_host import drawn
-from shardplan.verify.verify import _Loop, _Single, verify
+from shardplan.verify.verify import _judged, _Loop, _Single, verify
 from tests.machines import machine
 
 PINS = {"batch/*": P(("node", "gpu")), "state/params/*": P("gpu")}
@@ -154,6 +154,27 @@ def test_what_a_perturbation_makes_infinite_may_be_infinite() -> None:
     assert judge(["a"], [[one]], [[lost]], [[change]]).unequal == ()
     assert judge(["a"], [[one]], [[np.array([1.0, np.nan, 9.5])]], [[change]]).unequal == ("a",)
     assert judge(["a"], [[one]], [[np.array([np.inf, 2.0, 3.0])]], [[change]]).unequal == ("a",)
+
+
+@pytest.mark.parametrize(
+    ("error", "drawn_in_all", "equal"),
+    [(0.5, 5, True), (3.0, 15, True), (4.5, 30, False), (11.0, 5, False)],
+    ids=["equal", "equal once more are drawn", "unequal by any", "far beyond"],
+)
+def test_perturbations_are_drawn_until_they_decide(error: float, drawn_in_all: int, equal: bool) -> None:
+    """The first ten change a leaf by 0.1, all others by 0.4: ten times that is the tolerance."""
+    seen: list[int] = []
+
+    class Steps(_Single):
+        def __init__(self) -> None: ...
+
+        def run(self, host: Any, seed: int = 0) -> list[list[np.ndarray]]:
+            seen.append(seed)
+            return [[np.array([100.0 + (0.1 if seed < 10 else 0.4)])]]
+
+    single, found = [[np.array([100.0])]], [[np.array([100.0 + error])]]
+    judged = _judged(Steps(), [], ["a"], single, found, lambda _what, _part: None)
+    assert (judged.unequal == (), len(seen)) == (equal, drawn_in_all)
 
 
 GPT = {"layers": 1, "width": 256, "sequence": 64, "batch": 32}

@@ -27,6 +27,7 @@ EXPLICIT = [Draw("conv_general_dilated", 3, "2x2x2", True, True), Draw("scatter"
 """A draw that the schedule refused: a kernel cut unevenly along windows on an image of one element. One in which terms of a sum
 changed places with those of another.
 """
+INDEXING = ("gather", "scatter", "scatter-add", "scatter-max")
 GROUPS = 2
 
 
@@ -53,14 +54,13 @@ def test_a_sample_of_all_strategies(group: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_strategies_of_every_primitive(backend: str) -> None:
-    found = sweep(whole(primitives(), 0, 1, backend), jobs=2, budget_s=3600.0)
+    every_mode = tasks(INDEXING, 10, 2, backend)
+    found = sweep([*whole(primitives(), 0, 1, backend), *every_mode], jobs=2, budget_s=3600.0)
     assert not found.faults, "\n".join(found.faults)
     assert not found.skipped
     assert set(found.primitives) >= set(primitives())
     modes = ("FILL_OR_DROP", "CLIP", "PROMISE_IN_BOUNDS")
-    assert {f"{name} {mode}" for name in ("gather", "scatter", "scatter-add", "scatter-max") for mode in modes} <= set(
-        found.classes
-    )
+    assert {f"{name} {mode}" for name in INDEXING for mode in modes} <= set(found.classes)
 
 
 def test_every_primitive_is_proven_or_refused() -> None:

@@ -34,13 +34,11 @@ class Descent:
     watch: Watch
 
     def within(self, limit: int) -> list[Solution]:
-        """The solutions found for a limit; where none of them fits, the last is that of `smallest`."""
+        """The solutions found for a limit; where none of them fits, `smallest` may."""
         if limit < memory.floor_bytes(self.solver.problem, self.solver.live, self.domains):
-            return [self.smallest()]  # no plan holds fewer bytes
+            return []  # no plan holds fewer bytes
         solutions = [*self._initial(limit), *self._priced(limit)]
         solutions += self._repaired(limit, solutions)
-        if not any(s.fits(limit) for s in solutions):
-            solutions.append(self.smallest())
         faster = repair.faster(self.solver, self.domains, limit, solutions)
         return solutions if faster is None else [*solutions, faster]
 

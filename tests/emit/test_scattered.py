@@ -22,7 +22,7 @@ FEW = [p for p in PROGRAMS if p.__name__ in ("experts_by_one_hot", "fft_convolut
 
 def check(program: Callable[[], Program], machine: str, seed: int) -> None:
     step, args = program()
-    plan = shardplan.plan(step, *args, cluster=machines.machine(machine))
+    plan = shardplan.plan(step, *args, cluster=machines.machine(machine), backend="specs")
     made = scattered(plan, seed)
     assert made is not None
     assert made.communication_bytes > 0
@@ -51,7 +51,7 @@ def check_product(primitive: str, machine: str, seed: int) -> None:
     made = next((g for n in range(seed, seed + 8) if (g := gradient(CASES[primitive](Drawn(n)))) is not None), None)
     assert made is not None, f"{primitive} has no gradient in eight draws"
     step, *args = made
-    plan = shardplan.plan(step, *args, cluster=machines.machine(machine))
+    plan = shardplan.plan(step, *args, cluster=machines.machine(machine), backend="specs")
     drawn = scattered(plan, seed)
     assert drawn is not None
     found = verify(drawn, step, args, backend="specs", steps=1, devices=jax.devices()[: int(np.prod(list(plan.axes.values())))])

@@ -80,19 +80,24 @@ def test_what_one_choice_gives_up_is_little() -> None:
     assert counts[1] < 0.5 * counts[0]
 
 
-def test_the_planner_ties_equal_layers_where_there_are_many_and_memory_costs_nothing() -> None:
+def deep(limit: float, **options: Any) -> shardplan.Plan:
+    """The plan of six layers."""
     step, args = gpt.train_step(**{**SMALL, "layers": 6})
+    return shardplan.plan(step, *args, cluster="2x4", donate_argnums=0, memory_limit=limit, **options)
 
-    def planned(limit: float, **options: Any) -> shardplan.Plan:
-        return shardplan.plan(step, *args, cluster="2x4", donate_argnums=0, memory_limit=limit, **options)
 
-    roomy, shared, free = planned(2**40), planned(2**40, one_choice="layers"), planned(2**40, one_choice="timesteps")
+def test_the_planner_ties_equal_layers_where_there_are_many_and_memory_costs_nothing() -> None:
+    roomy, shared, free = deep(2**40), deep(2**40, one_choice="layers"), deep(2**40, one_choice="timesteps")
     assert roomy.one_choice == "layers"
     assert (roomy.flat_in_specs, roomy.step_time_s) == (shared.flat_in_specs, shared.step_time_s)
     assert roomy.step_time_s <= free.step_time_s * 1.002
-    # where memory is short, each layer may lie in its own way: no slower than either search alone
-    limit = 0.75 * roomy.peak_bytes
-    short, shared, free = planned(limit), planned(limit, one_choice="layers"), planned(limit, one_choice="timesteps")
+
+
+@pytest.mark.slow
+def test_where_memory_is_short_each_layer_may_lie_in_its_own_way() -> None:
+    """The plan is no slower than either search alone."""
+    limit = 0.75 * deep(2**40).peak_bytes
+    short, shared, free = deep(limit), deep(limit, one_choice="layers"), deep(limit, one_choice="timesteps")
     assert short.peak_bytes <= limit
     assert short.searched_s <= min(shared.searched_s, free.searched_s) * 1.002
 

@@ -1,7 +1,9 @@
 """The proof of a plan: compares the sharded step with the single-device step, and the prediction with the compiled program.
 
-Both run a few steps with their state fed back. `shardplan.verify.judge` says what equal means, given seeded perturbations of the
-arguments by one unit in the last place (of the type that the step reads them in, see `shardplan.verify.perturb`).
+The sharded step runs a few times with its state fed back, and each time the single-device step from the same state: if each step
+is right, so are all. (Two runs from one start drift apart where a unit in the last place decides what a max pool takes.)
+`shardplan.verify.judge` says what equal means, given seeded perturbations of the state and the other arguments by one unit in the
+last place (of the type that the step reads them in, see `shardplan.verify.perturb`).
 """
 
 from __future__ import annotations
@@ -225,8 +227,10 @@ def _verify(
     sharded = _Sharded(plan, step, devices, backend, drop, loop)
     compile_in_child_first(program, lambda: sharded.lowered(host), on, backend, tuple(plan.mesh(devices).shape.values()))
     results = sharded.run(host)
+    starts = [host, *sharded.states]
+    single = [single[0], *(one.once(start) for start in starts[1:])]
     perturbed = _Perturbed(pure, first, loop) if narrows(plan.traced.program) else one
-    judged = _judged(perturbed, host, plan.traced.program.output_paths, single, results, tell)
+    judged = _judged(perturbed, starts, plan.traced.program.output_paths, single, results, tell)
     tell("bytes", 0.9)
     return Verified(
         backend=backend,
@@ -351,6 +355,11 @@ class _Single:
                     flat[i] = x
         return after
 
+    def once(self, host: Sequence[Any], seed: int = 0) -> list[np.ndarray]:
+        """The results of one step, on one device."""
+        flat = [self._loop.put(i, x, self._device) for i, x in enumerate(host)]
+        return [as_numbers(x) for x in jax.tree.leaves(self._step(seed, *jax.tree.unflatten(self._loop.tree, flat)))]
+
     def lowered(self, host: Sequence[Any]) -> Any:
         """The step lowered for its arguments."""
         flat = [self._loop.put(i, x, self._device) for i, x in enumerate(host)]
@@ -372,7 +381,9 @@ class _Perturbed(_Single):
 
 
 class _Sharded:
-    """The step under a plan; ``moved`` lists the results that came back in another sharding."""
+    """The step under a plan; ``moved`` lists the results that came back in another sharding, ``states`` the arguments of each
+    step but the first, on the host.
+    """
 
     def __init__(
         self, plan: Runs, step: Callable[..., Any], devices: Sequence[Any] | None, backend: str, drop: int | None, loop: _Loop
@@ -384,6 +395,7 @@ class _Sharded:
         self._donated = set(plan.donated_leaves)
         self.recompiles = 0
         self.moved: list[str] = []
+        self.states: list[list[Any]] = []
 
     def put(self, host: Sequence[Any]) -> list[Any]:
         """The arguments in the shardings of the plan."""
@@ -408,6 +420,8 @@ class _Sharded:
                 flat[i] = x
             for i in self._donated - fed:
                 flat[i] = self._loop.put(i, host[i], self._shardings[i])
+            if n + 1 < self._loop.steps:
+                self.states.append([on_host(x) if i in fed else host[i] for i, x in enumerate(flat)])
         return after
 
     def lowered(self, host: Sequence[Any]) -> Any:
@@ -426,17 +440,17 @@ class _Sharded:
 
 def _judged(
     perturbed: _Single,
-    host: Sequence[Any],
+    starts: Sequence[Sequence[Any]],
     paths: Sequence[str],
     single: Sequence[Sequence[np.ndarray]],
     results: Sequence[Sequence[np.ndarray]],
     tell: Callable[[str, float], None],
 ) -> Judged:
-    """Judges the leaves after each step by the changes that perturbations cause, as many as decide."""
+    """Judges the leaves after each step by the changes that perturbations of its ``starts`` cause, as many as decide."""
     changes = [[Change()] * len(leaf) for leaf in single]
     for n in range(MOST_PERTURBATIONS):
         tell("perturbed steps", 0.6 + 0.3 * n / MOST_PERTURBATIONS)
-        after = perturbed.run(nudged(host, n), n)
+        after = [perturbed.once(nudged(start, n), n) for start in starts]
         changes = [[c.with_run(a, b) for c, a, b in zip(*row, strict=True)] for row in zip(changes, single, after, strict=True)]
         if (n + 1) % PERTURBATIONS == 0:
             judged = judge(paths, single, results, changes)

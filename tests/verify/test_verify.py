@@ -168,12 +168,12 @@ def test_perturbations_are_drawn_until_they_decide(error: float, drawn_in_all: i
     class Steps(_Single):
         def __init__(self) -> None: ...
 
-        def run(self, host: Any, seed: int = 0) -> list[list[np.ndarray]]:
+        def once(self, host: Any, seed: int = 0) -> list[np.ndarray]:
             seen.append(seed)
-            return [[np.array([100.0 + (0.1 if seed < 10 else 0.4)])]]
+            return [np.array([100.0 + (0.1 if seed < 10 else 0.4)])]
 
     single, found = [[np.array([100.0])]], [[np.array([100.0 + error])]]
-    judged = _judged(Steps(), [], ["a"], single, found, lambda _what, _part: None)
+    judged = _judged(Steps(), [[]], ["a"], single, found, lambda _what, _part: None)
     assert (judged.unequal == (), len(seen)) == (equal, drawn_in_all)
 
 

@@ -222,15 +222,13 @@ def _verify(
     program, on = plan.traced.program, plan.mesh(devices).devices.flatten().tolist()
     compile_in_child_first(program, lambda: one.lowered(host), on if program.meshed else on[:1], "specs")
     single = one.run(host)
-    own_recompiles = one.recompiles
     tell("the sharded step", 0.3)
     sharded = _Sharded(plan, step, devices, backend, drop, loop)
     compile_in_child_first(program, lambda: sharded.lowered(host), on, backend, tuple(plan.mesh(devices).shape.values()))
     results = sharded.run(host)
-    starts = [host, *sharded.states]
-    single = [single[0], *(one.once(start) for start in starts[1:])]
+    single[1:] = [one.once(start) for start in sharded.states]
     perturbed = _Perturbed(pure, first, loop) if narrows(plan.traced.program) else one
-    judged = _judged(perturbed, starts, plan.traced.program.output_paths, single, results, tell)
+    judged = _judged(perturbed, [host, *sharded.states], plan.traced.program.output_paths, single, results, tell)
     tell("bytes", 0.9)
     return Verified(
         backend=backend,
@@ -242,7 +240,7 @@ def _verify(
         worst=judged.worst,
         unequal=judged.unequal,
         recompiles=sharded.recompiles,
-        single_recompiles=own_recompiles,
+        single_recompiles=one.recompiles,
         retyped=tuple(_retyped(plan.traced)),
         moved=tuple(sharded.moved),
         zeros=tuple(p for p, x in zip(plan.traced.program.input_paths, leaves, strict=True) if drawn_as_zero(x)),

@@ -38,7 +38,7 @@ MOST_PERTURBATIONS = 30
 """The most that are drawn. The largest change of five underestimates what a unit in the last place causes where it is chaotic: an
 update by Adam of a gradient near zero. One leaf of the tests' U-Net in bfloat16 on eight devices needed ten."""
 DECIDED = 10.0
-"""A leaf that is beyond this multiple of its tolerance is unequal: other perturbations would not change that."""
+"""A leaf that is beyond this multiple of its tolerance is unequal, and no more perturbations are drawn. Choice."""
 
 
 class Runs(Protocol):
@@ -212,7 +212,7 @@ def _verify(
     tell = observer or (lambda _what, _part: None)
     leaves, tree = jax.tree.flatten(apart(tuple(args)))
     host = [on_host(x) for x in drawn(leaves)]
-    loop = _Loop(tree, plan.traced.program.feedback, [shape.weak_type for shape in plan.traced.in_shapes], steps)
+    loop = _loop(plan.traced, tree, steps)
     tell("the single-device step", 0.1)
     first = devices[0] if devices is not None else jax.devices()[0]
     pure = Pure(step, plan.donate_argnums)
@@ -226,7 +226,7 @@ def _verify(
     sharded = _Sharded(plan, step, devices, backend, drop, loop)
     compile_in_child_first(program, lambda: sharded.lowered(host), on, backend, tuple(plan.mesh(devices).shape.values()))
     results = sharded.run(host)
-    single[1:] = [one.once(start) for start in sharded.states]
+    single[1:] = [one.once(state, later=True) for state in sharded.states]
     perturbed = _Perturbed(pure, first, loop) if narrows(plan.traced.program) else one
     judged = _judged(perturbed, [host, *sharded.states], plan.traced.program.output_paths, single, results, tell)
     tell("bytes", 0.9)
@@ -318,17 +318,30 @@ def _retyped(traced: Traced) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Loop:
-    """How a step's results become its next arguments. ``weak`` marks the argument leaves typed weakly, as Python numbers are."""
+    """How a step's results become its next arguments. ``weak`` marks the argument leaves typed weakly, as Python numbers are,
+    ``weak_later`` those of every step but the first.
+    """
 
     tree: Any
     feedback: tuple[int | None, ...]
     weak: Sequence[bool]
+    weak_later: Sequence[bool]
     steps: int
 
-    def put(self, leaf: int, x: Any, where: Any) -> Any:
-        """A leaf on a device or in a sharding, as weakly typed as it was planned."""
+    def put(self, leaf: int, x: Any, where: Any, *, later: bool = False) -> Any:
+        """A leaf on a device or in a sharding, as weakly typed as the step has it."""
         placed = jax.device_put(as_array(x), where)
-        return _jax.weakly_typed(placed) if self.weak[leaf] else placed
+        return _jax.weakly_typed(placed) if (self.weak_later if later else self.weak)[leaf] else placed
+
+
+def _loop(traced: Traced, tree: Any, steps: int) -> _Loop:
+    """The loop of a traced step."""
+    weak = [shape.weak_type for shape in traced.in_shapes]
+    later = weak.copy()
+    for shape, i in zip(traced.out_shapes, traced.program.feedback, strict=True):
+        if i is not None:
+            later[i] = shape.weak_type
+    return _Loop(tree, traced.program.feedback, weak, later, steps)
 
 
 class _Single:
@@ -353,9 +366,9 @@ class _Single:
                     flat[i] = x
         return after
 
-    def once(self, host: Sequence[Any], seed: int = 0) -> list[np.ndarray]:
-        """The results of one step, on one device."""
-        flat = [self._loop.put(i, x, self._device) for i, x in enumerate(host)]
+    def once(self, host: Sequence[Any], seed: int = 0, *, later: bool = False) -> list[np.ndarray]:
+        """The results of one step, on one device; ``later``: of one that is not the first."""
+        flat = [self._loop.put(i, x, self._device, later=later) for i, x in enumerate(host)]
         return [as_numbers(x) for x in jax.tree.leaves(self._step(seed, *jax.tree.unflatten(self._loop.tree, flat)))]
 
     def lowered(self, host: Sequence[Any]) -> Any:
@@ -448,7 +461,7 @@ def _judged(
     changes = [[Change()] * len(leaf) for leaf in single]
     for n in range(MOST_PERTURBATIONS):
         tell("perturbed steps", 0.6 + 0.3 * n / MOST_PERTURBATIONS)
-        after = [perturbed.once(nudged(start, n), n) for start in starts]
+        after = [perturbed.once(nudged(start, n), n, later=step > 0) for step, start in enumerate(starts)]
         changes = [[c.with_run(a, b) for c, a, b in zip(*row, strict=True)] for row in zip(changes, single, after, strict=True)]
         if (n + 1) % PERTURBATIONS == 0:
             judged = judge(paths, single, results, changes)

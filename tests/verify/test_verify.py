@@ -168,7 +168,7 @@ def test_perturbations_are_drawn_until_they_decide(error: float, drawn_in_all: i
     class Steps(_Single):
         def __init__(self) -> None: ...
 
-        def once(self, host: Any, seed: int = 0) -> list[np.ndarray]:
+        def once(self, host: Any, seed: int = 0, *, later: bool = False) -> list[np.ndarray]:
             seen.append(seed)
             return [np.array([100.0 + (0.1 if seed < 10 else 0.4)])]
 
@@ -249,7 +249,7 @@ def test_the_single_device_step_has_the_types_that_were_planned(devices: list[An
 
     args = jnp.full((8, 16), 1.0), jnp.ones((8, 16), "bfloat16")
     made = shardplan.plan(step, *args, cluster="2")
-    (row,) = _Single(jax.jit(step), devices[0], _Loop(made.traced.in_tree, (None,), [True, False], 1)).run(
+    (row,) = _Single(jax.jit(step), devices[0], _Loop(made.traced.in_tree, (None,), [True, False], [True, False], 1)).run(
         [np.array(x) for x in args]
     )
     assert [x.dtype for x in row] == [made.traced.out_shapes[0].dtype] == ["bfloat16"]

@@ -95,6 +95,7 @@ def search(
     rivals = Rivals(solver)
 
     def ended(work: Callable[[], Outcome]) -> Outcome:
+        """The outcome of some work, or the best until it was stopped; the same for what that outcome may do later."""
         try:
             with watch.opened():
                 outcome = work()
@@ -107,9 +108,13 @@ def search(
         smaller = outcome.smaller
         return outcome if smaller is None else replace(outcome, smaller=lambda: ended(smaller))
 
-    outcome = ended(lambda: _searched(solver, rivals, limit, domains, watch, starts))
-    observer("done", 1.0)
-    return outcome
+    def whole() -> Outcome:
+        """The outcome of the whole search."""
+        outcome = _searched(solver, rivals, limit, domains, watch, starts)
+        observer("done", 1.0)
+        return outcome
+
+    return ended(whole)
 
 
 def _unfinished(solver: Solver, rivals: Rivals, watch: Watch, stopped: Stopped) -> Outcome:
@@ -166,6 +171,7 @@ def _searched(
     candidates = [best, *free.others, *known]
 
     def outcome(chosen: Solution, smaller: Callable[[], Outcome] | None = None) -> Outcome:
+        """The outcome with the solution that is chosen."""
         assert all(s in d for s, d in zip(chosen.states, pinned, strict=True)), "a pin is violated"
         bound = Bound(
             problem,

@@ -72,8 +72,6 @@ class _Search:
             stopped = self._refine(work)
         if free and not stopped and not self.wanted.pins:
             stopped = self._merge()
-        if not stopped and not self._fastest()[1].best.fits(self.wanted.memory):
-            stopped = self._press()
         problem, outcome = self._fastest()
         others = [(p, o) for p, o in self.found.values() if p is not problem and o.best.fits(self.wanted.memory)]
         others.sort(key=lambda found: found[1].best.seconds)
@@ -132,16 +130,6 @@ class _Search:
             if fewer not in self.found or better(best, self.found[fewer], self.wanted.memory):
                 return ""
             best = self.found[fewer]
-        return ""
-
-    def _press(self) -> Stopped:
-        """Looks for fewer bytes over every factoring: nothing fits."""
-        for problem, outcome in list(self.found.values()):
-            if outcome.smaller is not None:
-                self.found[problem.factors] = smaller = problem, outcome.smaller()
-                self._offer(smaller)
-                if smaller[1].stopped:
-                    return smaller[1].stopped
         return ""
 
     def _try(self, factors: tuple[Factor, ...], parent: Found | None) -> Stopped:

@@ -213,10 +213,7 @@ def _outcome(
         if free is None:
             return None
         if not free.fits(wanted.memory):
-            descent = Descent(Solver(problem, live, r.limits, watch), None, r.domains, free, (), False, watch)
-            descent.within(wanted.memory)
-            if not incumbent.fits:
-                descent.smallest()
+            Descent(Solver(problem, live, r.limits, watch), None, r.domains, free, (), False, watch).within(wanted.memory)
     except OutOfTimeError:
         stopped = "time budget"
     watch.close()
@@ -224,7 +221,7 @@ def _outcome(
     best = replace(incumbent.best, name="plan")
     free = free or best
     bound = Bound(problem, live, r.domains, free=free, chosen=best, limit=max(wanted.memory, best.peak_bytes), unlimited_s=None)
-    return Outcome(best, Rivals(Solver(problem, live)), bound, False, free, stopped, purposes=tuple(of))
+    return Outcome(best, Rivals(Solver(problem, live)), bound, False, best, free, stopped, purposes=tuple(of))
 
 
 def _unused(found: Found) -> tuple[int, ...]:

@@ -142,7 +142,8 @@ def _searched(program: Program, searcher: Searcher, origin: str, *, recompute: b
     planned = searcher.auto(program) if recompute else searcher.plain(program)
     problem, outcome = planned.found
     if not outcome.best.fits(wanted.memory):
-        raise _memory_error(problem, outcome.best, wanted, origin, stopped=bool(outcome.stopped), recompute=recompute)
+        smallest = outcome.smallest or outcome.best
+        raise _memory_error(problem, smallest, wanted, origin, stopped=bool(outcome.stopped), recompute=recompute)
     return planned
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -101,15 +100,6 @@ class Watch:
         ):
             self.incumbent.offer(solution)
 
-    @contextmanager
-    def opened(self) -> Generator[None]:
-        """Follows a search until it ends: what is solved later, for a report, has no deadline."""
-        self._open = True
-        try:
-            yield
-        finally:
-            self._open = False
-
     def close(self) -> None:
-        """Ends the search."""
+        """Ends the search: what is solved later, for a report, has no deadline."""
         self._open = False

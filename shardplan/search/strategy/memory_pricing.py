@@ -34,11 +34,13 @@ class Descent:
     watch: Watch
 
     def within(self, limit: int) -> list[Solution]:
-        """The solutions found for a limit; where none of them fits, `smallest` may."""
+        """The solutions found for a limit; where none of them fits, the last is that of `smallest`."""
         if limit < memory.floor_bytes(self.solver.problem, self.solver.live, self.domains):
-            return []  # no plan holds fewer bytes
+            return [self.smallest()]  # no plan holds fewer bytes
         solutions = [*self._initial(limit), *self._priced(limit)]
         solutions += self._repaired(limit, solutions)
+        if not any(s.fits(limit) for s in solutions):
+            solutions.append(self.smallest())
         faster = repair.faster(self.solver, self.domains, limit, solutions)
         return solutions if faster is None else [*solutions, faster]
 

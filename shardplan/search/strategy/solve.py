@@ -36,10 +36,9 @@ from shardplan.search.strategy.recursion import recurse
 class Outcome:
     """The best solution, the baselines, a lower bound on any solution's seconds, and how the search ended.
 
-    ``exact``: the optimum without a memory limit is proved. Where nothing fits, ``best`` holds the fewest bytes found, and
-    ``smaller`` looks for fewer, which takes long: it gives another outcome. ``stopped`` says what ended the search early: then
-    ``best`` is the best so far, not ``exact``, and the baselines are those solved by then. ``free`` is the best solution without
-    a memory limit,
+    ``exact``: the optimum without a memory limit is proved. ``smallest``, where nothing fits, is the solution with the fewest
+    bytes found. ``stopped`` says what ended the search early: then ``best`` is the best so far, not ``exact``, and the baselines
+    are those solved by then. ``free`` is the best solution without a memory limit,
     ``tried`` are the factorings that a search over them came to, ``purposes`` those that the user has fixed for the factors.
     ``others`` are the outcomes of other factorings that fit, fastest first: as scheduled, one of them may be faster.
     ``least_free_s`` are the seconds of the best solution without a memory limit over all factorings that were searched.
@@ -49,13 +48,13 @@ class Outcome:
     rivals: Rivals
     bound: Bound
     exact: bool
+    smallest: Solution | None
     free: Solution
     stopped: Stopped = ""
     tried: tuple[Tried, ...] = ()
     purposes: tuple[Purpose, ...] = ()
     others: tuple[tuple[Problem, Outcome], ...] = ()
     least_free_s: float = math.inf
-    smaller: Callable[[], Outcome] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,28 +92,20 @@ def search(
     watch = Watch(incumbent, domains, deadline, observer)
     solver = Solver(problem, live, everything_cut(problem) if problem.objective.everything_split else None, watch)
     rivals = Rivals(solver)
-
-    def ended(work: Callable[[], Outcome]) -> Outcome:
-        """The outcome of some work, or the best until it was stopped; the same for what that outcome may do later."""
-        try:
-            with watch.opened():
-                outcome = work()
-        except OutOfTimeError:
-            return _unfinished(solver, rivals, watch, "time budget")
-        except KeyboardInterrupt:
-            if incumbent.fits:
-                offer(_unfinished(solver, rivals, watch, "interrupted"))
-            raise
-        smaller = outcome.smaller
-        return outcome if smaller is None else replace(outcome, smaller=lambda: ended(smaller))
-
-    def whole() -> Outcome:
-        """The outcome of the whole search."""
+    try:
         outcome = _searched(solver, rivals, limit, domains, watch, starts)
         observer("done", 1.0)
         return outcome
-
-    return ended(whole)
+    except OutOfTimeError:
+        watch.close()
+        return _unfinished(solver, rivals, watch, "time budget")
+    except KeyboardInterrupt:
+        watch.close()
+        if incumbent.fits:
+            offer(_unfinished(solver, rivals, watch, "interrupted"))
+        raise
+    finally:
+        watch.close()
 
 
 def _unfinished(solver: Solver, rivals: Rivals, watch: Watch, stopped: Stopped) -> Outcome:
@@ -134,7 +125,7 @@ def _unfinished(solver: Solver, rivals: Rivals, watch: Watch, stopped: Stopped) 
         known_s=incumbent.least_s,
         work=CONSTANTS.unfinished_bound_work,
     )
-    return Outcome(best, rivals, bound, False, best, stopped)
+    return Outcome(best, rivals, bound, False, best, best, stopped)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,31 +160,27 @@ def _searched(
     free = _unlimited(solver, rivals, limit, domains, pinned, watch, known)
     best = free.best
     candidates = [best, *free.others, *known]
-
-    def outcome(chosen: Solution, smaller: Callable[[], Outcome] | None = None) -> Outcome:
-        """The outcome with the solution that is chosen."""
-        assert all(s in d for s, d in zip(chosen.states, pinned, strict=True)), "a pin is violated"
-        bound = Bound(
-            problem,
-            solver.live,
-            domains,
-            free=best,
-            chosen=chosen,
-            limit=limit,
-            unlimited_s=best.seconds if free.exact else None,
-            known_s=free.known_s,
-        )
-        return Outcome(replace(chosen, name="plan"), rivals, bound, free.exact, best, smaller=smaller)
-
-    if best.fits(limit):
-        return outcome(min((s for s in candidates if s.fits(limit)), key=lambda s: s.seconds))
-    watch.tell("memory", 0.7)
-    jointly = free.exact and not free.wide
-    others = known or (free.levels.every if free.levels is not None else [])
-    descent = Descent(solver, rivals, domains, best, others, jointly, watch)
-    candidates += descent.within(limit)
-    first = min(candidates, key=lambda s: s.rank(limit))
-    return outcome(first, None if first.fits(limit) else lambda: outcome(descent.smallest()))
+    smallest: Solution | None = None
+    if not best.fits(limit):
+        watch.tell("memory", 0.7)
+        jointly = free.exact and not free.wide
+        others = known or (free.levels.every if free.levels is not None else [])
+        candidates += (result := Descent(solver, rivals, domains, best, others, jointly, watch).within(limit))
+        smallest = None if any(s.fits(limit) for s in candidates) else result[-1]
+    chosen = next((s for s in sorted(candidates, key=lambda s: s.seconds) if s.fits(limit)), smallest)
+    assert chosen is not None
+    assert all(s in d for s, d in zip(chosen.states, pinned, strict=True)), "a pin is violated"
+    bound = Bound(
+        problem,
+        solver.live,
+        domains,
+        free=best,
+        chosen=chosen,
+        limit=limit,
+        unlimited_s=best.seconds if free.exact else None,
+        known_s=free.known_s,
+    )
+    return Outcome(replace(chosen, name="plan"), rivals, bound, free.exact, smallest, best)
 
 
 def _unlimited(
@@ -299,12 +286,13 @@ def in_seconds(
     def repriced(solution: Solution) -> Solution:
         return solver.again(solution, fewest_bytes(problem, timed, solution))
 
+    smallest = repriced(outcome.smallest) if outcome.smallest is not None else None
     rivals = Rivals(Solver(timed, live))
     if outcome.stopped:
         rivals.close()
     best = repriced(outcome.best)
     bound = Bound(timed, live, timed.domains, free=best, chosen=best, limit=best.peak_bytes, unlimited_s=None)
-    return timed, Outcome(best, rivals, bound, False, repriced(outcome.free), outcome.stopped, outcome.tried)
+    return timed, Outcome(best, rivals, bound, False, smallest, repriced(outcome.free), outcome.stopped, outcome.tried)
 
 
 class _Levels:

@@ -25,10 +25,9 @@ from tests.search import steps
 
 
 def searched(problem: Problem, domains: Any, limit: int) -> Outcome:
-    found = solve.search(
+    return solve.search(
         problem, limit=limit, donated=frozenset(), domains=domains, deadline=None, observer=lambda _what, _part: None
     )
-    return found if found.smaller is None else found.smaller()
 
 
 def rated(problem: Problem, domains: Any) -> list[tuple[float, int]]:
@@ -74,7 +73,8 @@ def against_all(count: int, assignments: int) -> tuple[list[float], list[float]]
                 found = searched(problem, domains, limit).best
                 assert found.limits or found.seconds >= best * (1 - 1e-9) or not found.fits(limit)
                 gaps.append(found.seconds / best - 1 if found.fits(limit) else math.inf)
-        least = searched(problem, domains, 1).best
+        least = searched(problem, domains, 1).smallest
+        assert least is not None
         assert least.limits or least.peak_bytes >= peaks[0]
         assert searched(problem, domains, least.peak_bytes).best.fits(least.peak_bytes), "the limit that is named is met"
         smallest.append(least.peak_bytes / peaks[0] - 1)
@@ -117,7 +117,8 @@ def _equal_branches() -> Problem:
 def test_of_equal_parts_as_many_are_fast_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = _equal_branches()
     fastest = searched(problem, problem.domains, 2**60).best
-    least = searched(problem, problem.domains, 1).best
+    least = searched(problem, problem.domains, 1).smallest
+    assert least is not None
     limits = [int(least.peak_bytes + part * (fastest.peak_bytes - least.peak_bytes)) for part in (0.3, 0.55, 0.8)]
     repaired = [searched(problem, problem.domains, limit).best for limit in limits]
     monkeypatch.setattr(repair, "faster", lambda *_: None)
@@ -134,7 +135,8 @@ def test_the_parts_in_which_two_solutions_differ_are_worth_what_they_are_worth_t
     problem = _equal_branches()
     solver = Solver(problem, memory.liveness(problem))
     fast, _ = solver.minimum("x", problem.domains)
-    slow = searched(problem, problem.domains, 1).best
+    slow = searched(problem, problem.domains, 1).smallest
+    assert slow is not None
     parts = repair._parts(solver, slow, fast)  # pyright: ignore[reportPrivateUsage]
     assert sorted(v for part in parts for v in part) == [
         v for v, (a, b) in enumerate(zip(slow.states, fast.states, strict=True)) if a != b

@@ -102,7 +102,8 @@ class _Way:
                     fastest.among_baselines()
                 if fastest.unfinished:
                     self._stopped = "time budget"
-                    fastest.session.rivals.close()
+            if self._stopped:
+                fastest.session.rivals.close()
         if not self._stopped:
             wanted.observer("done", 1.0)
 

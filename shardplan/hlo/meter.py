@@ -81,6 +81,20 @@ class Measured:
     collectives: tuple[HloCollective, ...]
 
 
+def joined(programs: Sequence[Measured]) -> Measured:
+    """The collectives of several programs of one step."""
+    kinds: dict[Collective, KindTotal] = {}
+    for kind, total in (row for m in programs for row in m.kinds.items()):
+        before = kinds.get(kind, KindTotal(0, 0.0))
+        kinds[kind] = KindTotal(before.count + total.count, before.wire_bytes + total.wire_bytes)
+    return Measured(
+        kinds,
+        sum(m.wire_bytes for m in programs),
+        sum(m.raw_wire_bytes for m in programs),
+        tuple(c for m in programs for c in m.collectives),
+    )
+
+
 def parse(hlo_text: str) -> tuple[HloCollective, ...]:
     """Every collective that a compiled module runs, in the order of the text, nothing undone.
 

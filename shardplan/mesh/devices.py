@@ -36,10 +36,15 @@ def build_mesh(
     if sorted(named) != list(range(len(factors))):
         raise ClusterError(f"the axes name the factors {named}: each of 0 to {len(factors) - 1} belongs to exactly one axis")
     order = device_order(cluster, factors, tuple(axes.values()))
-    return Mesh(_first(cluster, devices)[order], tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+    return Mesh(cluster_devices(cluster, devices)[order], tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
-def _first(cluster: Cluster, devices: Sequence[Any] | None) -> np.ndarray[Any, Any]:
+def cluster_devices(cluster: Cluster, devices: Sequence[Any] | None = None) -> np.ndarray[Any, Any]:
+    """The devices of a cluster, by number: the first of these, by default of `jax.devices()`.
+
+    Raises:
+        DeviceError: if they are too few, no devices, or named twice.
+    """
     everything = cast("Any", jax).devices  # jax.devices returns an untyped list
     found: list[Any] = np.asarray(everything() if devices is None else devices, dtype=object).ravel().tolist()
     strange = next((d for d in found if not isinstance(d, jax.Device)), None)

@@ -34,12 +34,16 @@ class Group:
 
 
 class Grouping:
-    """The operators of a graph while its nodes are given to them. ``of`` is the operator of each tensor of the forward pass."""
+    """The operators of a graph while its nodes are given to them.
+
+    ``of`` is the operator of each tensor of the forward pass, ``owner`` that of each node.
+    """
 
     def __init__(self, graph: Graph, program: Program) -> None:
         self.graph, self.roles = graph, roles_of(graph, program)
         self.groups: list[Group] = []
         self.of: dict[int, int] = {}
+        self.owner: dict[int, int] = {}
         self.derived: dict[int, Node] = {}
         self.charged: set[int] = set()
         self._loops: dict[object, int] = {}
@@ -102,6 +106,7 @@ class Grouping:
     def _add(self, at: int, node: Node, how: Passed) -> None:
         """Adds an op of the forward pass to an operator, with how it passes labels on."""
         group = self.groups[at]
+        self.owner[node.id] = at
         self._record(group, node, how)
         for t, labels in zip(node.outputs, how.results, strict=True):
             self.of[t] = at
@@ -135,6 +140,7 @@ class Grouping:
         before = labels_before(node, labels if node.outputs[0] == t else (-1,) * len(labels))
         if node.id not in self.charged:
             self.charged.add(node.id)
+            self.owner[node.id] = next(j for j, own in enumerate(self.groups) if own is group)
             group.works[0].append(Work(node.costed, node.weight, before, tuple(labels for _ in node.outputs)))
         for source, own in zip(node.inputs, before, strict=True):
             if source >= 0 and source not in self.roles.free:
@@ -149,6 +155,7 @@ class Grouping:
             self.groups.append(Group(node, ["sample"], [0], loop=True))
         at = self._loops[key]
         group = self.groups[at]
+        self.owner[node.id] = at
         group.contracts |= node.signature.multiplies
         operands, results = (tuple(self.roles.sample_labels(t) for t in side) for side in (node.inputs, node.outputs))
         shapes = node.signature.call.operands

@@ -63,9 +63,17 @@ def _finished(grouping: Grouping) -> OperatorGraph:
     operators = tuple(replace(o, saved=saved.get(j, ())) for j, o in enumerate(_operators(groups, roles, weights)))
     learning = tuple(w for w in weights if any(operators[u].works[BACKWARD] for u in w.users))
     trained = {w.path for w in learning}
-    return OperatorGraph(
-        operators, _differentiated(operators, edges), learning, tuple(w for w in read.values() if w.path not in trained)
-    )
+    arguments = tuple(w for w in read.values() if w.path not in trained)
+    return OperatorGraph(operators, _differentiated(operators, edges), learning, arguments, _owners(grouping))
+
+
+def _owners(grouping: Grouping) -> tuple[tuple[int, int], ...]:
+    """The operator of each op of the step that has one."""
+    found: dict[int, int] = {}
+    for node in grouping.graph.nodes:
+        if node.id in grouping.owner:
+            found.setdefault(node.where[0][0] if node.where else node.op.id, grouping.owner[node.id])
+    return tuple(sorted(found.items()))
 
 
 def _state_bytes(grouping: Grouping) -> dict[tuple[int, ...], int]:

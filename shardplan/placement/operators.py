@@ -120,13 +120,15 @@ class Weight:
 class OperatorGraph:
     """Operators in an order in which each comes after those that it reads.
 
-    ``arguments`` are those without gradients that operators read: data, and weights that are not trained.
+    ``arguments`` are those without gradients that operators read: data, and weights that are not trained. ``owners`` pairs ops of
+    the step, by id, with the operators that they belong to; an op with bodies belongs to the operator of the first op in them.
     """
 
     operators: tuple[Operator, ...]
     edges: tuple[Edge, ...]
     weights: tuple[Weight, ...]
     arguments: tuple[Weight, ...] = ()
+    owners: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         assert all(e.producer < e.consumer for e in self.edges), "operators come after what they read"

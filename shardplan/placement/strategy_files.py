@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 from shardplan.errors import PlacementError
@@ -40,6 +41,19 @@ def strategy_json(problem: PlacementProblem, strategy: Strategy, seconds: float)
             for o, c in zip(problem.graph.operators, strategy, strict=True)
         },
     }
+
+
+def read_strategy_file(file: str, problem: PlacementProblem) -> Strategy:
+    """The strategy in a file.
+
+    Raises:
+        PlacementError: if the file cannot be read, or as `read_strategy`.
+    """
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlacementError(f"cannot read the strategy {file}: {getattr(error, 'strerror', None) or error}") from error
+    return read_strategy(text, problem, file)
 
 
 def read_strategy(text: str, problem: PlacementProblem, name: str) -> Strategy:

@@ -45,6 +45,7 @@ class _Backward:
         for node in self.grouping.graph.nodes:
             if self.roles.phases[node.id] == BACKWARD:
                 at = self._operator(node)
+                self.grouping.owner[node.id] = at
                 self.of.update(dict.fromkeys(node.outputs, at))
                 group = self.grouping.groups[at]
                 how = by_shape(node, group.shapes)
@@ -123,6 +124,7 @@ def assign_update(grouping: Grouping) -> None:
             continue
         own = [first[w] for t in node.outputs for w in roles.ends.get(t, ()) if w in first]
         at = min(own) if own else at_last
+        grouping.owner[node.id] = at
         how = by_shape(node, grouping.groups[at].shapes)
         works = grouping.groups[at].works[UPDATE]
         works.append(Work(node.costed, node.weight, how.operands, how.results))
@@ -130,4 +132,5 @@ def assign_update(grouping: Grouping) -> None:
             source = grouping.derived.get(t)
             if source is not None and source.id not in grouping.charged:
                 grouping.charged.add(source.id)
+                grouping.owner[source.id] = at
                 works.append(Work(source.costed, source.weight, how.operands[:1] * len(source.inputs), how.results))

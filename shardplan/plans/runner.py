@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 from jax.core import Tracer
@@ -107,6 +107,22 @@ class Leaves:
         )
 
 
+class FlatStep(Protocol):
+    """A step on flat leaves."""
+
+    def __call__(self, *leaves: Any) -> list[Any]:
+        """The flat results."""
+        ...
+
+    def trace(self, *leaves: Any) -> Any:
+        """The function as `jax.stages.Traced`."""
+        ...
+
+    def cache_size(self) -> int:
+        """The number of entries in the call caches."""
+        ...
+
+
 class Flat:
     """A function of flat leaves, jitted with compiler options. JAX takes these of the outermost `jax.jit` alone, so a call inside
     another jitted function goes without them.
@@ -139,7 +155,7 @@ class Runner:
     Arguments with another sharding are moved to the planned one. nnx objects are updated in place, as under `nnx.jit`.
     """
 
-    def __init__(self, flat: Flat, step: Callable[..., Any], traced: Traced, donated: Sequence[int], leaves: Leaves) -> None:
+    def __init__(self, flat: FlatStep, step: Callable[..., Any], traced: Traced, donated: Sequence[int], leaves: Leaves) -> None:
         self._flat, self._step, self._traced, self._donated, self._fit = flat, step, traced, donated, leaves
         self._ordered = partial(ordered, step)
         self._results = {traced.in_tree: traced.out_tree}
@@ -182,6 +198,10 @@ class Runner:
         trees = Trees(tree, self._checked(leaves, tree))
         shapes = [x if (shape := abstract(x)) is None else shape for x in leaves]  # wherever the arrays lie
         return TracedStep(self._flat.trace(*shapes), trees, self._call)
+
+    def traced_programs(self, *args: Any, **named: Any) -> list[Any]:
+        """The programs that a step runs, traced: one."""
+        return [self.trace(*args, **named)]
 
     def lower(self, *args: Any, **named: Any) -> LoweredStep:
         """The step lowered for these arguments (arrays or shapes): what ``.compile()`` returns is called like the step."""

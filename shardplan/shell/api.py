@@ -7,13 +7,11 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, overload
 
 from jax.sharding import PartitionSpec
 
 from shardplan import _jax
-from shardplan.constants import CONSTANTS
 from shardplan.cost import OVERLAP, TIME, Objective, objective_of
 from shardplan.cost.compute import product_dtype, rated
 from shardplan.emit.backends import chosen
@@ -29,12 +27,9 @@ from shardplan.frontend.nnx_state import trace_step
 from shardplan.graph import Graph
 from shardplan.ir import Program
 from shardplan.mesh import Device
-from shardplan.planning.multiplier import step_time_s
-from shardplan.planning.planner import Made, planned
+from shardplan.planning.planner import planned
 from shardplan.planning.recomputation import Searcher
 from shardplan.planning.wanted import Wanted
-from shardplan.plans.data import PlanData
-from shardplan.plans.summary import decided
 from shardplan.search.coarsening.variables import OneChoice, one_choice_of
 from shardplan.search.inference import anytime
 from shardplan.search.inference.anytime import Observer
@@ -42,12 +37,22 @@ from shardplan.search.session import Session
 from shardplan.search.strategy.unused_axes import idle
 from shardplan.shell.clusters import ClusterLike, resolve_cluster
 from shardplan.shell.factor_options import FactorsLike, checked_axes, checked_factors
-from shardplan.shell.memory_default import MemoryLimit
+from shardplan.shell.made_plans import Asked, plan_data
 from shardplan.shell.memory_default import memory_limit as read_limit
+from shardplan.shell.placed_plan import PlacedPlan
+from shardplan.shell.placements import PlacementLike, placed_plan, refuse_with_placement
 from shardplan.shell.plan_of_step import Plan
 from shardplan.tdl.xla_quirks import uncompiled
 
 _log = logging.getLogger("shardplan")
+
+
+@overload
+def plan(step: Callable[..., Any], *args: Any, placement: Literal["one"] = "one", **options: Any) -> Plan: ...
+
+
+@overload
+def plan(step: Callable[..., Any], *args: Any, placement: PlacementLike, **options: Any) -> PlacedPlan: ...
 
 
 def plan(
@@ -68,7 +73,8 @@ def plan(
     backend: str = "auto",
     time_model: str = "overlap",
     kwargs: Mapping[str, Any] | None = None,
-) -> Plan:
+    placement: PlacementLike = "one",
+) -> Plan | PlacedPlan:
     """Plans how ``step(*args)`` runs on a cluster.
 
     An interrupt (Ctrl-C) of the search returns the best plan so far if that one fits; otherwise it is raised.
@@ -106,6 +112,8 @@ def plan(
             ``plan.xla_flags``, let it: `shardplan.cost.overlap`) or "sum" (nothing overlaps).
         kwargs: The arguments that the step takes by name alone. ``plan.in_specs`` and ``plan.put`` have them after all others,
             in the order of their names; the jitted step takes them by name.
+        placement: Where ops run. "one": every op on all devices. A `shardplan.place` result, or the file that it was saved to:
+            each op on its devices there, and the ops of each group of devices planned together. The result is a `PlacedPlan`.
 
     Raises:
         MemoryLimitError: if no plan fits.
@@ -129,18 +137,15 @@ def plan(
         limit.nbytes, leaves, entries, deadline, observer, measure, fixed, mesh is None, sizes, timed, runs["backend"]
     )
     searcher = Searcher(replicate, shared, resolved, wanted)
+    asked = Asked(step, traced, searcher, limit, donated, time_budget_s, runs, began, traced_at)
+    if placement != "one":
+        refuse_with_placement(pins=pins, axes=axes, factors=factors, remat=remat != "none", objective=objective != "time")
+        refuse_with_placement(backend=runs["backend"] != "explicit", mesh=mesh is not None)
+        return placed_plan(asked, placement)
     made = planned(traced.program, searcher, limit.origin, recompute=remat == "auto")
     _warn(made.session)
-    data = PlanData(
-        **(decided(made.session, made.run, made.planned.found[1].purposes) | _search_fields(made, searcher, limit) | runs),
-        operators=traced.program.count_ops(),
-        donate_argnums=donated,
-        time_budget_s=time_budget_s,
-        trace_s=traced_at - began,
-        search_s=time.perf_counter() - traced_at,
-    )
     return Plan(
-        data, traced=traced, program=made.planned.program, graph=made.session.graph, step=step, user_mesh=mesh,
+        plan_data(asked, made), traced=traced, program=made.planned.program, graph=made.session.graph, step=step, user_mesh=mesh,
         session=made.session, run=made.run,
     )  # fmt: skip
 
@@ -168,30 +173,6 @@ def warn_of_graph(graph: Graph, device: Device) -> None:
                 used,
                 dtype,
             )
-
-
-def _search_fields(made: Made, searcher: Searcher, limit: MemoryLimit) -> dict[str, Any]:
-    """The fields of `PlanData` that record the conditions of the search and how it ended."""
-    (problem, outcome), wanted = made.planned.found, searcher.wanted
-    return {
-        "stopped": made.stopped,
-        "exact": outcome.exact and not made.stopped,
-        "one_choice": problem.coarse.one_choice,
-        "replicate": tuple(searcher.replicate),
-        "cluster": problem.cluster,
-        "searched_s": step_time_s(made.planned.found),
-        "memory_limit": wanted.memory,
-        "memory_limit_origin": limit.origin,
-        "objective": wanted.objective.name,
-        "pins": {glob: tuple(entries) for glob, entries in wanted.pins.items()},
-        "unlimited_s": step_time_s((problem, replace(outcome, best=outcome.free))) if outcome.exact else None,
-        "tried": outcome.tried,
-        "fixed_axes": dict(wanted.axes or {}),
-        "remat": made.planned.remat,
-        "unknown_trips": problem.graph.unknown_trips,
-        "whole_ops": problem.graph.whole,
-        "constants": CONSTANTS.literals,
-    }
 
 
 def checked_observer(observer: Observer | None) -> Observer:

@@ -15,9 +15,10 @@ from shardplan.errors import PlacementError
 from shardplan.frontend.keywords import as_positional
 from shardplan.frontend.nnx_state import trace_step
 from shardplan.graph import flatten
+from shardplan.ir import Program
 from shardplan.mesh import Cluster
 from shardplan.placement.configurations import Strategy
-from shardplan.placement.device_groups import Region
+from shardplan.placement.device_groups import Region, used_groups
 from shardplan.placement.device_topology import machine_of
 from shardplan.placement.grouping import operator_graph
 from shardplan.placement.held_bytes import Memory, check_memory
@@ -27,14 +28,16 @@ from shardplan.placement.region_search import region_search
 from shardplan.placement.search import STARTS, Found, checked, search, starts_of
 from shardplan.placement.simulation import Simulation
 from shardplan.placement.starts import data_parallel, expert, from_plan
-from shardplan.placement.strategy_files import read_strategy, strategy_json
+from shardplan.placement.strategy_files import fingerprint, read_strategy_file, strategy_json
 from shardplan.placement.whole_operators import SCHEDULERS, scheduled
 from shardplan.plans.files import write_whole
+from shardplan.regions.assignment import Assignment
 from shardplan.report.placement_text import placement_text
 from shardplan.report.placement_timeline import PlacementTimeline, placement_timeline
 from shardplan.search.inference import anytime
 from shardplan.shell.api import checked_observer, plan, warn_of_graph
 from shardplan.shell.clusters import ClusterLike, resolve_cluster
+from shardplan.shell.placements import assignment_of
 
 _log = logging.getLogger("shardplan")
 
@@ -71,6 +74,29 @@ class Placement:
     def assignment(self) -> dict[str, tuple[int, ...]]:
         """The devices of each operator's parts, by its name."""
         return {name: c.devices for name, c in zip(self.problem.graph.names, self.strategy, strict=True)}
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The devices of each operator, ascending: those of its region, else those of its parts."""
+        found = list(used_groups(self.strategy))
+        for region in self.regions:
+            for i in region.operators:
+                found[i] = region.devices
+        return tuple(found)
+
+    def assignment_of(self, program: Program, cluster: Cluster) -> Assignment:
+        """The group of devices of each op of a traced step: what `shardplan.plan` needs of its ``placement``.
+
+        Raises:
+            PlacementError: for another step, other shapes, or another cluster.
+        """
+        own = self.problem.machine.cluster
+        if own.fingerprint() != cluster.fingerprint():
+            raise PlacementError(f"the placement is for {own.name}, not for {cluster.name}: place the step there")
+        graph = operator_graph(flatten(program), program)
+        if fingerprint(graph) != fingerprint(self.problem.graph):
+            raise PlacementError("the placement is for another step, or for other shapes: place this step")
+        return assignment_of(program, graph, self.groups)
 
     @cached_property
     def _simulation(self) -> Simulation:
@@ -196,7 +222,7 @@ def place(
     problem = problem_of(operator_graph(graph, program), machine_of(resolved, speed))
     if method == "regions" and problem.machine.absent:
         raise PlacementError("method 'regions' makes groups of all devices, and some are absent here: use mcmc, fd-dps or heft")
-    known = {file: read_strategy(_text(file), problem, file) for file in files}
+    known = {file: read_strategy_file(file, problem) for file in files}
     if problem.machine.absent and "plan" in names:
         names = _without_plan(names, files)
     if "plan" not in names:
@@ -276,10 +302,3 @@ def _without_plan(names: Sequence[str], files: Sequence[str]) -> list[str]:
         raise PlacementError("the start 'plan' uses all devices, and some are absent here: use some of dp, expert, random")
     _log.warning("the start 'plan' is left out: it uses all devices, and some are absent here")
     return [name for name in names if name != "plan"]
-
-
-def _text(file: str) -> str:
-    try:
-        return Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlacementError(f"cannot read the strategy {file}: {getattr(error, 'strerror', None) or error}") from error

@@ -306,6 +306,11 @@ class Plan(Figures):
         """Every collective instruction of the explicit backend, with its bytes and its times a step."""
         return sends(self.schedule, self.planned)
 
+    @property
+    def program_sends(self) -> tuple[tuple[Send, ...], ...]:
+        """`sends` of each program that a step runs: one."""
+        return (self.sends,)
+
     def collectives_under(self, backend: Backend) -> tuple[PlannedCollective, ...]:
         """`collectives` as a backend sends them: by the schedule, or as the search priced them."""
         if backend == self._data.backend:

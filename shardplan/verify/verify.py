@@ -9,7 +9,7 @@ last place (of the type that the step reads them in, see `shardplan.verify.pertu
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol
 
@@ -22,7 +22,7 @@ from shardplan.collectives.issued import PlannedCollective, Send
 from shardplan.errors import ShardplanError
 from shardplan.frontend.nnx_state import Pure, apart
 from shardplan.frontend.trace import Traced
-from shardplan.hlo.meter import Measured, measure
+from shardplan.hlo.meter import Measured, joined, measure
 from shardplan.ir import Collective
 from shardplan.verify.child import compile_in_child_first
 from shardplan.verify.emitted import Call, emitted
@@ -61,8 +61,8 @@ class Runs(Protocol):
         ...
 
     @property
-    def sends(self) -> Sequence[Send]:
-        """What each collective of the explicit backend sends."""
+    def program_sends(self) -> Sequence[Sequence[Send]]:
+        """What each collective sends that is planned, for each program that runs."""
         ...
 
     @property
@@ -144,7 +144,7 @@ class Verified:
     @property
     def explicit(self) -> bool:
         """Whether the plan's own collectives were compared with the compiled ones, one for one."""
-        return self.backend == "explicit"
+        return self.backend != "specs"
 
     @property
     def unmatched(self) -> tuple[Pair, ...]:
@@ -246,7 +246,7 @@ def _verify(
         zeros=tuple(p for p, x in zip(plan.traced.program.input_paths, leaves, strict=True) if drawn_as_zero(x)),
         stand_ins=stand_in_names,
         predicted_peak_bytes=int(plan.peak_bytes),
-        **_bytes(plan, sharded, host, explicit=backend == "explicit"),
+        **_bytes(plan, sharded, host, explicit=backend != "specs"),
     )
 
 
@@ -261,8 +261,9 @@ def _bytes(plan: Runs, sharded: _Sharded, host: Sequence[Any], *, explicit: bool
             "measured_bytes": float(measured.wire_bytes),
         }
         return {**common, **sent, "collectives": by_kind(planned, measured)}
-    text, handed = sharded.untouched(host)
-    pairs = folded(one_for_one(plan.sends, text), handed)
+    pairs: tuple[Pair, ...] = ()
+    for sends, (text, handed) in zip(plan.program_sends, sharded.untouched(host), strict=True):
+        pairs += folded(one_for_one(sends, text), handed)
     return {
         **common,
         "predicted_bytes": sum(p.planned_bytes for p in pairs),
@@ -443,10 +444,12 @@ class _Sharded:
         """The collectives of the compiled step, and its peak bytes on one device."""
         return _measured(self._jitted, jax.tree.unflatten(self._loop.tree, self.put(host)))
 
-    def untouched(self, host: Sequence[Any]) -> tuple[str, Counter[Call]]:
-        """The compiled step's text, without the passes that merge or move collectives; the collectives that XLA was handed."""
-        traced = self._jitted.trace(*jax.tree.unflatten(self._loop.tree, self.put(host)))
-        return traced.lower().compile(compiler_options=UNTOUCHED).as_text(), emitted(traced.jaxpr.jaxpr)
+    def untouched(self, host: Sequence[Any]) -> Iterator[tuple[str, Counter[Call]]]:
+        """For each program, its compiled text without the passes that merge or move collectives, and the collectives that XLA was
+        handed.
+        """
+        for traced in self._jitted.traced_programs(*jax.tree.unflatten(self._loop.tree, self.put(host))):
+            yield traced.lower().compile(compiler_options=UNTOUCHED).as_text(), emitted(traced.jaxpr.jaxpr)
 
 
 def _judged(
@@ -471,7 +474,13 @@ def _judged(
 
 
 def _measured(jitted: Any, args: Sequence[Any]) -> tuple[Measured, int]:
-    compiled = jitted.lower(*args).compile()
-    held = compiled.memory_analysis()
-    peak = held.argument_size_in_bytes + held.output_size_in_bytes - held.alias_size_in_bytes + held.temp_size_in_bytes
-    return measure(compiled.as_text()), int(peak)
+    """The collectives of all programs of a step, and the peak bytes of the largest."""
+    measured: list[Measured] = []
+    peaks: list[int] = []
+    for traced in jitted.traced_programs(*args):
+        compiled = traced.lower().compile()
+        held = compiled.memory_analysis()
+        peak = held.argument_size_in_bytes + held.output_size_in_bytes - held.alias_size_in_bytes + held.temp_size_in_bytes
+        measured.append(measure(compiled.as_text()))
+        peaks.append(int(peak))
+    return joined(measured), max(peaks)

@@ -24,7 +24,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("first", type=int, nargs="?", default=0, help="the first seed")
     parser.add_argument("count", type=int, nargs="?", default=24, help="how many seeds")
-    parser.add_argument("--backend", choices=BACKENDS, default="specs", help="what runs the plans")
+    parser.add_argument(
+        "--backend",
+        choices=(*BACKENDS, "regions"),
+        default="specs",
+        help="what runs the plans; regions: each op on random devices",
+    )
     parser.add_argument("--jobs", type=int, default=2, help="processes at once")
     parser.add_argument("--only", type=int, metavar="SEED", help="this seed alone; prints its program first")
     parser.add_argument("--no-shrink", action="store_true", help="print failures as they are")

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 import shardplan
 from shardplan.verify.verify import Verified, verify
 from tests.machines import machine
+from tests.placed import RandomGroups
 from tests.scattered import scattered
 
 STEPS = 2
@@ -56,18 +57,20 @@ def examine(
     donate: bool = False,
     layouts: int | None = None,
     backend: str = "specs",
+    groups: int | None = None,
     noisy: Callable[[int], Step] | None = None,
     drop: int | None = None,
 ) -> Finding:
     """Plans a step and compares. ``noisy`` gives the step with its floats moved by a unit, for what `verify` finds unequal.
 
     ``memory_part``: the memory limit, as a part of the peak of the plan without one. ``layouts`` is the seed of layouts that are
-    run in place of the planned ones (`tests.scattered`). ``drop`` leaves out the exchange of that
-    number, which should be found. Errors of the planner are raised.
+    run in place of the planned ones (`tests.scattered`), ``groups`` that of the devices of each op (`tests.placed`). ``drop``
+    leaves out the exchange of that number, which should be found. Errors of the planner are raised.
     """
     options: dict[str, Any] = {"cluster": machine(cluster), "objective": objective}
     options["pins"] = {path: PartitionSpec(*entries) for path, entries in (pins or {}).items()}
-    options |= {"donate_argnums": (0,) if donate else (), "backend": backend}
+    options |= {"donate_argnums": (0,) if donate else ()}
+    options |= {"backend": backend} if groups is None else {"placement": RandomGroups(groups)}
     try:
         if memory_part is not None:
             options["memory_limit"] = int(shardplan.plan(step, *args, **options).peak_bytes * memory_part)
@@ -84,7 +87,7 @@ def examine(
         found = verify(plan, step, args, steps=STEPS, backend=backend, devices=devices, drop=drop)
     except shardplan.CompilerDiedError as error:  # named, in place of the end of the process
         return Finding("refused", _line(error))
-    sends = plan.communication_bytes > 0
+    sends = plan.communication_bytes > 0 or (groups is not None and plan.transfer_bytes > 0)
     if found.unmatched and drop is None:
         return Finding("unplanned", _unplanned(found), communicates=sends)
     if found.equal or not found.compared:

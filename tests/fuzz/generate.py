@@ -34,7 +34,10 @@ def program(seed: int, backend: str = "specs") -> Program:
     rng = np.random.default_rng([seed, 20])
     form: Form = "plain" if rng.random() < 0.5 else "sgd" if rng.random() < 0.5 else "adam"
     drawer = _grown(rng, form != "plain", LEAST + int((MOST - LEAST + 1) * rng.random() ** 2.5))
-    return replace(_options(rng, _finished(rng, drawer, form)), backend=backend)
+    made = replace(_options(rng, _finished(rng, drawer, form)), backend=backend)
+    if backend != "regions":
+        return made
+    return replace(made, groups=seed, pins=(), memory_part=None, remat="none", objective="time", layouts=None)
 
 
 def _grown(rng: np.random.Generator, trains: bool, count: int) -> Drawer:

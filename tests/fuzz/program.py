@@ -110,6 +110,7 @@ class Program:
     donate: bool = False
     layouts: int | None = None
     backend: str = "specs"
+    groups: int | None = None
 
     @property
     def values(self) -> dict[str, Value]:
@@ -130,6 +131,7 @@ class Program:
             "donate": False,
             "layouts": None,
             "backend": "specs",
+            "groups": None,
         }
         for name, default in defaults.items():
             if getattr(self, name) != default:

@@ -1,0 +1,40 @@
+"""A plan for the ops of each group of a placed step, together, on the group's devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from shardplan.mesh import Cluster
+from shardplan.mesh.groups import group_cluster
+from shardplan.planning.planner import Made, planned
+from shardplan.planning.recomputation import Searcher
+from shardplan.regions.group_programs import Split
+from shardplan.regions.segment_plans import GroupChoices
+
+
+def group_plans(split: Split, cluster: Cluster, searcher: Searcher, donated: frozenset[int], origin: str) -> tuple[Made, ...]:
+    """The plan of each group's program. ``donated`` are the leaves of the step's arguments that it may reuse.
+
+    Raises:
+        MemoryLimitError: if the ops of a group fit its devices in no layout.
+    """
+    program = split.assignment.program
+    own = {program.inputs[i] for i in donated}
+    found: list[Made] = []
+    for group, part in zip(split.assignment.groups, split.group_parts, strict=True):
+        leaves = frozenset(n for n, t in enumerate(part.inputs) if t in own)
+        wanted = replace(searcher.wanted, donated=leaves)
+        here = replace(searcher, cluster=group_cluster(cluster, group), wanted=wanted)
+        found.append(planned(part.program, here, origin, recompute=False))
+    return tuple(found)
+
+
+def choices_of(plans: Sequence[Made]) -> tuple[GroupChoices, ...]:
+    """What the plans of groups chose."""
+    found: list[GroupChoices] = []
+    for made in plans:
+        session, problem = made.session, made.session.problem
+        choices = session.extractor.choices(session.decisions)
+        found.append(GroupChoices(problem.cluster, tuple(problem.factors), choices, problem.objective.overlaps))
+    return tuple(found)

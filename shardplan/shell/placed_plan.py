@@ -1,0 +1,261 @@
+"""`PlacedPlan`: a plan in which ops run on different groups of devices."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from shardplan.collectives.issued import Send
+from shardplan.emit.regions import RegionsEmitter, placed_shardings
+from shardplan.emit.stacked import partition_spec
+from shardplan.errors import PlanFileError, ShardplanError
+from shardplan.frontend.argnums import leaves_of
+from shardplan.frontend.keywords import Positional, ordered, with_arguments_of
+from shardplan.frontend.nnx_state import apart, bare, has_objects, together, trace_step
+from shardplan.frontend.trace import Traced
+from shardplan.mesh import Cluster
+from shardplan.mesh.devices import build_mesh, cluster_devices
+from shardplan.plans.data import PlanData
+from shardplan.plans.fingerprint import difference
+from shardplan.plans.placed_runner import PlacedRunner
+from shardplan.plans.runner import Flat, Leaves, check_tree
+from shardplan.plans.xla_flags import xla_flags
+from shardplan.regions.placed import PlacedStep
+from shardplan.schedule import sends
+from shardplan.shell.compiler_options import compiler_options
+
+
+class PlacedPlan:
+    """How a step runs with its ops on groups of devices. Made by `shardplan.plan` with a ``placement``, or by `shardplan.load`.
+
+    ``groups[g]`` is the plan of the ops of group g on its devices. ``placed`` has the programs that run and their order.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[PlanData],
+        placed: PlacedStep,
+        *,
+        cluster: Cluster,
+        traced: Traced,
+        step: Callable[..., Any],
+        donate_argnums: Sequence[int],
+        origin: str,
+        trace_s: float,
+        search_s: float,
+    ) -> None:
+        self.groups, self.placed, self.cluster = tuple(groups), placed, cluster
+        self.traced, self.step, self.donate_argnums = traced, step, tuple(donate_argnums)
+        self.origin, self.trace_s, self.search_s = origin, trace_s, search_s
+
+    def __repr__(self) -> str:
+        count, seconds = len(self.groups), self.step_time_s
+        return f"<PlacedPlan on {count} groups of {self.cluster.name}: {seconds:.3g} s a step>"
+
+    # -- figures -----------------------------------------------------------------------------------------------------
+
+    @property
+    def devices(self) -> tuple[tuple[int, ...], ...]:
+        """The devices of each group."""
+        return self.placed.split.assignment.groups
+
+    @property
+    def step_time_s(self) -> float:
+        """Seconds of a step: when the last segment or transfer ends."""
+        return self.placed.dispatch.step_time_s
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds in which the busiest group computes."""
+        return max(sum(c.compute_s for c in self._costs_of(g)) for g in range(len(self.groups)))
+
+    @property
+    def communication_s(self) -> float:
+        """Seconds of collectives in the group that communicates most, without transfers between groups."""
+        return max(sum(c.communication_s for c in self._costs_of(g)) for g in range(len(self.groups)))
+
+    @property
+    def communication_bytes(self) -> float:
+        """Bytes that a device of the group that communicates most sends in collectives, in the ring convention."""
+        return max(sum(c.communication_bytes for c in self._costs_of(g)) for g in range(len(self.groups)))
+
+    @property
+    def transfer_bytes(self) -> int:
+        """Bytes of all tensors that go from one group to another in a step."""
+        split = self.placed.split
+        return sum(split.assignment.program.tensors[t.tensor].nbytes for t in split.transfers)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that a device holds: the sum of the peaks of its groups, each as if its program ran in one piece."""
+        held: dict[int, int] = {}
+        for devices, plan in zip(self.devices, self.groups, strict=True):
+            for d in devices:
+                held[d] = held.get(d, 0) + plan.peak_bytes
+        return max(held.values())
+
+    @property
+    def idle_share(self) -> float:
+        """The part of the step in which a device computes nothing, on average over the devices of the cluster."""
+        split, total = self.placed.split, 0.0
+        for g, devices in enumerate(self.devices):
+            total += self.placed.dispatch.busy_s(split, g) * len(devices)
+        whole = self.step_time_s * self.cluster.size
+        return 1 - total / whole if whole else 0.0
+
+    @property
+    def xla_flags(self) -> dict[str, int]:
+        """The flags that the plan counts on where XLA compiles its programs for GPUs."""
+        return xla_flags(self.cluster)
+
+    @property
+    def backend(self) -> str:
+        """What runs the plan."""
+        return "regions"
+
+    @property
+    def stopped(self) -> str:
+        """What ended the search of a group early ("time budget", "interrupted"; else empty)."""
+        return next((g.stopped for g in self.groups if g.stopped), "")
+
+    def _costs_of(self, group: int) -> list[Any]:
+        pairs = zip(self.placed.split.segments, self.placed.costs, strict=True)
+        return [cost for segment, cost in pairs if segment.group == group]
+
+    # -- layouts and devices -----------------------------------------------------------------------------------------
+
+    @property
+    def group_of(self) -> dict[str, int]:
+        """The group that holds each argument leaf, by path."""
+        assignment = self.placed.split.assignment
+        program = assignment.program
+        return {path: assignment.home[t] for path, t in zip(program.input_paths, program.inputs, strict=True)}
+
+    @property
+    def in_specs(self) -> Any:
+        """A pytree of PartitionSpec like the tuple of arguments, over the mesh axes of the group that holds each leaf."""
+        specs = tuple(self._spec(at) for at in self._inputs)
+        return bare(jax.tree.unflatten(self.traced.in_tree, specs), specs)
+
+    @property
+    def _inputs(self) -> list[tuple[int, int]]:
+        assignment = self.placed.split.assignment
+        return [(assignment.home[t], t) for t in assignment.program.inputs]
+
+    def _spec(self, at: tuple[int, int]) -> PartitionSpec:
+        group, tensor = at
+        own = self.placed.groups[group]
+        return partition_spec(own.layout(self.placed.split.group_parts[group], tensor), tuple(f.name for f in own.factors))
+
+    def mesh(self, devices: Sequence[Any] | None = None) -> Mesh:
+        """All devices of the cluster, one axis for each level: `in_shardings` takes its groups from it."""
+        found = cluster_devices(self.cluster, devices).reshape(self.cluster.shape)
+        return Mesh(found, self.cluster.level_names, axis_types=(AxisType.Auto,) * len(self.cluster.levels))
+
+    def meshes(self, devices: Sequence[Any] | None = None) -> tuple[Mesh, ...]:
+        """The mesh of each group.
+
+        Raises:
+            DeviceError: if there are fewer devices than the cluster has.
+        """
+        found = cluster_devices(self.cluster, devices)
+        return tuple(
+            build_mesh(own.cluster, own.factors, {f.name: (i,) for i, f in enumerate(own.factors)}, found[list(group)].tolist())
+            for own, group in zip(self.placed.groups, self.devices, strict=True)
+        )
+
+    def in_shardings(self, mesh: Mesh) -> Any:
+        """A pytree of NamedSharding like the arguments, each on the devices of one group; ``mesh`` as `mesh` returns it."""
+        leaves = self._shardings(mesh.devices.flatten().tolist())
+        return bare(jax.tree.unflatten(self.traced.in_tree, leaves), leaves)
+
+    def _shardings(self, devices: Sequence[Any] | None) -> list[NamedSharding]:
+        shardings = placed_shardings(self.placed, self.meshes(devices))
+        return [shardings[group][t] for group, t in self._inputs]
+
+    def put(self, args: Sequence[Any], *, kwargs: Mapping[str, Any] | None = None, mesh: Mesh | None = None) -> Any:
+        """The arguments placed on the devices (of a ``mesh`` that `mesh` made); nnx objects are returned as new objects. A step
+        with arguments by name takes them as in `Plan.put`.
+
+        Raises:
+            ArgumentError: for an array of another shape or dtype than was planned.
+            ShardplanError: for arguments of another structure, or for deleted ones.
+        """
+        names = self.step.names if isinstance(self.step, Positional) else ()
+        if names and kwargs is None:
+            raise ShardplanError(f"this plan has {', '.join(names)} by name: plan.put(args, kwargs={{...}}) gives back both")
+        args = ordered(self.step, tuple(args), kwargs or {})
+        leaves, tree = jax.tree.flatten(apart(args))
+        check_tree(tree, self.traced, self.step)
+        wanted = self.leaves(None if mesh is None else mesh.devices.flatten().tolist())
+        wanted.fit(leaves)
+        placed = jax.tree.unflatten(tree, wanted.placed(leaves))
+        placed = together(placed) if has_objects(args) else placed
+        return placed if not names else (placed[: -len(names)], dict(zip(names, placed[-len(names) :], strict=True)))
+
+    def leaves(self, devices: Sequence[Any] | None = None, *, weak: bool = False) -> Leaves:
+        """The planned types of the arguments' leaves, and their shardings."""
+        return Leaves(self.traced.program.input_paths, self.traced.in_shapes, self._shardings(devices), weak=weak)
+
+    @property
+    def donated_leaves(self) -> tuple[int, ...]:
+        """Positions of the donated leaves among all leaves of the arguments."""
+        return leaves_of(self.traced.in_tree, self.donate_argnums)
+
+    # -- the step that runs ------------------------------------------------------------------------------------------
+
+    def jit(
+        self,
+        step: Callable[..., Any],
+        devices: Sequence[Any] | None = None,
+        backend: str = "auto",
+        xla_flags: Mapping[str, Any] | bool | None = None,
+        *,
+        drop: int | None = None,
+        weak: bool = False,
+    ) -> PlacedRunner:
+        """The step as jitted programs on its groups, called like one function. Arguments as for `Plan.jit`.
+
+        Raises:
+            PlanFileError: if ``step`` is not the step that was planned.
+            ShardplanError: for another backend than "regions", or for ``drop``.
+        """
+        if drop is not None:
+            raise ShardplanError("drop leaves out an exchange of a plan with one program: plan with placement='one'")
+        self.backend_for(backend)
+        step = with_arguments_of(step, self.step)
+        self.check(step)
+        meshes = self.meshes(devices)
+        options = compiler_options(self.xla_flags, xla_flags, meshes[0].devices.flat[0].platform, os.environ)
+        weak_results = [shape.weak_type for shape in self.traced.out_shapes]
+        jit = partial(Flat, options=options)
+        emit = RegionsEmitter(self.placed, meshes, self.donated_leaves, weak_results, jit)
+        leaves = Leaves(self.traced.program.input_paths, self.traced.in_shapes, emit.input_shardings, weak=weak)
+        return PlacedRunner(emit, step, self.traced, self.donate_argnums, leaves)
+
+    def backend_for(self, backend: str = "auto") -> str:
+        """The backend that this name stands for: a placed step has one."""
+        if backend not in ("auto", "regions"):
+            raise ShardplanError(f"unsupported backend {backend!r} for a plan with groups of devices: use 'auto' or 'regions'")
+        return "regions"
+
+    @property
+    def program_sends(self) -> tuple[tuple[Send, ...], ...]:
+        """Every collective instruction of each program, with its bytes and its times a step."""
+        return tuple(map(sends, self.placed.schedules, self.placed.segments))
+
+    def check(self, step: Callable[..., Any]) -> None:
+        """Refuses a step that is not the one that was planned."""
+        if self.step is step:
+            return
+        args = jax.tree.unflatten(self.traced.in_tree, self.traced.in_shapes)
+        first_difference = difference(self.traced, trace_step(step, args, self.donate_argnums))
+        if first_difference:
+            raise PlanFileError(
+                f"this step is not the one that was planned: they differ first at {first_difference}; plan this step again"
+            )

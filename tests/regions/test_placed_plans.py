@@ -1,0 +1,156 @@
+"""Steps whose ops run on groups of devices compute what they compute on one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+import shardplan
+from models import gpt, lenet, two_tower
+from shardplan.ir import Program
+from shardplan.mesh import Cluster
+from shardplan.regions.assignment import Assignment, on_devices
+from shardplan.verify.verify import verify
+from tests.placed import RandomGroups
+
+
+class Halves:
+    """The first half of the ops on the first devices, the rest on the last ones; ``shared`` devices belong to both."""
+
+    def __init__(self, shared: int = 0) -> None:
+        self.shared = shared
+
+    def assignment_of(self, program: Program, cluster: Cluster) -> Assignment:
+        """Each op's group."""
+        middle, half = len(program.ops) // 2, cluster.size // 2
+        first, last = tuple(range(half + self.shared)), tuple(range(half - self.shared, cluster.size))
+        return on_devices(program, {op.id: first if n < middle else last for n, op in enumerate(program.ops)})
+
+
+@pytest.mark.parametrize("seed", [3, 5])
+def test_a_network_with_each_op_on_random_devices_trains_as_on_one(seed: int) -> None:
+    step, args = lenet.train_step()
+    plan = shardplan.plan(step, *args, cluster="2x4", placement=RandomGroups(seed), donate_argnums=(0,))
+    found = verify(plan, step, args)
+    assert found.passed, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"dropout": 0.1}, {"scan": True}, {"remat": True}], ids=str)
+def test_a_gpt_with_each_op_on_random_devices_trains_as_on_one(options: dict[str, Any]) -> None:
+    step, args = gpt.train_step(layers=2, **options)
+    plan = shardplan.plan(step, *args, cluster="2x4", placement=RandomGroups(1), donate_argnums=(0,))
+    assert verify(plan, step, args).passed
+
+
+def test_groups_that_share_devices_do_not_take_each_other_s_buffers() -> None:
+    step, args = two_tower.train_step()
+    plan = shardplan.plan(step, *args, cluster="2x4", placement=Halves(shared=2), donate_argnums=(0,))
+    assert not set(plan.devices[0]).isdisjoint(plan.devices[1])
+    assert verify(plan, step, args).passed
+
+
+def test_the_result_of_place_and_its_file_are_placements(tmp_path: Any) -> None:
+    step, args = two_tower.train_step()
+    placement = shardplan.place(step, *args, cluster="2x2", budget_s=5, proposals=40, method="regions", start="dp")
+    placement.save(tmp_path / "strategy.json")
+    plan = shardplan.plan(step, *args, cluster="2x2", placement=placement)
+    assert set(plan.devices) <= set(placement.groups)
+    again = shardplan.plan(step, *args, cluster="2x2", placement=str(tmp_path / "strategy.json"))
+    assert {d for group in again.devices for d in group} <= set(range(4))
+    with pytest.raises(shardplan.PlacementError, match="for 2x2, not for 2x4"):
+        shardplan.plan(step, *args, cluster="2x4", placement=placement)
+    other, others = two_tower.train_step(batch=32)
+    with pytest.raises(shardplan.PlacementError, match="another step, or for other shapes"):
+        shardplan.plan(other, *others, cluster="2x2", placement=placement)
+
+
+def test_an_nnx_step_on_groups_updates_its_objects_in_place() -> None:
+    def step(model: nnx.Module, x: jax.Array) -> jax.Array:
+        def loss(m: Any) -> jax.Array:
+            return jnp.mean(m(x) ** 2)
+
+        value, gradients = nnx.value_and_grad(loss)(model)
+        nnx.update(model, jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(model, nnx.Param), gradients))
+        return value
+
+    def model() -> nnx.Module:
+        return nnx.Sequential(nnx.Linear(8, 16, rngs=nnx.Rngs(0)), jnp.tanh, nnx.Linear(16, 8, rngs=nnx.Rngs(1)))
+
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 8)), jnp.float32)
+    own, other = model(), model()
+    run = shardplan.plan(step, own, x, cluster="2x2", placement=Halves()).jit(step, jax.devices()[:4])
+    for _ in range(3):
+        np.testing.assert_allclose(run(own, x), nnx.jit(step)(other, x), rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), nnx.state(own), nnx.state(other))
+
+
+def small() -> tuple[Any, tuple[Any, ...]]:
+    def step(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y = jnp.tanh(x @ w)
+        return w - 0.1 * (x.T @ (y @ y.T) @ x) @ w, jnp.sum(y)
+
+    return step, (jnp.ones((8, 8)), jnp.ones((4, 8)))
+
+
+def test_the_step_is_lowered_and_compiled_as_programs_that_are_called_as_one() -> None:
+    step, args = small()
+    run = shardplan.plan(step, *args, cluster="4", placement=Halves()).jit(step, jax.devices()[:4])
+    lowered = run.lower(*args)
+    assert len(lowered.programs) >= 2
+    assert {p.devices for p in lowered.programs} == {(0, 1), (2, 3)}
+    assert "segment 0 of group 0 on devices 0, 1" in lowered.as_text()
+    for a, b in zip(lowered.compile()(*args), step(*args), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+    assert [x.shape for x in jax.tree.leaves(run.eval_shape(*args))] == [(8, 8), ()]
+
+
+def test_state_comes_back_to_the_devices_that_hold_it() -> None:
+    step, args = small()
+    plan = shardplan.plan(step, *args, cluster="4", placement=Halves())
+    run, placed = plan.jit(step, jax.devices()[:4]), plan.put(args, mesh=plan.mesh(jax.devices()[:4]))
+    w, _ = run(*placed)
+    assert w.sharding.is_equivalent_to(placed[0].sharding, 2)
+    assert len(w.sharding.device_set) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"placement": "two"}, "unsupported placement 'two'"),
+        ({"placement": Halves(), "pins": {"w": PartitionSpec()}}, "pins cannot be given with a placement"),
+        ({"placement": Halves(), "axes": {"data": 4}}, "axes cannot be given with a placement"),
+        ({"placement": Halves(), "backend": "specs"}, "backend cannot be given with a placement"),
+        ({"placement": "missing.json"}, "cannot read the strategy missing.json"),
+    ],
+    ids=str,
+)
+def test_a_placement_that_cannot_be_used_is_named(options: dict[str, Any], message: str) -> None:
+    step, args = small()
+    with pytest.raises(shardplan.ShardplanError, match=message):
+        shardplan.plan(step, *args, cluster="4", **options)
+
+
+def test_a_placed_step_is_not_one_program() -> None:
+    step, args = small()
+    run = shardplan.plan(step, *args, cluster="4", placement=Halves()).jit(step, jax.devices()[:4])
+    with pytest.raises(shardplan.ShardplanError, match="several programs, so it cannot be called inside"):
+        jax.jit(run)(*args)
+    with pytest.raises(shardplan.ShardplanError, match="use lower"):
+        run.trace(*args)
+
+
+def test_a_step_that_names_mesh_axes_is_not_placed() -> None:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("x",))
+
+    def step(x: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x * 2, jax.sharding.NamedSharding(mesh, PartitionSpec("x")))
+
+    with pytest.raises(shardplan.PlacementError, match="names mesh axes"):
+        shardplan.plan(step, jnp.ones(8), cluster="4", placement=Halves())

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from shardplan.collectives.issued import Send
+from shardplan.collectives.issued import PlannedCollective, Send
 from shardplan.emit.regions import RegionsEmitter, placed_shardings
 from shardplan.emit.stacked import partition_spec
 from shardplan.errors import PlanFileError, ShardplanError
@@ -18,6 +18,7 @@ from shardplan.frontend.argnums import leaves_of
 from shardplan.frontend.keywords import Positional, ordered, with_arguments_of
 from shardplan.frontend.nnx_state import apart, bare, has_objects, together, trace_step
 from shardplan.frontend.trace import Traced
+from shardplan.ir import Backend
 from shardplan.mesh import Cluster
 from shardplan.mesh.devices import build_mesh, cluster_devices
 from shardplan.plans.data import PlanData
@@ -107,6 +108,15 @@ class PlacedPlan:
             total += self.placed.dispatch.busy_s(split, g) * len(devices)
         whole = self.step_time_s * self.cluster.size
         return 1 - total / whole if whole else 0.0
+
+    @property
+    def collectives(self) -> tuple[PlannedCollective, ...]:
+        """The collectives of all groups, without transfers between them, as if each group's program ran in one piece."""
+        return tuple(c for plan in self.groups for c in plan.collectives)
+
+    def collectives_under(self, backend: Backend) -> tuple[PlannedCollective, ...]:
+        """`collectives`; a placed step has one backend."""
+        return self.collectives
 
     @property
     def xla_flags(self) -> dict[str, int]:

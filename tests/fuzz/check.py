@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 import shardplan
+from shardplan.shell.placed_plan import PlacedPlan
 from shardplan.verify.verify import Verified, verify
 from tests.machines import machine
 from tests.placed import RandomGroups
@@ -87,7 +88,7 @@ def examine(
         found = verify(plan, step, args, steps=STEPS, backend=backend, devices=devices, drop=drop)
     except shardplan.CompilerDiedError as error:  # named, in place of the end of the process
         return Finding("refused", _line(error))
-    sends = plan.communication_bytes > 0 or (groups is not None and plan.transfer_bytes > 0)
+    sends = plan.communication_bytes > 0 or (isinstance(plan, PlacedPlan) and plan.transfer_bytes > 0)
     if found.unmatched and drop is None:
         return Finding("unplanned", _unplanned(found), communicates=sends)
     if found.equal or not found.compared:

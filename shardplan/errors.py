@@ -224,6 +224,10 @@ class PlacementMemoryError(PlacementError):
         self.needs = dict(needs)
 
 
+class MicrobatchError(ShardplanError):
+    """A step that cannot be cut into microbatches."""
+
+
 class ReductionError(ShardplanError):
     """An invalid reduction program. ``step`` counts from 0; ``devices`` are its group, ``states`` theirs before it, as text."""
 

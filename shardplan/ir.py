@@ -368,6 +368,14 @@ class Program:
         return len(self.ops) + sum(body.count_ops() for op in self.ops for body in op.bodies)
 
 
+@dataclass(frozen=True, slots=True)
+class Microbatches:
+    """How many microbatches a step runs one after the other, and the inputs, by number, that are cut along their dim 0."""
+
+    count: int = 1
+    batch: tuple[int, ...] = ()
+
+
 # -- what a plan chooses -----------------------------------------------------------------------------------------------
 
 Where = tuple[tuple[int, int], ...]

@@ -26,6 +26,7 @@ from shardplan._jax.jaxprs import (
     params_of,
     settings_of,
     threefry_partitionable,
+    traced_at,
 )
 from shardplan._jax.programs import (
     array_type,
@@ -35,6 +36,7 @@ from shardplan._jax.programs import (
     on_mesh,
     programs_compiled,
     row_major,
+    shape_struct,
     shard_mapped,
     text_compiler,
     weakly_typed,
@@ -76,9 +78,11 @@ __all__ = [
     "run_on_cpu",
     "select_and_scatter",
     "settings_of",
+    "shape_struct",
     "shard_mapped",
     "source_line",
     "text_compiler",
     "threefry_partitionable",
+    "traced_at",
     "weakly_typed",
 ]

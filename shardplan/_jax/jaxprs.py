@@ -23,6 +23,21 @@ def settings_of(eqn: Any) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def traced_at(eqn: Any, scope: str) -> Iterator[None]:
+    """Equations that are traced inside have the source line of this one, and this named scope."""
+    with contextlib.ExitStack() as stack:
+        try:
+            from jax._src import source_info_util
+        except ImportError:  # the module moved: only messages lose their line
+            pass
+        else:
+            stack.enter_context(source_info_util.user_context(eqn.source_info.traceback))
+        if scope:
+            stack.enter_context(jax.named_scope(scope))
+        yield
+
+
 class Parameters(dict[str, Any]):
     """The parameters of a primitive; asking for one that JAX does not record is an error that names the release."""
 

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -73,6 +74,15 @@ def text_compiler(count: int) -> Callable[[str], None]:
             load(devices[0].client, ir.Module.parse(text), among, options, [])
 
     return compile_text
+
+
+def shape_struct(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
+    """The shape of an array whose dtype has this name; those of keys are ``key<fry>`` and the like."""
+    own = jax.random.key(0, impl=_KEYS[dtype]).dtype if dtype in _KEYS else jnp.dtype(dtype)
+    return jax.ShapeDtypeStruct(shape, own)
+
+
+_KEYS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
 
 
 def is_outermost() -> bool:

@@ -22,13 +22,14 @@ from shardplan.tdl.rewrite import compilable, in_row_major_order
 from shardplan.tdl.shrink import resized
 
 Permute = Callable[[Any, tuple[str, ...], list[tuple[int, int]]], Any]
+Place = Callable[[tuple[str, ...]], Any]
 
 
 class Blocks:
-    """Runs calls on blocks, on a mesh with axes of these names."""
+    """Runs calls on blocks, on a mesh with axes of these names. ``place`` gives a block's place along some of them."""
 
-    def __init__(self, names: Sequence[str], permute: Permute = lax.ppermute) -> None:
-        self.names, self.permute = tuple(names), permute
+    def __init__(self, names: Sequence[str], permute: Permute = lax.ppermute, place: Place = lax.axis_index) -> None:
+        self.names, self.permute, self.place = tuple(names), permute, place
         self._places: dict[tuple[int, ...], Any] = {}
 
     @contextmanager
@@ -103,7 +104,7 @@ class Blocks:
     def _worker(self, c: Cut) -> Any:
         """A device's place along the factors of a cut, computed once in each body."""
         if c.factors not in self._places:
-            self._places[c.factors] = lax.axis_index(tuple(self.names[f] for f in c.factors))
+            self._places[c.factors] = self.place(tuple(self.names[f] for f in c.factors))
         return self._places[c.factors]
 
     def _given(self, share: Local, made: Cut, operands: Sequence[Any], worker: Any, scope: str) -> list[Any]:

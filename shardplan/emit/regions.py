@@ -95,7 +95,7 @@ class RegionsEmitter:
         found: list[Any] = []
         for program, boundary in zip(self.programs, self._split.boundaries, strict=True):
             tensors = [self._program.tensors[t] for t in boundary.reads]
-            found.append(program.trace(*[jax.ShapeDtypeStruct(t.shape, _dtype(t.dtype)) for t in tensors]))
+            found.append(program.trace(*[_jax.shape_struct(t.shape, t.dtype) for t in tensors]))
         return found
 
     def cache_size(self) -> int:
@@ -174,13 +174,3 @@ def placed_shardings(placed: PlacedStep, meshes: Sequence[Mesh]) -> tuple[dict[i
         ends = {*part.program.inputs, *part.program.returned}
         found.append({part.tensors[n]: NamedSharding(mesh, partition_spec(layouts[n], names)) for n in sorted(ends)})
     return tuple(found)
-
-
-def _dtype(name: str) -> Any:
-    """The dtype of this name, keys included."""
-    if name.startswith("key<"):
-        return jax.random.key(0, impl=_KEYS[name]).dtype
-    return jnp.dtype(name)
-
-
-_KEYS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from shardplan.collectives.issued import PlannedCollective
 from shardplan.constants import CONSTANTS
 from shardplan.cost.overlap import SERIAL, Weights
-from shardplan.ir import Backend, Choices, Entry, Factor, Layout
+from shardplan.ir import Backend, Choices, Entry, Factor, Layout, Microbatches
 from shardplan.mesh import Cluster
 from shardplan.plans.codec import Least
 from shardplan.remat import Remat
@@ -61,6 +61,7 @@ class PlanData:
     each leaf of the step's result. ``exact``: the search found the optimum of its mesh without a memory limit;
     ``unlimited_s`` is the price of that optimum in the search's tables, if it is known. ``stopped`` says what ended the
     search early ("time budget", "interrupted"; else empty).
+    ``microbatches``: the program runs the batch in so many parts.
     ``limited``: a baseline or an objective prescribes how ops are cut. ``regather``: no forward copy of a weight is kept for the
     backward pass. ``idle_axes`` explains each axis over which nothing is cut. ``unknown_trips`` has the source lines of while
     loops that are priced as one iteration, ``whole_ops`` the ops that run whole on every device, with theirs. ``purposes`` say
@@ -94,6 +95,7 @@ class PlanData:
     stopped: Stopped
     limited: bool
     regather: bool
+    microbatches: Microbatches
     remat: Remat
     one_choice: OneChoice
     donate_argnums: tuple[Annotated[int, Least(0)], ...]

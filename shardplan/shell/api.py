@@ -27,6 +27,7 @@ from shardplan.frontend.nnx_state import trace_step
 from shardplan.graph import Graph
 from shardplan.ir import Program
 from shardplan.mesh import Device
+from shardplan.microbatches.accumulating import checked_microbatches, microbatched
 from shardplan.planning.planner import planned
 from shardplan.planning.recomputation import Searcher
 from shardplan.planning.wanted import Wanted
@@ -74,6 +75,8 @@ def plan(
     time_model: str = "overlap",
     kwargs: Mapping[str, Any] | None = None,
     placement: PlacementLike = "one",
+    microbatches: int = 1,
+    batch_argnums: Sequence[int] | int | None = None,
 ) -> Plan | PlacedPlan:
     """Plans how ``step(*args)`` runs on a cluster.
 
@@ -114,11 +117,18 @@ def plan(
             in the order of their names; the jitted step takes them by name.
         placement: Where ops run. "one": every op on all devices. A `shardplan.place` result, or the file that it was saved to:
             each op on its devices there, and the ops of each group of devices planned together. The result is a `PlacedPlan`.
+        microbatches: Into how many parts the batch is cut that run one after the other, each with all ops that depend on it; sums
+            over the batch (gradients, the loss) are added up. The step is unchanged, and so are its results. What does not fit at
+            once may fit so.
+        batch_argnums: The arguments that are the batch; by default the arrays that are no state, with the first dim that most of
+            these have.
 
     Raises:
         MemoryLimitError: if no plan fits.
         PinError: for a pin that matches nothing, names no axis, does not divide, or splits an array without elements.
         UndescribedPrimitiveError: for a primitive without a description.
+        MicrobatchError: for a step that needs several microbatches at once (batch norm, a loss over all pairs), with the source
+            line, or a batch that does not divide.
         UncompiledPrimitiveError: for a primitive that XLA compiles for one device only, on a cluster of several.
         ClusterError: for an invalid cluster, ``factors`` or ``axes``, for factors over which a value has too many layouts, for an
             axis that the step cannot use for its purpose, or for a cluster on which the step takes 1,000 s or more.
@@ -137,12 +147,14 @@ def plan(
         limit.nbytes, leaves, entries, deadline, observer, measure, fixed, mesh is None, sizes, timed, runs["backend"]
     )
     searcher = Searcher(replicate, shared, resolved, wanted)
-    asked = Asked(step, traced, searcher, limit, donated, time_budget_s, runs, began, traced_at)
+    parts = checked_microbatches(traced, microbatches, batch_argnums)
+    asked = Asked(step, traced, searcher, limit, donated, time_budget_s, runs, parts, began, traced_at)
     if placement != "one":
         refuse_with_placement(pins=pins, axes=axes, factors=factors, remat=remat != "none", objective=objective != "time")
         refuse_with_placement(backend=runs["backend"] != "explicit", mesh=mesh is not None)
         return placed_plan(asked, placement)
-    made = planned(traced.program, searcher, limit.origin, recompute=remat == "auto")
+    program = microbatched(traced.program, parts, replicate)
+    made = planned(program, searcher, limit.origin, recompute=remat == "auto")
     _warn(made.session)
     return Plan(
         plan_data(asked, made), traced=traced, program=made.planned.program, graph=made.session.graph, step=step, user_mesh=mesh,

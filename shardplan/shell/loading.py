@@ -16,6 +16,7 @@ from shardplan.frontend.trace import Traced
 from shardplan.graph import flatten
 from shardplan.ir import Program
 from shardplan.mesh.devices import auto
+from shardplan.microbatches.accumulating import microbatched
 from shardplan.plans import files
 from shardplan.plans.data import PlanData
 from shardplan.plans.fingerprint import arguments, different_arguments, fingerprint
@@ -76,7 +77,8 @@ def _check_donated(name: str, data: PlanData, traced: Traced) -> None:
 def _program(name: str, data: PlanData, traced: Traced) -> Program:
     """The program that the plan is for: the step with its recomputed parts."""
     try:
-        return rematerialised(traced.program, data.remat.parts)
+        program = microbatched(traced.program, data.microbatches, data.replicate)
+        return rematerialised(program, data.remat.parts)
     except (KeyError, IndexError, ValueError, StopIteration) as error:
         raise PlanFileError(f"{name}: the parts that it recomputes are not in this step; plan this step again") from error
 

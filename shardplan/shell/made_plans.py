@@ -9,6 +9,7 @@ from typing import Any
 
 from shardplan.constants import CONSTANTS
 from shardplan.frontend.trace import Traced
+from shardplan.ir import Microbatches
 from shardplan.planning.multiplier import step_time_s
 from shardplan.planning.planner import Made
 from shardplan.planning.recomputation import Searcher
@@ -31,6 +32,7 @@ class Asked:
     donate_argnums: tuple[int, ...]
     time_budget_s: float | None
     runs: Mapping[str, Any]
+    microbatches: Microbatches
     began_s: float
     traced_s: float
 
@@ -41,6 +43,7 @@ def plan_data(asked: Asked, made: Made) -> PlanData:
         **(decided(made.session, made.run, made.planned.found[1].purposes) | _search_fields(asked, made) | dict(asked.runs)),
         operators=made.planned.program.count_ops(),
         donate_argnums=asked.donate_argnums,
+        microbatches=asked.microbatches,
         time_budget_s=asked.time_budget_s,
         trace_s=asked.traced_s - asked.began_s,
         search_s=time.perf_counter() - asked.traced_s,

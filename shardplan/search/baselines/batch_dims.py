@@ -1,5 +1,7 @@
 """The batch dim of each value, and its *data dims*: all dims that come with the data (batch, sequence, height, width).
 
+A loop takes the slices of a stack one after the other, so the batch dim of a stack of microbatches, or of timesteps, is its second.
+
 They are followed from the data through the index maps: a result's dim is a data dim if its loop indexes a data dim of an operand.
 A value that is made of no input, as the mask of a loop's step is, has the dims that it meets the data with. Data parallelism
 splits the batch dim; tensor parallelism splits no data dim.
@@ -41,21 +43,22 @@ class Examples:
 
 def follow(graph: Graph, inputs: Sequence[int]) -> Examples:
     """Follows the dims of these input tensors. The last dim of an array without integers is its features and does not count."""
+    stacks = frozenset(link.source for link in graph.links if link.lift == 1)
     batch: list[int | None] = [None] * len(graph.tensors)
     data: list[set[int]] = [set() for _ in graph.tensors]
     for t in inputs:
         tensor = graph.tensors[t]
         rank = len(tensor.shape)
         features = rank > 1 and not tensor.dtype.startswith(("int", "uint"))
-        batch[t] = 0 if rank else None
         data[t] = set(range(rank - features))
+        batch[t] = min(int(t in stacks), rank - 1) if rank else None
     given = _given(graph)
     changed = True
     while changed:  # repeated for values that loops carry
         changed = False
         for node in graph.nodes:
             for t, dim, is_batch in _through(node, batch, data):
-                changed |= _mark(t, dim, is_batch, batch, data)
+                changed |= _mark(t, dim, dim == 1 if t in stacks else is_batch, batch, data)
         for node in reversed(graph.nodes):
             for t, dim, is_batch in _met(node, given, batch, data):
                 changed |= _mark(t, dim, is_batch, batch, data)

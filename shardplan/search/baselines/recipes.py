@@ -84,12 +84,13 @@ class _Loops:
 @dataclass(frozen=True, slots=True)
 class _Facts:
     """The roles that recipes need: of each argument, with its number and variable (None: data); of all other variables, grouped
-    by rank, domain and role; and the loops of each op.
+    by rank, domain and role; the loops of each op, and the batch dim of each tensor.
     """
 
     arguments: Sequence[tuple[int, int, _StateRole | None]]
     values: Mapping[tuple[int, Domain, _ValueRole], Sequence[int]]
     loops: Mapping[int, _Loops]
+    batch: Sequence[int | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,13 @@ def written(
     """
     recipe = _Recipe(name, tuple(data), tuple(zero), tuple(shard), tuple(tensor), sequence)
     return _make(problem, _facts(problem, limited=True), recipe, limited=True)
+
+
+def batch_limits(problem: Problem, inputs: Sequence[int]) -> Limits:
+    """Limits under which each op may cut its loops over the batch dim of these input tensors, over all factors, and no other."""
+    loops = _loops(problem, follow(problem.graph, inputs), {})
+    recipe = _Recipe("batch", data=tuple(range(len(problem.sizes))))
+    return Limits({n: _cuts(problem.graph.nodes[n].signature, own, recipe, problem.sizes) for n, own in loops.items()})
 
 
 def groupings(count: int) -> tuple[Groups, ...]:
@@ -163,7 +171,7 @@ def _facts(problem: Problem, *, limited: bool) -> _Facts:
         if variable.id not in argument_variables:
             key = problem.space(variable.id).rank, domain, _value(problem, examples, cut_sides, variable)
             values.setdefault(key, []).append(variable.id)
-    return _Facts(arguments, values, _loops(problem, examples, known) if limited else {})
+    return _Facts(arguments, values, _loops(problem, examples, known) if limited else {}, examples.batch)
 
 
 def _recipes(sizes: Sequence[int]) -> list[_Recipe]:
@@ -204,7 +212,8 @@ def _make(problem: Problem, facts: _Facts, recipe: _Recipe, *, limited: bool) ->
         shape, domain, space = problem.coarse.variables[v].shape, domains[v], problem.space(v)
         if role is None:
             roles = space.roles[list(domain)]
-            leading = next(iter(_split(problem, problem.graph.inputs[i], {0})), None)
+            t = problem.graph.inputs[i]
+            leading = next(iter(_split(problem, t, {facts.batch[t] or 0})), None)
             at = np.where(_mask(recipe.data, roles), -1 if leading is None else leading, -1)
             batch = _picked(domain, np.all(roles == at, axis=1)) if leading is not None or not recipe.data else ()
             split_batch = split_batch or bool(batch and recipe.data)

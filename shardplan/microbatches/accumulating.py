@@ -1,0 +1,205 @@
+"""A step that runs its microbatches one after the other, and adds up what they make."""
+
+# pyright: basic
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from shardplan import _jax
+from shardplan.cost import Network
+from shardplan.emit.blocks import Blocks
+from shardplan.emit.explicit import ExplicitEmitter
+from shardplan.emit.transfers import Transfers
+from shardplan.errors import MicrobatchError
+from shardplan.frontend.argnums import leaves_of, positions
+from shardplan.frontend.trace import Traced, trace
+from shardplan.ir import Microbatches, Program, Reducer
+from shardplan.microbatches.phases import Phases, phases
+from shardplan.microbatches.time_cut import instructions, time_cut
+from shardplan.schedule import Barrier, Compute, Instruction, Move, PlannedProgram
+
+
+def microbatched(program: Program, parts: Microbatches, replicate: Sequence[str] = ()) -> Program:
+    """The program of a step that runs in microbatches, one after the other: a scan over them. It takes and gives what the step
+    does.
+
+    Raises:
+        MicrobatchError: if the step cannot be cut so, with the source line that stands in the way.
+    """
+    if parts.count == 1:
+        return program
+    planned = time_cut(program, parts.count, parts.batch, replicate)
+    body = instructions(planned)
+    ends = (planned.graph.inputs, planned.graph.outputs)
+    layouts, results = ([planned.layouts[t] if t >= 0 else None for t in own] for own in ends)
+    step = _Accumulating(planned, phases(body, layouts, results), body, parts.count)
+    shapes = [_jax.shape_struct(t.shape, t.dtype) for t in (program.tensors[t] for t in program.inputs)]
+    traced = trace(step, *shapes).program
+    return replace(traced, input_paths=program.input_paths, output_paths=program.output_paths, feedback=program.feedback)
+
+
+def checked_microbatches(traced: Traced, count: int, arguments: Sequence[int] | int | None) -> Microbatches:
+    """The microbatches that a user asks for. ``arguments`` are those that are cut, else the arrays that are no state, with the
+    first dim that most of these have.
+
+    Raises:
+        MicrobatchError: for a count that is none, or where nothing is a batch.
+        ShardplanError: for a number that names no argument.
+    """
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise MicrobatchError(f"microbatches={count!r}: give a whole number from 1 on")
+    program, trees = traced.program, traced.in_tree
+    named = None if arguments is None else leaves_of(trees, positions(arguments, len(trees.children()), "batch_argnums"))
+    if count == 1:
+        return Microbatches()
+    state = {i for i in program.feedback if i is not None}
+    tensors = [program.tensors[t] for t in program.inputs]
+    able = [i for i, t in enumerate(tensors) if t.shape and not t.dtype.startswith("key")]
+    if named is not None:
+        found = tuple(i for i in able if i in named)
+    else:
+        data = [i for i in able if i not in state]
+        sizes = Counter(tensors[i].shape[0] for i in data)
+        most = max(sizes, key=lambda n: (sizes[n], n), default=0)
+        found = tuple(i for i in data if tensors[i].shape[0] == most)
+    if not found:
+        raise MicrobatchError("no argument is a batch: name those that are with batch_argnums")
+    return Microbatches(count, found)
+
+
+class _Accumulating:
+    def __init__(self, planned: PlannedProgram, parts: Phases, body: Any, count: int) -> None:
+        self.planned, self.parts, self.body, self.count = planned, parts, body, count
+        layouts = [planned.layouts[t] for t in planned.graph.inputs]
+        self.split = [t for t, at in zip(body.parameters, layouts, strict=True) if at is not None and at.used]
+
+    def __call__(self, *leaves: Any) -> list[Any]:
+        """The flat results."""
+        values = dict(zip(self.body.parameters, leaves, strict=True))
+        fixed = {v: x for v, x in values.items() if v not in self.split}
+        outer = _Part(self.planned, 0)
+        fixed = outer.run(self.parts.before, fixed)
+        sliced = [_in_microbatches(values[v], self.count) for v in self.split]
+
+        def each(index: Any, *slices: Any) -> tuple[list[Any], list[Any], list[Any]]:
+            part = _Part(self.planned, index)
+            own = part.run(self.parts.each, {**fixed, **dict(zip(self.split, slices, strict=True))})
+            totals, kept, blocks = (
+                [jnp.asarray(own[v]) for v in row] for row in (self.parts.totals, self.parts.kept, self.parts.blocks)
+            )
+            return totals, kept, blocks
+
+        shapes = jax.eval_shape(each, jnp.int32(0), *[x[0] for x in sliced])
+        totals = [_start(s, r) for s, r in zip(shapes[0], self.parts.totals.values(), strict=True)]
+        kept = [jnp.zeros(s.shape, s.dtype) if not jnp.issubdtype(s.dtype, jax.dtypes.prng_key) else s for s in shapes[1]]
+
+        def microbatch(state: Any, own: Any) -> tuple[Any, Any]:
+            terms, same, blocks = each(*own)
+            added = [_REDUCE[r](a, t) for a, t, r in zip(state[0], terms, self.parts.totals.values(), strict=True)]
+            return (added, same), blocks
+
+        (totals, kept), blocks = lax.scan(microbatch, (totals, kept), (jnp.arange(self.count, dtype=jnp.int32), *sliced))
+        done = {**fixed, **dict(zip(self.parts.totals, totals, strict=True)), **dict(zip(self.parts.kept, kept, strict=True))}
+        for (v, dim), x in zip(self.parts.blocks.items(), blocks, strict=True):
+            done[v] = _joined(x, dim)
+        done = outer.run(self.parts.after, done)
+        return [outer.value(done, s) for s in self.body.results]
+
+
+class _Part(ExplicitEmitter):
+    """Runs instructions for one microbatch: its number stands for the place on the axis of microbatches."""
+
+    def __init__(self, planned: PlannedProgram, index: Any) -> None:
+        self.planned, self.index = planned, index
+        network = planned.programs.resharder.network
+        assert isinstance(network, Network)
+        self.transfers = _Slices(network, planned.names, planned.sizes, index)
+        self.blocks = Blocks(planned.names, _no_neighbour, lambda _: index)
+
+    def run(self, chosen: Sequence[Instruction], values: dict[int, Any]) -> dict[int, Any]:
+        """The values once these instructions have run."""
+        values = dict(values)
+        with self.blocks.body():
+            for i in chosen:
+                self.instruction(i, values)
+        return values
+
+    def compute(self, compute: Compute, inputs: Sequence[Any]) -> Sequence[Any]:
+        """An op on a microbatch, with its own source line and scope."""
+        op = compute.node.op
+        with _jax.traced_at(op.handle, op.scope):
+            return super().compute(compute, inputs)
+
+    def barred(self, xs: Sequence[Any], barrier: Barrier) -> Sequence[Any]:
+        """Values behind an optimization barrier."""
+        return lax.optimization_barrier(xs)
+
+    def move(self, x: Any, move: Move, extreme: Any) -> Any:
+        """A block out of a whole value; a term stays as it is until all are added up."""
+        return x if move.before.partial else self.transfers.move(x, move, extreme)
+
+
+class _Slices(Transfers):
+    def __init__(self, network: Network, names: Sequence[str], sizes: Sequence[int], index: Any) -> None:
+        super().__init__(network, names, sizes)
+        self._index = index
+
+    def sliced(self, x: Any, dim: int, factors: Sequence[int]) -> Any:
+        """A microbatch's block along a dim."""
+        size = x.shape[dim] // self.ways(factors)
+        return lax.dynamic_slice_in_dim(x, self._index * size, size, dim)
+
+
+def _no_neighbour(*_: Any) -> Any:
+    raise MicrobatchError("an op needs its neighbours' values in the batch, which run at other times: plan with microbatches=1")
+
+
+def _in_microbatches(x: Any, count: int) -> Any:
+    """[count, rows, ...]: the microbatches of an array [count * rows, ...]."""
+    return x.reshape(count, x.shape[0] // count, *x.shape[1:])
+
+
+def _joined(x: Any, dim: int) -> Any:
+    """The blocks [count, ...] of an array, joined along a dim."""
+    x = jnp.moveaxis(x, 0, dim)
+    return x.reshape(*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :])
+
+
+_REDUCE: dict[Reducer, Callable[[Any, Any], Any]] = {
+    "sum": jnp.add,
+    "prod": jnp.multiply,
+    "max": jnp.maximum,
+    "min": jnp.minimum,
+    "and": jnp.bitwise_and,
+    "or": jnp.bitwise_or,
+}
+
+
+def _start(shape: Any, reducer: Reducer) -> Any:
+    """What a reduction of terms starts from."""
+    match reducer:
+        case "sum" | "or":
+            value: Any = 0
+        case "prod":
+            value = 1
+        case "and":
+            value = -1 if jnp.issubdtype(shape.dtype, jnp.integer) else True
+        case "max":
+            value = -np.inf if jnp.issubdtype(shape.dtype, jnp.inexact) else _bounds(shape.dtype)[0]
+        case _:
+            value = np.inf if jnp.issubdtype(shape.dtype, jnp.inexact) else _bounds(shape.dtype)[1]
+    return jnp.full(shape.shape, value, shape.dtype)
+
+
+def _bounds(dtype: Any) -> tuple[Any, Any]:
+    if dtype == jnp.bool_:
+        return False, True
+    return jnp.iinfo(dtype).min, jnp.iinfo(dtype).max

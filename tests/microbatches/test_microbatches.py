@@ -1,0 +1,125 @@
+"""A step cut into microbatches computes what it computes at once, or is refused with the line that stands in the way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import shardplan
+from models import gpt, mlp, moe, two_tower, wresnet
+from shardplan.errors import MicrobatchError
+from shardplan.frontend.nnx_state import trace_step
+from shardplan.microbatches.accumulating import checked_microbatches, microbatched
+from shardplan.verify.verify import verify
+from tests.machines import machine
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_step_in_microbatches_trains_as_at_once(count: int) -> None:
+    step, args = mlp.train_step(concrete=True)
+    plan = shardplan.plan(step, *args, cluster=machine("2x2:eager"), donate_argnums=(0,), microbatches=count)
+    assert verify(plan, step, args).passed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"dropout": 0.1}, {"scan": True, "dropout": 0.1}, {"scan": True, "remat": True}], ids=str)
+def test_a_gpt_in_microbatches_trains_as_at_once(options: dict[str, Any]) -> None:
+    step, args = gpt.train_step(concrete=True, layers=2, **options)
+    plan = shardplan.plan(step, *args, cluster=machine("2x2:eager"), donate_argnums=(0,), microbatches=4)
+    assert verify(plan, step, args).passed
+
+
+def test_a_step_in_microbatches_holds_less_at_once() -> None:
+    step, args = gpt.train_step(layers=2)
+    whole, parts = (shardplan.plan(step, *args, cluster="2", microbatches=n).peak_bytes for n in (1, 8))
+    assert parts < 0.7 * whole
+
+
+def test_gradients_are_reduced_among_devices_once_and_not_in_each_microbatch() -> None:
+    step, args = mlp.train_step()
+    plan = shardplan.plan(step, *args, cluster=machine("8:slow"), microbatches=4, axes={"data": 8}, time_model="sum")
+    sent = [c for c in plan.collectives if c.kind in ("all-reduce", "reduce-scatter") and c.bytes > 4]
+    assert sent
+    assert {c.times for c in sent} == {1}
+
+
+def linear(w: jax.Array, x: jax.Array) -> jax.Array:
+    return x @ w
+
+
+W, X = jnp.arange(12.0).reshape(4, 3), jnp.asarray(np.random.default_rng(0).normal(size=(8, 4)), jnp.float32)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda w, x: linear(w, x),
+        lambda w, x: jnp.max(linear(w, x)),
+        lambda w, x: (jnp.sum(linear(w, x) ** 2), linear(w, x).T),
+        lambda w, x: jnp.mean(jnp.tanh(x), 0) @ w,
+        lambda w, x: jax.grad(lambda w: jnp.sum(jnp.sin(linear(w, x))))(w) * jnp.linalg.norm(w),
+        lambda w, x: optax.tree.norm(jax.grad(lambda w: jnp.mean(linear(w, x) ** 2))(w)),
+        lambda w, x: linear(w, x) + jax.random.normal(jax.random.key(3), (8, 3)),
+        lambda w, x: jnp.any(linear(w, x) > 1e9),
+        lambda w, x: jnp.arange(8)[:, None] * x,
+    ],
+    ids=["blocks", "largest", "transposed", "mean", "gradient", "norm", "noise", "any", "places"],
+)
+def test_what_is_split_is_joined_and_what_is_partial_is_added_up(step: Any) -> None:
+    traced = trace_step(step, (W, X))
+    program = microbatched(traced.program, checked_microbatches(traced, 4, (1,)))
+    assert any(op.control == "scan" for op in program.ops)
+    found = shardplan.plan(step, W, X, cluster="2", microbatches=4, batch_argnums=1).jit(step, jax.devices()[:2])(W, X)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5), found, step(W, X))
+
+
+@pytest.mark.parametrize(
+    ("model", "where"), [(wresnet, r"wresnet.py:\d+"), (two_tower, r"two_tower.py:\d+"), (moe, r"moe.py:\d+ \(route\)")]
+)
+def test_what_needs_several_microbatches_at_once_is_refused_with_its_line(model: Any, where: str) -> None:
+    step, args = model.train_step()
+    with pytest.raises(MicrobatchError, match=f"cannot be cut into microbatches: at .*{where}"):
+        shardplan.plan(step, *args, cluster="2", microbatches=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"microbatches": 3}, r"x has the shape \[8, 4\], whose first dim does not divide into 3 microbatches"),
+        ({"microbatches": 0}, "microbatches=0: give a whole number"),
+        ({"microbatches": 2, "batch_argnums": 5}, "batch_argnums=5 names no argument"),
+        ({"microbatches": 2, "batch_argnums": ()}, "no argument is a batch"),
+    ],
+    ids=str,
+)
+def test_microbatches_that_cannot_be_are_named(options: dict[str, Any], message: str) -> None:
+    options = {"batch_argnums": 1} | options
+    with pytest.raises(shardplan.ShardplanError, match=message):
+        shardplan.plan(linear, W, X, cluster="2", **options)
+
+
+def test_a_plan_in_microbatches_is_saved_and_loaded(tmp_path: Any) -> None:
+    step, args = mlp.train_step(concrete=True)
+    plan = shardplan.plan(step, *args, cluster="2", microbatches=4)
+    plan.save(tmp_path / "plan.json")
+    again = shardplan.load(tmp_path / "plan.json", step, *args)
+    assert again.microbatches == plan.microbatches
+    assert again.microbatches.count == 4
+    a, b = (jax.tree.leaves(p.jit(step, jax.devices()[:2])(*args)) for p in (plan, again))
+    for x, y in zip(a, b, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_equations_of_a_cut_step_keep_their_source_lines() -> None:
+    step, args = mlp.train_step()
+    traced = trace_step(step, args)
+    program = microbatched(traced.program, checked_microbatches(traced, 2, None))
+    (loop,) = [op for op in program.ops if op.control == "scan"]
+    lines = {str(op.source).rpartition(":")[0] for op in loop.bodies[0].ops if op.primitive == "dot_general"}
+    assert all(line.endswith("mlp.py") for line in lines)
+    assert any(op.backward for op in loop.bodies[0].ops)

@@ -30,8 +30,8 @@ from shardplan.emit.walk import Walk
 from shardplan.graph import Node
 from shardplan.ir import Constant, Layout, Op, Reducer, Use
 from shardplan.schedule import Barrier, Compute, Fill, Move, While
-from shardplan.schedule.build import spelled_out
 from shardplan.schedule.planned import PlannedProgram
+from shardplan.schedule.spelling import spelled_out
 from shardplan.tdl.rewrite import cuttable, in_row_major_order
 from shardplan.tdl.xla_quirks import loses_nan
 

@@ -16,11 +16,11 @@ from shardplan.ir import Factor, Program
 from shardplan.mesh import Cluster, Device
 from shardplan.mesh.machine import Level
 from shardplan.schedule import Block, PlannedProgram, planned_program
-from shardplan.schedule.build import spelled_out
 from shardplan.schedule.changes import in_single_steps
 from shardplan.schedule.passes.dedupe import shared
 from shardplan.schedule.passes.extents import with_extents
 from shardplan.schedule.passes.prune import pruned
+from shardplan.schedule.spelling import spelled_out
 from shardplan.search.baselines.recipes import batch_limits
 from shardplan.search.coarsening import coarsen
 from shardplan.search.coarsening.coarsen import FREE

@@ -5,7 +5,6 @@
 predicts: nothing else moves a byte, but for the collectives of a `jax.shard_map` in the step itself. No JAX here.
 """
 
-from shardplan.schedule.build import build
 from shardplan.schedule.changes import Change, later_splits, splits_buffer
 from shardplan.schedule.instructions import (
     Barrier,
@@ -27,6 +26,7 @@ from shardplan.schedule.instructions import (
 from shardplan.schedule.movement_windows import windows
 from shardplan.schedule.planned import PlannedProgram, planned_program
 from shardplan.schedule.sends import issued, sends
+from shardplan.schedule.spelling import build
 
 __all__ = [
     "Barrier",

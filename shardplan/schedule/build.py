@@ -1,4 +1,4 @@
-"""From a plan's choices to the instructions of a device.
+"""From a plan's choices to the instructions of a device, op by op.
 
 The step's ops are walked in their order. An op with a use has its operands moved into the layouts that it needs, computes on
 shares, and its results are moved into the layouts they are stored in; an op inside a group of one layout follows its results.
@@ -9,14 +9,13 @@ first reader; one for the backward pass is tied to a value of that pass by a bar
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from shardplan.collectives.step import Step
 from shardplan.errors import ShardplanError
 from shardplan.graph import Node
 from shardplan.ir import PAIRS, Collective, Constant, Layout, Op, Program, Reducer, Use, Where
-from shardplan.schedule.changes import in_single_steps
 from shardplan.schedule.cuts import following_cuts, operand_layouts, planned_cuts, reducer_of, taking, whole_layout
 from shardplan.schedule.frame import Frame, Later, only_empty, waiting
 from shardplan.schedule.instructions import (
@@ -27,39 +26,15 @@ from shardplan.schedule.instructions import (
     Fill,
     Move,
     Scan,
-    Schedule,
     Source,
     While,
 )
-from shardplan.schedule.passes.barriers import waited
-from shardplan.schedule.passes.bundles import bundled
-from shardplan.schedule.passes.dedupe import shared
-from shardplan.schedule.passes.extents import with_extents
-from shardplan.schedule.passes.prune import pruned
-from shardplan.schedule.passes.transposes import transposed_first
 from shardplan.schedule.planned import PlannedProgram
 
 
-def build(planned: PlannedProgram) -> Schedule:
-    """The schedule of a planned step, as each device runs it."""
-    spelled, _ = spelled_out(planned)
-    body = transposed_first(shared(pruned(waited(in_single_steps(spelled.body)))), planned)
-    shapes = [planned.graph.tensors[t].shape for t in planned.graph.inputs]
-    return replace(spelled, body=bundled(with_extents(body, planned.sizes, shapes), planned))
+class Builder:
+    """Spells out programs and bodies for a planned step; `shardplan.schedule.spelling` uses it."""
 
-
-def spelled_out(planned: PlannedProgram) -> tuple[Schedule, Mapping[int, Layout | None]]:
-    """(the schedule before its passes, the layouts in which its parameters, ops without a use, and control flow leave values)."""
-    builder = _Builder(planned)
-    frame = Frame((), planned.graph.bodies[()], [])
-    parameters = tuple(builder.new() for _ in planned.program.inputs)
-    builder.arguments = frozenset(parameters)
-    results = builder.run(frame, planned.program, parameters)
-    layouts = tuple(builder.layout(frame, o) if isinstance(o, int) else None for o in planned.program.outputs)
-    return Schedule(Block(parameters, tuple(frame.out), tuple(results)), layouts), builder.layouts
-
-
-class _Builder:
     def __init__(self, planned: PlannedProgram) -> None:
         self.planned, self.graph = planned, planned.graph
         self.count = 0

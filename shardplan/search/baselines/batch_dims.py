@@ -1,6 +1,6 @@
 """The batch dim of each value, and its *data dims*: all dims that come with the data (batch, sequence, height, width).
 
-A loop takes the slices of a stack one after the other, so the batch dim of a stack of microbatches, or of timesteps, is its second.
+A loop takes the slices of a stack one after the other, so the batch dim of a stack of microbatches or timesteps is its second.
 
 They are followed from the data through the index maps: a result's dim is a data dim if its loop indexes a data dim of an operand.
 A value that is made of no input, as the mask of a loop's step is, has the dims that it meets the data with. Data parallelism

@@ -1,4 +1,4 @@
-"""The ``regions`` backend: a jitted program for each segment of a placed step, on the devices of its group.
+"""The ``regions`` backend: a jitted program for each piece of a placed step, on the devices of its group.
 
 Programs are issued in the order of the dispatch, and each runs as soon as its arguments are there. A value that another group
 reads is moved by `jax.device_put`, from its layout in one group to that in the other.
@@ -14,42 +14,46 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
 from shardplan import _jax
 from shardplan.emit.explicit import ExplicitEmitter
-from shardplan.emit.stacked import partition_spec
+from shardplan.emit.stacked import partition_spec, stacked_shape
 from shardplan.errors import ShardplanError
-from shardplan.ir import Constant
-from shardplan.regions.dispatch import Run, Send
+from shardplan.ir import Constant, Layout
 from shardplan.regions.placed import PlacedStep
+from shardplan.regions.tasks import GroupMesh, Key, Piece, Task, Transfer
+from shardplan.schedule import PlannedProgram, Schedule
+
+Shardings = Callable[[int, int], NamedSharding]
+"""The sharding of a tensor, by number, in a group."""
 
 
 class RegionsEmitter:
     """A placed step on flat arguments. ``jit`` compiles a function of arrays (`jax.jit` with the user's options).
 
-    ``programs`` are the jitted functions of the segments, ``names`` and ``devices`` what they are called and where they run.
+    ``programs`` are the jitted functions of the pieces, ``names`` and ``devices`` what they are called and where they run.
     """
 
     def __init__(
         self, placed: PlacedStep, meshes: Sequence[Mesh], donated: Sequence[int], weak: Sequence[bool], jit: Callable[..., Any]
     ) -> None:
-        self.placed, self._split = placed, placed.split
-        self._program = placed.split.assignment.program
-        self._shardings = placed_shardings(placed, meshes)
-        self._weak = {t for t, w in zip(self._program.outputs, weak, strict=True) if w and isinstance(t, int)}
-        self._owned = self._donated(donated)
-        self.programs = tuple(self._jitted(n, meshes, jit) for n in range(len(placed.segments)))
-        groups = placed.split.assignment.groups
-        self.names = tuple(f"segment {n} of group {s.group}" for n, s in enumerate(placed.split.segments))
-        self.devices = tuple(groups[s.group] for s in placed.split.segments)
-        self._literals = tuple(_literal(o, w) for o, w in zip(self._program.outputs, weak, strict=True))
+        self.placed, self._graph = placed, placed.graph
+        self._sharding = sharding_of(placed, meshes)
+        outputs = placed.program.outputs
+        self._literals = tuple(_literal(o, w) for o, w in zip(outputs, weak, strict=True))
+        self._weak = {at[1][0] for at, w in zip(self._graph.results, weak, strict=True) if w and at is not None}
+        self._kept = _kept(placed, donated)
+        self._last = {id(i.what): i.last for i in placed.dispatch.issues}
+        self.programs = tuple(self._jitted(n, piece, meshes[piece.group], jit) for n, piece in enumerate(self._graph.pieces))
+        self.names = tuple(piece.name for piece in self._graph.pieces)
+        self.devices = tuple(self._graph.groups[piece.group].devices for piece in self._graph.pieces)
 
     @property
     def input_shardings(self) -> list[NamedSharding]:
         """The sharding of each leaf of the arguments."""
-        homes = self._split.assignment.home
-        return [self._shardings[homes[t]][t] for t in self._program.inputs]
+        return [self._sharding(group, key[0]) for group, key in self._graph.inputs]
 
     def __call__(self, *leaves: Any) -> list[Any]:
         """The flat results; programs may still run when it returns.
@@ -62,19 +66,22 @@ class RegionsEmitter:
                 "a plan with groups of devices is several programs, so it cannot be called inside jax.jit, jax.grad or another "
                 "transformation: call it from Python, or plan with placement='one'"
             )
-        split, homes = self._split, self._split.assignment.home
-        held: dict[tuple[int, int], Any] = {(homes[t], t): x for t, x in zip(self._program.inputs, leaves, strict=True)}
+        graph = self._graph
+        held: dict[tuple[int, Key], Any] = dict(zip(graph.inputs, leaves, strict=True))
         for issue in self.placed.dispatch.issues:
-            match issue:
-                case Run():
-                    group, boundary = split.segments[issue.segment].group, split.boundaries[issue.segment]
-                    results = self.programs[issue.segment](*[held[group, t] for t in boundary.reads])
-                    held.update(((group, t), x) for t, x in zip(boundary.makes, results, strict=True))
-                case Send(transfer=move):
-                    held[move.target, move.tensor] = jax.device_put(held[move.source, move.tensor], self._target(issue))
-            for key in issue.last:
-                held.pop(key, None)
-        return [x if at is None else held[at] for at, x in zip(split.results, self._literals, strict=True)]
+            match issue.what:
+                case Task(number, microbatch, reads, makes):
+                    piece = graph.pieces[number]
+                    arguments = [held[piece.group, key] for key in reads]
+                    if piece.own == "slice":
+                        arguments.append(np.int32(microbatch))
+                    results = self.programs[number](*arguments)
+                    held.update(((piece.group, key), x) for key, x in zip(makes, results, strict=True))
+                case Transfer(key, source, target, like):
+                    held[target, key] = jax.device_put(held[source, key], self._sharding(target, like))
+            for at in issue.last:
+                held.pop(at, None)
+        return [x if at is None else held[at] for at, x in zip(graph.results, self._literals, strict=True)]
 
     def using(self, programs: Sequence[Callable[..., Any]]) -> RegionsEmitter:
         """The same step with these functions in place of its programs."""
@@ -93,69 +100,130 @@ class RegionsEmitter:
     def traced(self) -> list[Any]:
         """Each program as `jax.stages.Traced`."""
         found: list[Any] = []
-        for program, boundary in zip(self.programs, self._split.boundaries, strict=True):
-            tensors = [self._program.tensors[t] for t in boundary.reads]
-            found.append(program.trace(*[_jax.shape_struct(t.shape, t.dtype) for t in tensors]))
+        for program, piece in zip(self.programs, self._graph.pieces, strict=True):
+            shapes = [self._shape(piece.group, t) for t in piece.reads]
+            found.append(program.trace(*shapes, *([np.int32(0)] if piece.own == "slice" else [])))
         return found
 
     def cache_size(self) -> int:
-        """The number of entries in the call caches of all programs."""
+        """The most entries in the call cache of a program."""
         return max((p.cache_size() for p in self.programs), default=0)
 
-    def _target(self, send: Send) -> NamedSharding:
-        """The sharding that a value has where it is sent."""
-        move = send.transfer
-        if not move.result:
-            return self._shardings[move.target][move.tensor]
-        n = next(n for n, at in enumerate(self._split.results) if at == (move.target, move.tensor))
-        i = self._program.feedback[n]
-        assert i is not None, "only next values of arguments are sent as results"
-        return self._shardings[move.target][self._program.inputs[i]]
+    def _shape(self, group: int, tensor: int) -> jax.ShapeDtypeStruct:
+        """The array that holds a tensor in a group, with the dims of terms."""
+        own, mesh = self._graph.tensors[tensor], self._graph.groups[group]
+        layout = mesh.layouts.get(tensor)
+        shape = own.shape if layout is None else stacked_shape(own.shape, layout, [f.size for f in mesh.factors])
+        return _jax.shape_struct(shape, own.dtype)
 
-    def _donated(self, donated: Sequence[int]) -> set[int]:
-        """The tensors whose buffers the step may reuse: donated arguments, and whatever it makes.
-
-        A value that is sent to a device that already has it may share its buffer there.
-        """
-        kept = set(self._program.inputs) - {self._program.inputs[i] for i in donated}
-        groups = [set(g) for g in self._split.assignment.groups]
-        kept |= {m.tensor for m in self._split.transfers if not groups[m.source].isdisjoint(groups[m.target])}
-        return {t for b in self._split.boundaries for t in (*b.reads, *b.makes)} - kept
-
-    def _jitted(self, number: int, meshes: Sequence[Mesh], jit: Callable[..., Any]) -> Any:
-        placed, boundary = self.placed, self._split.boundaries[number]
-        group = self._split.segments[number].group
-        emit = ExplicitEmitter(placed.segments[number], meshes[group], placed.schedules[number])
-        weak, shardings = [t in self._weak for t in boundary.makes], self._shardings[group]
+    def _jitted(self, number: int, piece: Piece, mesh: Mesh, jit: Callable[..., Any]) -> Any:
+        group = self._graph.groups[piece.group]
+        weak, count = [t in self._weak for t in piece.makes], len(piece.reads)
+        match piece.own:
+            case (planned, schedule):
+                emit: Callable[..., Sequence[Any]] = _PieceEmitter(planned, mesh, schedule, piece, group)
+            case "slice":
+                emit = _sliced
+            case "stack":
+                emit = _stacked
+            case "start":
+                shapes = [self._shape(piece.group, t) for t in piece.makes]
+                emit = lambda: [_full(s, c) for s, c in zip(shapes, piece.start, strict=True)]  # noqa: E731
 
         def run(*values: Any) -> list[Any]:
             return [_jax.weakly_typed(x) if w else x for x, w in zip(emit(*values), weak, strict=True)]
 
-        run.__name__ = f"segment_{number}_of_group_{group}"
+        run.__name__ = piece.name.replace(" ", "_")
+        ins = [self._sharding(piece.group, t) for t in piece.reads]
         return jit(
             run,
-            in_shardings=[shardings[t] for t in boundary.reads],
-            out_shardings=[shardings[t] for t in boundary.makes],
-            donate_argnums=self._reused(number),
+            in_shardings=[*ins, *([None] if piece.own == "slice" else [])],
+            out_shardings=[self._sharding(piece.group, t) for t in piece.makes],
+            donate_argnums=self._reused(number, piece) if count else (),
             keep_unused=True,
         )
 
-    def _reused(self, number: int) -> tuple[int, ...]:
-        """The arguments of a segment whose buffers its results take: nothing reads them after it."""
-        boundary, group = self._split.boundaries[number], self._split.segments[number].group
-        issue = next(i for i in self.placed.dispatch.issues if isinstance(i, Run) and i.segment == number)
-        tensors, shardings = self._program.tensors, self._shardings[group]
+    def _reused(self, number: int, piece: Piece) -> tuple[int, ...]:
+        """The arguments of a piece whose buffers its results take: nothing reads them after any of its tasks."""
+        tasks = [t for t in self._graph.tasks if t.piece == number]
 
         def block(t: int) -> tuple[Any, ...]:
-            return shardings[t].shard_shape(tensors[t].shape), tensors[t].dtype
+            shape = self._shape(piece.group, t)
+            return self._sharding(piece.group, t).shard_shape(shape.shape), shape.dtype
 
-        wanted = [block(t) for t in boundary.makes]
+        wanted = [block(t) for t in piece.makes]
         found: list[int] = []
-        for n, t in enumerate(boundary.reads):
-            if (group, t) in issue.last and t in self._owned and block(t) in wanted:
+        for n, t in enumerate(piece.reads):
+            at = [(piece.group, task.reads[n]) for task in tasks]
+            over = all(k in self._last[id(task)] and k[1] not in self._kept for k, task in zip(at, tasks, strict=True))
+            if over and block(t) in wanted:
                 wanted.remove(block(t))
                 found.append(n)
         return tuple(found)
+
+
+class _PieceEmitter(ExplicitEmitter):
+    """Runs a piece on its group. A value that is partial comes and goes as an array of its terms."""
+
+    def __init__(self, planned: PlannedProgram, mesh: Mesh, schedule: Schedule, piece: Piece, group: GroupMesh) -> None:
+        super().__init__(planned, mesh, schedule)
+        self._ins, self._outs = ([group.layouts.get(t) for t in own] for own in (piece.reads, piece.makes))
+
+    def __call__(self, *flat: Any) -> list[Any]:
+        """The piece on its arguments."""
+        ins, outs = (tuple(partition_spec(at, self.planned.names) for at in own) for own in (self._ins, self._outs))
+        run = _jax.shard_mapped(self.local, mesh=self.mesh, in_specs=ins, out_specs=outs)
+        with _jax.on_mesh(self.mesh):
+            return list(run(*flat))
+
+    def local(self, *arguments: Any) -> tuple[Any, ...]:
+        """The program of one device."""
+        own = [x if _terms(at) == 0 else x.reshape(x.shape[_terms(at) :]) for x, at in zip(arguments, self._ins, strict=True)]
+        made = zip(super().local(*own), self._outs, strict=True)
+        return tuple(x if _terms(at) == 0 else x.reshape((1,) * _terms(at) + jnp.shape(x)) for x, at in made)
+
+
+def _terms(layout: Layout | None) -> int:
+    """The number of dims of terms."""
+    return 0 if layout is None else len(layout.partial)
+
+
+def sharding_of(placed: PlacedStep, meshes: Sequence[Mesh]) -> Shardings:
+    """The sharding of each tensor in each group."""
+    groups, known = placed.graph.groups, dict[tuple[int, int], NamedSharding]()
+
+    def sharding(group: int, tensor: int) -> NamedSharding:
+        if (group, tensor) not in known:
+            spec = partition_spec(groups[group].layouts.get(tensor), groups[group].names)
+            known[group, tensor] = NamedSharding(meshes[group], spec)
+        return known[group, tensor]
+
+    return sharding
+
+
+def _kept(placed: PlacedStep, donated: Sequence[int]) -> frozenset[Key]:
+    """The values whose buffers the step may not reuse: arguments that are not donated, and what is sent to a device that has it
+    already, where it may share its buffer.
+    """
+    graph = placed.graph
+    kept = {key for n, (_, key) in enumerate(graph.inputs) if n not in donated}
+    groups = [set(g.devices) for g in graph.groups]
+    kept |= {m.key for m in graph.transfers if not groups[m.source].isdisjoint(groups[m.target])}
+    return frozenset(kept)
+
+
+def _sliced(*stacks: Any) -> list[Any]:
+    """The slices of stacks at the index that comes last."""
+    *stacks, index = stacks  # type: ignore[assignment]
+    return [lax.dynamic_index_in_dim(x, index, 0, keepdims=False) for x in stacks]
+
+
+def _stacked(*values: Any) -> list[Any]:
+    return [jnp.stack(values)]
+
+
+def _full(shape: Any, value: Constant) -> Any:
+    return jnp.full(shape.shape, value.value, shape.dtype)
 
 
 def _literal(output: Any, weak: bool) -> Any:
@@ -164,13 +232,3 @@ def _literal(output: Any, weak: bool) -> Any:
         return None
     x = jnp.asarray(np.asarray(output.value, dtype=jnp.dtype(output.dtype)))
     return _jax.weakly_typed(x) if weak else x
-
-
-def placed_shardings(placed: PlacedStep, meshes: Sequence[Mesh]) -> tuple[dict[int, NamedSharding], ...]:
-    """For each group, the sharding of each tensor of the step that enters or leaves its program."""
-    found: list[dict[int, NamedSharding]] = []
-    for part, own, mesh in zip(placed.split.group_parts, placed.groups, meshes, strict=True):
-        names, layouts = tuple(f.name for f in own.factors), own.choices.bodies[()].layouts
-        ends = {*part.program.inputs, *part.program.returned}
-        found.append({part.tensors[n]: NamedSharding(mesh, partition_spec(layouts[n], names)) for n in sorted(ends)})
-    return tuple(found)

@@ -1,7 +1,7 @@
-"""The order in which the segments of a placed step and the transfers between groups are issued, and when each of them runs.
+"""The order in which the tasks of a placed step and the transfers between groups are issued, and when each of them runs.
 
-Segments wait for what they read and for the devices of their group. Of those that can start first, the one with the longest
-way to the end of the step goes first (FD-DPS, section 4: the latest start times of the dynamic critical path).
+Tasks wait for what they read and for the devices of their group. Of those that can start first, the one with the longest way to
+the end of the step goes first (FD-DPS, section 4: the latest start times of the dynamic critical path).
 """
 
 from __future__ import annotations
@@ -11,96 +11,81 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from shardplan.placement.device_topology import Machine
-from shardplan.regions.group_programs import Split, Transfer
+from shardplan.regions.tasks import Key, Task, TaskGraph, Transfer
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """A segment runs on its group. ``last``: the (group, tensor) pairs that nothing reads after it."""
+class Issue:
+    """A task or a transfer, with predicted seconds from the start of the step. ``last``: the values, by group, that nothing reads
+    after it.
+    """
 
-    segment: int
+    what: Task | Transfer
     start_s: float
     end_s: float
-    last: tuple[tuple[int, int], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """A transfer. ``last`` as for `Run`."""
-
-    transfer: Transfer
-    start_s: float
-    end_s: float
-    last: tuple[tuple[int, int], ...] = ()
-
-
-Issue = Run | Send
+    last: tuple[tuple[int, Key], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """What is issued, in order, with predicted seconds from the start of the step."""
+    """What is issued, in order."""
 
     issues: tuple[Issue, ...]
 
     @property
     def step_time_s(self) -> float:
-        """When the last segment or transfer ends."""
+        """When the last task or transfer ends."""
         return max((i.end_s for i in self.issues), default=0.0)
 
-    def busy_s(self, split: Split, group: int) -> float:
+    def busy_s(self, graph: TaskGraph, group: int) -> float:
         """How long the devices of a group compute."""
-        own = (i for i in self.issues if isinstance(i, Run) and split.segments[i.segment].group == group)
+        own = (i for i in self.issues if isinstance(i.what, Task) and graph.pieces[i.what.piece].group == group)
         return sum(i.end_s - i.start_s for i in own)
 
 
-class _Task(NamedTuple):
-    """A segment or transfer by its number, with what it waits for."""
+class _Waiting(NamedTuple):
+    """A task or transfer with what it waits for, by number."""
 
-    what: int | Transfer
+    what: Task | Transfer
     seconds: float
     before: tuple[int, ...]
     devices: tuple[int, ...]
 
 
-def dispatched(split: Split, seconds: Sequence[float], machine: Machine) -> Dispatch:
-    """The issues of a step; ``seconds`` [segments] are those of each segment."""
-    tasks = _tasks(split, seconds, machine)
-    issues = [
-        Run(t.what, start, start + t.seconds) if isinstance(t.what, int) else Send(t.what, start, start + t.seconds)
-        for t, start in _started(tasks)
-    ]
-    return Dispatch(_with_last(split, issues))
+def dispatched(graph: TaskGraph, machine: Machine) -> Dispatch:
+    """The issues of a step on a machine."""
+    waiting = _waiting(graph, machine)
+    return Dispatch(_with_last(graph, [Issue(w.what, start, start + w.seconds) for w, start in _started(waiting)]))
 
 
-def transfer_s(split: Split, transfer: Transfer, machine: Machine) -> float:
+def transfer_s(graph: TaskGraph, transfer: Transfer, machine: Machine) -> float:
     """Seconds of a transfer: the devices of the smaller group move their shares at once, over the first pair's connection."""
-    groups = split.assignment.groups
-    source, target = groups[transfer.source], groups[transfer.target]
+    source, target = graph.groups[transfer.source].devices, graph.groups[transfer.target].devices
     a, b = next(((a, b) for a in source for b in target if a != b), (source[0], target[0]))
     if a == b:
         return 0.0
-    nbytes = split.assignment.program.tensors[transfer.tensor].nbytes
+    nbytes = graph.tensors[transfer.key[0]].nbytes
     return float(machine.latency_s[a, b] + nbytes / min(len(source), len(target)) / machine.bytes_per_s[a, b])
 
 
-def _tasks(split: Split, seconds: Sequence[float], machine: Machine) -> list[_Task]:
-    groups, at = split.assignment.groups, split.assignment.at
-    maker = {t: n for n, boundary in enumerate(split.boundaries) for t in boundary.makes}
-    transfers = split.transfers
-    arrival = {(t.target, t.tensor): len(split.segments) + n for n, t in enumerate(transfers)}
-    tasks: list[_Task] = []
-    for n, (segment, boundary) in enumerate(zip(split.segments, split.boundaries, strict=True)):
-        before = {arrival[segment.group, t] for t in boundary.reads if at[t] != segment.group}
-        before |= {maker[t] for t in boundary.reads if at[t] == segment.group and t in maker}
-        tasks.append(_Task(n, seconds[n], tuple(sorted(before)), groups[segment.group]))
-    for transfer in transfers:
-        before = (maker[transfer.tensor],) if transfer.tensor in maker else ()
-        tasks.append(_Task(transfer, transfer_s(split, transfer, machine), before, ()))
-    return tasks
+def _waiting(graph: TaskGraph, machine: Machine) -> list[_Waiting]:
+    made: dict[tuple[int, Key], int] = {}
+    for n, task in enumerate(graph.tasks):
+        made.update(dict.fromkeys(((graph.pieces[task.piece].group, key) for key in task.makes), n))
+    for n, transfer in enumerate(graph.transfers, len(graph.tasks)):
+        made.setdefault((transfer.target, transfer.key), n)
+    found: list[_Waiting] = []
+    for task in graph.tasks:
+        piece = graph.pieces[task.piece]
+        before = {made[piece.group, key] for key in task.reads if (piece.group, key) in made}
+        found.append(_Waiting(task, piece.seconds, tuple(sorted(before)), graph.groups[piece.group].devices))
+    for transfer in graph.transfers:
+        at = transfer.source, transfer.key
+        found.append(_Waiting(transfer, transfer_s(graph, transfer, machine), (made[at],) if at in made else (), ()))
+    return found
 
 
-def _started(tasks: Sequence[_Task]) -> list[tuple[_Task, float]]:
+def _started(tasks: Sequence[_Waiting]) -> list[tuple[_Waiting, float]]:
     """The tasks in the order in which they are issued, with their starts."""
     after: list[list[int]] = [[] for _ in tasks]
     for n, task in enumerate(tasks):
@@ -111,7 +96,7 @@ def _started(tasks: Sequence[_Task]) -> list[tuple[_Task, float]]:
     ready_s = [0.0] * len(tasks)  # when the last of what it waits for has ended
     ready = {n for n, count in enumerate(waiting) if not count}
     free_s: dict[int, float] = {}
-    found: list[tuple[_Task, float]] = []
+    found: list[tuple[_Waiting, float]] = []
     while ready:
         starts = {n: max([ready_s[n], *(free_s.get(d, 0.0) for d in tasks[n].devices)]) for n in ready}
         n = min(starts, key=lambda n: (starts[n], -tails[n], n))
@@ -124,10 +109,11 @@ def _started(tasks: Sequence[_Task]) -> list[tuple[_Task, float]]:
             ready_s[m] = max(ready_s[m], end)
             if not waiting[m]:
                 ready.add(m)
+    assert len(found) == len(tasks), "what waits for itself never runs"
     return found
 
 
-def _tails(tasks: Sequence[_Task], after: Sequence[Sequence[int]]) -> list[float]:
+def _tails(tasks: Sequence[_Waiting], after: Sequence[Sequence[int]]) -> list[float]:
     """[tasks]: the seconds from the start of a task to the end of the step, on the longest way."""
     waiting = [len(own) for own in after]
     tails = [t.seconds for t in tasks]
@@ -142,17 +128,17 @@ def _tails(tasks: Sequence[_Task], after: Sequence[Sequence[int]]) -> list[float
     return tails
 
 
-def _with_last(split: Split, issues: Sequence[Issue]) -> tuple[Issue, ...]:
+def _with_last(graph: TaskGraph, issues: Sequence[Issue]) -> tuple[Issue, ...]:
     """The issues, each with the values that nothing reads after it."""
-    seen = {r for r in split.results if r is not None}
+    seen = {r for r in graph.results if r is not None}
     found: list[Issue] = []
     for issue in reversed(issues):
-        if isinstance(issue, Run):
-            group = split.segments[issue.segment].group
-            boundary = split.boundaries[issue.segment]
-            used = [(group, t) for t in (*boundary.reads, *boundary.makes)]
-        else:
-            used = [(issue.transfer.source, issue.transfer.tensor)]
+        match issue.what:
+            case Task() as task:
+                group = graph.pieces[task.piece].group
+                used = [(group, key) for key in (*task.reads, *task.makes)]
+            case Transfer() as transfer:
+                used = [(transfer.source, transfer.key)]
         last = tuple(dict.fromkeys(u for u in used if u not in seen))
         seen.update(last)
         found.append(replace(issue, last=last))

@@ -13,13 +13,15 @@ from shardplan.regions.segments import Segment, segments_of
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
-    """A tensor of the step that goes from one group to another. ``result``: it is the next value of an input held there."""
+class Sent:
+    """A tensor of the step that goes from one group to another, and lies there as tensor ``like`` does: itself, or, if it is the
+    next value of an input that is held there, that input.
+    """
 
     tensor: int
     source: int
     target: int
-    result: bool = False
+    like: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,21 +58,21 @@ class Split:
     segments: tuple[Segment, ...]
 
     @cached_property
-    def transfers(self) -> tuple[Transfer, ...]:
+    def transfers(self) -> tuple[Sent, ...]:
         """The transfers between groups: each tensor once for each group that reads it."""
         assignment, program = self.assignment, self.assignment.program
-        found: dict[Transfer, None] = {}
+        found: dict[tuple[int, int], Sent] = {}  # by tensor and target
         for op in program.ops:
             group = assignment.of.get(op.id)
             for t in op.tensors:
                 if group is not None and assignment.at.get(t, group) != group:
-                    found[Transfer(t, assignment.at[t], group)] = None
+                    found[t, group] = Sent(t, assignment.at[t], group, t)
         for t, i in zip(program.outputs, program.feedback, strict=True):
             if i is not None and isinstance(t, int) and t in assignment.at:
                 source, target = assignment.at[t], assignment.home[program.inputs[i]]
-                if source != target and Transfer(t, source, target) not in found:
-                    found[Transfer(t, source, target, result=True)] = None
-        return tuple(found)
+                if source != target:
+                    found.setdefault((t, target), Sent(t, source, target, program.inputs[i]))
+        return tuple(found.values())
 
     @cached_property
     def results(self) -> tuple[tuple[int, int] | None, ...]:

@@ -5,43 +5,41 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardplan.collectives.issued import StepCost
+from shardplan.ir import Program
 from shardplan.mesh import Cluster
 from shardplan.placement.device_topology import machine_of
 from shardplan.regions.dispatch import Dispatch, dispatched
 from shardplan.regions.group_programs import Split
-from shardplan.regions.segment_plans import GroupChoices, planned_segments
-from shardplan.schedule import PlannedProgram, Schedule, build, issued, windows
+from shardplan.regions.segment_plans import GroupChoices, segment_piece
+from shardplan.regions.tasks import WHOLE, GroupMesh, Task, TaskGraph, Transfer
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedStep:
-    """A step cut into segments, each with the choices of its group, its schedule and its cost, and the order in which segments
-    and transfers are issued.
-    """
+    """The program of a step, its tasks on groups of devices, and the order in which they are issued."""
 
-    split: Split
-    groups: tuple[GroupChoices, ...]
-    segments: tuple[PlannedProgram, ...]
-    schedules: tuple[Schedule, ...]
-    costs: tuple[StepCost, ...]
+    program: Program
+    graph: TaskGraph
     dispatch: Dispatch
 
 
 def placed_step(split: Split, groups: Sequence[GroupChoices], cluster: Cluster, replicate: Sequence[str] = ()) -> PlacedStep:
-    """The segments of a step with the choices of their groups, scheduled and priced."""
-    segments = planned_segments(split, groups, replicate)
-    schedules = tuple(map(build, segments))
-    costs = tuple(map(_cost, segments, schedules))
-    dispatch = dispatched(split, [c.step_time_s for c in costs], machine_of(cluster))
-    return PlacedStep(split, tuple(groups), segments, schedules, costs, dispatch)
-
-
-def _cost(planned: PlannedProgram, schedule: Schedule) -> StepCost:
-    """The cost of a segment on one device."""
-    network = planned.programs.resharder.network
-    return StepCost(
-        issued=issued(schedule, planned, windows(schedule, planned) if planned.overlaps else None),
-        compute_s=sum(s * node.weight for s, node in zip(planned.op_seconds, planned.graph.nodes, strict=True)),
-        contention=network.cluster.device.contention,
+    """The segments of a step with the choices of their groups, scheduled, priced and dispatched."""
+    program, assignment = split.assignment.program, split.assignment
+    pieces = tuple(
+        segment_piece(f"segment {n} of group {s.group}", s.group, part.program, part.tensors, groups[s.group], {}, replicate)
+        for n, (s, part) in enumerate(zip(split.segments, split.segment_parts, strict=True))
     )
+    meshes = tuple(
+        GroupMesh(devices, own.cluster, own.factors, dict(zip(part.tensors, own.layouts(), strict=True)))
+        for devices, own, part in zip(assignment.groups, groups, split.group_parts, strict=True)
+    )
+    tasks = tuple(
+        Task(n, WHOLE, tuple((t, WHOLE) for t in piece.reads), tuple((t, WHOLE) for t in piece.makes))
+        for n, piece in enumerate(pieces)
+    )
+    transfers = tuple(Transfer((m.tensor, WHOLE), m.source, m.target, m.like) for m in split.transfers)
+    inputs = tuple((assignment.home[t], (t, WHOLE)) for t in program.inputs)
+    results = tuple(None if at is None else (at[0], (at[1], WHOLE)) for at in split.results)
+    graph = TaskGraph(program.tensors, meshes, pieces, tasks, transfers, inputs, results)
+    return PlacedStep(program, graph, dispatched(graph, machine_of(cluster)))

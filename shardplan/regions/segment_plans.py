@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
+from shardplan.collectives.issued import StepCost
 from shardplan.collectives.reshard import Programs, Resharder
 from shardplan.cost import Network
 from shardplan.graph import Graph, flatten
-from shardplan.ir import BodyChoices, Choices, Factor, Layout
+from shardplan.ir import BodyChoices, Choices, Factor, Layout, Program, Where
 from shardplan.mesh import Cluster
-from shardplan.regions.group_programs import Part, Split
-from shardplan.schedule import PlannedProgram, planned_program
+from shardplan.regions.tasks import Piece
+from shardplan.schedule import PlannedProgram, Schedule, build, issued, planned_program, windows
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class GroupChoices:
     """What was chosen for the program of a group: its devices as a cluster, the mesh axes, and how everything is cut."""
 
@@ -23,29 +25,58 @@ class GroupChoices:
     choices: Choices
     overlaps: bool
 
-    def layout(self, part: Part, tensor: int) -> Layout | None:
-        """The layout of a tensor of the step in the group's program ``part``."""
-        return self.choices.bodies[()].layouts[part.tensors.index(tensor)]
+    @cached_property
+    def programs(self) -> Programs:
+        """The collectives of reshardings on the group."""
+        return Programs(Resharder(Network(self.cluster, self.factors), [f.size for f in self.factors]))
+
+    def below(self, where: Where) -> GroupChoices:
+        """The choices for the body at this path, as a program."""
+        bodies = {w[len(where) :]: body for w, body in self.choices.bodies.items() if w[: len(where)] == where}
+        return replace(self, choices=replace(self.choices, bodies=bodies))
+
+    def layouts(self) -> tuple[Layout | None, ...]:
+        """The layout of each tensor of the program."""
+        return self.choices.bodies[()].layouts
 
 
-def planned_segments(split: Split, groups: Sequence[GroupChoices], replicate: Sequence[str] = ()) -> tuple[PlannedProgram, ...]:
-    """Each segment with the choices of its group."""
-    programs = [Programs(Resharder(Network(g.cluster, g.factors), [f.size for f in g.factors])) for g in groups]
-    found: list[PlannedProgram] = []
-    for segment, part in zip(split.segments, split.segment_parts, strict=True):
-        own = groups[segment.group]
-        graph = flatten(part.program, replicate=replicate)
-        choices = _choices_of(own.choices, graph)
-        shared = programs[segment.group]
-        found.append(planned_program(part.program, graph, choices, own.cluster, own.factors, own.overlaps, shared))
-    return tuple(found)
+def segment_piece(
+    name: str,
+    group: int,
+    program: Program,
+    tensors: Sequence[int],
+    own: GroupChoices,
+    ends: Mapping[int, Layout | None],
+    replicate: Sequence[str] = (),
+) -> Piece:
+    """A segment as a piece. ``tensors[n]`` is the tensor of the step that tensor n of its program is; ``ends`` are the layouts in
+    which values enter and leave, by tensor of the program, where they are not the plan's.
+    """
+    graph = flatten(program, replicate=replicate)
+    planned = planned_program(
+        program, graph, _choices_of(own.choices, graph), own.cluster, own.factors, own.overlaps, own.programs
+    )
+    schedule = build(planned, ends)
+    makes = tuple(tensors[t] for t in program.outputs if isinstance(t, int))
+    return Piece(name, group, tuple(tensors[t] for t in program.inputs), makes, (planned, schedule), cost_of(planned, schedule))
+
+
+def cost_of(planned: PlannedProgram, schedule: Schedule) -> StepCost:
+    """The cost of a piece on one device."""
+    network = planned.programs.resharder.network
+    assert isinstance(network, Network), "seconds are priced over links"
+    return StepCost(
+        issued=issued(schedule, planned, windows(schedule, planned) if planned.overlaps else None),
+        compute_s=sum(s * node.weight for s, node in zip(planned.op_seconds, planned.graph.nodes, strict=True)),
+        contention=network.cluster.device.contention,
+    )
 
 
 def _choices_of(choices: Choices, graph: Graph) -> Choices:
     """The choices of a group's program for the ops of one segment."""
     ops = {(n.where, n.op.id) for n in graph.nodes}
 
-    def own(where: tuple[tuple[int, int], ...], body: BodyChoices) -> BodyChoices:
+    def own(where: Where, body: BodyChoices) -> BodyChoices:
         return replace(
             body,
             uses={op: use for op, use in body.uses.items() if (where, op) in ops},

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from shardplan.collectives.issued import PlannedCollective, Send
-from shardplan.emit.regions import RegionsEmitter, placed_shardings
+from shardplan.collectives.issued import PlannedCollective, Send, StepCost
+from shardplan.emit.regions import RegionsEmitter, sharding_of
 from shardplan.emit.stacked import partition_spec
 from shardplan.errors import PlanFileError, ShardplanError
 from shardplan.frontend.argnums import leaves_of
@@ -63,7 +63,7 @@ class PlacedPlan:
     @property
     def devices(self) -> tuple[tuple[int, ...], ...]:
         """The devices of each group."""
-        return self.placed.split.assignment.groups
+        return tuple(g.devices for g in self.placed.graph.groups)
 
     @property
     def step_time_s(self) -> float:
@@ -88,8 +88,8 @@ class PlacedPlan:
     @property
     def transfer_bytes(self) -> int:
         """Bytes of all tensors that go from one group to another in a step."""
-        split = self.placed.split
-        return sum(split.assignment.program.tensors[t.tensor].nbytes for t in split.transfers)
+        graph = self.placed.graph
+        return sum(graph.tensors[t.key[0]].nbytes for t in graph.transfers)
 
     @property
     def peak_bytes(self) -> int:
@@ -103,9 +103,9 @@ class PlacedPlan:
     @property
     def idle_share(self) -> float:
         """The part of the step in which a device computes nothing, on average over the devices of the cluster."""
-        split, total = self.placed.split, 0.0
+        total = 0.0
         for g, devices in enumerate(self.devices):
-            total += self.placed.dispatch.busy_s(split, g) * len(devices)
+            total += self.placed.dispatch.busy_s(self.placed.graph, g) * len(devices)
         whole = self.step_time_s * self.cluster.size
         return 1 - total / whole if whole else 0.0
 
@@ -133,34 +133,29 @@ class PlacedPlan:
         """What ended the search of a group early ("time budget", "interrupted"; else empty)."""
         return next((g.stopped for g in self.groups if g.stopped), "")
 
-    def _costs_of(self, group: int) -> list[Any]:
-        pairs = zip(self.placed.split.segments, self.placed.costs, strict=True)
-        return [cost for segment, cost in pairs if segment.group == group]
+    def _costs_of(self, group: int) -> list[StepCost]:
+        """The cost of each task of a group."""
+        pieces = self.placed.graph.pieces
+        own = [pieces[t.piece] for t in self.placed.graph.tasks if pieces[t.piece].group == group]
+        return [p.cost for p in own if p.cost is not None]
 
     # -- layouts and devices -----------------------------------------------------------------------------------------
 
     @property
     def group_of(self) -> dict[str, int]:
         """The group that holds each argument leaf, by path."""
-        assignment = self.placed.split.assignment
-        program = assignment.program
-        return {path: assignment.home[t] for path, t in zip(program.input_paths, program.inputs, strict=True)}
+        paths = self.traced.program.input_paths
+        return {path: group for path, (group, _) in zip(paths, self.placed.graph.inputs, strict=True)}
 
     @property
     def in_specs(self) -> Any:
         """A pytree of PartitionSpec like the tuple of arguments, over the mesh axes of the group that holds each leaf."""
-        specs = tuple(self._spec(at) for at in self._inputs)
+        specs = tuple(self._spec(group, key[0]) for group, key in self.placed.graph.inputs)
         return bare(jax.tree.unflatten(self.traced.in_tree, specs), specs)
 
-    @property
-    def _inputs(self) -> list[tuple[int, int]]:
-        assignment = self.placed.split.assignment
-        return [(assignment.home[t], t) for t in assignment.program.inputs]
-
-    def _spec(self, at: tuple[int, int]) -> PartitionSpec:
-        group, tensor = at
-        own = self.placed.groups[group]
-        return partition_spec(own.layout(self.placed.split.group_parts[group], tensor), tuple(f.name for f in own.factors))
+    def _spec(self, group: int, tensor: int) -> PartitionSpec:
+        own = self.placed.graph.groups[group]
+        return partition_spec(own.layouts.get(tensor), own.names)
 
     def mesh(self, devices: Sequence[Any] | None = None) -> Mesh:
         """All devices of the cluster, one axis for each level: `in_shardings` takes its groups from it."""
@@ -175,8 +170,10 @@ class PlacedPlan:
         """
         found = cluster_devices(self.cluster, devices)
         return tuple(
-            build_mesh(own.cluster, own.factors, {f.name: (i,) for i, f in enumerate(own.factors)}, found[list(group)].tolist())
-            for own, group in zip(self.placed.groups, self.devices, strict=True)
+            build_mesh(
+                own.cluster, own.factors, {f.name: (i,) for i, f in enumerate(own.factors)}, found[list(own.devices)].tolist()
+            )
+            for own in self.placed.graph.groups
         )
 
     def in_shardings(self, mesh: Mesh) -> Any:
@@ -185,8 +182,8 @@ class PlacedPlan:
         return bare(jax.tree.unflatten(self.traced.in_tree, leaves), leaves)
 
     def _shardings(self, devices: Sequence[Any] | None) -> list[NamedSharding]:
-        shardings = placed_shardings(self.placed, self.meshes(devices))
-        return [shardings[group][t] for group, t in self._inputs]
+        sharding = sharding_of(self.placed, self.meshes(devices))
+        return [sharding(group, key[0]) for group, key in self.placed.graph.inputs]
 
     def put(self, args: Sequence[Any], *, kwargs: Mapping[str, Any] | None = None, mesh: Mesh | None = None) -> Any:
         """The arguments placed on the devices (of a ``mesh`` that `mesh` made); nnx objects are returned as new objects. A step
@@ -257,7 +254,8 @@ class PlacedPlan:
     @property
     def program_sends(self) -> tuple[tuple[Send, ...], ...]:
         """Every collective instruction of each program, with its bytes and its times a step."""
-        return tuple(map(sends, self.placed.schedules, self.placed.segments))
+        owns = (piece.own for piece in self.placed.graph.pieces)
+        return tuple(() if isinstance(own, str) else sends(own[1], own[0]) for own in owns)
 
     def check(self, step: Callable[..., Any]) -> None:
         """Refuses a step that is not the one that was planned."""

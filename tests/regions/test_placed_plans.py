@@ -26,6 +26,9 @@ class Halves:
     def __init__(self, shared: int = 0) -> None:
         self.shared = shared
 
+    def __repr__(self) -> str:
+        return f"Halves({self.shared})"
+
     def assignment_of(self, program: Program, cluster: Cluster) -> Assignment:
         """Each op's group."""
         middle, half = len(program.ops) // 2, cluster.size // 2

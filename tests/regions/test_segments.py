@@ -8,14 +8,15 @@ from itertools import pairwise
 
 import pytest
 
+import shardplan
 from models import gpt, mlp, two_tower
 from shardplan.frontend.nnx_state import trace_step
 from shardplan.ir import Program
 from shardplan.mesh import Cluster
-from shardplan.placement.device_topology import machine_of
 from shardplan.regions.assignment import free_ops, on_devices
-from shardplan.regions.dispatch import Run, Send, dispatched
 from shardplan.regions.group_programs import Split, split
+from shardplan.regions.placed import PlacedStep
+from shardplan.regions.tasks import Task, Transfer
 from tests.placed import RandomGroups
 
 CLUSTER = Cluster.load("2x4")
@@ -42,38 +43,42 @@ def test_each_op_that_depends_on_an_input_is_in_one_segment_of_its_group(name: s
     assert all(found.assignment.of[i] == s.group for s in found.segments for i in s.ops)
 
 
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("name", MODELS)
+@cache
+def placed(name: str, seed: int) -> PlacedStep:
+    step, args = MODELS[name].train_step()
+    return shardplan.plan(step, *args, cluster=CLUSTER, placement=RandomGroups(seed), donate_argnums=(0,)).placed
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", ["mlp", "two_tower"])
 def test_what_is_issued_reads_only_what_was_issued_before_and_is_not_let_go(name: str, seed: int) -> None:
-    found = cut(name, seed)
-    assignment = found.assignment
-    held = {(assignment.home[t], t) for t in assignment.program.inputs}
-    for issue in dispatched(found, [1e-3] * len(found.segments), machine_of(CLUSTER)).issues:
-        match issue:
-            case Run():
-                group, boundary = found.segments[issue.segment].group, found.boundaries[issue.segment]
-                assert all((group, t) in held for t in boundary.reads)
-                held |= {(group, t) for t in boundary.makes}
-            case Send():
-                assert (issue.transfer.source, issue.transfer.tensor) in held
-                held.add((issue.transfer.target, issue.transfer.tensor))
+    step = placed(name, seed)
+    held = set(step.graph.inputs)
+    for issue in step.dispatch.issues:
+        match issue.what:
+            case Task(number, _, reads, makes):
+                group = step.graph.pieces[number].group
+                assert all((group, key) in held for key in reads)
+                held |= {(group, key) for key in makes}
+            case Transfer(key, source, target, _):
+                assert (source, key) in held
+                held.add((target, key))
         held -= set(issue.last)
-    assert all(at in held for at in found.results if at is not None)
+    assert all(at in held for at in step.graph.results if at is not None)
 
 
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("name", MODELS)
-def test_segments_of_a_group_start_after_what_they_read_and_never_run_at_once(name: str, seed: int) -> None:
-    found = cut(name, seed)
-    issues = dispatched(found, [1e-3] * len(found.segments), machine_of(CLUSTER)).issues
-    runs = [i for i in issues if isinstance(i, Run)]
-    ends = {t: r.end_s for r in runs for t in found.boundaries[r.segment].makes}
-    for run in runs:
-        assert all(run.start_s >= ends[t] - 1e-12 for t in found.boundaries[run.segment].reads if t in ends)
-    devices = found.assignment.groups
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", ["mlp", "two_tower"])
+def test_tasks_start_after_what_they_read_and_never_share_a_device(name: str, seed: int) -> None:
+    step = placed(name, seed)
+    runs = [(i.what, i.start_s, i.end_s) for i in step.dispatch.issues if isinstance(i.what, Task)]
+    group_of = [piece.group for piece in step.graph.pieces]
+    ends = {(group_of[task.piece], key): end_s for task, _, end_s in runs for key in task.makes}
+    for task, start_s, _ in runs:
+        assert all(start_s >= ends.get((group_of[task.piece], key), 0.0) - 1e-15 for key in task.reads)
     for d in range(CLUSTER.size):
-        own = sorted((r.start_s, r.end_s) for r in runs if d in devices[found.segments[r.segment].group])
-        assert all(before[1] <= after[0] + 1e-12 for before, after in pairwise(own))
+        own = sorted((start, end) for task, start, end in runs if d in step.graph.groups[group_of[task.piece]].devices)
+        assert all(before[1] <= after[0] + 1e-15 for before, after in pairwise(own))
 
 
 def test_an_op_that_only_the_backward_pass_of_its_group_reads_runs_there() -> None:

@@ -1,0 +1,90 @@
+"""What a placed step runs: pieces (programs of one group), tasks (a piece, once or for each microbatch) and transfers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from shardplan.collectives.issued import StepCost
+from shardplan.ir import Constant, Factor, Layout, Tensor
+from shardplan.mesh import Cluster
+from shardplan.regions.assignment import Group
+from shardplan.schedule import PlannedProgram, Schedule
+
+Key = tuple[int, int]
+"""A value of the step: the number of its tensor, and its microbatch (-1 for a value of the whole step)."""
+
+WHOLE = -1
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMesh:
+    """The devices of a group, as a cluster with mesh axes, and the layout of each tensor that enters or leaves its pieces."""
+
+    devices: Group
+    cluster: Cluster
+    factors: tuple[Factor, ...]
+    layouts: Mapping[int, Layout | None]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the mesh axes, slowest first."""
+        return tuple(f.name for f in self.factors)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A program that a group runs: on devices' shares by a schedule, or one of those that XLA's partitioner cuts.
+
+    "slice" takes a microbatch out of a stack, "stack" makes a stack of all, "start" makes what accumulators start from: the value
+    ``start`` everywhere. ``reads`` and ``makes`` are tensors of the step.
+    """
+
+    name: str
+    group: int
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+    own: tuple[PlannedProgram, Schedule] | Literal["slice", "stack", "start"]
+    cost: StepCost | None = None
+    start: tuple[Constant, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """Predicted seconds of one run."""
+        return 0.0 if self.cost is None else self.cost.step_time_s
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One run of a piece, by number, on these values."""
+
+    piece: int
+    microbatch: int
+    reads: tuple[Key, ...]
+    makes: tuple[Key, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A value that goes from one group to another, where it lies as tensor ``like`` does."""
+
+    key: Key
+    source: int
+    target: int
+    like: int
+
+
+@dataclass(frozen=True, slots=True)
+class TaskGraph:
+    """All that a placed step does. ``tensors`` are by number; ``inputs`` and ``results`` say in which group each argument is held
+    and each result is left (None: a literal).
+    """
+
+    tensors: tuple[Tensor, ...]
+    groups: tuple[GroupMesh, ...]
+    pieces: tuple[Piece, ...]
+    tasks: tuple[Task, ...]
+    transfers: tuple[Transfer, ...]
+    inputs: tuple[tuple[int, Key], ...]
+    results: tuple[tuple[int, Key] | None, ...]

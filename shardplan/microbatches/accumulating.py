@@ -106,7 +106,8 @@ class _Accumulating:
             added = [_REDUCE[r](a, t) for a, t, r in zip(state[0], terms, self.parts.totals.values(), strict=True)]
             return (added, same), blocks
 
-        (totals, kept), blocks = lax.scan(microbatch, (totals, kept), (jnp.arange(self.count, dtype=jnp.int32), *sliced))
+        with jax.named_scope(MARK):
+            (totals, kept), blocks = lax.scan(microbatch, (totals, kept), (jnp.arange(self.count, dtype=jnp.int32), *sliced))
         done = {**fixed, **dict(zip(self.parts.totals, totals, strict=True)), **dict(zip(self.parts.kept, kept, strict=True))}
         for (v, dim), x in zip(self.parts.blocks.items(), blocks, strict=True):
             done[v] = _joined(x, dim)
@@ -172,6 +173,9 @@ def _joined(x: Any, dim: int) -> Any:
     x = jnp.moveaxis(x, 0, dim)
     return x.reshape(*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :])
 
+
+MARK = "microbatches"
+"""The named scope of the loop over microbatches."""
 
 _REDUCE: dict[Reducer, Callable[[Any, Any], Any]] = {
     "sum": jnp.add,

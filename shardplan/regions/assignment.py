@@ -17,12 +17,15 @@ Group = tuple[int, ...]
 class Assignment:
     """The groups, and the number of the group that runs each op of a program, by op id.
 
-    Ops that depend on no input belong to no group: each group that reads them runs them itself.
+    Ops that depend on no input belong to no group: each group that reads them runs them itself. ``held`` are the groups that hold
+    inputs, by tensor, where that is given; ``everywhere`` are inputs that each group has.
     """
 
     program: Program
     groups: tuple[Group, ...]
     of: Mapping[int, int]
+    held: Mapping[int, int] | None = None
+    everywhere: frozenset[int] = frozenset()
 
     @cached_property
     def maker(self) -> Mapping[int, int]:
@@ -36,6 +39,8 @@ class Assignment:
         An input that nothing reads or replaces is held by group 0.
         """
         program = self.program
+        if self.held is not None:
+            return self.held
         homes: dict[int, int] = {}
         for result, i in zip(program.outputs, program.feedback or (None,) * len(program.outputs), strict=True):
             if i is not None and isinstance(result, int) and result in self.maker:

@@ -81,7 +81,7 @@ class Split:
         sent = {(t.tensor, t.target) for t in self.transfers}
         found: list[tuple[int, int] | None] = []
         for t, i in zip(program.outputs, program.feedback, strict=True):
-            home = self.segments[0].group if not isinstance(t, int) or t not in at else at[t]
+            home = (self.segments[0].group if self.segments else 0) if not isinstance(t, int) or t not in at else at[t]
             if i is not None and isinstance(t, int) and (t, self.assignment.home[program.inputs[i]]) in sent:
                 home = self.assignment.home[program.inputs[i]]
             found.append((home, t) if isinstance(t, int) else None)
@@ -91,13 +91,15 @@ class Split:
     def boundaries(self) -> tuple[Boundary, ...]:
         """The boundary of each segment. The first one also makes the results of the step that depend on no input."""
         at, returned = self.assignment.at, self.assignment.program.returned
-        ops = [[self._op[i] for i in s.ops] for s in self.segments]
+        ops = [[self.op[i] for i in s.ops] for s in self.segments]
         maker = {t: n for n, own in enumerate(ops) for op in own for t in op.outputs}
-        read = [dict.fromkeys(t for op in own for t in op.tensors if t in at) for own in ops]
+        known = at.keys() | self.assignment.everywhere
+        read = [dict.fromkeys(t for op in own for t in op.tensors if t in known) for own in ops]
         reads = [tuple(t for t in own if maker.get(t) != n) for n, own in enumerate(read)]
         used = {t for own in reads for t in own} | returned
         makes = [tuple(t for op in own for t in op.outputs if t in used) for own in ops]
-        makes[0] += tuple(sorted(t for t in returned if t not in at))
+        if makes:
+            makes[0] += tuple(sorted(t for t in returned if t not in known))
         return tuple(Boundary(*pair) for pair in zip(reads, makes, strict=True))
 
     @cached_property
@@ -111,21 +113,22 @@ class Split:
         return tuple(map(self._segment_part, self.segments, self.boundaries))
 
     @cached_property
-    def _op(self) -> Mapping[int, Op]:
+    def op(self) -> Mapping[int, Op]:
+        """The ops of the step, by id."""
         return {op.id: op for op in self.assignment.program.ops}
 
     def _group_part(self, group: int) -> Part:
         own = [n for n, s in enumerate(self.segments) if s.group == group]
         makes = tuple(dict.fromkeys(t for n in own for t in self.boundaries[n].makes))
         reads = dict.fromkeys(t for n in own for t in self.boundaries[n].reads)
-        held = [t for t in self.assignment.program.inputs if self.assignment.home[t] == group]
-        received = [t for t in reads if self.assignment.at[t] != group]
-        return self._part({i for n in own for i in self.segments[n].ops}, (*held, *received), makes)
+        held = [t for t in self.assignment.program.inputs if self.assignment.home.get(t) == group]
+        received = [t for t in reads if self.assignment.at.get(t, group) != group]
+        return self.part({i for n in own for i in self.segments[n].ops}, (*held, *received), makes)
 
-    def _part(self, ids: Collection[int], inputs: Sequence[int], outputs: Sequence[int]) -> Part:
+    def part(self, ids: Collection[int], inputs: Sequence[int], outputs: Sequence[int]) -> Part:
         """The program of some ops and of the free ops that they read, its tensors numbered anew."""
         program = self.assignment.program
-        ops = self._with_free(ids, outputs)
+        ops = self.with_free(ids, outputs)
         tensors = tuple(dict.fromkeys((*inputs, *(t for op in ops for t in (*op.tensors, *op.outputs)), *outputs)))
         number = {t: n for n, t in enumerate(tensors)}
         made = {t: f"{op.primitive} at {op.source}" for op in program.ops for t in op.outputs}
@@ -153,7 +156,7 @@ class Split:
     def _segment_part(self, segment: Segment, boundary: Boundary) -> Part:
         whole = self.group_parts[segment.group]
         local = {t: n for n, t in enumerate(whole.tensors)}
-        ids = {op.id for op in self._with_free(segment.ops, boundary.makes)}
+        ids = {op.id for op in self.with_free(segment.ops, boundary.makes)}
         program = replace(
             whole.program,
             ops=tuple(op for op in whole.program.ops if op.id in ids),
@@ -165,7 +168,7 @@ class Split:
         )
         return Part(program, whole.tensors)
 
-    def _with_free(self, ids: Collection[int], wanted: Sequence[int]) -> list[Op]:
+    def with_free(self, ids: Collection[int], wanted: Sequence[int]) -> list[Op]:
         """These ops and the free ops that they or some wanted tensors need, in the order of the step."""
         needed, kept = set(wanted), list[Op]()
         of = self.assignment.of

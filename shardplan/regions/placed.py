@@ -27,9 +27,12 @@ def placed_step(split: Split, groups: Sequence[GroupChoices], cluster: Cluster, 
     """The segments of a step with the choices of their groups, scheduled, priced and dispatched."""
     program, assignment = split.assignment.program, split.assignment
     pieces = tuple(
-        segment_piece(f"segment {n} of group {s.group}", s.group, part.program, part.tensors, groups[s.group], {}, replicate)
+        segment_piece(
+            f"segment {n} of group {s.group}", s.group, part.program, (part.inputs, part.outputs), groups[s.group],
+            replicate=replicate,
+        )
         for n, (s, part) in enumerate(zip(split.segments, split.segment_parts, strict=True))
-    )
+    )  # fmt: skip
     meshes = tuple(
         GroupMesh(devices, own.cluster, own.factors, dict(zip(part.tensors, own.layouts(), strict=True)))
         for devices, own, part in zip(assignment.groups, groups, split.group_parts, strict=True)

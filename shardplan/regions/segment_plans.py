@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -13,7 +13,7 @@ from shardplan.graph import Graph, flatten
 from shardplan.ir import BodyChoices, Choices, Factor, Layout, Program, Where
 from shardplan.mesh import Cluster
 from shardplan.regions.tasks import Piece
-from shardplan.schedule import PlannedProgram, Schedule, build, issued, planned_program, windows
+from shardplan.schedule import Ends, PlannedProgram, Schedule, build, issued, planned_program, windows
 
 
 @dataclass(frozen=True)
@@ -44,21 +44,20 @@ def segment_piece(
     name: str,
     group: int,
     program: Program,
-    tensors: Sequence[int],
+    ends: tuple[Sequence[int], Sequence[int]],
     own: GroupChoices,
-    ends: Mapping[int, Layout | None],
+    layouts: Ends | None = None,
     replicate: Sequence[str] = (),
 ) -> Piece:
-    """A segment as a piece. ``tensors[n]`` is the tensor of the step that tensor n of its program is; ``ends`` are the layouts in
-    which values enter and leave, by tensor of the program, where they are not the plan's.
+    """A segment as a piece. ``ends`` are the tensors of the step that its program's inputs and outputs are, ``layouts`` those in
+    which they come and are left.
     """
     graph = flatten(program, replicate=replicate)
     planned = planned_program(
         program, graph, _choices_of(own.choices, graph), own.cluster, own.factors, own.overlaps, own.programs
     )
-    schedule = build(planned, ends)
-    makes = tuple(tensors[t] for t in program.outputs if isinstance(t, int))
-    return Piece(name, group, tuple(tensors[t] for t in program.inputs), makes, (planned, schedule), cost_of(planned, schedule))
+    schedule = build(planned, layouts)
+    return Piece(name, group, tuple(ends[0]), tuple(ends[1]), (planned, schedule), cost_of(planned, schedule))
 
 
 def cost_of(planned: PlannedProgram, schedule: Schedule) -> StepCost:

@@ -26,7 +26,7 @@ from shardplan.schedule.instructions import (
 from shardplan.schedule.movement_windows import windows
 from shardplan.schedule.planned import PlannedProgram, planned_program
 from shardplan.schedule.sends import issued, sends
-from shardplan.schedule.spelling import build
+from shardplan.schedule.spelling import Ends, build
 
 __all__ = [
     "Barrier",
@@ -36,6 +36,7 @@ __all__ = [
     "Compute",
     "Cond",
     "Cut",
+    "Ends",
     "Fill",
     "Instruction",
     "Move",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from shardplan.ir import Constant, Layout
 from shardplan.schedule.build import Builder
@@ -18,8 +18,13 @@ from shardplan.schedule.passes.prune import pruned
 from shardplan.schedule.passes.transposes import transposed_first
 from shardplan.schedule.planned import PlannedProgram
 
-Ends = Mapping[int, Layout | None]
-"""The layouts in which inputs come and results are left, by tensor of the program, where they are not those of the plan."""
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """The layouts in which inputs come and results are left, by tensor of the program, where they are not those of the plan."""
+
+    ins: Mapping[int, Layout | None]
+    outs: Mapping[int, Layout | None]
 
 
 def build(planned: PlannedProgram, ends: Ends | None = None) -> Schedule:
@@ -36,16 +41,16 @@ def spelled_out(planned: PlannedProgram, ends: Ends | None = None) -> tuple[Sche
     frame = Frame((), planned.graph.bodies[()], [])
     parameters = tuple(builder.new() for _ in program.inputs)
     builder.arguments = frozenset(parameters)
-    outside = {} if ends is None else ends
+    ends = ends or Ends({}, {})
     arguments: list[Source] = list(parameters)
     for n, t in enumerate(program.inputs):
-        if t in outside:
+        if t in ends.ins:
             own = builder.layout(frame, t)
-            arguments[n] = builder.move(frame, parameters[n], frame.ids[t], outside[t], own, "the start of a segment")
+            arguments[n] = builder.move(frame, parameters[n], frame.ids[t], ends.ins[t], own, "the start of a segment")
     results: list[Source] = builder.run(frame, program, arguments)
     layouts = [builder.layout(frame, o) if isinstance(o, int) else None for o in program.outputs]
     for n, o in enumerate(program.outputs):
-        if isinstance(o, int) and o in outside and not isinstance(results[n], Constant):
-            results[n] = builder.move(frame, results[n], frame.ids[o], layouts[n], outside[o], "the end of a segment")
-            layouts[n] = outside[o]
+        if isinstance(o, int) and o in ends.outs and not isinstance(results[n], Constant):
+            results[n] = builder.move(frame, results[n], frame.ids[o], layouts[n], ends.outs[o], "the end of a segment")
+            layouts[n] = ends.outs[o]
     return Schedule(Block(parameters, tuple(frame.out), tuple(results)), tuple(layouts)), builder.layouts

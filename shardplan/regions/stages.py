@@ -1,0 +1,185 @@
+"""The stages of a pipeline: for each op of a step in microbatches the group that runs it.
+
+The forward pass of one microbatch is cut, in the order of the step, where few bytes cross and stages take about as long. An op of
+the backward pass belongs to the stage of the weight or saved value that it reads, and no later than the gradients that it reads;
+the optimizer's ops to the stage whose gradients they read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardplan.cost import compute
+from shardplan.errors import PlacementError
+from shardplan.graph import Graph, flatten
+from shardplan.ir import Op, Program
+from shardplan.mesh import Device
+from shardplan.regions.assignment import free_ops
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+WINDOW = 0.25
+"""The forward pass is cut where fewer bytes cross than anywhere within so large a part of a stage. Choice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """The stage of each op outside of the loop, and of each op of its body, by op id."""
+
+    outer: Mapping[int, int]
+    inner: Mapping[int, int]
+
+
+def stages_of(program: Program, loop: Op, count: int, device: Device, replicate: Sequence[str] = ()) -> Stages:
+    """The stages of a step.
+
+    Raises:
+        PlacementError: if the forward pass has fewer places to cut than stages need.
+    """
+    body = loop.bodies[0]
+    seconds = _seconds(flatten(body, replicate=replicate), device)
+    inner = _inner(body, int(loop.params["num_consts"]), int(loop.params["num_carry"]), count, seconds)
+    return Stages(_outer(program, loop, inner), inner)
+
+
+def _seconds(graph: Graph, device: Device) -> dict[int, float]:
+    """Seconds of each op of a program on one device, by id: of an op with bodies, those of its bodies."""
+    found: dict[int, float] = {}
+    for node in graph.nodes:
+        op = node.where[0][0] if node.where else node.op.id
+        known = node.signature.description
+        flops = compute.flops(known) if known is not None else 0.0
+        moved = sum(graph.tensors[t].nbytes for t in (*node.inputs, *node.outputs) if t >= 0)
+        peak = max(device.flops_per_s.values()) * device.flops_efficiency
+        products = flops / peak if node.signature.multiplies else 0.0
+        found[op] = found.get(op, 0.0) + node.weight * max(products, moved / device.memory_bytes_per_s)
+    return found
+
+
+def _inner(body: Program, consts: int, carries: int, count: int, seconds: Mapping[int, float]) -> dict[int, int]:
+    """The stage of each op of the body."""
+    free = free_ops(body)
+    ops = [op for op in body.ops if op.id not in free]
+    late: set[int] = set(body.inputs[consts : consts + carries])  # what depends on the backward pass or on accumulators
+    backward: list[Op] = []
+    for op in ops:
+        if op.backward or not late.isdisjoint(op.tensors):
+            late.update(op.outputs)
+            backward.append(op)
+    behind = {op.id for op in backward}
+    forward = [op for op in ops if op.id not in behind]
+    stage = _cut(body, forward, count, seconds)
+    made = {t: stage[op.id] for op in forward for t in op.outputs}
+    weights: dict[int, int] = {}
+    whole = set(body.inputs[:consts])
+    for op in forward:
+        for t in op.tensors:
+            if t in whole:
+                weights.setdefault(t, stage[op.id])
+    reached = _reached(body, backward, consts, carries)
+    gradients: dict[int, int] = {}
+    for op in backward:
+        own = [gradients[t] for t in op.tensors if t in gradients]
+        saved = [made[t] for t in op.tensors if t in made]
+        read = [weights[t] for t in op.tensors if t in weights]
+        alone = len({c for t in op.outputs for c in reached.get(t, ())}) == 1
+        if own and alone:
+            at = min(own)
+        elif read:
+            at = max(read)
+        elif saved:
+            at = min([max(saved), *own])
+        else:
+            at = min(own, default=count - 1)
+        stage[op.id] = at
+        gradients.update(dict.fromkeys(op.outputs, at))
+    return stage
+
+
+def _reached(body: Program, ops: Sequence[Op], consts: int, carries: int) -> dict[int, frozenset[int]]:
+    """The carries that each value of the backward pass ends in, two at most."""
+    found = {t: frozenset({n}) for n, t in enumerate(body.outputs[:carries]) if isinstance(t, int)}
+    for op in reversed(ops):
+        own = frozenset[int]().union(*(found.get(t, frozenset()) for t in op.outputs))
+        for t in op.tensors:
+            found[t] = frozenset(sorted(found.get(t, frozenset()) | own)[:2])
+    return found
+
+
+def _cut(body: Program, forward: Sequence[Op], count: int, seconds: Mapping[int, float]) -> dict[int, int]:
+    """The stage of each op of the forward pass: consecutive ops, so that the longest stage, with what it sends, is shortest."""
+    cost = np.cumsum([seconds.get(op.id, 0.0) for op in forward])
+    last: dict[int, int] = {}
+    for n, op in enumerate(forward):
+        last.update(dict.fromkeys(op.tensors, n))
+    change = np.zeros(len(forward) + 1)
+    for n, op in enumerate(forward):
+        for t in op.outputs:
+            if last.get(t, n) > n:
+                change[n] += body.tensors[t].nbytes
+                change[last[t]] -= body.tensors[t].nbytes
+    crossing = np.cumsum(change)[: len(forward) - 1]
+    inside = np.flatnonzero(crossing > 0)
+    if len(inside) < count - 1:
+        raise PlacementError(
+            f"the forward pass cannot be cut into {count} stages, as only {len(inside) + 1} ops follow each other"
+        )
+    half = cost[-1] / count * WINDOW
+    low, high = (np.searchsorted(cost[inside], cost[inside] + side * half, which) for side, which in ((-1, "left"), (1, "right")))
+    least = np.array([crossing[inside[a:b]].min() for a, b in zip(low, high, strict=True)])
+    narrow = inside[crossing[inside] <= least]
+    cuts = _balanced(cost, narrow if len(narrow) >= count - 1 else inside, count)
+    return {op.id: int(np.searchsorted(cuts, n)) for n, op in enumerate(forward)}
+
+
+def _balanced(cost: Floats, places: Ints, count: int) -> Ints:
+    """The places after which ``count`` parts end so that the longest is shortest: a dynamic program over places."""
+    at = np.concatenate(([0.0], cost[places], [cost[-1]]))  # seconds up to each place
+    best = at
+    choice: list[Ints] = []
+    for _ in range(count - 1):
+        longest = np.maximum(best[None, :], at[:, None] - at[None, :])  # [end, last cut]
+        longest[np.arange(len(at))[:, None] <= np.arange(len(at))[None, :]] = np.inf
+        longest[:, 0] = np.inf  # every part has an op
+        choice.append(longest.argmin(axis=1))
+        best = longest.min(axis=1)
+    cuts: list[int] = []
+    end = len(at) - 1
+    for picks in reversed(choice):
+        end = int(picks[end])
+        cuts.append(int(places[end - 1]))
+    return np.array(cuts[::-1])
+
+
+def _outer(program: Program, loop: Op, inner: Mapping[int, int]) -> dict[int, int]:
+    """The stage of each op outside of the loop."""
+    body = loop.bodies[0]
+    known: dict[int, int] = {}  # the stage of tensors
+    reader: dict[int, int] = {}
+    for op in body.ops:
+        for t in op.tensors if op.id in inner else ():
+            reader.setdefault(t, inner[op.id])
+    outside = dict(zip(body.inputs, loop.inputs, strict=True))
+    first = {s: reader[t] for t, s in outside.items() if isinstance(s, int) and t in reader}
+    makers = {t: inner[op.id] for op in body.ops if op.id in inner for t in op.outputs}
+    known = {t: makers[o] for t, o in zip(loop.outputs, body.outputs, strict=True) if isinstance(o, int) and o in makers}
+    free = free_ops(program)
+    ops = [op for op in program.ops if op is not loop and op.id not in free]
+    stage: dict[int, int] = {}
+    for op in ops:  # forwards: the gradients' stages
+        own = [(program.tensors[t].size, -n, known[t]) for n, t in enumerate(op.tensors) if t in known]
+        if own:
+            stage[op.id] = max(own)[2]
+            known.update(dict.fromkeys(op.outputs, stage[op.id]))
+    for op in reversed(ops):  # backwards: what only later ops or the loop reads
+        if op.id not in stage:
+            wanted = [first[t] for t in op.outputs if t in first]
+            stage[op.id] = wanted[0] if wanted else 0
+        for t in op.tensors:
+            first[t] = stage[op.id]
+    return stage

@@ -9,23 +9,23 @@ from shardplan.mesh import Cluster
 from shardplan.mesh.groups import group_cluster
 from shardplan.planning.planner import Made, planned
 from shardplan.planning.recomputation import Searcher
-from shardplan.regions.group_programs import Split
+from shardplan.regions.assignment import Group
+from shardplan.regions.group_programs import Part
 from shardplan.regions.segment_plans import GroupChoices
 
 
-def group_plans(split: Split, cluster: Cluster, searcher: Searcher, donated: frozenset[int], origin: str) -> tuple[Made, ...]:
-    """The plan of each group's program. ``donated`` are the leaves of the step's arguments that it may reuse.
+def group_plans(
+    groups: Sequence[Group], parts: Sequence[Part], cluster: Cluster, searcher: Searcher, donated: frozenset[int], origin: str
+) -> tuple[Made, ...]:
+    """The plan of each group's program. ``donated`` are the tensors of the step's arguments that it may reuse.
 
     Raises:
         MemoryLimitError: if the ops of a group fit its devices in no layout.
     """
-    program = split.assignment.program
-    own = {program.inputs[i] for i in donated}
     found: list[Made] = []
-    for group, part in zip(split.assignment.groups, split.group_parts, strict=True):
-        leaves = frozenset(n for n, t in enumerate(part.inputs) if t in own)
-        wanted = replace(searcher.wanted, donated=leaves)
-        here = replace(searcher, cluster=group_cluster(cluster, group), wanted=wanted)
+    for group, part in zip(groups, parts, strict=True):
+        leaves = frozenset(n for n, t in enumerate(part.inputs) if t in donated)
+        here = replace(searcher, cluster=group_cluster(cluster, group), wanted=replace(searcher.wanted, donated=leaves))
         found.append(planned(part.program, here, origin, recompute=False))
     return tuple(found)
 

@@ -74,31 +74,49 @@ def _inner(body: Program, consts: int, carries: int, count: int, seconds: Mappin
     behind = {op.id for op in backward}
     forward = [op for op in ops if op.id not in behind]
     stage = _cut(body, forward, count, seconds)
-    made = {t: stage[op.id] for op in forward for t in op.outputs}
-    weights: dict[int, int] = {}
-    whole = set(body.inputs[:consts])
+    _sink(body, forward, consts, stage)
+    present: dict[int, set[int]] = {}  # the stages in which a value of the forward pass, or a weight, is there anyway
     for op in forward:
-        for t in op.tensors:
-            if t in whole:
-                weights.setdefault(t, stage[op.id])
+        for t in (*op.tensors, *op.outputs):
+            present.setdefault(t, set()).add(stage[op.id])
     reached = _reached(body, backward, consts, carries)
     gradients: dict[int, int] = {}
     for op in backward:
-        own = [gradients[t] for t in op.tensors if t in gradients]
-        saved = [made[t] for t in op.tensors if t in made]
-        read = [weights[t] for t in op.tensors if t in weights]
-        alone = len({c for t in op.outputs for c in reached.get(t, ())}) == 1
-        if own and alone:
-            at = min(own)
-        elif read:
-            at = max(read)
-        elif saved:
-            at = min([max(saved), *own])
-        else:
-            at = min(own, default=count - 1)
+        own = min((gradients[t] for t in op.tensors if t in gradients), default=count - 1)
+        saved = [present[t] for t in op.tensors if t in present and t not in gradients]
+        at = own
+        if saved and len({c for t in op.outputs for c in reached.get(t, ())}) != 1:
+            together = set.intersection(*saved)
+            at = max((a for a in together if a <= own), default=min(own, max(map(max, saved))))
+        elif saved and not any(t in gradients for t in op.tensors):
+            at = max(map(max, saved))
         stage[op.id] = at
         gradients.update(dict.fromkeys(op.outputs, at))
     return stage
+
+
+def _sink(body: Program, forward: Sequence[Op], consts: int, stage: dict[int, int]) -> None:
+    """Moves ops that depend on nothing of a microbatch to the stage of their first reader."""
+    fixed = set(body.inputs[:consts])
+    alone: list[Op] = []
+    free = {t for t, _ in body.constants}
+    for op in body.ops:
+        if op.id not in stage and not op.tensors:
+            free.update(op.outputs)
+    for op in forward:
+        if all(t in fixed or t in free for t in op.tensors):
+            fixed.update(op.outputs)
+            alone.append(op)
+    reader: dict[int, int] = {}
+    for op in reversed(forward):
+        for t in op.tensors:
+            reader[t] = min(reader.get(t, stage[op.id]), stage[op.id])
+    for op in reversed(alone):
+        wanted = [reader[t] for t in op.outputs if t in reader]
+        if wanted:
+            stage[op.id] = min(wanted)
+            for t in op.tensors:
+                reader[t] = min(reader.get(t, stage[op.id]), stage[op.id])
 
 
 def _reached(body: Program, ops: Sequence[Op], consts: int, carries: int) -> dict[int, frozenset[int]]:
@@ -130,7 +148,8 @@ def _cut(body: Program, forward: Sequence[Op], count: int, seconds: Mapping[int,
             f"the forward pass cannot be cut into {count} stages, as only {len(inside) + 1} ops follow each other"
         )
     half = cost[-1] / count * WINDOW
-    low, high = (np.searchsorted(cost[inside], cost[inside] + side * half, which) for side, which in ((-1, "left"), (1, "right")))
+    low = np.searchsorted(cost[inside], cost[inside] - half, "left")
+    high = np.searchsorted(cost[inside], cost[inside] + half, "right")
     least = np.array([crossing[inside[a:b]].min() for a, b in zip(low, high, strict=True)])
     narrow = inside[crossing[inside] <= least]
     cuts = _balanced(cost, narrow if len(narrow) >= count - 1 else inside, count)

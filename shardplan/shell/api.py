@@ -27,6 +27,7 @@ from shardplan.frontend.nnx_state import trace_step
 from shardplan.graph import Graph
 from shardplan.ir import Program
 from shardplan.mesh import Device
+from shardplan.mesh.groups import group_cluster
 from shardplan.microbatches.accumulating import checked_microbatches, microbatched
 from shardplan.planning.planner import planned
 from shardplan.planning.recomputation import Searcher
@@ -37,11 +38,11 @@ from shardplan.search.inference.anytime import Observer
 from shardplan.search.session import Session
 from shardplan.search.strategy.unused_axes import idle
 from shardplan.shell.clusters import ClusterLike, resolve_cluster
-from shardplan.shell.factor_options import FactorsLike, checked_axes, checked_factors
+from shardplan.shell.factor_options import FactorsLike, checked_axes, checked_factors, stages_in
 from shardplan.shell.made_plans import Asked, plan_data
 from shardplan.shell.memory_default import memory_limit as read_limit
 from shardplan.shell.placed_plan import PlacedPlan
-from shardplan.shell.placements import PlacementLike, placed_plan, refuse_with_placement
+from shardplan.shell.placements import PlacementLike, placed_plan, refuse_with_placement, stage_groups, staged_plan
 from shardplan.shell.plan_of_step import Plan
 from shardplan.tdl.xla_quirks import uncompiled
 
@@ -94,7 +95,8 @@ def plan(
             (`shardplan.search.baselines.tofu_premise`). That plan is priced in seconds too.
         pins: The PartitionSpec that arguments must have, by glob of their paths, over the names of factors or levels.
         axes: The sizes of purposes, ``{"data": 16, "tensor": 4}``: the plan is the best over all parallelism matrices with these
-            rows. Purposes are data, fsdp, tensor, sequence, expert and replica (`shardplan.search.strategy.purposes`).
+            rows. Purposes are data, fsdp, tensor, sequence, expert and replica (`shardplan.search.strategy.purposes`). With
+            "stage", the step runs as a pipeline of so many stages (and ``microbatches``), and the result is a `PlacedPlan`.
         factors: How levels are taken apart, by level name: ``{"gpu": (2, 2, 2)}``, or ``{"gpu": 8}`` for a level that stays
             whole, as those do that are not named. By default the search decides, and ``plan.provenance`` says what it tried. The
             axes of a `jax.sharding.Mesh` stay whole unless no dim divides by them.
@@ -138,7 +140,9 @@ def plan(
     donated, (step, args) = positions(donate_argnums, len(args), "donate_argnums"), as_positional(step, args, kwargs)
     resolved, mesh = resolve_cluster(cluster)
     limit = read_limit(memory_limit, resolved.device, os.environ)
-    fixed, sizes = checked_factors(factors, resolved), checked_axes(axes, resolved, factors, measure)
+    stages, axes = stages_in(axes)
+    inside = resolved if stages == 1 else group_cluster(resolved, stage_groups(resolved, stages)[0])
+    fixed, sizes = checked_factors(factors, inside), checked_axes(axes, inside, factors, measure)
     observer("tracing", 0.0)
     traced, traced_at = trace_step(step, args, donated), time.perf_counter()
     replicate, entries = _checked_primitives(replicate, traced.program, resolved.size), _pin_entries(pins or {})
@@ -149,7 +153,12 @@ def plan(
     searcher = Searcher(replicate, shared, resolved, wanted)
     parts = checked_microbatches(traced, microbatches, batch_argnums)
     asked = Asked(step, traced, searcher, limit, donated, time_budget_s, runs, parts, began, traced_at)
+    if stages > 1:
+        refuse_with_placement(placement=placement != "one", pins=pins, remat=remat != "none", objective=objective != "time")
+        refuse_with_placement(backend=runs["backend"] != "explicit", mesh=mesh is not None)
+        return staged_plan(asked, stages)
     if placement != "one":
+        refuse_with_placement(microbatches=parts.count > 1)
         refuse_with_placement(pins=pins, axes=axes, factors=factors, remat=remat != "none", objective=objective != "time")
         refuse_with_placement(backend=runs["backend"] != "explicit", mesh=mesh is not None)
         return placed_plan(asked, placement)

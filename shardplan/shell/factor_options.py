@@ -91,6 +91,14 @@ def checked_axes(
     return sizes
 
 
+def stages_in(axes: Mapping[str, int] | None) -> tuple[int, Mapping[str, int] | None]:
+    """(the number of stages that the user asks for, the other axes; None where the search may choose)."""
+    if not isinstance(axes, Mapping) or "stage" not in axes:
+        return 1, axes
+    others = {name: size for name, size in axes.items() if name != "stage"}
+    return axes["stage"], others or None
+
+
 def read_axes(texts: Sequence[str]) -> dict[str, int] | None:
     """The value of ``--axes``: ``data=16,tensor=4``.
 

@@ -6,20 +6,25 @@ import os
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from shardplan.errors import PlacementError, ShardplanError
+from shardplan.errors import ClusterError, PlacementError, ShardplanError
 from shardplan.graph import flatten
 from shardplan.ir import Program
 from shardplan.mesh import Cluster
+from shardplan.microbatches.accumulating import microbatched
 from shardplan.placement.device_groups import used_groups
 from shardplan.placement.device_topology import machine_of
 from shardplan.placement.grouping import operator_graph
 from shardplan.placement.operators import OperatorGraph
 from shardplan.placement.placement_problem import problem_of
 from shardplan.placement.strategy_files import read_strategy_file
+from shardplan.planning.planner import Made
 from shardplan.regions.assignment import Assignment, Group, on_devices
 from shardplan.regions.group_plans import choices_of, group_plans
 from shardplan.regions.group_programs import split
-from shardplan.regions.placed import placed_step
+from shardplan.regions.looped import looped_step
+from shardplan.regions.loops import LoopSplit, loop_of
+from shardplan.regions.placed import PlacedStep, placed_step
+from shardplan.regions.stages import stages_of
 from shardplan.shell.made_plans import Asked, plan_data
 from shardplan.shell.placed_plan import PlacedPlan
 
@@ -43,20 +48,61 @@ def placed_plan(asked: Asked, placement: PlacementLike) -> PlacedPlan:
         PlacementError: for what is no placement, or is one of another step or cluster.
         MemoryLimitError: if the ops of a group fit its devices in no layout.
     """
-    cluster, traced = asked.searcher.cluster, asked.traced
-    assignment = _assignment(asked, placement)
-    cut = split(assignment)
-    donated = asked.searcher.wanted.donated
-    made = group_plans(cut, cluster, asked.searcher, donated, asked.limit.origin)
+    cluster = asked.searcher.cluster
+    cut = split(_assignment(asked, placement))
+    made = group_plans(cut.assignment.groups, cut.group_parts, cluster, asked.searcher, _donated(asked), asked.limit.origin)
+    placed = placed_step(cut, choices_of(made), cluster, asked.searcher.replicate)
+    return _plan(asked, made, placed, placement if isinstance(placement, str) else type(placement).__name__)
+
+
+def staged_plan(asked: Asked, stages: int) -> PlacedPlan:
+    """The plan of a step in microbatches as a pipeline of stages, on equal groups of consecutive devices.
+
+    Raises:
+        PlacementError: for one microbatch, or if the step has fewer places to cut than stages need.
+        MemoryLimitError: if a stage fits its devices in no layout.
+    """
+    cluster, replicate = asked.searcher.cluster, asked.searcher.replicate
+    if asked.microbatches.count == 1:
+        raise PlacementError(f"{stages} stages take turns with one microbatch: give microbatches, for example {4 * stages}")
+    program = microbatched(asked.traced.program, asked.microbatches, replicate)
+    if program.meshed:
+        raise PlacementError("the step names mesh axes, which the groups of a pipeline do not have: remove its constraints")
+    loop, groups = loop_of(program), stage_groups(cluster, stages)
+    where = stages_of(program, loop, stages, cluster.device, replicate)
+    cut = LoopSplit(program, loop, groups, where.outer, where.inner)
+    parts = tuple(cut.group_program(g)[0] for g in range(stages))
+    made = group_plans(groups, parts, cluster, asked.searcher, _donated(asked), asked.limit.origin)
+    return _plan(asked, made, looped_step(cut, choices_of(made), cluster, replicate), f"{stages} stages")
+
+
+def stage_groups(cluster: Cluster, stages: int) -> tuple[Group, ...]:
+    """The devices of each stage: consecutive ones, so that stages differ at the slowest levels.
+
+    Raises:
+        ClusterError: for a number of stages that does not divide the devices.
+    """
+    if isinstance(stages, bool) or not isinstance(stages, int) or stages < 1 or cluster.size % stages:
+        raise ClusterError(f"axes: stage={stages!r} does not divide the {cluster.size} devices of {cluster.name!r}")
+    size = cluster.size // stages
+    return tuple(tuple(range(g * size, (g + 1) * size)) for g in range(stages))
+
+
+def _donated(asked: Asked) -> frozenset[int]:
+    """The tensors of the arguments that the step may reuse."""
+    return frozenset(asked.traced.program.inputs[i] for i in asked.searcher.wanted.donated)
+
+
+def _plan(asked: Asked, made: Sequence[Made], placed: PlacedStep, origin: str) -> PlacedPlan:
     data = tuple(plan_data(asked, own) for own in made)
     return PlacedPlan(
         data,
-        placed_step(cut, choices_of(made), cluster, asked.searcher.replicate),
-        cluster=cluster,
-        traced=traced,
+        placed,
+        cluster=asked.searcher.cluster,
+        traced=asked.traced,
         step=asked.step,
         donate_argnums=asked.donate_argnums,
-        origin=placement if isinstance(placement, str) else type(placement).__name__,
+        origin=origin,
         trace_s=data[0].trace_s,
         search_s=max(d.search_s for d in data),
     )

@@ -1,0 +1,138 @@
+"""Pipelines from unmodified steps: stages on groups of devices, microbatches, and the same numbers as on one device."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import shardplan
+from models import gpt, llama, mlp, moe
+from shardplan.frontend.nnx_state import trace_step
+from shardplan.microbatches.accumulating import checked_microbatches, microbatched
+from shardplan.regions.loops import LoopSplit, loop_of
+from shardplan.regions.stages import stages_of
+from shardplan.shell.placed_plan import PlacedPlan
+from shardplan.shell.placements import stage_groups
+from shardplan.verify.verify import verify
+from tests.machines import machine
+
+
+def pipeline(step: Any, args: Any, cluster: str, microbatches: int, **axes: int) -> PlacedPlan:
+    plan = shardplan.plan(step, *args, cluster=machine(cluster), axes=axes, microbatches=microbatches, donate_argnums=(0,))
+    return cast(PlacedPlan, plan)
+
+
+@pytest.mark.parametrize(("stages", "cluster"), [(2, "2x2:eager"), (4, "4x2:eager")])
+def test_a_network_in_stages_trains_as_on_one_device(stages: int, cluster: str) -> None:
+    step, args = mlp.train_step(concrete=True, layers=4)
+    plan = pipeline(step, args, cluster, 4, stage=stages)
+    assert len(plan.devices) == stages
+    assert verify(plan, step, args).passed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "options", "axes"),
+    [
+        (gpt, {"layers": 2, "dropout": 0.1}, {"stage": 2, "data": 2, "tensor": 2}),
+        (gpt, {"layers": 4, "remat": True}, {"stage": 4, "fsdp": 2}),
+        (llama, {"layers": 2}, {"stage": 2}),
+    ],
+    ids=str,
+)
+def test_transformers_in_stages_train_as_on_one_device(model: Any, options: dict[str, Any], axes: dict[str, int]) -> None:
+    step, args = model.train_step(concrete=True, **options)
+    assert verify(pipeline(step, args, "2x4:eager", 4, **axes), step, args).passed
+
+
+def tied() -> tuple[Any, tuple[Any, ...]]:
+    """Tied embeddings and a clipped global norm: gradients of both ends meet, and a scalar crosses all stages."""
+    optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
+
+    def loss(p: Any, tokens: jax.Array) -> jax.Array:
+        x = p["embedding"][tokens]
+        for w in p["layers"]:
+            x = x + jnp.tanh(x @ w)
+        logits = x @ p["embedding"].T
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, jnp.roll(tokens, -1, 1)))
+
+    def step(state: Any, tokens: jax.Array) -> Any:
+        p, o = state
+        value, gradients = jax.value_and_grad(loss)(p, tokens)
+        updates, o = optimizer.update(gradients, o, p)
+        return (optax.apply_updates(p, updates), o), value
+
+    draw = np.random.default_rng(0)
+    p = {
+        "embedding": jnp.asarray(draw.normal(size=(32, 16)), jnp.float32),
+        "layers": [jnp.asarray(draw.normal(size=(16, 16)) / 4, jnp.float32) for _ in range(4)],
+    }
+    tokens = jnp.asarray(draw.integers(0, 32, (8, 12)), jnp.int32)
+    return step, ((p, optimizer.init(p)), tokens)
+
+
+def test_tied_embeddings_and_a_clipped_norm_cross_stages() -> None:
+    step, args = tied()
+    assert verify(pipeline(step, args, "2x2:eager", 2, stage=2), step, args).passed
+
+
+def test_each_stage_has_a_forward_a_backward_and_a_weight_gradient_segment() -> None:
+    """As zero-bubble schedules split them (Qi et al. 2023, section 2)."""
+    step, args = gpt.train_step(layers=4)
+    traced = trace_step(step, args, (0,))
+    cluster = machine("4x2")
+    program = microbatched(traced.program, checked_microbatches(traced, 4, None))
+    loop = loop_of(program)
+    where = stages_of(program, loop, 4, cluster.device)
+    split = LoopSplit(program, loop, stage_groups(cluster, 4), where.outer, where.inner)
+    own: dict[int, list[bool]] = {}
+    for segment in split.inside.segments:
+        if len(segment.ops) > 5:
+            own.setdefault(segment.group, []).append(segment.awaited)
+    assert own == {0: [True, False], 1: [True, True, False], 2: [True, True, False], 3: [True, False]}
+
+
+def test_the_batch_and_every_weight_are_held_by_one_stage() -> None:
+    step, args = mlp.train_step(layers=4)
+    plan = pipeline(step, args, "4x2", 4, stage=4)
+    groups = {p.split("params/")[1].split("/")[0]: g for p, g in plan.group_of.items() if "params/" in p}
+    in_order = [groups[f"layer_{n}"] for n in range(4)]
+    assert in_order == sorted(in_order)
+    assert {in_order[0], in_order[-1]} == {0, 3}
+    moments = {p.split("/")[-2]: g for p, g in plan.group_of.items() if "/mu/" in p}
+    assert moments == groups
+
+
+@pytest.mark.parametrize(
+    ("axes", "microbatches", "message"),
+    [
+        ({"stage": 3}, 4, "stage=3 does not divide the 8 devices"),
+        ({"stage": 2}, 1, "2 stages take turns with one microbatch"),
+        ({"stage": 2}, 3, "does not divide into 3 microbatches"),
+        ({"stage": 2, "data": 8}, 4, "make 8 devices"),
+    ],
+    ids=str,
+)
+def test_a_pipeline_that_cannot_be_is_refused(axes: dict[str, int], microbatches: int, message: str) -> None:
+    step, args = mlp.train_step(layers=2)
+    with pytest.raises(shardplan.ShardplanError, match=message):
+        pipeline(step, args, "2x4", microbatches, **axes)
+
+
+def test_a_step_with_fewer_ops_in_a_row_than_stages_is_refused() -> None:
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.sum(x @ w, 0)
+
+    with pytest.raises(shardplan.ShardplanError, match="cannot be cut into 4 stages, as only 2 ops follow each other"):
+        pipeline(step, (jnp.ones((4, 4)), jnp.ones((8, 4))), "4", 2, stage=4)
+
+
+def test_experts_that_share_the_whole_batch_are_not_cut_into_microbatches() -> None:
+    step, args = moe.train_step()
+    with pytest.raises(shardplan.ShardplanError, match=r"cannot be cut into microbatches: at .*moe.py"):
+        pipeline(step, args, "2x4", 2, stage=2)

@@ -21,7 +21,7 @@ from shardplan.emit.transfers import Transfers
 from shardplan.errors import MicrobatchError
 from shardplan.frontend.argnums import leaves_of, positions
 from shardplan.frontend.trace import Traced, trace
-from shardplan.ir import Microbatches, Program, Reducer
+from shardplan.ir import Collective, Microbatches, Program, Reducer
 from shardplan.microbatches.phases import Phases, phases
 from shardplan.microbatches.time_cut import instructions, time_cut
 from shardplan.schedule import Barrier, Compute, Instruction, Move, PlannedProgram
@@ -144,8 +144,9 @@ class _Part(ExplicitEmitter):
         return lax.optimization_barrier(xs)
 
     def move(self, x: Any, move: Move, extreme: Any) -> Any:
-        """A block out of a whole value; a term stays as it is until all are added up."""
-        return x if move.before.partial else self.transfers.move(x, move, extreme)
+        """A block out of a whole value; a term stays as it is until all are added up, and what is whole already does too."""
+        slices = all(step.kind is Collective.SLICE for step in move.steps)
+        return self.transfers.move(x, move, extreme) if slices else x
 
 
 class _Slices(Transfers):

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         HloError,
         JaxVersionError,
         MemoryLimitError,
+        MicrobatchError,
         PinError,
         PlacementError,
         PlacementMemoryError,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from shardplan.shell.loading import load
     from shardplan.shell.parallel import parallelize
     from shardplan.shell.place import Placement, place
+    from shardplan.shell.placed_plan import PlacedPlan
     from shardplan.shell.plan_of_step import Plan
     from shardplan.tdl.register import register
 
@@ -60,7 +62,9 @@ __all__ = [
     "HloError",
     "JaxVersionError",
     "MemoryLimitError",
+    "MicrobatchError",
     "PinError",
+    "PlacedPlan",
     "Placement",
     "PlacementError",
     "PlacementMemoryError",
@@ -90,6 +94,7 @@ _HOMES = {
     "Plan": "shell.plan_of_step",
     "all_reduce": "collectives.lower",
     "load": "shell.loading",
+    "PlacedPlan": "shell.placed_plan",
     "Placement": "shell.place",
     "parallelize": "shell.parallel",
     "place": "shell.place",

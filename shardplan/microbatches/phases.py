@@ -19,7 +19,6 @@ from shardplan.schedule import Barrier, Block, Compute, Cond, Fill, Instruction,
 from shardplan.schedule.instructions import blocks_of, results_of
 from shardplan.tdl.kernels import casts
 
-
 _SUMS = {Collective.ALL_REDUCE, Collective.REDUCE_SCATTER, Collective.ALL_GATHER}
 """A sum over microbatches is whole once it is complete, even if a plan over devices would scatter it."""
 

@@ -2,16 +2,21 @@
 
 Tasks wait for what they read and for the devices of their group. Of those that can start first, the one with the longest way to
 the end of the step goes first (FD-DPS, section 4: the latest start times of the dynamic critical path).
+
+A stage holds the saved values of a microbatch from its forward pass to the last of its backward pass. Where it takes no time, a
+stage begins no more microbatches than are needed to keep all stages busy: as many as stages follow it, itself included (1F1B:
+Narayanan et al. 2021, section 2.2). Without that limit, all forward passes come first (GPipe).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from shardplan.placement.device_topology import Machine
-from shardplan.regions.tasks import Key, Task, TaskGraph, Transfer
+from shardplan.regions.tasks import WHOLE, Key, Task, TaskGraph, Transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +59,68 @@ class _Waiting(NamedTuple):
 
 def dispatched(graph: TaskGraph, machine: Machine) -> Dispatch:
     """The issues of a step on a machine."""
+    free = _dispatched(graph, machine, 0)
+    for slack in range(1, 1 + max((t.microbatch for t in graph.tasks), default=0)):
+        limited = _dispatched(graph, machine, slack)
+        if limited.step_time_s <= free.step_time_s * (1 + ROUNDING):
+            return limited
+    return free
+
+
+ROUNDING = 1e-9
+"""Sums of the same seconds in another order differ by less."""
+
+
+def _dispatched(graph: TaskGraph, machine: Machine, slack: int) -> Dispatch:
+    """The issues where a stage begins ``slack`` times as many microbatches as stages follow it (0: as many as there are)."""
     waiting = _waiting(graph, machine)
+    if slack:
+        waiting = _limited(graph, waiting, slack)
     return Dispatch(_with_last(graph, [Issue(w.what, start, start + w.seconds) for w, start in _started(waiting)]))
+
+
+def _limited(graph: TaskGraph, waiting: Sequence[_Waiting], slack: int) -> list[_Waiting]:
+    """The same tasks, where the first of a microbatch in a group waits for the last of an earlier one."""
+    runs: dict[int, dict[int, list[int]]] = {}  # by group and microbatch, the tasks in the order of the pieces
+    for n, task in enumerate(graph.tasks):
+        piece = graph.pieces[task.piece]
+        if task.microbatch != WHOLE and not isinstance(piece.own, str):
+            runs.setdefault(piece.group, {}).setdefault(task.microbatch, []).append(n)
+    found = list(waiting)
+    for place, (_, own) in enumerate(sorted(runs.items())):
+        most = slack * (len(runs) - place)
+        for k, tasks in own.items():
+            if k - most in own:
+                first = tasks[0]
+                found[first] = found[first]._replace(before=(*found[first].before, own[k - most][-1]))
+    return found
+
+
+def most_held(graph: TaskGraph, dispatch: Dispatch, group: int) -> int:
+    """The most bytes that a device of a group holds of values that enter or leave its programs."""
+    held = {key: _local_bytes(graph, group, key[0]) for g, key in graph.inputs if g == group}
+    most = sum(held.values())
+    for issue in dispatch.issues:
+        match issue.what:
+            case Task() as task if graph.pieces[task.piece].group == group:
+                held.update((key, _local_bytes(graph, group, key[0])) for key in task.makes)
+            case Transfer(key, _, target, _) if target == group:
+                held[key] = _local_bytes(graph, group, key[0])
+            case _:
+                pass
+        most = max(most, sum(held.values()))
+        for g, key in issue.last:
+            if g == group:
+                held.pop(key, None)
+    return most
+
+
+def _local_bytes(graph: TaskGraph, group: int, tensor: int) -> int:
+    """The bytes of a tensor on one device of a group."""
+    own = graph.groups[group]
+    layout = own.layouts.get(tensor)
+    ways = 1 if layout is None else math.prod(own.factors[f].size for f in layout.used)
+    return graph.tensors[tensor].nbytes // ways
 
 
 def transfer_s(graph: TaskGraph, transfer: Transfer, machine: Machine) -> float:

@@ -26,6 +26,7 @@ from shardplan.plans.fingerprint import difference
 from shardplan.plans.placed_runner import PlacedRunner
 from shardplan.plans.runner import Flat, Leaves, check_tree
 from shardplan.plans.xla_flags import xla_flags
+from shardplan.regions.dispatch import most_held
 from shardplan.regions.placed import PlacedStep
 from shardplan.schedule import sends
 from shardplan.shell.compiler_options import compiler_options
@@ -99,6 +100,14 @@ class PlacedPlan:
             for d in devices:
                 held[d] = held.get(d, 0) + plan.peak_bytes
         return max(held.values())
+
+    @property
+    def held_bytes(self) -> tuple[int, ...]:
+        """For each group, the most bytes that a device holds of values that enter or leave its programs: arguments, saved values
+        of the microbatches that are under way, what is sent. What a program needs inside is not counted.
+        """
+        graph, dispatch = self.placed.graph, self.placed.dispatch
+        return tuple(most_held(graph, dispatch, g) for g in range(len(graph.groups)))
 
     @property
     def idle_share(self) -> float:

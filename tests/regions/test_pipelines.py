@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 import jax
@@ -12,10 +13,17 @@ import pytest
 
 import shardplan
 from models import gpt, llama, mlp, moe
+from shardplan.collectives.issued import StepCost
 from shardplan.frontend.nnx_state import trace_step
+from shardplan.ir import Tensor
+from shardplan.mesh import Cluster
+from shardplan.mesh.machine import Level
 from shardplan.microbatches.accumulating import checked_microbatches, microbatched
+from shardplan.placement.device_topology import machine_of
+from shardplan.regions.dispatch import dispatched
 from shardplan.regions.loops import LoopSplit, loop_of
 from shardplan.regions.stages import stages_of
+from shardplan.regions.tasks import GroupMesh, Piece, Task, TaskGraph, Transfer
 from shardplan.shell.placed_plan import PlacedPlan
 from shardplan.shell.placements import stage_groups
 from shardplan.verify.verify import verify
@@ -136,3 +144,54 @@ def test_experts_that_share_the_whole_batch_are_not_cut_into_microbatches() -> N
     step, args = moe.train_step()
     with pytest.raises(shardplan.ShardplanError, match=r"cannot be cut into microbatches: at .*moe.py"):
         pipeline(step, args, "2x4", 2, stage=2)
+
+
+def test_a_stage_holds_few_microbatches_where_that_takes_no_time() -> None:
+    """1F1B takes as long as GPipe, and stage g of S holds S - g microbatches in place of all (Narayanan et al. 2021, section 2.2)."""
+    step, args = mlp.train_step(layers=8, batch=64)
+    plan = pipeline(step, args, "4", 16, stage=4)
+    graph, issues = plan.placed.graph, plan.placed.dispatch.issues
+    begun: dict[int, set[int]] = {g: set() for g in range(4)}
+    most = dict.fromkeys(begun, 0)
+    own = {
+        g: [n for n, p in enumerate(graph.pieces) if p.group == g and p.name.startswith("segment") and "loop" not in p.name]
+        for g in begun
+    }
+    for issue in issues:
+        if isinstance(issue.what, Task) and issue.what.microbatch >= 0:
+            for g, pieces in own.items():
+                if issue.what.piece == pieces[0]:
+                    begun[g].add(issue.what.microbatch)
+                most[g] = max(most[g], len(begun[g]))
+                if issue.what.piece == pieces[-1]:
+                    begun[g].discard(issue.what.microbatch)
+    assert most[0] < 16
+    assert most[3] <= most[0]
+    assert plan.held_bytes[0] > 0
+
+
+def test_a_pipeline_of_equal_stages_idles_as_its_formula_says() -> None:
+    """The bubble of 1F1B is (S - 1) / (M + S - 1) of the step where stages take equally long and sends take no time."""
+    stages, count = 4, 12
+    tensors = tuple(Tensor(n, (1,), "float32", 4) for n in range(2 * stages))
+    level = Level("x", 2, 1e30, 0.0)
+    cluster = replace(Cluster.load("2"), levels=(level.resized(stages),))
+    groups = tuple(GroupMesh((g,), cluster, (), {}) for g in range(stages))
+    cost = StepCost(issued=(), compute_s=1.0)
+    planned: Any = (None, None)
+    forward = [Piece(f"F{g}", g, (g - 1,) if g else (), (g,), planned, cost) for g in range(stages)]
+    backward = [
+        Piece(f"B{g}", g, (g, *((stages + g + 1,) if g < stages - 1 else ())), (stages + g,), planned, cost)
+        for g in range(stages)
+    ]
+    pieces = [p for pair in zip(forward, backward, strict=True) for p in pair]
+    tasks = [
+        Task(n, k, tuple((t, k) for t in p.reads), tuple((t, k) for t in p.makes))
+        for n, p in enumerate(pieces)
+        for k in range(count)
+    ]
+    sends = [Transfer((g, k), g, g + 1, g) for g in range(stages - 1) for k in range(count)]
+    sends += [Transfer((stages + g, k), g, g - 1, stages + g) for g in range(1, stages) for k in range(count)]
+    graph = TaskGraph(tensors, groups, tuple(pieces), tuple(tasks), tuple(sends), (), ())
+    found = dispatched(graph, machine_of(cluster))
+    assert found.step_time_s == pytest.approx(2 * (count + stages - 1))

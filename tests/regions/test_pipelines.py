@@ -147,7 +147,7 @@ def test_experts_that_share_the_whole_batch_are_not_cut_into_microbatches() -> N
 
 
 def test_a_stage_holds_few_microbatches_where_that_takes_no_time() -> None:
-    """1F1B takes as long as GPipe, and stage g of S holds S - g microbatches in place of all (Narayanan et al. 2021, section 2.2)."""
+    """1F1B takes as long as GPipe, and stage g of S holds S - g microbatches, not all (Narayanan et al. 2021, section 2.2)."""
     step, args = mlp.train_step(layers=8, batch=64)
     plan = pipeline(step, args, "4", 16, stage=4)
     graph, issues = plan.placed.graph, plan.placed.dispatch.issues

@@ -353,6 +353,8 @@ NOT_FROZEN = {
     "microbatches.phases._Sorter": "notes values while instructions are walked",
     "regions.assignment.Assignment": "works out who makes and holds tensors at first use",
     "regions.group_programs.Split": "makes the programs at first use",
+    "regions.loops.LoopSplit": "makes the programs at first use",
+    "regions.segment_plans.GroupChoices": "makes the collectives of reshardings at first use",
     "shell.place.Placement": "simulates at first use",
     "schedule.frame.Frame": "the values of a body while it is spelled out",
     "schedule.prefetch.Ties": "the barriers of a body while it is spelled out",

@@ -42,7 +42,7 @@ from shardplan.shell.factor_options import FactorsLike, checked_axes, checked_fa
 from shardplan.shell.made_plans import Asked, plan_data
 from shardplan.shell.memory_default import memory_limit as read_limit
 from shardplan.shell.placed_plan import PlacedPlan
-from shardplan.shell.placements import PlacementLike, placed_plan, refuse_with_placement, stage_groups, staged_plan
+from shardplan.shell.placements import PlacementLike, on_groups, refuse_with_groups, stage_groups
 from shardplan.shell.plan_of_step import Plan
 from shardplan.tdl.xla_quirks import uncompiled
 
@@ -153,15 +153,9 @@ def plan(
     searcher = Searcher(replicate, shared, resolved, wanted)
     parts = checked_microbatches(traced, microbatches, batch_argnums)
     asked = Asked(step, traced, searcher, limit, donated, time_budget_s, runs, parts, began, traced_at)
-    if stages > 1:
-        refuse_with_placement(placement=placement != "one", pins=pins, remat=remat != "none", objective=objective != "time")
-        refuse_with_placement(backend=runs["backend"] != "explicit", mesh=mesh is not None)
-        return staged_plan(asked, stages)
-    if placement != "one":
-        refuse_with_placement(microbatches=parts.count > 1)
-        refuse_with_placement(pins=pins, axes=axes, factors=factors, remat=remat != "none", objective=objective != "time")
-        refuse_with_placement(backend=runs["backend"] != "explicit", mesh=mesh is not None)
-        return placed_plan(asked, placement)
+    if stages > 1 or placement != "one":
+        refuse_with_groups({"pins": pins, "remat": remat != "none", "objective": objective != "time", "mesh": mesh is not None})
+        return on_groups(asked, stages, placement)
     program = microbatched(traced.program, parts, replicate)
     made = planned(program, searcher, limit.origin, recompute=remat == "auto")
     _warn(made.session)

@@ -117,8 +117,11 @@ def _add_mesh_options(one: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="PURPOSE=N",
-        help="sizes of data, fsdp, tensor, sequence, expert or replica: data=16,tensor=4 (default: the search decides)",
+        help="sizes of data, fsdp, tensor, sequence, expert or replica: data=16,tensor=4 (default: the search decides); "
+        "stage=4 makes a pipeline",
     )
+    one.add_argument("--microbatches", type=int, metavar="N", help="parts of the batch that run one after the other (default: 1)")
+    one.add_argument("--placement", metavar="one|FILE", help="a strategy that place saved: ops run on its devices (default: one)")
 
 
 def check_outputs(files: Mapping[str, str | None], options: argparse.Namespace) -> None:

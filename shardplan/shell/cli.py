@@ -63,7 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _plan(options: argparse.Namespace) -> Report:
     from shardplan.report.draw import picture_format
     from shardplan.report.json import plan_json
+    from shardplan.report.placed_text import placed_json, placed_text
     from shardplan.report.plan_text import plan_text
+    from shardplan.shell.placed_plan import PlacedPlan
 
     check_outputs({"-o": options.output, "--draw": options.draw}, options)
     if options.draw is not None:
@@ -73,6 +75,11 @@ def _plan(options: argparse.Namespace) -> Report:
                 f"-o and --draw both name {options.draw!r}: the picture would overwrite the plan; give it another name"
             )
     made, _, _ = target_plan(options)
+    if isinstance(made, PlacedPlan):
+        if options.output or options.draw is not None:
+            raise ShardplanError("a plan with groups of devices cannot be saved or drawn yet: leave out -o and --draw")
+        figures = made.figures(options.target)
+        return Report(placed_text(figures), placed_json(figures))
     data = made.completed()
     text = plan_text(data, title=options.target)
     if options.output:

@@ -28,6 +28,7 @@ from shardplan.plans.runner import Flat, Leaves, check_tree
 from shardplan.plans.xla_flags import xla_flags
 from shardplan.regions.dispatch import most_held
 from shardplan.regions.placed import PlacedStep
+from shardplan.report.placed_text import PlacedFigures, placed_text
 from shardplan.schedule import sends
 from shardplan.shell.compiler_options import compiler_options
 
@@ -147,6 +148,17 @@ class PlacedPlan:
         pieces = self.placed.graph.pieces
         own = [pieces[t.piece] for t in self.placed.graph.tasks if pieces[t.piece].group == group]
         return [p.cost for p in own if p.cost is not None]
+
+    def figures(self, title: str = "the step") -> PlacedFigures:
+        """What `shardplan.report.placed_text` shows."""
+        names = ("step_time_s", "compute_s", "communication_s", "communication_bytes", "transfer_bytes", "idle_share")
+        figures = {name: getattr(self, name) for name in (*names, "peak_bytes", "trace_s", "search_s", "stopped")}
+        parts = self.groups[0].microbatches.count
+        return PlacedFigures(title, self.cluster.name, self.groups, self.placed, self.traced.program.input_paths, parts, figures)
+
+    def text(self, title: str = "the step") -> str:
+        """The step, what each group runs and holds, and where arguments lie."""
+        return placed_text(self.figures(title))
 
     # -- layouts and devices -----------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from shardplan.errors import ClusterError, PlacementError, ShardplanError
@@ -39,6 +39,22 @@ class Placed(Protocol):
 
 
 PlacementLike = str | os.PathLike[str] | Placed
+
+
+def on_groups(asked: Asked, stages: int, placement: PlacementLike) -> PlacedPlan:
+    """The plan of a step on groups of devices: as a pipeline, or as a placement says.
+
+    Raises:
+        ShardplanError: for both at once, or for options that a placement does not take.
+        PlacementError: as `staged_plan` and `placed_plan`.
+    """
+    wanted = asked.searcher.wanted
+    refuse_with_groups({"backend": wanted.backend != "explicit"})
+    if stages > 1:
+        refuse_with_groups({"placement": placement != "one"})
+        return staged_plan(asked, stages)
+    refuse_with_groups({"microbatches": asked.microbatches.count > 1, "axes": wanted.axes, "factors": wanted.factors})
+    return placed_plan(asked, placement)
 
 
 def placed_plan(asked: Asked, placement: PlacementLike) -> PlacedPlan:
@@ -129,7 +145,7 @@ def assignment_of(program: Program, graph: OperatorGraph, groups: Sequence[Group
     return on_devices(program, {op: groups[j] for op, j in graph.owners})
 
 
-def refuse_with_placement(**given: Any) -> None:
+def refuse_with_groups(given: Mapping[str, Any]) -> None:
     """Refuses options of `shardplan.plan` that a plan with groups of devices does not take.
 
     Raises:
@@ -137,4 +153,6 @@ def refuse_with_placement(**given: Any) -> None:
     """
     for name, value in given.items():
         if value:
-            raise ShardplanError(f"{name} cannot be given with a placement, whose groups have axes of their own: leave one out")
+            raise ShardplanError(
+                f"{name} cannot be given where ops run on groups of devices, each with axes of its own: leave it out"
+            )

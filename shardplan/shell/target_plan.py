@@ -16,9 +16,15 @@ def target_plan(
     options: argparse.Namespace, *, concrete: bool = False, simulated: bool = False, file: str | None = None
 ) -> tuple[Any, Callable[..., Any], tuple[Any, ...]]:
     """(plan, step, args) of a TARGET; with ``file``, the plan is read from it. Both options simulate devices."""
+    from shardplan.shell.placed_plan import PlacedPlan
+
     event = "a plan that fits was found: wait longer, or give a --time-budget to get the best plan so far"
     with interrupts.before(event if file is None else f"the plan in {file} was read"):
         made, step, args = _read_or_plan(options, concrete=concrete, simulated=simulated or concrete, file=file)
+    if isinstance(made, PlacedPlan) and options.command not in ("plan", "verify"):
+        raise ShardplanError(
+            f"{options.command} does not take a plan with groups of devices: leave out stage, --placement, or use plan and verify"
+        )
     if made.stopped == "interrupted" and file is None:
         if options.command != "plan":  # the work after the search takes longer than the search
             raise KeyboardInterrupt(
@@ -67,6 +73,8 @@ def _read_or_plan(
             remat=options.remat or "none",
             backend=options.backend,
             time_model=options.time_model or "overlap",
+            microbatches=1 if options.microbatches is None else options.microbatches,
+            placement=options.placement or "one",
             observer=progress,
         )
     return made, step, args
@@ -80,6 +88,8 @@ def _refuse_planning_options(options: argparse.Namespace, file: str) -> None:
         "pin",
         "factors",
         "axes",
+        "microbatches",
+        "placement",
         "donate",
         "replicate",
         "time_budget",

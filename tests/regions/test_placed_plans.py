@@ -127,9 +127,9 @@ def test_state_comes_back_to_the_devices_that_hold_it() -> None:
     ("options", "message"),
     [
         ({"placement": "two"}, "unsupported placement 'two'"),
-        ({"placement": Halves(), "pins": {"w": PartitionSpec()}}, "pins cannot be given with a placement"),
-        ({"placement": Halves(), "axes": {"data": 4}}, "axes cannot be given with a placement"),
-        ({"placement": Halves(), "backend": "specs"}, "backend cannot be given with a placement"),
+        ({"placement": Halves(), "pins": {"w": PartitionSpec()}}, "pins cannot be given where ops run on groups"),
+        ({"placement": Halves(), "axes": {"data": 4}}, "axes cannot be given where ops run on groups"),
+        ({"placement": Halves(), "backend": "specs"}, "backend cannot be given where ops run on groups"),
         ({"placement": "missing.json"}, "cannot read the strategy missing.json"),
     ],
     ids=str,

@@ -1,0 +1,124 @@
+"""A plan with groups of devices, as text and as JSON values."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardplan.ir import spec_text
+from shardplan.plans.data import PlanData
+from shardplan.regions.dispatch import most_held
+from shardplan.regions.placed import PlacedStep
+from shardplan.regions.tasks import Task
+from shardplan.report.tables import seconds, size, table
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedFigures:
+    """What a report of a placed plan needs: the plans of its groups, their tasks, and the figures of the whole step.
+
+    ``paths`` are those of the arguments.
+    """
+
+    title: str
+    cluster: str
+    groups: Sequence[PlanData]
+    placed: PlacedStep
+    paths: Sequence[str]
+    microbatches: int
+    figures: Mapping[str, Any]
+
+
+def placed_text(plan: PlacedFigures) -> str:
+    """The step, what each group runs and holds, and where arguments lie, for people."""
+    figures, graph = plan.figures, plan.placed.graph
+    lines = [
+        f"{plan.title} on {plan.cluster}: {seconds(figures['step_time_s'])} a step on {len(plan.groups)} groups of devices",
+        f"  {plan.microbatches} microbatches, {len(graph.pieces)} programs, {len(graph.tasks)} runs of them a step",
+        f"  {figures['idle_share']:.0%} of the devices' time is idle; {size(figures['transfer_bytes'])} go between groups",
+        f"  planned in {seconds(figures['trace_s'] + figures['search_s'])}",
+    ]
+    rows = [
+        [
+            str(g),
+            _devices(own.devices),
+            " x ".join(f"{f.name}={f.size}" for f in own.factors) or "one device",
+            " ".join(f"{name}={n}" for name, n in zip(data.matrix["axes"], _products(data), strict=True)) or "-",
+            seconds(plan.placed.dispatch.busy_s(graph, g)),
+            size(most_held(graph, plan.placed.dispatch, g)),
+        ]
+        for g, (own, data) in enumerate(zip(graph.groups, plan.groups, strict=True))
+    ]
+    lines += ["", table(["group", "devices", "mesh", "used for", "busy", "held"], rows, align="lllrrr")]
+    held = Counter(group for group, _ in graph.inputs)
+    specs = [[path, str(group), _spec(plan, group, key[0])] for path, (group, key) in zip(plan.paths, graph.inputs, strict=True)]
+    lines += ["", table(["argument", "group", "spec"], specs, align="lrl"), ""]
+    lines.append("arguments held: " + ", ".join(f"group {g} {n}" for g, n in sorted(held.items())))
+    return "\n".join(lines)
+
+
+def placed_json(plan: PlacedFigures) -> dict[str, Any]:
+    """The figures as JSON values. Seconds are of one step, bytes of one device."""
+    graph, dispatch = plan.placed.graph, plan.placed.dispatch
+    groups = [
+        {
+            "devices": list(own.devices),
+            "axes": {f.name: f.size for f in own.factors},
+            "matrix": data.matrix,
+            "busy_s": dispatch.busy_s(graph, g),
+            "held_bytes": most_held(graph, dispatch, g),
+            "peak_bytes": data.peak_bytes,
+        }
+        for g, (own, data) in enumerate(zip(graph.groups, plan.groups, strict=True))
+    ]
+    issues = [
+        {
+            "name": graph.pieces[i.what.piece].name if isinstance(i.what, Task) else "transfer",
+            "group": graph.pieces[i.what.piece].group if isinstance(i.what, Task) else i.what.target,
+            "microbatch": i.what.microbatch if isinstance(i.what, Task) else i.what.key[1],
+            "start_s": i.start_s,
+            "end_s": i.end_s,
+        }
+        for i in dispatch.issues
+    ]
+    return {
+        **plan.figures,
+        "microbatches": plan.microbatches,
+        "groups": groups,
+        "group_of": {path: group for path, (group, _) in zip(plan.paths, graph.inputs, strict=True)},
+        "in_specs": {path: _spec(plan, group, key[0]) for path, (group, key) in zip(plan.paths, graph.inputs, strict=True)},
+        "issues": issues,
+    }
+
+
+def _spec(plan: PlacedFigures, group: int, tensor: int) -> str:
+    own = plan.placed.graph.groups[group]
+    layout = own.layouts.get(tensor)
+    return spec_text(() if layout is None else layout.entries(own.names))
+
+
+def _products(data: PlanData) -> list[int]:
+    found: list[int] = []
+    for row in data.matrix["factors"]:
+        product = 1
+        for n in row:
+            product *= n
+        found.append(product)
+    return found
+
+
+def _devices(devices: Sequence[int]) -> str:
+    """Device numbers, with ranges.
+
+    >>> _devices((0, 1, 2, 3)), _devices((1, 4, 5, 6))
+    ('0-3', '1, 4-6')
+    """
+    runs: list[list[int]] = []
+    for d in devices:
+        if runs and runs[-1][-1] == d - 1:
+            runs[-1].append(d)
+        else:
+            runs.append([d])
+    return ", ".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)

@@ -18,7 +18,7 @@ from shardplan.tdl.proof import CASES
 from shardplan.tdl.xla_quirks import UNCOMPILED
 from shardplan.versions import TESTED
 from tests.emit.proof.cuts import MESHES
-from tests.emit.proof.runs import Draw, Task, run
+from tests.emit.proof.runs import Draw, Task, cases_of, run
 from tests.emit.proof.sweep import FENCED, primitives, sweep, tasks, whole
 
 REMEMBERED = [Draw("conv_general_dilated", 7, "2x2x2", False, gradient) for gradient in (False, True)]
@@ -28,6 +28,9 @@ EXPLICIT = [Draw("conv_general_dilated", 3, "2x2x2", True, True), Draw("scatter"
 changed places with those of another.
 """
 INDEXING = ("gather", "scatter", "scatter-add", "scatter-max")
+MODES = ("FILL_OR_DROP", "CLIP", "PROMISE_IN_BOUNDS")
+EVERY_MODE = 12, 3
+"""The first seed, and how many, that draw every mode of a lookup."""
 GROUPS = 2
 
 
@@ -54,13 +57,18 @@ def test_a_sample_of_all_strategies(group: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_strategies_of_every_primitive(backend: str) -> None:
-    every_mode = tasks(INDEXING, 10, 2, backend)
+    every_mode = tasks(INDEXING, *EVERY_MODE, backend)
     found = sweep([*whole(primitives(), 0, 1, backend), *every_mode], jobs=2, budget_s=3600.0)
     assert not found.faults, "\n".join(found.faults)
     assert not found.skipped
     assert set(found.primitives) >= set(primitives())
-    modes = ("FILL_OR_DROP", "CLIP", "PROMISE_IN_BOUNDS")
-    assert {f"{name} {mode}" for name in INDEXING for mode in modes} <= set(found.classes)
+    assert {f"{name} {mode}" for name in INDEXING for mode in MODES} <= set(found.classes)
+
+
+def test_every_mode_of_a_lookup_is_drawn() -> None:
+    calls = [case.call for task in tasks(INDEXING, *EVERY_MODE) for draw in task.draws for case in cases_of(draw)]
+    drawn = {(call.primitive, str(call.params["mode"]).rpartition(".")[2]) for call in calls if "mode" in call.params}
+    assert drawn >= {(name, mode) for name in INDEXING for mode in MODES}
 
 
 def test_every_primitive_is_proven_or_refused() -> None:

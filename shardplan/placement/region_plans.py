@@ -108,7 +108,8 @@ def part_of(problem: PlacementProblem, operators: Sequence[int]) -> PlacementPro
     weights, arguments = (
         tuple(_of_part(w, at) for w in own if not at.keys().isdisjoint(w.users)) for own in (graph.weights, graph.arguments)
     )
-    part = OperatorGraph(tuple(graph.operators[i] for i in operators), edges, weights, arguments)
+    owners = tuple((op, at[i]) for op, i in graph.owners if i in at)
+    part = OperatorGraph(tuple(graph.operators[i] for i in operators), edges, weights, arguments, owners)
     return PlacementProblem(part, problem.machine, tuple(problem.tables[i] for i in operators))
 
 

@@ -41,7 +41,7 @@ def plan_data(asked: Asked, made: Made) -> PlanData:
     """Everything that a plan says at first; the bound, the baselines and the explanations come later."""
     return PlanData(
         **(decided(made.session, made.run, made.planned.found[1].purposes) | _search_fields(asked, made) | dict(asked.runs)),
-        operators=made.planned.program.count_ops(),
+        operators=asked.traced.program.count_ops(),
         donate_argnums=asked.donate_argnums,
         microbatches=asked.microbatches,
         time_budget_s=asked.time_budget_s,

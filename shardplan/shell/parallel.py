@@ -38,6 +38,7 @@ from shardplan.shell.api import plan as make_plan
 from shardplan.shell.clusters import ClusterLike, resolve_cluster
 from shardplan.shell.loading import for_step
 from shardplan.shell.memory_default import memory_limit
+from shardplan.shell.placed_plan import PlacedPlan
 from shardplan.shell.plan_of_step import Plan
 
 _log = logging.getLogger("shardplan")
@@ -253,6 +254,10 @@ class Parallel:
 
         def plan_now() -> Plan:
             step_plan = make_plan(pure, *args, cluster=settings.cluster, donate_argnums=call.donated, **settings.options)
+            if isinstance(step_plan, PlacedPlan):
+                raise ShardplanError(
+                    "parallelize runs one program on all devices: for stages or a placement, use shardplan.plan(...).jit(step)"
+                )
             if step_plan.stopped == "interrupted":  # an interrupted call must end, not run a half-searched plan
                 raise KeyboardInterrupt
             return step_plan

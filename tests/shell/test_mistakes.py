@@ -98,7 +98,7 @@ def test_a_step_that_is_no_function_is_said() -> None:
 
 @pytest.mark.parametrize(
     ("option", "says"),
-    [("pinz", r"no option 'pinz' \(nearest: pins"), ("zz", r"no option 'zz' \(known: axes, backend, cache_dir,")],
+    [("pinz", r"no option 'pinz' \(nearest: pins"), ("zz", r"no option 'zz' \(known: axes, backend, batch_argnums, cache_dir,")],
 )
 def test_an_option_of_the_decorator_that_does_not_exist_is_refused_at_once(option: str, says: str) -> None:
     given: dict[str, Any] = {option: {}}

@@ -75,7 +75,8 @@ def test_what_is_split_is_joined_and_what_is_partial_is_added_up(step: Any) -> N
     program = microbatched(traced.program, checked_microbatches(traced, 4, (1,)))
     assert any(op.control == "scan" for op in program.ops)
     found = shardplan.plan(step, W, X, cluster="2", microbatches=4, batch_argnums=1).jit(step, jax.devices()[:2])(W, X)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5), found, step(W, X))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(step(W, X)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * float(np.max(np.abs(b))))  # sums in another order
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from shardplan.frontend.trace import Traced, trace
 from shardplan.ir import Collective, Microbatches, Program, Reducer
 from shardplan.microbatches.phases import Phases, phases
 from shardplan.microbatches.time_cut import instructions, time_cut
+from shardplan.regions.loops import MARK
 from shardplan.schedule import Barrier, Compute, Instruction, Move, PlannedProgram
 
 
@@ -174,9 +175,6 @@ def _joined(x: Any, dim: int) -> Any:
     x = jnp.moveaxis(x, 0, dim)
     return x.reshape(*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :])
 
-
-MARK = "microbatches"
-"""The named scope of the loop over microbatches."""
 
 _REDUCE: dict[Reducer, Callable[[Any, Any], Any]] = {
     "sum": jnp.add,

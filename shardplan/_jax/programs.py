@@ -82,6 +82,11 @@ def shape_struct(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, own)
 
 
+def key_impl(dtype: Any) -> str:
+    """The implementation of random keys of this dtype."""
+    return _KEYS[dtype.name]
+
+
 _KEYS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
 
 

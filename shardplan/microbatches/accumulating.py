@@ -25,7 +25,7 @@ from shardplan.ir import Collective, Microbatches, Program, Reducer
 from shardplan.microbatches.phases import Phases, phases
 from shardplan.microbatches.time_cut import instructions, time_cut
 from shardplan.regions.loops import MARK
-from shardplan.schedule import Barrier, Compute, Instruction, Move, PlannedProgram
+from shardplan.schedule import Compute, Instruction, Move, PlannedProgram
 
 
 def microbatched(program: Program, parts: Microbatches, replicate: Sequence[str] = ()) -> Program:
@@ -37,6 +37,11 @@ def microbatched(program: Program, parts: Microbatches, replicate: Sequence[str]
     """
     if parts.count == 1:
         return program
+    if program.meshed:
+        raise MicrobatchError(
+            "the step names mesh axes (a sharding constraint or jax.shard_map), which a microbatch does not have: remove them, "
+            "or plan with microbatches=1"
+        )
     planned = time_cut(program, parts.count, parts.batch, replicate)
     body = instructions(planned)
     ends = (planned.graph.inputs, planned.graph.outputs)
@@ -100,7 +105,7 @@ class _Accumulating:
 
         shapes = jax.eval_shape(each, jnp.int32(0), *[x[0] for x in sliced])
         totals = [_start(s, r) for s, r in zip(shapes[0], self.parts.totals.values(), strict=True)]
-        kept = [jnp.zeros(s.shape, s.dtype) if not jnp.issubdtype(s.dtype, jax.dtypes.prng_key) else s for s in shapes[1]]
+        kept = [_any(s) for s in shapes[1]]
 
         def microbatch(state: Any, own: Any) -> tuple[Any, Any]:
             terms, same, blocks = each(*own)
@@ -140,12 +145,12 @@ class _Part(ExplicitEmitter):
         with _jax.traced_at(op.handle, op.scope):
             return super().compute(compute, inputs)
 
-    def barred(self, xs: Sequence[Any], barrier: Barrier) -> Sequence[Any]:
-        """Values behind an optimization barrier."""
-        return lax.optimization_barrier(xs)
+    def once(self, compute: Compute, inputs: Sequence[Any]) -> Sequence[Any]:
+        """An op with effects that depends on no microbatch."""
+        return self.compute(replace(compute, once=False), inputs)
 
     def move(self, x: Any, move: Move, extreme: Any) -> Any:
-        """A block out of a whole value; a term stays as it is until all are added up, and what is whole already does too."""
+        """A block out of a whole value. Any other value stays as it is: terms are added up later."""
         slices = all(step.kind is Collective.SLICE for step in move.steps)
         return self.transfers.move(x, move, extreme) if slices else x
 
@@ -200,6 +205,13 @@ def _start(shape: Any, reducer: Reducer) -> Any:
         case _:
             value = np.inf if jnp.issubdtype(shape.dtype, jnp.inexact) else _bounds(shape.dtype)[1]
     return jnp.full(shape.shape, value, shape.dtype)
+
+
+def _any(shape: Any) -> Any:
+    """Some value of a type, to be replaced by that of each microbatch."""
+    if not jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
+        return jnp.zeros(shape.shape, shape.dtype)
+    return jnp.broadcast_to(jax.random.key(0, impl=_jax.key_impl(shape.dtype)), shape.shape)
 
 
 def _bounds(dtype: Any) -> tuple[Any, Any]:

@@ -49,7 +49,7 @@ class Phases:
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """What is known of a value. ``line``: the source line of the sum that it comes from, where that is complete at last."""
+    """What is known of a value. ``line`` is the source line of the sum over all microbatches that it depends on, if any."""
 
     when: When
     same: bool = True
@@ -103,6 +103,9 @@ class _Sorter:
         handed = Counter(s for s in block.results if isinstance(s, int))
         found: list[tuple[Instruction, When]] = []
         for i in block.instructions:
+            if isinstance(i, Barrier):
+                found += self.barrier(i)
+                continue
             found.append((i, self.instruction(i)))
             for r in results_of(i):
                 value = self.values[r]
@@ -129,9 +132,6 @@ class _Sorter:
                 return self.move(i)
             case Compute():
                 return self.compute(i, known, when)
-            case Barrier():
-                self.values.update((r, self.values[v]) for v, r in zip(i.values, i.results, strict=True))
-                return when
             case Fill():
                 self.values[i.result] = _FIXED if i.layout is None or not i.layout.used else _BLOCK
                 return self.values[i.result].when
@@ -140,9 +140,23 @@ class _Sorter:
             case _:
                 raise AssertionError(f"{type(i).__name__} stands in no schedule that is not bundled")
 
+    def barrier(self, barrier: Barrier) -> list[tuple[Barrier, When]]:
+        """A barrier holds values together that are there at the same time: one for each time."""
+        pairs = list(zip(barrier.values, barrier.results, strict=True))
+        self.values.update((r, self.values[v]) for v, r in pairs)
+        found: list[tuple[Barrier, When]] = []
+        for when in When:
+            own = [(v, r) for v, r in pairs if self.values[v].when is when]
+            if own:
+                found.append((Barrier(tuple(v for v, _ in own), tuple(r for _, r in own)), when))
+        return found
+
     def move(self, move: Move) -> When:
         """A value that changes its layout over the microbatches."""
         value = self.values[move.source]
+        if value.same and move.before.partial:  # the result of an op with effects, which runs once: there is nothing to add up
+            self.values[move.result] = value
+            return value.when
         kinds = {step.kind for step in move.steps}
         if kinds == {Collective.SLICE}:
             if value.when is When.AFTER:
@@ -248,7 +262,11 @@ def _only_moves(i: Instruction, *, inside: bool) -> bool:
     if not isinstance(i, Compute) or i.cuts:
         return False
     call = i.node.signature.call
-    if len(call.dtypes) != 1 or not call.result_dtypes[0].startswith(("float", "bfloat", "complex")):
+    if (
+        len(call.dtypes) != 1
+        or len(call.result_dtypes) != 1
+        or not call.result_dtypes[0].startswith(("float", "bfloat", "complex"))
+    ):
         return False
     narrower = itemsize(call.result_dtypes[0]) < itemsize(call.dtypes[0])
     return (i.node.signature.moves and not narrower) or (inside and casts(call))

@@ -79,6 +79,69 @@ def test_what_is_split_is_joined_and_what_is_partial_is_added_up(step: Any) -> N
         np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * float(np.max(np.abs(b))))  # sums in another order
 
 
+def numbers(x: jax.Array) -> np.ndarray:
+    """An array, or the bits of keys."""
+    return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
+
+
+def drawn_in_a_loop(key: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The loop runs in every microbatch, and the key that it leaves is the same in all."""
+
+    def body(key: jax.Array, n: jax.Array) -> tuple[jax.Array, jax.Array]:
+        key = jax.random.fold_in(key, n)
+        return key, jax.random.normal(key, x.shape) * x
+
+    key, rows = jax.lax.scan(body, key, jnp.arange(3))
+    return key, rows.sum(0)
+
+
+def recomputed(w: jax.Array, x: jax.Array) -> jax.Array:
+    """Barriers of the backward pass hold weights, which are there before, together with activations of a microbatch."""
+    block = jax.checkpoint(lambda x, w: jnp.tanh(x @ w) @ w.T)
+    return jax.grad(lambda w: jnp.sum(block(block(x, w), w) ** 2))(w)
+
+
+def told(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Effects of weights alone, and of a sum over the whole batch."""
+    doubled = jax.pure_callback(lambda w: np.asarray(w) * 2, jax.ShapeDtypeStruct(w.shape, w.dtype), w)
+    total = jnp.sum(x @ doubled)
+    return jax.pure_callback(lambda s: np.asarray(s) + 1, jax.ShapeDtypeStruct((), w.dtype), total), jnp.sum(doubled)
+
+
+@pytest.mark.parametrize(
+    ("step", "first"), [(drawn_in_a_loop, jax.random.key(1)), (recomputed, W), (told, W)], ids=["keys", "remat", "callbacks"]
+)
+@pytest.mark.parametrize("cluster", ["2x2", "2x2:eager"])
+def test_keys_barriers_and_effects_keep_their_times(step: Any, first: jax.Array, cluster: str) -> None:
+    on = machine(cluster)
+    plan = shardplan.plan(step, first, X, cluster=on, microbatches=4, batch_argnums=1)
+    found = plan.jit(step, jax.devices()[: on.size])(first, X)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(step(first, X)), strict=True):
+        np.testing.assert_allclose(numbers(a), numbers(b), rtol=0, atol=2e-6 * float(np.max(np.abs(numbers(b)))))
+
+
+def test_a_print_of_the_whole_batch_happens_once(capfd: pytest.CaptureFixture[str]) -> None:
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        total = jnp.sum(x @ w)
+        jax.debug.print("total {}", total)
+        return total
+
+    plan = shardplan.plan(step, W, X, cluster="2", microbatches=4, batch_argnums=1)
+    jax.block_until_ready(plan.jit(step, jax.devices()[:2])(W, X))
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("total") == 1
+
+
+def test_a_step_that_names_mesh_axes_is_not_cut_into_microbatches() -> None:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("x",))
+
+    def step(x: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x * 2, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x")))
+
+    with pytest.raises(MicrobatchError, match="names mesh axes"):
+        shardplan.plan(step, X, cluster=mesh, microbatches=2)
+
+
 @pytest.mark.parametrize(
     ("model", "where"), [(wresnet, r"wresnet.py:\d+"), (two_tower, r"two_tower.py:\d+"), (moe, r"moe.py:\d+ \(route\)")]
 )

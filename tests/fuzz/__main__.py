@@ -26,9 +26,9 @@ def main() -> int:
     parser.add_argument("count", type=int, nargs="?", default=24, help="how many seeds")
     parser.add_argument(
         "--backend",
-        choices=(*BACKENDS, "regions"),
+        choices=(*BACKENDS, "regions", "microbatches"),
         default="specs",
-        help="what runs the plans; regions: each op on random devices",
+        help="what runs the plans (regions: each op on random devices; microbatches: one argument cut in two)",
     )
     parser.add_argument("--jobs", type=int, default=2, help="processes at once")
     parser.add_argument("--only", type=int, metavar="SEED", help="this seed alone; prints its program first")

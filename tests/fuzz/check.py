@@ -12,6 +12,8 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 import shardplan
+from shardplan.frontend.nnx_state import trace_step
+from shardplan.microbatches.accumulating import checked_microbatches, microbatched
 from shardplan.shell.placed_plan import PlacedPlan
 from shardplan.verify.verify import Verified, verify
 from tests.machines import machine
@@ -59,6 +61,7 @@ def examine(
     layouts: int | None = None,
     backend: str = "specs",
     groups: int | None = None,
+    microbatches: int = 1,
     noisy: Callable[[int], Step] | None = None,
     drop: int | None = None,
 ) -> Finding:
@@ -66,7 +69,8 @@ def examine(
 
     ``memory_part``: the memory limit, as a part of the peak of the plan without one. ``layouts`` is the seed of layouts that are
     run in place of the planned ones (`tests.scattered`), ``groups`` that of the devices of each op (`tests.placed`). ``drop``
-    leaves out the exchange of that number, which should be found. Errors of the planner are raised.
+    leaves out the exchange of that number, which should be found. With ``microbatches``, each argument that is no state is the
+    batch in turn, until one can be cut. Errors of the planner are raised.
     """
     options: dict[str, Any] = {"cluster": machine(cluster), "objective": objective}
     options["pins"] = {path: PartitionSpec(*entries) for path, entries in (pins or {}).items()}
@@ -75,8 +79,9 @@ def examine(
     try:
         if memory_part is not None:
             options["memory_limit"] = int(shardplan.plan(step, *args, **options).peak_bytes * memory_part)
+        options |= {} if microbatches == 1 else _batch(step, args, microbatches)
         plan = shardplan.plan(step, *args, remat=remat, **options)
-    except (shardplan.PinError, shardplan.MemoryLimitError) as error:
+    except (shardplan.MicrobatchError, shardplan.PinError, shardplan.MemoryLimitError) as error:
         return Finding("refused", _line(error))
     except shardplan.ShardplanError as error:
         if objective == "bytes" and "objective='bytes'" in str(error):
@@ -98,6 +103,22 @@ def examine(
     if noisy is not None and not _beyond_rounding(_run(run, placed, plan), plan, step, args, noisy):
         return Finding("equal", "differs by rounding", communicates=sends)
     return Finding("wrong", _worst(found), communicates=sends)
+
+
+def _batch(step: Step, args: Sequence[Any], count: int) -> dict[str, Any]:
+    """Options that cut an argument into microbatches: the first that can be cut.
+
+    Raises:
+        MicrobatchError: if none can.
+    """
+    traced = trace_step(step, args)
+    for n in range(len(args)):
+        try:
+            microbatched(traced.program, checked_microbatches(traced, count, (n,)))
+        except shardplan.MicrobatchError:
+            continue
+        return {"microbatches": count, "batch_argnums": (n,)}
+    raise shardplan.MicrobatchError("no argument can be cut")
 
 
 def _worst(found: Verified) -> str:

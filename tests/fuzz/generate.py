@@ -35,6 +35,8 @@ def program(seed: int, backend: str = "specs") -> Program:
     form: Form = "plain" if rng.random() < 0.5 else "sgd" if rng.random() < 0.5 else "adam"
     drawer = _grown(rng, form != "plain", LEAST + int((MOST - LEAST + 1) * rng.random() ** 2.5))
     made = replace(_options(rng, _finished(rng, drawer, form)), backend=backend)
+    if backend == "microbatches":
+        return replace(made, backend="explicit", microbatches=2, memory_part=None, objective="time")
     if backend != "regions":
         return made
     return replace(made, groups=seed, pins=(), memory_part=None, remat="none", objective="time", layouts=None)

@@ -111,6 +111,7 @@ class Program:
     layouts: int | None = None
     backend: str = "specs"
     groups: int | None = None
+    microbatches: int = 1
 
     @property
     def values(self) -> dict[str, Value]:
@@ -132,6 +133,7 @@ class Program:
             "layouts": None,
             "backend": "specs",
             "groups": None,
+            "microbatches": 1,
         }
         for name, default in defaults.items():
             if getattr(self, name) != default:

@@ -63,6 +63,7 @@ JAX_FILES = (
     "shell.parallel",
     "shell.place",
     "shell.placed_plan",
+    "shell.planned_step",
     "shell.target",
     "shell.pytest_plugin",
     "mesh.devices",

@@ -81,16 +81,17 @@ class Measured:
     collectives: tuple[HloCollective, ...]
 
 
-def joined(programs: Sequence[Measured]) -> Measured:
-    """The collectives of several programs of one step."""
+def joined(programs: Sequence[Measured], runs: Sequence[int]) -> Measured:
+    """The collectives of several programs of one step, of which each runs so often; ``collectives`` has each once."""
     kinds: dict[Collective, KindTotal] = {}
-    for kind, total in (row for m in programs for row in m.kinds.items()):
-        before = kinds.get(kind, KindTotal(0, 0.0))
-        kinds[kind] = KindTotal(before.count + total.count, before.wire_bytes + total.wire_bytes)
+    for m, times in zip(programs, runs, strict=True):
+        for kind, total in m.kinds.items():
+            before = kinds.get(kind, KindTotal(0, 0.0))
+            kinds[kind] = KindTotal(before.count + times * total.count, before.wire_bytes + times * total.wire_bytes)
     return Measured(
         kinds,
-        sum(m.wire_bytes for m in programs),
-        sum(m.raw_wire_bytes for m in programs),
+        sum(m.wire_bytes * times for m, times in zip(programs, runs, strict=True)),
+        sum(m.raw_wire_bytes * times for m, times in zip(programs, runs, strict=True)),
         tuple(c for m in programs for c in m.collectives),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -13,27 +14,26 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from shardplan.collectives.issued import PlannedCollective, Send, StepCost
 from shardplan.emit.regions import RegionsEmitter, sharding_of
 from shardplan.emit.stacked import partition_spec
-from shardplan.errors import PlanFileError, ShardplanError
-from shardplan.frontend.argnums import leaves_of
-from shardplan.frontend.keywords import Positional, ordered, with_arguments_of
-from shardplan.frontend.nnx_state import apart, bare, has_objects, together, trace_step
+from shardplan.errors import ShardplanError
+from shardplan.frontend.keywords import with_arguments_of
+from shardplan.frontend.nnx_state import bare
 from shardplan.frontend.trace import Traced
 from shardplan.ir import Backend
 from shardplan.mesh import Cluster
 from shardplan.mesh.devices import build_mesh, cluster_devices
 from shardplan.plans.data import PlanData
-from shardplan.plans.fingerprint import difference
 from shardplan.plans.placed_runner import PlacedRunner
-from shardplan.plans.runner import Flat, Leaves, check_tree
+from shardplan.plans.runner import Flat, Leaves
 from shardplan.plans.xla_flags import xla_flags
 from shardplan.regions.dispatch import most_held
 from shardplan.regions.placed import PlacedStep
 from shardplan.report.placed_text import PlacedFigures, placed_text
 from shardplan.schedule import sends
 from shardplan.shell.compiler_options import compiler_options
+from shardplan.shell.planned_step import PlannedStep
 
 
-class PlacedPlan:
+class PlacedPlan(PlannedStep):
     """How a step runs with its ops on groups of devices. Made by `shardplan.plan` with a ``placement``, or by `shardplan.load`.
 
     ``groups[g]`` is the plan of the ops of group g on its devices. ``placed`` has the programs that run and their order.
@@ -206,34 +206,10 @@ class PlacedPlan:
         sharding = sharding_of(self.placed, self.meshes(devices))
         return [sharding(group, key[0]) for group, key in self.placed.graph.inputs]
 
-    def put(self, args: Sequence[Any], *, kwargs: Mapping[str, Any] | None = None, mesh: Mesh | None = None) -> Any:
-        """The arguments placed on the devices (of a ``mesh`` that `mesh` made); nnx objects are returned as new objects. A step
-        with arguments by name takes them as in `Plan.put`.
-
-        Raises:
-            ArgumentError: for an array of another shape or dtype than was planned.
-            ShardplanError: for arguments of another structure, or for deleted ones.
-        """
-        names = self.step.names if isinstance(self.step, Positional) else ()
-        if names and kwargs is None:
-            raise ShardplanError(f"this plan has {', '.join(names)} by name: plan.put(args, kwargs={{...}}) gives back both")
-        args = ordered(self.step, tuple(args), kwargs or {})
-        leaves, tree = jax.tree.flatten(apart(args))
-        check_tree(tree, self.traced, self.step)
-        wanted = self.leaves(None if mesh is None else mesh.devices.flatten().tolist())
-        wanted.fit(leaves)
-        placed = jax.tree.unflatten(tree, wanted.placed(leaves))
-        placed = together(placed) if has_objects(args) else placed
-        return placed if not names else (placed[: -len(names)], dict(zip(names, placed[-len(names) :], strict=True)))
-
-    def leaves(self, devices: Sequence[Any] | None = None, *, weak: bool = False) -> Leaves:
-        """The planned types of the arguments' leaves, and their shardings."""
-        return Leaves(self.traced.program.input_paths, self.traced.in_shapes, self._shardings(devices), weak=weak)
-
-    @property
-    def donated_leaves(self) -> tuple[int, ...]:
-        """Positions of the donated leaves among all leaves of the arguments."""
-        return leaves_of(self.traced.in_tree, self.donate_argnums)
+    def leaves(self, mesh: Mesh | None = None, *, weak: bool = False) -> Leaves:
+        """The planned types of the arguments' leaves, and their shardings on the groups of a mesh."""
+        shardings = self._shardings(None if mesh is None else mesh.devices.flatten().tolist())
+        return Leaves(self.traced.program.input_paths, self.traced.in_shapes, shardings, weak=weak)
 
     # -- the step that runs ------------------------------------------------------------------------------------------
 
@@ -278,13 +254,9 @@ class PlacedPlan:
         owns = (piece.own for piece in self.placed.graph.pieces)
         return tuple(() if isinstance(own, str) else sends(own[1], own[0]) for own in owns)
 
-    def check(self, step: Callable[..., Any]) -> None:
-        """Refuses a step that is not the one that was planned."""
-        if self.step is step:
-            return
-        args = jax.tree.unflatten(self.traced.in_tree, self.traced.in_shapes)
-        first_difference = difference(self.traced, trace_step(step, args, self.donate_argnums))
-        if first_difference:
-            raise PlanFileError(
-                f"this step is not the one that was planned: they differ first at {first_difference}; plan this step again"
-            )
+    @property
+    def program_runs(self) -> tuple[int, ...]:
+        """How often each program runs in a step."""
+        graph = self.placed.graph
+        counts = Counter(task.piece for task in graph.tasks)
+        return tuple(counts[n] for n in range(len(graph.pieces)))

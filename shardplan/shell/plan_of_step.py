@@ -18,10 +18,10 @@ from shardplan import _jax
 from shardplan.collectives.issued import PlannedCollective, Send
 from shardplan.emit.backends import checked_backend, emitter
 from shardplan.emit.stacked import partition_spec
-from shardplan.errors import ArgumentError, PlanFileError, ShardplanError
+from shardplan.errors import ArgumentError, ShardplanError
 from shardplan.frontend.argnums import leaves_of, positions, tuple_of
-from shardplan.frontend.keywords import Positional, ordered, with_arguments_of
-from shardplan.frontend.nnx_state import apart, bare, has_objects, together, trace_step
+from shardplan.frontend.keywords import with_arguments_of
+from shardplan.frontend.nnx_state import bare
 from shardplan.frontend.trace import Traced
 from shardplan.graph import Graph, flatten
 from shardplan.ir import Backend, Program
@@ -29,7 +29,7 @@ from shardplan.mesh.devices import build_mesh
 from shardplan.planning.scheduled import Scheduled, scheduled
 from shardplan.plans.data import Baseline, PlanData
 from shardplan.plans.files import plan_file, save, write_whole
-from shardplan.plans.fingerprint import difference, fingerprint
+from shardplan.plans.fingerprint import fingerprint
 from shardplan.plans.fit import unfit
 from shardplan.plans.runner import Flat, Leaves, Runner, check_tree, shape_text
 from shardplan.plans.summary import baselines, collectives_of, decided, session_of
@@ -41,12 +41,13 @@ from shardplan.schedule import PlannedProgram, Schedule, build, planned_program,
 from shardplan.search.session import Session
 from shardplan.shell.compiler_options import compiler_options
 from shardplan.shell.plan_figures import Figures
+from shardplan.shell.planned_step import PlannedStep
 from shardplan.simulate.engine import Contention
 from shardplan.simulate.simulated_step import simulated
 from shardplan.verify.mutate import dropping_emitter
 
 
-class Plan(Figures):
+class Plan(PlannedStep, Figures):
     """How a step runs on a cluster. Made by `shardplan.plan` or `shardplan.load`.
 
     ``data`` holds everything that the plan says; most properties here return its fields. The bound, the baselines and the
@@ -165,30 +166,6 @@ class Plan(Figures):
         """A pytree of NamedSharding like the result."""
         return _shardings(mesh, self.out_specs)
 
-    def put(self, args: Sequence[Any], *, kwargs: Mapping[str, Any] | None = None, mesh: Mesh | None = None) -> Any:
-        """The arguments placed on the devices. Arrays with another sharding are moved; nnx objects are returned as new objects.
-
-        Of a step that takes some by name, these are given in ``kwargs``, and the result is ``(args, kwargs)``.
-
-        Raises:
-            ArgumentError: for an array of another shape or dtype than was planned.
-            ShardplanError: for arguments of another structure, or for deleted ones.
-        """
-        names = self.step.names if isinstance(self.step, Positional) else ()
-        if names and kwargs is None:
-            raise ShardplanError(f"this plan has {', '.join(names)} by name: plan.put(args, kwargs={{...}}) gives back both")
-        args = ordered(self.step, tuple(args), kwargs or {})
-        placed = self._put(args, mesh)
-        return placed if not names else (placed[: -len(names)], dict(zip(names, placed[-len(names) :], strict=True)))
-
-    def _put(self, args: tuple[Any, ...], mesh: Mesh | None) -> tuple[Any, ...]:
-        leaves, tree = jax.tree.flatten(apart(args))
-        check_tree(tree, self.traced, self.step)
-        wanted = self.leaves(mesh or self.mesh())
-        wanted.fit(leaves)
-        placed = jax.tree.unflatten(tree, wanted.placed(leaves))
-        return together(placed) if has_objects(args) else placed
-
     def put_local(self, batch: Any, *, argument: int = -1, mesh: Mesh | None = None) -> Any:
         """One argument, made from the data of this process alone: each process gives its part of the global batch.
 
@@ -220,9 +197,10 @@ class Plan(Figures):
             raise ArgumentError(path, shape_text(planned), shape_text(array))
         return array
 
-    def leaves(self, mesh: Mesh, *, weak: bool = False) -> Leaves:
+    def leaves(self, mesh: Mesh | None = None, *, weak: bool = False) -> Leaves:
         """The planned types of the arguments' leaves, and their shardings on a mesh."""
-        shardings = [NamedSharding(mesh, s) for s in self.flat_in_specs]
+        on = mesh or self.mesh()
+        shardings = [NamedSharding(on, s) for s in self.flat_in_specs]
         return Leaves(self.traced.program.input_paths, self.traced.in_shapes, shardings, weak=weak)
 
     def jit(
@@ -311,28 +289,17 @@ class Plan(Figures):
         """`sends` of each program that a step runs: one."""
         return (self.sends,)
 
+    @property
+    def program_runs(self) -> tuple[int, ...]:
+        """How often each program runs in a step: once."""
+        return (1,)
+
     def collectives_under(self, backend: Backend) -> tuple[PlannedCollective, ...]:
         """`collectives` as a backend sends them: by the schedule, or as the search priced them."""
         if backend == self._data.backend:
             return self._data.collectives
         run = scheduled(self.session) if backend == "explicit" else None
         return collectives_of(self.session, run)
-
-    @property
-    def donated_leaves(self) -> tuple[int, ...]:
-        """Positions of the donated leaves among all leaves of the arguments."""
-        return leaves_of(self.traced.in_tree, self.donate_argnums)
-
-    def check(self, step: Callable[..., Any]) -> None:
-        """Refuses a step that is not the one that was planned."""
-        if self.step is step:
-            return
-        args = jax.tree.unflatten(self.traced.in_tree, self.traced.in_shapes)
-        first_difference = difference(self.traced, trace_step(step, args, self.donate_argnums))
-        if first_difference:
-            raise PlanFileError(
-                f"this step is not the one that was planned: they differ first at {first_difference}; plan this step again"
-            )
 
     # -- simulation --------------------------------------------------------------------------------------------------
 

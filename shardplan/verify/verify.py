@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Protocol
 
 import jax
@@ -66,6 +66,11 @@ class Runs(Protocol):
         ...
 
     @property
+    def program_runs(self) -> Sequence[int]:
+        """How often each program runs in a step."""
+        ...
+
+    @property
     def peak_bytes(self) -> int:
         """The most bytes that a device holds at once."""
         ...
@@ -110,7 +115,8 @@ class Verified:
     they go in weakly typed and come back strongly typed, or the other way round. ``moved`` lists the state that comes back in
     another sharding than it went in. ``zeros`` lists the integer and boolean arguments that were only shapes: they were all
     zero, so a fault that moves integers cannot show in them. ``stand_ins`` lists the kernels that these devices cannot run: their
-    formulas were computed, or Pallas's interpreter ran them. Bytes are per device and step; ``measured_bytes`` undoes what only
+    formulas were computed, or Pallas's interpreter ran them. Bytes are per device and step, of a plan with groups of devices the
+    sums of one device of each group; ``measured_bytes`` undoes what only
     the CPU compiler does (see `shardplan.hlo.meter.measure`).
     """
 
@@ -252,7 +258,7 @@ def _verify(
 
 def _bytes(plan: Runs, sharded: _Sharded, host: Sequence[Any], *, explicit: bool) -> dict[str, Any]:
     """The fields of `Verified` about what is sent; under the explicit backend each collective beside its instruction."""
-    measured, peak = sharded.compiled(host)
+    measured, peak = sharded.compiled(host, plan.program_runs)
     common = {"raw_measured_bytes": float(measured.raw_wire_bytes), "measured_peak_bytes": peak}
     if not explicit:
         planned = plan.collectives_under("specs")
@@ -262,8 +268,8 @@ def _bytes(plan: Runs, sharded: _Sharded, host: Sequence[Any], *, explicit: bool
         }
         return {**common, **sent, "collectives": by_kind(planned, measured)}
     pairs: tuple[Pair, ...] = ()
-    for sends, (text, handed) in zip(plan.program_sends, sharded.untouched(host), strict=True):
-        pairs += folded(one_for_one(sends, text), handed)
+    for sends, runs, (text, handed) in zip(plan.program_sends, plan.program_runs, sharded.untouched(host), strict=True):
+        pairs += tuple(replace(p, times=p.times * runs) for p in folded(one_for_one(sends, text), handed))
     return {
         **common,
         "predicted_bytes": sum(p.planned_bytes for p in pairs),
@@ -278,7 +284,8 @@ def measured_program(
 ) -> tuple[Measured, int]:
     """The collectives of the compiled step and its peak bytes on one device; nothing is run."""
     with stand_ins(plan.traced.program, devices):
-        return _measured(plan.jit(step, devices, backend), jax.tree.unflatten(plan.traced.in_tree, plan.traced.in_shapes))
+        args = jax.tree.unflatten(plan.traced.in_tree, plan.traced.in_shapes)
+        return _measured(plan.jit(step, devices, backend), args, plan.program_runs)
 
 
 def by_kind(planned: Sequence[PlannedCollective], measured: Measured) -> dict[str, Bytes]:
@@ -440,9 +447,9 @@ class _Sharded:
         """The step lowered for its arguments."""
         return self._jitted.lower(*jax.tree.unflatten(self._loop.tree, self.put(host)))
 
-    def compiled(self, host: Sequence[Any]) -> tuple[Measured, int]:
-        """The collectives of the compiled step, and its peak bytes on one device."""
-        return _measured(self._jitted, jax.tree.unflatten(self._loop.tree, self.put(host)))
+    def compiled(self, host: Sequence[Any], runs: Sequence[int]) -> tuple[Measured, int]:
+        """The collectives of the compiled step, whose programs run so often, and its peak bytes on one device."""
+        return _measured(self._jitted, jax.tree.unflatten(self._loop.tree, self.put(host)), runs)
 
     def untouched(self, host: Sequence[Any]) -> Iterator[tuple[str, Counter[Call]]]:
         """For each program, its compiled text without the passes that merge or move collectives, and the collectives that XLA was
@@ -473,8 +480,8 @@ def _judged(
     return judged
 
 
-def _measured(jitted: Any, args: Sequence[Any]) -> tuple[Measured, int]:
-    """The collectives of all programs of a step, and the peak bytes of the largest."""
+def _measured(jitted: Any, args: Sequence[Any], runs: Sequence[int]) -> tuple[Measured, int]:
+    """The collectives of all programs of a step, by how often each runs, and the peak bytes of the largest."""
     measured: list[Measured] = []
     peaks: list[int] = []
     for traced in jitted.traced_programs(*args):
@@ -483,4 +490,4 @@ def _measured(jitted: Any, args: Sequence[Any]) -> tuple[Measured, int]:
         peak = held.argument_size_in_bytes + held.output_size_in_bytes - held.alias_size_in_bytes + held.temp_size_in_bytes
         measured.append(measure(compiled.as_text()))
         peaks.append(int(peak))
-    return joined(measured), max(peaks)
+    return joined(measured, runs), max(peaks)

@@ -1,0 +1,67 @@
+"""What every plan does with its step: it checks steps and arguments, and places arguments."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from shardplan.errors import PlanFileError, ShardplanError
+from shardplan.frontend.argnums import leaves_of
+from shardplan.frontend.keywords import Positional, ordered
+from shardplan.frontend.nnx_state import apart, has_objects, together, trace_step
+from shardplan.frontend.trace import Traced
+from shardplan.plans.fingerprint import difference
+from shardplan.plans.runner import Leaves, check_tree
+
+
+class PlannedStep(ABC):
+    """A step that was planned, as it was traced."""
+
+    traced: Traced
+    step: Callable[..., Any]
+    donate_argnums: tuple[int, ...]
+
+    @abstractmethod
+    def leaves(self, mesh: Mesh | None = None, *, weak: bool = False) -> Leaves:
+        """The planned types of the arguments' leaves, and their shardings on a mesh that the plan's ``mesh`` made."""
+
+    @property
+    def donated_leaves(self) -> tuple[int, ...]:
+        """Positions of the donated leaves among all leaves of the arguments."""
+        return leaves_of(self.traced.in_tree, self.donate_argnums)
+
+    def put(self, args: Sequence[Any], *, kwargs: Mapping[str, Any] | None = None, mesh: Mesh | None = None) -> Any:
+        """The arguments placed on the devices. Arrays with another sharding are moved; nnx objects are returned as new objects.
+
+        Of a step that takes some by name, these are given in ``kwargs``, and the result is ``(args, kwargs)``.
+
+        Raises:
+            ArgumentError: for an array of another shape or dtype than was planned.
+            ShardplanError: for arguments of another structure, or for deleted ones.
+        """
+        names = self.step.names if isinstance(self.step, Positional) else ()
+        if names and kwargs is None:
+            raise ShardplanError(f"this plan has {', '.join(names)} by name: plan.put(args, kwargs={{...}}) gives back both")
+        args = ordered(self.step, tuple(args), kwargs or {})
+        leaves, tree = jax.tree.flatten(apart(args))
+        check_tree(tree, self.traced, self.step)
+        wanted = self.leaves(mesh)
+        wanted.fit(leaves)
+        placed = jax.tree.unflatten(tree, wanted.placed(leaves))
+        placed = together(placed) if has_objects(args) else placed
+        return placed if not names else (placed[: -len(names)], dict(zip(names, placed[-len(names) :], strict=True)))
+
+    def check(self, step: Callable[..., Any]) -> None:
+        """Refuses a step that is not the one that was planned."""
+        if self.step is step:
+            return
+        args = jax.tree.unflatten(self.traced.in_tree, self.traced.in_shapes)
+        first_difference = difference(self.traced, trace_step(step, args, self.donate_argnums))
+        if first_difference:
+            raise PlanFileError(
+                f"this step is not the one that was planned: they differ first at {first_difference}; plan this step again"
+            )

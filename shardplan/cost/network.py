@@ -50,13 +50,17 @@ class _Round:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Prices of collectives on ``cluster`` cut into ``factors``. ``memo`` caches prices, of this class and of its callers."""
+    """Prices of collectives on ``cluster`` cut into ``factors``. ``memo`` caches prices, of this class and of its callers.
+
+    ``shared`` caches the prices that do not depend on how the devices outside a collective are cut; `over` passes it on.
+    """
 
     cluster: Cluster
     factors: tuple[Factor, ...]
     topology: Topology = field(init=False, repr=False, compare=False)
     _coordinates: Ints = field(init=False, repr=False, compare=False)
     memo: dict[Any, Any] = field(default_factory=dict[Any, Any], init=False, repr=False, compare=False)
+    shared: dict[Any, Floats] = field(default_factory=dict[Any, Floats], repr=False, compare=False)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -70,7 +74,7 @@ class Network:
 
     def over(self, factors: Sequence[Factor]) -> Network:
         """The prices over other factors of the same cluster."""
-        return Network(self.cluster, tuple(factors))
+        return Network(self.cluster, tuple(factors), self.shared)
 
     def lines(self, kind: Collective, over: Sequence[int], *, first: Sequence[int] = (), algorithm: Algorithm = "auto") -> Floats:
         """The alternatives for a collective over the factors ``over``: rows of (latency_s, seconds_per_byte).  # [A, 2]
@@ -84,10 +88,17 @@ class Network:
         """
         key = (kind, _named(kind, over), frozenset(first), algorithm)
         if key not in self.memo:
-            members = self.groups(over, first=first)
-            shapes = _shapes(kind, bool(first), algorithm) if members.shape[1] > 1 else ()
-            self.memo[key] = np.array([self._line(kind, members, over, shape) for shape in shapes] or [(0.0, 0.0)])
+            cut = kind, self._cuts(key[1]), self._cuts(sorted(first)), algorithm
+            if cut not in self.shared:
+                members = self._members(over, first)
+                shapes = _shapes(kind, bool(first), algorithm) if members.shape[1] > 1 else ()
+                self.shared[cut] = np.array([self._line(kind, members, over, shape) for shape in shapes] or [(0.0, 0.0)])
+            self.memo[key] = self.shared[cut]
         return self.memo[key]
+
+    def _cuts(self, of: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
+        """What tells factors apart on every network of this cluster."""
+        return tuple((f.level, f.size, f.stride) for f in (self.factors[i] for i in of))
 
     def seconds(self, kind: Collective, over: Sequence[int], nbytes: ArrayLike, *, algorithm: Algorithm = "auto") -> Floats:
         """Seconds of the collective for these bytes (any shape; the result has the same)."""
@@ -132,7 +143,7 @@ class Network:
         """For each alternative of `lines`, the seconds per byte that it occupies each level's busiest link.  # [A, levels]"""
         key = ("busy", kind, _named(kind, over), frozenset(first), algorithm)
         if key not in self.memo:
-            members = self.groups(over, first=first)
+            members = self._members(over, first)
             shapes = _shapes(kind, bool(first), algorithm) if members.shape[1] > 1 else ()
             result = np.zeros((max(1, len(shapes)), len(self.cluster.levels)))
             for row, shape in enumerate(shapes):
@@ -148,6 +159,18 @@ class Network:
             self.memo[key] = self._groups(over, first)
             self.memo[key].setflags(write=False)
         return self.memo[key]
+
+    def _members(self, over: Sequence[int], first: Sequence[int]) -> Ints:
+        """The groups that stand for all: of those that are alike and share no link, one.  # [groups, members]
+
+        Groups that differ in a factor of a level slower than all of ``over`` lie under different children of it. Those that
+        differ in another factor of the slowest level of ``over`` leave by different ports, where each child has its own.
+        """
+        slowest = min((self.factors[i].level for i in over if self.factors[i].size > 1), default=0)
+        own_ports = self.topology.tiers[slowest].ports_per == 1 and self.cluster.levels[slowest].kind != "ring"
+        outside = [i for i in range(len(self.factors)) if i not in over and i not in first]
+        alike = [i for i in outside if self.factors[i].level < slowest + own_ports]
+        return self.groups(over, first=(*first, *alike))
 
     def _groups(self, over: Sequence[int], first: Sequence[int]) -> Ints:
         at = self._coordinates

@@ -67,7 +67,7 @@ def time_cut(program: Program, count: int, batch: Sequence[int], replicate: Sequ
     solution, seconds = solver.minimum(AXIS, domains, limits=batch_limits(problem, [graph.inputs[i] for i in batch]))
     if not math.isfinite(seconds):
         raise MicrobatchError(f"no cut of this step into {count} microbatches exists")
-    extractor = Extractor(problem)
+    extractor = Extractor.of(problem)
     choices = extractor.choices(extractor.decide(solution))
     return planned_program(program, graph, choices, cluster, factors, overlaps=False, programs=problem.programs)
 

@@ -127,7 +127,7 @@ def session_of(data: PlanData, program: Program, donated: frozenset[int]) -> Ses
         solution=solution,
         rivals=Rivals(Solver(problem, live)),
         bound=None,
-        extractor=Extractor(problem),
+        extractor=Extractor.of(problem),
         donated=donated,
         pins=pins,
         memory_limit=data.memory_limit,

@@ -159,7 +159,9 @@ def _facts(problem: Problem, *, limited: bool) -> _Facts:
     graph, coarse = problem.graph, problem.coarse
     state = {i for i in graph.feedback if i is not None}
     given = [(i, t) for i, t in enumerate(graph.inputs) if coarse.of[t] != FREE]
-    examples, known = follow(graph, [t for i, t in given if i not in state]), sides(graph, coarse)
+    examples, known = coarse.once(
+        "batch dims and sides", lambda: (follow(graph, [t for i, t in given if i not in state]), sides(graph, coarse))
+    )
     cut_sides = {t: _split(problem, t, dims) for t, dims in known.items()}
     arguments: list[tuple[int, int, _StateRole | None]] = []
     for i, t in given:
@@ -171,7 +173,10 @@ def _facts(problem: Problem, *, limited: bool) -> _Facts:
         if variable.id not in argument_variables:
             key = problem.space(variable.id).rank, domain, _value(problem, examples, cut_sides, variable)
             values.setdefault(key, []).append(variable.id)
-    return _Facts(arguments, values, _loops(problem, examples, known) if limited else {}, examples.batch)
+    loops = dict[int, _Loops]()
+    if limited:
+        loops = coarse.once("loops", lambda: _loops(problem, examples, known))
+    return _Facts(arguments, values, loops, examples.batch)
 
 
 def _recipes(sizes: Sequence[int]) -> list[_Recipe]:
@@ -275,7 +280,7 @@ def _cuts(signature: Signature, loops: _Loops, recipe: _Recipe, sizes: Sequence[
     return tuple(may(f, ways) for f, ways in enumerate(sizes))
 
 
-def _loops(problem: Problem, examples: Examples, sides: Sides) -> Mapping[int, _Loops]:
+def _loops(problem: Problem, examples: Examples, sides: Sides) -> dict[int, _Loops]:
     """The loops of every op that has a table."""
     result: dict[int, _Loops] = {}
     for n in problem.coarse.joins:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+T = TypeVar("T")
 
 OneChoice = Literal["none", "timesteps", "layers"]
 """Which tensors share a layout though they need not: none, those of unrolled timesteps, or those of equal layers too."""
@@ -61,6 +64,13 @@ class Coarse:
     parameters: frozenset[int]
     zero: frozenset[int] = frozenset()
     one_choice: OneChoice = "timesteps"
+    _derived: dict[object, Any] = field(default_factory=dict[object, Any], init=False, repr=False, compare=False)
+
+    def once(self, what: object, derive: Callable[[], T]) -> T:
+        """What follows from these variables and ``what`` alone: derived once, for the problems of all factorings."""
+        if what not in self._derived:
+            self._derived[what] = derive()
+        return self._derived[what]
 
 
 class Sets:

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.constants import CONSTANTS
+from shardplan.mesh import Device
 from shardplan.search.memory import liveness as memory
 from shardplan.search.memory.lifetimes import Lifetime
 from shardplan.search.problem.compute_prices import least_compute_s
@@ -373,12 +374,17 @@ def least_s(problem: Problem) -> float:
     device = problem.objective.device(problem.cluster)
     if device is None:
         return 0.0
+    key = "least compute", problem.cluster.size, device
+    return problem.objective.weights.compute * problem.coarse.once(key, lambda: _least_compute_s(problem, device))
+
+
+def _least_compute_s(problem: Problem, device: Device) -> float:
     devices = problem.cluster.size
     total = sum(inside.seconds / devices + inside.launches_s for inside in problem.interior.values())
     for summand in problem.summands:
         if summand.kind == "op":
             total += summand.weight * least_compute_s(problem.graph.nodes[summand.at].costed, device, devices)
-    return problem.objective.weights.compute * total
+    return total
 
 
 def entries(problem: Problem, domains: Sequence[Domain]) -> int:
@@ -420,11 +426,6 @@ class Bound:
         self.unlimited_s = unlimited_s
         self._problem, self._live, self._domains = problem, live, domains
         self._free, self._chosen, self._limit, self._known_s, self._work = free, chosen, limit, known_s, work
-
-    @property
-    def free_s(self) -> float:
-        """Seconds of the best solution without a memory limit."""
-        return self._free.seconds
 
     @cached_property
     def seconds(self) -> float:

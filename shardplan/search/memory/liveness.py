@@ -41,6 +41,13 @@ class Liveness:
 
 def liveness(problem: Problem, donated: frozenset[int] = frozenset()) -> Liveness:
     """Lifetimes of a problem's values; ``donated`` are the positions of donated inputs."""
+    key = "lifetimes", donated, problem.cluster.device.platform
+    lifetimes, alias = problem.coarse.once(key, lambda: _lifetimes(problem, donated))
+    return Liveness(lifetimes, Buffers(problem, alias))
+
+
+def _lifetimes(problem: Problem, donated: frozenset[int]) -> tuple[Lifetimes, frozenset[int]]:
+    """The lifetimes of a problem's values, and the tensors that take a donated argument's memory."""
     graph, coarse = problem.graph, problem.coarse
     end = len(graph.nodes)
     birth: dict[int, int] = {}
@@ -75,7 +82,7 @@ def liveness(problem: Problem, donated: frozenset[int] = frozenset()) -> Livenes
         if t not in alias and t not in fused and t not in constant and (coarse.of[t] != FREE or t in inputs)
     ]
     every = [*stored, *_stacks(problem, loops), *_copies(problem), *entering]
-    return Liveness(Lifetimes(every, end + 1), Buffers(problem, frozenset(alias)))
+    return Lifetimes(every, end + 1), frozenset(alias)
 
 
 def _through_links(graph: Graph, loops: Loops, birth: dict[int, int], death: dict[int, int]) -> None:

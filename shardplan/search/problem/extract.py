@@ -48,18 +48,25 @@ class Extractor:
     problem: Problem
     _uses: dict[object, Use] = field(default_factory=dict[object, Use])
     _moves: dict[int, tuple[_Moves, ...]] = field(default_factory=dict[int, "tuple[_Moves, ...]"])
-    _decided: dict[int, tuple[Solution, Decisions]] = field(default_factory=dict[int, tuple[Solution, Decisions]])
+    _decided: dict[object, tuple[Solution, Decisions]] = field(default_factory=dict[object, tuple[Solution, Decisions]])
     programs: Programs = field(init=False)
 
     def __post_init__(self) -> None:
         self.programs = Programs(self.problem.resharder)
 
+    @classmethod
+    def of(cls, problem: Problem) -> Extractor:
+        """The extractor that all who ask for this problem's share."""
+        if "extractor" not in problem.derived:
+            problem.derived["extractor"] = cls(problem)
+        return problem.derived["extractor"]
+
     def decide(self, solution: Solution) -> Decisions:
         """The decisions of a solution, memoised."""
-        known = self._decided.get(id(solution))
-        if known is None or known[0] is not solution:
-            known = self._decided[id(solution)] = (solution, self._decide(solution))
-        return known[1]
+        key = solution.states, solution.keep, id(solution.limits)  # the solution beside it keeps the limits alive
+        if key not in self._decided:
+            self._decided[key] = solution, self._decide(solution)
+        return self._decided[key][1]
 
     def _decide(self, solution: Solution) -> Decisions:
         problem, coarse = self.problem, self.problem.coarse

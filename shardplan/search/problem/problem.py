@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,9 +64,10 @@ class Problem:
         self.factors = tuple(factors)
         self.sizes = tuple(f.size for f in factors)
         self.family: Family = like.family if like is not None else {}
-        self.resharder = self.family.get(self.factors) or Resharder(
-            objective.network(cluster, self.factors), self.sizes, self.family
-        )
+        if self.factors not in self.family:
+            network = objective.network(cluster, self.factors) if like is None else like.resharder.network.over(self.factors)
+            Resharder(network, self.sizes, self.family)
+        self.resharder = self.family[self.factors]
         self.store = Store()
         alike = like is not None and like.graph is graph and like.objective.overlaps == objective.overlaps
         self.all_windows = like.all_windows if like is not None and alike else self._windows()
@@ -81,6 +83,7 @@ class Problem:
         self._agreeing: dict[tuple[int, int | None, tuple[int, ...], Domain, bool], Domain] = {}
         self._near: dict[tuple[int, int, Domain], Domain] = {}
         self._together: dict[tuple[int, Domain, Groups], Domain] = {}
+        self.derived: dict[str, Any] = {}  # what others work out once for this problem
 
     def among(self, company: Company) -> Problem:
         """The same problem where so many bytes travel together."""
@@ -126,6 +129,9 @@ class Problem:
     @cached_property
     def summands(self) -> tuple[Summand, ...]:
         """The summands of the cost."""
+        return self.coarse.once(("summands", self.objective.device(self.cluster)), self._summands)
+
+    def _summands(self) -> tuple[Summand, ...]:
         result = [Summand("interior", v, (v,), 1.0) for v in self.interior]
         for n in self.coarse.joins:
             scope, _, _ = self.ops.slots(self.graph.nodes[n])
@@ -348,7 +354,10 @@ class Problem:
     @cached_property
     def interior(self) -> Mapping[int, Inside]:
         """By variable: the elementwise ops inside it."""
-        return {} if self.objective.device(self.cluster) is None else interiors(self.graph, self.coarse, self.cluster.device)
+        device = self.objective.device(self.cluster)
+        if device is None:
+            return {}
+        return self.coarse.once(("interior", device), lambda: interiors(self.graph, self.coarse, device))
 
     @cached_property
     def turned(self) -> Mapping[int, tuple[int, int]]:

@@ -24,7 +24,7 @@ from shardplan.search.inference.bound import least_s
 from shardplan.search.problem.problem import Problem
 from shardplan.search.problem.solution import Tried
 from shardplan.search.strategy.pins import for_pins, pinned_domains
-from shardplan.search.strategy.solve import Start, search
+from shardplan.search.strategy.solve import Start, limit_costs, search
 
 
 def best_of_factorings(graph: Graph, coarse: Coarse, cluster: Cluster, wanted: Wanted, known: Known | None = None) -> Found:
@@ -53,7 +53,7 @@ class _Search:
         self.left_out: dict[tuple[Factor, ...], str] = {}
         self._split: dict[tuple[Factor, ...], tuple[Factor, ...]] = {}
         self._refused: dict[tuple[Factor, ...], ShardplanError] = {}
-        self._seen: set[Alike] = set()
+        self._seen: set[Alike] = {alike(cluster, factors) for factors in wanted.slower}
         self._progress = 0.0
         self.most = CONSTANTS.factorings_tried if len(graph.nodes) > CONSTANTS.small_step else 2 * CONSTANTS.factorings_tried
 
@@ -61,8 +61,10 @@ class _Search:
         """Searches the first factorings, then those that refine the best."""
         work = work_of(self.graph)
         stopped: Stopped = ""
-        for factors in factor_choices(self.cluster, work) if self.wanted.factors is None else (self.wanted.factors,):
-            stopped = self._try(factors, None) or stopped
+        again = self.wanted.again
+        first = factor_choices(self.cluster, work) if self.wanted.factors is None else (self.wanted.factors,)
+        for factors in again or first:
+            stopped = self._try(factors, again.get(factors)) or stopped
             if stopped and self._fastest()[1].best.fits(self.wanted.memory):
                 break
         if not self.found:
@@ -75,8 +77,8 @@ class _Search:
         problem, outcome = self._fastest()
         others = [(p, o) for p, o in self.found.values() if p is not problem and o.best.fits(self.wanted.memory)]
         others.sort(key=lambda found: found[1].best.seconds)
-        least = min(o.free.seconds for _, o in self.found.values())
-        outcome = replace(outcome, tried=self._tried(), others=tuple(others), least_free_s=least)
+        costs = limit_costs(outcome.best, [o for _, o in self.found.values()], self.wanted.memory)
+        outcome = replace(outcome, tried=self._tried(), others=tuple(others), limit_costs=costs)
         return (problem, replace(outcome, stopped=stopped, exact=False)) if stopped else (problem, outcome)
 
     def _refine(self, work: Work) -> Stopped:

@@ -36,7 +36,7 @@ from shardplan.search.strategy.memory_pricing import Descent
 from shardplan.search.strategy.pins import for_pins, pinned_domains
 from shardplan.search.strategy.polish import polish
 from shardplan.search.strategy.purposes import Kind, Loops, Purpose, purposes
-from shardplan.search.strategy.solve import Outcome
+from shardplan.search.strategy.solve import Outcome, limit_costs
 
 _KINDS: Mapping[Purpose, Kind | None] = {
     "data": "batch",
@@ -162,9 +162,9 @@ class _Search:
         if stopped:
             outcome.rivals.close()
         fitting = tuple((p, o) for p, o in others if o.best.fits(self.wanted.memory))
-        least = min(o.free.seconds for _, o in self.found)
+        costs = limit_costs(outcome.best, [o for _, o in self.found], self.wanted.memory)
         ended = stopped or outcome.stopped
-        return problem, replace(outcome, tried=tuple(self.tried), stopped=ended, others=fitting, least_free_s=least)
+        return problem, replace(outcome, tried=tuple(self.tried), stopped=ended, others=fitting, limit_costs=costs)
 
     def _try(self, over: tuple[Factor, ...], of: tuple[Purpose, ...], first: float, share: float) -> None:
         """Searches one matrix."""
@@ -229,7 +229,7 @@ def _unused(found: Found) -> tuple[int, ...]:
     purpose must meet in some product.
     """
     problem, outcome = found
-    decisions, loops = Extractor(problem).decide(outcome.best), Loops(problem)
+    decisions, loops = Extractor.of(problem).decide(outcome.best), Loops(problem)
     met = dict.fromkeys(outcome.purposes, False)
     for node in loops.contractions:
         use, kinds = decisions.uses.get(node.id), loops.kinds(node)

@@ -61,7 +61,7 @@ class _Point:
 def step_time_s(found: Found) -> float:
     """The seconds of a step under the best solution of an outcome."""
     problem, outcome = found
-    return Extractor(problem).decide(outcome.best).step_time_s
+    return Extractor.of(problem).decide(outcome.best).step_time_s
 
 
 def best_overlapped(search: Callable[[Wanted], Found], contention: float, wanted: Wanted) -> Found:
@@ -99,11 +99,11 @@ def _smaller_company(found: Found) -> Company | None:
     company.
     """
     problem, outcome = found
-    decisions = Extractor(problem).decide(outcome.best)
+    decisions = Extractor.of(problem).decide(outcome.best)
     tensors = problem.graph.tensors
     moved = {(i.pool, i.tensor) for i in decisions.issued if i.pool and i.step.kind in BUNDLED}
     company = {pool: float(sum(tensors[t].nbytes for own, t in moved if own == pool)) for pool in POOLS}
-    in_company_s = Extractor(problem.among(company)).decide(outcome.best).step_time_s
+    in_company_s = Extractor.of(problem.among(company)).decide(outcome.best).step_time_s
     return company if in_company_s > decisions.step_time_s * (1 + CONSTANTS.company_matters) else None
 
 
@@ -114,11 +114,13 @@ def _best_overlapped(search: Callable[[Wanted], Found], contention: float, wante
     def solved(share: float, after: int) -> _Point:
         """The best plan at a share, ``after`` as many searches."""
         objective = replace(wanted.objective, weights=weights_at(share, contention))
-        problem, outcome = search(replace(wanted, objective=objective, observer=_later(wanted, after)))
-        return _Point((problem, outcome), share, Extractor(problem).decide(outcome.best))
+        again, slower = _open(points, wanted)
+        at_share = replace(wanted, objective=objective, observer=_later(wanted, after), again=again, slower=slower)
+        problem, outcome = search(at_share)
+        return _Point((problem, outcome), share, Extractor.of(problem).decide(outcome.best))
 
-    points = [solved(1.0, 0)]
-    first = points[0]
+    points = list[_Point]()
+    points.append(first := solved(1.0, 0))
     if _late(wanted, points) or (_fits(first, wanted) and first.met(k)):
         return _best(points, k, wanted)
     points.append(solved(0.0, 1))
@@ -131,6 +133,20 @@ def _best_overlapped(search: Callable[[Wanted], Found], contention: float, wante
             break
         low, high = (points[-1], high) if points[-1].surplus_s > 0 else (low, points[-1])
     return _best(points, k, wanted)
+
+
+def _open(points: Sequence[_Point], wanted: Wanted) -> tuple[dict[tuple[Factor, ...], Found], frozenset[tuple[Factor, ...]]]:
+    """What was found over the factorings that may win at another multiplier, and the factorings that may not.
+
+    A step takes at least its cost at any share. So a factoring is out where its cheapest plan costs as much as the shortest step
+    takes.
+    """
+    every = [own for p in points for own in _factorings(p) if _fits(own, wanted)]
+    if not every or wanted.factors is not None or wanted.axes is not None:
+        return {}, frozenset()
+    shortest_s = min(own.cost.step_time_s for own in every)
+    out = {own.found[0].factors for own in every if own.found[1].best.seconds >= shortest_s * (1 + CONSTANTS.rounding)}
+    return {own.found[0].factors: own.found for own in every if own.found[0].factors not in out}, frozenset(out)
 
 
 def _later(wanted: Wanted, after: int) -> anytime.Observer:
@@ -182,7 +198,7 @@ def _best(points: Sequence[_Point], k: float, wanted: Wanted) -> Found:
         outcome,
         others=tuple((p.found[0], replace(p.found[1], exact=False)) for p in rest),
         tried=_tried(points, every),
-        least_free_s=min(p.found[1].least_free_s for p in points),
+        limit_costs=any(p.found[1].limit_costs for p in points),
         exact=outcome.exact and cheapest and best is last and best.met(k),
         stopped=stopped,
     )
@@ -191,7 +207,7 @@ def _best(points: Sequence[_Point], k: float, wanted: Wanted) -> Found:
 
 def _factorings(point: _Point) -> list[_Point]:
     """The outcome of every factoring that a point's search came to, as a point of its own."""
-    others = (_Point(found, point.share, Extractor(found[0]).decide(found[1].best)) for found in point.found[1].others)
+    others = (_Point(found, point.share, Extractor.of(found[0]).decide(found[1].best)) for found in point.found[1].others)
     return [point, *others]
 
 

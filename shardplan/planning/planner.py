@@ -157,7 +157,7 @@ def _session_of(program: Program, found: Found, wanted: Wanted, replicate: tuple
         solution=outcome.best,
         rivals=outcome.rivals,
         bound=outcome.bound,
-        extractor=Extractor(problem),
+        extractor=Extractor.of(problem),
         donated=wanted.donated,
         pins=wanted.pins,
         memory_limit=wanted.memory,

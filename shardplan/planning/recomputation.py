@@ -33,7 +33,6 @@ from shardplan.search.coarsening.coarsen import Coarse, coarsen
 from shardplan.search.coarsening.variables import OneChoice
 from shardplan.search.inference import anytime
 from shardplan.search.strategy.pins import Pins, all_or_none_pinned
-from shardplan.search.strategy.solve import Outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +57,7 @@ class Searcher:
         unfinished = Remat(note="the search was interrupted before")
         plain = self._planned(program, graph, self._part(0, 0.4, half=True), unfinished)
         outcome = plain.found[1]
-        if _is_free(outcome, self.wanted.memory) and not outcome.stopped:
+        if not outcome.limit_costs and not outcome.stopped:
             return _annotated(plain, None, "the memory limit costs nothing")
         parts = _all_parts(program, graph)
         if not parts:
@@ -125,7 +124,7 @@ class Searcher:
             return self._among(graph, coarse, wanted)
         found = self._among(graph, tied, _in_half(wanted, 0.0))
         problem, outcome = found
-        if outcome.stopped or _is_free(outcome, wanted.memory):
+        if outcome.stopped or not outcome.limit_costs:
             return found
         again = replace(_in_half(wanted, 0.5), factors=problem.factors)
         loose = self._among(graph, coarse, again)
@@ -163,12 +162,6 @@ class Searcher:
 def _in_half(wanted: Wanted, first: float) -> Wanted:
     """The conditions for one of two searches: its progress is the half from ``first`` on."""
     return replace(wanted, observer=lambda what, part: wanted.observer(what, first + part / 2))
-
-
-def _is_free(outcome: Outcome, limit: int) -> bool:
-    """Whether the memory limit costs no time."""
-    free_s = min(outcome.bound.free_s, outcome.least_free_s)
-    return outcome.best.fits(limit) and outcome.best.seconds <= free_s * (1 + CONSTANTS.least_gain)
 
 
 def _tied(graph: Graph, coarse: Coarse, pins: Pins) -> Coarse | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shardplan.cost import TIME, Objective
 from shardplan.ir import Backend, Factor
@@ -24,8 +24,10 @@ class Wanted:
     """The conditions of a search: bytes per device, donated leaves, pins, a deadline (an instant of `anytime.now_s`), an observer
     of its progress, and the objective to minimise; ``timed`` prices the plan where that is not time. ``factors`` fixes the
     factoring; without ``refine``, levels are taken apart only where no dim divides by them. ``axes`` fixes the sizes of purposes.
-    ``backend`` is what will run the plan. ``company`` are the bytes that travel together, where they are known.
-    ``offer`` is called with what the search has found so far: an interrupt loses only what was not offered.
+    ``again`` has what was found at another multiplier over the factorings that may still win: the search begins with those, from
+    these solutions, and leaves out the factorings ``slower``. ``backend`` is what will run the plan. ``company`` are the bytes
+    that travel together, where they are known. ``offer`` is called with what the search has found so far: an interrupt loses
+    only what was not offered.
     """
 
     memory: int
@@ -40,4 +42,6 @@ class Wanted:
     timed: Objective = TIME
     backend: Backend = "explicit"
     company: Company | None = None
+    again: Mapping[tuple[Factor, ...], Found] = field(default_factory=dict[tuple[Factor, ...], Found])
+    slower: frozenset[tuple[Factor, ...]] = frozenset()
     offer: Callable[[Found], None] = ignored

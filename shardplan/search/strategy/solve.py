@@ -41,7 +41,7 @@ class Outcome:
     are those solved by then. ``free`` is the best solution without a memory limit,
     ``tried`` are the factorings that a search over them came to, ``purposes`` those that the user has fixed for the factors.
     ``others`` are the outcomes of other factorings that fit, fastest first: as scheduled, one of them may be faster.
-    ``least_free_s`` are the seconds of the best solution without a memory limit over all factorings that were searched.
+    ``limit_costs``: over all factorings and multipliers that were searched, the memory limit costs time.
     """
 
     best: Solution
@@ -54,7 +54,13 @@ class Outcome:
     tried: tuple[Tried, ...] = ()
     purposes: tuple[Purpose, ...] = ()
     others: tuple[tuple[Problem, Outcome], ...] = ()
-    least_free_s: float = math.inf
+    limit_costs: bool = False
+
+
+def limit_costs(best: Solution, found: Sequence[Outcome], limit: int) -> bool:
+    """Whether the best of these outcomes is slower, under this limit, than the best of them without one."""
+    free_s = min(outcome.free.seconds for outcome in found)
+    return not best.fits(limit) or best.seconds > free_s * (1 + CONSTANTS.least_gain)
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,6 +140,19 @@ class Concurrency:
         low, high = int(self._column[first]), int(self._column[last])
         if low == high:
             return 0.0
+        # what makers wait for lies before the last of them, and what waits for readers after the first of them
+        made = min(high, int(self._column[max(makers) + 1])) if makers else low
+        read = max(low, int(self._column[min(readers)])) if readers else high
+        if made > read:
+            taken_s = self._taken_s(makers, readers, low, high)
+        else:
+            taken_s = self._taken_s(makers, (), low, made) + self._taken_s((), readers, read, high)
+        return float(max(0.0, self._until[high] - self._until[low] - taken_s))
+
+    def _taken_s(self, makers: Sequence[int], readers: Sequence[int], low: int, high: int) -> float:
+        """The seconds of these tasks, of what the makers wait for, and of what waits for the readers, among busy tasks."""
+        if low >= high:
+            return 0.0
         begin, end = low // 8, -(-high // 8)
         taken = np.zeros(end - begin, np.uint8)
         for i in makers:
@@ -149,7 +162,7 @@ class Concurrency:
         bits = np.unpackbits(taken)[low - begin * 8 : high - begin * 8]
         own = [int(self._column[i]) for i in (*makers, *readers) if self._work[i] > 0]
         bits[[i - low for i in own if low <= i < high]] = 1
-        return float(max(0.0, self._until[high] - self._until[low] - bits @ self._weight[low:high]))
+        return float(bits @ self._weight[low:high])
 
 
 def _reached(neighbours: Sequence[Sequence[int]], own: NDArray[np.uint8], order: range) -> NDArray[np.uint8]:

@@ -54,6 +54,7 @@ NAMED = (
     Case("GPT 12 layers", "gpt", "2x4", {"layers": 12, "batch": 64, **_GPT}),
     Case("LLaMA-70B scan", "llama", "8x8", {**_70B, "batch": 64}),
     Case("LLaMA-70B scan", "llama", "512x8", {**_70B, "batch": 4096}),
+    Case("LLaMA-405B unrolled", "llama", "512x8", {"size": "405b"}),
 )
 
 

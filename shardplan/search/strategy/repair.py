@@ -24,6 +24,7 @@ from shardplan.search.memory import liveness as memory
 from shardplan.search.problem.cost_tables import BIG, seconds_of_each
 from shardplan.search.problem.pricing import Domain
 from shardplan.search.problem.solution import Solution
+from shardplan.search.strategy.polish import near
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +195,8 @@ def _descended(solver: Solver, domains: Sequence[Domain], limit: int, start: Sol
 
 def _one_pass(solver: Solver, domains: Sequence[Domain], limit: int, now: Solution, left: _Budget) -> Solution:
     """One pass over the changes that each save time from ``now``; each is tried on top of those already accepted."""
+    if len(solver.problem.sizes) > 2:  # as in a polish, one factor changes at a time
+        domains = near(solver.problem, domains, now)
     changes = sorted(
         (c for group in _neighbours(solver, domains) for c in _gains(solver, domains, now, group)), key=lambda c: (-c[0], c[1:])
     )

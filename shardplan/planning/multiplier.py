@@ -114,9 +114,8 @@ def _best_overlapped(search: Callable[[Wanted], Found], contention: float, wante
     def solved(share: float, after: int) -> _Point:
         """The best plan at a share, ``after`` as many searches."""
         objective = replace(wanted.objective, weights=weights_at(share, contention))
-        again, slower = _open(points, wanted)
-        at_share = replace(wanted, objective=objective, observer=_later(wanted, after), again=again, slower=slower)
-        problem, outcome = search(at_share)
+        left = replace(_open(points, wanted), objective=objective, observer=_later(wanted, after))
+        problem, outcome = search(left)
         return _Point((problem, outcome), share, Extractor.of(problem).decide(outcome.best))
 
     points = list[_Point]()
@@ -135,18 +134,19 @@ def _best_overlapped(search: Callable[[Wanted], Found], contention: float, wante
     return _best(points, k, wanted)
 
 
-def _open(points: Sequence[_Point], wanted: Wanted) -> tuple[dict[tuple[Factor, ...], Found], frozenset[tuple[Factor, ...]]]:
-    """What was found over the factorings that may win at another multiplier, and the factorings that may not.
+def _open(points: Sequence[_Point], wanted: Wanted) -> Wanted:
+    """The search at another multiplier of what may still win, from what was found.
 
     A step takes at least its cost at any share. So a factoring is out where its cheapest plan costs as much as the shortest step
     takes.
     """
     every = [own for p in points for own in _factorings(p) if _fits(own, wanted)]
     if not every or wanted.factors is not None or wanted.axes is not None:
-        return {}, frozenset()
+        return wanted
     shortest_s = min(own.cost.step_time_s for own in every)
     out = {own.found[0].factors for own in every if own.found[1].best.seconds >= shortest_s * (1 + CONSTANTS.rounding)}
-    return {own.found[0].factors: own.found for own in every if own.found[0].factors not in out}, frozenset(out)
+    again = {own.found[0].factors: own.found for own in every if own.found[0].factors not in out}
+    return replace(wanted, again=again, slower=frozenset(out))
 
 
 def _later(wanted: Wanted, after: int) -> anytime.Observer:

@@ -17,8 +17,10 @@ from shardplan.cost import OVERLAP, TIME
 from shardplan.cost.overlap import weights_at
 from shardplan.frontend.trace import trace
 from shardplan.graph import flatten
+from shardplan.ir import Factor
 from shardplan.mesh import Cluster, factors
 from shardplan.planning import multiplier
+from shardplan.planning.factorings import best_of_factorings
 from shardplan.planning.multiplier import best_overlapped, step_time_s
 from shardplan.planning.wanted import Found, Wanted
 from shardplan.search.coarsening import coarsen
@@ -319,3 +321,31 @@ def test_decisions_cost_what_the_tables_say_in_any_company(
         cost = made.exposed_s + weights.compute * made.compute_s + weights.hideable * made.hideable_s
         keep_s = problem.regathered(solution.keep)
         assert cost == pytest.approx(problem.seconds(solution.states, keep_s, solution.limits), rel=1e-5)
+
+
+def test_factorings_that_cannot_win_are_left_out_at_other_multipliers() -> None:
+    """A search at another multiplier begins with what may win, and searches no factoring whose cost is above the best step."""
+    graph = flatten(trace(training, *ARGS).program)
+    coarse, cluster = coarsen(graph), steps.cluster("2x4", gbps=(0.5, 20.0), gflops=1e4)
+    tried = list[tuple[Factor, ...]]()
+
+    def searched(wanted: Wanted) -> Found:
+        found = best_of_factorings(graph, coarse, cluster, wanted)
+        tried.extend(row.factors for row in found[1].tried if row.seconds is not None)
+        return found
+
+    wanted = Wanted(10**12, frozenset(), {}, None, anytime.silent, OVERLAP)
+    problem, outcome = searched(wanted)
+    cost = Extractor(problem).decide(outcome.best)
+    slow = Problem(graph, coarse, cluster, factors(cluster, {"gpu": (2, 2)}), objective=wanted.objective)
+    dearer = replace(outcome.best, seconds=2 * cost.step_time_s)
+    point = multiplier._Point((problem, replace(outcome, others=((slow, replace(outcome, best=dearer)),))), 1.0, cost)
+    left = multiplier._open([point], wanted)
+    assert set(left.again) == {problem.factors}
+    assert left.slower == {slow.factors}
+    tried.clear()
+    again = searched(left)
+    assert slow.factors not in tried
+    assert problem.factors in tried
+    assert again[1].best.seconds <= outcome.best.seconds * (1 + 1e-9)
+    assert multiplier._open([], wanted) is wanted

@@ -339,7 +339,9 @@ def test_factorings_that_cannot_win_are_left_out_at_other_multipliers() -> None:
     cost = Extractor(problem).decide(outcome.best)
     other = next(o for o in (factors(cluster), factors(cluster, {"gpu": (2, 2)})) if o != problem.factors)
     slow = Problem(graph, coarse, cluster, other, objective=wanted.objective)
-    dearer = replace(outcome.best, seconds=2 * cost.step_time_s)
+    solver = Solver(slow, memory.liveness(slow))
+    narrow = solver.minimum("plan", [(s,) for s in slow.narrowest(slow.domains)])[0]
+    dearer = replace(narrow, seconds=2 * cost.step_time_s)
     point = multiplier._Point((problem, replace(outcome, others=((slow, replace(outcome, best=dearer)),))), 1.0, cost)
     left = multiplier._open([point], wanted)
     assert set(left.again) == {problem.factors}

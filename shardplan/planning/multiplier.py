@@ -111,31 +111,33 @@ def _best_overlapped(search: Callable[[Wanted], Found], contention: float, wante
     """`best_overlapped`, for the company that the search takes for granted."""
     k = slowdown(contention)
 
-    def solved(share: float, after: int) -> _Point:
-        """The best plan at a share, ``after`` as many searches."""
+    def solved(share: float, among: Wanted) -> _Point:
+        """The best plan at a share."""
         objective = replace(wanted.objective, weights=weights_at(share, contention))
-        left = replace(_open(points, wanted), objective=objective, observer=_later(wanted, after))
-        problem, outcome = search(left)
+        problem, outcome = search(replace(among, objective=objective, observer=_later(wanted, len(points))))
         return _Point((problem, outcome), share, Extractor.of(problem).decide(outcome.best))
 
     points = list[_Point]()
-    points.append(first := solved(1.0, 0))
-    if _late(wanted, points) or (_fits(first, wanted) and first.met(k)):
+    points.append(first := solved(1.0, wanted))
+    met = _fits(first, wanted) and first.met(k)
+    if met or _late(wanted, points) or (left := _open(points, wanted)) is None:
         return _best(points, k, wanted)
-    points.append(solved(0.0, 1))
+    points.append(solved(0.0, left))
     low, high = points[1], points[0]
     while len(points) < 2 + CONSTANTS.multipliers_between and low.surplus_s > 0 and not _late(wanted, points):
+        if (left := _open(points, wanted)) is None:
+            break
         share = _meeting(low, high, k)
         value = high.at(share, k)
-        points.append(solved(share, len(points)))
+        points.append(solved(share, left))
         if points[-1].at(share, k) >= value * (1 - CONSTANTS.least_gain):
             break
         low, high = (points[-1], high) if points[-1].surplus_s > 0 else (low, points[-1])
     return _best(points, k, wanted)
 
 
-def _open(points: Sequence[_Point], wanted: Wanted) -> Wanted:
-    """The search at another multiplier of what may still win, from what was found.
+def _open(points: Sequence[_Point], wanted: Wanted) -> Wanted | None:
+    """The search at another multiplier of what may still win, from what was found; None where nothing may.
 
     A step takes at least its cost at any share. So a factoring is out where its cheapest plan costs as much as the shortest step
     takes.
@@ -144,9 +146,9 @@ def _open(points: Sequence[_Point], wanted: Wanted) -> Wanted:
     if not every or wanted.factors is not None or wanted.axes is not None:
         return wanted
     shortest_s = min(own.cost.step_time_s for own in every)
-    out = {own.found[0].factors for own in every if own.found[1].best.seconds >= shortest_s * (1 + CONSTANTS.rounding)}
+    out = {own.found[0].factors for own in every if own.found[1].best.seconds >= shortest_s * (1 - CONSTANTS.rounding)}
     again = {own.found[0].factors: own.found for own in every if own.found[0].factors not in out}
-    return replace(wanted, again=again, slower=frozenset(out))
+    return replace(wanted, again=again, slower=frozenset(out)) if again else None
 
 
 def _later(wanted: Wanted, after: int) -> anytime.Observer:

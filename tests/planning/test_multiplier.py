@@ -342,8 +342,10 @@ def test_factorings_that_cannot_win_are_left_out_at_other_multipliers() -> None:
     solver = Solver(slow, memory.liveness(slow))
     narrow = solver.minimum("plan", [(s,) for s in slow.narrowest(slow.domains)])[0]
     dearer = replace(narrow, seconds=2 * cost.step_time_s)
-    point = multiplier._Point((problem, replace(outcome, others=((slow, replace(outcome, best=dearer)),))), 1.0, cost)
-    left = multiplier._open([point], wanted)
+    cheaper = replace(outcome, best=replace(outcome.best, seconds=0.9 * cost.step_time_s))
+    others = ((slow, replace(outcome, best=dearer)),)
+    left = multiplier._open([multiplier._Point((problem, replace(cheaper, others=others)), 1.0, cost)], wanted)
+    assert left is not None
     assert set(left.again) == {problem.factors}
     assert left.slower == {slow.factors}
     tried.clear()
@@ -352,3 +354,4 @@ def test_factorings_that_cannot_win_are_left_out_at_other_multipliers() -> None:
     assert problem.factors in tried
     assert again[1].best.seconds <= outcome.best.seconds * (1 + 1e-9)
     assert multiplier._open([], wanted) is wanted
+    assert multiplier._open([multiplier._Point((slow, replace(outcome, best=dearer, others=())), 1.0, cost)], wanted) is None

@@ -41,12 +41,14 @@ if TYPE_CHECKING:
         UnequalDevicesError,
     )
     from shardplan.mesh import Cluster
+    from shardplan.report.sweep import Sweep
     from shardplan.shell.api import plan
     from shardplan.shell.loading import load
     from shardplan.shell.parallel import parallelize
     from shardplan.shell.place import Placement, place
     from shardplan.shell.placed_plan import PlacedPlan
     from shardplan.shell.plan_of_step import Plan
+    from shardplan.shell.sweep import sweep
     from shardplan.tdl.register import register
 
 __version__ = "0.1.0"
@@ -73,6 +75,7 @@ __all__ = [
     "ReductionError",
     "ScheduleError",
     "ShardplanError",
+    "Sweep",
     "TargetError",
     "TraceError",
     "UncompiledPrimitiveError",
@@ -85,6 +88,7 @@ __all__ = [
     "plan",
     "register",
     "schedule_dag",
+    "sweep",
 ]
 
 _warn_of_untested(_jax_version())
@@ -92,6 +96,7 @@ _warn_of_untested(_jax_version())
 _HOMES = {
     "Cluster": "mesh",
     "Plan": "shell.plan_of_step",
+    "Sweep": "report.sweep",
     "all_reduce": "collectives.lower",
     "load": "shell.loading",
     "PlacedPlan": "shell.placed_plan",
@@ -101,6 +106,7 @@ _HOMES = {
     "plan": "shell.api",
     "register": "tdl.register",
     "schedule_dag": "dag",
+    "sweep": "shell.sweep",
 }
 
 

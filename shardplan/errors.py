@@ -186,7 +186,7 @@ class MemoryLimitError(ShardplanError):
         if limit == least:  # equal as text: show every byte
             limit, least = f"{limit_bytes:,} bytes", f"{smallest_bytes:,} bytes"
         held = ", ".join(f"{pin} ({size_text(nbytes)} more than its smallest layout)" for pin, nbytes in (pins or {}).items())
-        remedies = [f"raise the memory limit to {_sufficient_limit(smallest_bytes)}", "use more devices"]
+        remedies = [f"raise the memory limit to {sufficient_limit(smallest_bytes)}", "use more devices"]
         remedies += [*(["set remat='auto'"] if not rematerialised else []), *(["lift pins"] if held else [])]
         super().__init__(
             ("no plan found in the time budget" if unfinished else "no plan")
@@ -274,7 +274,7 @@ def size_text(nbytes: float) -> str:
     return next((f"{nbytes / unit:.2f} {name}" for unit, name in units if nbytes >= unit), f"{nbytes:.0f} bytes")
 
 
-def _sufficient_limit(nbytes: int) -> str:
+def sufficient_limit(nbytes: int) -> str:
     """A memory limit that admits so many bytes, as options take it: in KiB, MiB from 1000 MiB on, or GiB from 1000 GiB on."""
     unit, name = next((row for row in ((2**30, "GiB"), (2**20, "MiB")) if nbytes >= 1000 * row[0]), (2**10, "KiB"))
     return f"{-(-nbytes // unit)}{name}"

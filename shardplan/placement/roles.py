@@ -9,6 +9,7 @@ from shardplan.graph.nodes import Graph, Node
 from shardplan.ir import Program
 from shardplan.placement.operators import BACKWARD, FORWARD, UPDATE, Labels
 from shardplan.search.baselines.batch_dims import Examples, follow
+from shardplan.search.baselines.samples import data_inputs
 from shardplan.search.coarsening.gradient_pairing import ends, moved
 from shardplan.search.coarsening.tensor_roles import mark
 
@@ -60,8 +61,7 @@ class Roles:
 def roles_of(graph: Graph, program: Program) -> Roles:
     """Finds the roles in a flat graph; ``program`` is the step itself."""
     marks = mark(graph)
-    state = {graph.inputs[i] for i in graph.feedback if i is not None}
-    data = [t for t in graph.inputs if t not in state] if state else _last_argument(graph)
+    data = data_inputs(graph)
     paths = dict(zip(graph.inputs, graph.input_paths, strict=True))
     trained = frozenset(t for t in graph.inputs if t in marks.parameters and t not in data)
     return Roles(
@@ -75,12 +75,6 @@ def roles_of(graph: Graph, program: Program) -> Roles:
         paths,
         program,
     )
-
-
-def _last_argument(graph: Graph) -> list[int]:
-    """The arrays of the last argument: the data of a step that returns no new state."""
-    last = graph.input_paths[-1].partition("/")[0] if graph.input_paths else ""
-    return [t for t, path in zip(graph.inputs, graph.input_paths, strict=True) if path.partition("/")[0] == last]
 
 
 def _phases(graph: Graph) -> tuple[int, ...]:

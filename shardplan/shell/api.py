@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, overload
 
+import jax
 from jax.sharding import PartitionSpec
 
 from shardplan import _jax
@@ -18,12 +19,14 @@ from shardplan.emit.backends import chosen
 from shardplan.errors import (
     PinError,
     ShardplanError,
+    TraceError,
     UncompiledPrimitiveError,
     nearest,
 )
 from shardplan.frontend.argnums import leaves_of, positions
 from shardplan.frontend.keywords import as_positional
-from shardplan.frontend.nnx_state import trace_step
+from shardplan.frontend.nnx_state import abstract, apart, trace_step
+from shardplan.frontend.trace import Traced
 from shardplan.graph import Graph
 from shardplan.ir import Program
 from shardplan.mesh import Device
@@ -78,6 +81,7 @@ def plan(
     placement: PlacementLike = "one",
     microbatches: int = 1,
     batch_argnums: Sequence[int] | int | None = None,
+    traced: Traced | None = None,
 ) -> Plan | PlacedPlan:
     """Plans how ``step(*args)`` runs on a cluster.
 
@@ -124,9 +128,12 @@ def plan(
             once may fit so.
         batch_argnums: The arguments that are the batch; by default the arrays that are no state, with the first dim that most of
             these have.
+        traced: ``plan.traced`` of an earlier plan of this step, for the same arguments and ``donate_argnums``: the step is not
+            traced again.
 
     Raises:
         MemoryLimitError: if no plan fits.
+        TraceError: if the step cannot be traced, or if ``traced`` is of other arguments.
         PinError: for a pin that matches nothing, names no axis, does not divide, or splits an array without elements.
         UndescribedPrimitiveError: for a primitive without a description.
         MicrobatchError: for a step that needs several microbatches at once (batch norm, a loss over all pairs), with the source
@@ -135,7 +142,7 @@ def plan(
         ClusterError: for an invalid cluster, ``factors`` or ``axes``, for factors over which a value has too many layouts, for an
             axis that the step cannot use for its purpose, or for a cluster on which the step takes 1,000 s or more.
     """
-    (measure, timed), deadline, shared = _check(objective, time_model, time_budget_s, one_choice, remat)
+    (measure, timed), deadline, shared = checked_options(objective, time_model, time_budget_s, one_choice, remat)
     observer, runs, began = checked_observer(observer), chosen(backend), time.perf_counter()
     donated, (step, args) = positions(donate_argnums, len(args), "donate_argnums"), as_positional(step, args, kwargs)
     resolved, mesh = resolve_cluster(cluster)
@@ -143,8 +150,7 @@ def plan(
     stages, axes = stages_in(axes)
     inside = resolved if stages == 1 else group_cluster(resolved, stage_groups(resolved, stages)[0])
     fixed, sizes = checked_factors(factors, inside), checked_axes(axes, inside, factors, measure)
-    observer("tracing", 0.0)
-    traced, traced_at = trace_step(step, args, donated), time.perf_counter()
+    traced, traced_at = _traced(step, args, donated, traced, observer), time.perf_counter()
     replicate, entries = _checked_primitives(replicate, traced.program, resolved.size), _pin_entries(pins or {})
     leaves = frozenset(leaves_of(traced.in_tree, donated))
     wanted = Wanted(
@@ -163,6 +169,19 @@ def plan(
         plan_data(asked, made), traced=traced, program=made.planned.program, graph=made.session.graph, step=step, user_mesh=mesh,
         session=made.session, run=made.run,
     )  # fmt: skip
+
+
+def _traced(
+    step: Callable[..., Any], args: Sequence[Any], donated: tuple[int, ...], known: Traced | None, observer: Observer
+) -> Traced:
+    """The traced step: the one that is known, which is checked, or a new one."""
+    if known is None:
+        observer("tracing", 0.0)
+        return trace_step(step, args, donated)
+    leaves, tree = jax.tree.flatten(apart(tuple(args)))
+    if tree != known.in_tree or tuple(map(abstract, leaves)) != known.in_shapes:
+        raise TraceError("traced= is of other arguments: give plan.traced of a plan for these, or leave traced out")
+    return known
 
 
 def _warn(session: Session) -> None:
@@ -197,7 +216,7 @@ def checked_observer(observer: Observer | None) -> Observer:
     return observer or anytime.silent
 
 
-def _check(
+def checked_options(
     objective: str, time_model: str, time_budget_s: float | None, one_choice: str, remat: str
 ) -> tuple[tuple[Objective, Objective], float | None, OneChoice | None]:
     """Checks these options and returns ((objective, what prices seconds), deadline, what shares one layout: None for "auto")."""

@@ -129,15 +129,19 @@ def check_outputs(files: Mapping[str, str | None], options: argparse.Namespace) 
 
     Raises:
         ShardplanError: for an empty name, a folder that does not exist or may not be written, what is no file, and a file that
-            another of the ``options`` names.
+            two of ``files``, or another of the ``options``, name.
     """
     from shardplan.plans.files import check_writable
 
+    seen: dict[Path, str] = {}
     for option, file in files.items():
         if file == "":
             raise ShardplanError(f"{option} is empty: give the name of a file")
         if file is not None:
             check_writable(Path(file))
+            other = seen.setdefault(Path(file).resolve(), option)
+            if other != option:
+                raise ShardplanError(f"{other} and {option} both name {file!r}: give one of them another name")
             for read, names in _files_read(options).items():
                 if any(Path(name).resolve() == Path(file).resolve() for name in names):
                     raise ShardplanError(f"{option} names {file!r}, which {read} reads: give it another name")
@@ -146,12 +150,15 @@ def check_outputs(files: Mapping[str, str | None], options: argparse.Namespace) 
 def _files_read(options: argparse.Namespace) -> dict[str, list[str]]:
     """The names of files that the options of a command may stand for."""
     module = (getattr(options, "target", None) or "").partition(":")[0]
-    cluster = getattr(options, "cluster", None) or ""
+    varied = [word for text in getattr(options, "vary", ()) for word in text.partition("=")[2].split(",")]
+    clusters = [*(getattr(options, "cluster", None) or "").split(), *varied]
     plan = getattr(options, "plan", None)
     starts = getattr(options, "start", None) or ""
+    price = getattr(options, "price", None)
     return {
         "TARGET": [module, module.replace(".", "/") + ".py"] if module else [],
-        "--cluster": [word for part in cluster.split() for word in (part, *part.split("@")) if word],
+        "--cluster": [word for part in clusters for word in (part, *part.split("@")) if word],
         "--plan": [plan] if plan else [],
+        "--price": [price] if price else [],
         "--start": [name.strip() for name in starts.split(",") if name.strip()],
     }

@@ -1,4 +1,4 @@
-"""The command line: `shardplan plan | verify | compare | score | simulate | place | explain | mesh | reduce | tdl | calibrate`.
+"""The command line: `shardplan plan | verify | compare | score | simulate | sweep | place | explain | mesh | reduce | tdl | ...`.
 
 With ``--json``, stdout holds one JSON object and nothing else; progress and warnings go to stderr. Exit codes: 0, done; 1, a
 check failed; 2, a user's error, printed as one line (with its traceback too if SHARDPLAN_TRACEBACK=1 is set); 130, interrupted by
@@ -16,7 +16,6 @@ import sys
 import traceback
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from shardplan.errors import ShardplanError, UndescribedPrimitiveError
@@ -28,6 +27,7 @@ from shardplan.shell.compare_command import add_compare_command
 from shardplan.shell.mesh_commands import add_mesh_commands
 from shardplan.shell.place_command import add_place_command
 from shardplan.shell.simulate_command import add_simulate_command
+from shardplan.shell.sweep_command import add_sweep_command
 from shardplan.shell.target_plan import simulated_devices, target_plan
 
 
@@ -70,10 +70,6 @@ def _plan(options: argparse.Namespace) -> Report:
     check_outputs({"-o": options.output, "--draw": options.draw}, options)
     if options.draw is not None:
         picture_format(options.draw)  # refuses a wrong suffix before the search
-        if options.output and Path(options.output).resolve() == Path(options.draw).resolve():
-            raise ShardplanError(
-                f"-o and --draw both name {options.draw!r}: the picture would overwrite the plan; give it another name"
-            )
     made, _, _ = target_plan(options)
     if isinstance(made, PlacedPlan):
         if options.output or options.draw is not None:
@@ -180,6 +176,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--specs", metavar="FILE")
 
     add_simulate_command(commands)
+    add_sweep_command(commands)
     add_place_command(commands)
 
     one = add_command(commands, "explain", _explain, "explain the choices of a saved plan")

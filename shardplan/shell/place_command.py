@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
-from shardplan.errors import ShardplanError
 from shardplan.report.report import Report
 from shardplan.shell.arguments import add_command, check_outputs, count
 
@@ -45,7 +43,6 @@ def _place(options: argparse.Namespace) -> Report:
 
     outputs = {"-o": options.output, "--timeline": options.timeline, "--png": options.png}
     check_outputs(outputs, options)
-    _check_apart(outputs)
     if options.png is not None:
         picture_format(options.png)
     use_cpu()
@@ -74,12 +71,3 @@ def _place(options: argparse.Namespace) -> Report:
         placed.timeline.draw(options.png, title=f"{options.target} on {placed.problem.machine.cluster.name}")
         text += f"\n\ndrawn in {options.png}"
     return Report(text, placed.json)
-
-
-def _check_apart(outputs: dict[str, str | None]) -> None:
-    seen: dict[Path, str] = {}
-    for option, file in outputs.items():
-        if file is not None:
-            other = seen.setdefault(Path(file).resolve(), option)
-            if other != option:
-                raise ShardplanError(f"{other} and {option} both name {file!r}: give one of them another name")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from shardplan.errors import ShardplanError
@@ -38,8 +37,6 @@ def _simulate(options: argparse.Namespace) -> Report:
     check_outputs({"-o": options.output, "--png": options.png}, options)
     if options.png is not None:
         picture_format(options.png)
-        if options.output is not None and Path(options.output).resolve() == Path(options.png).resolve():
-            raise ShardplanError(f"-o and --png both name {options.png!r}: give one of them another name")
     if options.contention is not None and options.no_overlap:
         raise ShardplanError("--contention has no effect with --no-overlap, where nothing runs at once: give one of them")
     if options.contention is not None:

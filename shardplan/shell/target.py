@@ -9,7 +9,7 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +55,20 @@ def load_target(target: str, options: dict[str, Any], *, concrete: bool = False)
     Raises:
         TargetError: if the factory cannot be imported, does not exist, fails, or returns something else.
     """
-    factory = _factory(target)
-    if concrete and "concrete" in _parameters(factory):
+    factory = load_factory(target)
+    if concrete and "concrete" in parameters_of(factory):
         options = {"concrete": True, **options}
+    return call_factory(factory, target, options)
+
+
+def call_factory(
+    factory: Callable[..., Any], target: str, options: Mapping[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """(step, args) of a factory; messages call it ``target``.
+
+    Raises:
+        TargetError: if the factory fails, or returns something else.
+    """
     with users_code(lambda error: TargetError(f"{target} failed{_options_text(options)}: {_error_text(error)}")):
         returned = factory(**options)
     if not (
@@ -73,7 +84,12 @@ def load_target(target: str, options: dict[str, Any], *, concrete: bool = False)
     return returned[0], tuple(returned[1])
 
 
-def _factory(target: str) -> Callable[..., Any]:
+def load_factory(target: str) -> Callable[..., Any]:
+    """The factory that ``package.module:factory`` or ``file.py:factory`` names.
+
+    Raises:
+        TargetError: if it cannot be imported, or does not exist.
+    """
     place, colon, name = target.rpartition(":")
     if not colon or not place or not name.isidentifier():
         raise TargetError(f"TARGET {target!r} names no factory: write it as package.module:factory or file.py:factory")
@@ -121,14 +137,15 @@ def _put_on_path(folder: str) -> None:
         sys.path.insert(0, folder)
 
 
-def _parameters(factory: Callable[..., Any]) -> Sequence[str]:
+def parameters_of(factory: Callable[..., Any]) -> Sequence[str]:
+    """The names of a factory's parameters; none where Python does not know them."""
     try:
         return list(inspect.signature(factory).parameters)
     except (TypeError, ValueError):
         return ()
 
 
-def _options_text(options: dict[str, Any]) -> str:
+def _options_text(options: Mapping[str, Any]) -> str:
     return " with " + ", ".join(f"{k}={v!r}" for k, v in options.items()) if options else ""
 
 
@@ -155,11 +172,12 @@ def read_options(pairs: Sequence[str]) -> dict[str, Any]:
         name, equals, text = pair.partition("=")
         if not equals or not name.strip().isidentifier():
             raise ShardplanError(f"--set {pair}: write it as NAME=VALUE")
-        result[name.strip()] = _literal(text)
+        result[name.strip()] = literal(text)
     return result
 
 
-def _literal(text: str) -> Any:
+def literal(text: str) -> Any:
+    """The value of a Python literal, else the text itself."""
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):

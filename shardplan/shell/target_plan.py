@@ -38,11 +38,11 @@ def target_plan(
 def _read_or_plan(
     options: argparse.Namespace, *, concrete: bool, simulated: bool, file: str | None
 ) -> tuple[Any, Callable[..., Any], tuple[Any, ...]]:
-    from shardplan.shell.target import load_target, read_options, read_pins, simulate, use_cpu
+    from shardplan.shell.target import load_target, read_options, simulate, use_cpu
 
     if file is not None:
         _refuse_planning_options(options, file)
-    pins = read_pins(options.pin)
+    planning = planning_options(options)
     cluster = _cluster(options.cluster, file)
     # before the factory makes arrays, so that it uses no accelerator of this machine
     if simulated:
@@ -54,30 +54,35 @@ def _read_or_plan(
         return _load_plan(file, step, args, cluster), step, args
     from shardplan.report import Progress
     from shardplan.shell.api import plan
-    from shardplan.shell.factor_options import read_axes, read_factors
 
     with Progress() as progress:
-        made = plan(
-            step,
-            *args,
-            cluster=cluster,
-            memory_limit=options.memory,
-            objective=options.objective,
-            pins=pins,
-            factors=read_factors(options.factors),
-            axes=read_axes(options.axes),
-            donate_argnums=tuple(options.donate),
-            replicate=tuple(options.replicate),
-            time_budget_s=options.time_budget,
-            one_choice=options.one_choice or "auto",
-            remat=options.remat or "none",
-            backend=options.backend,
-            time_model=options.time_model or "overlap",
-            microbatches=1 if options.microbatches is None else options.microbatches,
-            placement=options.placement or "one",
-            observer=progress,
-        )
+        made = plan(step, *args, cluster=cluster, observer=progress, **planning)
     return made, step, args
+
+
+def planning_options(options: argparse.Namespace) -> dict[str, Any]:
+    """The options of `shardplan.plan` that a command line gives, but for its cluster; those that it leaves out are not there."""
+    from shardplan.shell.factor_options import read_axes, read_factors
+    from shardplan.shell.target import read_pins
+
+    given = {
+        "memory_limit": options.memory,
+        "objective": options.objective,
+        "pins": read_pins(options.pin) or None,
+        "factors": read_factors(options.factors),
+        "axes": read_axes(options.axes),
+        "donate_argnums": tuple(options.donate),
+        "replicate": tuple(options.replicate),
+        "time_budget_s": options.time_budget,
+        "one_choice": options.one_choice or None,
+        "remat": options.remat or None,
+        "backend": options.backend,
+        "time_model": options.time_model or None,
+        "microbatches": options.microbatches,
+        "placement": options.placement or None,
+    }
+    defaults = {"objective": "time", "backend": "auto"}
+    return {name: value for name, value in given.items() if value is not None and value != defaults.get(name)}
 
 
 def _refuse_planning_options(options: argparse.Namespace, file: str) -> None:

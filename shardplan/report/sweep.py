@@ -1,0 +1,217 @@
+"""A sweep: the plans of one factory's steps over settings, with their figures, prices and files."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardplan.plans.files import write_whole
+from shardplan.report.draw import new_figure, picture_format, rendered
+from shardplan.report.tables import seconds
+
+COST_UNIT = "dollars per million samples"
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One row of a sweep: the settings that vary, and what became of the plan for them.
+
+    ``devices`` is 0 where no cluster is known. ``samples`` and ``tokens`` are those of one step, None where the data do not say.
+    ``peak_bytes`` is that of the plan, or of the smallest one found where none fits within ``limit_bytes``; then ``remedy`` says
+    what would. ``error`` is why the settings were refused. ``price`` is in dollars for one hour of one device. ``stopped`` is
+    what ended the search early.
+    """
+
+    settings: Mapping[str, Any]
+    devices: int
+    step_time_s: float | None = None
+    samples: int | None = None
+    tokens: int | None = None
+    peak_bytes: int | None = None
+    limit_bytes: int | None = None
+    price: float | None = None
+    error: str | None = None
+    remedy: str | None = None
+    stopped: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is a plan."""
+        return self.step_time_s is not None
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Samples of all devices together in a second."""
+        return None if self.step_time_s is None or self.samples is None else self.samples / self.step_time_s
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens of all devices together in a second."""
+        return None if self.step_time_s is None or self.tokens is None else self.tokens / self.step_time_s
+
+    @property
+    def cost(self) -> float | None:
+        """Dollars for a million samples."""
+        if self.price is None or not self.samples_per_s:
+            return None
+        return self.price * self.devices / 3600 / self.samples_per_s * 1e6
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """The point as JSON values."""
+        return {
+            "settings": {name: _plain(value) for name, value in self.settings.items()},
+            "devices": self.devices,
+            "step_time_s": self.step_time_s,
+            "samples": self.samples,
+            "samples_per_s": self.samples_per_s,
+            "tokens_per_s": self.tokens_per_s,
+            "peak_bytes": self.peak_bytes,
+            "memory_limit": self.limit_bytes,
+            "fits": self.fits,
+            "cost": self.cost,
+            "error": self.error,
+            "remedy": self.remedy,
+            "stopped": self.stopped,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """The points of a sweep in the order of their settings, the last one varying fastest. Made by `shardplan.sweep`.
+
+    ``varied`` are the names of the settings, ``total`` the number of points that were asked for: fewer are here if an interrupt
+    ended the sweep. ``samples_from`` is the argument whose batch dim counts the samples (empty: none).
+    """
+
+    target: str
+    varied: tuple[str, ...]
+    points: tuple[Point, ...]
+    total: int
+    samples_from: str = ""
+
+    def __repr__(self) -> str:
+        return f"<Sweep of {self.target}: {sum(p.fits for p in self.points)} of {self.total} points with a plan>"
+
+    @property
+    def planned(self) -> tuple[Point, ...]:
+        """The points that have a plan."""
+        return tuple(p for p in self.points if p.fits)
+
+    @property
+    def per_sample(self) -> bool:
+        """Whether points are compared by seconds per sample: if not all have samples, it is by seconds per step."""
+        return all(p.samples is not None for p in self.planned)
+
+    @property
+    def priced(self) -> bool:
+        """Whether points are compared by cost, else by their number of devices."""
+        return all(p.cost is not None for p in self.planned) and bool(self.planned)
+
+    def measures(self, point: Point) -> tuple[float, float]:
+        """(seconds per sample or step, cost or devices) of a point with a plan: both are better if smaller."""
+        assert point.step_time_s is not None
+        seconds = point.step_time_s / (point.samples or 1) if self.per_sample else point.step_time_s
+        return seconds, point.cost if self.priced and point.cost is not None else point.devices
+
+    @property
+    def pareto(self) -> tuple[Point, ...]:
+        """The points that no other beats in both measures, fastest first."""
+        front: list[Point] = []
+        for point in sorted(self.planned, key=self.measures):
+            least = self.measures(front[-1]) if front else (0.0, float("inf"))
+            if self.measures(point)[1] < least[1] or self.measures(point) == least:
+                front.append(point)
+        return tuple(front)
+
+    @property
+    def best(self) -> Point | None:
+        """The fastest point, by seconds per sample (or step); of equals the one with the lower cost, or fewer devices."""
+        return min(self.planned, key=self.measures, default=None)
+
+    @property
+    def cheapest(self) -> Point | None:
+        """The point with the lowest cost, of equals the fastest; None without prices."""
+        return min(self.planned, key=lambda p: self.measures(p)[::-1]) if self.priced else None
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """The sweep as JSON values; ``best``, ``cheapest`` and ``pareto`` repeat points."""
+        best, cheapest = self.best, self.cheapest
+        return {
+            "target": self.target,
+            "varied": list(self.varied),
+            "total": self.total,
+            "samples_from": self.samples_from,
+            "cost_unit": COST_UNIT,
+            "points": [p.json for p in self.points],
+            "best": best.json if best else None,
+            "cheapest": cheapest.json if cheapest else None,
+            "pareto": [p.json for p in self.pareto],
+        }
+
+    def save(self, file: str | os.PathLike[str]) -> None:
+        """Writes `json`; the file is replaced once the new one is complete.
+
+        Raises:
+            ShardplanError: if the file cannot be written.
+        """
+        write_whole(Path(file), json.dumps(self.json, indent=1) + "\n")
+
+    def draw(self, file: str | os.PathLike[str]) -> None:
+        """Draws the points by both measures, with the Pareto front. The suffix of ``file`` sets the format: .png, .svg or .pdf.
+
+        Raises:
+            ShardplanError: for another suffix, if matplotlib is not installed, or if the file cannot be written.
+        """
+        suffix = picture_format(os.fspath(file))
+        write_whole(Path(file), _picture(self, suffix))
+
+
+def settings_text(settings: Mapping[str, Any]) -> str:
+    """Settings as a command line gives them: ``cluster=2x4 batch=64``."""
+    return " ".join(f"{name}={value}" for name, value in settings.items())
+
+
+def _picture(sweep: Sweep, suffix: str) -> bytes:
+    """The bytes of a picture: a dot for each plan, with its number, and the Pareto front. Equal sweeps give equal bytes."""
+    figure = new_figure(dpi=120)
+    figure.set_size_inches(9.0, 6.0)
+    axes = figure.subplots()
+    front, best = sweep.pareto, sweep.best
+    numbers: dict[tuple[float, float], list[int]] = {}
+    for number, point in enumerate(sweep.points, 1):
+        if point.fits:
+            numbers.setdefault(sweep.measures(point), []).append(number)
+    for (time_s, other), own in numbers.items():
+        axes.plot(other, time_s, marker="o", ms=4, color="#999999", ls="none")
+        axes.annotate(", ".join(map(str, own)), (other, time_s), xytext=(5, 4), textcoords="offset points", fontsize=7)
+    for point in front:
+        time_s, other = sweep.measures(point)
+        label = f"{sweep.points.index(point) + 1}: {settings_text(point.settings)}"
+        axes.plot(other, time_s, marker="o", ms=7, color="#c0262d" if point is best else "#1f5fa8", ls="none", label=label)
+    places = [sweep.measures(point) for point in front]
+    axes.step([other for _, other in places], [time_s for time_s, _ in places], where="pre", color="#1f5fa8", lw=0.8)
+    axes.set_yscale("log")
+    axes.margins(0.15)
+    axes.grid(visible=True, which="both", lw=0.3, color="#dddddd")
+    if front:
+        axes.legend(fontsize=7, title="Pareto front", title_fontsize=7)
+    axes.set_xlabel(COST_UNIT if sweep.priced else "devices", fontsize=8)
+    axes.set_ylabel(f"seconds per {'sample' if sweep.per_sample else 'step'}", fontsize=8)
+    fastest = f"\nfastest: {settings_text(best.settings)}, step {seconds(best.step_time_s or 0.0)}" if best else ""
+    missing = sweep.total - len(sweep.planned)
+    axes.set_title(f"{sweep.target}{fastest}" + f"\n{missing} points have no plan" * bool(missing), fontsize=9, loc="left")
+    figure.tight_layout()
+    return rendered(figure, suffix)
+
+
+def _plain(value: Any) -> Any:
+    """A setting as a JSON value: what JSON has no form for becomes text."""
+    if isinstance(value, tuple | list):
+        return [_plain(v) for v in value]  # pyright: ignore[reportUnknownVariableType]
+    return value if value is None or isinstance(value, str | int | float | bool) else str(value)

@@ -1,0 +1,285 @@
+"""`shardplan.sweep`: a plan for each of many settings of a factory, a cluster and the options of planning."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardplan.emit.backends import chosen
+from shardplan.errors import ClusterError, MemoryLimitError, ShardplanError, nearest, size_text, sufficient_limit
+from shardplan.frontend.argnums import positions
+from shardplan.frontend.nnx_state import trace_step
+from shardplan.frontend.trace import Traced
+from shardplan.graph import flatten
+from shardplan.mesh import Cluster
+from shardplan.report.sweep import Point, Sweep
+from shardplan.report.tables import seconds
+from shardplan.search.baselines.samples import Samples, samples_of
+from shardplan.search.inference.anytime import Observer
+from shardplan.shell.api import checked_observer, checked_options, plan
+from shardplan.shell.clusters import ClusterLike, resolve_cluster
+from shardplan.shell.memory_default import memory_limit
+from shardplan.shell.plan_of_step import Plan
+from shardplan.shell.target import call_factory, parameters_of
+
+PLANNING: Mapping[str, str] = {
+    "cluster": "cluster",
+    "memory": "memory_limit",
+    "microbatches": "microbatches",
+    "remat": "remat",
+    "objective": "objective",
+    "backend": "backend",
+    "one_choice": "one_choice",
+    "time_model": "time_model",
+}
+"""The settings that are options of planning, as the command line spells them, with their names in `shardplan.plan`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A factory's step for some settings, traced once for all of their points."""
+
+    step: Callable[..., Any]
+    args: tuple[Any, ...]
+    traced: Traced
+    samples: Samples | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A point to plan: its place in the order, its settings, those of the factory by name, the options of `plan`, the memory
+    limit that follows, and the price of a device. Points with equal ``step`` share a trace.
+    """
+
+    place: int
+    settings: Mapping[str, Any]
+    own: Mapping[str, Any]
+    planning: Mapping[str, Any]
+    cluster: Cluster
+    limit_bytes: int
+    price: float | None
+
+    @property
+    def step(self) -> str:
+        """The settings of the factory, as text."""
+        return repr(self.own)
+
+    @property
+    def plan(self) -> str:
+        """All settings but the memory limit, as text."""
+        return repr((self.own, {name: value for name, value in self.planning.items() if name != "memory_limit"}))
+
+
+def sweep(
+    factory: Callable[..., Any],
+    *,
+    vary: Mapping[str, Sequence[Any]],
+    options: Mapping[str, Any] | None = None,
+    price: Mapping[str, float] | None = None,
+    name: str | None = None,
+    observer: Observer | None = None,
+    **planning: Any,
+) -> Sweep:
+    """Plans the step that ``factory`` makes for each combination of settings.
+
+    Points that differ only in options of planning share one trace. An interrupt (Ctrl-C) ends the sweep with the points so far;
+    before the first one it is raised.
+
+    Args:
+        factory: A function that returns (step, args).
+        vary: The values of each setting. "cluster", "memory", "microbatches", "remat", "objective", "backend", "one_choice" and
+            "time_model" are options of planning; every other name is a parameter of the factory.
+        options: Parameters of the factory that stay the same.
+        price: Dollars for an hour of one device, by the cluster as it is given ("dgx-h100:4"), by its name ("dgx-h100") or by the
+            name of its device: the first of these that has a price.
+        name: What reports call the factory.
+        observer: Called with the current activity and the fraction done.
+        planning: Options of `shardplan.plan` that stay the same, such as ``cluster``.
+
+    Raises:
+        ShardplanError: for a setting that is none, given twice or without values, or for a cluster without a price.
+        ClusterError: for a cluster that does not exist.
+    """
+    name = name or f"{getattr(factory, '__module__', '')}:{getattr(factory, '__qualname__', factory)}"
+    observer, fixed = checked_observer(observer), dict(options or {})
+    _check_names(factory, name, vary, fixed, planning)
+    rows = _rows(vary, fixed, planning, price)
+    done, samples = _planned(factory, name, rows, observer)
+    points = tuple(done[place] for place in sorted(done))
+    points = tuple(replace(p, remedy=p.remedy + _neighbours(p, points)) if p.remedy else p for p in points)
+    return Sweep(name, tuple(vary), points, len(rows), samples)
+
+
+def _check_names(
+    factory: Callable[..., Any],
+    name: str,
+    vary: Mapping[str, Sequence[Any]],
+    fixed: Mapping[str, Any],
+    planning: Mapping[str, Any],
+) -> None:
+    """Refuses settings that are none, that have no values, or that are given twice."""
+    if not vary:
+        raise ShardplanError("nothing varies: give at least one setting with its values")
+    own = parameters_of(factory)
+    for setting, values in vary.items():
+        known = PLANNING.get(setting)
+        if known is None and own and setting not in own:
+            raise ShardplanError(
+                f"{setting!r} cannot vary: {name} has no such parameter{nearest(setting, [*own, *PLANNING])}; its own are "
+                f"{', '.join(own)}, the options of planning {', '.join(PLANNING)}"
+            )
+        if setting in fixed if known is None else planning.get(known) is not None:
+            raise ShardplanError(f"{setting!r} varies and is fixed too: give it once")
+        if isinstance(values, str) or not len(values):
+            raise ShardplanError(f"{setting}={values!r}: give a list of at least one value")
+        twice = next((v for i, v in enumerate(values) if v in values[:i]), None)
+        if twice is not None:
+            raise ShardplanError(f"{setting} has the value {twice!r} twice: once is enough")
+    if "cluster" not in vary and planning.get("cluster") is None:
+        raise ClusterError("no cluster is given: fix one, or vary it (cluster=dgx-h100:1,dgx-h100:2)")
+
+
+def _rows(
+    vary: Mapping[str, Sequence[Any]], fixed: Mapping[str, Any], planning: Mapping[str, Any], price: Mapping[str, float] | None
+) -> list[_Row]:
+    """The points, checked as far as that takes no planning. Those with the same factory settings follow one another, those with
+    the largest memory limit first.
+    """
+    rows: list[_Row] = []
+    clusters: dict[int, tuple[Cluster, float | None]] = {}
+    for place, values in enumerate(itertools.product(*vary.values())):
+        settings = dict(zip(vary, values, strict=True))
+        own = {**fixed, **{n: v for n, v in settings.items() if n not in PLANNING}}
+        plans = {**planning, **{PLANNING[n]: v for n, v in settings.items() if n in PLANNING}}
+        given: ClusterLike = plans["cluster"]
+        if id(given) not in clusters:
+            cluster, _ = resolve_cluster(given)
+            clusters[id(given)] = cluster, None if price is None else _price(price, given, cluster)
+        cluster, rate = clusters[id(given)]
+        _check_options(plans)
+        limit = memory_limit(plans.get("memory_limit"), cluster.device, os.environ)
+        rows.append(_Row(place, settings, own, plans, cluster, limit.nbytes, rate))
+    order = {row.step: row.place for row in reversed(rows)}
+    return sorted(rows, key=lambda row: (order[row.step], -row.limit_bytes, row.place))
+
+
+def _check_options(plans: Mapping[str, Any]) -> None:
+    """Refuses values of options before anything is planned."""
+    defaults = {"objective": "time", "time_model": "overlap", "time_budget_s": None, "one_choice": "auto", "remat": "none"}
+    checked_options(**{name: plans.get(name, default) for name, default in defaults.items()})
+    chosen(plans.get("backend", "auto"))
+
+
+def _price(price: Mapping[str, float], given: ClusterLike, cluster: Cluster) -> float:
+    """Dollars for an hour of one device."""
+    names = dict.fromkeys([str(given), cluster.name, cluster.device.name])
+    for name in names:
+        if name in price:
+            return price[name]
+    raise ShardplanError(
+        f"no price for {' or '.join(repr(n) for n in names)}: add a line such as {cluster.device.name!r} = 2.5 (dollars for an "
+        f"hour of one device); the prices given are for {', '.join(price) or 'nothing'}"
+    )
+
+
+def _planned(factory: Callable[..., Any], name: str, rows: Sequence[_Row], observer: Observer) -> tuple[dict[int, Point], str]:
+    """(the points by their places, the argument that counts their samples). An interrupt ends it early.
+
+    The plan under a larger memory limit is the plan under a smaller one too if it fits there.
+    """
+    done, looser = dict[int, Point](), dict[str, Point]()
+    samples, traced_for, made = "", None, None
+    try:
+        for n, row in enumerate(rows):
+            if row.step != traced_for:
+                observer("tracing", n / len(rows))
+                traced_for, made = row.step, _step(factory, name, row)
+            if not isinstance(made, _Step):
+                done[row.place] = Point(row.settings, row.cluster.size, error=made)
+                continue
+            samples = samples or (made.samples.path if made.samples else "")
+            known = looser.get(row.plan)
+            if known is not None and (known.peak_bytes or 0) <= row.limit_bytes:
+                done[row.place] = replace(known, settings=row.settings, limit_bytes=row.limit_bytes)
+                continue
+            part = _part(observer, n, len(rows))
+            point = done[row.place] = _point(made, row, part)
+            if point.fits and not point.stopped:
+                looser[row.plan] = point
+            if point.stopped == "interrupted":
+                break
+            if point.remedy and "remat" not in row.settings and row.planning.get("remat", "none") == "none":
+                done[row.place] = replace(point, remedy=f"{point.remedy}; {_recomputed(made, row, part)}")
+    except KeyboardInterrupt:
+        if not done:
+            raise
+    return done, samples
+
+
+def _step(factory: Callable[..., Any], name: str, row: _Row) -> _Step | str:
+    """The step of some settings, traced, with its samples; or the error that its factory or its trace ends in."""
+    try:
+        step, args = call_factory(factory, name, row.own)
+        donated = positions(row.planning.get("donate_argnums", ()), len(args), "donate_argnums")
+        traced = trace_step(step, args, donated)
+        return _Step(step, args, traced, samples_of(flatten(traced.program, replicate=row.planning.get("replicate", ()))))
+    except ShardplanError as error:
+        return _line(error)
+
+
+def _part(observer: Observer, place: int, total: int) -> Observer:
+    """An observer of one of ``total`` points."""
+    return lambda what, part: observer(f"point {place + 1} of {total}: {what}", (place + part) / total)
+
+
+def _point(made: _Step, row: _Row, observer: Observer) -> Point:
+    """The plan of one point, or why there is none."""
+    point = Point(
+        row.settings,
+        row.cluster.size,
+        samples=made.samples.count if made.samples else None,
+        tokens=made.samples.tokens if made.samples else None,
+        limit_bytes=row.limit_bytes,
+        price=row.price,
+    )
+    try:
+        planned = plan(made.step, *made.args, observer=observer, traced=made.traced, **row.planning)
+    except MemoryLimitError as error:
+        has = row.cluster.device.memory_bytes
+        fits = "which the device has" if error.smallest_bytes <= has else f"more than the device's {size_text(has)}"
+        needed = f"needs a memory limit of {sufficient_limit(error.smallest_bytes)}, {fits}, or more devices"
+        return replace(point, peak_bytes=error.smallest_bytes, remedy=needed)
+    except ShardplanError as error:
+        return replace(point, error=_line(error))
+    stopped = planned.stopped if isinstance(planned, Plan) else ""
+    return replace(point, step_time_s=planned.step_time_s, peak_bytes=planned.peak_bytes, stopped=stopped)
+
+
+def _recomputed(made: _Step, row: _Row, observer: Observer) -> str:
+    """What computing activations again would do for a point that does not fit, found by planning so."""
+    try:
+        planned = plan(made.step, *made.args, observer=observer, traced=made.traced, **{**row.planning, "remat": "auto"})
+    except MemoryLimitError as error:
+        return f"with remat=auto it needs {sufficient_limit(error.smallest_bytes)}"
+    except ShardplanError as error:
+        return f"it cannot have remat=auto: {_line(error)}"
+    return f"with remat=auto it fits (step {seconds(planned.step_time_s)}, {size_text(planned.peak_bytes)})"
+
+
+def _neighbours(point: Point, points: Sequence[Point]) -> str:
+    """The changes of one setting after which a point fits, of those that the sweep has planned."""
+    found = [
+        f"{name}={other.settings[name]}"
+        for other in points
+        if other.fits
+        for name in point.settings
+        if other.settings == {**point.settings, name: other.settings[name]}
+    ]
+    return f"; in this sweep it fits with {', '.join(found)}" if found else ""
+
+
+def _line(error: ShardplanError) -> str:
+    return " ".join(str(error).split())

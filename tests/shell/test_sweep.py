@@ -1,0 +1,225 @@
+"""`shardplan sweep`: a plan for each combination of settings, with prices, the Pareto front, and rows for what has no plan."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import shardplan
+from shardplan.report.sweep import Point, Sweep
+from shardplan.report.sweep_text import sweep_text
+from shardplan.shell import sweep as swept
+from shardplan.shell.cli import main
+
+MLP = ["sweep", "models.mlp:train_step", "--set", "layers=2"]
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs the command line: (exit code, stdout, stderr)."""
+
+    def call(*words: str) -> tuple[int, str, str]:
+        code = main(words)
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return call
+
+
+@pytest.fixture
+def prices(tmp_path: Path) -> str:
+    file = tmp_path / "prices.toml"
+    file.write_text('"H100-SXM5-80GB" = 3.6\n2x4 = 7.2\n')
+    return str(file)
+
+
+def _factory(batch: int = 64, width: int = 64) -> Any:
+    if width == 13:
+        raise ValueError("width=13 is unlucky")
+
+    def step(weight: Any, x: Any) -> Any:
+        return weight - jax.grad(lambda w: jnp.mean((x @ w) ** 2))(weight)
+
+    floats = jax.ShapeDtypeStruct
+    return step, (floats((width, width), "float32"), floats((batch, width), "float32"))
+
+
+def test_each_combination_has_a_row_with_its_figures(run: Run, tmp_path: Path, prices: str) -> None:
+    out = tmp_path / "sweep.json"
+    words = ["--vary", "batch=64,128", "--vary", "cluster=2x4,1x4", "--price", prices]
+    code, text, _ = run(*MLP, *words, "--json", "-o", str(out))
+    assert code == 0
+    found = json.loads(text)
+    assert found == json.loads(out.read_text())
+    assert [p["settings"] for p in found["points"]] == [{"batch": b, "cluster": c} for b in (64, 128) for c in ("2x4", "1x4")]
+    for p in found["points"]:
+        assert p["fits"]
+        assert p["samples_per_s"] == p["settings"]["batch"] / p["step_time_s"]
+        dollars = 7.2 if p["devices"] == 8 else 3.6
+        assert p["cost"] == pytest.approx(dollars * p["devices"] / 3600 / p["samples_per_s"] * 1e6)
+    assert found["best"] == min(found["points"], key=lambda p: (p["step_time_s"] / p["samples"], p["cost"]))
+    assert found["cheapest"] == min(found["points"], key=lambda p: p["cost"])
+    assert found["best"] == found["pareto"][0]
+    assert found["cheapest"] == found["pareto"][-1]
+    assert found["cost_unit"] == "dollars per million samples"
+
+
+def test_a_row_has_the_figures_of_the_plan() -> None:
+    made = shardplan.sweep(_factory, vary={"cluster": ["2x2"], "batch": [32]})
+    step, args = _factory(batch=32)
+    alone = shardplan.plan(step, *args, cluster="2x2")
+    (point,) = made.points
+    assert (point.step_time_s, point.peak_bytes, point.samples) == (alone.step_time_s, alone.peak_bytes, 32)
+    assert made.best == point
+    assert made.cheapest is None
+
+
+def test_points_of_one_step_share_a_trace_and_a_plan_that_fits_a_smaller_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    traces, plans = list[Any](), list[Any]()
+    traced, plan = swept.trace_step, swept.plan
+    monkeypatch.setattr(swept, "trace_step", lambda *a: traces.append(a) or traced(*a))
+    monkeypatch.setattr(swept, "plan", lambda *a, **k: plans.append(k) or plan(*a, **k))
+    made = shardplan.sweep(_factory, vary={"memory": ["1GiB", "2GiB"], "cluster": ["2x2", "2x4"]})
+    assert (len(traces), len(plans)) == (1, 2)
+    assert [p.limit_bytes for p in made.points] == [2**30, 2**30, 2**31, 2**31]
+    assert [p.step_time_s for p in made.points[:2]] == [p.step_time_s for p in made.points[2:]]
+
+
+def test_a_point_that_does_not_fit_says_what_would(run: Run) -> None:
+    words = ["--cluster", "1x2", "--vary", "memory=4KiB,1GiB"]
+    code, text, _ = run(*MLP, *words, "--json")
+    found = json.loads(text)
+    assert code == 0
+    small, large = found["points"]
+    assert (small["fits"], large["fits"]) == (False, True)
+    assert small["peak_bytes"] > small["memory_limit"] == 4 * 1024
+    assert small["error"] is None
+    assert "which the device has, or more devices" in small["remedy"]
+    assert "remat=auto" in small["remedy"]
+    assert "in this sweep it fits with memory=1GiB" in small["remedy"]
+
+
+def test_the_text_lists_what_has_no_plan() -> None:
+    fits = Point({"memory": "1GiB"}, 2, step_time_s=1e-3, samples=32, peak_bytes=9000, limit_bytes=2**30)
+    small = Point({"memory": "4KiB"}, 2, peak_bytes=9000, limit_bytes=4096, remedy="needs a memory limit of 9KiB")
+    text = sweep_text(Sweep("it", ("memory",), (small, fits), 2, "batch/x"))
+    assert "1    4KiB        2        -" in text
+    assert "no plan:\n  1  memory=4KiB: needs a memory limit of 9KiB" in text
+
+
+def test_settings_that_are_refused_are_rows_and_others_go_on() -> None:
+    made = shardplan.sweep(_factory, vary={"width": [13, 64], "microbatches": [1, 5]}, cluster="2x2")
+    unlucky, other, good, uneven = made.points
+    assert unlucky.error == other.error
+    assert "failed with width=13: ValueError: width=13 is unlucky" in str(unlucky.error)
+    assert good.fits
+    assert uneven.error
+    assert "64" in uneven.error
+    assert made.pareto == (good,)
+    assert "width=13 microbatches=1: " in sweep_text(made)
+
+
+def test_nothing_but_refusals_exits_with_one(run: Run) -> None:
+    code, text, _ = run(*MLP, "--cluster", "2x2", "--vary", "width=0")
+    assert code == 1
+    assert "0 with a plan" in text
+
+
+def test_the_front_has_what_nothing_beats() -> None:
+    times = [(4.0, 1), (2.0, 2), (3.0, 2), (1.0, 8), (1.0, 8), (1.0, 16)]
+    points = [Point({"n": n}, devices, step_time_s=t, samples=1, peak_bytes=1) for n, (t, devices) in enumerate(times)]
+    sweep = Sweep("it", ("n",), (*points, Point({"n": 6}, 1, error="no")), 7, "x")
+    assert [p.settings["n"] for p in sweep.pareto] == [3, 4, 1, 0]
+    assert sweep.best is points[3]
+
+
+def test_an_interrupt_keeps_the_points_so_far(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, count = swept.plan, list[int]()
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        count.append(1)
+        if len(count) > 2:
+            raise KeyboardInterrupt
+        return plan(*args, **options)
+
+    monkeypatch.setattr(swept, "plan", interrupted)
+    code, text, err = run(*MLP, "--cluster", "2x2", "--vary", "batch=16,32,64,128")
+    assert code == 0
+    assert "2 of 4 points, 2 with a plan" in text
+    assert err == "shardplan: interrupted: 2 of 4 points are done\n"
+    code, text, err = run(*MLP, "--cluster", "2x2", "--vary", "batch=16,32")
+    assert (code, text, err) == (130, "", "shardplan: interrupted before the first point was planned\n")
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_a_sweep_is_drawn(run: Run, tmp_path: Path, suffix: str) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / f"sweep.{suffix}"
+    code, text, _ = run(*MLP, "--cluster", "2x2", "--vary", "batch=16,32", "--png", str(file))
+    assert code == 0
+    assert f"drawn in {file}" in text
+    assert len(file.read_bytes()) > 1000
+    assert list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--vary", "batch=1,2"], "no cluster is given"),
+        (["--cluster", "2x4", "--vary", "batch"], "--vary batch: write it as NAME=VALUE,VALUE"),
+        (["--cluster", "2x4", "--vary", "batch=1,,2"], "--vary batch=1,,2: write it as NAME=VALUE,VALUE"),
+        (["--cluster", "2x4", "--vary", "batch="], "--vary batch=: write it as NAME=VALUE,VALUE"),
+        (["--cluster", "2x4", "--vary", "batch=1", "--vary", "batch=2"], "--vary gives 'batch' twice"),
+        (["--cluster", "2x4", "--vary", "batch=8,8"], "batch has the value 8 twice"),
+        (["--cluster", "2x4", "--vary", "layers=3"], "'layers' varies and is fixed too"),
+        (["--cluster", "2x4", "--vary", "cluster=2x2"], "'cluster' varies and is fixed too"),
+        (["--cluster", "2x4", "--memory", "1GiB", "--vary", "memory=2GiB"], "'memory' varies and is fixed too"),
+        (["--cluster", "2x4", "--vary", "bacth=1"], "'bacth' cannot vary: models.mlp:train_step has no such parameter"),
+        (["--vary", "cluster=2x4,dgx-h10"], "dgx-h10"),
+        (["--cluster", "2x4", "--vary", "memory=many"], "memory limit 'many' is not a size"),
+        (["--cluster", "2x4", "--vary", "remat=some"], "unsupported remat 'some': use 'none', or 'auto'"),
+        (["--vary", "cluster=2x4,dgx-h200", "--price", "PRICES"], "no price for 'dgx-h200' or 'H200-SXM-141GB'"),
+        (["--cluster", "2x4", "--vary", "batch=8", "-o", "PRICES", "--price", "PRICES"], "which --price reads"),
+        (["--cluster", "2x4", "--vary", "batch=8", "--price", "nowhere.toml"], "--price nowhere.toml: No such file"),
+        (["--cluster", "2x4", "--vary", "batch=8", "-o", "a.png", "--png", "a.png"], "-o and --png both name 'a.png'"),
+    ],
+)
+def test_mistakes_are_one_line_before_anything_is_planned(run: Run, prices: str, words: list[str], message: str) -> None:
+    code, out, err = run(*MLP, *[prices if word == "PRICES" else word for word in words])
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("H100 = 0", "H100 = 0: give dollars for an hour of one device"),
+        ("p5.48xlarge = 3", "p5 is a table: put names with dots or colons in quotes"),
+        ("H100", "not TOML"),
+        ('H100 = "3"', "H100 = '3': give dollars"),
+    ],
+)
+def test_a_price_file_is_checked(run: Run, tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "prices.toml"
+    file.write_text(text)
+    code, _, err = run(*MLP, "--cluster", "2x4", "--vary", "batch=8", "--price", str(file))
+    assert code == 2
+    assert message in err
+
+
+def test_a_trace_of_other_arguments_is_refused() -> None:
+    step, args = _factory()
+    made = shardplan.plan(step, *args, cluster="2x2")
+    again = shardplan.plan(step, *args, cluster="2x4", traced=made.traced)
+    assert again.traced is made.traced
+    assert again.specs_by_path == shardplan.plan(step, *args, cluster="2x4").specs_by_path
+    with pytest.raises(shardplan.TraceError, match="traced= is of other arguments"):
+        shardplan.plan(step, *_factory(batch=32)[1], cluster="2x2", traced=made.traced)

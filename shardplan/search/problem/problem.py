@@ -30,7 +30,7 @@ from shardplan.search.problem.cost_tables import BIG, Costs, Store, Term, picose
 from shardplan.search.problem.interiors import Inside, interiors
 from shardplan.search.problem.ops import Ops
 from shardplan.search.problem.pricing import Domain, Limits, Pricer
-from shardplan.search.problem.summands import Summand, by_variable
+from shardplan.search.problem.summands import Summand, by_variable, summands_of
 from shardplan.search.problem.windows import NO_WINDOWS, Windows, windows_of
 
 Company = Mapping[str, float]
@@ -129,23 +129,10 @@ class Problem:
     @cached_property
     def summands(self) -> tuple[Summand, ...]:
         """The summands of the cost."""
-        return self.coarse.once(("summands", self.objective.device(self.cluster)), self._summands)
-
-    def _summands(self) -> tuple[Summand, ...]:
-        result = [Summand("interior", v, (v,), 1.0) for v in self.interior]
-        for n in self.coarse.joins:
-            scope, _, _ = self.ops.slots(self.graph.nodes[n])
-            if scope:
-                result.append(Summand("op", n, scope, self.graph.nodes[n].weight))
-        for k, link in enumerate(self.graph.links):
-            ends = self.coarse.of[link.source], self.coarse.of[link.target]
-            if ends[0] != FREE and (ends[0] != ends[1] or link.lift):
-                result.append(Summand("link", k, tuple(dict.fromkeys(v for v in ends if v != FREE)), link.weight))
-        for v in self.coarse.variables:
-            if v.kind != "stored":
-                scope = (v.of, v.id) if v.kind == "view" else (v.of, v.sibling, v.id)
-                result.append(Summand("view", v.id, scope, self.view_weight[v.id]))
-        return tuple(result)
+        key = "summands", self.objective.device(self.cluster)
+        return self.coarse.once(
+            key, lambda: summands_of(self.graph, self.coarse, self.interior, lambda n: self.ops.slots(n)[0], self.view_weight)
+        )
 
     @cached_property
     def around(self) -> Mapping[int, Sequence[Summand]]:

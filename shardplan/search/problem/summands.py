@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+from shardplan.graph.nodes import Graph, Node
+from shardplan.search.coarsening.coarsen import FREE, Coarse
 
 Kind = Literal["interior", "op", "link", "view"]
 
@@ -25,6 +28,29 @@ class Summand:
     at: int
     scope: tuple[int, ...]
     weight: float
+
+
+def summands_of(
+    graph: Graph,
+    coarse: Coarse,
+    interior: Iterable[int],
+    scope_of: Callable[[Node], tuple[int, ...]],
+    weight: Mapping[int, float],
+) -> tuple[Summand, ...]:
+    """All summands: ``interior`` are variables with ops inside, ``scope_of`` gives an op's variables, ``weight`` a view's."""
+    result = [Summand("interior", v, (v,), 1.0) for v in interior]
+    for n in coarse.joins:
+        if scope := scope_of(graph.nodes[n]):
+            result.append(Summand("op", n, scope, graph.nodes[n].weight))
+    for k, link in enumerate(graph.links):
+        ends = coarse.of[link.source], coarse.of[link.target]
+        if ends[0] != FREE and (ends[0] != ends[1] or link.lift):
+            result.append(Summand("link", k, tuple(dict.fromkeys(v for v in ends if v != FREE)), link.weight))
+    for v in coarse.variables:
+        if v.kind != "stored":
+            scope = (v.of, v.id) if v.kind == "view" else (v.of, v.sibling, v.id)
+            result.append(Summand("view", v.id, scope, weight[v.id]))
+    return tuple(result)
 
 
 def by_variable(summands: Sequence[Summand]) -> dict[int, list[Summand]]:

@@ -57,6 +57,7 @@ JAX_FILES = (
     "microbatches.accumulating",
     "shell.clusters",
     "shell.compare_command",
+    "shell.doctor",
     "shell.loading",
     "shell.plan_of_step",
     "shell.api",

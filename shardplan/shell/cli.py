@@ -1,4 +1,4 @@
-"""The command line: `shardplan plan | verify | compare | score | simulate | sweep | place | explain | mesh | reduce | tdl | ...`.
+"""The command line: `shardplan COMMAND`; `shardplan --help` lists the commands.
 
 With ``--json``, stdout holds one JSON object and nothing else; progress and warnings go to stderr. Exit codes: 0, done; 1, a
 check failed; 2, a user's error, printed as one line (with its traceback too if SHARDPLAN_TRACEBACK=1 is set); 130, interrupted by
@@ -122,6 +122,14 @@ def _explain(options: argparse.Namespace) -> Report:
     return Report("\n\n".join([*(known[p] for p in hits), *remarks(plan)]), {"explain": {p: known[p] for p in hits}})
 
 
+def _doctor(options: argparse.Namespace) -> Report:
+    from shardplan.report.doctor_text import doctor_text
+    from shardplan.shell.doctor import examine
+
+    found = examine(os.environ)
+    return Report(doctor_text(found), found, found["ok"])
+
+
 def _tdl(options: argparse.Namespace) -> Report:
     from shardplan.errors import nearest
     from shardplan.report import Progress
@@ -169,15 +177,12 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--plan", metavar="FILE", help="use a saved plan instead of a new one")
     one.add_argument("--steps", type=count, default=3, metavar="N", help="number of steps to compare (default: 3)")
 
-    add_compare_command(commands)
-
     one = add_command(commands, "score", _score, "price your own sharding (not supported yet)")
     add_target_options(one, required=False)  # it answers "not supported yet" without a TARGET too
     one.add_argument("--specs", metavar="FILE")
 
-    add_simulate_command(commands)
-    add_sweep_command(commands)
-    add_place_command(commands)
+    for add in (add_compare_command, add_simulate_command, add_sweep_command, add_place_command):
+        add(commands)
 
     one = add_command(commands, "explain", _explain, "explain the choices of a saved plan")
     one.add_argument("file", metavar="plan.json")
@@ -201,6 +206,7 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     add_calibrate_command(commands)
+    add_command(commands, "doctor", _doctor, "show versions, devices and flags, and how to install what is missing")
     return parser
 
 

@@ -44,7 +44,7 @@ def compiler_options(planned: Mapping[str, Any], asked: object, platform: str, e
 
 def _without_set(flags: Mapping[str, Any], source: str, environment: Mapping[str, str]) -> dict[str, Any]:
     """The flags that the environment's XLA_FLAGS does not set. Warns of those that it sets to another value than ``source``."""
-    own = _set_by_user(environment)
+    own = flags_set(environment)
     other = {name: own[name] for name in flags if name in own and own[name].lower() != str(flags[name]).lower()}
     if other:
         winning = ", ".join(f"--{name}={value}" for name, value in other.items())
@@ -53,8 +53,12 @@ def _without_set(flags: Mapping[str, Any], source: str, environment: Mapping[str
     return {name: value for name, value in flags.items() if name not in own}
 
 
-def _set_by_user(environment: Mapping[str, str]) -> dict[str, str]:
-    """The flags of XLA_FLAGS, by name: the variable holds them, or the name of a file with them."""
+def flags_set(environment: Mapping[str, str]) -> dict[str, str]:
+    """The flags of XLA_FLAGS, by name: the variable holds them, or the name of a file with them.
+
+    Raises:
+        ShardplanError: if the variable, or the file that it names, cannot be read.
+    """
     text = environment.get(XLA_FLAGS, "").strip()
     if text and not text.startswith("-"):
         try:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         PlacementMemoryError,
         PlanFileError,
         ReductionError,
+        ReshardError,
         ScheduleError,
         ShardplanError,
         TargetError,
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
     from shardplan.shell.place import Placement, place
     from shardplan.shell.placed_plan import PlacedPlan
     from shardplan.shell.plan_of_step import Plan
+    from shardplan.shell.replanning import replan
+    from shardplan.shell.resharding import reshard, resharding
     from shardplan.shell.sweep import sweep
     from shardplan.tdl.register import register
 
@@ -73,6 +76,7 @@ __all__ = [
     "Plan",
     "PlanFileError",
     "ReductionError",
+    "ReshardError",
     "ScheduleError",
     "ShardplanError",
     "Sweep",
@@ -87,6 +91,9 @@ __all__ = [
     "place",
     "plan",
     "register",
+    "replan",
+    "reshard",
+    "resharding",
     "schedule_dag",
     "sweep",
 ]
@@ -105,6 +112,9 @@ _HOMES = {
     "place": "shell.place",
     "plan": "shell.api",
     "register": "tdl.register",
+    "replan": "shell.replanning",
+    "reshard": "shell.resharding",
+    "resharding": "shell.resharding",
     "schedule_dag": "dag",
     "sweep": "shell.sweep",
 }

@@ -209,6 +209,10 @@ class PlanFileError(ShardplanError):
     """A plan file that cannot be read, or that belongs to another model, other shapes or another cluster."""
 
 
+class ReshardError(ShardplanError):
+    """A state that cannot be moved to another plan, or a plan that cannot be made again for another cluster."""
+
+
 class PlacementError(ShardplanError):
     """A placement that cannot be searched, or a strategy file that cannot be read or belongs to another step or cluster."""
 

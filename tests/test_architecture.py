@@ -65,6 +65,8 @@ JAX_FILES = (
     "shell.place",
     "shell.placed_plan",
     "shell.planned_step",
+    "shell.replanning",
+    "shell.resharding",
     "shell.target",
     "shell.pytest_plugin",
     "mesh.devices",

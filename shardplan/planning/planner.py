@@ -129,7 +129,7 @@ class _Way:
 
     def _session(self, found: Found) -> Session:
         assert self._planned is not None
-        return _session_of(self._planned.program, found, self._wanted, tuple(self._searcher.replicate))
+        return session_of(self._planned.program, found, self._wanted, tuple(self._searcher.replicate))
 
 
 def _searched(program: Program, searcher: Searcher, origin: str, *, recompute: bool) -> Planned:
@@ -148,7 +148,7 @@ def _searched(program: Program, searcher: Searcher, origin: str, *, recompute: b
     return planned
 
 
-def _session_of(program: Program, found: Found, wanted: Wanted, replicate: tuple[str, ...]) -> Session:
+def session_of(program: Program, found: Found, wanted: Wanted, replicate: tuple[str, ...]) -> Session:
     """A session with the best solution of an outcome."""
     problem, outcome = found
     return Session(

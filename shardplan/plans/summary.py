@@ -137,7 +137,18 @@ def session_of(data: PlanData, program: Program, donated: frozenset[int]) -> Ses
 
 
 def _solution(data: PlanData, problem: Problem, solver: Solver) -> Solution:
-    graph, choices = problem.graph, data.choices
+    states, keep = states_of(data.choices, problem)
+    return solver.rate(data.name, states, problem.regathered(keep), data.regather, limits_of(data, problem.graph))
+
+
+def states_of(choices: Choices, problem: Problem) -> tuple[tuple[int, ...], frozenset[int]]:
+    """The states of a problem's variables under these choices, and the backward views that reuse the forward copy.
+
+    Raises:
+        PlanFileError: if values that share a variable have several layouts.
+        KeyError: for a layout that the problem does not know.
+    """
+    graph = problem.graph
     layouts = {t: at for where, body in choices.bodies.items() for t, at in zip(graph.bodies[where], body.layouts, strict=True)}
     numbers = _copies(choices, problem)
     states: list[int] = []
@@ -156,8 +167,7 @@ def _solution(data: PlanData, problem: Problem, solver: Solver) -> Solution:
                 f"shape {list(variable.shape)} that share one in this version: plan the step again to have it explained"
             )
         states += found
-    limits = _limits(choices, graph) if data.limited else None
-    return solver.rate(data.name, tuple(states), problem.regathered(frozenset(keep)), data.regather, limits)
+    return tuple(states), frozenset(keep)
 
 
 def _copies(choices: Choices, problem: Problem) -> dict[int, set[int]]:
@@ -171,7 +181,10 @@ def _copies(choices: Choices, problem: Problem) -> dict[int, set[int]]:
     return found
 
 
-def _limits(choices: Choices, graph: Graph) -> Limits:
-    """Limits that cut each op as the plan cuts it."""
+def limits_of(data: PlanData, graph: Graph) -> Limits | None:
+    """Limits that cut each op as the plan cuts it; None for a plan whose layouts alone say that."""
+    if not data.limited:
+        return None
+    choices = data.choices
     cuts = {n.id: use for n in graph.nodes if (use := choices.use(n.where, n.op.id)) is not None}
     return Limits({n: tuple(frozenset({loop}) for loop in use.loops) for n, use in cuts.items()})

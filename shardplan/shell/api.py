@@ -151,7 +151,7 @@ def plan(
     inside = resolved if stages == 1 else group_cluster(resolved, stage_groups(resolved, stages)[0])
     fixed, sizes = checked_factors(factors, inside), checked_axes(axes, inside, factors, measure)
     traced, traced_at = _traced(step, args, donated, traced, observer), time.perf_counter()
-    replicate, entries = _checked_primitives(replicate, traced.program, resolved.size), _pin_entries(pins or {})
+    replicate, entries = _checked_primitives(replicate, traced.program, resolved.size), pin_entries(pins or {})
     leaves = frozenset(leaves_of(traced.in_tree, donated))
     wanted = Wanted(
         limit.nbytes, leaves, entries, deadline, observer, measure, fixed, mesh is None, sizes, timed, runs["backend"]
@@ -164,7 +164,7 @@ def plan(
         return on_groups(asked, stages, placement)
     program = microbatched(traced.program, parts, replicate)
     made = planned(program, searcher, limit.origin, recompute=remat == "auto")
-    _warn(made.session)
+    warn_of(made.session)
     return Plan(
         plan_data(asked, made), traced=traced, program=made.planned.program, graph=made.session.graph, step=step, user_mesh=mesh,
         session=made.session, run=made.run,
@@ -184,7 +184,7 @@ def _traced(
     return known
 
 
-def _warn(session: Session) -> None:
+def warn_of(session: Session) -> None:
     """Warns of what `warn_of_graph` finds, and of factors that divide no dim of any argument."""
     warn_of_graph(session.graph, session.problem.cluster.device)
     for unused in idle(session.problem, session.decisions):
@@ -274,7 +274,7 @@ def _primitives(program: Program) -> Iterator[str]:
             yield from _primitives(body)
 
 
-def _pin_entries(pins: Mapping[str, PartitionSpec]) -> dict[str, tuple[Any, ...]]:
+def pin_entries(pins: Mapping[str, PartitionSpec]) -> dict[str, tuple[Any, ...]]:
     """Pins as tuples of entries, as the search reads them; refuses invalid ones."""
     if not isinstance(pins, Mapping):
         raise PinError(f"pins={pins!r} is not a mapping: give a dict from globs of argument paths to jax.sharding.PartitionSpec")

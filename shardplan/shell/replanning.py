@@ -1,0 +1,160 @@
+"""`shardplan.replan`: a plan made again for another cluster, from the plan before."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+
+from jax.sharding import PartitionSpec
+
+from shardplan.emit.backends import chosen
+from shardplan.errors import MemoryLimitError, PinError, ReshardError
+from shardplan.ir import Entry, Program
+from shardplan.mesh import Cluster, factors
+from shardplan.microbatches.accumulating import microbatched
+from shardplan.planning.planner import Made, planned
+from shardplan.planning.recomputation import Searcher
+from shardplan.planning.wanted import Wanted
+from shardplan.plans.inherited import inherited, matched, step_time_s
+from shardplan.search.coarsening import coarsen
+from shardplan.search.inference.anytime import Observer
+from shardplan.search.problem.problem import Problem
+from shardplan.search.strategy.pins import pinned_domains
+from shardplan.shell.api import checked_observer, checked_options, pin_entries, warn_of
+from shardplan.shell.clusters import ClusterLike, resolve_cluster
+from shardplan.shell.factor_options import FactorsLike, checked_axes, checked_factors
+from shardplan.shell.made_plans import Asked, plan_data
+from shardplan.shell.memory_default import memory_limit as read_limit
+from shardplan.shell.placed_plan import PlacedPlan
+from shardplan.shell.plan_of_step import Plan
+
+_log = logging.getLogger("shardplan")
+
+
+def replan(
+    plan: Plan,
+    cluster: ClusterLike,
+    *,
+    memory_limit: int | float | str | None = None,
+    objective: str | None = None,
+    pins: Mapping[str, PartitionSpec] | None = None,
+    axes: Mapping[str, int] | None = None,
+    factors: FactorsLike | None = None,
+    time_budget_s: float | None = None,
+    observer: Observer | None = None,
+    one_choice: str = "auto",
+    remat: str | None = None,
+    backend: str | None = None,
+    time_model: str | None = None,
+) -> Plan:
+    """A plan of the same step for another cluster: a node was lost or added, or links or devices have become slower.
+
+    It is searched anew, and from the layouts of ``plan`` where the factors of both clusters match
+    (`shardplan.plans.inherited`). So it takes no longer than the old layouts would on the new cluster, where these still fit
+    there and keep to the pins, and no longer than what `shardplan.plan` finds. The step is not traced again; a plan from
+    `shardplan.load` will do. `shardplan.reshard` moves a run's state to the new plan.
+
+    Args:
+        plan: The plan to replace.
+        cluster: As for `shardplan.plan`, as are all options. Those that are not given are the old plan's: a memory limit that
+            the user gave, the pins that still apply, axes if they still multiply to the number of devices (what no longer holds
+            is dropped with a warning), ``remat``, the backend and so on. Donated arguments, replicated primitives and
+            microbatches stay as they are.
+
+    Raises:
+        ReshardError: for a plan with groups of devices.
+        MemoryLimitError: if no plan fits.
+        PinError, ClusterError: as for `shardplan.plan`.
+    """
+    _check_plan(plan)
+    data, began = plan.data, time.perf_counter()
+    time_budget_s = data.time_budget_s if time_budget_s is None else time_budget_s
+    remat = remat or ("auto" if data.remat.parts or data.remat.note else "none")
+    (measure, timed), deadline, shared = checked_options(
+        objective or data.objective, time_model or data.time_model, time_budget_s, one_choice, remat
+    )
+    observer, runs = checked_observer(observer), chosen(backend or data.backend)
+    resolved, mesh = resolve_cluster(cluster)
+    given = data.memory_limit if memory_limit is None and not data.memory_limit_origin else memory_limit
+    limit = read_limit(given, resolved.device, os.environ)
+    axes = _axes(plan, resolved) if axes is None and factors is None and not measure.everything_split else axes
+    fixed, sizes = checked_factors(factors, resolved), checked_axes(axes, resolved, factors, measure)
+    entries = _pins(plan, resolved) if pins is None else pin_entries(pins)
+    donated = frozenset(plan.donated_leaves)
+    wanted = Wanted(
+        limit.nbytes, donated, entries, deadline, observer, measure, fixed, mesh is None, sizes, timed, runs["backend"]
+    )
+    searcher = Searcher(data.replicate, shared, resolved, wanted)
+    asked = Asked(
+        plan.step, plan.traced, searcher, limit, data.donate_argnums, time_budget_s, runs, data.microbatches, began, began
+    )
+    program = microbatched(plan.traced.program, data.microbatches, data.replicate)
+    made = _best(plan, program, searcher, limit.origin, recompute=remat == "auto")
+    warn_of(made.session)
+    return Plan(
+        plan_data(asked, made), traced=plan.traced, program=made.planned.program, graph=made.session.graph, step=plan.step,
+        user_mesh=mesh, session=made.session, run=made.run,
+    )  # fmt: skip
+
+
+def _best(plan: Plan, program: Program, searcher: Searcher, origin: str, *, recompute: bool) -> Made:
+    """The fastest of what a search finds, the old layouts, and what a search from those finds.
+
+    Raises:
+        MemoryLimitError: if none of them fits.
+    """
+    wanted, fresh, refusal = searcher.wanted, None, None
+    try:
+        fresh = planned(program, searcher, origin, recompute=recompute)
+    except MemoryLimitError as error:
+        refusal = error
+    free = wanted.factors is None and not wanted.objective.everything_split
+    old = inherited(plan.data, plan.program, searcher.cluster, wanted, fresh) if free else []
+    every = [*([fresh] if fresh is not None else []), *old]
+    if not every:
+        assert refusal is not None
+        raise refusal
+    return min(every, key=step_time_s)
+
+
+def _check_plan(plan: object) -> None:
+    if isinstance(plan, PlacedPlan):
+        raise ReshardError(
+            f"this plan has groups of devices of {plan.cluster.name}, which another cluster does not have: plan the step again "
+            "with the axes and microbatches of its pipeline, or with placement= a shardplan.place result for that cluster; "
+            "shardplan.reshard moves its state there"
+        )
+    if not isinstance(plan, Plan):
+        raise ReshardError(f"plan is a {type(plan).__name__}: give the plan that shardplan.plan or shardplan.load returned")
+
+
+def _axes(plan: Plan, cluster: Cluster) -> Mapping[str, int] | None:
+    """The sizes of purposes that the old plan was given, if they have as many devices as the cluster."""
+    own: dict[str, int] = dict(plan.fixed_axes.items())
+    if own and math.prod(own.values()) != cluster.size:
+        sizes = ", ".join(f"{name}={n}" for name, n in own.items())
+        _log.warning("axes %s of the old plan do not make %d devices: the search chooses; or give axes=", sizes, cluster.size)
+        return None
+    return own or None
+
+
+def _pins(plan: Plan, cluster: Cluster) -> dict[str, Sequence[Entry]]:
+    """The pins of the old plan that its factors, or whole levels, can hold on the cluster."""
+    data = plan.data
+    if not data.pins:
+        return {}
+    found = matched(data.cluster, data.factors, cluster)
+    over = factors(cluster) if found is None else found.factors
+    problem = Problem(plan.graph, coarsen(plan.graph, data.one_choice), cluster, over)
+    kept: dict[str, Sequence[Entry]] = {}
+    for glob, entries in data.pins.items():
+        try:
+            pinned_domains(problem, {glob: entries})
+        except PinError as error:
+            _log.warning("a pin of the old plan is dropped: %s", error)
+            continue
+        kept[glob] = entries
+    return kept

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from shardplan.errors import (
         ArgumentError,
         CalibrationError,
+        CheckError,
         ClusterError,
         CompilerDiedError,
         DescriptionError,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
         ShardplanError,
         TargetError,
         TraceError,
+        UncheckedError,
         UncompiledPrimitiveError,
         UndescribedPrimitiveError,
         UnequalDevicesError,
@@ -59,6 +61,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ArgumentError",
     "CalibrationError",
+    "CheckError",
     "Cluster",
     "ClusterError",
     "CompilerDiedError",
@@ -82,6 +85,7 @@ __all__ = [
     "Sweep",
     "TargetError",
     "TraceError",
+    "UncheckedError",
     "UncompiledPrimitiveError",
     "UndescribedPrimitiveError",
     "UnequalDevicesError",

@@ -7,6 +7,7 @@ is an ``assert``, never one of these.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from shardplan.versions import is_tested, jax_version, remedy
 
@@ -203,6 +204,44 @@ class MemoryLimitError(ShardplanError):
         self.pins = dict(pins or {})
         self.unfinished = unfinished
         self.rematerialised = rematerialised
+
+
+class CheckError(ShardplanError):
+    """A step that computes something else under its plan than on one device.
+
+    ``path`` names the leaf of the result that is furthest off, ``index`` the place in it, ``single`` and ``sharded`` its values
+    there; ``unequal`` are all leaves that differ by more than their ``tolerance``.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: str = "",
+        index: Sequence[int] = (),
+        single: Any = None,
+        sharded: Any = None,
+        tolerance: float = 0.0,
+        unequal: Sequence[str] = (),
+    ) -> None:
+        super().__init__(message)
+        self.path = path
+        self.index = tuple(index)
+        self.single = single
+        self.sharded = sharded
+        self.tolerance = tolerance
+        self.unequal = tuple(unequal)
+
+
+class UncheckedError(ShardplanError):
+    """A check of a plan that could not run, so that nothing is known. Where a device lacks the memory, ``needed_bytes`` are more
+    than ``limit_bytes``.
+    """
+
+    def __init__(self, reason: str, *, needed_bytes: int | None = None, limit_bytes: int | None = None) -> None:
+        super().__init__(f"the plan was not checked: {reason}")
+        self.needed_bytes = needed_bytes
+        self.limit_bytes = limit_bytes
 
 
 class PlanFileError(ShardplanError):

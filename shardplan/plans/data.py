@@ -57,8 +57,9 @@ class PlanData:
     price in the search's tables, in which each reader has its own collective and nothing is padded. ``time_model`` says how
     seconds add up (`shardplan.cost.overlap`), ``weights`` at which weights the search ended, ``company`` how many bytes of each
     pool (`shardplan.cost.overlap.Window`) travel together in its prices (None: all that may).
-    ``memory_limit_origin`` says where ``memory_limit`` comes from, if not from the user. ``result_layouts`` has a layout for
-    each leaf of the step's result. ``exact``: the search found the optimum of its mesh without a memory limit;
+    ``memory_limit_origin`` says where ``memory_limit`` comes from, if not from the user. ``argument_names`` are those of the
+    step's arguments, with which the paths of their leaves begin; ``result_paths`` and ``result_layouts`` have an item for each
+    leaf of the step's result. ``exact``: the search found the optimum of its mesh without a memory limit;
     ``unlimited_s`` is the price of that optimum in the search's tables, if it is known. ``stopped`` says what ended the
     search early ("time budget", "interrupted"; else empty).
     ``microbatches``: the program runs the batch in so many parts.
@@ -78,7 +79,9 @@ class PlanData:
     name: str
     cluster: Cluster
     factors: tuple[Factor, ...]
+    argument_names: tuple[str, ...]
     arguments: tuple[Argument, ...]
+    result_paths: tuple[str, ...]
     result_layouts: tuple[Layout | None, ...]
     operators: int
     choices: Choices = field(repr=False)

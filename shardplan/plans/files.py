@@ -18,7 +18,7 @@ from shardplan.mesh.factoring import check_cover
 from shardplan.plans.codec import Reader, Writer, plain
 from shardplan.plans.data import PlanData
 
-FORMAT = 14
+FORMAT = 15
 """Version of the plan file."""
 
 _TABLES: dict[type, str] = {Layout: "layouts", Use: "uses"}
@@ -160,6 +160,8 @@ def _check(data: PlanData, cluster_fingerprint: Any) -> None:
         raise ValueError(f"cluster_fingerprint={cluster_fingerprint!r} does not match the cluster in the file")
     if len(data.purposes) != len(data.factors) or not all(data.purposes):
         raise ValueError(f"purposes={data.purposes!r} says nothing of some of the {len(data.factors)} factors")
+    if len(data.result_paths) != len(data.result_layouts):
+        raise ValueError(f"{len(data.result_paths)} results have paths, {len(data.result_layouts)} have layouts")
     if data.company is not None and set(data.company) != set(POOLS):
         raise ValueError(f"company={data.company!r} is not of the pools {', '.join(POOLS)}")
     copies = data.choices.copies

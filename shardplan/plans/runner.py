@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import jax
+import jax.export
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
@@ -145,6 +146,20 @@ class Flat:
         functions = {id(f): f for f in (self._outermost, self._inside)}
         return sum(map(_jax.compilations, functions.values()))
 
+    def exported(self, leaves: Sequence[Any], platform: str | None) -> bytes:
+        """The function for leaves of these types as a serialized `jax.export.Exported`, for a platform, by default its devices'.
+
+        Raises:
+            ShardplanError: for a program that JAX cannot export, and where the package flatbuffers is not installed.
+        """
+        try:
+            # without compiler options, which are no part of what is exported
+            return bytes(jax.export.export(self._inside, platforms=platform and [platform])(*leaves).serialize())
+        except ImportError as error:
+            raise ShardplanError("JAX needs flatbuffers to export a step: pip install 'shardplan[export]'") from error
+        except (ValueError, NotImplementedError) as error:
+            raise ShardplanError(f"JAX cannot export this step: {error}") from error
+
     def _function(self) -> Any:
         return self._outermost if _jax.is_outermost() else self._inside
 
@@ -210,6 +225,11 @@ class Runner:
     def eval_shape(self, *args: Any, **named: Any) -> Any:
         """The shapes and dtypes of the step's result."""
         return self.trace(*args, **named).out_info
+
+    def exported(self, platform: str | None = None) -> bytes:
+        """The step of flat leaves as a serialized `jax.export.Exported` (`Flat.exported`)."""
+        assert isinstance(self._flat, Flat), "a step of several programs"
+        return self._flat.exported(self._traced.in_shapes, platform)
 
     def _checked(self, leaves: Sequence[Any], tree: Any) -> Any:
         """The tree of the results, once the leaves are known to have their planned types."""

@@ -45,6 +45,7 @@ def decided(session: Session, run: Scheduled | None, axes: Sequence[Purpose] = (
             Argument(path, x.shape, x.dtype, x.nbytes, layouts[t])
             for path, t, x in zip(graph.input_paths, graph.inputs, tensors, strict=True)
         ),
+        "result_paths": session.program.output_paths,
         "result_layouts": tuple(layouts[t] if t >= 0 else None for t in graph.outputs),
         "choices": session.extractor.choices(decisions),
         "collectives": collectives_of(session, run),

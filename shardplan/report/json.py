@@ -14,7 +14,9 @@ from shardplan.plans.xla_flags import xla_flags
 from shardplan.remat import Remat
 from shardplan.report.plan_text import collective_rows
 
-_LONG = frozenset({"factors", "arguments", "result_layouts", "choices", "tried", "left_out", "fingerprint", "explanations"})
+_LONG = frozenset(
+    "factors argument_names arguments result_paths result_layouts choices tried left_out fingerprint explanations".split()
+)
 """The fields of `PlanData` that are for the plan's file alone."""
 
 _DERIVED = (

@@ -24,6 +24,8 @@ from shardplan.shell import interrupts
 from shardplan.shell.arguments import Parser, add_command, add_target_options, check_outputs, count
 from shardplan.shell.calibrate_command import add_calibrate_command
 from shardplan.shell.compare_command import add_compare_command
+from shardplan.shell.diff_command import add_diff_command
+from shardplan.shell.export_command import add_export_command
 from shardplan.shell.mesh_commands import add_mesh_commands
 from shardplan.shell.place_command import add_place_command
 from shardplan.shell.simulate_command import add_simulate_command
@@ -188,7 +190,8 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("file", metavar="plan.json")
     one.add_argument("path", nargs="?", metavar="PATH", help="path of an argument, or a glob of paths (default: the whole plan)")
 
-    add_mesh_commands(commands)
+    for add in (add_export_command, add_diff_command, add_mesh_commands):
+        add(commands)
 
     one = add_command(commands, "tdl", _tdl, "show what the description language covers")
     one.add_argument("primitive", nargs="?", metavar="PRIMITIVE")

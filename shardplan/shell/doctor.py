@@ -31,7 +31,7 @@ NEEDED: Mapping[str, str] = {
 """The packages that shardplan cannot do without, each with what it is for."""
 
 _DEV = (
-    *("hypothesis", "matplotlib", "numba", "ml_dtypes", "optax", "pyright", "pytest", "pytest-xdist", "ruff"),
+    *("flatbuffers", "hypothesis", "matplotlib", "numba", "ml_dtypes", "optax", "pyright", "pytest", "pytest-xdist", "ruff"),
     *("scikit-learn", "scipy-stubs", "types-networkx"),
 )
 
@@ -39,6 +39,7 @@ EXTRAS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "draw": (("matplotlib",), "pictures: --draw, --png"),
     "fast": (("numba",), "the simulator, compiled"),
     "gpu-aot": (("jax-cuda13-pjrt", "jax-cuda13-plugin"), "compiling for GPUs that are not there"),
+    "export": (("flatbuffers",), "the planned step as StableHLO: export -o step.stablehlo"),
     "attention": (("tokamax",), "tokamax's attention kernels in models/"),
     "dev": (_DEV, "the tests, and the optimizers of models/ (optax)"),
 }

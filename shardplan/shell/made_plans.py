@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from shardplan import _jax
 from shardplan.constants import CONSTANTS
 from shardplan.frontend.trace import Traced
 from shardplan.ir import Microbatches
@@ -42,6 +43,7 @@ def plan_data(asked: Asked, made: Made) -> PlanData:
     return PlanData(
         **(decided(made.session, made.run, made.planned.found[1].purposes) | _search_fields(asked, made) | dict(asked.runs)),
         operators=asked.traced.program.count_ops(),
+        argument_names=_jax.argument_names(asked.step, len(asked.traced.in_tree.children())),
         donate_argnums=asked.donate_argnums,
         microbatches=asked.microbatches,
         time_budget_s=asked.time_budget_s,

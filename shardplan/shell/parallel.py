@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from types import MethodType
-from typing import Any
+from typing import Any, Literal
 
 import jax
+from jax.core import Tracer
 from jax.sharding import Mesh
 
 from shardplan.constants import CONSTANTS
-from shardplan.errors import ArgumentError, PlanFileError, ShardplanError, nearest
+from shardplan.errors import ArgumentError, PlanFileError, ShardplanError, UncheckedError, nearest
 from shardplan.frontend.argnums import leaves_of, positions, tuple_of
 from shardplan.frontend.nnx_state import (
     abstract,
@@ -40,6 +41,7 @@ from shardplan.shell.loading import for_step
 from shardplan.shell.memory_default import memory_limit
 from shardplan.shell.placed_plan import PlacedPlan
 from shardplan.shell.plan_of_step import Plan
+from shardplan.verify.check import check
 
 _log = logging.getLogger("shardplan")
 
@@ -63,6 +65,7 @@ class _Settings:
     devices: Sequence[Any] | None
     cache_dir: str | PathLike[str] | None
     xla_flags: Mapping[str, Any] | bool | None
+    check: str | None
     options: Mapping[str, Any]
 
 
@@ -75,6 +78,7 @@ def parallelize(
     devices: Sequence[Any] | None = None,
     cache_dir: str | PathLike[str] | None = None,
     xla_flags: Mapping[str, Any] | bool | None = None,
+    check: Literal["first"] | None = None,
     **options: Any,
 ) -> Callable[[Callable[..., Any]], Parallel]:
     """A decorator that shards a step: the first call traces, plans, places and compiles; later calls only run.
@@ -84,9 +88,15 @@ def parallelize(
     negative ones count from the end. ``cache_dir`` keeps plans under a key of the traced step, the cluster and the options:
     another process with the same step reuses them.
 
+    With ``check="first"``, the first call under each plan begins with `Plan.check`: it runs the step once more on one device and
+    under the plan, with copies of the arguments, and raises a `CheckError` where the results differ. Where that cannot run, for
+    example because one device lacks the memory, a warning says so.
+
     Raises:
         ShardplanError: for an unknown option.
     """
+    if check not in (None, "first"):
+        raise ShardplanError(f"unsupported check={check!r}: use 'first', or None for no check")
     for option in options:
         if option not in _PLAN_OPTIONS:
             known = sorted({*_PLAN_OPTIONS, *inspect.signature(parallelize).parameters} - {"options"})
@@ -94,7 +104,7 @@ def parallelize(
                 f"parallelize has no option {option!r}{nearest(option, known) or ' (known: ' + ', '.join(known) + ')'}"
             )
     names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
-    settings = _Settings(cluster, donate_argnums, static_argnums, names, devices, cache_dir, xla_flags, options)
+    settings = _Settings(cluster, donate_argnums, static_argnums, names, devices, cache_dir, xla_flags, check, options)
     return lambda step: Parallel(step, settings)
 
 
@@ -106,6 +116,7 @@ class Parallel:
         self._step, self._settings = step, settings
         self._parameters = _parameters(step)
         self._ready: dict[Any, _Ready] = {}
+        self._unchecked: set[int] = set()  # by id, of those in `_ready`
         self._plain: set[Any] = set()  # structures of arguments without nnx objects
         self._latest: _Ready | None = None
 
@@ -161,12 +172,15 @@ class Parallel:
 
         def run(leaves: list[Any], tree: Any) -> tuple[Any, Sequence[Any]]:
             latest = self._latest
-            if latest is not None and latest.tree == tree and latest.call.key == call.key:
+            if latest is not None and not self._unchecked and latest.tree == tree and latest.call.key == call.key:
                 try:
                     return latest.run.run(leaves, tree)
                 except ArgumentError:  # other shapes than in the last call: they have their own plan
                     pass
-            return self._ready_for(call, leaves, tree).run.run(leaves, tree)
+            ready = self._ready_for(call, leaves, tree)
+            if id(ready) in self._unchecked:
+                self._check(ready, leaves, tree)
+            return ready.run.run(leaves, tree)
 
         leaves, tree = jax.tree.flatten(call.dynamic)
         if not self._without_objects(tree, call.dynamic):
@@ -200,6 +214,16 @@ class Parallel:
         flat = jax.jit(lambda *a: jax.tree.leaves(apart(init_fn(*a))), out_shardings=shardings.shardings)
         return together(jax.tree.unflatten(trees[place], flat(*args)))
 
+    def _check(self, ready: _Ready, leaves: Sequence[Any], tree: Any) -> None:
+        """Checks a plan on the arguments of its first call; warns where that cannot run."""
+        try:
+            check(ready.plan, ready.run, leaves, tree, self._settings.devices)
+        except UncheckedError as error:
+            _log.warning("%s: %s", self._name, error)
+            if any(isinstance(x, Tracer) for x in leaves):
+                return  # a later call may have values
+        self._unchecked.discard(id(ready))
+
     # -- plans -------------------------------------------------------------------------------------------------------
 
     def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Call:
@@ -231,6 +255,8 @@ class Parallel:
             ) from error
         if ready is None:
             ready = self._ready[key] = self._make_ready(call, leaves, tree)
+            if self._settings.check is not None:
+                self._unchecked.add(id(ready))
         self._latest = ready
         return ready
 

@@ -103,6 +103,11 @@ class PlacedPlan(PlannedStep):
         return max(held.values())
 
     @property
+    def memory_limit(self) -> int:
+        """The bytes that a device may hold."""
+        return min(plan.memory_limit for plan in self.groups)
+
+    @property
     def held_bytes(self) -> tuple[int, ...]:
         """For each group, the most bytes that a device holds of values that enter or leave its programs: arguments, saved values
         of the microbatches that are under way, what is sent. What a program needs inside is not counted.
@@ -233,7 +238,7 @@ class PlacedPlan(PlannedStep):
             raise ShardplanError("drop leaves out an exchange of a plan with one program: plan with placement='one'")
         self.backend_for(backend)
         step = with_arguments_of(step, self.step)
-        self.check(step)
+        self.check_step(step)
         meshes = self.meshes(devices)
         options = compiler_options(self.xla_flags, xla_flags, meshes[0].devices.flat[0].platform, os.environ)
         weak_results = [shape.weak_type for shape in self.traced.out_shapes]

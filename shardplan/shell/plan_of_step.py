@@ -40,6 +40,7 @@ from shardplan.report.timeline import Timeline, priced_of, timeline
 from shardplan.schedule import PlannedProgram, Schedule, build, planned_program, sends
 from shardplan.search.session import Session
 from shardplan.shell.compiler_options import compiler_options
+from shardplan.shell.exporting import STEP, form_of, write_text
 from shardplan.shell.plan_figures import Figures
 from shardplan.shell.planned_step import PlannedStep
 from shardplan.simulate.engine import Contention
@@ -227,7 +228,7 @@ class Plan(PlannedStep, Figures):
                 "explicit" and cuts an op in a way that "specs" gets wrong.
         """
         name, step = self.backend_for(backend), with_arguments_of(step, self.step)
-        self.check(step)
+        self.check_step(step)
         mesh = self.mesh(devices)
         options = compiler_options(self.xla_flags, xla_flags, mesh.devices.flat[0].platform, os.environ)
         emitted = self._planned_for(name), mesh, name, lambda: self.schedule
@@ -396,6 +397,26 @@ class Plan(PlannedStep, Figures):
             data = replace(data, fingerprint=fingerprint(self.traced))
         self._data = data
         return data
+
+    def export(self, file: str | os.PathLike[str], *, devices: Sequence[Any] | None = None, platform: str | None = None) -> None:
+        """Writes the plan in the form that the file's name ends in; an existing file is replaced once the new one is complete.
+
+        - ``specs.py``: the PartitionSpecs of arguments and results, by path, as Python that imports JAX alone.
+        - ``rules.yml``: ordered rules [pattern, spec] on the paths of arguments.
+        - ``maxtext.yml``: the sizes of MaxText's mesh axes, by purpose.
+        - ``step.stablehlo``: the planned step, serialized by `jax.export`, as a function from the flat leaves of its arguments to
+          those of its result, for these ``devices`` (by default those of `mesh`) or another ``platform`` ("cuda", "cpu"). Needs
+          flatbuffers (the extra ``export``).
+
+        Raises:
+            ShardplanError: for another name, if the file cannot be written, or for a step that JAX cannot export.
+        """
+        if form_of(file) == STEP:
+            write_whole(Path(file), self.jit(self.step, devices).exported(platform))
+            return
+        everything = jax.devices()
+        own = None if self.user_mesh is None else [everything.index(d) for d in self.mesh().devices.flat]
+        write_text(self.data, file, own)
 
     def draw(self, file: str | os.PathLike[str], *, title: str = "") -> None:
         """Draws the plan (Tofu, Figure 11): weights and activations of each layer as tiles, with a line for each cut.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax.sharding import Mesh
@@ -16,6 +16,10 @@ from shardplan.frontend.nnx_state import apart, has_objects, together, trace_ste
 from shardplan.frontend.trace import Traced
 from shardplan.plans.fingerprint import difference
 from shardplan.plans.runner import Leaves, check_tree
+from shardplan.verify.check import check
+from shardplan.verify.judge import Judged
+from shardplan.verify.runs import Runnable
+from shardplan.verify.stand_ins import stand_ins
 
 
 class PlannedStep(ABC):
@@ -55,7 +59,41 @@ class PlannedStep(ABC):
         placed = together(placed) if has_objects(args) else placed
         return placed if not names else (placed[: -len(names)], dict(zip(names, placed[-len(names) :], strict=True)))
 
-    def check(self, step: Callable[..., Any]) -> None:
+    @abstractmethod
+    def jit(self, step: Callable[..., Any], devices: Sequence[Any] | None = None, backend: str = "auto", **options: Any) -> Any:
+        """The step, jitted with this plan's shardings."""
+
+    @abstractmethod
+    def mesh(self, devices: Sequence[Any] | None = None) -> Mesh:
+        """The mesh on these devices."""
+
+    def check(
+        self,
+        args: Sequence[Any],
+        *,
+        kwargs: Mapping[str, Any] | None = None,
+        devices: Sequence[Any] | None = None,
+        backend: str = "auto",
+        drop: int | None = None,
+    ) -> Judged:
+        """Runs the step on these arguments under the plan and on one device, and compares each leaf of the results.
+
+        What is equal is equal up to rounding, as for `shardplan verify`. The arguments stay as they are: both runs take copies.
+        ``kwargs``, ``devices``, ``backend`` and ``drop`` are as for `put` and `jit`.
+
+        Raises:
+            CheckError: if a leaf differs.
+            UncheckedError: if the check cannot run, for example because one device lacks the memory for the whole step.
+            ArgumentError: for an array of another shape or dtype than was planned.
+            ShardplanError: for arguments of another structure, or for deleted ones.
+        """
+        leaves, tree = jax.tree.flatten(apart(ordered(self.step, tuple(args), kwargs or {})))
+        check_tree(tree, self.traced, self.step)
+        self.leaves(self.mesh(devices)).fit(leaves)
+        with stand_ins(self.traced.program, devices):
+            return check(cast("Runnable", self), self.jit(self.step, devices, backend, drop=drop), leaves, tree, devices)
+
+    def check_step(self, step: Callable[..., Any]) -> None:
         """Refuses a step that is not the one that was planned."""
         if self.step is step:
             return

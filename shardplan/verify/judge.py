@@ -74,15 +74,23 @@ class Judged:
 
 def difference(a: NDArray[Any], b: NDArray[Any], left_out: NDArray[np.bool_] | None = None) -> float:
     """The largest difference outside the places left out; infinite where only one number is finite, or infinities differ."""
+    gaps = _gaps(a, b)
+    return float(np.max(gaps if left_out is None else np.where(left_out, 0.0, gaps), initial=0.0))
+
+
+def furthest(a: NDArray[Any], b: NDArray[Any], error: float) -> tuple[int, ...]:
+    """The first place at which two leaves differ by ``error``, as `difference` has it."""
+    return tuple(int(i) for i in np.argwhere(_gaps(a, b) == error)[0])
+
+
+def _gaps(a: NDArray[Any], b: NDArray[Any]) -> NDArray[Any]:
+    """The difference at each place: at least 1 for unequal integers, infinite where it is no finite number."""
     if not jnp.issubdtype(a.dtype, jnp.inexact):
-        return 0.0 if np.array_equal(a, b) else max(1.0, float(np.max(np.abs(a.astype(np.float64) - b.astype(np.float64)))))
+        return np.where(a == b, 0.0, np.maximum(1.0, np.abs(a.astype(np.float64) - b.astype(np.float64))))
     x, y = wide(a), wide(b)
-    same = (x == y) | (np.isnan(x) & np.isnan(y))
-    same = same if left_out is None else same | left_out
     with np.errstate(invalid="ignore", over="ignore"):
-        gap = np.where(same, 0.0, np.abs(x - y))
-    worst = float(np.max(gap, initial=0.0))
-    return worst if np.isfinite(worst) else float("inf")
+        gap = np.abs(x - y)
+    return np.where((x == y) | (np.isnan(x) & np.isnan(y)), 0.0, np.where(np.isfinite(gap), gap, np.inf))
 
 
 def wide(x: NDArray[Any]) -> NDArray[Any]:

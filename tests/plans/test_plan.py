@@ -149,11 +149,11 @@ def test_a_step_that_differs_in_a_parameter_or_a_constant_is_another_step() -> N
         return lambda x: jnp.sum(x**n + table)
 
     plan = shardplan.plan(power(2, 0.0), x, cluster="2")
-    plan.check(power(2, 0.0))
+    plan.check_step(power(2, 0.0))
     with pytest.raises(shardplan.PlanFileError, match=r"integer_pow at .*test_plan\.py"):
-        plan.check(power(3, 0.0))
+        plan.check_step(power(3, 0.0))
     with pytest.raises(shardplan.PlanFileError, match="an array that the step closes over"):
-        plan.check(power(2, 1.0))
+        plan.check_step(power(2, 1.0))
 
 
 @pytest.mark.parametrize("donated", [7, 2, -3, (0, 5)])

@@ -18,7 +18,8 @@ from shardplan.report.plan_text import verified_text
 from shardplan.verify.judge import Change, difference, judge
 from shardplan.verify.mutate import DroppingEmitter
 from shardplan.verify.on_host import drawn
-from shardplan.verify.verify import _judged, _Loop, _Single, verify
+from shardplan.verify.runs import Loop, Single, judged_runs
+from shardplan.verify.verify import verify
 from tests.machines import machine
 
 PINS = {"batch/*": P(("node", "gpu")), "state/params/*": P("gpu")}
@@ -165,7 +166,7 @@ def test_perturbations_are_drawn_until_they_decide(error: float, drawn_in_all: i
     """The first ten change a leaf by 0.1, all others by 0.4: ten times that is the tolerance."""
     seen: list[int] = []
 
-    class Steps(_Single):
+    class Steps(Single):
         def __init__(self) -> None: ...
 
         def once(self, host: Any, seed: int = 0, *, later: bool = False) -> list[np.ndarray]:
@@ -173,7 +174,7 @@ def test_perturbations_are_drawn_until_they_decide(error: float, drawn_in_all: i
             return [np.array([100.0 + (0.1 if seed < 10 else 0.4)])]
 
     single, found = [[np.array([100.0])]], [[np.array([100.0 + error])]]
-    judged = _judged(Steps(), [[]], ["a"], single, found, lambda _what, _part: None)
+    judged = judged_runs(Steps(), [[]], ["a"], single, found, lambda _what, _part: None)
     assert (judged.unequal == (), len(seen)) == (equal, drawn_in_all)
 
 
@@ -249,7 +250,7 @@ def test_the_single_device_step_has_the_types_that_were_planned(devices: list[An
 
     args = jnp.full((8, 16), 1.0), jnp.ones((8, 16), "bfloat16")
     made = shardplan.plan(step, *args, cluster="2")
-    (row,) = _Single(jax.jit(step), devices[0], _Loop(made.traced.in_tree, (None,), [True, False], [True, False], 1)).run(
+    (row,) = Single(jax.jit(step), devices[0], Loop(made.traced.in_tree, (None,), [True, False], [True, False], 1)).run(
         [np.array(x) for x in args]
     )
     assert [x.dtype for x in row] == [made.traced.out_shapes[0].dtype] == ["bfloat16"]

@@ -1,0 +1,87 @@
+"""A plan's parallelism in the words of MaxText's configuration (`base.yml`): the sizes of its mesh axes, in and between nodes.
+
+MaxText has a mesh axis for each purpose; ``ici_*`` sizes multiply to the devices of a node (it says: of a slice), ``dcn_*`` sizes
+to the nodes. All follows from the plan's matrix and from what a purpose is (`shardplan.search.strategy.purposes`). The plan does
+not know which dims of its weights a model names ``mlp`` or ``heads``: such weights are listed in comments.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+from shardplan.ir import spec_text
+from shardplan.plans.data import PlanData
+from shardplan.report.paths import grouped
+from shardplan.report.rules_file import flow, one_line
+
+AXES = ("data", "fsdp", "sequence", "tensor", "expert")
+"""The purposes that are mesh axes of MaxText by the same name, in its order."""
+
+_NODES = ("node", "host")
+"""The levels that join nodes, by name: these and all above them are between nodes. Without one, all levels but the last are."""
+
+_LOGICAL = {"activation_batch": ("data", "fsdp"), "activation_length": ("sequence",), "exp": ("expert",)}
+"""MaxText's names of the dims that a purpose cuts in any model."""
+
+
+def maxtext_file(plan: PlanData) -> str:
+    """The text of the file."""
+    sizes = _sizes(plan)
+    used = [axis for axis in AXES if math.prod(sizes[axis]) > 1]
+    rules = {name: [axis for axis in axes if axis in used] for name, axes in _LOGICAL.items()}
+    lines = [
+        f"# For MaxText, from a plan on {one_line(plan.cluster.name)}: {_mesh_text(plan)}.",
+        "# mesh_axes are the axes that the plan uses. MaxText's others have size 1: keep those of your version's base.yml.",
+        f"mesh_axes: {flow(used)}",
+        *(f"ici_{axis}_parallelism: {sizes[axis][1]}" for axis in AXES),
+        *(f"dcn_{axis}_parallelism: {sizes[axis][0]}" for axis in AXES),
+        "# The rules that hold for any model; they come before those of base.yml for the same names.",
+        "logical_axis_rules:" if any(rules.values()) else "logical_axis_rules: []",
+        *(f"- {flow([name, axes])}" for name, axes in rules.items() if axes),
+        *(f"# not said: {text}" for text in _not_said(plan, sizes)),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _sizes(plan: PlanData) -> dict[str, tuple[int, int]]:
+    """The devices of each purpose, between nodes and inside one."""
+    rows, between = plan.matrix, _between_nodes(plan)
+    found: dict[str, tuple[int, int]] = dict.fromkeys(AXES, (1, 1))
+    for purpose, row in zip(rows["axes"], rows["factors"], strict=True):
+        found[purpose] = math.prod(row[:between]), math.prod(row[between:])
+    return found
+
+
+def _between_nodes(plan: PlanData) -> int:
+    """How many levels, from the slowest on, are between nodes."""
+    names = plan.cluster.level_names
+    return next((n + 1 for n, name in enumerate(names) if name in _NODES), len(names) - 1)
+
+
+def _mesh_text(plan: PlanData) -> str:
+    return " x ".join(f"{name}={size}" for name, size in plan.axes.items())
+
+
+def _not_said(plan: PlanData, sizes: Mapping[str, tuple[int, int]]) -> Iterator[str]:
+    """What of the plan the file does not say, in sentences."""
+    for purpose, (between, inside) in sizes.items():
+        if purpose not in AXES and between * inside > 1:
+            yield f"{between * inside} devices do the same work (purpose {purpose}), for which MaxText has no axis"
+    for factor, shares in zip(plan.factors, plan.purposes, strict=True):
+        if len(shares) > 1:
+            parts = ", ".join(f"{purpose} {part:.0%}" for purpose, part in shares)
+            yield f"the plan's axis {factor.name} serves several purposes ({parts} of its compute); the first is its axis here"
+    if _order(plan) != sorted(_order(plan)):
+        yield "the plan has its axes in another order within a level, so that other devices are neighbours"
+    leads = ", ".join(f"{f.name} is {shares[0][0]}" for f, shares in zip(plan.factors, plan.purposes, strict=True))
+    yield f"which dims of which arrays the plan splits, over its own axes ({leads}):"
+    specs = {path: spec_text(entries) for path, entries in plan.entries.items() if entries}
+    for group in grouped(specs):
+        yield f"  {flow(group.pattern)} {specs[group.paths[0]]}"
+
+
+def _order(plan: PlanData) -> list[tuple[int, int]]:
+    """The place of each factor's purpose in MaxText's order, level by level, slowest factor first."""
+    shares = sorted(zip(plan.factors, plan.purposes, strict=True), key=lambda row: (row[0].level, -row[0].stride))
+    return [(f.level, AXES.index(own[0][0])) for f, own in shares if own[0][0] in AXES]

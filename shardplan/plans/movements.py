@@ -176,7 +176,9 @@ def _over(layout: Layout | None, rank: int, side: Side, cluster: Cluster, over: 
 
 
 def _by_collectives(leaf: Leaf, programs: Programs) -> Movement | None:
-    """The movement by the cheapest program; None for what must move in pieces: a key, or what the program would pad."""
+    """The movement by the cheapest program; None for what must move in pieces: a key, or what the program would pad, or
+    gather beyond the blocks before and after.
+    """
     network = programs.resharder.network
     cluster, over, rank = network.cluster, network.factors, len(leaf.shape)
     first, last = (_over(layout, rank, side, cluster, over) for side, layout in (leaf.before, leaf.after))
@@ -187,14 +189,22 @@ def _by_collectives(leaf: Leaf, programs: Programs) -> Movement | None:
     except KeyError:  # an order of factors in one dim that no program makes
         return None
     sizes = [f.size for f in over]
-    if any(not _divides(layout, leaf.shape, sizes) for step in steps for layout in (step.before, step.after)):
+    layouts = [layout for step in steps for layout in (step.before, step.after)]
+    least = min(_parts(first, sizes), _parts(last, sizes))
+    if any(not _divides(layout, leaf.shape, sizes) or _parts(layout, sizes) < least for layout in layouts):
         return None
     move = Move(0, 1, 0, leaf.shape, first, last, steps, leaf.path, extents=leaf.shape)
     sent = sum(wire_bytes(s.kind, math.prod(sizes[f] for f in s.factors), s.nbytes) for s in steps)
     return Movement(leaf, move, over, dict.fromkeys(leaf.after[0].devices, sent) if sent else {}, sum(s.seconds for s in steps))
 
 
+def _parts(layout: Layout, sizes: Sequence[int]) -> int:
+    """Into how many blocks a layout cuts an array."""
+    return math.prod(sizes[f] for f in layout.used)
+
+
 def _divides(layout: Layout, shape: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Whether a layout cuts a shape into equal blocks, and not its buffer."""
     if len(layout.dims) != len(shape):
         return False
     return all(n % math.prod(sizes[f] for f in dim) == 0 for n, dim in zip(shape, layout.dims, strict=True))

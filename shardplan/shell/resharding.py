@@ -39,11 +39,10 @@ def reshard(
     One array moves after the other. Where both plans run on the same devices in the same order, an array that lies as ``old``
     says moves by the cheapest program of collectives between its two layouts, in a jitted program. All other arrays of this
     process move in pieces from device to device, each to where it is needed; of devices that hold the same, one of the new plan
-    sends. So no device, and no host, ever holds more of an array than its blocks before and after and what one step of a program
-    gathers for the latter. (Arrays that several processes hold and that ``old`` and ``new`` put on different devices move by
-    `jax.device_put`, which makes no such promise, unless each process holds all that its own devices need.) An array that lies
-    right already is returned as it is, and blocks that stay where they are may share memory with the old array: do not use the
-    old state after a step that donates the new one.
+    sends. So no device, and no host, ever holds more of an array than its blocks before and after, and pieces of these. (Arrays
+    that span several processes, of which one lacks pieces that its devices need, move by `jax.device_put`, without that promise.)
+    An array that lies right already is returned as it is, and blocks that stay where they are may share memory with the old one:
+    do not use the old state after a step that donates the new one.
 
     Args:
         state: All arguments of the step as a tuple, or the tree of one of them, such as the state that a step returned. nnx

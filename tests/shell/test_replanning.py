@@ -14,7 +14,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardplan
-from models import mlp
 from shardplan.cost import OVERLAP
 from shardplan.mesh import Cluster, factors
 from shardplan.planning.wanted import Wanted
@@ -147,7 +146,7 @@ def test_a_step_in_microbatches_is_replanned_in_as_many(eager: Any) -> None:
 
 
 def test_what_cannot_be_replanned_is_refused() -> None:
-    step, args = mlp.train_step(layers=4, width=16, batch=16)
+    step, args = train_step()
     staged = shardplan.plan(step, *args, cluster="2x4", axes={"stage": 2}, microbatches=2)
     with pytest.raises(shardplan.ReshardError, match=r"groups of devices of 2x4.*plan the step again"):
         shardplan.replan(staged, "4")  # pyright: ignore[reportArgumentType]

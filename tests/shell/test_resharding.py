@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from typing import Any
 
 import jax
@@ -16,7 +18,10 @@ from shardplan.collectives.pieces import pieces
 from shardplan.cost import Network
 from shardplan.emit.state_moves import Collectives
 from shardplan.hlo import measure
-from shardplan.plans.movements import Side
+from shardplan.ir import Factor, Layout
+from shardplan.mesh import Cluster, factors
+from shardplan.mesh.devices import build_mesh
+from shardplan.plans.movements import Leaf, Side, movements
 
 UP, DOWN = (48, 32), (32, 48)
 
@@ -119,6 +124,55 @@ def test_the_planned_collectives_are_those_of_the_compiled_program(old: shardpla
         assert sorted(kinds) == sorted(s.kind.hlo for s in m.steps if s.nbytes)
     assert found.bytes_per_device == pytest.approx(sum(next(iter(m.sent.values())) for m in runs))
     assert found.seconds == pytest.approx(sum(s.seconds for m in runs for s in m.steps))
+
+
+CLUSTERS = [("2x4", {}), ("4x2", {}), ("2x4", {"gpu": (2, 2)}), ("8", {}), ("8", {"gpu": (2, 4)}), ("2x2x2", {})]
+CLUSTERS += [("2x6", {}), ("3x4", {}), ("12", {"gpu": (2, 2, 3)}), ("12", {"gpu": (3, 4)})]
+
+
+def drawn_layout(rng: random.Random, over: tuple[Factor, ...], shape: tuple[int, ...]) -> Layout:
+    dims: list[list[int]] = [[] for _ in shape]
+    for f in rng.sample(range(len(over)), len(over)):
+        d = rng.randrange(len(shape) + 1)
+        if d < len(shape) and shape[d] % math.prod(over[g].size for g in (*dims[d], f)) == 0:
+            dims[d].append(f)
+    return Layout(tuple(map(tuple, dims)))
+
+
+def test_every_program_between_two_layouts_moves_every_value() -> None:
+    """Drawn layouts over drawn factorings of the same devices; no program gathers more than the larger of both blocks."""
+    rng, run = random.Random(0), 0
+    for _ in range(90):
+        ends = [(Cluster.load(name), parts) for name, parts in rng.sample(CLUSTERS, 2)]
+        shape = tuple(rng.choice([1, 2, 6, 8, 12, 24]) for _ in range(rng.randint(1, 3)))
+        sides = [Side(cluster, factors(cluster, parts), tuple(range(cluster.size))) for cluster, parts in ends]
+        if sides[0].cluster.size != sides[1].cluster.size:
+            continue
+        first, last = (drawn_layout(rng, side.factors, shape) for side in sides)
+        x = jnp.arange(math.prod(shape), dtype=jnp.float32).reshape(shape)
+        leaf = Leaf("x", shape, "float32", x.nbytes, (sides[0], first), (sides[1], last))
+        (movement,) = movements([leaf], [(side.cluster, side.devices) for side in reversed(sides)]).movements
+        if not movement.steps:
+            continue
+        assert movement.move is not None
+        local = [jax.ShapeDtypeStruct(shape, x.dtype, sharding=s) for s in map(sharding_of, sides, (first, last))]
+        devices = jax.devices()[: sides[0].cluster.size]
+        moved = Collectives(Network(sides[1].cluster, movement.factors), devices).moved(
+            jax.device_put(x, local[0].sharding), movement.move, local[1].sharding
+        )
+        np.testing.assert_array_equal(np.asarray(moved), np.asarray(x))
+        assert moved.sharding.is_equivalent_to(local[1].sharding, x.ndim)
+        sizes = [f.size for f in movement.factors]
+        parts = [math.prod(sizes[f] for f in a.used) for s in movement.steps for a in (s.before, s.after)]
+        assert min(parts) == min(parts[0], parts[-1])
+        run += 1
+    assert run > 15
+
+
+def sharding_of(side: Side, layout: Layout) -> jax.NamedSharding:
+    names = [f.name for f in side.factors]
+    mesh = build_mesh(side.cluster, side.factors, {name: (i,) for i, name in enumerate(names)})
+    return jax.NamedSharding(mesh, P(*layout.entries(names)))
 
 
 def test_the_bytes_of_pieces_are_what_devices_lack(old: shardplan.Plan) -> None:
@@ -241,6 +295,7 @@ def test_a_deleted_state_is_refused() -> None:
         shardplan.reshard(state, old, planned("4", P(), P(), donate_argnums=0))
 
 
+@pytest.mark.slow
 def test_a_pipelines_state_moves_to_one_program_and_back() -> None:
     from models import mlp
 

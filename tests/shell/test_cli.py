@@ -286,7 +286,7 @@ MISTAKES = [
     (["plan", "small.py:train_step", "--cluster", "2x4", "-o", "no/such/place.json"], "cannot write"),
     (["plan", "small.py:train_step", "--cluster", "2x4", "--draw", "plan.jpeg"], "'plan.jpeg': a drawing is written as .png"),
     (["plan", "small.py:train_step", "--cluster", "2x4", "--draw", "no/such/plan.png"], "cannot write"),
-    (["plan", "small.py:train_step", "--cluster", "2x4", "-o", "plan.png", "--draw", "./plan.png"], "would overwrite the plan"),
+    (["plan", "small.py:train_step", "--cluster", "2x4", "-o", "plan.png", "--draw", "./plan.png"], "both name"),
     (["verify", "small.py:train_step", "--cluster", "8x8"], "64"),
     (["verify", "small.py:train_step", "--cluster", "2x4", "--steps", "0"], "--steps: 0 is less than 1"),
     (["verify", "small.py:train_step", "--cluster", "2x4", "--backend", "magic"], "invalid choice"),

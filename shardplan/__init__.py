@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         UnequalDevicesError,
     )
     from shardplan.mesh import Cluster
+    from shardplan.plans.score import Score
     from shardplan.report.sweep import Sweep
     from shardplan.shell.api import plan
     from shardplan.shell.loading import load
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from shardplan.shell.plan_of_step import Plan
     from shardplan.shell.replanning import replan
     from shardplan.shell.resharding import reshard, resharding
+    from shardplan.shell.score import score
     from shardplan.shell.sweep import sweep
     from shardplan.tdl.register import register
 
@@ -81,6 +83,7 @@ __all__ = [
     "ReductionError",
     "ReshardError",
     "ScheduleError",
+    "Score",
     "ShardplanError",
     "Sweep",
     "TargetError",
@@ -99,6 +102,7 @@ __all__ = [
     "reshard",
     "resharding",
     "schedule_dag",
+    "score",
     "sweep",
 ]
 
@@ -107,6 +111,7 @@ _warn_of_untested(_jax_version())
 _HOMES = {
     "Cluster": "mesh",
     "Plan": "shell.plan_of_step",
+    "Score": "plans.score",
     "Sweep": "report.sweep",
     "all_reduce": "collectives.lower",
     "load": "shell.loading",
@@ -120,6 +125,7 @@ _HOMES = {
     "reshard": "shell.resharding",
     "resharding": "shell.resharding",
     "schedule_dag": "dag",
+    "score": "shell.score",
     "sweep": "shell.sweep",
 }
 

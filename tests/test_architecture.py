@@ -64,6 +64,8 @@ JAX_FILES = (
     "shell.parallel",
     "shell.place",
     "shell.placed_plan",
+    "shell.score",
+    "shell.score_command",
     "shell.planned_step",
     "shell.replanning",
     "shell.resharding",

@@ -129,7 +129,7 @@ def _parts(cluster: Machine, line: list[int]) -> list[Factor] | None:
         run = 1
         while run < len(line) and run * stride < cluster.shape[level] and line[run] == run * step:
             run += 1
-        while len(line) % run or cluster.shape[level] % (stride * run):
+        while run > 1 and (len(line) % run or cluster.shape[level] % (stride * run)):
             run -= 1
         if run == 1:
             return None

@@ -24,6 +24,7 @@ from shardplan.errors import (
     nearest,
 )
 from shardplan.frontend.argnums import leaves_of, positions
+from shardplan.frontend.given_shardings import spec_entries
 from shardplan.frontend.keywords import as_positional
 from shardplan.frontend.nnx_state import abstract, apart, trace_step
 from shardplan.frontend.trace import Traced
@@ -278,18 +279,7 @@ def pin_entries(pins: Mapping[str, PartitionSpec]) -> dict[str, tuple[Any, ...]]
     """Pins as tuples of entries, as the search reads them; refuses invalid ones."""
     if not isinstance(pins, Mapping):
         raise PinError(f"pins={pins!r} is not a mapping: give a dict from globs of argument paths to jax.sharding.PartitionSpec")
-    for glob, spec in pins.items():
+    for glob in pins:
         if not isinstance(glob, str):
             raise PinError(f"the pin {glob!r} is not a glob of argument paths: write it as a string, for example 'params/*'")
-        if not isinstance(spec, PartitionSpec):
-            raise PinError(f"the pin {glob!r} is {spec!r}: give a jax.sharding.PartitionSpec over the plan's axes")
-        if spec.unreduced or spec.reduced:
-            raise PinError(
-                f"the pin {glob!r} = {spec} has reduced or unreduced axes: an argument is never partial, give axes alone"
-            )
-        invalid = [e for e in spec if not (e is None or all(isinstance(a, str) for a in (e if isinstance(e, tuple) else (e,))))]
-        if invalid:
-            raise PinError(
-                f"the pin {glob!r} = {spec} has the entry {invalid[0]}: each entry is None, an axis or a tuple of axes"
-            )
-    return {glob: tuple(spec) for glob, spec in pins.items()}
+    return {glob: spec_entries(f"the pin {glob!r}", spec) for glob, spec in pins.items()}

@@ -47,11 +47,10 @@ def count(text: str, *, least: int = 1) -> int:
     return value
 
 
-def add_target_options(one: argparse.ArgumentParser, *, required: bool = True) -> None:
+def add_target_options(one: argparse.ArgumentParser) -> None:
     """Adds a TARGET and the options of planning it."""
     one.add_argument(
         "target",
-        nargs=None if required else "?",
         metavar="TARGET",
         help="package.module:factory or file.py:factory; the factory returns (step, args)",
     )

@@ -28,6 +28,7 @@ from shardplan.shell.diff_command import add_diff_command
 from shardplan.shell.export_command import add_export_command
 from shardplan.shell.mesh_commands import add_mesh_commands
 from shardplan.shell.place_command import add_place_command
+from shardplan.shell.score_command import add_score_command
 from shardplan.shell.simulate_command import add_simulate_command
 from shardplan.shell.sweep_command import add_sweep_command
 from shardplan.shell.target_plan import simulated_devices, target_plan
@@ -99,12 +100,6 @@ def _verify(options: argparse.Namespace) -> Report:
     with Progress() as progress:
         result = verify(made, step, args, steps=options.steps, backend=options.backend, devices=devices, observer=progress)
     return Report(verified_text(result.json), result.json, result.passed)
-
-
-def _score(options: argparse.Namespace) -> Report:
-    raise ShardplanError(
-        "score is not supported yet: to price your own sharding, use shardplan plan with --pin 'GLOB=SPEC' for each of its arrays"
-    )
 
 
 def _explain(options: argparse.Namespace) -> Report:
@@ -179,11 +174,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--plan", metavar="FILE", help="use a saved plan instead of a new one")
     one.add_argument("--steps", type=count, default=3, metavar="N", help="number of steps to compare (default: 3)")
 
-    one = add_command(commands, "score", _score, "price your own sharding (not supported yet)")
-    add_target_options(one, required=False)  # it answers "not supported yet" without a TARGET too
-    one.add_argument("--specs", metavar="FILE")
-
-    for add in (add_compare_command, add_simulate_command, add_sweep_command, add_place_command):
+    for add in (add_compare_command, add_score_command, add_simulate_command, add_sweep_command, add_place_command):
         add(commands)
 
     one = add_command(commands, "explain", _explain, "explain the choices of a saved plan")

@@ -99,16 +99,16 @@ def stages_in(axes: Mapping[str, int] | None) -> tuple[int, Mapping[str, int] | 
     return axes["stage"], others or None
 
 
-def read_axes(texts: Sequence[str]) -> dict[str, int] | None:
-    """The value of ``--axes``: ``data=16,tensor=4``.
+def read_axes(texts: Sequence[str], option: str = "--axes") -> dict[str, int] | None:
+    """The value of ``--axes``, or of another option with sizes by name: ``data=16,tensor=4``.
 
     >>> read_axes(["data=16", "tensor=4"])
     {'data': 16, 'tensor': 4}
     """
     found: dict[str, int] = {}
-    for name, text in _pairs("--axes", "data=16,tensor=4", texts):
+    for name, text in _pairs(option, "data=16,tensor=4", texts):
         if not text.isdecimal() or len(text) > _DIGITS or int(text) < 1:
-            raise ShardplanError(f"--axes {name}={text}: give a whole number above 0, for example data=16")
+            raise ShardplanError(f"{option} {name}={text}: give a whole number above 0, for example data=16")
         found[name] = int(text)
     return found or None
 

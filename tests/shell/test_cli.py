@@ -302,8 +302,15 @@ MISTAKES = [
     (["mesh", "matrices", "--cluster", "2x4", "--axes", "2 4", "--over", "0", "--bytes", "two"], "--bytes 'two' is not a size"),
     (["reduce", "--cluster", "2x4", "--axes", "2 4", "--over", "7", "--matrix", "2 1 / 1 4", "--bytes", "10"], "7"),
     (["tdl", "dot_genral"], "nearest: dot_general"),
-    (["score", "small.py:train_step", "--cluster", "2x4", "--specs", "s.json"], "not supported yet"),
-    (["score"], "not supported yet"),
+    (["score", "small.py:train_step", "--cluster", "2x4", "--specs", "s.json"], "s.json: cannot be read"),
+    (["score", "small.py:train_step", "--cluster", "2x4"], "--specs FILE, or --rules FILE"),
+    (["score", "small.py:train_step", "--specs", "s.json"], "--cluster is missing"),
+    (["score", "small.py:train_step", "--cluster", "2x4", "--specs", "s.json", "--pin", "*=P()"], "--pin is not for score"),
+    (["score", "small.py:train_step", "--cluster", "2x4", "--specs", "s.json", "--remat", "auto"], "--remat is not for score"),
+    (
+        ["score", "small.py:train_step", "--cluster", "2x4", "--specs", "s.json", "--mesh", "data"],
+        "--mesh 'data': write it like data=16,tensor=4",
+    ),
     (["fly"], "invalid choice"),
     ([], "COMMAND"),
 ]

@@ -1,0 +1,196 @@
+"""Shardings of arguments as a user writes them: trees as for `jax.jit`, rules over paths, names that the model carries."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import linen as nn
+from flax import nnx
+from flax.linen.spmd import logical_to_mesh_axes
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardplan import _jax
+from shardplan.errors import PinError, nearest
+from shardplan.frontend.nnx_state import apart
+from shardplan.frontend.trace import path_words
+
+Words = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GivenShardings:
+    """The PartitionSpec entries of every leaf of the arguments, by path, and where each comes from.
+
+    ``replicated`` are the leaves for which there is nothing: they lie whole on every device, as under `jax.jit` with ``P()``.
+    ``meshes`` are those of the NamedShardings, each once.
+    """
+
+    entries: Mapping[str, tuple[Any, ...]]
+    origins: Mapping[str, str]
+    replicated: tuple[str, ...]
+    meshes: tuple[Any, ...]
+
+
+def spec_entries(what: str, spec: Any) -> tuple[Any, ...]:
+    """The entries of a PartitionSpec of an argument; ``what`` names it in errors.
+
+    Raises:
+        PinError: for what is no PartitionSpec, or one that no argument can have.
+    """
+    if not isinstance(spec, PartitionSpec):
+        raise PinError(f"{what} is {spec!r}: give a jax.sharding.PartitionSpec over the plan's axes")
+    if spec.unreduced or spec.reduced:
+        raise PinError(f"{what} = {spec} has reduced or unreduced axes: an argument is never partial, give axes alone")
+    invalid = [e for e in spec if not (e is None or all(isinstance(a, str) for a in (e if isinstance(e, tuple) else (e,))))]
+    if invalid:
+        raise PinError(f"{what} = {spec} has the entry {invalid[0]}: each entry is None, an axis or a tuple of axes")
+    return tuple(spec)
+
+
+def from_tree(in_shardings: Any, step: Any, args: Sequence[Any]) -> GivenShardings:
+    """The shardings of a tree, or a prefix of it, of PartitionSpec, NamedSharding or None, as `jax.jit` takes ``in_shardings``.
+
+    Keys are compared by name, so a tree of an nnx object's state fits the object.
+
+    Raises:
+        PinError: for a leaf of another type, a leaf without a counterpart, and an argument that the tree leaves out.
+    """
+    names = _jax.argument_names(step, len(args))
+    if not _is_spec(in_shardings):
+        if not isinstance(in_shardings, tuple | list):
+            kind = type(in_shardings).__name__
+            raise PinError(f"in_shardings is a {kind}: give one PartitionSpec, or a tuple with an entry for each argument")
+        if len(in_shardings) != len(args):
+            raise PinError(
+                f"in_shardings has {len(in_shardings)} entries, and the step takes {len(args)} arguments: give one each"
+            )
+        in_shardings = tuple(in_shardings)
+    flat, _ = jax.tree_util.tree_flatten_with_path(in_shardings, is_leaf=_is_spec)
+    given = {_words(path, names): spec for path, spec in flat}
+    leaves = [_words(path, names) for path, _ in jax.tree_util.tree_flatten_with_path(apart(tuple(args)))[0]]
+    empty = [_words(path, names) for path, _ in jax.tree_util.tree_flatten_with_path(args, is_leaf=_is_empty)[0]]
+    found: dict[str, Any] = {}
+    for words in leaves:
+        prefix = next((words[:n] for n in range(len(words) + 1) if words[:n] in given), None)
+        if prefix is None:
+            raise PinError(f"in_shardings has nothing for {'/'.join(words)}: give it a PartitionSpec, or None to replicate it")
+        found["/".join(words)] = given[prefix]
+    for words, spec in given.items():
+        if spec is not None and not any(own[: len(words)] == words for own in (*leaves, *empty)):
+            known = ["/".join(own) for own in leaves]
+            raise PinError(f"in_shardings has {'/'.join(words)}, which is no argument{nearest('/'.join(words), known)}")
+    return _collected({path: (f"in_shardings: {path}", spec) for path, spec in found.items()})
+
+
+def from_rules(rules: Any, step: Any, args: Sequence[Any]) -> GivenShardings:
+    """The shardings by rules, for each leaf the first that matches: (glob of paths, PartitionSpec); else by names that the model
+    carries, through (logical axis name, mesh axis or axes or None) as flax has them; else by the array's own NamedSharding.
+
+    ``rules`` are a mapping or pairs, in their order. flax's `nn.with_partitioning` and nnx's metadata name mesh axes, and
+    `nn.with_logical_partitioning` logical ones, which ``rules`` turn into mesh axes as `flax.linen.logical_to_mesh_axes` does.
+
+    Raises:
+        PinError: for a malformed rule, one over paths that matches nothing, logical rules for a model that names no axes, and no
+            sharding at all.
+    """
+    pairs = _pairs(rules)
+    paths = [(glob, spec_entries(f"the rule {glob!r}", spec)) for glob, spec in pairs if isinstance(spec, PartitionSpec)]
+    logical = [(name, axes) for name, axes in pairs if not isinstance(axes, PartitionSpec)]
+    carried = dict(_carried(step, args, logical))
+    for glob, entries in paths:
+        if not any(fnmatch.fnmatchcase(path, glob) for path in carried):
+            raise PinError(
+                f"the rule {glob!r} = {PartitionSpec(*entries)} matches no argument{nearest(glob, list(carried))}", pins=(glob,)
+            )
+    if all(origin == "" for origin, _ in carried.values()) and (logical or not paths):
+        what = (
+            f"the rule {logical[0][0]!r} = {logical[0][1]!r} is for logical axes, but" if logical else "nothing shards the step:"
+        )
+        raise PinError(
+            f"{what} no argument carries axis names (nn.with_partitioning, nnx's sharding metadata) or has a NamedSharding: "
+            "give in_shardings=, or rules= as {glob of paths: PartitionSpec}"
+        )
+    found = {
+        path: next(((f"the rule {g!r}", PartitionSpec(*e)) for g, e in paths if fnmatch.fnmatchcase(path, g)), own)
+        for path, own in carried.items()
+    }
+    return _collected(found)
+
+
+def _pairs(rules: Any) -> list[tuple[str, Any]]:
+    pairs = list(rules.items()) if isinstance(rules, Mapping) else rules
+    if isinstance(pairs, str) or not isinstance(pairs, Sequence):
+        raise PinError(f"rules={rules!r}: give {{glob of paths: PartitionSpec}}, or pairs of a logical axis and a mesh axis")
+    for pair in pairs:
+        if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
+            raise PinError(f"the rule {pair!r} is no pair of a glob and a PartitionSpec, or of a logical axis and a mesh axis")
+        axes = pair[1] if isinstance(pair[1], tuple | list) else (pair[1],)
+        if not isinstance(pair[1], PartitionSpec) and not all(a is None or isinstance(a, str) for a in axes):
+            raise PinError(f"the rule {pair[0]!r} = {pair[1]!r}: give a PartitionSpec for a glob, axis names for a logical axis")
+    return [(name, tuple(axes) if isinstance(axes, list) else axes) for name, axes in pairs]
+
+
+def _carried(step: Any, args: Sequence[Any], rules: Sequence[tuple[str, Any]]) -> Iterator[tuple[str, tuple[str, Any]]]:
+    """For each leaf its path, and what it is sharded by: (where that comes from, the sharding); ("", None) where by nothing."""
+    names = _jax.argument_names(step, len(args))
+    flat, _ = jax.tree_util.tree_flatten_with_path(apart(tuple(args)), is_leaf=_is_box)
+    for path, box in flat:
+        for inner, leaf in jax.tree_util.tree_flatten_with_path(box)[0]:
+            own = ("metadata", _box_spec(box, rules)) if _is_box(box) else ("", None)
+            sharding = getattr(leaf, "sharding", None)
+            if not own[1] and isinstance(sharding, NamedSharding):
+                own = ("its own sharding", sharding)
+            place = "/".join(_words((*path, *inner), names))
+            yield place, (f"{own[0]} of {place}", own[1]) if own[1] else ("", None)
+
+
+def _is_box(value: Any) -> bool:
+    return isinstance(value, nn.meta.AxisMetadata | nnx.Variable)
+
+
+def _box_spec(box: Any, rules: Sequence[tuple[str, Any]]) -> PartitionSpec | None:
+    """The axes that a variable or a box of flax names, through the rules; None where it names none."""
+    if isinstance(box, nn.LogicallyPartitioned) and (rules or box.rules):
+        return logical_to_mesh_axes(box.names, tuple(rules) or box.rules)
+    specs = jax.tree.leaves(
+        (nnx if isinstance(box, nnx.Variable) else nn).get_partition_spec(box), is_leaf=lambda x: isinstance(x, PartitionSpec)
+    )
+    if not specs or not isinstance(specs[0], PartitionSpec):
+        return None
+    known = dict(reversed(rules))
+    return PartitionSpec(*(known.get(e, e) if isinstance(e, str) else e for e in specs[0]))
+
+
+def _collected(found: Mapping[str, tuple[str, Any]]) -> GivenShardings:
+    """The shardings by path, with where each comes from."""
+    entries: dict[str, tuple[Any, ...]] = {}
+    meshes: dict[Any, None] = {}
+    for path, (origin, given) in found.items():
+        if isinstance(given, NamedSharding):
+            meshes[given.mesh] = None
+        elif given is not None and not isinstance(given, PartitionSpec):
+            raise PinError(
+                f"{origin} is a {type(given).__name__}: give a PartitionSpec, a NamedSharding, or None to replicate it"
+            )
+        spec = given.spec if isinstance(given, NamedSharding) else PartitionSpec() if given is None else given
+        entries[path] = spec_entries(origin or path, spec)
+    origins = {path: origin for path, (origin, _) in found.items()}
+    return GivenShardings(entries, origins, tuple(path for path, (_, given) in found.items() if given is None), tuple(meshes))
+
+
+def _is_spec(value: Any) -> bool:
+    return value is None or isinstance(value, PartitionSpec | jax.sharding.Sharding)
+
+
+def _is_empty(value: Any) -> bool:
+    return not jax.tree.leaves(value)
+
+
+def _words(path: Sequence[Any], names: Sequence[str]) -> Words:
+    """The words of a path of the arguments, the argument's name first; none for all arguments together."""
+    words = path_words(path)
+    return (names[int(words[0])], *words[1:]) if words else ()

@@ -1,0 +1,210 @@
+"""`shardplan.score`: prices a sharding that the user wrote, and says where it loses against the plan."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from shardplan.errors import ClusterError, MemoryLimitError, PinError, ShardplanError, nearest
+from shardplan.frontend.given_shardings import GivenShardings, from_rules, from_tree
+from shardplan.ir import spec_text
+from shardplan.mesh import Cluster, factors
+from shardplan.mesh.devices import device_numbers
+from shardplan.mesh.factoring import read_order
+from shardplan.planning.losses import losses, unasked
+from shardplan.plans.score import MeasuredSharding, Score
+from shardplan.shell.api import plan as plan_step
+from shardplan.shell.clusters import ClusterLike, resolve_cluster
+from shardplan.shell.plan_of_step import Plan
+
+_NO_LIMIT = 2**62
+"""More bytes than any device has."""
+
+_OPTIONS = frozenset(
+    {"memory_limit", "donate_argnums", "time_budget_s", "observer", "replicate", "one_choice", "backend", "time_model"}
+)
+"""The options of `shardplan.plan` that a score has too."""
+
+
+def score(
+    step: Callable[..., Any],
+    *args: Any,
+    cluster: ClusterLike,
+    in_shardings: Any = (),
+    rules: Any = (),
+    mesh: Mesh | Mapping[str, int] | None = None,
+    measure: bool = False,
+    **options: Any,
+) -> Score:
+    """Prices the sharding of a step's arguments that the user wrote, beside the plan of the step.
+
+    Args:
+        step: The function.
+        args: Its arguments: trees of arrays or `jax.ShapeDtypeStruct`, nnx objects too.
+        cluster: As for `shardplan.plan`.
+        in_shardings: PartitionSpecs, NamedShardings or None (whole on every device) for all arguments, as a tree like them or a
+            prefix of it, as `jax.jit` takes it.
+        rules: In place of ``in_shardings``: {glob of paths: PartitionSpec}, of which the first that matches holds; or flax's
+            logical rules, pairs of a logical axis name and a mesh axis, for arguments that carry axis names; or pairs of both
+            kinds. What no glob matches is sharded by the axis names that it carries, or as it lies, or else not at all. With
+            neither of the two, all is.
+        mesh: The axes that the specs name, slowest first: a Mesh, or sizes by name. By default those of the NamedShardings, else
+            the levels of the cluster.
+        measure: Also compile the step with these shardings for devices that are here (simulated ones will do), and count what
+            XLA's partitioner sends.
+        options: Options of `shardplan.plan`, for the plan and the score: memory_limit, donate_argnums, time_budget_s (of the plan
+            alone), observer, replicate, one_choice, backend, time_model.
+
+    Raises:
+        PinError: for a sharding that no argument can have, a rule that matches nothing, an unknown axis.
+        ClusterError: for a mesh that does not lie on the cluster's levels.
+        MemoryLimitError: if no plan fits.
+    """
+    if unknown := sorted(set(options) - _OPTIONS):
+        raise ShardplanError(f"score has no option {unknown[0]!r}: it takes {', '.join(sorted(_OPTIONS))}")
+    if in_shardings != () and rules != ():
+        raise PinError("in_shardings= and rules= cannot be given together: each says how all arguments lie")
+    given = from_tree(in_shardings, step, args) if in_shardings != () and args else from_rules(rules, step, args)
+    axes = _axes(resolve_cluster(cluster)[0], _mesh_of(given, mesh, cluster))
+    mine = _priced(step, args, cluster, given, axes, options)
+    return _score(plan_step(step, *args, cluster=cluster, traced=mine.traced, **options), mine, given, axes, measure=measure)
+
+
+# -- axes --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Axes:
+    """The axes that specs name: their sizes, and for each its factors by the names that a plan gives them, major first.
+
+    ``parts`` take the levels apart into these factors, as ``factors=`` of a plan does.
+    """
+
+    sizes: Mapping[str, int]
+    factors: Mapping[str, tuple[str, ...]]
+    parts: Mapping[str, tuple[int, ...]]
+
+    def over_factors(self, what: str, entries: Sequence[Any]) -> PartitionSpec:
+        """The spec over the names of factors; ``what`` names it in errors."""
+        wanted = [() if e is None else (e,) if isinstance(e, str) else e for e in entries]
+        unknown = next((axis for dim in wanted for axis in dim if axis not in self.factors), None)
+        if unknown is not None:
+            has = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
+            raise PinError(
+                f"{what} = {spec_text(entries)} names an unknown axis {unknown!r}; the mesh has {has}{self._near(unknown)}"
+            )
+        return PartitionSpec(*(tuple(f for axis in dim for f in self.factors[axis]) or None for dim in wanted))
+
+    def _near(self, axis: str) -> str:
+        return nearest(axis, list(self.factors)) or ": other axes need mesh="
+
+    def names(self, plan: Plan) -> tuple[str, ...]:
+        """A name for each factor of the plan: that of its axis, with a number where the axis has several."""
+        named = {f: axis if len(own) == 1 else f"{axis}[{n}]" for axis, own in self.factors.items() for n, f in enumerate(own)}
+        return tuple(named[f.name] for f in plan.factors)
+
+
+def _mesh_of(given: GivenShardings, mesh: Any, cluster: ClusterLike) -> Any:
+    """The mesh that specs are over; None for the cluster's levels.
+
+    Raises:
+        ClusterError: for several meshes, or one that is none.
+    """
+    if isinstance(mesh, Mapping) and not (mesh and all(isinstance(n, int) and n > 0 for n in mesh.values())):
+        raise ClusterError(f"mesh={mesh!r}: give sizes by axis name, slowest first, for example {{'data': 4, 'tensor': 2}}")
+    meshes: list[Any] = [*given.meshes]
+    meshes += [mesh] if mesh is not None and mesh not in meshes else []
+    if len(meshes) > 1:
+        first, second = (dict(getattr(m, "shape", m)) for m in meshes[:2])
+        raise ClusterError(f"the shardings are over several meshes, {first} and {second}: give all over one")
+    return None if not meshes or meshes[0] == cluster else meshes[0]
+
+
+def _axes(cluster: Cluster, mesh: Any) -> _Axes:
+    """The axes of a mesh on a cluster; its levels where there is no mesh.
+
+    Raises:
+        ClusterError: for a mesh of another size, or one that does not lie on the cluster's levels.
+    """
+    if mesh is None:
+        sizes = {level.name: level.size for level in cluster.levels}
+        return _Axes(sizes, {n: (n,) if size > 1 else () for n, size in sizes.items()}, {})
+    sizes = {str(name): int(size) for name, size in (mesh if isinstance(mesh, Mapping) else mesh.shape).items()}
+    count = int(np.prod(list(sizes.values())))
+    if count != cluster.size:
+        raise ClusterError(f"the mesh {sizes} has {count} devices, and {cluster.name!r} has {cluster.size}: give a mesh of all")
+    order = device_numbers(mesh) if isinstance(mesh, Mesh) else np.arange(count).reshape(list(sizes.values()))
+    found, groups = read_order(cluster, order)
+    parts = {cluster.levels[n].name: tuple(f.size for f in found if f.level == n) for n in sorted({f.level for f in found})}
+    names = [f.name for f in factors(cluster, parts)]
+    return _Axes(sizes, {axis: tuple(names[i] for i in own) for axis, own in zip(sizes, groups, strict=True)}, parts)
+
+
+# -- prices ------------------------------------------------------------------------------------------------------------
+
+
+def _priced(
+    step: Callable[..., Any],
+    args: Sequence[Any],
+    cluster: ClusterLike,
+    given: GivenShardings,
+    axes: _Axes,
+    options: Mapping[str, Any],
+) -> Plan:
+    """The plan in which all arguments lie as given; it may not fit."""
+    globs = {glob.escape(path): path for path in given.entries}
+    pins = {at: axes.over_factors(given.origins[path] or path, given.entries[path]) for at, path in globs.items()}
+    own = {name: value for name, value in options.items() if name != "time_budget_s"}
+    own["one_choice"] = "none" if own.get("one_choice") == "none" else "timesteps"
+    try:
+        return _pinned(step, args, cluster, {**own, "pins": pins, "factors": axes.parts})
+    except PinError as error:
+        paths = [globs[pin] for pin in error.pins if pin in globs]
+        raise PinError(f"{given.origins[paths[0]] if paths else 'your sharding'}: {error}", pins=paths) from None
+
+
+def _pinned(step: Callable[..., Any], args: Sequence[Any], cluster: ClusterLike, options: Mapping[str, Any]) -> Plan:
+    """The best plan that fits under these options, else the fastest."""
+    try:
+        return plan_step(step, *args, cluster=cluster, **options)
+    except MemoryLimitError:
+        return plan_step(step, *args, cluster=cluster, **{**options, "memory_limit": _NO_LIMIT})
+
+
+def _score(plan: Plan, mine: Plan, given: GivenShardings, axes: _Axes, *, measure: bool) -> Score:
+    names = axes.names(mine)
+    return Score(
+        step_time_s=mine.step_time_s,
+        plan_s=plan.step_time_s,
+        communication_bytes=mine.communication_bytes,
+        plan_communication_bytes=plan.communication_bytes,
+        peak_bytes=mine.peak_bytes,
+        plan_peak_bytes=plan.peak_bytes,
+        memory_limit=plan.memory_limit,
+        fits=mine.peak_bytes <= plan.memory_limit,
+        losses=losses(mine.session, names),
+        unasked=unasked(mine.collectives, plan.collectives),
+        axes=dict(axes.sizes),
+        in_specs={path: spec_text(entries) for path, entries in given.entries.items()},
+        replicated=given.replicated,
+        measured=_measured(mine) if measure else None,
+    )
+
+
+def _measured(mine: Plan) -> MeasuredSharding:
+    """What XLA makes of the step on devices that are here."""
+    from shardplan.verify.given import compiled_as_given
+    from shardplan.verify.verify import by_kind
+
+    sent, peak = compiled_as_given(
+        mine.step, mine.traced, mine.flat_in_specs, mine.mesh(), mine.donate_argnums, mine.donated_leaves
+    )
+    kinds = {
+        kind: {"predicted": row.predicted, "measured": row.measured} for kind, row in by_kind(mine.collectives, sent).items()
+    }
+    return MeasuredSharding(sent.wire_bytes, sent.raw_wire_bytes, peak, kinds)

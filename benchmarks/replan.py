@@ -1,9 +1,9 @@
 """A training run that loses a node: planned again, its state moved, its losses beside those of one device.
 
-A perceptron with AdamW on 2x4 simulated devices, each with so little memory that weights must be cut. After half of the steps
+GPT on 2x4 simulated devices, with so little memory each that weights must be cut. After half of the steps
 the first node is lost, and the run goes on with the other one. What moves is read from devices of that node where they hold it.
 
-python benchmarks/replan.py [--steps 20] [--memory 3MiB] [--after 6MiB]
+python benchmarks/replan.py [--steps 20] [--memory 2MiB] [--after 1GiB]
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 import jax
 
 import shardplan
-from models import mlp
+from models import gpt
 from shardplan.errors import size_text
 
 
@@ -22,12 +22,12 @@ def main() -> None:
     """Both runs, step by step."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--memory", default="3MiB", help="the memory limit before the node is lost")
-    parser.add_argument("--after", default="6MiB", help="the memory limit after it")
+    parser.add_argument("--memory", default="2MiB", help="the memory limit before the node is lost")
+    parser.add_argument("--after", default="1GiB", help="the memory limit after it")
     given = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
-    step, (state, batch) = mlp.train_step(layers=4, width=512, batch=256, concrete=True)
+    step, (state, batch) = gpt.train_step(layers=1, width=128, batch=16, concrete=True)
     plan = shardplan.plan(step, state, batch, cluster="2x4", memory_limit=given.memory)
     run, alone = plan.jit(step), jax.jit(step)
     _show("before", plan)

@@ -47,6 +47,7 @@ EXTRAS: Mapping[str, tuple[tuple[str, ...], str]] = {
 
 _LIMIT_S = 120.0
 """Devices that do not answer by then count as out of order."""
+_PLATFORMS = "JAX_PLATFORMS"
 _CHILD = "from shardplan.shell.doctor import print_devices; print_devices()"
 
 Installed = Callable[[str], str | None]
@@ -168,8 +169,10 @@ def _devices(found: dict[str, Any], environment: Mapping[str, str]) -> list[Lack
     """What is wrong with the devices. ``found`` gets the name, the shape and the default memory limit of its cluster."""
     lacks: list[Lack] = []
     if "platform" not in found:
-        lacks.append(Lack(f"JAX has no devices: {found['error']}", "correct JAX_PLATFORMS and XLA_FLAGS, or reinstall jax", True))
-    elif found["platform"] == "cpu" and shutil.which("nvidia-smi") and not environment.get("JAX_PLATFORMS"):
+        given = ", ".join(f"{name}={environment[name]}" for name in (_PLATFORMS, XLA_FLAGS) if environment.get(name))
+        what = f"JAX has no devices{f' with {given}' if given else ''}: {found['error']}"
+        lacks.append(Lack(what, f"correct {_PLATFORMS} and {XLA_FLAGS}, or reinstall jax", True))
+    elif found["platform"] == "cpu" and shutil.which("nvidia-smi") and not environment.get(_PLATFORMS):
         lacks.append(Lack("this machine has NVIDIA GPUs that JAX does not see", "pip install 'jax[cuda13]'", False))
     if "cluster" in found:
         cluster = Cluster.from_toml(found["cluster"])

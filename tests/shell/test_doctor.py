@@ -106,3 +106,10 @@ def test_flags_that_cannot_be_read_are_named(monkeypatch: pytest.MonkeyPatch) ->
     found = examine({"XLA_FLAGS": "/nowhere/flags"})
     assert not found["ok"]
     assert "names a file of flags that cannot be read" in doctor_text(found)
+
+
+def test_a_platform_without_devices_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "look", lambda _: {"error": "AssertionError"})
+    found = examine({"JAX_PLATFORMS": "cuda"})
+    assert not found["ok"]
+    assert "MISSING: JAX has no devices with JAX_PLATFORMS=cuda: AssertionError; correct JAX_PLATFORMS" in doctor_text(found)

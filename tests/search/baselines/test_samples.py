@@ -29,7 +29,9 @@ def _counted(step: Callable[..., Any], *args: Any) -> tuple[int, int | None] | N
     [
         ("models.mlp:train_step", {"batch": 24}, (24, None)),
         ("models.gpt:train_step", {"batch": 8, "sequence": 16}, (8, 128)),
+        ("models.gpt:train_step", {"batch": 8, "sequence": 16, "accumulate": 2}, (8, 128)),
         ("models.wresnet:train_step", {"batch": 4}, (4, None)),
+        ("models.rnn:train_step", {"batch": 6, "steps": 10, "scan": True}, (6, 60)),
     ],
 )
 def test_the_batch_of_a_model(target: str, options: dict[str, Any], expected: tuple[int, int | None]) -> None:

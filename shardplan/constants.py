@@ -24,6 +24,14 @@ class Constants:
     rounding_bytes: float = 0.01
     """The rounding error of sums of parts of tensors, in bytes, before they are rounded up."""
 
+    # -- placement -------------------------------------------------------------------------------------------------------
+
+    model_error: float = 0.086
+    """How much faster a step on groups of devices must be than the plan on all devices to be taken. The median error of 242
+    published steps (docs/accuracy.md, "Published steps"): below that, the model does not tell two plans apart."""
+    branches_planned: int = 2
+    """So many groupings of branches, the fastest as simulated, are planned whole. Choice: the others differ little from these."""
+
     # -- cost: compute, collectives, overlap -----------------------------------------------------------------------------
 
     most_positions: int = 10_000_000

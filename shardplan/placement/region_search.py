@@ -47,11 +47,13 @@ PLANNED = 4
 """So many of the candidates get plans of their regions: the best as data parallel on their groups, and what chains found."""
 
 
-def candidates_of(problem: PlacementProblem, until_s: float = math.inf, engine: Engine = "auto") -> list[Candidate]:
-    """Branches and stages, every operator data parallel on its group, the best first; those that are ready by ``until_s``."""
+def candidates_of(
+    problem: PlacementProblem, until_s: float = math.inf, engine: Engine = "auto", *, stages: bool = True
+) -> list[Candidate]:
+    """Branches and ``stages``, every operator data parallel on its group, the best first; those that are ready by ``until_s``."""
     times, found, simulation = GroupTimes(problem), dict[tuple[Group, ...], Candidate](), problem.simulation(engine)
     graph = problem.graph
-    for origin, groups in _groupings(times):
+    for origin, groups in _groupings(times, stages=stages):
         if groups not in found and len(set(groups)) > 1:
             strategy = tuple(data_parallel_on(problem, o, g) for o, g in zip(graph.operators, groups, strict=True))
             simulation.full(strategy)
@@ -61,7 +63,7 @@ def candidates_of(problem: PlacementProblem, until_s: float = math.inf, engine: 
     return sorted(found.values(), key=lambda c: c.seconds)
 
 
-def _groupings(times: GroupTimes) -> Iterator[tuple[str, tuple[Group, ...]]]:
+def _groupings(times: GroupTimes, *, stages: bool) -> Iterator[tuple[str, tuple[Group, ...]]]:
     """The groups of all operators, with what they come from."""
     graph, shape = times.problem.graph, times.problem.machine.cluster.shape
     count = math.prod(shape)
@@ -75,7 +77,8 @@ def _groupings(times: GroupTimes) -> Iterator[tuple[str, tuple[Group, ...]]]:
                 placed = scheduled_on(times, branches.units, groups)
                 yield f"branches on {name}, joints on all devices", _with(placed, joint, everywhere)
                 yield f"branches on {name}", placed
-        yield from _stages(times, units, shape)
+        if stages:
+            yield from _stages(times, units, shape)
 
 
 def _with(groups: Sequence[Group], operators: set[int], group: Group) -> tuple[Group, ...]:

@@ -50,6 +50,18 @@ class Argument:
 
 
 @dataclass(frozen=True, slots=True)
+class TriedPlacement:
+    """A way to place the ops of a step that ``placement="auto"`` looked at: its seconds and peak bytes, where it was planned
+    whole, and why it was not taken (empty: it was).
+    """
+
+    what: str
+    step_time_s: Seconds | None
+    peak_bytes: Bytes | None
+    why_not: str
+
+
+@dataclass(frozen=True, slots=True)
 class PlanData:
     """Everything that a plan says. Seconds are predicted for one step, bytes for one device.
 
@@ -67,6 +79,7 @@ class PlanData:
     backward pass. ``idle_axes`` explains each axis over which nothing is cut. ``unknown_trips`` has the source lines of while
     loops that are priced as one iteration, ``whole_ops`` the ops that run whole on every device, with theirs. ``purposes`` say
     what each factor is for, ``tried`` which factorings were searched, ``fixed_axes`` the sizes of purposes that the user gave.
+    ``placements_tried`` is what ``placement="auto"`` looked at, this plan among it.
     ``backend`` runs the plan by default, and ``backend_reason`` says how. ``constants`` are the numbers that decided it
     (`shardplan.constants`), as literals by name. ``trace_s`` and ``search_s`` are measured.
 
@@ -119,6 +132,7 @@ class PlanData:
     time_model: TimeModel = "overlap"
     weights: Weights = SERIAL
     company: Mapping[str, float] | None = None
+    placements_tried: tuple[TriedPlacement, ...] = ()
     fingerprint: str | None = None
     bound_s: Seconds | None = None
     baselines: tuple[Baseline, ...] | None = None

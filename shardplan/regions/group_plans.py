@@ -7,11 +7,13 @@ from dataclasses import replace
 
 from shardplan.mesh import Cluster
 from shardplan.mesh.groups import group_cluster
+from shardplan.planning.candidates import Candidates
 from shardplan.planning.planner import Made, planned
 from shardplan.planning.recomputation import Searcher
 from shardplan.regions.assignment import Group
 from shardplan.regions.group_programs import Part
 from shardplan.regions.segment_plans import GroupChoices
+from shardplan.search.inference import anytime
 
 
 def group_plans(
@@ -19,13 +21,18 @@ def group_plans(
 ) -> tuple[Made, ...]:
     """The plan of each group's program. ``donated`` are the tensors of the step's arguments that it may reuse.
 
+    After an interrupt, the groups that are left get their first plans.
+
     Raises:
         MemoryLimitError: if the ops of a group fit its devices in no layout.
     """
     found: list[Made] = []
     for group, part in zip(groups, parts, strict=True):
         leaves = frozenset(n for n, t in enumerate(part.inputs) if t in donated)
-        here = replace(searcher, cluster=group_cluster(cluster, group), wanted=replace(searcher.wanted, donated=leaves))
+        wanted = replace(searcher.wanted, donated=leaves)
+        if found and found[-1].stopped == "interrupted":
+            wanted = replace(wanted, deadline=anytime.now_s())
+        here = replace(searcher, cluster=group_cluster(cluster, group), wanted=wanted, candidates=Candidates())
         found.append(planned(part.program, here, origin, recompute=False))
     return tuple(found)
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from shardplan.ir import spec_text
-from shardplan.plans.data import PlanData
+from shardplan.plans.data import PlanData, TriedPlacement
 from shardplan.regions.dispatch import most_held
 from shardplan.regions.placed import PlacedStep
 from shardplan.regions.tasks import Task
+from shardplan.report.plan_text import placements_text
 from shardplan.report.tables import seconds, size, table
 
 
@@ -19,7 +20,7 @@ from shardplan.report.tables import seconds, size, table
 class PlacedFigures:
     """What a report of a placed plan needs: the plans of its groups, their tasks, and the figures of the whole step.
 
-    ``paths`` are those of the arguments.
+    ``paths`` are those of the arguments, ``tried`` the placements that this one was chosen among.
     """
 
     title: str
@@ -29,6 +30,7 @@ class PlacedFigures:
     paths: Sequence[str]
     microbatches: int
     figures: Mapping[str, Any]
+    tried: Sequence[TriedPlacement] = ()
 
 
 def placed_text(plan: PlacedFigures) -> str:
@@ -56,6 +58,7 @@ def placed_text(plan: PlacedFigures) -> str:
     specs = [[path, str(group), _spec(plan, group, key[0])] for path, (group, key) in zip(plan.paths, graph.inputs, strict=True)]
     lines += ["", table(["argument", "group", "spec"], specs, align="lrl"), ""]
     lines.append("arguments held: " + ", ".join(f"group {g} {n}" for g, n in sorted(held.items())))
+    lines += ["", "Placements", "", placements_text(plan.tried)] if plan.tried else []
     return "\n".join(lines)
 
 
@@ -86,6 +89,7 @@ def placed_json(plan: PlacedFigures) -> dict[str, Any]:
     return {
         **plan.figures,
         "microbatches": plan.microbatches,
+        "placements_tried": [asdict(row) for row in plan.tried],
         "groups": groups,
         "group_of": {path: group for path, (group, _) in zip(plan.paths, graph.inputs, strict=True)},
         "in_specs": {path: _spec(plan, group, key[0]) for path, (group, key) in zip(plan.paths, graph.inputs, strict=True)},

@@ -8,7 +8,7 @@ from typing import Any
 
 from shardplan.collectives.dsl import shortened
 from shardplan.ir import spec_text
-from shardplan.plans.data import Baseline, PlanData
+from shardplan.plans.data import Baseline, PlanData, TriedPlacement
 from shardplan.plans.xla_flags import xla_flags
 from shardplan.remat import Remat
 from shardplan.report.parallelism import matrix_text
@@ -33,6 +33,7 @@ def plan_text(plan: PlanData, *, title: str = "the step") -> str:
         _section("Collectives of one step, per device", collectives_text(plan)),
         _section("XLA flags that the plan counts on, on GPUs", flags_text(plan)),
         _section("Baselines, in the same cost model", baselines_text(plan)),
+        *([_section("Placements", placements_text(plan.placements_tried))] if plan.placements_tried else []),
     ]
     return "\n\n".join(parts)
 
@@ -60,6 +61,20 @@ def _head(plan: PlanData, title: str) -> str:
     rows += [("note", f"{what} whole on every device: {where}") for what, where in _whole(plan)]
     rows += [("note", text) for text in (*plan.idle_axes.values(), *constants_text(plan))]
     return "\n".join(f"{name:<11} {text}" for name, text in rows)
+
+
+def placements_text(tried: Sequence[TriedPlacement]) -> str:
+    """The placements that a plan was chosen among."""
+    rows = [
+        [
+            row.what,
+            "-" if row.step_time_s is None else seconds(row.step_time_s),
+            "-" if row.peak_bytes is None else size(row.peak_bytes),
+            row.why_not or "this plan",
+        ]
+        for row in tried
+    ]
+    return table(["placement", "step", "memory", "why not"], rows, align="lrrl")
 
 
 def constants_text(plan: PlanData) -> list[str]:

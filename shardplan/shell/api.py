@@ -7,10 +7,11 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, overload
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from shardplan import _jax
 from shardplan.cost import OVERLAP, TIME, Objective, objective_of
@@ -46,6 +47,7 @@ from shardplan.shell.factor_options import FactorsLike, checked_axes, checked_fa
 from shardplan.shell.made_plans import Asked, plan_data
 from shardplan.shell.memory_default import memory_limit as read_limit
 from shardplan.shell.placed_plan import PlacedPlan
+from shardplan.shell.placement_search import best_placement
 from shardplan.shell.placements import PlacementLike, on_groups, refuse_with_groups, stage_groups
 from shardplan.shell.plan_of_step import Plan
 from shardplan.tdl.xla_quirks import uncompiled
@@ -55,6 +57,10 @@ _log = logging.getLogger("shardplan")
 
 @overload
 def plan(step: Callable[..., Any], *args: Any, placement: Literal["one"] = "one", **options: Any) -> Plan: ...
+
+
+@overload
+def plan(step: Callable[..., Any], *args: Any, placement: Literal["auto"], **options: Any) -> Plan | PlacedPlan: ...
 
 
 @overload
@@ -122,8 +128,10 @@ def plan(
             ``plan.xla_flags``, let it: `shardplan.cost.overlap`) or "sum" (nothing overlaps).
         kwargs: The arguments that the step takes by name alone. ``plan.in_specs`` and ``plan.put`` have them after all others,
             in the order of their names; the jitted step takes them by name.
-        placement: Where ops run. "one": every op on all devices. A `shardplan.place` result, or the file that it was saved to:
-            each op on its devices there, and the ops of each group of devices planned together. The result is a `PlacedPlan`.
+        placement: Where ops run. "one": every op on all devices. "auto": on all devices too, unless a pipeline or branches on
+            groups of devices are faster by more than the model's error, or alone fit; ``plan.placements_tried`` has them, and
+            ``microbatches``, if given, holds for all. A `shardplan.place` result, or the file that it was saved to: each op on
+            its devices there, and the ops of each group of devices planned together. On groups the result is a `PlacedPlan`.
         microbatches: Into how many parts the batch is cut that run one after the other, each with all ops that depend on it; sums
             over the batch (gradients, the loss) are added up. The step is unchanged, and so are its results. What does not fit at
             once may fit so.
@@ -160,15 +168,29 @@ def plan(
     searcher = Searcher(replicate, shared, resolved, wanted)
     parts = checked_microbatches(traced, microbatches, batch_argnums)
     asked = Asked(step, traced, searcher, limit, donated, time_budget_s, runs, parts, began, traced_at)
-    if stages > 1 or placement != "one":
-        refuse_with_groups({"pins": pins, "remat": remat != "none", "objective": objective != "time", "mesh": mesh is not None})
-        return on_groups(asked, stages, placement)
-    program = microbatched(traced.program, parts, replicate)
-    made = planned(program, searcher, limit.origin, recompute=remat == "auto")
+    on_all_devices = partial(_on_all_devices, mesh=mesh, recompute=remat == "auto")
+    if stages == 1 and placement == "one":
+        return on_all_devices(asked)
+    refuse_with_groups({"pins": pins, "remat": remat != "none", "objective": objective != "time", "mesh": mesh is not None})
+    if stages == 1 and placement == "auto":
+        refuse_with_groups({"backend": runs["backend"] != "explicit", "axes": axes, "factors": factors})
+        return best_placement(asked, on_all_devices, batch_argnums)
+    return on_groups(asked, stages, placement)
+
+
+def _on_all_devices(asked: Asked, *, mesh: Mesh | None, recompute: bool) -> Plan:
+    """The plan of a step with every op on all devices.
+
+    Raises:
+        MemoryLimitError: if no plan fits.
+        MicrobatchError: for a step that cannot be cut into the microbatches asked for.
+    """
+    program = microbatched(asked.traced.program, asked.microbatches, asked.searcher.replicate)
+    made = planned(program, asked.searcher, asked.limit.origin, recompute=recompute)
     warn_of(made.session)
     return Plan(
-        plan_data(asked, made), traced=traced, program=made.planned.program, graph=made.session.graph, step=step, user_mesh=mesh,
-        session=made.session, run=made.run,
+        plan_data(asked, made), traced=asked.traced, program=made.planned.program, graph=made.session.graph, step=asked.step,
+        user_mesh=mesh, session=made.session, run=made.run,
     )  # fmt: skip
 
 

@@ -120,7 +120,12 @@ def _add_mesh_options(one: argparse.ArgumentParser) -> None:
         "stage=4 makes a pipeline",
     )
     one.add_argument("--microbatches", type=int, metavar="N", help="parts of the batch that run one after the other (default: 1)")
-    one.add_argument("--placement", metavar="one|FILE", help="a strategy that place saved: ops run on its devices (default: one)")
+    one.add_argument(
+        "--placement",
+        metavar="one|auto|FILE",
+        help="one: every op on all devices; auto: pipelines and branches too, where they are faster; or a strategy that place "
+        "saved: ops run on its devices (default: one)",
+    )
 
 
 def check_outputs(files: Mapping[str, str | None], options: argparse.Namespace) -> None:

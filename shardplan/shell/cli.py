@@ -76,7 +76,9 @@ def _plan(options: argparse.Namespace) -> Report:
     made, _, _ = target_plan(options)
     if isinstance(made, PlacedPlan):
         if options.output or options.draw is not None:
-            raise ShardplanError("a plan with groups of devices cannot be saved or drawn yet: leave out -o and --draw")
+            raise ShardplanError(
+                "a plan with groups of devices cannot be saved or drawn yet: leave out -o and --draw, or give --placement one"
+            )
         figures = made.figures(options.target)
         return Report(placed_text(figures), placed_json(figures))
     data = made.completed()

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import jax
 from jax.core import Tracer
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from shardplan.constants import CONSTANTS
 from shardplan.errors import ArgumentError, PlanFileError, ShardplanError, UncheckedError, nearest
@@ -33,10 +33,12 @@ from shardplan.ir import spec_text
 from shardplan.plans import files
 from shardplan.plans.fingerprint import fingerprint
 from shardplan.plans.jit_stages import LoweredStep, TracedStep
+from shardplan.plans.placed_runner import LoweredPrograms
 from shardplan.plans.runner import Runner, check_tree
 from shardplan.report.plan_text import best_baseline
 from shardplan.shell.api import plan as make_plan
 from shardplan.shell.clusters import ClusterLike, resolve_cluster
+from shardplan.shell.factor_options import stages_in
 from shardplan.shell.loading import for_step
 from shardplan.shell.memory_default import memory_limit
 from shardplan.shell.placed_plan import PlacedPlan
@@ -84,8 +86,9 @@ def parallelize(
     """A decorator that shards a step: the first call traces, plans, places and compiles; later calls only run.
 
     ``options`` are those of `shardplan.plan`, and ``xla_flags`` that of `Plan.jit`. nnx modules and optimizers among the
-    arguments are updated in place, as under `nnx.jit`. Argument numbers count all arguments of the step, static ones included;
-    negative ones count from the end. ``cache_dir`` keeps plans under a key of the traced step, the cluster and the options:
+    arguments are updated in place, as under `nnx.jit`. With stages or a placement, a call runs several programs, so that none can
+    be made inside another `jax.jit`. Argument numbers count all arguments of the step, static ones included; negative ones count
+    from the end. ``cache_dir`` keeps plans under a key of the traced step, the cluster and the options:
     another process with the same step reuses them.
 
     With ``check="first"``, the first call under each plan begins with `Plan.check`: it runs the step once more on one device and
@@ -93,7 +96,7 @@ def parallelize(
     example because one device lacks the memory, a warning says so.
 
     Raises:
-        ShardplanError: for an unknown option.
+        ShardplanError: for an unknown option, and for ``cache_dir`` beside stages or a placement.
     """
     if check not in (None, "first"):
         raise ShardplanError(f"unsupported check={check!r}: use 'first', or None for no check")
@@ -103,6 +106,11 @@ def parallelize(
             raise ShardplanError(
                 f"parallelize has no option {option!r}{nearest(option, known) or ' (known: ' + ', '.join(known) + ')'}"
             )
+    if cache_dir is not None and (stages_in(options.get("axes"))[0] != 1 or options.get("placement", "one") != "one"):
+        raise ShardplanError(
+            "cache_dir= keeps plans in files, and a plan with groups of devices cannot be saved yet: leave out cache_dir, or "
+            "stages and placement"
+        )
     names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
     settings = _Settings(cluster, donate_argnums, static_argnums, names, devices, cache_dir, xla_flags, check, options)
     return lambda step: Parallel(step, settings)
@@ -125,7 +133,7 @@ class Parallel:
         return self if instance is None else MethodType(self, instance)
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> Plan | PlacedPlan:
         """The plan of the latest call.
 
         Raises:
@@ -142,29 +150,29 @@ class Parallel:
     def _name(self) -> str:
         return getattr(self._step, "__name__", "the step")
 
-    def prepare(self, *args: Any, **kwargs: Any) -> Plan:
+    def prepare(self, *args: Any, **kwargs: Any) -> Plan | PlacedPlan:
         """Plans for these arguments (arrays or shapes) without running."""
-        call = self._call(args, kwargs)
-        leaves, tree = jax.tree.flatten(apart(call.dynamic))
-        return self._ready_for(call, leaves, tree).plan
+        return self._prepared(args, kwargs)[0].plan
 
     def trace(self, *args: Any, **kwargs: Any) -> TracedStep:
         """The step traced for these arguments (arrays or shapes), to lower or inspect it. As in JAX, what is compiled from it
         takes no static arguments.
-        """
-        call = self._call(args, kwargs)
-        leaves, tree = jax.tree.flatten(apart(call.dynamic))
-        first = len(call.dynamic) - len(call.keywords)
-        named = dict(zip(call.keywords, call.dynamic[first:], strict=True))
-        return self._ready_for(call, leaves, tree).run.trace(*call.dynamic[:first], **named)
 
-    def lower(self, *args: Any, **kwargs: Any) -> LoweredStep:
+        Raises:
+            ShardplanError: if the plan is several programs, which no one trace holds.
+        """
+        ready, positional, named = self._prepared(args, kwargs)
+        return ready.run.trace(*positional, **named)
+
+    def lower(self, *args: Any, **kwargs: Any) -> LoweredStep | LoweredPrograms:
         """The step lowered for these arguments (arrays or shapes), to compile or inspect it."""
-        return self.trace(*args, **kwargs).lower()
+        ready, positional, named = self._prepared(args, kwargs)
+        return ready.run.lower(*positional, **named)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """The shapes and dtypes of the step's result for these arguments (arrays or shapes)."""
-        return self.trace(*args, **kwargs).out_info
+        ready, positional, named = self._prepared(args, kwargs)
+        return ready.run.eval_shape(*positional, **named)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step; nnx arguments are updated in place."""
@@ -211,8 +219,8 @@ class Parallel:
         check_tree(tuple_of(trees), step_plan.traced, step_plan.step)
         shardings = step_plan.leaves(step_plan.mesh(self._settings.devices)).part(leaves_of(step_plan.traced.in_tree, (place,)))
         shardings.fit(jax.tree.leaves(jax.eval_shape(lambda *a: apart(init_fn(*a)), *args)))
-        flat = jax.jit(lambda *a: jax.tree.leaves(apart(init_fn(*a))), out_shardings=shardings.shardings)
-        return together(jax.tree.unflatten(trees[place], flat(*args)))
+        leaves = _made_in_place(lambda *a: jax.tree.leaves(apart(init_fn(*a))), args, shardings.shardings)
+        return together(jax.tree.unflatten(trees[place], leaves))
 
     def _check(self, ready: _Ready, leaves: Sequence[Any], tree: Any) -> None:
         """Checks a plan on the arguments of its first call; warns where that cannot run."""
@@ -228,6 +236,14 @@ class Parallel:
 
     def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Call:
         return _bind_call(self._step, self._parameters, self._settings, args, kwargs)
+
+    def _prepared(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[_Ready, tuple[Any, ...], dict[str, Any]]:
+        """The plan for these arguments, and those that the planned step takes, by position and by name."""
+        call = self._call(args, kwargs)
+        leaves, tree = jax.tree.flatten(apart(call.dynamic))
+        first = len(call.dynamic) - len(call.keywords)
+        named = dict(zip(call.keywords, call.dynamic[first:], strict=True))
+        return self._ready_for(call, leaves, tree), call.dynamic[:first], named
 
     def _without_objects(self, tree: Any, args: Any) -> bool:
         try:
@@ -266,24 +282,15 @@ class Parallel:
         step_plan = self._load_or_plan(pure, call, jax.tree.unflatten(tree, shapes))
         run = step_plan.jit(pure, self._settings.devices, xla_flags=self._settings.xla_flags, weak=True)
         if _log.isEnabledFor(logging.INFO):  # the message needs the baselines, which take time to solve
-            best = best_baseline(step_plan.data) if step_plan.baselines else None
-            mesh = " x ".join(f"{n}={k}" for n, k in step_plan.axes.items())
-            _log.info(
-                "%s: mesh %s, %.3g s a step, %.3g GiB a device; best baseline %s",
-                self._name, mesh, step_plan.step_time_s, step_plan.peak_bytes / 2**30,
-                f"{best.name} {best.step_time_s:.3g} s" if best else "none fits",
-            )  # fmt: skip
+            figures = f"{step_plan.step_time_s:.3g} s a step, {step_plan.peak_bytes / 2**30:.3g} GiB a device"
+            _log.info("%s: %s", self._name, _where(step_plan, figures))
         return _Ready(step_plan, run.taking(len(call.dynamic) - len(call.keywords), call.keywords), call, tree)
 
-    def _load_or_plan(self, pure: Callable[..., Any], call: _Call, args: tuple[Any, ...]) -> Plan:
+    def _load_or_plan(self, pure: Callable[..., Any], call: _Call, args: tuple[Any, ...]) -> Plan | PlacedPlan:
         settings = self._settings
 
-        def plan_now() -> Plan:
+        def plan_now() -> Plan | PlacedPlan:
             step_plan = make_plan(pure, *args, cluster=settings.cluster, donate_argnums=call.donated, **settings.options)
-            if isinstance(step_plan, PlacedPlan):
-                raise ShardplanError(
-                    "parallelize runs one program on all devices: for stages or a placement, use shardplan.plan(...).jit(step)"
-                )
             if step_plan.stopped == "interrupted":  # an interrupted call must end, not run a half-searched plan
                 raise KeyboardInterrupt
             return step_plan
@@ -312,8 +319,30 @@ class Parallel:
             file.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise PlanFileError(f"cache_dir={str(settings.cache_dir)!r} cannot be created: {error.strerror or error}") from error
+        assert isinstance(step_plan, Plan), "cache_dir is refused beside stages and placements"
         step_plan.save(file)
         return step_plan
+
+
+def _where(plan: Plan | PlacedPlan, figures: str) -> str:
+    """Where a planned step runs, its figures, and those of the best baseline on all devices."""
+    if isinstance(plan, PlacedPlan):
+        return f"{plan.origin} on {len(plan.groups)} groups of devices, {figures}"
+    best = best_baseline(plan.data) if plan.baselines else None
+    mesh = " x ".join(f"{n}={k}" for n, k in plan.axes.items())
+    return f"mesh {mesh}, {figures}; best baseline {f'{best.name} {best.step_time_s:.3g} s' if best else 'none fits'}"
+
+
+def _made_in_place(make: Callable[..., list[Any]], args: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
+    """The leaves that a function makes, with these shardings: for each group of devices a program that makes its own."""
+    groups: dict[Any, list[int]] = {}
+    for n, sharding in enumerate(shardings):
+        groups.setdefault(sharding.mesh, []).append(n)
+    found: dict[int, Any] = {}
+    for numbers in groups.values():
+        own = jax.jit(lambda *a, own=numbers: [make(*a)[n] for n in own], out_shardings=[shardings[n] for n in numbers])
+        found.update(zip(numbers, own(*args), strict=True))
+    return [found[n] for n in range(len(shardings))]
 
 
 def _option(name: str, value: Any) -> str:
@@ -373,7 +402,7 @@ class _Call:
 class _Ready:
     """A plan, the jitted step that runs it, the call that it was made for, and the tree of that call's dynamic arguments."""
 
-    plan: Plan
+    plan: Plan | PlacedPlan
     run: Runner
     call: _Call
     tree: Any

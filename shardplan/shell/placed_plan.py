@@ -21,7 +21,7 @@ from shardplan.frontend.trace import Traced
 from shardplan.ir import Backend
 from shardplan.mesh import Cluster
 from shardplan.mesh.devices import build_mesh, cluster_devices
-from shardplan.plans.data import PlanData
+from shardplan.plans.data import PlanData, TriedPlacement
 from shardplan.plans.placed_runner import PlacedRunner
 from shardplan.plans.runner import Flat, Leaves
 from shardplan.plans.xla_flags import xla_flags
@@ -29,6 +29,7 @@ from shardplan.regions.dispatch import most_held
 from shardplan.regions.placed import PlacedStep
 from shardplan.report.placed_text import PlacedFigures, placed_text
 from shardplan.schedule import sends
+from shardplan.search.inference.anytime import Stopped
 from shardplan.shell.compiler_options import compiler_options
 from shardplan.shell.planned_step import PlannedStep
 
@@ -55,6 +56,8 @@ class PlacedPlan(PlannedStep):
         self.groups, self.placed, self.cluster = tuple(groups), placed, cluster
         self.traced, self.step, self.donate_argnums = traced, step, tuple(donate_argnums)
         self.origin, self.trace_s, self.search_s = origin, trace_s, search_s
+        self.placements_tried: tuple[TriedPlacement, ...] = ()
+        self._stopped: Stopped = ""
 
     def __repr__(self) -> str:
         count, seconds = len(self.groups), self.step_time_s
@@ -145,8 +148,13 @@ class PlacedPlan(PlannedStep):
 
     @property
     def stopped(self) -> str:
-        """What ended the search of a group early ("time budget", "interrupted"; else empty)."""
-        return next((g.stopped for g in self.groups if g.stopped), "")
+        """What ended the search of a placement or of a group early ("time budget", "interrupted"; else empty)."""
+        return self._stopped or next((g.stopped for g in self.groups if g.stopped), "")
+
+    def chosen_among(self, tried: Sequence[TriedPlacement], stopped: Stopped) -> PlacedPlan:
+        """This plan, with what it was chosen among (``placements_tried``), and what ended that search early."""
+        self.placements_tried, self._stopped = tuple(tried), stopped
+        return self
 
     def _costs_of(self, group: int) -> list[StepCost]:
         """The cost of each task of a group."""
@@ -159,7 +167,8 @@ class PlacedPlan(PlannedStep):
         names = ("step_time_s", "compute_s", "communication_s", "communication_bytes", "transfer_bytes", "idle_share")
         figures = {name: getattr(self, name) for name in (*names, "peak_bytes", "trace_s", "search_s", "stopped")}
         parts = self.groups[0].microbatches.count
-        return PlacedFigures(title, self.cluster.name, self.groups, self.placed, self.traced.program.input_paths, parts, figures)
+        paths, tried = self.traced.program.input_paths, self.placements_tried
+        return PlacedFigures(title, self.cluster.name, self.groups, self.placed, paths, parts, figures, tried)
 
     def text(self, title: str = "the step") -> str:
         """The step, what each group runs and holds, and where arguments lie."""

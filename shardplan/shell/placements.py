@@ -52,36 +52,38 @@ def on_groups(asked: Asked, stages: int, placement: PlacementLike) -> PlacedPlan
     refuse_with_groups({"backend": wanted.backend != "explicit"})
     if stages > 1:
         refuse_with_groups({"placement": placement != "one"})
-        return staged_plan(asked, stages)
+        if asked.microbatches.count == 1:
+            raise PlacementError(f"{stages} stages take turns with one microbatch: give microbatches, for example {4 * stages}")
+        return staged_plan(asked, microbatched(asked.traced.program, asked.microbatches, asked.searcher.replicate), stages)
     refuse_with_groups({"microbatches": asked.microbatches.count > 1, "axes": wanted.axes, "factors": wanted.factors})
-    return placed_plan(asked, placement)
+    origin = placement if isinstance(placement, str) else type(placement).__name__
+    return placed_plan(asked, _assignment(asked, placement), origin)
 
 
-def placed_plan(asked: Asked, placement: PlacementLike) -> PlacedPlan:
-    """The plan of a step with the ops of each group of devices planned together.
+def placed_plan(asked: Asked, assignment: Assignment, origin: str) -> PlacedPlan:
+    """The plan of a step with the ops of each group of devices planned together. ``origin`` says where the groups come from.
 
     Raises:
-        PlacementError: for what is no placement, or is one of another step or cluster.
+        PlacementError: for a step that names mesh axes.
         MemoryLimitError: if the ops of a group fit its devices in no layout.
     """
     cluster = asked.searcher.cluster
-    cut = split(_assignment(asked, placement))
+    cut = split(assignment)
     made = group_plans(cut.assignment.groups, cut.group_parts, cluster, asked.searcher, _donated(asked), asked.limit.origin)
     placed = placed_step(cut, choices_of(made), cluster, asked.searcher.replicate)
-    return _plan(asked, made, placed, placement if isinstance(placement, str) else type(placement).__name__)
+    return _plan(asked, made, placed, origin)
 
 
-def staged_plan(asked: Asked, stages: int) -> PlacedPlan:
-    """The plan of a step in microbatches as a pipeline of stages, on equal groups of consecutive devices.
+def staged_plan(asked: Asked, program: Program, stages: int) -> PlacedPlan:
+    """The plan of a step as a pipeline of stages, on equal groups of consecutive devices.
+
+    ``program`` is the step in microbatches.
 
     Raises:
-        PlacementError: for one microbatch, or if the step has fewer places to cut than stages need.
+        PlacementError: if the step has fewer places to cut than stages need, or names mesh axes.
         MemoryLimitError: if a stage fits its devices in no layout.
     """
     cluster, replicate = asked.searcher.cluster, asked.searcher.replicate
-    if asked.microbatches.count == 1:
-        raise PlacementError(f"{stages} stages take turns with one microbatch: give microbatches, for example {4 * stages}")
-    program = microbatched(asked.traced.program, asked.microbatches, replicate)
     if program.meshed:
         raise PlacementError("the step names mesh axes, which the groups of a pipeline do not have: remove its constraints")
     loop, groups = loop_of(program), stage_groups(cluster, stages)
@@ -133,7 +135,7 @@ def _assignment(asked: Asked, placement: PlacementLike) -> Assignment:
         strategy = read_strategy_file(os.fspath(placement), problem_of(graph, machine_of(cluster)))
         return assignment_of(program, graph, used_groups(strategy))
     raise PlacementError(
-        f"unsupported placement {placement!r}: use 'one', the result of shardplan.place, or the file that it saved"
+        f"unsupported placement {placement!r}: use 'one', 'auto', the result of shardplan.place, or the file that it saved"
     )
 
 

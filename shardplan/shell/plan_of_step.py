@@ -27,7 +27,7 @@ from shardplan.graph import Graph, flatten
 from shardplan.ir import Backend, Program
 from shardplan.mesh.devices import build_mesh
 from shardplan.planning.scheduled import Scheduled, scheduled
-from shardplan.plans.data import Baseline, PlanData
+from shardplan.plans.data import Baseline, PlanData, TriedPlacement
 from shardplan.plans.files import plan_file, save, write_whole
 from shardplan.plans.fingerprint import fingerprint
 from shardplan.plans.fit import unfit
@@ -38,6 +38,7 @@ from shardplan.report.drawing import drawing
 from shardplan.report.explain import explain, explain_all
 from shardplan.report.timeline import Timeline, priced_of, timeline
 from shardplan.schedule import PlannedProgram, Schedule, build, planned_program, sends
+from shardplan.search.inference.anytime import Stopped
 from shardplan.search.session import Session
 from shardplan.shell.compiler_options import compiler_options
 from shardplan.shell.exporting import STEP, form_of, write_text
@@ -109,6 +110,11 @@ class Plan(PlannedStep, Figures):
         self.lower_bound_s  # noqa: B018 - asking fills the field
         self.baselines  # noqa: B018
         return self._data
+
+    def chosen_among(self, tried: Sequence[TriedPlacement], stopped: Stopped) -> Plan:
+        """This plan, with what it was chosen among (``placements_tried``), and what ended that search early."""
+        self._data = replace(self._data, placements_tried=tuple(tried), stopped=self._data.stopped or stopped)
+        return self
 
     # -- layouts -----------------------------------------------------------------------------------------------------
 

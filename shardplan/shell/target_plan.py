@@ -16,15 +16,11 @@ def target_plan(
     options: argparse.Namespace, *, concrete: bool = False, simulated: bool = False, file: str | None = None
 ) -> tuple[Any, Callable[..., Any], tuple[Any, ...]]:
     """(plan, step, args) of a TARGET; with ``file``, the plan is read from it. Both options simulate devices."""
-    from shardplan.shell.placed_plan import PlacedPlan
-
+    if file is None:
+        _refuse_groups(options)
     event = "a plan that fits was found: wait longer, or give a --time-budget to get the best plan so far"
     with interrupts.before(event if file is None else f"the plan in {file} was read"):
         made, step, args = _read_or_plan(options, concrete=concrete, simulated=simulated or concrete, file=file)
-    if isinstance(made, PlacedPlan) and options.command not in ("plan", "verify"):
-        raise ShardplanError(
-            f"{options.command} does not take a plan with groups of devices: leave out stage, --placement, or use plan and verify"
-        )
     if made.stopped == "interrupted" and file is None:
         if options.command != "plan":  # the work after the search takes longer than the search
             raise KeyboardInterrupt(
@@ -83,6 +79,17 @@ def planning_options(options: argparse.Namespace) -> dict[str, Any]:
     }
     defaults = {"objective": "time", "backend": "auto"}
     return {name: value for name, value in given.items() if value is not None and value != defaults.get(name)}
+
+
+def _refuse_groups(options: argparse.Namespace) -> None:
+    """Refuses options for groups of devices beside commands that take a plan on all devices alone."""
+    from shardplan.shell.factor_options import read_axes, stages_in
+
+    on_groups = stages_in(read_axes(options.axes))[0] > 1 or options.placement not in (None, "one")
+    if on_groups and options.command not in ("plan", "verify"):
+        raise ShardplanError(
+            f"{options.command} does not take a plan with groups of devices: leave out stage, --placement, or use plan and verify"
+        )
 
 
 def _refuse_planning_options(options: argparse.Namespace, file: str) -> None:

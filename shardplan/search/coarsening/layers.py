@@ -58,6 +58,19 @@ def repeats(graph: Graph) -> list[tuple[int, int]]:
     return matches
 
 
+def equal_blocks(graph: Graph) -> int:
+    """The most equal blocks that follow each other in the forward pass; 1 where none are repeated."""
+    runs: list[list[int]] = []  # [distance, first, end]
+    for i, p in repeats(graph):
+        if graph.nodes[i].backward:
+            continue
+        if runs and runs[-1][0] == p and runs[-1][2] == i:
+            runs[-1][2] += 1
+        else:
+            runs.append([p, i, i + 1])
+    return max((1 + (end - first) // p for p, first, end in runs), default=1)
+
+
 def _keys(graph: Graph) -> NDArray[np.int64]:
     """[ops]: equal numbers for ops that may be counterparts in equal blocks."""
     producer = {t: n.id for n in graph.nodes for t in n.outputs}

@@ -1,0 +1,298 @@
+"""``placement="auto"``: the plan on all devices, beside pipelines and branches on groups of devices.
+
+A pipeline keeps reductions of gradients off the links between its stages, but its devices wait for each other. Branches that do
+not depend on each other run beside each other, and are not cut as far. Every candidate is planned whole and priced by the order
+in which its programs run. It must beat the plan on all devices by more than the model errs, as both are predictions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from shardplan.constants import CONSTANTS
+from shardplan.errors import MemoryLimitError, MicrobatchError, ShardplanError
+from shardplan.graph import flatten
+from shardplan.ir import Microbatches, Program
+from shardplan.mesh import Cluster
+from shardplan.microbatches.accumulating import checked_microbatches, microbatched
+from shardplan.placement.device_topology import machine_of
+from shardplan.placement.grouping import operator_graph
+from shardplan.placement.placement_problem import PlacementProblem, problem_of
+from shardplan.placement.region_search import candidates_of
+from shardplan.placement.starts import from_plan
+from shardplan.planning.candidates import Candidates
+from shardplan.plans.data import TriedPlacement
+from shardplan.report.tables import seconds, size
+from shardplan.search.coarsening.layers import equal_blocks
+from shardplan.search.inference import anytime
+from shardplan.search.inference.bound import least_s
+from shardplan.shell.made_plans import Asked
+from shardplan.shell.placed_plan import PlacedPlan
+from shardplan.shell.placements import assignment_of, placed_plan, staged_plan
+from shardplan.shell.plan_of_step import Plan
+
+BatchArgnums = Sequence[int] | int | None
+
+_ALL = "all devices"
+_PIPELINES, _BRANCHES = "pipelines", "branches"
+
+
+def best_placement(asked: Asked, plan_on_all_devices: Callable[[Asked], Plan], batch_argnums: BatchArgnums) -> Plan | PlacedPlan:
+    """The plan on all devices; or one on groups of devices that is faster by more than `Constants.model_error`, or that alone
+    fits in memory.
+
+    An interrupt returns the best plan so far; before there is one, it is raised.
+
+    Raises:
+        MemoryLimitError: if no plan fits.
+    """
+    search = _Search(asked, plan_on_all_devices, batch_argnums)
+    try:
+        search.all_devices()
+        search.pipelines()
+        search.branches()
+    except anytime.OutOfTimeError:
+        search.stop("time budget")
+    except KeyboardInterrupt:
+        if search.best is None:
+            raise
+        search.stop("interrupted")
+    return search.result()
+
+
+def stage_counts(cluster: Cluster, blocks: int) -> tuple[int, ...]:
+    """The numbers of stages that divide the slowest level with several devices, up to the number of blocks."""
+    slowest = next((level.size for level in cluster.levels if level.size > 1), 1)
+    return tuple(n for n in range(2, min(slowest, blocks) + 1) if slowest % n == 0)
+
+
+def microbatch_counts(program: Program, batch: Sequence[int], stages: int) -> tuple[int, ...]:
+    """The numbers of microbatches to try with so many stages: those of S, 2 S, 4 S and 8 S that divide the batch."""
+    rows = math.gcd(*(program.tensors[program.inputs[i]].shape[0] for i in batch))
+    return tuple(m for m in (stages, 2 * stages, 4 * stages, 8 * stages) if rows % m == 0)
+
+
+class _Search:
+    """What was tried so far, and the best of it. ``best`` fits in memory."""
+
+    def __init__(self, asked: Asked, plan_on_all_devices: Callable[[Asked], Plan], batch_argnums: BatchArgnums) -> None:
+        self.best: Plan | PlacedPlan | None = None
+        self._asked, self._plan_on_all_devices, self._batch_argnums = asked, plan_on_all_devices, batch_argnums
+        self._everywhere: Plan | None = None
+        self._limit_error: MemoryLimitError | None = None
+        self._tried: dict[str, Plan | PlacedPlan | TriedPlacement] = {}
+        self._programs: dict[int, Program] = {}
+        self._stopped: anytime.Stopped = ""
+
+    # -- candidates ----------------------------------------------------------------------------------------------------
+
+    def all_devices(self) -> None:
+        """Makes the plan on all devices; where it does not fit, those in microbatches."""
+        try:
+            self._everywhere = self._plan_on_all_devices(self._heard(_ALL, 0.0, 0.5))
+        except MemoryLimitError as error:
+            self._limit_error = error
+            self._leave_out(_ALL, error)
+        else:
+            self._take(_ALL, self._everywhere)
+            return
+        if self._asked.microbatches.count == 1:
+            self._with_counts(2, f"{_ALL} in microbatches", self._accumulating)
+
+    def _accumulating(self, parts: Microbatches) -> Plan | PlacedPlan | None:
+        what = f"{_ALL}, {parts.count} microbatches"
+        here = replace(self._heard(what, 0.5), microbatches=parts)
+        return self._try(what, lambda: self._plan_on_all_devices(here))
+
+    def pipelines(self) -> None:
+        """Tries pipelines."""
+        asked = self._asked
+        blocks = equal_blocks(flatten(asked.traced.program, replicate=asked.searcher.replicate))
+        counts = stage_counts(asked.searcher.cluster, blocks)
+        if not counts:
+            self._leave_out(_PIPELINES, f"{asked.searcher.cluster.name} is not cut into stages of {blocks} equal blocks in a row")
+        for n, stages in enumerate(counts):
+            self._with_counts(stages, f"{stages} stages", partial(self._pipeline, stages, 0.5 + 0.4 * n / len(counts)))
+
+    def _pipeline(self, stages: int, progress: float, parts: Microbatches) -> Plan | PlacedPlan | None:
+        """Tries a pipeline.
+
+        Raises:
+            MicrobatchError: if the step cannot be cut into microbatches.
+        """
+        asked, count = self._asked, parts.count
+        what, least_s = f"{stages} stages, {count} microbatches", self._estimate_s(stages, count)
+        if least_s >= self._to_beat_s(on_groups=True):
+            self._leave_out(what, f"estimated at {seconds(least_s)} or more")
+            return None
+        if count not in self._programs:
+            self._programs[count] = microbatched(asked.traced.program, parts, asked.searcher.replicate)
+        here = replace(self._heard(what, progress), microbatches=parts)
+        return self._try(what, lambda: staged_plan(here, self._programs[count], stages))
+
+    def _with_counts(self, least: int, what: str, attempt: Callable[[Microbatches], Plan | PlacedPlan | None]) -> None:
+        """Tries with ``least`` microbatches, or those given, and with more as long as that is faster."""
+        asked, fastest_s = self._asked, math.inf
+        try:
+            batch = asked.microbatches.batch or checked_microbatches(asked.traced, least, self._batch_argnums).batch
+            counts = microbatch_counts(asked.traced.program, batch, least)
+            if asked.microbatches.count > 1:
+                counts = (asked.microbatches.count,)
+            elif not counts:
+                self._leave_out(what, f"the batch does not divide into {least} microbatches")
+            for count in counts:
+                self._check()
+                plan = attempt(Microbatches(count, batch))
+                if plan is not None and plan.step_time_s >= fastest_s:
+                    return
+                fastest_s = plan.step_time_s if plan is not None and self._fits(plan) else fastest_s
+        except MicrobatchError as error:  # none of these numbers can be
+            self._leave_out(what, error)
+
+    def _estimate_s(self, stages: int, count: int) -> float:
+        """An estimate, on the low side, of the seconds of a pipeline: the least compute of any plan, and the least that devices
+        wait.
+
+        Stages run an op in at least as many parts as there are devices (``count`` microbatches on a ``stages``-th of them), and
+        parts are not cheaper than their share of the op. Only ops outside of the loop may have fewer launches. ZB-H1 (Qi et al.
+        2023, section 2.3) waits a third of what 1F1B does, which is (S - 1) / M of the compute.
+        """
+        if self._everywhere is None:
+            return 0.0
+        problem = self._everywhere.session.problem
+        return least_s(problem) / problem.objective.weights.compute * (1 + (stages - 1) / count / 3)
+
+    def branches(self) -> None:
+        """Tries the branches of the step on disjoint groups of devices."""
+        asked = self._asked
+        self._check()
+        if asked.microbatches.count > 1:
+            self._leave_out(_BRANCHES, "they run the whole batch at once, and microbatches were given")
+            return
+        try:
+            self._branches(asked)
+        except ShardplanError as error:
+            self._leave_out(_BRANCHES, error)
+
+    def _branches(self, asked: Asked) -> None:
+        program, cluster, wanted = asked.traced.program, asked.searcher.cluster, asked.searcher.wanted
+        graph = operator_graph(flatten(program, replicate=asked.searcher.replicate), program)
+        problem = problem_of(graph, machine_of(cluster))
+        found = candidates_of(problem, math.inf if wanted.deadline is None else wanted.deadline, stages=False)
+        if not found:
+            self._leave_out(_BRANCHES, "no two operators are independent of each other, or devices are too few")
+        limit_s = self._simulated_s(problem)
+        promising = [c for c in found if c.seconds < limit_s][: CONSTANTS.branches_planned]
+        for n, candidate in enumerate(promising):
+            self._check()
+            origin, where = candidate.origin, assignment_of(program, graph, candidate.groups)
+            here = self._heard(origin, 0.9 + 0.1 * n / len(promising))
+            self._try(origin, partial(placed_plan, here, where, origin))
+        if len(found) == len(promising):
+            return
+        best = min(c.seconds for c in found if c not in promising)
+        why = f"simulated data parallel on their groups: {seconds(best)} or more"
+        why += f", the plan on all devices: {seconds(limit_s)}" if math.isfinite(limit_s) else ""
+        self._leave_out(f"{len(found) - len(promising)} other groupings of branches", why)
+
+    def _simulated_s(self, problem: PlacementProblem) -> float:
+        """The seconds of the plan on all devices in the simulator that ranks branches."""
+        if self._everywhere is None:
+            return math.inf
+        return problem.seconds(from_plan(problem, self._everywhere.choices, self._everywhere.factors))
+
+    # -- the best ------------------------------------------------------------------------------------------------------
+
+    def _to_beat_s(self, *, on_groups: bool) -> float:
+        """A candidate must take less: by the model's error if it runs on groups of devices and the best so far on all."""
+        if self.best is None:
+            return math.inf
+        return self.best.step_time_s / (1 + CONSTANTS.model_error if on_groups and isinstance(self.best, Plan) else 1)
+
+    def _fits(self, plan: Plan | PlacedPlan) -> bool:
+        return plan.peak_bytes <= self._asked.searcher.wanted.memory
+
+    def _try(self, what: str, make: Callable[[], Plan | PlacedPlan]) -> Plan | PlacedPlan | None:
+        """Makes a plan, and keeps it if it is the best; None if it cannot be made.
+
+        Raises:
+            MicrobatchError: if the step cannot be cut into microbatches.
+        """
+        try:
+            plan = make()
+        except MicrobatchError:
+            raise
+        except ShardplanError as error:
+            self._leave_out(what, error)
+            return None
+        self._take(what, plan)
+        return plan
+
+    def _take(self, what: str, plan: Plan | PlacedPlan) -> None:
+        self._tried[what] = plan
+        if self._fits(plan) and plan.step_time_s < self._to_beat_s(on_groups=isinstance(plan, PlacedPlan)):
+            self.best = plan
+        if plan.stopped == "interrupted":
+            raise KeyboardInterrupt
+        self._check()
+
+    def _leave_out(self, what: str, why: str | ShardplanError) -> None:
+        peak = why.smallest_bytes if isinstance(why, MemoryLimitError) else None
+        text = f"the smallest layout found holds {size(peak)}" if peak is not None else " ".join(str(why).split())
+        self._tried[what] = TriedPlacement(what, None, peak, text)
+
+    # -- progress ------------------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        """Ends the search where its time is over and there is a plan."""
+        deadline = self._asked.searcher.wanted.deadline
+        if self.best is not None and deadline is not None and anytime.now_s() >= deadline:
+            raise anytime.OutOfTimeError
+
+    def _heard(self, what: str, low: float, high: float | None = None) -> Asked:
+        """The same question, whose observer hears ``what`` and the progress from ``low`` to ``high``."""
+        searcher = self._asked.searcher
+        tell, width = searcher.wanted.observer, 0.0 if high is None else high - low
+
+        def heard(activity: str, part: float) -> None:
+            tell(f"{what}: {activity}", low + width * part)
+
+        wanted = replace(searcher.wanted, observer=heard)
+        return replace(self._asked, searcher=replace(searcher, wanted=wanted, candidates=Candidates()))
+
+    def stop(self, why: anytime.Stopped) -> None:
+        """Notes what ended the search early."""
+        self._stopped = why
+        self._leave_out("others", f"not tried: {'the time budget is over' if why == 'time budget' else why}")
+
+    # -- the result ----------------------------------------------------------------------------------------------------
+
+    def result(self) -> Plan | PlacedPlan:
+        """The best plan, with what it was chosen among.
+
+        Raises:
+            MemoryLimitError: if none fits.
+        """
+        if self.best is None:
+            assert self._limit_error is not None, "a plan that was made fits"
+            raise self._limit_error
+        if not self._stopped:
+            self._asked.searcher.wanted.observer("done", 1.0)
+        rows = [
+            own if isinstance(own, TriedPlacement) else TriedPlacement(what, own.step_time_s, own.peak_bytes, self._why_not(own))
+            for what, own in self._tried.items()
+        ]
+        return self.best.chosen_among(rows, self._stopped)
+
+    def _why_not(self, plan: Plan | PlacedPlan) -> str:
+        if plan is self.best:
+            return ""
+        if not self._fits(plan):
+            return f"does not fit in {size(self._asked.searcher.wanted.memory)} a device"
+        assert self.best is not None
+        if plan.step_time_s >= self.best.step_time_s:
+            return "slower"
+        return f"not faster by more than the model's error, {CONSTANTS.model_error:.1%}"

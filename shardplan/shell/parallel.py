@@ -32,8 +32,7 @@ from shardplan.frontend.nnx_state import (
 from shardplan.ir import spec_text
 from shardplan.plans import files
 from shardplan.plans.fingerprint import fingerprint
-from shardplan.plans.jit_stages import LoweredStep, TracedStep
-from shardplan.plans.placed_runner import LoweredPrograms
+from shardplan.plans.jit_stages import TracedStep
 from shardplan.plans.runner import Runner, check_tree
 from shardplan.report.plan_text import best_baseline
 from shardplan.shell.api import plan as make_plan
@@ -133,8 +132,8 @@ class Parallel:
         return self if instance is None else MethodType(self, instance)
 
     @property
-    def plan(self) -> Plan | PlacedPlan:
-        """The plan of the latest call.
+    def plan(self) -> Any:
+        """The plan of the latest call: a `Plan`, or a `PlacedPlan` where it runs on groups of devices.
 
         Raises:
             ShardplanError: before the first call.
@@ -150,8 +149,8 @@ class Parallel:
     def _name(self) -> str:
         return getattr(self._step, "__name__", "the step")
 
-    def prepare(self, *args: Any, **kwargs: Any) -> Plan | PlacedPlan:
-        """Plans for these arguments (arrays or shapes) without running."""
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        """The `plan` for these arguments (arrays or shapes), made without running."""
         return self._prepared(args, kwargs)[0].plan
 
     def trace(self, *args: Any, **kwargs: Any) -> TracedStep:
@@ -164,8 +163,10 @@ class Parallel:
         ready, positional, named = self._prepared(args, kwargs)
         return ready.run.trace(*positional, **named)
 
-    def lower(self, *args: Any, **kwargs: Any) -> LoweredStep | LoweredPrograms:
-        """The step lowered for these arguments (arrays or shapes), to compile or inspect it."""
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """The step lowered for these arguments (arrays or shapes), to compile or inspect it: a `LoweredStep`, or `LoweredPrograms`
+        where it runs on groups of devices.
+        """
         ready, positional, named = self._prepared(args, kwargs)
         return ready.run.lower(*positional, **named)
 

@@ -183,9 +183,15 @@ class PlacedPlan(PlannedStep):
         return {path: group for path, (group, _) in zip(paths, self.placed.graph.inputs, strict=True)}
 
     @property
+    def specs_by_path(self) -> dict[str, PartitionSpec]:
+        """The spec of each argument leaf, by path, over the mesh axes of the group that holds it."""
+        paths = self.traced.program.input_paths
+        return {path: self._spec(group, key[0]) for path, (group, key) in zip(paths, self.placed.graph.inputs, strict=True)}
+
+    @property
     def in_specs(self) -> Any:
         """A pytree of PartitionSpec like the tuple of arguments, over the mesh axes of the group that holds each leaf."""
-        specs = tuple(self._spec(group, key[0]) for group, key in self.placed.graph.inputs)
+        specs = tuple(self.specs_by_path.values())
         return bare(jax.tree.unflatten(self.traced.in_tree, specs), specs)
 
     def _spec(self, group: int, tensor: int) -> PartitionSpec:

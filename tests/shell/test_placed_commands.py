@@ -60,12 +60,26 @@ def test_a_saved_strategy_is_a_placement(run: Callable[..., tuple[int, str, str]
     assert "groups of devices" in out
 
 
+def test_a_placement_is_searched_and_the_report_shows_what_was_tried(run: Callable[..., tuple[int, str, str]]) -> None:
+    code, out, _ = run("plan", *MLP, "--placement", "auto")
+    assert code == 0
+    assert "Placements" in out
+    assert "2 stages, 2 microbatches" in out
+    code, out, _ = run("plan", "models.two_tower:train_step", "--cluster", "2x4", "--placement", "auto", "--json")
+    assert code == 0
+    plan = json.loads(out)
+    (own,) = [row for row in plan["placements_tried"] if not row["why_not"]]
+    assert own["what"].startswith("branches on")
+    assert own["step_time_s"] == plan["step_time_s"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["plan", *MLP, "--axes", "stage=2"], "2 stages take turns with one microbatch"),
         (["plan", *MLP, "--axes", "stage=2", "--microbatches", "4", "-o", "plan.json"], "cannot be saved or drawn yet"),
         (["compare", *MLP, "--axes", "stage=2", "--microbatches", "4"], "compare does not take a plan with groups of devices"),
+        (["compare", *MLP, "--placement", "auto"], "compare does not take a plan with groups of devices"),
         (["plan", *MLP, "--microbatches", "0"], "microbatches=0: give a whole number"),
         (["plan", *MLP, "--placement", "two"], "unsupported placement 'two'"),
     ],

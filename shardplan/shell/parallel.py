@@ -164,8 +164,9 @@ class Parallel:
         return ready.run.trace(*positional, **named)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """The step lowered for these arguments (arrays or shapes), to compile or inspect it: a `LoweredStep`, or `LoweredPrograms`
-        where it runs on groups of devices.
+        """The step lowered for these arguments (arrays or shapes), to compile or inspect it.
+
+        It is a `LoweredStep`, or `LoweredPrograms` where it runs on groups of devices.
         """
         ready, positional, named = self._prepared(args, kwargs)
         return ready.run.lower(*positional, **named)

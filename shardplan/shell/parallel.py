@@ -181,6 +181,7 @@ class Parallel:
         call = self._call(args, kwargs)
 
         def run(leaves: list[Any], tree: Any) -> tuple[Any, Sequence[Any]]:
+            """Runs these leaves under their plan, the latest one if it fits."""
             latest = self._latest
             if latest is not None and not self._unchecked and latest.tree == tree and latest.call.key == call.key:
                 try:

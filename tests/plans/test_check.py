@@ -20,6 +20,7 @@ import shardplan
 from models import mlp
 from shardplan import _jax
 from shardplan.verify.judge import difference, furthest
+from tests.nnx_training import train
 
 SPLIT: dict[str, Any] = {"cluster": "2x2", "pins": {"w": P("gpu"), "x": P("node", "gpu")}}
 
@@ -130,11 +131,6 @@ def test_an_nnx_step_is_checked_before_its_objects_change(devices: list[Any]) ->
 
         def __call__(self, x: jax.Array) -> jax.Array:
             return self.drop(self.up(x))
-
-    def train(model: Model, optimizer: nnx.Optimizer, x: jax.Array) -> jax.Array:
-        value, grads = nnx.value_and_grad(lambda m: ((m(x) - x) ** 2).mean())(model)
-        optimizer.update(model, grads)
-        return value
 
     def losses(run: Any) -> list[float]:
         model = Model(nnx.Rngs(0))

@@ -80,12 +80,9 @@ VERIFY_FIELDS = (
 
 
 @pytest.fixture
-def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: list[Any]) -> str:
+def target(folder_with: Callable[[str], Path]) -> str:
     """A directory of its own with ``small.py`` in it, and that file's step as TARGET."""
-    (tmp_path / "small.py").write_text(STEP)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "small", raising=False)
+    folder_with(STEP)
     return "small.py:train_step"
 
 

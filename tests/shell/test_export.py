@@ -70,13 +70,9 @@ print("split", sum(not s.is_fully_replicated for s in jax.tree.leaves(wanted)))
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: list[Any]) -> Path:
+def folder(folder_with: Callable[[str], Path]) -> Path:
     """A directory of its own with ``small.py`` in it, as the current one."""
-    (tmp_path / "small.py").write_text(STEP)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "small", raising=False)
-    return tmp_path
+    return folder_with(STEP)
 
 
 @pytest.fixture

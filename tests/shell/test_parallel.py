@@ -21,6 +21,7 @@ import shardplan
 from models import gpt, mlp
 from shardplan import _jax
 from shardplan.shell.parallel import Parallel
+from tests.nnx_training import train
 
 
 def _trained(step: Any, state: Any, batch: Any, count: int) -> list[float]:
@@ -55,11 +56,6 @@ def test_the_decorator_updates_nnx_objects_in_place_and_compiles_once(devices: l
 
         def __call__(self, x: jax.Array) -> jax.Array:
             return self.down(self.drop(nnx.gelu(self.up(x))))
-
-    def train(model: Model, optimizer: nnx.Optimizer, x: jax.Array) -> jax.Array:
-        value, grads = nnx.value_and_grad(lambda m: ((m(x) - x) ** 2).mean())(model)
-        optimizer.update(model, grads)
-        return value
 
     def losses(run: Any) -> list[float]:
         model = Model(nnx.Rngs(0))

@@ -1,0 +1,135 @@
+"""The tables of `benchmarks/by_hand.py`, from figures that are made up, and what its options refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import by_hand
+from benchmarks.by_hand import PLAN, ROWS, judge, main, modelled_s, ours, planned, programs_of
+from benchmarks.hand_shardings import HANDS
+from shardplan.cost.overlap import contended
+
+FIRST, SECOND = list(ROWS)[:2]
+
+
+def figures(seconds: float, *, exposed_s: float = 0.0, peak: int = 1, **more: Any) -> dict[str, Any]:
+    """The figures of a compiled program on a device of 10 bytes."""
+    made = {"seconds": seconds, "compute_s": seconds, "exposed_s": exposed_s, "communication_s": 0.0, "xla_seconds": seconds}
+    return {**made, "bytes": 100, "temporary": 4, "peak": peak, "memory": 10, "flags": "default", **more}
+
+
+def cells(line: str) -> list[str]:
+    """The cells of a row of a table."""
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_the_judge_is_the_fastest_program_by_hand_that_fits() -> None:
+    kept = {
+        FIRST: {PLAN: figures(9.0), "data parallel": figures(5.0, peak=11), "FSDP": figures(10.0), "hybrid FSDP": figures(12.0)},
+        SECOND: {PLAN: figures(8.0), "FSDP": figures(5.0, exposed_s=1.0), "data parallel": {"failed": "a | b"}},
+    }
+    lines = judge(kept)
+    row = cells(lines[2])
+    assert (row[0], row[5], row[9]) == (FIRST, "FSDP, default flags", "0.900")
+    assert lines[-2:] == [
+        "2 rows: median 1.250, largest 1.600, 1 over 1.01.",
+        "Where the best by hand exposes over a tenth of its time (1 rows): median 1.600.",
+    ]
+
+
+def test_a_row_whose_plan_failed_says_why_and_counts_nowhere() -> None:
+    lines = judge({FIRST: {PLAN: {"failed": "over 900 s | killed"}, "FSDP": figures(1.0)}})
+    assert cells(lines[2])[2] == "over 900 s / killed"
+    assert len(lines) == 3
+
+
+def test_our_program_of_a_sharding_is_divided_by_the_one_by_hand() -> None:
+    kept = {FIRST: {"our FSDP": figures(9.0, bytes=50), "FSDP": figures(10.0), "our data parallel": figures(1.0)}}
+    lines = ours(kept)
+    assert cells(lines[2]) == [FIRST, "FSDP", "0.900", "0.900", "0.500", "1.000"]
+    assert cells(lines[-1])[2:] == ["0.900", "0.900", "0.500", "1.000"]
+
+
+def test_predictions_are_compared_with_what_is_compiled() -> None:
+    predicted = {"predicted_bytes": 80, "predicted_compute_s": 10.0, "predicted_s": 9.0, "predicted_peak": 2}
+    lines = planned({FIRST: {PLAN: figures(9.0, communication_s=1.0, **predicted)}})
+    assert cells(lines[2])[2::2] == ["1.250", "0.900", "1.000", "0.500"]
+    assert cells(lines[3])[2::2] == ["25.0%", "10.0%", "0.0%", "50.0%"]
+    share = 1 / (1 - contended(ROWS[FIRST].cluster().device.contention))
+    assert lines[-1].startswith(f"Of what overlap could save if all communication hid, compiled plans save {share:.0%}")
+
+
+def test_every_row_has_programs_that_people_write() -> None:
+    for row in ROWS.values():
+        names = programs_of(row)
+        assert names[0] == PLAN
+        assert sum(name in HANDS for name in names) >= 2, row.name
+        assert len(set(names)) == len(names)
+
+
+def test_kernels_with_products_have_no_seconds_of_xlas_model() -> None:
+    cost = '"reification_cost":[{"exec_time_us":2.5,"name":""}],"device_type":"D"'
+    text = f"""HloModule m
+
+%sum (a: f32[8,8], b: f32[8,8]) -> f32[8,8] {{
+  %a = f32[8,8]{{1,0}} parameter(0)
+  %b = f32[8,8]{{1,0}} parameter(1)
+  ROOT %s = f32[8,8]{{1,0}} add(%a, %b)
+}}
+
+%product (c: f32[8,8], d: f32[8,8]) -> f32[8,8] {{
+  %c = f32[8,8]{{1,0}} parameter(0)
+  %d = f32[8,8]{{1,0}} parameter(1)
+  ROOT %p = f32[8,8]{{1,0}} dot(%c, %d), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+}}
+
+ENTRY %main (x: f32[8,8], y: f32[8,8]) -> f32[8,8] {{
+  %x = f32[8,8]{{1,0}} parameter(0)
+  %y = f32[8,8]{{1,0}} parameter(1)
+  %added = f32[8,8]{{1,0}} fusion(%x, %y), kind=kLoop, calls=%sum, backend_config={{{cost}}}
+  ROOT %multiplied = f32[8,8]{{1,0}} fusion(%added, %y), kind=kOutput, calls=%product, backend_config={{{cost}}}
+}}
+"""
+    assert modelled_s(text) == {("main", "added"): pytest.approx(2.5e-6)}
+
+
+def test_a_table_of_kept_figures_runs_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(by_hand, "fresh", lambda *_: pytest.fail("a program was compiled"))
+    kept = tmp_path / "kept.json"
+    kept.write_text(json.dumps({FIRST: {PLAN: figures(9.0), "FSDP": figures(10.0)}, "gone": {}}))
+    assert main(["--json", str(kept), "--table", "judge"]) == 0
+    assert "1 rows: median 0.900, largest 0.900, 0 over 1.01." in capsys.readouterr().out
+
+
+def test_only_what_is_not_kept_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def fresh(name: str, programs: list[str], _: Any) -> dict[str, Any]:
+        asked.extend(programs)
+        return {program: figures(2.0) for program in programs}
+
+    monkeypatch.setattr(by_hand, "fresh", fresh)
+    kept = tmp_path / "kept.json"
+    kept.write_text(json.dumps({FIRST: {"FSDP": figures(1.0), PLAN: {"failed": "killed"}}}))
+    assert main([FIRST, "--json", str(kept), "--only", PLAN, "FSDP"]) == 0
+    assert asked == [PLAN]
+    found = json.loads(kept.read_text())[FIRST]
+    assert (found["FSDP"]["seconds"], found[PLAN]["seconds"]) == (1.0, 2.0)
+    assert main([FIRST, "--json", str(kept), "--only", "FSDP", "--again"]) == 0
+    assert asked == [PLAN, "FSDP"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"), [(["nothing"], "no row 'nothing'"), ([FIRST, "--only", "magic"], "no program 'magic'")]
+)
+def test_unknown_names_are_refused(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(options)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err

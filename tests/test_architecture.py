@@ -42,7 +42,7 @@ ROWS = (
     ("plans",),
     ("calibrate",),
     ("report",),
-    ("shell", "__main__"),
+    ("shell", "testing", "__main__"),
 )
 RANK = {name: rank for rank, row in enumerate(ROWS) for name in row}
 SHELLS = ROWS[-1]

@@ -40,8 +40,8 @@ class Issued:
     as its part of a full bundle. ``hideable_s`` of them can hide behind compute. ``wire_bytes`` are what a device sends in one
     execution, in the ring convention.
 
-    ``tensor`` is the tensor that it moves, the first of ``values`` that travel together; ``source`` is the user's source line
-    ("loop" for a loop's boundary), ``pool`` what it can travel with. ``sends`` are its instructions; the search has none yet.
+    ``tensor`` is the tensor that it moves, ``source`` the user's source line ("loop" for a loop's boundary), ``along`` those of
+    all others in the same bundle, ``pool`` what it can travel with. ``sends`` are its instructions; the search has none yet.
     """
 
     step: Step
@@ -52,7 +52,7 @@ class Issued:
     source: str
     hideable_s: float = 0.0
     copied_s: float = 0.0
-    values: int = 1
+    along: tuple[tuple[int, str], ...] = ()
     pool: str = ""
     sends: tuple[Send, ...] = ()
 
@@ -64,7 +64,8 @@ class PlannedCollective:
     ``bytes`` is the size of its operand on one device (of its result for an all-gather), ``wire_bytes`` what one device sends in
     the ring convention, ``seconds`` the time in the network model. All three are for one execution. ``source`` is the user's
     line. ``program`` is the reduction program that takes ``seconds``, in P2's notation over the cluster's levels; it is empty if
-    that is the collective itself. ``hideable_s`` is the part of its seconds that can hide behind compute.
+    that is the collective itself. ``hideable_s`` is the part of its seconds that can hide behind compute. ``along`` names the
+    other arrays that travel with ``tensor``: their paths, or their source lines.
     """
 
     kind: Collective
@@ -77,6 +78,7 @@ class PlannedCollective:
     source: str
     program: str = ""
     hideable_s: float = 0.0
+    along: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

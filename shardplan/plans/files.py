@@ -18,7 +18,7 @@ from shardplan.mesh.factoring import check_cover
 from shardplan.plans.codec import Reader, Writer, plain
 from shardplan.plans.data import PlanData
 
-FORMAT = 16
+FORMAT = 17
 """Version of the plan file."""
 
 _TABLES: dict[type, str] = {Layout: "layouts", Use: "uses"}

@@ -18,6 +18,7 @@ from shardplan.plans.data import PlanData
 from shardplan.report.padding import uneven
 from shardplan.report.parallelism import matrix_text
 from shardplan.report.paths import grouped
+from shardplan.report.peak_text import peak_lines
 from shardplan.report.plan_text import (
     argument_shapes,
     best_baseline,
@@ -105,13 +106,14 @@ class _Why:
     # -- the whole plan ------------------------------------------------------------------------------------------------
 
     def whole(self) -> str:
-        """The plan's time, memory, best baseline, binding constraints, dearest collectives and indivisible dims."""
+        """Time, memory and what holds it, best baseline, binding constraints, dearest collectives and indivisible dims."""
         plan = self.plan
         mesh = " x ".join(f"{name}={k}" for name, k in plan.axes.items())
         spent = f"compute {seconds(plan.compute_s)}, communication {seconds(plan.communication_s)}"
         lines = [f"{seconds(plan.step_time_s)} a step on {mesh}: {spent};"]
         limit = size(plan.memory_limit) + (f" ({plan.memory_limit_origin})" if plan.memory_limit_origin else "")
         lines.append(f"{size(plan.peak_bytes)} a device at its peak, of {limit}. {_sentence(bound_text(plan))}")
+        lines += peak_lines(self.session)
         lines += matrix_text(plan).splitlines()
         best = best_baseline(plan)
         if best is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -101,7 +102,8 @@ class PlanDiff:
 
 
 def plan_diff(a: PlanData, b: PlanData) -> PlanDiff:
-    """What changed from ``a`` to ``b``."""
+    """What changed from ``a`` to ``b``, whose fingerprints are known."""
+    assert None not in (a.fingerprint, b.fingerprint)
     machine = [] if a.cluster.fingerprint() == b.cluster.fingerprint() else [Change("cluster", a.cluster.name, b.cluster.name)]
     return PlanDiff(
         program=tuple(_program(a, b)),
@@ -179,13 +181,18 @@ def _collectives(a: PlanData, b: PlanData) -> list[Sent]:
 
 
 def _sent(plan: PlanData) -> dict[tuple[str, tuple[str, ...], str], tuple[float, float]]:
-    """Seconds and wire bytes of a step, by kind, axes and array; a value without a path has its source line."""
+    """Seconds and wire bytes of a step, by kind, axes and array; a value without a name has the function that makes it."""
     found: dict[tuple[str, tuple[str, ...], str], tuple[float, float]] = {}
     for c in plan.collectives:
-        key = (str(c.kind), c.axes, f"value at {c.source}" if c.tensor.startswith("value ") else c.tensor)
+        key = (str(c.kind), c.axes, f"value of {_function(c.source)}" if c.tensor.startswith("value ") else c.tensor)
         own = found.get(key, (0.0, 0.0))
         found[key] = own[0] + c.seconds * c.times, own[1] + c.wire_bytes * c.times
     return found
+
+
+def _function(source: str) -> str:
+    """A source line without folder and number, which differ between checkouts: ``model.py (Block.__call__)``."""
+    return re.sub(r":\d+", "", source.rpartition("/")[2], count=1)
 
 
 # -- words -------------------------------------------------------------------------------------------------------------

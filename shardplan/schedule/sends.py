@@ -156,7 +156,7 @@ class _Reader:
         size = sum(self.local_size(move, step.before) for move, step in zip(bundle.moves, bundle.steps, strict=True))
         sent = self.hop(bundle.scope, bundle.step, bundle.moves[0], size, times)
         for one in _with_copies(sent, self.copies.packing_s(bundle)):
-            yield replace(one, values=len(bundle.moves))
+            yield replace(one, along=tuple((move.tensor, move.line) for move in bundle.moves[1:]))
 
     def shift(self, send: Send, over: tuple[int, ...], layout: Layout) -> Issued:
         """What every device sends to its neighbour."""

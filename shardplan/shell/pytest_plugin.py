@@ -1,4 +1,4 @@
-"""A pytest plugin for projects that use plans: simulated devices, and a fixture that verifies the plan of a step.
+"""A pytest plugin for projects that use plans: simulated devices, and fixtures that verify a plan, or compare it with a file.
 
 pytest loads it wherever shardplan is installed; without an install, use ``pytest -p shardplan.shell.pytest_plugin``:
 
@@ -7,10 +7,14 @@ pytest loads it wherever shardplan is installed; without an install, use ``pytes
     def test_my_step(verify_plan):
         step, args = train_step(concrete=True)
         verify_plan(step, *args, cluster="2x4")
+
+    def test_its_plan_stays(assert_plan_unchanged):
+        assert_plan_unchanged(shardplan.plan(step, *args, cluster="2x4"))
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +22,9 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds ``--shardplan-devices``."""
+    """Adds ``--shardplan-devices`` and ``--update-plans``."""
     parser.addoption("--shardplan-devices", type=int, default=None, metavar="N", help="run on N simulated CPU devices")
+    parser.addoption("--update-plans", action="store_true", help="save the plans that assert_plan_unchanged compares")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -48,5 +53,23 @@ def verify_plan() -> Callable[..., Any]:
         if not verified.passed:
             pytest.fail(verified_text(verified.json), pytrace=False)
         return verified
+
+    return check
+
+
+@pytest.fixture
+def assert_plan_unchanged(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """``assert_plan_unchanged(plan, name=None)`` fails where a plan differs from the one saved in ``plans/`` beside the test.
+
+    The file has the test's name, or ``name`` where a test compares several. ``pytest --update-plans`` saves them.
+    """
+
+    def check(plan: Any, name: str | None = None) -> None:
+        """Compares a plan with its file, or saves it."""
+        from shardplan.testing import assert_plan_unchanged
+
+        __tracebackhide__ = True
+        file = re.sub(r"[^\w.-]+", "_", name or request.node.name).strip("_") + ".json"
+        assert_plan_unchanged(plan, request.path.parent / "plans" / file, update=request.config.getoption("--update-plans"))
 
     return check

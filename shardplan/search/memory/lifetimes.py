@@ -19,7 +19,8 @@ Kind = Literal["stored", "copy", "kept", "entering", "between"]
 class Lifetime:
     """A value of ``nbytes`` (as a whole tensor), alive at the points ``first`` to ``last``.
 
-    ``variable`` is -1 for a value that is whole on every device. The kind says when the value takes memory:
+    ``tensor`` is the value's number in the flat graph. ``variable`` is -1 for a value that is whole on every device. The kind
+    says when the value takes memory:
 
     - ``stored``: always.
     - ``copy``: a view, where its layout differs from that of ``source``, the variable that it copies.
@@ -30,6 +31,7 @@ class Lifetime:
     """
 
     kind: Kind
+    tensor: int
     variable: int
     nbytes: float
     first: int

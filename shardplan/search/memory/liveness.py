@@ -77,7 +77,7 @@ def _lifetimes(problem: Problem, donated: frozenset[int]) -> tuple[Lifetimes, fr
     entering, constant = _entering(problem, loops)
     inputs = set(graph.inputs)
     stored = [
-        Lifetime("stored", coarse.of[t], graph.tensors[t].nbytes, b, death.get(t, b))
+        Lifetime("stored", t, coarse.of[t], graph.tensors[t].nbytes, b, death.get(t, b))
         for t, b in sorted(birth.items())
         if t not in alias and t not in fused and t not in constant and (coarse.of[t] != FREE or t in inputs)
     ]
@@ -233,11 +233,11 @@ def _copies(problem: Problem) -> Iterator[Lifetime]:
     for (v, t), nodes in reads.items():
         variable = problem.coarse.variables[v]
         nbytes = float(problem.graph.tensors[t].nbytes)
-        yield Lifetime("copy", v, nbytes, min(nodes), max(nodes), variable.of)
+        yield Lifetime("copy", t, v, nbytes, min(nodes), max(nodes), variable.of)
         if variable.kind == "backward" and (variable.sibling, t) in reads:
             first, last = max(reads[variable.sibling, t]) + 1, min(nodes) - 1
             if first <= last:
-                yield Lifetime("kept", v, nbytes, first, last, variable.of)
+                yield Lifetime("kept", t, v, nbytes, first, last, variable.of)
 
 
 def _stacks(problem: Problem, loops: Loops) -> Iterator[Lifetime]:
@@ -247,7 +247,7 @@ def _stacks(problem: Problem, loops: Loops) -> Iterator[Lifetime]:
         left = loops.left(link)
         if link.lift < 0 and left is not None:
             v = of[link.source] if of[link.source] != FREE else of[link.target]
-            yield Lifetime("stored", v, float(graph.tensors[link.target].nbytes), left.since, left.last)
+            yield Lifetime("stored", link.target, v, float(graph.tensors[link.target].nbytes), left.since, left.last)
 
 
 def _entering(problem: Problem, loops: Loops) -> tuple[list[Lifetime], frozenset[int]]:
@@ -268,7 +268,7 @@ def _entering(problem: Problem, loops: Loops) -> tuple[list[Lifetime], frozenset
                 constant.add(link.target)
             if FREE not in (outer, inner) and (link.lift or outer != inner):
                 nbytes = float(graph.tensors[link.source].nbytes)
-                entered = Lifetime("entering", inner, nbytes, loop.first, loop.last, outer, link.lift > 0)
+                entered = Lifetime("entering", link.source, inner, nbytes, loop.first, loop.last, outer, link.lift > 0)
                 entering.setdefault(link.source, []).append(entered)
     every = [e for row in entering.values() for e in row]
     for row in entering.values():

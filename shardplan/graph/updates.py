@@ -1,0 +1,40 @@
+"""Which argument a value updates: gradients and their moments have no name of their own, and are named by the weight."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from shardplan.graph.nodes import Graph
+
+
+def value_names(graph: Graph, output_paths: Sequence[str]) -> dict[int, str]:
+    """The names of tensors: the path of an argument, ``result PATH``, and the gradient or update of an argument."""
+    paths, backward = graph.input_paths, {t for node in graph.nodes if node.backward for t in node.outputs}
+    names = {t: f"{'gradient' if t in backward else 'update'} of {paths[i]}" for t, i in updated(graph).items()}
+    names |= {t: f"result {path}" for t, path in zip(graph.outputs, output_paths, strict=True) if t >= 0}
+    return names | dict(zip(graph.inputs, paths, strict=True))
+
+
+def updated(graph: Graph) -> dict[int, int]:
+    """The number of the argument that each value updates, by tensor; of several, the first.
+
+    A value updates an argument where the result that replaces the argument is made of it by elementwise ops on as many elements,
+    and by ops that only move elements. A weight's gradient updates the weight, whatever the optimizer.
+    """
+    found = {t: i for t, i in zip(reversed(graph.outputs), reversed(graph.feedback), strict=True) if t >= 0 and i is not None}
+    after: dict[int, list[int]] = {}
+    for link in graph.links:
+        after.setdefault(link.source, []).append(link.target)
+    for node in reversed(graph.nodes):
+        for t in node.outputs:
+            ends = [found[u] for u in (t, *after.get(t, ())) if u in found]
+            if ends:
+                found[t] = min(ends)
+        ends = [found[t] for t in node.outputs if t in found]
+        if ends and (node.signature.elementwise or node.signature.moves):
+            size = math.prod(node.signature.call.results[0])
+            for t in node.inputs:
+                if t >= 0 and graph.tensors[t].size == size:
+                    found[t] = min(found.get(t, ends[0]), *ends)
+    return found

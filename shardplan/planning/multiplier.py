@@ -73,7 +73,8 @@ def best_overlapped(search: Callable[[Wanted], Found], contention: float, wanted
     At the deadline, it returns the best plan so far. What it offers all has the prices of the first company.
     """
     found = _best_overlapped(search, contention, wanted)
-    if found[1].stopped or _expired(wanted) or (company := _smaller_company(found)) is None:
+    done = found[1].stopped or _expired(wanted) or not found[1].best.fits(wanted.memory)
+    if done or (company := _smaller_company(found)) is None:
         return found
     again = replace(wanted, company=company, observer=_rising(wanted.observer), offer=anytime.ignored)
     second = _best_overlapped(search, contention, again)
@@ -119,8 +120,9 @@ def _best_overlapped(search: Callable[[Wanted], Found], contention: float, wante
 
     points = list[_Point]()
     points.append(first := solved(1.0, wanted))
+    fits = any(_fits(own, wanted) for own in _factorings(first))  # no multiplier makes plans smaller
     met = _fits(first, wanted) and first.met(k)
-    if met or _late(wanted, points) or (left := _open(points, wanted)) is None:
+    if met or not fits or _late(wanted, points) or (left := _open(points, wanted)) is None:
         return _best(points, k, wanted)
     points.append(solved(0.0, left))
     low, high = points[1], points[0]

@@ -118,7 +118,7 @@ def smaller(solver: Solver, domains: Sequence[Domain], start: Solution) -> Solut
     best, left = start, _Budget(CONSTANTS.repair_trials)
     while left.more():
         trial = _smallest_step(solver, domains, best, left)
-        if trial is None or trial.peak_bytes >= best.peak_bytes:
+        if trial is None:
             break
         best = trial
     return best
@@ -266,7 +266,9 @@ def _spread(table: NDArray[np.int64], scope: Sequence[int], variables: Sequence[
 
 
 def _smallest_step(solver: Solver, domains: Sequence[Domain], now: Solution, left: _Budget) -> Solution | None:
-    """The smallest solution after one change at the peak: one layout (two on small problems), or a kept copy dropped."""
+    """The smallest solution after one change at the peak: one layout (two on small problems), or a kept copy dropped. None where
+    no such change holds fewer bytes.
+    """
     problem, live = solver.problem, solver.live
     held = memory.profile(problem, live, now.states, now.keep, now.limits)
     peak = int(held.argmax())
@@ -284,13 +286,15 @@ def _smallest_step(solver: Solver, domains: Sequence[Domain], now: Solution, lef
                 trials += [
                     ((*changed[:u], s, *changed[u + 1 :]), now.keep) for s in _smallest(solver, domains, u) if s != changed[u]
                 ]
-    best: Solution | None = None
-    for states, keep in trials:
-        if (states, keep) != (now.states, now.keep) and left.more():
-            trial = _rated(solver, now, states, keep)
-            if math.isfinite(trial.seconds) and (best is None or trial.peak_bytes < best.peak_bytes):
-                best = trial
-    return best
+    other = [trial for trial in trials if trial != (now.states, now.keep) and left.more()]
+    peaks = [memory.peak(problem, live, states, keep, now.limits)[0] for states, keep in other]
+    for n in sorted(range(len(other)), key=peaks.__getitem__):
+        if peaks[n] >= now.peak_bytes:
+            break
+        trial = _rated(solver, now, *other[n])
+        if math.isfinite(trial.seconds):
+            return trial
+    return None
 
 
 def _smallest(solver: Solver, domains: Sequence[Domain], v: int) -> list[int]:

@@ -27,6 +27,7 @@ def case(model: str) -> Case:
     return Case(model, "flexflow-p100:1", steps=2, small=True)
 
 
+@pytest.mark.slow
 def test_every_part_is_printed_and_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

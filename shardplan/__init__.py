@@ -52,11 +52,11 @@ if TYPE_CHECKING:
     from shardplan.shell.place import Placement, place
     from shardplan.shell.placed_plan import PlacedPlan
     from shardplan.shell.plan_of_step import Plan
+    from shardplan.shell.registering import register
     from shardplan.shell.replanning import replan
     from shardplan.shell.resharding import reshard, resharding
     from shardplan.shell.score import score
     from shardplan.shell.sweep import sweep
-    from shardplan.tdl.register import register
 
 __version__ = "0.1.0"
 
@@ -120,7 +120,7 @@ _HOMES = {
     "parallelize": "shell.parallel",
     "place": "shell.place",
     "plan": "shell.api",
-    "register": "tdl.register",
+    "register": "shell.registering",
     "replan": "shell.replanning",
     "reshard": "shell.resharding",
     "resharding": "shell.resharding",

@@ -67,6 +67,7 @@ JAX_FILES = (
     "shell.score",
     "shell.score_command",
     "shell.planned_step",
+    "shell.registering",
     "shell.replanning",
     "shell.resharding",
     "shell.target",

@@ -70,6 +70,6 @@ def assert_plan_unchanged(request: pytest.FixtureRequest) -> Callable[..., None]
 
         __tracebackhide__ = True
         file = re.sub(r"[^\w.-]+", "_", name or request.node.name).strip("_") + ".json"
-        assert_plan_unchanged(plan, request.path.parent / "plans" / file, update=request.config.getoption("--update-plans"))
+        assert_plan_unchanged(plan, request.path.parent / "plans" / file, update=bool(request.config.getoption("--update-plans")))
 
     return check

@@ -325,7 +325,7 @@ def _reduction(reducer: Reducer, body: Callable[..., Any], extents: tuple[int, .
             expression=f"{reducer} over {', '.join(names)} inside {', '.join(recorder.open)}",
         )
     if shared:
-        ids = tuple(_shared_loop(recorder, n) for n in names)
+        ids = tuple(_shared_loop(recorder, n, reducer, extents[i] if extents else None) for i, n in enumerate(names))
     else:
         ids = tuple(recorder.loop(n, reducer, extents[i] if extents else None) for i, n in enumerate(names))
     recorder.open += names
@@ -334,11 +334,14 @@ def _reduction(reducer: Reducer, body: Callable[..., Any], extents: tuple[int, .
     return Reduce(reducer, ids, term)
 
 
-def _shared_loop(recorder: Recorder, name: str) -> int:
-    """The loop of this name that indexes another result."""
-    if name not in recorder.parallel:
+def _shared_loop(recorder: Recorder, name: str, reducer: Reducer, extent: int | None) -> int:
+    """The loop of this name that indexes another result, or over which another result is reduced; with an extent, a new one."""
+    if name in recorder.parallel:
+        return recorder.parallel[name]
+    reduced = [i for i, n in enumerate(recorder.names) if n == name and recorder.kinds[i] == reducer]
+    if not reduced and extent is None:
         raise DescriptionError(f"a shared sum runs over an index of another result, and none is named {name}", expression=name)
-    return recorder.parallel[name]
+    return reduced[0] if reduced else recorder.loop(name, reducer, extent)
 
 
 def Sum(  # noqa: N802 (Tofu's name)
@@ -347,7 +350,8 @@ def Sum(  # noqa: N802 (Tofu's name)
     """Sum of ``body`` over its indices; their extents are given, or read off the operand dims that they index alone.
 
     A ``shared`` sum runs over the indices of those names of other results. One cut of such a loop then splits those results, and
-    makes this one a partial sum.
+    makes this one a partial sum. With ``extents``, results may share loops that no result is indexed by: one cut makes partial
+    sums of all of them.
     """
     return _reduction("sum", body, extents, shared=shared)
 

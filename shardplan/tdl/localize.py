@@ -54,6 +54,11 @@ def localize(call: Call, strategy: Strategy) -> Local:
     return local if change is None else change(call, local)
 
 
+def same_everywhere(call: Call, strategy: Strategy) -> bool:
+    """Whether every worker runs the same on its share: nothing of it depends on which share that is."""
+    return localize(call, strategy).run is _plain
+
+
 def run(local: Local, operands: Sequence[Any], worker: Any) -> tuple[Any, ...]:
     """The worker's results, from its regions of the operands (block and halo)."""
     return local.run(lambda ops: evaluate(local.call, ops), operands, worker)

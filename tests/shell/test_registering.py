@@ -1,0 +1,116 @@
+"""Kernels described by a plain function: `register(kernel, like=function)`."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import pallas as pl
+from jax.sharding import PartitionSpec as P
+
+import shardplan
+from shardplan.tdl import Call, cuts
+from shardplan.tdl.describe import describe
+from shardplan.verify.verify import verify
+
+EXAMPLE = [jax.ShapeDtypeStruct((4, 6, 8), jnp.float32)] * 3
+
+
+def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return jnp.einsum("bqk,bkd->bqd", jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", q, k)), v)
+
+
+@cache
+def kernels() -> tuple[Any, Any, Any]:
+    """Attention with a gradient of its own, as three functions that are not seen through."""
+
+    @jax.custom_vjp
+    def fused(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return attention(q, k, v)
+
+    @jax.jit
+    def fused_forward(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+        return fused(q, k, v), (q, k, v)
+
+    @jax.jit
+    def fused_backward(saved: Any, g: jax.Array) -> Any:
+        return jax.vjp(attention, *saved)[1](g)
+
+    fused.defvjp(fused_forward, fused_backward)
+    return fused, fused_forward, fused_backward
+
+
+@pytest.mark.parametrize("pins", [{"x": P(("node", "gpu"))}, {"x": P(None, "gpu")}], ids=["batch", "queries"])
+def test_a_step_with_a_registered_kernel_runs_as_on_one_device(pins: Any, devices: list[Any]) -> None:
+    fused, forward, backward = kernels()
+    shardplan.register(fused, like=attention, example=EXAMPLE)
+    shardplan.register(forward, like=lambda *args: (attention(*args), args), example=EXAMPLE)
+    shardplan.register(backward, like=lambda saved, g: jax.vjp(attention, *saved)[1](g), example=[tuple(EXAMPLE), EXAMPLE[0]])
+
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        return w - 0.1 * jax.grad(lambda w: jnp.sum(fused(x @ w, x, x) ** 2))(w)
+
+    args = jax.random.normal(jax.random.key(0), (8, 8)), jax.random.normal(jax.random.key(1), (8, 8, 8))
+    plan = shardplan.plan(step, *args, cluster="2x4", pins=pins)
+    kernel_ops = [op for op in plan.traced.program.ops if op.primitive.startswith("jit:fused")]
+    assert [op.primitive for op in kernel_ops] == ["jit:fused_forward", "jit:fused_backward"]
+    assert not plan.data.whole_ops
+    assert verify(plan, step, args, steps=2, devices=devices).passed
+
+
+def test_a_pallas_kernel_is_cut_like_its_plain_function() -> None:
+    def body(x_ref: Any, y_ref: Any) -> None:
+        y_ref[...] = x_ref[...] / jnp.sum(x_ref[...], axis=-1, keepdims=True)
+
+    def parts(x: jax.Array) -> jax.Array:
+        return pl.pallas_call(body, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True, name="parts_of_one")(x)
+
+    example = [jax.ShapeDtypeStruct((4, 6), jnp.float32)]
+    shardplan.register("pallas_call:parts_of_one", run=parts, like=lambda x: x / x.sum(-1, keepdims=True), example=example)
+    description = describe(Call("pallas_call:parts_of_one", ((8, 6),), ((8, 6),), {}, ("float32",), ("float32",)))
+    assert description is not None
+    assert [cut.loop for cut in cuts(description, 2)] == [0], "rows alone"
+
+
+def test_results_that_are_all_summed_over_a_dim_are_cut_along_it_together() -> None:
+    @jax.jit
+    def gradients(x: jax.Array, g: jax.Array) -> Any:
+        return x.T @ g, g.sum(0)
+
+    example = [jax.ShapeDtypeStruct((4, 6), jnp.float32), jax.ShapeDtypeStruct((4, 8), jnp.float32)]
+    shardplan.register(gradients, like=lambda x, g: (x.T @ g, g.sum(0)), example=example)
+    call = Call("jit:gradients", ((4, 6), (4, 8)), ((6, 8), (8,)), {}, ("float32",) * 2, ("float32",) * 2)
+    description = describe(call)
+    assert description is not None
+    summed = [cut for cut in cuts(description, 2) if all(str(p).startswith("Partial") for p in cut.results)]
+    assert len(summed) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"like": lambda q, k, v: attention(k, q, v), "example": EXAMPLE}, "differ in result 0"),
+        ({"like": lambda q, k, v: (q, k), "example": EXAMPLE}, r"returns float32\[4, 6, 8\], the function that it is like"),
+        ({"like": attention}, "needs an example"),
+        ({"like": 3, "example": EXAMPLE}, "takes a function"),
+    ],
+)
+def test_what_is_not_alike_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(shardplan.DescriptionError, match=said):
+        shardplan.register(kernels()[0], **options)
+
+
+def test_without_a_function_it_is_the_decorator_of_descriptions() -> None:
+    @jax.jit
+    def doubled(x: jax.Array) -> jax.Array:
+        return 2.0 * x
+
+    @shardplan.register(doubled, example=[jax.ShapeDtypeStruct((4, 6), jnp.float32)])
+    def describe_doubled(x: Any) -> Any:
+        return lambda i, j: x[i, j]
+
+    assert describe_doubled is not None
+    assert describe(Call("jit:doubled", ((4, 6),), ((4, 6),), {}, ("float32",), ("float32",))) is not None

@@ -83,8 +83,9 @@ class PlanData:
     ``backend`` runs the plan by default, and ``backend_reason`` says how. ``constants`` are the numbers that decided it
     (`shardplan.constants`), as literals by name. ``trace_s`` and ``search_s`` are measured.
 
-    The last fields are filled on first use, and before the plan is saved. ``fingerprint`` is that of the traced step. ``bound_s``
-    is a lower bound on ``searched_s``.
+    The last fields are filled on first use, and before the plan is saved. ``fingerprint`` is that of the traced step,
+    without its numbers, ``marks`` are those of its ops (`shardplan.plans.fingerprint`). ``bound_s`` is a lower bound on
+    ``searched_s``.
     ``left_out`` names the baselines that this step does not have, each with the reason. ``explanations`` has a text for each path
     and, under ``""``, one for the whole plan.
     """
@@ -134,6 +135,7 @@ class PlanData:
     company: Mapping[str, float] | None = None
     placements_tried: tuple[TriedPlacement, ...] = ()
     fingerprint: str | None = None
+    marks: tuple[str, ...] | None = None
     bound_s: Seconds | None = None
     baselines: tuple[Baseline, ...] | None = None
     left_out: tuple[tuple[str, str], ...] = ()

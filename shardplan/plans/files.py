@@ -24,7 +24,7 @@ FORMAT = 17
 _TABLES: dict[type, str] = {Layout: "layouts", Use: "uses"}
 """The types whose values are written once, because many tensors and ops share them; a table may refer to those before it."""
 
-_LATE = ("fingerprint", "bound_s", "baselines", "explanations")
+_LATE = ("fingerprint", "marks", "bound_s", "baselines", "explanations")
 """The fields that are filled before a plan is saved."""
 
 

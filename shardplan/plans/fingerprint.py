@@ -4,23 +4,57 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
 
 from shardplan.frontend.trace import Traced
 from shardplan.ir import Constant, Op, Program
 from shardplan.plans.canonical import Tokens, array_token, context
 
 
-def fingerprint(traced: Traced) -> str:
+def fingerprint(traced: Traced, *, numbers: bool = True) -> str:
     """A hash of everything in the program that changes its results; it is the same in every process.
 
-    That is: ops with their parameters, shapes, dtypes and wiring; the arrays that it closes over; and the argument paths.
+    That is: ops with their parameters, shapes, dtypes and wiring; the arrays that it closes over; and the argument paths. Without
+    ``numbers``, it is the hash of what changes a plan: single floats, such as a learning rate, are left out, except for those
+    that ops treat in a way of their own (`_OWN_WAY`).
     """
     hasher = hashlib.blake2b(digest_size=16)
-    for line in _lines(traced.program, Tokens()):
+    for line in _lines(traced.program, Tokens(), numbers):
         hasher.update(line.encode())
     return hasher.hexdigest()
+
+
+def marks(traced: Traced) -> tuple[str, ...]:
+    """A mark for each op, those of bodies behind their op: its primitive and a hash of what of it changes a plan."""
+    return tuple(mark for mark, _ in _marked(traced.program, Tokens()))
+
+
+def first_difference(planned: Sequence[str], traced: Traced) -> str:
+    """The first op whose mark is not the planned one, as text with its source line; ``""`` if all agree."""
+    for was, now in itertools.zip_longest(planned, _marked(traced.program, Tokens())):
+        before = None if was is None else was.partition(" ")[0]
+        if now is None:
+            return f"the planned {before}, its last op, is gone"
+        mark, op = now
+        if mark != was:
+            what = f"{op.primitive} at {op.source}"
+            if before is None:
+                return f"{what} is new"
+            return f"{what} is {f'where {before} was' if before != op.primitive else 'another one than was planned'}"
+    return ""
+
+
+def _marked(program: Program, tokens: Tokens) -> Iterator[tuple[str, Op]]:
+    for op in program.ops:
+        text = hashlib.blake2b(_op_line(program, op, tokens, numbers=False).encode(), digest_size=4).hexdigest()
+        yield f"{op.primitive} {text}", op
+        for body in op.bodies:
+            yield from _marked(body, tokens)
 
 
 def arguments(traced: Traced) -> dict[str, str]:
@@ -73,27 +107,42 @@ def _constants(program: Program, tokens: Tokens) -> Iterator[str]:
             yield from _constants(body, tokens)
 
 
-def _lines(program: Program, tokens: Tokens) -> Iterator[str]:
-    yield repr([(t, tokens.of(value)) for t, value in program.constants])
+def _lines(program: Program, tokens: Tokens, numbers: bool) -> Iterator[str]:
+    yield repr([(t, tokens.of(value) if numbers else _but_number(tokens.of(value), value)) for t, value in program.constants])
     for op in program.ops:
-        yield _op_line(program, op, tokens)
+        yield _op_line(program, op, tokens, numbers=numbers)
         for body in op.bodies:
-            yield from _lines(body, tokens)
-    outputs = [o if isinstance(o, int) else _scalar(o) for o in program.outputs]
+            yield from _lines(body, tokens, numbers)
+    outputs = [o if isinstance(o, int) else _scalar(o, numbers) for o in program.outputs]
     input_types = [(t, program.tensors[t].shape, program.tensors[t].dtype) for t in program.inputs]
     yield repr((input_types, outputs, program.input_paths, program.feedback))
 
 
-def _op_line(program: Program, op: Op, tokens: Tokens) -> str:
+def _op_line(program: Program, op: Op, tokens: Tokens, *, numbers: bool = True) -> str:
     shapes = [(program.tensors[t].shape, program.tensors[t].dtype) for t in (*op.tensors, *op.outputs)]
-    wires = [i if isinstance(i, int) else _scalar(i) for i in op.inputs]
+    wires = [i if isinstance(i, int) else _scalar(i, numbers) for i in op.inputs]
     # bodies are compared as programs: pruned, and with calls inlined
     bodies = [k for k, v in op.params.items() if op.bodies and _is_program(v)]
     return repr((op.primitive, wires, op.outputs, shapes, op.trips, tokens.params(op.params, but=bodies), context(op.handle)))
 
 
-def _scalar(constant: Constant) -> str:
-    return f"{constant.dtype} {array_token(constant.value)}"
+def _scalar(constant: Constant, numbers: bool) -> str:
+    token = f"{constant.dtype} {array_token(constant.value)}"
+    return token if numbers else _but_number(token, constant.value)
+
+
+_OWN_WAY = frozenset({0.0, 1.0, -1.0, math.inf, -math.inf})
+"""A zero is no term of a sum, a product with one is none, and reductions begin with these."""
+
+
+def _but_number(token: str, value: Any) -> str:
+    """The token of a value, in which all single floats are one, but for those of `_OWN_WAY`."""
+    plain = isinstance(value, float) or (getattr(value, "shape", None) == () and jnp.issubdtype(value.dtype, np.floating))
+    return f"{type(value).__name__} {getattr(value, 'dtype', '')}" if plain and _is_plain(float(value)) else token
+
+
+def _is_plain(number: float) -> bool:
+    return not (math.isnan(number) or number in _OWN_WAY)
 
 
 def _is_program(value: Any) -> bool:

@@ -19,7 +19,7 @@ from shardplan.mesh.devices import auto
 from shardplan.microbatches.accumulating import microbatched
 from shardplan.plans import files
 from shardplan.plans.data import PlanData
-from shardplan.plans.fingerprint import arguments, different_arguments, fingerprint
+from shardplan.plans.fingerprint import arguments, different_arguments, fingerprint, first_difference
 from shardplan.plans.fit import check_choices
 from shardplan.remat import rematerialised
 from shardplan.shell.plan_of_step import Plan
@@ -55,15 +55,16 @@ def for_step(name: str, data: PlanData, step: Callable[..., Any], traced: Traced
 
 
 def _check_step(name: str, data: PlanData, traced: Traced) -> None:
-    """Refuses a step that is not the one that was planned."""
-    if fingerprint(traced) == data.fingerprint:
+    """Refuses a step that is not the one that was planned. Its single floats may differ: no plan depends on them."""
+    if fingerprint(traced, numbers=False) == data.fingerprint:
         return
     planned = {a.path: f"{a.dtype}{list(a.shape)}" for a in data.arguments}
     different, now = different_arguments(planned, arguments(traced)), traced.program.count_ops()
-    counts = f"{data.operators} operators then, {now} now" if now != data.operators else f"its {now} operators differ"
+    counts = f"{data.operators} operators then, {now} now, " if now != data.operators else ""
+    first = first_difference(data.marks or (), traced) or "an array that it closes over, or its results, are others"
     raise PlanFileError(
         f"{name}: the plan was made for another model or other shapes: "
-        f"{different or f'the arguments agree, the program does not ({counts})'}; plan this step again"
+        f"{different or f'the arguments agree, the program does not ({counts}{first})'}; plan this step again"
     )
 
 

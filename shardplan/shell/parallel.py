@@ -303,7 +303,7 @@ class Parallel:
         traced = trace_step(pure, args, call.donated)
         cluster = resolve_cluster(settings.cluster)[0]
         key = (
-            fingerprint(traced),
+            fingerprint(traced, numbers=False),
             cluster.fingerprint(),
             sorted(CONSTANTS.literals.items()),
             call.donated,

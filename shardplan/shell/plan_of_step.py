@@ -29,7 +29,7 @@ from shardplan.mesh.devices import build_mesh
 from shardplan.planning.scheduled import Scheduled, scheduled
 from shardplan.plans.data import Baseline, PlanData, TriedPlacement
 from shardplan.plans.files import plan_file, save, write_whole
-from shardplan.plans.fingerprint import fingerprint
+from shardplan.plans.fingerprint import fingerprint, marks
 from shardplan.plans.fit import unfit
 from shardplan.plans.runner import Flat, Leaves, Runner, check_tree, shape_text
 from shardplan.plans.summary import baselines, collectives_of, decided, session_of
@@ -400,7 +400,7 @@ class Plan(PlannedStep, Figures):
         if data.explanations is None:
             data = replace(data, explanations=explain_all(data, self.session))
         if data.fingerprint is None:
-            data = replace(data, fingerprint=fingerprint(self.traced))
+            data = replace(data, fingerprint=fingerprint(self.traced, numbers=False), marks=marks(self.traced))
         self._data = data
         return data
 

@@ -261,7 +261,10 @@ def test_a_plan_is_loaded_without_planning(three: Planned, tmp_path: Path, monke
     [
         ({"layers": 3}, r"state/optimizer/0/mu/layer_2/bias was float32\[\d+\] and is float32\[\d+\]"),
         ({"batch": 32}, r"batch/inputs was float32\[64, 64\] and is float32\[32, 64\]"),
-        ({"dtype": "bfloat16"}, r"the arguments agree, the program does not \(\d+ operators then, \d+ now\)"),
+        (
+            {"dtype": "bfloat16"},
+            r"the arguments agree, the program does not \(\d+ operators then, \d+ now, .* at .*mlp.py:\d+ .*\)",
+        ),
         ({"optimizer": "sgd"}, r"state/optimizer/0/count, int32\[\], is missing"),
     ],
     ids=["layers", "batch", "dtype", "optimizer"],
@@ -274,6 +277,17 @@ def test_a_plan_of_another_model_is_refused_where_they_differ(
     other, args = mlp.train_step(**{"batch": 64, "width": 64, **options})
     with pytest.raises(shardplan.PlanFileError, match=f"another model or other shapes: ({says})"):
         shardplan.load(file, other, *args)
+
+
+def test_a_plan_is_loaded_for_another_learning_rate_and_runs_with_it(tmp_path: Path) -> None:
+    def trained(rate: float) -> Any:
+        return lambda w, x: w - rate * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+
+    args = jnp.ones((8, 8)), jnp.ones((16, 8))
+    shardplan.plan(trained(1e-3), *args, cluster="2x2").save(tmp_path / "plan.json")
+    step = trained(0.5)
+    loaded = shardplan.load(tmp_path / "plan.json", step, *args)
+    assert jnp.allclose(loaded.jit(step)(*loaded.put(args)), step(*args))
 
 
 @pytest.mark.parametrize(

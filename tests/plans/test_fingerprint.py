@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from shardplan.frontend.trace import trace
-from shardplan.plans.fingerprint import difference, fingerprint
+from shardplan.plans.fingerprint import difference, fingerprint, first_difference, marks
 
 X = jax.ShapeDtypeStruct((8, 8), jnp.float32)
 
@@ -49,3 +50,35 @@ def test_steps_differ_first_in_their_arguments() -> None:
     wide = jax.ShapeDtypeStruct((8, 16), jnp.float32)
     assert difference(trace(power(2), X), trace(power(2), wide)) == "x was float32[8, 8] and is float32[8, 16]"
     assert difference(trace(power(2), X), trace(lambda y: y**2, X)) == "x, float32[8, 8], is missing"
+
+
+def trained(rate: float, floor: float = 0.0) -> Step:
+    """A step whose learning rate and floor are single floats of the program."""
+    return lambda x: jnp.maximum(x - rate * jax.grad(lambda x: jnp.sum(jnp.tanh(x) ** 2))(x), floor)
+
+
+def test_a_learning_rate_is_a_number_that_no_plan_depends_on() -> None:
+    one, other = trace(trained(1e-3), X), trace(trained(3e-4), X)
+    assert fingerprint(one) != fingerprint(other)
+    assert fingerprint(one, numbers=False) == fingerprint(other, numbers=False)
+    assert marks(one) == marks(other)
+    assert first_difference(marks(one), other) == ""
+
+
+@pytest.mark.parametrize("special", [0.0, 1.0, -1.0, float("inf"), float("nan")])
+def test_numbers_that_ops_treat_in_a_way_of_their_own_change_a_plan(special: float) -> None:
+    one, other = trace(trained(1e-3, 0.5), X), trace(trained(1e-3, special), X)
+    assert fingerprint(one, numbers=False) != fingerprint(other, numbers=False)
+    assert re.fullmatch(r"max at .*test_fingerprint\.py.* is another one than was planned", first_difference(marks(one), other))
+
+
+def test_numbers_of_integers_and_arrays_change_a_plan() -> None:
+    for one, other in ((cut(2), cut(3)), (lambda x: x * jnp.array([0.5] * 8), lambda x: x * jnp.array([0.25] * 8))):
+        assert fingerprint(trace(one, X), numbers=False) != fingerprint(trace(other, X), numbers=False)
+
+
+def test_the_first_op_that_differs_is_named() -> None:
+    planned = marks(trace(lambda x: jnp.sin(x) + 0.5, X))
+    assert first_difference(planned, trace(lambda x: jnp.cos(x) + 0.5, X)).endswith("is where sin was")
+    assert first_difference(planned, trace(lambda x: jnp.sin(x), X)) == "the planned add, its last op, is gone"
+    assert first_difference(planned, trace(lambda x: jnp.sin(x) + 0.5 - x, X)).endswith("is new")

@@ -24,7 +24,14 @@ def check(name: str, on: str, options: dict[str, Any], steps: int) -> None:
     assert found.passed, found
 
 
-@pytest.mark.parametrize(("name", "on"), tiny_on(MACHINES))
+LONG = ("gpt", "llama", "moe")
+"""The partitioner takes longest to compile these; the explicit backend runs them among the quick tests."""
+
+
+@pytest.mark.parametrize(
+    ("name", "on"),
+    [pytest.param(*p.values, marks=[*p.marks, *[pytest.mark.slow] * (p.values[0] in LONG)]) for p in tiny_on(MACHINES)],
+)
 def test_a_tiny_model_is_right_where_it_is_cut(name: str, on: str) -> None:
     check(name, on, TINY[name], 2)
 
@@ -32,7 +39,7 @@ def test_a_tiny_model_is_right_where_it_is_cut(name: str, on: str) -> None:
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("llama", {"remat": "products", "accumulate": 2}),
+        pytest.param("llama", {"remat": "products", "accumulate": 2}, marks=pytest.mark.slow),
         pytest.param("gpt", {"remat": "products", "scan": True}, marks=pytest.mark.slow),
         pytest.param("vit", {"remat": "products", "accumulate": 2, "inner": 24}, marks=pytest.mark.slow),
         pytest.param("wresnet", {"middle": 2, "activation": "silu"}, marks=pytest.mark.slow),

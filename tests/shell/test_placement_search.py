@@ -107,6 +107,11 @@ def test_microbatches_on_all_devices_are_taken_where_the_whole_batch_does_not_fi
     assert isinstance(plan, Plan)
     assert plan.microbatches.count > 1
     assert rows(plan)["all devices"].peak_bytes > 180000
+
+
+@pytest.mark.slow
+def test_what_fits_in_no_microbatches_is_refused() -> None:
+    step, args = mlp.train_step(layers=4, width=16, batch=256, classes=512)
     with pytest.raises(shardplan.MemoryLimitError):
         shardplan.plan(step, *args, cluster=machine("2x2:eager"), placement="auto", memory_limit=1000, donate_argnums=(0,))
 

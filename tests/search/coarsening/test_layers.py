@@ -86,6 +86,7 @@ def deep(limit: float, **options: Any) -> shardplan.Plan:
     return shardplan.plan(step, *args, cluster="2x4", donate_argnums=0, memory_limit=limit, **options)
 
 
+@pytest.mark.slow
 def test_the_planner_ties_equal_layers_where_there_are_many_and_memory_costs_nothing() -> None:
     roomy, shared, free = deep(2**40), deep(2**40, one_choice="layers"), deep(2**40, one_choice="timesteps")
     assert roomy.one_choice == "layers"

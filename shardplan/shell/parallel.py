@@ -16,24 +16,23 @@ from typing import Any, Literal
 
 import jax
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from shardplan.constants import CONSTANTS
 from shardplan.errors import ArgumentError, PlanFileError, ShardplanError, UncheckedError, nearest
-from shardplan.frontend.argnums import leaves_of, positions, tuple_of
+from shardplan.frontend.argnums import positions
 from shardplan.frontend.nnx_state import (
     abstract,
     apart,
     has_objects,
     through,
-    together,
     trace_step,
 )
 from shardplan.ir import spec_text
 from shardplan.plans import files
 from shardplan.plans.fingerprint import fingerprint
 from shardplan.plans.jit_stages import TracedStep
-from shardplan.plans.runner import Runner, check_tree
+from shardplan.plans.runner import Runner
 from shardplan.report.plan_text import best_baseline
 from shardplan.shell.api import plan as make_plan
 from shardplan.shell.clusters import ClusterLike, resolve_cluster
@@ -216,14 +215,8 @@ class Parallel:
         (at,) = positions(argument, ready.call.count, "argument")
         if at in ready.call.static:
             raise ShardplanError(f"argument={argument} of {self._name} is static: only arrays are placed on devices")
-        step_plan, place = ready.plan, at - sum(s < at for s in ready.call.static)
-        trees = list(ready.tree.children())
-        trees[place] = jax.tree.structure(jax.eval_shape(lambda *a: apart(init_fn(*a)), *args))
-        check_tree(tuple_of(trees), step_plan.traced, step_plan.step)
-        shardings = step_plan.leaves(step_plan.mesh(self._settings.devices)).part(leaves_of(step_plan.traced.in_tree, (place,)))
-        shardings.fit(jax.tree.leaves(jax.eval_shape(lambda *a: apart(init_fn(*a)), *args)))
-        leaves = _made_in_place(lambda *a: jax.tree.leaves(apart(init_fn(*a))), args, shardings.shardings)
-        return together(jax.tree.unflatten(trees[place], leaves))
+        place = at - sum(s < at for s in ready.call.static)
+        return ready.plan.init(init_fn, *args, argument=place, devices=self._settings.devices)
 
     def _check(self, ready: _Ready, leaves: Sequence[Any], tree: Any) -> None:
         """Checks a plan on the arguments of its first call; warns where that cannot run."""
@@ -334,18 +327,6 @@ def _where(plan: Plan | PlacedPlan, figures: str) -> str:
     best = best_baseline(plan.data) if plan.baselines else None
     mesh = " x ".join(f"{n}={k}" for n, k in plan.axes.items())
     return f"mesh {mesh}, {figures}; best baseline {f'{best.name} {best.step_time_s:.3g} s' if best else 'none fits'}"
-
-
-def _made_in_place(make: Callable[..., list[Any]], args: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
-    """The leaves that a function makes, with these shardings: for each group of devices a program that makes its own."""
-    groups: dict[Any, list[int]] = {}
-    for n, sharding in enumerate(shardings):
-        groups.setdefault(sharding.mesh, []).append(n)
-    found: dict[int, Any] = {}
-    for numbers in groups.values():
-        own = jax.jit(lambda *a, own=numbers: [make(*a)[n] for n in own], out_shardings=[shardings[n] for n in numbers])
-        found.update(zip(numbers, own(*args), strict=True))
-    return [found[n] for n in range(len(shardings))]
 
 
 def _option(name: str, value: Any) -> str:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from shardplan.errors import PlanFileError, ShardplanError
-from shardplan.frontend.argnums import leaves_of
+from shardplan.frontend.argnums import leaves_of, positions, tuple_of
 from shardplan.frontend.keywords import Positional, ordered
 from shardplan.frontend.nnx_state import apart, has_objects, together, trace_step
 from shardplan.frontend.trace import Traced
@@ -67,6 +67,23 @@ class PlannedStep(ABC):
     def mesh(self, devices: Sequence[Any] | None = None) -> Mesh:
         """The mesh on these devices."""
 
+    def init(self, init_fn: Callable[..., Any], *args: Any, argument: int = 0, devices: Sequence[Any] | None = None) -> Any:
+        """The result of ``init_fn(*args)``, sharded like argument ``argument`` of the step and never whole on one device.
+
+        Raises:
+            ArgumentError: if ``init_fn`` makes an array of another shape or dtype than was planned.
+            ShardplanError: if the argument does not exist, or if ``init_fn`` makes another structure.
+        """
+        trees = list(self.traced.in_tree.children())
+        (place,) = positions(argument, len(trees), "argument")
+        made = jax.eval_shape(lambda *a: apart(init_fn(*a)), *args)
+        trees[place] = jax.tree.structure(made)
+        check_tree(tuple_of(trees), self.traced, self.step)
+        wanted = self.leaves(self.mesh(devices)).part(leaves_of(self.traced.in_tree, (place,)))
+        wanted.fit(jax.tree.leaves(made))
+        leaves = _made_in_place(lambda *a: jax.tree.leaves(apart(init_fn(*a))), args, wanted.shardings)
+        return together(jax.tree.unflatten(trees[place], leaves))
+
     def check(
         self,
         args: Sequence[Any],
@@ -103,3 +120,15 @@ class PlannedStep(ABC):
             raise PlanFileError(
                 f"this step is not the one that was planned: they differ first at {first_difference}; plan this step again"
             )
+
+
+def _made_in_place(make: Callable[..., list[Any]], args: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
+    """The leaves that a function makes, with these shardings: for each group of devices a program that makes its own."""
+    groups: dict[Any, list[int]] = {}
+    for n, sharding in enumerate(shardings):
+        groups.setdefault(sharding.mesh, []).append(n)
+    found: dict[int, Any] = {}
+    for numbers in groups.values():
+        own = jax.jit(lambda *a, own=numbers: [make(*a)[n] for n in own], out_shardings=[shardings[n] for n in numbers])
+        found.update(zip(numbers, own(*args), strict=True))
+    return [found[n] for n in range(len(shardings))]

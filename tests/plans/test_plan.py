@@ -293,3 +293,22 @@ def test_a_primitive_without_description_is_named_with_its_line_and_may_be_repli
     with pytest.raises(shardplan.UndescribedPrimitiveError, match=r"(?s)unheard_of.*test_plan\.py.*replicate="):
         shardplan.plan(step, x, cluster="2")
     assert shardplan.plan(step, x, cluster="2", replicate=("unheard_of",)).step_time_s > 0
+
+
+def test_init_makes_an_argument_sharded_from_the_start(devices: list[Any]) -> None:
+    def step(state: Any, x: jax.Array) -> Any:
+        return jax.tree.map(lambda w, g: w - 0.1 * g, state, jax.grad(lambda s: jnp.mean((x @ s["w"]) ** 2))(state))
+
+    def fresh(key: jax.Array) -> Any:
+        return {"w": jax.random.normal(key, (64, 64))}
+
+    args = jax.eval_shape(fresh, jax.random.key(0)), jax.ShapeDtypeStruct((16, 64), jnp.float32)
+    plan = shardplan.plan(step, *args, cluster="2x4", pins={"state/w": P("node", "gpu")})
+    made = plan.init(fresh, jax.random.key(0), devices=devices)
+    assert {shard.data.shape for shard in made["w"].addressable_shards} == {(32, 16)}
+    np.testing.assert_array_equal(made["w"], fresh(jax.random.key(0))["w"])
+    assert plan.init(lambda: jnp.zeros((16, 64)), argument=1).shape == (16, 64)
+    with pytest.raises(shardplan.ArgumentError, match="state/w"):
+        plan.init(lambda: {"w": jnp.zeros((64, 32))})
+    with pytest.raises(shardplan.ShardplanError, match="argument"):
+        plan.init(lambda: {"w": jnp.zeros((64, 64))}, argument=2)
